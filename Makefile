@@ -1,0 +1,32 @@
+# make setup | demo | test | check | results | clean
+# make demo RESULTS=docs/results/demo.json keeps the figures that it measures.
+.PHONY: setup demo test check results clean
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_WAIT_POLICY ?= PASSIVE
+
+setup: .venv/ready
+
+.venv/ready: requirements.lock pyproject.toml scripts/setup.sh
+	bash scripts/setup.sh $(PYTHON)
+	touch $@
+
+demo: STARTED := $(shell date +%s)
+demo: setup
+	$(BIN)/dprlhf assets pull
+	$(BIN)/python scripts/demo.py $(if $(RESULTS),--results $(RESULTS) --started $(STARTED))
+
+test: setup
+	$(BIN)/python -m pytest -q -n 2
+
+check: setup
+	$(BIN)/ruff check src tests scripts
+	$(BIN)/ruff format --check src tests scripts
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q -n 2
+
+results: setup
+	$(BIN)/python scripts/results.py
+
+clean:
+	rm -rf .venv

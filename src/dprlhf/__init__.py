@@ -1,0 +1,40 @@
+"""Reinforcement-learning fine-tuning of language models with differential privacy for prompts."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dprlhf.api import generate, resume, train
+    from dprlhf.errors import DprlhfError
+    from dprlhf.plan import Plan, make_plan
+    from dprlhf.recipe import Recipe, load_recipe
+
+_HOMES = {
+    "DprlhfError": "errors",
+    "Plan": "plan",
+    "Recipe": "recipe",
+    "generate": "api",
+    "load_recipe": "recipe",
+    "make_plan": "plan",
+    "resume": "api",
+    "train": "api",
+}
+
+__all__ = [
+    "DprlhfError",
+    "Plan",
+    "Recipe",
+    "generate",
+    "load_recipe",
+    "make_plan",
+    "resume",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on first use: the accounting commands start without torch.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dprlhf' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"dprlhf.{_HOMES[name]}"), name)

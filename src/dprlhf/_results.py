@@ -1,0 +1,69 @@
+"""Measured results as data: what was measured, against which goal, where, when and how."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+
+def machine() -> str:
+    """Describe this machine in one line: processor, usable cores, operating system, Python."""
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.split(":", 1)[1].strip()
+                break
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{name}, {cores} cores, {platform.system()}, Python {platform.python_version()}"
+
+
+def command() -> str:
+    """Return the command line of this process, with the script relative to the current folder."""
+    script = Path(sys.argv[0])
+    try:
+        shown = str(script.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        shown = script.name
+    return shlex.join(["python", shown, *sys.argv[1:]])
+
+
+@dataclass(frozen=True)
+class Result:
+    """One measured figure.
+
+    Attributes:
+        name: unique within its file.
+        value: the figure.
+        unit: its unit, ``"1"`` for a ratio.
+        goal: what was asked for, in words, or an empty string.
+        holds: whether the goal was met; None without a goal.
+        command: how to measure it again.
+        machine: where it was measured.
+        date: when, ISO 8601.
+    """
+
+    name: str
+    value: float
+    unit: str
+    goal: str = ""
+    holds: bool | None = None
+    command: str = field(default_factory=command)
+    machine: str = field(default_factory=machine)
+    date: str = field(default_factory=lambda: datetime.date.today().isoformat())
+
+
+def write_results(path: Path, rows: Iterable[Result]) -> None:
+    """Write results to a JSON list, replacing those of the same name and keeping the others."""
+    merged = {row["name"]: row for row in json.loads(path.read_text())} if path.exists() else {}
+    merged.update({row.name: asdict(row) for row in rows})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(list(merged.values()), indent=2) + "\n")

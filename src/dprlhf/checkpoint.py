@@ -1,0 +1,62 @@
+"""Checkpoints: the policy, the optimizer (released values only) and the round they belong to.
+
+Nothing here is secret: no key, no random state, no batch.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from dprlhf.errors import DprlhfError
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.run_folder import RunFolder, replaced_folder
+
+
+def save_checkpoint(
+    folder: RunFolder, round_: int, policy: CausalLMPolicy, optimizer: torch.optim.Optimizer
+) -> None:
+    """Replace the run's checkpoint by the state after ``round_``, atomically."""
+    names = list(policy.parameters)
+    moments: dict[str, torch.Tensor] = {}
+    for index, entries in optimizer.state_dict()["state"].items():
+        for entry, value in entries.items():
+            moments[f"{names[index]}/{entry}"] = torch.as_tensor(value)
+    with replaced_folder(folder.checkpoint) as fresh:
+        save_file(policy.state(), fresh / "policy.safetensors")
+        save_file(moments, fresh / "optimizer.safetensors")
+        (fresh / "state.json").write_text(json.dumps({"round": round_}))
+
+
+def load_checkpoint(
+    folder: RunFolder, policy: CausalLMPolicy, optimizer: torch.optim.Optimizer
+) -> int:
+    """Put the last checkpoint back into policy and optimizer; return its round (0: none).
+
+    Raises:
+        DprlhfError: the checkpoint is damaged.
+    """
+    source = folder.checkpoint
+    if not source.exists():
+        # A crash between the renames of a replacement leaves only the previous checkpoint.
+        source = source.with_name(source.name + ".old")
+        if not source.exists():
+            return 0
+    try:
+        round_ = int(json.loads((source / "state.json").read_text())["round"])
+        policy.load_state(load_file(source / "policy.safetensors"))
+        moments = load_file(source / "optimizer.safetensors")
+    except Exception as error:
+        raise DprlhfError(
+            f"{source}: damaged ({type(error).__name__}); it cannot be used"
+        ) from None
+    names = list(policy.parameters)
+    state: dict[int, dict[str, Any]] = {}
+    for full, value in moments.items():
+        name, entry = full.rsplit("/", 1)
+        state.setdefault(names.index(name), {})[entry] = value
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    return round_

@@ -1,0 +1,212 @@
+"""One specification from which partition, clipping, noise and accounting are all built.
+
+Because every part reads the same :class:`Plan`, they cannot disagree: the sampler that runs is the
+sampler that was accounted for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.accounting import (
+    Adjacency,
+    Epsilon,
+    Mechanism,
+    Partition,
+    epsilon,
+    noise_multiplier,
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will release, and what that costs.
+
+    Attributes:
+        users: N, public by assumption.
+        rounds: T.
+        participations: k, the rounds that a user takes part in.
+        divisor: m = kN/T (``fixed`` and ``stream``: the slots of a round), the public constant
+            that every released sum is divided by.
+        clip_norm: S, the L2 bound on one user's contribution; infinite only without noise.
+        noise_multiplier: z; the released sum carries noise of standard deviation z·S. Zero makes
+            the run a non-private baseline.
+        guarantee: ε (an upper bound; infinite for a baseline), δ and the accountant.
+    """
+
+    users: int
+    rounds: int
+    partition: Partition
+    adjacency: Adjacency
+    participations: int
+    clip_norm: float
+    noise_multiplier: float
+    divisor: float
+    guarantee: Epsilon
+
+    @property
+    def private(self) -> bool:
+        """Whether the run states a finite ε."""
+        return math.isfinite(self.guarantee.epsilon)
+
+    @property
+    def noise_std(self) -> float:
+        """Return zS, the standard deviation of the noise on the sum."""
+        return self.noise_multiplier * self.clip_norm if self.noise_multiplier else 0.0
+
+    @property
+    def sensitivity(self) -> float:
+        """How far one user can move the sum: S, or 2S where a user is replaced by another."""
+        return self.clip_norm * (2 if self.adjacency == "replace-one" else 1)
+
+    def noise_to_clip_ratio(self, dimension: int) -> float:
+        """Return zS√d/m over S: the norm of the released mean's noise in units of S."""
+        return self.noise_multiplier * math.sqrt(dimension) / self.divisor
+
+    def terms(self) -> dict[str, Any]:
+        """Return the plan as JSON-ready values, for the ledger and ``privacy.json``."""
+        values = asdict(self)
+        guarantee = values.pop("guarantee")
+        for name in ("epsilon", "epsilon_lower", "delta", "accountant"):
+            values[name] = guarantee[name]
+        # JSON has no infinity.
+        return {k: "infinity" if v == math.inf else v for k, v in values.items()}
+
+
+NO_PRIVACY = "none: no noise is added; this run is a non-private baseline"
+
+
+def make_plan(
+    *,
+    users: int,
+    rounds: int,
+    delta: float,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    clip_norm: float = 1.0,
+    partition: Partition = "random-allocation",
+    adjacency: Adjacency | None = None,
+    participations: int = 1,
+) -> Plan:
+    """Build the plan from the asked ε, or from the noise multiplier.
+
+    Exactly one of ``epsilon`` and ``noise_multiplier`` is given; ``epsilon=math.inf`` (or a noise
+    multiplier of 0) asks for a non-private baseline that keeps everything else.
+
+    Raises:
+        DprlhfError: a value is out of range, fewer users than rounds, or the partition does not
+            carry the adjacency.
+    """
+    if (epsilon is None) == (noise_multiplier is None):
+        raise DprlhfError("privacy: give exactly one of epsilon and noise_multiplier")
+    if users < 1:
+        raise DprlhfError("the dataset has no users")
+    if rounds < 1:
+        raise DprlhfError(f"rounds must be at least 1, not {rounds}")
+    if users < rounds:
+        raise DprlhfError(f"{users} users cannot fill {rounds} rounds: lower rounds to {users}")
+    baseline = noise_multiplier == 0 or epsilon == math.inf
+    if not clip_norm > 0 or (math.isinf(clip_norm) and not baseline):
+        raise DprlhfError(f"clip_norm must be a positive number, not {clip_norm}")
+    adjacency = adjacency or default_adjacency(partition)
+    z, guarantee = _cost(
+        epsilon, noise_multiplier, delta, rounds, partition, adjacency, participations
+    )
+    cut = partition in ("fixed", "stream")
+    return Plan(
+        users=users,
+        rounds=rounds,
+        partition=partition,
+        adjacency=adjacency,
+        participations=participations,
+        clip_norm=clip_norm,
+        noise_multiplier=z,
+        divisor=float(users // rounds) if cut else participations * users / rounds,
+        guarantee=guarantee,
+    )
+
+
+def default_adjacency(partition: Partition) -> Adjacency:
+    """Return the adjacency that a partition is usually accounted under."""
+    return "zero-out" if partition in ("fixed", "stream") else "add-remove"
+
+
+def _cost(
+    target: float | None,
+    z: float | None,
+    delta: float,
+    rounds: int,
+    partition: Partition,
+    adjacency: Adjacency,
+    participations: int,
+) -> tuple[float, Epsilon]:
+    if z == 0 or target == math.inf:
+        # The mechanism is still validated, so that a baseline is comparable to a private run.
+        Mechanism(1.0, rounds, partition, adjacency, participations)
+        return 0.0, Epsilon(math.inf, math.inf, delta, NO_PRIVACY, ())
+    if z is not None:
+        mechanism = Mechanism(z, rounds, partition, adjacency, participations)
+        return z, epsilon(mechanism, delta)
+    assert target is not None
+    return noise_multiplier(
+        target,
+        delta,
+        rounds=rounds,
+        partition=partition,
+        adjacency=adjacency,
+        participations=participations,
+    )
+
+
+def delta_warning(delta: float, users: int) -> str | None:
+    """Return what to say about a δ above 1/N, at which releasing one user outright would pass."""
+    if delta > 1 / users:
+        return f"delta {delta:g} is above 1/users = {1 / users:.2g}: choose a smaller delta"
+    return None
+
+
+def balanced_batch(users: int, epsilon: float, dimension: int) -> float:
+    """Return m = (√d/ε)^{2/3} N^{1/3}, where DP-PG's two errors balance (He & Zhou, Theorem 2)."""
+    balanced: float = (math.sqrt(dimension) / epsilon) ** (2 / 3) * users ** (1 / 3)
+    return min(float(users), max(1.0, balanced))
+
+
+def trade_off(
+    users: int,
+    rounds: Sequence[int],
+    epsilon: float,
+    delta: float,
+    dimension: int,
+    signal: float,
+) -> list[dict[str, Any]]:
+    """Compare partitions and numbers of rounds at the same (ε, δ), one pass.
+
+    Over a run of T rounds in which everybody takes part once, a signal s (the norm of the mean
+    clipped contribution over S) sums to T·s, the noise to √T·z√d/m. Their ratio is N·s/(κ√d)
+    with κ = z√T: what random allocation lowers, and rounds raise.
+    """
+    rows = []
+    partitions: tuple[Partition, ...] = ("random-allocation", "fixed")
+    for partition in partitions:
+        for count in rounds:
+            plan = make_plan(
+                users=users, rounds=count, epsilon=epsilon, delta=delta, partition=partition
+            )
+            kappa = plan.noise_multiplier * math.sqrt(count)
+            rows.append(
+                {
+                    "partition": partition,
+                    "adjacency": plan.adjacency,
+                    "rounds": count,
+                    "batch": plan.divisor,
+                    "noise_multiplier": plan.noise_multiplier,
+                    "noise_to_clip_ratio": plan.noise_to_clip_ratio(dimension),
+                    "kappa": kappa,
+                    "signal_to_noise": users * signal / (kappa * math.sqrt(dimension)),
+                }
+            )
+    return rows

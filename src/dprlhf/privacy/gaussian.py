@@ -1,0 +1,129 @@
+"""One Gaussian release, exactly, and the root finder that the accountants share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from scipy.optimize import brentq
+from scipy.special import log_ndtr
+
+_UNIT = 2.0**-53
+
+
+def log_gaussian_delta(noise: float, epsilon: float) -> float:
+    """Log of :func:`gaussian_delta`, rounded up; finite where delta itself underflows."""
+    if math.isinf(noise):
+        return -math.inf
+    middle, half = epsilon * noise, 0.5 / noise
+    if math.isinf(half):
+        return 0.0
+    first, second = float(log_ndtr(half - middle)), float(log_ndtr(-half - middle))
+    error = 8 * _UNIT * (1 + abs(first) + abs(second) + epsilon)
+    # Phi(a) - e^eps Phi(b) = Phi(a) (1 - exp(x)); x < 0 is lowered by its rounding error.
+    x = min(epsilon + second - first, 0.0) - error
+    return min(first + error + math.log(-math.expm1(x)), 0.0)
+
+
+def gaussian_delta(noise: float, epsilon: float) -> float:
+    """Delta of one Gaussian release, rounded up (Balle & Wang 2018, Theorem 8).
+
+    Args:
+        noise: standard deviation of the noise divided by the sensitivity, above 0.
+        epsilon: at least 0.
+
+    >>> f"{gaussian_delta(1.0, 1.0):.6f}"
+    '0.126937'
+    """
+    return math.exp(log_gaussian_delta(noise, epsilon))
+
+
+def gaussian_epsilon(noise: float, delta: float) -> float:
+    """Epsilon of one Gaussian release at ``delta``, rounded up by at most 1e-8 relative.
+
+    ``noise`` is the standard deviation of the noise divided by the sensitivity. Infinite where
+    the value overflows.
+
+    >>> f"{gaussian_epsilon(1.0, 1e-5):.4f}"
+    '4.3772'
+    """
+    if gaussian_delta(noise, 0.0) <= delta:
+        return 0.0
+    # The tail bound Phi(-x) <= exp(-x²/2) gives an epsilon that is surely enough.
+    high = math.inf if noise < 1e-150 else 0.5 / noise**2 - (-2 * math.log(delta)) ** 0.5 / -noise
+    if math.isinf(high):
+        return math.inf
+    return crossing(lambda e: gaussian_delta(noise, e), 0.0, high, delta, tolerance=3e-9)
+
+
+def gaussian_noise_multiplier(epsilon: float, delta: float) -> float:
+    """Smallest noise / sensitivity with which one Gaussian release is (epsilon, delta)-DP.
+
+    Rounded up by at most 1e-8 relative.
+
+    >>> f"{gaussian_noise_multiplier(1.0, 1e-5):.4f}"
+    '3.7306'
+    """
+    low = high = 1.0
+    while gaussian_delta(high, epsilon) > delta:
+        high *= 2
+    while gaussian_delta(low, epsilon) <= delta:
+        low /= 2
+    return crossing(lambda z: gaussian_delta(z, epsilon), low, high, delta, tolerance=3e-9)
+
+
+def crossing(
+    value: Callable[[float], float],
+    low: float,
+    high: float,
+    target: float,
+    *,
+    rough: Callable[[float], float] | None = None,
+    tolerance: float = 1e-5,
+) -> float:
+    """Find about the smallest x in [low, high] with ``value(x) <= target``; checked on return.
+
+    ``value`` falls in x; it may wobble by numerical error, because the x that is returned was
+    itself evaluated. ``high`` is returned unchecked when nothing below it passes.
+
+    Args:
+        value: a probability, such as a delta.
+        low: where ``value`` is above ``target``, at least 0.
+        high: known by other means to satisfy ``value(high) <= target``.
+        target: in (0, 1).
+        rough: a cheaper estimate of ``value`` for the first steps.
+        tolerance: relative distance to the crossing that is good enough.
+    """
+    goal = math.sqrt(-2 * math.log(target))
+
+    def score(v: float) -> float:
+        # Nearly linear in x where the loss is nearly Gaussian, so few steps are needed.
+        return math.sqrt(-2 * math.log(min(max(v, 1e-300), 1.0))) - goal
+
+    first = rough or value
+    at_low, at_high = score(first(low)), score(first(high))
+    if at_low >= 0:
+        x = low
+    elif at_high <= 0:
+        x = high
+    else:
+        x = brentq(lambda x: score(first(x)), low, high, xtol=1e-300, rtol=max(tolerance, 1e-4))
+    step = 1e-4 * x
+    slope = (score(first(x + step)) - score(first(x))) / step if step else 0.0
+    if slope <= 0:
+        slope = (at_high - at_low) / (high - low)
+    best, below = high, low
+    for _ in range(40):
+        here = score(value(x))
+        if here >= 0:
+            best = min(best, x)
+            if here <= 2 * tolerance * slope * x:
+                break
+        else:
+            below = max(below, x)
+        if best - below <= 2 * tolerance * best:
+            break
+        guess = x - here / slope + 0.7 * tolerance * x
+        inside = below < guess < best
+        x = guess if inside else 0.5 * (below + best)
+    return best

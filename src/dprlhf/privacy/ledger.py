@@ -1,0 +1,214 @@
+"""The privacy ledger: an append-only, hash-chained file, written before anything is released.
+
+``ledger.jsonl`` holds one entry a line. Each carries the hash of the one before it, and each is
+fsynced before :meth:`Ledger.charge` returns, so noise is never drawn for a round that the file does
+not know. Entries hold only values that the recipe made public: no times (a round's duration tells
+its realised batch size) and nothing computed from users.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from dprlhf.errors import DprlhfError
+
+_GENESIS = "0" * 64
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the ledger; ``hash`` covers all the rest."""
+
+    sequence: int
+    kind: str
+    body: dict[str, Any]
+    previous: str
+    hash: str
+
+    @classmethod
+    def make(cls, sequence: int, kind: str, body: dict[str, Any], previous: str) -> Self:
+        """Build an entry and its hash."""
+        text = json.dumps([sequence, kind, body, previous], sort_keys=True)
+        return cls(sequence, kind, body, previous, hashlib.sha256(text.encode()).hexdigest())
+
+
+class Ledger:
+    """The charges of one run.
+
+    Args:
+        path: the ledger file.
+        terms: what the run promises (its plan, a digest of its recipe, a commitment to its key).
+            A new ledger records them; an existing one refuses other terms.
+
+    Raises:
+        DprlhfError: the file was altered, belongs to other terms, or another process has it open.
+    """
+
+    def __init__(self, path: Path, terms: dict[str, Any]) -> None:
+        self.path = path
+        terms = json.loads(json.dumps(terms))
+        existed = path.exists()
+        self._file = open(path, "a+b")  # noqa: SIM115 - held open: it carries the lock
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise DprlhfError(f"{path}: another process is using this run") from None
+        try:
+            self._drop_torn_tail()
+            self.entries = read_ledger(path) if existed else []
+            if not self.entries:
+                self._append("open", terms)
+                fsync_folder(path.parent)
+            elif (held := self.entries[0].body) != terms:
+                changed = sorted(
+                    k for k in held.keys() | terms.keys() if held.get(k) != terms.get(k)
+                )
+                raise DprlhfError(
+                    f"{path}: this run was started under other terms ({', '.join(changed)}"
+                    " changed); start a new run folder instead"
+                )
+        except BaseException:
+            self._file.close()
+            raise
+        self.rounds = int(terms["rounds"])
+
+    def _drop_torn_tail(self) -> None:
+        # A crash in the middle of an append leaves a line without its newline. Its charge was
+        # never acknowledged, so no noise was drawn for it and the line may go.
+        self._file.seek(0)
+        content = self._file.read()
+        keep = content.rfind(b"\n") + 1
+        if keep != len(content):
+            self._file.truncate(keep)
+            os.fsync(self._file.fileno())
+
+    def _append(self, kind: str, body: dict[str, Any]) -> Entry:
+        previous = self.entries[-1].hash if self.entries else _GENESIS
+        entry = Entry.make(len(self.entries), kind, body, previous)
+        self._file.seek(0, os.SEEK_END)
+        start = self._file.tell()
+        try:
+            self._file.write(json.dumps(vars(entry), sort_keys=True).encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            self._undo(start)
+            raise DprlhfError(
+                f"{self.path}: the ledger could not be written ({error.strerror}); nothing was"
+                " released. Free the disk and resume"
+            ) from None
+        self.entries.append(entry)
+        return entry
+
+    def _undo(self, start: int) -> None:
+        with contextlib.suppress(OSError):  # what did not fit is lost, as it should be
+            self._file.close()
+        if self.path.stat().st_size > start:
+            os.truncate(self.path, start)
+
+    @property
+    def charged(self) -> frozenset[int]:
+        """The rounds whose users are spent."""
+        return frozenset(e.body["round"] for e in self.entries if e.kind == "charge")
+
+    @property
+    def next_round(self) -> int:
+        """The first round that may still be charged; rounds are charged in increasing order."""
+        return max(self.charged, default=0) + 1
+
+    def charge(self, round_: int, *, noise_multiplier: float, clip_norm: float | str) -> Entry:
+        """Charge one round, durably, before its noise is drawn.
+
+        Args:
+            round_: above every round that was charged before.
+            noise_multiplier: z, as in the terms.
+            clip_norm: S, as in the terms.
+
+        Raises:
+            DprlhfError: the round was charged before or lies outside the plan, or the mechanism is
+                not the planned one, so that the stated ε would not cover it.
+        """
+        terms = self.entries[0].body
+        if round_ > self.rounds or round_ < 1:
+            raise DprlhfError(f"round {round_} is outside the budget of {self.rounds} rounds")
+        if round_ < self.next_round:
+            raise DprlhfError(f"round {round_} was charged before: its users are spent")
+        asked = {"noise_multiplier": noise_multiplier, "clip_norm": clip_norm}
+        for name, value in asked.items():
+            if value != terms[name]:
+                raise DprlhfError(
+                    f"round {round_}: {name} {value} is not the planned {terms[name]}, which the"
+                    " stated epsilon was computed for"
+                )
+        return self._append("charge", {"round": round_, **asked})
+
+    def commit(self, round_: int) -> None:
+        """Record that the policy after ``round_`` is safely on disk."""
+        self._append("commit", {"round": round_})
+
+    def confirm(self, saved: int) -> None:
+        """Check the checkpoint's round (0: none) against the ledger.
+
+        A crash may have kept a commit out of the ledger; it is made up for here.
+
+        Raises:
+            DprlhfError: the checkpoint is ahead of the ledger, so lines at its end were lost (which
+                the chain of hashes cannot tell), or behind it, so it is not this run's last.
+        """
+        committed = max((e.body["round"] for e in self.entries if e.kind == "commit"), default=0)
+        if saved and saved not in self.charged:
+            raise DprlhfError(
+                f"{self.path}: ends before round {saved}, which the checkpoint holds; lines were"
+                " lost, and what this run spent is no longer known. Start a new run"
+            )
+        if saved < committed:
+            raise DprlhfError(
+                f"the checkpoint is of round {saved}, but {self.path} has round {committed} as"
+                " saved: the checkpoint was replaced by an older one and cannot be used"
+            )
+        if saved > committed:
+            self.commit(saved)
+
+    def close(self) -> None:
+        """Release the file and its lock."""
+        self._file.close()
+
+
+def read_ledger(path: Path) -> list[Entry]:
+    """Read and verify a ledger file.
+
+    Raises:
+        DprlhfError: a line is not an entry, or the chain of hashes is broken.
+    """
+    entries: list[Entry] = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        previous = entries[-1].hash if entries else _GENESIS
+        try:
+            read = Entry(**json.loads(line))
+            good = read == Entry.make(len(entries), read.kind, read.body, previous)
+        except (TypeError, ValueError):
+            good = False
+        if not good:
+            raise DprlhfError(
+                f"{path}: line {number} was altered or lost; this run cannot be continued, because"
+                " what it spent is no longer known"
+            )
+        entries.append(read)
+    return entries
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in a folder durable, as a file's own fsync does not."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

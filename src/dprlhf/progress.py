@@ -1,0 +1,125 @@
+"""Progress bars. Inside a round they show a share, never a count: batch sizes are private."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from dprlhf.boundary import Private, open_private
+
+# No count, no rate, no clock: how long a round takes tells how many users it has.
+_SHARE_ONLY = "{desc}{percentage:3.0f}%|{bar}|"
+_ROUNDS = "{desc}: {n_fmt}/{total_fmt}|{bar}|{postfix}"
+_STEP = 10
+"""Percent; finer steps would show a micro-batch's share of the round, hence the round's size."""
+
+
+class RoundBar:
+    """The bar of one round, and the seconds of its phases (for secret telemetry)."""
+
+    def __init__(self, bar: Any, label: str, rows_a_user: int) -> None:
+        self._bar = bar
+        self._label = label
+        self._rows_a_user = rows_a_user
+        self._rows, self._done = 1, 0
+        self._phase = ""
+        self._since = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def start(self, phase: str, users: Private[Any]) -> None:
+        """Begin a phase of the round over these users."""
+        self.stop()
+        self._phase = phase
+        self._rows, self._done = max(1, len(open_private(users)) * self._rows_a_user), 0
+        self._bar.reset(total=100)
+        self._bar.set_description(f"{self._label}: {phase}")
+
+    def tick(self, rows: int) -> None:
+        """Move on by so many rows."""
+        self._done += rows
+        shown = min(100, 100 * self._done // self._rows // _STEP * _STEP)
+        self._bar.update(shown - self._bar.n)
+
+    def stop(self) -> None:
+        """End the current phase."""
+        now = time.perf_counter()
+        if self._phase:
+            self.seconds[self._phase] = now - self._since
+        self._phase, self._since = "", now
+
+    @property
+    def seconds_a_row(self) -> float:
+        """How long one response takes, all phases together."""
+        return sum(self.seconds.values()) / self._rows
+
+
+class Progress:
+    """All bars of a run; silent on processes other than the main one.
+
+    Args:
+        rows_a_round: the expected number of responses of a round, a public constant. The time
+            left is estimated from it and the speed, not from how long the rounds took.
+    """
+
+    def __init__(self, rows_a_user: int, rows_a_round: float, *, disable: bool = False) -> None:
+        self._rows_a_user = rows_a_user
+        self._rows_a_round = rows_a_round
+        self._disable = disable
+        self._rounds: Any = None
+        self._shown: dict[str, str] = {}
+
+    def total(self, rounds: int, done: int) -> None:
+        """Show the bar over rounds."""
+        self._rounds = tqdm(
+            total=rounds,
+            initial=done,
+            desc="rounds",
+            bar_format=_ROUNDS,
+            disable=self._disable,
+            position=0,
+        )
+
+    @contextlib.contextmanager
+    def round(self, number: int) -> Iterator[RoundBar]:
+        """Show one round."""
+        with tqdm(
+            total=100, bar_format=_SHARE_ONLY, leave=False, position=1, disable=self._disable
+        ) as bar:
+            shown = RoundBar(bar, f"round {number}", self._rows_a_user)
+            yield shown
+            shown.stop()
+        if self._rounds is not None and not self._disable:
+            self._rounds.update(1)
+            seconds = shown.seconds_a_row * self._rows_a_round
+            left = math.ceil((self._rounds.total - self._rounds.n) * seconds / 60)
+            self._shown["left"] = f"about {left} min"
+            self._rounds.set_postfix(self._shown)
+
+    @contextlib.contextmanager
+    def bar(self, description: str, total: int) -> Iterator[Callable[[int], None]]:
+        """Show a bar over public work."""
+        with tqdm(total=total, desc=description, leave=False, disable=self._disable) as bar:
+
+            def tick(rows: int) -> None:
+                bar.update(rows)
+
+            yield tick
+
+    def show(self, metrics: dict[str, Any]) -> None:
+        """Put released values beside the bar over rounds."""
+        for key, label in (
+            ("private_reward_noised", "reward (noised)"),
+            ("public_reward", "public reward"),
+        ):
+            if metrics.get(key) is not None:
+                self._shown[label] = f"{metrics[key]:.2f}"
+
+    def close(self) -> None:
+        """Take the bars down."""
+        if self._rounds is not None:
+            self._rounds.close()

@@ -1,0 +1,397 @@
+"""The recipe: strict, typed settings, read from YAML, from ``key=value`` overrides or from Python.
+
+An unknown key or a bad value is refused before anything is loaded, with the nearest known key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.accounting import Adjacency, Partition
+
+IN_MEMORY = "in-memory"
+"""What a recipe written from Python calls data and rewards that only the program holds."""
+
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Settings(BaseModel):
+    """Base of all settings: frozen, and unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, validate_default=True)
+
+
+class Adapter(Settings):
+    """The trainable part of the policy: a PEFT LoRA.
+
+    Attributes:
+        type: ``lora`` trains A and B; ``lora-b`` freezes A and trains B alone (FFA-LoRA,
+            arXiv 2403.12313): half the dimensions or fewer, so less noise.
+        rank: r.
+        alpha: LoRA's scale is alpha / rank.
+        target_modules: module names as PEFT takes them, or ``all-linear``.
+        layers: adapt only these decoder layers (from 0; −1 is the last): fewer dimensions, and the
+            backward pass stops at the lowest of them. None adapts all.
+        init: of A: ``random`` (PEFT's), or ``public-activations``, the main directions of the
+            layer's inputs on public prompts, along which users' gradients agree more.
+    """
+
+    type: Literal["lora", "lora-b"] = "lora-b"
+    rank: PositiveInt = 1
+    alpha: PositiveFloat = 1.0
+    target_modules: list[str] | str | None = None
+    layers: list[int] | None = None
+    init: Literal["random", "public-activations"] = "random"
+
+
+class Policy(Settings):
+    """The language model that is trained."""
+
+    model_name_or_path: str
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    trained_on_private_users: bool = False
+    """Declare whether the base checkpoint was fitted on the same users. If it was, no ε can be
+    stated for them, and only a non-private baseline will run."""
+    trust_remote_code: bool = False
+    adapter: Adapter = Adapter()
+
+
+class Data(Settings):
+    """A prompt dataset: a hub id, a folder, a ``.csv``/``.jsonl``/``.parquet`` file, ``asset:…``.
+
+    Attributes:
+        path: where the rows are.
+        name: the dataset's configuration name on the hub.
+        split: which split of it (a file's or folder's file stem counts as a split).
+        prompt_column: text, or a list of ``{"role", "content"}`` messages.
+        user_column: rows with the same value are one user; None makes every row a user.
+        max_prompts_per_user: further prompts of a user are dropped, in the order of the rows.
+        prompt_words: keep the first so many words of a text prompt; None keeps all.
+        max_prompt_tokens: keep the last so many tokens.
+        limit: use only the first so many rows.
+    """
+
+    path: str
+    name: str | None = None
+    split: str = "train"
+    prompt_column: str = "prompt"
+    user_column: str | None = None
+    max_prompts_per_user: PositiveInt = 1
+    prompt_words: PositiveInt | None = None
+    max_prompt_tokens: PositiveInt = 64
+    limit: PositiveInt | None = None
+
+
+class Reward(Settings):
+    """One reward: exactly one of ``function``, ``classifier`` and ``plugin``."""
+
+    function: str | None = None
+    classifier: str | None = None
+    plugin: str | None = None
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    per_user: bool = False
+    label: str | None = None
+    text: Literal["prompt+completion", "completion"] = "prompt+completion"
+    max_tokens: PositiveInt = 128
+    batch_size: PositiveInt = 64
+    trained_on_private_users: bool = False
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Reward:
+        if sum(x is not None for x in (self.function, self.classifier, self.plugin)) != 1:
+            raise ValueError("give exactly one of function, classifier, plugin")
+        return self
+
+
+class Rollout(Settings):
+    """How responses are sampled.
+
+    Attributes:
+        base_policy: μ of He & Zhou Algorithm 1: ``on-policy`` samples all responses from π_t;
+            ``reference`` samples half of them from the base model (the adapter off).
+        responses: responses a prompt; with ``reference``, half from each policy.
+        max_new_tokens: the length of a response.
+        temperature: of both policies; log-probabilities are taken at the same temperature.
+        batch_size: responses sampled at once, always so many (fillers make up the rest): larger is
+            faster until the fillers outnumber the responses.
+    """
+
+    base_policy: Literal["on-policy", "reference"] = "on-policy"
+    responses: Annotated[int, Field(ge=2)] = 2
+    max_new_tokens: PositiveInt = 16
+    temperature: PositiveFloat = 1.0
+    batch_size: PositiveInt = 128
+
+    @model_validator(mode="after")
+    def _even(self) -> Rollout:
+        if self.base_policy == "reference" and self.responses % 2:
+            raise ValueError("responses must be even when base_policy is reference")
+        return self
+
+
+class Update(Settings):
+    """The private update.
+
+    Attributes:
+        name: the algorithm, a file in ``updates/``.
+        baseline: ``paired``, ``loo`` or ``group``, all inside one user's own responses.
+        clip_norm: S; ``.inf`` only in a non-private baseline.
+        max_importance_ratio: truncation of π_t/μ where y ~ μ ≠ π_t.
+        batch_size: responses differentiated at once; as for ``rollout.batch_size``.
+    """
+
+    name: Literal["pg"] = "pg"
+    baseline: Literal["paired", "loo", "group"] = "loo"
+    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    max_importance_ratio: PositiveFloat = 2.0
+    batch_size: PositiveInt = 64
+
+
+class Optimizer(Settings):
+    """The server-side optimizer of the released mean gradient (post-processing).
+
+    Attributes:
+        name: ``sgd`` or ``adam``.
+        learning_rate: its step size.
+        momentum: of SGD.
+        betas: of Adam.
+        eps: of Adam.
+    """
+
+    name: Literal["sgd", "adam"] = "adam"
+    learning_rate: PositiveFloat = 1e-3
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+
+
+class Privacy(Settings):
+    """What is promised: give ``epsilon`` or ``noise_multiplier``, not both.
+
+    ``epsilon: .inf`` is a non-private baseline. ``reward_share`` is the share of the clip norm
+    that a scaled copy of the user's mean reward may take in the released vector; 0 turns the
+    noised reward in the metrics off.
+    """
+
+    epsilon: float | None = None
+    noise_multiplier: float | None = None
+    delta: float = 1e-5
+    partition: Partition = "random-allocation"
+    adjacency: Adjacency | None = None
+    participations: PositiveInt = 1
+    reward_share: Annotated[float, Field(ge=0, lt=1)] = 0.14
+
+    @model_validator(mode="after")
+    def _valid(self) -> Privacy:
+        if (self.epsilon is None) == (self.noise_multiplier is None):
+            raise ValueError("give exactly one of epsilon and noise_multiplier")
+        if self.epsilon is not None and not self.epsilon > 0:
+            raise ValueError(f"epsilon must be above 0, not {self.epsilon}")
+        if self.noise_multiplier is not None and not 0 <= self.noise_multiplier < math.inf:
+            raise ValueError(f"noise_multiplier must be at least 0, not {self.noise_multiplier}")
+        if not 0 < self.delta < 1:
+            raise ValueError(f"delta must lie between 0 and 1, not {self.delta}")
+        return self
+
+
+class Evaluation(Settings):
+    """Evaluation on public prompts, which costs no privacy.
+
+    Attributes:
+        data: the public prompts.
+        prompts: how many of them, from the start; at least 2, for a standard error.
+        every: evaluate after every so many rounds; None evaluates before and after only.
+    """
+
+    data: Data
+    prompts: Annotated[int, Field(ge=2)] = 256
+    every: PositiveInt | None = None
+
+
+class Recipe(Settings):
+    """All settings of a run.
+
+    ``seed`` decides the adapter's start and the public continuations. Allocation, noise and the
+    private responses come from the run's own secret key, never from a seed.
+    """
+
+    policy: Policy
+    data: Data
+    rewards: Annotated[list[Reward], Field(min_length=1)]
+    reward_range: PositiveFloat = 3.0
+    rollout: Rollout = Rollout()
+    update: Update = Update()
+    optimizer: Optimizer = Optimizer()
+    privacy: Privacy
+    rounds: PositiveInt
+    evaluation: Evaluation | None = None
+    seed: int = 0
+    output_dir: str | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        baseline = self.privacy.epsilon == math.inf or self.privacy.noise_multiplier == 0
+        if math.isinf(self.update.clip_norm) and not baseline:
+            raise ValueError("update.clip_norm must be finite unless privacy.epsilon is .inf")
+        if self.policy.adapter.init == "public-activations" and self.evaluation is None:
+            raise ValueError(
+                "policy.adapter.init: public-activations needs public prompts (evaluation.data)"
+            )
+        if self.evaluation is not None and _same_rows(self.data, self.evaluation.data):
+            raise ValueError(
+                "evaluation.data names the private users: evaluation writes prompts and rewards in"
+                " the open, so it needs public prompts"
+            )
+        fitted = self.policy.trained_on_private_users or any(
+            r.trained_on_private_users for r in self.rewards
+        )
+        if fitted and not baseline:
+            raise ValueError(
+                "trained_on_private_users: the policy or a reward was fitted on the same users"
+                " without a stated privacy cost, so no epsilon can be stated; use a checkpoint"
+                " that never saw them, or privacy.epsilon=.inf for a non-private baseline"
+            )
+        return self
+
+
+def _same_rows(a: Data, b: Data) -> bool:
+    return a.path != IN_MEMORY and (a.path, a.name, a.split) == (b.path, b.name, b.split)
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a YAML recipe and apply ``section.key=value`` overrides.
+
+    Raises:
+        DprlhfError: the file cannot be read, or a key or value is wrong.
+    """
+    path = Path(path)
+    try:
+        settings = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise DprlhfError(f"{path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise DprlhfError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(settings, dict):
+        raise DprlhfError(f"{path}: a recipe is a mapping of keys to values")
+    for override in overrides:
+        _override(settings, override)
+    return make_recipe(settings, source=str(path))
+
+
+def make_recipe(settings: Mapping[str, Any], source: str = "recipe") -> Recipe:
+    """Validate settings; errors name the key, what is allowed, and the nearest known key."""
+    try:
+        return Recipe.model_validate(settings)
+    except ValidationError as error:
+        raise DprlhfError(f"{source}: {_explain(error)}") from None
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """Return the recipe as YAML, every default written out."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
+
+
+def _override(settings: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise DprlhfError(f"override '{override}': write section.key=value")
+    *parents, last = key.split(".")
+    node: Any = settings
+    for parent in parents:
+        child = _item(node, parent, key) if isinstance(node, list) else node.setdefault(parent, {})
+        if child is None:
+            child = node[int(parent) if isinstance(node, list) else parent] = {}
+        if not isinstance(child, dict | list):
+            raise DprlhfError(f"override '{key}': '{parent}' is a single value, not a section")
+        node = child
+    value = _parse(text, override)
+    if isinstance(node, list):
+        _item(node, last, key)
+        node[int(last)] = value
+    else:
+        node[last] = value
+
+
+def _item(node: list[Any], index: str, key: str) -> Any:
+    if not index.isdecimal() or int(index) >= len(node):
+        raise DprlhfError(f"override '{key}': '{index}' is not an index of a list of {len(node)}")
+    return node[int(index)]
+
+
+def _parse(text: str, override: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise DprlhfError(f"override '{override}': the value is not valid YAML") from None
+    if isinstance(value, str):
+        try:  # YAML reads 1e-3 and inf as text
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _explain(error: ValidationError) -> str:
+    problems = error.errors()
+    # A misspelt required key is missing and unknown at once; the second says more.
+    first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
+    location = [str(part) for part in first["loc"]]
+    key = ".".join(location) or "recipe"
+    if first["type"] == "extra_forbidden":
+        nearest = _nearest_key(location)
+        return f"unknown key '{key}'" + (f"; did you mean '{nearest}'?" if nearest else "")
+    if first["type"] == "missing":
+        return f"'{key}' is missing"
+    message = first["msg"].removeprefix("Value error, ")
+    given = first.get("input")
+    if isinstance(given, dict | list | BaseModel):
+        return f"{key}: {message}"
+    near = difflib.get_close_matches(str(given), _choices(first), 1)
+    return f"{key}: {message}, not {given!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def _nearest_key(location: list[str]) -> str | None:
+    """Return the most alike key of the same section, else of any."""
+    *section, last = location
+    plain = [part for part in section if not part.isdecimal()]
+    known = [key.split(".") for key in _known_keys(Recipe)]
+    siblings = [key[-1] for key in known if key[:-1] == plain]
+    anywhere = {key[-1]: ".".join(key) for key in reversed(known)}
+    if last in anywhere:
+        return anywhere[last]
+    if near := difflib.get_close_matches(last, siblings, 1):
+        return ".".join([*section, near[0]])
+    near = difflib.get_close_matches(last, anywhere, 1)
+    return anywhere[near[0]] if near else None
+
+
+def _choices(problem: Any) -> list[str]:
+    expected = problem.get("ctx", {}).get("expected", "")
+    return [word.strip("' ") for word in str(expected).replace(" or ", ",").split(",")]
+
+
+def _known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        for part in _models_in(field.annotation):
+            yield from _known_keys(part, f"{prefix}{name}.")
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif typing.get_origin(annotation) in (types.UnionType, typing.Union, Annotated, list):
+        for part in typing.get_args(annotation):
+            yield from _models_in(part)

@@ -1,0 +1,110 @@
+"""Keep what a reward prints, warns and logs about private prompts away from the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+
+class Writable(Protocol):
+    """An open text file, or anything else with its ``write``."""
+
+    def write(self, text: str, /) -> object:
+        """Write ``text``."""
+
+
+SecretSink = Callable[[str], object] | Writable
+"""Where captured text goes: a function of the text or an open text file, inside ``secret/``."""
+
+
+@contextlib.contextmanager
+def captured(sink: SecretSink | None) -> Iterator[None]:
+    """Send Python's stdout, stderr, warnings and log records to ``sink``; drop them without one.
+
+    File descriptors 1 and 2 point to the null device meanwhile, so that a subprocess, native code
+    or a library that kept the original ``sys.stderr`` cannot print either; that part is dropped
+    even with a sink. The redirection holds for the whole process, other threads included. Not
+    covered: files and connections that the reward opens itself, and what its threads write later.
+    """
+    raw = io.BytesIO()
+    text = io.TextIOWrapper(raw, "utf-8", errors="backslashreplace", write_through=True)
+    try:
+        with (
+            _silent_descriptors(),
+            contextlib.redirect_stdout(text),
+            contextlib.redirect_stderr(text),
+            _captured_logging(text),
+            _captured_warnings(text),
+        ):
+            yield
+    finally:
+        content = "" if raw.closed else raw.getvalue().decode("utf-8", "backslashreplace")
+        if sink is not None and content:
+            write = sink.write if hasattr(sink, "write") else sink
+            write(content)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        if stream is not None:
+            with contextlib.suppress(Exception):
+                stream.flush()
+
+
+@contextlib.contextmanager
+def _silent_descriptors() -> Iterator[None]:
+    _flush()
+    saved: dict[int, int] = {}
+    null = os.open(os.devnull, os.O_WRONLY)
+    try:
+        for descriptor in (1, 2):
+            with contextlib.suppress(OSError):  # a daemon may have closed them
+                saved[descriptor] = os.dup(descriptor)
+                os.dup2(null, descriptor)
+        yield
+    finally:
+        _flush()  # what was written to the original streams must go to the null device, not later
+        for descriptor, original in saved.items():
+            os.dup2(original, descriptor)
+            os.close(original)
+        os.close(null)
+
+
+@contextlib.contextmanager
+def _captured_logging(text: io.TextIOWrapper) -> Iterator[None]:
+    # Handlers sit on any logger, and many libraries switch propagation off: every record passes
+    # through this one method.
+    handler = logging.StreamHandler(text)
+    original = logging.Logger.callHandlers
+
+    def to_text(self: logging.Logger, record: logging.LogRecord) -> None:
+        handler.handle(record)
+
+    logging.Logger.callHandlers = to_text  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        logging.Logger.callHandlers = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _captured_warnings(text: io.TextIOWrapper) -> Iterator[None]:
+    with warnings.catch_warnings(record=True) as caught:
+        # "always": whether a warning is an error or was shown before must not change a score.
+        warnings.simplefilter("always")
+        try:
+            yield
+        finally:
+            for entry in caught:
+                with contextlib.suppress(Exception):
+                    text.write(
+                        warnings.formatwarning(
+                            entry.message, entry.category, entry.filename, entry.lineno
+                        )
+                    )

@@ -1,0 +1,175 @@
+"""A sequence classifier as a reward: the log-odds of one label."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from dprlhf.assets import resolve
+from dprlhf.errors import DprlhfError
+from dprlhf.rewards.loading import one_line, suggestion
+from dprlhf.rewards.scoring import text_of
+
+Text = Literal["prompt+completion", "completion"]
+
+
+_WIDTH_STEP = 16
+
+
+class ClassifierReward:
+    """Scores texts with a frozen sequence classifier, in float32.
+
+    With several labels the score of a text is the chosen label's logit minus the logsumexp of the
+    other labels' logits: the log-odds of the label under the softmax, and with two labels the
+    difference of the logits. With one output the score is that output.
+
+    Batches hold texts of similar length, padded and masked, so a score depends on its neighbours
+    by float32 rounding only (about 1e-6); declare the reward per-user to remove even that.
+
+    The text of a plain prompt is prompt + completion, joined as they stand. Messages go through
+    the tokenizer's chat template if it has one, else their contents are joined by line breaks.
+    A text that is too long loses its end if only the completion is read, else its start, since the
+    completion stands at the end.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        label: str | None = None,
+        max_tokens: int = 512,
+        batch_size: int = 64,
+        text: Text = "prompt+completion",
+        device: str = "cpu",
+    ) -> None:
+        """Load the classifier.
+
+        Args:
+            source: hub id, folder, or ``"asset:NAME"`` for an asset of this package.
+            label: the label to reward; required with two or more labels.
+            max_tokens: truncate to this many tokens, or to the model's limit if that is less.
+            batch_size: texts in one forward pass.
+            text: read the prompt and the completion, or the completion alone.
+            device: torch device.
+
+        Raises:
+            DprlhfError: the source cannot be loaded, has no trained classification head, or does
+                not have the label.
+        """
+        place = resolve(source)
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(place)
+            model, loading = AutoModelForSequenceClassification.from_pretrained(
+                place, dtype=torch.float32, output_loading_info=True
+            )
+        except Exception as problem:
+            raise DprlhfError(
+                f"classifier {source!r} cannot be loaded: {one_line(problem)}"
+            ) from problem
+        if loading["missing_keys"]:
+            raise DprlhfError(
+                f"classifier {source!r} has no trained weights for "
+                f"{', '.join(sorted(loading['missing_keys']))}: name a fine-tuned classifier"
+            )
+        self.__name__ = source
+        self._label = _label_index(model.config, source, label)
+        self._text: Text = text
+        self._batch_size = batch_size
+        self._tokenizer.truncation_side = "right" if text == "completion" else "left"
+        if self._tokenizer.pad_token_id is None:
+            self._tokenizer.pad_token = self._tokenizer.eos_token
+        if self._tokenizer.pad_token_id is None:
+            raise DprlhfError(f"classifier {source!r}: its tokenizer has no padding token")
+        # Decoders find a text's last token by it.
+        model.config.pad_token_id = self._tokenizer.pad_token_id
+        limits = (
+            max_tokens,
+            self._tokenizer.model_max_length,
+            getattr(model.config, "max_position_embeddings", None) or max_tokens,
+        )
+        self._max_tokens = int(min(limits))
+        self._model: Any = model.eval().requires_grad_(False).to(device)
+        self._device = device
+
+    def __call__(
+        self, prompts: list[Any], completions: list[Any], **_: object
+    ) -> list[float | None]:
+        """Score ``[rows]`` completions; plain texts or lists of messages."""
+        tokens = self._tokens(prompts, completions)
+        scores: list[float | None] = [None] * len(tokens)
+        # Fixed shapes, so that rounding cannot couple users: see dprlhf.rollout.
+        widths = [-(-len(ids) // _WIDTH_STEP) * _WIDTH_STEP for ids in tokens]
+        for width in sorted(set(widths)):
+            alike = [i for i, own in enumerate(widths) if own == width]
+            for start in range(0, len(alike), self._batch_size):
+                batch = alike[start : start + self._batch_size]
+                found = self._forward([tokens[i] for i in batch], width)
+                for i, score in zip(batch, found, strict=True):
+                    scores[i] = score
+        return scores
+
+    def _tokens(self, prompts: list[Any], completions: list[Any]) -> list[list[int]]:
+        whole = self._text == "prompt+completion"
+        templated = (
+            whole
+            and self._tokenizer.chat_template is not None
+            and any(not isinstance(completion, str) for completion in completions)
+        )
+        texts = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            if templated:
+                texts.append(
+                    self._tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
+                )
+            elif whole and isinstance(completion, str):
+                texts.append(prompt + completion)
+            else:
+                texts.append(text_of([*prompt, *completion] if whole else completion))
+        if not texts:
+            return []
+        encoded = self._tokenizer(
+            texts,
+            add_special_tokens=not templated,  # the template writes its own
+            padding=False,  # some tokenizer files ask for it, and it would not be masked
+            truncation=True,
+            max_length=self._max_tokens,
+        )
+        # Without special tokens an empty text has no token at all, which no model can read.
+        return [ids or [self._tokenizer.pad_token_id] for ids in encoded["input_ids"]]
+
+    @torch.inference_mode()
+    def _forward(self, batch: list[list[int]], width: int) -> list[float]:
+        input_ids = torch.full((self._batch_size, width), self._tokenizer.pad_token_id)
+        attention_mask = torch.zeros_like(input_ids)
+        attention_mask[len(batch) :] = 1  # fillers, dropped below
+        for i, ids in enumerate(batch):
+            input_ids[i, : len(ids)] = torch.tensor(ids)
+            attention_mask[i, : len(ids)] = 1
+        logits = self._model(
+            input_ids=input_ids.to(self._device), attention_mask=attention_mask.to(self._device)
+        ).logits.double()
+        if self._label is None:
+            scores = logits[:, 0]
+        else:
+            others = [j for j in range(logits.shape[1]) if j != self._label]
+            scores = logits[:, self._label] - logits[:, others].logsumexp(dim=1)
+        return [float(score) for score in scores[: len(batch)].tolist()]
+
+
+def _label_index(config: Any, source: str, label: str | None) -> int | None:
+    labels = [str(config.id2label[i]) for i in range(config.num_labels)]
+    if label is None and len(labels) == 1:
+        return None
+    if label is None:
+        raise DprlhfError(
+            f"classifier {source!r} has {len(labels)} labels ({', '.join(labels)}): "
+            "say in `label` which one to reward"
+        )
+    if label not in labels:
+        raise DprlhfError(
+            f"classifier {source!r} has no label {label!r}; "
+            + suggestion(label, labels, "its labels")
+        )
+    return labels.index(label) if len(labels) > 1 else None

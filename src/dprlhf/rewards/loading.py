@@ -1,0 +1,236 @@
+"""Find the reward that a recipe names and wrap it with its weight."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import math
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, Protocol
+
+from dprlhf.errors import DprlhfError
+
+ENTRY_POINT_GROUP = "dprlhf.rewards"
+
+RewardFunction = Callable[..., Any]
+"""TRL's reward signature, sync or async::
+
+    reward(prompts, completions, **columns) -> list[float | None]
+
+All arguments are keywords and lists with one entry per completion; so is the answer. ``None``
+means that the reward does not apply to that completion.
+"""
+
+
+class RewardSpec(Protocol):
+    """The settings that name one reward; exactly one of the first three is set.
+
+    Attributes:
+        function: ``"package.module:attribute"`` or ``"path/to/file.py:attribute"``.
+        classifier: hub id or folder of a sequence classifier, or ``"asset:NAME"``.
+        plugin: a name in the entry-point group ``dprlhf.rewards``.
+        label: the classifier's label whose log-odds are the score.
+        max_tokens: the classifier truncates to this many tokens.
+        batch_size: texts in one forward pass of the classifier.
+        text: what the classifier reads.
+        weight: factor of this reward in the weighted sum.
+        per_user: call the reward once per user, never with two users together.
+    """
+
+    @property
+    def function(self) -> str | None: ...  # noqa: D102
+    @property
+    def classifier(self) -> str | None: ...  # noqa: D102
+    @property
+    def plugin(self) -> str | None: ...  # noqa: D102
+    @property
+    def label(self) -> str | None: ...  # noqa: D102
+    @property
+    def max_tokens(self) -> int: ...  # noqa: D102
+    @property
+    def batch_size(self) -> int: ...  # noqa: D102
+    @property
+    def text(self) -> Literal["prompt+completion", "completion"]: ...  # noqa: D102
+    @property
+    def weight(self) -> float: ...  # noqa: D102
+    @property
+    def per_user(self) -> bool: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward callable with its name, weight and whether it must be called once per user."""
+
+    function: RewardFunction
+    name: str
+    weight: float = 1.0
+    per_user: bool = False
+
+
+def load_reward(spec: RewardSpec | RewardFunction, *, device: str = "cpu") -> Reward:
+    """Load the reward that ``spec`` names, or wrap a callable that is already in memory.
+
+    Args:
+        spec: settings, or a callable (weight 1).
+        device: torch device of a classifier.
+
+    Raises:
+        DprlhfError: no or several sources, a source that cannot be found, or one that is not a
+            callable. Nothing private exists at this point, so messages may quote exceptions.
+
+    >>> def shouting(completions):
+    ...     return [float(text.isupper()) for text in completions]
+    >>> load_reward(shouting).name
+    'shouting'
+    """
+    if callable(spec):
+        return Reward(spec, _name(spec), per_user=_declared_per_user(spec))
+    named = {
+        key: value for key in ("function", "classifier", "plugin") if (value := getattr(spec, key))
+    }
+    if len(named) != 1:
+        found = " and ".join(named) or "none of them"
+        raise DprlhfError(
+            f"a reward needs exactly one of function, classifier and plugin, but has {found}"
+        )
+    if not math.isfinite(spec.weight):
+        raise DprlhfError(f"reward weight {spec.weight} is not finite: give a number")
+    [(kind, source)] = named.items()
+    function: object
+    if kind == "function":
+        function = _load_function(source)
+    elif kind == "plugin":
+        function = _load_plugin(source)
+    else:
+        # Here, because torch and transformers take seconds to import.
+        from dprlhf.rewards.classifier import ClassifierReward
+
+        function = ClassifierReward(
+            source,
+            label=spec.label,
+            max_tokens=spec.max_tokens,
+            batch_size=spec.batch_size,
+            text=spec.text,
+            device=device,
+        )
+    if isinstance(function, type):
+        raise DprlhfError(
+            f"reward {source!r} is the class {function.__name__}, not an instance: "
+            f"add `name = {function.__name__}(...)` beside it and name that"
+        )
+    if not callable(function):
+        raise DprlhfError(
+            f"reward {source!r} is a {type(function).__name__}, not a callable: name a function "
+            "reward(prompts, completions, **columns)"
+        )
+    per_user = spec.per_user or _declared_per_user(function)
+    return Reward(function, source, float(spec.weight), per_user)
+
+
+def one_line(problem: BaseException) -> str:
+    """An exception's type and message on one line, for problems with public inputs only."""
+    message = " ".join(str(problem).split())
+    return f"{type(problem).__name__}: {message}" if message else type(problem).__name__
+
+
+def suggestion(name: str, known: Sequence[str], what: str) -> str:
+    """The nearest known name and the list of all, as the end of an error message."""
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{hint}{what}: {', '.join(known) or 'none'}"
+
+
+def _name(function: object) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _declared_per_user(function: object) -> bool:
+    while isinstance(function, functools.partial) and not hasattr(function, "dprlhf_per_user"):
+        function = function.func
+    return bool(getattr(function, "dprlhf_per_user", False))
+
+
+def _load_function(source: str) -> object:
+    place, _, attribute = source.rpartition(":")
+    if not place or not attribute:
+        raise DprlhfError(
+            f"reward function {source!r} is not of the form 'package.module:attribute' or "
+            "'path/to/file.py:attribute'"
+        )
+    module = _module_from_file(place) if place.endswith(".py") else _module_by_name(place)
+    try:
+        return operator.attrgetter(attribute)(module)
+    except AttributeError:
+        known = [
+            name
+            for name, value in sorted(vars(module).items())
+            if callable(value) and not name.startswith("_")
+        ]
+        raise DprlhfError(
+            f"reward function {source!r}: {place} has no {attribute!r}; "
+            + suggestion(attribute, known, "its callables")
+        ) from None
+
+
+def _module_by_name(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as problem:
+        raise DprlhfError(
+            f"reward module {name!r} cannot be imported ({one_line(problem)}): install it, or name "
+            "a file as 'path/to/file.py:attribute'"
+        ) from problem
+
+
+def _module_from_file(place: str) -> ModuleType:
+    path = Path(place).expanduser().resolve()
+    if not path.is_file():
+        raise DprlhfError(f"reward file {place!r} does not exist: paths start at {Path.cwd()}")
+    # A name of its own, because two files may share a stem; registered, because pickle and
+    # dataclasses look modules up.
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    name = f"dprlhf_reward_{path.stem}_{digest}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as problem:
+        del sys.modules[name]
+        raise DprlhfError(f"reward file {place!r} fails: {one_line(problem)}") from problem
+    return module
+
+
+def _load_plugin(name: str) -> object:
+    points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    found = sorted({point.value for point in points if point.name == name})
+    if not found:
+        known = sorted({point.name for point in points})
+        raise DprlhfError(
+            f"no installed package offers the reward plugin {name!r}; "
+            + suggestion(name, known, "installed plugins")
+        )
+    if len(found) > 1:
+        raise DprlhfError(
+            f"several packages offer the reward plugin {name!r} ({', '.join(found)}): "
+            "name one by `function` instead"
+        )
+    try:
+        return next(point for point in points if point.name == name).load()
+    except Exception as problem:
+        raise DprlhfError(
+            f"the reward plugin {name!r} ({found[0]}) cannot be loaded: {one_line(problem)}"
+        ) from problem

@@ -1,0 +1,33 @@
+"""Score sampled responses, in the form in which the dataset has its prompts."""
+
+from __future__ import annotations
+
+from dprlhf.boundary import Private, open_private
+from dprlhf.rewards.scoring import Scorer, Scores
+from dprlhf.rollout import Responses
+
+
+def score_private(scorer: Scorer, responses: Private[Responses]) -> Private[Scores]:
+    """Score this round's responses of the private users."""
+    return Private(score_responses(scorer, open_private(responses)))
+
+
+def score_responses(scorer: Scorer, responses: Responses) -> Scores:
+    """Score every row, prompts and completions in the form that the dataset has them."""
+    owner = responses.prompt.tolist()
+    chat = [not isinstance(p, str) for p in responses.prompts.prompts]
+    completions = [
+        [{"role": "assistant", "content": text}] if chat[p] else text
+        for p, text in zip(owner, responses.texts, strict=True)
+    ]
+    ids = [
+        t[m.bool()].tolist()
+        for t, m in zip(
+            responses.tokens[:, -responses.length :], responses.response_mask, strict=True
+        )
+    ]
+    columns = {
+        name: [values[p] for p in owner] for name, values in responses.prompts.columns.items()
+    }
+    prompts = [responses.prompts.prompts[p] for p in owner]
+    return scorer.score(prompts, completions, ids, columns, responses.user)

@@ -1,0 +1,163 @@
+"""The run folder: what is where, and atomic writes.
+
+Everything outside ``secret/`` is covered by the stated guarantee and may be published together:
+
+- ``recipe.yaml``, ``privacy.json``, ``ledger.jsonl``, ``metrics.jsonl``, ``samples.json``
+- ``checkpoint/``: what ``dprlhf resume`` needs, after the last finished round
+- ``policy/``: the final adapter, as ``PeftModel.from_pretrained`` loads it
+
+``secret/`` (mode 0700) holds the key that allocation and noise come from, and raw telemetry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.ledger import fsync_folder
+from dprlhf.privacy.randomness import KEY_BYTES, new_key
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of one run."""
+
+    path: Path
+
+    @property
+    def recipe(self) -> Path:
+        """The recipe, every default written out."""
+        return self.path / "recipe.yaml"
+
+    @property
+    def privacy(self) -> Path:
+        """The guarantee and its assumptions."""
+        return self.path / "privacy.json"
+
+    @property
+    def ledger(self) -> Path:
+        """The append-only record of every charge."""
+        return self.path / "ledger.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        """One line for each round: public or released values only."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """Public prompts with the continuations of the base and the tuned policy."""
+        return self.path / "samples.json"
+
+    @property
+    def checkpoint(self) -> Path:
+        """The state after the last finished round."""
+        return self.path / "checkpoint"
+
+    @property
+    def policy(self) -> Path:
+        """The final adapter."""
+        return self.path / "policy"
+
+    @property
+    def secret(self) -> Path:
+        """Values computed from users, and the key; never to be published."""
+        return self.path / "secret"
+
+    @property
+    def key(self) -> Path:
+        """The run's secret key."""
+        return self.secret / "key"
+
+    def create(self, key: bytes | None = None) -> bytes:
+        """Make the folder and its secret key.
+
+        Raises:
+            DprlhfError: the folder exists and is not empty, or cannot be written.
+        """
+        if self.path.is_dir() and any(self.path.iterdir()):
+            raise DprlhfError(
+                f"{self.path}: the run folder exists; choose another output_dir, or continue it"
+                f" with: dprlhf resume {self.path}"
+            )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.secret.mkdir(mode=0o700)
+        except OSError as error:
+            raise DprlhfError(f"{self.path}: {error.strerror}") from None
+        key = key or new_key()
+        write_atomically(self.key, key, mode=0o600)
+        return key
+
+    def open(self) -> bytes:
+        """Return the secret key of an existing run.
+
+        Raises:
+            DprlhfError: this is no run folder, or its key is lost.
+        """
+        if not self.recipe.is_file():
+            raise DprlhfError(f"{self.path}: not a run folder (there is no recipe.yaml)")
+        key = self.key.read_bytes() if self.key.is_file() else b""
+        if len(key) != KEY_BYTES:
+            raise DprlhfError(
+                f"{self.key}: the run's secret key is missing or damaged; without it the users"
+                " already spent are unknown and the run cannot be continued"
+            )
+        return key
+
+
+def write_atomically(path: Path, content: bytes | str, mode: int = 0o644) -> None:
+    """Write a file so that a crash leaves the old content or the new, durable on return."""
+    temporary = path.with_name(path.name + ".tmp")
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        fsync_folder(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise DprlhfError(f"{path}: could not be written ({error.strerror})") from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as indented JSON, atomically."""
+    write_atomically(path, json.dumps(value, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def replaced_folder(path: Path) -> Iterator[Path]:
+    """Give a fresh folder that replaces ``path`` when the block ends without an error."""
+    fresh, old = path.with_name(path.name + ".new"), path.with_name(path.name + ".old")
+    for leftover in (fresh, old):
+        # A crash between the two renames below leaves only ".old": put it back first.
+        if leftover is old and old.is_dir() and not path.exists():
+            os.replace(old, path)
+        shutil.rmtree(leftover, ignore_errors=True)
+    try:
+        fresh.mkdir(parents=True)
+        yield fresh
+        for file in fresh.rglob("*"):
+            if file.is_file():
+                with open(file, "rb") as handle:
+                    os.fsync(handle.fileno())
+        fsync_folder(fresh)
+        if path.exists():
+            os.replace(path, old)
+        os.replace(fresh, path)
+        fsync_folder(path.parent)
+    except OSError as error:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise DprlhfError(f"{path}: could not be written ({error.strerror or error})") from None
+    shutil.rmtree(old, ignore_errors=True)

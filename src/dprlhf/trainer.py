@@ -1,0 +1,270 @@
+"""The one-pass trainer: the meta-algorithm (He & Zhou 2025, Algorithm 1) in this form.
+
+Every user's prompts are drawn once (or k times, as the plan says). What is computed from them is
+``Private`` until the gate releases it; only the released gradient reaches policy and optimizer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from dprlhf.boundary import Private, Released, open_private
+from dprlhf.checkpoint import load_checkpoint, save_checkpoint
+from dprlhf.errors import DprlhfError
+from dprlhf.evaluate import Evaluated, RewardEstimate, evaluate
+from dprlhf.gradients.clipping import ClippedSum
+from dprlhf.interrupt import Interruptible
+from dprlhf.partition import Allocation
+from dprlhf.plan import Plan
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.privacy.gate import Gate
+from dprlhf.privacy.ledger import Ledger
+from dprlhf.processes import Processes
+from dprlhf.progress import Progress
+from dprlhf.recipe import Recipe
+from dprlhf.rewards import Scorer, Scores
+from dprlhf.rewards.responses import score_private
+from dprlhf.rollout import Responses, sample_responses
+from dprlhf.run_folder import RunFolder
+from dprlhf.telemetry import JsonLines, ReleasedReward, TelemetryCoordinates
+from dprlhf.updates import UPDATES
+from dprlhf.users import Prompts, Users
+
+MAX_FAILED_ROUNDS = 3
+
+
+@dataclass
+class Run:
+    """Everything that a run is made of; :mod:`dprlhf.setup` builds it."""
+
+    recipe: Recipe
+    plan: Plan
+    folder: RunFolder
+    key: bytes
+    processes: Processes
+    users: Users
+    allocation: Private[Allocation]
+    policy: CausalLMPolicy
+    optimizer: torch.optim.Optimizer
+    scorer: Scorer
+    public_prompts: Prompts | None
+    ledger: Ledger | None  # on the main process only: one writer
+    telemetry: TelemetryCoordinates
+    progress: Progress
+    callbacks: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
+
+
+def run_rounds(run: Run) -> None:
+    """Run all remaining rounds."""
+    recipe, policy = run.recipe, run.policy
+    update = UPDATES[recipe.update.name]
+    failed_rounds = 0
+    for t in _remaining_rounds(run):
+        with Interruptible() as interrupt, run.progress.round(t) as bar:
+            users = _users_of_round(run, t)
+            bar.start("sampling", users)
+            prompts = Private(run.users.select(open_private(users)))
+            responses: Private[Responses] = sample_responses(
+                policy,
+                prompts,
+                recipe.rollout,
+                key=run.key,
+                round_=t,
+                max_prompt_tokens=recipe.data.max_prompt_tokens,
+                tick=interrupt.checked(bar.tick),
+            )
+            bar.start("rewards", users)
+            scores: Private[Scores] = score_private(run.scorer, responses)
+            bar.start("gradients", users)
+            clipped: ClippedSum = update(
+                policy,
+                responses,
+                scores,
+                recipe.update,
+                run.telemetry,
+                clip_norm=run.plan.clip_norm,
+                reduce=run.processes.sum,
+                tick=interrupt.checked(bar.tick),
+            )
+            # From the charge to the checkpoint the round is finished whatever the user presses:
+            # a charged round that is not saved is spent for nothing.
+            interrupt.defer()
+            released = _release(run, t, clipped)
+            _step(policy, run.optimizer, released)
+            _save(run, t)
+            reward = _report(run, t, released)
+            bar.stop()
+            _record_secret(run, t, users, scores, clipped, bar.seconds)
+        failed_rounds = failed_rounds + 1 if reward is not None and reward.all_failed else 0
+        if failed_rounds == MAX_FAILED_ROUNDS:
+            raise DprlhfError(
+                f"the noised count of valid rewards is zero for {MAX_FAILED_ROUNDS} rounds in a"
+                f" row: check the reward (details in {run.folder.secret}); nothing is lost, but"
+                f" the users of the first {t} rounds are spent"
+            )
+
+
+def _remaining_rounds(run: Run) -> Iterator[int]:
+    """Yield the rounds that were never charged; the checkpoint fixes policy and optimizer.
+
+    The users of a round that was charged but not saved are spent: it is left out, never redone.
+    """
+    saved = load_checkpoint(run.folder, run.policy, run.optimizer)
+    first, problem = None, None
+    if run.ledger is not None:
+        try:
+            run.ledger.confirm(saved)
+            first = run.ledger.next_round
+        except DprlhfError as error:
+            problem = error
+    first, problem = run.processes.from_main((first, problem))
+    if problem is not None:
+        raise problem
+    assert first is not None
+    run.progress.total(run.plan.rounds, done=first - 1)
+    yield from range(first, run.plan.rounds + 1)
+
+
+def _users_of_round(run: Run, t: int) -> Private[np.ndarray[Any, np.dtype[np.int64]]]:
+    return Private(run.processes.share(open_private(run.allocation).round(t)))
+
+
+def _release(run: Run, t: int, clipped: ClippedSum) -> Released[torch.Tensor]:
+    """Charge and release on the main process; every process gets the same released value."""
+    problem: DprlhfError | None = None
+    released: Released[torch.Tensor] | None = None
+    if run.ledger is not None:
+        try:
+            released = Gate(run.plan, run.ledger, run.key).release(t, clipped.bounded)
+        except DprlhfError as error:
+            problem = error
+    # The others wait for this value: they must learn of a failure too, or they wait for ever.
+    released, problem = run.processes.from_main((released, problem))
+    if problem is not None:
+        raise problem
+    assert released is not None
+    return released
+
+
+def _step(
+    policy: CausalLMPolicy, optimizer: torch.optim.Optimizer, released: Released[torch.Tensor]
+) -> None:
+    """Ascend along the released mean gradient; the optimizer sees released values only."""
+    offset = 0
+    for parameter in policy.parameters.values():
+        piece = released.value[offset : offset + parameter.numel()]
+        parameter.grad = -piece.reshape(parameter.shape).to(parameter)
+        offset += parameter.numel()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _save(run: Run, t: int) -> None:
+    if run.ledger is not None:
+        save_checkpoint(run.folder, t, run.policy, run.optimizer)
+        run.ledger.commit(t)
+
+
+def _report(run: Run, t: int, released: Released[torch.Tensor]) -> ReleasedReward | None:
+    """Write the round's line of public and released values, and tell the callbacks."""
+    gradient = released.value[: run.policy.dimension]
+    metrics: dict[str, Any] = {
+        "round": t,
+        "epsilon": run.plan.terms()["epsilon"],
+        "delta": run.plan.guarantee.delta,
+        "released_gradient_norm": float(gradient.norm()),
+        "expected_noise_norm": run.plan.noise_to_clip_ratio(run.policy.dimension)
+        * (run.plan.clip_norm if run.plan.noise_multiplier else 0.0),
+    }
+    reward = None
+    if run.telemetry.count:
+        reward = run.telemetry.read(released.value[run.policy.dimension :], run.plan)
+        metrics["private_reward_noised"] = reward.mean
+        metrics["private_reward_noise_std"] = reward.noise_std
+        metrics["valid_share_noised"] = reward.valid_share
+    every = run.recipe.evaluation.every if run.recipe.evaluation else None
+    if every and t % every == 0 and t < run.plan.rounds and run.processes.main:
+        public = evaluate_policy(run, f"evaluation after round {t}").estimate
+        metrics["public_reward"] = public.mean
+        metrics["public_reward_standard_error"] = public.standard_error
+    if run.processes.main:
+        JsonLines(run.folder.metrics).write(metrics)
+    for callback in run.callbacks:
+        callback(dict(metrics))
+    run.progress.show(metrics)
+    return reward
+
+
+def evaluate_policy(run: Run, description: str, *, base: bool = False) -> Evaluated:
+    """Evaluate on the public prompts."""
+    assert run.public_prompts is not None
+    assert run.recipe.evaluation is not None
+    with run.progress.bar(description, len(run.public_prompts)) as tick:
+        return evaluate(
+            run.policy,
+            run.scorer,
+            run.public_prompts,
+            run.recipe.rollout,
+            seed=run.recipe.seed,
+            max_prompt_tokens=run.recipe.evaluation.data.max_prompt_tokens,
+            base=base,
+            tick=tick,
+        )
+
+
+def _record_secret(
+    run: Run,
+    t: int,
+    users: Private[Any],
+    scores: Private[Scores],
+    clipped: ClippedSum,
+    seconds: dict[str, float],
+) -> None:
+    """Keep the raw values of this process's users in ``secret/``, for the operator alone."""
+    norms, scored = open_private(clipped.norms), open_private(scores)
+    name = f"telemetry-{run.processes.accelerator.process_index}.jsonl"
+    finite = norms[np.isfinite(norms)]
+    JsonLines(run.folder.secret / name, mode=0o600).write(
+        {
+            "round": t,
+            "time": time.time(),
+            "users": len(open_private(users)),
+            "reward_mean": float(scored.values.mean()) if len(scored.values) else None,
+            "reward_failures": dict(scored.failures),
+            "gradient_norm_quartiles": np.quantile(finite, [0.25, 0.5, 0.75]).tolist()
+            if len(finite)
+            else None,
+            "clipped_share": float((norms > run.plan.clip_norm).mean()) if len(norms) else None,
+            "not_finite": int((~np.isfinite(norms)).sum()),
+            "seconds": seconds,
+        }
+    )
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished run leaves.
+
+    Attributes:
+        folder: the run folder.
+        plan: the guarantee.
+        before: reward of the base model on the public prompts; None without evaluation.
+        after: reward of the tuned policy.
+        difference: after − before on the same prompts and draws, with its standard error.
+        samples: public prompts with both continuations and their rewards.
+        policy: the tuned policy.
+    """
+
+    folder: RunFolder
+    plan: Plan
+    before: RewardEstimate | None
+    after: RewardEstimate | None
+    difference: RewardEstimate | None
+    samples: list[dict[str, Any]]
+    policy: CausalLMPolicy

@@ -1,0 +1,46 @@
+"""Advantages from one user's own responses: no baseline here looks at another user.
+
+Each function takes rewards ``[prompts, responses]`` (the responses to one prompt in a row) and
+``from_base``, which of the responses came from μ, and returns advantages of the same shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Baseline = Callable[[Array, NDArray[np.bool_]], Array]
+
+_GROUP_EPSILON = 1e-4
+"""Added to a group's standard deviation, as in TRL's GRPO."""
+
+
+def paired(rewards: Array, from_base: NDArray[np.bool_]) -> Array:
+    """Â(x, y) = r(x, y) − r(x, y′) (He & Zhou, Algorithm 1), averaged over the other arm.
+
+    The arms are μ and π_t; on-policy, the first and the second half of the responses.
+    """
+    first = from_base if from_base.any() else np.arange(rewards.shape[1]) < rewards.shape[1] // 2
+    means = (rewards[:, first].mean(1), rewards[:, ~first].mean(1))
+    others: Array = np.where(first, means[1][:, None], means[0][:, None])
+    return rewards - others
+
+
+def loo(rewards: Array, from_base: NDArray[np.bool_]) -> Array:
+    """Leave one out: each response against the mean of the prompt's other responses."""
+    others = rewards.shape[1] - 1
+    advantages: Array = (rewards - rewards.mean(1, keepdims=True)) * (others + 1) / others
+    return advantages
+
+
+def group(rewards: Array, from_base: NDArray[np.bool_]) -> Array:
+    """Group-relative advantage of GRPO (arXiv 2402.03300): standardised within the prompt."""
+    centred = rewards - rewards.mean(1, keepdims=True)
+    advantages: Array = centred / (rewards.std(1, ddof=1, keepdims=True) + _GROUP_EPSILON)
+    return advantages
+
+
+BASELINES: dict[str, Baseline] = {"paired": paired, "loo": loo, "group": group}

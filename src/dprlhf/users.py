@@ -1,0 +1,211 @@
+"""The private users: rows of a prompt dataset, grouped, and bounded in what one of them brings.
+
+Only integers are held in memory; the rows stay where ``datasets`` keeps them, memory-mapped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dprlhf import recipe
+from dprlhf.boundary import Private
+from dprlhf.errors import DprlhfError
+
+Prompt = str | list[dict[str, Any]]
+"""Plain text, or a conversation as a list of messages."""
+
+
+@dataclass(frozen=True, repr=False)
+class Prompts:
+    """Prompts of one batch, one entry for each.
+
+    Attributes:
+        prompts: text or conversations, truncated to ``prompt_words``.
+        users: the index of each prompt's user within the whole dataset, ``[prompts]``.
+        slots: the index of each prompt among its user's prompts, ``[prompts]``.
+        columns: the dataset's other columns, for rewards that name them.
+    """
+
+    prompts: list[Prompt]
+    users: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    columns: dict[str, list[Any]]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+class Users:
+    """A prompt dataset seen as users.
+
+    Args:
+        rows: a ``datasets.Dataset``.
+        spec: which columns, and the bound on one user's prompts.
+
+    Attributes:
+        count: N, the number of users; public by assumption.
+
+    Raises:
+        DprlhfError: no rows, or a column is missing.
+    """
+
+    def __init__(self, rows: Any, spec: recipe.Data) -> None:
+        self._rows = rows
+        self._spec = spec
+        if len(rows) == 0:
+            raise DprlhfError(f"data {spec.path!r}: the dataset is empty")
+        for key, column in (
+            ("prompt_column", spec.prompt_column),
+            ("user_column", spec.user_column),
+        ):
+            if column is not None and column not in rows.column_names:
+                raise DprlhfError(
+                    f"data {spec.path!r}: there is no column {column!r} ({key}); the columns are"
+                    f" {', '.join(rows.column_names)}"
+                )
+        self._order, self._starts = _group(rows, spec)
+        self.count = len(self._starts) - 1
+        sizes = np.diff(self._starts)
+        self._kept = np.minimum(sizes, spec.max_prompts_per_user)
+        self.dropped_prompts = Private(int((sizes - self._kept).sum()))
+
+    def digest(self) -> Private[str]:
+        """Return a digest of who the users are and what they bring, in order.
+
+        It is private: a digest of data, published, would confirm a guess at the data.
+        """
+        state = hashlib.sha256()
+        names = [c for c in (self._spec.user_column, self._spec.prompt_column) if c is not None]
+        for batch in self._rows.select_columns(names).iter(batch_size=1000):
+            state.update(json.dumps(batch, sort_keys=True, default=str).encode())
+        return Private(state.hexdigest())
+
+    def select(self, users: NDArray[np.int64]) -> Prompts:
+        """Return the prompts of some users, at most ``max_prompts_per_user`` of each.
+
+        Which prompts a user keeps depends on that user's own rows alone: the first ones.
+        """
+        slots = _counting_up(self._kept[users])
+        owners = np.repeat(users, self._kept[users])
+        rows = self._rows[self._order[self._starts[owners] + slots].tolist()]
+        prompts = [_shorten(p, self._spec) for p in rows.pop(self._spec.prompt_column)]
+        return Prompts(prompts, owners, slots, rows)
+
+
+def load_rows(spec: recipe.Data) -> Any:
+    """Load a prompt dataset through ``datasets``.
+
+    Raises:
+        DprlhfError: it cannot be found or read.
+    """
+    import datasets
+
+    from dprlhf.assets import resolve
+
+    path = resolve(spec.path)
+    try:
+        if (folder := Path(path)).is_dir():
+            rows = _load_folder(folder, spec)
+        elif (file := Path(path)).suffix in _FORMATS:
+            if not file.is_file():
+                raise DprlhfError(f"data {spec.path!r}: there is no such file")
+            rows = datasets.load_dataset(
+                _FORMATS[file.suffix], data_files={"train": str(file)}, split="train"
+            )
+        else:
+            rows = datasets.load_dataset(path, spec.name, split=spec.split)
+    except DprlhfError:
+        raise
+    except OSError as error:  # no such dataset, no connection: names places, not rows
+        raise DprlhfError(
+            f"data {spec.path!r}: could not be loaded ({' '.join(str(error).split())[:200]})"
+        ) from None
+    except Exception as error:  # a parser's message may quote a row
+        raise DprlhfError(
+            f"data {spec.path!r}: could not be loaded ({type(error).__name__}); check the file, its"
+            f" format, and the split {spec.split!r}"
+        ) from None
+    return rows if spec.limit is None else rows.select(range(min(spec.limit, len(rows))))
+
+
+def rows_from(prompts: Sequence[Prompt] | Any, column: str) -> Any:
+    """Turn in-memory prompts (or a ``datasets.Dataset``, returned as it is) into rows.
+
+    Raises:
+        DprlhfError: not a list or a ``Dataset``, or the items differ in kind.
+    """
+    import datasets
+
+    if isinstance(prompts, datasets.Dataset):
+        return prompts
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        raise DprlhfError("prompts: give a list of prompts or a datasets.Dataset")
+    try:
+        if prompts and isinstance(prompts[0], dict):
+            return datasets.Dataset.from_list(list(prompts))
+        return datasets.Dataset.from_dict({column: list(prompts)})
+    except Exception as error:  # Arrow quotes the value that it could not convert
+        raise DprlhfError(
+            f"prompts: could not be read as rows of one kind ({type(error).__name__}): give texts,"
+            " conversations or dicts, not a mixture"
+        ) from None
+
+
+_FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+
+
+def _load_folder(folder: Path, spec: recipe.Data) -> Any:
+    import datasets
+
+    if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
+        loaded = datasets.load_from_disk(str(folder))
+        return loaded[spec.split] if isinstance(loaded, datasets.DatasetDict) else loaded
+    for file in sorted(folder.glob(f"{spec.split}.*")):
+        if file.suffix in _FORMATS:
+            return datasets.load_dataset(
+                _FORMATS[file.suffix], data_files={"train": str(file)}, split="train"
+            )
+    return datasets.load_dataset(str(folder), spec.name, split=spec.split)
+
+
+def _group(rows: Any, spec: recipe.Data) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    if spec.user_column is None:
+        return np.arange(len(rows)), np.arange(len(rows) + 1)
+    names = list(rows[spec.user_column])
+    if not all(isinstance(name, str | int | float) and name == name for name in names):
+        raise DprlhfError(
+            f"data {spec.path!r}: user_column {spec.user_column!r} must hold a text or a number in"
+            " every row: rows without a user are nobody's privacy unit; fill or drop them"
+        )
+    _, first, owner = np.unique(
+        np.asarray(names, dtype=str), return_index=True, return_inverse=True
+    )
+    # Users are numbered as they arrive: by the rank of its name one user could move the others,
+    # and with them the batches of a stream.
+    owner = np.argsort(np.argsort(first))[owner]
+    order = np.argsort(owner, kind="stable")
+    starts = np.searchsorted(owner[order], np.arange(owner.max() + 2))
+    return order, starts
+
+
+def _counting_up(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return 0..n−1 for each size n, one after the other."""
+    ends = np.cumsum(sizes)
+    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - sizes, sizes)
+
+
+def _shorten(prompt: Any, spec: recipe.Data) -> Prompt:
+    if prompt is None:
+        return ""
+    if isinstance(prompt, list):
+        return prompt
+    text = str(prompt)
+    return text if spec.prompt_words is None else " ".join(text.split()[: spec.prompt_words])

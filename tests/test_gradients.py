@@ -1,0 +1,723 @@
+"""The clipped sum over users, against plain autograd on one user at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+import tiny
+from dprlhf import recipe
+from dprlhf.boundary import Private, open_private
+from dprlhf.errors import DprlhfError
+from dprlhf.gradients.clipping import ClippedSum, Weighted, clip_users, clipped_sum
+from dprlhf.gradients.per_user import PerUserGradients
+from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.rollout import Responses
+from dprlhf.users import Prompts
+
+EOS = 0
+TARGETS = {
+    "gpt2": ["c_attn", "c_proj", "c_fc"],
+    "llama": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"],
+}
+
+
+@functools.cache
+def policy_of(
+    kind: tiny.Kind = "gpt2",
+    adapter: str = "lora",
+    dtype: torch.dtype = torch.float64,
+    temperature: float = 0.7,
+) -> CausalLMPolicy:
+    """A policy whose A and B are both away from zero."""
+    spec = recipe.Adapter.model_validate(
+        {"type": adapter, "rank": 2, "alpha": 4.0, "target_modules": TARGETS[kind]}
+    )
+    policy = make_policy(tiny.model(kind), tiny.tokenizer(), spec, temperature=temperature)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    policy.model.to(dtype)
+    if dtype == torch.float64:
+        exact_norms(policy.model)
+    return policy
+
+
+def exact_norms(model: nn.Module) -> None:
+    """Put float64 RMS norms in: those of transformers compute in float32 whatever the input."""
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, LlamaRMSNorm):
+                norm = nn.RMSNorm(child.weight.shape, child.variance_epsilon, dtype=torch.float64)
+                norm.weight = child.weight
+                setattr(parent, name, norm)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Of a batch: for each user the lengths of its prompts; k responses to each."""
+
+    prompts: list[list[int]]
+    k: int
+    length: int
+
+
+def batch_of(shape: Shape, seed: int, shuffled: bool = False) -> Responses:
+    """Random tokens in that shape, with early ends, and rubbish where there is no token."""
+    random = np.random.default_rng(seed)
+    lengths = [n for user in shape.prompts for n in user]
+    width = max(lengths)
+    rows = len(lengths) * shape.k
+    tokens = random.integers(1, 257, (rows, width + shape.length))
+    mask = np.zeros_like(tokens)
+    for row in range(rows):
+        prompt = lengths[row // shape.k]
+        response = int(random.integers(1, shape.length + 1))
+        if response < shape.length:
+            tokens[row, width + response - 1] = EOS
+        mask[row, width - prompt : width + response] = 1
+    owner = np.repeat(np.arange(len(shape.prompts)), [len(p) for p in shape.prompts])
+    if shuffled:  # a user's prompts need not stand together
+        owner = random.permutation(owner)
+    return Responses(
+        tokens=torch.from_numpy(tokens),
+        mask=torch.from_numpy(mask),
+        prompt=np.repeat(np.arange(len(lengths)), shape.k),
+        user=np.repeat(owner, shape.k),
+        from_base=np.zeros(rows, dtype=bool),
+        texts=[""] * rows,
+        prompts=Prompts([""] * len(lengths), owner, np.zeros(len(lengths), dtype=np.int64), {}),
+        users=len(shape.prompts),
+        length=shape.length,
+    )
+
+
+def gradient_of_user(
+    policy: CausalLMPolicy, responses: Responses, weights: NDArray[np.float64], user: int
+) -> torch.Tensor:
+    """Σ weight · ∇ log π(y|x) by autograd on one unpadded sequence after the other, ``[d]``."""
+    parameters = [p for _, p in policy.model.named_parameters() if p.requires_grad]
+    total = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
+    for row in np.flatnonzero(responses.user == user):
+        ids = responses.tokens[row][responses.mask[row].bool()]
+        prompt = int(responses.mask[row, : -responses.length].sum())
+        logits = policy.model(input_ids=ids[None]).logits[0] / policy.temperature
+        log_probabilities = torch.log_softmax(logits, dim=-1)
+        score = sum(log_probabilities[i - 1, ids[i]] for i in range(prompt, len(ids)))
+        assert isinstance(score, torch.Tensor)
+        gradients = torch.autograd.grad(score, parameters)
+        total += float(weights[row]) * torch.cat([g.flatten() for g in gradients]).double()
+    return total
+
+
+def reference_sum(
+    policy: CausalLMPolicy, weighted: Weighted, clip_norm: float
+) -> tuple[torch.Tensor, NDArray[np.float64]]:
+    """The clipped sum by a loop over users, and the norms before clipping."""
+    responses = weighted.responses
+    bound = math.sqrt(clip_norm**2 - weighted.extra_norm**2)
+    total, norms = torch.zeros(0), []
+    for user in range(responses.users):
+        gradient = gradient_of_user(policy, responses, weighted.weights, user)
+        extra = torch.from_numpy(weighted.extra[user])
+        norms.append(float(gradient.norm()))
+        gradient = gradient * min(1.0, bound / norms[-1])
+        if len(extra):
+            extra = extra * min(1.0, weighted.extra_norm / float(extra.norm()))
+        both = torch.cat([gradient, extra])
+        total = total + both if len(total) else both
+    return total, np.array(norms)
+
+
+def weighted_of(responses: Responses, seed: int, extra: int = 0, extra_norm: float = 0) -> Weighted:
+    random = np.random.default_rng(seed)
+    # Users of very different size, so that some are clipped and some are not.
+    scale = 10.0 ** random.uniform(-2, 1, responses.users)
+    weights = random.standard_normal(len(responses.user)) * scale[responses.user]
+    coordinates = extra_norm * random.standard_normal((responses.users, extra))
+    return Weighted(responses, weights, coordinates, extra_norm)
+
+
+def run(
+    policy: CausalLMPolicy, weighted: Weighted, clip_norm: float, batch_size: int = 4
+) -> ClippedSum:
+    return clipped_sum(
+        policy, Private(weighted), clip_norm=clip_norm, batch_size=batch_size, reduce=lambda x: x
+    )
+
+
+def relative_error(measured: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((measured - truth).norm() / truth.norm())
+
+
+MIXED = Shape(prompts=[[5, 1, 3], [2], [7], [1, 1], [4, 6, 2]], k=3, length=5)
+
+
+# --- against plain autograd --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adapter", ["lora", "lora-b"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("per_user", ["one", "three", "mixed"])
+def test_clipped_sum_equals_autograd_on_one_user_at_a_time(
+    kind: tiny.Kind, adapter: str, per_user: str
+) -> None:
+    shape = {
+        "one": Shape([[3], [6], [1], [2]], k=2, length=4),
+        "three": Shape([[3, 1, 5], [2, 2, 6]], k=2, length=4),
+        "mixed": MIXED,
+    }[per_user]
+    policy = policy_of(kind, adapter)
+    weighted = weighted_of(batch_of(shape, seed=3, shuffled=per_user != "one"), seed=4)
+    _, norms = reference_sum(policy, weighted, 1.0)
+    clip_norm = float(np.median(norms)) * 1.01  # some users are clipped, some are not
+    truth, _ = reference_sum(policy, weighted, clip_norm)
+    result = run(policy, weighted, clip_norm)
+    assert (norms > clip_norm).any()
+    assert (norms < clip_norm).any()
+    assert result.bounded.clip_norm == clip_norm
+    # The margin under S is a relative 1e-9: the clipped users' part of the sum.
+    assert relative_error(result.bounded.total, truth) < 2e-9
+    np.testing.assert_allclose(open_private(result.norms), norms, rtol=1e-10)
+
+    unclipped, _ = reference_sum(policy, weighted, 1e9)
+    assert relative_error(run(policy, weighted, 1e9).bounded.total, unclipped) < 1e-10
+    assert relative_error(run(policy, weighted, math.inf).bounded.total, unclipped) < 1e-10
+
+    single = policy_of(kind, adapter, torch.float32)
+    measured = run(single, weighted, clip_norm)
+    assert relative_error(measured.bounded.total, truth) < 1e-5
+    assert measured.bounded.total.dtype == torch.float64
+
+
+shapes = st.builds(
+    Shape,
+    prompts=st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_size=1, max_size=4),
+    k=st.integers(1, 4),
+    length=st.integers(1, 5),
+)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    shape=shapes,
+    kind=st.sampled_from(["gpt2", "llama"]),
+    adapter=st.sampled_from(["lora", "lora-b"]),
+    batch_size=st.integers(1, 12),
+    clip_norm=st.floats(0.05, 20),
+    extra=st.integers(0, 2),
+    seed=st.integers(0, 1000),
+)
+def test_clipped_sum_equals_autograd_for_drawn_shapes(
+    shape: Shape,
+    kind: tiny.Kind,
+    adapter: str,
+    batch_size: int,
+    clip_norm: float,
+    extra: int,
+    seed: int,
+) -> None:
+    policy = policy_of(kind, adapter)
+    responses = batch_of(shape, seed, shuffled=True)
+    weighted = weighted_of(responses, seed + 1, extra, 0.3 * clip_norm if extra else 0.0)
+    truth, norms = reference_sum(policy, weighted, clip_norm)
+    result = run(policy, weighted, clip_norm, batch_size)
+    scale = float(np.minimum(norms, clip_norm).sum()) + clip_norm * bool(extra)
+    assert float((result.bounded.total - truth).norm()) < 2e-9 * scale
+    np.testing.assert_allclose(open_private(result.norms), norms, rtol=1e-9)
+
+
+def test_what_stands_on_padding_changes_nothing() -> None:
+    policy = policy_of()
+    responses = batch_of(MIXED, seed=3)
+    weighted = weighted_of(responses, seed=4)
+    cleared = dataclasses.replace(responses, tokens=responses.tokens * responses.mask)
+    other = run(policy, dataclasses.replace(weighted, responses=cleared), 1.0)
+    same = run(policy, weighted, 1.0)
+    assert not torch.equal(cleared.tokens, responses.tokens)
+    assert relative_error(other.bounded.total, same.bounded.total) < 1e-12
+
+
+def test_the_end_of_sequence_token_counts_and_nothing_after_it() -> None:
+    """One more masked token changes the gradient: the mask is not simply ignored."""
+    policy = policy_of()
+    responses = batch_of(Shape([[3]], k=1, length=4), seed=0)
+    mask = responses.mask.clone()
+    mask[0, 3:] = torch.tensor([1, 1, 0, 0])
+    two = dataclasses.replace(responses, mask=mask)
+    mask = mask.clone()
+    mask[0, 5] = 1
+    three = dataclasses.replace(responses, mask=mask)
+    totals = [
+        run(policy, Weighted(r, np.ones(1), np.empty((1, 0)), 0.0), 1e9).bounded.total
+        for r in (two, three)
+    ]
+    assert relative_error(totals[0], totals[1]) > 1e-2
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_the_sum_does_not_depend_on_the_batch_size(kind: tiny.Kind) -> None:
+    policy = policy_of(kind)
+    weighted = weighted_of(batch_of(MIXED, seed=5, shuffled=True), seed=6, extra=2, extra_norm=0.2)
+    ticks: list[int] = []
+    results = [run(policy, weighted, 1.0, size) for size in (1, 2, 5, 64)]
+    for other in results[1:]:
+        assert relative_error(other.bounded.total, results[0].bounded.total) < 1e-12
+        np.testing.assert_allclose(
+            open_private(other.norms), open_private(results[0].norms), rtol=1e-12
+        )
+    clipped_sum(
+        policy,
+        Private(weighted),
+        clip_norm=1.0,
+        batch_size=5,
+        reduce=lambda x: x,
+        tick=ticks.append,
+    )
+    assert sum(ticks) == len(weighted.responses.user)
+    assert len(ticks) > 1
+
+
+def test_in_float32_a_user_alone_in_its_micro_batch_is_the_same_to_the_bit() -> None:
+    """Who shares a micro-batch moves the others' gradients by rounding; with size 1 nobody does."""
+    policy = policy_of(dtype=torch.float32)
+    leftovers = {}
+    for batch_size in (1, 7):
+        leftovers[batch_size] = 0.0
+        for seed in range(2):
+            weighted = weighted_of(batch_of(MIXED, seed=seed), seed=seed)
+            alone = weighted
+            for user in (4, 3, 1, 0):
+                alone = without(alone, user)
+            whole, rest, own = (
+                run(policy, w, S, batch_size).bounded.total
+                for w in (weighted, without(weighted, 2), alone)
+            )
+            leftover = float((whole - rest - own).norm()) / S
+            leftovers[batch_size] = max(leftovers[batch_size], leftover)
+    assert leftovers[1] < 1e-15
+    assert leftovers[7] < 1e-5 * len(MIXED.prompts)
+
+
+def test_extra_coordinates_are_appended_and_clipped_apart() -> None:
+    policy = policy_of()
+    responses = batch_of(Shape([[2], [3], [4]], k=2, length=3), seed=1)
+    extra = np.array([[0.1, 0.0], [3.0, 4.0], [math.nan, 1.0]])
+    weights = np.array([1e3, 1e3, 1e-3, 1e-3, 1e3, 1e3])
+    result = run(policy, Weighted(responses, weights, extra, 0.5), 1.0)
+    gradient, coordinates = (
+        result.bounded.total[: policy.dimension],
+        result.bounded.total[policy.dimension :],
+    )
+    np.testing.assert_allclose(coordinates, [0.1 + 0.3, 0.4], rtol=1e-8)
+    expected = torch.zeros(policy.dimension, dtype=torch.float64)
+    for user in range(3):
+        of_user = gradient_of_user(policy, responses, weights, user)
+        expected += of_user * min(1.0, math.sqrt(0.75) / float(of_user.norm()))
+    assert relative_error(gradient, expected) < 1e-8
+
+
+def test_reduce_gets_the_local_sum_and_its_answer_is_the_total() -> None:
+    policy = policy_of()
+    weighted = weighted_of(batch_of(MIXED, seed=5), seed=6)
+    alone = run(policy, weighted, 1.0).bounded.total
+    doubled = clipped_sum(
+        policy, Private(weighted), clip_norm=1.0, batch_size=4, reduce=lambda x: 2 * x
+    )
+    torch.testing.assert_close(doubled.bounded.total, 2 * alone)
+
+
+def test_an_empty_batch_gives_zero() -> None:
+    policy = policy_of()
+    nobody = Responses(
+        tokens=torch.empty((0, 3), dtype=torch.int64),
+        mask=torch.empty((0, 3), dtype=torch.int64),
+        prompt=np.empty(0, np.int64),
+        user=np.empty(0, np.int64),
+        from_base=np.empty(0, bool),
+        texts=[],
+        prompts=Prompts([], np.empty(0, np.int64), np.empty(0, np.int64), {}),
+        users=0,
+        length=2,
+    )
+    result = run(policy, Weighted(nobody, np.empty(0), np.empty((0, 2)), 0.1), 1.0)
+    assert result.bounded.total.shape == (policy.dimension + 2,)
+    assert not result.bounded.total.any()
+
+
+# --- clip_users --------------------------------------------------------------------------------
+
+numbers = st.one_of(
+    st.floats(width=64, allow_nan=True, allow_infinity=True, allow_subnormal=True),
+    st.floats(-10, 10),
+    st.sampled_from([0.0, 5e-324, -1e-310, 1e-160, 1e150, 1e308, math.nan, math.inf]),
+)
+
+
+def exact_square(row: NDArray[np.float64]) -> Fraction:
+    """‖row‖² of floating-point numbers, without any rounding."""
+    return sum((Fraction(float(x)) ** 2 for x in row), Fraction(0))
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(
+    rows=hnp.arrays(
+        np.float64, hnp.array_shapes(min_dims=2, max_dims=2, max_side=6), elements=numbers
+    ),
+    exponent=st.floats(-6, 6),
+)
+def test_no_clipped_row_is_longer_than_the_clip_norm(
+    rows: NDArray[np.float64], exponent: float
+) -> None:
+    clip_norm = 10.0**exponent
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        clipped, norms = (t.numpy() for t in clip_users(torch.from_numpy(rows), clip_norm))
+    assert clipped.dtype == np.float64
+    assert np.isfinite(clipped).all()
+    for row, result, norm in zip(rows, clipped, norms, strict=True):
+        assert exact_square(result) <= Fraction(clip_norm) ** 2
+        if not np.isfinite(row).all():
+            assert not result.any()
+            assert not np.isfinite(norm)
+            continue
+        square = exact_square(row)
+        if square >= Fraction(10) ** 307:  # its norm overflows: no direction to keep
+            assert not result.any() or exact_square(result) <= Fraction(clip_norm) ** 2
+        elif square <= (Fraction(clip_norm) * (1 - Fraction(2, 10**9))) ** 2:
+            assert np.array_equal(result, row)
+        else:
+            length = float(np.linalg.norm(row))
+            factor = min(1.0, clip_norm / length)
+            np.testing.assert_allclose(result, row * factor, rtol=2e-9, atol=1e-300)
+
+
+def test_clipping_reaches_the_clip_norm() -> None:
+    """Not by shrinking everything: a long row keeps all but a billionth of S."""
+    rows = torch.tensor([[3.0, 4.0], [3e30, 4e30], [0.3, 0.4], [3e-30, 4e-30]])
+    clipped, norms = clip_users(rows, 0.5)
+    expected = [[0.3, 0.4], [0.3, 0.4], [0.3, 0.4], [3e-30, 4e-30]]
+    torch.testing.assert_close(
+        clipped, torch.tensor(expected, dtype=torch.float64), rtol=1e-7, atol=0
+    )
+    np.testing.assert_allclose(norms, [5, 5e30, 0.5, 5e-30], rtol=1e-6)
+
+
+def test_a_row_that_is_not_finite_disturbs_no_other() -> None:
+    good = torch.tensor([[3.0, 4.0], [0.1, 0.2]])
+    alone, _ = clip_users(good, 1.0)
+    for bad in (math.nan, math.inf, -math.inf):
+        rows = torch.tensor([[3.0, 4.0], [bad, 1.0], [0.1, 0.2], [bad, -bad]])
+        clipped, _ = clip_users(rows, 1.0)
+        assert torch.equal(clipped[[0, 2]], alone)
+        assert torch.equal(clipped[[1, 3]], torch.zeros(2, 2, dtype=torch.float64))
+
+
+# --- neighbouring data sets --------------------------------------------------------------------
+
+Summing = Callable[[CausalLMPolicy, Weighted, float], torch.Tensor]
+S, EXTRA_NORM = 0.8, 0.25
+
+
+def right(policy: CausalLMPolicy, weighted: Weighted, clip_norm: float) -> torch.Tensor:
+    return run(policy, weighted, clip_norm, batch_size=3).bounded.total
+
+
+def clipping_rows(policy: CausalLMPolicy, weighted: Weighted, clip_norm: float) -> torch.Tensor:
+    """Wrong: what a library does that takes each response for an example."""
+    responses = weighted.responses
+    rows = len(responses.user)
+    split = dataclasses.replace(responses, user=np.arange(rows), users=rows)
+    extra = np.zeros((rows, weighted.extra.shape[1]))
+    extra[np.unique(responses.user, return_index=True)[1]] = weighted.extra
+    return right(policy, dataclasses.replace(weighted, responses=split, extra=extra), clip_norm)
+
+
+def clipping_the_sum(policy: CausalLMPolicy, weighted: Weighted, clip_norm: float) -> torch.Tensor:
+    """Wrong: ordinary gradient clipping."""
+    free = dataclasses.replace(weighted, extra_norm=math.inf)
+    total = run(policy, dataclasses.replace(free, extra_norm=0.0), math.inf).bounded.total
+    total[policy.dimension :] = torch.from_numpy(np.nan_to_num(weighted.extra).sum(0))
+    return total * min(1.0, clip_norm / float(total.norm()))
+
+
+def without(weighted: Weighted, user: int) -> Weighted:
+    responses = weighted.responses
+    rows = np.flatnonzero(responses.user != user)
+    kept = np.delete(np.arange(responses.users), user)
+    fewer = dataclasses.replace(
+        responses,
+        tokens=responses.tokens[rows],
+        mask=responses.mask[rows],
+        prompt=np.unique(responses.prompt[rows], return_inverse=True)[1],
+        user=np.searchsorted(kept, responses.user[rows]),
+        from_base=responses.from_base[rows],
+        texts=[""] * len(rows),
+        users=len(kept),
+    )
+    return Weighted(fewer, weighted.weights[rows], weighted.extra[kept], weighted.extra_norm)
+
+
+def replaced(weighted: Weighted, user: int, how: str, seed: int) -> Weighted:
+    """The same data but for one user's tokens, weights and coordinates."""
+    responses = weighted.responses
+    random = np.random.default_rng(seed)
+    rows = responses.user == user
+    tokens, weights, extra = (
+        responses.tokens.clone(),
+        weighted.weights.copy(),
+        weighted.extra.copy(),
+    )
+    if how == "opposite":
+        weights[rows] *= -1
+        extra[user] *= -1
+    else:
+        tokens[rows] = torch.from_numpy(random.integers(1, 257, tuple(tokens[rows].shape)))
+        value = {"other": 3.0, "huge": 1e300, "large": 1e12, "nan": math.nan, "inf": math.inf}[how]
+        weights[rows] = value * random.choice([-1.0, 1.0], int(rows.sum()))
+        extra[user] = value
+    return Weighted(
+        dataclasses.replace(responses, tokens=tokens), weights, extra, weighted.extra_norm
+    )
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    shape=shapes.filter(lambda s: len(s.prompts) > 1),
+    kind=st.sampled_from(["gpt2", "llama"]),
+    how=st.sampled_from(["other", "huge", "large", "nan", "inf", "opposite"]),
+    seed=st.integers(0, 1000),
+)
+def test_one_user_moves_the_sum_by_at_most_the_clip_norm(
+    shape: Shape, kind: tiny.Kind, how: str, seed: int
+) -> None:
+    policy = policy_of(kind)
+    weighted = weighted_of(batch_of(shape, seed, shuffled=True), seed + 1, 2, EXTRA_NORM)
+    user = seed % len(shape.prompts)
+    other = replaced(weighted, user, how, seed + 2)
+    total, changed = right(policy, weighted, S), right(policy, other, S)
+    rest = right(policy, without(weighted, user), S)
+    assert torch.isfinite(torch.stack([total, changed, rest])).all()
+    assert float((total - rest).norm()) <= S
+    assert float((changed - rest).norm()) <= S
+    assert float((total - changed).norm()) <= 2 * S
+    if how in ("nan", "inf"):  # nothing but rounding is left of it
+        assert float((changed - rest).norm()) < 1e-12
+
+
+def worst_case() -> tuple[Weighted, int]:
+    """User 1 shouts; user 0 says the opposite, less loudly, with the same tokens."""
+    responses = batch_of(Shape([[3, 4], [3, 4]], k=2, length=4), seed=7)
+    half = len(responses.tokens) // 2
+    responses = dataclasses.replace(
+        responses,
+        tokens=responses.tokens[:half].repeat(2, 1),
+        mask=responses.mask[:half].repeat(2, 1),
+    )
+    weights = np.concatenate([np.full(half, -1e3), np.full(half, 2e3)])
+    extra = np.array([[-0.1, 0.0], [0.2, 0.3]])
+    return Weighted(responses, weights, extra, EXTRA_NORM), 1
+
+
+def distances(summing: Summing) -> tuple[float, float]:
+    """How far adding and replacing the worst user moves the sum."""
+    policy = policy_of()
+    weighted, user = worst_case()
+    total = summing(policy, weighted, S)
+    removed = float((total - summing(policy, without(weighted, user), S)).norm())
+    opposite = replaced(weighted, user, "opposite", 0)
+    return removed, float((total - summing(policy, opposite, S)).norm())
+
+
+def test_a_worst_case_user_comes_near_the_bound() -> None:
+    removed, exchanged = distances(right)
+    assert S * (1 - 1e-6) < removed <= S
+    assert 2 * S * (1 - 1e-6) < exchanged <= 2 * S
+
+
+def test_the_same_harness_catches_clipping_rows_instead_of_users() -> None:
+    removed, exchanged = distances(clipping_rows)
+    assert removed > 1.2 * S
+    assert exchanged > 2.4 * S
+
+
+def test_the_same_harness_catches_clipping_the_sum() -> None:
+    removed, _ = distances(clipping_the_sum)
+    assert removed > 1.9 * S
+
+
+def test_a_user_with_bad_weights_leaves_the_others_as_they_are() -> None:
+    policy = policy_of()
+    weighted = weighted_of(batch_of(MIXED, seed=5), seed=6)
+    rest = right(policy, without(weighted, 2), S)
+    rows = np.flatnonzero(weighted.responses.user == 2)
+    for bad in (math.nan, math.inf):
+        weights = weighted.weights.copy()
+        weights[rows[0]] = bad  # one of its rows is enough
+        result = run(policy, dataclasses.replace(weighted, weights=weights), S, batch_size=64)
+        assert relative_error(result.bounded.total, rest) < 1e-12
+        assert not np.isfinite(open_private(result.norms)[2])
+        assert np.isfinite(np.delete(open_private(result.norms), 2)).all()
+
+
+# --- the engine --------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Two linear layers, the first used twice, and something in between."""
+
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.between = between
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = self.last(self.between(torch.tanh(self.first(torch.tanh(self.first(x))))))
+        return h
+
+
+def per_row_gradients(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    parameters = dict(net.named_parameters())
+    with PerUserGradients(net, parameters) as engine:
+        engine.start(torch.arange(len(x)), len(x))
+        net(x).square().sum().backward()
+        return engine.collect()
+
+
+@pytest.mark.filterwarnings("ignore")  # of Opacus, about hooks
+def test_per_user_gradients_agree_with_opacus() -> None:
+    from opacus import GradSampleModule
+
+    torch.manual_seed(0)
+    x = torch.randn(5, 4, 6, dtype=torch.float64)
+    net = Net(nn.Identity()).double()
+    sampled = GradSampleModule(Net(nn.Identity()).double(), loss_reduction="sum")
+    sampled._module.load_state_dict(net.state_dict())
+    sampled(x).square().sum().backward()
+    of_opacus: list[Any] = [p.grad_sample for p in sampled._module.parameters()]
+    expected = torch.cat([g.flatten(1) for g in of_opacus], dim=1)
+    torch.testing.assert_close(per_row_gradients(net, x), expected, rtol=1e-12, atol=1e-12)
+    # Two rows of one user add up, wherever they stand.
+    with PerUserGradients(net, dict(net.named_parameters())) as engine:
+        engine.start(torch.tensor([1, 0, 2, 0, 1]), 4)
+        net(x).square().sum().backward()
+        together = engine.collect()
+    rows = expected
+    wanted = torch.stack([rows[1] + rows[3], rows[0] + rows[4], rows[2], torch.zeros_like(rows[0])])
+    torch.testing.assert_close(together, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_layer_that_mixes_users_is_refused_by_name() -> None:
+    for layer in (nn.BatchNorm1d(6), nn.SyncBatchNorm(6)):
+        net = Net(nn.Sequential(nn.Identity(), layer))
+        trainable = {"last.weight": net.last.weight}
+        with pytest.raises(DprlhfError, match=r"'between\.1' \(.*BatchNorm.*\) mixes the users"):
+            PerUserGradients(net, trainable)
+    PerUserGradients(Net(nn.LayerNorm(6)), {})  # negative control: it looks at one row alone
+
+
+def test_batch_norm_does_mix_users() -> None:
+    """Why it is refused: another row changes this row's output."""
+    net = Net(nn.BatchNorm1d(6)).double().train()
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    changed = x.clone()
+    changed[3] += 1
+    assert float((net(x) - net(changed))[0].detach().abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("transformer.h.0.ln_1.weight", "LayerNorm"),
+        ("transformer.wte.weight", "Embedding"),
+        ("transformer.h.1.attn.c_attn.weight", "Conv1D"),
+    ],
+)
+def test_a_trainable_parameter_that_is_not_linear_is_refused_by_name(name: str, layer: str) -> None:
+    model = tiny.model("gpt2")
+    parameter = dict(model.named_parameters())[name]
+    with pytest.raises(DprlhfError) as caught:
+        PerUserGradients(model, {name: parameter})
+    assert f"'{name}' ({layer})" in str(caught.value)
+    assert "lora" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_policy_that_trains_its_layer_norm_is_refused() -> None:
+    policy = make_policy(tiny.model("gpt2"), tiny.tokenizer(), recipe.Adapter(rank=1))
+    norm = policy.model.base_model.model.transformer.ln_f.weight.requires_grad_(True)
+    policy = CausalLMPolicy(policy.model, policy.tokenizer)
+    assert any(p is norm for p in policy.parameters.values())
+    weighted = weighted_of(batch_of(MIXED, seed=5), seed=6)
+    with pytest.raises(DprlhfError, match=r"ln_f\.weight' \(LayerNorm\)"):
+        run(policy, weighted, 1.0)
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(
+        len(m._forward_hooks) + len(m._backward_hooks) + len(m._forward_pre_hooks)
+        for m in model.modules()
+    )
+
+
+def test_nothing_is_left_behind_in_the_model() -> None:
+    policy = policy_of()
+    before = hooks_of(policy.model)
+    state = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
+    weighted = weighted_of(batch_of(MIXED, seed=5), seed=6)
+    run(policy, weighted, 1.0)
+    assert hooks_of(policy.model) == before
+    assert all(p.grad is None for p in policy.model.parameters())
+    assert all(torch.equal(p, state[n]) for n, p in policy.model.named_parameters())
+
+    def boom(rows: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        clipped_sum(
+            policy,
+            Private(weighted),
+            clip_norm=1.0,
+            batch_size=2,
+            reduce=lambda x: x,
+            tick=boom,
+        )
+    assert hooks_of(policy.model) == before
+    with PerUserGradients(policy.model, policy.parameters):
+        assert hooks_of(policy.model) == before + len(policy.parameters)
+
+
+def test_a_parameter_that_is_not_used_is_named() -> None:
+    net = Net(nn.Identity())
+    net.spare = nn.Linear(2, 2)
+    with pytest.raises(DprlhfError, match=r"'spare\.weight' received no gradient"):
+        per_row_gradients(net, torch.randn(3, 2, 6))
+
+
+def test_switching_the_adapter_off_and_on_keeps_what_is_frozen_frozen() -> None:
+    """PEFT makes lora_A trainable again when the adapter comes back."""
+    policy = make_policy(tiny.model(), tiny.tokenizer(), recipe.Adapter(type="lora-b"))
+    trainable = {n for n, p in policy.model.named_parameters() if p.requires_grad}
+    with policy.base():
+        assert {n for n, p in policy.model.named_parameters() if p.requires_grad} <= trainable
+    assert {n for n, p in policy.model.named_parameters() if p.requires_grad} == trainable
+    assert trainable == set(policy.parameters)
+    assert all("lora_B" in name for name in trainable)

@@ -1,0 +1,213 @@
+"""Noise has the stated law, streams are apart, and the key stays in."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy import stats
+
+from dprlhf.privacy import randomness
+from dprlhf.privacy.randomness import (
+    KEY_BYTES,
+    commitment,
+    gaussian_noise,
+    new_key,
+    uint64_stream,
+    uniforms,
+)
+
+KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
+DRAWS = 1_000_000
+
+
+def is_standard_normal(x: NDArray[np.float64]) -> bool:
+    """Test law, mean, variance, skewness, kurtosis and both tails, each at level 1e-4."""
+    n = len(x)
+    low, high = stats.chi2.ppf([5e-5, 1 - 5e-5], n - 1)
+    beyond = np.array([(x > 3).sum(), (x < -3).sum(), (np.abs(x) > 4).sum()])
+    expected = np.array([stats.norm.sf(3), stats.norm.sf(3), 2 * stats.norm.sf(4)]) * n
+    return bool(
+        low < (n - 1) * x.var(ddof=1) < high
+        and abs(x.mean()) * math.sqrt(n) < 3.9
+        and np.all(np.abs(beyond - expected) < 3.9 * np.sqrt(expected))
+        and stats.kstest(x, "norm").pvalue > 1e-4
+        and abs(stats.skew(x)) < 3.9 * math.sqrt(6 / n)
+        and abs(stats.kurtosis(x)) < 3.9 * math.sqrt(24 / n)
+    )
+
+
+@pytest.fixture(scope="module")
+def draws() -> NDArray[np.float64]:
+    return gaussian_noise(KEY, "noise", 1, count=DRAWS).numpy()
+
+
+def test_gaussian_noise_is_standard_normal(draws: NDArray[np.float64]) -> None:
+    assert is_standard_normal(draws)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x: 0.99 * x,
+        lambda x: 1.01 * x,
+        lambda x: x + 0.01,
+        lambda x: math.sqrt(12) * (stats.norm.cdf(x) - 0.5),  # uniform of variance 1
+        lambda x: np.abs(x),
+        lambda x: np.clip(x, -3.5, 3.5),  # truncated tails carry the whole of δ
+        lambda x: np.where(np.arange(len(x)) % 200, x, 0.0),  # every 200th draw forgotten
+    ],
+    ids=["std 0.99", "std 1.01", "mean 0.01", "uniform", "half", "no tails", "gaps"],
+)
+def test_the_normality_test_can_fail(
+    draws: NDArray[np.float64], wrong: Callable[[NDArray[np.float64]], NDArray[np.float64]]
+) -> None:
+    assert not is_standard_normal(wrong(draws))
+
+
+def test_noise_does_not_repeat_itself(draws: NDArray[np.float64]) -> None:
+    assert len(np.unique(draws)) > 0.999999 * DRAWS  # float16 noise has some 30,000 values
+
+
+def test_noise_is_not_correlated_with_its_neighbours(draws: NDArray[np.float64]) -> None:
+    for lag in (1, 2, 4, DRAWS // 4, DRAWS // 2):
+        correlation = np.corrcoef(draws[:-lag], draws[lag:])[0, 1]
+        assert abs(correlation) < 4.5 / math.sqrt(DRAWS - lag)
+
+
+def test_each_draw_is_a_sum_of_four() -> None:
+    # One inverse-CDF draw could be inverted from the sum by whoever guesses the value.
+    u = uniforms(KEY, "noise", count=4 * 5).reshape(4, 5)
+    expected = stats.norm.ppf(u).sum(0) / 2
+    np.testing.assert_allclose(gaussian_noise(KEY, "noise", count=5), expected, rtol=1e-12)
+
+
+def test_the_same_use_gives_the_same_bits() -> None:
+    first, again = (gaussian_noise(KEY, "noise", 3, "ab", count=1001) for _ in range(2))
+    assert first.numpy().tobytes() == again.numpy().tobytes()
+    assert first.shape == (1001,)
+    assert str(first.dtype) == "torch.float64"
+
+
+CONTEXTS: list[tuple[str | int, ...]] = [
+    (),
+    ("",),
+    ("a", "b"),
+    ("ab",),
+    ("a", "", "b"),
+    ("a b",),
+    ('a", "b',),
+    ("b", "a"),
+    (1,),
+    ("1",),
+    (1, 1),
+    (11,),
+    (1, "1"),
+    ("1", 1),
+    ("[1]",),
+    (-1,),
+    ("noise", 1),
+    ("noise", 2),
+    ("allocation",),
+    ("allocation", 1),
+]
+
+
+def test_contexts_are_encoded_injectively() -> None:
+    streams = [uint64_stream(KEY, *c, count=4).tobytes() for c in CONTEXTS]
+    streams += [uint64_stream(OTHER, *c, count=4).tobytes() for c in CONTEXTS]
+    assert len(set(streams)) == 2 * len(CONTEXTS)
+
+
+def test_other_contexts_and_keys_give_uncorrelated_noise() -> None:
+    n = 100_000
+    rows = [gaussian_noise(KEY, *c, count=n).numpy() for c in CONTEXTS]
+    rows += [gaussian_noise(OTHER, *CONTEXTS[-4], count=n).numpy()]
+    correlations = np.corrcoef(rows) - np.eye(len(rows))
+    assert np.abs(correlations).max() < 5 / math.sqrt(n)
+    # A shift of one stream against another shows nothing either.
+    for shift in (1, 4, 1000):
+        assert abs(np.corrcoef(rows[0][shift:], rows[1][:-shift])[0, 1]) < 5 / math.sqrt(n - shift)
+
+
+def test_the_stream_is_shake_256_of_key_and_context() -> None:
+    expected = hashlib.shake_256(KEY + b'["noise", 7]').digest(24)
+    assert uint64_stream(KEY, "noise", 7, count=3).astype("<u8").tobytes() == expected
+
+
+def test_every_bit_of_the_key_counts() -> None:
+    streams = {uint64_stream(KEY, "x", count=4).tobytes()}
+    for bit in range(8 * KEY_BYTES):
+        flipped = (int.from_bytes(KEY) ^ (1 << bit)).to_bytes(KEY_BYTES)
+        streams.add(uint64_stream(flipped, "x", count=4).tobytes())
+    assert len(streams) == 8 * KEY_BYTES + 1
+
+
+@pytest.mark.parametrize("size", [0, 16, 31, 33, 64])
+def test_a_key_of_another_length_is_refused(size: int) -> None:
+    # key ‖ context is injective only while all keys have one length.
+    with pytest.raises(ValueError, match="32 bytes"):
+        uint64_stream(bytes(size), "x", count=1)
+
+
+def test_integers_and_uniforms_are_uniform() -> None:
+    counts = np.bincount((uint64_stream(KEY, "u", count=400_000) % 256).astype(int), minlength=256)
+    assert stats.chisquare(counts).pvalue > 1e-4
+    top = np.bincount((uint64_stream(KEY, "u", count=400_000) >> 56).astype(int), minlength=256)
+    assert stats.chisquare(top).pvalue > 1e-4
+    assert stats.kstest(uniforms(KEY, "u", count=400_000), "uniform").pvalue > 1e-4
+
+
+@pytest.mark.parametrize("word", [0, 2**64 - 1, 2**63, 2**63 - 1, 2**12 - 1])
+def test_uniforms_lie_inside_the_open_interval(monkeypatch: pytest.MonkeyPatch, word: int) -> None:
+    monkeypatch.setattr(
+        randomness,
+        "uint64_stream",
+        lambda *_, count, **__: np.full(count, word, dtype=np.uint64),
+    )
+    value = uniforms(KEY, "x", count=1)[0]
+    assert 0 < value < 1
+    assert abs(value - word / 2**64) <= 2.0**-52
+    assert math.isfinite(gaussian_noise(KEY, "x", count=1).item())
+
+
+def test_uniforms_are_symmetric_to_the_last_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = uint64_stream(KEY, "x", count=10_000)
+    sides = []
+    for word in (words, ~words):
+        monkeypatch.setattr(randomness, "uint64_stream", lambda *_, w=word, count, **__: w)
+        sides.append(uniforms(KEY, "x", count=len(words)))
+    np.testing.assert_array_equal(sides[0], 1 - sides[1])
+
+
+def test_a_new_key_is_fresh_entropy_of_the_operating_system(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    np.random.seed(0)
+    first = new_key()
+    np.random.seed(0)
+    assert len(first) == KEY_BYTES
+    assert len({first, *(new_key() for _ in range(20))}) == 21
+    asked: list[int] = []
+    monkeypatch.setattr(secrets, "token_bytes", lambda n: asked.append(n) or bytes([7]) * n)
+    assert new_key() == bytes([7]) * 32
+    assert asked == [32]
+
+
+def test_the_commitment_binds_to_the_key_and_does_not_hold_it() -> None:
+    digest = commitment(KEY)
+    assert len(bytes.fromhex(digest)) == 32
+    assert digest == commitment(KEY) != commitment(OTHER)
+    assert commitment(KEY, "a") != digest
+    raw = bytes.fromhex(digest)
+    for size in range(4, 33):
+        for start in range(33 - size):
+            assert KEY[start : start + size] not in raw
+    # It is a stream of its own: publishing it shows nothing of allocation or noise.
+    for context in CONTEXTS:
+        assert uint64_stream(KEY, *context, count=4).tobytes() != raw

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    BertTokenizerFast,
+)
+
+from dprlhf import sentiment
+
+GOOD, BAD = ("superb", "moving"), ("dull", "awful")
+FILLER = ("the", "film", "is", "a", "story", "of", "two", "men", "and", "their", "car")
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("encoder")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *FILLER, *GOOD, *BAD]
+    tokenizer = BertTokenizerFast(vocab={word: i for i, word in enumerate(words)})
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(words), hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=64, max_position_embeddings=64,
+    )  # fmt: skip
+    BertModel(config).save_pretrained(folder)
+    return folder
+
+
+def sentences(count: int, seed: int) -> pd.DataFrame:
+    """Neutral words with one telling word at a random place."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, 2, count)
+    texts = []
+    for label in labels:
+        words = list(rng.choice(FILLER, rng.integers(3, 20)))
+        words.insert(int(rng.integers(len(words))), str(rng.choice((BAD, GOOD)[label])))
+        texts.append(" ".join(words))
+    return pd.DataFrame({"text": texts, "label": labels})
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    sentences(600, 1).to_parquet(folder / "train.parquet", index=False)
+    sentences(200, 2).to_parquet(folder / "test.parquet", index=False)
+    return folder
+
+
+def train(encoder: Path, data: Path, out: Path, seed: int = 0, epochs: int = 6) -> float:
+    return sentiment.train_sentiment(
+        encoder, data, out, seed=seed, epochs=epochs, learning_rate=3e-3, quiet=True
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(encoder: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("trained")
+    assert train(encoder, data, out) > 0.9
+    return out
+
+
+def test_the_saved_folder_is_a_standard_classifier(trained: Path, data: Path) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(trained)
+    tokenizer = AutoTokenizer.from_pretrained(trained)
+    assert model.config.id2label == {0: "NEGATIVE", 1: "POSITIVE"}
+    assert model.config.label2id == {"NEGATIVE": 0, "POSITIVE": 1}
+    # The accuracy again, one sentence at a time and without padding.
+    test = pd.read_parquet(data / "test.parquet")
+    with torch.no_grad():
+        logits = [model(**tokenizer(t, return_tensors="pt")).logits[0] for t in test["text"]]
+    scores = torch.stack(logits).diff(dim=1)[:, 0]
+    accuracy = float(np.mean((scores > 0).numpy() == (test["label"] == 1).to_numpy()))
+    metrics = json.loads((trained / "metrics.json").read_text())
+    assert metrics["accuracy"] == pytest.approx(accuracy, abs=1e-9)
+    assert metrics["logit_difference_quantiles"]["0.5"] == pytest.approx(
+        float(scores.quantile(0.5)), abs=2e-3
+    )
+    found = sentiment.logit_difference(model, tokenizer, test["text"].tolist())
+    torch.testing.assert_close(found, scores, rtol=0, atol=1e-4)
+
+
+def test_label_smoothing_bounds_the_score(trained: Path) -> None:
+    metrics = json.loads((trained / "metrics.json").read_text())
+    largest = metrics["logit_difference_quantiles"]["0.99"]
+    assert 2.0 < largest < math.log(0.95 / 0.05) + 1.0
+
+
+def test_the_result_depends_on_the_seed_alone(encoder: Path, data: Path, tmp_path: Path) -> None:
+    states = []
+    for run, (seed, noise) in enumerate([(0, 11), (0, 12), (1, 11)]):
+        torch.manual_seed(noise)
+        before = torch.get_rng_state()
+        train(encoder, data, tmp_path / str(run), seed=seed, epochs=1)
+        assert torch.equal(torch.get_rng_state(), before)
+        model = AutoModelForSequenceClassification.from_pretrained(tmp_path / str(run))
+        states.append(torch.cat([p.flatten() for p in model.parameters()]))
+    assert torch.equal(states[0], states[1])
+    assert not torch.equal(states[0], states[2])
+
+
+def test_labels_without_meaning_are_not_learned(encoder: Path, data: Path, tmp_path: Path) -> None:
+    frame = pd.read_parquet(data / "train.parquet")
+    frame["label"] = np.random.default_rng(3).permutation(frame["label"])
+    frame.to_parquet(tmp_path / "train.parquet", index=False)
+    (tmp_path / "test.parquet").write_bytes((data / "test.parquet").read_bytes())
+    assert train(encoder, tmp_path, tmp_path / "out", epochs=2) < 0.75
+
+
+def test_batches_hold_every_row_once_and_similar_lengths() -> None:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 60, 1000).tolist()
+    shuffler = torch.Generator().manual_seed(0)
+    first, second = (sentiment._batches(lengths, 32, shuffler) for _ in range(2))
+    for batches in (first, second):
+        assert sorted(row for batch in batches for row in batch) == list(range(1000))
+        assert sorted(map(len, batches)) == [8] + [32] * 31
+    assert first != second
+    padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in first)
+    assert padded < 1.1 * sum(lengths)
+    unsorted = [list(range(i, min(i + 32, 1000))) for i in range(0, 1000, 32)]
+    assert sum(len(b) * max(lengths[i] for i in b) for b in unsorted) > 1.7 * sum(lengths)

@@ -1,0 +1,60 @@
+"""Tiny models and tokenizers, made in memory, with the real classes and file formats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+Kind = Literal["gpt2", "llama"]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer with 256 byte tokens and an end-of-sequence token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<eos>", *alphabet])}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<eos>", pad_token="<eos>", padding_side="left"
+    )
+
+
+def model(kind: Kind = "gpt2", seed: int = 0) -> PreTrainedModel:
+    """A two-layer random causal LM over the byte vocabulary."""
+    torch.manual_seed(seed)
+    if kind == "gpt2":
+        built: PreTrainedModel = GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=257, n_positions=128, n_embd=32, n_layer=2, n_head=4,
+                bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            )
+        )  # fmt: skip
+    else:
+        built = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+                bos_token_id=0, eos_token_id=0,
+            )
+        )  # fmt: skip
+    return built.eval()
+
+
+def save(folder: Path, kind: Kind = "gpt2", seed: int = 0) -> Path:
+    """Save model and tokenizer as ``from_pretrained`` expects them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model(kind, seed).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
