@@ -124,13 +124,14 @@ def test_boundary_types_are_frozen() -> None:
 
 ALLOWED: dict[str, dict[str, str]] = {
     "open_private": {
-        "api": "compares the digest of the users with the one in secret/",
+        "setup": "compares the digest of the users with the one in secret/",
         "gradients/clipping": "clips each user and sums",
         "progress": "shows a share of a round, never a count",
         "rewards/responses": "hands each user's responses to the rewards",
-        "rollout": "samples the users' responses",
+        "rollout/sampling": "samples the users' responses",
         "trainer": "selects a round's users and writes secret/ telemetry",
         "updates/pg": "weighs each user's responses",
+        "updates/private_round": "puts weights, responses and telemetry together for clipping",
     },
     "BoundedSum": {"gradients/clipping": "the only place that bounds a user's influence"},
     "Released": {"privacy/gate": "the only exit"},

@@ -123,6 +123,37 @@ def test_a_sum_clipped_to_another_norm_is_refused(gate: Callable[..., Gate], nor
     assert g.ledger.charged == frozenset()
 
 
+def test_inner_releases_share_one_charge_and_no_noise(gate: Callable[..., Gate]) -> None:
+    g = gate(plan(releases_per_round=3))
+    n = 50_000
+    noises = [g.release(t, zeros(g.plan, n)).value for t in (1, 1, 1, 2, 2)]
+    assert [e.body["round"] for e in g.ledger.entries if e.kind == "charge"] == [1, 2]
+    assert g.ledger.entries[1].body["releases_per_round"] == 3
+    for noise in noises:
+        assert has_std(noise.numpy(), 1.5 * 0.4 / 17.5)
+    assert np.abs(np.corrcoef(np.stack(noises)) - np.eye(5)).max() < 5 / math.sqrt(n)
+
+
+def test_more_inner_releases_than_planned_are_refused(gate: Callable[..., Gate]) -> None:
+    g = gate(plan(releases_per_round=2))
+    g.release(1, zeros(g.plan))
+    g.release(1, zeros(g.plan))
+    with pytest.raises(DprlhfError, match=r"charged before.*planned for a round: 2"):
+        g.release(1, zeros(g.plan))
+    g.release(2, zeros(g.plan))
+    with pytest.raises(DprlhfError, match="charged before"):
+        g.release(1, zeros(g.plan))
+
+
+def test_a_round_cut_short_is_spent(gate: Callable[..., Gate]) -> None:
+    g = gate(plan(releases_per_round=3))
+    g.release(1, zeros(g.plan))
+    g.ledger.close()
+    again = Gate(g.plan, Ledger(g.ledger.path, g.plan.terms()), KEY)
+    with pytest.raises(DprlhfError, match="charged before"):
+        again.release(1, zeros(g.plan))
+
+
 # --------------------------------------------------------------------------------- the noise
 
 

@@ -19,7 +19,9 @@ from dprlhf.errors import DprlhfError
 from dprlhf.privacy import ledger as module
 from dprlhf.privacy.ledger import Entry, Ledger, read_ledger
 
-TERMS: dict[str, Any] = {"rounds": 5, "noise_multiplier": 0.8, "clip_norm": 1.0, "epsilon": 2.0}
+TERMS: dict[str, Any] = {
+    "rounds": 5, "noise_multiplier": 0.8, "clip_norm": 1.0, "releases_per_round": 1, "epsilon": 2.0,
+}  # fmt: skip
 
 
 class Crash(BaseException):
@@ -227,6 +229,7 @@ def test_a_full_disk_at_the_start_leaves_a_ledger_that_can_be_opened(
         (6, {}, "round 6 is outside the budget of 5 rounds"),
         (3, {"noise_multiplier": 0.79}, "noise_multiplier 0.79 is not the planned 0.8"),
         (3, {"noise_multiplier": 0.0}, "noise_multiplier 0.0 is not the planned 0.8"),
+        (3, {"releases_per_round": 2}, "releases_per_round 2 is not the planned 1"),
         (3, {"clip_norm": 1.0000001}, "clip_norm 1.0000001 is not the planned 1.0"),
     ],
 )
@@ -399,7 +402,8 @@ def test_entries_hold_public_values_only(path: Path) -> None:
     assert entries[0].body == TERMS
     # Nothing else: a time would tell a round's duration, and with it the size of its batch.
     for t in (1, 2):
-        assert entries[2 * t - 1].body == {"round": t, "noise_multiplier": 0.8, "clip_norm": 1.0}
+        charge = {"noise_multiplier": 0.8, "clip_norm": 1.0, "releases_per_round": 1}
+        assert entries[2 * t - 1].body == {"round": t, **charge}
         assert entries[2 * t].body == {"round": t}
     for line in path.read_text().splitlines():
         assert set(json.loads(line)) == {"sequence", "kind", "body", "previous", "hash"}

@@ -111,7 +111,8 @@ def test_a_missing_key_is_named(key: str) -> None:
     [
         ("optimizer.name", "adma", ["'sgd' or 'adam'", "not 'adma'", "did you mean 'adam'?"]),
         ("update.baseline", "pared", ["'paired', 'loo' or 'group'", "did you mean 'paired'?"]),
-        ("update.name", "ppo", ["'pg'", "not 'ppo'"]),
+        ("update.name", "grop", ["'pg'", "not 'grop'", "did you mean 'grpo'?"]),
+        ("update", 3, ["update: "]),
         (
             "privacy.partition",
             "poison",

@@ -443,7 +443,7 @@ SETTINGS = make_recipe(
 
 
 def open_ledger(folder: RunFolder, prompts: list[str], key: bytes | None = None) -> Ledger:
-    from dprlhf.api import _ledger
+    from dprlhf.setup import _ledger
 
     users = Users(rows_from(prompts, "prompt"), SETTINGS.data)
     return _ledger(SETTINGS, PLAN, folder, key or folder.open(), users)

@@ -200,7 +200,9 @@ class TestLeaks:
                 "private_reward_noised", "private_reward_noise_std", "valid_share_noised",
             }  # fmt: skip
         kinds = {e.kind: set(e.body) for e in read_ledger(tmp_path / "run/ledger.jsonl")}
-        assert kinds["charge"] == {"round", "noise_multiplier", "clip_norm"}
+        assert kinds["charge"] == {
+            "round", "noise_multiplier", "clip_norm", "releases_per_round",
+        }  # fmt: skip
         assert kinds["commit"] == {"round"}
         key = (tmp_path / "run/secret/key").read_bytes()
         for file in (tmp_path / "run").rglob("*"):

@@ -23,10 +23,12 @@ from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
 from dprlhf.telemetry import TelemetryCoordinates
-from dprlhf.updates import UPDATES, policy_gradient_sum
+from dprlhf.updates import UPDATES
 from dprlhf.updates.baselines import BASELINES, group, loo, paired
-from dprlhf.updates.pg import importance_ratio, users_with_valid_scores, weigh
+from dprlhf.updates.pg import importance_ratio, policy_gradient, weigh
+from dprlhf.updates.private_round import users_with_valid_scores
 from dprlhf.users import Prompts
+from rounds import round_of
 from test_gradients import MIXED, Shape, batch_of, gradient_of_user, policy_of, relative_error
 
 Array = NDArray[np.float64]
@@ -202,18 +204,13 @@ def test_the_sum_of_clipped_contributions_from_scratch(baseline: str, arms: str)
     valid = np.ones(len(values), dtype=bool)
     valid[np.flatnonzero(responses.user == 1)[2]] = False
     telemetry = TelemetryCoordinates(0.1, reward_range)
-    spec = recipe.Update.model_validate(
+    spec = recipe.PG.model_validate(
         {"baseline": baseline, "max_importance_ratio": largest, "batch_size": 5}
     )
-    result = policy_gradient_sum(
-        policy,
-        Private(responses),
-        Private(scores_of(values, valid)),
-        spec,
-        telemetry,
-        clip_norm=clip_norm,
-        reduce=lambda x: x,
+    round_, gate = round_of(
+        policy, responses, scores_of(values, valid), telemetry=telemetry, clip_norm=clip_norm
     )
+    policy_gradient(round_, spec)
 
     weights = np.zeros(len(values))
     truncated = 0
@@ -255,10 +252,17 @@ def test_the_sum_of_clipped_contributions_from_scratch(baseline: str, arms: str)
         mean = values[responses.user == user].mean()
         expected[-2:] += 0.1 / math.sqrt(2) * torch.tensor([mean / reward_range, 1.0])
     assert min(norms[0], norms[2], norms[3]) < bound < max(norms)
-    assert relative_error(result.bounded.total, expected) < 1e-8
-    np.testing.assert_allclose(open_private(result.norms), norms, rtol=1e-9)
-    assert result.bounded.clip_norm == clip_norm
-    assert UPDATES["pg"] is policy_gradient_sum
+    (bounded,) = gate.sums
+    assert relative_error(bounded.total, expected) < 1e-8
+    assert bounded.clip_norm == clip_norm
+    assert round_.released is not None
+    assert round_.telemetry_released is not None
+    assert round_.norms is not None
+    both = torch.cat([round_.released, round_.telemetry_released])
+    assert torch.equal(both, bounded.total)
+    assert len(round_.released) == policy.dimension
+    np.testing.assert_allclose(open_private(round_.norms), norms, rtol=1e-9)
+    assert UPDATES["pg"] is policy_gradient
 
 
 def test_the_unclipped_mean_is_the_gradient_of_the_batch_surrogate() -> None:
@@ -266,15 +270,8 @@ def test_the_unclipped_mean_is_the_gradient_of_the_batch_surrogate() -> None:
     policy = policy_of("gpt2", "lora")
     responses = batch_of(Shape([[5, 1], [2], [7, 3, 1]], k=3, length=4), seed=10)
     values = np.random.default_rng(11).uniform(-3, 3, len(responses.user))
-    result = policy_gradient_sum(
-        policy,
-        Private(responses),
-        Private(scores_of(values)),
-        recipe.Update(baseline="loo"),
-        TelemetryCoordinates(0.0, 3.0),
-        clip_norm=math.inf,
-        reduce=lambda x: x,
-    )
+    round_, gate = round_of(policy, responses, scores_of(values), clip_norm=math.inf)
+    policy_gradient(round_, recipe.PG(baseline="loo"))
 
     def surrogate() -> torch.Tensor:
         of_users = []
@@ -290,8 +287,18 @@ def test_the_unclipped_mean_is_the_gradient_of_the_batch_surrogate() -> None:
 
     before = surrogate()
     truth = torch.autograd.grad(before, list(policy.parameters.values()))
-    mean = result.bounded.total / 3
+    mean = gate.sums[0].total / 3
     assert relative_error(mean, torch.cat([g.flatten() for g in truth])) < 1e-12
+    # The optimizer ascends: by the learning rate along what was released.
+    start = policy.state()
+    round_, gate = round_of(
+        policy, responses, scores_of(values), clip_norm=math.inf, divisor=3, learning_rate=0.5
+    )
+    policy_gradient(round_, recipe.PG(baseline="loo"))
+    flat = torch.cat([p.detach().flatten() for p in policy.parameters.values()])
+    policy.load_state(start)
+    flat -= torch.cat([p.detach().flatten() for p in policy.parameters.values()])
+    assert relative_error(flat, 0.5 * mean) < 1e-6
     # A small step along it raises the surrogate by step · ‖g‖².
     step, start = 1e-6 / float(mean.norm()), policy.state()
     offset = 0

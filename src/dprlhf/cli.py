@@ -47,6 +47,9 @@ Adjacency = Annotated[
 Participations = Annotated[
     int, typer.Option("--participations", help="rounds that a user takes part in")
 ]
+Releases = Annotated[
+    int, typer.Option("--releases-per-round", help="noised sums that a round takes from its users")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
@@ -132,6 +135,7 @@ def privacy_epsilon(
     partition: Partition = "random-allocation",
     adjacency: Adjacency = None,
     participations: Participations = 1,
+    releases_per_round: Releases = 1,
     as_json: AsJson = False,
 ) -> None:
     """Compute ε, an upper bound, from the noise multiplier."""
@@ -147,6 +151,7 @@ def privacy_epsilon(
         partition=partition,  # type: ignore[arg-type]
         adjacency=adjacency,  # type: ignore[arg-type]
         participations=participations,
+        releases_per_round=releases_per_round,
     )
     guarantee = made.guarantee
     _warn_delta(delta, users)
@@ -169,6 +174,7 @@ def privacy_noise(
     partition: Partition = "random-allocation",
     adjacency: Adjacency = None,
     participations: Participations = 1,
+    releases_per_round: Releases = 1,
     as_json: AsJson = False,
 ) -> None:
     """Find the smallest noise multiplier that keeps within ε."""
@@ -184,6 +190,7 @@ def privacy_noise(
         partition=partition,  # type: ignore[arg-type]
         adjacency=adjacency,  # type: ignore[arg-type]
         participations=participations,
+        releases_per_round=releases_per_round,
     )
     _warn_delta(delta, users)
     answer = {"noise_multiplier": made.noise_multiplier, "epsilon": made.guarantee.epsilon}

@@ -35,6 +35,8 @@ class Plan:
         clip_norm: S, the L2 bound on one user's contribution; infinite only without noise.
         noise_multiplier: z; the released sum carries noise of standard deviation z·S. Zero makes
             the run a non-private baseline.
+        releases_per_round: J, the noised sums that one round takes from the same users, each with
+            z; the round then costs what one Gaussian with z/√J costs.
         guarantee: ε (an upper bound; infinite for a baseline), δ and the accountant.
     """
 
@@ -47,6 +49,7 @@ class Plan:
     noise_multiplier: float
     divisor: float
     guarantee: Epsilon
+    releases_per_round: int = 1
 
     @property
     def private(self) -> bool:
@@ -91,6 +94,7 @@ def make_plan(
     partition: Partition = "random-allocation",
     adjacency: Adjacency | None = None,
     participations: int = 1,
+    releases_per_round: int = 1,
 ) -> Plan:
     """Build the plan from the asked ε, or from the noise multiplier.
 
@@ -114,7 +118,10 @@ def make_plan(
         raise DprlhfError(f"clip_norm must be a positive number, not {clip_norm}")
     adjacency = adjacency or default_adjacency(partition)
     z, guarantee = _cost(
-        epsilon, noise_multiplier, delta, rounds, partition, adjacency, participations
+        epsilon,
+        noise_multiplier,
+        delta,
+        (rounds, partition, adjacency, participations, releases_per_round),
     )
     cut = partition in ("fixed", "stream")
     return Plan(
@@ -127,6 +134,7 @@ def make_plan(
         noise_multiplier=z,
         divisor=float(users // rounds) if cut else participations * users / rounds,
         guarantee=guarantee,
+        releases_per_round=releases_per_round,
     )
 
 
@@ -139,18 +147,15 @@ def _cost(
     target: float | None,
     z: float | None,
     delta: float,
-    rounds: int,
-    partition: Partition,
-    adjacency: Adjacency,
-    participations: int,
+    composition: tuple[int, Partition, Adjacency, int, int],
 ) -> tuple[float, Epsilon]:
+    rounds, partition, adjacency, participations, releases = composition
     if z == 0 or target == math.inf:
         # The mechanism is still validated, so that a baseline is comparable to a private run.
-        Mechanism(1.0, rounds, partition, adjacency, participations)
+        Mechanism(1.0, *composition)
         return 0.0, Epsilon(math.inf, math.inf, delta, NO_PRIVACY, ())
     if z is not None:
-        mechanism = Mechanism(z, rounds, partition, adjacency, participations)
-        return z, epsilon(mechanism, delta)
+        return z, epsilon(Mechanism(z, *composition), delta)
     assert target is not None
     return noise_multiplier(
         target,
@@ -159,6 +164,7 @@ def _cost(
         partition=partition,
         adjacency=adjacency,
         participations=participations,
+        releases_per_round=releases,
     )
 
 

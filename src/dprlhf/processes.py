@@ -1,31 +1,67 @@
 """Several processes as one: thin functions over accelerate.
 
 Users are shared out by this project's own rule, and sums are sums: accelerate's samplers may repeat
-a sample, and its gradient reduction averages.
+a sample, and its gradient reduction averages. Launch files are in ``recipes/accelerate``;
+``docs/scaling.md`` says what each way of launching costs.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dprlhf.errors import DprlhfError
+from dprlhf.policies.causal_lm import CausalLMPolicy
 
-@dataclass(frozen=True)
+T = TypeVar("T")
+
+# A process that dies closes its connections, which the others notice at once (gloo), or is noticed
+# by the launcher (nccl). This bounds the wait for one that hangs; rewards and evaluation may take
+# long on one process while the others wait.
+_PATIENCE = timedelta(hours=1)
+
+
+@dataclass
 class Processes:
     """This process among all of the launch."""
 
     accelerator: Any
+    _lock_step: _LockStep | None = None
 
     @classmethod
     def connect(cls) -> Processes:
-        """Join the launch; a plain start is a launch of one."""
-        from accelerate import Accelerator
+        """Join the launch; a plain start is a launch of one.
 
-        return cls(Accelerator(cpu=not torch.cuda.is_available()))
+        Raises:
+            DprlhfError: fewer processes joined than the launch was asked for, or it asks for a
+                way of sharding that is not supported.
+        """
+        from accelerate import Accelerator
+        from accelerate.utils import InitProcessGroupKwargs
+
+        for name in ("DEEPSPEED", "MEGATRON_LM"):
+            if _flag(f"ACCELERATE_USE_{name}"):
+                raise DprlhfError(
+                    f"accelerate launch: {name} is not supported, since it owns the backward pass"
+                    " that per-user gradients are taken from; launch with whole copies of the model"
+                    " or with FSDP (recipes/accelerate)"
+                )
+        made = cls(
+            Accelerator(
+                cpu=not torch.cuda.is_available(),
+                kwargs_handlers=[InitProcessGroupKwargs(backend=None, timeout=_PATIENCE)],
+            )
+        )
+        _check_count(made.count)
+        return made
 
     @property
     def main(self) -> bool:
@@ -47,11 +83,26 @@ class Processes:
         """Return this process's users: every user is on exactly one process."""
         return users[self.accelerator.process_index :: self.count]
 
+    def place(self, policy: CausalLMPolicy) -> None:
+        """Move the policy to this process's device.
+
+        Launched with FSDP, the processes of one machine share the frozen weights of the decoder
+        layers out among them (FSDP2); adapter, embeddings and head stay whole on each.
+
+        Raises:
+            DprlhfError: transformers does not say which modules are the model's layers.
+        """
+        if _flag("ACCELERATE_USE_FSDP") and self.count > 1:
+            self._lock_step = _shard(policy, self.device, self._together)
+        policy.model.to(self.device)
+
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over all processes (never an average), in the dtype of ``values``."""
         if self.count == 1:
             return values
-        total: torch.Tensor = self.accelerator.reduce(values.to(self.device), reduction="sum")
+        self._meet()
+        with self._together():
+            total: torch.Tensor = self.accelerator.reduce(values.to(self.device), reduction="sum")
         return total.to(values.device)
 
     def from_main(self, value: Any) -> Any:
@@ -61,9 +112,154 @@ class Processes:
         from accelerate.utils import broadcast_object_list
 
         box = [value]
-        broadcast_object_list(box, from_process=0)
+        self._meet()
+        with self._together():
+            broadcast_object_list(box, from_process=0)
         return box[0]
+
+    def on_main(self, action: Callable[[], T]) -> T:
+        """Run an action on the main process; every process gets its value, or its error.
+
+        The others wait for it: they must learn of a failure too, or they wait for ever.
+        """
+        value, problem = None, None
+        if self.main:
+            try:
+                value = action()
+            except DprlhfError as error:
+                problem = error
+        value, problem = self.from_main((value, problem))
+        if problem is not None:
+            raise problem
+        return cast("T", value)
 
     def wait(self) -> None:
         """Wait for all processes."""
-        self.accelerator.wait_for_everyone()
+        self._meet()
+        with self._together():
+            self.accelerator.wait_for_everyone()
+
+    def _meet(self) -> None:
+        if self._lock_step is not None:
+            self._lock_step.until(_MEET)
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise DprlhfError(
+                f"process {self.accelerator.process_index} of {self.count} lost another one, which"
+                f" stopped or did not answer for {_PATIENCE} ({str(error).splitlines()[0][:200]});"
+                " what is charged stays charged once: continue with dprlhf resume"
+            ) from None
+
+
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "").lower() in ("1", "true")
+
+
+def _check_count(joined: int) -> None:
+    """Compare the number of processes with what the launcher's environment asks for."""
+    names = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
+    name = next((n for n in names if os.environ.get(n, "").isdigit()), None)
+    if name is not None and int(os.environ[name]) != joined:
+        raise DprlhfError(
+            f"{name} asks for {os.environ[name]} processes, but this launch has {joined};"
+            " start with torchrun or accelerate launch (recipes/accelerate), which also set RANK"
+            " and LOCAL_RANK"
+        )
+    # accelerate's single-process launcher leaves no number behind, but sets a port for several.
+    if "WORLD_SIZE" not in os.environ and {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= set(
+        os.environ
+    ):
+        raise DprlhfError(
+            "accelerate launch was asked for several processes and started one (--cpu does that);"
+            " use --config_file recipes/accelerate/two_cpu_processes.yaml, or unset MASTER_PORT if"
+            " one is meant"
+        )
+
+
+# What a process wants next, in the order in which all processes do it.
+_FORWARD, _BACKWARD, _MEET = 0, 1, 2
+
+
+class _LockStep:
+    """Keeps processes that hold parts of one model in step.
+
+    A pass through sharded layers gathers their weights from all processes, so all must make the
+    same passes in the same order. But users differ, and with them the number of micro-batches and
+    of sampled tokens. So before each pass the processes compare what they want next, and do the
+    least of it together; who wants something later helps with a pass over one token.
+
+    A pass that records gradients must be followed by its backward pass.
+    """
+
+    def __init__(
+        self,
+        policy: CausalLMPolicy,
+        device: torch.device,
+        group: torch.distributed.ProcessGroup,
+        together: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        self._backbone = policy.model.get_base_model().base_model
+        self._parameters = list(policy.parameters.values())
+        self._device, self._group, self._together = device, group, together
+        self._helping = False
+        self._backbone.register_forward_pre_hook(self._before)
+
+    def _before(self, module: Any, inputs: Any) -> None:
+        if not self._helping:
+            self.until(_BACKWARD if torch.is_grad_enabled() else _FORWARD)
+
+    def until(self, wanted: int) -> None:
+        """Help the others until all want what this process wants."""
+        while (next_ := self._least(wanted)) < wanted:
+            self._helping = True
+            with torch.set_grad_enabled(next_ == _BACKWARD):
+                token = torch.zeros((1, 1), dtype=torch.long, device=self._device)
+                hidden = self._backbone(input_ids=token, use_cache=False)[0]
+            if next_ == _BACKWARD:
+                torch.autograd.backward(hidden.sum(), inputs=self._parameters)
+                for parameter in self._parameters:
+                    parameter.grad = None
+            self._helping = False
+
+    def _least(self, wanted: int) -> int:
+        least = torch.tensor([wanted], device=self._device)
+        with self._together():
+            torch.distributed.all_reduce(
+                least, op=torch.distributed.ReduceOp.MIN, group=self._group
+            )
+        return int(least)
+
+
+def _shard(
+    policy: CausalLMPolicy,
+    device: torch.device,
+    together: Callable[[], contextlib.AbstractContextManager[None]],
+) -> _LockStep:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    base = policy.model.get_base_model()
+    names = set(getattr(base, "_no_split_modules", None) or ())
+    layers = [module for module in base.modules() if type(module).__name__ in names]
+    if not layers:
+        raise DprlhfError(
+            f"FSDP: transformers names no layers of {type(base).__name__} to shard; launch without"
+        )
+    of_machine = int(os.environ.get("LOCAL_WORLD_SIZE", torch.distributed.get_world_size()))
+    group, _ = torch.distributed.new_subgroups(  # type: ignore[no-untyped-call]
+        of_machine, timeout=_PATIENCE
+    )
+    mesh = DeviceMesh.from_group(group, device.type)
+    for layer in layers:
+        # Said outright: each layer is a root here, and the default leaves a root's weights whole.
+        fully_shard(
+            layer,
+            mesh=mesh,
+            reshard_after_forward=True,
+            ignored_params=set(policy.parameters.values()),
+        )
+    return _LockStep(policy, device, group, together)

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Adjacency, Partition
@@ -125,14 +133,17 @@ class Rollout(Settings):
         max_new_tokens: the length of a response.
         temperature: of both policies; log-probabilities are taken at the same temperature.
         batch_size: responses sampled at once, always so many (fillers make up the rest): larger is
-            faster until the fillers outnumber the responses.
+            faster until the fillers outnumber the responses. ``auto`` takes what fits into the
+            GPU's memory.
+        backend: ``transformers``, or ``vllm`` (``pip install 'dprlhf[vllm]'``, a GPU, one process).
     """
 
     base_policy: Literal["on-policy", "reference"] = "on-policy"
     responses: Annotated[int, Field(ge=2)] = 2
     max_new_tokens: PositiveInt = 16
     temperature: PositiveFloat = 1.0
-    batch_size: PositiveInt = 128
+    batch_size: PositiveInt | Literal["auto"] = 128
+    backend: Literal["transformers", "vllm"] = "transformers"
 
     @model_validator(mode="after")
     def _even(self) -> Rollout:
@@ -141,22 +152,144 @@ class Rollout(Settings):
         return self
 
 
-class Update(Settings):
-    """The private update.
+class _Update(Settings):
+    """What all private updates share.
 
     Attributes:
-        name: the algorithm, a file in ``updates/``.
-        baseline: ``paired``, ``loo`` or ``group``, all inside one user's own responses.
         clip_norm: S; ``.inf`` only in a non-private baseline.
         max_importance_ratio: truncation of π_t/μ where y ~ μ ≠ π_t.
         batch_size: responses differentiated at once; as for ``rollout.batch_size``.
     """
 
-    name: Literal["pg"] = "pg"
-    baseline: Literal["paired", "loo", "group"] = "loo"
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
     max_importance_ratio: PositiveFloat = 2.0
     batch_size: PositiveInt = 64
+
+    @property
+    def releases(self) -> int:
+        """J, the noised sums that a round takes from its users."""
+        return 1
+
+
+Baseline = Literal["paired", "loo", "group"]
+"""Advantages, all inside one user's own responses."""
+
+
+class PG(_Update):
+    """DP-PG (He & Zhou, Algorithm 2): the policy gradient."""
+
+    name: Literal["pg"] = "pg"
+    baseline: Baseline = "loo"
+
+
+class GRPO(_Update):
+    """DP-GRPO: group-relative advantages and the clipped ratio surrogate.
+
+    Attributes:
+        clip_range: the surrogate's ratio is clipped to 1 ± this.
+        scale_rewards: divide a group's advantages by its standard deviation.
+    """
+
+    name: Literal["grpo"]
+    clip_range: PositiveFloat = 0.2
+    scale_rewards: bool = True
+
+
+class PPO(_Update):
+    """DP-PPO (Rio et al., Algorithms 2 and 3): each user trains a copy, whose move is clipped.
+
+    Attributes:
+        epochs: E, passes over a user's own tokens.
+        minibatches: parts that a user's tokens are split into; one local step on each.
+        local_optimizer: ``adam`` starts from the released moments and is thrown away.
+        local_learning_rate: the local step size.
+        clip_range: clip the token ratio to 1 ± this; None leaves it (Rio et al., Remark 5.2).
+    """
+
+    name: Literal["ppo"]
+    baseline: Baseline = "loo"
+    epochs: PositiveInt = 1
+    minibatches: PositiveInt = 1
+    local_optimizer: Literal["sgd", "adam"] = "sgd"
+    local_learning_rate: PositiveFloat = 0.1
+    clip_range: PositiveFloat | None = None
+
+
+class Oracle(Settings):
+    """Private least squares, for NPG and REBEL.
+
+    Attributes:
+        name: the algorithm, a file in ``regression/``.
+        steps: J of ``projected-sgd``: noised releases in a round.
+        step_size: of ``projected-sgd``.
+        radius: W, the bound on ‖w‖.
+        sketch: dimensions of a public random projection of the features; None takes them as they
+            are.
+        ridge: regularisation of ``sufficient-statistics``, in units of its noise.
+    """
+
+    name: Literal["projected-sgd", "sufficient-statistics"] = "projected-sgd"
+    steps: PositiveInt = 4
+    step_size: PositiveFloat = 0.5
+    radius: PositiveFloat = 1.0
+    sketch: PositiveInt | None = None
+    ridge: PositiveFloat = 1.0
+
+    @property
+    def releases(self) -> int:
+        """J, the noised sums that one regression takes."""
+        return self.steps if self.name == "projected-sgd" else 1
+
+
+class REBEL(_Update):
+    """DP-REBEL (He & Zhou, Algorithm 5): regress relative log-ratios on relative rewards.
+
+    Attributes:
+        eta: η of the loss ((1/η)(Δ(y) − Δ(y′)) − Â)².
+        solver: ``gradient`` takes ``steps`` noised steps on the true loss; ``gauss-newton`` solves
+            the linearised loss through ``oracle``.
+        steps: J of the gradient solver.
+    """
+
+    name: Literal["rebel"]
+    eta: PositiveFloat = 1.0
+    solver: Literal["gradient", "gauss-newton"] = "gradient"
+    steps: PositiveInt = 2
+    oracle: Oracle = Oracle()
+
+    @property
+    def releases(self) -> int:
+        """J, the noised sums that a round takes from its users."""
+        return self.steps if self.solver == "gradient" else self.oracle.releases
+
+
+class NPG(_Update):
+    """DP-NPG (He & Zhou, Algorithm 3): regress advantages on ∇ log π, and step along w."""
+
+    name: Literal["npg"]
+    baseline: Baseline = "loo"
+    oracle: Oracle = Oracle()
+
+    @property
+    def releases(self) -> int:
+        """J, the noised sums that a round takes from its users."""
+        return self.oracle.releases
+
+
+def _update_name(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return value.get("name", "pg")
+    return getattr(value, "name", None)
+
+
+Update = Annotated[
+    Annotated[PG, Tag("pg")]
+    | Annotated[GRPO, Tag("grpo")]
+    | Annotated[PPO, Tag("ppo")]
+    | Annotated[REBEL, Tag("rebel")]
+    | Annotated[NPG, Tag("npg")],
+    Discriminator(_update_name),
+]
 
 
 class Optimizer(Settings):
@@ -232,7 +365,7 @@ class Recipe(Settings):
     rewards: Annotated[list[Reward], Field(min_length=1)]
     reward_range: PositiveFloat = 3.0
     rollout: Rollout = Rollout()
-    update: Update = Update()
+    update: Update = PG()
     optimizer: Optimizer = Optimizer()
     privacy: Privacy
     rounds: PositiveInt
@@ -348,6 +481,11 @@ def _explain(error: ValidationError) -> str:
     # A misspelt required key is missing and unknown at once; the second says more.
     first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     location = [str(part) for part in first["loc"]]
+    if location[:1] == ["update"]:
+        if first["type"] == "union_tag_invalid":
+            names = first["ctx"]["expected_tags"]
+            return _refused("update.name", f"Input should be {names}", first["ctx"]["tag"], names)
+        del location[1:2]  # the update's name, which pydantic puts before its keys
     key = ".".join(location) or "recipe"
     if first["type"] == "extra_forbidden":
         nearest = _nearest_key(location)
@@ -358,7 +496,12 @@ def _explain(error: ValidationError) -> str:
     given = first.get("input")
     if isinstance(given, dict | list | BaseModel):
         return f"{key}: {message}"
-    near = difflib.get_close_matches(str(given), _choices(first), 1)
+    return _refused(key, message, given, first.get("ctx", {}).get("expected", ""))
+
+
+def _refused(key: str, message: str, given: Any, choices: Any) -> str:
+    listed = [word.strip("' ") for word in str(choices).replace(" or ", ",").split(",")]
+    near = difflib.get_close_matches(str(given), listed, 1)
     return f"{key}: {message}, not {given!r}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
@@ -375,11 +518,6 @@ def _nearest_key(location: list[str]) -> str | None:
         return ".".join([*section, near[0]])
     near = difflib.get_close_matches(last, anywhere, 1)
     return anywhere[near[0]] if near else None
-
-
-def _choices(problem: Any) -> list[str]:
-    expected = problem.get("ctx", {}).get("expected", "")
-    return [word.strip("' ") for word in str(expected).replace(" or ", ",").split(",")]
 
 
 def _known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

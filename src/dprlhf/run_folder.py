@@ -76,17 +76,21 @@ class RunFolder:
         """The run's secret key."""
         return self.secret / "key"
 
+    def refuse_to_overwrite(self) -> None:
+        """Raise a :class:`DprlhfError` if the folder exists and is not empty."""
+        if self.path.is_dir() and any(self.path.iterdir()):
+            raise DprlhfError(
+                f"{self.path}: the run folder exists; choose another output_dir, or continue it"
+                f" with: dprlhf resume {self.path}"
+            )
+
     def create(self, key: bytes | None = None) -> bytes:
         """Make the folder and its secret key.
 
         Raises:
             DprlhfError: the folder exists and is not empty, or cannot be written.
         """
-        if self.path.is_dir() and any(self.path.iterdir()):
-            raise DprlhfError(
-                f"{self.path}: the run folder exists; choose another output_dir, or continue it"
-                f" with: dprlhf resume {self.path}"
-            )
+        self.refuse_to_overwrite()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.secret.mkdir(mode=0o700)

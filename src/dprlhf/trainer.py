@@ -9,16 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from dprlhf.boundary import Private, Released, open_private
+from dprlhf.boundary import BoundedSum, Private, Released, open_private
 from dprlhf.checkpoint import load_checkpoint, save_checkpoint
 from dprlhf.errors import DprlhfError
 from dprlhf.evaluate import Evaluated, RewardEstimate, evaluate
-from dprlhf.gradients.clipping import ClippedSum
 from dprlhf.interrupt import Interruptible
 from dprlhf.partition import Allocation
 from dprlhf.plan import Plan
@@ -33,7 +32,7 @@ from dprlhf.rewards.responses import score_private
 from dprlhf.rollout import Responses, sample_responses
 from dprlhf.run_folder import RunFolder
 from dprlhf.telemetry import JsonLines, ReleasedReward, TelemetryCoordinates
-from dprlhf.updates import UPDATES
+from dprlhf.updates import UPDATES, PrivateRound
 from dprlhf.users import Prompts, Users
 
 MAX_FAILED_ROUNDS = 3
@@ -82,25 +81,22 @@ def run_rounds(run: Run) -> None:
             bar.start("rewards", users)
             scores: Private[Scores] = score_private(run.scorer, responses)
             bar.start("gradients", users)
-            clipped: ClippedSum = update(
-                policy,
-                responses,
-                scores,
-                recipe.update,
-                run.telemetry,
+            round_ = PrivateRound(
+                policy=policy,
+                responses=responses,
+                scores=scores,
                 clip_norm=run.plan.clip_norm,
+                telemetry=run.telemetry,
+                optimizer=run.optimizer,
                 reduce=run.processes.sum,
+                gate=_gate(run, t, interrupt),
                 tick=interrupt.checked(bar.tick),
             )
-            # From the charge to the checkpoint the round is finished whatever the user presses:
-            # a charged round that is not saved is spent for nothing.
-            interrupt.defer()
-            released = _release(run, t, clipped)
-            _step(policy, run.optimizer, released)
+            update(round_, recipe.update)
             _save(run, t)
-            reward = _report(run, t, released)
+            reward = _report(run, t, round_)
             bar.stop()
-            _record_secret(run, t, users, scores, clipped, bar.seconds)
+            _record_secret(run, t, users, round_, bar.seconds)
         failed_rounds = failed_rounds + 1 if reward is not None and reward.all_failed else 0
         if failed_rounds == MAX_FAILED_ROUNDS:
             raise DprlhfError(
@@ -116,17 +112,13 @@ def _remaining_rounds(run: Run) -> Iterator[int]:
     The users of a round that was charged but not saved are spent: it is left out, never redone.
     """
     saved = load_checkpoint(run.folder, run.policy, run.optimizer)
-    first, problem = None, None
-    if run.ledger is not None:
-        try:
-            run.ledger.confirm(saved)
-            first = run.ledger.next_round
-        except DprlhfError as error:
-            problem = error
-    first, problem = run.processes.from_main((first, problem))
-    if problem is not None:
-        raise problem
-    assert first is not None
+
+    def confirmed() -> int:
+        assert run.ledger is not None
+        run.ledger.confirm(saved)
+        return run.ledger.next_round
+
+    first = run.processes.on_main(confirmed)
     run.progress.total(run.plan.rounds, done=first - 1)
     yield from range(first, run.plan.rounds + 1)
 
@@ -135,34 +127,19 @@ def _users_of_round(run: Run, t: int) -> Private[np.ndarray[Any, np.dtype[np.int
     return Private(run.processes.share(open_private(run.allocation).round(t)))
 
 
-def _release(run: Run, t: int, clipped: ClippedSum) -> Released[torch.Tensor]:
-    """Charge and release on the main process; every process gets the same released value."""
-    problem: DprlhfError | None = None
-    released: Released[torch.Tensor] | None = None
-    if run.ledger is not None:
-        try:
-            released = Gate(run.plan, run.ledger, run.key).release(t, clipped.bounded)
-        except DprlhfError as error:
-            problem = error
-    # The others wait for this value: they must learn of a failure too, or they wait for ever.
-    released, problem = run.processes.from_main((released, problem))
-    if problem is not None:
-        raise problem
-    assert released is not None
-    return released
+def _gate(
+    run: Run, t: int, interrupt: Interruptible
+) -> Callable[[BoundedSum], Released[torch.Tensor]]:
+    """Return the round's way through the gate: every process gets the main process's release."""
+    gate = Gate(run.plan, run.ledger, run.key) if run.ledger is not None else None
 
+    def release(bounded: BoundedSum) -> Released[torch.Tensor]:
+        # From the charge to the checkpoint the round is finished whatever the user presses: a
+        # charged round that is not saved is spent for nothing.
+        interrupt.defer()
+        return run.processes.on_main(lambda: cast("Gate", gate).release(t, bounded))
 
-def _step(
-    policy: CausalLMPolicy, optimizer: torch.optim.Optimizer, released: Released[torch.Tensor]
-) -> None:
-    """Ascend along the released mean gradient; the optimizer sees released values only."""
-    offset = 0
-    for parameter in policy.parameters.values():
-        piece = released.value[offset : offset + parameter.numel()]
-        parameter.grad = -piece.reshape(parameter.shape).to(parameter)
-        offset += parameter.numel()
-    optimizer.step()
-    optimizer.zero_grad()
+    return release
 
 
 def _save(run: Run, t: int) -> None:
@@ -171,20 +148,21 @@ def _save(run: Run, t: int) -> None:
         run.ledger.commit(t)
 
 
-def _report(run: Run, t: int, released: Released[torch.Tensor]) -> ReleasedReward | None:
+def _report(run: Run, t: int, round_: PrivateRound) -> ReleasedReward | None:
     """Write the round's line of public and released values, and tell the callbacks."""
-    gradient = released.value[: run.policy.dimension]
+    assert round_.released is not None
     metrics: dict[str, Any] = {
         "round": t,
         "epsilon": run.plan.terms()["epsilon"],
         "delta": run.plan.guarantee.delta,
-        "released_gradient_norm": float(gradient.norm()),
+        "released_gradient_norm": float(round_.released.norm()),
         "expected_noise_norm": run.plan.noise_to_clip_ratio(run.policy.dimension)
         * (run.plan.clip_norm if run.plan.noise_multiplier else 0.0),
     }
     reward = None
     if run.telemetry.count:
-        reward = run.telemetry.read(released.value[run.policy.dimension :], run.plan)
+        assert round_.telemetry_released is not None
+        reward = run.telemetry.read(round_.telemetry_released, run.plan)
         metrics["private_reward_noised"] = reward.mean
         metrics["private_reward_noise_std"] = reward.noise_std
         metrics["valid_share_noised"] = reward.valid_share
@@ -222,12 +200,12 @@ def _record_secret(
     run: Run,
     t: int,
     users: Private[Any],
-    scores: Private[Scores],
-    clipped: ClippedSum,
+    round_: PrivateRound,
     seconds: dict[str, float],
 ) -> None:
     """Keep the raw values of this process's users in ``secret/``, for the operator alone."""
-    norms, scored = open_private(clipped.norms), open_private(scores)
+    assert round_.norms is not None
+    norms, scored = open_private(round_.norms), open_private(round_.scores)
     name = f"telemetry-{run.processes.accelerator.process_index}.jsonl"
     finite = norms[np.isfinite(norms)]
     JsonLines(run.folder.secret / name, mode=0o600).write(

@@ -22,13 +22,14 @@ _MARGIN = 1e-9
 
 @dataclass(frozen=True, repr=False)
 class Weighted:
-    """Responses with the weight of each row's ∇ log π(y|x), and extra coordinates of each user.
+    """Responses with the weight of each ∇ log π, and extra coordinates of each user.
 
-    A user's contribution is (Σ_rows weight · ∇ log π_θ(y|x), extra_u).
+    A user's contribution is (Σ_rows Σ_tokens weight · ∇ log π_θ(token|before), extra_u).
 
     Attributes:
         responses: the rows.
-        weights: ``[rows]``, float64; a NaN makes its user's gradient zero.
+        weights: of each response token, ``[rows, response]``, or one for all of a row's,
+            ``[rows]``; float64. A NaN makes its user's gradient zero.
         extra: ``[users, e]``, float64, appended to the gradient (``e`` may be 0).
         extra_norm: the L2 bound on ``extra``; below the clip norm.
     """
@@ -128,10 +129,10 @@ def _gradients(
     engine.start(local.to(device), len(users) + 1)
     logprobs = policy.response_logprobs(tokens, mask, responses.length)
     # where, not a product: what stands on padding is no response, whatever its log-probability.
-    of_rows = torch.where(mask[:, -responses.length :].bool(), logprobs, 0.0).sum(1)
-    weight = of_rows.new_zeros(size)
-    weight[: len(rows)] = torch.from_numpy(weights[rows]).to(of_rows)
-    torch.autograd.backward((of_rows * weight).sum(), inputs=list(policy.parameters.values()))
+    real = torch.where(mask[:, -responses.length :].bool(), logprobs, 0.0)
+    weight = torch.zeros_like(real)
+    weight[: len(rows)] = torch.from_numpy(weights[rows].reshape(len(rows), -1)).to(real)
+    torch.autograd.backward((real * weight).sum(), inputs=list(policy.parameters.values()))
     for parameter in policy.parameters.values():
         parameter.grad = None
     return engine.collect()[:filler].cpu()

@@ -7,15 +7,15 @@ import torch
 from dprlhf.boundary import BoundedSum, Released
 from dprlhf.errors import DprlhfError
 from dprlhf.plan import Plan
-from dprlhf.privacy.ledger import Ledger
+from dprlhf.privacy.ledger import Entry, Ledger
 from dprlhf.privacy.randomness import gaussian_noise
 
 
 class Gate:
-    """Charges the ledger, then adds noise, once for each round.
+    """Charges the ledger, then adds noise: one charge a round, for all J releases of that round.
 
     Args:
-        plan: fixes noise multiplier, clip norm and divisor; the ledger holds the same terms.
+        plan: fixes noise multiplier, clip norm, divisor and J; the ledger holds the same terms.
         ledger: this run's ledger.
         key: the run's secret key.
     """
@@ -24,12 +24,17 @@ class Gate:
         self.plan = plan
         self.ledger = ledger
         self._key = key
+        self._charge: Entry | None = None
+        self._released = 0
 
     def release(self, round_: int, bounded: BoundedSum) -> Released[torch.Tensor]:
-        """Release (Σ g_u + N(0, (zS)² I)) / m for one round.
+        """Release (Σ g_u + N(0, (zS)² I)) / m.
+
+        The first release of a round charges it; the plan's ``releases_per_round`` says how many
+        may follow. A round that a crash cut short is spent: it cannot be taken up again.
 
         Args:
-            round_: t, from 1; each round is released at most once.
+            round_: t, from 1.
             bounded: the sum over all of the round's users, ``[dimension]``.
 
         Returns:
@@ -37,8 +42,8 @@ class Gate:
             never the number of users that happened to be there.
 
         Raises:
-            DprlhfError: the round was charged before, or the sum was clipped to another norm than
-                the plan's.
+            DprlhfError: the round was charged before, it has had all its releases, or the sum was
+                clipped to another norm than the plan's.
         """
         plan = self.plan
         if bounded.clip_norm != plan.clip_norm:
@@ -46,10 +51,29 @@ class Gate:
                 f"round {round_}: a sum clipped to {bounded.clip_norm} is not the planned"
                 f" clip_norm {plan.clip_norm}"
             )
-        terms = plan.terms()  # the ledger's spelling: JSON has no infinity
-        charge = self.ledger.charge(
-            round_, noise_multiplier=terms["noise_multiplier"], clip_norm=terms["clip_norm"]
-        )
+        charge = self._charge_of(round_)
+        self._released += 1
         # The charge's hash is in the context: a stream belongs to one charge of one ledger.
-        noise = gaussian_noise(self._key, "noise", round_, charge.hash, count=bounded.total.numel())
+        noise = gaussian_noise(
+            self._key, "noise", round_, self._released, charge.hash, count=bounded.total.numel()
+        )
         return Released((bounded.total + plan.noise_std * noise) / plan.divisor, round_)
+
+    def _charge_of(self, round_: int) -> Entry:
+        plan = self.plan
+        if self._charge is not None and self._charge.body["round"] == round_:
+            if self._released >= plan.releases_per_round:
+                raise DprlhfError(
+                    f"round {round_} was charged before: its users are spent (releases planned"
+                    f" for a round: {plan.releases_per_round})"
+                )
+            return self._charge
+        terms = plan.terms()  # the ledger's spelling: JSON has no infinity
+        self._charge = self.ledger.charge(
+            round_,
+            noise_multiplier=terms["noise_multiplier"],
+            clip_norm=terms["clip_norm"],
+            releases_per_round=plan.releases_per_round,
+        )
+        self._released = 0
+        return self._charge

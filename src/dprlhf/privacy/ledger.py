@@ -124,13 +124,21 @@ class Ledger:
         """The first round that may still be charged; rounds are charged in increasing order."""
         return max(self.charged, default=0) + 1
 
-    def charge(self, round_: int, *, noise_multiplier: float, clip_norm: float | str) -> Entry:
+    def charge(
+        self,
+        round_: int,
+        *,
+        noise_multiplier: float,
+        clip_norm: float | str,
+        releases_per_round: int = 1,
+    ) -> Entry:
         """Charge one round, durably, before its noise is drawn.
 
         Args:
             round_: above every round that was charged before.
             noise_multiplier: z, as in the terms.
             clip_norm: S, as in the terms.
+            releases_per_round: J, as in the terms: the charge covers so many noised sums.
 
         Raises:
             DprlhfError: the round was charged before or lies outside the plan, or the mechanism is
@@ -141,7 +149,11 @@ class Ledger:
             raise DprlhfError(f"round {round_} is outside the budget of {self.rounds} rounds")
         if round_ < self.next_round:
             raise DprlhfError(f"round {round_} was charged before: its users are spent")
-        asked = {"noise_multiplier": noise_multiplier, "clip_norm": clip_norm}
+        asked = {
+            "noise_multiplier": noise_multiplier,
+            "clip_norm": clip_norm,
+            "releases_per_round": releases_per_round,
+        }
         for name, value in asked.items():
             if value != terms[name]:
                 raise DprlhfError(

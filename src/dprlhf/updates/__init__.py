@@ -1,7 +1,12 @@
 """The private updates, one file for each algorithm."""
 
-from dprlhf.updates.pg import policy_gradient_sum
+from collections.abc import Callable
+from typing import Any
 
-UPDATES = {"pg": policy_gradient_sum}
+from dprlhf.updates.pg import policy_gradient
+from dprlhf.updates.private_round import PrivateRound
 
-__all__ = ["UPDATES", "policy_gradient_sum"]
+UPDATES: dict[str, Callable[[PrivateRound, Any], None]] = {"pg": policy_gradient}
+"""By the name in the recipe: each takes the round and the recipe's ``update`` section."""
+
+__all__ = ["UPDATES", "PrivateRound"]

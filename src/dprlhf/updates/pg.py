@@ -16,63 +16,29 @@ Departures from the paper:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from dprlhf import recipe
 from dprlhf.boundary import Private, open_private
-from dprlhf.gradients.clipping import ClippedSum, Weighted, clipped_sum
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import Scores
-from dprlhf.rollout import Responses, Tick
-from dprlhf.telemetry import TelemetryCoordinates
+from dprlhf.rollout import Responses
 from dprlhf.updates.baselines import BASELINES
+from dprlhf.updates.private_round import PrivateRound
 
 
-def policy_gradient_sum(
-    policy: CausalLMPolicy,
-    responses: Private[Responses],
-    scores: Private[Scores],
-    spec: recipe.Update,
-    telemetry: TelemetryCoordinates,
-    *,
-    clip_norm: float,
-    reduce: Callable[[torch.Tensor], torch.Tensor],
-    tick: Tick | None = None,
-) -> ClippedSum:
-    """Return Σ_u of the clipped contributions, the telemetry coordinates last.
-
-    Args:
-        clip_norm: S of the plan.
-        reduce: sums over processes.
-    """
-    opened, scored = open_private(responses), open_private(scores)
-    ratio = importance_ratio(policy, opened, spec.batch_size, spec.max_importance_ratio)
-    valid = users_with_valid_scores(opened, scored)
-    weighted = Weighted(
-        opened,
-        weigh(opened, scored, valid, spec.baseline, ratio),
-        telemetry.of_users(opened.user, scored.values, valid),
-        telemetry.norm,
-    )
-    return clipped_sum(
-        policy,
-        Private(weighted),
-        clip_norm=clip_norm,
-        batch_size=spec.batch_size,
-        reduce=reduce,
-        tick=tick,
-    )
+def policy_gradient(round_: PrivateRound, spec: recipe.PG) -> None:
+    """Release the mean clipped policy gradient, and step along it."""
+    weights = Private(_weights(round_, spec))
+    round_.step(round_.release(round_.clipped_sum(weights, batch_size=spec.batch_size)))
 
 
-def users_with_valid_scores(responses: Responses, scores: Scores) -> NDArray[np.bool_]:
-    """Return which users have a valid score for every response, ``[users]``."""
-    broken = np.bincount(responses.user, ~scores.valid, minlength=responses.users)
-    valid: NDArray[np.bool_] = broken == 0
-    return valid
+def _weights(round_: PrivateRound, spec: recipe.PG) -> NDArray[np.float64]:
+    responses, scores = open_private(round_.responses), open_private(round_.scores)
+    ratio = importance_ratio(round_.policy, responses, spec.batch_size, spec.max_importance_ratio)
+    return weigh(responses, scores, open_private(round_.valid), spec.baseline, ratio)
 
 
 def weigh(

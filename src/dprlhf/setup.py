@@ -1,0 +1,356 @@
+"""Everything between a recipe and its first round: data, plan, folder, ledger, policy, rewards."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dprlhf import recipe as settings
+from dprlhf.boundary import open_private
+from dprlhf.errors import DprlhfError, InterruptedRunError
+from dprlhf.evaluate import evaluate
+from dprlhf.partition import allocate
+from dprlhf.plan import Plan, make_plan
+from dprlhf.policies.causal_lm import CausalLMPolicy, align_with_activations, load_policy
+from dprlhf.privacy.ledger import Ledger
+from dprlhf.privacy.randomness import commitment
+from dprlhf.processes import Processes
+from dprlhf.progress import Progress
+from dprlhf.recipe import IN_MEMORY, Recipe, dump_recipe, load_recipe, make_recipe
+from dprlhf.rewards import Scorer, check_reward, load_reward
+from dprlhf.rollout import sample
+from dprlhf.run_folder import RunFolder, write_atomically
+from dprlhf.telemetry import TelemetryCoordinates
+from dprlhf.trainer import Run
+from dprlhf.users import Prompts, Users, load_rows, rows_from
+
+Reward = Callable[..., Any]
+Callback = Callable[[dict[str, Any]], None]
+
+_ALIGNMENT_PROMPTS = 64
+
+# Stand-ins for the contract check where a recipe names no public prompts.
+_NEUTRAL_PROMPTS = [
+    "The weather today is",
+    "My favourite meal to cook at home is",
+    "In the morning she walked to the station and",
+    "The report describes three ways in which",
+]
+
+
+@contextlib.contextmanager
+def prepared(
+    recipe: Recipe,
+    folder: RunFolder,
+    sources: Sources,
+    *,
+    create: bool,
+    callbacks: Sequence[Callback] = (),
+    quiet: bool = False,
+) -> Iterator[Run]:
+    """Make everything that a run needs, and close it afterwards.
+
+    What can fail on account of the recipe, the data or the policy fails before the run folder is
+    made.
+
+    Args:
+        recipe: the settings; a new run writes them to its folder.
+        folder: the run folder; with ``create`` it must not exist.
+        sources: what the program holds in memory.
+        create: start a new run; else continue the one in ``folder``.
+        callbacks: called after every round.
+        quiet: no progress bars.
+    """
+    _hush_libraries()
+    processes = Processes.connect()
+    if create:
+        processes.on_main(folder.refuse_to_overwrite)
+    users = Users(_rows(recipe.data, sources.prompts), recipe.data)
+    plan = _plan(recipe, users)
+    policy = load(recipe)
+    processes.place(policy)
+    public = _public_users(recipe, sources)
+    if public is not None and recipe.policy.adapter.init == "public-activations":
+        _align(policy, recipe, public)
+    rewards: Sequence[Any] = sources.rewards or [_loadable(r) for r in recipe.rewards]
+    loaded = [load_reward(reward) for reward in rewards]
+    key = processes.on_main(lambda: _key(folder, recipe, create=create))
+    with _one_line_errors(folder), contextlib.ExitStack() as stack:
+        ledger = None
+        if processes.main:
+            ledger = _ledger(recipe, plan, folder, key, users)
+            stack.callback(ledger.close)
+        sink = stack.enter_context(open(folder.secret / "reward-output.txt", "a"))
+        run = Run(
+            recipe=recipe,
+            plan=plan,
+            folder=folder,
+            key=key,
+            processes=processes,
+            users=users,
+            allocation=allocate(plan, key),
+            policy=policy,
+            optimizer=_optimizer(recipe.optimizer, policy),
+            scorer=Scorer(loaded, recipe.reward_range, sink=sink),
+            public_prompts=_evaluation_prompts(recipe, public),
+            ledger=ledger,
+            telemetry=TelemetryCoordinates.from_plan(
+                plan, recipe.privacy.reward_share, recipe.reward_range
+            ),
+            progress=Progress(
+                recipe.rollout.responses,
+                plan.divisor * recipe.rollout.responses / processes.count,
+                disable=quiet or not processes.main,
+            ),
+            callbacks=list(callbacks),
+        )
+        _check_rewards(run)
+        yield run
+
+
+class Sources:
+    """What the program holds in memory in place of the recipe's data and rewards."""
+
+    def __init__(self, prompts: Any, reward: Any, evaluation_prompts: Any) -> None:
+        if prompts is not None and evaluation_prompts is prompts:
+            raise DprlhfError(
+                "evaluation_prompts are the private prompts: evaluation writes prompts and rewards"
+                " in the open, so it needs public ones"
+            )
+        self.prompts = prompts
+        self.evaluation_prompts = evaluation_prompts
+        self.rewards: list[Reward] | None = None
+        if reward is not None:
+            self.rewards = [reward] if callable(reward) else list(reward)
+
+
+def recipe_of(
+    recipe: Recipe | str | Path | None,
+    overrides: Sequence[str],
+    flat: dict[str, Any],
+    prompts: Any,
+    reward: Any,
+    evaluation_prompts: Any,
+) -> Recipe:
+    """Build the recipe from the arguments of :func:`dprlhf.train`."""
+    if isinstance(recipe, str | Path):
+        if flat:
+            raise DprlhfError(
+                f"unknown argument '{next(iter(flat))}': with a recipe, use overrides"
+            )
+        return load_recipe(recipe, overrides)
+    if isinstance(recipe, Recipe):
+        return recipe
+    values: dict[str, Any] = {}
+    short = {
+        "model": "policy__model_name_or_path",
+        "epsilon": "privacy__epsilon",
+        "delta": "privacy__delta",
+        "learning_rate": "optimizer__learning_rate",
+    }
+    for name, value in flat.items():
+        *parents, last = short.get(name, name).split("__")
+        node = values
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    if prompts is not None:
+        values.setdefault("data", {}).setdefault("path", IN_MEMORY)
+    if reward is not None:
+        values.setdefault("rewards", [{"function": IN_MEMORY}])
+    if evaluation_prompts is not None:
+        public = values.setdefault("evaluation", {}).setdefault("data", {})
+        public.setdefault("path", IN_MEMORY)
+    return make_recipe(values, source="train")
+
+
+def _rows(data: settings.Data, given: Any) -> Any:
+    if given is not None:
+        return rows_from(given, data.prompt_column)
+    if data.path == IN_MEMORY:
+        raise DprlhfError("this run's prompts were given in Python: give them again to resume()")
+    return load_rows(data)
+
+
+def _plan(recipe: Recipe, users: Users) -> Plan:
+    privacy = recipe.privacy
+    return make_plan(
+        users=users.count,
+        rounds=recipe.rounds,
+        delta=privacy.delta,
+        epsilon=privacy.epsilon,
+        noise_multiplier=privacy.noise_multiplier,
+        clip_norm=recipe.update.clip_norm,
+        partition=privacy.partition,
+        adjacency=privacy.adjacency,
+        participations=privacy.participations,
+        releases_per_round=recipe.update.releases,
+    )
+
+
+def _key(folder: RunFolder, recipe: Recipe, *, create: bool) -> bytes:
+    """Return the run's secret key; a new run makes its folder first."""
+    if not create:
+        return folder.open()
+    key = folder.create()
+    write_atomically(folder.recipe, dump_recipe(recipe))
+    return key
+
+
+def _ledger(recipe: Recipe, plan: Plan, folder: RunFolder, key: bytes, users: Users) -> Ledger:
+    # The digest of the data stays in secret/: published, it would confirm a guess at the data.
+    digest_file = folder.secret / "data-digest"
+    digest = open_private(users.digest())
+    held = digest_file.read_text() if digest_file.exists() else None
+    if (held is None) == folder.ledger.exists():
+        lost = digest_file if held is None else folder.ledger
+        raise DprlhfError(
+            f"{lost}: missing; this run cannot be continued, because what it spent is no longer"
+            " known. Start a new run"
+        )
+    if held is None:
+        write_atomically(digest_file, digest, mode=0o600)
+    elif held != digest:
+        raise DprlhfError(
+            f"data {recipe.data.path!r}: the users are not the ones that this run started with;"
+            " some would be drawn twice. Start a new run"
+        )
+    fixed = recipe.model_dump(mode="json", exclude={"output_dir"})
+    text = json.dumps(fixed, sort_keys=True)
+    return Ledger(
+        folder.ledger,
+        {
+            **plan.terms(),
+            "recipe_sha256": hashlib.sha256(text.encode()).hexdigest(),
+            "key_commitment": commitment(key),
+        },
+    )
+
+
+def _hush_libraries() -> None:
+    """Leave the terminal to this project's own bars and lines."""
+    import datasets
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+
+
+def load(recipe: Recipe) -> CausalLMPolicy:
+    """Load the recipe's policy, and check that prompts and responses fit into it."""
+    policy = load_policy(recipe.policy, temperature=recipe.rollout.temperature, seed=recipe.seed)
+    room = getattr(policy.model.config, "max_position_embeddings", math.inf)
+    prompt, response = recipe.data.max_prompt_tokens, recipe.rollout.max_new_tokens
+    if prompt + response > room:
+        raise DprlhfError(
+            f"data.max_prompt_tokens {prompt} + rollout.max_new_tokens {response} is more than the"
+            f" {room} positions of {recipe.policy.model_name_or_path}"
+        )
+    return policy
+
+
+def _loadable(spec: settings.Reward) -> settings.Reward:
+    if spec.function == IN_MEMORY:
+        raise DprlhfError("this run's reward was given in Python: give it again to resume()")
+    return spec
+
+
+def _optimizer(spec: settings.Optimizer, policy: CausalLMPolicy) -> torch.optim.Optimizer:
+    parameters = list(policy.parameters.values())
+    if spec.name == "sgd":
+        return torch.optim.SGD(parameters, lr=spec.learning_rate, momentum=spec.momentum)
+    return torch.optim.Adam(parameters, lr=spec.learning_rate, betas=spec.betas, eps=spec.eps)
+
+
+def _public_users(recipe: Recipe, sources: Sources) -> Users | None:
+    if recipe.evaluation is None:
+        return None
+    data = recipe.evaluation.data
+    rows = _rows(data, sources.evaluation_prompts)
+    return Users(rows, data.model_copy(update={"user_column": None}))
+
+
+def _align(policy: CausalLMPolicy, recipe: Recipe, public: Users) -> None:
+    """Start the adapter from public activations, on prompts that the evaluation leaves over."""
+    assert recipe.evaluation is not None
+    first = min(recipe.evaluation.prompts, public.count - 1)
+    left = public.select(np.arange(first, min(first + _ALIGNMENT_PROMPTS, public.count)))
+    one = recipe.rollout.model_copy(update={"responses": 1, "base_policy": "on-policy"})
+    responses = sample(
+        policy,
+        left,
+        one,
+        key=bytes(32),
+        context=("alignment", recipe.seed),
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+    )
+    align_with_activations(policy, responses.tokens, responses.mask, recipe.update.batch_size)
+
+
+def _evaluation_prompts(recipe: Recipe, public: Users | None) -> Prompts | None:
+    if public is None or recipe.evaluation is None:
+        return None
+    return public.select(np.arange(min(recipe.evaluation.prompts, public.count)))
+
+
+def in_memory_prompts(prompts: Sequence[Any]) -> Prompts:
+    """Return public prompts that the program holds, one for each user."""
+    return Prompts(
+        list(prompts), np.arange(len(prompts)), np.zeros(len(prompts), dtype=np.int64), {}
+    )
+
+
+def _check_rewards(run: Run) -> None:
+    """Check on public prompts that no reward couples users."""
+    public = run.public_prompts or in_memory_prompts(_NEUTRAL_PROMPTS)
+    few = Prompts(
+        public.prompts[:16],
+        public.users[:16],
+        public.slots[:16],
+        {name: values[:16] for name, values in public.columns.items()},
+    )
+    evaluated = evaluate(
+        run.policy,
+        run.scorer,
+        few,
+        run.recipe.rollout,
+        seed=run.recipe.seed,
+        max_prompt_tokens=run.recipe.data.max_prompt_tokens,
+    )
+    texts = evaluated.responses.texts
+    chat = [not isinstance(p, str) for p in few.prompts]
+    completions = [
+        [{"role": "assistant", "content": t}] if c else t for t, c in zip(texts, chat, strict=True)
+    ]
+    for reward in run.scorer.rewards:
+        check_reward(reward, few.prompts, completions, few.columns, bound=run.recipe.reward_range)
+
+
+@contextlib.contextmanager
+def _one_line_errors(folder: RunFolder) -> Iterator[None]:
+    """Keep what an unexpected error says out of sight: its text may quote a user."""
+    try:
+        yield
+    except DprlhfError:
+        raise
+    except KeyboardInterrupt:
+        raise InterruptedRunError(
+            f"interrupted at a safe point; continue with: dprlhf resume {folder.path}"
+        ) from None
+    except Exception as error:
+        report = folder.secret / "error.txt"
+        write_atomically(report, traceback.format_exc(), mode=0o600)
+        raise DprlhfError(
+            f"{type(error).__name__} during the run; its text may quote a user, so it is in"
+            f" {report}; continue with: dprlhf resume {folder.path}"
+        ) from None
