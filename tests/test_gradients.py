@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,13 +19,23 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import tiny
 from dprlhf import recipe
 from dprlhf.boundary import Private, open_private
 from dprlhf.errors import DprlhfError
-from dprlhf.gradients.clipping import ClippedSum, Weighted, clip_users, clipped_sum
+from dprlhf.gradients.clipping import (
+    ClippedSum,
+    Weighted,
+    clip_factors,
+    clip_users,
+    clipped_sum,
+    micro_batches,
+    user_gradients,
+)
+from dprlhf.gradients.outer_products import OuterProducts, add_weighted, square_norm
 from dprlhf.gradients.per_user import PerUserGradients
 from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
 from dprlhf.rollout import Responses
@@ -57,6 +68,79 @@ def policy_of(
     policy.model.to(dtype)
     if dtype == torch.float64:
         exact_norms(policy.model)
+    return policy
+
+
+def lora(**settings: Any) -> Callable[[tiny.Kind], peft.PeftConfig]:
+    return lambda kind: peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=2,
+        target_modules=TARGETS[kind],
+        fan_in_fan_out=kind == "gpt2",
+        **settings,
+    )
+
+
+def vera(kind: tiny.Kind) -> peft.PeftConfig:
+    targets = ["c_fc"] if kind == "gpt2" else ["v_proj", "gate_proj"]
+    return peft.VeraConfig(
+        task_type="CAUSAL_LM", r=4, target_modules=targets, fan_in_fan_out=kind == "gpt2"
+    )
+
+
+def ia3(kind: tiny.Kind) -> peft.PeftConfig:
+    targets = ["c_attn", "c_fc"] if kind == "gpt2" else ["k_proj", "v_proj", "down_proj"]
+    return peft.IA3Config(
+        task_type="CAUSAL_LM",
+        target_modules=targets,
+        feedforward_modules=targets[-1:],
+        fan_in_fan_out=kind == "gpt2",
+    )
+
+
+PEFT: dict[str, Callable[[tiny.Kind], peft.PeftConfig]] = {
+    "rslora": lora(use_rslora=True),
+    "dora": lora(use_dora=True),
+    "lora with bias": lora(lora_bias=True),
+    "lora and biases": lora(bias="all"),
+    "lora and head": lora(modules_to_save=["lm_head"]),
+    "vera": vera,
+    "ia3": ia3,
+    "norms": lambda kind: peft.LNTuningConfig(task_type="CAUSAL_LM"),
+}
+TRAINED = ["full", "tied", "lora", "lora-b", "lora-xs", *PEFT]
+
+
+@functools.cache
+def trained_policy(
+    kind: tiny.Kind, trained: str, dtype: torch.dtype = torch.float64
+) -> CausalLMPolicy:
+    """A policy that trains what ``trained`` names, all of it away from where it starts."""
+    model: Any = tiny.model(kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's, on tied weights
+        if trained in PEFT:
+            policy = CausalLMPolicy(
+                peft.get_peft_model(model, PEFT[trained](kind)), tiny.tokenizer(), 0.7
+            )
+        elif trained in ("full", "tied"):
+            # GPT-2 ties its embedding as it comes, Llama does not.
+            if (trained == "tied") != (kind == "gpt2"):
+                tied = model.get_input_embeddings().weight
+                model.lm_head.weight = tied if trained == "tied" else nn.Parameter(tied.clone())
+            policy = CausalLMPolicy(model, tiny.tokenizer(), 0.7)
+        else:
+            adapter = {"type": trained, "rank": 2, "target_modules": TARGETS[kind]}
+            spec = recipe.Adapter.model_validate(adapter)
+            policy = make_policy(model, tiny.tokenizer(), spec, temperature=0.7)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.parameters.values():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    policy.model.to(dtype)
+    if dtype == torch.float64:
+        exact_norms(policy.model)
+    policy.parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
     return policy
 
 
@@ -115,7 +199,7 @@ def gradient_of_user(
     """Σ weight · ∇ log π(y|x) by autograd on one unpadded sequence after the other, ``[d]``."""
     parameters = [p for _, p in policy.model.named_parameters() if p.requires_grad]
     total = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
-    for row in np.flatnonzero(responses.user == user):
+    for row in np.flatnonzero((responses.user == user) & (weights != 0)):
         ids = responses.tokens[row][responses.mask[row].bool()]
         prompt = int(responses.mask[row, : -responses.length].sum())
         logits = policy.model(input_ids=ids[None]).logits[0] / policy.temperature
@@ -207,6 +291,120 @@ def test_clipped_sum_equals_autograd_on_one_user_at_a_time(
     assert measured.bounded.total.dtype == torch.float64
 
 
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_clipped_sum_equals_autograd_whatever_is_trained(kind: tiny.Kind, trained: str) -> None:
+    policy = trained_policy(kind, trained)
+    shape = Shape([[5, 1], [2, 3], [7], [4, 6]], k=2, length=4)
+    weighted = weighted_of(batch_of(shape, seed=3, shuffled=True), seed=4)
+    responses, weights = weighted.responses, weighted.weights
+    gradients = [gradient_of_user(policy, responses, weights, u) for u in range(4)]
+    norms = torch.stack([g.norm() for g in gradients])
+    whole = sum(gradients, torch.zeros(policy.dimension))
+
+    result = run(policy, weighted, 1e9, batch_size=8)
+    assert relative_error(result.bounded.total, whole) < 1e-10
+    np.testing.assert_allclose(open_private(result.norms), norms, rtol=1e-10)
+    assert relative_error(run(policy, weighted, math.inf).bounded.total, whole) < 1e-10
+
+    clip_norm = float(norms.median()) * 1.01
+    truth = sum((g * min(1, clip_norm / float(g.norm())) for g in gradients), 0 * whole)
+    # The margin under S is a relative 1e-9; factors in float64 round by less.
+    assert relative_error(run(policy, weighted, clip_norm).bounded.total, truth) < 2e-9
+    single = run(trained_policy(kind, trained, torch.float32), weighted, clip_norm)
+    assert relative_error(single.bounded.total, truth) < 2e-5
+
+
+@pytest.mark.parametrize("trained", ["lora", "full"])
+@pytest.mark.parametrize("rows", [2, 4])
+def test_user_gradients_are_those_of_parts_of_a_user(trained: str, rows: int) -> None:
+    policy = trained_policy("gpt2", trained)
+    responses = batch_of(Shape([[3, 1], [2, 6], [20, 2], [5]], k=4, length=3), seed=3)
+    weights = weighted_of(responses, seed=4).weights
+    seen = []
+    for users, gradients in user_gradients(policy, responses, weights, batch_size=16, rows=rows):
+        for user, of_user in zip(users, gradients, strict=True):
+            own = np.flatnonzero(responses.user == user)
+            assert of_user.shape == (len(own) // rows, policy.dimension)
+            for part, gradient in zip(own.reshape(-1, rows), of_user, strict=True):
+                only = np.zeros_like(weights)
+                only[part] = weights[part]
+                expected = gradient_of_user(policy, responses, only, user)
+                assert relative_error(gradient, expected) < 1e-10
+            seen.append(int(user))
+    assert sorted(seen) == list(range(4))
+
+
+# --- the precision and the passes that others choose -------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("trained", ["lora", "full"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_gradient_checkpointing_changes_nothing(
+    kind: tiny.Kind, trained: str, reentrant: bool
+) -> None:
+    policy = trained_policy.__wrapped__(kind, trained)
+    weighted = weighted_of(batch_of(MIXED, seed=3), seed=4)
+    expected = run(policy, weighted, 1.0).bounded.total
+    policy.model.train()  # transformers checkpoints in training mode only; nothing drops out here
+    policy.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    forwards = [0]
+
+    def count(*_: Any) -> None:
+        forwards[0] += 1
+
+    first = next(m for n, m in policy.model.named_modules() if n.endswith("attn"))
+    first.register_forward_hook(count)
+    assert torch.equal(run(policy, weighted, 1.0).bounded.total, expected)
+    batches = sum(1 for _ in micro_batches(weighted.responses, 4))
+    assert forwards[0] == 2 * batches  # it was on
+
+
+@pytest.mark.parametrize("how", ["weights", "autocast"])
+@pytest.mark.parametrize("trained", ["lora", "full"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_under_bfloat16_norms_factors_and_sums_are_float32_or_wider(
+    kind: tiny.Kind, trained: str, how: str
+) -> None:
+    """Activations round to 8 bits; what is made of them must be exact to 24."""
+    policy = trained_policy(kind, trained, torch.bfloat16 if how == "weights" else torch.float32)
+    responses = batch_of(Shape([[3, 1], [2, 6], [5, 4]], k=2, length=4), seed=3)
+    weighted = weighted_of(responses, seed=4)
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        ((_, parts),) = user_gradients(policy, responses, weighted.weights, batch_size=12, rows=4)
+        result = run(policy, weighted, 1.0, batch_size=12)
+    assert parts.dtype == torch.float32
+    clipped, norms = clip_users(parts.flatten(0, 1), 1.0)
+    np.testing.assert_allclose(open_private(result.norms), norms, rtol=1e-5)
+    assert relative_error(result.bounded.total, clipped.sum(0)) < 1e-5
+    assert (norms > 1).any()
+    # Negative control: bfloat16 was on, and its rounding is far above that tolerance.
+    exact, _ = reference_sum(trained_policy(kind, trained), weighted, 1.0)
+    assert relative_error(result.bounded.total, exact) > 1e-3
+
+
+def test_a_gradient_in_bfloat16_is_the_float32_product_of_its_factors() -> None:
+    layer = nn.Linear(6, 5).to(torch.bfloat16)
+    x = torch.randn(3, 40, 6, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    out_gradient = torch.randn(3, 40, 5, generator=torch.Generator().manual_seed(1)).bfloat16()
+    engine = PerUserGradients(layer, dict(layer.named_parameters()), whole=True)
+    engine.run(lambda: (layer(x) * out_gradient).sum(), users=3, rows=3)
+    exact = out_gradient.double().mT @ x.double()
+    expected = torch.cat([exact.flatten(1), out_gradient.double().sum(1)], dim=1)
+    assert relative_error(engine.gradients().double(), expected) < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's
+def test_the_taps_work_under_torch_compile() -> None:
+    """The compiler breaks its graph at every tap, or it would leave them out."""
+    net = Net(nn.LayerNorm(6)).double()
+    x = torch.randn(4, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = per_row_gradients(net, x)
+    net.compile(backend="eager")
+    torch.testing.assert_close(per_row_gradients(net, x), expected)
+
+
 shapes = st.builds(
     Shape,
     prompts=st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_size=1, max_size=4),
@@ -215,11 +413,11 @@ shapes = st.builds(
 )
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     shape=shapes,
     kind=st.sampled_from(["gpt2", "llama"]),
-    adapter=st.sampled_from(["lora", "lora-b"]),
+    trained=st.sampled_from(TRAINED),
     batch_size=st.integers(1, 12),
     clip_norm=st.floats(0.05, 20),
     extra=st.integers(0, 2),
@@ -228,13 +426,13 @@ shapes = st.builds(
 def test_clipped_sum_equals_autograd_for_drawn_shapes(
     shape: Shape,
     kind: tiny.Kind,
-    adapter: str,
+    trained: str,
     batch_size: int,
     clip_norm: float,
     extra: int,
     seed: int,
 ) -> None:
-    policy = policy_of(kind, adapter)
+    policy = trained_policy(kind, trained)
     responses = batch_of(shape, seed, shuffled=True)
     weighted = weighted_of(responses, seed + 1, extra, 0.3 * clip_norm if extra else 0.0)
     truth, norms = reference_sum(policy, weighted, clip_norm)
@@ -376,7 +574,7 @@ def exact_square(row: NDArray[np.float64]) -> Fraction:
     return sum((Fraction(float(x)) ** 2 for x in row), Fraction(0))
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     rows=hnp.arrays(
         np.float64, hnp.array_shapes(min_dims=2, max_dims=2, max_side=6), elements=numbers
@@ -498,7 +696,7 @@ def replaced(weighted: Weighted, user: int, how: str, seed: int) -> Weighted:
     )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     shape=shapes.filter(lambda s: len(s.prompts) > 1),
     kind=st.sampled_from(["gpt2", "llama"]),
@@ -577,6 +775,23 @@ def test_a_user_with_bad_weights_leaves_the_others_as_they_are() -> None:
         assert np.isfinite(np.delete(open_private(result.norms), 2)).all()
 
 
+@pytest.mark.parametrize("trained", ["lora", "full", "norms"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_user_counts_as_one_of_weight_zero_to_the_bit(trained: str, bad: float) -> None:
+    policy = trained_policy("llama", trained, torch.float32)
+    shape = Shape([[3, 4], [5, 6], [2, 3]], k=2, length=4)
+    weighted = weighted_of(batch_of(shape, seed=5), seed=6)
+    rows = np.flatnonzero(weighted.responses.user == 1)
+    silent, broken = weighted.weights.copy(), weighted.weights.copy()
+    silent[rows], broken[rows[1]] = 0.0, bad
+    expected, total = (
+        run(policy, dataclasses.replace(weighted, weights=w), S, batch_size=12).bounded.total
+        for w in (silent, broken)
+    )
+    assert torch.equal(total, expected)
+    assert total.any()
+
+
 # --- the engine --------------------------------------------------------------------------------
 
 
@@ -594,12 +809,10 @@ class Net(nn.Module):
         return h
 
 
-def per_row_gradients(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    parameters = dict(net.named_parameters())
-    with PerUserGradients(net, parameters) as engine:
-        engine.start(torch.arange(len(x)), len(x))
-        net(x).square().sum().backward()
-        return engine.collect()
+def per_row_gradients(net: nn.Module, x: torch.Tensor, users: int | None = None) -> torch.Tensor:
+    engine = PerUserGradients(net, dict(net.named_parameters()), whole=True)
+    engine.run(lambda: net(x).square().sum(), users=users or len(x), rows=len(x))
+    return engine.gradients()
 
 
 @pytest.mark.filterwarnings("ignore")  # of Opacus, about hooks
@@ -607,7 +820,7 @@ def test_per_user_gradients_agree_with_opacus() -> None:
     from opacus import GradSampleModule
 
     torch.manual_seed(0)
-    x = torch.randn(5, 4, 6, dtype=torch.float64)
+    x = torch.randn(6, 4, 6, dtype=torch.float64)
     net = Net(nn.Identity()).double()
     sampled = GradSampleModule(Net(nn.Identity()).double(), loss_reduction="sum")
     sampled._module.load_state_dict(net.state_dict())
@@ -615,14 +828,10 @@ def test_per_user_gradients_agree_with_opacus() -> None:
     of_opacus: list[Any] = [p.grad_sample for p in sampled._module.parameters()]
     expected = torch.cat([g.flatten(1) for g in of_opacus], dim=1)
     torch.testing.assert_close(per_row_gradients(net, x), expected, rtol=1e-12, atol=1e-12)
-    # Two rows of one user add up, wherever they stand.
-    with PerUserGradients(net, dict(net.named_parameters())) as engine:
-        engine.start(torch.tensor([1, 0, 2, 0, 1]), 4)
-        net(x).square().sum().backward()
-        together = engine.collect()
-    rows = expected
-    wanted = torch.stack([rows[1] + rows[3], rows[0] + rows[4], rows[2], torch.zeros_like(rows[0])])
-    torch.testing.assert_close(together, wanted, rtol=1e-12, atol=1e-12)
+    # Adjacent rows of one user add up.
+    torch.testing.assert_close(
+        per_row_gradients(net, x, users=3), expected[::2] + expected[1::2], rtol=1e-12, atol=1e-12
+    )
 
 
 def test_a_layer_that_mixes_users_is_refused_by_name() -> None:
@@ -631,6 +840,15 @@ def test_a_layer_that_mixes_users_is_refused_by_name() -> None:
         trainable = {"last.weight": net.last.weight}
         with pytest.raises(DprlhfError, match=r"'between\.1' \(.*BatchNorm.*\) mixes the users"):
             PerUserGradients(net, trainable)
+    moe = MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+            num_attention_heads=1, num_key_value_heads=1, num_local_experts=2,
+        )
+    )  # fmt: skip
+    head = {"lm_head.weight": moe.lm_head.weight}
+    with pytest.raises(DprlhfError, match=r"'model\.layers\.0\.mlp' .* mixes the users .* choose"):
+        PerUserGradients(moe, head)
     PerUserGradients(Net(nn.LayerNorm(6)), {})  # negative control: it looks at one row alone
 
 
@@ -644,31 +862,65 @@ def test_batch_norm_does_mix_users() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "layer"),
+    "layer",
     [
-        ("transformer.h.0.ln_1.weight", "LayerNorm"),
-        ("transformer.wte.weight", "Embedding"),
-        ("transformer.h.1.attn.c_attn.weight", "Conv1D"),
+        nn.Conv1d(6, 6, 1),
+        nn.Bilinear(6, 6, 6),
+        nn.Embedding(6, 6, max_norm=1.0),
+        nn.Embedding(6, 6, scale_grad_by_freq=True),
+        nn.MultiheadAttention(6, 1),
     ],
+    ids=lambda layer: type(layer).__name__,
 )
-def test_a_trainable_parameter_that_is_not_linear_is_refused_by_name(name: str, layer: str) -> None:
-    model = tiny.model("gpt2")
-    parameter = dict(model.named_parameters())[name]
+def test_an_unknown_layer_is_refused_by_name(layer: nn.Module) -> None:
+    net = Net(layer)
+    name, parameter = next(iter(layer.named_parameters()))
     with pytest.raises(DprlhfError) as caught:
-        PerUserGradients(model, {name: parameter})
-    assert f"'{name}' ({layer})" in str(caught.value)
-    assert "lora" in str(caught.value)
+        PerUserGradients(net, {f"between.{name}": parameter})
+    assert f"'between.{name}' ({type(layer).__name__})" in str(caught.value)
+    assert "leave it frozen" in str(caught.value)
     assert "\n" not in str(caught.value)
+    PerUserGradients(net, {"last.weight": net.last.weight})  # frozen, it may stay
 
 
-def test_a_policy_that_trains_its_layer_norm_is_refused() -> None:
-    policy = make_policy(tiny.model("gpt2"), tiny.tokenizer(), recipe.Adapter(rank=1))
-    norm = policy.model.base_model.model.transformer.ln_f.weight.requires_grad_(True)
-    policy = CausalLMPolicy(policy.model, policy.tokenizer)
-    assert any(p is norm for p in policy.parameters.values())
-    weighted = weighted_of(batch_of(MIXED, seed=5), seed=6)
-    with pytest.raises(DprlhfError, match=r"ln_f\.weight' \(LayerNorm\)"):
-        run(policy, weighted, 1.0)
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (
+            peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+            "prompt_encoder.default.embedding.weight' (PromptEmbedding)",
+        ),
+        (
+            peft.PromptEncoderConfig(
+                task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8
+            ),
+            "prompt_encoder.default.embedding.weight' (PromptEncoder)",
+        ),
+        (
+            peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["embed_tokens"]),
+            "lora_embedding_A.default' (ParameterDict)",
+        ),
+    ],
+    ids=["prompt tuning", "p-tuning", "LoRA on an embedding"],
+)
+def test_an_adapter_without_per_user_gradients_is_refused_before_training(
+    config: peft.PeftConfig, name: str
+) -> None:
+    model = peft.get_peft_model(tiny.model("llama"), config)
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    with pytest.raises(DprlhfError) as caught:
+        PerUserGradients(model, parameters)
+    assert name in str(caught.value)
+    assert "policy.adapter.type: lora" in str(caught.value)
+
+
+def test_a_layer_that_does_not_work_on_rows_is_refused() -> None:
+    class Once(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + self.between(torch.ones(1, 6))[..., :3]
+
+    with pytest.raises(DprlhfError, match=r"'between\.weight' \(Linear\) works on \(1, 6\)"):
+        per_row_gradients(Once(nn.Linear(6, 6)), torch.randn(4, 2, 6))
 
 
 def hooks_of(model: nn.Module) -> int:
@@ -701,8 +953,16 @@ def test_nothing_is_left_behind_in_the_model() -> None:
             tick=boom,
         )
     assert hooks_of(policy.model) == before
-    with PerUserGradients(policy.model, policy.parameters):
-        assert hooks_of(policy.model) == before + len(policy.parameters)
+    assert all(p.requires_grad for p in policy.parameters.values())
+
+
+def test_only_what_is_asked_for_is_differentiated() -> None:
+    net = Net(nn.Identity())
+    x = torch.randn(3, 2, 6)
+    engine = PerUserGradients(net, {"last.weight": net.last.weight}, whole=True)
+    engine.run(lambda: net(x).square().sum(), users=3, rows=3)
+    assert engine.gradients().shape == (3, net.last.weight.numel())
+    assert all(p.grad is None and p.requires_grad for p in net.parameters())
 
 
 def test_a_parameter_that_is_not_used_is_named() -> None:
@@ -721,3 +981,70 @@ def test_switching_the_adapter_off_and_on_keeps_what_is_frozen_frozen() -> None:
     assert {n for n, p in policy.model.named_parameters() if p.requires_grad} == trainable
     assert trainable == set(policy.parameters)
     assert all("lora_B" in name for name in trainable)
+
+
+# --- rounding ----------------------------------------------------------------------------------
+
+
+def cancelling(how: str, tokens: int, n: int, m: int) -> OuterProducts:
+    """A user of huge terms whose sum is small, or nothing."""
+    generator = torch.Generator().manual_seed(0)
+    left = 1e6 * torch.randn(tokens, n, generator=generator)
+    right = torch.randn(tokens, m, generator=generator)
+    half = tokens // 2
+    if how == "in halves":
+        left[half:], right[half:] = -left[:half], right[:half]
+    elif how == "in turn":
+        left, right = left[:1].repeat(tokens, 1), right[:1].repeat(tokens, 1)
+        left[::2] *= -1
+    else:
+        left = left[:1] + 1e-3 * left
+        right = right[:1] + 1e-3 * right
+        left[half:] *= -1
+    return OuterProducts(left[None], right[None])
+
+
+@pytest.mark.parametrize("size", [(32, 16, 24), (256, 64, 48), (1024, 24, 32)], ids=str)
+@pytest.mark.parametrize("how", ["in halves", "in turn", "nearly"])
+def test_a_user_whose_terms_cancel_stays_below_the_clip_norm(
+    how: str, size: tuple[int, int, int]
+) -> None:
+    """In float32 its rounding alone may exceed S: the bound must cover it, beside others too."""
+    tokens, n, m = size
+    user = cancelling(how, tokens, n, m)
+    generator = torch.Generator().manual_seed(1)
+    three = OuterProducts(
+        torch.randn(3, tokens, n, generator=generator),
+        torch.randn(3, tokens, m, generator=generator),
+    )
+    joint = OuterProducts(*(torch.cat(pair) for pair in zip(user, three, strict=True)))
+    square, bound = square_norm([joint])
+
+    def moved(norms: torch.Tensor) -> float:
+        factors, totals = clip_factors(norms, S), []
+        for first in (factors[0], torch.zeros_like(factors[0])):
+            total = torch.zeros(n, m, dtype=torch.float64)
+            add_weighted(joint, torch.cat([first[None], factors[1:]]), total)
+            totals.append(total)
+        return float((totals[0] - totals[1]).norm())
+
+    assert moved(bound.sqrt()) <= S
+    exact = (user.left.double().mT @ user.right.double()).norm()
+    assert float(bound.sqrt()[0]) >= float(exact)
+    # Honest users are not shrunk: their bound is their norm.
+    torch.testing.assert_close(bound[1:], square[1:], rtol=1e-3, atol=0)
+    if how == "in halves" and tokens > 32:  # negative control: by its norm alone it would pass
+        assert moved(square.sqrt()) > S
+
+
+def test_norms_of_uses_that_share_a_parameter_have_their_cross_terms() -> None:
+    """An embedding tied to the output layer: one use by index, one by a dense product."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 5, (3, 7), generator=generator)
+    dense = [torch.randn(3, 4, k, generator=generator).double() for k in (5, 6)]
+    at_tokens = torch.randn(3, 7, 6, generator=generator).double()
+    whole = dense[0].mT @ dense[1] + nn.functional.one_hot(tokens, 5).double().mT @ at_tokens
+    square, bound = square_norm([OuterProducts(*dense), OuterProducts(tokens, at_tokens)])
+    expected = whole.square().sum((1, 2))
+    torch.testing.assert_close(square, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(bound, expected, rtol=1e-9, atol=0)

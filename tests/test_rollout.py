@@ -5,23 +5,30 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import scipy.stats
 import torch
+import yaml
 from numpy.typing import NDArray
+from safetensors.torch import load_file
 from transformers import GenerationConfig
 
 import tiny
-from dprlhf import recipe
+from dprlhf import DprlhfError, recipe, resume, train
 from dprlhf.boundary import Private, open_private
-from dprlhf.gradients.clipping import Weighted, _gradients, _micro_batches
-from dprlhf.gradients.per_user import PerUserGradients
+from dprlhf.gradients.clipping import Weighted, user_gradients
 from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
 from dprlhf.privacy import randomness
-from dprlhf.rollout import Responses, sample, sample_responses
+from dprlhf.rollout import Responses, sample, sample_responses, settled
+from dprlhf.rollout import vllm as backend
+from dprlhf.rollout.decoding import bytes_per_row
 from dprlhf.users import Prompt, Prompts
 
 KEY = bytes(range(32))
@@ -62,7 +69,9 @@ def prompts_of(
 
 
 def draw(policy: CausalLMPolicy, prompts: Prompts, **changes: Any) -> Responses:
-    settings: dict[str, Any] = {"responses": 2, "max_new_tokens": 6, "temperature": TEMPERATURE}
+    settings: dict[str, Any] = {
+        "responses": 2, "max_new_tokens": 6, "temperature": TEMPERATURE, "batch_size": 16,
+    }  # fmt: skip
     key, context = changes.pop("key", KEY), changes.pop("context", ("rollout", 1))
     limit = changes.pop("max_prompt_tokens", 16)
     spec = recipe.Rollout.model_validate(settings | changes)
@@ -195,13 +204,11 @@ def test_one_user_moves_nobody_else_not_even_by_rounding(dtype: torch.dtype, abs
         responses = draw(policy, prompts, batch_size=8, max_prompt_tokens=64)
         assert (len(set(responses.widths)) > 1) == (absent in keep)
         weights = np.cos(2 * np.repeat(keep, 2) + np.tile([0, 1], len(keep)))
-        found = []
-        with PerUserGradients(policy.model, policy.parameters) as engine:
-            for chosen, mine, width in _micro_batches(responses, 8):
-                shape = (width, 8)
-                part = _gradients(policy, engine, responses, weights, chosen, mine, shape)
-                found.append((chosen, part))
-        order = np.argsort(np.concatenate([c for c, _ in found]))
+        found = [
+            (users, of_users.flatten(1).clone())
+            for users, of_users in user_gradients(policy, responses, weights, batch_size=8, rows=2)
+        ]
+        order = np.argsort(np.concatenate([u for u, _ in found]))
         return responses.texts, torch.cat([g for _, g in found])[order]
 
     all_texts, everyone = contributions(users)
@@ -326,9 +333,9 @@ def test_the_largest_uniform_number_never_picks_a_token_of_mass_zero(
     policy.model.get_output_embeddings().register_forward_hook(forbid)
     for uniform, token in ((1 - 2.0**-53, 199), (2.0**-53, 100)):
         monkeypatch.setattr(
-            "dprlhf.rollout._draws",
+            "dprlhf.rollout.sampling._draws",
             lambda prompts, key, context, k, length, u=uniform: torch.full(
-                (len(prompts) * k, length), u, dtype=torch.float64
+                (len(prompts), k, length), u, dtype=torch.float64
             ),
         )
         assert draw(policy, prompts_of(["a"])).tokens[:, -6:].unique().tolist() == [token]
@@ -393,7 +400,7 @@ def test_rows_of_the_base_model_are_likelier_under_it() -> None:
 
 def test_the_mask_includes_the_first_end_token_and_nothing_after() -> None:
     policy = make_policy(tiny.model(), tiny.tokenizer(), recipe.Adapter())  # nearly uniform
-    responses = draw(policy, five(), responses=120, max_new_tokens=20)
+    responses = draw(policy, five(), responses=120, max_new_tokens=20, batch_size=600)
     tokens = responses.tokens[:, -20:]
     ended = 0
     for row, mask, text in zip(
@@ -446,3 +453,272 @@ def test_no_log_line_tells_how_long_a_private_prompt_is(caplog: pytest.LogCaptur
         assert "21 > 5" in caplog.text
     finally:
         logger.removeHandler(caplog.handler)
+
+
+# --- the size of a micro-batch --------------------------------------------------------------------
+
+
+def auto(policy: CausalLMPolicy, rows: float) -> int:
+    spec = recipe.Rollout(batch_size="auto", max_new_tokens=16)
+    size = settled(spec, policy, rows=rows, max_prompt_tokens=30).batch_size
+    assert isinstance(size, int)
+    return size
+
+
+@pytest.mark.parametrize(
+    ("rows", "size"), [(1, 1), (2, 2), (33, 64), (64, 64), (64.5, 128), (9999, 128)]
+)
+def test_the_size_on_a_cpu_follows_from_the_rows_of_a_round(rows: float, size: int) -> None:
+    assert auto(policy_of(), rows) == size
+    given = recipe.Rollout(batch_size=48)
+    assert settled(given, policy_of(), rows=rows, max_prompt_tokens=30) == given
+
+
+def test_the_size_on_a_gpu_is_what_half_of_its_memory_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = policy_of("llama", torch.float32)
+    monkeypatch.setattr(CausalLMPolicy, "device", torch.device("cuda:1"))
+    each = bytes_per_row(policy, 1 + 32 + 16)
+    for free, size in ((2 * 200 * each, 128), (2 * 256 * each, 256), (each, 1)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10**12))
+        assert auto(policy, rows=10**6) == size
+        assert auto(policy, rows=100) == min(size, 128)
+
+
+def test_a_row_holds_its_cache_its_prefill_and_its_logits() -> None:
+    """Two layers, two key-value heads of 8, hidden 32, inner 64, 257 tokens."""
+    policy = policy_of("llama", torch.float32)
+    cache, prefill = 2 * (2 * 2 * 2 * 8) * 49, (8 * 32 + 3 * 64) * 49
+    assert bytes_per_row(policy, 49) == 4 * (cache + prefill + 257) + 16 * 257
+    assert bytes_per_row(policy_of("gpt2", torch.float32), 49) > 4 * 2 * 2 * 2 * 32 * 49
+
+
+def test_a_run_keeps_the_size_that_it_started_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = set()
+
+    def spy(policy: Any, prompts: Any, *arguments: Any, size: int, **named: Any) -> Any:
+        sizes.add(size * len(arguments[0][0]))
+        return decode(policy, prompts, *arguments, size=size, **named)
+
+    from dprlhf.rollout.sampling import decode
+
+    monkeypatch.setattr("dprlhf.rollout.sampling.decode", spy)
+    users = [f"{i} is" for i in range(24)]
+    folder = tmp_path / "run"
+
+    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        return [float(len(text)) / 10 for text in completions]
+
+    def stop(metrics: Any) -> None:
+        if metrics["round"] == 1:
+            raise DprlhfError("stop here")
+
+    with pytest.raises(DprlhfError, match="stop here"):
+        train(
+            model=str(tiny.save(tmp_path / "model")), prompts=users, reward=reward, epsilon=8.0,
+            rounds=2, rollout={"max_new_tokens": 2, "batch_size": "auto"}, output_dir=folder,
+            callbacks=[stop], quiet=True,
+        )  # fmt: skip
+    assert yaml.safe_load((folder / "recipe.yaml").read_text())["rollout"]["batch_size"] == 32
+    resume(folder, prompts=users, reward=reward, quiet=True)
+    assert sizes == {32}  # 24 users, 2 rounds, 2 responses: 24 rows a round
+    with pytest.raises(AssertionError, match="settled"):
+        draw(policy_of(), five(), batch_size="auto")
+
+
+# --- vLLM, with a stand-in ------------------------------------------------------------------------
+
+
+class FakeLLM:
+    """Answers a request by its tokens, its seed and the adapter; notes what it was asked for."""
+
+    couples_requests = False
+    cuts_short = False
+    fails = ""
+
+    def __init__(self, **arguments: Any) -> None:
+        if self.fails:
+            raise ValueError(self.fails)
+        self.arguments = arguments
+        self.calls: list[tuple[list[Any], list[Any], Any]] = []
+
+    def generate(self, prompts: Any, settings: Any, *, lora_request: Any, use_tqdm: bool) -> Any:
+        assert use_tqdm is False
+        self.calls.append((prompts, settings, lora_request))
+        if lora_request is not None:
+            lora_request.weights = load_file(Path(lora_request.path) / "adapter_model.safetensors")
+        other = len(prompts) if self.couples_requests else 0
+        answers = [
+            fake_answer(p["prompt_token_ids"], s.seed + other, lora_request is None, s.max_tokens)
+            for p, s in zip(prompts, settings, strict=True)
+        ]
+        if self.cuts_short:
+            answers = [[1]] * len(answers)
+        return [
+            types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=a)]) for a in answers
+        ]
+
+
+def fake_answer(prompt: list[int], seed: int, base: bool, length: int) -> list[int]:
+    drawn = np.random.default_rng([seed, base, *prompt]).integers(0, 6, length).tolist()
+    return drawn[: drawn.index(EOS) + 1] if EOS in drawn else drawn
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeLLM]]:
+    """A ``vllm`` in batch-invariant mode, and a GPU with 60 of 80 GB free."""
+    kind = type("FakeLLM", (FakeLLM,), {})
+    request = type("LoRARequest", (), {})
+
+    def new_request(name: str, number: int, path: str) -> Any:
+        made = request()
+        made.name, made.number, made.path = name, number, path
+        return made
+
+    modules = {
+        "vllm": {"LLM": kind, "SamplingParams": types.SimpleNamespace, "__version__": "0.1"},
+        "vllm.envs": {"VLLM_BATCH_INVARIANT": True},
+        "vllm.lora": {},
+        "vllm.lora.request": {"LoRARequest": new_request},
+    }
+    for name, attributes in modules.items():
+        module = types.ModuleType(name)
+        vars(module).update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+    monkeypatch.setattr(CausalLMPolicy, "device", torch.device("cuda:0"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * 10**9, 80 * 10**9))
+    backend.engine.cache_clear()
+    yield kind
+    backend.engine.cache_clear()
+
+
+def bfloat16_policy(temperature: float = TEMPERATURE, **adapter: Any) -> CausalLMPolicy:
+    spec = recipe.Adapter(**{"type": "lora", "rank": 3, **adapter})
+    model = tiny.model("llama").bfloat16()
+    model.name_or_path = "the/model"
+    return make_policy(model, tiny.tokenizer(), spec, temperature=temperature)
+
+
+def test_vllm_is_asked_for_the_policys_own_distribution(fake: type[FakeLLM]) -> None:
+    policy = bfloat16_policy()
+    policy.end_tokens = [EOS, 5]
+    draw(policy, five(), backend="vllm", base_policy="reference")
+    llm = backend.engine(policy)
+    assert isinstance(llm, fake)
+    asked = {
+        "model": "the/model", "dtype": "bfloat16", "gpu_memory_utilization": 60 / 80 / 2,
+        "enable_lora": True, "max_lora_rank": 8, "enable_prefix_caching": False,
+        "generation_config": "vllm",
+    }  # fmt: skip
+    assert asked.items() <= llm.arguments.items()
+    (_, settings, adapter), (_, _, without) = llm.calls[-2:]
+    assert without is None
+    assert vars(settings[0]) == {
+        "temperature": TEMPERATURE, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
+        "seed": settings[0].seed, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+        "frequency_penalty": 0.0, "max_tokens": 6, "min_tokens": 0, "ignore_eos": True,
+        "stop_token_ids": [EOS, 5], "detokenize": False,
+    }  # fmt: skip
+    assert not Path(adapter.path).exists()
+    sent = {name: tensor.float() for name, tensor in adapter.weights.items()}
+    assert sent.keys() == policy.state().keys()
+    assert all(torch.equal(sent[name], tensor) for name, tensor in policy.state().items())
+
+
+def test_an_adapter_that_moved_comes_under_another_number(fake: type[FakeLLM]) -> None:
+    policy = bfloat16_policy()
+    draw(policy, five(), backend="vllm")
+    with torch.no_grad():
+        for parameter in policy.parameters.values():
+            parameter.add_(1)
+    draw(policy, five(), backend="vllm")
+    (*_, old), (*_, new) = backend.engine(policy).calls[-2:]
+    assert old.number != new.number
+    assert old.name != new.name
+    assert not all(torch.equal(old.weights[name], new.weights[name]) for name in new.weights)
+
+
+def test_vllms_answers_come_back_to_their_rows(fake: type[FakeLLM]) -> None:
+    """Each by its own seed, which neither the order nor the presence of others changes."""
+    policy = bfloat16_policy()
+    whole = draw(policy, five(), backend="vllm", responses=4, base_policy="reference")
+    seeds = {
+        (tuple(p["prompt_token_ids"]), s.seed)
+        for prompts, settings, _ in backend.engine(policy).calls[-2:]
+        for p, s in zip(prompts, settings, strict=True)
+    }
+    assert len({seed for _, seed in seeds}) == 20
+    truth = answers(whole)
+    assert sorted(truth.values()) == sorted(
+        fake_answer(p["prompt_token_ids"], s.seed, request is None, 6)
+        for prompts, settings, request in backend.engine(policy).calls[-2:]
+        for p, s in zip(prompts, settings, strict=True)
+    )
+    assert {len(tokens) for tokens in truth.values()} > {6}  # some end early
+    fewer = prompts_of(TEXTS[3:0:-1], USERS[3:0:-1], SLOTS[3:0:-1])
+    some = answers(draw(policy, fewer, backend="vllm", responses=4, base_policy="reference"))
+    assert some == {key: truth[key] for key in some}
+    assert len(some) == 12
+    assert draw(policy, prompts_of([], [], []), backend="vllm").users == 0
+
+
+def test_vllm_must_not_let_requests_move_each_other(fake: type[FakeLLM]) -> None:
+    fake.couples_requests = True
+    with pytest.raises(DprlhfError, match="other tokens alone"):
+        settled(recipe.Rollout(backend="vllm"), bfloat16_policy(), rows=9, max_prompt_tokens=9)
+
+
+def test_a_response_that_stops_without_an_end_is_an_error(fake: type[FakeLLM]) -> None:
+    policy = bfloat16_policy()
+    backend.engine(policy)
+    fake.cuts_short = True
+    with pytest.raises(DprlhfError, match="stopped before its end"):
+        draw(policy, five(), backend="vllm")
+
+
+REFUSALS: dict[str, Any] = {
+    "VLLM_BATCH_INVARIANT=1": lambda patch: patch.setenv("VLLM_BATCH_INVARIANT", "0"),
+    "unset VLLM_ENABLE_V1_MULTIPROCESSING": lambda patch: patch.setenv(
+        "VLLM_ENABLE_V1_MULTIPROCESSING", "0"
+    ),
+    r"pip install 'dprlhf\[vllm\]'": lambda patch: patch.setitem(sys.modules, "vllm", None),
+    "version 0.1 has no batch-invariant mode": lambda patch: patch.delattr(
+        sys.modules["vllm.envs"], "VLLM_BATCH_INVARIANT"
+    ),
+    "one process with a GPU": lambda patch: patch.setattr(
+        CausalLMPolicy, "device", torch.device("cpu")
+    ),
+    "no such layer": lambda patch: patch.setattr(sys.modules["vllm"].LLM, "fails", "no such layer"),
+}
+
+
+@pytest.mark.parametrize("message", REFUSALS)
+def test_vllm_is_refused_where_it_cannot_keep_users_apart(
+    fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, message: str
+) -> None:
+    REFUSALS[message](monkeypatch)
+    with pytest.raises(DprlhfError, match=message):
+        settled(recipe.Rollout(backend="vllm"), bfloat16_policy(), rows=9, max_prompt_tokens=9)
+
+
+def test_vllm_is_refused_for_policies_that_it_cannot_sample(fake: type[FakeLLM]) -> None:
+    dora = bfloat16_policy()
+    dora.model.peft_config["default"].use_dora = True
+    no_adapter = CausalLMPolicy(tiny.model("llama").bfloat16(), tiny.tokenizer())
+    wide = bfloat16_policy()
+    wide.model.peft_config["default"].r = 513
+    for policy, message in (
+        (dora, "LoRA adapters only"),
+        (no_adapter, "LoRA adapters only"),
+        (policy_of("llama", torch.float32), "policy.dtype: bfloat16"),
+        (bfloat16_policy(temperature=0.001), "rollout.temperature 0.001"),
+        (wide, "policy.adapter.rank 513"),
+    ):
+        with pytest.raises(DprlhfError, match=message):
+            backend.engine(policy)

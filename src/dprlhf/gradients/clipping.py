@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,7 +42,10 @@ class Weighted:
 
 @dataclass(frozen=True)
 class ClippedSum:
-    """A bounded sum, and the norms before clipping for secret telemetry, ``[users]``."""
+    """A bounded sum, and the norms before clipping for secret telemetry.
+
+    The norms are ``[users]``, or empty where the clip norm is infinite and none are taken.
+    """
 
     bounded: BoundedSum
     norms: Private[NDArray[np.float64]]
@@ -60,12 +63,16 @@ def clip_users(contributions: torch.Tensor, clip_norm: float) -> tuple[torch.Ten
     """
     wide = contributions.double()
     norms = wide.norm(dim=1)
-    finite = norms.isfinite()
-    scale = (clip_norm * (1 - _MARGIN) / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(
-        max=1
-    )
+    factors = clip_factors(norms, clip_norm)
     # where, not a product: 0 · NaN is NaN and would poison the sum.
-    return torch.where(finite[:, None], wide * scale[:, None], 0.0), norms
+    return torch.where(factors[:, None] > 0, wide * factors[:, None], 0.0), norms
+
+
+def clip_factors(norms: torch.Tensor, clip_norm: float) -> torch.Tensor:
+    """Return min(1, S/norm) for each user, 0 where the norm is not finite, ``[users]``."""
+    tiny = torch.finfo(norms.dtype).tiny
+    factors = (clip_norm * (1 - _MARGIN) / norms.clamp(min=tiny)).clamp(max=1)
+    return torch.where(norms.isfinite(), factors, 0.0)
 
 
 def clipped_sum(
@@ -82,85 +89,184 @@ def clipped_sum(
     Gradient and extra coordinates are clipped apart, to √(S² − e²) and e, so the joint vector
     keeps within S and the extra coordinates are not shrunk with a large gradient.
 
+    With an infinite clip norm (a non-private baseline) autograd takes the ordinary gradient of the
+    same micro-batches; a user with a weight that is not finite is left out of it all the same.
+
     Args:
         policy: π_θ; its gradients are taken at the current parameters.
         weighted: this process's users.
         clip_norm: S.
-        batch_size: rows differentiated at once; a user is never split, so a user with more rows
-            makes a larger micro-batch. Shapes are fixed (see :mod:`dprlhf.rollout`), so what a
-            user contributes does not depend on the others, not even by rounding.
+        batch_size: rows differentiated at once; a user is never split, so one with more rows has a
+            micro-batch of its own.
         reduce: sums a tensor over all processes. Each user must be on one process only.
     """
     opened = open_private(weighted)
-    responses = opened.responses
-    gradient_norm = clip_norm
-    if opened.extra_norm and math.isfinite(clip_norm):
-        gradient_norm = math.sqrt(clip_norm**2 - opened.extra_norm**2)
-    total = torch.zeros(policy.dimension + opened.extra.shape[1], dtype=torch.float64)
-    norms = np.zeros(responses.users)
-    with PerUserGradients(policy.model, policy.parameters) as engine:
-        for users, rows, width in _micro_batches(responses, batch_size):
-            shape = (width, max(batch_size, len(rows)))
-            gradients = _gradients(policy, engine, responses, opened.weights, users, rows, shape)
-            clipped, norm = clip_users(gradients, gradient_norm)
-            extra, _ = clip_users(torch.from_numpy(opened.extra[users]), opened.extra_norm)
-            total += torch.cat([clipped, extra], dim=1).sum(0)
-            norms[users] = norm.numpy()
-            if tick is not None:
-                tick(len(rows))
-    return ClippedSum(BoundedSum(reduce(total), clip_norm), Private(norms))
+    responses, weights = opened.responses, opened.weights
+    private = math.isfinite(clip_norm)
+    if not private:
+        finite = np.isfinite(weights.reshape(len(weights), -1)).all(1)
+        left_out = np.isin(responses.user, responses.user[~finite])
+        weights = np.where(left_out.reshape(-1, *[1] * (weights.ndim - 1)), 0.0, weights)
+    gradient_norm = vector_norm(clip_norm, opened.extra_norm)
+    # MPS has no float64.
+    device = "cpu" if policy.device.type == "mps" else policy.device
+    both = torch.zeros(policy.dimension + opened.extra.shape[1], dtype=torch.float64, device=device)
+    total = both[: policy.dimension]
+    norms = np.zeros(responses.users if private else 0)
+    engine = PerUserGradients(policy.model, policy.parameters)
+    for batch in micro_batches(responses, batch_size):
+        if private:
+            _run(engine, policy, responses, weights, batch)
+            norm, bound = engine.norms()
+            engine.add_weighted_sum(clip_factors(bound, gradient_norm), total)
+            norms[batch.users] = norm[: len(batch.users)].numpy()
+        else:
+            loss = _loss(policy, responses, weights, batch)
+            gradients = torch.autograd.grad(loss, list(policy.parameters.values()))
+            end = 0
+            for gradient in gradients:
+                start, end = end, end + gradient.numel()
+                total[start:end] += gradient.flatten()
+        if tick is not None:
+            tick(len(batch.rows))
+    extra, _ = clip_users(torch.from_numpy(opened.extra), opened.extra_norm)
+    both[policy.dimension :] = extra.sum(0)
+    return ClippedSum(BoundedSum(reduce(both.cpu()), clip_norm), Private(norms))
 
 
-def _gradients(
+def clipped_vectors(
+    vectors: Private[Iterable[tuple[NDArray[np.int64], torch.Tensor]]],
+    dimension: int,
+    *,
+    extra: Private[NDArray[np.float64]],
+    extra_norm: float,
+    clip_norm: float,
+    reduce: Callable[[torch.Tensor], torch.Tensor],
+) -> ClippedSum:
+    """Return Σ_u clip(v_u, S) of vectors that are not gradients of one loss.
+
+    Args:
+        vectors: some users, ``[n]``, and their vectors, ``[n, dimension]``, until no user is left.
+            No user may come twice; one that does not come contributes its extra coordinates only.
+        dimension: of a vector.
+        extra: as in :class:`Weighted`.
+        extra_norm: as in :class:`Weighted`.
+        clip_norm: S; vector and extra coordinates are clipped apart, as in :func:`clipped_sum`.
+        reduce: sums a tensor over all processes.
+    """
+    coordinates = open_private(extra)
+    total = torch.zeros(dimension, dtype=torch.float64)
+    norms, seen = np.zeros(len(coordinates)), np.zeros(len(coordinates), dtype=int)
+    for users, of_users in open_private(vectors):
+        np.add.at(seen, users, 1)
+        if seen.max(initial=0) > 1:
+            raise ValueError("a user came twice: its contribution would be clipped twice")
+        clipped, norm = clip_users(of_users.cpu(), vector_norm(clip_norm, extra_norm))
+        total += clipped.sum(0)
+        norms[users] = norm.numpy()
+    both = torch.cat([total, clip_users(torch.from_numpy(coordinates), extra_norm)[0].sum(0)])
+    return ClippedSum(BoundedSum(reduce(both), clip_norm), Private(norms))
+
+
+def vector_norm(clip_norm: float, extra_norm: float) -> float:
+    """Return √(S² − e²), the bound on what the extra coordinates stand beside."""
+    return math.sqrt(clip_norm**2 - extra_norm**2)
+
+
+def user_gradients(
     policy: CausalLMPolicy,
-    engine: PerUserGradients,
     responses: Responses,
     weights: NDArray[np.float64],
-    users: NDArray[np.int64],
-    rows: NDArray[np.int64],
-    shape: tuple[int, int],
+    *,
+    batch_size: int,
+    rows: int,
+) -> Iterator[tuple[NDArray[np.int64], torch.Tensor]]:
+    """Yield each micro-batch's users and the gradients of parts of their rows, not clipped.
+
+    Args:
+        weights: as in :class:`Weighted`.
+        batch_size: rows differentiated at once.
+        rows: of a part; a user's rows are cut in their order.
+
+    Yields:
+        The users, ``[users]``, and Σ weight · ∇ log π of each part, ``[users, parts, dimension]``,
+        float32 or wider, on the policy's device, in the order of ``policy.parameters``.
+    """
+    engine = PerUserGradients(policy.model, policy.parameters, whole=True)
+    for batch in micro_batches(responses, batch_size):
+        _run(engine, policy, responses, weights, batch, parts=batch.height // rows)
+        gradients = engine.gradients().view(batch.size, -1, policy.dimension)
+        yield batch.users, gradients[: len(batch.users)]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some users, all with the same number of rows and the same padded width.
+
+    Fillers, users of no one with weight 0, complete it to a shape that the width and the number of
+    rows decide: what a user contributes does not depend on the others, not even by rounding (see
+    :mod:`dprlhf.rollout`).
+
+    Attributes:
+        users: ``[users]``.
+        rows: those of the first user, of the second, ...
+        width: of the padded prompts.
+        size: the number of users with fillers.
+    """
+
+    users: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    width: int
+    size: int
+
+    @property
+    def height(self) -> int:
+        """The number of rows with fillers."""
+        return self.size * (len(self.rows) // len(self.users))
+
+
+def micro_batches(responses: Responses, batch_size: int) -> Iterator[MicroBatch]:
+    """Cut the users into micro-batches of ``batch_size`` rows, or of one user with more."""
+    counts = np.bincount(responses.user, minlength=responses.users)
+    widths = np.zeros(responses.users, dtype=np.int64)
+    np.maximum.at(widths, responses.user, responses.widths)
+    by_user = np.split(np.argsort(responses.user, kind="stable"), np.cumsum(counts)[:-1])
+    for width, count in sorted(set(zip(widths.tolist(), counts.tolist(), strict=True))):
+        alike = np.flatnonzero((widths == width) & (counts == count))
+        size = max(1, batch_size // count)
+        for start in range(0, len(alike), size):
+            users = alike[start : start + size]
+            yield MicroBatch(users, np.concatenate([by_user[u] for u in users]), width, size)
+
+
+def _run(
+    engine: PerUserGradients,
+    policy: CausalLMPolicy,
+    responses: Responses,
+    weights: NDArray[np.float64],
+    batch: MicroBatch,
+    parts: int | None = None,
+) -> None:
+    engine.run(
+        lambda: _loss(policy, responses, weights, batch),
+        users=parts or batch.size,
+        rows=batch.height,
+    )
+
+
+def _loss(
+    policy: CausalLMPolicy,
+    responses: Responses,
+    weights: NDArray[np.float64],
+    batch: MicroBatch,
 ) -> torch.Tensor:
-    device = policy.device
-    width, size = shape
-    tokens, mask = (t.to(device) for t in responses.micro_batch(rows, width, size))
-    filler = len(users)  # fillers make a user of their own, dropped below
-    local = torch.full((size,), filler)
-    local[: len(rows)] = torch.from_numpy(np.searchsorted(users, responses.user[rows]))
-    engine.start(local.to(device), len(users) + 1)
+    """Return Σ weight · log π over the tokens of a micro-batch, a scalar."""
+    tokens, mask = responses.micro_batch(batch.rows, batch.width, batch.height)
+    tokens, mask = tokens.to(policy.device), mask.to(policy.device)
     logprobs = policy.response_logprobs(tokens, mask, responses.length)
     # where, not a product: what stands on padding is no response, whatever its log-probability.
     real = torch.where(mask[:, -responses.length :].bool(), logprobs, 0.0)
     weight = torch.zeros_like(real)
-    weight[: len(rows)] = torch.from_numpy(weights[rows].reshape(len(rows), -1)).to(real)
-    torch.autograd.backward((real * weight).sum(), inputs=list(policy.parameters.values()))
-    for parameter in policy.parameters.values():
-        parameter.grad = None
-    return engine.collect()[:filler].cpu()
-
-
-def _micro_batches(
-    responses: Responses, batch_size: int
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], int]]:
-    """Yield (users, rows, width): whole users only, all of one padded width."""
-    counts = np.bincount(responses.user, minlength=responses.users)
-    widths = np.zeros(responses.users, dtype=np.int64)
-    np.maximum.at(widths, responses.user, responses.widths)
-    by_user = np.argsort(responses.user, kind="stable")
-    starts = np.cumsum([0, *counts])
-    for width in np.unique(widths):
-        batch: list[int] = []
-        size = 0
-        for user in np.flatnonzero(widths == width):
-            if batch and size + counts[user] > batch_size:
-                yield _batch(batch, by_user, starts, int(width))
-                batch, size = [], 0
-            batch.append(int(user))
-            size += counts[user]
-        yield _batch(batch, by_user, starts, int(width))
-
-
-def _batch(
-    batch: list[int], by_user: NDArray[np.int64], starts: NDArray[np.int64], width: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-    users = np.array(batch)
-    return users, np.concatenate([by_user[starts[u] : starts[u + 1]] for u in users]), width
+    of_rows = torch.from_numpy(weights[batch.rows].reshape(len(batch.rows), -1))
+    weight[: len(of_rows)] = of_rows.to(real)
+    return (real * weight).sum()

@@ -1,133 +1,376 @@
 """Per-user gradients of the trainable layers, from one forward and one backward pass.
 
-For a linear layer with input x and output gradient g, a row's weight gradient is Σ_t g_t x_tᵀ. Both
-factors are seen by hooks during an ordinary backward pass over the whole micro-batch, so no loop
-over users and no second pass is needed. Rows are summed **within a user before any norm is
-taken**: all responses to all prompts of a user are one contribution.
+A layer's input and the gradient of its output are enough for the gradient of its weight. Both pass
+by during an ordinary backward pass over a whole micro-batch, so there is no loop over users and no
+second pass; autograd's own weight gradients, which are sums over all users, are never computed.
 
-This file is the one place to replace for another engine: it turns a micro-batch's loss into
-``[users, dimension]`` gradients, and :mod:`dprlhf.gradients.clipping` does the rest.
+Until the norm over all layers, and with it a user's clip factor, is known, it keeps
+
+- of the weight of a linear layer or an embedding, the factors of each user's gradient
+  (:mod:`dprlhf.gradients.outer_products`), or the gradient itself where it has fewer numbers than
+  the factors. Only shapes decide: LoRA's are always kept themselves, those of full fine-tuning
+  nearly never;
+- of a vector (a bias, the gain of a norm, IA3's scales), each user's gradient. If it is not the
+  bias of a linear layer, its layer runs again on each user's own rows and is differentiated (vmap).
+
+Rows are summed **within a user before any norm is taken**: all responses to all prompts of a user
+are one contribution.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import TracebackType
-from typing import Self
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from dprlhf.errors import DprlhfError
+from dprlhf.gradients.outer_products import OuterProducts, add_weighted, per_user, square_norm, wide
 
 
 class PerUserGradients:
-    """Captures per-user gradients of ``parameters`` during backward passes, as a context manager.
+    """Norms and weighted sums of per-user gradients.
 
     The loss must be a **sum** over rows, and no layer may mix rows. A module may be called several
-    times in one forward pass; the contributions add up.
+    times in one forward pass, and modules may share a parameter: all uses add up.
 
     Args:
         model: the module that owns the parameters.
         parameters: the trainable ones, by their name in ``model``.
+        whole: keep the gradients of all weights themselves, for :meth:`gradients`.
 
     Raises:
         DprlhfError: a trainable parameter belongs to a layer whose per-user gradient this engine
             does not know, or the model has a layer that mixes users.
     """
 
-    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._owners = _owners(model, parameters)
-        self._shapes = {name: p.shape for name, p in parameters.items()}
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._rows: torch.Tensor | None = None
-        self._users = 0
-        self._gradients: dict[str, torch.Tensor] = {}
-
-    def __enter__(self) -> Self:
-        for module, names in self._owners.items():
-            self._hooks.append(module.register_forward_hook(self._capture(names)))
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+    def __init__(
+        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], *, whole: bool = False
     ) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._model = model
+        self._parameters = dict(parameters)
+        self._layers = _layers(model, self._parameters)
+        self._whole = whole
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._recording = False
+        self._forget()
 
-    def start(self, user_of_row: torch.Tensor, users: int) -> None:
-        """Begin a micro-batch: ``user_of_row`` is ``[rows]`` with values in 0..users − 1."""
-        self._rows = user_of_row
-        self._users = users
-        self._gradients = {}
+    def run(self, loss: Callable[[], torch.Tensor], *, users: int, rows: int) -> None:
+        """Run the forward and the backward pass of one micro-batch.
 
-    def collect(self) -> torch.Tensor:
-        """Return the gradients since :meth:`start`, ``[users, dimension]``, float32 or wider.
+        Args:
+            loss: computes the loss; the first dimension of whatever a trainable layer works on must
+                be the rows.
+            users: the number of users in the micro-batch.
+            rows: a multiple of ``users``, which have as many adjacent rows each.
+
+        Raises:
+            DprlhfError: a trainable layer is not called, or its first dimension is not the rows.
+        """
+        self._forget()
+        self._users, self._rows = users, rows
+        with self._attached():
+            scalar = loss()
+            with _exact(scalar.device):
+                # The anchor stands before every trainable layer and nothing else requires a
+                # gradient: only what leads to one is differentiated, and no .grad is filled.
+                # (autograd.grad would not allow reentrant checkpointing.)
+                if scalar.requires_grad:
+                    scalar.backward()  # type: ignore[no-untyped-call]
+        for module, layer in self._layers.items():
+            if module not in self._seen:
+                raise DprlhfError(
+                    f"'{layer.names[0]}' received no gradient: its layer"
+                    f" ({type(module).__name__}) has no part in the loss; leave it frozen"
+                )
+
+    def norms(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each user's norm, and the bound to clip by, both ``[users]``, float64.
+
+        The bound is on what the user's part of the sum is in floating point; it equals the norm
+        but for the rounding of those layers that are kept as factors.
+        """
+        square, bound = torch.zeros(2, self._users, dtype=torch.float64)
+        for gradient in self._gradients.values():
+            exact = gradient.flatten(1).double().square().sum(1).cpu()
+            square, bound = square + exact, bound + exact
+        for uses in self._factors.values():
+            with _exact(uses[0].right.device):
+                rounded, upper = (x.cpu() for x in square_norm(uses))
+            square, bound = square + rounded, bound + upper
+        return square.sqrt(), bound.sqrt()
+
+    def add_weighted_sum(self, factors: torch.Tensor, total: torch.Tensor) -> None:
+        """Add Σ_u factor_u g_u to ``total``, and forget the micro-batch.
+
+        Args:
+            factors: ``[users]``, float64, not negative; a user with factor 0 adds exactly 0.
+            total: ``[dimension]``, float64, parameters in order and flattened.
+        """
+        factors = factors.to(total.device)
+        end = 0
+        for name, parameter in self._parameters.items():
+            start, end = end, end + parameter.numel()
+            part = total[start:end]
+            if name in self._gradients:
+                gradient = self._gradients.pop(name).flatten(1).to(total)
+                # where, not a product: 0 · NaN is NaN and would poison the sum.
+                part += factors @ torch.where(factors[:, None] > 0, gradient, 0.0)
+            with _exact(parameter.device):
+                for use in self._factors.pop(name, []):
+                    add_weighted(use, factors, part.view(parameter.shape))
+
+    def gradients(self) -> torch.Tensor:
+        """Return the gradients, ``[users, dimension]``, float32 or wider; needs ``whole``.
 
         The order of the columns is the order of ``parameters``, each flattened.
         """
-        columns = []
-        for name, shape in self._shapes.items():
-            gradient = self._gradients.get(name)
-            if gradient is None:
-                raise DprlhfError(f"'{name}' received no gradient: it is not used by the model")
-            columns.append(gradient.reshape(self._users, shape.numel()))
-        self._gradients = {}
-        return torch.cat(columns, dim=1)
+        return torch.cat([self._gradients[name].flatten(1) for name in self._parameters], dim=1)
 
-    def _capture(self, names: dict[str, str]):  # type: ignore[no-untyped-def]
-        def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-            if not output.requires_grad:
-                return
-            x = inputs[0].detach()
-            output.register_hook(lambda g: self._add(names, x, g))  # type: ignore[no-untyped-call]
+    # --- seeing what passes by ---------------------------------------------------------------
 
-        return hook
+    def _forget(self) -> None:
+        self._users = self._rows = 0
+        self._seen: set[nn.Module] = set()
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._factors: dict[str, list[OuterProducts]] = {}
 
-    def _add(self, names: dict[str, str], x: torch.Tensor, g: torch.Tensor) -> None:
-        assert self._rows is not None
-        wide = torch.promote_types(g.dtype, torch.float32)
-        x, g = x.to(wide), g.to(wide)
-        if "weight" in names:
-            self._accumulate(names["weight"], torch.einsum("rto,rti->roi", g, x))
-        if "bias" in names:
-            self._accumulate(names["bias"], g.sum(1))
+    @contextlib.contextmanager
+    def _attached(self) -> Iterator[None]:
+        hooks = [m.register_forward_hook(self._tap, with_kwargs=True) for m in self._layers]
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        for parameter in trained:
+            parameter.requires_grad_(False)  # or autograd would compute their gradients
+        self._recording = True
+        try:
+            yield
+        finally:
+            self._recording = False
+            for parameter in trained:
+                parameter.requires_grad_(True)
+            for hook in hooks:
+                hook.remove()
 
-    def _accumulate(self, name: str, of_rows: torch.Tensor) -> None:
-        assert self._rows is not None
-        total = self._gradients.get(name)
-        if total is None:
-            total = of_rows.new_zeros(self._users, *of_rows.shape[1:])
-            self._gradients[name] = total
-        total.index_add_(0, self._rows, of_rows)
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _tap(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> torch.Tensor | None:
+        if not (self._recording and torch.is_grad_enabled()):
+            return None
+        layer = self._layers[module]
+        if not isinstance(output, torch.Tensor):
+            raise _unknown(layer.names[0], module)
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        of_rows = [isinstance(x, torch.Tensor) and x.shape[:1] == (self._rows,) for x in leaves]
+        inputs = [x.detach() for x, of_row in zip(leaves, of_rows, strict=True) if of_row]
+        others = [None if of_row else x for x, of_row in zip(leaves, of_rows, strict=True)]
+
+        def arguments(inputs: tuple[torch.Tensor, ...]) -> Any:
+            rest = iter(inputs)
+            filled = [
+                next(rest) if of_row else x for x, of_row in zip(others, of_rows, strict=True)
+            ]
+            return pytree.tree_unflatten(filled, structure)
+
+        def record(inputs: tuple[torch.Tensor, ...], g: torch.Tensor) -> None:
+            if len(g) != self._rows or not inputs:
+                raise DprlhfError(
+                    f"'{layer.names[0]}' ({type(module).__name__}) works on {tuple(g.shape)}, not"
+                    f" on {self._rows} rows first, so users cannot be told apart; leave it frozen"
+                )
+            self._seen.add(module)
+            if layer.outer:
+                self._record_outer(module, layer, inputs[0], g)
+            if layer.vectors:
+                self._record_vectors(module, layer, arguments, inputs, g)
+
+        tapped: torch.Tensor = _Tap.apply(self._anchor, output, record, *inputs)  # type: ignore[no-untyped-call]
+        return tapped
+
+    def _by_user(self, x: torch.Tensor) -> torch.Tensor:
+        """``[rows, ...]`` as ``[users, rows of a user, ...]``."""
+        return x.view(self._users, -1, *x.shape[1:])
+
+    def _record_outer(self, module: Any, layer: _Layer, x: torch.Tensor, g: torch.Tensor) -> None:
+        g = self._by_user(g).flatten(1, -2)
+        x = self._by_user(x).flatten(1, -2 if x.is_floating_point() else -1)
+        if getattr(module, "padding_idx", None) is not None:
+            g = torch.where((x == module.padding_idx)[:, :, None], 0.0, g)
+        if "weight" in layer.outer:
+            name = layer.outer["weight"]
+            n, m = module.weight.shape
+            use = OuterProducts(g, x) if layer.output_first else OuterProducts(x, g)
+            if name not in self._factors and (
+                self._whole or name in self._gradients or n * m <= sum(f[0].numel() for f in use)
+            ):
+                self._add(name, per_user(use, n))
+            else:
+                self._factors.setdefault(name, []).append(use)
+        if "bias" in layer.outer:
+            self._add(layer.outer["bias"], wide(g).sum(1))
+
+    def _record_vectors(
+        self,
+        module: nn.Module,
+        layer: _Layer,
+        arguments: Callable[[tuple[torch.Tensor, ...]], Any],
+        inputs: tuple[torch.Tensor, ...],
+        g: torch.Tensor,
+    ) -> None:
+        state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        state = {name: wide(value.detach()) for name, value in state.items()}
+        vectors = {local: state.pop(local) for local in layer.vectors}
+
+        def of_user(inputs: tuple[torch.Tensor, ...], g: torch.Tensor) -> dict[str, torch.Tensor]:
+            def forward(vectors: dict[str, torch.Tensor]) -> torch.Tensor:
+                args, kwargs = arguments(inputs)
+                out: torch.Tensor = torch.func.functional_call(
+                    module, {**state, **vectors}, args, kwargs
+                )
+                return out
+
+            out, pull_back = torch.func.vjp(forward, vectors)[:2]
+            gradients: dict[str, torch.Tensor] = pull_back(g.to(out.dtype))[0]
+            return gradients
+
+        self._recording = False
+        try:
+            gradients = torch.func.vmap(of_user)(
+                tuple(wide(self._by_user(x)) for x in inputs), wide(self._by_user(g))
+            )
+        finally:
+            self._recording = True
+        for local, name in layer.vectors.items():
+            self._add(name, gradients[local])
+
+    def _add(self, name: str, gradient: torch.Tensor) -> None:
+        before = self._gradients.get(name)
+        self._gradients[name] = gradient if before is None else before + gradient
 
 
-# Batch statistics couple the users of a batch: no clipping can bound one user's influence then.
-_MIXING = (nn.modules.batchnorm._BatchNorm,)
+class _Tap(torch.autograd.Function):
+    """The identity on a layer's output; shows the layer's inputs and the gradient that comes back.
+
+    The inputs go through ``save_for_backward``, so that gradient checkpointing keeps none of them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, output: torch.Tensor, record: Any, *inputs: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.record = record
+        ctx.save_for_backward(*inputs)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        inputs = ctx.saved_tensors  # read once: checkpointing allows no more
+        ctx.record(inputs, g)
+        of_output = g if ctx.needs_input_grad[1] else None
+        return None, of_output, None, *(None for _ in inputs)
 
 
-def _owners(
-    model: nn.Module, parameters: Mapping[str, nn.Parameter]
-) -> dict[nn.Module, dict[str, str]]:
-    """Return, for each module with trainable parameters, its local names and their full names."""
+@contextlib.contextmanager
+def _exact(device: torch.device) -> Iterator[None]:
+    """Switch off autocast and TF32 (and their likes): norms that round like that bound nothing."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+# --- which layers ------------------------------------------------------------------------------
+
+
+@dataclass
+class _Layer:
+    """What a module trains: local parameter names to names in the model.
+
+    Attributes:
+        outer: weight and bias of a linear layer or an embedding.
+        output_first: whether that weight is ``[outputs, inputs]``, as ``nn.Linear`` has it.
+        vectors: all other vectors.
+    """
+
+    outer: dict[str, str] = field(default_factory=dict)
+    output_first: bool = False
+    vectors: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.outer.values(), *self.vectors.values()]
+
+
+_CONTAINERS = (nn.ParameterDict, nn.ParameterList, nn.ModuleDict, nn.ModuleList)
+
+
+def _layers(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[nn.Module, _Layer]:
+    """Return what each module with trainable parameters trains."""
+    from peft import PromptEmbedding, PromptEncoder
+    from transformers.pytorch_utils import Conv1D
+
+    _refuse_mixing(model)
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    modules = dict(model.named_modules())
+    # PEFT evaluates these once for all rows.
+    prompts = [m for m in modules.values() if isinstance(m, (PromptEmbedding, PromptEncoder))]
+    of_prompts = {id(parameter): prompt for prompt in prompts for parameter in prompt.parameters()}
+    layers: dict[nn.Module, _Layer] = {}
+    for path, module in modules.items():
+        for local, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in names:
+                continue
+            name = f"{path}.{local}" if path else local
+            if id(parameter) in of_prompts:
+                raise _unknown(name, of_prompts[id(parameter)])
+            forward = type(module).forward  # a subclass may do anything in its own
+            if local in ("weight", "bias") and (
+                forward in (nn.Linear.forward, Conv1D.forward) or _plain_embedding(module)
+            ):
+                layer = layers.setdefault(module, _Layer())
+                layer.outer[local] = names[id(parameter)]
+                layer.output_first = forward is nn.Linear.forward
+            elif parameter.numel() == max(parameter.shape, default=1):
+                owner = path
+                while isinstance(modules[owner], _CONTAINERS):  # these are never called
+                    owner = owner.rpartition(".")[0]
+                layer = layers.setdefault(modules[owner], _Layer())
+                layer.vectors[name.removeprefix(f"{owner}.")] = names[id(parameter)]
+            else:
+                raise _unknown(name, module)
+    return layers
+
+
+def _plain_embedding(module: nn.Module) -> bool:
+    return (
+        isinstance(module, nn.Embedding)
+        and type(module).forward is nn.Embedding.forward
+        and module.max_norm is None
+        and not module.scale_grad_by_freq
+    )
+
+
+def _unknown(name: str, module: nn.Module) -> DprlhfError:
+    return DprlhfError(
+        f"'{name}' ({type(module).__name__}) has no per-user gradient here; leave it frozen, or"
+        " train a LoRA on linear layers (policy.adapter.type: lora or lora-b)"
+    )
+
+
+def _refuse_mixing(model: nn.Module) -> None:
     for path, module in model.named_modules():
-        if isinstance(module, _MIXING):
+        how = None
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            how = "normalises by the batch"
+        if "experts" in dict(module.named_children()) or "Experts" in type(module).__name__:
+            how = "sends the tokens of a batch through its experts together"
+        if how:
             raise DprlhfError(
-                f"'{path}' ({type(module).__name__}) mixes the users of a batch, so one user's"
-                " influence cannot be bounded"
+                f"'{path}' ({type(module).__name__}) mixes the users of a batch: it {how}, so one"
+                " user's influence cannot be bounded; choose a model without such layers"
             )
-    owners: dict[nn.Module, dict[str, str]] = {}
-    for name in parameters:
-        path, _, local = name.rpartition(".")
-        module = model.get_submodule(path)
-        if not isinstance(module, nn.Linear) or local not in ("weight", "bias"):
-            raise DprlhfError(
-                f"'{name}' ({type(module).__name__}) has no per-user gradient here; train a LoRA"
-                " on linear layers (policy.adapter.type: lora or lora-b)"
-            )
-        owners.setdefault(module, {})[local] = name
-    return owners

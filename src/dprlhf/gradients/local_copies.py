@@ -1,0 +1,77 @@
+"""Many users' own copies of the trainable layers, evaluated together in one pass.
+
+A batch holds the same number of rows for each of its users. Inside :func:`local_copies` every
+trainable layer multiplies a user's rows by that user's weight: one batched matrix product in place
+of one pass for each user. The frozen layers see an ordinary batch, and autograd returns the
+gradient of each copy, so local training needs no loop over users.
+
+A batched product keeps its members apart: a user whose copy overflows spoils nobody else's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from dprlhf.errors import DprlhfError
+
+
+@contextlib.contextmanager
+def local_copies(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], moves: torch.Tensor, rows: int
+) -> Iterator[None]:
+    """Inside, the rows of user u in a batch see the parameters θ + moves[u].
+
+    Args:
+        model: owns the parameters θ, which stay as they are.
+        parameters: the trainable ones, by their name in ``model``.
+        moves: ``[users, dimension]``: parameters in order and flattened.
+        rows: of the batch: as many for each user, side by side. A pass over any other number of
+            rows sees θ, as when processes help each other under FSDP.
+
+    Raises:
+        DprlhfError: a trainable parameter is not the weight of a linear layer, as those of LoRA
+            are.
+    """
+    sizes = [p.numel() for p in parameters.values()]
+    pieces = zip(parameters.items(), torch.split(moves, sizes, dim=1), strict=True)
+    with contextlib.ExitStack() as stack:
+        for (name, parameter), piece in pieces:
+            weights = parameter + piece.view(-1, *parameter.shape)
+            hook = linear_layer(model, name).register_forward_hook(_replace(weights, rows))
+            stack.callback(hook.remove)
+        yield
+
+
+def linear_layer(model: nn.Module, name: str) -> nn.Linear:
+    """Return the linear layer that a parameter is the weight of.
+
+    Raises:
+        DprlhfError: it is anything else.
+    """
+    path, _, local = name.rpartition(".")
+    layer = model.get_submodule(path)
+    if not isinstance(layer, nn.Linear) or local != "weight":
+        raise DprlhfError(
+            f"'{name}' ({type(layer).__name__}) cannot be trained by update.name: ppo, which copies"
+            " the weights of LoRA for each user; use policy.adapter.type: lora or lora-b, or"
+            " update.name: pg"
+        )
+    return layer
+
+
+def _replace(weights: torch.Tensor, rows: int) -> Any:
+    users = len(weights)
+
+    def hook(layer: nn.Linear, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> Any:
+        (x,) = inputs
+        if len(x) != rows:
+            return None
+        product = (x.reshape(users, -1, x.shape[-1]) @ weights.mT).reshape(output.shape)
+        return product if layer.bias is None else product + layer.bias
+
+    return hook

@@ -1,0 +1,165 @@
+"""A compact decoding loop: one prefill for each prompt, then one token a step for all its copies.
+
+Each row has its own uniform number for each step and takes the token at which its cumulative
+probability passes that number (inverse CDF). What a user samples then does not depend on who else
+is in the micro-batch, on its size, or on which process it runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.rollout.responses import padded_width
+
+_BLOCK = 256
+_BELOW_ONE = 1 - 2.0**-53
+_CPU_ROWS = 128
+
+
+def inverse_cdf(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return the first token whose cumulative probability exceeds the uniform number.
+
+    The cumulative sum runs over blocks of the vocabulary first and then inside one block, both in
+    float64: in float32 a late token's mass drowns in what stands before it, and a uniform number
+    can round to 1. A block's own mass is summed in float32, which errs no more than the softmax.
+
+    Args:
+        logits: ``[rows, vocabulary]``.
+        uniforms: in (0, 1), float64, ``[rows, draws]``.
+        temperature: divides the logits.
+
+    Returns:
+        Token numbers, ``[rows, draws]``; never one of probability zero.
+    """
+    scaled = logits.float() if temperature == 1 else logits.float() / temperature
+    mass = scaled.softmax(1)
+    if missing := -mass.shape[1] % _BLOCK:
+        mass = F.pad(mass, (0, missing))
+    blocks = mass.view(len(mass), -1, _BLOCK)
+    of_blocks = blocks.sum(2).double()
+    cumulative = of_blocks.cumsum(1)
+    threshold = uniforms * cumulative[:, -1:]
+    # right: the first entry above the threshold, so its own mass is not zero.
+    block = torch.searchsorted(cumulative, threshold, right=True)
+    rows = torch.arange(len(logits), device=logits.device)[:, None]
+    inside = blocks[rows, block].cumsum(2, dtype=torch.float64)
+    left = threshold - (cumulative - of_blocks).gather(1, block)
+    # Rounding may carry what is left of the threshold to the end of its block.
+    left = torch.minimum(left, inside[..., -1] * _BELOW_ONE)
+    token = torch.searchsorted(inside, left[..., None], right=True)[..., 0]
+    return block * _BLOCK + token
+
+
+@torch.no_grad()
+def decode(
+    policy: CausalLMPolicy,
+    prompts: Sequence[list[int]],
+    uniforms: torch.Tensor,
+    *,
+    size: int,
+    width: int,
+) -> list[list[int]]:
+    """Sample several responses for each prompt, at shapes that ``size`` and ``width`` alone fix.
+
+    Args:
+        policy: the adapter is on or off as the caller left it.
+        prompts: at most ``size`` token lists, none empty or longer than ``width``.
+        uniforms: ``[prompts, copies, length]``, float64; decides the tokens.
+        size: prompts in the micro-batch; fillers make up the rest.
+        width: prompts are padded on the left to this width and one column more.
+
+    Returns:
+        ``prompts · copies`` responses of at most ``length`` tokens, the copies of a prompt
+        adjacent. A response ends with its end-of-sequence token: the policy chose that one too.
+    """
+    _, copies, length = uniforms.shape
+    device, real, pad = policy.device, len(prompts), policy.tokenizer.pad_token_id
+    ids = torch.full((size, 1 + width), pad)
+    mask = torch.zeros((size, 1 + width + length), dtype=torch.long)
+    mask[:, width:] = 1  # a filler's prompt is one token
+    for row, prompt in enumerate(prompts):
+        ids[row, 1 + width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, 1 + width - len(prompt) :] = 1
+    ids, mask = ids.to(device), mask.to(device)
+    ends = torch.tensor(policy.end_tokens, device=device)
+    draws = F.pad(uniforms, (0, 0, 0, 0, 0, size - real), value=0.5).to(device)
+    tokens = torch.full((size * copies, length), pad, device=device)
+    ended = torch.arange(size * copies, device=device) >= real * copies
+
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    output = policy.model(
+        input_ids=ids,
+        attention_mask=mask[:, : 1 + width],
+        position_ids=positions[:, : 1 + width],
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    # A row of the first logits is a prompt with all its copies; from here on it is a response.
+    logits, cache = output.logits[:, -1], output.past_key_values
+    prompt_of_row = torch.arange(size, device=device).repeat_interleave(copies)
+    cache.reorder_cache(prompt_of_row)
+    mask, positions = mask[prompt_of_row], positions[prompt_of_row]
+    for step in range(length):
+        now = draws.reshape(len(logits), -1, length)[:, :, step]
+        chosen = inverse_cdf(logits, now, policy.temperature).flatten()
+        tokens[:, step] = torch.where(ended, pad, chosen)
+        ended |= torch.isin(chosen, ends)
+        if step + 1 == length or bool(ended.all()):
+            break
+        column = 1 + width + step
+        logits = policy.model(
+            input_ids=tokens[:, step, None],
+            attention_mask=mask[:, : column + 1],
+            position_ids=positions[:, column, None],
+            past_key_values=cache,
+            use_cache=True,
+        ).logits[:, -1]
+    return [_until_end(row, policy.end_tokens) for row in tokens[: real * copies].tolist()]
+
+
+def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
+    for position, token in enumerate(tokens):
+        if token in ends:
+            return tokens[: position + 1]
+    return tokens
+
+
+def batch_size(policy: CausalLMPolicy, *, prompt: int, response: int, rows: float) -> int:
+    """Return how many responses to sample at once, a power of two.
+
+    Only public numbers enter: a batch size decides shapes, and shapes decide rounding. On a GPU it
+    is what fits into half of the free memory, on a CPU at most 128 (more was not faster), and never
+    more than all rows of a round need.
+
+    Args:
+        prompt: the longest prompt, in tokens.
+        response: the length of a response.
+        rows: the responses that a process expects in a round.
+    """
+    most = _CPU_ROWS
+    if policy.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(policy.device)
+        most = max(1, free // 2 // bytes_per_row(policy, 1 + padded_width(prompt) + response))
+    needed = 1 << max(0, math.ceil(rows) - 1).bit_length()
+    return min(needed, 1 << (most.bit_length() - 1))
+
+
+def bytes_per_row(policy: CausalLMPolicy, tokens: int) -> int:
+    """Estimate from above what sampling one row of so many tokens keeps at once."""
+    config = policy.model.config.get_text_config()
+    weight = policy.model.get_input_embeddings().weight
+    vocabulary, hidden = weight.shape
+    heads = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    of_head = getattr(config, "head_dim", None) or hidden // heads
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    # Twice: a cache is copied to grow. The prefill holds one layer's activations.
+    cache = 2 * 2 * config.num_hidden_layers * groups * of_head * tokens
+    prefill = (8 * hidden + 3 * inner) * tokens
+    # Logits, and in float32 their copy, its softmax and both with padding.
+    return int((cache + prefill + vocabulary) * weight.element_size() + 4 * 4 * vocabulary)

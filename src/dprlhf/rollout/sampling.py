@@ -1,0 +1,173 @@
+"""Sampling: y ~ μ and y′ ~ π_t, several responses for each prompt (He & Zhou, Algorithm 1)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dprlhf import recipe
+from dprlhf.boundary import Private, open_private
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.privacy.randomness import uniforms
+from dprlhf.rollout import vllm
+from dprlhf.rollout.decoding import batch_size, decode
+from dprlhf.rollout.responses import Responses, Tick, padded_width
+from dprlhf.users import Prompts
+
+
+def settled(
+    spec: recipe.Rollout, policy: CausalLMPolicy, *, rows: float, max_prompt_tokens: int
+) -> recipe.Rollout:
+    """Fix once for a run what the machine decides, and start vLLM if it is to sample.
+
+    Args:
+        spec: ``batch_size: auto`` becomes a number, which the run keeps.
+        policy: where it will compute.
+        rows: the responses that a process expects in a round, a public number.
+        max_prompt_tokens: the longest prompt.
+
+    Raises:
+        DprlhfError: vLLM cannot sample this policy.
+    """
+    if spec.backend == "vllm":
+        vllm.engine(policy)
+    if spec.batch_size != "auto":
+        return spec
+    size = batch_size(policy, prompt=max_prompt_tokens, response=spec.max_new_tokens, rows=rows)
+    return spec.model_copy(update={"batch_size": size})
+
+
+def sample_responses(
+    policy: CausalLMPolicy,
+    prompts: Private[Prompts],
+    spec: recipe.Rollout,
+    *,
+    key: bytes,
+    round_: int,
+    max_prompt_tokens: int,
+    tick: Tick | None = None,
+) -> Private[Responses]:
+    """Sample this round's responses for the private users' prompts."""
+    opened = open_private(prompts)
+    return Private(
+        sample(
+            policy,
+            opened,
+            spec,
+            key=key,
+            context=("rollout", round_),
+            max_prompt_tokens=max_prompt_tokens,
+            tick=tick,
+        )
+    )
+
+
+def sample(
+    policy: CausalLMPolicy,
+    prompts: Prompts,
+    spec: recipe.Rollout,
+    *,
+    key: bytes,
+    context: tuple[str | int, ...],
+    max_prompt_tokens: int,
+    tick: Tick | None = None,
+) -> Responses:
+    """Sample ``spec.responses`` responses for each prompt.
+
+    With ``base_policy: reference`` the first half of a prompt's rows come from μ (the adapter
+    off) and the rest from π_t; with ``on-policy`` all come from π_t.
+
+    Args:
+        key: seeds the sampling; a row's draws depend on ``context``, its user, the user's prompt
+            and the response's number, and on nothing else.
+    """
+    k, length = spec.responses, spec.max_new_tokens
+    encoded = policy.encode(prompts.prompts, max_prompt_tokens)
+    width = padded_width(max(map(len, encoded), default=0))
+    tokens = torch.full((len(prompts) * k, width + length), policy.tokenizer.pad_token_id)
+    mask = torch.zeros_like(tokens)
+    from_base = np.arange(k) < (k // 2 if spec.base_policy == "reference" else 0)
+    draws = _draws(prompts, key, context, k, length)
+    generate = vllm.generate if spec.backend == "vllm" else _generate
+    # Two passes, not one with PEFT's adapter_names: that costs hooks on every layer at every step,
+    # and saves filler rows only.
+    for base in np.unique(from_base):
+        copies = np.flatnonzero(from_base == base)
+        row_of = (k * np.arange(len(prompts))[:, None] + copies).ravel()
+        with policy.base() if base else contextlib.nullcontext():
+            done = generate(policy, encoded, draws[:, copies], spec)
+            for positions, responses in done:
+                for position, response in zip(positions, responses, strict=True):
+                    row = row_of[position]
+                    prompt = encoded[row // k]
+                    start, end = width - len(prompt), width + len(response)
+                    tokens[row, start:end] = torch.tensor(prompt + response)
+                    mask[row, start:end] = 1
+                if tick is not None:
+                    tick(len(positions))
+    _, user = np.unique(prompts.users, return_inverse=True)
+    texts = [
+        policy.tokenizer.decode(t[m.bool()], skip_special_tokens=True)
+        for t, m in zip(tokens[:, width:], mask[:, width:], strict=True)
+    ]
+    return Responses(
+        tokens=tokens,
+        mask=mask,
+        prompt=np.repeat(np.arange(len(prompts)), k),
+        user=np.repeat(user, k),
+        from_base=np.tile(from_base, len(prompts)),
+        texts=texts,
+        prompts=prompts,
+        users=len(np.unique(prompts.users)),
+        length=length,
+    )
+
+
+def _draws(
+    prompts: Prompts, key: bytes, context: tuple[str | int, ...], k: int, length: int
+) -> torch.Tensor:
+    """Return one uniform number for each token to come, ``[prompts, k, length]``."""
+    draws = [
+        uniforms(key, *context, int(user), int(slot), count=k * length)
+        for user, slot in zip(prompts.users, prompts.slots, strict=True)
+    ]
+    return torch.from_numpy(np.array(draws).reshape(-1, k, length))
+
+
+def _generate(
+    policy: CausalLMPolicy,
+    prompts: Sequence[list[int]],
+    draws: torch.Tensor,
+    spec: recipe.Rollout,
+) -> Iterator[tuple[NDArray[np.int64], list[list[int]]]]:
+    """Yield micro-batches: which of the flat ``[prompts · copies]`` rows they are, and responses.
+
+    Prompts of one padded width go together. All copies of a prompt share its prefill, or as many
+    of them as divide their number and fit into a micro-batch.
+    """
+    _, copies, length = draws.shape
+    assert spec.batch_size != "auto", "settled() turns auto into a number, once for a run"
+    limit = spec.batch_size
+    together = max(c for c in range(1, min(copies, limit) + 1) if copies % c == 0)
+    size = limit // together
+    groups = draws.reshape(-1, together, length)
+    prompt_of = np.arange(len(groups)) * together // copies
+    widths = padded_width(np.array([len(p) for p in prompts], dtype=np.int64))[prompt_of]
+    for width in np.unique(widths):
+        alike = np.flatnonzero(widths == width)
+        for start in range(0, len(alike), size):
+            chosen = alike[start : start + size]
+            yield (
+                (chosen[:, None] * together + np.arange(together)).ravel(),
+                decode(
+                    policy,
+                    [prompts[p] for p in prompt_of[chosen]],
+                    groups[chosen],
+                    size=size,
+                    width=int(width),
+                ),
+            )

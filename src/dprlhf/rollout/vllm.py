@@ -1,0 +1,194 @@
+"""Sampling by vLLM, for long responses on a GPU: the base in an engine, the adapter sent each time.
+
+Nothing here was measured, or run on a GPU: the tests put a stand-in in vLLM's place.
+
+vLLM computes whatever requests there are in one batch, so its shapes follow from who is there. Only
+its batch-invariant mode makes a row's tokens independent of the others. Without it one user could
+move what others contribute, and the sensitivity would be wrong; so the mode is required, and public
+tokens must get the same answers alone and together. That is a check and no proof: vLLM calls the
+mode beta, and tests it on a list of models.
+
+Differences from :mod:`dprlhf.rollout.decoding`:
+
+- The distribution is the same, the draws are not: vLLM has a generator for each request, seeded
+  here with the row's own first uniform number.
+- vLLM has its own kernels and rounds the adapter to bfloat16, while log-probabilities are
+  transformers'. π_t is sampled up to rounding; this touches utility and not privacy.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dprlhf import recipe
+from dprlhf.errors import DprlhfError
+from dprlhf.policies.causal_lm import CausalLMPolicy
+
+_INSTALL = "pip install 'dprlhf[vllm]'"
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM takes as a largest rank
+_COOLEST = 0.01  # vLLM samples colder policies at this temperature, or takes the likeliest token
+_adapter_ids = itertools.count(1)
+
+
+def generate(
+    policy: CausalLMPolicy,
+    prompts: Sequence[list[int]],
+    draws: torch.Tensor,
+    spec: recipe.Rollout,
+) -> Iterator[tuple[NDArray[np.int64], list[list[int]]]]:
+    """Yield all flat ``[prompts · copies]`` rows and their responses, in one call of the engine.
+
+    Raises:
+        DprlhfError: vLLM cannot sample this policy; see :func:`engine`.
+    """
+    count, copies, length = draws.shape
+    if count:
+        seeds = (draws[..., 0].flatten() * 2.0**53).long().tolist()
+        rows = [prompt for prompt in prompts for _ in range(copies)]
+        yield np.arange(count * copies), _sample(engine(policy), policy, rows, seeds, length)
+
+
+@functools.lru_cache(maxsize=1)
+def engine(policy: CausalLMPolicy) -> Any:
+    """Start vLLM beside the policy, on half of the GPU's free memory; once for a policy.
+
+    Raises:
+        DprlhfError: vLLM is not installed, cannot load this policy, or does not promise that a
+            row's tokens are independent of the others.
+    """
+    _refuse(policy)
+    # In a process of its own: the mode replaces matrix products by kernels without a backward pass.
+    if os.environ.get("VLLM_BATCH_INVARIANT") != "1":
+        raise DprlhfError(
+            "rollout.backend vllm: set VLLM_BATCH_INVARIANT=1 before the start; without it one"
+            " user's prompt can change the tokens of others, which no noise covers"
+        )
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "1":
+        raise DprlhfError(
+            "rollout.backend vllm: unset VLLM_ENABLE_V1_MULTIPROCESSING; the engine must run in a"
+            " process of its own, apart from the gradients"
+        )
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    try:
+        vllm, envs = importlib.import_module("vllm"), importlib.import_module("vllm.envs")
+    except ImportError as error:
+        raise DprlhfError(f"rollout.backend vllm: {error}; install it with {_INSTALL}") from None
+    if not getattr(envs, "VLLM_BATCH_INVARIANT", False):
+        raise DprlhfError(
+            f"rollout.backend vllm: version {vllm.__version__} has no batch-invariant mode;"
+            f" upgrade with {_INSTALL}"
+        )
+    free, total = torch.cuda.mem_get_info(policy.device)
+    try:
+        made = vllm.LLM(
+            model=policy.model.get_base_model().name_or_path,
+            dtype="bfloat16",
+            skip_tokenizer_init=True,
+            max_model_len=-1,  # the model's own, or what fits
+            gpu_memory_utilization=free / total / 2,
+            enable_lora=True,
+            max_loras=1,
+            max_lora_rank=_largest_rank(policy),
+            enable_prefix_caching=False,  # shared prefixes would be another way to meet others
+            generation_config="vllm",  # not the checkpoint's penalties
+            disable_log_stats=True,
+            seed=0,
+        )
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise DprlhfError(f"rollout.backend vllm: {reason}") from None
+    _check_invariance(made, policy)
+    return made
+
+
+def _refuse(policy: CausalLMPolicy) -> None:
+    """Refuse what vLLM cannot sample, before it is loaded."""
+    config = getattr(policy.model, "peft_config", {}).get("default")
+    if config is None or config.peft_type != "LORA" or config.use_dora or config.modules_to_save:
+        raise DprlhfError(
+            "rollout.backend vllm loads LoRA adapters only (policy.adapter.type lora or lora-b);"
+            " for others take rollout.backend: transformers"
+        )
+    if policy.model.get_input_embeddings().weight.dtype != torch.bfloat16:
+        raise DprlhfError("rollout.backend vllm needs policy.dtype: bfloat16, its adapters' type")
+    if policy.temperature < _COOLEST:
+        raise DprlhfError(
+            f"rollout.temperature {policy.temperature}: vllm samples exactly from {_COOLEST} on"
+        )
+    if policy.device.type != "cuda" or torch.distributed.is_initialized():
+        raise DprlhfError(
+            "rollout.backend vllm needs one process with a GPU; otherwise take"
+            " rollout.backend: transformers"
+        )
+
+
+def _largest_rank(policy: CausalLMPolicy) -> int:
+    rank = policy.model.peft_config["default"].r
+    for largest in _RANKS:
+        if rank <= largest:
+            return largest
+    raise DprlhfError(f"policy.adapter.rank {rank}: vllm takes at most {_RANKS[-1]}")
+
+
+def _sample(
+    llm: Any, policy: CausalLMPolicy, prompts: list[list[int]], seeds: list[int], length: int
+) -> list[list[int]]:
+    """Return a response for each prompt; the adapter goes along under a number of its own."""
+    vllm = importlib.import_module("vllm")
+    settings = [
+        vllm.SamplingParams(
+            temperature=policy.temperature,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            repetition_penalty=1.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            seed=seed,
+            max_tokens=length,
+            min_tokens=0,
+            ignore_eos=True,  # else vLLM adds end tokens of the checkpoint to ours
+            stop_token_ids=policy.end_tokens,
+            detokenize=False,
+        )
+        for seed in seeds
+    ]
+    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    with tempfile.TemporaryDirectory() as folder:
+        adapter = None
+        if not policy.is_base:
+            policy.save(Path(folder))
+            number = next(_adapter_ids)  # vLLM keeps what it loaded under a number
+            request = importlib.import_module("vllm.lora.request").LoRARequest
+            adapter = request(f"round-{number}", number, folder)
+        # A progress bar would tell the number of requests.
+        outputs = llm.generate(requests, settings, lora_request=adapter, use_tqdm=False)
+    responses = [list(output.outputs[0].token_ids) for output in outputs]
+    for response in responses:
+        if len(response) != length and (not response or response[-1] not in policy.end_tokens):
+            raise DprlhfError("rollout.backend vllm: a response stopped before its end")
+    return responses
+
+
+def _check_invariance(llm: Any, policy: CausalLMPolicy) -> None:
+    """Sample continuations of public tokens alone and together; they must be the same."""
+    vocabulary = policy.model.get_input_embeddings().weight.shape[0]
+    prompts = [[(31 * i + 7 * j) % vocabulary for j in range(5 * i + 1)] for i in range(8)]
+    together = _sample(llm, policy, prompts, list(range(8)), 16)
+    alone = [_sample(llm, policy, [p], [i], 16)[0] for i, p in enumerate(prompts)]
+    if alone != together:
+        raise DprlhfError(
+            "rollout.backend vllm: a prompt gets other tokens alone than beside others, in spite"
+            " of VLLM_BATCH_INVARIANT=1; for this model take rollout.backend: transformers"
+        )
