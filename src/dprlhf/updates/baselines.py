@@ -36,11 +36,22 @@ def loo(rewards: Array, from_base: NDArray[np.bool_]) -> Array:
     return advantages
 
 
-def group(rewards: Array, from_base: NDArray[np.bool_]) -> Array:
-    """Group-relative advantage of GRPO (arXiv 2402.03300): standardised within the prompt."""
-    centred = rewards - rewards.mean(1, keepdims=True)
-    advantages: Array = centred / (rewards.std(1, ddof=1, keepdims=True) + _GROUP_EPSILON)
+def centred(rewards: Array, from_base: NDArray[np.bool_]) -> Array:
+    """Each response against the mean of all, itself included: GRPO without ``scale_rewards``."""
+    advantages: Array = rewards - rewards.mean(1, keepdims=True)
     return advantages
 
 
-BASELINES: dict[str, Baseline] = {"paired": paired, "loo": loo, "group": group}
+def group(rewards: Array, from_base: NDArray[np.bool_]) -> Array:
+    """Group-relative advantage of GRPO (arXiv 2402.03300): standardised within the prompt."""
+    spread = rewards.std(1, ddof=1, keepdims=True) + _GROUP_EPSILON
+    advantages: Array = centred(rewards, from_base) / spread
+    return advantages
+
+
+BASELINES: dict[str, Baseline] = {
+    "paired": paired,
+    "loo": loo,
+    "centred": centred,
+    "group": group,
+}

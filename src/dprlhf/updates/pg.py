@@ -16,8 +16,9 @@ Departures from the paper:
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from dprlhf import recipe
@@ -26,6 +27,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
 from dprlhf.updates.baselines import BASELINES
+from dprlhf.updates.logprobs import log_ratio_to_base
 from dprlhf.updates.private_round import PrivateRound
 
 
@@ -50,35 +52,27 @@ def weigh(
 ) -> NDArray[np.float64]:
     """Return each row's weight: advantage × importance ratio / the user's number of responses.
 
-    A user that is not ``valid`` contributes zero.
+    Scores of each token, ``[rows, response]``, give weights of each token: at a token the baseline
+    is that of the other responses' rewards-to-go. A user that is not ``valid`` contributes zero.
     """
     if not len(responses.user):
-        return np.empty(0)
+        return np.empty_like(scores.values)
     k = len(responses.user) // len(responses.prompts)
-    rewards = scores.values.reshape(-1, k)
-    advantages = BASELINES[baseline](rewards, responses.from_base[:k]).ravel()
+    columns = scores.values.reshape(len(responses.user), -1).T
+    advantages = np.stack(
+        [BASELINES[baseline](c.reshape(-1, k), responses.from_base[:k]).ravel() for c in columns], 1
+    )
     of_user = np.bincount(responses.user, minlength=responses.users)
-    weights: NDArray[np.float64] = advantages * ratio / of_user[responses.user]
-    return np.where(valid[responses.user], weights, 0.0)
+    weights = advantages * (ratio / of_user[responses.user])[:, None]
+    return np.where(valid[responses.user, None], weights, 0.0).reshape(scores.values.shape)
 
 
-@torch.no_grad()
 def importance_ratio(
     policy: CausalLMPolicy, responses: Responses, batch_size: int, largest: float
 ) -> NDArray[np.float64]:
     """Return min(π_t(y|x)/μ(y|x), largest) for rows from μ, and 1 for rows from π_t, ``[rows]``."""
     ratio = np.ones(len(responses.user))
-    widths = responses.widths
-    for width in np.unique(widths[responses.from_base]):
-        rows = np.flatnonzero(responses.from_base & (widths == width))
-        for start in range(0, len(rows), batch_size):
-            chosen = rows[start : start + batch_size]
-            tokens, mask = responses.micro_batch(chosen, int(width), batch_size)
-            tokens, mask = tokens.to(policy.device), mask.to(policy.device)
-            current = policy.response_logprobs(tokens, mask, responses.length)
-            with policy.base():
-                base = policy.response_logprobs(tokens, mask, responses.length)
-            real = mask[:, -responses.length :].bool()
-            log_ratio = torch.where(real, current - base, 0.0).sum(1).double()
-            ratio[chosen] = log_ratio.exp().clamp(max=largest).cpu().numpy()[: len(chosen)]
+    rows = np.flatnonzero(responses.from_base)
+    log_ratio = log_ratio_to_base(policy, responses, batch_size, rows).sum(1)
+    ratio[rows] = np.exp(np.minimum(log_ratio, math.log(largest)))
     return ratio

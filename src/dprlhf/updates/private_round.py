@@ -6,15 +6,21 @@ policy along what was released; some updates do this several times in a round.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from dprlhf.boundary import BoundedSum, Private, Released, open_private
-from dprlhf.gradients.clipping import ClippedSum, Weighted, clipped_sum
+from dprlhf.gradients.clipping import (
+    ClippedSum,
+    Weighted,
+    clipped_sum,
+    clipped_vectors,
+    vector_norm,
+)
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses, Tick
@@ -28,14 +34,19 @@ class PrivateRound:
     Attributes:
         policy: π_t; :meth:`step` moves it.
         responses: all responses of the round's users.
-        scores: their rewards, ``[rows]``.
+        scores: their rewards as the update sees them, ``[rows]``; less the KL penalty, which makes
+            them ``[rows, response]`` where it is taken token by token.
         clip_norm: S of the plan.
+        noise_multiplier: z of the plan.
+        divisor: m of the plan.
         telemetry: the coordinates that ride in the round's first release.
         optimizer: of the policy's parameters; it sees released values only.
         reduce: sums a tensor over all processes.
         gate: turns the sum over all processes into a released mean.
+        number: t, from 1.
         tick: told the number of rows done.
-        released: the first release without telemetry, ``[dimension]``.
+        unpenalised: the scores without a KL penalty, for telemetry.
+        released: the first release without telemetry; ``[dimension]`` where it is a gradient.
         telemetry_released: the telemetry coordinates of the first release, ``[count]``.
         norms: each user's norm before clipping in the first release, for secret telemetry.
     """
@@ -44,14 +55,21 @@ class PrivateRound:
     responses: Private[Responses]
     scores: Private[Scores]
     clip_norm: float
+    noise_multiplier: float
+    divisor: float
     telemetry: TelemetryCoordinates
     optimizer: torch.optim.Optimizer
     reduce: Callable[[torch.Tensor], torch.Tensor]
     gate: Callable[[BoundedSum], Released[torch.Tensor]]
+    number: int
     tick: Tick | None = None
+    unpenalised: Private[Scores] = field(init=False)
     released: torch.Tensor | None = None
     telemetry_released: torch.Tensor | None = None
     norms: Private[NDArray[np.float64]] | None = None
+
+    def __post_init__(self) -> None:
+        self.unpenalised = self.scores
 
     @property
     def valid(self) -> Private[NDArray[np.bool_]]:
@@ -77,6 +95,33 @@ class PrivateRound:
             tick=self.tick,
         )
 
+    @property
+    def radius(self) -> float:
+        """√(S² − e²), the bound on a user's vector beside its telemetry coordinates."""
+        _, extra_norm = self._extra()
+        return vector_norm(self.clip_norm, extra_norm)
+
+    def clipped_vectors(
+        self,
+        vectors: Private[Iterable[tuple[NDArray[np.int64], torch.Tensor]]],
+        dimension: int | None = None,
+    ) -> ClippedSum:
+        """Return Σ_u clip(v_u, S) over all processes.
+
+        Args:
+            vectors: some users and their vectors, ``[n, dimension]``, until no user is left.
+            dimension: of a vector; None for that of the policy.
+        """
+        extra, extra_norm = self._extra()
+        return clipped_vectors(
+            vectors,
+            self.policy.dimension if dimension is None else dimension,
+            extra=Private(extra),
+            extra_norm=extra_norm,
+            clip_norm=self.clip_norm,
+            reduce=self.reduce,
+        )
+
     def release(self, clipped: ClippedSum) -> torch.Tensor:
         """Charge the round (once) and return the noised mean, float64, without telemetry."""
         released = self.gate(clipped.bounded).value
@@ -98,7 +143,7 @@ class PrivateRound:
         self.optimizer.zero_grad()
 
     def _extra(self) -> tuple[NDArray[np.float64], float]:
-        responses, scores = open_private(self.responses), open_private(self.scores)
+        responses, scores = open_private(self.responses), open_private(self.unpenalised)
         if self.released is not None:
             return np.zeros((responses.users, 0)), 0.0
         valid = open_private(self.valid)

@@ -1,0 +1,97 @@
+"""The server-side optimizers and their learning rates: post-processing of released values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from dprlhf import recipe
+
+
+def make_optimizer(
+    spec: recipe.Optimizer, parameters: Iterable[torch.Tensor], noise_std: float
+) -> torch.optim.Optimizer:
+    """Build the recipe's optimizer.
+
+    Args:
+        spec: the recipe's ``optimizer`` section.
+        parameters: of the policy.
+        noise_std: σ = zS/m, the noise of each coordinate of a released mean.
+    """
+    if spec.name == "sgd":
+        return torch.optim.SGD(parameters, lr=spec.learning_rate, momentum=spec.momentum)
+    if spec.name == "adam":
+        return torch.optim.Adam(parameters, spec.learning_rate, betas=spec.betas, eps=spec.eps)
+    return NoiseCorrectedAdam(parameters, spec, noise_std)
+
+
+class NoiseCorrectedAdam(torch.optim.Optimizer):
+    """Adam without the noise in its second moment (DP-AdamBC, Tang et al., arXiv 2312.14334).
+
+    Where noise outweighs the gradient, Adam's v is σ² in every coordinate, and Adam is SGD with
+    momentum and a step of lr/σ. The estimate v̂ − σ² brings the gradient's own scale back. It is
+    held above ``noise_floor`` · σ², where the paper has a constant of the gradient's unit.
+
+    Args:
+        parameters: to optimize.
+        spec: ``learning_rate``, ``betas``, ``eps`` and ``noise_floor``.
+        noise_std: σ.
+    """
+
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], spec: recipe.Optimizer, noise_std: float
+    ) -> None:
+        super().__init__(parameters, {"lr": spec.learning_rate})
+        self._spec = spec
+        self._variance = noise_std**2
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Descend along the parameters' gradients."""
+        (first, second), variance = self._spec.betas, self._variance
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient, state = parameter.grad, self.state[parameter]
+                if "step" not in state:
+                    state["step"] = torch.zeros(())
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                state["step"] += 1
+                state["exp_avg"].lerp_(gradient, 1 - first)
+                state["exp_avg_sq"].lerp_(gradient**2, 1 - second)
+                count = int(state["step"])
+                mean = state["exp_avg"] / (1 - first**count)
+                square = state["exp_avg_sq"] / (1 - second**count)
+                square = (square - variance).clamp(min=self._spec.noise_floor * variance)
+                parameter -= group["lr"] * mean / (square.sqrt() + self._spec.eps)
+
+
+def set_learning_rate(
+    optimizer: torch.optim.Optimizer, spec: recipe.Optimizer, round_: int, rounds: int
+) -> None:
+    """Set the learning rate of a round. No state is kept, so that a resumed run needs none."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(spec, round_, rounds)
+
+
+def learning_rate(spec: recipe.Optimizer, round_: int, rounds: int) -> float:
+    """Return the learning rate of round t = 1..T.
+
+    It rises in equal steps over the first ``warmup`` share of the rounds, the last of which has all
+    of it, and falls from the round after them on.
+
+    >>> spec = recipe.Optimizer(learning_rate=1.0, schedule="linear", warmup=0.5)
+    >>> [learning_rate(spec, t, 8) for t in range(1, 9)]
+    [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    warm = round(spec.warmup * rounds)
+    if round_ <= warm:
+        return spec.learning_rate * round_ / warm
+    done = (round_ - 1 - warm) / (rounds - warm)
+    if spec.schedule == "linear":
+        return spec.learning_rate * (1 - done)
+    if spec.schedule == "cosine":
+        return spec.learning_rate * (1 + math.cos(math.pi * done)) / 2
+    return spec.learning_rate

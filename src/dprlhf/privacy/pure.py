@@ -1,0 +1,232 @@
+"""What a run costs whose rounds are not Gaussian: each is (ε₀, δ₀)-DP, most often with δ₀ = 0.
+
+The exponential mechanism is pure ε₀-DP; ISSP is (ε₀, δ₀)-DP. A user takes part in one of T rounds.
+Every (ε₀, δ₀)-DP round is a post-processing of leaky randomised response, so the run is bounded by
+random allocation of that, whose privacy curve is a finite sum: no grid, no FFT. Every ε and δ is an
+upper bound. The proof is in ``docs/proofs/pure_allocation.md``.
+
+===================  ================================  ==========================================
+partition            adjacency                         accountant
+===================  ================================  ==========================================
+random-allocation    add-remove, zero-out              random allocation of randomised response
+random-allocation    replace-one                       the smaller of two steps through the run
+                                                       without the user, and both in one round
+fixed, stream        zero-out, replace-one             randomised response, parallel composition
+===================  ================================  ==========================================
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from scipy.stats import binom
+
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.accounting import Adjacency, Epsilon, Partition
+from dprlhf.privacy.gaussian import crossing
+
+_ROUNDING = 1e-9
+"""Added to every delta, relatively: the binomial weights are exact to about 1e-12."""
+
+_LARGEST = 500.0
+"""The largest epsilon of a round that exponentials can carry; far past any privacy."""
+
+_TAIL = 1e-40
+"""Probability of more leaks than are enumerated; added."""
+
+Side = Literal["remove", "add"]
+_SIDES: tuple[Side, Side] = ("remove", "add")
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """What a whole run of such rounds releases.
+
+    Attributes:
+        epsilon: ε₀, what a round costs a user who takes part in it. With random allocation: when
+            the user is added or removed; with fixed or stream: under ``adjacency``.
+        rounds: T; each user takes part in one.
+        partition: how users are spread over the rounds; not ``poisson``.
+        adjacency: what a neighbouring dataset is.
+        delta: δ₀ of a round, 0 for a pure mechanism.
+
+    Raises:
+        DprlhfError: a value is out of range, or the partition does not carry the adjacency.
+    """
+
+    epsilon: float
+    rounds: int
+    partition: Partition = "random-allocation"
+    adjacency: Adjacency = "add-remove"
+    delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be accounted for."""
+        if not 0 < self.epsilon <= _LARGEST:
+            raise DprlhfError(
+                f"epsilon of a round must be above 0 and at most {_LARGEST:g}, not {self.epsilon}"
+            )
+        if not (isinstance(self.rounds, int) and self.rounds >= 1):
+            raise DprlhfError(f"rounds must be a whole number of at least 1, not {self.rounds}")
+        if not 0 <= self.delta < 1:
+            raise DprlhfError(f"delta of a round must be in [0, 1), not {self.delta}")
+        if self.partition not in ("random-allocation", "fixed", "stream"):
+            raise DprlhfError(
+                f"partition {self.partition} has no accountant for pure mechanisms: use"
+                " random-allocation, fixed or stream"
+            )
+        if self.adjacency not in ("add-remove", "zero-out", "replace-one"):
+            raise DprlhfError(
+                f"adjacency {self.adjacency!r} is unknown: use add-remove, zero-out or replace-one"
+            )
+        if self.partition != "random-allocation" and self.adjacency == "add-remove":
+            raise DprlhfError(
+                f"partition {self.partition} does not carry adjacency add-remove: use zero-out or"
+                " replace-one, or partition random-allocation"
+            )
+
+
+def delta_of(mechanism: Mechanism, epsilon: float) -> float:
+    """Return an upper bound on delta at ``epsilon >= 0``.
+
+    >>> delta_of(Mechanism(epsilon=1.0, rounds=1), 1.0)
+    0.0
+
+    Raises:
+        DprlhfError: ``epsilon`` is negative or not a number.
+    """
+    if not epsilon >= 0:
+        raise DprlhfError(f"epsilon must be at least 0, not {epsilon}")
+    m = mechanism
+    if m.partition != "random-allocation":
+        return max(_allocation(m.epsilon, m.delta, 1, epsilon, side) for side in _SIDES)
+    if m.adjacency != "replace-one":
+        return max(_allocation(m.epsilon, m.delta, m.rounds, epsilon, side) for side in _SIDES)
+    group = min(1.0, m.delta * (1 + math.exp(m.epsilon)))
+    best = _allocation(2 * m.epsilon, group, 1, epsilon, "remove")
+    for first in np.linspace(0, min(epsilon, m.epsilon), 101):  # any split is a bound
+        removed = _allocation(m.epsilon, m.delta, m.rounds, first, "remove")
+        added = _allocation(m.epsilon, m.delta, m.rounds, epsilon - first, "add")
+        best = min(best, (removed + math.exp(first) * added) * (1 + _ROUNDING))
+    return best
+
+
+def epsilon(mechanism: Mechanism, delta: float) -> Epsilon:
+    """Return the cost of a run at ``delta``, as an upper bound.
+
+    ``delta`` may be 0 for a pure mechanism: then the run is pure, too.
+
+    Raises:
+        DprlhfError: ``delta`` is not in [0, 1), or below what one round's δ₀ allows.
+
+    >>> epsilon(Mechanism(epsilon=1.0, rounds=16), delta=0.0).epsilon
+    1.0
+    >>> f"{epsilon(Mechanism(epsilon=1.0, rounds=100), delta=1e-5).epsilon:.3f}"
+    '0.408'
+    """
+    if not 0 <= delta < 1:
+        raise DprlhfError(f"delta must be in [0, 1), not {delta}")
+    high = mechanism.epsilon
+    if mechanism.partition == "random-allocation" and mechanism.adjacency == "replace-one":
+        high *= 2
+    floor = delta_of(mechanism, high)
+    if delta < floor:
+        raise DprlhfError(
+            f"delta {delta} is below {floor:.3g}, which the delta of a single round already spends"
+            f" (delta of a round: {mechanism.delta})"
+        )
+    if delta_of(mechanism, 0.0) <= delta:
+        upper = 0.0
+    elif delta == 0.0:
+        upper = high
+    else:
+        upper = crossing(lambda e: delta_of(mechanism, e), 0.0, high, delta)
+    sampled = mechanism.partition == "random-allocation"
+    return Epsilon(
+        upper,
+        0.0,
+        delta,
+        "random allocation of randomised response, which dominates every such round"
+        if sampled
+        else "randomised response, which dominates every such round; parallel composition",
+        (
+            f"one round is ({mechanism.epsilon:g}, {mechanism.delta:g})-DP for a user who takes"
+            " part in it",
+            "each user draws its round uniformly and independently of all others, and the draw"
+            " stays secret"
+            if sampled
+            else "batches are disjoint, and a user's slot does not depend on any other user's data",
+            "nothing computed from users leaves the run except through these releases",
+        ),
+    )
+
+
+def round_epsilon(
+    epsilon_: float,
+    delta: float,
+    *,
+    rounds: int,
+    partition: Partition = "random-allocation",
+    adjacency: Adjacency = "add-remove",
+    round_delta: float = 0.0,
+) -> tuple[float, Epsilon]:
+    """Return about the largest ε₀ of a round with which the run costs at most ``epsilon_``.
+
+    Returns:
+        ε₀, and the cost of the run, computed by :func:`epsilon` and never above ``epsilon_``.
+
+    Raises:
+        DprlhfError: a value is out of range.
+
+    >>> e0, cost = round_epsilon(1.0, 1e-5, rounds=100)
+    >>> f"{e0:.2f}", cost.epsilon <= 1.0
+    ('1.74', True)
+    """
+    if not (epsilon_ > 0 and math.isfinite(epsilon_)):
+        raise DprlhfError(f"epsilon must be a positive number, not {epsilon_}")
+
+    def affordable(e0: float) -> bool:
+        return delta_of(Mechanism(e0, rounds, partition, adjacency, round_delta), epsilon_) <= delta
+
+    low, high = 1e-6 * min(epsilon_, _LARGEST), min(epsilon_, _LARGEST)
+    if not affordable(low):
+        raise DprlhfError(
+            f"no epsilon of a round gives epsilon {epsilon_} at delta {delta} when each round has"
+            f" delta {round_delta}: raise delta, or lower the delta of a round"
+        )
+    while high < _LARGEST and affordable(high):
+        low, high = high, min(2 * high, _LARGEST)
+    while high - low > 1e-6 * high:
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if affordable(middle) else (low, middle)
+    cost = epsilon(Mechanism(low, rounds, partition, adjacency, round_delta), delta)
+    # The root finder may end a hair above epsilon_, where delta was evaluated too, and held.
+    upper = min(cost.epsilon, epsilon_)
+    return low, Epsilon(upper, 0.0, delta, cost.accountant, cost.assumptions)
+
+
+def _allocation(e0: float, d0: float, rounds: int, epsilon_: float, side: Side) -> float:
+    """Delta of one-out-of-``rounds`` allocation of leaky randomised response, rounded up.
+
+    Under Q (without the user) a round's likelihood ratio is 0 with probability δ₀, and otherwise
+    e^ε₀ with probability 1/(1 + e^ε₀), else e^−ε₀; the run's ratio S is their mean. Under P the
+    user's round reveals it with probability δ₀.
+    """
+    if epsilon_ >= e0:
+        return d0  # given the user's round, the run is (ε₀, δ₀)-DP; mixing rounds keeps that
+    up, down = math.exp(e0), math.exp(-e0)
+    value = 0.0
+    for zero in range(min(rounds, int(binom.isf(_TAIL, rounds, d0)) + 1 if d0 else 0) + 1):
+        high = np.arange(rounds - zero + 1)
+        ratio = (high * up + (rounds - zero - high) * down) / rounds
+        if side == "remove":
+            payoff = np.maximum(ratio - math.exp(epsilon_), 0.0)
+        else:
+            payoff = np.maximum(1 - math.exp(epsilon_) * ratio, 0.0)
+        weight = binom.pmf(high, rounds - zero, down / (1 + down)) * binom.pmf(zero, rounds, d0)
+        value += float(weight @ payoff)
+    revealed = d0 if side == "remove" else 0.0
+    return min(1.0, revealed + value * (1 + _ROUNDING) + (_TAIL if d0 else 0.0))

@@ -1,0 +1,173 @@
+"""Private least squares over a round's users: how DP-NPG and DP-REBEL ask a regression oracle.
+
+An example of a user is some of its rows, with a feature φ = Σ_rows weight · ∇ log π(y|x) and a
+target A. A user's loss is the mean over its examples of (w · φ − A)². The oracles
+(:mod:`dprlhf.regression`) ask for noised means over users of a function of φ and A. Each answer
+is one release through the round's gate, at the price of one forward and one backward pass: features
+exist for one micro-batch at a time, whatever their dimension.
+
+``update.clip_norm`` is the oracles' B, the bound on ‖φ‖. What an oracle bounds by b (2BR for a
+gradient, 1 for sufficient statistics) is scaled to the clip norm, clipped, summed, released, and
+scaled back. A user is one vector in that sum, however many examples it has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dprlhf import recipe
+from dprlhf.boundary import Private, open_private
+from dprlhf.errors import DprlhfError
+from dprlhf.gradients.clipping import user_gradients
+from dprlhf.regression import (
+    Contribution,
+    CountSketch,
+    ImproperBatchSGD,
+    ProjectedSGD,
+    SufficientStatistics,
+)
+from dprlhf.regression.oracle import project
+from dprlhf.regression.sufficient_statistics import LARGEST_DIMENSION
+from dprlhf.rollout import Responses
+from dprlhf.updates.logprobs import Array
+from dprlhf.updates.private_round import PrivateRound
+
+
+@dataclass(frozen=True, repr=False)
+class Examples:
+    """The examples of a round's users.
+
+    Attributes:
+        responses: the rows; those of an example are adjacent, and of one user.
+        weights: of each row's ∇ log π, ``[rows]``.
+        targets: A, ``[examples]``.
+        rows: of an example.
+    """
+
+    responses: Responses
+    weights: Array
+    targets: Array
+    rows: int
+
+
+def solve(
+    round_: PrivateRound,
+    examples: Private[Examples],
+    spec: recipe.Oracle,
+    *,
+    target_bound: float,
+    batch_size: int,
+) -> torch.Tensor:
+    """Return w of the oracle that the recipe names, ``[dimension]``, with ‖w‖ ≤ W.
+
+    Args:
+        round_: the users, and the way through the gate.
+        examples: of these users.
+        spec: the oracle; W is its ``radius``.
+        target_bound: R, the most that a target can be; ``spec.target_bound`` goes before it.
+        batch_size: rows differentiated at once.
+    """
+    dimension = round_.policy.dimension
+    size = spec.sketch or dimension
+    # Another projection each round, or the policy would never leave one subspace.
+    sketch = CountSketch(dimension, size, f"round {round_.number}") if spec.sketch else None
+    bounds = round_.clip_norm, spec.target_bound or target_bound
+    radius = spec.radius * math.sqrt(size / dimension)  # lifting makes w longer by √(d/p) or so
+    oracle: ProjectedSGD | ImproperBatchSGD | SufficientStatistics
+    if spec.name == "sufficient-statistics":
+        oracle = SufficientStatistics(*bounds, radius, spec.ridge)
+    elif spec.name == "improper-batch-sgd":
+        oracle = ImproperBatchSGD(*bounds, spec.steps, spec.step_size)
+    else:
+        oracle = ProjectedSGD(*bounds, radius, spec.steps, spec.step_size)
+    w = oracle.solve(RoundRelease(round_, examples, sketch, size, batch_size), size)
+    return project(w if sketch is None else sketch.lift(w), spec.radius)
+
+
+def check_dimension(update: recipe.Update, dimension: int) -> None:
+    """Refuse a recipe whose oracle is not made for an adapter of this size.
+
+    Raises:
+        DprlhfError: names what would work.
+    """
+    spec = getattr(update, "oracle", None)
+    if spec is None or getattr(update, "solver", None) == "gradient":
+        return
+    if spec.sketch is not None and spec.sketch > dimension:
+        raise DprlhfError(
+            f"update.oracle.sketch {spec.sketch} is more than the adapter's {dimension} dimensions:"
+            " leave it out"
+        )
+    if spec.name == "sufficient-statistics" and (spec.sketch or dimension) > LARGEST_DIMENSION:
+        raise DprlhfError(
+            f"update.oracle: sufficient-statistics takes at most {LARGEST_DIMENSION} dimensions,"
+            f" and the adapter has {dimension}: write sketch: 256, or name: projected-sgd"
+        )
+
+
+@dataclass(repr=False, eq=False)
+class RoundRelease:
+    """A :class:`~dprlhf.regression.oracle.Release` over a round's users, through its gate.
+
+    Attributes:
+        round_: the users.
+        examples: their features and targets.
+        sketch: applied to each feature; None leaves them.
+        size: the dimension that the oracle sees.
+        batch_size: rows differentiated at once.
+        noise_multiplier: z of one call. The first shares the clip norm with telemetry, so its noise
+            is larger by S/√(S² − e²); the others have a little less than this says.
+    """
+
+    round_: PrivateRound
+    examples: Private[Examples]
+    sketch: CountSketch | None
+    size: int
+    batch_size: int
+    noise_multiplier: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        round_ = self.round_
+        self.noise_multiplier = round_.noise_multiplier * round_.clip_norm / round_.radius
+
+    @property
+    def divisor(self) -> float:
+        """m, a public constant."""
+        return self.round_.divisor
+
+    def __call__(self, contribution: Contribution, bound: float) -> torch.Tensor:
+        """Return (Σ_u clip(mean over u's examples of contribution, bound) + noise) / m, ``[p]``."""
+        scale = self.round_.radius / bound
+        width = contribution(torch.zeros(0, self.size), torch.zeros(0)).shape[1]
+        vectors = Private(self._vectors(contribution, scale))
+        clipped = self.round_.clipped_vectors(vectors, dimension=width)
+        return self.round_.release(clipped) / scale
+
+    def _vectors(
+        self, contribution: Contribution, scale: float
+    ) -> Iterable[tuple[NDArray[np.int64], torch.Tensor]]:
+        given = open_private(self.examples)
+        owner = given.responses.user[:: given.rows]
+        ends = np.cumsum(np.bincount(owner, minlength=given.responses.users))[:-1]
+        of_user = np.split(given.targets[np.argsort(owner, kind="stable")], ends)
+        for users, gradients in user_gradients(
+            self.round_.policy,
+            given.responses,
+            given.weights,
+            batch_size=self.batch_size,
+            rows=given.rows,
+        ):
+            features = gradients.flatten(0, 1).cpu()
+            if self.sketch is not None:
+                features = self.sketch(features)
+            targets = np.concatenate([of_user[user] for user in users])
+            parts = contribution(features, torch.from_numpy(targets).to(features))
+            yield users, scale * parts.view(*gradients.shape[:2], -1).mean(1)
+            if self.round_.tick is not None:
+                self.round_.tick(len(users) * gradients.shape[1] * given.rows)

@@ -1,0 +1,57 @@
+"""Log-probabilities of a round's own responses, without gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.rollout import Responses
+
+Array = NDArray[np.float64]
+
+
+@torch.no_grad()
+def token_logprobs(
+    policy: CausalLMPolicy,
+    responses: Responses,
+    batch_size: int,
+    rows: NDArray[np.int64] | None = None,
+) -> Array:
+    """Return log π_θ(token | what stands before it) of the response tokens; 0 on padding.
+
+    Args:
+        policy: π_θ; inside ``policy.base()`` it is the reference.
+        responses: of all of the round's users.
+        batch_size: rows computed at once. Shapes are fixed, so no row depends on the others.
+        rows: which rows, and in which order; None takes all.
+
+    Returns:
+        ``[rows, response]``, float64.
+    """
+    rows = np.arange(len(responses.user)) if rows is None else rows
+    found = np.zeros((len(rows), responses.length))
+    widths = responses.widths[rows]
+    for width in np.unique(widths):
+        alike = np.flatnonzero(widths == width)
+        for start in range(0, len(alike), batch_size):
+            places = alike[start : start + batch_size]
+            tokens, mask = responses.micro_batch(rows[places], int(width), batch_size)
+            tokens, mask = tokens.to(policy.device), mask.to(policy.device)
+            logprobs = policy.response_logprobs(tokens, mask, responses.length)
+            real = torch.where(mask[:, -responses.length :].bool(), logprobs, 0.0)
+            found[places] = real[: len(places)].double().cpu().numpy()
+    return found
+
+
+def log_ratio_to_base(
+    policy: CausalLMPolicy,
+    responses: Responses,
+    batch_size: int,
+    rows: NDArray[np.int64] | None = None,
+) -> Array:
+    """Return log π_θ(token) − log π_ref(token) as :func:`token_logprobs` does."""
+    current = token_logprobs(policy, responses, batch_size, rows)
+    with policy.base():
+        return current - token_logprobs(policy, responses, batch_size, rows)

@@ -1,0 +1,209 @@
+"""DP-PPO: local training with a projection (Rio et al. 2025, arXiv 2501.19080, Algorithms 2, 3).
+
+Every user trains a copy of the policy for E epochs on its own responses. After each local step the
+copy is put back to within S of where it started: θ ← θ₀ + Clip(θ − θ₀, S). The user contributes the
+move g_u = θ − θ₀. There is one release a round, and the released mean moves the policy: exactly so
+with ``optimizer: {name: sgd, learning_rate: 1}``. However many steps a user takes, what leaves it
+has norm S at most, so local epochs cost no privacy.
+
+The copies of many users are trained together (:mod:`dprlhf.gradients.local_copies`).
+
+Departures from the paper:
+
+- Algorithm 3 prints θ ← θ − η∇L for the surrogate L that is to be maximised. Here a step ascends.
+- Advantages come from the user's own responses, and every token of a response carries its
+  response's. The paper's critic (appendix C.2.1) is fitted on users without noise and outlives the
+  round: it would carry one round's users into the next round's release.
+- A minibatch's mean over tokens is multiplied by the user's tokens a response. So one SGD step on
+  all tokens is the learning rate times DP-PG's gradient.
+- A row from μ ≠ π_t has the token ratio π_θ/μ = (π_t/μ)(π_θ/π_t). The first factor stays fixed and
+  is truncated at ``max_importance_ratio``. ``clip_range`` applies to the second (as arXiv
+  2110.00641 does), or it would shut out tokens for where they came from.
+- The local Adam starts from the last released vector and its square, as in appendix C.2.3; they are
+  estimates already, so no bias is corrected. Before the first release it starts from zero.
+- No entropy bonus. The noise and what it costs are those of the run's plan, not of appendix B.1.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dprlhf import recipe
+from dprlhf.boundary import Private, open_private
+from dprlhf.gradients.clipping import MicroBatch, micro_batches
+from dprlhf.gradients.local_copies import local_copies
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.rollout import Responses
+from dprlhf.updates.logprobs import Array, log_ratio_to_base
+from dprlhf.updates.pg import weigh
+from dprlhf.updates.private_round import PrivateRound
+
+_BETAS = (0.9, 0.999)
+# As in CleanRL's PPO, which the paper builds on. Much smaller, and Adam would make full steps of
+# gradients that are nothing but rounding.
+_EPS = 1e-5
+
+Users = NDArray[np.int64]
+
+
+def ppo(round_: PrivateRound, spec: recipe.PPO) -> None:
+    """Release the mean of the users' clipped moves, and step along it."""
+    released = round_.release(round_.clipped_vectors(Private(_moves(round_, spec))))
+    round_.step(released)
+    if spec.local_optimizer == "adam":
+        _keep(round_, released)
+
+
+def _moves(round_: PrivateRound, spec: recipe.PPO) -> Iterator[tuple[Users, torch.Tensor]]:
+    """Train the copies of one micro-batch of users after the other; yield users and moves."""
+    responses, valid = open_private(round_.responses), open_private(round_.valid)
+    if not responses.users:
+        return
+    weights = _weights(round_, spec)
+    start = _kept(round_) if spec.local_optimizer == "adam" else None
+    for batch in micro_batches(responses, spec.batch_size):
+        moves = _train(round_.policy, responses, weights, batch, spec, round_.radius, start)
+        # A zero advantage is not enough: Adam's first moment would move the copy.
+        of_users = torch.from_numpy(valid[batch.users]).to(moves.device)
+        yield batch.users, torch.where(of_users[:, None], moves[: len(of_users)], 0.0)
+        if round_.tick is not None:
+            round_.tick(len(batch.rows))
+
+
+def _weights(round_: PrivateRound, spec: recipe.PPO) -> Array:
+    """Return Â min(π_t/μ, c) over the user's number of responses, ``[rows, response]``."""
+    responses, scores = open_private(round_.responses), open_private(round_.scores)
+    ones = np.ones(len(responses.user))
+    advantages = weigh(responses, scores, open_private(round_.valid), spec.baseline, ones)
+    ratio = np.ones((len(responses.user), responses.length))
+    rows = np.flatnonzero(responses.from_base)
+    log_ratio = log_ratio_to_base(round_.policy, responses, spec.batch_size, rows)
+    ratio[rows] = np.exp(np.minimum(log_ratio, np.log(spec.max_importance_ratio)))
+    return advantages.reshape(len(advantages), -1) * ratio
+
+
+def _train(
+    policy: CausalLMPolicy,
+    responses: Responses,
+    weights: Array,
+    batch: MicroBatch,
+    spec: recipe.PPO,
+    radius: float,
+    start: torch.Tensor | None,
+) -> torch.Tensor:
+    """Train a copy for each user of a micro-batch, fillers included.
+
+    Args:
+        policy: π_t, at θ₀.
+        responses: of all of the round's users.
+        weights: of each response token, ``[all rows, response]``.
+        batch: which users and rows.
+        spec: the local optimizer and its steps.
+        radius: of the projection.
+        start: of both moments, ``[dimension]``.
+
+    Returns:
+        θ − θ₀, not yet projected after the last step, ``[users, dimension]``.
+    """
+    parameter = next(iter(policy.parameters.values()))
+    tokens, mask = responses.micro_batch(batch.rows, batch.width, batch.height)
+    real = mask[:, -responses.length :].bool()
+    real[len(batch.rows) :] = False
+    weight = parameter.new_zeros(real.shape)
+    weight[: len(batch.rows)] = torch.from_numpy(weights[batch.rows]).to(weight)
+    tokens, mask = tokens.to(policy.device), mask.to(policy.device)
+    real, weight = real.view(batch.size, -1), weight.view(batch.size, -1)
+    count = real.sum(1, keepdim=True).to(weight)
+
+    moves: torch.Tensor = parameter.new_zeros(batch.size, policy.dimension)
+    first = second = torch.zeros_like(moves)
+    if start is not None:
+        first, second = first + start, second + start**2
+    old = None
+    steps = itertools.product(range(spec.epochs), range(spec.minibatches))
+    for step, (epoch, part) in enumerate(steps, 1):
+        chosen = minibatch(real, spec.minibatches, part, epoch).to(policy.device)
+        of_token = torch.where(chosen, weight * count / chosen.sum(1, keepdim=True), 0.0)
+        moves = project(moves, radius).requires_grad_()
+        with local_copies(policy.model, policy.parameters, moves, batch.height):
+            logprobs = policy.response_logprobs(tokens, mask, responses.length).view(real.shape)
+        old = logprobs.detach() if old is None else old  # of θ₀: no move has been made yet
+        objective = surrogate(logprobs - old, of_token, spec.clip_range)
+        (gradient,) = torch.autograd.grad(objective, moves)
+        if spec.local_optimizer == "adam":
+            first = first.lerp(gradient, 1 - _BETAS[0])
+            second = second.lerp(gradient**2, 1 - _BETAS[1])
+            bias = [1 - beta**step if start is None else 1.0 for beta in _BETAS]
+            gradient = first / bias[0] / ((second / bias[1]).sqrt() + _EPS)
+        moves = moves.detach() + spec.local_learning_rate * gradient
+    return moves
+
+
+def surrogate(
+    log_ratio: torch.Tensor, weight: torch.Tensor, clip_range: float | None
+) -> torch.Tensor:
+    """Return Σ min(r w, clip(r, 1 − c, 1 + c) w), or Σ r w without a clip range.
+
+    Args:
+        log_ratio: log r = log π_θ − log π_t of each token.
+        weight: w, of the same shape; a token of weight zero has no part, whatever its ratio.
+        clip_range: c.
+    """
+    ratio = torch.where(weight != 0, log_ratio, 0.0).exp()
+    if clip_range is None:
+        return (ratio * weight).sum()
+    clipped = ratio.clamp(1 - clip_range, 1 + clip_range)
+    return torch.minimum(ratio * weight, clipped * weight).sum()
+
+
+def minibatch(real: torch.Tensor, count: int, part: int, epoch: int) -> torch.Tensor:
+    """Return which of each user's tokens are in one of its ``count`` minibatches.
+
+    The minibatches of an epoch cut a public permutation of the user's own tokens. One with fewer
+    tokens than minibatches has tokens in several, and none of its minibatches is empty.
+
+    Args:
+        real: which are the user's tokens, ``[users, places]``, on the CPU.
+        count: of minibatches.
+        part: which of them, from 0.
+        epoch: seeds the permutation.
+
+    Returns:
+        ``[users, places]``.
+    """
+    order = torch.from_numpy(np.random.default_rng(epoch).random(real.shape[1]))
+    rank = torch.where(real, order, 2.0).argsort(1).argsort(1)  # the user's tokens come first
+    tokens = real.sum(1, keepdim=True)
+    first = part * tokens // count
+    last = torch.maximum((part + 1) * tokens // count, first + 1)
+    return real & (rank >= first) & (rank < last)
+
+
+def project(moves: torch.Tensor, radius: float) -> torch.Tensor:
+    """Scale each row to L2 norm at most ``radius``, up to rounding."""
+    norms = moves.norm(dim=1, keepdim=True)
+    scale = (radius / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1)
+    projected: torch.Tensor = moves * scale
+    return projected
+
+
+def _keep(round_: PrivateRound, released: torch.Tensor) -> None:
+    """Put the released vector beside the optimizer's own state, which checkpoints hold."""
+    parameters = list(round_.policy.parameters.values())
+    pieces = torch.split(released, [p.numel() for p in parameters])
+    for parameter, piece in zip(parameters, pieces, strict=True):
+        kept = piece.reshape(parameter.shape).to(parameter)
+        round_.optimizer.state[parameter]["released"] = kept
+
+
+def _kept(round_: PrivateRound) -> torch.Tensor | None:
+    """Return the last released vector, ``[dimension]``; None before the first."""
+    state = [round_.optimizer.state.get(p, {}) for p in round_.policy.parameters.values()]
+    if "released" not in state[0]:
+        return None
+    return torch.cat([s["released"].flatten() for s in state])
