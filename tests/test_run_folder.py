@@ -481,7 +481,7 @@ def remaining(folder: RunFolder, ledger: Ledger) -> list[int]:
         folder=folder,
         policy=training.policy,
         optimizer=training.optimizer,
-        processes=SimpleNamespace(from_main=lambda value: value),
+        processes=SimpleNamespace(on_main=lambda action: action()),
         progress=SimpleNamespace(total=lambda rounds, done: None),
         ledger=ledger,
         plan=PLAN,

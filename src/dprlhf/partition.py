@@ -6,6 +6,7 @@ stated ε holds only as long as nobody learns who was in which round.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,9 @@ from numpy.typing import NDArray
 
 from dprlhf.boundary import Private
 from dprlhf.plan import Plan
-from dprlhf.privacy.randomness import uint64_stream, uniforms
+from dprlhf.privacy.randomness import uint64_stream
+
+_DRAWS_AT_ONCE = 2**16
 
 
 @dataclass(frozen=True)
@@ -65,13 +68,27 @@ def _stream(plan: Plan, key: bytes) -> Allocation:
 
 
 def _poisson(plan: Plan, key: bytes) -> Allocation:
+    """Draw each (round, user) pair independently with probability q = k/T.
+
+    Only the joins are drawn, about kN of them, not all T·N pairs: between two joins lie a
+    geometric number of pairs left out, ⌊ln U / ln(1 − q)⌋ with U uniform. U has 64 bits, so that
+    a pair's probability, whatever came before it, is q to about 2⁻⁵², as it would be if a uniform
+    number were compared with q.
+    """
     probability = plan.participations / plan.rounds
-    members = [
-        np.flatnonzero(uniforms(key, "allocation", t, count=plan.users) < probability)
-        for t in range(1, plan.rounds + 1)
-    ]
-    starts = np.cumsum([0, *map(len, members)])
-    return Allocation(np.concatenate(members), starts)
+    rate = -math.log1p(-probability) if probability < 1 else math.inf
+    pairs, last = plan.rounds * plan.users, -1
+    joins: list[NDArray[np.int64]] = []
+    while last < pairs:
+        draws = uint64_stream(key, "allocation", len(joins), count=_DRAWS_AT_ONCE)
+        gaps = -np.log((draws.astype(np.float64) + 0.5) * 2.0**-64) / rate
+        # A gap beyond all pairs is cut there, so that no sum leaves int64.
+        found = last + np.cumsum(np.minimum(gaps, pairs).astype(np.int64) + 1)
+        last = int(found[-1])
+        joins.append(found[: np.searchsorted(found, pairs)])
+    taken = np.concatenate(joins)
+    starts = np.searchsorted(taken, plan.users * np.arange(plan.rounds + 1))
+    return Allocation(taken % plan.users, starts)
 
 
 def _cut(order: NDArray[np.int64], plan: Plan) -> Allocation:

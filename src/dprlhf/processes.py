@@ -148,10 +148,11 @@ class Processes:
         try:
             yield
         except RuntimeError as error:
+            reason = str(error).splitlines()[0].split(". ")[0][:200]
             raise DprlhfError(
-                f"process {self.accelerator.process_index} of {self.count} lost another one, which"
-                f" stopped or did not answer for {_PATIENCE} ({str(error).splitlines()[0][:200]});"
-                " what is charged stays charged once: continue with dprlhf resume"
+                f"process {self.accelerator.process_index} of {self.count}: another process"
+                f" stopped, or did not answer for an hour ({reason}); what is charged stays"
+                " charged, once: continue with dprlhf resume"
             ) from None
 
 

@@ -13,11 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dprlhf import recipe
 from dprlhf.boundary import Private
 from dprlhf.errors import DprlhfError
+
+_ROWS_AT_ONCE = 10_000
+_NAMES = (
+    pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view,
+    pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean,
+)  # fmt: skip
 
 Prompt = str | list[dict[str, Any]]
 """Plain text, or a conversation as a list of messages."""
@@ -179,21 +187,33 @@ def _load_folder(folder: Path, spec: recipe.Data) -> Any:
 def _group(rows: Any, spec: recipe.Data) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     if spec.user_column is None:
         return np.arange(len(rows)), np.arange(len(rows) + 1)
-    names = list(rows[spec.user_column])
-    if not all(isinstance(name, str | int | float) and name == name for name in names):
+    # Users are numbered as they arrive: by the rank of its name one user could move the others,
+    # and with them the batches of a stream.
+    owner = _codes(rows, spec)
+    order = np.argsort(owner, kind="stable")
+    return order, np.append(0, np.cumsum(np.bincount(owner)))
+
+
+def _codes(rows: Any, spec: recipe.Data) -> NDArray[np.int64]:
+    """Number the values of the user column in the order of their first rows, ``[rows]``.
+
+    The column stays in Arrow's memory, where a text costs its bytes and no Python object.
+    """
+    batches = rows.select_columns([spec.user_column]).with_format("arrow").iter(_ROWS_AT_ONCE)
+    names = pa.chunked_array([chunk for batch in batches for chunk in batch.column(0).chunks])
+    if pa.types.is_dictionary(names.type):  # each file may come with a dictionary of its own
+        names = names.cast(names.type.value_type)
+    if not any(is_kind(names.type) for is_kind in _NAMES) or _any_missing(names):
         raise DprlhfError(
             f"data {spec.path!r}: user_column {spec.user_column!r} must hold a text or a number in"
             " every row: rows without a user are nobody's privacy unit; fill or drop them"
         )
-    _, first, owner = np.unique(
-        np.asarray(names, dtype=str), return_index=True, return_inverse=True
-    )
-    # Users are numbered as they arrive: by the rank of its name one user could move the others,
-    # and with them the batches of a stream.
-    owner = np.argsort(np.argsort(first))[owner]
-    order = np.argsort(owner, kind="stable")
-    starts = np.searchsorted(owner[order], np.arange(owner.max() + 2))
-    return order, starts
+    codes = [chunk.indices.to_numpy() for chunk in names.dictionary_encode().chunks]
+    return np.concatenate(codes).astype(np.int64)
+
+
+def _any_missing(names: pa.ChunkedArray) -> bool:
+    return bool(pc.any(pc.is_null(names, nan_is_null=True)).as_py())
 
 
 def _counting_up(sizes: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import json
 import os
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -64,6 +65,8 @@ class Ledger:
         try:
             self._drop_torn_tail()
             self.entries = read_ledger(path) if existed else []
+            self._charged = {e.body["round"] for e in self.entries if e.kind == "charge"}
+            self._last_charged = max(self._charged, default=0)
             if not self.entries:
                 self._append("open", terms)
                 fsync_folder(path.parent)
@@ -106,6 +109,9 @@ class Ledger:
                 " released. Free the disk and resume"
             ) from None
         self.entries.append(entry)
+        if kind == "charge":
+            self._charged.add(body["round"])
+            self._last_charged = body["round"]
         return entry
 
     def _undo(self, start: int) -> None:
@@ -115,14 +121,14 @@ class Ledger:
             os.truncate(self.path, start)
 
     @property
-    def charged(self) -> frozenset[int]:
+    def charged(self) -> Set[int]:
         """The rounds whose users are spent."""
-        return frozenset(e.body["round"] for e in self.entries if e.kind == "charge")
+        return self._charged
 
     @property
     def next_round(self) -> int:
         """The first round that may still be charged; rounds are charged in increasing order."""
-        return max(self.charged, default=0) + 1
+        return self._last_charged + 1
 
     def charge(
         self,

@@ -1,0 +1,145 @@
+#!/usr/bin/env bash
+# Check this project on a machine with an NVIDIA GPU, in under eight minutes: the GPU half of the
+# tests, the benchmarks, and a short private run on the IMDB prompts. Prints one table last.
+#
+#   bash scripts/gpu_check.sh [--python PYTHON] [--wheels FOLDER] [--out FOLDER]
+#
+#   --python PYTHON   an interpreter with torch and transformers (default: python3)
+#   --wheels FOLDER   install what else is needed from here, without a network
+#   --out FOLDER      keep logs and figures here (default: runs/gpu-check)
+#
+# Exit status: 0 all passed or skipped with a reason, 1 something failed, 2 it could not start.
+set -uo pipefail
+
+stop() {
+  echo "gpu_check: $1" >&2
+  exit 2
+}
+
+root=$(cd "$(dirname "$0")/.." && pwd)
+python=python3 wheels='' out=$root/runs/gpu-check
+while [ $# -gt 0 ]; do
+  case $1 in
+    -h | --help) sed -n '2,/^# Exit/s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    --python | --wheels | --out) [ $# -ge 2 ] || stop "$1 needs a value" ;;
+    *) stop "unknown option '$1'; see --help" ;;
+  esac
+  case $1 in
+    --python) python=$2 ;;
+    --wheels) wheels=$2 ;;
+    --out) out=$2 ;;
+  esac
+  shift 2
+done
+[ -z "$wheels" ] || [ -d "$wheels" ] || stop "--wheels: there is no folder '$wheels'"
+python=$(command -v "$python") || stop "--python: not found; give an interpreter with torch"
+python=$(cd "$(dirname "$python")" && pwd)/$(basename "$python")
+mkdir -p "$out" || stop "--out: cannot make '$out'"
+out=$(cd "$out" && pwd)
+[ -z "$wheels" ] || wheels=$(cd "$wheels" && pwd)
+cd "$root" || exit 2
+
+gpu=$("$python" - 2>"$out/torch.log" <<'PY'
+import torch
+if torch.cuda.is_available():
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+else:
+    print(f"none: torch {torch.__version__}")
+PY
+) || stop "$python cannot import torch ($(tail -n 1 "$out/torch.log"))"
+case $gpu in
+  none:*) stop "no GPU that torch can use (${gpu#none: }); run this on a machine with one" ;;
+esac
+echo "gpu_check: $gpu"
+
+# What pyproject.toml asks for and this interpreter lacks goes into an environment of its own.
+missing=$("$python" - 2>"$out/missing.log" <<'PY'
+import importlib.metadata as metadata
+import tomllib
+from packaging.requirements import Requirement
+
+with open("pyproject.toml", "rb") as file:
+    wanted = tomllib.load(file)["project"]["dependencies"]
+for text in [*wanted, "hypothesis>=6.100", "pytest>=8.3", "pytest-timeout>=2.3"]:
+    requirement = Requirement(text)
+    try:
+        found = metadata.version(requirement.name)
+    except metadata.PackageNotFoundError:
+        found = None
+    if found is None or not requirement.specifier.contains(found, prereleases=True):
+        print(text)
+PY
+) || stop "$python cannot read what is installed ($(tail -n 1 "$out/missing.log"))"
+if [ -n "$missing" ]; then
+  echo "gpu_check: installing $(echo "$missing" | wc -l) missing packages"
+  "$python" -m venv "$out/venv" >"$out/install.log" 2>&1 ||
+    stop "$python cannot make an environment ($(tail -n 1 "$out/install.log"))"
+  # The environment sees what the interpreter has, also where that is an environment itself.
+  "$python" -c 'import site, sys
+for folder in [*site.getsitepackages(), site.getusersitepackages()]:
+    print(f"import site; site.addsitedir({folder!r})")' >"$out"/base.pth
+  cp "$out/base.pth" "$("$out/venv/bin/python" -c 'import sysconfig
+print(sysconfig.get_path("purelib"))')/"
+  echo "$missing" >"$out/missing.txt"
+  python=$out/venv/bin/python
+  timeout 300 "$python" -m pip install --disable-pip-version-check --quiet \
+    ${wheels:+--no-index --find-links "$wheels"} -r "$out/missing.txt" >>"$out/install.log" 2>&1 ||
+    stop "packages are missing and could not be installed ($(tail -n 1 "$out/install.log"));
+ without a network, give their wheels with --wheels. Missing: $(echo "$missing" | tr '\n' ' ')"
+fi
+export PYTHONPATH=$PWD/src OMP_WAIT_POLICY=PASSIVE
+
+rows=$out/table.txt failed=0
+: >"$rows"
+
+row() { printf '%-10s %-8s %6s  %s\n' "$1" "$2" "$3" "$4" >>"$rows"; }
+
+# step NAME SECONDS COMMAND...: run it for at most so long, and say how it went.
+step() {
+  local name=$1 limit=$2 log=$out/$1.log left=$((470 - SECONDS)) status started=$SECONDS word=ok
+  shift 2
+  [ "$limit" -le "$left" ] || limit=$left
+  if [ "$limit" -lt 10 ]; then
+    row "$name" skipped '' "the eight minutes are over"
+    return 1
+  fi
+  echo "gpu_check: $name (at most $limit s)"
+  timeout "$limit" "$@" >"$log" 2>&1
+  status=$?
+  case $status in
+    0) ;;
+    124) word=cut; [ "$name" = bench ] || failed=1 ;; # bench has kept what it measured
+    *) word=FAILED failed=1 ;;
+  esac
+  row "$name" "$word" "$((SECONDS - started))s" "$(tr '\r' '\n' <"$log" | tail -n 1 | cut -c1-100)"
+  return $status
+}
+
+mapfile -t files < <(grep -l 'mark\.gpu' tests/test_*.py)
+step tests 150 "$python" -m pytest -q -m gpu "${files[@]}"
+if timeout 60 "$python" -m dprlhf assets pull >"$out/assets.log" 2>&1; then
+  rm -rf "$out/imdb"
+  step imdb 120 "$python" -m dprlhf train recipes/imdb_demo.yaml --output-dir "$out/imdb" &&
+    row '' '' '' "$(grep '^reward on' "$out/imdb.log" | cut -c1-100)"
+else
+  row imdb skipped '' "the demo's models cannot be had: $(tail -n 1 "$out/assets.log" | cut -c1-60)"
+fi
+rm -f "$out/bench.json"
+step bench 300 "$python" scripts/bench.py --device cuda --parts overhead opacus trl \
+  --results "$out/bench.json"
+if [ -f "$out/bench.json" ]; then
+  "$python" - "$out/bench.json" >>"$rows" <<'PY'
+import json
+import sys
+
+for row in json.load(open(sys.argv[1])):
+    if row["goal"]:
+        word = "holds" if row["holds"] else "SHORT"
+        print(f"{'':10} {word:8} {row['value']:6.3g}  {row['name']} ({row['goal']})")
+PY
+fi
+
+echo
+echo "$gpu (logs in $out)"
+cat "$rows"
+exit "$failed"

@@ -1,0 +1,5 @@
+"""``python -m dprlhf``: what launchers of several processes start."""
+
+from dprlhf.cli import main
+
+main()
