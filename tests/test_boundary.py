@@ -125,17 +125,27 @@ def test_boundary_types_are_frozen() -> None:
 ALLOWED: dict[str, dict[str, str]] = {
     "open_private": {
         "setup": "compares the digest of the users with the one in secret/",
+        "audit/game": "plays with synthetic users of its own, and tells the adversary their rounds",
         "gradients/clipping": "clips each user and sums",
         "progress": "shows a share of a round, never a count",
         "rewards/responses": "hands each user's responses to the rewards",
         "rollout/sampling": "samples the users' responses",
         "trainer": "selects a round's users and writes secret/ telemetry",
+        "updates/grpo": "weighs each user's response tokens",
+        "updates/least_squares": "hands each user's examples to the clipping code",
+        "updates/npg": "weighs each user's responses, and takes their advantages as targets",
+        "updates/kl": "takes the KL penalty off each user's rewards",
         "updates/pg": "weighs each user's responses",
+        "updates/rebel": "weighs each user's pairs of responses",
+        "updates/ppo": "trains each user's copy on its own responses",
         "updates/private_round": "puts weights, responses and telemetry together for clipping",
     },
     "BoundedSum": {"gradients/clipping": "the only place that bounds a user's influence"},
     "Released": {"privacy/gate": "the only exit"},
-    "gaussian_noise": {"privacy/gate": "noise is drawn once for each charge"},
+    "gaussian_noise": {
+        "privacy/gate": "noise is drawn once for each charge",
+        "regression/local": "an oracle run by itself, without a ledger: its result states its cost",
+    },
     "charge": {"privacy/gate": "noise follows the charge in the same function"},
     "_Private__value": {"boundary": "open_private is the only way in"},
 }

@@ -140,6 +140,7 @@ def test_terms_are_json_and_hold_the_whole_plan(off: dict[str, Any]) -> None:
         "delta": 1e-5,
         "accountant": p.guarantee.accountant,
         "releases_per_round": 1,
+        "bands": 1,
     } == terms
 
 

@@ -109,7 +109,11 @@ def test_a_missing_key_is_named(key: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("optimizer.name", "adma", ["'sgd' or 'adam'", "not 'adma'", "did you mean 'adam'?"]),
+        (
+            "optimizer.name",
+            "adma",
+            ["'sgd', 'adam' or 'adam-corrected'", "not 'adma'", "did you mean 'adam'?"],
+        ),
         ("update.baseline", "pared", ["'paired', 'loo' or 'group'", "did you mean 'paired'?"]),
         ("update.name", "grop", ["'pg'", "not 'grop'", "did you mean 'grpo'?"]),
         ("update", 3, ["update: "]),
@@ -119,7 +123,7 @@ def test_a_missing_key_is_named(key: str) -> None:
             ["'random-allocation', 'fixed', 'stream' or 'poisson'", "did you mean 'poisson'?"],
         ),
         ("privacy.adjacency", "add_remove", ["'add-remove'", "did you mean 'add-remove'?"]),
-        ("policy.adapter.type", "lora_b", ["'lora' or 'lora-b'", "did you mean 'lora-b'?"]),
+        ("policy.adapter.type", "lora_b", ["'norms' or 'biases'", "did you mean 'lora-b'?"]),
         ("policy.dtype", "float16", ["'float32' or 'bfloat16'", "not 'float16'"]),
         ("rounds", 0, ["greater than or equal to 1", "not 0"]),
         ("rounds", 2.5, ["valid integer", "not 2.5"]),

@@ -495,3 +495,14 @@ class TestRecipes:
     def test_recipes_are_valid(self, name: str) -> None:
         recipe = dprlhf.load_recipe(Path(__file__).parent.parent / f"recipes/{name}.yaml")
         assert recipe.privacy.epsilon <= 8
+
+
+@pytest.mark.parametrize("native", [torch.float32, torch.bfloat16])
+def test_the_machine_decides_dtype_auto_once(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native: torch.dtype
+) -> None:
+    monkeypatch.setattr("dprlhf.setup.native_dtype", lambda: native)
+    given = settings(model, policy__dtype="auto", rounds=1)
+    run = dprlhf.train(**given, output_dir=tmp_path / "run")
+    kept = api._recipe_in(run.folder).policy.dtype
+    assert kept == str(native).removeprefix("torch.")

@@ -17,7 +17,17 @@ from dprlhf.processes import Processes
 from dprlhf.recipe import Recipe, load_recipe
 from dprlhf.rollout import sample
 from dprlhf.run_folder import RunFolder, replaced_folder, write_json
-from dprlhf.setup import Callback, Reward, Sources, in_memory_prompts, load, prepared, recipe_of
+from dprlhf.setup import (
+    Callback,
+    Reward,
+    Sources,
+    in_memory_prompts,
+    load,
+    neutral_prompts,
+    prepared,
+    recipe_of,
+)
+from dprlhf.timing import seconds_a_response
 from dprlhf.trainer import Result, Run, evaluate_policy, run_rounds
 
 
@@ -104,7 +114,9 @@ def generate(folder: str | Path, prompts: Sequence[str], seed: int = 0) -> list[
         raise DprlhfError(f"{folder}: no policy yet; finish the run with: dprlhf resume {folder}")
     policy.load_state(load_file(state))
     asked = in_memory_prompts(prompts)
-    one = recipe.rollout.model_copy(update={"responses": 1, "base_policy": "on-policy"})
+    one = recipe.rollout.model_copy(
+        update={"responses": 1, "base_policy": "on-policy", "backend": "transformers"}
+    )
     texts = {}
     for name in ("base", "tuned"):
         with policy.base() if name == "base" else contextlib.nullcontext():
@@ -139,10 +151,13 @@ def _run(run: Run) -> Result:
         run.progress.close()
     after = _evaluate(run, "evaluation after", base=False)
     samples = _samples(before, after)
+    public = run.public_prompts or neutral_prompts()
+    timing = seconds_a_response(run.policy, run.scorer, public, run.recipe)
     if run.processes.main:
         with replaced_folder(run.folder.policy) as fresh:
             run.policy.save(fresh)
             (fresh / "README.md").write_text(model_card(run.recipe, card))
+        write_json(run.folder.timing, timing)
         if after is not None:
             write_json(run.folder.samples, samples)
     run.processes.wait()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 from dprlhf.plan import Plan
@@ -61,6 +63,11 @@ def reward_names(recipe: Recipe) -> list[str]:
     return [str(r.function or r.classifier or r.plugin) for r in recipe.rewards]
 
 
+def is_hub_id(model: str) -> bool:
+    """Return whether a model's name is that of a hub repository, not a folder or an asset."""
+    return bool(re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", model)) and not Path(model).exists()
+
+
 def guarantee_sentence(card: dict[str, Any]) -> str:
     """Return the guarantee in one sentence."""
     if not card["private"]:
@@ -77,9 +84,11 @@ def model_card(recipe: Recipe, card: dict[str, Any]) -> str:
     """Return the adapter's README with the standard metadata and a privacy section."""
     public = "\n".join(f"- {line}" for line in card["assumed_public"])
     assumptions = "\n".join(f"- {line}" for line in card["assumptions"])
+    base = recipe.policy.model_name_or_path
+    # The hub refuses a card whose base model is no repository.
+    named = f"base_model: {base}\nbase_model_relation: adapter\n" if is_hub_id(base) else ""
     return f"""---
-base_model: {recipe.policy.model_name_or_path}
-library_name: peft
+{named}library_name: peft
 pipeline_tag: text-generation
 tags:
 - dprlhf

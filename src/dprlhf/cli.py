@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import json
 import math
 import os
@@ -53,19 +54,45 @@ Releases = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
-@app.command()
+class MergedType(enum.StrEnum):
+    """Number formats of merged weights."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
 def train(
     recipe: Annotated[Path, typer.Argument(help="a YAML recipe")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="section.key=value, as many as you like")
+        list[str] | None,
+        typer.Argument(help="section.key=value, as many as you like; flags named as in TRL work"),
     ] = None,
-    output_dir: Annotated[str | None, typer.Option(help="the run folder; must not exist")] = None,
+    output_dir: Annotated[
+        str | None,
+        typer.Option("--output-dir", "--output_dir", help="the run folder; must not exist"),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print the plan; charge and write nothing")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
 ) -> None:
     """Tune a policy privately by a recipe."""
+    from dprlhf.flags import overrides_of
+
+    changes = overrides_of(overrides or ())
+    if dry_run:
+        from dprlhf.dry_run import dry_run as look_ahead
+        from dprlhf.dry_run import explain
+        from dprlhf.recipe import load_recipe
+
+        plan = look_ahead(load_recipe(recipe, changes))
+        typer.echo(json.dumps(plan) if as_json else explain(plan))
+        return
     from dprlhf.api import train as run
 
     with _interruptible():
-        show(run(recipe, overrides=overrides or (), output_dir=output_dir))
+        show(run(recipe, overrides=changes, output_dir=output_dir))
 
 
 @app.command()
@@ -89,6 +116,125 @@ def generate(
     for answer in continue_prompts(run, prompt, seed):
         typer.echo(f"{answer['prompt']}\n  base:  {_flat(answer['base'])}")
         typer.echo(f"  tuned: {_flat(answer['tuned'])}")
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="run folders; several are compared")],
+    out: Annotated[Path | None, typer.Option(help="the HTML file; RUN/report.html")] = None,
+) -> None:
+    """Write one HTML file about a run, or a comparison of several."""
+    from dprlhf.report import write_report
+
+    typer.echo(write_report(runs, out))
+
+
+@app.command()
+def push(
+    run: Annotated[Path, typer.Argument(help="the run folder")],
+    repo: Annotated[str, typer.Argument(help="owner/name on the Hugging Face hub")],
+    private: Annotated[bool, typer.Option(help="make it a private repository")] = False,
+) -> None:
+    """Upload a run's adapter with its model card."""
+    from dprlhf.hub import push as upload
+
+    typer.echo(upload(run, repo, private=private))
+
+
+@app.command()
+def merge(
+    run: Annotated[Path, typer.Argument(help="the run folder")],
+    out: Annotated[Path, typer.Argument(help="the new model folder")],
+    dtype: Annotated[MergedType, typer.Option(help="of the weights")] = MergedType.float32,
+) -> None:
+    """Write base model and adapter as one model that loads without PEFT."""
+    from dprlhf.hub import merge as write_merged
+
+    typer.echo(write_merged(run, out, dtype=dtype.value))
+
+
+@app.command("reward-check")
+def reward_check(
+    function: Annotated[str, typer.Argument(help="package.module:function, or file.py:function")],
+    prompts: Annotated[Path, typer.Option(help="a file of PUBLIC prompts")],
+    prompt_column: Annotated[str, typer.Option(help="of the prompts")] = "prompt",
+    completion_column: Annotated[
+        str, typer.Option(help="of completions to score; without it, stand-ins are scored")
+    ] = "completion",
+    per_user: Annotated[bool, typer.Option(help="the reward compares one user's rows")] = False,
+    reward_range: Annotated[float, typer.Option(help="R of the recipe")] = 3.0,
+    limit: Annotated[int, typer.Option(help="rows to use")] = 64,
+) -> None:
+    """Check a reward's contract on public prompts, and show how it scores."""
+    import rich
+
+    from dprlhf.rewards.try_out import explain
+    from dprlhf.rewards.try_out import reward_check as check
+
+    found, stand_ins = check(
+        function,
+        prompts,
+        prompt_column=prompt_column,
+        completion_column=completion_column,
+        per_user=per_user,
+        reward_range=reward_range,
+        limit=limit,
+    )
+    rich.print(explain(found, reward_range))
+    if stand_ins:
+        typer.echo(
+            f"There is no column '{completion_column}': stand-in texts were scored, so range and"
+            " histogram are not those of real responses."
+        )
+
+
+@app.command()
+def doctor() -> None:
+    """Show versions, devices, processes and assets, and what a run would miss."""
+    from dprlhf.doctor import examine
+
+    findings = examine()
+    for finding in findings:
+        mark = "ok" if finding.good else "BAD"
+        typer.echo(f"{mark:<4}{finding.name:<26}{finding.value}")
+    if not all(finding.good for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def init(
+    model: Annotated[str, typer.Option(prompt="Model (hub id or folder)")],
+    prompts: Annotated[str, typer.Option(prompt="Private prompts (file, folder or hub id)")],
+    user_column: Annotated[
+        str, typer.Option(prompt="Column that names the user (empty: every row is a user)")
+    ] = "",
+    reward: Annotated[
+        str, typer.Option(prompt="Reward (file.py:function, or a classifier)")
+    ] = "my_rewards.py:reward",
+    public_prompts: Annotated[
+        str, typer.Option(prompt="Public prompts for the evaluation (empty: none)")
+    ] = "",
+    epsilon: Annotated[float, typer.Option(prompt="Privacy budget epsilon")] = 4.0,
+    out: Annotated[Path, typer.Option(help="the file to write; must not exist")] = Path(
+        "recipe.yaml"
+    ),
+) -> None:
+    """Ask six questions and write a commented recipe. Options answer in advance."""
+    from dprlhf.new_recipe import new_recipe
+    from dprlhf.run_folder import write_atomically
+
+    if out.exists():
+        raise DprlhfError(f"{out}: exists; name another file with --out")
+    text = new_recipe(
+        model=model,
+        prompts=prompts,
+        user_column=user_column,
+        reward=reward,
+        public_prompts=public_prompts,
+        epsilon=epsilon,
+    )
+    write_atomically(out, text)
+    typer.echo(f"{out}; look at it, then: dprlhf train {out} --dry-run")
 
 
 @app.command()
@@ -124,6 +270,44 @@ def plan(
             f"{row['noise_multiplier']:>18.4f}{row['noise_to_clip_ratio']:>12.3f}"
             f"{row['kappa']:>8.2f}{row['signal_to_noise']:>14.2f}"
         )
+
+
+@app.command()
+def audit(
+    recipe: Annotated[Path, typer.Argument(help="a YAML recipe")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="section.key=value, as many as you like")
+    ] = None,
+    canaries: Annotated[int, typer.Option(help="canary users; more give a higher bound")] = 1000,
+    space: Annotated[
+        str, typer.Option(help="gradient (seconds), or prompt: on the recipe's own model")
+    ] = "gradient",
+    output_dir: Annotated[str | None, typer.Option(help="the audit's own folder")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Attack what a recipe claims, with canary users of its own: a lower bound on ε.
+
+    The recipe's data are not read, and no run of it is charged. Exit status 1: claim refuted.
+    """
+    from dprlhf.audit.one_run import audit as attack
+    from dprlhf.audit.one_run import audit_folder
+    from dprlhf.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    folder = output_dir or audit_folder()
+    found = attack(loaded, folder, canaries=canaries, space=space, quiet=as_json)
+    if as_json:
+        typer.echo((Path(folder) / "audit.json").read_text())
+    else:
+        typer.echo(
+            f"claimed: epsilon <= {found.epsilon:.4g} at delta {found.delta:.3g}\n"
+            f"audited: epsilon >= {found.bound:.4g} at confidence {found.confidence:.0%}"
+            f" ({found.right} of {found.guesses} guesses right, {found.canaries} canaries,"
+            f" {found.space} space)"
+        )
+    if not found.holds:
+        typer.echo("the claim is refuted: please report this", err=True)
+        raise typer.Exit(1)
 
 
 @privacy.command("epsilon")

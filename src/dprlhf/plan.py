@@ -20,6 +20,7 @@ from dprlhf.privacy.accounting import (
     epsilon,
     noise_multiplier,
 )
+from dprlhf.privacy.correlated import noise_gain
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Plan:
             the run a non-private baseline.
         releases_per_round: J, the noised sums that one round takes from the same users, each with
             z; the round then costs what one Gaussian with z/√J costs.
+        bands: b of :mod:`dprlhf.privacy.correlated`; 1 draws each round's noise by itself.
         guarantee: ε (an upper bound; infinite for a baseline), δ and the accountant.
     """
 
@@ -50,6 +52,7 @@ class Plan:
     divisor: float
     guarantee: Epsilon
     releases_per_round: int = 1
+    bands: int = 1
 
     @property
     def private(self) -> bool:
@@ -60,6 +63,10 @@ class Plan:
     def noise_std(self) -> float:
         """Return zS, the standard deviation of the noise on the sum."""
         return self.noise_multiplier * self.clip_norm if self.noise_multiplier else 0.0
+
+    def noise_std_of(self, round_: int) -> float:
+        """Return the standard deviation of a round's noise on the sum, zS but for correlation."""
+        return self.noise_std * noise_gain(self.rounds, self.bands, round_)
 
     @property
     def sensitivity(self) -> float:
@@ -95,6 +102,7 @@ def make_plan(
     adjacency: Adjacency | None = None,
     participations: int = 1,
     releases_per_round: int = 1,
+    bands: int = 1,
 ) -> Plan:
     """Build the plan from the asked ε, or from the noise multiplier.
 
@@ -116,6 +124,13 @@ def make_plan(
     baseline = noise_multiplier == 0 or epsilon == math.inf
     if not clip_norm > 0 or (math.isinf(clip_norm) and not baseline):
         raise DprlhfError(f"clip_norm must be a positive number, not {clip_norm}")
+    cut = partition in ("fixed", "stream")
+    if bands > 1 and (not cut or participations > 1 or releases_per_round > 1):
+        raise DprlhfError(
+            "privacy.bands: correlated noise is accounted for one release to disjoint batches:"
+            " use partition fixed or stream with one participation and one release a round, or"
+            " bands 1"
+        )
     adjacency = adjacency or default_adjacency(partition)
     z, guarantee = _cost(
         epsilon,
@@ -123,7 +138,6 @@ def make_plan(
         delta,
         (rounds, partition, adjacency, participations, releases_per_round),
     )
-    cut = partition in ("fixed", "stream")
     return Plan(
         users=users,
         rounds=rounds,
@@ -135,6 +149,7 @@ def make_plan(
         divisor=float(users // rounds) if cut else participations * users / rounds,
         guarantee=guarantee,
         releases_per_round=releases_per_round,
+        bands=bands,
     )
 
 

@@ -21,6 +21,7 @@ from pydantic import (
     Field,
     Tag,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -42,33 +43,59 @@ class Settings(BaseModel):
 
 
 class Adapter(Settings):
-    """The trainable part of the policy: a PEFT LoRA.
+    """The trainable part of the policy: a low-dimensional PEFT adapter.
+
+    The noise grows with the root of the number of trained parameters.
 
     Attributes:
-        type: ``lora`` trains A and B; ``lora-b`` freezes A and trains B alone (FFA-LoRA,
-            arXiv 2403.12313): half the dimensions or fewer, so less noise.
-        rank: r.
-        alpha: LoRA's scale is alpha / rank.
-        target_modules: module names as PEFT takes them, or ``all-linear``.
+        type: ``lora`` trains A and B; ``lora-b`` freezes A and trains B alone; ``lora-xs`` an
+            r × r matrix between singular directions; ``vera`` two vectors to each layer; ``ia3``
+            scales; ``norms`` the norm layers; ``biases`` a bias to each output (see
+            :mod:`dprlhf.policies.adapters`).
+        rank: r, of the lora types and vera.
+        alpha: of the lora types, whose scale is alpha / rank, or alpha / √rank with ``use_rslora``.
+        use_rslora: see there (rsLoRA, arXiv 2312.03732).
+        target_modules: module names as PEFT takes them; of lora types and vera also
+            ``all-linear``. None takes PEFT's choice for the type of model.
         layers: adapt only these decoder layers (from 0; −1 is the last): fewer dimensions, and the
             backward pass stops at the lowest of them. None adapts all.
         init: of A: ``random`` (PEFT's), or ``public-activations``, the main directions of the
             layer's inputs on public prompts, along which users' gradients agree more.
     """
 
-    type: Literal["lora", "lora-b"] = "lora-b"
+    type: Literal["lora", "lora-b", "lora-xs", "vera", "ia3", "norms", "biases"] = "lora-b"
     rank: PositiveInt = 1
     alpha: PositiveFloat = 1.0
+    use_rslora: bool = False
     target_modules: list[str] | str | None = None
     layers: list[int] | None = None
     init: Literal["random", "public-activations"] = "random"
 
+    @model_validator(mode="after")
+    def _settings_of_type(self) -> Adapter:
+        serves = {
+            "rank": ("lora", "lora-b", "lora-xs", "vera"),
+            "alpha": ("lora", "lora-b", "lora-xs"),
+            "use_rslora": ("lora", "lora-b", "lora-xs"),
+            "init": ("lora", "lora-b"),
+        }
+        for name, types_ in serves.items():
+            changed = getattr(self, name) != type(self).model_fields[name].default
+            if changed and self.type not in types_:
+                raise ValueError(f"{name} is for type {', '.join(types_)}, not for {self.type}")
+        return self
+
 
 class Policy(Settings):
-    """The language model that is trained."""
+    """The language model that is trained.
+
+    Attributes:
+        dtype: of the frozen base; the adapter stays in float32. ``auto`` is bfloat16 where the
+            machine computes in it, else float32; a run keeps what it started with.
+    """
 
     model_name_or_path: str
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     trained_on_private_users: bool = False
     """Declare whether the base checkpoint was fitted on the same users. If it was, no ε can be
     stated for them, and only a non-private baseline will run."""
@@ -152,18 +179,58 @@ class Rollout(Settings):
         return self
 
 
+class TrustRegion(Settings):
+    """A clip norm that keeps an SGD step in a region (see :mod:`dprlhf.trust_region`).
+
+    Attributes:
+        trust_region: ``l2``, ``l2-markov``, or ``kl``, which needs public prompts.
+        alpha: α, the size of the region: ‖Δ‖²/2, or the KL divergence of responses.
+        beta: β, the probability of leaving it.
+    """
+
+    trust_region: Literal["l2", "l2-markov", "kl"]
+    alpha: PositiveFloat
+    beta: Annotated[float, Field(gt=0, lt=1)] = 0.1
+
+
+def _clip_norm_kind(value: Any) -> str:
+    return _REGION if isinstance(value, Mapping | TrustRegion) else _NUMBER
+
+
+_NUMBER, _REGION = "number", "region"
+ClipNorm = Annotated[
+    Annotated[float, Field(gt=0), Tag(_NUMBER)] | Annotated[TrustRegion, Tag(_REGION)],
+    Discriminator(_clip_norm_kind),
+]
+
+
 class _Update(Settings):
     """What all private updates share.
 
     Attributes:
-        clip_norm: S; ``.inf`` only in a non-private baseline.
-        max_importance_ratio: truncation of π_t/μ where y ~ μ ≠ π_t.
+        clip_norm: S, or the trust region that decides it once, before the first round; ``.inf``
+            only in a non-private baseline.
         batch_size: responses differentiated at once; as for ``rollout.batch_size``.
     """
 
-    clip_norm: Annotated[float, Field(gt=0)] = 1.0
-    max_importance_ratio: PositiveFloat = 2.0
+    clip_norm: ClipNorm = 1.0
     batch_size: PositiveInt = 64
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_critic(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and "critic" in values:
+            raise ValueError(
+                "there is no critic: one fitted without noise would carry a round's users into"
+                " later releases (docs/privacy.md, 'Rules that the code keeps'); write baseline:"
+                " loo, which takes the user's own other responses"
+            )
+        return values
+
+    @property
+    def radius(self) -> float:
+        """S; 1 until the trust region has decided it."""
+        return 1.0 if isinstance(self.clip_norm, TrustRegion) else self.clip_norm
 
     @property
     def releases(self) -> int:
@@ -171,18 +238,28 @@ class _Update(Settings):
         return 1
 
 
+class _Score(_Update):
+    """What the updates share that weigh ∇ log π by a ratio where y ~ μ ≠ π_t.
+
+    Attributes:
+        max_importance_ratio: truncation of π_t/μ, of a response or (grpo) of a token.
+    """
+
+    max_importance_ratio: PositiveFloat = 2.0
+
+
 Baseline = Literal["paired", "loo", "group"]
 """Advantages, all inside one user's own responses."""
 
 
-class PG(_Update):
+class PG(_Score):
     """DP-PG (He & Zhou, Algorithm 2): the policy gradient."""
 
     name: Literal["pg"] = "pg"
     baseline: Baseline = "loo"
 
 
-class GRPO(_Update):
+class GRPO(_Score):
     """DP-GRPO: group-relative advantages and the clipped ratio surrogate.
 
     Attributes:
@@ -195,7 +272,7 @@ class GRPO(_Update):
     scale_rewards: bool = True
 
 
-class PPO(_Update):
+class PPO(_Score):
     """DP-PPO (Rio et al., Algorithms 2 and 3): each user trains a copy, whose move is clipped.
 
     Attributes:
@@ -212,37 +289,57 @@ class PPO(_Update):
     minibatches: PositiveInt = 1
     local_optimizer: Literal["sgd", "adam"] = "sgd"
     local_learning_rate: PositiveFloat = 0.1
-    clip_range: PositiveFloat | None = None
+    clip_range: Annotated[float, Field(gt=0, lt=1)] | None = None
 
 
 class Oracle(Settings):
-    """Private least squares, for NPG and REBEL.
+    """Private least squares, for NPG and REBEL; ``update.clip_norm`` bounds the features.
 
     Attributes:
         name: the algorithm, a file in ``regression/``.
-        steps: J of ``projected-sgd``: noised releases in a round.
-        step_size: of ``projected-sgd``.
+        steps: J of ``projected-sgd`` and ``improper-batch-sgd``: noised releases in a round.
+        step_size: of these two, in units of 1/``update.clip_norm``².
         radius: W, the bound on ‖w‖.
+        target_bound: R; targets are clipped to ±R, and a gradient's bound is 2R times the clip
+            norm. None takes the most that an advantage can be, 2 ``reward_range`` (3 with the
+            baseline ``group``); less lowers the noise.
         sketch: dimensions of a public random projection of the features; None takes them as they
             are.
         ridge: regularisation of ``sufficient-statistics``, in units of its noise.
     """
 
-    name: Literal["projected-sgd", "sufficient-statistics"] = "projected-sgd"
+    name: Literal["projected-sgd", "improper-batch-sgd", "sufficient-statistics"] = "projected-sgd"
     steps: PositiveInt = 4
     step_size: PositiveFloat = 0.5
     radius: PositiveFloat = 1.0
+    target_bound: PositiveFloat | None = None
     sketch: PositiveInt | None = None
     ridge: PositiveFloat = 1.0
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _gaussian(cls, name: Any) -> Any:
+        why = {
+            "exponential": "needs a finite set of candidates (W is infinite here) and is pure",
+            "issp": "has to see all users together, works in few dimensions and is not Gaussian",
+        }
+        if name in why:
+            raise ValueError(
+                f"{name} {why[name]}, so a run cannot be charged for it: write projected-sgd, or"
+                " call dprlhf.regression.fit on arrays"
+            )
+        return name
 
     @property
     def releases(self) -> int:
         """J, the noised sums that one regression takes."""
-        return self.steps if self.name == "projected-sgd" else 1
+        return 1 if self.name == "sufficient-statistics" else self.steps
 
 
 class REBEL(_Update):
     """DP-REBEL (He & Zhou, Algorithm 5): regress relative log-ratios on relative rewards.
+
+    ``rollout.responses`` must be even: the two halves are paired.
 
     Attributes:
         eta: η of the loss ((1/η)(Δ(y) − Δ(y′)) − Â)².
@@ -263,7 +360,7 @@ class REBEL(_Update):
         return self.steps if self.solver == "gradient" else self.oracle.releases
 
 
-class NPG(_Update):
+class NPG(_Score):
     """DP-NPG (He & Zhou, Algorithm 3): regress advantages on ∇ log π, and step along w."""
 
     name: Literal["npg"]
@@ -292,22 +389,47 @@ Update = Annotated[
 ]
 
 
+class KL(Settings):
+    """The KL penalty: β (log π_t(y|x) − log π_ref(y|x)) off each response's own reward.
+
+    π_ref is the policy with its adapter off. The rewards that a run reports stay without it.
+
+    Attributes:
+        beta: β; 0 is no penalty.
+        level: ``sequence`` takes the whole penalty off a response's reward; ``token`` (with
+            ``update.name: pg``) takes off at each token only what is still to come, which has the
+            same mean and less variance.
+    """
+
+    beta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    level: Literal["sequence", "token"] = "sequence"
+
+
 class Optimizer(Settings):
     """The server-side optimizer of the released mean gradient (post-processing).
 
     Attributes:
-        name: ``sgd`` or ``adam``.
-        learning_rate: its step size.
+        name: ``sgd``, ``adam``, or ``adam-corrected``: Adam whose second moment has the variance of
+            the noise, which is public, taken off.
+        learning_rate: its step size; the largest of the schedule.
         momentum: of SGD.
         betas: of Adam.
         eps: of Adam.
+        noise_floor: of ``adam-corrected``: its corrected second moment is at least this share of
+            the noise's variance.
+        schedule: how the learning rate falls over the rounds, to nearly 0 with ``linear`` and
+            ``cosine``.
+        warmup: the share of the rounds in which the learning rate first rises, in equal steps.
     """
 
-    name: Literal["sgd", "adam"] = "adam"
+    name: Literal["sgd", "adam", "adam-corrected"] = "adam"
     learning_rate: PositiveFloat = 1e-3
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
+    noise_floor: PositiveFloat = 0.1
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
 
 class Privacy(Settings):
@@ -315,7 +437,8 @@ class Privacy(Settings):
 
     ``epsilon: .inf`` is a non-private baseline. ``reward_share`` is the share of the clip norm
     that a scaled copy of the user's mean reward may take in the released vector; 0 turns the
-    noised reward in the metrics off.
+    noised reward in the metrics off. ``bands`` above 1, with partition ``fixed`` or ``stream``,
+    correlates the noise of so many rounds (see :mod:`dprlhf.privacy.correlated`).
     """
 
     epsilon: float | None = None
@@ -324,6 +447,7 @@ class Privacy(Settings):
     partition: Partition = "random-allocation"
     adjacency: Adjacency | None = None
     participations: PositiveInt = 1
+    bands: PositiveInt = 1
     reward_share: Annotated[float, Field(ge=0, lt=1)] = 0.14
 
     @model_validator(mode="after")
@@ -353,6 +477,26 @@ class Evaluation(Settings):
     every: PositiveInt | None = None
 
 
+class Tracking(Settings):
+    """Experiment trackers, which get the lines of ``metrics.jsonl`` (see :mod:`dprlhf.trackers`).
+
+    Attributes:
+        report_to: which; each is a package of its own to install.
+        project: what the trackers file the run under.
+        live: send each round when it ends, not all at the end of the run. The service then knows
+            how long each round took, hence about how many users it had.
+    """
+
+    report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
+    project: str = "dprlhf"
+    live: bool = False
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _one_or_several(cls, names: Any) -> Any:
+        return [] if names == "none" else [names] if isinstance(names, str) else names
+
+
 class Recipe(Settings):
     """All settings of a run.
 
@@ -366,18 +510,49 @@ class Recipe(Settings):
     reward_range: PositiveFloat = 3.0
     rollout: Rollout = Rollout()
     update: Update = PG()
+    kl: KL = KL()
     optimizer: Optimizer = Optimizer()
     privacy: Privacy
     rounds: PositiveInt
     evaluation: Evaluation | None = None
+    tracking: Tracking = Tracking()
     seed: int = 0
     output_dir: str | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
         baseline = self.privacy.epsilon == math.inf or self.privacy.noise_multiplier == 0
-        if math.isinf(self.update.clip_norm) and not baseline:
+        if math.isinf(self.update.radius) and not baseline:
             raise ValueError("update.clip_norm must be finite unless privacy.epsilon is .inf")
+        regression = isinstance(self.update, NPG) or (
+            isinstance(self.update, REBEL) and self.update.solver == "gauss-newton"
+        )
+        if regression and math.isinf(self.update.radius):
+            raise ValueError(
+                "update.clip_norm bounds the features of the regression: give a finite one, also"
+                " with privacy.epsilon .inf"
+            )
+        if regression and self.optimizer.name == "adam-corrected":
+            raise ValueError(
+                "optimizer.name: adam-corrected needs the noise of a released gradient, and"
+                f" update.name {self.update.name} steps along a regression's solution: write sgd"
+            )
+        if self.privacy.bands > 1 and self.optimizer.name == "adam-corrected":
+            raise ValueError(
+                "optimizer.name: adam-corrected takes every round's noise to be the same, which"
+                " privacy.bands above 1 changes: write sgd or adam"
+            )
+        self._check_trust_region()
+        if self.kl.level == "token" and self.update.name != "pg":
+            raise ValueError(
+                f"kl.level: token works with update.name pg; {self.update.name} takes one reward a"
+                " response: write kl.level: sequence"
+            )
+        if self.update.name == "rebel" and self.rollout.responses % 2:
+            raise ValueError(
+                "rollout.responses must be even for update.name rebel, which pairs them, not"
+                f" {self.rollout.responses}"
+            )
         if self.policy.adapter.init == "public-activations" and self.evaluation is None:
             raise ValueError(
                 "policy.adapter.init: public-activations needs public prompts (evaluation.data)"
@@ -397,6 +572,26 @@ class Recipe(Settings):
                 " that never saw them, or privacy.epsilon=.inf for a non-private baseline"
             )
         return self
+
+    def _check_trust_region(self) -> None:
+        region = self.update.clip_norm
+        if not isinstance(region, TrustRegion):
+            return
+        if self.update.name not in ("pg", "grpo", "ppo"):
+            raise ValueError(
+                "update.clip_norm: a trust region is for the one step of pg, grpo or ppo, not for"
+                f" {self.update.name}: give a number"
+            )
+        if self.optimizer.name != "sgd" or self.optimizer.momentum:
+            raise ValueError(
+                "update.clip_norm: a trust region bounds a plain SGD step: write optimizer: {name:"
+                " sgd, learning_rate: …} without momentum, or give a number"
+            )
+        if region.trust_region == "kl" and self.evaluation is None:
+            raise ValueError(
+                "update.clip_norm: trust_region kl needs public prompts (evaluation.data); l2 and"
+                " l2-markov do not"
+            )
 
 
 def _same_rows(a: Data, b: Data) -> bool:
@@ -486,6 +681,7 @@ def _explain(error: ValidationError) -> str:
             names = first["ctx"]["expected_tags"]
             return _refused("update.name", f"Input should be {names}", first["ctx"]["tag"], names)
         del location[1:2]  # the update's name, which pydantic puts before its keys
+        location = [part for part in location if part not in (_NUMBER, _REGION)]
     key = ".".join(location) or "recipe"
     if first["type"] == "extra_forbidden":
         nearest = _nearest_key(location)

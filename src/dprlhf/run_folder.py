@@ -2,7 +2,8 @@
 
 Everything outside ``secret/`` is covered by the stated guarantee and may be published together:
 
-- ``recipe.yaml``, ``privacy.json``, ``ledger.jsonl``, ``metrics.jsonl``, ``samples.json``
+- ``recipe.yaml``, ``privacy.json``, ``ledger.jsonl``, ``metrics.jsonl``, ``samples.json``,
+  ``timing.json``
 - ``checkpoint/``: what ``dprlhf resume`` needs, after the last finished round
 - ``policy/``: the final adapter, as ``PeftModel.from_pretrained`` loads it
 
@@ -55,6 +56,11 @@ class RunFolder:
     def samples(self) -> Path:
         """Public prompts with the continuations of the base and the tuned policy."""
         return self.path / "samples.json"
+
+    @property
+    def timing(self) -> Path:
+        """Seconds a response of each phase, measured on public prompts."""
+        return self.path / "timing.json"
 
     @property
     def checkpoint(self) -> Path:

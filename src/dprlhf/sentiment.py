@@ -59,6 +59,8 @@ def train_sentiment(
         get_linear_schedule_with_warmup,
     )
 
+    from dprlhf.policies.causal_lm import native_dtype
+
     train, test = (pd.read_parquet(data / f"{half}.parquet") for half in ("train", "test"))
     tokenizer: Any = AutoTokenizer.from_pretrained(encoder)
     tokens = tokenizer(train["text"].tolist(), truncation=True, max_length=MAX_TOKENS)["input_ids"]
@@ -80,9 +82,7 @@ def train_sentiment(
         steps = epochs * -(-len(tokens) // batch_size)
         schedule: Any = get_linear_schedule_with_warmup(optimizer, steps // 10, steps)
         loss_function = torch.nn.CrossEntropyLoss(label_smoothing=LABEL_SMOOTHING)
-        # Where the processor lacks bfloat16 arithmetic, emulating it costs more than it saves.
-        abilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-        bf16 = any(abilities.get(key, False) for key in ("avx512_bf16", "amx_bf16"))
+        bf16 = native_dtype("cpu") == torch.bfloat16
         model.train()
         shown = float("nan")
         with tqdm(total=steps, desc="sentiment-minilm", unit="step", disable=quiet) as bar:

@@ -8,35 +8,45 @@ import json
 import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from dprlhf import recipe as settings
 from dprlhf.boundary import open_private
 from dprlhf.errors import DprlhfError, InterruptedRunError
 from dprlhf.evaluate import evaluate
+from dprlhf.optimizers import make_optimizer
 from dprlhf.partition import allocate
 from dprlhf.plan import Plan, make_plan
-from dprlhf.policies.causal_lm import CausalLMPolicy, align_with_activations, load_policy
+from dprlhf.policies.causal_lm import (
+    CausalLMPolicy,
+    align_with_activations,
+    load_policy,
+    native_dtype,
+)
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.privacy.randomness import commitment
 from dprlhf.processes import Processes
 from dprlhf.progress import Progress
 from dprlhf.recipe import IN_MEMORY, Recipe, dump_recipe, load_recipe, make_recipe
+from dprlhf.rewards import Reward as LoadedReward
 from dprlhf.rewards import Scorer, check_reward, load_reward
-from dprlhf.rollout import sample
+from dprlhf.rollout import Responses, sample, settled
 from dprlhf.run_folder import RunFolder, write_atomically
 from dprlhf.telemetry import TelemetryCoordinates
+from dprlhf.trackers import check_installed, tracked
 from dprlhf.trainer import Run
+from dprlhf.trust_region import clip_norm, fisher_trace_and_top
+from dprlhf.updates.least_squares import check_dimension
 from dprlhf.users import Prompts, Users, load_rows, rows_from
 
 Reward = Callable[..., Any]
 Callback = Callable[[dict[str, Any]], None]
 
-_ALIGNMENT_PROMPTS = 64
+_LEFTOVER_PROMPTS = 64
 
 # Stand-ins for the contract check where a recipe names no public prompts.
 _NEUTRAL_PROMPTS = [
@@ -70,25 +80,20 @@ def prepared(
         callbacks: called after every round.
         quiet: no progress bars.
     """
-    _hush_libraries()
     processes = Processes.connect()
     if create:
         processes.on_main(folder.refuse_to_overwrite)
-    users = Users(_rows(recipe.data, sources.prompts), recipe.data)
-    plan = _plan(recipe, users)
-    policy = load(recipe)
-    processes.place(policy)
-    public = _public_users(recipe, sources)
-    if public is not None and recipe.policy.adapter.init == "public-activations":
-        _align(policy, recipe, public)
-    rewards: Sequence[Any] = sources.rewards or [_loadable(r) for r in recipe.rewards]
-    loaded = [load_reward(reward) for reward in rewards]
+    parts = assemble(recipe, sources, processes, quiet=quiet)
+    recipe, plan, users, policy = parts.recipe, parts.plan, parts.users, parts.policy
     key = processes.on_main(lambda: _key(folder, recipe, create=create))
     with _one_line_errors(folder), contextlib.ExitStack() as stack:
         ledger = None
         if processes.main:
             ledger = _ledger(recipe, plan, folder, key, users)
             stack.callback(ledger.close)
+            config = {**recipe.model_dump(mode="json"), "plan": plan.terms()}
+            trackers = stack.enter_context(tracked(recipe.tracking, folder, config))
+            callbacks = [*trackers, *callbacks]
         sink = stack.enter_context(open(folder.secret / "reward-output.txt", "a"))
         run = Run(
             recipe=recipe,
@@ -99,9 +104,11 @@ def prepared(
             users=users,
             allocation=allocate(plan, key),
             policy=policy,
-            optimizer=_optimizer(recipe.optimizer, policy),
-            scorer=Scorer(loaded, recipe.reward_range, sink=sink),
-            public_prompts=_evaluation_prompts(recipe, public),
+            optimizer=make_optimizer(
+                recipe.optimizer, policy.parameters.values(), plan.noise_std / plan.divisor
+            ),
+            scorer=Scorer(parts.rewards, recipe.reward_range, sink=sink),
+            public_prompts=parts.public_prompts,
             ledger=ledger,
             telemetry=TelemetryCoordinates.from_plan(
                 plan, recipe.privacy.reward_share, recipe.reward_range
@@ -117,10 +124,56 @@ def prepared(
         yield run
 
 
-class Sources:
-    """What the program holds in memory in place of the recipe's data and rewards."""
+@dataclass(frozen=True, repr=False)
+class Parts:
+    """What a run is made of before anything is written: settled settings, data, policy, rewards."""
 
-    def __init__(self, prompts: Any, reward: Any, evaluation_prompts: Any) -> None:
+    recipe: Recipe
+    plan: Plan
+    users: Users
+    policy: CausalLMPolicy
+    rewards: list[LoadedReward]
+    public_prompts: Prompts | None
+
+
+def assemble(recipe: Recipe, sources: Sources, processes: Processes, *, quiet: bool) -> Parts:
+    """Load what a recipe names, and settle what it leaves to machine and data; writes nothing.
+
+    Raises:
+        DprlhfError: a setting, the data, the policy or a reward is wrong.
+    """
+    _hush_libraries()
+    check_installed(recipe.tracking.report_to)
+    recipe = processes.on_main(lambda: _resolved(recipe))
+    users = Users(_rows(recipe.data, sources.prompts), recipe.data)
+    plan = _plan(recipe, users)
+    policy = sources.policy or load(recipe)
+    check_dimension(recipe.update, policy.dimension)
+    processes.place(policy)
+    recipe = processes.on_main(lambda: _with_rollout(recipe, plan, policy, processes.count))
+    public = _public_users(recipe, sources)
+    if public is not None and recipe.policy.adapter.init == "public-activations":
+        some = _leftover_responses(policy, recipe, public)
+        align_with_activations(policy, some.tokens, some.mask, recipe.update.batch_size)
+    recipe = processes.from_main(
+        _settle_clip_norm(recipe, plan, policy, public, quiet=quiet or not processes.main)
+    )
+    plan = _plan(recipe, users)
+    rewards: Sequence[Any] = sources.rewards or [_loadable(r) for r in recipe.rewards]
+    loaded = [load_reward(reward) for reward in rewards]
+    return Parts(recipe, plan, users, policy, loaded, _evaluation_prompts(recipe, public))
+
+
+class Sources:
+    """What the program holds in memory in place of the recipe's data, rewards (and policy)."""
+
+    def __init__(
+        self,
+        prompts: Any,
+        reward: Any,
+        evaluation_prompts: Any,
+        policy: CausalLMPolicy | None = None,
+    ) -> None:
         if prompts is not None and evaluation_prompts is prompts:
             raise DprlhfError(
                 "evaluation_prompts are the private prompts: evaluation writes prompts and rewards"
@@ -128,6 +181,7 @@ class Sources:
             )
         self.prompts = prompts
         self.evaluation_prompts = evaluation_prompts
+        self.policy = policy
         self.rewards: list[Reward] | None = None
         if reward is not None:
             self.rewards = [reward] if callable(reward) else list(reward)
@@ -173,6 +227,24 @@ def recipe_of(
     return make_recipe(values, source="train")
 
 
+def _resolved(recipe: Recipe) -> Recipe:
+    """Settle what the machine decides, so that a resumed run computes as it did before."""
+    if recipe.policy.dtype != "auto":
+        return recipe
+    dtype = str(native_dtype()).removeprefix("torch.")
+    return recipe.model_copy(update={"policy": recipe.policy.model_copy(update={"dtype": dtype})})
+
+
+def _with_rollout(recipe: Recipe, plan: Plan, policy: CausalLMPolicy, processes: int) -> Recipe:
+    rollout = settled(
+        recipe.rollout,
+        policy,
+        rows=plan.divisor * recipe.rollout.responses / processes,
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+    )
+    return recipe.model_copy(update={"rollout": rollout})
+
+
 def _rows(data: settings.Data, given: Any) -> Any:
     if given is not None:
         return rows_from(given, data.prompt_column)
@@ -189,11 +261,12 @@ def _plan(recipe: Recipe, users: Users) -> Plan:
         delta=privacy.delta,
         epsilon=privacy.epsilon,
         noise_multiplier=privacy.noise_multiplier,
-        clip_norm=recipe.update.clip_norm,
+        clip_norm=recipe.update.radius,
         partition=privacy.partition,
         adjacency=privacy.adjacency,
         participations=privacy.participations,
         releases_per_round=recipe.update.releases,
+        bands=privacy.bands,
     )
 
 
@@ -224,7 +297,7 @@ def _ledger(recipe: Recipe, plan: Plan, folder: RunFolder, key: bytes, users: Us
             f"data {recipe.data.path!r}: the users are not the ones that this run started with;"
             " some would be drawn twice. Start a new run"
         )
-    fixed = recipe.model_dump(mode="json", exclude={"output_dir"})
+    fixed = recipe.model_dump(mode="json", exclude={"output_dir", "tracking"})
     text = json.dumps(fixed, sort_keys=True)
     return Ledger(
         folder.ledger,
@@ -265,13 +338,6 @@ def _loadable(spec: settings.Reward) -> settings.Reward:
     return spec
 
 
-def _optimizer(spec: settings.Optimizer, policy: CausalLMPolicy) -> torch.optim.Optimizer:
-    parameters = list(policy.parameters.values())
-    if spec.name == "sgd":
-        return torch.optim.SGD(parameters, lr=spec.learning_rate, momentum=spec.momentum)
-    return torch.optim.Adam(parameters, lr=spec.learning_rate, betas=spec.betas, eps=spec.eps)
-
-
 def _public_users(recipe: Recipe, sources: Sources) -> Users | None:
     if recipe.evaluation is None:
         return None
@@ -280,13 +346,13 @@ def _public_users(recipe: Recipe, sources: Sources) -> Users | None:
     return Users(rows, data.model_copy(update={"user_column": None}))
 
 
-def _align(policy: CausalLMPolicy, recipe: Recipe, public: Users) -> None:
-    """Start the adapter from public activations, on prompts that the evaluation leaves over."""
+def _leftover_responses(policy: CausalLMPolicy, recipe: Recipe, public: Users) -> Responses:
+    """Sample one response to each of some public prompts that the evaluation leaves over."""
     assert recipe.evaluation is not None
     first = min(recipe.evaluation.prompts, public.count - 1)
-    left = public.select(np.arange(first, min(first + _ALIGNMENT_PROMPTS, public.count)))
+    left = public.select(np.arange(first, min(first + _LEFTOVER_PROMPTS, public.count)))
     one = recipe.rollout.model_copy(update={"responses": 1, "base_policy": "on-policy"})
-    responses = sample(
+    return sample(
         policy,
         left,
         one,
@@ -294,7 +360,36 @@ def _align(policy: CausalLMPolicy, recipe: Recipe, public: Users) -> None:
         context=("alignment", recipe.seed),
         max_prompt_tokens=recipe.data.max_prompt_tokens,
     )
-    align_with_activations(policy, responses.tokens, responses.mask, recipe.update.batch_size)
+
+
+def _settle_clip_norm(
+    recipe: Recipe, plan: Plan, policy: CausalLMPolicy, public: Users | None, *, quiet: bool
+) -> Recipe:
+    """Let the trust region decide the clip norm; the noise multiplier does not depend on it."""
+    region = recipe.update.clip_norm
+    if not isinstance(region, settings.TrustRegion):
+        return recipe
+    fisher = None
+    if region.trust_region == "kl":
+        assert public is not None
+        responses = _leftover_responses(policy, recipe, public)
+        fisher = fisher_trace_and_top(policy, responses, recipe.update.batch_size)
+    norm = clip_norm(
+        region,
+        learning_rate=recipe.optimizer.learning_rate,
+        noise_multiplier=plan.noise_multiplier,
+        divisor=plan.divisor,
+        dimension=policy.dimension,
+        fisher=fisher,
+    )
+    if not quiet:
+        of_fisher = f", tr F = {fisher[0]:.4g}, top eigenvalue {fisher[1]:.4g}" if fisher else ""
+        print(
+            f"clip norm {norm:.4g} from trust region {region.trust_region}, alpha {region.alpha:g},"
+            f" beta {region.beta:g}: d = {policy.dimension:,}{of_fisher}"
+        )
+    update = recipe.update.model_copy(update={"clip_norm": norm})
+    return recipe.model_copy(update={"update": update})
 
 
 def _evaluation_prompts(recipe: Recipe, public: Users | None) -> Prompts | None:
@@ -310,9 +405,14 @@ def in_memory_prompts(prompts: Sequence[Any]) -> Prompts:
     )
 
 
+def neutral_prompts() -> Prompts:
+    """Return stand-ins for a recipe without public prompts."""
+    return in_memory_prompts(_NEUTRAL_PROMPTS)
+
+
 def _check_rewards(run: Run) -> None:
     """Check on public prompts that no reward couples users."""
-    public = run.public_prompts or in_memory_prompts(_NEUTRAL_PROMPTS)
+    public = run.public_prompts or neutral_prompts()
     few = Prompts(
         public.prompts[:16],
         public.users[:16],

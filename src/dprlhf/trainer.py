@@ -6,6 +6,7 @@ Every user's prompts are drawn once (or k times, as the plan says). What is comp
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from dprlhf.checkpoint import load_checkpoint, save_checkpoint
 from dprlhf.errors import DprlhfError
 from dprlhf.evaluate import Evaluated, RewardEstimate, evaluate
 from dprlhf.interrupt import Interruptible
+from dprlhf.optimizers import set_learning_rate
 from dprlhf.partition import Allocation
 from dprlhf.plan import Plan
 from dprlhf.policies.causal_lm import CausalLMPolicy
@@ -33,6 +35,7 @@ from dprlhf.rollout import Responses, sample_responses
 from dprlhf.run_folder import RunFolder
 from dprlhf.telemetry import JsonLines, ReleasedReward, TelemetryCoordinates
 from dprlhf.updates import UPDATES, PrivateRound
+from dprlhf.updates.kl import subtract_kl
 from dprlhf.users import Prompts, Users
 
 MAX_FAILED_ROUNDS = 3
@@ -86,12 +89,17 @@ def run_rounds(run: Run) -> None:
                 responses=responses,
                 scores=scores,
                 clip_norm=run.plan.clip_norm,
+                noise_multiplier=run.plan.noise_multiplier,
+                divisor=run.plan.divisor,
                 telemetry=run.telemetry,
                 optimizer=run.optimizer,
                 reduce=run.processes.sum,
                 gate=_gate(run, t, interrupt),
+                number=t,
                 tick=interrupt.checked(bar.tick),
             )
+            set_learning_rate(run.optimizer, recipe.optimizer, t, run.plan.rounds)
+            subtract_kl(round_, recipe.kl, recipe.update.batch_size)
             update(round_, recipe.update)
             _save(run, t)
             reward = _report(run, t, round_)
@@ -156,13 +164,14 @@ def _report(run: Run, t: int, round_: PrivateRound) -> ReleasedReward | None:
         "epsilon": run.plan.terms()["epsilon"],
         "delta": run.plan.guarantee.delta,
         "released_gradient_norm": float(round_.released.norm()),
-        "expected_noise_norm": run.plan.noise_to_clip_ratio(run.policy.dimension)
-        * (run.plan.clip_norm if run.plan.noise_multiplier else 0.0),
+        "expected_noise_norm": math.sqrt(len(round_.released))
+        * run.plan.noise_std_of(t)
+        / run.plan.divisor,
     }
     reward = None
     if run.telemetry.count:
         assert round_.telemetry_released is not None
-        reward = run.telemetry.read(round_.telemetry_released, run.plan)
+        reward = run.telemetry.read(round_.telemetry_released, run.plan, t)
         metrics["private_reward_noised"] = reward.mean
         metrics["private_reward_noise_std"] = reward.noise_std
         metrics["valid_share_noised"] = reward.valid_share
@@ -205,7 +214,7 @@ def _record_secret(
 ) -> None:
     """Keep the raw values of this process's users in ``secret/``, for the operator alone."""
     assert round_.norms is not None
-    norms, scored = open_private(round_.norms), open_private(round_.scores)
+    norms, scored = open_private(round_.norms), open_private(round_.unpenalised)
     name = f"telemetry-{run.processes.accelerator.process_index}.jsonl"
     finite = norms[np.isfinite(norms)]
     JsonLines(run.folder.secret / name, mode=0o600).write(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from dprlhf import recipe
 from dprlhf.errors import DprlhfError
+from dprlhf.policies.adapters import add_adapter, quiet_peft, stored_state
 
 
 class CausalLMPolicy:
@@ -24,17 +26,18 @@ class CausalLMPolicy:
     Attributes:
         parameters: the trainable parameters by name, in a fixed order.
         dimension: d, their number.
+        end_tokens: a response ends with any of these; the tokenizer's end-of-sequence token and
+            those of the checkpoint's generation config. Nothing else of that config is used: a
+            repetition penalty would sample from another distribution than π_θ.
+        is_base: True inside :meth:`base`.
     """
 
     def __init__(self, model: Any, tokenizer: Any, temperature: float = 1.0) -> None:
-        from transformers import GenerationConfig
-
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.temperature = temperature
-        # generate() fills in from here what a call leaves unset: a checkpoint's own repetition
-        # penalty or suppressed tokens would sample from another distribution than π_θ.
-        model.generation_config = GenerationConfig()
+        self.end_tokens = _end_tokens(model, tokenizer)
+        self.is_base = False
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.dimension = sum(p.numel() for p in self.parameters.values())
         # torch multiplies a sliced (non-contiguous) batch by the vocabulary as one bmm, for which
@@ -54,10 +57,13 @@ class CausalLMPolicy:
     @contextlib.contextmanager
     def base(self) -> Iterator[None]:
         """Switch the adapter off: inside, the network is the base policy."""
+        outer, self.is_base = self.is_base, True
         try:
             with self.model.disable_adapter():
                 yield
-        finally:  # PEFT makes all of an adapter trainable when it switches it on, frozen parts too
+        finally:
+            self.is_base = outer
+            # PEFT makes all of an adapter trainable when it switches it on, frozen parts too
             for name, parameter in self.model.named_parameters():
                 parameter.requires_grad_(name in self.parameters)
 
@@ -98,25 +104,31 @@ class CausalLMPolicy:
         Returns:
             ``[rows, responses]``, float32 or wider.
         """
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        # Nothing stands after the last token, so it is left out; a masked column comes in front,
+        # without which the attention kernel would depend on who is there (see dprlhf.rollout).
+        ids, seen = F.pad(tokens[:, :-1], (1, 0)), F.pad(mask[:, :-1], (1, 0))
         logits = self.model(
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=positions,
-            logits_to_keep=responses + 1,
+            input_ids=ids,
+            attention_mask=seen,
+            position_ids=(seen.cumsum(1) - 1).clamp(min=0),
+            logits_to_keep=responses,
             use_cache=False,
-        ).logits[:, :-1]
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
-        targets = tokens[:, -responses:]
-        chosen = logits.gather(2, targets[:, :, None])[:, :, 0]
-        logprobs: torch.Tensor = chosen - logits.logsumexp(2)
-        return logprobs
+        ).logits
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.temperature != 1:
+            logits = logits / self.temperature
+        # One fused pass forwards and one backwards, where logsumexp and gather take several.
+        nll = F.cross_entropy(
+            logits.flatten(0, 1), tokens[:, -responses:].flatten(), reduction="none"
+        )
+        return -nll.view(len(tokens), responses)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return a copy of the whole adapter, frozen parts included, on the CPU."""
         import peft
 
-        weights = peft.get_peft_model_state_dict(self.model)
+        with quiet_peft():
+            weights = peft.get_peft_model_state_dict(self.model)
         return {name: weight.detach().cpu().clone() for name, weight in weights.items()}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
@@ -127,7 +139,8 @@ class CausalLMPolicy:
 
     def save(self, folder: Path) -> None:
         """Save the adapter in PEFT's format, and the tokenizer."""
-        self.model.save_pretrained(folder, safe_serialization=True)
+        with quiet_peft():
+            self.model.save_pretrained(folder, state_dict=stored_state(self.model))
         self.tokenizer.save_pretrained(folder)
 
 
@@ -148,8 +161,9 @@ def load_policy(spec: recipe.Policy, *, temperature: float = 1.0, seed: int = 0)
         tokenizer = AutoTokenizer.from_pretrained(
             path, trust_remote_code=spec.trust_remote_code, padding_side="left"
         )
+        dtype = native_dtype() if spec.dtype == "auto" else getattr(torch, spec.dtype)
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, spec.dtype), trust_remote_code=spec.trust_remote_code
+            path, dtype=dtype, trust_remote_code=spec.trust_remote_code
         )
     except (OSError, ValueError) as error:
         raise DprlhfError(
@@ -157,6 +171,24 @@ def load_policy(spec: recipe.Policy, *, temperature: float = 1.0, seed: int = 0)
             f"{' '.join(str(error).split())[:300]}"
         ) from None
     return make_policy(model, tokenizer, spec.adapter, temperature=temperature, seed=seed)
+
+
+def native_dtype(device_type: str | None = None) -> torch.dtype:
+    """Return bfloat16 where a device computes in it, else float32.
+
+    A processor that has to emulate bfloat16 takes several times as long as for float32.
+
+    Args:
+        device_type: ``cuda`` or ``cpu``; None is the GPU where there is one.
+    """
+    if device_type is None:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if device_type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        abilities: Mapping[str, Any] = torch.cpu.get_capabilities()
+        native = any(abilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    return torch.bfloat16 if native else torch.float32
 
 
 def make_policy(
@@ -168,30 +200,10 @@ def make_policy(
     seed: int = 0,
 ) -> CausalLMPolicy:
     """Put a fresh adapter on a loaded model."""
-    import peft
-
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        r=adapter.rank,
-        lora_alpha=adapter.alpha,
-        lora_dropout=0.0,
-        target_modules=adapter.target_modules,
-        layers_to_transform=_layers(model, adapter.layers),
-        fan_in_fan_out=model.config.model_type == "gpt2",
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        try:
-            adapted = peft.get_peft_model(model, config)
-        except ValueError as error:
-            raise DprlhfError(f"policy.adapter: {' '.join(str(error).split())[:300]}") from None
-    if adapter.type == "lora-b":
-        for name, parameter in adapted.named_parameters():
-            if "lora_A" in name:
-                parameter.requires_grad_(False)
+    adapted = add_adapter(model, adapter, seed=seed)
     return CausalLMPolicy(adapted, tokenizer, temperature)
 
 
@@ -222,9 +234,11 @@ def align_with_activations(
 
     layers = {n: m for n, m in policy.model.named_modules() if ".lora_A." in n}
     hooks = [layer.register_forward_hook(capture(name)) for name, layer in layers.items()]
+    # response_logprobs puts a column in front and leaves the last one out.
+    tokens, mask = F.pad(tokens, (0, 1)), F.pad(mask, (0, 1))
     for start in range(0, len(tokens), batch_size):
         rows = slice(start, start + batch_size)
-        real = mask[rows].bool().to(policy.device)
+        real = mask[rows].roll(1, dims=1).bool().to(policy.device)
         policy.response_logprobs(tokens[rows].to(policy.device), mask[rows].to(policy.device), 1)
     for hook in hooks:
         hook.remove()
@@ -236,11 +250,7 @@ def align_with_activations(
         layer.weight.copy_(leading * signs * lengths)
 
 
-def _layers(model: Any, asked: list[int] | None) -> list[int] | None:
-    if asked is None:
-        return None
-    count = model.config.num_hidden_layers
-    for layer in asked:
-        if not -count <= layer < count:
-            raise DprlhfError(f"policy.adapter.layers: {layer}, but the model has {count} layers")
-    return [layer % count for layer in asked]
+def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    every = configured if isinstance(configured, list) else [configured]
+    return sorted({token for token in [tokenizer.eos_token_id, *every] if token is not None})

@@ -7,6 +7,7 @@ import torch
 from dprlhf.boundary import BoundedSum, Released
 from dprlhf.errors import DprlhfError
 from dprlhf.plan import Plan
+from dprlhf.privacy.correlated import square_root
 from dprlhf.privacy.ledger import Entry, Ledger
 from dprlhf.privacy.randomness import gaussian_noise
 
@@ -26,6 +27,7 @@ class Gate:
         self._key = key
         self._charge: Entry | None = None
         self._released = 0
+        self._noises: list[torch.Tensor] = []  # of the rounds so far, with correlated noise
 
     def release(self, round_: int, bounded: BoundedSum) -> Released[torch.Tensor]:
         """Release (Σ g_u + N(0, (zS)² I)) / m.
@@ -53,11 +55,32 @@ class Gate:
             )
         charge = self._charge_of(round_)
         self._released += 1
-        # The charge's hash is in the context: a stream belongs to one charge of one ledger.
-        noise = gaussian_noise(
-            self._key, "noise", round_, self._released, charge.hash, count=bounded.total.numel()
-        )
+        dimension = bounded.total.numel()
+        if plan.bands == 1:
+            noise = self._draw(charge, self._released, dimension)
+        else:
+            noise = self._correlated(round_, dimension)
         return Released((bounded.total + plan.noise_std * noise) / plan.divisor, round_)
+
+    def _draw(self, charge: Entry, number: int, dimension: int) -> torch.Tensor:
+        # The charge's hash is in the context: a stream belongs to one charge of one ledger.
+        return gaussian_noise(
+            self._key, "noise", charge.body["round"], number, charge.hash, count=dimension
+        )
+
+    def _correlated(self, round_: int, dimension: int) -> torch.Tensor:
+        """Return row t of C⁻¹ξ; a resumed run draws the earlier rounds' noise again."""
+        root = square_root(self.plan.rounds, self.plan.bands)
+        charges = {e.body["round"]: e for e in self.ledger.entries if e.kind == "charge"}
+        for t in range(len(self._noises), round_):
+            if t + 1 not in charges:  # left out, never released: there is nothing to take back
+                self._noises.append(torch.zeros(dimension, dtype=torch.float64))
+                continue
+            own = self._draw(charges[t + 1], 1, dimension)
+            back = range(1, min(root.shape[1], t + 1))
+            taken = sum((float(root[t, k]) * self._noises[t - k] for k in back), torch.zeros(()))
+            self._noises.append((own - taken) / float(root[t, 0]))
+        return self._noises[round_ - 1]
 
     def _charge_of(self, round_: int) -> Entry:
         plan = self.plan

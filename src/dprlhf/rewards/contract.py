@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dprlhf.errors import DprlhfError
@@ -39,6 +39,7 @@ class ContractReport:
         maximum: largest score.
         missing: share of rows that the reward answers with None.
         clipped: share of rows where |weight · score| is above R.
+        scores: of each row, without weight and clipping; None where the reward does not apply.
     """
 
     name: str
@@ -51,6 +52,7 @@ class ContractReport:
     maximum: float
     missing: float
     clipped: float
+    scores: tuple[float | None, ...] = field(repr=False)
 
 
 def check_reward(
@@ -166,6 +168,7 @@ def check_reward(
         maximum=max(values),
         missing=1 - len(values) / len(rows),
         clipped=sum(abs(reward.weight * value) > bound for value in values) / len(rows),
+        scores=tuple(batch[i] for i in range(len(rows))),
     )
 
 

@@ -1,0 +1,68 @@
+"""Measure speed and memory as ratios of what runs side by side; writes docs/results/bench.json.
+
+    python scripts/bench.py                      # everything, on an idle machine
+    python scripts/bench.py --quick              # small models, few repeats: does it still work?
+    python scripts/bench.py --parts overhead trl --device cuda
+
+All sides of a ratio run in one process in alternation; a figure is the median of paired ratios,
+with its quartiles as the spread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+# Before torch is loaded: threads that spin starve each other where cores are shared.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from tqdm import tqdm
+
+from dprlhf._results import Result, write_results
+
+PARTS = {  # name: (module, repeats, repeats of --quick)
+    "overhead": ("bench.overhead", 7, 2),
+    "opacus": ("bench.against_opacus", 5, 2),
+    "trl": ("bench.against_trl", 3, 2),
+    "accounting": ("bench.accounting", 5, 1),
+}
+OUT = Path(__file__).resolve().parents[1] / "docs" / "results" / "bench.json"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--quick", action="store_true", help="small models; writes no results")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--repeats", type=int, help="measured repeats of every side")
+    parser.add_argument("--results", type=Path, help=f"where to write (default {OUT.name})")
+    options = parser.parse_args()
+    out = options.results or (None if options.quick else OUT)
+    warnings.simplefilter("ignore")  # deprecations of the libraries
+    rows: list[Result] = []
+    for part in options.parts:
+        module, repeats, few = PARTS[part]
+        with tqdm(desc=part, unit=" runs") as bar:
+            for row in importlib.import_module(module).results(
+                quick=options.quick,
+                device=options.device,
+                repeats=options.repeats or (few if options.quick else repeats),
+                tick=bar.update,
+            ):
+                if options.quick:  # small models say nothing about a goal
+                    row = replace(row, goal="", holds=None)
+                rows.append(row)
+                if out is not None:  # at once: a long run may be interrupted
+                    write_results(out, [row])
+    width = max(len(row.name) for row in rows)
+    for row in rows:
+        word = {True: "holds", False: "SHORT", None: ""}[row.holds]
+        print(f"{word:<6} {row.name:<{width}} {row.value:>9.4g} {row.unit:<3} {row.goal}")
+
+
+if __name__ == "__main__":
+    main()

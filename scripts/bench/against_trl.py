@@ -1,0 +1,158 @@
+"""A whole private round against a training step of TRL, which has no privacy.
+
+Both sample, score and differentiate 48 prompts × 2 responses × 16 tokens, for the same model,
+LoRA, dtype and Python reward, and take one optimizer step. A round of ours also charges the ledger,
+draws the noise and saves a checkpoint; TRL saves and logs nothing. TRL gets its best settings: no
+gradient checkpointing, no mixed precision (float32 as ours), dropout off, β = 0 (no reference
+model), all responses generated in one call and differentiated in MICRO_BATCH rows at once.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import peft
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+from transformers.utils import logging
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+from bench import models
+from bench.measure import Tick, Turns, ratio, seconds
+from dprlhf import train
+from dprlhf._results import Result
+from dprlhf.assets import resolve
+from dprlhf.errors import DprlhfError
+
+PROMPTS, RESPONSES, TOKENS = 48, 2, 16
+ROWS = PROMPTS * RESPONSES
+MICRO_BATCH = 96
+
+
+def results(
+    *, quick: bool, device: str, repeats: int, tick: Tick = lambda: None
+) -> Iterator[Result]:
+    """Yield the time of a TRL step over the time of a private round."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    steps = repeats + 1
+    prompts = [f"Film {i}: when the story began," for i in range(PROMPTS * steps)]
+    with tempfile.TemporaryDirectory() as folder:
+        model = _model(Path(folder), quick)
+        turns = Turns(
+            {
+                "private round": lambda lap: _ours(model, prompts, steps, Path(folder), lap),
+                "RLOO": lambda lap: trl_steps(
+                    RLOOTrainer, RLOOConfig, model, prompts, steps, device, lap
+                ),
+                "GRPO": lambda lap: trl_steps(
+                    GRPOTrainer, GRPOConfig, model, prompts, steps, device, lap
+                ),
+            }
+        )
+        turns.run(tick)
+    for name, goal in (("RLOO", 3.0), ("GRPO", None)):
+        # The goal is one for a CPU.
+        yield from ratio(
+            f"TRL {name} step over private round: time",
+            turns.laps[name],
+            turns.laps["private round"],
+            at_least=goal if device == "cpu" else None,
+        )
+    for name, times in turns.laps.items():
+        yield seconds(name, times)
+
+
+def reward(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
+    """Prefer short completions."""
+    return [-len(text.encode()) / 10 for text in completions]
+
+
+def _model(folder: Path, quick: bool) -> str:
+    """Return SmolLM2-135M's folder, or, without the asset, a random model of its shape."""
+    if not quick:
+        try:
+            return resolve("asset:smollm2-135m")
+        except DprlhfError:
+            pass
+    models.causal_lm("llama", small=quick).save_pretrained(folder / "model")
+    models.byte_tokenizer().save_pretrained(folder / "model")
+    return str(folder / "model")
+
+
+def _ours(
+    model: str, prompts: list[str], rounds: int, folder: Path, lap: Callable[[], None]
+) -> None:
+    train(
+        model=model,
+        prompts=prompts,
+        reward=reward,
+        policy__adapter={
+            "type": "lora", "rank": 4, "alpha": 4.0, "target_modules": ["q_proj", "v_proj"],
+        },
+        rollout={"responses": RESPONSES, "max_new_tokens": TOKENS, "batch_size": ROWS},
+        update={"batch_size": ROWS},
+        privacy={"noise_multiplier": 1.0, "partition": "fixed"},  # rounds of exactly 48 users
+        rounds=rounds,
+        output_dir=folder / "run",
+        callbacks=[lambda metrics: lap()],
+        quiet=True,
+    )  # fmt: skip
+
+
+def trl_steps(
+    trainer: type[RLOOTrainer | GRPOTrainer],
+    config: type[RLOOConfig | GRPOConfig],
+    model: str,
+    prompts: list[str],
+    steps: int,
+    device: str,
+    lap: Callable[[], None],
+) -> None:
+    """Take ``steps`` training steps and call ``lap`` after each."""
+
+    class Laps(TrainerCallback):
+        def on_step_end(self, *arguments: Any, **named: Any) -> None:
+            lap()
+
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    with tempfile.TemporaryDirectory() as folder:
+        loop = trainer(
+            model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+            reward_funcs=reward,
+            args=config(
+                output_dir=folder,
+                use_cpu=device == "cpu",
+                bf16=False,
+                gradient_checkpointing=False,
+                disable_dropout=True,
+                max_steps=steps,
+                per_device_train_batch_size=MICRO_BATCH,
+                gradient_accumulation_steps=math.ceil(ROWS / MICRO_BATCH),
+                num_generations=RESPONSES,
+                max_completion_length=TOKENS,
+                temperature=1.0,
+                beta=0.0,
+                learning_rate=1e-3,
+                shuffle_dataset=False,
+                save_strategy="no",
+                logging_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+            ),
+            train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
+            processing_class=tokenizer,
+            callbacks=[Laps()],
+            peft_config=peft.LoraConfig(
+                r=4, lora_alpha=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj"],
+                task_type="CAUSAL_LM",
+            ),
+        )  # fmt: skip
+        loop.remove_callback(PrinterCallback)
+        loop.train()

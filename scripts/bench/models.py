@@ -1,0 +1,90 @@
+"""Models in the shapes of real ones, with random weights: what is timed does not depend on them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.recipe import Adapter
+from dprlhf.rollout import Responses
+from dprlhf.users import Prompts
+
+Kind = Literal["gpt2", "llama"]
+TARGETS = {"gpt2": ["c_attn"], "llama": ["q_proj", "v_proj"]}
+
+
+def causal_lm(kind: Kind, *, small: bool, tied: bool = True) -> Any:
+    """Return GPT-2 (124M) or a Llama in the shape of SmolLM2-135M, or a small one of its type."""
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        size = {"n_embd": 128, "n_layer": 4, "n_head": 4, "vocab_size": 2048} if small else {}
+        return GPT2LMHeadModel(
+            GPT2Config(
+                **size, tie_word_embeddings=tied, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+                bos_token_id=0, eos_token_id=0,
+            )
+        )  # fmt: skip
+    shape = (128, 384, 4, 4, 2, 2048) if small else (576, 1536, 30, 9, 3, 49152)
+    hidden, inner, layers, heads, groups, vocabulary = shape
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+            num_attention_heads=heads, num_key_value_heads=groups, vocab_size=vocabulary,
+            max_position_embeddings=1024, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def policy(model: Any, kind: Kind, *, full: bool) -> CausalLMPolicy:
+    """Return a policy that trains a LoRA of rank 4 on the attention, or everything."""
+    if full:
+        return CausalLMPolicy(model, byte_tokenizer())
+    adapter = Adapter(type="lora", rank=4, alpha=4.0, target_modules=TARGETS[kind])
+    return make_policy(model, byte_tokenizer(), adapter)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of 256 bytes and an end-of-sequence token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<eos>", *alphabet])}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<eos>", pad_token="<eos>", padding_side="left"
+    )
+
+
+def responses(users: int, each: int, prompt: int, response: int) -> Responses:
+    """Return random tokens as the responses of ``users``, ``each`` of them with so many."""
+    rows = users * each
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(1, 257, (rows, prompt + response)))
+    return Responses(
+        tokens=tokens,
+        mask=torch.ones_like(tokens),
+        prompt=np.repeat(np.arange(users), each),
+        user=np.repeat(np.arange(users), each),
+        from_base=np.zeros(rows, dtype=bool),
+        texts=[""] * rows,
+        prompts=Prompts([""] * users, np.arange(users), np.zeros(users, dtype=np.int64), {}),
+        users=users,
+        length=response,
+    )
+
+
+def a_row_a_user(batch: Responses) -> Responses:
+    """Return the same rows, each of them a user: what Opacus clips."""
+    rows = len(batch.user)
+    return replace(batch, user=np.arange(rows), users=rows)

@@ -1,0 +1,302 @@
+"""Compare all updates, adapters and noises on the IMDB task: what share of the gain privacy keeps.
+
+    python scripts/utility.py --small --jobs 2    # a small public model: about an hour on 2 cores
+    python scripts/utility.py                     # SmolLM2-135M and all 23,000 users: for a GPU
+
+Every run is one of the recipes of the IMDB task with the same users; a seed draws what is public
+(the adapter's start, the evaluation), the noise and the rounds of the users are fresh in each run.
+An interrupted call is continued by the same call: finished runs are read, started ones resumed.
+
+Writes docs/results/utility.json, and the table and the plot beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import numpy as np
+from tqdm import tqdm
+
+from dprlhf._results import Result, command, write_results
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results"
+EPSILONS = [1.0, 2.0, 4.0, 8.0, None]
+GOAL = 0.95
+
+UPDATES = {
+    "pg": "imdb_demo", "grpo": "imdb_grpo", "ppo": "imdb_ppo", "rebel": "imdb_rebel",
+    "npg": "imdb_npg",
+}  # fmt: skip
+"""Each update's recipe."""
+
+UNCLIPPED = ("pg", "grpo", "rebel")
+"""Where the clip norm is not part of the algorithm, the baseline goes without it."""
+
+SMALL = {
+    "data.limit": 3000, "rounds": 12, "rollout.max_new_tokens": 12, "rollout.batch_size": 250,
+    "update.batch_size": 250, "evaluation.prompts": 512, "policy.dtype": "float32",
+}  # fmt: skip
+FULL = {"data.limit": None, "rounds": 64, "evaluation.prompts": 1000}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: where it stands in the table, and what it changes in which recipe."""
+
+    part: str
+    name: str
+    epsilon: float | None
+    seed: int
+    recipe: str
+    overrides: tuple[str, ...]
+
+    @property
+    def file(self) -> str:
+        epsilon = "none" if self.epsilon is None else f"{self.epsilon:g}"
+        return f"{self.part}-{self.name}-epsilon-{epsilon}-seed-{self.seed}"
+
+
+def cases(parts: list[str], seeds: int, small: dict[str, Any] | None) -> Iterator[Case]:
+    """List the runs, the most wanted ones first."""
+    size = SMALL if small is not None else FULL
+    for seed in range(seeds):
+        for part in parts:
+            for name, recipe, changes in PARTS[part](small):
+                for epsilon in EPSILONS if part == "updates" else [1.0, None]:
+                    baseline = {"privacy.epsilon": ".inf"}
+                    if name in UNCLIPPED or part == "adapters":
+                        baseline["update.clip_norm"] = ".inf"
+                    privacy = baseline if epsilon is None else {"privacy.epsilon": epsilon}
+                    settings = {**size, **changes, **privacy, "seed": seed}
+                    yield Case(
+                        part, name, epsilon, seed, recipe,
+                        tuple(f"{key}={json_text(value)}" for key, value in settings.items()),
+                    )  # fmt: skip
+
+
+def json_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def of_updates(small: dict[str, Any] | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for name, recipe in UPDATES.items():
+        yield name, recipe, {**(small or {}), **(TUNED_SMALL[name] if small else {})}
+
+
+def of_adapters(small: dict[str, Any] | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """DP-PG with each adapter; all settings but the adapter are those of the update's row."""
+    base = {**(small or {}), **(TUNED_SMALL["pg"] if small else {})}
+    layers = {} if small is None else {"policy.adapter.layers": "null"}
+    for name, changes in ADAPTERS.items():
+        adapter = {f"policy.adapter.{key}": value for key, value in changes.items()}
+        if changes["type"] not in ("lora", "lora-b"):
+            adapter["policy.adapter.init"] = "random"
+        yield name, UPDATES["pg"], {**base, **layers, **adapter}
+
+
+def of_noise(small: dict[str, Any] | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """DP-PG with independent noise on random allocation and on disjoint batches, and correlated."""
+    base = {**(small or {}), **(TUNED_SMALL["pg"] if small else {})}
+    for optimizer in ("adam", "sgd"):
+        for name, changes in NOISES.items():
+            rate = {} if optimizer == "adam" else {"optimizer.learning_rate": SGD_RATE}
+            settings = {"optimizer.name": optimizer, **rate, **changes}
+            yield f"{name}, {optimizer}", UPDATES["pg"], {**base, **settings}
+
+
+PARTS = {"updates": of_updates, "adapters": of_adapters, "noise": of_noise}
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora r=4": {"type": "lora", "rank": 4, "alpha": 4},
+    "lora-b r=4": {"type": "lora-b", "rank": 4, "alpha": 4},
+    "lora-b r=1": {"type": "lora-b", "rank": 1},
+    "lora-xs r=8": {"type": "lora-xs", "rank": 8, "alpha": 8},
+    "vera r=64": {"type": "vera", "rank": 64},
+    "ia3": {"type": "ia3", "target_modules": "null"},
+    "norms": {"type": "norms", "target_modules": "null"},
+    "biases": {"type": "biases"},
+}
+NOISES: dict[str, dict[str, Any]] = {
+    "random allocation": {},
+    "disjoint batches": {"privacy.partition": "fixed"},
+    "disjoint batches, 4 bands": {"privacy.partition": "fixed", "privacy.bands": 4},
+    "disjoint batches, all bands": {"privacy.partition": "fixed", "privacy.bands": 1000},
+}
+SGD_RATE = 1.0
+TUNED_SMALL: dict[str, dict[str, Any]] = {name: {} for name in UPDATES}
+
+
+def run(case: Case, folder: Path, threads: int) -> dict[str, float]:
+    """Train, resume or read one run; return its figures."""
+    import torch
+
+    from dprlhf import resume, train
+
+    torch.set_num_threads(threads)
+    place, summary = folder / case.file, folder / f"{case.file}.json"
+    if summary.exists():
+        figures: dict[str, float] = json.loads(summary.read_text())
+        return figures
+    if (place / "ledger.jsonl").exists():
+        result = resume(place, quiet=True)
+    else:
+        shutil.rmtree(place, ignore_errors=True)
+        recipe = ROOT / "recipes" / f"{case.recipe}.yaml"
+        result = train(recipe, overrides=case.overrides, output_dir=place, quiet=True)
+    assert result.before and result.after and result.difference  # noqa: PT018
+    figures = {
+        "before": result.before.mean,
+        "after": result.after.mean,
+        "rise": result.difference.mean,
+        "users": result.plan.users,
+        "rounds": result.plan.rounds,
+        "dimension": result.policy.dimension,
+        "epsilon": result.plan.guarantee.epsilon if case.epsilon else float("inf"),
+    }
+    summary.write_text(json.dumps(figures))
+    return figures
+
+
+def small_policy(folder: Path) -> dict[str, Any]:
+    """Return what the small policy changes in every recipe; it is trained on the first call."""
+    from reviews_lm import train
+
+    if not (folder / "config.json").exists():
+        train(folder, epochs=6)
+    return {"policy.model_name_or_path": str(folder), "policy.adapter.layers": [0, 1, 2, 3]}
+
+
+def table(done: dict[Case, dict[str, float]], part: str, size: str) -> tuple[list[Result], str]:
+    """Summarise a part: result rows, and a Markdown table."""
+    names = list(dict.fromkeys(c.name for c in done if c.part == part))
+    rises = {
+        (name, epsilon): np.array(
+            [
+                f["rise"]
+                for c, f in done.items()
+                if (c.part, c.name, c.epsilon) == (part, name, epsilon)
+            ]
+        )
+        for name in names
+        for epsilon in EPSILONS
+    }
+    rises = {key: values for key, values in rises.items() if len(values)}
+    plain = [values.mean() for (_, epsilon), values in rises.items() if epsilon is None]
+    if not plain:
+        return [], ""
+    best = max(plain)
+    results, lines = [], []
+    epsilons = [e for e in EPSILONS if any((name, e) in rises for name in names)]
+    head = ["d", *("no privacy" if e is None else f"ε = {e:g}" for e in epsilons)]
+    lines.append(f"| {part} | " + " | ".join(head) + " |")
+    lines.append("|---" * (len(head) + 1) + "|")
+    for name in names:
+        dimension = next(
+            f["dimension"] for c, f in done.items() if (c.part, c.name) == (part, name)
+        )
+        cells = [f"{dimension:,.0f}"]
+        for epsilon in epsilons:
+            values = rises.get((name, epsilon))
+            if values is None:
+                cells.append("")
+                continue
+            error = values.std(ddof=1) / np.sqrt(len(values)) if len(values) > 1 else float("nan")
+            label = f"{part}, {name}, {'no privacy' if epsilon is None else f'epsilon {epsilon:g}'}"
+            label = f"utility ({size}): {label}"
+            cells.append(f"{values.mean():.2f} ± {error:.2f} ({values.mean() / best:.0%})")
+            results += [
+                Result(f"{label}: rise of the reward", values.mean(), "logit difference"),
+                Result(f"{label}: its standard error over seeds", error, "logit difference"),
+                Result(f"{label}: seeds", len(values), "1"),
+                Result(f"{label}: share of the best non-private rise", values.mean() / best, "1"),
+            ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    if part == "updates":
+        shares = {n: rises[n, 1.0].mean() / best for n in names if (n, 1.0) in rises}
+        if shares:
+            top = max(shares, key=lambda name: shares[name])
+            name = f"utility ({size}): share of the best non-private rise at epsilon 1, best update"
+            reached = float(shares[top])
+            results.append(
+                Result(f"{name} ({top})", reached, "1", f"at least {GOAL}", reached >= GOAL)
+            )
+    return results, "\n".join(lines)
+
+
+def plot(done: dict[Case, dict[str, float]], picture: Path) -> None:
+    """Draw the rise against ε for each update, with standard errors over seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 4))
+    finite = [e for e in EPSILONS if e is not None]
+    for name in UPDATES:
+        points = []
+        for place, epsilon in enumerate([*finite, None]):
+            key = ("updates", name, epsilon)
+            values = [f["rise"] for c, f in done.items() if (c.part, c.name, c.epsilon) == key]
+            if values:
+                error = np.std(values, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else 0.0
+                points.append((place, np.mean(values), error))
+        if points:
+            x, y, error = zip(*points, strict=True)
+            axes.errorbar(x, y, yerr=error, marker="o", capsize=3, label=name)
+    axes.set_xticks(range(len(finite) + 1), [*(f"{e:g}" for e in finite), "no privacy"])
+    axes.set_xlabel("ε")
+    axes.set_ylabel("rise of the reward on held-out public prompts")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(picture, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--small", action="store_true", help="a small public model, 3,000 users")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    parser.add_argument("--runs", type=Path, default=Path("runs/utility"))
+    parser.add_argument("--policy", type=Path, help="where the small model is, or shall be")
+    parser.add_argument("--results", type=Path, default=RESULTS / "utility.json")
+    options = parser.parse_args()
+    size = "small" if options.small else "full"
+    folder = options.runs / size
+    folder.mkdir(parents=True, exist_ok=True)
+    small = small_policy(options.policy or folder / "reviews-lm") if options.small else None
+    todo = list(cases(options.parts, options.seeds, small))
+    threads = max(1, len(os.sched_getaffinity(0)) // options.jobs)
+    done: dict[Case, dict[str, float]] = {}
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        pending = {pool.submit(run, case, folder, threads): case for case in todo}
+        for future in tqdm(as_completed(pending), total=len(pending), unit="run"):
+            done[pending[future]] = future.result()
+    text = [f"# Utility ({size})", "", f"`{command()}`", ""]
+    text += ["Rise of the mean reward on held-out public prompts, ± standard error over seeds, and"]
+    text += ["in brackets its share of the best rise without privacy.", ""]
+    for part in options.parts:
+        results, lines = table(done, part, size)
+        write_results(options.results, results)
+        text += [lines, ""]
+    (options.results.parent / f"utility-{size}.md").write_text("\n".join(text))
+    if "updates" in options.parts:
+        plot(done, options.results.parent / f"utility-{size}.png")
+    print("\n".join(text))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

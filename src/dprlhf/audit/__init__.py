@@ -1,0 +1,25 @@
+"""Attacks on the guarantee, as lower bounds on ε beside the upper bound that a run states."""
+
+from dprlhf.audit.bandit import BanditPolicy
+from dprlhf.audit.bounds import (
+    epsilon_from_errors,
+    epsilon_lower_bound,
+    gaussian_epsilon_from_errors,
+)
+from dprlhf.audit.game import Game, play
+from dprlhf.audit.membership import Roc, membership_scores, roc
+from dprlhf.audit.one_run import Audit, audit
+
+__all__ = [
+    "Audit",
+    "BanditPolicy",
+    "Game",
+    "Roc",
+    "audit",
+    "epsilon_from_errors",
+    "epsilon_lower_bound",
+    "gaussian_epsilon_from_errors",
+    "membership_scores",
+    "play",
+    "roc",
+]

@@ -1,0 +1,121 @@
+"""A distinguishing game: many runs of the mechanism, with and without one worst-case user.
+
+A run is the partition, the clipping, the ledger and the gate of this project, with given vectors
+in place of gradients. The user's vector lies along the first coordinate, far outside the clip norm;
+the others' vectors are known to the adversary. Each run has a key of its own, drawn from the game's
+seed. The adversary sees every released vector and computes the likelihood ratio of the two cases,
+which no attack beats (Neyman & Pearson): if ε were too small, this is where it would show.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dprlhf.audit.bounds import epsilon_from_errors, gaussian_epsilon_from_errors
+from dprlhf.audit.likelihood import log_likelihood_ratio
+from dprlhf.boundary import Private, open_private
+from dprlhf.gradients.clipping import clipped_vectors
+from dprlhf.partition import allocate
+from dprlhf.plan import Plan
+from dprlhf.privacy.gate import Gate
+from dprlhf.privacy.ledger import Ledger
+
+_FAR = 100.0
+
+
+@dataclass(frozen=True)
+class Game:
+    """The adversary's scores of runs without and with the user, each ``[runs]``."""
+
+    plan: Plan
+    without: NDArray[np.float64]
+    with_user: NDArray[np.float64]
+
+    def errors(self, threshold: float = 0.0) -> tuple[int, int]:
+        """Return how many scores without the user exceed the threshold, and with it do not."""
+        return int((self.without > threshold).sum()), int((self.with_user <= threshold).sum())
+
+    def bound(self, confidence: float = 0.95, threshold: float = 0.0) -> float:
+        """Return a lower bound on ε, for one threshold that is fixed before the game.
+
+        ``fixed`` and ``stream`` are one Gaussian, so there the tight bound for Gaussians holds; for
+        the others only the general one.
+        """
+        of = (
+            gaussian_epsilon_from_errors
+            if self.plan.partition in ("fixed", "stream")
+            else epsilon_from_errors
+        )
+        runs = len(self.without)
+        return of(*self.errors(threshold), runs, self.plan.guarantee.delta, confidence)
+
+
+def play(plan: Plan, runs: int, seed: int, *, others: int = 1) -> Game:
+    """Run the mechanism ``runs`` times without the user and as often with it.
+
+    Under replace-one the user is replaced by one with the opposite vector instead.
+
+    Args:
+        plan: small: each run draws ``plan.users`` rounds and releases ``plan.rounds`` sums.
+        runs: of each kind.
+        seed: decides the keys of the runs.
+        others: coordinates that the other users point along, besides the first.
+    """
+    scores = []
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        for sign in (-1.0 if plan.adjacency == "replace-one" else 0.0, 1.0):
+            seen = []
+            for run in range(runs):
+                key = hashlib.sha256(f"{seed} {sign} {run}".encode()).digest()
+                seen.append(_run(plan, key, sign, others, Path(folder) / "ledger.jsonl"))
+            scores.append(_scores(plan, seen))
+    return Game(plan, *scores)
+
+
+def _run(
+    plan: Plan, key: bytes, sign: float, others: int, path: Path
+) -> tuple[NDArray[np.float64], int | None]:
+    """Return what the adversary sees: the first coordinate of each release, and the user's round.
+
+    A fixed partition promises ε also to those who know it; then the round is told.
+    """
+    allocation = open_private(allocate(plan, key))
+    path.unlink(missing_ok=True)
+    ledger = Ledger(path, plan.terms())
+    gate = Gate(plan, ledger, key)
+    seen, told = np.zeros(plan.rounds), None
+    for t in range(1, plan.rounds + 1):
+        users = allocation.round(t)
+        vectors = torch.zeros(len(users), 1 + others, dtype=torch.float64)
+        vectors[:, 1:] = _FAR * plan.clip_norm
+        vectors[users == 0] = 0.0
+        vectors[users == 0, 0] = sign * _FAR * plan.clip_norm
+        if plan.partition in ("fixed", "stream") and (users == 0).any():
+            told = t - 1
+        clipped = clipped_vectors(
+            Private([(np.arange(len(users)), vectors)]),
+            1 + others,
+            extra=Private(np.zeros((len(users), 0))),
+            extra_norm=0.0,
+            clip_norm=plan.clip_norm,
+            reduce=lambda total: total,
+        )
+        for _ in range(plan.releases_per_round):
+            seen[t - 1] += float(gate.release(t, clipped.bounded).value[0])
+    ledger.close()
+    return seen * plan.divisor / plan.clip_norm / plan.releases_per_round, told
+
+
+def _scores(plan: Plan, seen: list[tuple[Any, int | None]]) -> NDArray[np.float64]:
+    observed = np.array([x for x, _ in seen])
+    told = np.array([-1 if t is None else t for _, t in seen])
+    return log_likelihood_ratio(observed, plan, told)

@@ -1,0 +1,329 @@
+"""A one-run audit (Steinke et al. 2023, arXiv 2305.08846): many canary users in a single run.
+
+Each canary is included with probability ½, by the audit's own randomness. One that is left out is
+an absent user: its rewards are NaN, so it contributes zero. Under replace-one it is replaced by
+another user instead, whose reward asks for the opposite. The run is an ordinary run of the recipe's
+update, partition and noise over the canaries alone; no private data are read, and the ledger is
+that of a folder of its own. The attack then sees the released policies, and guesses.
+
+- ``gradient``: on :class:`~dprlhf.audit.bandit.BanditPolicy` each canary moves one known coordinate
+  of the policy by S, whatever else happens. Seconds, and the strongest adversary.
+- ``prompt``: on the recipe's own model, each canary is a prompt nobody else has, with a reward for
+  first letters chosen by a hash. The attack asks the released policy how likely those letters are
+  after each prompt. Takes as long as training on so many users with responses of one token.
+
+The optimizer is plain SGD, under which the released policies show every released sum: any other
+optimizer's policies are computed from these.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import math
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dprlhf import recipe as settings
+from dprlhf.audit.bandit import ANSWERS, BanditPolicy
+from dprlhf.audit.bounds import epsilon_lower_bound
+from dprlhf.audit.likelihood import log_likelihood_ratio, noise_of
+from dprlhf.errors import DprlhfError
+from dprlhf.plan import Plan
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.recipe import IN_MEMORY, Recipe
+from dprlhf.run_folder import RunFolder, write_json
+from dprlhf.setup import Sources, prepared
+from dprlhf.trainer import run_rounds
+
+Space = Literal["gradient", "prompt"]
+Array = NDArray[np.float64]
+Bits = NDArray[np.bool_]
+
+_CLIP_NORM = 1e-3  # far below any gradient of the bandit, so that a canary contributes all of it
+_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What an audit found.
+
+    Attributes:
+        bound: the lower bound on ε.
+        epsilon: what the recipe claims; infinite for a baseline without noise.
+        delta: of both.
+        canaries: m.
+        guesses: r.
+        right: v, of them.
+        space: see :mod:`dprlhf.audit.one_run`.
+        partition: of the recipe.
+        update: of the recipe.
+        confidence: of the bound.
+    """
+
+    bound: float
+    epsilon: float
+    delta: float
+    canaries: int
+    guesses: int
+    right: int
+    space: str
+    partition: str
+    update: str
+    confidence: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the claim survived."""
+        return self.bound <= self.epsilon
+
+
+def audit(
+    recipe: Recipe,
+    folder: str | Path,
+    *,
+    canaries: int = 1000,
+    space: Space | str = "gradient",
+    confidence: float = 0.95,
+    seed: int | None = None,
+    quiet: bool = False,
+) -> Audit:
+    """Audit what a recipe claims, in one run over canaries; see :mod:`dprlhf.audit.one_run`.
+
+    Args:
+        recipe: its update, rounds, partition and noise are audited; its data are not read.
+        folder: of the audit; must not exist. It is no run folder to publish or to continue.
+        canaries: m; more give a higher bound.
+        space: where the canaries are.
+        confidence: of the bound.
+        seed: decides who is included; None draws from the operating system.
+        quiet: no progress bars.
+
+    Raises:
+        DprlhfError: fewer canaries than rounds, or a setting is out of range.
+    """
+    if canaries < recipe.rounds:
+        raise DprlhfError(
+            f"{canaries} canaries cannot fill {recipe.rounds} rounds: give --canaries"
+            f" {recipe.rounds} or more"
+        )
+    if space not in get_args(Space):
+        raise DprlhfError(f"--space must be gradient or prompt, not {space!r}")
+    random = np.random.default_rng(secrets.randbits(128) if seed is None else seed)
+    included: Bits = random.random(canaries) < 0.5
+    signs = np.where(included, 1.0, np.nan)
+    if recipe.privacy.adjacency == "replace-one":
+        signs = np.where(included, 1.0, -1.0)
+    run_folder = RunFolder(Path(folder))
+    train = _bandit if space == "gradient" else _model
+    plan, observed = train(recipe, run_folder, signs, quiet)
+    scores = log_likelihood_ratio(_in_units_of_noise(observed, plan), plan, _known(plan, observed))
+    best = _best_guesses(plan, canaries, recipe.privacy.delta, confidence)
+    r, v = _guess(scores, included, best)
+    found = Audit(
+        bound=epsilon_lower_bound(canaries, r, v, recipe.privacy.delta, confidence),
+        epsilon=plan.guarantee.epsilon,
+        delta=recipe.privacy.delta,
+        canaries=canaries,
+        guesses=r,
+        right=v,
+        space=space,
+        partition=plan.partition,
+        update=recipe.update.name,
+        confidence=confidence,
+    )
+    shown = {k: "infinity" if v == math.inf else v for k, v in asdict(found).items()}
+    write_json(run_folder.path / "audit.json", {"audit": "canaries only, no private data", **shown})
+    return found
+
+
+def audit_folder() -> Path:
+    """Return a new name for an audit's folder."""
+    return Path(f"runs/audit-{datetime.datetime.now():%Y%m%d-%H%M%S}")
+
+
+# --- the run ------------------------------------------------------------------------------------
+
+
+def _bandit(recipe: Recipe, folder: RunFolder, signs: Array, quiet: bool) -> tuple[Plan, Array]:
+    """Return the plan and how each round moved each canary's parameter, ``[canaries, rounds]``."""
+    sign_of = {str(i): sign for i, sign in enumerate(signs)}
+
+    def reward(prompts: list[str], completions: list[str]) -> list[float]:
+        return [
+            sign_of.get(p, 1.0)
+            * (recipe.reward_range if text == ANSWERS[0] else -recipe.reward_range)
+            for p, text in zip(prompts, completions, strict=True)
+        ]
+
+    changes: dict[str, Any] = {
+        "evaluation": None,
+        "policy": settings.Policy(model_name_or_path="bandit"),
+        "update": _saturated(recipe),
+        "rollout": recipe.rollout.model_copy(
+            update={"responses": 8, "max_new_tokens": 1, "temperature": 1.0, "batch_size": 128}
+            | {"backend": "transformers"}
+        ),
+    }
+    policy = BanditPolicy(len(signs))
+    thetas = [torch.zeros(policy.dimension)]
+
+    def after_round(_: Any) -> None:
+        thetas.append(policy.state()["table.weight"].flatten())
+
+    plan = _train(recipe, changes, folder, list(sign_of), reward, policy, after_round, quiet)
+    return plan, np.diff(torch.stack(thetas).double().numpy(), axis=0).T
+
+
+def _saturated(recipe: Recipe) -> settings.Update:
+    """Return the update with bounds that every canary reaches."""
+    changes: dict[str, Any] = {"clip_norm": _CLIP_NORM, "batch_size": 128}
+    oracle = getattr(recipe.update, "oracle", None)
+    if oracle is not None:
+        bound = 0.1 * recipe.reward_range
+        changes["oracle"] = oracle.model_copy(update={"target_bound": bound, "sketch": None})
+    return recipe.update.model_copy(update=changes)
+
+
+def _model(recipe: Recipe, folder: RunFolder, signs: Array, quiet: bool) -> tuple[Plan, Array]:
+    """Return the plan and how the run moved each canary's expected reward, ``[canaries, 1]``."""
+    prompts = [f"{i} {hashlib.sha256(b'%d' % i).hexdigest()[:12]}" for i in range(len(signs))]
+    sign_of = dict(zip(prompts, signs.tolist(), strict=True))
+
+    def reward(prompts: list[str], completions: list[str]) -> list[float]:
+        return [
+            sign_of.get(p, 1.0) * recipe.reward_range * _likes(p, text[:1])
+            for p, text in zip(prompts, completions, strict=True)
+        ]
+
+    evaluation = recipe.evaluation and recipe.evaluation.model_copy(update={"every": None})
+    changes: dict[str, Any] = {
+        "evaluation": evaluation,
+        "rollout": recipe.rollout.model_copy(update={"max_new_tokens": 1}),
+    }
+    kept: list[CausalLMPolicy] = []
+    plan = _train(recipe, changes, folder, prompts, reward, None, lambda _: None, quiet, kept)
+    policy = kept[0]
+    with policy.base():
+        before = _expected(policy, prompts)
+    return plan, (_expected(policy, prompts) - before)[:, None]
+
+
+def _train(
+    recipe: Recipe,
+    changes: dict[str, Any],
+    folder: RunFolder,
+    prompts: list[str],
+    reward: Any,
+    policy: CausalLMPolicy | None,
+    after_round: Callable[[Any], None],
+    quiet: bool,
+    kept: list[CausalLMPolicy] | None = None,
+) -> Plan:
+    common = {
+        "data": settings.Data(path=IN_MEMORY),
+        "rewards": [settings.Reward(function=IN_MEMORY)],
+        "optimizer": settings.Optimizer(name="sgd", learning_rate=1.0),
+        "output_dir": str(folder.path),
+    }
+    audited = recipe.model_copy(update=common | changes)
+    sources = Sources(prompts, reward, None, policy)
+    with prepared(
+        audited, folder, sources, create=True, callbacks=[after_round], quiet=quiet
+    ) as run:
+        run_rounds(run)
+        run.progress.close()
+        if kept is not None:
+            kept.append(run.policy)
+    return run.plan
+
+
+def _likes(prompt: str, first: str) -> bool:
+    """Whether a canary is rewarded for this first letter: by a hash, for half of the letters."""
+    return bool(hashlib.sha256(f"{prompt}\n{first}".encode()).digest()[0] & 1)
+
+
+@torch.no_grad()
+def _expected(policy: CausalLMPolicy, prompts: list[str]) -> Array:
+    """Return the probability of a liked first letter after each prompt, ``[prompts]``."""
+    size = policy.model.get_output_embeddings().weight.shape[0]
+    letters = [policy.tokenizer.decode([token])[:1] for token in range(size)]
+    distinct, of_token = np.unique(letters, return_inverse=True)
+    found = []
+    for prompt, ids in zip(prompts, policy.encode(prompts, 64), strict=True):
+        logits = policy.model(input_ids=torch.tensor([ids], device=policy.device)).logits[0, -1]
+        mass = (logits.double() / policy.temperature).softmax(0).cpu().numpy()[:size]
+        of_letter = np.bincount(of_token, mass)
+        found.append(sum(p for p, x in zip(of_letter, distinct, strict=True) if _likes(prompt, x)))
+    return np.array(found)
+
+
+# --- the attack ---------------------------------------------------------------------------------
+
+
+def _in_units_of_noise(observed: Array, plan: Plan) -> Array:
+    """Scale each round's moves so that their noise has the standard deviation z/√J.
+
+    The noise is read off the moves themselves, most of which are noise alone: what an update makes
+    of a released sum may be any multiple of it.
+    """
+    spread = 1.4826 * np.median(np.abs(observed), axis=0)
+    scaled: Array = observed * (noise_of(plan) / np.maximum(spread, 1e-300))
+    return scaled
+
+
+def _known(plan: Plan, observed: Array) -> NDArray[np.int64] | None:
+    """Return the canaries' rounds, where anybody knows them: those of a stream."""
+    users = np.arange(len(observed))
+    if observed.shape[1] == 1:
+        return np.zeros_like(users)  # a single sum of all rounds
+    if plan.partition != "stream":
+        return None
+    rounds = users // int(plan.divisor)
+    return np.where(rounds < plan.rounds, rounds, -1)
+
+
+def _guess(scores: Array, included: Bits, best: tuple[int, int]) -> tuple[int, int]:
+    """Guess that the highest scores are in and the lowest out; return guesses and right ones."""
+    order = np.argsort(scores, kind="stable")
+    lowest, highest = best
+    out, in_ = order[:lowest], order[len(order) - highest :]
+    return lowest + highest, int((~included[out]).sum() + included[in_].sum())
+
+
+def _options(canaries: int) -> Iterator[tuple[int, int]]:
+    for share in _SHARES:
+        half = max(1, int(share * canaries))
+        yield half, half
+        yield 0, half
+
+
+def _best_guesses(plan: Plan, canaries: int, delta: float, confidence: float) -> tuple[int, int]:
+    """Choose how many to guess in a simulation of what is to be expected; no real bit is used."""
+    random = np.random.default_rng(0)
+    totals: dict[tuple[int, int], float] = {}
+    for _ in range(3):
+        included = random.random(canaries) < 0.5
+        if plan.partition == "poisson":
+            joins = random.random((canaries, plan.rounds)) < plan.participations / plan.rounds
+        else:
+            joins = np.zeros((canaries, plan.rounds), dtype=bool)
+            rounds = np.arange(canaries) * plan.rounds // canaries
+            joins[np.arange(canaries), rounds] = True
+        absent = -1.0 if plan.adjacency == "replace-one" else 0.0
+        moves = joins * np.where(included, 1.0, absent)[:, None]
+        observed = moves + noise_of(plan) * random.standard_normal(joins.shape)
+        known = rounds if plan.partition == "stream" else None
+        scores = log_likelihood_ratio(observed, plan, known)
+        for option in _options(canaries):
+            r, v = _guess(scores, included, option)
+            bound = epsilon_lower_bound(canaries, r, v, delta, confidence)
+            totals[option] = totals.get(option, 0.0) + bound
+    return max(totals, key=lambda option: totals[option])

@@ -1,0 +1,107 @@
+"""A finished run's policy for others: upload it to the Hugging Face hub, or merge it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dprlhf.errors import DprlhfError
+from dprlhf.recipe import load_recipe
+from dprlhf.run_folder import RunFolder, replaced_folder
+
+
+def push(run: str | Path, repo: str, *, private: bool = False) -> str:
+    """Upload a run's adapter with its model card, and return the address.
+
+    Only ``policy/`` travels. A failed upload changes nothing in the run folder.
+
+    Args:
+        run: the run folder.
+        repo: ``owner/name``; made if it is not there.
+        private: make it a private repository.
+
+    Raises:
+        DprlhfError: the run has no policy yet, or the hub did not take it.
+    """
+    from huggingface_hub import HfApi
+
+    folder = _finished(run)
+    try:
+        api = HfApi()
+        api.create_repo(repo, private=private, exist_ok=True)
+        api.upload_folder(
+            repo_id=repo,
+            folder_path=folder.policy,
+            commit_message=f"Private tuning run {folder.path.resolve().name}",
+        )
+    except Exception as error:  # no network, no token, no such owner, a card that is refused
+        raise DprlhfError(
+            f"{repo}: the hub did not take the policy ({type(error).__name__}:"
+            f" {' '.join(str(error).split())[:300]}); it is safe in {folder.policy}, try again"
+            f" with: dprlhf push {run} {repo}"
+        ) from None
+    return f"https://huggingface.co/{repo}"
+
+
+def merge(run: str | Path, out: str | Path, *, dtype: str = "float32") -> Path:
+    """Write base model and adapter as one model that needs no PEFT.
+
+    Args:
+        run: the run folder.
+        out: the new folder; must not exist.
+        dtype: of the merged weights. A small change of a weight may get lost in bfloat16.
+
+    Raises:
+        DprlhfError: the run has no policy yet, the folder exists, or the adapter cannot be merged.
+    """
+    import peft
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from dprlhf.assets import resolve
+
+    folder, out = _finished(run), Path(out)
+    if out.exists():
+        raise DprlhfError(f"{out}: exists; name a new folder")
+    spec = load_recipe(folder.recipe).policy
+    try:
+        base = AutoModelForCausalLM.from_pretrained(
+            resolve(spec.model_name_or_path),
+            dtype=torch.float32,
+            trust_remote_code=spec.trust_remote_code,
+        )
+        tuned = peft.PeftModel.from_pretrained(base, str(folder.policy)).eval()
+        probe = torch.arange(1, 17)[None] % base.config.get_text_config().vocab_size
+        before = _logits(tuned, probe)
+        merged = tuned.merge_and_unload()
+    except (OSError, ValueError, NotImplementedError, AttributeError) as error:
+        raise DprlhfError(
+            f"{run}: the adapter ({spec.adapter.type}) cannot be merged"
+            f" ({' '.join(str(error).split())[:300]}); load it with PeftModel.from_pretrained"
+        ) from None
+    if not torch.allclose(_logits(merged, probe), before, rtol=1e-3, atol=1e-3):
+        raise DprlhfError(
+            f"{run}: merged, the adapter ({spec.adapter.type}) computes something else; load it"
+            " with PeftModel.from_pretrained"
+        )
+    with replaced_folder(out) as fresh:
+        merged.to(getattr(torch, dtype)).save_pretrained(fresh)
+        AutoTokenizer.from_pretrained(folder.policy).save_pretrained(fresh)
+        (fresh / "README.md").write_text((folder.policy / "README.md").read_text())
+    return out
+
+
+def _finished(run: str | Path) -> RunFolder:
+    folder = RunFolder(Path(run))
+    if not folder.recipe.is_file():
+        raise DprlhfError(f"{run}: not a run folder (there is no recipe.yaml)")
+    if not (folder.policy / "README.md").is_file():
+        raise DprlhfError(f"{run}: no policy yet; finish the run with: dprlhf resume {run}")
+    return folder
+
+
+@torch.no_grad()
+def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=tokens).logits
+    return logits

@@ -1,0 +1,242 @@
+"""The trainable part of the policy, by name: PEFT's low-dimensional adapters.
+
+The noise of a release grows with √d, so what is trained decides utility first. A run stores its
+adapter as PEFT does, and ``PeftModel.from_pretrained`` loads it.
+
+- ``lora``: A and B of LoRA (arXiv 2106.09685).
+- ``lora-b``: B alone, A frozen (FFA-LoRA, arXiv 2403.12313).
+- ``lora-xs``: an r × r matrix R between the frozen singular directions of the weight (LoRA-XS,
+  arXiv 2405.17604): A holds the right ones, B the left ones times the singular values, R starts at
+  zero. PEFT has no such type; it is stored as the LoRA with R A in place of A.
+- ``vera``: two vectors to each layer between shared random matrices (arXiv 2310.11454).
+- ``ia3``: one scale to each output, or input of a feed-forward layer (arXiv 2205.05638).
+- ``norms``: the gains and biases of the norm layers (LN tuning, arXiv 2312.11420).
+- ``biases``: a bias to each output of the target layers, whether the model has one there or not
+  (compare BitFit, arXiv 2106.10199); stored as a LoRA with ``lora_bias`` whose B stays zero.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from dprlhf import recipe
+from dprlhf.errors import DprlhfError
+
+
+def add_adapter(model: Any, adapter: recipe.Adapter, *, seed: int) -> Any:
+    """Put a fresh adapter on a causal LM; all of what it trains is in float32 or wider.
+
+    Args:
+        model: of transformers.
+        adapter: the recipe's section.
+        seed: of what is drawn at random; it is public.
+
+    Returns:
+        The ``PeftModel``; what requires a gradient is what is trained.
+
+    Raises:
+        DprlhfError: the adapter does not fit the model.
+    """
+    import peft
+
+    with torch.random.fork_rng(), quiet_peft():
+        torch.manual_seed(seed)
+        try:
+            config = _CONFIGS[adapter.type](model, adapter, seed)
+            adapted = peft.get_peft_model(model, config)
+        except (ValueError, TypeError) as error:
+            raise DprlhfError(f"policy.adapter: {' '.join(str(error).split())[:300]}") from None
+    frozen = {"lora-b": (".lora_A.",), "biases": (".lora_A.", ".weight")}.get(adapter.type, ())
+    for name, parameter in adapted.named_parameters():
+        if any(part in name for part in frozen):
+            parameter.requires_grad_(False)
+    if adapter.type == "lora-xs":
+        _to_lora_xs(adapted)
+    if adapter.type == "norms":
+        for name, module in adapted.named_modules():
+            if name.endswith(".ln_tuning_layers.default"):
+                module.register_forward_hook(_as_input)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+    return adapted
+
+
+@contextlib.contextmanager
+def quiet_peft() -> Iterator[None]:
+    """Leave out warnings that norms and some biases cannot be merged, or look like shards."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+def stored_state(model: Any) -> dict[str, torch.Tensor]:
+    """Return the model's state with LoRA-XS as the LoRA that it is, for ``save_pretrained``."""
+    state: dict[str, torch.Tensor] = model.state_dict()
+    for name, module in model.named_modules():
+        if isinstance(module, _Core):
+            del state[f"{name}.core.weight"], state[f"{name}.directions"]
+            state[f"{name}.weight"] = module.weight.detach()
+    return state
+
+
+def _lora(model: Any, adapter: recipe.Adapter, seed: int) -> Any:
+    import peft
+
+    return peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=adapter.rank,
+        lora_alpha=adapter.alpha,
+        lora_dropout=0.0,
+        use_rslora=adapter.use_rslora,
+        target_modules=adapter.target_modules,
+        layers_to_transform=_layers(model, adapter.layers),
+        lora_bias=adapter.type == "biases",
+        fan_in_fan_out=_fan_in_fan_out(model),
+    )
+
+
+def _vera(model: Any, adapter: recipe.Adapter, seed: int) -> Any:
+    import peft
+
+    return peft.VeraConfig(
+        task_type="CAUSAL_LM",
+        r=adapter.rank,
+        projection_prng_key=seed,
+        target_modules=adapter.target_modules,
+        layers_to_transform=_layers(model, adapter.layers),
+        fan_in_fan_out=_fan_in_fan_out(model),
+    )
+
+
+def _ia3(model: Any, adapter: recipe.Adapter, seed: int) -> Any:
+    import peft
+    from peft.utils import constants
+
+    kind = model.config.model_type
+    defaults = constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING
+    feedforward = constants.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING.get(kind, [])
+    targets = _named(model, adapter, defaults.get(kind))
+    return peft.IA3Config(
+        task_type="CAUSAL_LM",
+        target_modules=targets,
+        feedforward_modules=[t for t in targets if t.endswith(tuple(feedforward))],
+        fan_in_fan_out=_fan_in_fan_out(model),
+    )
+
+
+def _norms(model: Any, adapter: recipe.Adapter, seed: int) -> Any:
+    import peft
+
+    found = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if type(module).__name__.endswith("Norm")
+    }
+    targets = _named(model, adapter, sorted(found))
+    return peft.LNTuningConfig(task_type="CAUSAL_LM", target_modules=targets)
+
+
+_CONFIGS: dict[str, Callable[[Any, recipe.Adapter, int], Any]] = {
+    "lora": _lora,
+    "lora-b": _lora,
+    "lora-xs": _lora,
+    "vera": _vera,
+    "ia3": _ia3,
+    "norms": _norms,
+    "biases": _lora,
+}
+
+
+class _Core(nn.Module):
+    """R A of LoRA-XS in the place of lora_A: x ↦ R (A x)."""
+
+    def __init__(self, directions: torch.Tensor) -> None:
+        super().__init__()
+        self.directions = nn.Parameter(directions, requires_grad=False)
+        rank = len(directions)
+        self.core = nn.Linear(rank, rank, bias=False, device=directions.device)
+        nn.init.zeros_(self.core.weight)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.core.weight @ self.directions
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.core(nn.functional.linear(x, self.directions))  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def _to_lora_xs(model: Any) -> None:
+    from peft.tuners.lora import LoraLayer
+
+    for layer in [m for m in model.modules() if isinstance(m, LoraLayer)]:
+        weight = layer.get_base_layer().weight.float()
+        weight = weight.T if getattr(layer, "fan_in_fan_out", False) else weight
+        rank = layer.r["default"]
+        if rank > min(weight.shape):
+            raise DprlhfError(
+                f"policy.adapter.rank {rank} is more than a target layer of shape"
+                f" {tuple(weight.shape)} has singular directions"
+            )
+        oversampled = min(2 * rank + 8, *weight.shape)
+        left, singular, right = torch.svd_lowrank(weight, q=oversampled, niter=10)
+        layer.lora_A["default"] = _Core(right[:, :rank].T.contiguous())
+        layer.lora_B["default"].weight.copy_(left[:, :rank] * singular[:rank])
+        layer.lora_B["default"].requires_grad_(False)
+
+
+def _as_input(module: nn.Module, inputs: tuple[torch.Tensor, ...], out: torch.Tensor) -> Any:
+    """Keep the base's type after a norm layer whose gain is in float32."""
+    return out.to(inputs[0].dtype)
+
+
+def _fan_in_fan_out(model: Any) -> bool:
+    return bool(model.config.model_type == "gpt2")
+
+
+def _named(model: Any, adapter: recipe.Adapter, defaults: list[str] | None) -> list[str]:
+    """Return the target modules by their full names, in the layers asked for."""
+    wanted = adapter.target_modules or defaults
+    if wanted is None:
+        raise DprlhfError(
+            f"policy.adapter: {adapter.type} needs target_modules for a model of type"
+            f" {model.config.model_type}, such as [{', '.join(_linear_names(model)[:3])}]"
+        )
+    ends = tuple([wanted] if isinstance(wanted, str) else wanted)
+    layers = _layers(model, adapter.layers)
+    found = [
+        name
+        for name, _ in model.named_modules()
+        if any(name == end or name.endswith(f".{end}") for end in ends)
+        and (layers is None or any(f".{layer}." in name for layer in layers))
+    ]
+    if not found:
+        raise DprlhfError(
+            f"policy.adapter.target_modules {list(ends)}: the model has no such modules"
+            + (" in these layers" if layers else "")
+        )
+    return found
+
+
+def _linear_names(model: Any) -> list[str]:
+    from transformers.pytorch_utils import Conv1D
+
+    names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)]
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+
+
+def _layers(model: Any, asked: list[int] | None) -> list[int] | None:
+    if asked is None:
+        return None
+    count = model.config.num_hidden_layers
+    for layer in asked:
+        if not -count <= layer < count:
+            raise DprlhfError(f"policy.adapter.layers: {layer}, but the model has {count} layers")
+    return [layer % count for layer in asked]

@@ -1,0 +1,59 @@
+"""Correlated noise for one pass: the banded square root of the prefix-sum matrix.
+
+Where each user takes part in one round, the rounds' sums x_1..x_T may be released as rows of
+C⁻¹(Cx + zSξ) with C lower triangular: each round gets noise (C⁻¹ξ)_t in place of ξ_t, and later
+rounds take back some of what earlier ones added, so that the sum over rounds, which is what SGD
+moves by, carries less. One user enters Cx through one column, whose norm is 1 here. So this costs
+what ξ_t on each round costs, with zS the same: one Gaussian mechanism (Denisov et al., arXiv
+2202.08312, section 2, adaptive x included; Choquette-Choo et al., arXiv 2306.08153, for bands).
+
+C is the Toeplitz square root of the prefix-sum matrix, with c_k = binom(2k, k)/4^k (Fichtenberger
+et al., arXiv 2202.11205), cut to b bands (Kalinin and Lampert, arXiv 2405.13763), its columns
+scaled to norm 1; b = 1 is independent noise. McKenna (arXiv 2405.15913) optimizes the bands
+numerically; the square root needs no solver.
+
+The accounting holds for disjoint batches (``fixed``, ``stream``). Users that draw their own secret
+rounds are not covered: random allocation amplifies rounds with independent noise.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@functools.cache
+def square_root(rounds: int, bands: int) -> NDArray[np.float64]:
+    """Return C by its bands: entry ``[t, k]`` is C[t, t − k], 0 where t < k.
+
+    Args:
+        rounds: T.
+        bands: b; at most T are used.
+
+    Returns:
+        ``[rounds, bands]``; each column of C has norm 1.
+    """
+    bands = min(bands, rounds)
+    k = np.arange(1, bands)
+    coefficients = np.cumprod(np.append(1.0, (2 * k - 1) / (2 * k)))
+    # Column s holds c_0, c_1, ... down to the last round.
+    lengths = np.minimum(rounds - np.arange(rounds), bands)
+    norms = np.sqrt(np.cumsum(coefficients**2))[lengths - 1]
+    column = np.arange(rounds)[:, None] - np.arange(bands)
+    scaled = coefficients / norms[np.maximum(column, 0)]
+    return np.where(column >= 0, scaled, 0.0)
+
+
+@functools.cache
+def noise_gain(rounds: int, bands: int, round_: int) -> float:
+    """Return the norm of row t of C⁻¹: what correlation multiplies a round's noise by."""
+    root = square_root(rounds, bands)
+    row = np.zeros(round_)
+    row[-1] = 1.0
+    # Row t of C⁻¹ solves w C = e_t, from the last column backwards.
+    for s in range(round_ - 1, -1, -1):
+        later = np.arange(s + 1, min(s + root.shape[1], round_))
+        row[s] = (row[s] - row[later] @ root[later, later - s]) / root[s, 0]
+    return float(np.linalg.norm(row))

@@ -1,0 +1,71 @@
+"""How long each phase takes, measured on public prompts.
+
+The clock of a private round is itself private: it tells how many users the round had. What a run
+publishes about time is therefore measured on public prompts.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from dprlhf.boundary import Private
+from dprlhf.gradients.clipping import Weighted, clipped_sum
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.recipe import Recipe
+from dprlhf.rewards import Scorer
+from dprlhf.rewards.responses import score_responses
+from dprlhf.rollout import sample
+from dprlhf.users import Prompts
+
+
+def seconds_a_response(
+    policy: CausalLMPolicy, scorer: Scorer, prompts: Prompts, recipe: Recipe
+) -> dict[str, float]:
+    """Sample, score and differentiate one micro-batch of PUBLIC prompts.
+
+    The gradient is thrown away: nothing is released and the policy does not move.
+
+    Args:
+        policy: π_t.
+        scorer: of the recipe's rewards.
+        prompts: public; repeated until they fill a micro-batch.
+        recipe: settled, so that ``rollout.batch_size`` is a number.
+
+    Returns:
+        Seconds a response of the phases ``rollout``, ``reward`` and ``update`` (one pass).
+    """
+    rollout, update = recipe.rollout, recipe.update
+    rows = max(int(rollout.batch_size), update.batch_size)
+    count = max(1, rows // rollout.responses)
+    chosen = np.arange(count) % len(prompts)
+    batch = Prompts(
+        [prompts.prompts[i] for i in chosen],
+        np.arange(count),
+        np.zeros(count, dtype=np.int64),
+        {name: [values[i] for i in chosen] for name, values in prompts.columns.items()},
+    )
+    clock = [time.perf_counter()]
+    responses = sample(
+        policy,
+        batch,
+        rollout,
+        key=bytes(32),
+        context=("timing", recipe.seed),
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+    )
+    clock.append(time.perf_counter())
+    score_responses(scorer, responses)
+    clock.append(time.perf_counter())
+    ones = np.ones(len(responses.user))
+    clipped_sum(
+        policy,
+        Private(Weighted(responses, ones, np.zeros((responses.users, 0)), 0.0)),
+        clip_norm=update.radius,
+        batch_size=update.batch_size,
+        reduce=lambda total: total,
+    )
+    clock.append(time.perf_counter())
+    seconds = np.diff(clock) / len(responses.user)
+    return dict(zip(("rollout", "reward", "update"), seconds.tolist(), strict=True))

@@ -1,0 +1,98 @@
+"""The clip norm from a trust region (Rio et al. 2025, arXiv 2501.19080, section 4).
+
+One SGD step moves the policy by Δ = η(ḡ + (zS/m) ξ): the mean of the clipped gradients, of norm at
+most S, plus Gaussian noise in d coordinates. S is the largest clip norm that keeps the step in a
+region of size α with probability 1 − β:
+
+- ``l2``: ‖Δ‖²/2 ≤ α, exactly: S = (m/(ηz)) √(2α/q), with q the 1 − β quantile of the non-central
+  χ² with d degrees of freedom and non-centrality (m/z)² (equation 4.4);
+- ``l2-markov``: the same by Markov's inequality: S = (1/η) √(2αβ/(1 + (z/m)² d)) (4.5);
+- ``kl``: ΔᵀFΔ/2 ≤ α, the local KL divergence of responses, by Markov's inequality:
+  S = (1/η) √(2αβ/(λ(F) + (z/m)² tr F)), with F the Fisher matrix and λ its top eigenvalue (4.7).
+
+F is estimated on public prompts. Departures from the paper:
+
+- m is in the formulas: the paper's noise is that of a sum over one user (m = 1).
+- F is that of whole responses y ~ π_θ, as the mean of s sᵀ over n sampled scores s = ∇ log π(y|x).
+  It is never built. Its trace is the mean of ‖s‖², with no need of Hutchinson's random vectors; its
+  top eigenvalue comes from power iteration on F v = (1/n) Σ s ⟨s, v⟩. With fewer samples than
+  dimensions λ errs upwards, which makes S smaller.
+- η is the learning rate at its largest, and momentum is not counted.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from dprlhf.gradients.clipping import user_gradients
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.recipe import TrustRegion
+from dprlhf.rollout import Responses
+
+_ITERATIONS = 100
+_TOLERANCE = 1e-4
+
+
+def clip_norm(
+    region: TrustRegion,
+    *,
+    learning_rate: float,
+    noise_multiplier: float,
+    divisor: float,
+    dimension: int,
+    fisher: tuple[float, float] | None = None,
+) -> float:
+    """Return S.
+
+    Args:
+        region: its kind, α and β.
+        learning_rate: η.
+        noise_multiplier: z; 0 without privacy.
+        divisor: m, what a round's sum is divided by.
+        dimension: d.
+        fisher: tr F and λ(F), for ``kl``.
+    """
+    per_user = noise_multiplier / divisor
+    if region.trust_region == "l2":
+        if not per_user:
+            return math.sqrt(2 * region.alpha) / learning_rate
+        quantile = _noncentral_quantile(1 - region.beta, dimension, per_user**-2)
+        return math.sqrt(2 * region.alpha / quantile) / (learning_rate * per_user)
+    trace, top = (dimension, 1.0) if region.trust_region == "l2-markov" else fisher or (0.0, 0.0)
+    mean_square = top + per_user**2 * trace
+    return math.sqrt(2 * region.alpha * region.beta / mean_square) / learning_rate
+
+
+def fisher_trace_and_top(
+    policy: CausalLMPolicy, responses: Responses, batch_size: int
+) -> tuple[float, float]:
+    """Return tr F and λ(F) at the current parameters.
+
+    Args:
+        policy: π_θ.
+        responses: to PUBLIC prompts, sampled from π_θ, one a prompt.
+        batch_size: rows differentiated at once.
+    """
+    ones = np.ones(len(responses.user))
+    gradients = user_gradients(policy, responses, ones, batch_size=batch_size, rows=1)
+    scores = torch.cat([of_users.flatten(0, 1).cpu() for _, of_users in gradients])
+    n = len(scores)
+    trace = float(scores.double().square().sum() / n)
+    v, top = scores.sum(0) + scores[0], 0.0
+    for _ in range(_ITERATIONS):
+        v = v / v.norm().clamp(min=torch.finfo(v.dtype).tiny)
+        product = scores.T @ (scores @ v) / n
+        before, top = top, float(product.norm())
+        if abs(top - before) <= _TOLERANCE * top:
+            break
+        v = product
+    return trace, top
+
+
+def _noncentral_quantile(level: float, degrees: int, noncentrality: float) -> float:
+    from scipy.stats import ncx2
+
+    return float(ncx2.ppf(level, degrees, noncentrality))
