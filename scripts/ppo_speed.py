@@ -23,8 +23,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import torch
-from bench import models
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench import models
 from dprlhf import recipe
 from dprlhf._results import Result, write_results
 from dprlhf.gradients.clipping import micro_batches
@@ -45,7 +46,7 @@ def together(
     moves = torch.zeros(batch.users, policy.dimension)
     for part in micro_batches(batch, spec.batch_size):
         trained = _train(policy, batch, weights, part, spec, RADIUS, None)
-        moves[part.users] = project(trained[: len(part.users)], RADIUS)
+        moves[part.users] = project(trained[: len(part.users)], RADIUS).cpu()
     return moves
 
 
@@ -58,8 +59,9 @@ def loop(
     moves = []
     for user in range(batch.users):
         rows = np.flatnonzero(batch.user == user)
-        tokens, mask = batch.micro_batch(rows, int(batch.widths[rows].max()), len(rows))
-        weight = torch.from_numpy(weights[rows]).float()
+        pair = batch.micro_batch(rows, int(batch.widths[rows].max()), len(rows))
+        tokens, mask = (x.to(policy.device) for x in pair)
+        weight = torch.from_numpy(weights[rows]).float().to(policy.device)
         optimizer = torch.optim.SGD(parameters, spec.local_learning_rate, maximize=True)
         old = None
         for _ in range(spec.epochs):
@@ -75,13 +77,24 @@ def loop(
                 scale = min(1.0, RADIUS / max(float(move.norm()), 1e-30))
                 for p, s in zip(parameters, start, strict=True):
                     p.copy_(s + scale * (p - s))
-        moves.append(move * scale)
+        moves.append(move.cpu() * scale)
         with torch.no_grad():
             for p, s in zip(parameters, start, strict=True):
                 p.copy_(s)
     for p in parameters:
         p.grad = None
     return torch.stack(moves)
+
+
+def small_llama(width: int) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=width, intermediate_size=3 * width, num_hidden_layers=4,
+            num_attention_heads=4, num_key_value_heads=2, vocab_size=512,
+            max_position_embeddings=128, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
+        )
+    )  # fmt: skip
 
 
 def timed(action: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
@@ -93,15 +106,18 @@ def timed(action: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--full", action="store_true", help="in the shape of SmolLM2-135M")
+    parser.add_argument("--width", type=int, default=32, help="of the small model")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--results", type=Path, default=OUT)
     options = parser.parse_args()
     warnings.simplefilter("ignore")  # deprecations of the libraries
-    policy = models.policy(models.causal_lm("llama", small=not options.full), "llama", full=False)
+    model = models.causal_lm("llama", small=False) if options.full else small_llama(options.width)
+    policy = models.policy(model.to(options.device), "llama", full=False)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():  # away from B = 0, where A has no gradient
         for parameter in policy.parameters.values():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator).to(parameter))
     batch = models.responses(USERS, RESPONSES, PROMPT, RESPONSE)
     weights = np.random.default_rng(0).uniform(-1, 1, (len(batch.user), RESPONSE))
     spec = recipe.PPO.model_validate(
@@ -116,8 +132,10 @@ def main() -> None:
         if repeat:  # the first warms up
             ratios.append(slow / fast)
             errors.append(float((mine - truth).norm() / truth.norm()))
-    shape = "SmolLM2-135M" if options.full else "a Llama of 4 layers and width 128"
-    what = f"DP-PPO, {USERS} users of {RESPONSES} responses, 2 local epochs, {shape}, CPU"
+    shape = "SmolLM2-135M" if options.full else f"a Llama of 4 layers and width {options.width}"
+    what = (
+        f"DP-PPO, {USERS} users of {RESPONSES} responses, 2 local epochs, {shape}, {options.device}"
+    )
     ratio, error = statistics.median(ratios), max(errors)
     rows = [
         Result(

@@ -194,7 +194,7 @@ def test_a_run_without_noise_learns(model: str, tmp_path: Path) -> None:
         tmp_path / "run",
         update__name="grpo",
         epsilon=math.inf,
-        rounds=20,
+        rounds=10,
         learning_rate=0.3,
         rollout__responses=4,
         evaluation_prompts=[f"public {i}" for i in range(60)],

@@ -121,6 +121,31 @@ def test_replacing_a_user(a: list[float], b: list[float], c: list[float], share:
     assert worst(p, other_p, share * e0) <= found + 1e-12
 
 
+def test_replacing_a_user_in_leaky_rounds_is_two_leaks() -> None:
+    # One user's law, nobody's and another's, each (e0, d0)-indistinguishable from the next.
+    e0, d0 = 1.0, 0.01
+    leak = d0 * (1 + math.exp(e0))
+    laws = [np.array([x, 1 - x]) for x in (leak, d0, 0.0)]
+    for near, far in itertools.pairwise(laws):
+        assert worst(near, far, e0) <= d0 * (1 + 1e-12)
+    spent = worst(laws[0], laws[2], 2 * e0)
+    found = delta_of(Mechanism(e0, 1, "random-allocation", "replace-one", d0), 2 * e0)
+    assert spent * (1 - 1e-12) <= found <= spent * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("rounds", [2, 6])
+def test_replacement_is_the_best_of_two_steps_and_one(rounds: int) -> None:
+    e0, eps = 1.0, 0.9
+    p, q = allocated([response(e0)] * rounds)
+    steps = [
+        hockey_stick(p, q, first) + math.exp(first) * hockey_stick(q, p, eps - first)
+        for first in np.linspace(0, eps, 101)
+    ]
+    best = min(*steps, hockey_stick(*response(2 * e0), eps))
+    found = delta_of(Mechanism(e0, rounds, "random-allocation", "replace-one"), eps)
+    assert found == pytest.approx(best, rel=1e-8)
+
+
 def test_a_pure_run_is_pure() -> None:
     for rounds in (1, 7):
         assert epsilon(Mechanism(1.5, rounds), 0.0).epsilon == 1.5

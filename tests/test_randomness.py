@@ -82,7 +82,7 @@ def test_noise_is_not_correlated_with_its_neighbours(draws: NDArray[np.float64])
 
 def test_each_draw_is_a_sum_of_four() -> None:
     # One inverse-CDF draw could be inverted from the sum by whoever guesses the value.
-    u = uniforms(KEY, "noise", count=4 * 5).reshape(4, 5)
+    u = uniforms(KEY, "noise", 0, count=4 * 5).reshape(4, 5)
     expected = stats.norm.ppf(u).sum(0) / 2
     np.testing.assert_allclose(gaussian_noise(KEY, "noise", count=5), expected, rtol=1e-12)
 
@@ -92,6 +92,15 @@ def test_the_same_use_gives_the_same_bits() -> None:
     assert first.numpy().tobytes() == again.numpy().tobytes()
     assert first.shape == (1001,)
     assert str(first.dtype) == "torch.float64"
+
+
+def test_blocks_have_streams_of_their_own_and_leave_no_gap() -> None:
+    count = 2 * 2**16 + 3
+    whole = gaussian_noise(KEY, "noise", count=count).numpy()
+    last = stats.norm.ppf(uniforms(KEY, "noise", 2, count=4 * 3).reshape(4, 3)).sum(0) / 2
+    np.testing.assert_allclose(whole[-3:], last, rtol=1e-12)
+    assert len(np.unique(whole)) == count
+    assert is_standard_normal(whole)
 
 
 CONTEXTS: list[tuple[str | int, ...]] = [

@@ -592,6 +592,23 @@ def test_one_user_moves_score_weights_and_solution_as_proved() -> None:
     assert 0.1 < moved["trace"] <= 1
 
 
+@pytest.mark.parametrize("k", [1, 3, 20])
+def test_levels_rise_as_the_proof_asks(k: int) -> None:
+    setup = small_setup(k, room=12.0 * k**2)
+    constants = issp.proof_constants(setup.lowest_leverage, k)
+    assert constants is not None
+    growth, leverage, shift = constants
+    bounds = [setup.leverage_bound(level) for level in range(2 * k + 2)]
+    assert len(bounds) == setup.levels
+    assert bounds[0] == pytest.approx(setup.lowest_leverage)
+    for low, high in itertools.pairwise(bounds):
+        assert high > low / (1 - low)  # leverage after the removal of one user
+    assert leverage == pytest.approx(bounds[-1] / (1 - k * bounds[-1]))  # of k more
+    assert growth > 1 / (1 - k * leverage)
+    residual = growth ** (2 * k + 1) * (1 + k * leverage)
+    assert shift == pytest.approx(2 * residual * math.sqrt(leverage * (1 + 2 * leverage)))
+
+
 def test_levels_that_do_not_rise_break_the_score() -> None:
     """The control: with one level for all, one user can let others back in."""
     setup = small_setup()
@@ -718,6 +735,28 @@ def test_the_release_keeps_its_delta(move: float) -> None:
     assert worst(0.9 * noise) > delta
 
 
+def test_the_release_splits_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First the mean moves, (ε_m, δ_m), then the covariance, (ε_c, δ_c): δ_m + e^ε_m δ_c ≤ δ."""
+    asked: dict[str, Any] = {}
+    covariance, gaussian = issp.covariance_epsilon, issp.gaussian_noise_multiplier
+
+    def moved(trace: float, log_delta: float) -> float:
+        asked.update(trace=trace, log_delta=log_delta, epsilon_c=covariance(trace, log_delta))
+        return float(asked["epsilon_c"])
+
+    def mean(epsilon: float, delta: float) -> float:
+        asked.update(epsilon_m=epsilon, delta_m=delta)
+        return gaussian(epsilon, delta)
+
+    monkeypatch.setattr(issp, "covariance_epsilon", moved)
+    monkeypatch.setattr(issp, "gaussian_noise_multiplier", mean)
+    assert issp.release_noise(0.001, 2.0, 1e-6) == gaussian(asked["epsilon_m"], asked["delta_m"])
+    assert asked["trace"] == 0.002
+    assert asked["epsilon_m"] + asked["epsilon_c"] <= 2.0 * (1 + 1e-12)
+    total = asked["delta_m"] + math.exp(asked["epsilon_m"] + asked["log_delta"])
+    assert 0.98e-6 < total <= 1e-6 * (1 + 1e-12)
+
+
 @pytest.mark.parametrize("trace", [0.002, 0.2])
 def test_the_change_of_covariance_keeps_its_tail(trace: float) -> None:
     delta = 1e-7
@@ -740,6 +779,17 @@ def test_a_failed_test_releases_nothing_of_the_data() -> None:
     assert out.failed
     assert torch.equal(out.w, torch.zeros(3, dtype=torch.float64))
     assert out.guarantee.epsilon == 8
+
+
+def test_issp_takes_rows_that_are_not_finite_from_others_than_fit() -> None:
+    x, y, _ = problem(users=4000)
+    given: Any = {"users": 4000, "epsilon": 6.0, "delta": 1e-6, "adjacency": "zero-out"}
+    given.update(uniform=0.5, normals=torch.zeros(3, dtype=torch.float64))
+    answers = []
+    for bad in (math.nan, 0.0):
+        x[0], y[1], x[1] = bad, bad, x[1] if bad else 0
+        answers.append(ISSP(1, 2).solve(torch.from_numpy(x), torch.from_numpy(y), **given)[0])
+    assert torch.equal(*answers)
 
 
 def test_no_data_breaks_issp() -> None:

@@ -483,7 +483,7 @@ def remaining(folder: RunFolder, ledger: Ledger) -> list[int]:
         optimizer=training.optimizer,
         processes=SimpleNamespace(on_main=lambda action: action()),
         progress=SimpleNamespace(total=lambda rounds, done: None),
-        ledger=ledger,
+        gate=SimpleNamespace(ledger=ledger),
         plan=PLAN,
     )
     return list(_remaining_rounds(run))

@@ -23,7 +23,6 @@ from dprlhf.setup import (
     Sources,
     in_memory_prompts,
     load,
-    neutral_prompts,
     prepared,
     recipe_of,
 )
@@ -151,15 +150,17 @@ def _run(run: Run) -> Result:
         run.progress.close()
     after = _evaluate(run, "evaluation after", base=False)
     samples = _samples(before, after)
-    public = run.public_prompts or neutral_prompts()
-    timing = seconds_a_response(run.policy, run.scorer, public, run.recipe)
+    public = run.public_prompts
+    timing = (
+        seconds_a_response(run.policy, run.scorer, public, run.recipe) if public is not None else {}
+    )
     if run.processes.main:
         with replaced_folder(run.folder.policy) as fresh:
             run.policy.save(fresh)
             (fresh / "README.md").write_text(model_card(run.recipe, card))
-        write_json(run.folder.timing, timing)
         if after is not None:
             write_json(run.folder.samples, samples)
+            write_json(run.folder.timing, timing)
     run.processes.wait()
     return Result(
         folder=run.folder,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dprlhf.errors import DprlhfError
+from dprlhf.policies.adapters import quiet_peft
 from dprlhf.recipe import load_recipe
 from dprlhf.run_folder import RunFolder, replaced_folder
 
@@ -71,16 +72,21 @@ def merge(run: str | Path, out: str | Path, *, dtype: str = "float32") -> Path:
             dtype=torch.float32,
             trust_remote_code=spec.trust_remote_code,
         )
-        tuned = peft.PeftModel.from_pretrained(base, str(folder.policy)).eval()
         probe = torch.arange(1, 17)[None] % base.config.get_text_config().vocab_size
-        before = _logits(tuned, probe)
-        merged = tuned.merge_and_unload()
-    except (OSError, ValueError, NotImplementedError, AttributeError) as error:
+        with quiet_peft():
+            tuned = peft.PeftModel.from_pretrained(base, str(folder.policy)).eval()
+            wanted = _logits(tuned, probe)
+            with tuned.disable_adapter():
+                untuned = _logits(tuned, probe)
+            merged = tuned.merge_and_unload()
+    except (OSError, ValueError, RuntimeError, AttributeError) as error:
         raise DprlhfError(
             f"{run}: the adapter ({spec.adapter.type}) cannot be merged"
             f" ({' '.join(str(error).split())[:300]}); load it with PeftModel.from_pretrained"
         ) from None
-    if not torch.allclose(_logits(merged, probe), before, rtol=1e-3, atol=1e-3):
+    # A merge that leaves a part of the adapter out is off by a good part of what it changed.
+    off = (_logits(merged, probe) - wanted).abs().max()
+    if off > 0.05 * (wanted - untuned).abs().max() + 1e-5 * wanted.abs().max():
         raise DprlhfError(
             f"{run}: merged, the adapter ({spec.adapter.type}) computes something else; load it"
             " with PeftModel.from_pretrained"

@@ -160,9 +160,10 @@ class Rollout(Settings):
         max_new_tokens: the length of a response.
         temperature: of both policies; log-probabilities are taken at the same temperature.
         batch_size: responses sampled at once, always so many (fillers make up the rest): larger is
-            faster until the fillers outnumber the responses. ``auto`` takes what fits into the
-            GPU's memory.
-        backend: ``transformers``, or ``vllm`` (``pip install 'dprlhf[vllm]'``, a GPU, one process).
+            faster until the fillers outnumber the responses. ``auto`` settles it once for a run:
+            a round's responses, but at most 128 on a CPU and what fits into a GPU's memory.
+        backend: ``transformers``, or ``vllm`` (``pip install 'dprlhf[vllm]'``, a GPU, one process,
+            ``VLLM_BATCH_INVARIANT=1``); with ``vllm``, ``batch_size`` has no effect.
     """
 
     base_policy: Literal["on-policy", "reference"] = "on-policy"

@@ -27,6 +27,7 @@ from dprlhf.policies.causal_lm import (
     load_policy,
     native_dtype,
 )
+from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.privacy.randomness import commitment
 from dprlhf.processes import Processes
@@ -87,10 +88,11 @@ def prepared(
     recipe, plan, users, policy = parts.recipe, parts.plan, parts.users, parts.policy
     key = processes.on_main(lambda: _key(folder, recipe, create=create))
     with _one_line_errors(folder), contextlib.ExitStack() as stack:
-        ledger = None
+        gate = None
         if processes.main:
             ledger = _ledger(recipe, plan, folder, key, users)
             stack.callback(ledger.close)
+            gate = Gate(plan, ledger, key)
             config = {**recipe.model_dump(mode="json"), "plan": plan.terms()}
             trackers = stack.enter_context(tracked(recipe.tracking, folder, config))
             callbacks = [*trackers, *callbacks]
@@ -109,7 +111,7 @@ def prepared(
             ),
             scorer=Scorer(parts.rewards, recipe.reward_range, sink=sink),
             public_prompts=parts.public_prompts,
-            ledger=ledger,
+            gate=gate,
             telemetry=TelemetryCoordinates.from_plan(
                 plan, recipe.privacy.reward_share, recipe.reward_range
             ),

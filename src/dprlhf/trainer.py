@@ -25,7 +25,6 @@ from dprlhf.partition import Allocation
 from dprlhf.plan import Plan
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.gate import Gate
-from dprlhf.privacy.ledger import Ledger
 from dprlhf.processes import Processes
 from dprlhf.progress import Progress
 from dprlhf.recipe import Recipe
@@ -56,7 +55,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     scorer: Scorer
     public_prompts: Prompts | None
-    ledger: Ledger | None  # on the main process only: one writer
+    gate: Gate | None  # on the main process only: one writer of the ledger
     telemetry: TelemetryCoordinates
     progress: Progress
     callbacks: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
@@ -122,9 +121,9 @@ def _remaining_rounds(run: Run) -> Iterator[int]:
     saved = load_checkpoint(run.folder, run.policy, run.optimizer)
 
     def confirmed() -> int:
-        assert run.ledger is not None
-        run.ledger.confirm(saved)
-        return run.ledger.next_round
+        assert run.gate is not None
+        run.gate.ledger.confirm(saved)
+        return run.gate.ledger.next_round
 
     first = run.processes.on_main(confirmed)
     run.progress.total(run.plan.rounds, done=first - 1)
@@ -139,21 +138,20 @@ def _gate(
     run: Run, t: int, interrupt: Interruptible
 ) -> Callable[[BoundedSum], Released[torch.Tensor]]:
     """Return the round's way through the gate: every process gets the main process's release."""
-    gate = Gate(run.plan, run.ledger, run.key) if run.ledger is not None else None
 
     def release(bounded: BoundedSum) -> Released[torch.Tensor]:
         # From the charge to the checkpoint the round is finished whatever the user presses: a
         # charged round that is not saved is spent for nothing.
         interrupt.defer()
-        return run.processes.on_main(lambda: cast("Gate", gate).release(t, bounded))
+        return run.processes.on_main(lambda: cast("Gate", run.gate).release(t, bounded))
 
     return release
 
 
 def _save(run: Run, t: int) -> None:
-    if run.ledger is not None:
+    if run.gate is not None:
         save_checkpoint(run.folder, t, run.policy, run.optimizer)
-        run.ledger.commit(t)
+        run.gate.ledger.commit(t)
 
 
 def _report(run: Run, t: int, round_: PrivateRound) -> ReleasedReward | None:

@@ -60,7 +60,10 @@ class Gate:
             noise = self._draw(charge, self._released, dimension)
         else:
             noise = self._correlated(round_, dimension)
-        return Released((bounded.total + plan.noise_std * noise) / plan.divisor, round_)
+        released = noise * plan.noise_std
+        released += bounded.total
+        released /= plan.divisor
+        return Released(released, round_)
 
     def _draw(self, charge: Entry, number: int, dimension: int) -> torch.Tensor:
         # The charge's hash is in the context: a stream belongs to one charge of one ledger.

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import secrets
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from scipy.special import ndtri
 
 KEY_BYTES = 32
 _DRAWS_PER_NORMAL = 4
+_BLOCK = 2**16
 
 
 def new_key() -> bytes:
@@ -40,8 +42,10 @@ def uint64_stream(key: bytes, *context: str | int, count: int) -> NDArray[np.uin
 def uniforms(key: bytes, *context: str | int, count: int) -> NDArray[np.float64]:
     """Return ``count`` numbers in the open interval (0, 1), multiples of 2⁻⁵² plus half a step."""
     # 52 bits, not 53: the half step must not be rounded away, or the largest number would be 1.
-    integers = uint64_stream(key, *context, count=count) >> np.uint64(12)
-    return (integers.astype(np.float64) + 0.5) * 2.0**-52
+    draws = (uint64_stream(key, *context, count=count) >> np.uint64(12)).astype(np.float64)
+    draws += 0.5
+    draws *= 2.0**-52
+    return draws
 
 
 def gaussian_noise(key: bytes, *context: str | int, count: int) -> torch.Tensor:
@@ -50,10 +54,26 @@ def gaussian_noise(key: bytes, *context: str | int, count: int) -> torch.Tensor:
     Each is the sum of four inverse-CDF draws over two. One float64 draw takes values on a grid
     that an observer of (value + noise) can invert (Mironov 2012); with four, the preimage of an
     output is far too large to search (Holohan & Braghin 2021, arXiv 2107.10138).
+
+    Blocks of draws have streams of their own, so that threads share the work and memory stays at
+    a few numbers for each that is returned.
     """
-    draws = ndtri(uniforms(key, *context, count=_DRAWS_PER_NORMAL * count))
-    total = draws.reshape(_DRAWS_PER_NORMAL, count).sum(axis=0)
-    return torch.from_numpy(total / math.sqrt(_DRAWS_PER_NORMAL))
+    noise = torch.empty(count, dtype=torch.float64)
+
+    def fill(block: int) -> None:
+        part = noise[block * _BLOCK : (block + 1) * _BLOCK].numpy()
+        draws = uniforms(key, *context, block, count=_DRAWS_PER_NORMAL * len(part))
+        ndtri(draws, out=draws)
+        draws.reshape(_DRAWS_PER_NORMAL, -1).sum(axis=0, out=part)
+        part /= math.sqrt(_DRAWS_PER_NORMAL)
+
+    blocks = range(-(-count // _BLOCK))
+    if len(blocks) == 1:
+        fill(0)
+    else:
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            list(pool.map(fill, blocks))
+    return noise
 
 
 def commitment(key: bytes, *context: str | int) -> str:

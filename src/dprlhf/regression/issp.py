@@ -345,7 +345,7 @@ def find_weights(
 def kept_sets(
     features: torch.Tensor, targets: torch.Tensor, setup: Setup, residual_bound: float, ridge: float
 ) -> Iterator[tuple[int, torch.Tensor | None]]:
-    """Yield each level, the highest first, and whom it keeps; None where it removes k or more."""
+    """Yield each level, the highest first, and whom it keeps; None where too many residuals go."""
     kept = torch.ones(len(targets), dtype=torch.bool)
     removals: list[tuple[float, int]] | None = None
     for level in reversed(range(setup.levels)):
@@ -356,7 +356,7 @@ def kept_sets(
             removals = remove_residuals(features, targets, kept, setup.k, residual_bound, ridge)
         bound = residual_bound * setup.growth**level
         count = next((i for i, (largest, _) in enumerate(removals) if largest <= bound), None)
-        if count is None or int((~kept).sum()) + count >= setup.k:
+        if count is None:
             yield level, None
             continue
         inside = kept.clone()

@@ -13,10 +13,9 @@ so ``scale_rewards`` scales it with the reward.
 
 from __future__ import annotations
 
-import dataclasses
-
 from dprlhf import recipe
 from dprlhf.boundary import Private, open_private
+from dprlhf.rewards import Scores
 from dprlhf.updates.logprobs import Array, log_ratio_to_base
 from dprlhf.updates.private_round import PrivateRound
 
@@ -33,7 +32,7 @@ def subtract_kl(round_: PrivateRound, spec: recipe.KL, batch_size: int) -> None:
     responses, scores = open_private(round_.responses), open_private(round_.scores)
     log_ratio = log_ratio_to_base(round_.policy, responses, batch_size)
     values = penalised(scores.values, log_ratio, spec, round_.telemetry.reward_range)
-    round_.scores = Private(dataclasses.replace(scores, values=values))
+    round_.scores = Private(Scores(values, scores.valid, scores.failures))
 
 
 def penalised(rewards: Array, log_ratio: Array, spec: recipe.KL, bound: float) -> Array:

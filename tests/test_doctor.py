@@ -1,0 +1,259 @@
+"""Before a run: doctor, init, dry run, flags and the check of a reward."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+import tiny
+from dprlhf import doctor, recipe
+from dprlhf.cli import app
+from dprlhf.dry_run import dry_run, explain
+from dprlhf.errors import DprlhfError
+from dprlhf.flags import KEYS, overrides_of
+from dprlhf.new_recipe import new_recipe
+from dprlhf.recipe import load_recipe, make_recipe
+from dprlhf.rewards.try_out import histogram, reward_check
+
+REWARDS = """
+def brevity(completions, **columns):
+    return [-len(c) / 10 for c in completions]
+def correct(completions, answer):
+    return [float(a in c) for c, a in zip(completions, answer)]
+def ranked(completions):
+    return [len(c) - sum(map(len, completions)) / len(completions) for c in completions]
+ranked_by_user = lambda completions: ranked(completions)
+"""
+
+
+def call(*arguments: str, answers: str | None = None) -> Result:
+    return CliRunner().invoke(app, list(arguments), input=answers)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    (tmp_path / "private.csv").write_text("prompt\n" + "".join(f"user {i}\n" for i in range(40)))
+    public = "".join(f"public {i},{i}, the answer is {i}\n" for i in range(6))
+    (tmp_path / "public.csv").write_text("prompt,answer,completion\n" + public)
+    return tmp_path
+
+
+class TestDoctor:
+    def test_this_machine_is_well(self) -> None:
+        found = {finding.name: finding for finding in doctor.examine()}
+        assert found["torch"].value == importlib.metadata.version("torch")
+        assert "cores" in found["cpu"].value
+        assert found["processes"].good
+        assert {"python", "disk", "hub", "asset imdb"} <= found.keys()
+        assert not [f for f in found.values() if not f.good]
+
+    def test_old_and_missing_packages_are_bad(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked = ["torch>=999", "no-such-package-here>=1.0", "numpy", "vllm>=1; extra == 'vllm'"]
+        monkeypatch.setattr(importlib.metadata, "requires", lambda name: asked)
+        found = {f.name: f for f in doctor._versions()}
+        assert not found["torch"].good
+        assert "needed: torch>=999" in found["torch"].value
+        assert not found["no-such-package-here"].good
+        assert found["numpy"].good
+        assert "vllm" not in found
+
+    def test_a_bad_finding_is_exit_status_1(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(doctor, "examine", lambda: [doctor.Finding("disk", "full", False)])
+        done = call("doctor")
+        assert done.exit_code == 1
+        assert done.output == "BAD disk                      full\n"
+
+    def test_a_token_is_not_shown(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HF_TOKEN", "hf_canary")
+        assert "hf_canary" not in str(doctor.examine())
+
+    def test_a_launch_that_cannot_work(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+        assert not doctor._processes().good
+
+
+class TestInit:
+    OPTIONS = (
+        "--model", "gpt2", "--prompts", "p.csv", "--user-column", "who", "--reward", "r.py:f",
+        "--public-prompts", "q.csv", "--epsilon", "2",
+    )  # fmt: skip
+
+    def test_options_answer_all_questions(self, here: Path) -> None:
+        done = call("init", *self.OPTIONS, "--out", "mine.yaml")
+        assert done.exit_code == 0, done.output
+        made = load_recipe("mine.yaml")
+        assert made.policy.model_name_or_path == "gpt2"
+        assert made.data.path == "p.csv"
+        assert made.data.user_column == "who"
+        assert made.rewards[0].function == "r.py:f"
+        assert made.privacy.epsilon == 2
+        assert made.evaluation is not None
+        assert made.evaluation.data.path == "q.csv"
+
+    def test_six_questions(self, here: Path) -> None:
+        done = call("init", answers="gpt2\np.csv\n\norg/toxicity\n\n\n")
+        assert done.exit_code == 0, done.output
+        made = load_recipe("recipe.yaml")
+        assert made.data.user_column is None
+        assert made.rewards[0].classifier == "org/toxicity"
+        assert made.privacy.epsilon == 4
+        assert made.evaluation is None
+
+    def test_it_overwrites_nothing(self, here: Path) -> None:
+        (here / "recipe.yaml").write_text("mine")
+        done = call("init", *self.OPTIONS)
+        assert isinstance(done.exception, DprlhfError)
+        assert (here / "recipe.yaml").read_text() == "mine"
+
+    def test_a_bad_answer_names_the_key(self) -> None:
+        with pytest.raises(DprlhfError, match="epsilon must be above 0"):
+            new_recipe(
+                model="m", prompts="p", user_column="", reward="f:g", public_prompts="", epsilon=-1
+            )
+
+    @settings(derandomize=True, max_examples=50, deadline=None)
+    @given(st.text(st.characters(codec="utf-8"), min_size=1, max_size=12))
+    def test_any_name_survives_yaml(self, name: str) -> None:
+        text = new_recipe(
+            model=name, prompts=name, user_column=name, reward=f"{name}:f",
+            public_prompts="public.csv", epsilon=1,
+        )  # fmt: skip
+        made = make_recipe(yaml.safe_load(text))
+        assert made.policy.model_name_or_path == made.data.path == made.data.user_column == name
+
+
+class TestFlags:
+    def test_every_key_is_one_of_the_recipe(self) -> None:
+        known = set(recipe._known_keys(recipe.Recipe))
+        assert set(KEYS.values()) <= known
+
+    def test_hyphens_underscores_and_equals(self) -> None:
+        given_ = ["--num-generations", "4", "a.b=1", "--beta=0.1", "--seed", "-3"]
+        assert overrides_of(given_) == ["rollout.responses=4", "a.b=1", "kl.beta=0.1", "seed=-3"]
+
+    @pytest.mark.parametrize(
+        ("arguments", "named"),
+        [
+            (["--learning_rte", "1"], "did you mean '--learning_rate'"),
+            (["--xyzzy"], "write section.key=value"),
+            (["--seed"], "'--seed' needs a value"),
+            (["--seed", "--beta"], "'--seed' needs a value"),
+        ],
+    )
+    def test_mistakes_are_named(self, arguments: list[str], named: str) -> None:
+        with pytest.raises(DprlhfError, match=named):
+            overrides_of(arguments)
+
+
+class TestDryRun:
+    @pytest.fixture
+    def recipe_file(self, here: Path) -> Path:
+        tiny.save(here / "model")
+        call(
+            "init", "--model", "nowhere", "--prompts", "private.csv", "--user-column", "",
+            "--reward", "my_rewards.py:brevity", "--public-prompts", "public.csv", "--epsilon", "4",
+        )  # fmt: skip
+        return here / "recipe.yaml"
+
+    def test_the_plan_is_that_of_the_run_and_nothing_is_written(self, recipe_file: Path) -> None:
+        before = sorted(recipe_file.parent.rglob("*"))
+        done = call(
+            "train", str(recipe_file), "rounds=4", "--model_name_or_path", "model",
+            "--num-generations=2", "rollout.max_new_tokens=2", "rollout.batch_size=8",
+            "update.batch_size=8", "--dry-run", "--json",
+        )  # fmt: skip
+        assert done.exit_code == 0, done.exception
+        assert sorted(recipe_file.parent.rglob("*")) == before
+        plan = json.loads(done.stdout.splitlines()[-1])
+        assert plan["users"] == 40
+        assert plan["rounds"] == 4
+        assert plan["users_a_round"] == 10
+        assert plan["responses_a_round"] == 20
+        assert 3.9 < plan["epsilon"] <= 4
+        expected = plan["noise_multiplier"] * plan["dimension"] ** 0.5 / 10
+        assert plan["noise_to_clip_ratio"] == pytest.approx(expected, rel=1e-12)
+        phases = plan["seconds_a_response"]
+        assert set(phases) == {"rollout", "reward", "update"}
+        assert all(seconds > 0 for seconds in phases.values())
+        # 4 rounds of 20 responses, and 6 public prompts before and after
+        both = phases["rollout"] + phases["reward"]
+        assert plan["estimated_seconds"] == pytest.approx(80 * sum(phases.values()) + 12 * both)
+        assert plan["memory_bytes"] > 2**20
+        text = explain(plan)
+        assert f"d = {plan['dimension']:,}" in text
+        assert "delta 1e-05" not in text
+
+    def test_no_user_is_read(self, recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Only public prompts reach policy and reward."""
+        (recipe_file.parent / "my_rewards.py").write_text(
+            "def brevity(prompts, completions):\n"
+            "    assert all(p.startswith('public') for p in prompts)\n"
+            "    open('seen', 'a').write(str(prompts))\n"
+            "    return [0.0] * len(prompts)\n"
+        )
+        changes = [
+            "policy.model_name_or_path=model", "rounds=1", "rollout.batch_size=8",
+            "update.batch_size=8", "rollout.max_new_tokens=2",
+        ]  # fmt: skip
+        dry_run(load_recipe(recipe_file, changes))
+        assert "public 1" in (recipe_file.parent / "seen").read_text()
+        assert "user" not in (recipe_file.parent / "seen").read_text()
+
+    def test_it_fails_as_the_run_would(self, recipe_file: Path) -> None:
+        done = call("train", str(recipe_file), "--dry-run")
+        assert isinstance(done.exception, DprlhfError)
+        assert "nowhere" in str(done.exception)
+
+
+class TestRewardCheck:
+    def test_what_it_prints(self, here: Path) -> None:
+        done = call("reward-check", "my_rewards.py:brevity", "--prompts", "public.csv")
+        assert done.exit_code == 0, done.exception
+        assert done.output.count("passed") == 5
+        assert "█" in done.output
+        assert "stand-in" not in done.output  # the file has completions
+
+    def test_completions_and_columns_of_the_file(self, here: Path) -> None:
+        report, stand_ins = reward_check("my_rewards.py:correct", "public.csv")
+        assert not stand_ins
+        assert report.scores == (1.0,) * 6
+
+    def test_stand_ins(self, here: Path) -> None:
+        report, stand_ins = reward_check("my_rewards.py:brevity", "private.csv", reward_range=3)
+        assert stand_ins
+        assert report.rows == 40
+        assert report.minimum < report.maximum
+        assert 0 < report.clipped < 1
+
+    def test_a_reward_that_couples_users_is_refused(self, here: Path) -> None:
+        done = call("reward-check", "my_rewards.py:ranked", "--prompts", "public.csv")
+        assert isinstance(done.exception, DprlhfError)
+        assert "fails the check 'alone'" in str(done.exception)
+        report, _ = reward_check("my_rewards.py:ranked", "public.csv", per_user=True)
+        assert report.per_user
+
+    def test_a_missing_column(self, here: Path) -> None:
+        with pytest.raises(DprlhfError, match="no column 'question'"):
+            reward_check("my_rewards.py:brevity", "public.csv", prompt_column="question")
+
+    @settings(derandomize=True, max_examples=50, deadline=None)
+    @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=50))
+    def test_every_value_is_in_the_histogram(self, values: list[float]) -> None:
+        lines = histogram(values)
+        if len(lines) > 1:
+            assert sum(int(line.split()[-1]) for line in lines) == len(values)
+        else:
+            assert "cannot teach" in lines[0]
+
+
+def test_shell_completion_is_on() -> None:
+    assert "--install-completion" in call("--help").output

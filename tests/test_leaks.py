@@ -1,0 +1,90 @@
+"""No canary leaves ``secret/``, whatever happens; planted leaks are found; sizes tell nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import leaks
+
+SILENT = ["a-careless-reward", *leaks.BAD_DATA, *leaks.FAILURES]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("leaks")
+    done = subprocess.run(
+        [sys.executable, leaks.__file__, str(folder)],
+        capture_output=True, text=True, timeout=540, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_no_canary_is_outside_secret(name: str, runs: Path) -> None:
+    assert leaks.search(runs / name) == []
+
+
+@pytest.mark.parametrize("name", leaks.PLANTED)
+def test_a_planted_leak_is_found(name: str, runs: Path) -> None:
+    assert leaks.search(runs / name)
+
+
+def test_the_canaries_were_there(runs: Path) -> None:
+    """The runs went as far as they should, and secret/ holds what the search would have found."""
+    status = {name: (runs / name / "status").read_text() for name in (*SILENT, *leaks.PLANTED)}
+    assert {n for n, s in status.items() if s == "2"} == {
+        "a-conversation-among-texts", "a-row-without-a-user", *leaks.FAILURES,
+    }  # fmt: skip
+    assert {n for n, s in status.items() if s == "1"} == {"an-exception-with-its-text"}
+    said = (runs / "a-careless-reward/run/secret/reward-output.txt").read_text()
+    for text in ("scoring", "odd prompts", "cannot score", leaks.TEXT):
+        assert text in said
+    for name in leaks.FAILURES:
+        assert leaks.TEXT in (runs / name / "run/secret/error.txt").read_text()
+
+
+@pytest.mark.parametrize("name", [n for n in SILENT if n not in ("other-data",)])
+def test_what_is_shown_has_no_traceback(name: str, runs: Path) -> None:
+    assert "Traceback" not in (runs / name / "output").read_text()
+
+
+def shape(folder: Path, name: str) -> dict[str, Any]:
+    """Return all of a run's public sizes: files, lines, keys, and the lines on the terminal."""
+    found: dict[str, Any] = {}
+    for path in sorted((folder / name / "run").rglob("*")):
+        inside = path.relative_to(folder / name / "run")
+        if path.is_dir() or "secret" in inside.parts:
+            continue
+        content = path.read_bytes()
+        if inside.name == "metrics.jsonl":  # noised numbers have as many digits as they have
+            found["metrics"] = [sorted(json.loads(line)) for line in content.splitlines()]
+        else:
+            found[str(inside)] = len(content.replace(name.encode(), b""))
+    output = (folder / name / "output").read_text().replace(name, "")
+    found["output"] = [line for line in re.split(r"[\r\n]", output) if line and "|" not in line]
+    bars = {
+        re.sub(r"reward \(noised\)=-?[\d.]+|left=.*", "", x) for x in re.split(r"[\r\n]", output)
+    }
+    found["bars"] = {re.sub(r"\d+%|\d+/\d+|[█▏▎▍▌▋▊▉# ]+", "", bar) for bar in bars if "|" in bar}
+    return found
+
+
+def test_sizes_lines_and_keys_do_not_depend_on_the_data(runs: Path) -> None:
+    one, other = shape(runs, "a-careless-reward"), shape(runs, "other-data")
+    assert len(one) > 10
+    assert one == other
+
+
+def test_progress_bars_show_tens_of_percent_only(runs: Path) -> None:
+    output = (runs / "other-data/output").read_text()
+    shown = {int(p) for p in re.findall(r"round \d+[^\r\n|]*?(\d+)%", output)}
+    assert all(p % 10 == 0 for p in shown)
