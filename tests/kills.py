@@ -41,7 +41,7 @@ import dprlhf.trainer
 import tiny
 from dprlhf import DprlhfError
 from dprlhf.boundary import open_private
-from dprlhf.privacy import gate
+from dprlhf.privacy import gate, randomness
 from dprlhf.privacy.accounting import Mechanism, epsilon
 from dprlhf.privacy.ledger import Ledger, read_ledger
 from dprlhf.telemetry import JsonLines
@@ -62,7 +62,7 @@ POINTS: dict[str, tuple[Any, str, str]] = {
     "rewards scored": (dprlhf.trainer, "score_private", "after"),
     "before the charge": (Ledger, "charge", "before"),
     "after the charge": (Ledger, "charge", "after"),
-    "noise drawn": (gate, "gaussian_noise", "after"),
+    "noise drawn": (randomness, "uniforms", "after"),
     "released": (gate.Gate, "release", "after"),
     "policy stepped": (PrivateRound, "step", "after"),
     "before the checkpoint": (dprlhf.trainer, "save_checkpoint", "before"),
@@ -94,7 +94,7 @@ class Life:
     def watch(self) -> None:
         """Note which users a released sum is over, and which noise it got."""
         dprlhf.run_folder.new_key = lambda: KEY
-        noise, drawn = gate.gaussian_noise, dprlhf.trainer._users_of_round
+        uniforms, drawn = randomness.uniforms, dprlhf.trainer._users_of_round
         release = gate.Gate.release
         total = ""
 
@@ -103,9 +103,10 @@ class Life:
             self._users = open_private(found).tolist()
             return found
 
-        def gaussian_noise(key: bytes, *context: Any, count: int) -> Any:
+        def noted(key: bytes, *context: Any, count: int) -> Any:
+            assert context[0] == "noise", context  # all that a gate draws is noise
             self.note("noise", context, total, self._users)
-            return noise(key, *context, count=count)
+            return uniforms(key, *context, count=count)
 
         def released(self_: Any, round_: int, bounded: Any) -> Any:
             nonlocal total
@@ -113,7 +114,7 @@ class Life:
             return release(self_, round_, bounded)
 
         dprlhf.trainer._users_of_round = users_of_round
-        gate.gaussian_noise = gaussian_noise
+        randomness.uniforms = noted
         gate.Gate.release = released
 
 
@@ -235,10 +236,10 @@ def verdict(folder: Path, name: str, code: int, whole: dict[str, Any]) -> list[s
     events = [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
     sums_of_noise: dict[str, set[str]] = {}
     rounds_of_user: dict[int, set[int]] = {}
-    draws: Counter[int] = Counter()
+    releases: set[tuple[Any, ...]] = set()
     for _, context, total, users in events:
         sums_of_noise.setdefault(json.dumps(context), set()).add(total)
-        draws[context[1]] += 1
+        releases.add(tuple(context[1:4]))  # round, number, and the charge that it belongs to
         for user in users:
             rounds_of_user.setdefault(user, set()).add(context[1])
     if any(len(sums) > 1 for sums in sums_of_noise.values()):
@@ -255,6 +256,7 @@ def verdict(folder: Path, name: str, code: int, whole: dict[str, Any]) -> list[s
         return wrong
     entries = read_ledger(run / "ledger.jsonl")  # raises if the chain is broken
     terms = entries[0].body
+    draws = Counter(round_ for round_, *_ in releases)
     charged = [e.body["round"] for e in entries if e.kind == "charge"]
     saved = [e.body["round"] for e in entries if e.kind == "commit"]
     if charged != sorted(set(charged)) or charged[-1] != ROUNDS:

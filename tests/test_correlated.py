@@ -39,11 +39,14 @@ def plan(**changes: Any) -> Plan:
     return make_plan(**(values | changes))  # type: ignore[arg-type]
 
 
+def zeros(p: Plan, dimension: int) -> BoundedSum:
+    return BoundedSum(torch.zeros(dimension, dtype=torch.float64), p.clip_norm)
+
+
 def released_noise(p: Plan, folder: Path, dimension: int = 4000) -> np.ndarray:
     """What a run releases where every sum is zero, in units of the sum, ``[rounds, dimension]``."""
     gate = Gate(p, Ledger(folder / "ledger.jsonl", p.terms()), KEY)
-    zeros = BoundedSum(torch.zeros(dimension, dtype=torch.float64), p.clip_norm)
-    rows = [gate.release(t, zeros).value * p.divisor for t in range(1, p.rounds + 1)]
+    rows = [gate.release(t, zeros(p, dimension)).value * p.divisor for t in range(1, p.rounds + 1)]
     return torch.stack(rows).numpy()
 
 
@@ -115,11 +118,10 @@ def ledgers(tmp_path: Path) -> Iterator[Any]:
 
 def test_a_resumed_run_takes_back_the_noise_of_the_rounds_before(ledgers: Any) -> None:
     p = plan()
-    zeros = BoundedSum(torch.zeros(3000, dtype=torch.float64), p.clip_norm)
     rows = []
     for t in (1, 2, 3, 5, 6, 7, 8):  # round 4 was never charged; a gate of its own for each round
         gate = Gate(p, ledgers(p), KEY)
-        rows.append((gate.release(t, zeros).value * p.divisor).numpy())
+        rows.append((gate.release(t, zeros(p, 3000)).value * p.divisor).numpy())
         gate.ledger.commit(t)
     noise = np.insert(np.stack(rows), 3, 0.0, axis=0)
     whitened = np.delete(dense(ROUNDS, 3) @ noise / p.noise_std, 3, axis=0)

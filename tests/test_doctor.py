@@ -26,10 +26,9 @@ REWARDS = """
 def brevity(completions, **columns):
     return [-len(c) / 10 for c in completions]
 def correct(completions, answer):
-    return [float(a in c) for c, a in zip(completions, answer)]
+    return [float(str(a) in c) for c, a in zip(completions, answer)]
 def ranked(completions):
     return [len(c) - sum(map(len, completions)) / len(completions) for c in completions]
-ranked_by_user = lambda completions: ranked(completions)
 """
 
 
@@ -42,7 +41,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_rewards.py").write_text(REWARDS)
     (tmp_path / "private.csv").write_text("prompt\n" + "".join(f"user {i}\n" for i in range(40)))
-    public = "".join(f"public {i},{i}, the answer is {i}\n" for i in range(6))
+    public = "".join(f"public {i},{i}, the answer is {i}{'!' * i}\n" for i in range(6))
     (tmp_path / "public.csv").write_text("prompt,answer,completion\n" + public)
     return tmp_path
 
@@ -190,7 +189,6 @@ class TestDryRun:
         assert plan["memory_bytes"] > 2**20
         text = explain(plan)
         assert f"d = {plan['dimension']:,}" in text
-        assert "delta 1e-05" not in text
 
     def test_no_user_is_read(self, recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Only public prompts reach policy and reward."""
@@ -209,9 +207,9 @@ class TestDryRun:
         assert "user" not in (recipe_file.parent / "seen").read_text()
 
     def test_it_fails_as_the_run_would(self, recipe_file: Path) -> None:
-        done = call("train", str(recipe_file), "--dry-run")
+        done = call("train", str(recipe_file), "--dry-run", "--model_name_or_path=./nowhere")
         assert isinstance(done.exception, DprlhfError)
-        assert "nowhere" in str(done.exception)
+        assert "'./nowhere'" in str(done.exception)
 
 
 class TestRewardCheck:

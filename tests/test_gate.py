@@ -190,7 +190,7 @@ def test_noise_has_std_zs_over_m(
 def test_noise_is_added_to_the_sum_before_the_division(gate: Callable[..., Gate]) -> None:
     total = torch.linspace(-3, 3, 7, dtype=torch.float64)
     p = plan()
-    with_sum = gate(p).release(1, BoundedSum(total, 0.4))
+    with_sum = gate(p).release(1, BoundedSum(total.clone(), 0.4))  # it is used up
     without = gate(p).release(1, zeros(p, 7))
     # The same terms and key: the same noise, so the difference is the sum over the divisor.
     difference = with_sum.value - without.value
@@ -234,11 +234,11 @@ def test_without_noise_the_release_is_exact_and_charged(
     total = torch.tensor([1.0, -2.5, 1e300, 0.0, 1e-300], dtype=torch.float64)
     p = make_plan(users=70, rounds=4, delta=1e-5, epsilon=math.inf, clip_norm=clip_norm)
     g = gate(p)
-    released = g.release(1, BoundedSum(total, clip_norm)).value
+    released = g.release(1, BoundedSum(total.clone(), clip_norm)).value
     assert torch.equal(released, total / 17.5)
     with pytest.raises(DprlhfError, match="charged before"):
-        g.release(1, BoundedSum(total, clip_norm))
+        g.release(1, BoundedSum(total.clone(), clip_norm))
     g.ledger.close()
     again = Gate(p, Ledger(g.ledger.path, p.terms()), KEY)
-    again.release(2, BoundedSum(total, clip_norm))
+    again.release(2, BoundedSum(total.clone(), clip_norm))
     assert again.ledger.charged == {1, 2}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 
 import yaml
 
@@ -26,24 +26,28 @@ def new_recipe(
         DprlhfError: an answer makes no valid recipe; the message names the key.
     """
     text = _TEMPLATE.format(
-        model=json.dumps(model),  # JSON's strings are YAML's
-        prompts=json.dumps(prompts),
-        user_column=json.dumps(user_column) if user_column else "null",
+        model=_quoted(model),
+        prompts=_quoted(prompts),
+        user_column=_quoted(user_column) if user_column else "null",
         max_prompts=4 if user_column else 1,
         reward=_reward(reward),
         epsilon=epsilon,
-        evaluation=_EVALUATION.format(json.dumps(public_prompts)) if public_prompts else _NONE,
+        evaluation=_EVALUATION.format(_quoted(public_prompts)) if public_prompts else _NONE,
     )
     make_recipe(yaml.safe_load(text), source="init")
     return text
 
 
+def _quoted(text: str) -> str:
+    return yaml.safe_dump(text, default_style='"', width=math.inf).strip()
+
+
 def _reward(source: str) -> str:
     function = source.rpartition(":")[0] and not source.startswith("asset:")
     if function:
-        return f"function: {json.dumps(source)}"
+        return f"function: {_quoted(source)}"
     return (
-        f"classifier: {json.dumps(source)}\n"
+        f"classifier: {_quoted(source)}\n"
         "    label: POSITIVE             # whose log-odds are the reward; see the model's config"
     )
 

@@ -101,15 +101,15 @@ def _run(
         vectors[users == 0, 0] = sign * _FAR * plan.clip_norm
         if plan.partition in ("fixed", "stream") and (users == 0).any():
             told = t - 1
-        clipped = clipped_vectors(
-            Private([(np.arange(len(users)), vectors)]),
-            1 + others,
-            extra=Private(np.zeros((len(users), 0))),
-            extra_norm=0.0,
-            clip_norm=plan.clip_norm,
-            reduce=lambda total: total,
-        )
         for _ in range(plan.releases_per_round):
+            clipped = clipped_vectors(
+                Private([(np.arange(len(users)), vectors)]),
+                1 + others,
+                extra=Private(np.zeros((len(users), 0))),
+                extra_norm=0.0,
+                clip_norm=plan.clip_norm,
+                reduce=lambda total: total,
+            )
             seen[t - 1] += float(gate.release(t, clipped.bounded).value[0])
     ledger.close()
     return seen * plan.divisor / plan.clip_norm / plan.releases_per_round, told

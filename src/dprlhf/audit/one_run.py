@@ -308,7 +308,7 @@ def _options(canaries: int) -> Iterator[tuple[int, int]]:
 def _best_guesses(plan: Plan, canaries: int, delta: float, confidence: float) -> tuple[int, int]:
     """Choose how many to guess in a simulation of what is to be expected; no real bit is used."""
     random = np.random.default_rng(0)
-    totals: dict[tuple[int, int], float] = {}
+    totals: dict[tuple[int, int], tuple[float, float]] = {}
     for _ in range(3):
         included = random.random(canaries) < 0.5
         if plan.partition == "poisson":
@@ -325,5 +325,8 @@ def _best_guesses(plan: Plan, canaries: int, delta: float, confidence: float) ->
         for option in _options(canaries):
             r, v = _guess(scores, included, option)
             bound = epsilon_lower_bound(canaries, r, v, delta, confidence)
-            totals[option] = totals.get(option, 0.0) + bound
+            # Where no bound above 0 is to be expected: the most significant number of right ones.
+            significance = (v - r / 2) / math.sqrt(r)
+            before = totals.get(option, (0.0, 0.0))
+            totals[option] = before[0] + bound, before[1] + significance
     return max(totals, key=lambda option: totals[option])

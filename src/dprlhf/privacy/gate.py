@@ -11,6 +11,8 @@ from dprlhf.privacy.correlated import square_root
 from dprlhf.privacy.ledger import Entry, Ledger
 from dprlhf.privacy.randomness import gaussian_noise
 
+_PIECE = 2**22
+
 
 class Gate:
     """Charges the ledger, then adds noise: one charge a round, for all J releases of that round.
@@ -37,7 +39,7 @@ class Gate:
 
         Args:
             round_: t, from 1.
-            bounded: the sum over all of the round's users, ``[dimension]``.
+            bounded: the sum over all of the round's users, ``[dimension]``; it is used up.
 
         Returns:
             The noised mean, ``[dimension]``, float64. The divisor m is the plan's public constant,
@@ -55,21 +57,19 @@ class Gate:
             )
         charge = self._charge_of(round_)
         self._released += 1
-        dimension = bounded.total.numel()
-        if plan.bands == 1:
-            noise = self._draw(charge, self._released, dimension)
-        else:
-            noise = self._correlated(round_, dimension)
-        released = noise * plan.noise_std
-        released += bounded.total
-        released /= plan.divisor
-        return Released(released, round_)
+        total = bounded.total
+        if plan.bands > 1:
+            total += plan.noise_std * self._correlated(round_, total.numel())
+        elif plan.noise_std:  # in pieces: a vector as long as the model exists once, not twice
+            for number, piece in enumerate(total.split(_PIECE)):  # type: ignore[no-untyped-call]
+                stream = self._stream(charge, self._released)
+                piece += plan.noise_std * gaussian_noise(*stream, number, count=len(piece))
+        total /= plan.divisor
+        return Released(total, round_)
 
-    def _draw(self, charge: Entry, number: int, dimension: int) -> torch.Tensor:
-        # The charge's hash is in the context: a stream belongs to one charge of one ledger.
-        return gaussian_noise(
-            self._key, "noise", charge.body["round"], number, charge.hash, count=dimension
-        )
+    def _stream(self, charge: Entry, number: int) -> tuple[bytes, str, int, int, str]:
+        """Return what names the noise of a release; the charge's hash binds it to one ledger."""
+        return self._key, "noise", charge.body["round"], number, charge.hash
 
     def _correlated(self, round_: int, dimension: int) -> torch.Tensor:
         """Return row t of C⁻¹ξ; a resumed run draws the earlier rounds' noise again."""
@@ -79,7 +79,7 @@ class Gate:
             if t + 1 not in charges:  # left out, never released: there is nothing to take back
                 self._noises.append(torch.zeros(dimension, dtype=torch.float64))
                 continue
-            own = self._draw(charges[t + 1], 1, dimension)
+            own = gaussian_noise(*self._stream(charges[t + 1], 1), count=dimension)
             back = range(1, min(root.shape[1], t + 1))
             taken = sum((float(root[t, k]) * self._noises[t - k] for k in back), torch.zeros(()))
             self._noises.append((own - taken) / float(root[t, 0]))

@@ -55,8 +55,8 @@ def gaussian_noise(key: bytes, *context: str | int, count: int) -> torch.Tensor:
     that an observer of (value + noise) can invert (Mironov 2012); with four, the preimage of an
     output is far too large to search (Holohan & Braghin 2021, arXiv 2107.10138).
 
-    Blocks of draws have streams of their own, so that threads share the work and memory stays at
-    a few numbers for each that is returned.
+    Blocks of draws have streams of their own, so that threads share the work, and only the blocks
+    at work take memory beyond what is returned.
     """
     noise = torch.empty(count, dtype=torch.float64)
 
@@ -68,8 +68,9 @@ def gaussian_noise(key: bytes, *context: str | int, count: int) -> torch.Tensor:
         part /= math.sqrt(_DRAWS_PER_NORMAL)
 
     blocks = range(-(-count // _BLOCK))
-    if len(blocks) == 1:
-        fill(0)
+    if len(blocks) <= 1:
+        for block in blocks:
+            fill(block)
     else:
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             list(pool.map(fill, blocks))
