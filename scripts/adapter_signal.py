@@ -17,8 +17,7 @@ import torch
 
 from dprlhf._results import Result, write_results
 from dprlhf.evaluate import _PUBLIC_KEY
-from dprlhf.gradients.clipping import _gradients, _micro_batches
-from dprlhf.gradients.per_user import PerUserGradients
+from dprlhf.gradients.clipping import user_gradients
 from dprlhf.policies.causal_lm import align_with_activations, load_policy
 from dprlhf.recipe import Adapter, load_recipe
 from dprlhf.rewards import Scorer, load_reward
@@ -62,10 +61,8 @@ def main() -> None:
         if init == "public":
             align_with_activations(policy, responses.tokens[-64:], responses.mask[-64:], 32)
         gradients = torch.zeros(options.users, policy.dimension)
-        with PerUserGradients(policy.model, policy.parameters) as engine:
-            for users, rows, width in _micro_batches(responses, 32):
-                part = _gradients(policy, engine, responses, weights, users, rows, (width, 32))
-                gradients[users] = part
+        for users, parts in user_gradients(policy, responses, weights, batch_size=32, rows=2):
+            gradients[users] = parts[:, 0]
         norms = gradients.norm(dim=1)
         clip = 0.5 * norms.median()
         clipped = gradients * (clip / norms.clamp(min=1e-12)).clamp(max=1)[:, None] / clip

@@ -225,7 +225,7 @@ def run_case(folder: Path, name: str, case: dict[str, Any], whole: dict[str, Any
         codes.append(live(folder, name, life(how, action), seconds)[0])
     if case["kill"] and codes[0] != -signal.SIGKILL:
         kind = case["kill"][0][0]
-        return [] if kind == "time" and codes[0] == 0 else [f"was not killed: {codes}"]
+        return [] if kind != "point" and codes[0] == 0 else [f"was not killed: {codes}"]
     return verdict(folder, name, codes[-1], whole)
 
 
@@ -267,11 +267,14 @@ def verdict(folder: Path, name: str, code: int, whole: dict[str, Any]) -> list[s
         wrong.append("more releases than charged for")
     true = epsilon(
         Mechanism(
-            terms["noise_multiplier"], ROUNDS, terms["partition"], terms["adjacency"],
-            max(len(rounds) for rounds in rounds_of_user.values()), max(draws.values()),
+            terms["noise_multiplier"],
+            ROUNDS,
+            terms["partition"],
+            terms["adjacency"],
+            releases_per_round=max(draws.values()),
         ),
         terms["delta"],
-    )  # fmt: skip
+    )
     stated = json.loads((run / "privacy.json").read_text())["epsilon"]
     if stated < true.epsilon_lower:
         wrong.append(f"states epsilon {stated}, true {true.epsilon}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -28,7 +29,7 @@ def lower_case(completions: list[str], **columns: Any) -> list[float]:
 
 
 def train(model: str, folder: Path, **changes: Any) -> Result:
-    """Train on a hundred users."""
+    """Train on a hundred users, with a fixed key: whether a run learns depends on what it draws."""
     values = {
         "model": model,
         "prompts": [f"user {i} says" for i in range(100)],
@@ -38,4 +39,5 @@ def train(model: str, folder: Path, **changes: Any) -> Result:
         "quiet": True,
         "output_dir": folder,
     }
-    return dprlhf.train(**(values | changes))
+    with mock.patch("dprlhf.run_folder.new_key", lambda: bytes(range(32))):
+        return dprlhf.train(**(values | changes))

@@ -24,6 +24,7 @@ from dprlhf.audit import (
     epsilon_lower_bound,
     gaussian_epsilon_from_errors,
     membership_scores,
+    one_run,
     play,
     roc,
 )
@@ -34,6 +35,7 @@ from dprlhf.plan import Plan, make_plan
 from dprlhf.privacy import randomness
 from dprlhf.privacy.gaussian import gaussian_delta
 from dprlhf.recipe import Recipe, make_recipe
+from dprlhf.run_folder import RunFolder
 from dprlhf.updates import UPDATES, PrivateRound
 
 
@@ -137,7 +139,7 @@ def test_the_likelihood_ratio_averages_to_one_without_the_user(
         users=8, rounds=4, delta=1e-5, noise_multiplier=1.5, partition=partition,
         participations=participations,
     )  # fmt: skip
-    noise = 1.5 * np.random.default_rng(0).standard_normal((200_000, 4))
+    noise = 1.5 * np.random.default_rng(0).standard_normal((50_000, 4))
     ratio = np.exp(log_likelihood_ratio(noise, plan))
     assert ratio.mean() == pytest.approx(1, abs=4 * ratio.std() / math.sqrt(len(ratio)))
     assert ratio.std() > 0.1
@@ -168,13 +170,9 @@ def test_replacing_a_user_comes_near_the_claim_and_stays_below() -> None:
     assert 0.6 * 4 <= game.bound() <= 4
 
 
-@pytest.mark.parametrize(("partition", "runs"), [("random-allocation", 200), ("poisson", 25)])
-def test_secret_rounds_are_attacked_too(partition: Any, runs: int) -> None:
-    plan = make_plan(
-        users=4, rounds=2, delta=1e-5, noise_multiplier=0.4, partition=partition
-    )  # fmt: skip
-    game = play(plan, runs, seed=3)
-    assert 0.1 < game.bound() <= plan.guarantee.epsilon
+def test_secret_rounds_are_attacked_too() -> None:
+    game = play(plan_of(8.0, users=4, rounds=2, partition="random-allocation"), 200, seed=3)
+    assert 0.1 < game.bound() <= 8
 
 
 def halved(self: Plan) -> float:
@@ -238,7 +236,7 @@ def test_no_update_is_refuted(update: str, tmp_path: Path) -> None:
         {"partition": "random-allocation"},
         {"partition": "fixed"},
         {"partition": "stream", "adjacency": "replace-one"},
-        {"partition": "poisson", "epsilon": None, "noise_multiplier": 0.7},
+        {"partition": "poisson", "epsilon": None, "noise_multiplier": 2.0, "delta": 1e-3},
     ],
     ids=lambda p: "-".join(str(x) for x in p.values()),
 )
@@ -333,17 +331,15 @@ def test_prompt_canaries_go_through_the_recipes_own_model(tmp_path: Path) -> Non
         "model_name_or_path": str(tmp_path / "model"),
         "adapter": {"type": "lora", "rank": 8, "target_modules": "all-linear"},
     }
-    found = {}
-    for name, canaries, epsilon in (("private", 12, 8.0), ("baseline", 60, math.inf)):
-        recipe = recipe_of(
-            policy=policy, privacy={"epsilon": epsilon}, rounds=1, rollout={"responses": 16}
-        )
-        found[name] = audit(
-            recipe, tmp_path / name, canaries=canaries, space="prompt", seed=1, quiet=True
-        )
-    assert found["private"].bound <= 8
+    recipe = recipe_of(policy=policy, rounds=1, rollout={"responses": 2})
+    found = audit(recipe, tmp_path / "private", canaries=8, space="prompt", seed=1, quiet=True)
+    assert found.bound <= 8
     # The control: the attack sees something where no noise is in its way.
-    assert found["baseline"].right > 0.6 * found["baseline"].guesses
+    included = np.random.default_rng(2).random(40) < 0.5
+    recipe = recipe_of(policy=policy, privacy=WITHOUT_NOISE, rounds=1, rollout={"responses": 16})
+    signs = np.where(included, 1.0, np.nan)
+    _, moved = one_run._model(recipe, RunFolder(tmp_path / "baseline"), signs, True)
+    assert roc(moved[included, 0], moved[~included, 0]).auc > 0.65
 
 
 # ---------------------------------------------------------------------------- the command line

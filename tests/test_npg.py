@@ -483,7 +483,7 @@ def test_a_run_without_noise_learns(model: str, tmp_path: Path) -> None:
         update__oracle={"steps": 2, "step_size": 1.0, "target_bound": 4},
         optimizer__name="sgd",
         epsilon=math.inf,
-        rounds=6,
+        rounds=16,
         learning_rate=8.0,
         rollout__responses=4,
         evaluation_prompts=[f"public {i}" for i in range(60)],

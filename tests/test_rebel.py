@@ -411,8 +411,8 @@ def test_a_run_without_noise_learns(model: str, tmp_path: Path) -> None:
         tmp_path / "run",
         update__name="rebel",
         epsilon=math.inf,
-        rounds=12,
-        learning_rate=0.3,
+        rounds=20,
+        learning_rate=0.1,
         rollout__responses=4,
         evaluation_prompts=[f"public {i}" for i in range(60)],
     )

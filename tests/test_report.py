@@ -84,6 +84,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rounds=ROUNDS,
         epsilon=8.0,
         delta=1e-3,
+        optimizer__learning_rate=0.5,
         evaluation_prompts=[f"public {i} <script>alert({i})</script>" for i in range(12)],
         evaluation__every=2,
     )
@@ -122,9 +123,16 @@ class TestWholeRun:
     def test_the_numbers_are_those_of_the_run(self, run: Path) -> None:
         seen = read_run(run)
         samples = json.loads((run / "samples.json").read_text())
-        mean = math.fsum(s["reward_after"] for s in samples) / len(samples)
+        before, after = (
+            math.fsum(s[key] for s in samples) / len(samples)
+            for key in ("reward_before", "reward_after")
+        )
+        assert before != after
+        assert seen.before is not None
         assert seen.after is not None
-        assert seen.after[0] == pytest.approx(mean, rel=1e-12)
+        assert seen.rise is not None
+        assert (seen.before[0], seen.after[0]) == pytest.approx((before, after), rel=1e-12)
+        assert seen.rise[0] == pytest.approx(after - before, rel=1e-9)
         assert seen.charged == list(range(1, ROUNDS + 1))
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         html = render([seen])
@@ -286,9 +294,9 @@ class TestPlots:
         assert float(y0) > float(y1)
 
     def test_from_zero(self) -> None:
-        points = [Series("a", [(0, 10.0, None), (1, 11.0, None)])]
-        assert ">0</text>" in str(line_plot(points, "x", "y", from_zero=True)).split("circle")[0]
-        assert ">10</text>" in str(line_plot(points, "x", "y"))
+        points = [Series("a", [(5, 10.0, None), (6, 11.0, None)])]
+        assert ">0</text>" in str(line_plot(points, "x", "y", from_zero=True))
+        assert ">0</text>" not in str(line_plot(points, "x", "y"))
 
     def test_names_are_text(self) -> None:
         svg = str(line_plot([Series("<b>&", [(0, 1, None)])], "<x>", "y"))

@@ -87,7 +87,8 @@ def train(
         from dprlhf.recipe import load_recipe
 
         plan = look_ahead(load_recipe(recipe, changes))
-        typer.echo(json.dumps(plan) if as_json else explain(plan))
+        if not int(os.environ.get("RANK", "0")):
+            typer.echo(json.dumps(plan) if as_json else explain(plan))
         return
     from dprlhf.api import train as run
 

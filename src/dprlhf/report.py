@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from dprlhf.card import guarantee_sentence
 from dprlhf.errors import DprlhfError
 from dprlhf.plots import Series, line_plot
-from dprlhf.privacy.ledger import read_ledger
+from dprlhf.privacy.ledger import charged_rounds
 from dprlhf.recipe import load_recipe
 from dprlhf.run_folder import RunFolder, write_atomically
 
@@ -121,7 +121,7 @@ def read_run(path: Path) -> PublishedRun:
     run = PublishedRun(path.resolve().name)
     run.recipe = _attempt(run, folder.recipe, _recipe_text, "")
     run.card = _attempt(run, folder.privacy, _json_of(dict), {})
-    run.charged = _attempt(run, folder.ledger, _charged, [])
+    run.charged = _attempt(run, folder.ledger, charged_rounds, [])
     run.metrics = _metrics(run, folder.metrics)
     finished = folder.samples.is_file() or (folder.policy / "README.md").is_file()
     if folder.samples.is_file():
@@ -188,13 +188,6 @@ def _recipe_text(file: Path) -> str:
     text = file.read_text()
     load_recipe(file)  # a cut-off recipe is often still YAML
     return text
-
-
-def _charged(file: Path) -> list[int]:
-    entries = read_ledger(file)
-    if not entries:  # a run opens its ledger with its terms
-        raise ValueError
-    return sorted(e.body["round"] for e in entries if e.kind == "charge")
 
 
 def _metrics(run: PublishedRun, file: Path) -> list[dict[str, Any]]:

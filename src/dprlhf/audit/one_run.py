@@ -48,7 +48,7 @@ Array = NDArray[np.float64]
 Bits = NDArray[np.bool_]
 
 _CLIP_NORM = 1e-3  # far below any gradient of the bandit, so that a canary contributes all of it
-_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+_SHARES = (0.1, 0.2, 0.5, 1.0)
 
 
 @dataclass(frozen=True)
@@ -299,34 +299,37 @@ def _guess(scores: Array, included: Bits, best: tuple[int, int]) -> tuple[int, i
 
 
 def _options(canaries: int) -> Iterator[tuple[int, int]]:
+    """Yield how many to call out, and how many in; fewer in all would not show a broken run."""
     for share in _SHARES:
-        half = max(1, int(share * canaries))
-        yield half, half
-        yield 0, half
+        guesses = max(2, int(share * canaries))
+        yield guesses // 2, guesses - guesses // 2
+        if share <= 0.5:
+            yield 0, guesses
 
 
 def _best_guesses(plan: Plan, canaries: int, delta: float, confidence: float) -> tuple[int, int]:
     """Choose how many to guess in a simulation of what is to be expected; no real bit is used."""
     random = np.random.default_rng(0)
-    totals: dict[tuple[int, int], tuple[float, float]] = {}
-    for _ in range(3):
+    simulations = 3
+    right = dict.fromkeys(_options(canaries), 0)
+    for _ in range(simulations):
         included = random.random(canaries) < 0.5
+        rounds = np.arange(canaries) * plan.rounds // canaries
+        joins = np.arange(plan.rounds) == rounds[:, None]
         if plan.partition == "poisson":
-            joins = random.random((canaries, plan.rounds)) < plan.participations / plan.rounds
-        else:
-            joins = np.zeros((canaries, plan.rounds), dtype=bool)
-            rounds = np.arange(canaries) * plan.rounds // canaries
-            joins[np.arange(canaries), rounds] = True
+            joins = random.random(joins.shape) < plan.participations / plan.rounds
         absent = -1.0 if plan.adjacency == "replace-one" else 0.0
         moves = joins * np.where(included, 1.0, absent)[:, None]
         observed = moves + noise_of(plan) * random.standard_normal(joins.shape)
         known = rounds if plan.partition == "stream" else None
         scores = log_likelihood_ratio(observed, plan, known)
-        for option in _options(canaries):
-            r, v = _guess(scores, included, option)
-            bound = epsilon_lower_bound(canaries, r, v, delta, confidence)
-            # Where no bound above 0 is to be expected: the most significant number of right ones.
-            significance = (v - r / 2) / math.sqrt(r)
-            before = totals.get(option, (0.0, 0.0))
-            totals[option] = before[0] + bound, before[1] + significance
-    return max(totals, key=lambda option: totals[option])
+        for option in right:
+            right[option] += _guess(scores, included, option)[1]
+
+    def expected(option: tuple[int, int]) -> tuple[float, float]:
+        r, v = sum(option), right[option] // simulations
+        # Where no bound above 0 is to be expected: the most significant number of right ones.
+        bound = epsilon_lower_bound(canaries, r, v, delta, confidence)
+        return bound, (v - r / 2) / math.sqrt(r)
+
+    return max(right, key=expected)

@@ -223,6 +223,18 @@ def read_ledger(path: Path) -> list[Entry]:
     return entries
 
 
+def charged_rounds(path: Path) -> list[int]:
+    """Return the rounds whose users are spent, in order, from a ledger file.
+
+    Raises:
+        DprlhfError: as :func:`read_ledger`, or the file lacks the terms that a ledger opens with.
+    """
+    entries = read_ledger(path)
+    if not entries:
+        raise DprlhfError(f"{path}: empty; what this run spent is not known")
+    return sorted(e.body["round"] for e in entries if e.kind == "charge")
+
+
 def fsync_folder(folder: Path) -> None:
     """Make the names in a folder durable, as a file's own fsync does not."""
     descriptor = os.open(folder, os.O_RDONLY)

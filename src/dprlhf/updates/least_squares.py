@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from dprlhf import recipe
@@ -166,8 +167,13 @@ class RoundRelease:
             features = gradients.flatten(0, 1).cpu()
             if self.sketch is not None:
                 features = self.sketch(features)
-            targets = np.concatenate([of_user[user] for user in users])
-            parts = contribution(features, torch.from_numpy(targets).to(features))
-            yield users, scale * parts.view(*gradients.shape[:2], -1).mean(1)
+            targets = torch.from_numpy(np.concatenate([of_user[user] for user in users]))
+            # Fixed shapes, as in the micro-batches: no user rounds another's contribution.
+            each = gradients.shape[1]
+            missing = each * (max(1, self.batch_size // (each * given.rows)) - len(users))
+            parts = contribution(
+                F.pad(features, (0, 0, 0, missing)), F.pad(targets.to(features), (0, missing))
+            )
+            yield users, scale * parts.view(-1, each, parts.shape[1]).mean(1)[: len(users)]
             if self.round_.tick is not None:
                 self.round_.tick(len(users) * gradients.shape[1] * given.rows)
