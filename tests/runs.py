@@ -39,5 +39,5 @@ def train(model: str, folder: Path, **changes: Any) -> Result:
         "quiet": True,
         "output_dir": folder,
     }
-    with mock.patch("dprlhf.run_folder.new_key", lambda: bytes(range(32))):
+    with mock.patch("dprlhf.run_folder.new_key", return_value=bytes(range(32))):
         return dprlhf.train(**(values | changes))
