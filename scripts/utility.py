@@ -46,8 +46,8 @@ UNCLIPPED = ("pg", "grpo", "rebel")
 """Where the clip norm is not part of the algorithm, the baseline goes without it."""
 
 SMALL = {
-    "data.limit": 3000, "rounds": 12, "rollout.max_new_tokens": 12, "rollout.batch_size": 250,
-    "update.batch_size": 250, "evaluation.prompts": 512, "policy.dtype": "float32",
+    "data.limit": 2000, "rounds": 8, "rollout.max_new_tokens": 8, "rollout.batch_size": 128,
+    "update.batch_size": 128, "evaluation.prompts": 256, "policy.dtype": "float32",
 }  # fmt: skip
 FULL = {"data.limit": None, "rounds": 64, "evaluation.prompts": 1000}
 
@@ -69,13 +69,15 @@ class Case:
         return f"{self.part}-{self.name}-epsilon-{epsilon}-seed-{self.seed}"
 
 
-def cases(parts: list[str], seeds: int, small: dict[str, Any] | None) -> Iterator[Case]:
+def cases(
+    parts: list[str], epsilons: list[float | None], seeds: int, small: dict[str, Any] | None
+) -> Iterator[Case]:
     """List the runs, the most wanted ones first."""
     size = SMALL if small is not None else FULL
     for seed in range(seeds):
         for part in parts:
             for name, recipe, changes in PARTS[part](small):
-                for epsilon in EPSILONS if part == "updates" else [1.0, None]:
+                for epsilon in epsilons if part == "updates" else [1.0, None]:
                     baseline = {"privacy.epsilon": ".inf"}
                     if name in UNCLIPPED or part == "adapters":
                         baseline["update.clip_norm"] = ".inf"
@@ -268,6 +270,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--small", action="store_true", help="a small public model, 3,000 users")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument(
+        "--epsilons", nargs="+", type=lambda e: None if e == "none" else float(e), default=EPSILONS
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     parser.add_argument("--runs", type=Path, default=Path("runs/utility"))
@@ -278,7 +283,7 @@ def main() -> None:
     folder = options.runs / size
     folder.mkdir(parents=True, exist_ok=True)
     small = small_policy(options.policy or folder / "reviews-lm") if options.small else None
-    todo = list(cases(options.parts, options.seeds, small))
+    todo = list(cases(options.parts, options.epsilons, options.seeds, small))
     threads = max(1, len(os.sched_getaffinity(0)) // options.jobs)
     done: dict[Case, dict[str, float]] = {}
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:

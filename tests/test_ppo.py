@@ -31,7 +31,7 @@ from dprlhf.updates import UPDATES, PrivateRound
 from dprlhf.updates.ppo import minibatch, ppo, project, surrogate
 from dprlhf.users import Prompts
 from rounds import OpenGate, round_of
-from runs import save_sharp
+from runs import save_sharp, train
 from test_gradients import MIXED, Shape, batch_of, policy_of, relative_error
 from test_recipe import refusal
 from test_recipe import settings as recipe_settings
@@ -719,18 +719,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_whole_run_learns(model: str, tmp_path: Path) -> None:
-    plain = dprlhf.train(
-        **settings_of(
-            model,
-            epsilon=math.inf,
-            rounds=6,
-            optimizer__name="adam",
-            learning_rate=0.1,
-            rollout__responses=4,
-            policy__adapter={"type": "lora", "rank": 4, "target_modules": "all-linear"},
-            evaluation_prompts=[f"public {i}" for i in range(60)],
-        ),
-        output_dir=tmp_path / "plain",
+    plain = train(
+        model,
+        tmp_path / "plain",
+        update__name="ppo",
+        update__epochs=2,
+        update__minibatches=2,
+        update__local_learning_rate=0.5,
+        epsilon=math.inf,
+        rounds=12,
+        learning_rate=0.1,
+        rollout__responses=4,
+        evaluation_prompts=[f"public {i}" for i in range(60)],
     )
     assert plain.difference is not None
     assert plain.difference.mean > 4 * plain.difference.standard_error

@@ -443,6 +443,8 @@ def test_no_log_line_tells_how_long_a_private_prompt_is(caplog: pytest.LogCaptur
     policy.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
+    level = logger.level  # other tests' runs hush the library
+    logger.setLevel(logging.WARNING)
     try:
         policy.encode(["a prompt of 21 tokens"], 4)
         policy.encode([[{"role": "user", "content": "another of some tokens"}]], 4)
@@ -452,6 +454,7 @@ def test_no_log_line_tells_how_long_a_private_prompt_is(caplog: pytest.LogCaptur
         tiny_tokenizer("a prompt of 21 tokens")  # negative control
         assert "21 > 5" in caplog.text
     finally:
+        logger.setLevel(level)
         logger.removeHandler(caplog.handler)
 
 

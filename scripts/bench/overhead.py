@@ -1,7 +1,14 @@
-"""The price of privacy: a private update over the same update without clipping and noise."""
+"""The price of privacy: a private update over the same update without clipping and noise.
+
+The plain update is the one that a non-private baseline of this library makes (an infinite clip
+norm): the same micro-batches, autograd's ordinary gradient, one float64 sum. Bare autograd, which
+leaves float32 sums in ``.grad``, is timed beside them. Noise, ledger and optimizer come once an
+update, whatever its rows; a round of thousands of users has many more micro-batches than this one.
+"""
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,6 +35,7 @@ GOALS = {  # (time, memory)
     ("gpt2", "full"): (1.15, 1.20),
     ("llama", "full"): (1.15, 1.20),
 }
+MICRO_BATCH = 32
 NAMES = {"gpt2": "GPT-2", "llama": "Llama"}
 
 
@@ -38,13 +46,17 @@ def results(
     for (kind, part), (time_goal, memory_goal) in GOALS.items():
         model = models.causal_lm(kind, small=quick).to(device)
         policy = models.policy(model, kind, full=part == "full")
-        batch = models.responses(users=4 if quick else 16, each=2, prompt=16, response=16)
+        batch = models.responses(users=4 if quick else 32, each=2, prompt=16, response=16)
         with tempfile.TemporaryDirectory() as folder:
             updates = Updates(policy, batch, Path(folder))
-            sides = {"private": updates.private, "plain": updates.plain}
+            sides = {
+                "private": updates.private, "plain": updates.plain, "autograd": updates.autograd,
+            }  # fmt: skip
             times = interleaved(sides, repeats, tick)
             resident = resident_bytes(policy.model, updates.optimizer)
-            peaks = {name: float(peak_bytes(call, resident)) for name, call in sides.items()}
+            peaks = {
+                name: float(peak_bytes(sides[name], resident)) for name in ("private", "plain")
+            }
         name = f"private update over plain update, {NAMES[kind]}, {part}"
         yield from ratio(f"{name}: time", times["private"], times["plain"], at_most=time_goal)
         yield from ratio(
@@ -53,11 +65,16 @@ def results(
         release = updates.release_seconds[1 : repeats + 1]
         quiet = [whole - part for whole, part in zip(times["private"], release, strict=True)]
         yield from ratio(f"{name}: time without noise and ledger", quiet, times["plain"])
+        yield from ratio(
+            f"private update over bare autograd, {NAMES[kind]}, {part}: time",
+            times["private"],
+            times["autograd"],
+        )
         yield seconds(f"private update, {NAMES[kind]}, {part}", times["private"])
 
 
 class Updates:
-    """Both updates of one policy on one batch; the optimizer is the recipe's default, Adam."""
+    """The updates of one policy on one batch; the optimizer is the recipe's default, Adam."""
 
     def __init__(self, policy: CausalLMPolicy, batch: Responses, folder: Path) -> None:
         self.policy, self.batch = policy, batch
@@ -77,15 +94,23 @@ class Updates:
         start = time.perf_counter()
         released = self.gate.release(self.round, bounded).value
         self.release_seconds.append(time.perf_counter() - start)
+        self._step_along(released)
+
+    def plain(self) -> None:
+        """Sum the gradients of the same micro-batches, divide, step."""
+        total = clipped(self.policy, self.batch, self.weights, math.inf).bounded.total
+        self._step_along(total.div_(self.plan.divisor))
+
+    def _step_along(self, direction: torch.Tensor) -> None:
         offset = 0
         for parameter in self.policy.parameters.values():
-            piece = released[offset : offset + parameter.numel()]
+            piece = direction[offset : offset + parameter.numel()]
             parameter.grad = -piece.reshape(parameter.shape).to(parameter)
             offset += parameter.numel()
         self._step()
 
-    def plain(self) -> None:
-        """Sum the gradients of the same rows in the same micro-batch, step."""
+    def autograd(self) -> None:
+        """Sum the gradients of the same rows by autograd alone, all at once, step."""
         plain(self.policy, self.batch, self.weights)
         for parameter in self.policy.parameters.values():
             assert parameter.grad is not None
@@ -103,12 +128,12 @@ def clipped(
     weights: NDArray[np.float64],
     clip_norm: float,
 ) -> ClippedSum:
-    """Return the clipped sum over the users of a batch, in one micro-batch."""
+    """Return the clipped sum over the users of a batch."""
     return clipped_sum(
         policy,
         Private(Weighted(batch, weights, np.empty((batch.users, 0)), 0.0)),
         clip_norm=clip_norm,
-        batch_size=len(batch.user),
+        batch_size=min(MICRO_BATCH, len(batch.user)),
         reduce=lambda total: total,
     )
 
