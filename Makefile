@@ -1,6 +1,6 @@
-# make setup | demo | test | check | results | clean
+# make setup | demo | test | check | bench | results | clean
 # make demo RESULTS=docs/results/demo.json keeps the figures that it measures.
-.PHONY: setup demo test check results clean
+.PHONY: setup demo test check bench results clean
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -24,6 +24,9 @@ check: setup
 	$(BIN)/ruff format --check src tests scripts
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q -n 2
+
+bench: setup
+	$(BIN)/python -W ignore scripts/bench.py
 
 results: setup
 	$(BIN)/python scripts/results.py

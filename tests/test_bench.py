@@ -106,7 +106,7 @@ def test_both_updates_do_the_same_work(kind: models.Kind, full: bool) -> None:
 def test_the_comparison_with_trl_runs_and_all_sides_do_the_same_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each of the three scores the same prompts, two responses each, in both of its steps."""
+    """Each of the five sides scores the same prompts, two responses each, in both of its steps."""
     scored: list[str] = []
 
     def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
@@ -118,12 +118,13 @@ def test_the_comparison_with_trl_runs_and_all_sides_do_the_same_work(
         monkeypatch.setattr(against_trl, name, value)
     rows = list(against_trl.results(quick=True, device="cpu", repeats=1))
     assert [row.name.split(":")[0] for row in rows] == [
-        "TRL RLOO step over private round", "TRL GRPO step over private round",
-        "private round", "RLOO", "GRPO",
+        "a TRL step (RLOO) over a private round", "a TRL step (GRPO) over a private round",
+        "a TRL step (RLOO, as it comes) over a private round, as it comes",
+        "private round", "RLOO", "GRPO", "private round, as it comes", "RLOO, as it comes",
     ]  # fmt: skip
     assert all(row.value > 0 and math.isfinite(row.value) for row in rows)
     assert len(set(scored)) == 2 * 4
-    assert {scored.count(prompt) for prompt in scored} == {3 * 2}
+    assert {scored.count(prompt) for prompt in scored} == {5 * 2}
 
 
 @pytest.mark.filterwarnings("ignore")

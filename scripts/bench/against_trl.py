@@ -1,10 +1,15 @@
 """A whole private round against a training step of TRL, which has no privacy.
 
 Both sample, score and differentiate 48 prompts × 2 responses × 16 tokens, for the same model,
-LoRA, dtype and Python reward, and take one optimizer step. A round of ours also charges the ledger,
-draws the noise and saves a checkpoint; TRL saves and logs nothing. TRL gets its best settings: no
-gradient checkpointing, no mixed precision (float32 as ours), dropout off, β = 0 (no reference
-model), all responses generated in one call and differentiated in MICRO_BATCH rows at once.
+LoRA and Python reward, and take one optimizer step. A round of ours also charges the ledger, draws
+the noise and saves a checkpoint; TRL saves and logs nothing. Two comparisons:
+
+- alike: both in float32, and TRL with the settings that were fastest for it: no gradient
+  checkpointing, dropout off, β = 0 (no reference model), all responses generated in one call and
+  differentiated in MICRO_BATCH rows at once;
+- as they come: what a user gets who sets nothing but the task. TRL then computes under bfloat16
+  autocast, checkpoints activations, keeps β = 0.05 and differentiates 8 rows at once; a recipe of
+  ours says ``dtype: auto``, which is bfloat16 weights where the processor multiplies in it.
 """
 
 from __future__ import annotations
@@ -47,22 +52,34 @@ def results(
         model = _model(Path(folder), quick)
         turns = Turns(
             {
-                "private round": lambda lap: _ours(model, prompts, steps, Path(folder), lap),
+                "private round": lambda lap: _ours(
+                    model, prompts, steps, Path(folder) / "alike", lap, "float32"
+                ),
                 "RLOO": lambda lap: trl_steps(
                     RLOOTrainer, RLOOConfig, model, prompts, steps, device, lap
                 ),
                 "GRPO": lambda lap: trl_steps(
                     GRPOTrainer, GRPOConfig, model, prompts, steps, device, lap
                 ),
+                "private round, as it comes": lambda lap: _ours(
+                    model, prompts, steps, Path(folder) / "as-it-comes", lap, "auto"
+                ),
+                "RLOO, as it comes": lambda lap: trl_steps(
+                    RLOOTrainer, RLOOConfig, model, prompts, steps, device, lap, tuned=False
+                ),
             }
         )
         turns.run(tick)
-    for name, goal in (("RLOO", 3.0), ("GRPO", None)):
+    for name, ours, goal in (
+        ("RLOO", "private round", 3.0),
+        ("GRPO", "private round", None),
+        ("RLOO, as it comes", "private round, as it comes", 3.0),
+    ):
         # The goal is one for a CPU.
         yield from ratio(
-            f"TRL {name} step over private round: time",
+            f"a TRL step ({name}) over a {ours}: time",
             turns.laps[name],
-            turns.laps["private round"],
+            turns.laps[ours],
             at_least=goal if device == "cpu" else None,
         )
     for name, times in turns.laps.items():
@@ -87,12 +104,18 @@ def _model(folder: Path, quick: bool) -> str:
 
 
 def _ours(
-    model: str, prompts: list[str], rounds: int, folder: Path, lap: Callable[[], None]
+    model: str,
+    prompts: list[str],
+    rounds: int,
+    folder: Path,
+    lap: Callable[[], None],
+    dtype: str,
 ) -> None:
     train(
         model=model,
         prompts=prompts,
         reward=reward,
+        policy__dtype=dtype,
         policy__adapter={
             "type": "lora", "rank": 4, "alpha": 4.0, "target_modules": ["q_proj", "v_proj"],
         },
@@ -100,7 +123,7 @@ def _ours(
         update={"batch_size": ROWS},
         privacy={"noise_multiplier": 1.0, "partition": "fixed"},  # rounds of exactly 48 users
         rounds=rounds,
-        output_dir=folder / "run",
+        output_dir=folder,
         callbacks=[lambda metrics: lap()],
         quiet=True,
     )  # fmt: skip
@@ -114,8 +137,14 @@ def trl_steps(
     steps: int,
     device: str,
     lap: Callable[[], None],
+    *,
+    tuned: bool = True,
 ) -> None:
-    """Take ``steps`` training steps and call ``lap`` after each."""
+    """Take ``steps`` training steps and call ``lap`` after each; ``tuned`` for speed, or not."""
+    fast: dict[str, Any] = {
+        "bf16": False, "gradient_checkpointing": False, "disable_dropout": True, "beta": 0.0,
+    }  # fmt: skip
+    micro_batch = MICRO_BATCH if tuned else config.per_device_train_batch_size
 
     class Laps(TrainerCallback):
         def on_step_end(self, *arguments: Any, **named: Any) -> None:
@@ -129,16 +158,13 @@ def trl_steps(
             args=config(
                 output_dir=folder,
                 use_cpu=device == "cpu",
-                bf16=False,
-                gradient_checkpointing=False,
-                disable_dropout=True,
+                **(fast if tuned else {}),
                 max_steps=steps,
-                per_device_train_batch_size=MICRO_BATCH,
-                gradient_accumulation_steps=math.ceil(ROWS / MICRO_BATCH),
+                per_device_train_batch_size=micro_batch,
+                gradient_accumulation_steps=math.ceil(ROWS / micro_batch),
                 num_generations=RESPONSES,
                 max_completion_length=TOKENS,
                 temperature=1.0,
-                beta=0.0,
                 learning_rate=1e-3,
                 shuffle_dataset=False,
                 save_strategy="no",
