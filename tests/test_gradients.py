@@ -190,6 +190,7 @@ def batch_of(shape: Shape, seed: int, shuffled: bool = False) -> Responses:
         prompts=Prompts([""] * len(lengths), owner, np.zeros(len(lengths), dtype=np.int64), {}),
         users=len(shape.prompts),
         length=shape.length,
+        longest=max(lengths),
     )
 
 
@@ -554,6 +555,7 @@ def test_an_empty_batch_gives_zero() -> None:
         prompts=Prompts([], np.empty(0, np.int64), np.empty(0, np.int64), {}),
         users=0,
         length=2,
+        longest=1,
     )
     result = run(policy, Weighted(nobody, np.empty(0), np.empty((0, 2)), 0.1), 1.0)
     assert result.bounded.total.shape == (policy.dimension + 2,)

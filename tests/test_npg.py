@@ -122,6 +122,7 @@ def every_answer() -> Responses:
         prompts=Prompts([""] * users, np.arange(users), np.zeros(users, dtype=np.int64), {}),
         users=users,
         length=1,
+        longest=width,
     )
 
 

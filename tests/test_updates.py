@@ -385,6 +385,7 @@ def combinations(k: int, from_base: int) -> tuple[Responses, NDArray[np.int64]]:
         prompts=Prompts([""] * users, np.arange(users), np.zeros(users, np.int64), {}),
         users=users,
         length=LENGTH,
+        longest=len(PROMPT),
     )
     return responses, answers
 

@@ -35,6 +35,7 @@ from dprlhf.assets import resolve
 from dprlhf.errors import DprlhfError
 
 PROMPTS, RESPONSES, TOKENS = 48, 2, 16
+LONGEST = 12  # tokens of a prompt; TRL pads to what it finds in a batch, ours to a public number
 ROWS = PROMPTS * RESPONSES
 MICRO_BATCH = 96
 
@@ -119,6 +120,7 @@ def _ours(
         policy__adapter={
             "type": "lora", "rank": 4, "alpha": 4.0, "target_modules": ["q_proj", "v_proj"],
         },
+        data__max_prompt_tokens=LONGEST,
         rollout={"responses": RESPONSES, "max_new_tokens": TOKENS, "batch_size": ROWS},
         update={"batch_size": ROWS},
         privacy={"noise_multiplier": 1.0, "partition": "fixed"},  # rounds of exactly 48 users

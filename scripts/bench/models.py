@@ -81,6 +81,7 @@ def responses(users: int, each: int, prompt: int, response: int) -> Responses:
         prompts=Prompts([""] * users, np.arange(users), np.zeros(users, dtype=np.int64), {}),
         users=users,
         length=response,
+        longest=prompt,
     )
 
 

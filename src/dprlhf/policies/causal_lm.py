@@ -114,14 +114,10 @@ class CausalLMPolicy:
             logits_to_keep=responses,
             use_cache=False,
         ).logits
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if self.temperature != 1:
-            logits = logits / self.temperature
-        # One fused pass forwards and one backwards, where logsumexp and gather take several.
-        nll = F.cross_entropy(
-            logits.flatten(0, 1), tokens[:, -responses:].flatten(), reduction="none"
+        found: torch.Tensor = _ChosenLogProbs.apply(  # type: ignore[no-untyped-call]
+            logits.flatten(0, 1), tokens[:, -responses:].flatten(), self.temperature
         )
-        return -nll.view(len(tokens), responses)
+        return found.view(len(tokens), responses)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return a copy of the whole adapter, frozen parts included, on the CPU."""
@@ -142,6 +138,48 @@ class CausalLMPolicy:
         with quiet_peft():
             self.model.save_pretrained(folder, state_dict=stored_state(self.model))
         self.tokenizer.save_pretrained(folder)
+
+
+class _ChosenLogProbs(torch.autograd.Function):
+    """log softmax(logits / temperature) at one token a row, in float32 or wider.
+
+    A part of the rows at a time: the vocabulary's float32 copies stay in the processor's cache, and
+    what is kept for the backward pass is the logits as the model gave them. ``cross_entropy`` makes
+    three copies of all of them in float32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, chosen: torch.Tensor, temperature: float
+    ) -> torch.Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        scale = 1 / temperature
+        normalizers = torch.empty(len(logits), dtype=wide, device=logits.device)
+        for rows in _parts(logits):
+            torch.logsumexp(logits[rows].to(wide) * scale, 1, out=normalizers[rows])
+        ctx.save_for_backward(logits, chosen, normalizers)
+        ctx.scale = scale
+        return logits.gather(1, chosen[:, None])[:, 0].to(wide) * scale - normalizers
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        logits, chosen, normalizers = ctx.saved_tensors
+        of_logits = torch.empty_like(logits)
+        gradient = gradient * ctx.scale
+        for rows in _parts(logits):
+            part = logits[rows].to(gradient.dtype) * ctx.scale  # a copy: the rest is in place
+            part = part.sub_(normalizers[rows, None]).exp_().mul_(-gradient[rows, None])
+            of_logits[rows] = part.scatter_add_(1, chosen[rows, None], gradient[rows, None])
+        return of_logits, None, None
+
+
+def _parts(logits: torch.Tensor) -> Iterator[slice]:
+    """Cut the rows of ``[rows, vocabulary]`` into parts of a few million numbers."""
+    most = 2**28 if logits.is_cuda else 2**21
+    size = max(1, most // logits.shape[1])
+    for start in range(0, len(logits), size):
+        yield slice(start, start + size)
 
 
 def load_policy(spec: recipe.Policy, *, temperature: float = 1.0, seed: int = 0) -> CausalLMPolicy:

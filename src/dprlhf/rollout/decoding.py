@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.rollout.responses import padded_width
 
 _BLOCK = 256
 _BELOW_ONE = 1 - 2.0**-53
@@ -144,7 +143,7 @@ def batch_size(policy: CausalLMPolicy, *, prompt: int, response: int, rows: floa
     most = _CPU_ROWS
     if policy.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(policy.device)
-        most = max(1, free // 2 // bytes_per_row(policy, 1 + padded_width(prompt) + response))
+        most = max(1, free // 2 // bytes_per_row(policy, 1 + prompt + response))
     needed = 1 << max(0, math.ceil(rows) - 1).bit_length()
     return min(needed, 1 << (most.bit_length() - 1))
 

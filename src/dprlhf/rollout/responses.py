@@ -32,6 +32,7 @@ class Responses:
         prompts: the prompts as the dataset holds them.
         users: the number of users in the batch.
         length: the length of the response part.
+        longest: no prompt has more tokens than this public number.
     """
 
     tokens: torch.Tensor
@@ -43,6 +44,7 @@ class Responses:
     prompts: Prompts
     users: int
     length: int
+    longest: int
 
     @property
     def response_mask(self) -> torch.Tensor:
@@ -53,7 +55,7 @@ class Responses:
     def widths(self) -> NDArray[np.int64]:
         """The width that each row's prompt is padded to, ``[rows]``; its own length decides."""
         lengths = self.mask[:, : -self.length].sum(1).numpy()
-        widths: NDArray[np.int64] = padded_width(lengths)
+        widths: NDArray[np.int64] = padded_width(lengths, self.longest)
         return widths
 
     def micro_batch(
@@ -76,6 +78,6 @@ class Responses:
 _WIDTH_STEP = 16
 
 
-def padded_width(length: Any) -> Any:
-    """Round a prompt's length up to a multiple of 16."""
-    return -(-length // _WIDTH_STEP) * _WIDTH_STEP
+def padded_width(length: Any, longest: int) -> Any:
+    """Round a prompt's length up to a multiple of 16, but not beyond the longest prompt."""
+    return np.minimum(-(-length // _WIDTH_STEP) * _WIDTH_STEP, longest)

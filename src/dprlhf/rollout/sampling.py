@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -87,12 +88,14 @@ def sample(
     """
     k, length = spec.responses, spec.max_new_tokens
     encoded = policy.encode(prompts.prompts, max_prompt_tokens)
-    width = padded_width(max(map(len, encoded), default=0))
+    width = int(padded_width(max(map(len, encoded), default=0), max_prompt_tokens))
     tokens = torch.full((len(prompts) * k, width + length), policy.tokenizer.pad_token_id)
     mask = torch.zeros_like(tokens)
     from_base = np.arange(k) < (k // 2 if spec.base_policy == "reference" else 0)
     draws = _draws(prompts, key, context, k, length)
-    generate = vllm.generate if spec.backend == "vllm" else _generate
+    generate = (
+        vllm.generate if spec.backend == "vllm" else partial(_generate, longest=max_prompt_tokens)
+    )
     # Two passes, not one with PEFT's adapter_names: that costs hooks on every layer at every step,
     # and saves filler rows only.
     for base in np.unique(from_base):
@@ -124,6 +127,7 @@ def sample(
         prompts=prompts,
         users=len(np.unique(prompts.users)),
         length=length,
+        longest=max_prompt_tokens,
     )
 
 
@@ -143,6 +147,8 @@ def _generate(
     prompts: Sequence[list[int]],
     draws: torch.Tensor,
     spec: recipe.Rollout,
+    *,
+    longest: int,
 ) -> Iterator[tuple[NDArray[np.int64], list[list[int]]]]:
     """Yield micro-batches: which of the flat ``[prompts · copies]`` rows they are, and responses.
 
@@ -156,7 +162,8 @@ def _generate(
     size = limit // together
     groups = draws.reshape(-1, together, length)
     prompt_of = np.arange(len(groups)) * together // copies
-    widths = padded_width(np.array([len(p) for p in prompts], dtype=np.int64))[prompt_of]
+    lengths = np.array([len(p) for p in prompts], dtype=np.int64)
+    widths = padded_width(lengths, longest)[prompt_of]
     for width in np.unique(widths):
         alike = np.flatnonzero(widths == width)
         for start in range(0, len(alike), size):
