@@ -252,7 +252,11 @@ def membership_results(held: dict[str, Any]) -> list[Result]:
             # Sixty of each: the standard error of an AUC of chance is 0.053.
             near = abs(curve.auc - 0.5) < 0.11 if name != "no noise" else None
             goal = "0.39 to 0.61" if near is not None else ""
-            rows.append(Result(f"membership, two-layer model: {name}, {kind}: AUC", curve.auc, "1", goal, near))
+            rows.append(
+                Result(
+                    f"membership, two-layer model: {name}, {kind}: AUC", curve.auc, "1", goal, near
+                )
+            )
     axis.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
     axis.set(xlabel="false positives", ylabel="true positives")
     axis.legend(fontsize=7)
