@@ -43,7 +43,8 @@ COMMON = [
     f"tests/test_{name}.py"
     for name in (
         "boundary", "gate", "ledger", "randomness", "partition", "plan", "telemetry", "users",
-        "pure", "correlated", "optimizers", "recipe", "updates", "grpo", "run_folder", "gradients",
+        "pure", "correlated", "card", "neighbours", "optimizers", "recipe", "updates", "grpo",
+        "run_folder", "gradients",
         "regression", "npg", "rebel", "ppo", "rollout", "rewards", "trust_region", "trackers",
         "hub", "report", "accounting", "audit", "training", "leaks", "processes",
     )
