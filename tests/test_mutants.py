@@ -57,7 +57,7 @@ def test_a_file_of_another_form_is_refused(text: str, tmp_path: Path) -> None:
     [
         ({"test": "t", "when": "call", "error": "AssertionError"}, "caught"),
         ({"test": "t", "when": "setup", "error": "DprlhfError"}, "caught"),
-        ({"test": "t", "when": "call", "error": "NameError"}, "broken"),
+        ({"test": "t", "when": "call", "error": "NameError: x"}, "broken"),
         ({"test": "t", "when": "collect", "error": ""}, "broken"),
         ({"test": "", "when": "", "error": "pytest exit 4"}, "broken"),
         ({"test": "", "when": "", "error": ""}, "alive"),

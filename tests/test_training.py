@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -217,6 +218,17 @@ class TestLeaks:
         for file in (tmp_path / "run/secret").iterdir():
             assert file.stat().st_mode & 0o077 == 0, file
 
+    def test_the_reward_in_the_metrics_is_the_noised_one(self, model: str, tmp_path: Path) -> None:
+        """It is the raw mean where no noise is added, and far from it where some is."""
+        for name, epsilon in (("plain", math.inf), ("private", 8.0)):
+            dprlhf.train(**settings(model, rounds=3, epsilon=epsilon), output_dir=tmp_path / name)
+            lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+            secret = (tmp_path / name / "secret/telemetry-0.jsonl").read_text().splitlines()
+            shown = [json.loads(line)["private_reward_noised"] for line in lines]
+            raw = [json.loads(line)["reward_mean"] for line in secret]
+            for a, b in zip(shown, raw, strict=True):
+                assert (a == pytest.approx(b, abs=1e-9)) is (name == "plain")
+
     def test_two_runs_share_no_noise_even_with_one_seed(self, model: str, tmp_path: Path) -> None:
         for name in "ab":
             dprlhf.train(**settings(model, rounds=1, seed=0), output_dir=tmp_path / name)
@@ -235,6 +247,17 @@ class TestLeaks:
         assert CANARY not in str(caught.value)
         assert "RuntimeError" in str(caught.value)
         assert CANARY in (tmp_path / "run/secret/error.txt").read_text()
+
+    def test_the_private_prompts_are_refused_for_evaluation(
+        self, model: str, tmp_path: Path
+    ) -> None:
+        prompts = [f"user {i}" for i in range(20)]
+        with pytest.raises(DprlhfError, match="evaluation_prompts are the private prompts"):
+            dprlhf.train(
+                **settings(model, prompts=prompts, evaluation_prompts=prompts),
+                output_dir=tmp_path / "run",
+            )
+        assert not (tmp_path / "run").exists()
 
     def test_evaluation_never_touches_private_prompts(self, model: str, tmp_path: Path) -> None:
         result = dprlhf.train(
