@@ -186,13 +186,18 @@ def control(file: str) -> Task:
     return Task(f"{CONTROL}, {file}", None, (file,))
 
 
+def _error_of(report: Any) -> str:
+    """Return the first line of what a failed test says, which starts with the exception's type."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return str(crash.message).split("\n")[0][:120] if crash else ""
+
+
 class Verdict:
     """A pytest plugin that writes down the first failure."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._found = False
-        self._why = ""
         self._started = time.monotonic()
 
     def write(self, **values: Any) -> None:
@@ -201,17 +206,14 @@ class Verdict:
             self._path.write_text(json.dumps({**values, "seconds": seconds}))
             self._found = True
 
-    def pytest_exception_interact(self, call: Any) -> None:
-        self._why = call.excinfo.typename
-
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
             test = report.nodeid.split("[")[0]
-            self.write(test=test, when=report.when, error=self._why)
+            self.write(test=test, when=report.when, error=_error_of(report))
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
-            self.write(test=report.nodeid, when="collect", error=self._why)
+            self.write(test=report.nodeid, when="collect", error=_error_of(report))
 
 
 def run_tests(copy: Path, tests: list[str], report: Path) -> None:
@@ -249,7 +251,8 @@ def outcome(found: dict[str, Any]) -> str:
     """Say in a word what became of a mutant."""
     if found.get("timeout"):
         return "not in time"
-    if found["when"] == "collect" or found["error"] in BROKEN or "exit" in found["error"]:
+    error = found["error"]
+    if found["when"] == "collect" or error.startswith((*BROKEN, "pytest exit", "no report")):
         return "broken"
     return "caught" if found["test"] else "alive"
 

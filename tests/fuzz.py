@@ -578,11 +578,16 @@ def check_report(case: tuple[str, bytes]) -> None:
 RUNS = st.fixed_dictionaries(
     {
         "prompts": st.one_of(
-            st.lists(TEXT, min_size=2, max_size=8),
+            st.lists(TEXT.filter(lambda t: t.isprintable()), min_size=4, max_size=8),
+            st.lists(TEXT, min_size=4, max_size=8),
             st.lists(MESSAGES, min_size=2, max_size=6),
             tables(),
         ),
-        "answers": st.lists(ANSWERS, min_size=1, max_size=4),
+        "answers": st.one_of(
+            st.lists(st.floats(-5, 5), min_size=1, max_size=4),
+            st.lists(st.floats(-5, 5), min_size=1, max_size=4),
+            st.lists(ANSWERS, min_size=1, max_size=4),
+        ),
         "update": st.sampled_from(["pg", "grpo", "ppo", "rebel", "npg"]),
         "privacy__partition": st.sampled_from(["fixed", "stream", "random-allocation"]),
         "privacy__reward_share": st.sampled_from([0.0, 0.14, 0.9]),
@@ -627,6 +632,8 @@ def check_run(case: dict[str, Any]) -> None:
             quiet=True,
             **values,
         )
+        global ended
+        ended += 1
         assert not refused
         card = json.loads((Path(folder) / "run/privacy.json").read_text())
         entries = read_ledger(Path(folder) / "run/ledger.jsonl")
@@ -653,6 +660,9 @@ TARGETS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], None], int]] = 
     "reward": (REWARDS, check_scorer, 300),
     "ledger": (DAMAGE, check_ledger, 130),
     "report": (REPORTS, check_report, 44),
-    "run": (RUNS, check_run, 6),
+    "run": (RUNS, check_run, 24),
 }
 """Strategy, check, and the cases of 2,000 that the suite runs."""
+
+ended = 0
+"""Whole runs that were not refused."""
