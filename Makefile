@@ -1,6 +1,6 @@
-# make setup | demo | test | check | bench | results | clean
+# make setup | demo | test | check | bench | mutants | results | clean
 # make demo RESULTS=docs/results/demo.json keeps the figures that it measures.
-.PHONY: setup demo test check bench results clean
+.PHONY: setup demo test check bench mutants results clean
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -23,10 +23,15 @@ check: setup
 	$(BIN)/ruff check src tests scripts
 	$(BIN)/ruff format --check src tests scripts
 	$(BIN)/mypy
+	$(BIN)/python scripts/supply.py
 	$(BIN)/python -m pytest -q -n 2
 
 bench: setup
 	$(BIN)/python -W ignore scripts/bench.py
+
+# Plants each bug of tests/mutants and runs the tests on it. Can be stopped and called again.
+mutants: setup
+	$(BIN)/python scripts/mutants.py --jobs 2
 
 results: setup
 	$(BIN)/python scripts/results.py

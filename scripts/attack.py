@@ -252,7 +252,11 @@ def membership_results(held: dict[str, Any]) -> list[Result]:
             # Sixty of each: the standard error of an AUC of chance is 0.053.
             near = abs(curve.auc - 0.5) < 0.11 if name != "no noise" else None
             goal = "0.39 to 0.61" if near is not None else ""
-            rows.append(Result(f"membership: {name}, {kind}: AUC", curve.auc, "1", goal, near))
+            rows.append(
+                Result(
+                    f"membership, two-layer model: {name}, {kind}: AUC", curve.auc, "1", goal, near
+                )
+            )
     axis.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
     axis.set(xlabel="false positives", ylabel="true positives")
     axis.legend(fontsize=7)
@@ -274,11 +278,13 @@ def kill_cases(number: int) -> list[dict[str, Any]]:
     for point in kills.POINTS:
         often = range(1, 11) if "rename" in point else [1] if point in once else [1, 2, 3]
         cases += [{"kill": [["point", point, n]]} for n in often]
-    random = np.random.default_rng(0)
-    for i in range(number):
-        kind = "time" if i % 2 else "call"
+    named, random = len(cases), np.random.default_rng(0)
+    while len(cases) < named + number:
+        kind = "time" if (len(cases) - named) % 2 else "call"
         lives = 1 + int(random.random() < 0.3)
-        cases.append({"kill": [[kind, round(float(random.random()), 4)] for _ in range(lives)]})
+        case = {"kill": [[kind, round(float(random.random()), 4)] for _ in range(lives)]}
+        if case not in cases:
+            cases.append(case)
     return cases
 
 

@@ -466,10 +466,16 @@ def test_delta_outside_its_range_is_refused(delta: float) -> None:
         noise_multiplier(1.0, delta, rounds=10)
 
 
-@pytest.mark.parametrize("eps", [0.0, -1.0, math.inf, math.nan])
+@pytest.mark.parametrize("eps", [0.0, -1.0, math.inf, math.nan, 1e7, 1e308])
 def test_epsilon_outside_its_range_is_refused(eps: float) -> None:
     with pytest.raises(DprlhfError, match="epsilon must be a positive number"):
         noise_multiplier(eps, 1e-5, rounds=10)
+
+
+def test_the_curve_of_one_gaussian_is_never_nan() -> None:
+    for noise in (5e-324, 1e-3, 1.0, 1e300):
+        for eps in (0.0, 1.0, 1e300, 1.7e308):
+            assert 0 <= gaussian_delta(noise, eps) <= 1
 
 
 def test_accounting_starts_without_heavy_imports() -> None:

@@ -427,3 +427,30 @@ def test_the_chain_by_hand(path: Path) -> None:
 
 def test_the_module_imports_nothing_that_tells_the_time() -> None:
     assert not {"time", "datetime", "socket", "platform", "uuid"} & set(vars(module))
+
+
+# ------------------------------------------------------------------------- against a checkpoint
+
+
+def test_a_checkpoint_older_than_the_ledgers_last_is_refused(path: Path) -> None:
+    written(path, rounds=3)
+    ledger = reopened(path)
+    for saved in (0, 1, 2):
+        with pytest.raises(DprlhfError, match="replaced by an older one"):
+            ledger.confirm(saved)
+    ledger.confirm(3)
+    assert [e.body["round"] for e in ledger.entries if e.kind == "commit"] == [1, 2, 3]
+
+
+def test_a_commit_that_a_crash_kept_out_is_made_up_for(path: Path) -> None:
+    written(path, rounds=2)
+    ledger = reopened(path)
+    charge(ledger, 3)
+    ledger.confirm(3)
+    assert [e.body["round"] for e in ledger.entries if e.kind == "commit"] == [1, 2, 3]
+
+
+def test_a_checkpoint_that_the_ledger_does_not_know_is_refused(path: Path) -> None:
+    written(path, rounds=2)
+    with pytest.raises(DprlhfError, match="ends before round 3"):
+        reopened(path).confirm(3)

@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dprlhf.errors import DprlhfError
-from dprlhf.plan import NO_PRIVACY, Plan, balanced_batch, delta_warning, make_plan
+from dprlhf.plan import (
+    NO_PRIVACY,
+    Plan,
+    balanced_batch,
+    delta_warning,
+    make_plan,
+    trade_off,
+)
 from dprlhf.privacy.accounting import Mechanism, epsilon, gaussian_epsilon
 
 ALL: list[dict[str, Any]] = [
@@ -204,3 +211,18 @@ def test_the_balanced_batch_by_hand() -> None:
     assert balanced_batch(10**6, 1.0, 10**6) == pytest.approx(10_000)
     assert balanced_batch(10, 0.001, 10**6) == 10
     assert balanced_batch(1000, 1e9, 1) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epsilon": math.inf}, "epsilon must be a positive number, not inf"),
+        ({"epsilon": -1.0}, "epsilon must be a positive number"),
+        ({"dimension": 0}, "dimension must be at least 1, not 0"),
+    ],
+    ids=str,
+)
+def test_a_comparison_out_of_range_is_refused(changes: dict[str, Any], message: str) -> None:
+    values: dict[str, Any] = {"epsilon": 4.0, "delta": 1e-5, "dimension": 10, "signal": 0.1}
+    with pytest.raises(DprlhfError, match=message):
+        trade_off(1000, [2], **(values | changes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -204,12 +205,29 @@ class TestLeaks:
             "round", "noise_multiplier", "clip_norm", "releases_per_round",
         }  # fmt: skip
         assert kinds["commit"] == {"round"}
+        plan = set(json.loads((tmp_path / "run/privacy.json").read_text())) & kinds["open"]
+        assert kinds["open"] - plan == {"recipe_sha256", "key_commitment"}
+        digest = (tmp_path / "run/secret/data-digest").read_bytes()
         key = (tmp_path / "run/secret/key").read_bytes()
         for file in (tmp_path / "run").rglob("*"):
             if file.is_file() and "secret" not in file.parts:
                 content = file.read_bytes()
                 assert key not in content
                 assert key.hex().encode() not in content
+                assert digest not in content
+        for file in (tmp_path / "run/secret").iterdir():
+            assert file.stat().st_mode & 0o077 == 0, file
+
+    def test_the_reward_in_the_metrics_is_the_noised_one(self, model: str, tmp_path: Path) -> None:
+        """It is the raw mean where no noise is added, and far from it where some is."""
+        for name, epsilon in (("plain", math.inf), ("private", 8.0)):
+            dprlhf.train(**settings(model, rounds=3, epsilon=epsilon), output_dir=tmp_path / name)
+            lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+            secret = (tmp_path / name / "secret/telemetry-0.jsonl").read_text().splitlines()
+            shown = [json.loads(line)["private_reward_noised"] for line in lines]
+            raw = [json.loads(line)["reward_mean"] for line in secret]
+            for a, b in zip(shown, raw, strict=True):
+                assert (a == pytest.approx(b, abs=1e-9)) is (name == "plain")
 
     def test_two_runs_share_no_noise_even_with_one_seed(self, model: str, tmp_path: Path) -> None:
         for name in "ab":
@@ -229,6 +247,17 @@ class TestLeaks:
         assert CANARY not in str(caught.value)
         assert "RuntimeError" in str(caught.value)
         assert CANARY in (tmp_path / "run/secret/error.txt").read_text()
+
+    def test_the_private_prompts_are_refused_for_evaluation(
+        self, model: str, tmp_path: Path
+    ) -> None:
+        prompts = [f"user {i}" for i in range(20)]
+        with pytest.raises(DprlhfError, match="evaluation_prompts are the private prompts"):
+            dprlhf.train(
+                **settings(model, prompts=prompts, evaluation_prompts=prompts),
+                output_dir=tmp_path / "run",
+            )
+        assert not (tmp_path / "run").exists()
 
     def test_evaluation_never_touches_private_prompts(self, model: str, tmp_path: Path) -> None:
         result = dprlhf.train(
@@ -252,6 +281,21 @@ class TestFailingRewards:
                 output_dir=tmp_path / "run",
             )
         assert charged(tmp_path / "run") == [1, 2, 3]
+
+    def test_a_run_does_not_stop_by_what_only_the_raw_rewards_show(
+        self, model: str, tmp_path: Path
+    ) -> None:
+        """With few users the noise hides that every reward failed, so the run has to go on."""
+
+        def reward(prompts: list[str], completions: list[str]) -> list[float]:
+            return [float("nan") if p.startswith("user") else 1.0 for p in prompts]
+
+        few = [f"user {i}" for i in range(10)]
+        dprlhf.train(
+            **settings(model, prompts=few, reward=reward, rollout__max_new_tokens=1),
+            output_dir=tmp_path / "run",
+        )
+        assert charged(tmp_path / "run") == [1, 2, 3, 4, 5]
 
     def test_a_single_failing_user_does_not_stop_the_others(
         self, model: str, tmp_path: Path
@@ -322,6 +366,25 @@ class TestResume:
         else:
             # Noise streams are bound to the ledger's hashes, equal here: key and terms are.
             assert different == 0.0
+
+    def test_a_round_has_the_users_that_the_secret_key_drew(
+        self, model: str, tmp_path: Path
+    ) -> None:
+        seen: list[set[str]] = [set()]
+
+        def reward(prompts: list[str], completions: list[str]) -> list[float]:
+            seen[-1] |= {p for p in prompts if p.startswith("user")}
+            return lower_case(prompts, completions)
+
+        result = dprlhf.train(
+            **settings(model, reward=reward, rounds=3),
+            callbacks=[lambda metrics: seen.append(set())],
+            output_dir=tmp_path / "run",
+        )
+        drawn = open_private(allocate(result.plan, (tmp_path / "run/secret/key").read_bytes()))
+        expected = [{f"user {u} says" for u in drawn.round(t)} for t in (1, 2, 3)]
+        assert seen[:3] == expected
+        assert min(map(len, expected)) > 20
 
     def test_no_user_is_drawn_in_two_rounds(self, model: str, tmp_path: Path) -> None:
         result = dprlhf.train(**settings(model, rounds=1), output_dir=tmp_path / "run")

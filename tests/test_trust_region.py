@@ -138,6 +138,29 @@ def test_a_run_keeps_the_clip_norm_that_was_decided(
         assert kept == pytest.approx(np.sqrt(2 * 0.01 * 0.2 / (1 + (z / m) ** 2 * d)) / 0.5)
 
 
+@pytest.mark.parametrize("user_of", ["trust region", "adapter"])
+def test_what_is_decided_before_the_first_round_is_decided_on_public_prompts(
+    user_of: str, tmp_path: Path
+) -> None:
+    """Other private prompts, the same public ones: the same clip norm, and the same start."""
+    public = [f"guest {i} says" for i in range(30)]
+    changes: dict[str, Any] = {"update__clip_norm": {"trust_region": "kl", "alpha": 0.01}}
+    if user_of == "adapter":
+        adapter = {"type": "lora-b", "target_modules": ["c_attn"], "init": "public-activations"}
+        changes = {"policy__adapter": adapter}
+    decided = []
+    for name, prompts in (("a", [f"user {i} says" for i in range(60)]), ("b", ["xyz!"] * 60)):
+        (tmp_path / name).mkdir()
+        result = run(
+            tmp_path / name, prompts=prompts, evaluation_prompts=public, rounds=1, **changes
+        )
+        frozen = [w for n, w in result.policy.model.named_parameters() if "lora_A" in n]
+        decided.append((result.plan.clip_norm, frozen))
+    assert decided[0][0] == decided[1][0]
+    assert frozen
+    assert all(torch.equal(a, b) for a, b in zip(decided[0][1], decided[1][1], strict=True))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

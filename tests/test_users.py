@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -356,16 +357,26 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         ("d.parquet", b"CANARY"),
         ("e.csv", b"prompt\n\xff\xfeCANARY\n"),
         ("f.csv", b""),
+        ("g.json", b'[{"prompt": "a", "x": 1}, {"prompt": "b", "x": "CANARY"}]'),
+        ("h.json", b'[{"prompt": "a", "x": {"y": 1}}, {"prompt": "b", "x": ["CANARY"]}]'),
     ],
-    ids=["quotes", "types", "json", "parquet", "encoding", "empty"],
+    ids=["quotes", "types", "json", "parquet", "encoding", "empty", "mixed", "nested"],
 )
 def test_a_broken_file_is_named_and_not_quoted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes
 ) -> None:
     path = tmp_path / name
     path.write_bytes(content)
-    with pytest.raises(DprlhfError) as caught:
-        load_rows(Data(path=str(path)))
+    logged: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = logged.append  # type: ignore[method-assign]
+    logging.getLogger("datasets").addHandler(handler)
+    try:
+        with pytest.raises(DprlhfError) as caught:
+            load_rows(Data(path=str(path)))
+    finally:
+        logging.getLogger("datasets").removeHandler(handler)
+    assert not [record for record in logged if "CANARY" in record.getMessage()]
     shown = str(caught.value)
     assert f"data '{path}': could not be loaded" in shown
     assert "\n" not in shown

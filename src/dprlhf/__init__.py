@@ -1,6 +1,11 @@
 """Reinforcement-learning fine-tuning of language models with differential privacy for prompts."""
 
+import os
 from typing import TYPE_CHECKING, Any
+
+# Who tunes which model on private prompts is nobody else's business. Read when the hub's library
+# is loaded.
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:
     from dprlhf.api import generate, resume, train

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dprlhf.plan import Plan
+from dprlhf.privacy.gaussian import upwards
 from dprlhf.recipe import Recipe
 
 _NEIGHBOURS = {
@@ -73,8 +74,8 @@ def guarantee_sentence(card: dict[str, Any]) -> str:
     if not card["private"]:
         return "No privacy: this run adds no noise. It is a baseline for comparison."
     return (
-        f"({card['epsilon']:.4g}, {card['delta']:.3g})-differential privacy where neighbouring"
-        f" datasets differ in that {card['neighbouring']}; {card['unit']}; partition"
+        f"({upwards(card['epsilon'], 4)}, {upwards(card['delta'], 3)})-differential privacy where"
+        f" neighbouring datasets differ in that {card['neighbouring']}; {card['unit']}; partition"
         f" {card['partition']}, {card['rounds']} rounds, noise multiplier"
         f" {card['noise_multiplier']:.4g}."
     )

@@ -292,6 +292,7 @@ def audit(
     """
     from dprlhf.audit.one_run import audit as attack
     from dprlhf.audit.one_run import audit_folder
+    from dprlhf.privacy.gaussian import upwards
     from dprlhf.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
@@ -301,7 +302,7 @@ def audit(
         typer.echo((Path(folder) / "audit.json").read_text())
     else:
         typer.echo(
-            f"claimed: epsilon <= {found.epsilon:.4g} at delta {found.delta:.3g}\n"
+            f"claimed: epsilon <= {upwards(found.epsilon, 4)} at delta {found.delta:.3g}\n"
             f"audited: epsilon >= {found.bound:.4g} at confidence {found.confidence:.0%}"
             f" ({found.right} of {found.guesses} guesses right, {found.canaries} canaries,"
             f" {found.space} space)"
@@ -325,6 +326,7 @@ def privacy_epsilon(
 ) -> None:
     """Compute ε, an upper bound, from the noise multiplier."""
     from dprlhf.plan import make_plan
+    from dprlhf.privacy.gaussian import upwards
 
     if not noise_multiplier > 0:
         raise DprlhfError(f"--noise-multiplier must be above 0, not {noise_multiplier}")
@@ -346,7 +348,8 @@ def privacy_epsilon(
         "accountant": guarantee.accountant,
         "assumptions": list(guarantee.assumptions),
     }
-    text = f"epsilon = {guarantee.epsilon:.6g} at delta = {delta:g} ({guarantee.accountant})"
+    shown = upwards(guarantee.epsilon, 6)
+    text = f"epsilon = {shown} at delta = {delta:g} ({guarantee.accountant})"
     typer.echo(json.dumps(answer) if as_json else text)
 
 
@@ -364,6 +367,7 @@ def privacy_noise(
 ) -> None:
     """Find the smallest noise multiplier that keeps within ε."""
     from dprlhf.plan import make_plan
+    from dprlhf.privacy.gaussian import upwards
 
     if not 0 < epsilon < math.inf:
         raise DprlhfError(f"--epsilon must be a positive number, not {epsilon}")
@@ -379,7 +383,8 @@ def privacy_noise(
     )
     _warn_delta(delta, users)
     answer = {"noise_multiplier": made.noise_multiplier, "epsilon": made.guarantee.epsilon}
-    text = f"noise multiplier = {made.noise_multiplier:.6g} (epsilon {made.guarantee.epsilon:.6g})"
+    z, cost = upwards(made.noise_multiplier, 6), upwards(made.guarantee.epsilon, 6)
+    text = f"noise multiplier = {z} (epsilon {cost})"
     typer.echo(json.dumps(answer) if as_json else text)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dprlhf.plan import delta_warning
+from dprlhf.privacy.gaussian import upwards
 from dprlhf.processes import Processes
 from dprlhf.recipe import Recipe
 from dprlhf.rewards import Scorer
@@ -57,7 +58,7 @@ def explain(plan: dict[str, Any]) -> str:
     promise = (
         "none: no noise is added (a baseline)"
         if epsilon == "infinity"
-        else f"epsilon = {epsilon:.4g} at delta = {plan['delta']:g} ({plan['adjacency']})"
+        else f"epsilon = {upwards(epsilon, 4)} at delta = {plan['delta']:g} ({plan['adjacency']})"
     )
     phases = ", ".join(f"{k} {1000 * s:.3g} ms" for k, s in plan["seconds_a_response"].items())
     rows = [

@@ -209,7 +209,14 @@ def trade_off(
     Over a run of T rounds in which everybody takes part once, a signal s (the norm of the mean
     clipped contribution over S) sums to T·s, the noise to √T·z√d/m. Their ratio is N·s/(κ√d)
     with κ = z√T: what random allocation lowers, and rounds raise.
+
+    Raises:
+        DprlhfError: a value is out of range.
     """
+    if not 0 < epsilon < math.inf:
+        raise DprlhfError(f"epsilon must be a positive number, not {epsilon}")
+    if dimension < 1:
+        raise DprlhfError(f"dimension must be at least 1, not {dimension}")
     rows = []
     partitions: tuple[Partition, ...] = ("random-allocation", "fixed")
     for partition in partitions:

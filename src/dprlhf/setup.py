@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import math
+import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ Reward = Callable[..., Any]
 Callback = Callable[[dict[str, Any]], None]
 
 _LEFTOVER_PROMPTS = 64
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 # Stand-ins for the contract check where a recipe names no public prompts.
 _NEUTRAL_PROMPTS = [
@@ -96,7 +98,8 @@ def prepared(
             config = {**recipe.model_dump(mode="json"), "plan": plan.terms()}
             trackers = stack.enter_context(tracked(recipe.tracking, folder, config))
             callbacks = [*trackers, *callbacks]
-        sink = stack.enter_context(open(folder.secret / "reward-output.txt", "a"))
+        said = os.open(folder.secret / "reward-output.txt", _APPEND, 0o600)
+        sink = stack.enter_context(os.fdopen(said, "a"))
         run = Run(
             recipe=recipe,
             plan=plan,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +120,9 @@ def load_rows(spec: recipe.Data) -> Any:
     from dprlhf.assets import resolve
 
     path = resolve(spec.path)
+    logger = logging.getLogger("datasets")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)  # its log lines quote the value that it stumbles over
     try:
         if (folder := Path(path)).is_dir():
             rows = _load_folder(folder, spec)
@@ -141,6 +145,8 @@ def load_rows(spec: recipe.Data) -> Any:
             f"data {spec.path!r}: could not be loaded ({type(error).__name__}); check the file, its"
             f" format, and the split {spec.split!r}"
         ) from None
+    finally:
+        logger.setLevel(level)
     return rows if spec.limit is None else rows.select(range(min(spec.limit, len(rows))))
 
 

@@ -147,6 +147,10 @@ class Epsilon:
     assumptions: tuple[str, ...]
 
 
+_LARGEST = 1e6
+"""The largest epsilon that noise is searched for: far past any privacy, and within all floats."""
+
+
 def epsilon(mechanism: Mechanism, delta: float) -> Epsilon:
     """Return the cost of a run at ``delta``, as an upper bound with a certified lower bound.
 
@@ -196,8 +200,8 @@ def noise_multiplier(
     >>> f"{z:.3f}", cost.epsilon <= 1.0
     ('0.873', True)
     """
-    if not (epsilon > 0 and math.isfinite(epsilon)):
-        raise DprlhfError(f"epsilon must be a positive number, not {epsilon}")
+    if not 0 < epsilon <= _LARGEST:
+        raise DprlhfError(f"epsilon must be a positive number up to {_LARGEST:g}, not {epsilon}")
     _check_delta(delta)
 
     def with_noise(z: float) -> Mechanism:

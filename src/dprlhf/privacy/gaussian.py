@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from decimal import ROUND_CEILING, Context, Decimal
 
 from scipy.optimize import brentq
 from scipy.special import log_ndtr
@@ -19,6 +20,8 @@ def log_gaussian_delta(noise: float, epsilon: float) -> float:
     if math.isinf(half):
         return 0.0
     first, second = float(log_ndtr(half - middle)), float(log_ndtr(-half - middle))
+    if first == -math.inf:  # epsilon so large that the first term alone is below all floats
+        return -math.inf
     error = 8 * _UNIT * (1 + abs(first) + abs(second) + epsilon)
     # Phi(a) - e^eps Phi(b) = Phi(a) (1 - exp(x)); x < 0 is lowered by its rounding error.
     x = min(epsilon + second - first, 0.0) - error
@@ -70,6 +73,20 @@ def gaussian_noise_multiplier(epsilon: float, delta: float) -> float:
     while gaussian_delta(low, epsilon) <= delta:
         low /= 2
     return crossing(lambda z: gaussian_delta(z, epsilon), low, high, delta, tolerance=3e-9)
+
+
+def upwards(value: float, digits: int) -> str:
+    """Return a bound with so many significant digits, rounded up, so that it still is one.
+
+    >>> upwards(0.62141, 4), upwards(4.0, 4), upwards(1e-5, 3)
+    ('0.6215', '4', '1e-05')
+    """
+    text = f"{value:.{digits}g}"
+    if float(text) >= value:
+        return text
+    exact = Decimal(value)
+    step = Decimal(1).scaleb(exact.adjusted() - digits + 1)
+    return f"{exact.quantize(step, ROUND_CEILING, Context(prec=400)):.{digits}g}"
 
 
 def crossing(

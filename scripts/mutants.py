@@ -1,0 +1,422 @@
+"""Planted bugs: each file of ``tests/mutants`` must be caught by a test.
+
+A mutant is a small change to ``src/dprlhf`` that breaks the privacy guarantee. It is applied to a
+copy of ``src``, never to the tree, and the tests run on that copy: first those that the mutant
+names, then the common suite, up to the first failure. ``docs/mutants.md`` says which test caught
+which, and ``docs/results/attack.json`` how many.
+
+A test that breaks on its way (a NameError and the like, a failing import) has caught nothing; nor
+has one that does not end in time. ``tests/test_proofs.py`` has no part: it fails whenever a
+function changes, right or wrong. The test files that caught one run on the unchanged source, too,
+as a control.
+
+    python scripts/mutants.py [--jobs 2] [--only NAME ...] [--hints-only] [--list]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "tests" / "mutants"
+TABLE = ROOT / "docs" / "mutants.md"
+RESULTS = ROOT / "docs" / "results" / "attack.json"
+CONTROL = "unchanged source"
+
+# The fast suite: what a mutant goes through when none of the tests that it names fails.
+COMMON = [
+    f"tests/test_{name}.py"
+    for name in (
+        "boundary", "gate", "ledger", "randomness", "partition", "plan", "telemetry", "users",
+        "pure", "correlated", "card", "neighbours", "optimizers", "recipe", "updates", "grpo",
+        "run_folder", "gradients",
+        "regression", "npg", "rebel", "ppo", "rollout", "rewards", "trust_region", "trackers",
+        "hub", "report", "accounting", "audit", "training", "leaks", "processes",
+    )
+]  # fmt: skip
+
+BROKEN = ("ImportError", "ModuleNotFoundError", "SyntaxError", "NameError", "UnboundLocalError")
+"""A mutant that raises one of these was badly planted: no test has caught a privacy bug."""
+
+
+class MutantError(Exception):
+    """A mutant is not of the form that is asked for, or the source no longer matches it."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A planted bug.
+
+    Attributes:
+        name: of its file.
+        bug: in a sentence.
+        tests: files of ``tests`` that should catch it, the likeliest first.
+        changes: file below the root, lines that stand there once, lines in their place.
+    """
+
+    name: str
+    bug: str
+    tests: tuple[str, ...]
+    changes: tuple[tuple[str, str, str], ...]
+
+    def applied(self, root: Path) -> dict[str, str]:
+        """Return the changed files.
+
+        Raises:
+            MutantError: lines that it changes are not there exactly once.
+        """
+        files: dict[str, str] = {}
+        for path, old, new in self.changes:
+            source = files.get(path) or (root / path).read_text()
+            if source.count(old) != 1:
+                raise MutantError(
+                    f"{self.name}: {path} has these lines {source.count(old)} times, not once;"
+                    f" write the mutant anew:\n{old}"
+                )
+            files[path] = source.replace(old, new)
+        return files
+
+
+def read_mutant(path: Path) -> Mutant:
+    """Read a mutant: two lines of comment (the bug, its tests), then hunks as in a diff.
+
+    Raises:
+        MutantError: it is not of this form.
+    """
+    lines = path.read_text().splitlines()
+    head, body = lines[:2], lines[2:]
+    if len(head) < 2 or not head[0].startswith("# ") or not head[1].startswith("# tests: "):
+        raise MutantError(f"{path.name}: starts with '# the bug.' and '# tests: test_….py …'")
+    changes: list[tuple[str, str, str]] = []
+    for line in body:
+        mark, text = line[:1], line[1:] + "\n"
+        if line.startswith("@@ "):
+            changes.append((line[3:], "", ""))
+        elif changes and mark in (" ", "-", "+"):
+            file, old, new = changes[-1]
+            changes[-1] = (file, old + text * (mark != "+"), new + text * (mark != "-"))
+        else:
+            raise MutantError(f"{path.name}: '{line}' is no line of a hunk")
+    if not changes or any(not old or old == new for _, old, new in changes):
+        raise MutantError(f"{path.name}: a hunk changes nothing, or there is none")
+    tests = tuple(f"tests/{name}" for name in head[1].removeprefix("# tests: ").split())
+    return Mutant(path.stem, head[0].removeprefix("# "), tests, tuple(changes))
+
+
+def read_mutants(folder: Path = FOLDER) -> list[Mutant]:
+    """Read all mutants, in order of their names."""
+    return [read_mutant(path) for path in sorted(folder.glob("*.diff"))]
+
+
+@contextlib.contextmanager
+def planted(mutant: Mutant | None, root: Path = ROOT) -> Iterator[Path]:
+    """Give a copy of ``src`` with the mutant in it (None: as it is)."""
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="mutant-", dir=memory) as folder:
+        copy = Path(folder)
+        shutil.copytree(root / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__"))
+        for path, source in (mutant.applied(root) if mutant else {}).items():
+            (copy / path).write_text(source)
+        yield copy
+
+
+# --- running ---------------------------------------------------------------------------------
+
+
+def preload() -> None:
+    """Import the libraries once, here: each mutant's tests run in a fork. Never ``dprlhf``."""
+    for name in (
+        "accelerate", "datasets", "dp_accounting.pld.privacy_loss_distribution",
+        "matplotlib.pyplot", "opacus", "pandas", "peft", "pydantic", "pytest", "scipy.stats",
+        "tokenizers", "torch", "tqdm", "transformers.models.gpt2.modeling_gpt2",
+        "transformers.models.llama.modeling_llama", "typer.testing", "yaml",
+    ):  # fmt: skip
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    assert not any(name.split(".")[0] == "dprlhf" for name in sys.modules)
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-3000:] if log.exists() else ""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Some tests against a mutant, or (None) against the source as it is."""
+
+    name: str
+    mutant: Mutant | None
+    tests: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """What the verdict depends on: the change and the files that it changes, or all files."""
+        state = hashlib.sha256()
+        if self.mutant is None:
+            sources = {str(p): p.read_text() for p in sorted((ROOT / "src").rglob("*.py"))}
+            sources |= {name: (ROOT / name).read_text() for name in self.tests}
+        else:
+            sources = self.mutant.applied(ROOT)
+        for path, source in sorted(sources.items()):
+            state.update(f"{path}\n{source}".encode())
+        return state.hexdigest()
+
+
+def task_of(mutant: Mutant, hints_only: bool) -> Task:
+    rest = () if hints_only else tuple(name for name in COMMON if name not in mutant.tests)
+    return Task(mutant.name, mutant, mutant.tests + rest)
+
+
+def control(file: str) -> Task:
+    return Task(f"{CONTROL}, {file}", None, (file,))
+
+
+def _error_of(report: Any) -> str:
+    """Return the first line of what a failed test says, which starts with the exception's type."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return str(crash.message).split("\n")[0][:120] if crash else ""
+
+
+class Verdict:
+    """A pytest plugin that writes down the first failure."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._found = False
+        self._started = time.monotonic()
+
+    def write(self, **values: Any) -> None:
+        if not self._found:
+            seconds = round(time.monotonic() - self._started, 1)
+            self._path.write_text(json.dumps({**values, "seconds": seconds}))
+            self._found = True
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            test = report.nodeid.split("[")[0]
+            self.write(test=test, when=report.when, error=_error_of(report))
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.write(test=report.nodeid, when="collect", error=_error_of(report))
+
+
+def run_tests(copy: Path, tests: list[str], report: Path) -> None:
+    """Run tests on a copy of the source, in this process (a fork), up to the first failure."""
+    import pytest
+
+    os.chdir(ROOT)
+    os.setsid()  # what the tests start ends with them
+    sys.path.insert(0, str(copy / "src"))
+    os.environ["PYTHONPATH"] = str(copy / "src")
+    import dprlhf
+
+    assert Path(dprlhf.__file__).is_relative_to(copy)
+    log = os.open(copy / "log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    verdict = Verdict(report)
+    options = [
+        "-x",
+        "-q",
+        "-W",
+        "ignore::pytest.PytestAssertRewriteWarning",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-m",
+        "not slow and not gpu",
+    ]
+    code = pytest.main([*options, f"--basetemp={copy / 'tmp'}", *tests], plugins=[verdict])
+    verdict.write(test="", when="", error="" if code == 0 else f"pytest exit {int(code)}")
+
+
+def outcome(found: dict[str, Any]) -> str:
+    """Say in a word what became of a mutant."""
+    if found.get("timeout"):
+        return "not in time"
+    error = found["error"]
+    if found["when"] == "collect" or error.startswith((*BROKEN, "pytest exit", "no report")):
+        return "broken"
+    return "caught" if found["test"] else "alive"
+
+
+@dataclass
+class Job:
+    """A task that runs."""
+
+    task: Task
+    copy: Any
+    folder: Path
+    pid: int
+    until: float
+
+
+def start(task: Task, timeout: float) -> Job:
+    copy = planted(task.mutant)
+    folder = copy.__enter__()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            run_tests(folder, list(task.tests), folder / "report.json")
+            code = 0
+        except BaseException:
+            (folder / "log").write_text(traceback.format_exc())
+        finally:
+            os._exit(code)
+    return Job(task, copy, folder, pid, time.monotonic() + timeout)
+
+
+def finished(job: Job) -> dict[str, Any] | None:
+    """Return a job's report once it has ended or its time is over."""
+    late = time.monotonic() > job.until
+    if late:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+        os.waitpid(job.pid, 0)
+    elif os.waitpid(job.pid, os.WNOHANG)[0] == 0:
+        return None
+    report = job.folder / "report.json"
+    if late:
+        found: dict[str, Any] = {"test": "", "when": "", "error": "", "timeout": True}
+    elif report.exists():
+        found = json.loads(report.read_text())
+    else:
+        found = {"test": "", "when": "collect", "error": "no report"}
+    if outcome(found) != "caught":
+        found["log"] = _tail(job.folder / "log")
+    job.copy.__exit__(None, None, None)
+    return found
+
+
+def run(tasks: list[Task], cache: Path, jobs: int, timeout: float) -> dict[str, Any]:
+    """Return the reports by name; those in the cache are not run again."""
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    held: dict[str, Any] = json.loads(cache.read_text()) if cache.exists() else {}
+    todo = [task for task in tasks if held.get(task.name, {}).get("key") != task.key]
+    print(f"{len(tasks) - len(todo)} of {len(tasks)} known from {cache}", flush=True)
+    if todo:
+        preload()
+    running: list[Job] = []
+    while todo or running:
+        while todo and len(running) < jobs:
+            running.append(start(todo.pop(0), timeout))
+        time.sleep(0.1)
+        for job in list(running):
+            found = finished(job)
+            if found is None:
+                continue
+            running.remove(job)
+            held[job.task.name] = {"key": job.task.key, **found}
+            fresh = cache.with_suffix(".tmp")
+            fresh.write_text(json.dumps(held))
+            os.replace(fresh, cache)
+            how = found["test"] or found["error"]
+            seconds = found.get("seconds", "")
+            print(
+                f"{job.task.name}: {outcome(found)} {how} {found['error']} {seconds}"
+                f" ({len(todo)} to come)",
+                flush=True,
+            )
+    return {task.name: held[task.name] for task in tasks}
+
+
+# --- what it found ---------------------------------------------------------------------------
+
+
+def table(mutants: list[Mutant], found: dict[str, Any]) -> str:
+    """Return ``docs/mutants.md``."""
+    rows = []
+    for mutant in mutants:
+        files = ", ".join(
+            sorted({path.removeprefix("src/dprlhf/") for path, _, _ in mutant.changes})
+        )
+        kind = outcome(found[mutant.name])
+        test = found[mutant.name]["test"].removeprefix("tests/")
+        shown = f"`{test}`" if kind == "caught" else f"**{kind}**"
+        rows.append(f"| {mutant.bug} | `{files}` | {shown} |")
+    caught = sum(outcome(found[m.name]) == "caught" for m in mutants)
+    return "\n".join(
+        [
+            "# Planted bugs",
+            "",
+            f"{len(mutants)} privacy bugs that somebody could write, of which {caught} are caught,"
+            " each by the test that",
+            "failed first. They are in `tests/mutants`, one small file each; `make mutants` plants"
+            " each into a copy",
+            "of the source and runs the tests on it (`scripts/mutants.py`, which writes this"
+            " table).",
+            "",
+            "| bug | where | caught by |",
+            "|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=900, help="seconds a mutant")
+    parser.add_argument("--cache", type=Path, default=ROOT / "runs" / "attack" / "mutants.json")
+    parser.add_argument("--only", nargs="+", default=None, help="names; writes no results")
+    parser.add_argument("--hints-only", action="store_true", help="only the tests that each names")
+    parser.add_argument("--list", action="store_true")
+    given = parser.parse_args()
+    mutants = read_mutants()
+    if given.list:
+        for mutant in mutants:
+            print(f"{mutant.name}: {mutant.bug}")
+        return 0
+    chosen = [m for m in mutants if given.only is None or m.name in given.only]
+    tasks = [task_of(m, given.hints_only) for m in chosen]
+    found = run(tasks, given.cache, given.jobs, given.timeout)
+    wrong = [m.name for m in chosen if outcome(found[m.name]) != "caught"]
+    caught = len(chosen) - len(wrong)
+    # A test that fails anyway has caught nothing.
+    files = sorted({found[m.name]["test"].split("::")[0] for m in chosen if m.name not in wrong})
+    controls = run([control(file) for file in files], given.cache, given.jobs, given.timeout)
+    failing = [name for name, report in controls.items() if outcome(report) != "alive"]
+    print(f"{caught} of {len(chosen)} caught; the unchanged source fails in {len(failing)} files")
+    for name in wrong + failing:
+        print(f"NOT AS IT SHOULD BE: {name}: {outcome((found | controls)[name])}")
+    if given.only is None and not given.hints_only:
+        sys.path.insert(0, str(ROOT / "src"))
+        from dprlhf._results import Result, write_results
+
+        TABLE.write_text(table(mutants, found))
+        number, passing = len(mutants), len(files) - len(failing)
+        write_results(
+            RESULTS,
+            [
+                Result("mutants planted", number, "bugs", "at least 40", number >= 40),
+                Result("mutants caught", caught, f"of {number}", "all", caught == number),
+                Result(
+                    "test files that caught one and pass on the unchanged source", passing,
+                    f"of {len(files)}", "all", not failing,
+                ),
+            ],
+        )  # fmt: skip
+    return 1 if wrong + failing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""What a run says about itself in words: never less than its numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from dprlhf.card import guarantee_sentence, privacy_card
+from dprlhf.cli import app
+from dprlhf.plan import make_plan
+from dprlhf.privacy.gaussian import upwards
+from dprlhf.recipe import make_recipe
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(st.floats(0, allow_infinity=False), st.integers(1, 12))
+def test_a_bound_is_shown_rounded_up(value: float, digits: int) -> None:
+    shown = float(upwards(value, digits))
+    assert shown >= value
+    if 1e-290 < value < 1e290:
+        assert shown <= value * (1 + 10.0 ** (1 - digits)) * (1 + 1e-15)
+        assert len(re.sub(r"e.*|[.]", "", upwards(value, digits)).strip("0")) <= digits
+    assert upwards(math.inf, digits) == "inf"
+
+
+@pytest.mark.parametrize("z", [0.8, 1.0, 1.3, 1.7])
+def test_the_sentence_and_the_command_do_not_round_epsilon_down(z: float) -> None:
+    recipe = make_recipe(
+        {
+            "policy": {"model_name_or_path": "nowhere"},
+            "data": {"path": "nowhere"},
+            "rewards": [{"function": "nowhere"}],
+            "privacy": {"noise_multiplier": z, "partition": "fixed", "delta": 1.23456e-5},
+            "rounds": 4,
+        }
+    )
+    plan = make_plan(users=100, rounds=4, partition="fixed", noise_multiplier=z, delta=1.23456e-5)
+    epsilon, delta = plan.guarantee.epsilon, plan.guarantee.delta
+    said = re.match(r"\(([^,]+), ([^)]+)\)", guarantee_sentence(privacy_card(recipe, plan, 10)))
+    assert said is not None
+    assert epsilon <= float(said[1]) < 1.002 * epsilon
+    assert delta <= float(said[2]) < 1.02 * delta
+    words = ["--users", "100", "--rounds", "4", "--partition", "fixed", "--delta", "1.23456e-5"]
+    shown = (
+        CliRunner().invoke(app, ["privacy", "epsilon", *words, "--noise-multiplier", str(z)]).stdout
+    )
+    assert epsilon <= float(shown.split()[2]) < 1.00002 * epsilon
+    shown = CliRunner().invoke(app, ["privacy", "noise", *words, "--epsilon", f"{epsilon}"]).stdout
+    found = float(shown.split()[3])
+    kept = make_plan(users=100, rounds=4, partition="fixed", noise_multiplier=found, delta=delta)
+    assert kept.guarantee.epsilon <= epsilon
