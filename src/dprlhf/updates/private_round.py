@@ -140,7 +140,7 @@ class PrivateRound:
         released = self.gate(clipped.bounded).value
         if self.released is None:
             ends = [self.telemetry.count, self.critic.count if self.critic else 0]
-            parts = released.split([len(released) - sum(ends), *ends])
+            parts = torch.split(released, [len(released) - sum(ends), *ends])
             self.released, self.telemetry_released, of_critic = parts
             released = self.released
             if self.critic is not None:
