@@ -53,7 +53,7 @@ def public_prompts(count: int, seed: int = 0) -> list[list[int]]:
 def critic_of(policy: CausalLMPolicy, plan: Plan = NO_NOISE, **changes: Any) -> Critic:
     """A critic that has looked at forty public prompts and has some w."""
     spec = recipe.Critic.model_validate({"features": 3, "share": 0.2, **changes})
-    critic = Critic.from_plan(spec, plan, policy, R, 5)
+    critic = Critic.from_plan(spec, plan, policy, R, 8)
     critic.look_at(policy, public_prompts(40))
     critic.w = torch.linspace(1.5, -1, critic.count, dtype=torch.float64)
     return critic
@@ -90,7 +90,7 @@ def last_state(policy: CausalLMPolicy, responses: Responses, row: int) -> torch.
 def test_the_clipped_sum_from_scratch(kind: Any) -> None:
     """Gradient with blended advantages, telemetry and the critic's coordinates, user by user."""
     policy = policy_of(kind, "lora")
-    responses = batch_of(SHAPE, seed=8)
+    responses = batch_of(SHAPE, seed=10)
     scores = scores_of(responses)
     scores.valid[np.flatnonzero(responses.user == 1)[0]] = False
     clip_norm, share, weight = 0.5, 0.2, 0.7
@@ -104,7 +104,7 @@ def test_the_clipped_sum_from_scratch(kind: Any) -> None:
 
     features, weights = [], np.zeros(len(responses.user))
     for row in range(len(responses.user)):
-        x = (last_state(policy, responses, row) - critic.centre) @ critic.directions.T
+        x = (last_state(policy, responses, row - row % 2) - critic.centre) @ critic.directions.T
         u = x * min(1.0, 1 / float(x.norm()))
         features.append(torch.cat([torch.ones(1), u]).double() / math.sqrt(2))
         value = float((old * features[row]).sum().clamp(-R, R))
@@ -188,12 +188,13 @@ def test_features_are_bounded_whatever_the_hidden_state() -> None:
     assert (np.linalg.norm(found, axis=1) <= 1 + 1e-12).all()
 
 
-def test_a_users_part_does_not_depend_on_the_others_to_the_bit() -> None:
+@pytest.mark.parametrize("absent", [0, 5, 12])
+def test_features_are_the_same_to_the_bit_without_another_user(absent: int) -> None:
     policy, prompts = policy_of(dtype=torch.float32), public_prompts(13, seed=6)
     critic = critic_of(policy)
     together = critic.features(policy, prompts)
-    for prompt, found in zip(prompts, together, strict=True):
-        assert np.array_equal(critic.features(policy, [prompt])[0], found)
+    fewer = critic.features(policy, prompts[:absent] + prompts[absent + 1 :])
+    assert np.array_equal(np.delete(together, absent, 0), fewer)
 
 
 def test_parts_of_the_users_add_up_and_every_process_gets_the_same_critic() -> None:
@@ -231,9 +232,10 @@ def test_two_gaussians_of_the_shares_are_the_one_that_is_charged() -> None:
 def test_the_noise_in_the_critic_is_that_of_its_share(tmp_path: Path) -> None:
     plan = dataclasses.replace(NO_NOISE, noise_multiplier=1.5)
     critic = Critic(recipe.Critic(share=0.04, features=0), math.sqrt(0.04) * 0.5, R, 4, 8)
-    with Ledger(tmp_path / "ledger.jsonl", plan.terms()) as ledger:
-        nothing = BoundedSum(torch.zeros(40_000, dtype=torch.float64), 0.5)
-        released = Gate(plan, ledger, bytes(32)).release(1, nothing).value
+    ledger = Ledger(tmp_path / "ledger.jsonl", plan.terms())
+    nothing = BoundedSum(torch.zeros(40_000, dtype=torch.float64), 0.5)
+    released = Gate(plan, ledger, bytes(32)).release(1, nothing).value
+    ledger.close()
     in_units = released * plan.divisor / critic.norm
     assert float(in_units.std()) == pytest.approx(1.5 / math.sqrt(0.04), rel=0.02)
 
@@ -258,7 +260,7 @@ def test_a_run_is_charged_as_without_a_critic(model: str, tmp_path: Path) -> Non
     assert terms[0] == terms[1]
     card = json.loads((tmp_path / "with/privacy.json").read_text())
     assert "critic of 1 numbers in each round, in the same release: 0.1" in card["released"][-1]
-    assert f"{1.0812 / math.sqrt(0.1):.3g}" in card["released"][-1]
+    assert "at noise multiplier 3.419" in card["released"][-1]
     lines = (tmp_path / "with/metrics.jsonl").read_text().splitlines()
     values = [json.loads(line)["critic_value_noised"] for line in lines]
     kept = load_file(tmp_path / "with/checkpoint/critic.safetensors")
@@ -409,15 +411,15 @@ def sharp(model: str) -> CausalLMPolicy:
 
 
 def two_kinds(policy: CausalLMPolicy, users: int, k: int, seed: int) -> tuple[Responses, Scores]:
-    """Prompts of two kinds, whose rewards differ by 4, and by little among responses."""
-    texts = [f"{i % 97} {'good' if i % 2 else 'bad !'}" for i in range(users)]
+    """Prompts of two kinds, whose rewards differ by 3 on average."""
+    texts = [f"{10 + i % 89} {'aaaa' if i % 2 else 'zzzz'}" for i in range(users)]
     prompts = Prompts(texts, np.arange(users), np.zeros(users, np.int64), {})
     rollout = recipe.Rollout(responses=k, max_new_tokens=3)
     responses = sample(
         policy, prompts, rollout, key=bytes(32), context=(seed,), max_prompt_tokens=16
     )
     first = responses.tokens[:, -3].numpy()
-    values = np.where(responses.prompt % 2, 2.0, -2.0) + (first % 5 - 2) / 4
+    values = np.where(responses.prompt % 2, 1.5, -1.5) + 1.5 * (first % 3 - 1)
     return responses, Scores(values, np.ones(len(values), dtype=bool), {})
 
 
@@ -436,7 +438,7 @@ def learned(policy: CausalLMPolicy, k: int, features: int) -> Critic:
     )
     spec = recipe.Critic(features=features, share=0.1, weight=1.0)
     critic = Critic.from_plan(spec, plan, policy, R, 40)
-    public = [f"{i} {'good' if i % 3 else 'bad !'}" for i in range(100, 140)]
+    public = [f"{i} {'aaaa' if i % 2 else 'zzzz'}" for i in range(40, 80)]
     critic.look_at(policy, policy.encode(public, 16))
     generator = torch.Generator().manual_seed(0)
     for t in (1, 2, 3):
@@ -479,10 +481,10 @@ def test_on_rewards_that_prompts_decide_it_lowers_the_variance_of_the_update(
         round_, _ = round_of(sharp, responses, scores, clip_norm=0.5, critic=critic)
         of[name] = weigh_round(round_, "loo", ones)
     measured = {name: variance(sharp, responses, weights) for name, weights in of.items()}
-    assert measured["critic"] < 0.3 * measured["none"]
-    assert measured["mean"] > 0.8 * measured["none"]  # the mean reward is 0 here
+    assert measured["critic"] < 0.4 * measured["none"]
+    assert measured["mean"] > 0.8 * measured["none"]  # the mean reward is about 0 here
     assert measured["mean"] > 2 * measured["loo"]  # a critic that does not see the prompt hurts
     if k == 2:
-        assert measured["critic"] < 0.9 * measured["loo"]
+        assert measured["critic"] < 0.85 * measured["loo"]
     else:
         assert measured["critic"] > 0.9 * measured["loo"]  # eight responses leave it nothing

@@ -128,7 +128,8 @@ class Critic:
         return self._features_of(self._states(policy, prompts))
 
     def _features_of(self, states: torch.Tensor) -> Array:
-        x = ((states - self.centre) @ self.directions.T).nan_to_num()
+        # Not a matrix product: how that rounds a row depends on the number of rows.
+        x = ((states - self.centre)[:, None] * self.directions).sum(2).nan_to_num()
         u, _ = bounded_rows(x, x[:, 0], 1.0, 1.0)
         both: Array = (F.pad(u, (1, 0), value=1.0) / math.sqrt(2)).numpy()
         return both
@@ -136,7 +137,7 @@ class Critic:
     def values(self, features: Array) -> Array:
         """Return V(x) clipped to [−R, R], one for each row of ``features``."""
         bound = self.reward_range
-        found: Array = (features @ self.w.numpy()).clip(-bound, bound)
+        found: Array = (features * self.w.numpy()).sum(1).clip(-bound, bound)
         return found
 
     def of_users(
