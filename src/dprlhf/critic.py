@@ -58,7 +58,7 @@ class Critic:
     Attributes:
         w: ``[1 + p]``, float64; computed from released values only.
         centre: of the public hidden states, ``[hidden]``.
-        directions: ``[p, hidden]``; ``directions @ (h − centre)`` has mean square 1 on them.
+        directions: ``[p, hidden]``; ``directions @ (h − centre)`` has mean square norm 1 on them.
         inverse: G⁻¹, ``[1 + p, 1 + p]``.
     """
 
@@ -129,7 +129,8 @@ class Critic:
 
     def _features_of(self, states: torch.Tensor) -> Array:
         # Not a matrix product: how that rounds a row depends on the number of rows.
-        x = ((states - self.centre)[:, None] * self.directions).sum(2).nan_to_num()
+        centred = states - self.centre
+        x = torch.stack([(centred * d).sum(1) for d in self.directions], dim=1).nan_to_num()
         u, _ = bounded_rows(x, x[:, 0], 1.0, 1.0)
         both: Array = (F.pad(u, (1, 0), value=1.0) / math.sqrt(2)).numpy()
         return both
