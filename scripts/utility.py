@@ -79,7 +79,7 @@ def cases(
             for name, recipe, changes in PARTS[part](small):
                 for epsilon in epsilons if part == "updates" else [1.0, None]:
                     baseline = {"privacy.epsilon": ".inf"}
-                    if name in UNCLIPPED or part == "adapters":
+                    if name in UNCLIPPED or part in ("adapters", "critic"):
                         baseline["update.clip_norm"] = ".inf"
                     privacy = baseline if epsilon is None else {"privacy.epsilon": epsilon}
                     settings = {**size, **changes, **privacy, "seed": seed}
@@ -119,7 +119,15 @@ def of_noise(small: dict[str, Any] | None) -> Iterator[tuple[str, str, dict[str,
             yield f"{name}, {optimizer}", UPDATES["pg"], {**base, **settings}
 
 
-PARTS = {"updates": of_updates, "adapters": of_adapters, "noise": of_noise}
+def of_critic(small: dict[str, Any] | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """DP-PG at two responses a prompt, whose advantages have a part of r − V(x), or have none."""
+    base = {**(small or {}), **(TUNED_SMALL["pg"] if small else {}), "rollout.responses": 2}
+    for name, changes in CRITICS.items():
+        critic = {f"update.critic.{key}": value for key, value in changes.items()}
+        yield name, UPDATES["pg"], {**base, **critic}
+
+
+PARTS = {"updates": of_updates, "adapters": of_adapters, "noise": of_noise, "critic": of_critic}
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "lora r=4": {"type": "lora", "rank": 4, "alpha": 4},
@@ -136,6 +144,13 @@ NOISES: dict[str, dict[str, Any]] = {
     "disjoint batches": {"privacy.partition": "fixed"},
     "disjoint batches, 4 bands": {"privacy.partition": "fixed", "privacy.bands": 4},
     "disjoint batches, all bands": {"privacy.partition": "fixed", "privacy.bands": 1000},
+}
+CRITICS: dict[str, dict[str, Any]] = {
+    "loo": {},
+    "loo and mean reward": {"features": 0, "weight": 0.5},
+    "loo and critic": {"features": 4, "weight": 0.5},
+    "mean reward": {"features": 0, "weight": 1.0},
+    "critic": {"features": 4, "weight": 1.0},
 }
 SGD_RATE = 1.0
 TUNED_SMALL: dict[str, dict[str, Any]] = {name: {} for name in UPDATES}

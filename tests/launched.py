@@ -58,6 +58,8 @@ def settings(model: str) -> dict[str, Any]:
         "rollout__batch_size": 4,
         "update__batch_size": 4,
         "update__clip_norm": 0.01,
+        "update__critic": {"features": 2, "share": 0.1},
+        "evaluation_prompts": [f"public {'words ' * (i % 3)}{i}" for i in range(8)],
         "quiet": True,
     }
 
@@ -142,7 +144,10 @@ def train_until_killed(folder: Path, run: str, rank: str, owner: Any, name: str)
 
 def resume(folder: Path, run: str) -> None:
     watch(torch.float64)
-    dprlhf.resume(folder / run, prompts=PROMPTS, reward=reward, quiet=True)
+    public = settings("")["evaluation_prompts"]
+    dprlhf.resume(
+        folder / run, prompts=PROMPTS, reward=reward, evaluation_prompts=public, quiet=True
+    )
 
 
 def launch(processes: int, folder: Path, name: str, action: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from dprlhf.boundary import BoundedSum, Private, Released
+from dprlhf.critic import Critic
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
@@ -38,9 +39,11 @@ def round_of(
     telemetry: TelemetryCoordinates | None = None,
     divisor: float = 1.0,
     learning_rate: float = 0.0,
+    critic: Critic | None = None,
+    gate: OpenGate | None = None,
 ) -> tuple[PrivateRound, OpenGate]:
     """Return a round with an SGD optimizer, and its gate."""
-    gate = OpenGate(divisor)
+    gate = gate or OpenGate(divisor)
     made = PrivateRound(
         policy=policy,
         responses=Private(responses),
@@ -53,6 +56,7 @@ def round_of(
         reduce=lambda x: x,
         gate=gate,
         number=1,
+        critic=critic,
     )
     return made, gate
 

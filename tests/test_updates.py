@@ -398,6 +398,7 @@ def expectation(
     *,
     from_base: int = 0,
     largest: float | None = 1e12,
+    value: float | None = None,
 ) -> torch.Tensor:
     """E of one user's unclipped contribution; ``largest=None`` leaves the ratio out."""
     responses, answers = combinations(k, from_base)
@@ -405,7 +406,8 @@ def expectation(
     if largest is not None:
         ratio = importance_ratio(policy, responses, 1000, largest)
     everyone = np.ones(responses.users, dtype=bool)
-    weights = weigh(responses, scores_of(rewards[answers]), everyone, baseline, ratio)
+    critic = {} if value is None else {"values": np.full(len(answers), value), "weight": 0.7}
+    weights = weigh(responses, scores_of(rewards[answers]), everyone, baseline, ratio, **critic)
     with torch.no_grad():
         current = log_probabilities(policy).exp().numpy()
         with policy.base():
@@ -433,6 +435,14 @@ def test_with_the_importance_ratio_the_estimator_is_unbiased(
     small: CausalLMPolicy, rewards: Array, truth: torch.Tensor, baseline: str
 ) -> None:
     measured = expectation(small, rewards, baseline, 2, from_base=1)
+    assert relative_error(measured, truth) < 1e-10
+
+
+@pytest.mark.parametrize(("baseline", "from_base"), [("loo", 0), ("paired", 1)])
+def test_a_value_that_is_off_does_not_bias_it(
+    small: CausalLMPolicy, rewards: Array, truth: torch.Tensor, baseline: str, from_base: int
+) -> None:
+    measured = expectation(small, rewards, baseline, 2, from_base=from_base, value=1.7)
     assert relative_error(measured, truth) < 1e-10
 
 

@@ -32,6 +32,13 @@ def privacy_card(recipe: Recipe, plan: Plan, dimension: int) -> dict[str, Any]:
     released = ["the noised mean gradient of each round, and what follows from it: the policy"]
     if recipe.privacy.reward_share:
         released.append("the noised mean reward and count of each round, in the same release")
+    critic = getattr(recipe.update, "critic", None)
+    if critic is not None:
+        released.append(
+            f"the noised step of a critic of {1 + critic.features} numbers in each round, in the"
+            f" same release: {critic.share:g} of its budget, at noise multiplier"
+            f" {plan.noise_multiplier / critic.share**0.5:.4g}"
+        )
     return {
         "private": plan.private,
         "unit": f"user = {unit}, at most {recipe.data.max_prompts_per_user} prompts",

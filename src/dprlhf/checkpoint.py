@@ -1,4 +1,4 @@
-"""Checkpoints: the policy, the optimizer (released values only) and the round they belong to.
+"""Checkpoints: policy, optimizer and critic (released values only), and the round they are of.
 
 Nothing here is secret: no key, no random state, no batch.
 """
@@ -11,13 +11,18 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from dprlhf.critic import Critic
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.run_folder import RunFolder, replaced_folder
 
 
 def save_checkpoint(
-    folder: RunFolder, round_: int, policy: CausalLMPolicy, optimizer: torch.optim.Optimizer
+    folder: RunFolder,
+    round_: int,
+    policy: CausalLMPolicy,
+    optimizer: torch.optim.Optimizer,
+    critic: Critic | None = None,
 ) -> None:
     """Replace the run's checkpoint by the state after ``round_``, atomically."""
     names = list(policy.parameters)
@@ -28,13 +33,18 @@ def save_checkpoint(
     with replaced_folder(folder.checkpoint) as fresh:
         save_file(policy.state(), fresh / "policy.safetensors")
         save_file(moments, fresh / "optimizer.safetensors")
+        if critic is not None:
+            save_file(critic.state(), fresh / "critic.safetensors")
         (fresh / "state.json").write_text(json.dumps({"round": round_}))
 
 
 def load_checkpoint(
-    folder: RunFolder, policy: CausalLMPolicy, optimizer: torch.optim.Optimizer
+    folder: RunFolder,
+    policy: CausalLMPolicy,
+    optimizer: torch.optim.Optimizer,
+    critic: Critic | None = None,
 ) -> int:
-    """Put the last checkpoint back into policy and optimizer; return its round (0: none).
+    """Put the last checkpoint back into its parts; return its round (0: none).
 
     Raises:
         DprlhfError: the checkpoint is damaged.
@@ -49,6 +59,8 @@ def load_checkpoint(
         round_ = int(json.loads((source / "state.json").read_text())["round"])
         policy.load_state(load_file(source / "policy.safetensors"))
         moments = load_file(source / "optimizer.safetensors")
+        if critic is not None:
+            critic.load_state(load_file(source / "critic.safetensors"))
     except Exception as error:
         raise DprlhfError(
             f"{source}: damaged ({type(error).__name__}); it cannot be used"

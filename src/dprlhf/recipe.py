@@ -219,13 +219,22 @@ class _Update(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _no_critic(cls, values: Any) -> Any:
+    def _only_a_noised_critic(cls, values: Any) -> Any:
         if isinstance(values, Mapping) and "critic" in values:
-            raise ValueError(
-                "there is no critic: one fitted without noise would carry a round's users into"
-                " later releases (docs/privacy.md, 'Rules that the code keeps'); write baseline:"
-                " loo, which takes the user's own other responses"
-            )
+            critic = values["critic"]
+            name = critic.get("name", "noised") if isinstance(critic, Mapping) else critic
+            offered = "critic" in cls.model_fields
+            if offered and (critic is None or isinstance(critic, Critic)):
+                return values
+            if not offered or name != "noised":
+                raise ValueError(
+                    "there is no critic but critic: noised, with update.name pg, grpo or ppo: one"
+                    " fitted without noise would carry a round's users into later releases"
+                    " (docs/privacy.md, 'Rules that the code keeps'); or write baseline: loo, which"
+                    " takes the user's own other responses"
+                )
+            if critic == "noised":
+                return {**values, "critic": {}}
         return values
 
     @property
@@ -237,6 +246,26 @@ class _Update(Settings):
     def releases(self) -> int:
         """J, the noised sums that a round takes from its users."""
         return 1
+
+
+class Critic(Settings):
+    """A guess V(x) at a prompt's mean reward, learned from noised releases (see critic.py).
+
+    Attributes:
+        name: ``noised``; there is no other.
+        share: of the round's budget 1/z². The gradient's noise-to-clip ratio grows by
+            1/√(1 − share).
+        features: p, numbers that V sees of a prompt, from public prompts; 0 makes V the released
+            mean reward of earlier rounds. Noise in V grows with p.
+        weight: of r − V(x) in an advantage; the rest is the baseline's.
+        step_size: η, how much of V comes from the last round.
+    """
+
+    name: Literal["noised"] = "noised"
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.02
+    features: Annotated[int, Field(ge=0)] = 4
+    weight: Annotated[float, Field(gt=0, le=1)] = 0.5
+    step_size: Annotated[float, Field(gt=0, le=1)] = 0.3
 
 
 class _Score(_Update):
@@ -253,14 +282,24 @@ Baseline = Literal["paired", "loo", "group"]
 """Advantages, all inside one user's own responses."""
 
 
-class PG(_Score):
+class _Advantage(_Score):
+    """What the policy gradients share, whose advantages a critic may serve.
+
+    Attributes:
+        critic: ``noised``, or a mapping with its settings; None has no critic.
+    """
+
+    critic: Critic | None = None
+
+
+class PG(_Advantage):
     """DP-PG (He & Zhou, Algorithm 2): the policy gradient."""
 
     name: Literal["pg"] = "pg"
     baseline: Baseline = "loo"
 
 
-class GRPO(_Score):
+class GRPO(_Advantage):
     """DP-GRPO: group-relative advantages and the clipped ratio surrogate.
 
     Attributes:
@@ -273,7 +312,7 @@ class GRPO(_Score):
     scale_rewards: bool = True
 
 
-class PPO(_Score):
+class PPO(_Advantage):
     """DP-PPO (Rio et al., Algorithms 2 and 3): each user trains a copy, whose move is clipped.
 
     Attributes:
@@ -544,6 +583,7 @@ class Recipe(Settings):
                 " privacy.bands above 1 changes: write sgd or adam"
             )
         self._check_trust_region()
+        self._check_critic()
         if self.kl.level == "token" and self.update.name != "pg":
             raise ValueError(
                 f"kl.level: token works with update.name pg; {self.update.name} takes one reward a"
@@ -573,6 +613,29 @@ class Recipe(Settings):
                 " that never saw them, or privacy.epsilon=.inf for a non-private baseline"
             )
         return self
+
+    def _check_critic(self) -> None:
+        critic = getattr(self.update, "critic", None)
+        if critic is None:
+            return
+        if getattr(self.update, "scale_rewards", False) or (
+            getattr(self.update, "baseline", None) == "group"
+        ):
+            setting = "scale_rewards: false" if self.update.name == "grpo" else "baseline: loo"
+            raise ValueError(
+                "update.critic: V(x) is in the unit of rewards, and standardised advantages have"
+                f" none: write {setting}"
+            )
+        if critic.features and self.evaluation is None:
+            raise ValueError(
+                "update.critic: features come from public prompts (evaluation.data): give some, or"
+                " write features: 0"
+            )
+        if self.privacy.reward_share**2 + critic.share >= 1:
+            raise ValueError(
+                "update.critic.share and the square of privacy.reward_share leave nothing to the"
+                " gradient: lower them"
+            )
 
     def _check_trust_region(self) -> None:
         region = self.update.clip_norm

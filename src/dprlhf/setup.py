@@ -17,6 +17,7 @@ import numpy as np
 
 from dprlhf import recipe as settings
 from dprlhf.boundary import open_private
+from dprlhf.critic import Critic
 from dprlhf.errors import DprlhfError, InterruptedRunError
 from dprlhf.evaluate import evaluate
 from dprlhf.optimizers import make_optimizer
@@ -118,6 +119,7 @@ def prepared(
             telemetry=TelemetryCoordinates.from_plan(
                 plan, recipe.privacy.reward_share, recipe.reward_range
             ),
+            critic=_critic(recipe, plan, policy, processes, parts.public_prompts),
             progress=Progress(
                 recipe.rollout.responses,
                 plan.divisor * recipe.rollout.responses / processes.count,
@@ -273,6 +275,23 @@ def _plan(recipe: Recipe, users: Users) -> Plan:
         releases_per_round=recipe.update.releases,
         bands=privacy.bands,
     )
+
+
+def _critic(
+    recipe: Recipe,
+    plan: Plan,
+    policy: CausalLMPolicy,
+    processes: Processes,
+    public: Prompts | None,
+) -> Critic | None:
+    spec = getattr(recipe.update, "critic", None)
+    if spec is None:
+        return None
+    critic = Critic.from_plan(spec, plan, policy, recipe.reward_range, recipe.update.batch_size)
+    prompts = public.prompts if public is not None else []
+    critic.look_at(policy, policy.encode(prompts, recipe.data.max_prompt_tokens))
+    critic.load_state(processes.from_main(critic.state()))
+    return critic
 
 
 def _key(folder: RunFolder, recipe: Recipe, *, create: bool) -> bytes:

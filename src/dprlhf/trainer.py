@@ -17,6 +17,7 @@ import torch
 
 from dprlhf.boundary import BoundedSum, Private, Released, open_private
 from dprlhf.checkpoint import load_checkpoint, save_checkpoint
+from dprlhf.critic import Critic
 from dprlhf.errors import DprlhfError
 from dprlhf.evaluate import Evaluated, RewardEstimate, evaluate
 from dprlhf.interrupt import Interruptible
@@ -57,6 +58,7 @@ class Run:
     public_prompts: Prompts | None
     gate: Gate | None  # on the main process only: one writer of the ledger
     telemetry: TelemetryCoordinates
+    critic: Critic | None
     progress: Progress
     callbacks: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
 
@@ -91,6 +93,7 @@ def run_rounds(run: Run) -> None:
                 noise_multiplier=run.plan.noise_multiplier,
                 divisor=run.plan.divisor,
                 telemetry=run.telemetry,
+                critic=run.critic,
                 optimizer=run.optimizer,
                 reduce=run.processes.sum,
                 gate=_gate(run, t, interrupt),
@@ -118,7 +121,7 @@ def _remaining_rounds(run: Run) -> Iterator[int]:
 
     The users of a round that was charged but not saved are spent: it is left out, never redone.
     """
-    saved = load_checkpoint(run.folder, run.policy, run.optimizer)
+    saved = load_checkpoint(run.folder, run.policy, run.optimizer, run.critic)
 
     def confirmed() -> int:
         assert run.gate is not None
@@ -150,7 +153,7 @@ def _gate(
 
 def _save(run: Run, t: int) -> None:
     if run.gate is not None:
-        save_checkpoint(run.folder, t, run.policy, run.optimizer)
+        save_checkpoint(run.folder, t, run.policy, run.optimizer, run.critic)
         run.gate.ledger.commit(t)
 
 
@@ -173,6 +176,8 @@ def _report(run: Run, t: int, round_: PrivateRound) -> ReleasedReward | None:
         metrics["private_reward_noised"] = reward.mean
         metrics["private_reward_noise_std"] = reward.noise_std
         metrics["valid_share_noised"] = reward.valid_share
+    if run.critic is not None:
+        metrics["critic_value_noised"] = run.critic.mean_value
     every = run.recipe.evaluation.every if run.recipe.evaluation else None
     if every and t % every == 0 and t < run.plan.rounds and run.processes.main:
         public = evaluate_policy(run, f"evaluation after round {t}").estimate

@@ -119,6 +119,23 @@ class CausalLMPolicy:
         )
         return found.view(len(tokens), responses)
 
+    @torch.no_grad()
+    def last_states(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return the last layer's hidden state of the last token, ``[rows, hidden]``.
+
+        Args:
+            tokens: ``[rows, tokens]``, padded on the left.
+            mask: 1 where a token is real, same shape.
+        """
+        ids, seen = F.pad(tokens, (1, 0)), F.pad(mask, (1, 0))  # as in response_logprobs
+        states: torch.Tensor = self.model.get_base_model().base_model(
+            input_ids=ids,
+            attention_mask=seen,
+            position_ids=(seen.cumsum(1) - 1).clamp(min=0),
+            use_cache=False,
+        )[0]
+        return states[:, -1]
+
     def state(self) -> dict[str, torch.Tensor]:
         """Return a copy of the whole adapter, frozen parts included, on the CPU."""
         import peft

@@ -52,6 +52,13 @@ class Responses:
         return self.mask[:, -self.length :]
 
     @property
+    def prompt_tokens(self) -> list[list[int]]:
+        """The tokens of each prompt, without padding."""
+        _, first = np.unique(self.prompt, return_index=True)
+        tokens, mask = self.tokens[first, : -self.length], self.mask[first, : -self.length]
+        return [t[m.bool()].tolist() for t, m in zip(tokens, mask, strict=True)]
+
+    @property
     def widths(self) -> NDArray[np.int64]:
         """The width that each row's prompt is padded to, ``[rows]``; its own length decides."""
         lengths = self.mask[:, : -self.length].sum(1).numpy()

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from dprlhf import recipe
 from dprlhf.boundary import Private, open_private
 from dprlhf.updates.logprobs import Array, log_ratio_to_base
-from dprlhf.updates.pg import weigh
+from dprlhf.updates.pg import weigh_round
 from dprlhf.updates.private_round import PrivateRound
 
 
@@ -43,10 +43,9 @@ def grpo(round_: PrivateRound, spec: recipe.GRPO) -> None:
 
 
 def _weights(round_: PrivateRound, spec: recipe.GRPO) -> Array:
-    responses, scores = open_private(round_.responses), open_private(round_.scores)
-    ones = np.ones(len(responses.user))
+    responses = open_private(round_.responses)
     baseline = "group" if spec.scale_rewards else "centred"
-    advantages = weigh(responses, scores, open_private(round_.valid), baseline, ones)
+    advantages = weigh_round(round_, baseline, np.ones(len(responses.user)))
     real = responses.response_mask.numpy()
     ratio = np.ones(real.shape)
     rows = np.flatnonzero(responses.from_base)

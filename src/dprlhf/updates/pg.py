@@ -38,9 +38,21 @@ def policy_gradient(round_: PrivateRound, spec: recipe.PG) -> None:
 
 
 def _weights(round_: PrivateRound, spec: recipe.PG) -> NDArray[np.float64]:
-    responses, scores = open_private(round_.responses), open_private(round_.scores)
+    responses = open_private(round_.responses)
     ratio = importance_ratio(round_.policy, responses, spec.batch_size, spec.max_importance_ratio)
-    return weigh(responses, scores, open_private(round_.valid), spec.baseline, ratio)
+    return weigh_round(round_, spec.baseline, ratio)
+
+
+def weigh_round(
+    round_: PrivateRound, baseline: str, ratio: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return :func:`weigh` of a round, with a part of r − V(x) in Â where there is a critic."""
+    responses, scores = open_private(round_.responses), open_private(round_.scores)
+    values = None if round_.values is None else open_private(round_.values)
+    weight = round_.critic.weight if round_.critic is not None else 0.0
+    return weigh(
+        responses, scores, open_private(round_.valid), baseline, ratio, values=values, weight=weight
+    )
 
 
 def weigh(
@@ -49,11 +61,17 @@ def weigh(
     valid: NDArray[np.bool_],
     baseline: str,
     ratio: NDArray[np.float64],
+    *,
+    values: NDArray[np.float64] | None = None,
+    weight: float = 0.0,
 ) -> NDArray[np.float64]:
     """Return each row's weight: advantage × importance ratio / the user's number of responses.
 
     Scores of each token, ``[rows, response]``, give weights of each token: at a token the baseline
     is that of the other responses' rewards-to-go. A user that is not ``valid`` contributes zero.
+
+    With V(x) of each row, ``values``, ``[rows]``, an advantage is so much (``weight``) of r − V(x)
+    and the rest of the baseline's.
     """
     if not len(responses.user):
         return np.empty_like(scores.values)
@@ -62,6 +80,8 @@ def weigh(
     advantages = np.stack(
         [BASELINES[baseline](c.reshape(-1, k), responses.from_base[:k]).ravel() for c in columns], 1
     )
+    if values is not None:
+        advantages = (1 - weight) * advantages + weight * (columns.T - values[:, None])
     of_user = np.bincount(responses.user, minlength=responses.users)
     weights = advantages * (ratio / of_user[responses.user])[:, None]
     return np.where(valid[responses.user, None], weights, 0.0).reshape(scores.values.shape)

@@ -13,7 +13,8 @@ Departures from the paper:
 - Algorithm 3 prints θ ← θ − η∇L for the surrogate L that is to be maximised. Here a step ascends.
 - Advantages come from the user's own responses, and every token of a response carries its
   response's. The paper's critic (appendix C.2.1) is fitted on users without noise and outlives the
-  round: it would carry one round's users into the next round's release.
+  round: it would carry one round's users into the next round's release. Here a critic is released
+  with noise, or there is none (:mod:`dprlhf.critic`).
 - A minibatch's mean over tokens is multiplied by the user's tokens a response. So one SGD step on
   all tokens is the learning rate times DP-PG's gradient.
 - A row from μ ≠ π_t has the token ratio π_θ/μ = (π_t/μ)(π_θ/π_t). The first factor stays fixed and
@@ -40,7 +41,7 @@ from dprlhf.gradients.local_copies import local_copies
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rollout import Responses
 from dprlhf.updates.logprobs import Array, log_ratio_to_base
-from dprlhf.updates.pg import weigh
+from dprlhf.updates.pg import weigh_round
 from dprlhf.updates.private_round import PrivateRound
 
 _BETAS = (0.9, 0.999)
@@ -77,9 +78,8 @@ def _moves(round_: PrivateRound, spec: recipe.PPO) -> Iterator[tuple[Users, torc
 
 def _weights(round_: PrivateRound, spec: recipe.PPO) -> Array:
     """Return Â min(π_t/μ, c) over the user's number of responses, ``[rows, response]``."""
-    responses, scores = open_private(round_.responses), open_private(round_.scores)
-    ones = np.ones(len(responses.user))
-    advantages = weigh(responses, scores, open_private(round_.valid), spec.baseline, ones)
+    responses = open_private(round_.responses)
+    advantages = weigh_round(round_, spec.baseline, np.ones(len(responses.user)))
     ratio = np.ones((len(responses.user), responses.length))
     rows = np.flatnonzero(responses.from_base)
     log_ratio = log_ratio_to_base(round_.policy, responses, spec.batch_size, rows)

@@ -6,6 +6,7 @@ policy along what was released; some updates do this several times in a round.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from dprlhf.boundary import BoundedSum, Private, Released, open_private
+from dprlhf.critic import Critic
 from dprlhf.gradients.clipping import (
     ClippedSum,
     Weighted,
@@ -45,6 +47,9 @@ class PrivateRound:
         gate: turns the sum over all processes into a released mean.
         number: t, from 1.
         tick: told the number of rows done.
+        critic: V as the rounds before left it; the first release moves it.
+        features: φ of each prompt, ``[prompts, 1 + p]``; with a critic only.
+        values: V of each row's prompt before this round, ``[rows]``; with a critic only.
         unpenalised: the scores without a KL penalty, for telemetry.
         released: the first release without telemetry; ``[dimension]`` where it is a gradient.
         telemetry_released: the telemetry coordinates of the first release, ``[count]``.
@@ -63,13 +68,21 @@ class PrivateRound:
     gate: Callable[[BoundedSum], Released[torch.Tensor]]
     number: int
     tick: Tick | None = None
+    critic: Critic | None = None
     unpenalised: Private[Scores] = field(init=False)
+    features: Private[NDArray[np.float64]] | None = None
+    values: Private[NDArray[np.float64]] | None = None
     released: torch.Tensor | None = None
     telemetry_released: torch.Tensor | None = None
     norms: Private[NDArray[np.float64]] | None = None
 
     def __post_init__(self) -> None:
         self.unpenalised = self.scores
+        if self.critic is not None:
+            given = open_private(self.responses)
+            features = self.critic.features(self.policy, given.prompt_tokens)
+            self.features = Private(features)
+            self.values = Private(self.critic.values(features)[given.prompt])
 
     @property
     def valid(self) -> Private[NDArray[np.bool_]]:
@@ -123,12 +136,15 @@ class PrivateRound:
         )
 
     def release(self, clipped: ClippedSum) -> torch.Tensor:
-        """Charge the round (once) and return the noised mean, float64, without telemetry."""
+        """Charge the round (once) and return the noised mean, float64, without what rides in it."""
         released = self.gate(clipped.bounded).value
         if self.released is None:
-            width = len(released) - self.telemetry.count
-            self.telemetry_released = released[width:]
-            self.released = released = released[:width]
+            ends = [self.telemetry.count, self.critic.count if self.critic else 0]
+            parts = torch.split(released, [len(released) - sum(ends), *ends])
+            self.released, self.telemetry_released, of_critic = parts
+            released = self.released
+            if self.critic is not None:
+                self.critic.step(of_critic, self.number)
             self.norms = clipped.norms
         return released
 
@@ -147,7 +163,16 @@ class PrivateRound:
         if self.released is not None:
             return np.zeros((responses.users, 0)), 0.0
         valid = open_private(self.valid)
-        return self.telemetry.of_users(responses.user, scores.values, valid), self.telemetry.norm
+        extra = self.telemetry.of_users(responses.user, scores.values, valid)
+        if self.critic is None:
+            return extra, self.telemetry.norm
+        assert self.features is not None
+        features = open_private(self.features)[responses.prompt]
+        rewards = open_private(self.scores).values
+        rewards = rewards if rewards.ndim == 1 else rewards[:, 0]  # the first token's is the whole
+        steps = self.critic.of_users(features, rewards, responses.user, valid)
+        norm = math.hypot(self.telemetry.norm, self.critic.norm)
+        return np.concatenate([extra, steps], axis=1), norm
 
 
 def users_with_valid_scores(responses: Responses, scores: Scores) -> NDArray[np.bool_]:
