@@ -140,7 +140,7 @@ def _recipe_in(folder: RunFolder) -> Recipe:
 
 
 def _run(run: Run) -> Result:
-    card = privacy_card(run.recipe, run.plan, run.policy.dimension)
+    card = privacy_card(run.recipe, run.plan, run.policy.dimension, run.key, run.earlier)
     if run.processes.main:
         write_json(run.folder.privacy, card)
     before = _evaluate(run, "evaluation before", base=True)

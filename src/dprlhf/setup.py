@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import math
 import traceback
@@ -27,12 +28,13 @@ from dprlhf.policies.causal_lm import (
     load_policy,
     native_dtype,
 )
+from dprlhf.previous import Earlier, check_disjoint, read_earlier
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.privacy.randomness import commitment
 from dprlhf.processes import Processes
 from dprlhf.progress import Progress
-from dprlhf.recipe import IN_MEMORY, Recipe, dump_recipe, load_recipe, make_recipe
+from dprlhf.recipe import IN_MEMORY, AnyRecipe, Recipe, dump_recipe, load_recipe, make_recipe
 from dprlhf.rewards import Reward as LoadedReward
 from dprlhf.rewards import Scorer, check_reward, load_reward
 from dprlhf.rollout import Responses, sample, settled
@@ -86,32 +88,26 @@ def prepared(
         processes.on_main(folder.refuse_to_overwrite)
     parts = assemble(recipe, sources, processes, quiet=quiet)
     recipe, plan, users, policy = parts.recipe, parts.plan, parts.users, parts.policy
-    key = processes.on_main(lambda: _key(folder, recipe, create=create))
-    with _one_line_errors(folder), contextlib.ExitStack() as stack:
-        gate = None
-        if processes.main:
-            ledger = _ledger(recipe, plan, folder, key, users)
-            stack.callback(ledger.close)
-            gate = Gate(plan, ledger, key)
-            config = {**recipe.model_dump(mode="json"), "plan": plan.terms()}
-            trackers = stack.enter_context(tracked(recipe.tracking, folder, config))
-            callbacks = [*trackers, *callbacks]
-        sink = stack.enter_context(open(folder.secret / "reward-output.txt", "a"))
+    with (
+        opened(recipe, plan, folder, users, parts.earlier, processes, create=create) as held,
+        open(folder.secret / "reward-output.txt", "a") as sink,
+    ):
         run = Run(
             recipe=recipe,
             plan=plan,
+            earlier=parts.earlier,
             folder=folder,
-            key=key,
+            key=held.key,
             processes=processes,
             users=users,
-            allocation=allocate(plan, key),
+            allocation=allocate(plan, held.key),
             policy=policy,
             optimizer=make_optimizer(
                 recipe.optimizer, policy.parameters.values(), plan.noise_std / plan.divisor
             ),
             scorer=Scorer(parts.rewards, recipe.reward_range, sink=sink),
             public_prompts=parts.public_prompts,
-            gate=gate,
+            gate=held.gate,
             telemetry=TelemetryCoordinates.from_plan(
                 plan, recipe.privacy.reward_share, recipe.reward_range
             ),
@@ -120,10 +116,46 @@ def prepared(
                 plan.divisor * recipe.rollout.responses / processes.count,
                 disable=quiet or not processes.main,
             ),
-            callbacks=list(callbacks),
+            callbacks=[*held.trackers, *callbacks],
         )
         _check_rewards(run)
         yield run
+
+
+@dataclass(frozen=True, repr=False)
+class Opened:
+    """What a run folder gives: its key, and on the main process the gate and the trackers."""
+
+    key: bytes
+    gate: Gate | None
+    trackers: list[Callback]
+
+
+@contextlib.contextmanager
+def opened(
+    recipe: AnyRecipe,
+    plan: Plan,
+    folder: RunFolder,
+    users: Users,
+    earlier: Earlier,
+    processes: Processes,
+    *,
+    create: bool,
+) -> Iterator[Opened]:
+    """Make or open a run folder of any stage, its ledger and trackers, and close them afterwards.
+
+    What goes wrong inside is told in one line that quotes no user.
+    """
+    key = processes.on_main(lambda: _key(folder, recipe, create=create))
+    with _one_line_errors(folder), contextlib.ExitStack() as stack:
+        gate, trackers = None, []
+        if processes.main:
+            ledger = _ledger(recipe, plan, folder, key, users, earlier)
+            stack.callback(ledger.close)
+            gate = Gate(plan, ledger, key)
+            config = {**recipe.model_dump(mode="json"), "plan": plan.terms()}
+            trackers = stack.enter_context(tracked(recipe.tracking, folder, config))
+        yield Opened(key, gate, list(trackers))
 
 
 @dataclass(frozen=True, repr=False)
@@ -132,6 +164,7 @@ class Parts:
 
     recipe: Recipe
     plan: Plan
+    earlier: Earlier
     users: Users
     policy: CausalLMPolicy
     rewards: list[LoadedReward]
@@ -144,11 +177,13 @@ def assemble(recipe: Recipe, sources: Sources, processes: Processes, *, quiet: b
     Raises:
         DprlhfError: a setting, the data, the policy or a reward is wrong.
     """
-    _hush_libraries()
+    hush_libraries()
     check_installed(recipe.tracking.report_to)
     recipe = processes.on_main(lambda: _resolved(recipe))
-    users = Users(_rows(recipe.data, sources.prompts), recipe.data)
-    plan = _plan(recipe, users)
+    earlier = processes.on_main(lambda: read_earlier(recipe))
+    users = Users(rows_of(recipe.data, sources.prompts), recipe.data)
+    processes.on_main(lambda: check_disjoint(recipe, users))
+    plan = plan_of(recipe, users)
     policy = sources.policy or load(recipe)
     check_dimension(recipe.update, policy.dimension)
     processes.place(policy)
@@ -160,10 +195,10 @@ def assemble(recipe: Recipe, sources: Sources, processes: Processes, *, quiet: b
     recipe = processes.from_main(
         _settle_clip_norm(recipe, plan, policy, public, quiet=quiet or not processes.main)
     )
-    plan = _plan(recipe, users)
+    plan = plan_of(recipe, users)
     rewards: Sequence[Any] = sources.rewards or [_loadable(r) for r in recipe.rewards]
     loaded = [load_reward(reward) for reward in rewards]
-    return Parts(recipe, plan, users, policy, loaded, _evaluation_prompts(recipe, public))
+    return Parts(recipe, plan, earlier, users, policy, loaded, _evaluation_prompts(recipe, public))
 
 
 class Sources:
@@ -247,7 +282,8 @@ def _with_rollout(recipe: Recipe, plan: Plan, policy: CausalLMPolicy, processes:
     return recipe.model_copy(update={"rollout": rollout})
 
 
-def _rows(data: settings.Data, given: Any) -> Any:
+def rows_of(data: settings.Data, given: Any) -> Any:
+    """Return the rows that the program holds, or else those that the recipe names."""
     if given is not None:
         return rows_from(given, data.prompt_column)
     if data.path == IN_MEMORY:
@@ -255,7 +291,8 @@ def _rows(data: settings.Data, given: Any) -> Any:
     return load_rows(data)
 
 
-def _plan(recipe: Recipe, users: Users) -> Plan:
+def plan_of(recipe: AnyRecipe, users: Users) -> Plan:
+    """Build the plan of a recipe of any stage."""
     privacy = recipe.privacy
     return make_plan(
         users=users.count,
@@ -272,7 +309,7 @@ def _plan(recipe: Recipe, users: Users) -> Plan:
     )
 
 
-def _key(folder: RunFolder, recipe: Recipe, *, create: bool) -> bytes:
+def _key(folder: RunFolder, recipe: AnyRecipe, *, create: bool) -> bytes:
     """Return the run's secret key; a new run makes its folder first."""
     if not create:
         return folder.open()
@@ -281,7 +318,9 @@ def _key(folder: RunFolder, recipe: Recipe, *, create: bool) -> bytes:
     return key
 
 
-def _ledger(recipe: Recipe, plan: Plan, folder: RunFolder, key: bytes, users: Users) -> Ledger:
+def _ledger(
+    recipe: AnyRecipe, plan: Plan, folder: RunFolder, key: bytes, users: Users, earlier: Earlier
+) -> Ledger:
     # The digest of the data stays in secret/: published, it would confirm a guess at the data.
     digest_file = folder.secret / "data-digest"
     digest = open_private(users.digest())
@@ -293,6 +332,9 @@ def _ledger(recipe: Recipe, plan: Plan, folder: RunFolder, key: bytes, users: Us
             " known. Start a new run"
         )
     if held is None:
+        hashes = io.BytesIO()
+        np.save(hashes, open_private(users.identities()))
+        write_atomically(folder.identities, hashes.getvalue(), mode=0o600)
         write_atomically(digest_file, digest, mode=0o600)
     elif held != digest:
         raise DprlhfError(
@@ -305,13 +347,14 @@ def _ledger(recipe: Recipe, plan: Plan, folder: RunFolder, key: bytes, users: Us
         folder.ledger,
         {
             **plan.terms(),
+            **earlier.terms(),
             "recipe_sha256": hashlib.sha256(text.encode()).hexdigest(),
             "key_commitment": commitment(key),
         },
     )
 
 
-def _hush_libraries() -> None:
+def hush_libraries() -> None:
     """Leave the terminal to this project's own bars and lines."""
     import datasets
     from transformers.utils import logging
@@ -344,7 +387,7 @@ def _public_users(recipe: Recipe, sources: Sources) -> Users | None:
     if recipe.evaluation is None:
         return None
     data = recipe.evaluation.data
-    rows = _rows(data, sources.evaluation_prompts)
+    rows = rows_of(data, sources.evaluation_prompts)
     return Users(rows, data.model_copy(update={"user_column": None}))
 
 
