@@ -92,15 +92,19 @@ class Policy(Settings):
     """The language model that is trained.
 
     Attributes:
+        model_name_or_path: a hub id, a folder, ``asset:…``, or an earlier stage's ``model/``.
         dtype: of the frozen base; the adapter stays in float32. ``auto`` is bfloat16 where the
             machine computes in it, else float32; a run keeps what it started with.
+        trained_on_private_users: declare whether the base checkpoint was fitted on the same users
+            without a stated cost. If it was, no ε can be stated for them, and only a non-private
+            baseline will run.
+        trust_remote_code: let the checkpoint bring code of its own, as transformers does.
+        adapter: what of the model is trained.
     """
 
     model_name_or_path: str
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     trained_on_private_users: bool = False
-    """Declare whether the base checkpoint was fitted on the same users. If it was, no ε can be
-    stated for them, and only a non-private baseline will run."""
     trust_remote_code: bool = False
     adapter: Adapter = Adapter()
 
@@ -181,7 +185,21 @@ class Preferences(Data):
 
 
 class Reward(Settings):
-    """One reward: exactly one of ``function``, ``classifier`` and ``plugin``."""
+    """One reward: exactly one of ``function``, ``classifier`` and ``plugin``.
+
+    Attributes:
+        function: ``package.module:function`` or ``file.py:function``, with TRL's signature.
+        classifier: a hub id or folder of a sequence classifier, or ``asset:…``.
+        plugin: a name in the entry-point group ``dprlhf.rewards``.
+        weight: of this reward in the sum.
+        per_user: call it for one user's rows at a time; for rewards that compare rows.
+        label: whose log-odds are a classifier's score; not with a single output.
+        text: what a classifier reads.
+        max_tokens: a classifier's texts are cut to so many.
+        batch_size: texts that a classifier scores at once.
+        trained_on_private_users: declare whether the reward was fitted on the same users without
+            a stated cost; then no ε can be stated.
+    """
 
     function: str | None = None
     classifier: str | None = None
@@ -305,7 +323,13 @@ Baseline = Literal["paired", "loo", "group"]
 
 
 class PG(_Score):
-    """DP-PG (He & Zhou, Algorithm 2): the policy gradient."""
+    """DP-PG (He & Zhou, Algorithm 2): the policy gradient.
+
+    Attributes:
+        name: ``pg``.
+        baseline: ``loo`` takes the mean of the user's other responses off a reward, ``paired`` the
+            other half's response, ``group`` standardises within the user.
+    """
 
     name: Literal["pg"] = "pg"
     baseline: Baseline = "loo"
@@ -315,6 +339,7 @@ class GRPO(_Score):
     """DP-GRPO: group-relative advantages and the clipped ratio surrogate.
 
     Attributes:
+        name: ``grpo``.
         clip_range: the surrogate's ratio is clipped to 1 ± this.
         scale_rewards: divide a group's advantages by its standard deviation.
     """
@@ -328,6 +353,8 @@ class PPO(_Score):
     """DP-PPO (Rio et al., Algorithms 2 and 3): each user trains a copy, whose move is clipped.
 
     Attributes:
+        name: ``ppo``.
+        baseline: as for pg.
         epochs: E, passes over a user's own tokens.
         minibatches: parts that a user's tokens are split into; one local step on each.
         local_optimizer: ``adam`` starts from the released moments and is thrown away.
@@ -394,6 +421,8 @@ class REBEL(_Update):
     ``rollout.responses`` must be even: the two halves are paired.
 
     Attributes:
+        name: ``rebel``.
+        oracle: of ``gauss-newton``.
         eta: η of the loss ((1/η)(Δ(y) − Δ(y′)) − Â)².
         solver: ``gradient`` takes ``steps`` noised steps on the true loss; ``gauss-newton`` solves
             the linearised loss through ``oracle``.
@@ -413,7 +442,13 @@ class REBEL(_Update):
 
 
 class NPG(_Score):
-    """DP-NPG (He & Zhou, Algorithm 3): regress advantages on ∇ log π, and step along w."""
+    """DP-NPG (He & Zhou, Algorithm 3): regress advantages on ∇ log π, and step along w.
+
+    Attributes:
+        name: ``npg``.
+        baseline: as for pg.
+        oracle: how the regression is solved.
+    """
 
     name: Literal["npg"]
     baseline: Baseline = "loo"
@@ -487,8 +522,16 @@ class Optimizer(Settings):
 class Budget(Settings):
     """What is promised: give ``epsilon`` or ``noise_multiplier``, not both.
 
-    ``epsilon: .inf`` is a non-private baseline. ``bands`` above 1, with partition ``fixed`` or
-    ``stream``, correlates the noise of so many rounds (see :mod:`dprlhf.privacy.correlated`).
+    Attributes:
+        epsilon: ε to keep within; ``.inf`` is a non-private baseline.
+        noise_multiplier: z, in place of ε, which then follows from it.
+        delta: δ; keep it well below 1 / users.
+        partition: how users are spread over the rounds.
+        adjacency: what neighbouring datasets are; None takes ``add-remove``, or ``zero-out`` for
+            ``fixed`` and ``stream``.
+        participations: rounds that a user takes part in (poisson: on average).
+        bands: above 1, with partition ``fixed`` or ``stream``, correlates the noise of so many
+            rounds (see :mod:`dprlhf.privacy.correlated`).
     """
 
     epsilon: float | None = None
@@ -579,8 +622,23 @@ class Previous(Settings):
 class Recipe(Settings):
     """All settings of a run.
 
-    ``seed`` decides the adapter's start and the public continuations. Allocation, noise and the
-    private responses come from the run's own secret key, never from a seed.
+    Attributes:
+        policy: the model that is trained.
+        data: the users' prompts.
+        rewards: one or several; their weighted sum counts.
+        reward_range: R; the sum is clipped to ±R.
+        rollout: how responses are sampled.
+        update: the algorithm.
+        kl: the penalty for leaving the base model.
+        optimizer: what steps along the released gradient.
+        privacy: what is promised.
+        rounds: T.
+        evaluation: public prompts, for the reward before, during and after.
+        tracking: experiment trackers.
+        previous: earlier runs on the same users, or whose models this one uses.
+        seed: of the adapter's start and the public continuations. Allocation, noise and the private
+            responses come from the run's own secret key, never from a seed.
+        output_dir: the run folder; None makes one under ``runs/``.
     """
 
     policy: Policy
@@ -701,7 +759,22 @@ class Supervised(Settings):
 
 
 class _Stage(Settings):
-    """What the supervised stages share."""
+    """What the supervised stages share.
+
+    Attributes:
+        stage: ``sft`` or ``reward``.
+        policy: the model that is trained.
+        data: the users' rows.
+        update: clipping.
+        optimizer: what steps along the released gradient.
+        privacy: what is promised.
+        rounds: T.
+        evaluation: public rows, for the loss before, during and after.
+        tracking: experiment trackers.
+        previous: earlier runs on the same users, or whose models this one uses.
+        seed: of the adapter's (and a fresh head's) start.
+        output_dir: the run folder; None makes one under ``runs/``.
+    """
 
     update: Supervised = Supervised()
     optimizer: Optimizer = Optimizer()
@@ -735,7 +808,13 @@ class _Stage(Settings):
 
 
 class DocumentsEvaluation(Settings):
-    """The loss on public documents: see :class:`Evaluation`."""
+    """The loss on public documents.
+
+    Attributes:
+        data: the public rows.
+        prompts: how many of them, from the start; at least 2, for a standard error.
+        every: evaluate after every so many rounds; None evaluates before and after only.
+    """
 
     data: Documents
     prompts: Annotated[int, Field(ge=2)] = 256
@@ -766,7 +845,13 @@ class SFTRecipe(_Stage):
 
 
 class PreferencesEvaluation(Settings):
-    """The loss on public pairs or labels: see :class:`Evaluation`."""
+    """The loss on public pairs or labels.
+
+    Attributes:
+        data: the public rows.
+        prompts: how many of them, from the start; at least 2, for a standard error.
+        every: evaluate after every so many rounds; None evaluates before and after only.
+    """
 
     data: Preferences
     prompts: Annotated[int, Field(ge=2)] = 256

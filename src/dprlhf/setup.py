@@ -17,6 +17,7 @@ import numpy as np
 
 from dprlhf import recipe as settings
 from dprlhf.boundary import open_private
+from dprlhf.callbacks import as_functions
 from dprlhf.errors import DprlhfError, InterruptedRunError
 from dprlhf.evaluate import evaluate
 from dprlhf.optimizers import make_optimizer
@@ -47,7 +48,8 @@ from dprlhf.updates.least_squares import check_dimension
 from dprlhf.users import Prompts, Users, load_rows, rows_from
 
 Reward = Callable[..., Any]
-Callback = Callable[[dict[str, Any]], None]
+Callback = Callable[[dict[str, Any]], None] | Any
+"""A function of a round's metrics, or a ``transformers.TrainerCallback``."""
 
 _LEFTOVER_PROMPTS = 64
 
@@ -116,7 +118,10 @@ def prepared(
                 plan.divisor * recipe.rollout.responses / processes.count,
                 disable=quiet or not processes.main,
             ),
-            callbacks=[*held.trackers, *callbacks],
+            callbacks=[
+                *held.trackers,
+                *as_functions(callbacks, folder.path, plan.rounds),
+            ],
         )
         _check_rewards(run)
         yield run

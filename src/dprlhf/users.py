@@ -8,7 +8,8 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -213,19 +214,31 @@ def _listed(numbers: Sequence[int], what: str) -> str:
     return f"{what}{'s' if len(numbers) > 1 else ''} {shown}{more}"
 
 
-def rows_from(prompts: Sequence[Prompt] | Any, column: str) -> Any:
-    """Turn in-memory prompts (or a ``datasets.Dataset``, returned as it is) into rows.
+def rows_from(prompts: Any, column: str) -> Any:
+    """Turn prompts that the program holds into rows.
+
+    Args:
+        prompts: a list of texts, conversations or dicts; a ``datasets.Dataset``, returned as it is;
+            or, read to the end once and kept on disk while the process lives: an
+            ``IterableDataset`` (streaming), a generator, or a function that returns one.
+        column: what texts and conversations are called.
 
     Raises:
-        DprlhfError: not a list or a ``Dataset``, or the items differ in kind.
+        DprlhfError: none of these, or the items differ in kind.
     """
     import datasets
 
     if isinstance(prompts, datasets.Dataset):
         return prompts
-    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
-        raise DprlhfError("prompts: give a list of prompts or a datasets.Dataset")
+    if callable(prompts) and not isinstance(prompts, datasets.IterableDataset):
+        prompts = prompts()
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
+        raise DprlhfError(
+            "prompts: give a list of prompts, a generator, a datasets.Dataset or IterableDataset"
+        )
     try:
+        if not isinstance(prompts, Sequence):
+            return _kept_on_disk(prompts, column)
         if prompts and isinstance(prompts[0], dict):
             return datasets.Dataset.from_list(list(prompts))
         return datasets.Dataset.from_dict({column: list(prompts)})
@@ -235,6 +248,28 @@ def rows_from(prompts: Sequence[Prompt] | Any, column: str) -> Any:
             " conversations or dicts, not a mixture"
         ) from None
 
+
+def _kept_on_disk(prompts: Iterable[Any], column: str) -> Any:
+    import datasets
+    from datasets.arrow_writer import ArrowWriter
+
+    folder = tempfile.TemporaryDirectory(prefix="dprlhf-")  # mode 0700
+    _FOLDERS.append(folder)
+    file = Path(folder.name) / "rows.arrow"
+    features = getattr(prompts, "features", None)
+    rows = (row if isinstance(row, dict) else {column: row} for row in prompts)
+    with ArrowWriter(path=str(file), features=features) as writer:
+        empty = True
+        for row in rows:
+            writer.write(row)
+            empty = False
+        if not empty:
+            writer.finalize()
+    return datasets.Dataset.from_dict({}) if empty else datasets.Dataset.from_file(str(file))
+
+
+_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
+"""Removed when the process ends."""
 
 _FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 

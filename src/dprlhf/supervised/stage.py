@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from dprlhf.boundary import Private, open_private
+from dprlhf.callbacks import as_functions
 from dprlhf.card import model_card, privacy_card
 from dprlhf.errors import DprlhfError
 from dprlhf.evaluate import RewardEstimate, estimate
@@ -284,7 +285,10 @@ def _prepared(
                 plan.divisor * task.rows / processes.count,
                 disable=quiet or not processes.main,
             ),
-            callbacks=[*held.trackers, *callbacks],
+            callbacks=[
+                *held.trackers,
+                *as_functions(callbacks, folder.path, plan.rounds),
+            ],
         )
 
 
