@@ -214,4 +214,5 @@ def test_a_part_of_a_file(tmp_path: Path) -> None:
     data = Data(path=str(tmp_path / "a.csv"), skip=6)
     assert load_rows(data)["prompt"][:] == ["p6", "p7", "p8"]
     assert load_rows(data.model_copy(update={"limit": 2}))["prompt"][:] == ["p6", "p7"]
-    assert len(load_rows(data.model_copy(update={"skip": 20}))) == 0
+    with pytest.raises(DprlhfError, match="skip 20 leaves none of 9 rows"):
+        load_rows(data.model_copy(update={"skip": 20}))

@@ -163,7 +163,9 @@ def load_rows(spec: recipe.Data) -> Any:
     if not spec.skip and spec.limit is None:
         return rows
     end = len(rows) if spec.limit is None else min(spec.skip + spec.limit, len(rows))
-    return rows.select(range(min(spec.skip, end), end))
+    if spec.skip and spec.skip >= end:
+        raise DprlhfError(f"data {spec.path!r}: skip {spec.skip} leaves none of {len(rows)} rows")
+    return rows.select(range(spec.skip, end))
 
 
 def check_present(rows: Any, spec: recipe.Data) -> None:
@@ -257,15 +259,16 @@ def _kept_on_disk(prompts: Iterable[Any], column: str) -> Any:
     _FOLDERS.append(folder)
     file = Path(folder.name) / "rows.arrow"
     features = getattr(prompts, "features", None)
-    rows = (row if isinstance(row, dict) else {column: row} for row in prompts)
+    kinds = set()
     with ArrowWriter(path=str(file), features=features) as writer:
-        empty = True
-        for row in rows:
-            writer.write(row)
-            empty = False
-        if not empty:
+        for prompt in prompts:
+            kinds.add(tuple(sorted(prompt)) if isinstance(prompt, dict) else type(prompt))
+            if len(kinds) > 1:
+                raise TypeError("a mixture")
+            writer.write(prompt if isinstance(prompt, dict) else {column: prompt})
+        if kinds:
             writer.finalize()
-    return datasets.Dataset.from_dict({}) if empty else datasets.Dataset.from_file(str(file))
+    return datasets.Dataset.from_file(str(file)) if kinds else datasets.Dataset.from_dict({})
 
 
 _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
