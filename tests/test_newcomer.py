@@ -156,6 +156,15 @@ def test_the_pipeline_recipes_load_and_build_on_each_other() -> None:
     assert recipes[2].model_dump()["policy"]["model_name_or_path"] == f"{folders[0]}/model"
 
 
+def test_every_page_is_in_the_navigation() -> None:
+    import docs_pages
+
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    named = set(re.findall(r"[\w/]+\.md", str(site["nav"])))
+    files = {p.relative_to(ROOT / "docs").as_posix() for p in (ROOT / "docs").rglob("*.md")}
+    assert named == {f for f in files if not f.startswith("results/")} | docs_pages.pages().keys()
+
+
 def test_the_reference_names_every_key_and_command() -> None:
     import docs_pages
 

@@ -14,7 +14,7 @@ from dprlhf.card import model_card, privacy_card
 from dprlhf.errors import DprlhfError
 from dprlhf.evaluate import Evaluated, estimate
 from dprlhf.processes import Processes
-from dprlhf.recipe import Recipe, load_recipe
+from dprlhf.recipe import Recipe, load_any_recipe
 from dprlhf.rollout import sample
 from dprlhf.run_folder import RunFolder, replaced_folder, write_json
 from dprlhf.setup import (
@@ -136,7 +136,13 @@ def generate(folder: str | Path, prompts: Sequence[str], seed: int = 0) -> list[
 def _recipe_in(folder: RunFolder) -> Recipe:
     if not folder.recipe.is_file():
         raise DprlhfError(f"{folder.path}: not a run folder (there is no recipe.yaml)")
-    return load_recipe(folder.recipe)
+    recipe = load_any_recipe(folder.recipe)
+    if not isinstance(recipe, Recipe):
+        raise DprlhfError(
+            f"{folder.path}: a run of stage {recipe.stage}; continue it with dprlhf resume, and"
+            f" load what it made from {folder.model}"
+        )
+    return recipe
 
 
 def _run(run: Run) -> Result:
