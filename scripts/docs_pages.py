@@ -39,6 +39,11 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def on_page_content(html: str, **others: Any) -> str:
+    """Write the docstrings' cross-references as plain names; mkdocs calls this."""
+    return re.sub(r":\w+:<code>~?[\w.]*?(\w+)</code>", r"<code>\1</code>", html)
+
+
 def pages() -> dict[str, str]:
     return {"reference/recipes.md": recipes_page(), "reference/commands.md": commands_page()}
 

@@ -46,13 +46,14 @@ def train(
 
     Args:
         recipe: a :class:`~dprlhf.recipe.Recipe`, a YAML file, or None to build one from ``flat``.
-        prompts: private prompts in memory: a list of texts, conversations or rows, or a
-            ``datasets.Dataset``. Replaces the recipe's data.
+        prompts: private prompts in memory: a list of texts, conversations or rows, a generator, or
+            a ``datasets.Dataset`` or ``IterableDataset``. Replaces the recipe's data.
         reward: a callable or several with TRL's signature. Replaces the recipe's rewards.
         evaluation_prompts: public prompts in memory, for the reward before and after.
         overrides: ``section.key=value`` texts, applied to a YAML file.
         output_dir: the run folder; must not exist.
-        callbacks: called after every round with its public and released metrics.
+        callbacks: called after every round with its public and released metrics: functions, or
+            ``transformers.TrainerCallback`` objects (:mod:`dprlhf.callbacks`).
         quiet: no progress bars.
         **flat: without a recipe, settings by name: ``model``, ``epsilon``, ``rounds``, or any key
             with ``__`` for the dot (``update__clip_norm=0.5``).

@@ -73,13 +73,13 @@ def read_earlier(recipe: AnyRecipe) -> Earlier:
             asks for some; or the recipe's models come from a private run that it does not name.
     """
     found: dict[str, Record] = {}
-    disjoint = []
+    said: dict[str, set[str]] = {}
     for previous in recipe.previous:
         own, *before = records_of(Path(previous.run))
         for record in (own, *before):
             found.setdefault(record.run, record)
-        if previous.users == "disjoint":
-            disjoint.append(own.run)
+        said.setdefault(own.run, set()).add(previous.users)
+    disjoint = [run for run, users in said.items() if users == {"disjoint"}]
     _check_lineage(recipe, found)
     for record in found.values():
         if record.unit != recipe.data.user_column:
@@ -111,7 +111,7 @@ def records_of(run: Path) -> list[Record]:
         run=terms["key_commitment"],
         name=run.resolve().name,
         stage="rl" if isinstance(recipe, Recipe) else recipe.stage,
-        unit=recipe.data.user_column,
+        unit=terms.get("unit", recipe.data.user_column),
         delta=terms["delta"],
         mechanism={name: terms[name] for name in ("noise_multiplier", *names)},
         disjoint=terms.get("disjoint", []),

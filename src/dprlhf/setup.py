@@ -353,6 +353,7 @@ def _ledger(
         {
             **plan.terms(),
             **earlier.terms(),
+            "unit": recipe.data.user_column,
             "recipe_sha256": hashlib.sha256(text.encode()).hexdigest(),
             "key_commitment": commitment(key),
         },

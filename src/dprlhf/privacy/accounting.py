@@ -286,7 +286,7 @@ def _epsilon(mechanism: Mechanism, delta: float) -> tuple[float, float]:
         return single, single * (1 - 1e-7)
     z = mechanism.noise_multiplier / math.sqrt(mechanism.releases_per_round)
     if mechanism.partition == "poisson":
-        if _too_little(z, delta):
+        if too_little(z, delta):
             return single, 0.0
         upper = float(poisson_distribution(mechanism).get_epsilon_for_delta(delta))
         lower = float(
@@ -312,7 +312,7 @@ def _delta(mechanism: Mechanism, epsilon: float, rough: bool) -> float:
         return single
     z = mechanism.noise_multiplier / math.sqrt(mechanism.releases_per_round)
     if mechanism.partition == "poisson":
-        if _too_little(z, 1e-9):
+        if too_little(z, 1e-9):
             return single
         return min(
             single,
@@ -344,7 +344,7 @@ def _allocation(z: float, rounds: int, times: int, delta: float | None, rough: b
             lambda d, side: random_allocation.epsilon(z, rounds, d, side),
         )
     single = z / math.sqrt(times)
-    if _too_little(z, delta or 1e-9):
+    if too_little(z, delta or 1e-9):
         return Curves(
             lambda e, side, rough: gaussian_delta(single, e),
             lambda d, side: gaussian_epsilon(single, d),
@@ -356,7 +356,7 @@ def _allocation(z: float, rounds: int, times: int, delta: float | None, rough: b
     )
 
 
-def _too_little(z: float, delta: float) -> bool:
+def too_little(z: float, delta: float) -> bool:
     """Whether one round alone costs so much that no discretised accountant is of use."""
     return gaussian_epsilon(z, delta) > 200
 
