@@ -162,6 +162,7 @@ def main() -> None:
             command = "make setup (wheels in the cache)"
             rows.append(Result("newcomer: set up", seconds, "seconds", GOAL, True, command))
             environment = folder / ".venv/bin"
+            os.environ.pop("PYTHONPATH", None)
         os.environ["PATH"] = f"{environment}{os.pathsep}{os.environ['PATH']}"
         os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         make_model(folder)
