@@ -83,7 +83,8 @@ class NextTokens:
         completions = [_completion(model, p, c) for p, c in zip(given, learnt, strict=True)]
         length = data.max_completion_tokens
         end = [model.tokenizer.eos_token_id]
-        return _pack(model, examples, prompts, [(c + end)[:length] for c in completions], length)
+        answers = [(c + end)[:length] for c in completions]
+        return _pack(model, examples, prompts, answers, length, data.max_prompt_tokens)
 
     def weights(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
         """Return 1 / (the user's documents × the document's learnt tokens)."""
@@ -125,7 +126,7 @@ class Pairs:
             for column in (data.chosen_column, data.rejected_column)
         ]
         both = [tokens for pair in zip(*texts, strict=True) for tokens in pair]
-        return _pack(model, examples, both, [[0]] * len(both), 1)
+        return _pack(model, examples, both, [[0]] * len(both), 1, data.max_tokens)
 
     def weights(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
         """Return ± σ(r(rejected) − r(chosen)) / the user's pairs, the derivative of the loss."""
@@ -161,7 +162,8 @@ class Labels:
             whole=False,
             max_tokens=self._data.max_tokens,
         )
-        return _pack(model, examples, texts, [[self.number(label)] for label in given], 1)
+        answers = [[self.number(label)] for label in given]
+        return _pack(model, examples, texts, answers, 1, self._data.max_tokens)
 
     def check(self, rows: Any) -> None:
         """Refuse unknown labels."""
@@ -232,9 +234,10 @@ def _pack(
     prompts: Sequence[list[int]],
     answers: Sequence[list[int]],
     length: int,
+    longest: int,
 ) -> Responses:
     """Return rows of prompts, padded on the left, and answers, padded on the right."""
-    width = padded_width(max(map(len, prompts), default=0))
+    width = int(padded_width(max(map(len, prompts), default=0), longest))
     tokens = torch.full((len(prompts), width + length), model.tokenizer.pad_token_id)
     mask = torch.zeros_like(tokens)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
@@ -253,6 +256,7 @@ def _pack(
         prompts=examples,
         users=len(own),
         length=length,
+        longest=longest,
     )
 
 
