@@ -38,7 +38,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def smaller(command: str) -> str:
     """The same command on fewer rounds and tokens."""
-    return f"{command} {' '.join(SMALLER)}" if " train " in command else command
+    plain = command.partition("  #")[0]
+    return f"{plain} {' '.join(SMALLER)}" if " train " in command else command
 
 
 def execute(command: str) -> int:
