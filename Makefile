@@ -1,6 +1,6 @@
-# make setup | demo | test | check | bench | mutants | results | clean
+# make setup | demo | test | check | docs | bench | mutants | results | clean
 # make demo RESULTS=docs/results/demo.json keeps the figures that it measures.
-.PHONY: setup demo test check bench mutants results clean
+.PHONY: setup demo test check docs bench mutants results clean
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -25,6 +25,13 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/python scripts/supply.py
 	$(BIN)/python -m pytest -q -n 2
+	if [ -x $(BIN)/mkdocs ]; then $(BIN)/mkdocs build --strict --quiet --site-dir build/site; fi
+
+# The site, in build/site; its tools are locked apart and installed on the first call.
+docs: setup
+	[ -x $(BIN)/mkdocs ] || $(BIN)/python -m pip install --disable-pip-version-check --quiet \
+	  --no-deps -r requirements-docs.lock
+	$(BIN)/mkdocs build --strict --site-dir build/site
 
 bench: setup
 	$(BIN)/python -W ignore scripts/bench.py

@@ -35,6 +35,7 @@ from transformers import GPT2LMHeadModel  # noqa: F401
 import dprlhf
 import dprlhf.api
 import dprlhf.checkpoint
+import dprlhf.rounds
 import dprlhf.run_folder
 import dprlhf.setup
 import dprlhf.trainer
@@ -65,7 +66,7 @@ POINTS: dict[str, tuple[Any, str, str]] = {
     "noise drawn": (randomness, "uniforms", "after"),
     "released": (gate.Gate, "release", "after"),
     "policy stepped": (PrivateRound, "step", "after"),
-    "before the checkpoint": (dprlhf.trainer, "save_checkpoint", "before"),
+    "before the checkpoint": (dprlhf.rounds, "save_checkpoint", "before"),
     "checkpoint written": (dprlhf.checkpoint, "save_file", "after"),
     "a rename to come": (os, "replace", "before"),
     "a rename done": (os, "replace", "after"),
@@ -94,7 +95,7 @@ class Life:
     def watch(self) -> None:
         """Note which users a released sum is over, and which noise it got."""
         dprlhf.run_folder.new_key = lambda: KEY
-        uniforms, drawn = randomness.uniforms, dprlhf.trainer._users_of_round
+        uniforms, drawn = randomness.uniforms, dprlhf.trainer.users_of_round
         release = gate.Gate.release
         total = ""
 
@@ -113,7 +114,7 @@ class Life:
             total = hashlib.sha256(bounded.total.numpy().tobytes()).hexdigest()
             return release(self_, round_, bounded)
 
-        dprlhf.trainer._users_of_round = users_of_round
+        dprlhf.trainer.users_of_round = users_of_round
         randomness.uniforms = noted
         gate.Gate.release = released
 

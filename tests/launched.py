@@ -33,6 +33,7 @@ from dprlhf.boundary import Released
 from dprlhf.privacy import gate
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.processes import Processes
+from dprlhf.recipe import SFTRecipe
 
 KEY = bytes(range(32))
 PROMPTS = [f"user {i} says {'more ' * (i % 4)}" for i in range(9)]
@@ -123,6 +124,26 @@ def train(folder: Path, run: str, dtype: torch.dtype = torch.float64) -> None:
     torch.save(vars(seen), folder / f"{run}-seen-{os.environ['RANK']}.pt")
 
 
+def fit(folder: Path, run: str) -> None:
+    """Fit a policy to documents, in float32."""
+    dprlhf.run_folder.new_key = lambda: KEY
+    stage = SFTRecipe.model_validate(
+        {
+            "policy": {
+                "model_name_or_path": str(folder / "model"),
+                "adapter": {"type": "lora", "rank": 2, "target_modules": ["c_attn"]},
+            },
+            "data": {"path": "in-memory", "max_completion_tokens": 8},
+            "optimizer": {"name": "sgd", "learning_rate": 0.5},
+            "update": {"clip_norm": 0.01, "batch_size": 4},
+            "privacy": {"epsilon": 8.0, "delta": 1e-2},
+            "rounds": ROUNDS,
+        }
+    )
+    documents = [{"prompt": text, "completion": text[-3:]} for text in PROMPTS]
+    dprlhf.train_stage(stage, data=documents, output_dir=folder / run, quiet=True)
+
+
 def die_in_round_2(owner: Any, name: str) -> None:
     """Kill this process when it gets to ``owner.name`` for the second time."""
     real, calls = getattr(owner, name), []
@@ -191,6 +212,8 @@ def main(folder: Path) -> None:
     tiny.save(folder / "model")
     for count in (1, 2, 3):
         launch(count, folder, f"run-{count}", lambda n=count: train(folder, f"run-{n}"))
+    for count in (1, 3):
+        launch(count, folder, f"sft-{count}", lambda n=count: fit(folder, f"sft-{n}"))
     launch(2, folder, "single-2", lambda: train(folder, "single-2", torch.float32))
     launch(1, folder, "single-1", lambda: train(folder, "single-1", torch.float32))
     os.environ["ACCELERATE_USE_FSDP"] = "true"

@@ -29,6 +29,7 @@ from transformers import GPT2LMHeadModel  # noqa: F401
 import dprlhf.api
 import dprlhf.checkpoint
 import dprlhf.cli
+import dprlhf.rounds
 import dprlhf.run_folder
 import dprlhf.setup
 import dprlhf.trainer
@@ -154,7 +155,7 @@ FAILURES: dict[str, Callable[[], None]] = {
     "fails-in-encoding": fails_in(CausalLMPolicy, "encode"),
     "fails-in-sampling": fails_in(dprlhf.trainer, "sample_responses"),
     "fails-in-scoring": fails_in(dprlhf.trainer, "score_private"),
-    "fails-in-checkpoint": fails_in(dprlhf.trainer, "save_checkpoint"),
+    "fails-in-checkpoint": fails_in(dprlhf.rounds, "save_checkpoint"),
     "fails-in-selecting": fails_in(Users, "select"),
 }
 

@@ -127,9 +127,13 @@ ALLOWED: dict[str, dict[str, str]] = {
         "setup": "compares the digest of the users with the one in secret/",
         "audit/game": "plays with synthetic users of its own, and tells the adversary their rounds",
         "gradients/clipping": "clips each user and sums",
+        "previous": "looks for users that two runs share, in what secret/ holds of them",
         "progress": "shows a share of a round, never a count",
         "rewards/responses": "hands each user's responses to the rewards",
         "rollout/sampling": "samples the users' responses",
+        "rounds": "hands each process its users of a round",
+        "supervised/stage": "gives each user's rows their weights for the clipping code, and writes"
+        " secret/ telemetry",
         "trainer": "selects a round's users and writes secret/ telemetry",
         "updates/grpo": "weighs each user's response tokens",
         "updates/least_squares": "hands each user's examples to the clipping code",

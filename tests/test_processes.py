@@ -110,6 +110,17 @@ def test_users_are_shared_out_unevenly_and_one_process_writes_the_ledger(
     assert ledgers[0] == ledgers[1]
 
 
+def test_a_supervised_stage_in_three_processes_equals_that_of_one(folder: Path) -> None:
+    for run in ("sft-1", "sft-3"):
+        assert set(codes(folder, run)) == {0}, (folder / f"{run}-output-0").read_text()[-3000:]
+    one, three = (load_file(folder / f"sft-{n}/checkpoint/policy.safetensors") for n in (1, 3))
+    assert one.keys() == three.keys()
+    for name, expected in one.items():
+        torch.testing.assert_close(three[name], expected, rtol=1e-5, atol=1e-8)
+    ledgers = [(folder / f"sft-{n}/ledger.jsonl").read_bytes() for n in (1, 3)]
+    assert ledgers[0] == ledgers[1]
+
+
 def test_a_sharded_process_holds_half_of_the_frozen_layers(folder: Path) -> None:
     whole = seen(folder, "run-2")[0].weights_held
     base = launched.tiny.model()

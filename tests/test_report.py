@@ -6,7 +6,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -169,22 +169,73 @@ class TestWholeRun:
         for rule in ("prefers-color-scheme: dark", "@media print", "width=device-width"):
             assert rule in html
 
-    def test_in_a_browser(self, run: Path) -> None:
-        playwright = pytest.importorskip("playwright.sync_api", reason="playwright is missing")
-        with playwright.sync_playwright() as browsers:
-            try:
-                browser = browsers.chromium.launch()
-            except playwright.Error:
-                pytest.skip("playwright has no chromium here")
-            page = browser.new_page(viewport={"width": 390, "height": 844})
-            said: list[str] = []
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Headless Chromium: the system's, or playwright's own."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is missing")
+    system = shutil.which("chromium") or shutil.which("google-chrome")
+    with playwright.sync_playwright() as browsers:
+        try:
+            opened = browsers.chromium.launch(executable_path=system, args=["--no-sandbox"])
+        except playwright.Error:
+            pytest.skip("there is no chromium here")
+        yield opened
+        opened.close()
+
+
+# Visible text that is cut off, runs out of the page, or is too small to read on a phone.
+UNREADABLE = """() => [...document.querySelectorAll('h1,h2,h3,p,li,td,th,figcaption,summary,text')]
+  .filter(e => e.checkVisibility() && !e.closest('.scroll,pre'))
+  .filter(e => { const box = e.getBoundingClientRect(); return box.right > innerWidth + 0.5
+    || box.left < 0 || (e.tagName != 'text' && parseFloat(getComputedStyle(e).fontSize) < 12)
+    || (e.tagName == 'text' && box.height < 9) })
+  .map(e => e.tagName + ': ' + e.textContent.trim().slice(0, 60))"""
+
+
+class TestBrowser:
+    @pytest.mark.parametrize("width", [390, 1280])
+    @pytest.mark.parametrize("kind", ["finished", "compared", "damaged"])
+    def test_it_reads_well_and_loads_nothing(
+        self, run: Path, tmp_path: Path, browser: Any, kind: str, width: int
+    ) -> None:
+        runs = [run]
+        if kind != "finished":
+            runs.append(tmp_path / "a-run-with-quite-a-long-name-20260101-120000")
+            shutil.copytree(run, runs[1])
+        if kind == "damaged":
+            (runs[1] / "samples.json").unlink()
+            shutil.rmtree(runs[1] / "policy")
+            (runs[1] / "ledger.jsonl").write_text("{")
+            card = json.loads((run / "privacy.json").read_text())
+            card |= {"private": False, "epsilon": "infinity"}
+            (run / "privacy.json").write_text(json.dumps(card))
+        said: list[str] = []
+        for scheme in ("light", "dark"):
+            page = browser.new_page(viewport={"width": width, "height": 844}, color_scheme=scheme)
             page.on("console", lambda message: said.append(message.text))
+            page.on("pageerror", lambda error: said.append(str(error)))
             page.on("request", lambda request: said.append(request.url))
-            page.goto(write_report([run]).resolve().as_uri())
-            width = page.evaluate("document.documentElement.scrollWidth")
-            browser.close()
-        assert width <= 390
-        assert len(said) == 1  # the page itself
+            html = write_report(runs, tmp_path / "r.html").resolve().as_uri()
+            page.goto(html)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            assert page.evaluate(UNREADABLE) == []
+            assert page.locator("svg[role=img], figure svg").count() >= 4
+            warnings = page.locator("[role=alert]")
+            assert warnings.count() == (2 if kind == "damaged" else 0)
+            if kind == "damaged":
+                assert warnings.first.bounding_box()["y"] < 200
+                told = " ".join(warnings.all_inner_texts())
+                for problem in ("No privacy", "Half-finished", "ledger.jsonl is damaged"):
+                    assert problem in told
+            page.close()
+        assert set(said) == {html}  # the page itself, and nothing on the console
+
+    def test_what_is_unreadable_is_found(self, browser: Any) -> None:
+        page = browser.new_page(viewport={"width": 390, "height": 844})
+        page.set_content("<p style='width:600px'>wide</p><p style='font-size:8px'>small</p>ok")
+        assert page.evaluate(UNREADABLE) == ["P: wide", "P: small"]
+        page.close()
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {

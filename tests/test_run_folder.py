@@ -443,10 +443,11 @@ SETTINGS = make_recipe(
 
 
 def open_ledger(folder: RunFolder, prompts: list[str], key: bytes | None = None) -> Ledger:
+    from dprlhf.previous import Earlier
     from dprlhf.setup import _ledger
 
     users = Users(rows_from(prompts, "prompt"), SETTINGS.data)
-    return _ledger(SETTINGS, PLAN, folder, key or folder.open(), users)
+    return _ledger(SETTINGS, PLAN, folder, key or folder.open(), users, Earlier())
 
 
 def test_a_resumed_run_has_the_same_users_key_and_ledger(folder: RunFolder) -> None:
@@ -474,7 +475,7 @@ def test_a_run_that_lost_what_it_spent_is_not_started_afresh(folder: RunFolder, 
 
 
 def remaining(folder: RunFolder, ledger: Ledger) -> list[int]:
-    from dprlhf.trainer import _remaining_rounds
+    from dprlhf.rounds import remaining_rounds
 
     training = Training(folder)
     run: Any = SimpleNamespace(
@@ -486,7 +487,7 @@ def remaining(folder: RunFolder, ledger: Ledger) -> list[int]:
         gate=SimpleNamespace(ledger=ledger),
         plan=PLAN,
     )
-    return list(_remaining_rounds(run))
+    return list(remaining_rounds(run))
 
 
 def test_rounds_that_were_charged_are_never_run_again(folder: RunFolder) -> None:

@@ -324,7 +324,7 @@ class TestFailingRewards:
 CRASH_POINTS = {
     "before the charge": ("dprlhf.privacy.gate.Gate.release", False),
     "before the noise": ("dprlhf.privacy.gate.gaussian_noise", True),
-    "before the checkpoint": ("dprlhf.trainer.save_checkpoint", True),
+    "before the checkpoint": ("dprlhf.rounds.save_checkpoint", True),
     "after the checkpoint": ("dprlhf.privacy.ledger.Ledger.commit", None),
 }
 

@@ -242,7 +242,7 @@ def test_a_dataset_is_taken_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [CANARY, 5, None, {"prompt": [CANARY]}, iter([CANARY])], ids=lambda v: type(v).__name__
+    "wrong", [CANARY, 5, None, {"prompt": [CANARY]}], ids=lambda v: type(v).__name__
 )
 def test_what_is_no_list_of_prompts_is_refused(wrong: Any) -> None:
     with pytest.raises(DprlhfError, match="give a list of prompts") as caught:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from dprlhf.errors import DprlhfError
     from dprlhf.plan import Plan, make_plan
     from dprlhf.recipe import Recipe, load_recipe
+    from dprlhf.supervised.stage import resume_stage, train_stage
 
 _HOMES = {
     "DprlhfError": "errors",
@@ -21,7 +22,9 @@ _HOMES = {
     "load_recipe": "recipe",
     "make_plan": "plan",
     "resume": "api",
+    "resume_stage": "supervised.stage",
     "train": "api",
+    "train_stage": "supervised.stage",
 }
 
 __all__ = [
@@ -32,7 +35,9 @@ __all__ = [
     "load_recipe",
     "make_plan",
     "resume",
+    "resume_stage",
     "train",
+    "train_stage",
 ]
 
 

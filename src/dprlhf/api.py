@@ -14,7 +14,7 @@ from dprlhf.card import model_card, privacy_card
 from dprlhf.errors import DprlhfError
 from dprlhf.evaluate import Evaluated, estimate
 from dprlhf.processes import Processes
-from dprlhf.recipe import Recipe, load_recipe
+from dprlhf.recipe import Recipe, load_any_recipe
 from dprlhf.rollout import sample
 from dprlhf.run_folder import RunFolder, replaced_folder, write_json
 from dprlhf.setup import (
@@ -46,13 +46,14 @@ def train(
 
     Args:
         recipe: a :class:`~dprlhf.recipe.Recipe`, a YAML file, or None to build one from ``flat``.
-        prompts: private prompts in memory: a list of texts, conversations or rows, or a
-            ``datasets.Dataset``. Replaces the recipe's data.
+        prompts: private prompts in memory: a list of texts, conversations or rows, a generator, or
+            a ``datasets.Dataset`` or ``IterableDataset``. Replaces the recipe's data.
         reward: a callable or several with TRL's signature. Replaces the recipe's rewards.
         evaluation_prompts: public prompts in memory, for the reward before and after.
         overrides: ``section.key=value`` texts, applied to a YAML file.
         output_dir: the run folder; must not exist.
-        callbacks: called after every round with its public and released metrics.
+        callbacks: called after every round with its public and released metrics: functions, or
+            ``transformers.TrainerCallback`` objects (:mod:`dprlhf.callbacks`).
         quiet: no progress bars.
         **flat: without a recipe, settings by name: ``model``, ``epsilon``, ``rounds``, or any key
             with ``__`` for the dot (``update__clip_norm=0.5``).
@@ -136,11 +137,17 @@ def generate(folder: str | Path, prompts: Sequence[str], seed: int = 0) -> list[
 def _recipe_in(folder: RunFolder) -> Recipe:
     if not folder.recipe.is_file():
         raise DprlhfError(f"{folder.path}: not a run folder (there is no recipe.yaml)")
-    return load_recipe(folder.recipe)
+    recipe = load_any_recipe(folder.recipe)
+    if not isinstance(recipe, Recipe):
+        raise DprlhfError(
+            f"{folder.path}: a run of stage {recipe.stage}; continue it with dprlhf resume, and"
+            f" load what it made from {folder.model}"
+        )
+    return recipe
 
 
 def _run(run: Run) -> Result:
-    card = privacy_card(run.recipe, run.plan, run.policy.dimension)
+    card = privacy_card(run.recipe, run.plan, run.policy.dimension, run.key, run.earlier)
     if run.processes.main:
         write_json(run.folder.privacy, card)
     before = _evaluate(run, "evaluation before", base=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dprlhf.plan import Plan
+from dprlhf.previous import Earlier, run_of_model, total
 from dprlhf.privacy.gaussian import upwards
-from dprlhf.recipe import Recipe
+from dprlhf.privacy.randomness import commitment
+from dprlhf.recipe import AnyRecipe, Recipe
 
 _NEIGHBOURS = {
     "add-remove": "one user is added or removed",
@@ -22,15 +26,20 @@ _FITTED = {
 }
 
 
-def privacy_card(recipe: Recipe, plan: Plan, dimension: int) -> dict[str, Any]:
-    """Return the guarantee and everything that it rests on, JSON-ready."""
+def privacy_card(
+    recipe: AnyRecipe, plan: Plan, dimension: int, key: bytes, earlier: Earlier
+) -> dict[str, Any]:
+    """Return the guarantee and everything that it rests on, JSON-ready.
+
+    With earlier runs it states their ``total`` beside the guarantee of this run alone.
+    """
     unit = (
         f"all rows with one value of '{recipe.data.user_column}'"
         if recipe.data.user_column
         else "one row of the prompt dataset"
     )
-    released = ["the noised mean gradient of each round, and what follows from it: the policy"]
-    if recipe.privacy.reward_share:
+    released = ["the noised mean gradient of each round, and what follows from it: the model"]
+    if isinstance(recipe, Recipe) and recipe.privacy.reward_share:
         released.append("the noised mean reward and count of each round, in the same release")
     critic = getattr(recipe.update, "critic", None)
     if critic is not None:
@@ -44,17 +53,16 @@ def privacy_card(recipe: Recipe, plan: Plan, dimension: int) -> dict[str, Any]:
         "unit": f"user = {unit}, at most {recipe.data.max_prompts_per_user} prompts",
         "neighbouring": _NEIGHBOURS[plan.adjacency],
         **plan.terms(),
+        **({"total": _total(plan, earlier)} if earlier.records else {}),
         "sensitivity": plan.sensitivity if plan.private else None,
         "dimension": dimension,
         "noise_to_clip_ratio": plan.noise_to_clip_ratio(dimension),
         "released": released,
         "assumed_public": [
-            f"the base model {recipe.policy.model_name_or_path}: "
-            + _FITTED[recipe.policy.trained_on_private_users],
-            *(
-                f"the reward {name}: {_FITTED[reward.trained_on_private_users]}"
-                for name, reward in zip(reward_names(recipe), recipe.rewards, strict=True)
-            ),
+            f"the {name}: {_origin(path, fitted, earlier)}"
+            for name, path, fitted in _models(recipe)
+        ]
+        + [
             f"the number of users, {plan.users}",
             "the recipe, its seed, and the public evaluation prompts",
         ],
@@ -63,6 +71,43 @@ def privacy_card(recipe: Recipe, plan: Plan, dimension: int) -> dict[str, Any]:
             "secret/ stays secret: it holds the key that allocation and noise come from",
             "the recipe was not tuned on the same users; each tuning run on them costs its own ε",
         ],
+        "run": commitment(key),
+    }
+
+
+def _models(recipe: AnyRecipe) -> Iterator[tuple[str, str, bool]]:
+    """Yield what the run starts from: its name, its place, and whether it is declared fitted."""
+    base = recipe.policy if isinstance(recipe, Recipe) else recipe.trained
+    yield (
+        f"base model {base.model_name_or_path}",
+        base.model_name_or_path,
+        base.trained_on_private_users,
+    )
+    if isinstance(recipe, Recipe):
+        for name, reward in zip(reward_names(recipe), recipe.rewards, strict=True):
+            yield f"reward {name}", reward.classifier or "", reward.trained_on_private_users
+
+
+def _origin(path: str, fitted: bool, earlier: Earlier) -> str:
+    run = run_of_model(path)
+    for record in earlier.records:
+        if run is not None and record.run == run:
+            return f"released by the earlier run {record.name}, whose cost the total counts"
+    return _FITTED[fitted]
+
+
+def _total(plan: Plan, earlier: Earlier) -> dict[str, Any]:
+    cost = total(plan, earlier)
+    apart = set(earlier.disjoint)
+    return {
+        "epsilon": cost.epsilon if math.isfinite(cost.epsilon) else "infinity",
+        "epsilon_lower": cost.epsilon_lower if math.isfinite(cost.epsilon_lower) else "infinity",
+        "delta": cost.delta,
+        "accountant": cost.accountant,
+        "runs": ", ".join(
+            f"{r.name} ({r.stage}, {'other users' if r.run in apart else 'users may be shared'})"
+            for r in earlier.records
+        ),
     }
 
 
@@ -80,34 +125,42 @@ def guarantee_sentence(card: dict[str, Any]) -> str:
     """Return the guarantee in one sentence."""
     if not card["private"]:
         return "No privacy: this run adds no noise. It is a baseline for comparison."
-    return (
+    alone = (
         f"({upwards(card['epsilon'], 4)}, {upwards(card['delta'], 3)})-differential privacy where"
         f" neighbouring datasets differ in that {card['neighbouring']}; {card['unit']}; partition"
         f" {card['partition']}, {card['rounds']} rounds, noise multiplier"
         f" {card['noise_multiplier']:.4g}."
     )
+    if "total" not in card:
+        return alone
+    whole = card["total"]
+    return (
+        f"In total, with the earlier runs {whole['runs']}: ({whole['epsilon']:.4g},"
+        f" {whole['delta']:.3g})-differential privacy. This run alone: {alone}"
+    )
 
 
-def model_card(recipe: Recipe, card: dict[str, Any]) -> str:
+def model_card(recipe: AnyRecipe, card: dict[str, Any]) -> str:
     """Return the adapter's README with the standard metadata and a privacy section."""
     public = "\n".join(f"- {line}" for line in card["assumed_public"])
     assumptions = "\n".join(f"- {line}" for line in card["assumptions"])
-    base = recipe.policy.model_name_or_path
+    trained = recipe.policy if isinstance(recipe, Recipe) else recipe.trained
+    base = trained.model_name_or_path
     # The hub refuses a card whose base model is no repository.
     named = f"base_model: {base}\nbase_model_relation: adapter\n" if is_hub_id(base) else ""
+    task, tag, how = _about(recipe)
     return f"""---
 {named}library_name: peft
-pipeline_tag: text-generation
+pipeline_tag: {task}
 tags:
 - dprlhf
 - differential-privacy
-- reinforcement-learning
+- {tag}
 ---
 
-# {recipe.policy.model_name_or_path} tuned with dprlhf
+# {base} tuned with dprlhf
 
-A LoRA adapter ({recipe.policy.adapter.type}, rank {recipe.policy.adapter.rank}), tuned on private
-prompts by the update `{recipe.update.name}` with the rewards {", ".join(reward_names(recipe))}.
+A LoRA adapter ({trained.adapter.type}, rank {trained.adapter.rank}), {how}.
 
 ## Privacy
 
@@ -123,3 +176,17 @@ Assumptions:
 
 {assumptions}
 """
+
+
+def _about(recipe: AnyRecipe) -> tuple[str, str, str]:
+    """Return the hub's task, a tag, and how the adapter came to be."""
+    if isinstance(recipe, Recipe):
+        how = (
+            f"tuned on private\nprompts by the update `{recipe.update.name}` with the rewards"
+            f" {', '.join(reward_names(recipe))}"
+        )
+        return "text-generation", "reinforcement-learning", how
+    if recipe.stage == "sft":
+        return "text-generation", "sft", "fitted to private documents"
+    kind = "preference pairs" if recipe.labels is None else f"labels ({', '.join(recipe.labels)})"
+    return "text-classification", "reward-model", f"fitted to private {kind}"

@@ -96,13 +96,61 @@ def train(
         show(run(recipe, overrides=changes, output_dir=output_dir))
 
 
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="section.key=value, as many as you like")
+]
+OutputDir = Annotated[
+    str | None,
+    typer.Option("--output-dir", "--output_dir", help="the run folder; must not exist"),
+]
+
+
+@app.command()
+def sft(
+    recipe: Annotated[Path, typer.Argument(help="a YAML recipe with stage: sft")],
+    overrides: Overrides = None,
+    output_dir: OutputDir = None,
+) -> None:
+    """Fit a policy to private documents (supervised fine-tuning), before private updates."""
+    _stage("sft", recipe, overrides, output_dir)
+
+
+@app.command()
+def reward(
+    recipe: Annotated[Path, typer.Argument(help="a YAML recipe with stage: reward")],
+    overrides: Overrides = None,
+    output_dir: OutputDir = None,
+) -> None:
+    """Fit a reward model to private preference pairs or labels."""
+    _stage("reward", recipe, overrides, output_dir)
+
+
+def _stage(name: str, recipe: Path, overrides: list[str] | None, output_dir: str | None) -> None:
+    from dprlhf.supervised.stage import stage_recipe, train_stage
+
+    loaded = stage_recipe(recipe, overrides or ())
+    if loaded.stage != name:
+        raise DprlhfError(
+            f"{recipe}: a recipe of stage {loaded.stage}: run it with dprlhf {loaded.stage}"
+        )
+    with _interruptible():
+        show_stage(train_stage(loaded, output_dir=output_dir))
+
+
 @app.command()
 def resume(run: Annotated[Path, typer.Argument(help="the run folder")]) -> None:
-    """Continue an interrupted run; users already spent are never drawn again."""
+    """Continue an interrupted run of any stage; users already spent are never drawn again."""
     from dprlhf.api import resume as continue_run
+    from dprlhf.recipe import Recipe, load_any_recipe
+    from dprlhf.run_folder import RunFolder
+    from dprlhf.supervised.stage import resume_stage
 
+    held = RunFolder(run).recipe
     with _interruptible():
-        show(continue_run(run))
+        if held.is_file() and not isinstance(load_any_recipe(held), Recipe):
+            show_stage(resume_stage(run))
+        else:
+            show(continue_run(run))
 
 
 @app.command()
@@ -388,6 +436,36 @@ def privacy_noise(
     typer.echo(json.dumps(answer) if as_json else text)
 
 
+@privacy.command("total")
+def privacy_total(
+    runs: Annotated[list[Path], typer.Argument(help="run folders")],
+    disjoint: Annotated[
+        bool, typer.Option(help="no two of these runs have a user in common; you state it")
+    ] = False,
+    delta: Annotated[
+        float | None, typer.Option(help="δ of the total; the largest of the runs' by default")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """State what several runs cost together: stages of a pipeline, or runs on the same users."""
+    from dprlhf.previous import total_of_runs
+
+    records, cost = total_of_runs(runs, disjoint=disjoint, delta=delta)
+    if as_json:
+        answer = {
+            "epsilon": _finite(cost.epsilon),
+            "epsilon_lower": _finite(cost.epsilon_lower),
+            "delta": cost.delta,
+            "accountant": cost.accountant,
+            "runs": [record.name for record in records],
+        }
+        typer.echo(json.dumps(answer))
+        return
+    for record in records:
+        typer.echo(f"{record.name:<24}{record.stage:<8}{json.dumps(record.mechanism)}")
+    typer.echo(f"total: epsilon = {cost.epsilon:.6g} at delta = {cost.delta:g} ({cost.accountant})")
+
+
 @assets.command("pull")
 def assets_pull(
     names: Annotated[list[str] | None, typer.Argument(help="which; all by default")] = None,
@@ -447,6 +525,22 @@ def show(result: Any) -> None:
             f" (rise {result.difference.mean:+.3f} ± {result.difference.standard_error:.3f})"
         )
     typer.echo(f"run folder: {result.folder.path}")
+
+
+def show_stage(result: Any) -> None:
+    """Print the end of a supervised stage: the guarantee, the loss, what the next stage names."""
+    from dprlhf.card import guarantee_sentence
+
+    if int(os.environ.get("RANK", "0")):
+        return
+    typer.echo(f"guarantee: {guarantee_sentence(json.loads(result.folder.privacy.read_text()))}")
+    for name, before in result.before.items():
+        after = result.after[name]
+        typer.echo(
+            f"{name} on {before.prompts} public rows: before {before.mean:.4f} ±"
+            f" {before.standard_error:.4f}, after {after.mean:.4f} ± {after.standard_error:.4f}"
+        )
+    typer.echo(f"run folder: {result.folder.path}; the next stage names {result.folder.model}")
 
 
 def _flat(text: Any) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dprlhf.plan import delta_warning
+from dprlhf.previous import total
 from dprlhf.privacy.gaussian import upwards
 from dprlhf.processes import Processes
 from dprlhf.recipe import Recipe
@@ -37,6 +38,7 @@ def dry_run(recipe: Recipe, sources: Sources | None = None) -> dict[str, Any]:
     phases = seconds_a_response(policy, scorer, public, recipe)
     return {
         **plan.terms(),
+        **({"total_epsilon": total(plan, parts.earlier).epsilon} if parts.earlier.records else {}),
         "users_a_round": plan.divisor,
         "responses_a_round": plan.divisor * recipe.rollout.responses,
         "dimension": policy.dimension,
@@ -63,6 +65,11 @@ def explain(plan: dict[str, Any]) -> str:
     phases = ", ".join(f"{k} {1000 * s:.3g} ms" for k, s in plan["seconds_a_response"].items())
     rows = [
         ("guarantee", promise),
+        *(
+            [("with earlier runs", f"epsilon = {plan['total_epsilon']:.4g} in total")]
+            if "total_epsilon" in plan
+            else []
+        ),
         ("users", f"{plan['users']:,}, partition {plan['partition']}"),
         ("rounds", f"{plan['rounds']}, with {plan['users_a_round']:.1f} users expected in each"),
         ("responses", f"{plan['responses_a_round']:.1f} expected in a round"),

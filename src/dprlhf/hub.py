@@ -9,7 +9,7 @@ import torch
 
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.adapters import quiet_peft
-from dprlhf.recipe import load_recipe
+from dprlhf.recipe import Recipe, RewardRecipe, load_any_recipe
 from dprlhf.run_folder import RunFolder, replaced_folder
 
 
@@ -46,32 +46,44 @@ def push(run: str | Path, repo: str, *, private: bool = False) -> str:
     return f"https://huggingface.co/{repo}"
 
 
-def merge(run: str | Path, out: str | Path, *, dtype: str = "float32") -> Path:
+def merge(
+    run: str | Path, out: str | Path, *, dtype: str = "float32", replace: bool = False
+) -> Path:
     """Write base model and adapter as one model that needs no PEFT.
 
     Args:
         run: the run folder.
         out: the new folder; must not exist.
         dtype: of the merged weights. A small change of a weight may get lost in bfloat16.
+        replace: the folder may exist.
 
     Raises:
         DprlhfError: the run has no policy yet, the folder exists, or the adapter cannot be merged.
     """
     import peft
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    import transformers
 
     from dprlhf.assets import resolve
+    from dprlhf.policies.reward_model import head_settings
 
     folder, out = _finished(run), Path(out)
-    if out.exists():
+    if out.exists() and not replace:
         raise DprlhfError(f"{out}: exists; name a new folder")
-    spec = load_recipe(folder.recipe).policy
+    recipe = load_any_recipe(folder.recipe)
+    spec = recipe.policy if isinstance(recipe, Recipe) else recipe.trained
+    kind, head = transformers.AutoModelForCausalLM, {}
+    if isinstance(recipe, RewardRecipe):
+        kind, head = transformers.AutoModelForSequenceClassification, head_settings(recipe.labels)
     try:
-        base = AutoModelForCausalLM.from_pretrained(
+        base = kind.from_pretrained(
             resolve(spec.model_name_or_path),
             dtype=torch.float32,
             trust_remote_code=spec.trust_remote_code,
+            **({**head, "ignore_mismatched_sizes": True} if head else {}),
         )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder.policy)
+        if head:
+            base.config.pad_token_id = tokenizer.pad_token_id
         probe = torch.arange(1, 17)[None] % base.config.get_text_config().vocab_size
         with quiet_peft():
             tuned = peft.PeftModel.from_pretrained(base, str(folder.policy)).eval()
@@ -93,8 +105,10 @@ def merge(run: str | Path, out: str | Path, *, dtype: str = "float32") -> Path:
         )
     with replaced_folder(out) as fresh:
         merged.to(getattr(torch, dtype)).save_pretrained(fresh)
-        AutoTokenizer.from_pretrained(folder.policy).save_pretrained(fresh)
+        tokenizer.save_pretrained(fresh)
         (fresh / "README.md").write_text((folder.policy / "README.md").read_text())
+        # A run that starts from this model finds out which run to account for.
+        (fresh / "privacy.json").write_text(folder.privacy.read_text())
     return out
 
 

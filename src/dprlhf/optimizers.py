@@ -68,6 +68,19 @@ class NoiseCorrectedAdam(torch.optim.Optimizer):
                 parameter -= group["lr"] * mean / (square.sqrt() + self._spec.eps)
 
 
+def ascend(
+    parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer, direction: torch.Tensor
+) -> None:
+    """Let the optimizer ascend along a released direction, ``[dimension]``."""
+    offset = 0
+    for parameter in parameters:
+        piece = direction[offset : offset + parameter.numel()]
+        parameter.grad = -piece.reshape(parameter.shape).to(parameter)
+        offset += parameter.numel()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def set_learning_rate(
     optimizer: torch.optim.Optimizer, spec: recipe.Optimizer, round_: int, rounds: int
 ) -> None:

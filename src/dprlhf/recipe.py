@@ -31,6 +31,8 @@ from dprlhf.privacy.accounting import Adjacency, Partition
 IN_MEMORY = "in-memory"
 """What a recipe written from Python calls data and rewards that only the program holds."""
 
+R = typing.TypeVar("R", bound=BaseModel)
+
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -90,15 +92,19 @@ class Policy(Settings):
     """The language model that is trained.
 
     Attributes:
+        model_name_or_path: a hub id, a folder, ``asset:…``, or an earlier stage's ``model/``.
         dtype: of the frozen base; the adapter stays in float32. ``auto`` is bfloat16 where the
             machine computes in it, else float32; a run keeps what it started with.
+        trained_on_private_users: declare whether the base checkpoint was fitted on the same users
+            without a stated cost. If it was, no ε can be stated for them, and only a non-private
+            baseline will run.
+        trust_remote_code: let the checkpoint bring code of its own, as transformers does.
+        adapter: what of the model is trained.
     """
 
     model_name_or_path: str
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     trained_on_private_users: bool = False
-    """Declare whether the base checkpoint was fitted on the same users. If it was, no ε can be
-    stated for them, and only a non-private baseline will run."""
     trust_remote_code: bool = False
     adapter: Adapter = Adapter()
 
@@ -115,7 +121,8 @@ class Data(Settings):
         max_prompts_per_user: further prompts of a user are dropped, in the order of the rows.
         prompt_words: keep the first so many words of a text prompt; None keeps all.
         max_prompt_tokens: keep the last so many tokens.
-        limit: use only the first so many rows.
+        skip: leave out the first so many rows.
+        limit: use only the first so many rows of what is left.
     """
 
     path: str
@@ -126,11 +133,73 @@ class Data(Settings):
     max_prompts_per_user: PositiveInt = 1
     prompt_words: PositiveInt | None = None
     max_prompt_tokens: PositiveInt = 64
+    skip: Annotated[int, Field(ge=0)] = 0
     limit: PositiveInt | None = None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that a row must have, but for the user's."""
+        return (self.prompt_column,)
+
+
+class Documents(Data):
+    """Documents to learn from, in TRL's formats.
+
+    Attributes:
+        completion_column: what is learnt, text or messages, after the prompt; None learns all of
+            ``prompt_column``.
+        max_completion_tokens: of what is learnt the first so many tokens count.
+    """
+
+    completion_column: str | None = "completion"
+    max_completion_tokens: PositiveInt = 64
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that a row must have, but for the user's."""
+        return tuple(c for c in (self.prompt_column, self.completion_column) if c is not None)
+
+
+class Preferences(Data):
+    """Pairs of completions, the better one named; or texts with a label.
+
+    Attributes:
+        chosen_column: the better completion, text or messages.
+        rejected_column: the other one.
+        label_column: in place of pairs: which of ``labels`` the text of ``prompt_column`` has, by
+            its number or its name.
+        max_tokens: of a text; a longer one loses its start, or with labels its end.
+    """
+
+    chosen_column: str = "chosen"
+    rejected_column: str = "rejected"
+    label_column: str | None = None
+    max_tokens: PositiveInt = 128
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that a row must have, but for the user's."""
+        if self.label_column is not None:
+            return self.prompt_column, self.label_column
+        return self.prompt_column, self.chosen_column, self.rejected_column
 
 
 class Reward(Settings):
-    """One reward: exactly one of ``function``, ``classifier`` and ``plugin``."""
+    """One reward: exactly one of ``function``, ``classifier`` and ``plugin``.
+
+    Attributes:
+        function: ``package.module:function`` or ``file.py:function``, with TRL's signature.
+        classifier: a hub id or folder of a sequence classifier, or ``asset:…``.
+        plugin: a name in the entry-point group ``dprlhf.rewards``.
+        weight: of this reward in the sum.
+        per_user: call it for one user's rows at a time; for rewards that compare rows.
+        label: whose log-odds are a classifier's score; not with a single output.
+        text: what a classifier reads.
+        max_tokens: a classifier's texts are cut to so many.
+        batch_size: texts that a classifier scores at once.
+        trained_on_private_users: declare whether the reward was fitted on the same users without
+            a stated cost; then no ε can be stated.
+    """
 
     function: str | None = None
     classifier: str | None = None
@@ -293,7 +362,13 @@ class _Advantage(_Score):
 
 
 class PG(_Advantage):
-    """DP-PG (He & Zhou, Algorithm 2): the policy gradient."""
+    """DP-PG (He & Zhou, Algorithm 2): the policy gradient.
+
+    Attributes:
+        name: ``pg``.
+        baseline: ``loo`` takes the mean of the user's other responses off a reward, ``paired`` the
+            other half's response, ``group`` standardises within the user.
+    """
 
     name: Literal["pg"] = "pg"
     baseline: Baseline = "loo"
@@ -303,6 +378,7 @@ class GRPO(_Advantage):
     """DP-GRPO: group-relative advantages and the clipped ratio surrogate.
 
     Attributes:
+        name: ``grpo``.
         clip_range: the surrogate's ratio is clipped to 1 ± this.
         scale_rewards: divide a group's advantages by its standard deviation.
     """
@@ -316,6 +392,8 @@ class PPO(_Advantage):
     """DP-PPO (Rio et al., Algorithms 2 and 3): each user trains a copy, whose move is clipped.
 
     Attributes:
+        name: ``ppo``.
+        baseline: as for pg.
         epochs: E, passes over a user's own tokens.
         minibatches: parts that a user's tokens are split into; one local step on each.
         local_optimizer: ``adam`` starts from the released moments and is thrown away.
@@ -382,6 +460,8 @@ class REBEL(_Update):
     ``rollout.responses`` must be even: the two halves are paired.
 
     Attributes:
+        name: ``rebel``.
+        oracle: of ``gauss-newton``.
         eta: η of the loss ((1/η)(Δ(y) − Δ(y′)) − Â)².
         solver: ``gradient`` takes ``steps`` noised steps on the true loss; ``gauss-newton`` solves
             the linearised loss through ``oracle``.
@@ -401,7 +481,13 @@ class REBEL(_Update):
 
 
 class NPG(_Score):
-    """DP-NPG (He & Zhou, Algorithm 3): regress advantages on ∇ log π, and step along w."""
+    """DP-NPG (He & Zhou, Algorithm 3): regress advantages on ∇ log π, and step along w.
+
+    Attributes:
+        name: ``npg``.
+        baseline: as for pg.
+        oracle: how the regression is solved.
+    """
 
     name: Literal["npg"]
     baseline: Baseline = "loo"
@@ -472,13 +558,19 @@ class Optimizer(Settings):
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
 
-class Privacy(Settings):
+class Budget(Settings):
     """What is promised: give ``epsilon`` or ``noise_multiplier``, not both.
 
-    ``epsilon: .inf`` is a non-private baseline. ``reward_share`` is the share of the clip norm
-    that a scaled copy of the user's mean reward may take in the released vector; 0 turns the
-    noised reward in the metrics off. ``bands`` above 1, with partition ``fixed`` or ``stream``,
-    correlates the noise of so many rounds (see :mod:`dprlhf.privacy.correlated`).
+    Attributes:
+        epsilon: ε to keep within; ``.inf`` is a non-private baseline.
+        noise_multiplier: z, in place of ε, which then follows from it.
+        delta: δ; keep it well below 1 / users.
+        partition: how users are spread over the rounds.
+        adjacency: what neighbouring datasets are; None takes ``add-remove``, or ``zero-out`` for
+            ``fixed`` and ``stream``.
+        participations: rounds that a user takes part in (poisson: on average).
+        bands: above 1, with partition ``fixed`` or ``stream``, correlates the noise of so many
+            rounds (see :mod:`dprlhf.privacy.correlated`).
     """
 
     epsilon: float | None = None
@@ -488,10 +580,14 @@ class Privacy(Settings):
     adjacency: Adjacency | None = None
     participations: PositiveInt = 1
     bands: PositiveInt = 1
-    reward_share: Annotated[float, Field(ge=0, lt=1)] = 0.14
+
+    @property
+    def baseline(self) -> bool:
+        """Whether no noise is asked for."""
+        return self.epsilon == math.inf or self.noise_multiplier == 0
 
     @model_validator(mode="after")
-    def _valid(self) -> Privacy:
+    def _valid(self) -> Budget:
         if (self.epsilon is None) == (self.noise_multiplier is None):
             raise ValueError("give exactly one of epsilon and noise_multiplier")
         if self.epsilon is not None and not self.epsilon > 0:
@@ -501,6 +597,17 @@ class Privacy(Settings):
         if not 0 < self.delta < 1:
             raise ValueError(f"delta must lie between 0 and 1, not {self.delta}")
         return self
+
+
+class Privacy(Budget):
+    """The budget of the updates, and what of it the noised reward takes.
+
+    Attributes:
+        reward_share: the share of the clip norm that a scaled copy of the user's mean reward may
+            take in the released vector; 0 turns the noised reward in the metrics off.
+    """
+
+    reward_share: Annotated[float, Field(ge=0, lt=1)] = 0.14
 
 
 class Evaluation(Settings):
@@ -537,11 +644,40 @@ class Tracking(Settings):
         return [] if names == "none" else [names] if isinstance(names, str) else names
 
 
+class Previous(Settings):
+    """An earlier private run that this one builds on, or that had some of the same users.
+
+    Attributes:
+        run: its folder.
+        users: ``shared`` (some may be the same: the costs compose) or ``disjoint`` (nobody is in
+            both: the larger cost counts). ``disjoint`` is refused where the two runs' ``secret/``
+            shows that it is wrong; that nothing is found proves nothing, so it is your statement.
+    """
+
+    run: str
+    users: Literal["shared", "disjoint"] = "shared"
+
+
 class Recipe(Settings):
     """All settings of a run.
 
-    ``seed`` decides the adapter's start and the public continuations. Allocation, noise and the
-    private responses come from the run's own secret key, never from a seed.
+    Attributes:
+        policy: the model that is trained.
+        data: the users' prompts.
+        rewards: one or several; their weighted sum counts.
+        reward_range: R; the sum is clipped to ±R.
+        rollout: how responses are sampled.
+        update: the algorithm.
+        kl: the penalty for leaving the base model.
+        optimizer: what steps along the released gradient.
+        privacy: what is promised.
+        rounds: T.
+        evaluation: public prompts, for the reward before, during and after.
+        tracking: experiment trackers.
+        previous: earlier runs on the same users, or whose models this one uses.
+        seed: of the adapter's start and the public continuations. Allocation, noise and the private
+            responses come from the run's own secret key, never from a seed.
+        output_dir: the run folder; None makes one under ``runs/``.
     """
 
     policy: Policy
@@ -556,12 +692,13 @@ class Recipe(Settings):
     rounds: PositiveInt
     evaluation: Evaluation | None = None
     tracking: Tracking = Tracking()
+    previous: list[Previous] = []
     seed: int = 0
     output_dir: str | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        baseline = self.privacy.epsilon == math.inf or self.privacy.noise_multiplier == 0
+        baseline = self.privacy.baseline
         if math.isinf(self.update.radius) and not baseline:
             raise ValueError("update.clip_norm must be finite unless privacy.epsilon is .inf")
         regression = isinstance(self.update, NPG) or (
@@ -662,12 +799,190 @@ def _same_rows(a: Data, b: Data) -> bool:
     return a.path != IN_MEMORY and (a.path, a.name, a.split) == (b.path, b.name, b.split)
 
 
+class Supervised(Settings):
+    """How a stage turns its users into one release a round.
+
+    Attributes:
+        clip_norm: S; ``.inf`` only in a non-private baseline.
+        batch_size: rows differentiated at once.
+    """
+
+    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    batch_size: PositiveInt = 32
+
+    @property
+    def radius(self) -> float:
+        """S."""
+        return self.clip_norm
+
+    @property
+    def releases(self) -> int:
+        """J, the noised sums that a round takes from its users."""
+        return 1
+
+
+class _Stage(Settings):
+    """What the supervised stages share.
+
+    Attributes:
+        stage: ``sft`` or ``reward``.
+        policy: the model that is trained.
+        data: the users' rows.
+        update: clipping.
+        optimizer: what steps along the released gradient.
+        privacy: what is promised.
+        rounds: T.
+        evaluation: public rows, for the loss before, during and after.
+        tracking: experiment trackers.
+        previous: earlier runs on the same users, or whose models this one uses.
+        seed: of the adapter's (and a fresh head's) start.
+        output_dir: the run folder; None makes one under ``runs/``.
+    """
+
+    update: Supervised = Supervised()
+    optimizer: Optimizer = Optimizer()
+    privacy: Budget
+    rounds: PositiveInt
+    tracking: Tracking = Tracking()
+    previous: list[Previous] = []
+    seed: int = 0
+    output_dir: str | None = None
+
+    def _check(self, trained: Policy, data: Data, public: Data | None) -> None:
+        baseline = self.privacy.baseline
+        if math.isinf(self.update.clip_norm) and not baseline:
+            raise ValueError("update.clip_norm must be finite unless privacy.epsilon is .inf")
+        if self.privacy.bands > 1 and self.optimizer.name == "adam-corrected":
+            raise ValueError(
+                "optimizer.name: adam-corrected takes every round's noise to be the same, which"
+                " privacy.bands above 1 changes: write sgd or adam"
+            )
+        if public is not None and _same_rows(data, public):
+            raise ValueError(
+                "evaluation.data names the private users: evaluation is published, so it needs"
+                " public rows"
+            )
+        if trained.trained_on_private_users and not baseline:
+            raise ValueError(
+                "trained_on_private_users: the model was fitted on the same users without a stated"
+                " privacy cost, so no epsilon can be stated; use a checkpoint that never saw them,"
+                " or privacy.epsilon=.inf for a non-private baseline"
+            )
+
+
+class DocumentsEvaluation(Settings):
+    """The loss on public documents.
+
+    Attributes:
+        data: the public rows.
+        prompts: how many of them, from the start; at least 2, for a standard error.
+        every: evaluate after every so many rounds; None evaluates before and after only.
+    """
+
+    data: Documents
+    prompts: Annotated[int, Field(ge=2)] = 256
+    every: PositiveInt | None = None
+
+
+class SFTRecipe(_Stage):
+    """All settings of ``dprlhf sft``: supervised fine-tuning on the users' own documents."""
+
+    stage: Literal["sft"] = "sft"
+    policy: Policy
+    data: Documents
+    evaluation: DocumentsEvaluation | None = None
+
+    @property
+    def trained(self) -> Policy:
+        """The model that is trained."""
+        return self.policy
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SFTRecipe:
+        self._check(self.policy, self.data, self.evaluation.data if self.evaluation else None)
+        if self.policy.adapter.init == "public-activations" and self.evaluation is None:
+            raise ValueError(
+                "policy.adapter.init: public-activations needs public documents (evaluation.data)"
+            )
+        return self
+
+
+class PreferencesEvaluation(Settings):
+    """The loss on public pairs or labels.
+
+    Attributes:
+        data: the public rows.
+        prompts: how many of them, from the start; at least 2, for a standard error.
+        every: evaluate after every so many rounds; None evaluates before and after only.
+    """
+
+    data: Preferences
+    prompts: Annotated[int, Field(ge=2)] = 256
+    every: PositiveInt | None = None
+
+
+class RewardRecipe(_Stage):
+    """All settings of ``dprlhf reward``: a reward model from preference pairs or labels.
+
+    Attributes:
+        model: an encoder or a causal LM, which gets a classification head.
+        labels: the names of the labels, with ``data.label_column``.
+    """
+
+    stage: Literal["reward"] = "reward"
+    model: Policy
+    data: Preferences
+    labels: list[str] | None = None
+    evaluation: PreferencesEvaluation | None = None
+
+    @property
+    def trained(self) -> Policy:
+        """The model that is trained."""
+        return self.model
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RewardRecipe:
+        self._check(self.model, self.data, self.evaluation.data if self.evaluation else None)
+        if (self.data.label_column is None) != (self.labels is None):
+            raise ValueError("labels and data.label_column: give both, or neither for pairs")
+        if self.labels is not None and len(set(self.labels)) < max(2, len(self.labels)):
+            raise ValueError("labels: give at least two, each once")
+        if self.evaluation and (self.evaluation.data.label_column is None) != (self.labels is None):
+            raise ValueError("evaluation.data must have what data has: labels, or else pairs")
+        if self.model.dtype != "float32":
+            raise ValueError("model.dtype: a reward model is trained in float32")
+        if self.model.adapter.init != "random":
+            raise ValueError(
+                "model.adapter.init: public-activations is for causal LMs: write random"
+            )
+        return self
+
+
+AnyRecipe = Recipe | SFTRecipe | RewardRecipe
+
+STAGES: dict[str, type[SFTRecipe] | type[RewardRecipe]] = {
+    "sft": SFTRecipe,
+    "reward": RewardRecipe,
+}
+"""The supervised stages by name; a recipe without a ``stage`` is one of private updates."""
+
+
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a YAML recipe and apply ``section.key=value`` overrides.
 
     Raises:
         DprlhfError: the file cannot be read, or a key or value is wrong.
     """
+    recipe = load_any_recipe(path, overrides)
+    if not isinstance(recipe, Recipe):
+        raise DprlhfError(
+            f"{path}: a recipe of stage {recipe.stage}: run it with dprlhf {recipe.stage} {path}"
+        )
+    return recipe
+
+
+def load_any_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
+    """Read a YAML recipe of any stage, as :func:`load_recipe` does."""
     path = Path(path)
     try:
         settings = yaml.safe_load(path.read_text())
@@ -679,18 +994,28 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise DprlhfError(f"{path}: a recipe is a mapping of keys to values")
     for override in overrides:
         _override(settings, override)
-    return make_recipe(settings, source=str(path))
+    stage = settings.get("stage")
+    if stage is None:
+        return _make(Recipe, settings, str(path))
+    if stage not in STAGES:
+        names = ", ".join(STAGES)
+        raise DprlhfError(f"{path}: {_refused('stage', f'it is one of {names}', stage, names)}")
+    return _make(STAGES[stage], settings, str(path))
 
 
 def make_recipe(settings: Mapping[str, Any], source: str = "recipe") -> Recipe:
     """Validate settings; errors name the key, what is allowed, and the nearest known key."""
+    return _make(Recipe, settings, source)
+
+
+def _make(kind: type[R], settings: Mapping[str, Any], source: str) -> R:
     try:
-        return Recipe.model_validate(settings)
+        return kind.model_validate(settings)
     except ValidationError as error:
-        raise DprlhfError(f"{source}: {_explain(error)}") from None
+        raise DprlhfError(f"{source}: {_explain(error, kind)}") from None
 
 
-def dump_recipe(recipe: Recipe) -> str:
+def dump_recipe(recipe: AnyRecipe) -> str:
     """Return the recipe as YAML, every default written out."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
 
@@ -735,12 +1060,12 @@ def _parse(text: str, override: str) -> Any:
     return value
 
 
-def _explain(error: ValidationError) -> str:
+def _explain(error: ValidationError, kind: type[BaseModel] = Recipe) -> str:
     problems = error.errors()
     # A misspelt required key is missing and unknown at once; the second says more.
     first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     location = [str(part) for part in first["loc"]]
-    if location[:1] == ["update"]:
+    if location[:1] == ["update"] and kind is Recipe:
         if first["type"] == "union_tag_invalid":
             names = first["ctx"]["expected_tags"]
             return _refused("update.name", f"Input should be {names}", first["ctx"]["tag"], names)
@@ -748,7 +1073,7 @@ def _explain(error: ValidationError) -> str:
         location = [part for part in location if part not in (_NUMBER, _REGION)]
     key = ".".join(location) or "recipe"
     if first["type"] == "extra_forbidden":
-        nearest = _nearest_key(location)
+        nearest = _nearest_key(location, kind)
         return f"unknown key '{key}'" + (f"; did you mean '{nearest}'?" if nearest else "")
     if first["type"] == "missing":
         return f"'{key}' is missing"
@@ -765,11 +1090,11 @@ def _refused(key: str, message: str, given: Any, choices: Any) -> str:
     return f"{key}: {message}, not {given!r}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
-def _nearest_key(location: list[str]) -> str | None:
+def _nearest_key(location: list[str], kind: type[BaseModel]) -> str | None:
     """Return the most alike key of the same section, else of any."""
     *section, last = location
     plain = [part for part in section if not part.isdecimal()]
-    known = [key.split(".") for key in _known_keys(Recipe)]
+    known = [key.split(".") for key in _known_keys(kind)]
     siblings = [key[-1] for key in known if key[:-1] == plain]
     anywhere = {key[-1]: ".".join(key) for key in reversed(known)}
     if last in anywhere:

@@ -20,7 +20,7 @@ from dprlhf.card import guarantee_sentence
 from dprlhf.errors import DprlhfError
 from dprlhf.plots import Series, line_plot
 from dprlhf.privacy.ledger import charged_rounds
-from dprlhf.recipe import load_recipe
+from dprlhf.recipe import Recipe, load_any_recipe
 from dprlhf.run_folder import RunFolder, write_atomically
 
 T = TypeVar("T")
@@ -43,6 +43,8 @@ class PublishedRun:
         metrics: the lines of ``metrics.jsonl`` that can be read, in the order of rounds.
         samples: ``samples.json``.
         timing: seconds a response of each phase, measured on public prompts.
+        stage: ``sft`` or ``reward`` of a supervised stage; empty for private updates.
+        evaluation: of a supervised stage, its public loss (and accuracy) before and after.
         charged: the rounds whose users are spent.
         problems: what is missing, damaged or without privacy, a sentence each.
     """
@@ -53,6 +55,8 @@ class PublishedRun:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
     timing: dict[str, float] = field(default_factory=dict)
+    stage: str = ""
+    evaluation: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
     charged: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -119,7 +123,7 @@ def read_run(path: Path) -> PublishedRun:
     if not any(file.is_file() for file in files):
         raise DprlhfError(f"{path}: not a run folder (there is no recipe.yaml)")
     run = PublishedRun(path.resolve().name)
-    run.recipe = _attempt(run, folder.recipe, _recipe_text, "")
+    run.recipe, run.stage = _attempt(run, folder.recipe, _recipe_text, ("", ""))
     run.card = _attempt(run, folder.privacy, _json_of(dict), {})
     run.charged = _attempt(run, folder.ledger, charged_rounds, [])
     run.metrics = _metrics(run, folder.metrics)
@@ -130,6 +134,8 @@ def read_run(path: Path) -> PublishedRun:
     if folder.timing.is_file():
         timing: dict[str, Any] = _attempt(run, folder.timing, _json_of(dict), {})
         run.timing = {k: v for k, v in timing.items() if _number(v) is not None and v >= 0}
+    if folder.evaluation.is_file():
+        run.evaluation = _attempt(run, folder.evaluation, _estimates, {})
     _judge(run, finished=finished)
     return run
 
@@ -184,10 +190,21 @@ def _json_of(kind: type[T]) -> Callable[[Path], T]:
     return read
 
 
-def _recipe_text(file: Path) -> str:
+def _recipe_text(file: Path) -> tuple[str, str]:
+    """Return the recipe and its stage."""
     text = file.read_text()
-    load_recipe(file)  # a cut-off recipe is often still YAML
-    return text
+    recipe = load_any_recipe(file)  # a cut-off recipe is often still YAML
+    return text, "" if isinstance(recipe, Recipe) else recipe.stage
+
+
+def _estimates(file: Path) -> dict[str, dict[str, tuple[float, float]]]:
+    return {
+        when: {
+            name: (float(value["mean"]), float(value["standard_error"]))
+            for name, value in values.items()
+        }
+        for when, values in _json_of(dict)(file).items()
+    }
 
 
 def _metrics(run: PublishedRun, file: Path) -> list[dict[str, Any]]:
@@ -266,9 +283,19 @@ def _figures(run: PublishedRun) -> list[Figure]:
                 points.append((float(line["round"]), y, None if e is None else _Z95 * e))
         return points
 
-    epsilon = _number(run.card.get("epsilon"))
-    charged = map(float, run.charged if epsilon is not None else [])
-    spent: list[tuple[float, float, float | None]] = [(t, epsilon or 0.0, None) for t in charged]
+    if run.stage:
+        learnt = [
+            Figure(
+                f"{name.capitalize()} on public rows",
+                "Mean and 95% confidence band. Round 0 is the model before. Public rows cost no"
+                " privacy.",
+                "round",
+                name,
+                [Series(name, _public_curve(run, name))],
+            )
+            for name in (["loss", "accuracy"] if run.stage == "reward" else ["loss"])
+        ]
+        return [*learnt, *_budget_figures(run, column)]
     return [
         Figure(
             "Reward on public prompts",
@@ -291,6 +318,24 @@ def _figures(run: PublishedRun) -> list[Figure]:
                 )
             ],
         ),
+        *_budget_figures(run, column),
+        Figure(
+            "Users with valid rewards, noised",
+            "Share of the expected users of a round whose rewards were all valid, as released. How"
+            " many users were clipped is not released: it is in secret/ for the operator alone.",
+            "round",
+            "share",
+            [Series("valid share (noised)", column("valid_share_noised"))],
+            from_zero=True,
+        ),
+    ]
+
+
+def _budget_figures(run: PublishedRun, column: Callable[..., Any]) -> list[Figure]:
+    epsilon = _number(run.card.get("epsilon"))
+    charged = map(float, run.charged if epsilon is not None else [])
+    spent: list[tuple[float, float, float | None]] = [(t, epsilon or 0.0, None) for t in charged]
+    return [
         Figure(
             "ε spent",
             "The stated ε covers all rounds together, whichever were run. It is an upper bound, and"
@@ -314,15 +359,6 @@ def _figures(run: PublishedRun) -> list[Figure]:
             ],
             from_zero=True,
         ),
-        Figure(
-            "Users with valid rewards, noised",
-            "Share of the expected users of a round whose rewards were all valid, as released. How"
-            " many users were clipped is not released: it is in secret/ for the operator alone.",
-            "round",
-            "share",
-            [Series("valid share (noised)", column("valid_share_noised"))],
-            from_zero=True,
-        ),
     ]
 
 
@@ -338,6 +374,20 @@ def _public_reward(run: PublishedRun) -> list[tuple[float, float, float | None]]
     if run.after:
         points.append((float(run.rounds), run.after[0], _Z95 * run.after[1]))
     return points
+
+
+def _public_curve(run: PublishedRun, name: str) -> list[tuple[float, float, float | None]]:
+    """Return the points of a public metric of a supervised stage, before and after included."""
+    points = []
+    for x, when in ((0, "before"), (run.rounds, "after")):
+        if (found := run.evaluation.get(when, {}).get(name)) is not None:
+            points.append((float(x), found[0], _Z95 * found[1]))
+    for line in run.metrics:
+        mean = _number(line.get(f"public_{name}"))
+        error = _number(line.get(f"public_{name}_standard_error")) or 0.0
+        if mean is not None:
+            points.append((float(line["round"]), mean, _Z95 * error))
+    return sorted(points)
 
 
 def _phases(run: PublishedRun) -> list[tuple[str, float, float]]:

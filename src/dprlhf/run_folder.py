@@ -6,6 +6,8 @@ Everything outside ``secret/`` is covered by the stated guarantee and may be pub
   ``timing.json``
 - ``checkpoint/``: what ``dprlhf resume`` needs, after the last finished round
 - ``policy/``: the final adapter, as ``PeftModel.from_pretrained`` loads it
+- ``model/``, ``evaluation.json``: of a supervised stage, the whole model for the next stage, and
+  the public loss before and after
 
 ``secret/`` (mode 0700) holds the key that allocation and noise come from, and raw telemetry.
 """
@@ -73,9 +75,24 @@ class RunFolder:
         return self.path / "policy"
 
     @property
+    def model(self) -> Path:
+        """The whole model, adapter merged, that a supervised stage leaves for the next one."""
+        return self.path / "model"
+
+    @property
+    def evaluation(self) -> Path:
+        """The loss on public rows before and after a supervised stage."""
+        return self.path / "evaluation.json"
+
+    @property
     def secret(self) -> Path:
         """Values computed from users, and the key; never to be published."""
         return self.path / "secret"
+
+    @property
+    def identities(self) -> Path:
+        """Hashes of who the users are, for later runs that say to have others."""
+        return self.secret / "users.npy"
 
     @property
     def key(self) -> Path:

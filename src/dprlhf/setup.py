@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import numpy as np
 
 from dprlhf import recipe as settings
 from dprlhf.boundary import open_private
+from dprlhf.callbacks import as_functions
 from dprlhf.critic import Critic
 from dprlhf.errors import DprlhfError, InterruptedRunError
 from dprlhf.evaluate import evaluate
@@ -29,12 +31,13 @@ from dprlhf.policies.causal_lm import (
     load_policy,
     native_dtype,
 )
+from dprlhf.previous import Earlier, check_disjoint, read_earlier
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.privacy.randomness import commitment
 from dprlhf.processes import Processes
 from dprlhf.progress import Progress
-from dprlhf.recipe import IN_MEMORY, Recipe, dump_recipe, load_recipe, make_recipe
+from dprlhf.recipe import IN_MEMORY, AnyRecipe, Recipe, dump_recipe, load_recipe, make_recipe
 from dprlhf.rewards import Reward as LoadedReward
 from dprlhf.rewards import Scorer, check_reward, load_reward
 from dprlhf.rollout import Responses, sample, settled
@@ -47,7 +50,8 @@ from dprlhf.updates.least_squares import check_dimension
 from dprlhf.users import Prompts, Users, load_rows, rows_from
 
 Reward = Callable[..., Any]
-Callback = Callable[[dict[str, Any]], None]
+Callback = Callable[[dict[str, Any]], None] | Any
+"""A function of a round's metrics, or a ``transformers.TrainerCallback``."""
 
 _LEFTOVER_PROMPTS = 64
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -89,33 +93,26 @@ def prepared(
         processes.on_main(folder.refuse_to_overwrite)
     parts = assemble(recipe, sources, processes, quiet=quiet)
     recipe, plan, users, policy = parts.recipe, parts.plan, parts.users, parts.policy
-    key = processes.on_main(lambda: _key(folder, recipe, create=create))
-    with _one_line_errors(folder), contextlib.ExitStack() as stack:
-        gate = None
-        if processes.main:
-            ledger = _ledger(recipe, plan, folder, key, users)
-            stack.callback(ledger.close)
-            gate = Gate(plan, ledger, key)
-            config = {**recipe.model_dump(mode="json"), "plan": plan.terms()}
-            trackers = stack.enter_context(tracked(recipe.tracking, folder, config))
-            callbacks = [*trackers, *callbacks]
-        said = os.open(folder.secret / "reward-output.txt", _APPEND, 0o600)
-        sink = stack.enter_context(os.fdopen(said, "a"))
+    with (
+        opened(recipe, plan, folder, users, parts.earlier, processes, create=create) as held,
+        os.fdopen(os.open(folder.secret / "reward-output.txt", _APPEND, 0o600), "a") as sink,
+    ):
         run = Run(
             recipe=recipe,
             plan=plan,
+            earlier=parts.earlier,
             folder=folder,
-            key=key,
+            key=held.key,
             processes=processes,
             users=users,
-            allocation=allocate(plan, key),
+            allocation=allocate(plan, held.key),
             policy=policy,
             optimizer=make_optimizer(
                 recipe.optimizer, policy.parameters.values(), plan.noise_std / plan.divisor
             ),
             scorer=Scorer(parts.rewards, recipe.reward_range, sink=sink),
             public_prompts=parts.public_prompts,
-            gate=gate,
+            gate=held.gate,
             telemetry=TelemetryCoordinates.from_plan(
                 plan, recipe.privacy.reward_share, recipe.reward_range
             ),
@@ -125,10 +122,49 @@ def prepared(
                 plan.divisor * recipe.rollout.responses / processes.count,
                 disable=quiet or not processes.main,
             ),
-            callbacks=list(callbacks),
+            callbacks=[
+                *held.trackers,
+                *as_functions(callbacks, folder.path, plan.rounds),
+            ],
         )
         _check_rewards(run)
         yield run
+
+
+@dataclass(frozen=True, repr=False)
+class Opened:
+    """What a run folder gives: its key, and on the main process the gate and the trackers."""
+
+    key: bytes
+    gate: Gate | None
+    trackers: list[Callback]
+
+
+@contextlib.contextmanager
+def opened(
+    recipe: AnyRecipe,
+    plan: Plan,
+    folder: RunFolder,
+    users: Users,
+    earlier: Earlier,
+    processes: Processes,
+    *,
+    create: bool,
+) -> Iterator[Opened]:
+    """Make or open a run folder of any stage, its ledger and trackers, and close them afterwards.
+
+    What goes wrong inside is told in one line that quotes no user.
+    """
+    key = processes.on_main(lambda: _key(folder, recipe, create=create))
+    with _one_line_errors(folder), contextlib.ExitStack() as stack:
+        gate, trackers = None, []
+        if processes.main:
+            ledger = _ledger(recipe, plan, folder, key, users, earlier)
+            stack.callback(ledger.close)
+            gate = Gate(plan, ledger, key)
+            config = {**recipe.model_dump(mode="json"), "plan": plan.terms()}
+            trackers = stack.enter_context(tracked(recipe.tracking, folder, config))
+        yield Opened(key, gate, list(trackers))
 
 
 @dataclass(frozen=True, repr=False)
@@ -137,6 +173,7 @@ class Parts:
 
     recipe: Recipe
     plan: Plan
+    earlier: Earlier
     users: Users
     policy: CausalLMPolicy
     rewards: list[LoadedReward]
@@ -149,11 +186,13 @@ def assemble(recipe: Recipe, sources: Sources, processes: Processes, *, quiet: b
     Raises:
         DprlhfError: a setting, the data, the policy or a reward is wrong.
     """
-    _hush_libraries()
+    hush_libraries()
     check_installed(recipe.tracking.report_to)
     recipe = processes.on_main(lambda: _resolved(recipe))
-    users = Users(_rows(recipe.data, sources.prompts), recipe.data)
-    plan = _plan(recipe, users)
+    earlier = processes.on_main(lambda: read_earlier(recipe))
+    users = Users(rows_of(recipe.data, sources.prompts), recipe.data)
+    processes.on_main(lambda: check_disjoint(recipe, users))
+    plan = plan_of(recipe, users)
     policy = sources.policy or load(recipe)
     check_dimension(recipe.update, policy.dimension)
     processes.place(policy)
@@ -165,10 +204,10 @@ def assemble(recipe: Recipe, sources: Sources, processes: Processes, *, quiet: b
     recipe = processes.from_main(
         _settle_clip_norm(recipe, plan, policy, public, quiet=quiet or not processes.main)
     )
-    plan = _plan(recipe, users)
+    plan = plan_of(recipe, users)
     rewards: Sequence[Any] = sources.rewards or [_loadable(r) for r in recipe.rewards]
     loaded = [load_reward(reward) for reward in rewards]
-    return Parts(recipe, plan, users, policy, loaded, _evaluation_prompts(recipe, public))
+    return Parts(recipe, plan, earlier, users, policy, loaded, _evaluation_prompts(recipe, public))
 
 
 class Sources:
@@ -252,7 +291,8 @@ def _with_rollout(recipe: Recipe, plan: Plan, policy: CausalLMPolicy, processes:
     return recipe.model_copy(update={"rollout": rollout})
 
 
-def _rows(data: settings.Data, given: Any) -> Any:
+def rows_of(data: settings.Data, given: Any) -> Any:
+    """Return the rows that the program holds, or else those that the recipe names."""
     if given is not None:
         return rows_from(given, data.prompt_column)
     if data.path == IN_MEMORY:
@@ -260,7 +300,8 @@ def _rows(data: settings.Data, given: Any) -> Any:
     return load_rows(data)
 
 
-def _plan(recipe: Recipe, users: Users) -> Plan:
+def plan_of(recipe: AnyRecipe, users: Users) -> Plan:
+    """Build the plan of a recipe of any stage."""
     privacy = recipe.privacy
     return make_plan(
         users=users.count,
@@ -294,7 +335,7 @@ def _critic(
     return critic
 
 
-def _key(folder: RunFolder, recipe: Recipe, *, create: bool) -> bytes:
+def _key(folder: RunFolder, recipe: AnyRecipe, *, create: bool) -> bytes:
     """Return the run's secret key; a new run makes its folder first."""
     if not create:
         return folder.open()
@@ -303,7 +344,9 @@ def _key(folder: RunFolder, recipe: Recipe, *, create: bool) -> bytes:
     return key
 
 
-def _ledger(recipe: Recipe, plan: Plan, folder: RunFolder, key: bytes, users: Users) -> Ledger:
+def _ledger(
+    recipe: AnyRecipe, plan: Plan, folder: RunFolder, key: bytes, users: Users, earlier: Earlier
+) -> Ledger:
     # The digest of the data stays in secret/: published, it would confirm a guess at the data.
     digest_file = folder.secret / "data-digest"
     digest = open_private(users.digest())
@@ -315,6 +358,9 @@ def _ledger(recipe: Recipe, plan: Plan, folder: RunFolder, key: bytes, users: Us
             " known. Start a new run"
         )
     if held is None:
+        hashes = io.BytesIO()
+        np.save(hashes, open_private(users.identities()))
+        write_atomically(folder.identities, hashes.getvalue(), mode=0o600)
         write_atomically(digest_file, digest, mode=0o600)
     elif held != digest:
         raise DprlhfError(
@@ -327,13 +373,15 @@ def _ledger(recipe: Recipe, plan: Plan, folder: RunFolder, key: bytes, users: Us
         folder.ledger,
         {
             **plan.terms(),
+            **earlier.terms(),
+            "unit": recipe.data.user_column,
             "recipe_sha256": hashlib.sha256(text.encode()).hexdigest(),
             "key_commitment": commitment(key),
         },
     )
 
 
-def _hush_libraries() -> None:
+def hush_libraries() -> None:
     """Leave the terminal to this project's own bars and lines."""
     import datasets
     from transformers.utils import logging
@@ -366,7 +414,7 @@ def _public_users(recipe: Recipe, sources: Sources) -> Users | None:
     if recipe.evaluation is None:
         return None
     data = recipe.evaluation.data
-    rows = _rows(data, sources.evaluation_prompts)
+    rows = rows_of(data, sources.evaluation_prompts)
     return Users(rows, data.model_copy(update={"user_column": None}))
 
 

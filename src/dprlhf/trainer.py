@@ -6,17 +6,15 @@ Every user's prompts are drawn once (or k times, as the plan says). What is comp
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 
-from dprlhf.boundary import BoundedSum, Private, Released, open_private
-from dprlhf.checkpoint import load_checkpoint, save_checkpoint
+from dprlhf.boundary import Private, open_private
 from dprlhf.critic import Critic
 from dprlhf.errors import DprlhfError
 from dprlhf.evaluate import Evaluated, RewardEstimate, evaluate
@@ -25,6 +23,7 @@ from dprlhf.optimizers import set_learning_rate
 from dprlhf.partition import Allocation
 from dprlhf.plan import Plan
 from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.previous import Earlier
 from dprlhf.privacy.gate import Gate
 from dprlhf.processes import Processes
 from dprlhf.progress import Progress
@@ -32,6 +31,7 @@ from dprlhf.recipe import Recipe
 from dprlhf.rewards import Scorer, Scores
 from dprlhf.rewards.responses import score_private
 from dprlhf.rollout import Responses, sample_responses
+from dprlhf.rounds import released_metrics, remaining_rounds, save, tell, users_of_round, way_out
 from dprlhf.run_folder import RunFolder
 from dprlhf.telemetry import JsonLines, ReleasedReward, TelemetryCoordinates
 from dprlhf.updates import UPDATES, PrivateRound
@@ -47,6 +47,7 @@ class Run:
 
     recipe: Recipe
     plan: Plan
+    earlier: Earlier
     folder: RunFolder
     key: bytes
     processes: Processes
@@ -68,9 +69,9 @@ def run_rounds(run: Run) -> None:
     recipe, policy = run.recipe, run.policy
     update = UPDATES[recipe.update.name]
     failed_rounds = 0
-    for t in _remaining_rounds(run):
+    for t in remaining_rounds(run):
         with Interruptible() as interrupt, run.progress.round(t) as bar:
-            users = _users_of_round(run, t)
+            users = users_of_round(run, t)
             bar.start("sampling", users)
             prompts = Private(run.users.select(open_private(users)))
             responses: Private[Responses] = sample_responses(
@@ -96,14 +97,14 @@ def run_rounds(run: Run) -> None:
                 critic=run.critic,
                 optimizer=run.optimizer,
                 reduce=run.processes.sum,
-                gate=_gate(run, t, interrupt),
+                gate=way_out(run, t, interrupt),
                 number=t,
                 tick=interrupt.checked(bar.tick),
             )
             set_learning_rate(run.optimizer, recipe.optimizer, t, run.plan.rounds)
             subtract_kl(round_, recipe.kl, recipe.update.batch_size)
             update(round_, recipe.update)
-            _save(run, t)
+            save(run, t)
             reward = _report(run, t, round_)
             bar.stop()
             _record_secret(run, t, users, round_, bar.seconds)
@@ -116,59 +117,10 @@ def run_rounds(run: Run) -> None:
             )
 
 
-def _remaining_rounds(run: Run) -> Iterator[int]:
-    """Yield the rounds that were never charged; the checkpoint fixes policy and optimizer.
-
-    The users of a round that was charged but not saved are spent: it is left out, never redone.
-    """
-    saved = load_checkpoint(run.folder, run.policy, run.optimizer, run.critic)
-
-    def confirmed() -> int:
-        assert run.gate is not None
-        run.gate.ledger.confirm(saved)
-        return run.gate.ledger.next_round
-
-    first = run.processes.on_main(confirmed)
-    run.progress.total(run.plan.rounds, done=first - 1)
-    yield from range(first, run.plan.rounds + 1)
-
-
-def _users_of_round(run: Run, t: int) -> Private[np.ndarray[Any, np.dtype[np.int64]]]:
-    return Private(run.processes.share(open_private(run.allocation).round(t)))
-
-
-def _gate(
-    run: Run, t: int, interrupt: Interruptible
-) -> Callable[[BoundedSum], Released[torch.Tensor]]:
-    """Return the round's way through the gate: every process gets the main process's release."""
-
-    def release(bounded: BoundedSum) -> Released[torch.Tensor]:
-        # From the charge to the checkpoint the round is finished whatever the user presses: a
-        # charged round that is not saved is spent for nothing.
-        interrupt.defer()
-        return run.processes.on_main(lambda: cast("Gate", run.gate).release(t, bounded))
-
-    return release
-
-
-def _save(run: Run, t: int) -> None:
-    if run.gate is not None:
-        save_checkpoint(run.folder, t, run.policy, run.optimizer, run.critic)
-        run.gate.ledger.commit(t)
-
-
 def _report(run: Run, t: int, round_: PrivateRound) -> ReleasedReward | None:
     """Write the round's line of public and released values, and tell the callbacks."""
     assert round_.released is not None
-    metrics: dict[str, Any] = {
-        "round": t,
-        "epsilon": run.plan.terms()["epsilon"],
-        "delta": run.plan.guarantee.delta,
-        "released_gradient_norm": float(round_.released.norm()),
-        "expected_noise_norm": math.sqrt(len(round_.released))
-        * run.plan.noise_std_of(t)
-        / run.plan.divisor,
-    }
+    metrics = released_metrics(run, t, round_.released)
     reward = None
     if run.telemetry.count:
         assert round_.telemetry_released is not None
@@ -183,11 +135,7 @@ def _report(run: Run, t: int, round_: PrivateRound) -> ReleasedReward | None:
         public = evaluate_policy(run, f"evaluation after round {t}").estimate
         metrics["public_reward"] = public.mean
         metrics["public_reward_standard_error"] = public.standard_error
-    if run.processes.main:
-        JsonLines(run.folder.metrics).write(metrics)
-    for callback in run.callbacks:
-        callback(dict(metrics))
-    run.progress.show(metrics)
+    tell(run, metrics)
     return reward
 
 

@@ -5,10 +5,12 @@ Only integers are held in memory; the rows stay where ``datasets`` keeps them, m
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from dprlhf.boundary import Private
 from dprlhf.errors import DprlhfError
 
 _ROWS_AT_ONCE = 10_000
+_SHOWN = 5
 _NAMES = (
     pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view,
     pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean,
@@ -71,11 +74,10 @@ class Users:
         self._spec = spec
         if len(rows) == 0:
             raise DprlhfError(f"data {spec.path!r}: the dataset is empty")
-        for key, column in (
-            ("prompt_column", spec.prompt_column),
-            ("user_column", spec.user_column),
-        ):
-            if column is not None and column not in rows.column_names:
+        asked = spec.model_dump(include={n for n in type(spec).model_fields if "_column" in n})
+        for key, column in asked.items():
+            wanted = column in spec.columns or key == "user_column"
+            if wanted and column is not None and column not in rows.column_names:
                 raise DprlhfError(
                     f"data {spec.path!r}: there is no column {column!r} ({key}); the columns are"
                     f" {', '.join(rows.column_names)}"
@@ -92,10 +94,25 @@ class Users:
         It is private: a digest of data, published, would confirm a guess at the data.
         """
         state = hashlib.sha256()
-        names = [c for c in (self._spec.user_column, self._spec.prompt_column) if c is not None]
+        names = [c for c in (self._spec.user_column, *self._spec.columns) if c is not None]
         for batch in self._rows.select_columns(names).iter(batch_size=1000):
             state.update(json.dumps(batch, sort_keys=True, default=str).encode())
         return Private(state.hexdigest())
+
+    def identities(self) -> Private[NDArray[np.uint64]]:
+        """Return a hash of who each user is, sorted: its name, or else its row's prompt.
+
+        Two datasets that name a user alike have a hash in common. Nothing else follows: a person
+        may go by another name, or have written another row.
+        """
+        from pandas.util import hash_array
+
+        column = self._spec.user_column or self._spec.prompt_column
+        found = [np.empty(0, dtype=np.uint64)]
+        for batch in self._rows.select_columns([column]).iter(batch_size=_ROWS_AT_ONCE):
+            names = [v if isinstance(v, str) else json.dumps(v, default=str) for v in batch[column]]
+            found.append(hash_array(np.array(names, dtype=object), categorize=False))
+        return Private(np.unique(np.concatenate(found)))
 
     def select(self, users: NDArray[np.int64]) -> Prompts:
         """Return the prompts of some users, at most ``max_prompts_per_user`` of each.
@@ -141,28 +158,95 @@ def load_rows(spec: recipe.Data) -> Any:
             f"data {spec.path!r}: could not be loaded ({' '.join(str(error).split())[:200]})"
         ) from None
     except Exception as error:  # a parser's message may quote a row
+        broken = _broken_lines(Path(path)) if Path(path).is_file() else []
+        where = f"; broken: {_listed(broken, 'line')}" if broken else ""
         raise DprlhfError(
-            f"data {spec.path!r}: could not be loaded ({type(error).__name__}); check the file, its"
-            f" format, and the split {spec.split!r}"
+            f"data {spec.path!r}: could not be loaded ({type(error).__name__}){where}; check the"
+            f" file, its format, and the split {spec.split!r}"
         ) from None
     finally:
         logger.setLevel(level)
-    return rows if spec.limit is None else rows.select(range(min(spec.limit, len(rows))))
+    if not spec.skip and spec.limit is None:
+        return rows
+    end = len(rows) if spec.limit is None else min(spec.skip + spec.limit, len(rows))
+    if spec.skip and spec.skip >= end:
+        raise DprlhfError(f"data {spec.path!r}: skip {spec.skip} leaves none of {len(rows)} rows")
+    return rows.select(range(spec.skip, end))
 
 
-def rows_from(prompts: Sequence[Prompt] | Any, column: str) -> Any:
-    """Turn in-memory prompts (or a ``datasets.Dataset``, returned as it is) into rows.
+def check_present(rows: Any, spec: recipe.Data) -> None:
+    """Refuse rows that lack a value in a column that is learnt from; names the rows (from 1).
 
     Raises:
-        DprlhfError: not a list or a ``Dataset``, or the items differ in kind.
+        DprlhfError: a value is missing.
+    """
+    for name in spec.columns:
+        batches = rows.select_columns([name]).with_format("arrow").iter(_ROWS_AT_ONCE)
+        column = pa.chunked_array([chunk for batch in batches for chunk in batch.column(0).chunks])
+        if missing := _missing(column):
+            raise DprlhfError(
+                f"data {spec.path!r}: column {name!r} is empty in {_listed(missing, 'row')}: fill"
+                " or drop them"
+            )
+
+
+def _broken_lines(file: Path) -> list[int]:
+    """Return the lines of a text file (from 1) that cannot be read as its rows; quotes none."""
+    broken: list[int] = []
+    if file.suffix in (".json", ".jsonl"):
+        for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+            try:
+                if line.strip() and not isinstance(json.loads(line), dict):
+                    broken.append(number)
+            except ValueError:
+                broken.append(number)
+    elif file.suffix == ".csv":
+        width, start = None, 1
+        with open(file, encoding="utf-8", errors="replace", newline="") as lines:
+            reader = csv.reader(lines)
+            try:
+                for fields in reader:
+                    width = width or len(fields)
+                    if (fields and len(fields) != width) or any("\ufffd" in f for f in fields):
+                        broken.append(start)
+                    start = reader.line_num + 1
+            except csv.Error:
+                broken.append(start)
+    return broken
+
+
+def _listed(numbers: Sequence[int], what: str) -> str:
+    """Return "lines 3, 7 and 12 more"."""
+    shown = ", ".join(map(str, numbers[:_SHOWN]))
+    more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
+    return f"{what}{'s' if len(numbers) > 1 else ''} {shown}{more}"
+
+
+def rows_from(prompts: Any, column: str) -> Any:
+    """Turn prompts that the program holds into rows.
+
+    Args:
+        prompts: a list of texts, conversations or dicts; a ``datasets.Dataset``, returned as it is;
+            or, read to the end once and kept on disk while the process lives: an
+            ``IterableDataset`` (streaming), a generator, or a function that returns one.
+        column: what texts and conversations are called.
+
+    Raises:
+        DprlhfError: none of these, or the items differ in kind.
     """
     import datasets
 
     if isinstance(prompts, datasets.Dataset):
         return prompts
-    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
-        raise DprlhfError("prompts: give a list of prompts or a datasets.Dataset")
+    if callable(prompts) and not isinstance(prompts, datasets.IterableDataset):
+        prompts = prompts()
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
+        raise DprlhfError(
+            "prompts: give a list of prompts, a generator, a datasets.Dataset or IterableDataset"
+        )
     try:
+        if not isinstance(prompts, Sequence):
+            return _kept_on_disk(prompts, column)
         if prompts and isinstance(prompts[0], dict):
             return datasets.Dataset.from_list(list(prompts))
         return datasets.Dataset.from_dict({column: list(prompts)})
@@ -172,6 +256,29 @@ def rows_from(prompts: Sequence[Prompt] | Any, column: str) -> Any:
             " conversations or dicts, not a mixture"
         ) from None
 
+
+def _kept_on_disk(prompts: Iterable[Any], column: str) -> Any:
+    import datasets
+    from datasets.arrow_writer import ArrowWriter
+
+    folder = tempfile.TemporaryDirectory(prefix="dprlhf-")  # mode 0700
+    _FOLDERS.append(folder)
+    file = Path(folder.name) / "rows.arrow"
+    features = getattr(prompts, "features", None)
+    kinds = set()
+    with ArrowWriter(path=str(file), features=features) as writer:
+        for prompt in prompts:
+            kinds.add(tuple(sorted(prompt)) if isinstance(prompt, dict) else type(prompt))
+            if len(kinds) > 1:
+                raise TypeError("a mixture")
+            writer.write(prompt if isinstance(prompt, dict) else {column: prompt})
+        if kinds:
+            writer.finalize()
+    return datasets.Dataset.from_file(str(file)) if kinds else datasets.Dataset.from_dict({})
+
+
+_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
+"""Removed when the process ends."""
 
 _FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
@@ -209,17 +316,22 @@ def _codes(rows: Any, spec: recipe.Data) -> NDArray[np.int64]:
     names = pa.chunked_array([chunk for batch in batches for chunk in batch.column(0).chunks])
     if pa.types.is_dictionary(names.type):  # each file may come with a dictionary of its own
         names = names.cast(names.type.value_type)
-    if not any(is_kind(names.type) for is_kind in _NAMES) or _any_missing(names):
+    known = any(is_kind(names.type) for is_kind in _NAMES)
+    missing = _missing(names) if known else []
+    if not known or len(missing):
+        where = f" ({_listed(missing, 'row')} have none)" if known else ""
         raise DprlhfError(
             f"data {spec.path!r}: user_column {spec.user_column!r} must hold a text or a number in"
-            " every row: rows without a user are nobody's privacy unit; fill or drop them"
+            f" every row{where}: rows without a user are nobody's privacy unit; fill or drop them"
         )
     codes = [chunk.indices.to_numpy() for chunk in names.dictionary_encode().chunks]
     return np.concatenate(codes).astype(np.int64)
 
 
-def _any_missing(names: pa.ChunkedArray) -> bool:
-    return bool(pc.any(pc.is_null(names, nan_is_null=True)).as_py())
+def _missing(names: pa.ChunkedArray) -> list[int]:
+    """Return the rows (from 1) without a value."""
+    found: list[int] = pc.indices_nonzero(pc.is_null(names, nan_is_null=True)).to_pylist()
+    return [row + 1 for row in found]
 
 
 def _counting_up(sizes: NDArray[np.int64]) -> NDArray[np.int64]:

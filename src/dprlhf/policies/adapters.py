@@ -29,13 +29,16 @@ from dprlhf import recipe
 from dprlhf.errors import DprlhfError
 
 
-def add_adapter(model: Any, adapter: recipe.Adapter, *, seed: int) -> Any:
-    """Put a fresh adapter on a causal LM; all of what it trains is in float32 or wider.
+def add_adapter(
+    model: Any, adapter: recipe.Adapter, *, seed: int, task_type: str = "CAUSAL_LM"
+) -> Any:
+    """Put a fresh adapter on a model; all of what it trains is in float32 or wider.
 
     Args:
         model: of transformers.
         adapter: the recipe's section.
         seed: of what is drawn at random; it is public.
+        task_type: PEFT's; of ``SEQ_CLS`` the classification head is trained as well.
 
     Returns:
         The ``PeftModel``; what requires a gradient is what is trained.
@@ -49,6 +52,7 @@ def add_adapter(model: Any, adapter: recipe.Adapter, *, seed: int) -> Any:
         torch.manual_seed(seed)
         try:
             config = _CONFIGS[adapter.type](model, adapter, seed)
+            config.task_type = task_type
             adapted = peft.get_peft_model(model, config)
         except (ValueError, TypeError) as error:
             raise DprlhfError(f"policy.adapter: {' '.join(str(error).split())[:300]}") from None

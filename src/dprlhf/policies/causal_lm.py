@@ -42,9 +42,10 @@ class CausalLMPolicy:
         self.dimension = sum(p.numel() for p in self.parameters.values())
         # torch multiplies a sliced (non-contiguous) batch by the vocabulary as one bmm, for which
         # it copies the weight once a row: two thirds of the sampling time on a CPU.
-        model.get_output_embeddings().register_forward_pre_hook(
-            lambda module, inputs: (inputs[0].contiguous(), *inputs[1:])
-        )
+        if (head := model.get_output_embeddings()) is not None:
+            head.register_forward_pre_hook(
+                lambda module, inputs: (inputs[0].contiguous(), *inputs[1:])
+            )
         if self.dimension == 0:
             raise DprlhfError("the policy has no trainable parameters: check policy.adapter")
 

@@ -211,7 +211,7 @@ def noise_multiplier(
         return _delta(with_noise(z), epsilon, rough=True)
 
     one = gaussian_noise_multiplier(epsilon, delta)
-    high = one / _single(with_noise(1.0))
+    high = one / single_noise(with_noise(1.0))
     low = high / 2
     # Enough noise makes even epsilon 0 cost less than delta, so `low` exists only above zero.
     while low > 1e-3 * one and rough(low) <= delta:
@@ -274,7 +274,7 @@ _METHODS: dict[Partition, tuple[str, str]] = {
 }
 
 
-def _single(mechanism: Mechanism) -> float:
+def single_noise(mechanism: Mechanism) -> float:
     """Return the noise of one Gaussian that covers the run if batch membership were known."""
     taken = mechanism.rounds if mechanism.partition == "poisson" else mechanism.participations
     z = mechanism.noise_multiplier / math.sqrt(mechanism.releases_per_round * taken)
@@ -285,15 +285,17 @@ def _epsilon(mechanism: Mechanism, delta: float) -> tuple[float, float]:
     """Upper and lower bound."""
     if math.isinf(mechanism.noise_multiplier):
         return 0.0, 0.0
-    single = gaussian_epsilon(_single(mechanism), delta)
+    single = gaussian_epsilon(single_noise(mechanism), delta)
     if mechanism.partition in ("fixed", "stream"):
         return single, single * (1 - 1e-7)
     z = mechanism.noise_multiplier / math.sqrt(mechanism.releases_per_round)
     if mechanism.partition == "poisson":
-        if _too_little(z, delta):
+        if too_little(z, delta):
             return single, 0.0
-        upper = float(_poisson(mechanism, z).get_epsilon_for_delta(delta))
-        lower = float(_poisson(mechanism, z, pessimistic=False).get_epsilon_for_delta(delta))
+        upper = float(poisson_distribution(mechanism).get_epsilon_for_delta(delta))
+        lower = float(
+            poisson_distribution(mechanism, pessimistic=False).get_epsilon_for_delta(delta)
+        )
         return min(single, upper), lower
     rounds = mechanism.rounds // mechanism.participations
     curves = _allocation(z, rounds, mechanism.participations, delta, rough=False)
@@ -304,20 +306,21 @@ def _epsilon(mechanism: Mechanism, delta: float) -> tuple[float, float]:
     once = random_allocation.epsilon(z, rounds, delta, "remove")
     lower = random_allocation.epsilon_lower(z, rounds, delta, once)
     if mechanism.adjacency == "replace-one":
-        upper = _replace_one_epsilon(curves, delta)
+        upper = replace_one_epsilon(curves, delta)
     return min(single, upper), lower
 
 
 def _delta(mechanism: Mechanism, epsilon: float, rough: bool) -> float:
-    single = gaussian_delta(_single(mechanism), epsilon)
+    single = gaussian_delta(single_noise(mechanism), epsilon)
     if mechanism.partition in ("fixed", "stream") or single < 1e-200:
         return single
     z = mechanism.noise_multiplier / math.sqrt(mechanism.releases_per_round)
     if mechanism.partition == "poisson":
-        if _too_little(z, 1e-9):
+        if too_little(z, 1e-9):
             return single
         return min(
-            single, float(_poisson(mechanism, z, rough=rough).get_delta_for_epsilon(epsilon))
+            single,
+            float(poisson_distribution(mechanism, rough=rough).get_delta_for_epsilon(epsilon)),
         )
     rounds = mechanism.rounds // mechanism.participations
     curves = _allocation(z, rounds, mechanism.participations, None, rough)
@@ -329,47 +332,42 @@ def _delta(mechanism: Mechanism, epsilon: float, rough: bool) -> float:
 
 
 @dataclass(frozen=True)
-class _Curves:
+class Curves:
     """Upper bounds on both sides' privacy curves, and their inverses."""
 
     delta: Callable[[float, Side, bool], float]  # of epsilon, side, rough
     epsilon: Callable[[float, Side], float]  # of delta, side
 
 
-def _allocation(z: float, rounds: int, times: int, delta: float | None, rough: bool) -> _Curves:
+def _allocation(z: float, rounds: int, times: int, delta: float | None, rough: bool) -> Curves:
     """Curves of one-out-of-``rounds`` random allocation, composed ``times`` times."""
     if times == 1:
         precision = {False: random_allocation.FINE, True: random_allocation.ROUGH}
-        return _Curves(
+        return Curves(
             lambda e, side, rough: random_allocation.delta(z, rounds, e, side, precision[rough]),
             lambda d, side: random_allocation.epsilon(z, rounds, d, side),
         )
     single = z / math.sqrt(times)
-    if _too_little(z, delta or 1e-9):
-        return _Curves(
+    if too_little(z, delta or 1e-9):
+        return Curves(
             lambda e, side, rough: gaussian_delta(single, e),
             lambda d, side: gaussian_epsilon(single, d),
         )
     composed = _compose_allocation(z, rounds, times, rough)
-    return _Curves(
+    return Curves(
         lambda e, side, rough: float(composed[side].get_delta_for_epsilon(e)),
         lambda d, side: float(composed[side].get_epsilon_for_delta(d)),
     )
 
 
-def _too_little(z: float, delta: float) -> bool:
+def too_little(z: float, delta: float) -> bool:
     """Whether one round alone costs so much that no discretised accountant is of use."""
     return gaussian_epsilon(z, delta) > 200
 
 
 def _compose_allocation(z: float, rounds: int, times: int, rough: bool) -> dict[Side, Any]:
-    """Pessimistic loss distributions of ``times`` independent one-out-of-``rounds`` allocations.
-
-    Each side's curve is evaluated on a grid of epsilons and joined by chords in e^epsilon, which
-    lie above the convex true curve ("connect the dots", Doroshenko et al., arXiv 2207.04380).
-    """
+    """Pessimistic loss distributions of ``times`` independent one-out-of-``rounds`` allocations."""
     import numpy as np
-    from dp_accounting.pld import pld_pmf
 
     sides: tuple[Side, Side] = ("remove", "add")
     points = 80 if rough else 400
@@ -385,28 +383,48 @@ def _compose_allocation(z: float, rounds: int, times: int, rough: bool) -> dict[
         )
         for side in sides
     }
-    composed: dict[Side, Any] = {}
-    for side, other in (sides, sides[::-1]):
-        # H_{e^-t}(P||Q) = 1 - e^-t + e^-t H_{e^t}(Q||P) gives the curve at negative epsilon.
-        t = step * np.arange(last[other], 0, -1)
-        negative = -np.expm1(-t) + np.exp(-t) * curve[other][:0:-1]
-        deltas = np.minimum(np.concatenate([negative, curve[side]]), 1.0)
-        rise, ratio = np.diff(deltas), math.expm1(step)
-        masses = np.append(rise, 0.0) / ratio
-        masses[1:] -= rise * (1 + 1 / ratio)
-        masses[0] += 1 - deltas[0]
-        # Rounding can leave masses of about -1e-16; raising them to zero only adds mass.
-        one = pld_pmf.DensePLDPmf(
-            step, -last[other], np.maximum(masses, 0.0), float(deltas[-1]), True
-        )
-        composed[side] = one.self_compose(times)
-    return composed
+    return {
+        side: loss_distribution(step, curve[side], curve[other]).self_compose(times)
+        for side, other in (sides, sides[::-1])
+    }
 
 
-def _poisson(mechanism: Mechanism, z: float, pessimistic: bool = True, rough: bool = False) -> Any:
+def loss_distribution(step: float, curve: Any, opposite: Any) -> Any:
+    """Return a pessimistic loss distribution of a mechanism whose privacy curve is known on a grid.
+
+    The curve is joined by chords in e^epsilon, which lie above the convex true curve ("connect the
+    dots", Doroshenko et al., arXiv 2207.04380).
+
+    Args:
+        step: of the grid 0, step, 2 step, ... of epsilons.
+        curve: upper bounds on delta there, against the neighbour, ``[points]``.
+        opposite: the same with the two neighbours exchanged, on a grid of its own length.
+    """
+    import numpy as np
+    from dp_accounting.pld import pld_pmf
+
+    # H_{e^-t}(P||Q) = 1 - e^-t + e^-t H_{e^t}(Q||P) gives the curve at negative epsilon.
+    t = step * np.arange(len(opposite) - 1, 0, -1)
+    negative = -np.expm1(-t) + np.exp(-t) * opposite[:0:-1]
+    deltas = np.minimum(np.concatenate([negative, curve]), 1.0)
+    rise, ratio = np.diff(deltas), math.expm1(step)
+    masses = np.append(rise, 0.0) / ratio
+    masses[1:] -= rise * (1 + 1 / ratio)
+    masses[0] += 1 - deltas[0]
+    # Rounding can leave masses of about -1e-16; raising them to zero only adds mass.
+    return pld_pmf.DensePLDPmf(
+        step, 1 - len(opposite), np.maximum(masses, 0.0), float(deltas[-1]), True
+    )
+
+
+def poisson_distribution(
+    mechanism: Mechanism, *, pessimistic: bool = True, rough: bool = False
+) -> Any:
+    """Return the loss distribution of a run with Poisson-sampled rounds (of dp-accounting)."""
     from dp_accounting.pld import privacy_loss_distribution
 
     rate = mechanism.participations / mechanism.rounds
+    z = mechanism.noise_multiplier / math.sqrt(mechanism.releases_per_round)
     one = privacy_loss_distribution.from_gaussian_mechanism(
         z,
         sampling_prob=rate,
@@ -417,7 +435,7 @@ def _poisson(mechanism: Mechanism, z: float, pessimistic: bool = True, rough: bo
     return one.self_compose(mechanism.rounds)
 
 
-def _replace_one_epsilon(curves: _Curves, delta: float) -> float:
+def replace_one_epsilon(curves: Curves, delta: float) -> float:
     """Smallest e1 + e2 found with delta_remove(e1) + e^e1 delta_add(e2) <= delta."""
     best, share = math.inf, 0.5
     for _ in range(3):
@@ -434,14 +452,14 @@ def _replace_one_epsilon(curves: _Curves, delta: float) -> float:
     return best
 
 
-def _slope(curves: _Curves, epsilon: float, side: Side) -> float:
+def _slope(curves: Curves, epsilon: float, side: Side) -> float:
     """How fast log delta falls with epsilon."""
     step = 1e-2 * epsilon + 1e-6
     near, far = (curves.delta(e, side, False) for e in (epsilon, epsilon + step))
     return max(math.log(max(near, 1e-290) / max(far, 1e-290)) / step, 1e-6)
 
 
-def _replace_one_delta(curves: _Curves, epsilon: float, rough: bool) -> float:
+def _replace_one_delta(curves: Curves, epsilon: float, rough: bool) -> float:
     """Smallest delta_remove(e1) + e^e1 delta_add(e2) found with e1 + e2 = epsilon."""
 
     def total(first: float, rough: bool) -> float:

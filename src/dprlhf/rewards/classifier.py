@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -111,33 +112,13 @@ class ClassifierReward:
         return scores
 
     def _tokens(self, prompts: list[Any], completions: list[Any]) -> list[list[int]]:
-        whole = self._text == "prompt+completion"
-        templated = (
-            whole
-            and self._tokenizer.chat_template is not None
-            and any(not isinstance(completion, str) for completion in completions)
+        return classifier_tokens(
+            self._tokenizer,
+            prompts,
+            completions,
+            whole=self._text == "prompt+completion",
+            max_tokens=self._max_tokens,
         )
-        texts = []
-        for prompt, completion in zip(prompts, completions, strict=True):
-            if templated:
-                texts.append(
-                    self._tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
-                )
-            elif whole and isinstance(completion, str):
-                texts.append(prompt + completion)
-            else:
-                texts.append(text_of([*prompt, *completion] if whole else completion))
-        if not texts:
-            return []
-        encoded = self._tokenizer(
-            texts,
-            add_special_tokens=not templated,  # the template writes its own
-            padding=False,  # some tokenizer files ask for it, and it would not be masked
-            truncation=True,
-            max_length=self._max_tokens,
-        )
-        # Without special tokens an empty text has no token at all, which no model can read.
-        return [ids or [self._tokenizer.pad_token_id] for ids in encoded["input_ids"]]
 
     @torch.inference_mode()
     def _forward(self, batch: list[list[int]], width: int) -> list[float]:
@@ -156,6 +137,49 @@ class ClassifierReward:
             others = [j for j in range(logits.shape[1]) if j != self._label]
             scores = logits[:, self._label] - logits[:, others].logsumexp(dim=1)
         return [float(score) for score in scores[: len(batch)].tolist()]
+
+
+def classifier_tokens(
+    tokenizer: Any,
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    *,
+    whole: bool,
+    max_tokens: int,
+) -> list[list[int]]:
+    """Tokenize ``[rows]`` texts as a classifier reads them; no text is without a token.
+
+    Args:
+        tokenizer: its ``truncation_side`` says which end of a long text goes.
+        prompts: texts or conversations.
+        completions: texts or lists of messages.
+        whole: read prompt and completion, or the completion alone.
+        max_tokens: of a text.
+    """
+    templated = (
+        whole
+        and tokenizer.chat_template is not None
+        and any(not isinstance(completion, str) for completion in completions)
+    )
+    texts = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        if templated:
+            texts.append(tokenizer.apply_chat_template([*prompt, *completion], tokenize=False))
+        elif whole and isinstance(completion, str):
+            texts.append(prompt + completion)
+        else:
+            texts.append(text_of([*prompt, *completion] if whole else completion))
+    if not texts:
+        return []
+    encoded = tokenizer(
+        texts,
+        add_special_tokens=not templated,  # the template writes its own
+        padding=False,  # some tokenizer files ask for it, and it would not be masked
+        truncation=True,
+        max_length=max_tokens,
+    )
+    # Without special tokens an empty text has no token at all, which no model can read.
+    return [ids or [tokenizer.pad_token_id] for ids in encoded["input_ids"]]
 
 
 def _label_index(config: Any, source: str, label: str | None) -> int | None:

@@ -23,6 +23,7 @@ from dprlhf.gradients.clipping import (
     clipped_vectors,
     vector_norm,
 )
+from dprlhf.optimizers import ascend
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses, Tick
@@ -150,13 +151,7 @@ class PrivateRound:
 
     def step(self, direction: torch.Tensor) -> None:
         """Let the optimizer ascend along a released direction, ``[dimension]``."""
-        offset = 0
-        for parameter in self.policy.parameters.values():
-            piece = direction[offset : offset + parameter.numel()]
-            parameter.grad = -piece.reshape(parameter.shape).to(parameter)
-            offset += parameter.numel()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        ascend(self.policy.parameters.values(), self.optimizer, direction)
 
     def _extra(self) -> tuple[NDArray[np.float64], float]:
         responses, scores = open_private(self.responses), open_private(self.unpenalised)

@@ -1,0 +1,171 @@
+"""Pages that mkdocs builds from the code: the recipe's keys, and the commands (see mkdocs.yml)."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from dprlhf import recipe
+
+RECIPES = {
+    "Private updates: `dprlhf train`": recipe.Recipe,
+    "Supervised fine-tuning: `dprlhf sft`": recipe.SFTRecipe,
+    "Reward model: `dprlhf reward`": recipe.RewardRecipe,
+}
+INTRODUCTION = """# Recipes: every key
+
+A recipe is YAML. This page is made from the classes that read it, so it is complete. Override any
+key on the command line (`dprlhf train recipe.yaml privacy.epsilon=1`); a misspelt key is refused
+with the nearest known one. Flags named as in TRL (`--model_name_or_path`, `--learning_rate`, …)
+work with `dprlhf train` too. Commented examples are in the folder `recipes/`.
+
+"""
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the generated pages; mkdocs calls this."""
+    from mkdocs.structure.files import File
+
+    for path, content in pages().items():
+        files.append(File.generated(config, path, content=content))
+    return files
+
+
+def on_page_content(html: str, **others: Any) -> str:
+    """Write the docstrings' cross-references as plain names; mkdocs calls this."""
+    return re.sub(r":\w+:<code>~?[\w.]*?(\w+)</code>", r"<code>\1</code>", html)
+
+
+def pages() -> dict[str, str]:
+    return {"reference/recipes.md": recipes_page(), "reference/commands.md": commands_page()}
+
+
+def recipes_page() -> str:
+    parts, seen = [INTRODUCTION], set[type]()
+    for title, kind in RECIPES.items():
+        parts.append(f"## {title}\n\n" + section("", kind, seen))
+    return "".join(parts)
+
+
+def section(prefix: str, kind: type[BaseModel], seen: set[type]) -> str:
+    """Return the table of one section, then those of the sections inside it."""
+    about = attributes(kind)
+    rows, inner = [], []
+    for name, field in kind.model_fields.items():
+        models = list(models_in(field.annotation))
+        default = field.get_default(call_default_factory=True)
+        if field.is_required():
+            shown = "required"
+        elif isinstance(default, BaseModel):
+            shown = "see below"
+        else:
+            shown = f"`{spelt(default)}`"
+        meaning = about.get(name, "").replace("|", "\\|")
+        rows.append(f"| `{prefix}{name}` | {type_name(field.annotation)} | {shown} | {meaning} |")
+        inner += [(f"{prefix}{name}", model, len(models) > 1) for model in models]
+    text = f"{summary(kind)}\n\n| key | type | default | |\n|---|---|---|---|\n"
+    text += "\n".join(rows) + "\n\n"
+    for path, model, one_of_several in inner:
+        if model in seen:
+            text += f"`{path}` takes the keys of {model.__name__}, above.\n\n"
+            continue
+        seen.add(model)
+        name = f": {model.__name__}" if one_of_several else ""
+        text += f"### `{path}`{name}\n\n" + section(f"{path}.", model, seen)
+    return text
+
+
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif typing.get_origin(annotation) in (types.UnionType, typing.Union, Annotated, list):
+        for part in typing.get_args(annotation):
+            yield from models_in(part)
+
+
+def type_name(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return type_name(arguments[0])
+    if origin is Literal:
+        return ", ".join(f"`{a}`" for a in arguments)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(dict.fromkeys(type_name(a) for a in arguments))
+    if origin in (list, tuple):
+        return f"list of {type_name(arguments[0])}"
+    if annotation is type(None):
+        return "null"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
+    return {"str": "text", "int": "whole number", "float": "number", "bool": "true or false"}.get(
+        getattr(annotation, "__name__", ""), getattr(annotation, "__name__", str(annotation))
+    )
+
+
+def spelt(value: Any) -> str:
+    if value is None or value is PydanticUndefined:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(list(value)) if isinstance(value, tuple | list) else str(value)
+
+
+def summary(kind: type) -> str:
+    return plain(re.split(r"\n\s*Attributes:", inspect.getdoc(kind) or "")[0])
+
+
+def attributes(kind: type) -> dict[str, str]:
+    """Return what the docstrings of a class and its bases say about each attribute."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        _, _, listed = (inspect.getdoc(base) or "").partition("Attributes:\n")
+        for match in re.finditer(r"^    (\w+): ((?:.|\n(?!    \w+: ))*)", listed, re.MULTILINE):
+            found[match[1]] = plain(match[2])
+    return found
+
+
+def plain(text: str) -> str:
+    text = re.sub(r":\w+:`~?([\w.]+)`", r"`\1`", text.replace("``", "`"))
+    return " ".join(text.split())
+
+
+def commands_page() -> str:
+    """Return the help of every command."""
+    import typer
+
+    from dprlhf.cli import app
+
+    lines = ["# Commands\n"]
+
+    def describe(command: Any, name: str) -> None:
+        lines.append(f"\n## `{name}`\n\n{plain((command.help or '').strip())}\n")
+        rows = []
+        for parameter in command.params:
+            flags = ", ".join(f"`{o}`" for o in parameter.opts if o.startswith("-"))
+            label = flags or f"`{parameter.name.upper()}`"
+            if parameter.name not in ("help", "install_completion", "show_completion"):
+                rows.append(f"| {label} | {plain(getattr(parameter, 'help', None) or '')} |")
+        if rows:
+            lines.append("\n| | |\n|---|---|\n" + "\n".join(rows) + "\n")
+        for sub, inner in sorted(getattr(command, "commands", {}).items()):
+            describe(inner, f"{name} {sub}")
+
+    describe(typer.main.get_command(app), "dprlhf")
+    return "".join(lines)
+
+
+if __name__ == "__main__":  # to look at, or to keep: python scripts/docs_pages.py FOLDER
+    import sys
+
+    for path, content in pages().items():
+        target = Path(sys.argv[1]) / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(content)

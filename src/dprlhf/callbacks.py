@@ -1,0 +1,59 @@
+"""Callbacks: plain functions, or objects as transformers' ``Trainer`` takes them.
+
+Both see what a round published, and nothing else: no model, no batch, no data loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+Function = Callable[[dict[str, Any]], None]
+
+
+def as_functions(callbacks: Sequence[Any], folder: Path, rounds: int) -> list[Function]:
+    """Return the callbacks as functions of a round's metrics.
+
+    Args:
+        callbacks: functions, or ``transformers.TrainerCallback`` objects.
+        folder: of the run.
+        rounds: T.
+    """
+    from transformers import TrainerCallback
+
+    return [_Events(c, folder, rounds) if isinstance(c, TrainerCallback) else c for c in callbacks]
+
+
+class _Events:
+    """Calls a ``TrainerCallback``: a round is a step.
+
+    ``on_train_begin`` comes first; each round ``on_step_begin``, ``on_step_end`` and ``on_log``
+    with the round's metrics, as it ends; ``on_train_end`` after the last. ``args`` has
+    ``output_dir`` and ``max_steps``; ``state`` is a ``TrainerState`` with ``global_step``,
+    ``max_steps`` and ``log_history``. What a callback writes into ``control`` is not read: whatever
+    should stop a run may raise ``KeyboardInterrupt``, and ``dprlhf resume`` goes on.
+    """
+
+    def __init__(self, callback: Any, folder: Path, rounds: int) -> None:
+        from transformers import TrainerControl, TrainerState
+
+        self._callback = callback
+        self._args = SimpleNamespace(output_dir=str(folder), max_steps=rounds)
+        self._state = TrainerState(max_steps=rounds)
+        self._control = TrainerControl()
+        self._call("on_train_begin")
+
+    def __call__(self, metrics: dict[str, Any]) -> None:
+        self._call("on_step_begin")
+        self._state.global_step = metrics["round"]
+        self._state.epoch = metrics["round"] / self._args.max_steps
+        self._state.log_history.append(metrics)
+        self._call("on_step_end")
+        self._call("on_log", logs=dict(metrics))
+        if metrics["round"] == self._args.max_steps:
+            self._call("on_train_end")
+
+    def _call(self, event: str, **values: Any) -> None:
+        getattr(self._callback, event)(self._args, self._state, self._control, **values)

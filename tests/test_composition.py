@@ -1,0 +1,112 @@
+"""The total of several runs against independent evaluations of the same two expectations."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy.special import ndtr
+
+from dprlhf import DprlhfError
+from dprlhf.privacy.accounting import Mechanism, delta_of, epsilon
+from dprlhf.privacy.composition import total_epsilon
+from dprlhf.privacy.gaussian import gaussian_epsilon
+
+DELTA = 1e-5
+GAUSSIAN = Mechanism(2.0, 5, "fixed", "zero-out")
+ALLOCATED = Mechanism(1.0, 2)
+
+
+def call(mean: np.ndarray, spread: float, strike: np.ndarray) -> np.ndarray:
+    """E[(mean · X − strike)_+], log X ~ N(−spread²/2, spread²); all strikes."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        d = (np.log(mean / strike) + spread**2 / 2) / spread
+        value = mean * ndtr(d) - strike * ndtr(d - spread)
+    return np.where(strike > 0, value, mean - strike)
+
+
+def golden(z_allocated: float, z_gaussian: float, eps: float) -> float:
+    """δ of 1-out-of-2 allocation followed by one Gaussian, the larger side, by quadrature.
+
+    Under Q both losses are functions of three independent normals: L = (X₁ + X₂)/2 · Y with
+    log-normal X₁, X₂ (spread 1/z_allocated) and Y (1/z_gaussian). E[(L − e^ε)_+] and
+    E[(1 − e^ε L)_+] are a closed form in X₁ inside a sum over X₂ and Y.
+    """
+    grid = np.linspace(-9, 9, 1001)
+    mass = np.exp(-(grid**2) / 2) / math.sqrt(2 * math.pi) * (grid[1] - grid[0])
+    a, g = 1 / z_allocated, 1 / z_gaussian
+    x2 = np.exp(a * grid - a * a / 2)[:, None]
+    # E[(Y (X1 + X2)/2 − c)_+] = E[Y E[(X1/2 − (c/Y − X2/2))_+]].
+    y = np.exp(g * grid - g * g / 2)[None, :]
+    weight = mass[:, None] * mass[None, :]
+    c = math.exp(eps)
+    remove = (weight * y * call(np.array(0.5), a, c / y - x2 / 2)).sum()
+    # (1 − cL)_+ = (1 − cL) + c (L − 1/c)_+, and E[L] = 1.
+    add = 1 - c + c * (weight * y * call(np.array(0.5), a, 1 / (c * y) - x2 / 2)).sum()
+    return float(max(remove, add))
+
+
+def test_allocation_then_gaussian_equals_the_quadrature() -> None:
+    gaussian = Mechanism(2.0, 5, "fixed", "zero-out")
+    allocated = Mechanism(1.0, 2, adjacency="zero-out")
+    found = total_epsilon([allocated, gaussian], DELTA).epsilon
+    assert golden(1.0, 2.0, found) <= DELTA * (1 + 1e-6)  # an upper bound ...
+    assert golden(1.0, 2.0, found * 0.999) > DELTA  # ... and no looser than 0.1%
+    alone = [epsilon(m, DELTA).epsilon for m in (allocated, gaussian)]
+    assert max(alone) < found < 0.8 * sum(alone)
+
+
+def test_the_quadrature_itself_knows_one_gaussian_and_one_allocation() -> None:
+    one = gaussian_epsilon(2.0, DELTA)
+    assert golden(1e3, 2.0, one) == pytest.approx(DELTA, rel=0.02)
+    single = epsilon(ALLOCATED, DELTA).epsilon
+    assert golden(1.0, 1e3, single) == pytest.approx(DELTA, rel=0.02)
+
+
+def test_gaussians_compose_in_closed_form() -> None:
+    runs = [Mechanism(z, 3, "fixed", "replace-one") for z in (3.0, 4.0)]
+    assert total_epsilon(runs, DELTA).epsilon == pytest.approx(gaussian_epsilon(1.2, DELTA))
+
+
+def test_two_equal_allocations_cost_what_two_participations_do() -> None:
+    twice = Mechanism(1.0, 32, participations=2)
+    pair = total_epsilon([Mechanism(1.0, 16)] * 2, DELTA).epsilon
+    assert pair == pytest.approx(epsilon(twice, DELTA).epsilon, rel=2e-3)
+
+
+@pytest.mark.parametrize("adjacency", ["add-remove", "replace-one"])
+def test_more_runs_cost_more_and_never_more_than_their_sum(adjacency: str) -> None:
+    first, second = (Mechanism(z, 8, adjacency=adjacency) for z in (1.0, 1.5))  # type: ignore[arg-type]
+    both = total_epsilon([first, second], 2e-5).epsilon
+    alone = [epsilon(m, 1e-5).epsilon for m in (first, second)]
+    assert max(epsilon(m, 2e-5).epsilon for m in (first, second)) < both < sum(alone)
+
+
+def test_poisson_runs_compose_too() -> None:
+    sampled = Mechanism(1.0, 8, "poisson")
+    both = total_epsilon([sampled, Mechanism(1.0, 8)], DELTA)
+    alone = gaussian_epsilon(8**-0.5, DELTA)  # all rounds together, were membership known
+    assert both.epsilon_lower <= both.epsilon < alone
+
+
+def test_disjoint_users_pay_for_the_dearest_run_only() -> None:
+    cheap, dear, other = (Mechanism(z, 4, "fixed", "zero-out") for z in (3.0, 1.0, 2.0))
+    apart = [[i == j for j in range(3)] for i in range(3)]
+    found = total_epsilon([cheap, dear, other], DELTA, apart)
+    assert found.epsilon == epsilon(dear, DELTA).epsilon
+    assert "parallel" in found.accountant
+    assert delta_of(dear, found.epsilon) <= DELTA
+    # cheap and other share users; dear has others.
+    mixed = [[True, False, True], [False, True, False], [True, False, True]]
+    together = total_epsilon([cheap, other], DELTA).epsilon
+    assert total_epsilon([cheap, dear, other], DELTA, mixed).epsilon == pytest.approx(
+        max(together, found.epsilon)
+    )
+
+
+def test_runs_for_different_neighbours_have_no_total() -> None:
+    with pytest.raises(DprlhfError, match=r"add-remove and zero-out.*privacy\.adjacency"):
+        total_epsilon([ALLOCATED, GAUSSIAN], DELTA)
+    with pytest.raises(DprlhfError, match="no run"):
+        total_epsilon([], DELTA)

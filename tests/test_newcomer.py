@@ -1,0 +1,179 @@
+"""The README's first steps, command by command, on a tiny model; and the examples in the docs."""
+
+from __future__ import annotations
+
+import doctest
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+import tiny
+from dprlhf.cli import app
+from dprlhf.recipe import load_any_recipe
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+import newcomer  # noqa: E402
+
+SMALLER = ("rounds=3", "rollout.max_new_tokens=4", "rollout.responses=2", "evaluation.prompts=8")
+PAGES = [ROOT / "README.md", ROOT / "recipes/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("newcomer")
+    for name in ("examples", "recipes"):
+        shutil.copytree(ROOT / name, folder / name)
+    newcomer.make_model(folder)
+    return folder
+
+
+def smaller(command: str) -> str:
+    """The same command on fewer rounds and tokens."""
+    plain = command.partition("  #")[0]
+    return f"{plain} {' '.join(SMALLER)}" if " train " in command else command
+
+
+def execute(command: str) -> int:
+    """Run a command here: a dprlhf command inside this process."""
+    from typer.testing import CliRunner
+
+    words = shlex.split(smaller(command), comments=True)
+    if words[0] == "dprlhf":
+        done = CliRunner().invoke(app, words[1:])
+        assert done.exception is None or done.exit_code == 0, (command, done.output, done.exception)
+        return done.exit_code
+    code = command.partition("<<'END'\n")[2].removesuffix("\nEND")
+    assert words[0] == "python", command
+    exec(compile(code, "README.md", "exec"), {})
+    return 0
+
+
+TASKS = {task.title: task for task in newcomer.tasks()}
+
+
+def test_the_readme_has_all_seven() -> None:
+    assert list(TASKS) == [
+        "Run the demo", "Your own reward", "Your own CSV with a `user_id` column", "Two processes",
+        "Resume a killed run", "Read the report", "Load the adapter",
+    ]  # fmt: skip
+    assert TASKS["Run the demo"].is_demo
+
+
+@pytest.mark.parametrize(
+    "title",
+    ["Your own reward", "Your own CSV with a `user_id` column", "Resume a killed run",
+     "Read the report", "Load the adapter"],
+)  # fmt: skip
+def test_a_first_step(home: Path, monkeypatch: pytest.MonkeyPatch, title: str) -> None:
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(newcomer, "run_and_kill", killed)
+    assert newcomer.run(TASKS[title], home, execute) is None
+
+
+def killed(command: str, folder: Path) -> None:
+    """Run a command until its second round is told of, and stop as a crash would."""
+    import dprlhf
+
+    words = shlex.split(smaller(command), comments=True)
+    path, *overrides = [w for w in words[2:] if not w.startswith("--output-dir")]
+    target = overrides.pop(0)
+
+    class Crash(BaseException):
+        pass
+
+    def stop(metrics: dict[str, Any]) -> None:
+        if metrics["round"] == 2:
+            raise Crash
+
+    with pytest.raises(Crash):
+        dprlhf.train(path, overrides=overrides, output_dir=target, callbacks=[stop], quiet=True)
+
+
+def test_two_processes_are_launched_as_the_readme_says(home: Path) -> None:
+    [command] = TASKS["Two processes"].commands
+    if not (home / "mine.yaml").is_file():
+        pytest.skip("the recipe comes from the step before")
+    words = [str(Path(sys.executable).parent / "accelerate"), *shlex.split(smaller(command))[1:]]
+    done = subprocess.run(words, cwd=home, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert newcomer.missing(TASKS["Two processes"], home) is None
+
+
+def test_what_is_missing_is_noticed(tmp_path: Path) -> None:
+    step = newcomer.Task("x", ["dprlhf report a --out r.html"])
+    assert newcomer.run(step, tmp_path, lambda command: 0) == f"no file from: {step.commands[0]}"
+    assert newcomer.run(step, tmp_path, lambda command: 3) == f"exit status 3: {step.commands[0]}"
+    step = newcomer.Task("x", ["dprlhf train r.yaml --output-dir runs/a"])
+    assert "no adapter in a" in str(newcomer.run(step, tmp_path, lambda command: 0))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}[^\n]*\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_the_commands_in_the_docs_exist(page: Path) -> None:
+    root = typer.main.get_command(app)
+    for line in "\n".join(blocks(page, "console")).splitlines():
+        if not line.startswith("$ dprlhf "):
+            continue
+        words, command = shlex.split(line[2:], comments=True)[1:], root
+        while words and words[0] in getattr(command, "commands", {}):
+            command = command.commands[words.pop(0)]  # type: ignore[attr-defined]
+        command.make_context("dprlhf", words, resilient_parsing=False).close() if words else None
+        for word in words:
+            if word.startswith("recipes/") and word.endswith(".yaml"):
+                load_any_recipe(ROOT / word)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_the_yaml_in_the_docs_is_yaml(page: Path) -> None:
+    for block in blocks(page, "yaml"):
+        yaml.safe_load(block)
+
+
+def test_the_pipeline_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.save(tmp_path / newcomer.MODEL)
+    monkeypatch.chdir(tmp_path)
+    failed, tried = doctest.testfile(str(ROOT / "docs/pipeline.md"), module_relative=False)
+    assert tried > 5
+    assert not failed
+
+
+def test_the_pipeline_recipes_load_and_build_on_each_other() -> None:
+    recipes = [load_any_recipe(p) for p in sorted((ROOT / "recipes/pipeline").glob("*.yaml"))]
+    folders = [recipe.output_dir for recipe in recipes]
+    assert [p.run for p in recipes[2].previous] == folders[:2]
+    assert {recipe.privacy.delta for recipe in recipes} == {1e-5}
+    assert recipes[2].model_dump()["policy"]["model_name_or_path"] == f"{folders[0]}/model"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    import docs_pages
+
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    named = set(re.findall(r"[\w/]+\.md", str(site["nav"])))
+    files = {p.relative_to(ROOT / "docs").as_posix() for p in (ROOT / "docs").rglob("*.md")}
+    assert named == {f for f in files if not f.startswith("results/")} | docs_pages.pages().keys()
+
+
+def test_the_reference_names_every_key_and_command() -> None:
+    import docs_pages
+
+    pages = docs_pages.pages()
+    keys = pages["reference/recipes.md"]
+    for key in ("`update.clip_norm`", "`policy.adapter.rank`", "`data.chosen_column`"):
+        assert key in keys
+    empty = re.findall(r"^\| `([^`]+)` \|.*\|  \|$", keys, re.MULTILINE)
+    assert not empty, f"keys without a word about them: {empty}"
+    for command in ("dprlhf sft", "dprlhf privacy total", "dprlhf reward-check"):
+        assert f"## `{command}`" in pages["reference/commands.md"]
