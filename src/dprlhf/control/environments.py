@@ -166,10 +166,13 @@ class Riverswim:
 
     Attributes:
         success: p.
+        blind: observations are constant. This is what the features of Rio et al., one-hot state and
+            one-hot action side by side, leave of the state: their policy has one free parameter.
     """
 
     success: float = 0.6
-    size: int = 6
+    blind: bool = False
+    states: int = 6
     actions: int = 2
     continuous: bool = False
     horizon: int = 20
@@ -178,9 +181,14 @@ class Riverswim:
     step_draws: int = 1
 
     @property
+    def size(self) -> int:  # type: ignore[override]
+        """Of an observation."""
+        return 1 if self.blind else self.states
+
+    @property
     def transitions(self) -> Array:
         """P(s′|s, a), ``[states, actions, states]``; action 1 is right."""
-        n = self.size
+        n = self.states
         moves = np.zeros((n, 2, n))
         for s in range(n):
             moves[s, 0, max(s - 1, 0)] = 1.0
@@ -195,7 +203,7 @@ class Riverswim:
     @property
     def rewards(self) -> Array:
         """r(s, a, s′), ``[states, actions, states]``."""
-        rewards = np.zeros((self.size, 2, self.size))
+        rewards = np.zeros((self.states, 2, self.states))
         rewards[0, 0, 0] = 5 / 1000
         rewards[-1, 1, -1] = 1.0
         return rewards
@@ -205,21 +213,21 @@ class Riverswim:
         return np.zeros(len(uniforms), dtype=np.int64)
 
     def observe(self, state: Array) -> Array:
-        """Return one-hot states."""
-        return np.asarray(np.eye(self.size)[state])
+        """Return one-hot states, or ones."""
+        return np.ones((len(state), 1)) if self.blind else np.asarray(np.eye(self.states)[state])
 
     def step(self, state: Array, actions: Array, uniforms: Array) -> tuple[Array, Array, Flags]:
         """Move."""
         action = actions.astype(np.int64)
         ends = np.cumsum(self.transitions, -1)[state, action]
-        new = np.minimum((ends < uniforms).sum(1), self.size - 1)
+        new = np.minimum((ends < uniforms).sum(1), self.states - 1)
         return new, self.rewards[state, action, new], np.zeros(len(new), dtype=bool)
 
     def value(self, probabilities: Array) -> float:
         """Return the expected return of a policy, ``[states, actions]`` or one for each step."""
         expected = (self.transitions * self.rewards).sum(-1)
-        value = np.zeros(self.size)
-        policy = np.broadcast_to(probabilities, (self.horizon, self.size, 2))
+        value = np.zeros(self.states)
+        policy = np.broadcast_to(probabilities, (self.horizon, self.states, 2))
         for step in reversed(policy):
             value = (step * (expected + self.transitions @ value)).sum(-1)
         return float(value[0])
@@ -228,7 +236,7 @@ class Riverswim:
     def best(self) -> float:
         """The optimal expected return."""
         expected = (self.transitions * self.rewards).sum(-1)
-        value = np.zeros(self.size)
+        value = np.zeros(self.states)
         for _ in range(self.horizon):
             value = (expected + self.transitions @ value).max(-1)
         return float(value[0])
@@ -439,10 +447,7 @@ class Gymnasium:
                 ended[number] = True
                 continue
             action: Any = actions[number]
-            if self.continuous:
-                action = np.clip(action, self._low, self._high)
-            else:
-                action = int(action)
+            action = np.clip(action, self._low, self._high) if self.continuous else int(action)
             try:
                 seen, reward, terminated, truncated, _ = env.step(action)
                 row[1] = np.asarray(seen, dtype=np.float64)
@@ -462,6 +467,8 @@ ENVIRONMENTS: dict[str, Callable[[], Environment]] = {
     "acrobot": Acrobot,
     "riverswim-0.6": lambda: Riverswim(0.6),
     "riverswim-0.9": lambda: Riverswim(0.9),
+    "riverswim-0.6-blind": lambda: Riverswim(0.6, blind=True),
+    "riverswim-0.9-blind": lambda: Riverswim(0.9, blind=True),
     "dosing-0": lambda: Dosing(varying=False),
     "dosing-1": lambda: Dosing(varying=True),
     "halfcheetah": lambda: Gymnasium("HalfCheetah-v5"),

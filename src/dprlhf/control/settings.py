@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from dprlhf.control.environments import Environment
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.trajectory import (
+    Array,
     GaussianMLP,
     LogLinearSoftmax,
     MLPSoftmax,
@@ -144,15 +147,17 @@ class NPG(Settings):
 
 
 class PGPE(Settings):
-    """Policy gradient with parameter-based exploration (Sehnke et al. 2010), made private.
+    """Parameter-exploring policy gradient (Sehnke et al. 2010) along public directions.
 
-    User u acts with θ + σξ_u and contributes clip((return − b)/c, ±1) ξ_u/√d, clipped to S: one
-    reward a user, no credit for single steps, and a deterministic policy.
+    Each round has K public, orthogonal directions of norm σ√d, drawn afresh. User u picks one and a
+    sign at random, acts with θ ± it, and contributes ± clip((return − b)/c, ±1) in that one of K
+    coordinates. The noise is that of K dimensions, not of d; the policy may be deterministic.
 
     Attributes:
         clip_norm: S.
         perturb: σ.
-        center: the first b; later b is the last rounds' noised mean return.
+        directions: K; None takes d.
+        center: the first b; later b follows the noised mean return.
         spread: c.
         share: the norm of the coordinate that releases the mean return, in units of S.
         momentum: of the running mean b.
@@ -161,10 +166,17 @@ class PGPE(Settings):
     name: Literal["pgpe"] = "pgpe"
     clip_norm: PositiveFloat = 1.0
     perturb: PositiveFloat = 0.1
+    directions: PositiveInt | None = None
     center: float = 0.0
     spread: PositiveFloat = 1.0
     share: Annotated[float, Field(ge=0, lt=1)] = 0.3
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
+
+    def draw(self, rng: np.random.Generator, dimension: int) -> Array:
+        """Return a round's directions, ``[K, d]``; public."""
+        count = min(self.directions or dimension, dimension)
+        basis, _ = np.linalg.qr(rng.normal(size=(dimension, count)))
+        return np.asarray(self.perturb * math.sqrt(dimension) * basis.T)
 
 
 class Privacy(Settings):
@@ -216,9 +228,9 @@ class ControlRecipe(Settings):
 
     @model_validator(mode="after")
     def _barrier_is_tabular(self) -> ControlRecipe:
-        if isinstance(self.update, PG) and self.update.log_barrier:
-            if self.policy.type != "tabular":
-                raise ValueError("update.log_barrier is for policy.type tabular")
+        barrier = isinstance(self.update, PG) and self.update.log_barrier
+        if barrier and self.policy.type != "tabular":
+            raise ValueError("update.log_barrier is for policy.type tabular")
         return self
 
     @property

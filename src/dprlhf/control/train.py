@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from dprlhf.control.environments import Environment, make_environment
-from dprlhf.control.settings import ControlRecipe
+from dprlhf.control.settings import PGPE, ControlRecipe
 from dprlhf.control.trajectories import collect, evaluate, record
 from dprlhf.control.updates import UPDATES, Round
 from dprlhf.optimizers import make_optimizer, set_learning_rate
@@ -28,7 +28,7 @@ from dprlhf.privacy.ledger import Ledger
 from dprlhf.privacy.randomness import commitment
 from dprlhf.run_folder import write_atomically
 
-Show = Callable[[int, int], None]
+Watch = Callable[[int, Array], None]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def train(
     key: bytes,
     seed: int,
     environment: Environment | None = None,
-    show: Show | None = None,
+    watch: Watch | None = None,
 ) -> Outcome:
     """Train, or continue what an interrupted run in the same folder began.
 
@@ -65,7 +65,7 @@ def train(
         key: 32 secret bytes: allocation and noise come from it.
         seed: of the simulated users, and of the fresh trajectories that evaluate.
         environment: in place of the recipe's name.
-        show: told the round and how many there are.
+        watch: told each round t and the released θ_t that its users meet.
 
     Raises:
         DprlhfError: the recipe cannot run, or the folder belongs to another.
@@ -88,23 +88,20 @@ def train(
         saved = _load(folder, theta, optimizer, memory, curve)
         ledger.confirm(saved)
         for t in range(ledger.next_round, plan.rounds + 1):
-            users = collect(
-                environment, policy, theta.detach().numpy(), allocation, t, seed,
-                getattr(recipe.update, "perturb", 0.0),
-            )  # fmt: skip
+            if watch is not None:
+                watch(t, theta.detach().numpy().copy())
+            now = theta.detach().numpy()
+            directions = _directions(recipe, len(now), seed, t)
+            users = collect(environment, policy, now, allocation, t, seed, directions)
             record(folder, t, users)
-            round_ = Round(t, policy, theta, users, plan, gate, optimizer, memory, leak)
+            round_ = Round(t, policy, theta, users, plan, gate, optimizer, memory, directions, leak)
             set_learning_rate(optimizer, recipe.optimizer, t, plan.rounds)
-            UPDATES[recipe.update.name](round_, recipe.update)  # type: ignore[arg-type]
+            UPDATES[recipe.update.name](round_, recipe.update)
             if recipe.curve_points and t % max(1, plan.rounds // recipe.curve_points) == 0:
-                fresh = evaluate(
-                    environment, policy, theta.detach().numpy(), (seed, 2, t), recipe.curve_episodes
-                )
+                fresh = evaluate(environment, policy, now, (seed, 2, t), recipe.curve_episodes)
                 curve.append((t * plan.users / plan.rounds, float(fresh.mean())))
             _save(folder, t, theta, optimizer, memory, curve)
             ledger.commit(t)
-            if show is not None:
-                show(t, plan.rounds)
         final = theta.detach().numpy().copy()
         returns = evaluate(environment, policy, final, (seed, 3), recipe.evaluation_episodes)
         return Outcome(final, plan, returns, curve)
@@ -147,6 +144,12 @@ def releases(recipe: ControlRecipe) -> int:
     if update.name == "npg" and update.oracle != "sufficient-statistics":
         return update.steps
     return 1
+
+
+def _directions(recipe: ControlRecipe, dimension: int, seed: int, round_: int) -> Array | None:
+    if not isinstance(recipe.update, PGPE):
+        return None
+    return recipe.update.draw(np.random.default_rng((seed, 5, round_)), dimension)
 
 
 def _digest(recipe: ControlRecipe) -> str:

@@ -34,7 +34,8 @@ class Trajectories:
         rewards: clipped to [−R, R]; 0 where there is no step, ``[chunk, horizon]``.
         steps: of each, ``[chunk]``; 0 for fillers and for users whose environment failed.
         terminated: whether the episode ended by itself, not by the time limit, ``[chunk]``.
-        perturbation: ξ, where each user acted with θ + σξ; ``[chunk, d]`` or ``[chunk, 0]``.
+        choice: ±1 in the place of the direction along which each user moved its parameters, else 0,
+            ``[chunk, directions]``.
         out_of_range: rewards outside [−R, R]. Computed from users: for secret telemetry.
         failed: users whose environment failed. Computed from users: for secret telemetry.
     """
@@ -45,7 +46,7 @@ class Trajectories:
     rewards: Array
     steps: NDArray[np.int64]
     terminated: NDArray[np.bool_]
-    perturbation: Array
+    choice: Array
     out_of_range: int = 0
     failed: int = 0
 
@@ -67,7 +68,7 @@ def collect(
     allocation: Private[Allocation],
     round_: int,
     seed: int,
-    perturb: float = 0.0,
+    directions: Array | None = None,
 ) -> Private[list[Trajectories]]:
     """Return the trajectories of a round's users.
 
@@ -76,11 +77,11 @@ def collect(
         allocation: of users to rounds.
         round_: t, from 1.
         seed: of the simulated population; user u's random numbers are those of (seed, u).
-        perturb: σ; a user then acts with θ + σξ, ξ normal and drawn by the user.
+        directions: ``[directions, d]``; a user then draws one and a sign, and acts with θ ± it.
     """
     users = open_private(allocation).round(round_)
     seeds = [(seed, int(user)) for user in users]
-    return Private(simulate(environment, policy, theta, seeds, perturb))
+    return Private(simulate(environment, policy, theta, seeds, directions))
 
 
 def simulate(
@@ -88,11 +89,11 @@ def simulate(
     policy: TrajectoryPolicy,
     theta: Array,
     seeds: Sequence[tuple[int, ...]],
-    perturb: float = 0.0,
+    directions: Array | None = None,
 ) -> list[Trajectories]:
     """Return trajectories with these seeds, in chunks."""
     return [
-        _chunk(environment, policy, theta, seeds[start : start + CHUNK], perturb)
+        _chunk(environment, policy, theta, seeds[start : start + CHUNK], directions)
         for start in range(0, len(seeds), CHUNK)
     ]
 
@@ -129,7 +130,7 @@ def _chunk(
     policy: TrajectoryPolicy,
     theta: Array,
     seeds: Sequence[tuple[int, ...]],
-    perturb: float,
+    directions: Array | None,
 ) -> Trajectories:
     users, horizon = len(seeds), env.horizon
     generators = [np.random.default_rng(seed) for seed in seeds]
@@ -139,11 +140,11 @@ def _chunk(
         # 2⁻⁵⁴ more: never 0, where the normal quantile is infinite.
         uniforms[row] = generator.random(width) + 2.0**-54
     own = theta
-    perturbation = np.zeros((CHUNK, policy.dimension if perturb else 0))
-    if perturb:
+    choice = np.zeros((CHUNK, 0 if directions is None else len(directions)))
+    if directions is not None:
         for row, generator in enumerate(generators):
-            perturbation[row] = generator.normal(size=policy.dimension)
-        own = theta + perturb * perturbation
+            choice[row, generator.integers(len(directions))] = generator.choice((-1.0, 1.0))
+        own = theta + choice @ directions
     # Instances of their own need no fillers; the policy's inputs are filled up all the same.
     rows = users if isinstance(env, Gymnasium) else CHUNK
     state = env.reset(uniforms[:rows, : env.reset_draws])
@@ -180,7 +181,7 @@ def _chunk(
         rewards=np.where(keep, np.clip(np.where(keep, rewards, 0.0), -limit, limit), 0.0),
         steps=np.where(broken, 0, steps),
         terminated=terminated & ~broken,
-        perturbation=np.where(broken[:, None], 0.0, perturbation),
+        choice=np.where(broken[:, None], 0.0, choice),
         out_of_range=beyond,
         failed=int(broken.sum()),
     )

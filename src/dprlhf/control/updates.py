@@ -1,4 +1,4 @@
-"""The private updates of small policies: the clipping, the gate and the oracles are the shared ones.
+"""The private updates of small policies, with the shared clipping, gate and oracles.
 
 Each takes a :class:`Round` and moves its policy along what the gate released. A user's contribution
 is computed from its own trajectory and released values only, except with the baselines ``batch``
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ class Round:
         gate: of the run.
         optimizer: of θ; it sees released values only.
         memory: released values that later rounds use, by name.
+        directions: of ``pgpe``, ``[K, d]``; public.
         leak: what a non-private critic remembers; empty in private runs.
     """
 
@@ -50,6 +52,7 @@ class Round:
     gate: Gate
     optimizer: torch.optim.Optimizer
     memory: dict[str, float]
+    directions: Array | None = None
     leak: dict[str, Array] = field(default_factory=dict)
 
     @property
@@ -73,7 +76,7 @@ class Round:
             Private([(np.arange(len(vectors)), torch.from_numpy(vectors))]),
             vectors.shape[1],
             extra=extra,
-            extra_norm=share * self.plan.clip_norm if share else 0.0,
+            extra_norm=share * self.plan.clip_norm,
             clip_norm=self.plan.clip_norm,
             reduce=lambda total: total,
         )
@@ -82,7 +85,7 @@ class Round:
     def of_users(self, function: Callable[[Trajectories], Array], width: int) -> Private[Array]:
         """Return a function of each trajectory, ``[users, width]``."""
         chunks = open_private(self.trajectories)
-        parts = [function(chunk)[: chunk.users] for chunk in chunks]
+        parts = [function(chunk)[: chunk.users, :width] for chunk in chunks]
         return Private(np.concatenate([np.zeros((0, width)), *parts]))
 
     def mean_of_users(self, function: Callable[[Trajectories], Array], width: int) -> torch.Tensor:
@@ -169,28 +172,27 @@ def npg(round_: Round, spec: NPG) -> None:
 
 
 def pgpe(round_: Round, spec: PGPE) -> None:
-    """Move along the noised mean of (return − b) ξ, and update b from the noised mean return."""
-    dimension = round_.policy.dimension
+    """Move along the directions in proportion to the noised mean of ± (return − b)."""
+    directions = round_.directions
+    assert directions is not None
     baseline = round_.memory.setdefault("return", spec.center)
 
     def worth(chunk: Trajectories) -> Array:
         scaled = np.clip((chunk.returns - baseline) / spec.spread, -1.0, 1.0)
         return np.where(chunk.steps > 0, scaled, 0.0)[:, None]
 
-    share = spec.share
-    rows = round_.of_users(
-        lambda chunk: worth(chunk) * chunk.perturbation / np.sqrt(dimension), dimension
-    )
-    size = share * round_.plan.clip_norm if np.isfinite(round_.plan.clip_norm) else share
-    extra = round_.of_users(lambda chunk: size * worth(chunk), 1)
+    share, count = spec.share, len(directions)
+    rows = round_.of_users(lambda chunk: worth(chunk) * chunk.choice, count)
+    size = share * round_.plan.clip_norm
+    extra = round_.of_users(lambda chunk: size * worth(chunk), 1 if share else 0)
     released = round_.release(rows, extra, share)
     if share:
         seen = baseline + spec.spread * float(released[-1]) / size
         round_.memory["return"] = spec.momentum * baseline + (1 - spec.momentum) * seen
-    round_.step(released[:dimension])
+    round_.step(torch.from_numpy(directions).T @ released[:count] / spec.perturb)
 
 
-UPDATES: dict[str, Callable[[Round, PG], None] | Callable[[Round, NPG], None] | Callable[[Round, PGPE], None]] = {
+UPDATES: dict[str, Callable[[Round, Any], None]] = {
     "pg": pg,
     "npg": npg,
     "pgpe": pgpe,

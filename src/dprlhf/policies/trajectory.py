@@ -11,6 +11,7 @@ of their appendix H.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -193,7 +194,7 @@ class TwoLayer:
     def shapes(self) -> list[tuple[int, ...]]:
         """Of weights and biases, in the order of θ."""
         sizes = [self.size, self.hidden, self.outputs] if self.hidden else [self.size, self.outputs]
-        pairs = zip(sizes[:-1], sizes[1:], strict=True)
+        pairs = itertools.pairwise(sizes)
         return [shape for a, b in pairs for shape in ((b, a), (b,))]
 
     @property
