@@ -7,6 +7,7 @@ and its own random numbers alone. CartPole and Acrobot follow Gymnasium's equati
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 from collections.abc import Callable
@@ -418,6 +419,11 @@ class Gymnasium:
 
         if self.make is not None:
             return self.make()
+        with contextlib.suppress(ImportError):
+            import mujoco
+
+            # Else a notice of the model compiler goes to a file in the current folder.
+            mujoco.set_mju_user_warning(lambda text: None)
         return gymnasium.make(self.name, disable_env_checker=True).unwrapped
 
     def reset(self, uniforms: Array) -> list[Any]:
