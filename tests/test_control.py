@@ -169,7 +169,9 @@ def torch_logprob(name: str, policy: Any, theta: torch.Tensor, x: Any, a: Any) -
         out = parts[2] @ act(out) + parts[3]
     if name == "mlp":
         return torch.log_softmax(out, 0)[int(a)]
-    log_std = theta if policy.learn_std else torch.full((2,), math.log(policy.std))
+    log_std = (
+        theta if policy.learn_std else torch.full((2,), math.log(policy.std), dtype=torch.float64)
+    )
     normal = torch.distributions.Normal(policy.center + policy.spread * out,
                                         policy.spread * log_std.exp())  # fmt: skip
     return normal.log_prob(torch.as_tensor(a)).sum()

@@ -131,6 +131,8 @@ class NPG(Settings):
         steps: J of the last two.
         step_size: of the last two.
         ridge: of ``sufficient-statistics``.
+        gain: a user's contribution is so many times larger before it is clipped to what the oracle
+            allows: a mean over many steps is far smaller than the worst case that bounds it.
     """
 
     name: Literal["npg"] = "npg"
@@ -144,6 +146,7 @@ class NPG(Settings):
     steps: PositiveInt = 1
     step_size: PositiveFloat = 1.0
     ridge: PositiveFloat = 1.0
+    gain: PositiveFloat = 1.0
 
 
 class PGPE(Settings):

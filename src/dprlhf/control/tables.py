@@ -412,7 +412,7 @@ def _run_regret(row: Row, seed: int, recipes: Path, cache: Path, seeds: int) -> 
         # What a user loses in expectation, over fresh draws of its perturbation.
         acting = theta[None]
         if isinstance(update, PGPE):
-            draws = [update.draw(rng, len(theta)) for _ in range(8)]
+            draws = [update.draw(rng, len(theta)) for _ in range(4)]
             acting = np.concatenate([theta + sign * d for d in draws for sign in (-1, 1)])
         chances = [softmax(row.reshape(2, -1).T) for row in acting]
         shape = (environment.states, 2)

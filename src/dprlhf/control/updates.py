@@ -124,11 +124,12 @@ class _Release:
 
     round_: Round
     advantage: Callable[[Trajectories], Array]
+    gain: float
 
     @property
     def noise_multiplier(self) -> float:
-        """z."""
-        return self.round_.plan.noise_multiplier
+        """z over the gain: of an answer, in units of the bound."""
+        return self.round_.plan.noise_multiplier / self.gain
 
     @property
     def divisor(self) -> float:
@@ -136,11 +137,9 @@ class _Release:
         return self.round_.plan.divisor
 
     def __call__(self, contribution: Contribution, bound: float) -> torch.Tensor:
-        """Return (Σ_u clip(mean over u's steps of contribution, bound) + noise) / m."""
+        """Return (Σ_u clip(gain · mean over u's steps, bound) + noise) / (m · gain)."""
         round_, policy = self.round_, self.round_.policy
-        scale = round_.plan.clip_norm / bound
-        if np.isinf(scale):
-            scale = 1.0
+        scale = self.gain * round_.plan.clip_norm / bound
         width = contribution(torch.zeros(0, policy.dimension), torch.zeros(0)).shape[1]
 
         def mean(chunk: Trajectories) -> Array:
@@ -166,7 +165,7 @@ def npg(round_: Round, spec: NPG) -> None:
         )
     else:
         oracle = ImproperBatchSGD(**bounds, steps=spec.steps, step_size=spec.step_size)
-    release = _Release(round_, advantages(round_, spec.advantage))
+    release = _Release(round_, advantages(round_, spec.advantage), spec.gain)
     w = oracle.solve(release, round_.policy.dimension)
     round_.step(project(w, spec.radius))
 
