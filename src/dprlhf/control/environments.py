@@ -24,25 +24,35 @@ Flags = NDArray[np.bool_]
 
 
 class Environment(Protocol):
-    """A task.
+    """A task."""
 
-    Attributes:
-        size: of an observation.
-        actions: the number of actions, or of numbers in a continuous one.
-        continuous: which of the two.
-        horizon: the largest number of steps; an episode that has not ended by then is cut.
-        reward_range: R; rewards are clipped to [−R, R].
-        reset_draws: uniform numbers that a reset takes.
-        step_draws: uniform numbers that a step takes.
-    """
+    @property
+    def size(self) -> int:
+        """Of an observation."""
 
-    size: int
-    actions: int
-    continuous: bool
-    horizon: int
-    reward_range: float
-    reset_draws: int
-    step_draws: int
+    @property
+    def actions(self) -> int:
+        """The number of actions, or of numbers in a continuous one."""
+
+    @property
+    def continuous(self) -> bool:
+        """Which of the two."""
+
+    @property
+    def horizon(self) -> int:
+        """The largest number of steps; an episode that has not ended by then is cut."""
+
+    @property
+    def reward_range(self) -> float:
+        """R; rewards are clipped to [−R, R]."""
+
+    @property
+    def reset_draws(self) -> int:
+        """Uniform numbers that a reset takes."""
+
+    @property
+    def step_draws(self) -> int:
+        """Uniform numbers that a step takes."""
 
     def reset(self, uniforms: Array) -> Any:
         """Return the first states, from ``[users, reset_draws]``."""
@@ -182,7 +192,7 @@ class Riverswim:
     step_draws: int = 1
 
     @property
-    def size(self) -> int:  # type: ignore[override]
+    def size(self) -> int:
         """Of an observation."""
         return 1 if self.blind else self.states
 

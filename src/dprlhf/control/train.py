@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -109,15 +107,9 @@ def train(
         ledger.close()
 
 
+@lru_cache
 def plan_of(recipe: ControlRecipe) -> Plan:
     """Return the plan of a recipe; one that leaks keeps its noise and states no ε."""
-    return _plan(recipe.model_dump_json(include={"users", "rounds", "privacy", "update"}))
-
-
-@lru_cache
-def _plan(text: str) -> Plan:
-    given: dict[str, Any] = json.loads(text)
-    recipe = ControlRecipe.model_validate({"environment": "", **given})
     privacy = recipe.privacy
     plan = make_plan(
         users=recipe.users,
