@@ -146,7 +146,7 @@ def run(name: str, d: int, users: int, epsilon: float, seed: int) -> float:
     m = users // rounds
     theta = np.zeros(d)
     if name == "pg":
-        rate = 40.0 * math.sqrt(d)
+        rate = 10.0 * math.sqrt(d)
 
         def gradient(now: Array) -> Array:
             scores, rewards = bandit.users(rng, m, now)
@@ -237,7 +237,7 @@ def _tabular(users: int, epsilon: float, seed: int) -> float:
         return np.asarray((barrier / STATES * (1 / ARMS - policy)).ravel())
 
     start = np.zeros(STATES * ARMS)
-    theta = _ascend(gradient, start, rounds, m, 1.0, 120.0, epsilon, seed, regularize)
+    theta = _ascend(gradient, start, rounds, m, 1.0, 40.0, epsilon, seed, regularize)
     policy = softmax(theta.reshape(STATES, ARMS))
     return float((table.max(-1) - (policy * table).sum(-1)).mean())
 
@@ -253,7 +253,7 @@ def _ascend(
     seed: int,
     regularize: Any = None,
 ) -> Array:
-    """Take the rounds' released gradient steps, of length rate/√T each."""
+    """Ascend along the rounds' released gradients, ``rate`` times each."""
     plan = make_plan(
         users=rounds * m, rounds=rounds, delta=DELTA, epsilon=epsilon, partition="fixed",
         adjacency=ADJACENCY, clip_norm=clip_norm,
@@ -271,7 +271,7 @@ def _ascend(
             step = gate.release(t, clipped.bounded).value.numpy()
             if regularize is not None:
                 step = step + regularize(theta)
-            theta = theta + rate / math.sqrt(rounds) * step
+            theta = theta + rate * step
         ledger.close()
     return theta
 

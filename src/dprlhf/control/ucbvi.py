@@ -11,6 +11,8 @@ and of its own states) the released partial sums have L1 sensitivity 3HL and L2 
 - ``gaussian``: noise of standard deviation z √(3HL), z by the analytic Gaussian mechanism, (ε, δ),
   which is 12 times less at ε = 1. It makes the comparator stronger than the paper's.
 
+What was never visited, as far as the released counts tell, is worth all steps that are left.
+
 Departures from the paper, all in its favour: the bonus takes the noise's own standard deviation for
 the high-probability bounds on it, and the bonus is scaled by a factor that the caller may tune.
 """
@@ -151,7 +153,7 @@ def ucbvi(
             for h in reversed(range(h_)):
                 optimism = bonus * (width[:, h] + long[:, h])
                 q = mean[:, h] + np.einsum("rsat,rt->rsa", chance[:, h], value) + optimism
-                q = np.minimum(q, h_ - h)
+                q = np.where(visits.released[:, h] < 1, h_ - h, np.minimum(q, h_ - h))
                 greedy[:, h] = q.argmax(-1)
                 value = q.max(-1)
             gained = np.zeros((runs, s_))
