@@ -563,13 +563,13 @@ def test_every_recipe_runs(path: Path, tmp_path: Path) -> None:
     assert outcome.plan.private
 
 
-def test_cartpole_in_miniature_learns_at_epsilon_three(tmp_path: Path) -> None:
-    tiny = {"users": 500, "rounds": 10, "evaluation_episodes": 32, "curve_points": 0}
+def test_cartpole_learns_at_epsilon_three(tmp_path: Path) -> None:
+    tiny = {"evaluation_episodes": 32, "curve_points": 0}
     for update in ("pg", "npg"):
         recipe = load(RECIPES / f"cartpole_{update}.yaml", tiny)
         outcome = train(recipe, tmp_path / update, key=KEY, seed=0)
         assert outcome.plan.guarantee.epsilon <= 3.0
-        assert outcome.returns.mean() > 200
+        assert outcome.returns.mean() > 300
 
 
 def test_the_tables_run_in_miniature_and_write_everything(
@@ -608,9 +608,9 @@ def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("update", ["pg", "npg/sufficient-statistics", "rebel", "tabular-pg"])
 def test_bandits_come_nearer_to_their_optimum_with_more_users(update: str) -> None:
-    few = np.mean([bandits.run(update, 3, 300, 2.0, seed) for seed in range(3)])
-    many = np.mean([bandits.run(update, 3, 6000, 2.0, seed) for seed in range(3)])
-    assert many < 0.75 * few
+    few = np.mean([bandits.run(update, 3, 200, 1.0, seed) for seed in range(4)])
+    many = np.mean([bandits.run(update, 3, 10_000, 1.0, seed) for seed in range(4)])
+    assert many < 0.7 * few
 
 
 def test_the_bandits_rewards_are_realizable_and_their_optimum_is_known() -> None:
