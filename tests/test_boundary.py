@@ -126,6 +126,8 @@ ALLOWED: dict[str, dict[str, str]] = {
     "open_private": {
         "setup": "compares the digest of the users with the one in secret/",
         "audit/game": "plays with synthetic users of its own, and tells the adversary their rounds",
+        "control/trajectories": "simulates a round's users, and writes secret/ telemetry",
+        "control/updates": "computes each user's contribution from its own trajectory",
         "gradients/clipping": "clips each user and sums",
         "previous": "looks for users that two runs share, in what secret/ holds of them",
         "progress": "shows a share of a round, never a count",

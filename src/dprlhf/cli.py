@@ -33,6 +33,8 @@ privacy = typer.Typer(help="Exact privacy accounting.", no_args_is_help=True)
 assets = typer.Typer(help="The demo's models and data.", no_args_is_help=True)
 app.add_typer(privacy, name="privacy")
 app.add_typer(assets, name="assets")
+bench = typer.Typer(help="The papers' tables, measured.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
 
 Users = Annotated[int, typer.Option("--users", help="N, the number of users (prompts)")]
 Rounds = Annotated[int, typer.Option("--rounds", help="T, the number of rounds")]
@@ -484,6 +486,44 @@ def assets_list() -> None:
 
     for asset in status():
         typer.echo(f"{asset.name:<18}{'ready' if asset.ready else 'missing':<9}{asset.about}")
+
+
+@bench.callback()
+def _bench() -> None:
+    """The papers' tables, measured."""
+
+
+@bench.command("control")
+def bench_control(
+    table: Annotated[str, typer.Option(help="hz, rio, riverswim or all")] = "all",
+    seeds: Annotated[int, typer.Option(help="of each row")] = 10,
+    jobs: Annotated[int, typer.Option(help="processes")] = 2,
+    only: Annotated[str, typer.Option(help="rows whose name holds this")] = "",
+    recipes: Annotated[Path, typer.Option(help="the recipes' folder")] = Path("recipes/control"),
+    cache: Annotated[Path, typer.Option(help="finished runs; a second call resumes")] = Path(
+        "runs/control"
+    ),
+    out: Annotated[Path, typer.Option(help="where results/ and images/ are")] = Path("docs"),
+    write_only: Annotated[
+        bool, typer.Option("--write-only", help="run nothing; write what is finished")
+    ] = False,
+) -> None:
+    """Run the control tables and write results, a table beside the papers' and plots."""
+    from dprlhf.control.results import write
+    from dprlhf.control.tables import TABLES, read_table, run_table
+
+    if table != "all" and table not in TABLES:
+        raise DprlhfError(f"table '{table}' is unknown: use all, {', '.join(TABLES)}")
+    names = list(TABLES) if table == "all" else [table]
+    if not write_only:
+        for name in names:
+            rows = [row.name for row in TABLES[name]() if only in row.name]
+            if rows:
+                run_table(name, seeds=seeds, jobs=jobs, recipes=recipes, cache=cache, only=only)
+    found = {name: read_table(name, seeds, cache) for name in TABLES}
+    command = f"dprlhf bench control --table {table} --seeds {seeds}"
+    (out / "results").mkdir(parents=True, exist_ok=True)
+    typer.echo(write(found, out, command, seeds))
 
 
 def main() -> None:
