@@ -103,7 +103,9 @@ def main() -> None:
         if features is not None:
             spec = Settings(features=features)
             share = spec.share
-            critic = Critic.from_plan(spec, plan, policy, recipe.reward_range, 128)
+            critic = Critic.from_plan(
+                spec, plan, policy, recipe.reward_range, 128, recipe.data.max_prompt_tokens
+            )
             critic.look_at(policy, tokens[:256])
             phi = critic.features(policy, tokens)
             for t in range(1, 5):  # rounds of this size, as a run has them half-way

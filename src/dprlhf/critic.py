@@ -53,6 +53,7 @@ class Critic:
         norm: √share · S, the bound on a user's coordinates.
         reward_range: R.
         batch_size: prompts that the base model sees at once.
+        longest: no prompt has more tokens than this public number.
         hidden: the size of a hidden state.
 
     Attributes:
@@ -63,7 +64,13 @@ class Critic:
     """
 
     def __init__(
-        self, spec: recipe.Critic, norm: float, reward_range: float, batch_size: int, hidden: int
+        self,
+        spec: recipe.Critic,
+        norm: float,
+        reward_range: float,
+        batch_size: int,
+        longest: int,
+        hidden: int,
     ) -> None:
         self.spec = spec
         self.norm = norm
@@ -72,16 +79,23 @@ class Critic:
         self.centre = torch.zeros(hidden, dtype=torch.float64)
         self.directions = torch.zeros(spec.features, hidden, dtype=torch.float64)
         self.inverse = torch.eye(1 + spec.features, dtype=torch.float64)
-        self._batch_size = batch_size
+        self._batch_size, self._longest = batch_size, longest
 
     @classmethod
     def from_plan(
-        cls, spec: recipe.Critic, plan: Plan, policy: CausalLMPolicy, reward_range: float, size: int
+        cls,
+        spec: recipe.Critic,
+        plan: Plan,
+        policy: CausalLMPolicy,
+        reward_range: float,
+        batch_size: int,
+        longest: int,
     ) -> Critic:
         """Scale to the plan's clip norm (to 1 in a baseline without clipping)."""
         scale = plan.clip_norm if math.isfinite(plan.clip_norm) else 1.0
         hidden = policy.model.get_input_embeddings().embedding_dim
-        return cls(spec, math.sqrt(spec.share) * scale, reward_range, size, hidden)
+        norm = math.sqrt(spec.share) * scale
+        return cls(spec, norm, reward_range, batch_size, longest, hidden)
 
     @property
     def count(self) -> int:
@@ -178,7 +192,7 @@ class Critic:
         Shapes are fixed by a prompt's own length, as everywhere: see :mod:`dprlhf.rollout`.
         """
         found = torch.zeros(len(prompts), len(self.centre), dtype=torch.float64)
-        widths = padded_width(np.array([len(p) for p in prompts], dtype=np.int64))
+        widths = padded_width(np.array([len(p) for p in prompts], dtype=np.int64), self._longest)
         for width in np.unique(widths):
             alike = np.flatnonzero(widths == width)
             for start in range(0, len(alike), self._batch_size):

@@ -328,9 +328,12 @@ def _critic(
     spec = getattr(recipe.update, "critic", None)
     if spec is None:
         return None
-    critic = Critic.from_plan(spec, plan, policy, recipe.reward_range, recipe.update.batch_size)
+    longest = recipe.data.max_prompt_tokens
+    critic = Critic.from_plan(
+        spec, plan, policy, recipe.reward_range, recipe.update.batch_size, longest
+    )
     prompts = public.prompts if public is not None else []
-    critic.look_at(policy, policy.encode(prompts, recipe.data.max_prompt_tokens))
+    critic.look_at(policy, policy.encode(prompts, longest))
     critic.load_state(processes.from_main(critic.state()))
     return critic
 

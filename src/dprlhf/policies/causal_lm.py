@@ -180,7 +180,7 @@ class _ChosenLogProbs(torch.autograd.Function):
         return logits.gather(1, chosen[:, None])[:, 0].to(wide) * scale - normalizers
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         logits, chosen, normalizers = ctx.saved_tensors
         of_logits = torch.empty_like(logits)
