@@ -46,7 +46,8 @@ COMMON = [
         "pure", "correlated", "card", "neighbours", "optimizers", "recipe", "updates", "grpo",
         "run_folder", "gradients",
         "regression", "npg", "rebel", "ppo", "rollout", "rewards", "trust_region", "trackers",
-        "hub", "report", "accounting", "audit", "training", "leaks", "processes",
+        "hub", "report", "accounting", "critic", "composition", "supervised",
+        "audit", "training", "leaks", "processes",
     )
 ]  # fmt: skip
 

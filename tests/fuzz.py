@@ -33,6 +33,7 @@ from dprlhf.cli import app
 from dprlhf.errors import DprlhfError
 from dprlhf.partition import allocate
 from dprlhf.plan import Plan, make_plan
+from dprlhf.previous import Earlier
 from dprlhf.privacy.accounting import Adjacency, Mechanism, Partition, epsilon
 from dprlhf.privacy.gaussian import gaussian_delta
 from dprlhf.privacy.ledger import Ledger, read_ledger
@@ -46,7 +47,7 @@ from dprlhf.recipe import (
 )
 from dprlhf.report import write_report
 from dprlhf.rewards import Reward, Scorer, check_reward
-from dprlhf.setup import _plan
+from dprlhf.setup import plan_of
 from dprlhf.users import Users, load_rows, rows_from
 
 MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
@@ -213,8 +214,9 @@ def check_accepted(recipe: Recipe, users: int) -> None:
     privacy = recipe.privacy
     if recipe.rounds > 64 and privacy.partition in ("random-allocation", "poisson"):
         return  # accounted for all the same, but in seconds
-    plan = _plan(recipe, SimpleNamespace(count=users))  # type: ignore[arg-type]
-    card = json.loads(json.dumps(privacy_card(recipe, plan, 100), allow_nan=False))
+    plan = plan_of(recipe, SimpleNamespace(count=users))  # type: ignore[arg-type]
+    made = privacy_card(recipe, plan, 100, KEY, Earlier())
+    card = json.loads(json.dumps(made, allow_nan=False))
     assert card["releases_per_round"] == recipe.update.releases
     assert card["rounds"] == recipe.rounds
     assert card["noise_multiplier"] == plan.noise_multiplier

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from dprlhf.card import guarantee_sentence, privacy_card
 from dprlhf.cli import app
 from dprlhf.plan import make_plan
+from dprlhf.previous import Earlier
 from dprlhf.privacy.gaussian import upwards
 from dprlhf.recipe import make_recipe
 
@@ -41,7 +42,8 @@ def test_the_sentence_and_the_command_do_not_round_epsilon_down(z: float) -> Non
     )
     plan = make_plan(users=100, rounds=4, partition="fixed", noise_multiplier=z, delta=1.23456e-5)
     epsilon, delta = plan.guarantee.epsilon, plan.guarantee.delta
-    said = re.match(r"\(([^,]+), ([^)]+)\)", guarantee_sentence(privacy_card(recipe, plan, 10)))
+    card = privacy_card(recipe, plan, 10, bytes(32), Earlier())
+    said = re.match(r"\(([^,]+), ([^)]+)\)", guarantee_sentence(card))
     assert said is not None
     assert epsilon <= float(said[1]) < 1.002 * epsilon
     assert delta <= float(said[2]) < 1.02 * delta

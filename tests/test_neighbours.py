@@ -7,6 +7,7 @@ round nothing but its released values reaches the next one.
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import numpy as np
@@ -95,9 +96,18 @@ def run(
     return gate.sums
 
 
-def fresh() -> tuple[CausalLMPolicy, torch.optim.Optimizer]:
-    torch.manual_seed(0)  # PEFT starts A at random
+@functools.cache
+def start() -> tuple[CausalLMPolicy, dict[str, torch.Tensor], set[str]]:
     policy = policy_of("gpt2", "lora-b")
+    return policy, policy.state(), set(vars(policy))
+
+
+def fresh() -> tuple[CausalLMPolicy, torch.optim.Optimizer]:
+    """Return the policy as it was at first, and an optimizer for it."""
+    policy, state, attributes = start()
+    policy.load_state(state)
+    for name in set(vars(policy)) - attributes:
+        delattr(policy, name)
     return policy, torch.optim.SGD(policy.parameters.values(), lr=0.1)
 
 

@@ -135,8 +135,8 @@ def guarantee_sentence(card: dict[str, Any]) -> str:
         return alone
     whole = card["total"]
     return (
-        f"In total, with the earlier runs {whole['runs']}: ({whole['epsilon']:.4g},"
-        f" {whole['delta']:.3g})-differential privacy. This run alone: {alone}"
+        f"In total, with the earlier runs {whole['runs']}: ({upwards(whole['epsilon'], 4)},"
+        f" {upwards(whole['delta'], 3)})-differential privacy. This run alone: {alone}"
     )
 
 

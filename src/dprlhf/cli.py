@@ -451,6 +451,7 @@ def privacy_total(
 ) -> None:
     """State what several runs cost together: stages of a pipeline, or runs on the same users."""
     from dprlhf.previous import total_of_runs
+    from dprlhf.privacy.gaussian import upwards
 
     records, cost = total_of_runs(runs, disjoint=disjoint, delta=delta)
     if as_json:
@@ -465,7 +466,8 @@ def privacy_total(
         return
     for record in records:
         typer.echo(f"{record.name:<24}{record.stage:<8}{json.dumps(record.mechanism)}")
-    typer.echo(f"total: epsilon = {cost.epsilon:.6g} at delta = {cost.delta:g} ({cost.accountant})")
+    shown = upwards(cost.epsilon, 6)
+    typer.echo(f"total: epsilon = {shown} at delta = {cost.delta:g} ({cost.accountant})")
 
 
 @assets.command("pull")

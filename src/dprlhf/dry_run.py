@@ -66,7 +66,7 @@ def explain(plan: dict[str, Any]) -> str:
     rows = [
         ("guarantee", promise),
         *(
-            [("with earlier runs", f"epsilon = {plan['total_epsilon']:.4g} in total")]
+            [("with earlier runs", f"epsilon = {upwards(plan['total_epsilon'], 4)} in total")]
             if "total_epsilon" in plan
             else []
         ),
