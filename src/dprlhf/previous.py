@@ -205,7 +205,8 @@ def _check_apart(runs: Sequence[Path]) -> None:
 def _overlap(first: str, second: str) -> DprlhfError:
     return DprlhfError(
         f"{first} and {second} are declared to have no users in common, but they have: their costs"
-        " compose; write users: shared"
+        " compose; write users: shared (without a data.user_column, rows with the same prompt count"
+        " as one user's)"
     )
 
 
