@@ -175,17 +175,22 @@ def rio() -> list[Row]:
                 f"{task}_rio", f"{task}/rio/z={z:g}", paper, goal, note, privacy__epsilon=spent[z]
             )
         )
-        rows.append(
+        forms = {
+            "public": "DP-PG with public advantages",
+            "critic": "not private: the same with an un-noised critic, as in the paper",
+        }
+        rows += [
             _train(
-                f"{task}_rio",
-                f"{task}/rio-critic/z={z:g}",
+                f"{task}_pg",
+                f"{task}/rio-{baseline}/z={z:g}",
                 paper,
                 None,
-                "not private: un-noised critic, as in the paper",
+                form,
                 privacy__epsilon=spent[z],
-                update__advantage__baseline="critic",
+                update__advantage__baseline=baseline,
             )
-        )
+            for baseline, form in forms.items()
+        ]
     rows += [
         _train(
             f"{task}_rio", f"{task}/curve/epsilon={epsilon:g}", "", None, "",
