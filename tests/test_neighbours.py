@@ -16,6 +16,7 @@ import torch
 
 from dprlhf import recipe
 from dprlhf.boundary import BoundedSum, Private, Released, open_private
+from dprlhf.gradients.clipping import micro_batches
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
@@ -174,3 +175,21 @@ def test_the_harness_sees_what_outlives_a_round(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setitem(UPDATES, "pg", broken)
         with pytest.raises(AssertionError):
             test_a_round_leaves_nothing_but_what_was_released("pg")
+
+
+def test_the_shape_of_a_users_micro_batch_does_not_depend_on_the_others() -> None:
+    """Or one user more would change how the others' contributions round."""
+    responses, scores = data(0, [3, 5, 20, 4, 4])
+
+    def shapes(users: list[int]) -> dict[int, tuple[int, int]]:
+        chosen, _ = some_users(responses, scores, users)
+        return {
+            users[u]: (batch.size, batch.width)
+            for batch in micro_batches(chosen, 8)
+            for u in batch.users
+        }
+
+    everybody = shapes([0, 1, 2, 3, 4])
+    for user in range(5):
+        assert shapes([user])[user] == everybody[user]
+    assert len(set(everybody.values())) == 2  # two widths

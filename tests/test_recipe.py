@@ -377,3 +377,16 @@ def test_reading_a_recipe_loads_nothing_heavy(file: Path) -> None:
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("key", ["path", "name", "split", "prompts"])
+def test_evaluation_on_the_private_rows_is_refused(key: str) -> None:
+    """Whatever else the two sections say: the same file, configuration and split are the same."""
+    private = {"path": "people.csv", "name": "all", "split": "train"}
+    public = {**private, "max_prompts_per_user": 2}
+    if key != "prompts":
+        public[key] = "other"
+        make_recipe(settings(data=private, evaluation={"data": public}))
+    else:
+        message = refusal(settings(data=private, evaluation={"data": public}))
+        assert "evaluation.data names the private users" in message

@@ -19,6 +19,12 @@ import supply
 SOURCES = sorted(Path(dprlhf.__file__).parent.rglob("*.py"))
 
 
+ALLOWED = {
+    # A zip with a pickle of plain tensors and numbers, which is read with weights_only.
+    Path("control/train.py"): {"torch.save"},
+}
+
+
 def unsafe(source: str) -> set[str]:
     """Return the ways in which a module reads or writes pickles, or runs what it reads."""
     found = set()
@@ -28,9 +34,13 @@ def unsafe(source: str) -> set[str]:
                 found |= {n.name for n in names} & {"pickle", "dill", "cloudpickle", "joblib"}
             case ast.ImportFrom(module=("pickle" | "dill" | "joblib") as module):
                 found.add(module)
-            case ast.Call(func=ast.Attribute(attr=name, value=ast.Name(id=owner))):
-                if f"{owner}.{name}" in ("torch.load", "torch.save", "yaml.load", "np.load"):
-                    found.add(f"{owner}.{name}")
+            case ast.Call(func=ast.Attribute(attr=name, value=ast.Name(id=owner)), keywords=given):
+                told = {k.arg for k in given if isinstance(k.value, ast.Constant) and k.value.value}
+                called = f"{owner}.{name}"
+                if called in ("torch.load", "torch.save", "yaml.load"):
+                    found |= {called} if "weights_only" not in told else set()
+                if called == "np.load" and "allow_pickle" in told:
+                    found.add(called)
             case ast.Call(func=ast.Name(id=("eval" | "exec") as name)):
                 found.add(name)
             case ast.keyword(arg="trust_remote_code", value=ast.Constant(value=True)):
@@ -40,7 +50,7 @@ def unsafe(source: str) -> set[str]:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
 def test_nothing_is_pickled_or_run_unasked(path: Path) -> None:
-    assert unsafe(path.read_text()) == set()
+    assert unsafe(path.read_text()) == ALLOWED.get(path.relative_to(SOURCES[0].parent), set())
 
 
 @pytest.mark.parametrize(
@@ -50,6 +60,7 @@ def test_nothing_is_pickled_or_run_unasked(path: Path) -> None:
         "from dill import dumps",
         "torch.load('a')",
         "torch.save(x, 'a')",
+        "np.load('a', allow_pickle=True)",
         "yaml.load(text)",
         "eval(text)",
         "load(path, trust_remote_code=True)",

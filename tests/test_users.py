@@ -357,26 +357,16 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         ("d.parquet", b"CANARY"),
         ("e.csv", b"prompt\n\xff\xfeCANARY\n"),
         ("f.csv", b""),
-        ("g.json", b'[{"prompt": "a", "x": 1}, {"prompt": "b", "x": "CANARY"}]'),
-        ("h.json", b'[{"prompt": "a", "x": {"y": 1}}, {"prompt": "b", "x": ["CANARY"]}]'),
     ],
-    ids=["quotes", "types", "json", "parquet", "encoding", "empty", "mixed", "nested"],
+    ids=["quotes", "types", "json", "parquet", "encoding", "empty"],
 )
 def test_a_broken_file_is_named_and_not_quoted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes
 ) -> None:
     path = tmp_path / name
     path.write_bytes(content)
-    logged: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = logged.append  # type: ignore[method-assign]
-    logging.getLogger("datasets").addHandler(handler)
-    try:
-        with pytest.raises(DprlhfError) as caught:
-            load_rows(Data(path=str(path)))
-    finally:
-        logging.getLogger("datasets").removeHandler(handler)
-    assert not [record for record in logged if "CANARY" in record.getMessage()]
+    with pytest.raises(DprlhfError) as caught:
+        load_rows(Data(path=str(path)))
     shown = str(caught.value)
     assert f"data '{path}': could not be loaded" in shown
     assert "\n" not in shown
@@ -392,3 +382,30 @@ def test_a_broken_file_is_refused_without_quoting_a_row(tmp_path: Path) -> None:
     with pytest.raises(DprlhfError, match=r"prompts\.jsonl.*could not be loaded") as caught:
         load_rows(Data(path=str(broken)))
     assert "zanzibar" not in str(caught.value)
+
+
+def test_what_datasets_logs_about_a_file_is_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its JSON reader logs what Arrow says, and Arrow quotes the value that it cannot convert."""
+    logger = logging.getLogger("datasets.packaged_modules.json.json")
+    logged: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = logged.append  # type: ignore[method-assign]
+
+    def failing(*_: Any, **__: Any) -> Any:
+        logger.error("Failed to load JSON: could not convert 'CANARY'")
+        raise ValueError("CANARY")
+
+    monkeypatch.setattr(datasets, "load_dataset", failing)
+    (tmp_path / "a.json").write_text("[]")
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(DprlhfError) as caught:
+            load_rows(Data(path=str(tmp_path / "a.json")))
+        assert not logged
+        logger.error("the control")
+    finally:
+        logger.removeHandler(handler)
+    assert [record.getMessage() for record in logged] == ["the control"]
+    assert "CANARY" not in str(caught.value)
