@@ -39,6 +39,15 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def on_page_markdown(markdown: str, **others: Any) -> str:
+    """Leave out links to files that the site does not have; mkdocs calls this."""
+    return re.sub(
+        r"\[([^\]]+)\]\((?:(?:\.\./)+(?:src|recipes|scripts|tests)/|results/)[^)]*\)",
+        r"\1",
+        markdown,
+    )
+
+
 def on_page_content(html: str, **others: Any) -> str:
     """Write the docstrings' cross-references as plain names; mkdocs calls this."""
     return re.sub(r":\w+:<code>~?[\w.]*?(\w+)</code>", r"<code>\1</code>", html)
