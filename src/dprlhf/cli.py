@@ -522,7 +522,7 @@ def bench_control(
             rows = [row.name for row in TABLES[name]() if only in row.name]
             if rows:
                 run_table(name, seeds=seeds, jobs=jobs, recipes=recipes, cache=cache, only=only)
-    found = {name: read_table(name, seeds, cache) for name in TABLES}
+    found = {name: read_table(name, seeds, cache, recipes) for name in TABLES}
     command = f"dprlhf bench control --table {table} --seeds {seeds}"
     (out / "results").mkdir(parents=True, exist_ok=True)
     typer.echo(write(found, out, command, seeds))

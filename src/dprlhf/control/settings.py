@@ -131,6 +131,8 @@ class NPG(Settings):
         steps: J of the last two.
         step_size: of the last two.
         ridge: of ``sufficient-statistics``.
+        damping: of ``sufficient-statistics``. A nearly deterministic policy has hardly any Fisher
+            information left; without damping w keeps its length there, and the policy its unrest.
         gain: a user's contribution is so many times larger before it is clipped to what the oracle
             allows: a mean over many steps is far smaller than the worst case that bounds it.
     """
@@ -146,6 +148,7 @@ class NPG(Settings):
     steps: PositiveInt = 1
     step_size: PositiveFloat = 1.0
     ridge: PositiveFloat = 1.0
+    damping: Annotated[float, Field(ge=0)] = 0.0
     gain: PositiveFloat = 1.0
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import yaml
 
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.gaussian import gaussian_epsilon
@@ -61,9 +62,13 @@ class Row:
     note: str = ""
     group: str = ""
 
-    def digest(self, seed: int) -> str:
-        """Return what names the result of one seed."""
-        text = json.dumps([self.kind, _plain(self.settings), seed], sort_keys=True)
+    def digest(self, seed: int, recipes: Path) -> str:
+        """Return what names the result of one seed: it changes with the recipe's settings."""
+        base: Any = None
+        if "recipe" in self.settings:
+            path = recipes / self.settings["recipe"]
+            base = yaml.safe_load(path.read_text()) if path.exists() else None
+        text = json.dumps([self.kind, base, _plain(self.settings), seed], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -310,7 +315,7 @@ def run_table(
     missing = [
         (asdict_row(row), seed, str(recipes), str(cache), seeds)
         for row, seed in wanted
-        if not _path(cache, row, seed).exists()
+        if not _path(cache, recipes, row, seed).exists()
     ]
     with tqdm(total=len(wanted), desc=table, disable=quiet, unit="run") as bar:
         bar.update(len(wanted) - len(missing))
@@ -324,12 +329,12 @@ def run_table(
                 for done in as_completed([pool.submit(run_one, *job) for job in missing]):
                     done.result()
                     bar.update(1)
-    return [_read(row, seeds, cache) for row in rows]
+    return [_read(row, seeds, cache, recipes) for row in rows]
 
 
-def read_table(table: str, seeds: int, cache: Path) -> list[Found]:
+def read_table(table: str, seeds: int, cache: Path, recipes: Path) -> list[Found]:
     """Return what is finished of a table; rows with no finished seed are left out."""
-    found = [_read(row, seeds, cache) for row in TABLES[table]()]
+    found = [_read(row, seeds, cache, recipes) for row in TABLES[table]()]
     return [f for f in found if f.runs]
 
 
@@ -340,7 +345,7 @@ def run_one(settings: dict[str, Any], seed: int, recipes: str, cache: str, seeds
     torch.set_num_threads(1)
     row = Row(**settings)
     result = _RUN[row.kind](row, seed, Path(recipes), Path(cache), seeds)
-    write_atomically(_path(Path(cache), row, seed), json.dumps(result))
+    write_atomically(_path(Path(cache), Path(recipes), row, seed), json.dumps(result))
 
 
 def _fields(row: Row) -> dict[str, Any]:
@@ -352,14 +357,14 @@ def asdict_row(row: Row) -> dict[str, Any]:
     return asdict(row)
 
 
-def _path(cache: Path, row: Row, seed: int) -> Path:
-    return cache / f"{row.name.replace('/', '_')}-{seed}-{row.digest(seed)}.json"
+def _path(cache: Path, recipes: Path, row: Row, seed: int) -> Path:
+    return cache / f"{row.name.replace('/', '_')}-{seed}-{row.digest(seed, recipes)}.json"
 
 
-def _read(row: Row, seeds: int, cache: Path) -> Found:
+def _read(row: Row, seeds: int, cache: Path, recipes: Path) -> Found:
     found = Found(row)
     for seed in range(1 if row.kind == "ucbvi" else seeds):
-        path = _path(cache, row, seed)
+        path = _path(cache, recipes, row, seed)
         if path.exists():
             content = json.loads(path.read_text())
             found.runs.extend(content if isinstance(content, list) else [content])
@@ -381,7 +386,7 @@ def _key(row: Row, seed: int) -> bytes:
 def _run_train(row: Row, seed: int, recipes: Path, cache: Path, seeds: int) -> dict[str, Any]:
     from dprlhf.control.train import train
 
-    folder = cache / "half-done" / f"{row.digest(seed)}"
+    folder = cache / "half-done" / f"{row.digest(seed, recipes)}"
     outcome = train(_recipe(row, recipes), folder, key=_key(row, seed), seed=seed)
     _remove(folder)
     plan = outcome.plan
@@ -424,7 +429,7 @@ def _run_regret(row: Row, seed: int, recipes: Path, cache: Path, seeds: int) -> 
         values = [environment.value(np.broadcast_to(chance, shape)) for chance in chances]
         losses.append(environment.best - float(np.mean(values)))
 
-    folder = cache / "half-done" / f"{row.digest(seed)}"
+    folder = cache / "half-done" / f"{row.digest(seed, recipes)}"
     _remove(folder)  # the watched values are not in the checkpoint: start again
     outcome = train(recipe, folder, key=_key(row, seed), seed=seed, watch=watch)
     _remove(folder)

@@ -158,7 +158,9 @@ def npg(round_: Round, spec: NPG) -> None:
     bounds = {"feature_bound": spec.clip_norm, "target_bound": spec.target_bound}
     oracle: SufficientStatistics | ProjectedSGD | ImproperBatchSGD
     if spec.oracle == "sufficient-statistics":
-        oracle = SufficientStatistics(**bounds, radius=spec.radius, ridge=spec.ridge)
+        oracle = SufficientStatistics(
+            **bounds, radius=spec.radius, ridge=spec.ridge, damping=spec.damping
+        )
     elif spec.oracle == "projected-sgd":
         oracle = ProjectedSGD(
             **bounds, radius=spec.radius, steps=spec.steps, step_size=spec.step_size

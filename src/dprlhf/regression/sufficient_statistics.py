@@ -42,6 +42,8 @@ class SufficientStatistics:
         target_bound: R; targets are clipped to [−R, R].
         radius: W; ‖w‖ ≤ W.
         ridge: of the regularisation, in units of what the noise alone asks for.
+        damping: added to every eigenvalue besides, in units of B²: with it w falls with the
+            targets even where features have all but vanished.
 
     Raises:
         DprlhfError: a value is out of range.
@@ -51,6 +53,7 @@ class SufficientStatistics:
     target_bound: float
     radius: float
     ridge: float = 1.0
+    damping: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what cannot run."""
@@ -61,6 +64,10 @@ class SufficientStatistics:
             radius=self.radius,
             ridge=self.ridge,
         )
+        if not (self.damping >= 0 and math.isfinite(self.damping)):
+            raise DprlhfError(
+                f"sufficient-statistics: damping must be at least 0, not {self.damping}"
+            )
 
     @property
     def releases(self) -> int:
@@ -114,6 +121,7 @@ class SufficientStatistics:
         edge = release.noise_multiplier / release.divisor * bound**2 / a * math.sqrt(2 * dimension)
         values, vectors = torch.linalg.eigh(matrix)
         values = values + max(0.0, 2 * self.ridge * edge - float(values[0]))
+        values = values + self.damping * bound**2
         # Without noise and with too few users the system is singular: the least-norm solution.
         usable = values > values[-1] * dimension * torch.finfo(values.dtype).eps
         inverse = torch.where(usable, 1 / values, 0.0)
