@@ -165,6 +165,11 @@ class Task:
     tests: tuple[str, ...]
 
     @property
+    def named(self) -> int:
+        """How many of the tests, from the first, the mutant names."""
+        return len(self.mutant.tests) if self.mutant else len(self.tests)
+
+    @property
     def key(self) -> str:
         """What the verdict depends on: the change and the files that it changes, or all files."""
         state = hashlib.sha256()
@@ -217,8 +222,11 @@ class Verdict:
             self.write(test=report.nodeid, when="collect", error=_error_of(report))
 
 
-def run_tests(copy: Path, tests: list[str], report: Path) -> None:
-    """Run tests on a copy of the source, in this process (a fork), up to the first failure."""
+def run_tests(copy: Path, tests: tuple[str, ...], named: int, report: Path) -> None:
+    """Run tests on a copy of the source, in this process (a fork), up to the first failure.
+
+    The first ``named`` ones are run by themselves before the others.
+    """
     import pytest
 
     os.chdir(ROOT)
@@ -244,8 +252,13 @@ def run_tests(copy: Path, tests: list[str], report: Path) -> None:
         "-m",
         "not slow and not gpu",
     ]
-    code = pytest.main([*options, f"--basetemp={copy / 'tmp'}", *tests], plugins=[verdict])
-    verdict.write(test="", when="", error="" if code == 0 else f"pytest exit {int(code)}")
+    options += [f"--basetemp={copy / 'tmp'}"]
+    code = 0
+    # By themselves first: pytest drops a test from its list where its whole file comes later.
+    for chosen in (tests[:named], tests[named:]):
+        if chosen and code == 0:
+            code = int(pytest.main([*options, *chosen], plugins=[verdict]))
+    verdict.write(test="", when="", error="" if code == 0 else f"pytest exit {code}")
 
 
 def outcome(found: dict[str, Any]) -> str:
@@ -276,7 +289,7 @@ def start(task: Task, timeout: float) -> Job:
     if pid == 0:
         code = 1
         try:
-            run_tests(folder, list(task.tests), folder / "report.json")
+            run_tests(folder, task.tests, task.named, folder / "report.json")
             code = 0
         except BaseException:
             (folder / "log").write_text(traceback.format_exc())

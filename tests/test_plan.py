@@ -226,3 +226,10 @@ def test_a_comparison_out_of_range_is_refused(changes: dict[str, Any], message: 
     values: dict[str, Any] = {"epsilon": 4.0, "delta": 1e-5, "dimension": 10, "signal": 0.1}
     with pytest.raises(DprlhfError, match=message):
         trade_off(1000, [2], **(values | changes))
+
+
+@pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, math.nan, math.inf])
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_delta_is_checked_for_baselines_too(noise: float, delta: float) -> None:
+    with pytest.raises(DprlhfError, match="delta must be above 0 and below 1"):
+        make_plan(users=4, rounds=2, partition="fixed", noise_multiplier=noise, delta=delta)

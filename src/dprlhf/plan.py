@@ -121,6 +121,8 @@ def make_plan(
         raise DprlhfError(f"rounds must be at least 1, not {rounds}")
     if users < rounds:
         raise DprlhfError(f"{users} users cannot fill {rounds} rounds: lower rounds to {users}")
+    if not 0 < delta < 1:
+        raise DprlhfError(f"delta must be above 0 and below 1, not {delta}")
     baseline = noise_multiplier == 0 or epsilon == math.inf
     if not clip_norm > 0 or (math.isinf(clip_norm) and not baseline):
         raise DprlhfError(f"clip_norm must be a positive number, not {clip_norm}")
