@@ -242,13 +242,13 @@ def _band(axis: Any, row: Found, label: str) -> None:
 def _curves(axes: Any, found: Sequence[Found]) -> bool:
     drawn = False
     groups = (
-        ("CartPole", lambda n: n.startswith(("cartpole/pg/log", "cartpole/npg/log"))),
-        ("Acrobot and dosing", lambda n: n.startswith(("acrobot/rio/", "dosing"))),
-        ("HalfCheetah and Hopper", lambda n: n.startswith(("halfcheetah", "hopper"))),
+        ("CartPole", ("cartpole/pg/log", "cartpole/npg/log")),
+        ("Acrobot and dosing", ("acrobot/rio/", "dosing")),
+        ("HalfCheetah and Hopper", ("halfcheetah", "hopper")),
     )
-    for axis, (title, chosen) in zip(axes, groups, strict=True):
+    for axis, (title, starts) in zip(axes, groups, strict=True):
         for row in found:
-            if row.row.kind == "train" and chosen(row.row.name) and row.runs:
+            if row.row.kind == "train" and row.row.name.startswith(starts) and row.runs:
                 _band(axis, row, row.row.name.replace("cartpole/", "").replace("/log-linear", ""))
                 drawn = True
         axis.set_title(title, fontsize=9)

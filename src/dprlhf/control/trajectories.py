@@ -169,7 +169,8 @@ def _chunk(
             break
     if isinstance(env, Gymnasium):
         env.release(state)
-    broken = ~(np.isfinite(rewards).all(1) & np.isfinite(seen).all((1, 2)))
+    finite = np.isfinite(rewards).all(1) & np.isfinite(seen).all(2).all(1)
+    broken: NDArray[np.bool_] = np.logical_not(finite)
     taken = np.arange(horizon) < steps[:, None]
     limit = env.reward_range
     beyond = int((np.abs(rewards[~broken]) > limit).sum())

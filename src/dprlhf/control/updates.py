@@ -232,7 +232,7 @@ def advantages(round_: Round, spec: Advantage) -> Callable[[Trajectories], Array
         inputs = _critic_inputs(chunk.observations)[chunk.mask]
         gram += inputs.T @ inputs
         moment += inputs.T @ returns(chunk)[chunk.mask]
-    round_.leak["critic"] = np.linalg.solve(gram, moment)
+    round_.leak["critic"] = np.asarray(np.linalg.solve(gram, moment), dtype=np.float64)
 
     def beyond(chunk: Trajectories) -> Array:
         value = _critic_inputs(chunk.observations) @ weights

@@ -74,7 +74,7 @@ def _log_softmax(logits: Array) -> Array:
 
 def _sample(logits: Array, uniforms: Array) -> Array:
     below = np.cumsum(softmax(logits), -1) < uniforms
-    return np.minimum(below.sum(-1), logits.shape[-1] - 1).astype(np.float64)
+    return np.asarray(np.minimum(below.sum(-1), logits.shape[-1] - 1), dtype=np.float64)
 
 
 def _of_action(logits: Array, actions: Array) -> tuple[Array, Array]:
@@ -152,7 +152,7 @@ class LogLinearSoftmax:
         x = self.inputs(observations)
         _, slope = _of_action(self._logits(theta, x), actions)
         total = np.matmul((weights[..., None] * slope).swapaxes(-1, -2), x)
-        return total.reshape(len(total), self.dimension)
+        return np.asarray(total.reshape(len(total), self.dimension))
 
 
 @dataclass(frozen=True)
