@@ -1050,3 +1050,22 @@ def test_norms_of_uses_that_share_a_parameter_have_their_cross_terms() -> None:
     expected = whole.square().sum((1, 2))
     torch.testing.assert_close(square, expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(bound, expected, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("one_hot", [False, True])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_a_left_out_user_holds_does_not_reach_the_sum(one_hot: bool, bad: float) -> None:
+    """Users kept as factors, one of them with factor 0: 0 · NaN would be NaN."""
+    generator = torch.Generator().manual_seed(0)
+    left = torch.randn(2, 3, 4, generator=generator)
+    if one_hot:
+        left = torch.randint(4, (2, 3), generator=generator)
+    else:
+        left[1] = bad
+    right = torch.randn(2, 3, 5, generator=generator)
+    right[1] = bad
+    total, alone = torch.zeros(2, 4, 5, dtype=torch.float64)
+    add_weighted(OuterProducts(left, right), torch.tensor([0.5, 0.0]), total)
+    add_weighted(OuterProducts(left[:1], right[:1]), torch.tensor([0.5]), alone)
+    torch.testing.assert_close(total, alone)
+    assert float(alone.norm()) > 0
