@@ -73,7 +73,7 @@ def rows_of(found: Sequence[Found], command: str) -> list[Result]:
                     f"{start}/slope", slope, "log suboptimality / log N",
                     f"at most {bound:.3f} ({PAPER_RATE[update]})" if bound else "",
                     # A bound: a steeper fall keeps it. Fitted slopes err by 0.05 or so.
-                    slope <= bound + 0.05 if bound else None,
+                    slope <= bound if bound else None,
                     command=command,
                 )
             )  # fmt: skip
