@@ -233,3 +233,13 @@ def test_a_comparison_out_of_range_is_refused(changes: dict[str, Any], message: 
 def test_delta_is_checked_for_baselines_too(noise: float, delta: float) -> None:
     with pytest.raises(DprlhfError, match="delta must be above 0 and below 1"):
         make_plan(users=4, rounds=2, partition="fixed", noise_multiplier=noise, delta=delta)
+
+
+@pytest.mark.parametrize("clip_norm", [1e308, 1e-320])
+def test_a_clip_norm_whose_noise_overflows_or_vanishes_is_refused(clip_norm: float) -> None:
+    """Noise that rounds to zero would be no noise."""
+    for noise in (4.0, 1e-3):
+        if noise * clip_norm in (math.inf, 0.0) or noise * clip_norm < 1e-300:
+            with pytest.raises(DprlhfError, match="is no ordinary number"):
+                ask(noise_multiplier=noise, clip_norm=clip_norm, partition="fixed")
+    ask(epsilon=math.inf, clip_norm=clip_norm)  # a baseline has none

@@ -7,6 +7,7 @@ sampler that was accounted for.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -140,6 +141,11 @@ def make_plan(
         delta,
         (rounds, partition, adjacency, participations, releases_per_round),
     )
+    if not baseline and not sys.float_info.min <= z * clip_norm < math.inf:
+        raise DprlhfError(
+            f"clip_norm {clip_norm}: its noise, {z:g} times as much, is no ordinary number; scale"
+            " the reward or the learning rate instead"
+        )
     return Plan(
         users=users,
         rounds=rounds,
