@@ -315,17 +315,17 @@ def _regret(axes: Any, found: Sequence[Found]) -> bool:
 def _bandits(axes: Any, found: Sequence[Found]) -> bool:
     drawn = False
     for axis, epsilon in zip(axes, BANDIT_EPSILONS, strict=True):
-        for update in BANDIT_UPDATES:
+        for number, update in enumerate(BANDIT_UPDATES):
             users, means = _bandit_line(found, update, epsilon)
             if len(users):
-                axis.loglog(users, means, "o-", ms=3, lw=1, label=update)
+                axis.loglog(users, means, "o-", ms=3, lw=1, color=f"C{number}", label=update)
                 drawn = True
         axis.set_title(f"ε = {_epsilon(epsilon)}", fontsize=9)
         axis.set_xlabel("users N")
         axis.grid(alpha=0.3, which="both")
     axes[0].set_ylabel("J* − J")
     if drawn:
-        axes[0].legend(fontsize=6)
+        axes[-1].legend(fontsize=6)  # without privacy no oracle refuses
     return drawn
 
 
