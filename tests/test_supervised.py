@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -207,8 +208,10 @@ def test_pairs_clip_each_users_bradley_terry_gradient(
         expected -= clipped(flat_gradient(trained, own), clip_norm)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
     losses, accuracy = Pairs(OF_PAIRS).losses(trained, encoded, 4)
-    np.testing.assert_allclose(losses, [float(loss(p).detach()) for p in PAIRS], rtol=1e-7)
-    assert accuracy[3] == 0.5
+    of_pairs = np.array([float(loss(p).detach()) for p in PAIRS])
+    np.testing.assert_allclose(losses, of_pairs, rtol=1e-7)
+    # The last pair is a tie, up to how a row's place in the batch rounds it.
+    np.testing.assert_array_equal(accuracy[:3], of_pairs[:3] < math.log(2))
 
 
 def test_labels_clip_each_users_cross_entropy_gradient(encoder: str) -> None:

@@ -7,6 +7,7 @@ a sample, and its gradient reduction averages. Launch files are in ``recipes/acc
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 from collections.abc import Callable, Iterator
@@ -27,6 +28,12 @@ T = TypeVar("T")
 # by the launcher (nccl). This bounds the wait for one that hangs; rewards and evaluation may take
 # long on one process while the others wait.
 _PATIENCE = timedelta(hours=1)
+
+
+def _leave() -> None:
+    # The group's threads abort a process that ends while they run.
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @dataclass
@@ -61,6 +68,9 @@ class Processes:
             )
         )
         _check_count(made.count)
+        if made.count > 1:
+            atexit.unregister(_leave)  # once, however often a program connects
+            atexit.register(_leave)
         return made
 
     @property
