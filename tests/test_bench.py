@@ -75,7 +75,10 @@ def test_peak_memory_counts_what_exists_at_once() -> None:
         del second, third
 
     call()  # what is made once, such as threads, is no part of it
-    assert peak_bytes(call, resident=mebibyte) / mebibyte == pytest.approx(31, abs=1)
+    # 31; the kernel may hand out ten more for the zeros. Without NumPy's arrays it would be 16, and
+    # 46 if nothing were given back.
+    least = min(peak_bytes(call, resident=mebibyte) for _ in range(5)) / mebibyte
+    assert least == pytest.approx(31, abs=11)
 
 
 def test_shared_storage_is_resident_once() -> None:
