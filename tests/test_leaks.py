@@ -71,10 +71,15 @@ def shape(folder: Path, name: str) -> dict[str, Any]:
             found[str(inside)] = len(content.replace(name.encode(), b""))
     output = (folder / name / "output").read_text().replace(name, "")
     found["output"] = [line for line in re.split(r"[\r\n]", output) if line and "|" not in line]
-    bars = {
-        re.sub(r"reward \(noised\)=-?[\d.]+|left=.*", "", x) for x in re.split(r"[\r\n]", output)
+    # Which frames of a bar are drawn depends on the clock, and whether a noised reward can be told
+    # at all on its noise; what else they name may not depend on the data.
+    named = re.compile(r"round[s ]?\d*(?:: [a-z]+)?|[a-z]+(?: \([a-z]+\))?(?==)")
+    found["bars"] = {
+        name
+        for frame in re.split(r"[\r\n]", output)
+        if "|" in frame
+        for name in named.findall(frame.replace("reward (noised)=", ""))
     }
-    found["bars"] = {re.sub(r"\d+%|\d+/\d+|[█▏▎▍▌▋▊▉# ]+", "", bar) for bar in bars if "|" in bar}
     return found
 
 

@@ -328,3 +328,24 @@ def test_launch_files_are_what_accelerate_reads(name: str) -> None:
     assert bool(arguments.use_fsdp) == (config.distributed_type == DistributedType.FSDP)
     if arguments.use_fsdp:
         assert arguments.fsdp_version == 2
+
+
+def test_a_process_of_several_leaves_its_group_when_it_ends(tmp_path: Path) -> None:
+    """Threads of a group that is still open abort the process now and then."""
+    script = (
+        "import atexit, torch\n"
+        "def left(): print('open' if torch.distributed.is_initialized() else 'left')\n"
+        "atexit.register(left)\n"  # called after what is registered later
+        "from dprlhf.processes import Processes\n"
+        "assert Processes.connect().count == 2\n"
+        "assert Processes.connect().count == 2\n"
+    )
+    (tmp_path / "script.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         str(tmp_path / "script.py")],
+        env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["left", "left"]

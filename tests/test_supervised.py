@@ -214,6 +214,21 @@ def test_pairs_clip_each_users_bradley_terry_gradient(
     np.testing.assert_array_equal(accuracy[:3], of_pairs[:3] < math.log(2))
 
 
+@pytest.mark.parametrize("user", ["a", "b"])
+def test_one_user_fewer_moves_the_sum_over_pairs_by_its_own_part(model: str, user: str) -> None:
+    spec = recipe.Policy(
+        model_name_or_path=model, adapter=recipe.Adapter(type="lora", target_modules=["c_attn"])
+    )
+    trained, task = wide(load_reward_model(spec, None)), Pairs(OF_PAIRS)
+    others, own = ([p for p in PAIRS if (p["user"] == user) is is_own] for is_own in (False, True))
+    whole, fewer, alone = (
+        user_sums(task, trained, examples(rows, OF_PAIRS), 0.01, 4)[0]
+        for rows in (PAIRS, others, own)
+    )
+    assert 0.0099 < float((whole - fewer).norm()) <= 0.01 * (1 + 1e-9)
+    torch.testing.assert_close(whole - fewer, alone, rtol=1e-8, atol=1e-11)
+
+
 def test_labels_clip_each_users_cross_entropy_gradient(encoder: str) -> None:
     data = recipe.Preferences(
         path="x", prompt_column="text", label_column="label", max_tokens=24, user_column="user",

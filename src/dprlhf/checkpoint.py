@@ -6,6 +6,7 @@ Nothing here is secret: no key, no random state, no batch.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +26,7 @@ def save_checkpoint(
     critic: Critic | None = None,
 ) -> None:
     """Replace the run's checkpoint by the state after ``round_``, atomically."""
-    names = list(policy.parameters)
-    moments: dict[str, torch.Tensor] = {}
-    for index, entries in optimizer.state_dict()["state"].items():
-        for entry, value in entries.items():
-            moments[f"{names[index]}/{entry}"] = torch.as_tensor(value)
+    moments = moments_of(optimizer, list(policy.parameters))
     with replaced_folder(folder.checkpoint) as fresh:
         save_file(policy.state(), fresh / "policy.safetensors")
         save_file(moments, fresh / "optimizer.safetensors")
@@ -65,10 +62,26 @@ def load_checkpoint(
         raise DprlhfError(
             f"{source}: damaged ({type(error).__name__}); it cannot be used"
         ) from None
-    names = list(policy.parameters)
+    load_moments(optimizer, list(policy.parameters), moments)
+    return round_
+
+
+def moments_of(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Return the optimizer's state as named tensors; ``names`` are those of its parameters."""
+    state = optimizer.state_dict()["state"]
+    return {
+        f"{names[index]}/{entry}": torch.as_tensor(value)
+        for index, entries in state.items()
+        for entry, value in entries.items()
+    }
+
+
+def load_moments(
+    optimizer: torch.optim.Optimizer, names: Sequence[str], moments: Mapping[str, torch.Tensor]
+) -> None:
+    """Put back what :func:`moments_of` returned."""
     state: dict[int, dict[str, Any]] = {}
     for full, value in moments.items():
         name, entry = full.rsplit("/", 1)
         state.setdefault(names.index(name), {})[entry] = value
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-    return round_

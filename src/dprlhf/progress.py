@@ -118,6 +118,8 @@ class Progress:
         ):
             if metrics.get(key) is not None:
                 self._shown[label] = f"{metrics[key]:.2f}"
+        if self._rounds is not None:
+            self._rounds.set_postfix(self._shown)
 
     def close(self) -> None:
         """Take the bars down."""

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -37,7 +37,15 @@ from dprlhf.privacy.ledger import Ledger
 from dprlhf.privacy.randomness import commitment
 from dprlhf.processes import Processes
 from dprlhf.progress import Progress
-from dprlhf.recipe import IN_MEMORY, AnyRecipe, Recipe, dump_recipe, load_recipe, make_recipe
+from dprlhf.recipe import (
+    IN_MEMORY,
+    AnyRecipe,
+    Recipe,
+    RewardRecipe,
+    dump_recipe,
+    load_recipe,
+    make_recipe,
+)
 from dprlhf.rewards import Reward as LoadedReward
 from dprlhf.rewards import Scorer, check_reward, load_reward
 from dprlhf.rollout import Responses, sample, settled
@@ -49,6 +57,7 @@ from dprlhf.trust_region import clip_norm, fisher_trace_and_top
 from dprlhf.updates.least_squares import check_dimension
 from dprlhf.users import Prompts, Users, load_rows, rows_from
 
+R = TypeVar("R", bound=AnyRecipe)
 Reward = Callable[..., Any]
 Callback = Callable[[dict[str, Any]], None] | Any
 """A function of a round's metrics, or a ``transformers.TrainerCallback``."""
@@ -188,7 +197,7 @@ def assemble(recipe: Recipe, sources: Sources, processes: Processes, *, quiet: b
     """
     hush_libraries()
     check_installed(recipe.tracking.report_to)
-    recipe = processes.on_main(lambda: _resolved(recipe))
+    recipe = processes.on_main(lambda: resolved(recipe))
     earlier = processes.on_main(lambda: read_earlier(recipe))
     users = Users(rows_of(recipe.data, sources.prompts), recipe.data)
     processes.on_main(lambda: check_disjoint(recipe, users))
@@ -273,12 +282,13 @@ def recipe_of(
     return make_recipe(values, source="train")
 
 
-def _resolved(recipe: Recipe) -> Recipe:
+def resolved(recipe: R) -> R:
     """Settle what the machine decides, so that a resumed run computes as it did before."""
-    if recipe.policy.dtype != "auto":
+    if isinstance(recipe, RewardRecipe) or recipe.policy.dtype != "auto":
         return recipe
     dtype = str(native_dtype()).removeprefix("torch.")
-    return recipe.model_copy(update={"policy": recipe.policy.model_copy(update={"dtype": dtype})})
+    policy = recipe.policy.model_copy(update={"dtype": dtype})
+    return cast(R, recipe.model_copy(update={"policy": policy}))
 
 
 def _with_rollout(recipe: Recipe, plan: Plan, policy: CausalLMPolicy, processes: int) -> Recipe:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import io
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,7 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import safe_open
+from safetensors.torch import save
 
+from dprlhf.checkpoint import load_moments, moments_of
 from dprlhf.control.environments import Environment, make_environment
 from dprlhf.control.settings import PGPE, ControlRecipe
 from dprlhf.control.trajectories import collect, evaluate, record
@@ -27,6 +30,8 @@ from dprlhf.privacy.randomness import commitment
 from dprlhf.run_folder import write_atomically
 
 Watch = Callable[[int, Array], None]
+
+_CHECKPOINT = "checkpoint.safetensors"
 
 
 @dataclass(frozen=True)
@@ -157,16 +162,10 @@ def _save(
     curve: list[tuple[float, float]],
 ) -> None:
     """Write what a resumed run needs, all of it released or public."""
-    buffer = io.BytesIO()
-    state = {
-        "round": round_,
-        "theta": theta.detach(),
-        "optimizer": optimizer.state_dict(),
-        "memory": memory,
-        "curve": curve,
-    }
-    torch.save(state, buffer)
-    write_atomically(folder / "checkpoint.pt", buffer.getvalue())
+    told = {"round": round_, "memory": memory, "curve": curve}
+    tensors = {"theta": theta.detach().clone(), **moments_of(optimizer, ["theta"])}
+    # One file, so that a crash cannot part what belongs together.
+    write_atomically(folder / _CHECKPOINT, save(tensors, {"told": json.dumps(told)}))
 
 
 def _load(
@@ -177,13 +176,15 @@ def _load(
     curve: list[tuple[float, float]],
 ) -> int:
     """Restore a checkpoint, if there is one, and return its round."""
-    path = folder / "checkpoint.pt"
+    path = folder / _CHECKPOINT
     if not path.exists():
         return 0
-    state = torch.load(path, weights_only=True)
+    with safe_open(path, "pt") as held:
+        told = json.loads(held.metadata()["told"])
+        tensors = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
     with torch.no_grad():
-        theta.copy_(state["theta"])
-    optimizer.load_state_dict(state["optimizer"])
-    memory.update(state["memory"])
-    curve.extend((float(x), float(y)) for x, y in state["curve"])
-    return int(state["round"])
+        theta.copy_(tensors.pop("theta"))
+    load_moments(optimizer, ["theta"], tensors)
+    memory.update(told["memory"])
+    curve.extend((float(x), float(y)) for x, y in told["curve"])
+    return int(told["round"])

@@ -6,7 +6,6 @@ chunk, so that no user rounds another's numbers (see :mod:`dprlhf.rollout`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from dprlhf.boundary import Private, open_private
 from dprlhf.control.environments import Environment, Gymnasium
 from dprlhf.partition import Allocation
 from dprlhf.policies.trajectory import Array, TrajectoryPolicy
+from dprlhf.telemetry import JsonLines
 
 CHUNK = 64
 """Trajectories simulated together."""
@@ -121,8 +121,7 @@ def record(folder: Path, round_: int, trajectories: Private[list[Trajectories]])
         "failed": sum(chunk.failed for chunk in chunks),
         "rewards_out_of_range": sum(chunk.out_of_range for chunk in chunks),
     }
-    with open(secret / "telemetry.jsonl", "a") as file:
-        file.write(json.dumps(counts) + "\n")
+    JsonLines(secret / "telemetry.jsonl", mode=0o600).write(counts)
 
 
 def _chunk(

@@ -115,9 +115,8 @@ class CausalLMPolicy:
             logits_to_keep=responses,
             use_cache=False,
         ).logits
-        found: torch.Tensor = _ChosenLogProbs.apply(  # type: ignore[no-untyped-call]
-            logits.flatten(0, 1), tokens[:, -responses:].flatten(), self.temperature
-        )
+        chosen = tokens[:, -responses:].flatten()
+        found = chosen_logprobs(logits.flatten(0, 1), chosen, self.temperature)
         return found.view(len(tokens), responses)
 
     @torch.no_grad()
@@ -158,8 +157,23 @@ class CausalLMPolicy:
         self.tokenizer.save_pretrained(folder)
 
 
+def chosen_logprobs(logits: torch.Tensor, chosen: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return log softmax(logits / temperature) at one token a row, in float32 or wider.
+
+    Args:
+        logits: ``[rows, vocabulary]``; what the backward pass keeps.
+        chosen: the tokens, ``[rows]``.
+        temperature: of the distribution.
+
+    Returns:
+        ``[rows]``.
+    """
+    found: torch.Tensor = _ChosenLogProbs.apply(logits, chosen, temperature)  # type: ignore[no-untyped-call]
+    return found
+
+
 class _ChosenLogProbs(torch.autograd.Function):
-    """log softmax(logits / temperature) at one token a row, in float32 or wider.
+    """See :func:`chosen_logprobs`.
 
     A part of the rows at a time: the vocabulary's float32 copies stay in the processor's cache, and
     what is kept for the backward pass is the logits as the model gave them. ``cross_entropy`` makes

@@ -34,7 +34,6 @@ from dprlhf.policies.causal_lm import (
     CausalLMPolicy,
     align_with_activations,
     load_policy,
-    native_dtype,
 )
 from dprlhf.policies.reward_model import load_reward_model
 from dprlhf.previous import Earlier, check_disjoint, read_earlier
@@ -45,7 +44,7 @@ from dprlhf.recipe import RewardRecipe, SFTRecipe, load_any_recipe
 from dprlhf.rollout import Responses
 from dprlhf.rounds import released_metrics, remaining_rounds, save, tell, users_of_round, way_out
 from dprlhf.run_folder import RunFolder, replaced_folder, write_json
-from dprlhf.setup import Callback, hush_libraries, opened, plan_of, rows_of
+from dprlhf.setup import Callback, hush_libraries, opened, plan_of, resolved, rows_of
 from dprlhf.supervised.tasks import Task, task_of
 from dprlhf.telemetry import JsonLines
 from dprlhf.trackers import check_installed
@@ -252,7 +251,7 @@ def _prepared(
         processes.on_main(folder.refuse_to_overwrite)
     hush_libraries()
     check_installed(recipe.tracking.report_to)
-    recipe = processes.on_main(lambda: _resolved(recipe))
+    recipe = processes.on_main(lambda: resolved(recipe))
     earlier = processes.on_main(lambda: read_earlier(recipe))
     task = task_of(recipe)
     rows = rows_of(recipe.data, data)
@@ -291,14 +290,6 @@ def _prepared(
                 *as_functions(callbacks, folder.path, plan.rounds),
             ],
         )
-
-
-def _resolved(recipe: StageRecipe) -> StageRecipe:
-    """Settle what the machine decides, so that a resumed run computes as it did before."""
-    if not isinstance(recipe, SFTRecipe) or recipe.policy.dtype != "auto":
-        return recipe
-    dtype = str(native_dtype()).removeprefix("torch.")
-    return recipe.model_copy(update={"policy": recipe.policy.model_copy(update={"dtype": dtype})})
 
 
 def _load(recipe: StageRecipe) -> CausalLMPolicy:
