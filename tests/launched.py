@@ -33,7 +33,7 @@ from dprlhf.boundary import Released
 from dprlhf.privacy import gate
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.processes import Processes
-from dprlhf.recipe import SFTRecipe
+from dprlhf.recipe import RewardRecipe, SFTRecipe
 
 KEY = bytes(range(32))
 PROMPTS = [f"user {i} says {'more ' * (i % 4)}" for i in range(9)]
@@ -144,6 +144,26 @@ def fit(folder: Path, run: str) -> None:
     dprlhf.train_stage(stage, data=documents, output_dir=folder / run, quiet=True)
 
 
+def judge(folder: Path, run: str) -> None:
+    """Fit a reward model to pairs, in float32."""
+    dprlhf.run_folder.new_key = lambda: KEY
+    stage = RewardRecipe.model_validate(
+        {
+            "model": {
+                "model_name_or_path": str(folder / "model"),
+                "adapter": {"type": "lora", "rank": 2, "target_modules": ["c_attn"]},
+            },
+            "data": {"path": "in-memory", "max_tokens": 24},
+            "optimizer": {"name": "sgd", "learning_rate": 0.5},
+            "update": {"clip_norm": 0.01, "batch_size": 4},
+            "privacy": {"epsilon": 8.0, "delta": 1e-2},
+            "rounds": ROUNDS,
+        }
+    )
+    pairs = [{"prompt": text, "chosen": text[-3:], "rejected": text[:2]} for text in PROMPTS]
+    dprlhf.train_stage(stage, data=pairs, output_dir=folder / run, quiet=True)
+
+
 def die_in_round_2(owner: Any, name: str) -> None:
     """Kill this process when it gets to ``owner.name`` for the second time."""
     real, calls = getattr(owner, name), []
@@ -214,6 +234,7 @@ def main(folder: Path) -> None:
         launch(count, folder, f"run-{count}", lambda n=count: train(folder, f"run-{n}"))
     for count in (1, 3):
         launch(count, folder, f"sft-{count}", lambda n=count: fit(folder, f"sft-{n}"))
+        launch(count, folder, f"reward-{count}", lambda n=count: judge(folder, f"reward-{n}"))
     launch(2, folder, "single-2", lambda: train(folder, "single-2", torch.float32))
     launch(1, folder, "single-1", lambda: train(folder, "single-1", torch.float32))
     os.environ["ACCELERATE_USE_FSDP"] = "true"

@@ -17,10 +17,12 @@ from scipy.special import ndtr
 from scipy.stats import binom
 from typer.testing import CliRunner
 
+import dprlhf
 import tiny
 from dprlhf.audit import (
     Audit,
     audit,
+    audit_run,
     epsilon_from_errors,
     epsilon_lower_bound,
     gaussian_epsilon_from_errors,
@@ -33,6 +35,7 @@ from dprlhf.audit.likelihood import log_likelihood_ratio
 from dprlhf.cli import app
 from dprlhf.errors import DprlhfError
 from dprlhf.plan import Plan, make_plan
+from dprlhf.previous import records_of, total_of_runs
 from dprlhf.privacy import randomness
 from dprlhf.privacy.gaussian import gaussian_delta
 from dprlhf.recipe import Recipe, make_recipe
@@ -365,6 +368,63 @@ def test_a_refuted_claim_is_an_exit_status(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("dprlhf.audit.one_run.epsilon_lower_bound", lambda *_: 5.0)
     command = ["audit", write_recipe(tmp_path), "--canaries", "9", "--output-dir"]
     assert CliRunner().invoke(app, [*command, str(tmp_path / "a")]).exit_code == 1
+
+
+def length(prompts: list[str], completions: list[str]) -> list[float]:
+    return [float(len(c)) for c in completions]
+
+
+def test_a_runs_card_states_its_audit_and_keeps_it(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    prompts = ["a", "b", "c", "d"]
+    dprlhf.train(
+        model=str(tiny.save(tmp_path / "model")),
+        prompts=prompts,
+        reward=length,
+        epsilon=4.0,
+        rounds=2,
+        rollout__max_new_tokens=2,
+        policy__adapter={"type": "lora", "target_modules": ["c_attn"]},
+        privacy__tuning_runs=1,
+        output_dir=run,
+        quiet=True,
+    )
+    card = json.loads(RunFolder(Path(run)).privacy.read_text())
+    readme = RunFolder(Path(run)).policy / "README.md"
+    assert "Audit: not run." in readme.read_text()
+    assert records_of(Path(run))[0].tuning_runs == 1
+    assert total_of_runs([Path(run)])[1].epsilon == pytest.approx(card["total"]["epsilon"])
+    before = {p: p.read_bytes() for p in Path(run).rglob("*") if p.is_file()}
+
+    command = ["audit", run, "--canaries", "40", "--output-dir", str(tmp_path / "audit")]
+    shown = CliRunner().invoke(app, command)
+    assert shown.exit_code == 0, shown.output
+    found = json.loads((tmp_path / "audit" / "audit.json").read_text())
+    audited = json.loads(RunFolder(Path(run)).privacy.read_text())
+    assert audited == card | {"audit": {k: v for k, v in found.items() if k != "audit"}}
+    assert audited["audit"]["holds"]
+    assert "an attack with 40 canary users (gradient space) shows epsilon >=" in readme.read_text()
+    noted = {RunFolder(Path(run)).privacy, readme}
+    assert {p: p.read_bytes() for p in before if p not in noted} == {
+        p: content for p, content in before.items() if p not in noted
+    }
+    dprlhf.resume(run, prompts=prompts, reward=length, quiet=True)
+    assert json.loads(RunFolder(Path(run)).privacy.read_text()) == audited
+    assert "canary users" in readme.read_text()
+
+    refused = CliRunner().invoke(app, [*command, "rounds=3"])
+    assert isinstance(refused.exception, DprlhfError)
+    assert "leave the overrides out" in str(refused.exception)
+
+
+def test_only_a_finished_run_has_a_card_to_note_an_audit_on(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(DprlhfError, match="not a run folder"):
+        audit_run(tmp_path / "run", tmp_path / "audit")
+    write_recipe(tmp_path / "run")
+    with pytest.raises(DprlhfError, match="not finished"):
+        audit_run(tmp_path / "run", tmp_path / "audit")
+    assert not (tmp_path / "audit").exists()
 
 
 @pytest.mark.parametrize(

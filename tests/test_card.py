@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,8 +14,8 @@ from typer.testing import CliRunner
 from dprlhf.card import guarantee_sentence, privacy_card
 from dprlhf.cli import app
 from dprlhf.plan import make_plan
-from dprlhf.previous import Earlier
-from dprlhf.privacy.gaussian import upwards
+from dprlhf.previous import Earlier, read_earlier
+from dprlhf.privacy.gaussian import gaussian_epsilon, upwards
 from dprlhf.recipe import make_recipe
 
 
@@ -27,6 +28,41 @@ def test_a_bound_is_shown_rounded_up(value: float, digits: int) -> None:
         assert shown <= value * (1 + 10.0 ** (1 - digits)) * (1 + 1e-15)
         assert len(re.sub(r"e.*|[.]", "", upwards(value, digits)).strip("0")) <= digits
     assert upwards(math.inf, digits) == "inf"
+
+
+def card_of(tuning_runs: int | None) -> dict[str, Any]:
+    recipe = make_recipe(
+        {
+            "policy": {"model_name_or_path": "nowhere"},
+            "data": {"path": "nowhere"},
+            "rewards": [{"function": "nowhere"}],
+            "privacy": {"noise_multiplier": 3.0, "partition": "fixed", "tuning_runs": tuning_runs},
+            "rounds": 4,
+        }
+    )
+    plan = make_plan(users=100, rounds=4, partition="fixed", noise_multiplier=3.0, delta=1e-5)
+    return privacy_card(recipe, plan, 10, bytes(32), read_earlier(recipe))
+
+
+def test_declared_tuning_runs_are_paid_for() -> None:
+    card = card_of(8)
+    whole = card["total"]
+    # Nine releases of one Gaussian at z = 3 are one at z = 1.
+    assert whole["epsilon"] == pytest.approx(gaussian_epsilon(1.0, 1e-5))
+    assert card["epsilon"] == pytest.approx(gaussian_epsilon(3.0, 1e-5))
+    sentence = guarantee_sentence(card)
+    assert sentence.startswith("In total, with 8 tuning runs: (")
+    assert upwards(whole["epsilon"], 4) in sentence
+    assert card["tuning"].startswith("declared: 8 tuning runs")
+    assert not any("tuned" in line for line in card["assumptions"])
+
+
+@pytest.mark.parametrize(("declared", "said"), [(None, "not declared"), (0, "declared: none")])
+def test_what_is_said_where_no_tuning_run_counts(declared: int | None, said: str) -> None:
+    card = card_of(declared)
+    assert card["tuning"].startswith(said)
+    assert "total" not in card
+    assert "the recipe was not tuned on the same users" in card["assumptions"]
 
 
 @pytest.mark.parametrize("z", [0.8, 1.0, 1.3, 1.7])

@@ -105,6 +105,22 @@ def test_disjoint_users_pay_for_the_dearest_run_only() -> None:
     )
 
 
+def test_a_run_that_was_made_several_times_counts_as_often() -> None:
+    repeated = total_epsilon([ALLOCATED, Mechanism(2.0, 4)], DELTA, times=[3, 1]).epsilon
+    one_by_one = total_epsilon([ALLOCATED] * 3 + [Mechanism(2.0, 4)], DELTA).epsilon
+    assert repeated == pytest.approx(one_by_one, rel=1e-9)
+    gaussians = total_epsilon([GAUSSIAN], DELTA, times=[4]).epsilon
+    assert gaussians == pytest.approx(gaussian_epsilon(1.0, DELTA))
+    # Other users do not pay for it.
+    apart = [[True, False], [False, True]]
+    dear = Mechanism(1.2, 5, "fixed", "zero-out")
+    assert total_epsilon([GAUSSIAN, dear], DELTA, apart, [2, 1]).epsilon == pytest.approx(
+        gaussian_epsilon(1.2, DELTA)
+    )
+    many = total_epsilon([GAUSSIAN], DELTA, times=[64])  # no list of all their subsets
+    assert many.epsilon == pytest.approx(gaussian_epsilon(0.25, DELTA))
+
+
 def test_runs_for_different_neighbours_have_no_total() -> None:
     with pytest.raises(DprlhfError, match=r"add-remove and zero-out.*privacy\.adjacency"):
         total_epsilon([ALLOCATED, GAUSSIAN], DELTA)

@@ -24,6 +24,7 @@ import tiny
 from dprlhf import DprlhfError, recipe
 from dprlhf.boundary import Private
 from dprlhf.cli import app
+from dprlhf.dry_run import dry_run_stage, explain
 from dprlhf.gradients.clipping import Weighted, clipped_sum
 from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
 from dprlhf.policies.reward_model import load_reward_model
@@ -374,6 +375,33 @@ def test_a_pipeline_states_one_total(
     assert records_of(Path("two"))[0].disjoint == [records_of(Path("one"))[0].run]
 
 
+def test_a_dry_run_times_public_rows_only(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = {
+        "model": {"model_name_or_path": model, "adapter": ADAPTER},
+        "data": {"path": "in-memory", "user_column": "user", "max_tokens": 16},
+        "evaluation": {"data": {"path": "in-memory", "max_tokens": 16}, "prompts": 6},
+        "privacy": {"epsilon": 4.0, "tuning_runs": 1},
+        "rounds": 4,
+    }
+    encoded = []
+    real = Pairs.encode
+
+    def spied(self: Pairs, policy: CausalLMPolicy, prompts: Prompts) -> Responses:
+        encoded.extend(prompts.prompts)
+        return real(self, policy, prompts)
+
+    monkeypatch.setattr(Pairs, "encode", spied)
+    public = [{"prompt": f"p{i}", "chosen": " aaaa", "rejected": " zzz"} for i in range(8)]
+    plan = dry_run_stage(recipe.RewardRecipe.model_validate(spec), preferences(0, 40), public)
+    assert set(encoded) == {f"p{i}" for i in range(6)}
+    # 4 rounds of 10 users; a forward pass is about a third of a step, twice over 6 rows.
+    assert plan["estimated_seconds"] == pytest.approx(plan["seconds_a_row"] * (40 + 4))
+    assert plan["epsilon"] <= 4 < plan["total_epsilon"]
+    shown = explain(plan)
+    assert "in total             epsilon = " in shown
+    assert "time for a row" in shown
+
+
 def test_a_baseline_takes_every_later_guarantee_away(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,6 +451,14 @@ def test_the_commands(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "privacy: {epsilon: 8}\nrounds: 2\n"
     )
     runner = CliRunner()
+    held = sorted(Path().rglob("*"))
+    ahead = runner.invoke(app, ["sft", "sft.yaml", "--dry-run", "--json"])
+    plan = json.loads(ahead.output.splitlines()[-1])
+    assert 7.9 < plan["epsilon"] <= 8
+    assert (plan["users"], plan["users_a_round"], plan["seconds_a_row"]) == (20, 10, None)
+    shown = runner.invoke(app, ["sft", "sft.yaml", "--dry-run"]).output
+    assert "estimated time       unknown: there are no public rows" in shown
+    assert sorted(Path().rglob("*")) == held  # nothing was written
     done = runner.invoke(app, ["sft", "sft.yaml", "update.batch_size=8", "--output-dir", "one"])
     assert done.exit_code == 0, done.output
     assert "the next stage names one/model" in done.output

@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from dprlhf.card import model_card, privacy_card
+from dprlhf.card import audit_of, model_card, privacy_card
 from dprlhf.errors import DprlhfError
 from dprlhf.evaluate import Evaluated, estimate
 from dprlhf.processes import Processes
@@ -148,6 +148,7 @@ def _recipe_in(folder: RunFolder) -> Recipe:
 
 def _run(run: Run) -> Result:
     card = privacy_card(run.recipe, run.plan, run.policy.dimension, run.key, run.earlier)
+    card |= audit_of(run.folder)
     if run.processes.main:
         write_json(run.folder.privacy, card)
     before = _evaluate(run, "evaluation before", base=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -12,7 +13,8 @@ from dprlhf.plan import Plan
 from dprlhf.previous import Earlier, run_of_model, total
 from dprlhf.privacy.gaussian import upwards
 from dprlhf.privacy.randomness import commitment
-from dprlhf.recipe import AnyRecipe, Recipe
+from dprlhf.recipe import AnyRecipe, Recipe, load_any_recipe
+from dprlhf.run_folder import RunFolder, write_atomically, write_json
 
 _NEIGHBOURS = {
     "add-remove": "one user is added or removed",
@@ -23,6 +25,12 @@ _NEIGHBOURS = {
 _FITTED = {
     False: "it was not fitted on the users",
     True: "declared as fitted on the users, at a privacy cost that is not counted here",
+}
+
+
+_TUNING = {
+    None: "not declared; each tuning run on the same users would cost its own ε",
+    0: "declared: none on the same users",
 }
 
 
@@ -53,7 +61,7 @@ def privacy_card(
         "unit": f"user = {unit}, at most {recipe.data.max_prompts_per_user} prompts",
         "neighbouring": _NEIGHBOURS[plan.adjacency],
         **plan.terms(),
-        **({"total": _total(plan, earlier)} if earlier.records else {}),
+        **({"total": _total(plan, earlier)} if earlier else {}),
         "sensitivity": plan.sensitivity if plan.private else None,
         "dimension": dimension,
         "noise_to_clip_ratio": plan.noise_to_clip_ratio(dimension),
@@ -69,10 +77,29 @@ def privacy_card(
         "assumptions": [
             *plan.guarantee.assumptions,
             "secret/ stays secret: it holds the key that allocation and noise come from",
-            "the recipe was not tuned on the same users; each tuning run on them costs its own ε",
+            *([] if earlier.tuning_runs else ["the recipe was not tuned on the same users"]),
         ],
+        "tuning": _TUNING.get(recipe.privacy.tuning_runs)
+        or f"declared: {_runs(earlier)} on the same users, which the total counts",
         "run": commitment(key),
     }
+
+
+def audit_of(folder: RunFolder) -> dict[str, Any]:
+    """Return what a run's card says of an audit, for the card to be written; nothing if nothing."""
+    if not folder.privacy.is_file():
+        return {}
+    card = json.loads(folder.privacy.read_text())
+    return {"audit": card["audit"]} if "audit" in card else {}
+
+
+def note_audit(folder: RunFolder, audit: dict[str, Any]) -> None:
+    """Write an audit's result onto the card of a finished run, and into its model card."""
+    card = json.loads(folder.privacy.read_text()) | {"audit": audit}
+    write_json(folder.privacy, card)
+    write_atomically(
+        folder.policy / "README.md", model_card(load_any_recipe(folder.recipe), card).encode()
+    )
 
 
 def _models(recipe: AnyRecipe) -> Iterator[tuple[str, str, bool]]:
@@ -105,10 +132,18 @@ def _total(plan: Plan, earlier: Earlier) -> dict[str, Any]:
         "delta": cost.delta,
         "accountant": cost.accountant,
         "runs": ", ".join(
-            f"{r.name} ({r.stage}, {'other users' if r.run in apart else 'users may be shared'})"
-            for r in earlier.records
+            [*([_runs(earlier)] if earlier.tuning_runs else [])]
+            + [
+                f"{record.name} ({record.stage}, "
+                + ("other users)" if record.run in apart else "users may be shared)")
+                for record in earlier.records
+            ]
         ),
     }
+
+
+def _runs(earlier: Earlier) -> str:
+    return f"{earlier.tuning_runs} tuning run" + ("s" if earlier.tuning_runs > 1 else "")
 
 
 def reward_names(recipe: Recipe) -> list[str]:
@@ -135,7 +170,7 @@ def guarantee_sentence(card: dict[str, Any]) -> str:
         return alone
     whole = card["total"]
     return (
-        f"In total, with the earlier runs {whole['runs']}: ({upwards(whole['epsilon'], 4)},"
+        f"In total, with {whole['runs']}: ({upwards(whole['epsilon'], 4)},"
         f" {upwards(whole['delta'], 3)})-differential privacy. This run alone: {alone}"
     )
 
@@ -168,6 +203,10 @@ A LoRA adapter ({trained.adapter.type}, rank {trained.adapter.rank}), {how}.
 
 Accountant: {card["accountant"]}; lower bound on the same ε: {card["epsilon_lower"]}.
 
+Hyperparameter tuning: {card["tuning"]}.
+
+Audit: {_audited(card)}.
+
 Assumed public:
 
 {public}
@@ -176,6 +215,17 @@ Assumptions:
 
 {assumptions}
 """
+
+
+def _audited(card: dict[str, Any]) -> str:
+    if "audit" not in card:
+        return "not run"
+    audit = card["audit"]
+    word = "refuted: " if not audit["holds"] else ""
+    return (
+        f"{word}an attack with {audit['canaries']} canary users ({audit['space']} space) shows"
+        f" epsilon >= {audit['bound']:.4g} at confidence {audit['confidence']:.0%}"
+    )
 
 
 def _about(recipe: AnyRecipe) -> tuple[str, str, str]:

@@ -63,41 +63,6 @@ class MergedType(enum.StrEnum):
     bfloat16 = "bfloat16"
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
-def train(
-    recipe: Annotated[Path, typer.Argument(help="a YAML recipe")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="section.key=value, as many as you like; flags named as in TRL work"),
-    ] = None,
-    output_dir: Annotated[
-        str | None,
-        typer.Option("--output-dir", "--output_dir", help="the run folder; must not exist"),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print the plan; charge and write nothing")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
-) -> None:
-    """Tune a policy privately by a recipe."""
-    from dprlhf.flags import overrides_of
-
-    changes = overrides_of(overrides or ())
-    if dry_run:
-        from dprlhf.dry_run import dry_run as look_ahead
-        from dprlhf.dry_run import explain
-        from dprlhf.recipe import load_recipe
-
-        plan = look_ahead(load_recipe(recipe, changes))
-        if not int(os.environ.get("RANK", "0")):
-            typer.echo(json.dumps(plan) if as_json else explain(plan))
-        return
-    from dprlhf.api import train as run
-
-    with _interruptible():
-        show(run(recipe, overrides=changes, output_dir=output_dir))
-
-
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="section.key=value, as many as you like")
 ]
@@ -105,6 +70,35 @@ OutputDir = Annotated[
     str | None,
     typer.Option("--output-dir", "--output_dir", help="the run folder; must not exist"),
 ]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="print the plan; charge and write nothing")]
+PlanAsJson = Annotated[bool, typer.Option("--json", help="print the plan as JSON")]
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def train(
+    recipe: Annotated[Path, typer.Argument(help="a YAML recipe")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="section.key=value, as many as you like; flags named as in TRL work"),
+    ] = None,
+    output_dir: OutputDir = None,
+    dry_run: DryRun = False,
+    as_json: PlanAsJson = False,
+) -> None:
+    """Tune a policy privately by a recipe."""
+    from dprlhf.flags import overrides_of
+
+    changes = overrides_of(overrides or ())
+    if dry_run:
+        from dprlhf.dry_run import dry_run as look_ahead
+        from dprlhf.recipe import load_recipe
+
+        _show_plan(look_ahead(load_recipe(recipe, changes)), as_json)
+        return
+    from dprlhf.api import train as run
+
+    with _interruptible():
+        show(run(recipe, overrides=changes, output_dir=output_dir))
 
 
 @app.command()
@@ -112,9 +106,11 @@ def sft(
     recipe: Annotated[Path, typer.Argument(help="a YAML recipe with stage: sft")],
     overrides: Overrides = None,
     output_dir: OutputDir = None,
+    dry_run: DryRun = False,
+    as_json: PlanAsJson = False,
 ) -> None:
     """Fit a policy to private documents (supervised fine-tuning), before private updates."""
-    _stage("sft", recipe, overrides, output_dir)
+    _stage("sft", recipe, overrides, output_dir, dry_run, as_json)
 
 
 @app.command()
@@ -122,12 +118,21 @@ def reward(
     recipe: Annotated[Path, typer.Argument(help="a YAML recipe with stage: reward")],
     overrides: Overrides = None,
     output_dir: OutputDir = None,
+    dry_run: DryRun = False,
+    as_json: PlanAsJson = False,
 ) -> None:
     """Fit a reward model to private preference pairs or labels."""
-    _stage("reward", recipe, overrides, output_dir)
+    _stage("reward", recipe, overrides, output_dir, dry_run, as_json)
 
 
-def _stage(name: str, recipe: Path, overrides: list[str] | None, output_dir: str | None) -> None:
+def _stage(
+    name: str,
+    recipe: Path,
+    overrides: list[str] | None,
+    output_dir: str | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
     from dprlhf.supervised.stage import stage_recipe, train_stage
 
     loaded = stage_recipe(recipe, overrides or ())
@@ -135,8 +140,20 @@ def _stage(name: str, recipe: Path, overrides: list[str] | None, output_dir: str
         raise DprlhfError(
             f"{recipe}: a recipe of stage {loaded.stage}: run it with dprlhf {loaded.stage}"
         )
+    if dry_run:
+        from dprlhf.dry_run import dry_run_stage
+
+        _show_plan(dry_run_stage(loaded), as_json)
+        return
     with _interruptible():
         show_stage(train_stage(loaded, output_dir=output_dir))
+
+
+def _show_plan(plan: dict[str, Any], as_json: bool) -> None:
+    from dprlhf.dry_run import explain
+
+    if not int(os.environ.get("RANK", "0")):
+        typer.echo(json.dumps(plan) if as_json else explain(plan))
 
 
 @app.command()
@@ -325,7 +342,9 @@ def plan(
 
 @app.command()
 def audit(
-    recipe: Annotated[Path, typer.Argument(help="a YAML recipe")],
+    recipe: Annotated[
+        Path, typer.Argument(help="a YAML recipe, or a run's folder: its card then says the result")
+    ],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="section.key=value, as many as you like")
     ] = None,
@@ -336,18 +355,23 @@ def audit(
     output_dir: Annotated[str | None, typer.Option(help="the audit's own folder")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Attack what a recipe claims, with canary users of its own: a lower bound on ε.
+    """Attack what a recipe or a run claims, with canary users of its own: a lower bound on ε.
 
-    The recipe's data are not read, and no run of it is charged. Exit status 1: claim refuted.
+    The private data are not read, and no run is charged. Exit status 1: claim refuted.
     """
     from dprlhf.audit.one_run import audit as attack
-    from dprlhf.audit.one_run import audit_folder
+    from dprlhf.audit.one_run import audit_folder, audit_run
     from dprlhf.privacy.gaussian import upwards
     from dprlhf.recipe import load_recipe
 
-    loaded = load_recipe(recipe, overrides or ())
+    if recipe.is_dir() and overrides:
+        raise DprlhfError("a run is audited as it was made: leave the overrides out")
     folder = output_dir or audit_folder()
-    found = attack(loaded, folder, canaries=canaries, space=space, quiet=as_json)
+    options: dict[str, Any] = {"canaries": canaries, "space": space, "quiet": as_json}
+    if recipe.is_dir():
+        found = audit_run(recipe, folder, **options)
+    else:
+        found = attack(load_recipe(recipe, overrides or ()), folder, **options)
     if as_json:
         typer.echo((Path(folder) / "audit.json").read_text())
     else:

@@ -1,4 +1,4 @@
-"""``dprlhf train --dry-run``: what a recipe would do and cost; nothing is charged or written."""
+"""``--dry-run``: what a recipe of any stage would do and cost; nothing is charged or written."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from typing import Any
 
 import torch
 
-from dprlhf.plan import delta_warning
-from dprlhf.previous import total
+from dprlhf.plan import Plan, delta_warning
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.previous import Earlier, total
 from dprlhf.privacy.gaussian import upwards
 from dprlhf.processes import Processes
 from dprlhf.recipe import Recipe
 from dprlhf.rewards import Scorer
 from dprlhf.setup import Parts, Sources, assemble, neutral_prompts
-from dprlhf.timing import seconds_a_response
+from dprlhf.supervised.stage import StageRecipe, assemble_stage
+from dprlhf.timing import seconds_a_response, seconds_a_row
 
 
 def dry_run(recipe: Recipe, sources: Sources | None = None) -> dict[str, Any]:
@@ -37,53 +39,115 @@ def dry_run(recipe: Recipe, sources: Sources | None = None) -> dict[str, Any]:
     seconds_a_response(policy, scorer, public, recipe)  # the first pass also warms up
     phases = seconds_a_response(policy, scorer, public, recipe)
     return {
-        **plan.terms(),
-        **({"total_epsilon": total(plan, parts.earlier).epsilon} if parts.earlier.records else {}),
-        "users_a_round": plan.divisor,
+        **_terms(plan, parts.earlier, policy, processes),
         "responses_a_round": plan.divisor * recipe.rollout.responses,
+        "seconds_a_response": phases,
+        "estimated_seconds": _seconds(parts, phases) / processes.count,
+    }
+
+
+def dry_run_stage(
+    recipe: StageRecipe, data: Any = None, evaluation_data: Any = None
+) -> dict[str, Any]:
+    """Do the same for a supervised stage.
+
+    Args:
+        recipe: of the stage.
+        data: as for :func:`dprlhf.supervised.stage.train_stage`.
+        evaluation_data: likewise.
+
+    Returns:
+        As :func:`dry_run`, with ``seconds_a_row``; without public rows to time, that and the
+        estimate are None.
+
+    Raises:
+        DprlhfError: as the stage would.
+    """
+    processes = Processes.connect()
+    parts = assemble_stage(recipe, data, evaluation_data, processes)
+    recipe, plan, public = parts.recipe, parts.plan, parts.public
+    seconds = estimated = None
+    if public is not None:
+        size = recipe.update.batch_size
+        some = public.first(size)
+        seconds_a_row(parts.policy, parts.task, some, size, plan.clip_norm)  # warms up
+        seconds = seconds_a_row(parts.policy, parts.task, some, size, plan.clip_norm)
+        drawn = plan.rounds * plan.divisor * recipe.data.max_prompts_per_user
+        # Evaluation before and after: a forward pass, about a third of a step.
+        estimated = seconds * (drawn / processes.count + 2 * len(public) / 3)
+    return {
+        **_terms(plan, parts.earlier, parts.policy, processes),
+        "seconds_a_row": seconds,
+        "estimated_seconds": estimated,
+    }
+
+
+def _terms(
+    plan: Plan, earlier: Earlier, policy: CausalLMPolicy, processes: Processes
+) -> dict[str, Any]:
+    return {
+        **plan.terms(),
+        **({"total_epsilon": total(plan, earlier).epsilon} if earlier else {}),
+        "users_a_round": plan.divisor,
         "dimension": policy.dimension,
         "noise_to_clip_ratio": plan.noise_to_clip_ratio(policy.dimension),
         "processes": processes.count,
         "device": str(policy.device),
-        "seconds_a_response": phases,
-        "estimated_seconds": _seconds(parts, phases) / processes.count,
         "memory_bytes": _memory(policy.device),
         "warnings": [w for w in [delta_warning(plan.guarantee.delta, plan.users)] if w],
     }
 
 
 def explain(plan: dict[str, Any]) -> str:
-    """Return the plan of :func:`dry_run` as lines of text."""
+    """Return the plan of :func:`dry_run` or :func:`dry_run_stage` as lines of text."""
     seconds, gib = plan["estimated_seconds"], plan["memory_bytes"] / 2**30
-    duration = f"{seconds:.2g} seconds" if seconds < 100 else f"{seconds / 60:,.0f} minutes"
+    if seconds is None:
+        duration = "unknown: there are no public rows to time (evaluation)"
+    elif seconds < 100:
+        duration = f"about {seconds:.2g} seconds"
+    else:
+        duration = f"about {seconds / 60:,.0f} minutes"
     epsilon = plan["epsilon"]
     promise = (
         "none: no noise is added (a baseline)"
         if epsilon == "infinity"
         else f"epsilon = {upwards(epsilon, 4)} at delta = {plan['delta']:g} ({plan['adjacency']})"
     )
-    phases = ", ".join(f"{k} {1000 * s:.3g} ms" for k, s in plan["seconds_a_response"].items())
+    phases = plan.get("seconds_a_response", {})
     rows = [
         ("guarantee", promise),
         *(
-            [("with earlier runs", f"epsilon = {upwards(plan['total_epsilon'], 4)} in total")]
+            [("in total", f"epsilon = {upwards(plan['total_epsilon'], 4)} with what came before")]
             if "total_epsilon" in plan
             else []
         ),
         ("users", f"{plan['users']:,}, partition {plan['partition']}"),
         ("rounds", f"{plan['rounds']}, with {plan['users_a_round']:.1f} users expected in each"),
-        ("responses", f"{plan['responses_a_round']:.1f} expected in a round"),
+        *(
+            [("responses", f"{plan['responses_a_round']:.1f} expected in a round")]
+            if "responses_a_round" in plan
+            else []
+        ),
         ("trained parameters", f"d = {plan['dimension']:,}"),
         ("clip norm", f"{plan['clip_norm']}"),
         ("noise multiplier", f"{plan['noise_multiplier']:.4g}"),
         ("noise-to-clip ratio", f"{plan['noise_to_clip_ratio']:.3g}"),
         ("machine", f"{plan['processes']} process(es), {plan['device']}"),
-        ("time for a response", phases),
-        ("estimated time", f"about {duration}"),
+        *(
+            [("time for a response", ", ".join(f"{k} {_ms(s)}" for k, s in phases.items()))]
+            if phases
+            else []
+        ),
+        *([("time for a row", _ms(plan["seconds_a_row"]))] if plan.get("seconds_a_row") else []),
+        ("estimated time", duration),
         ("memory", f"{gib:.3g} GiB at the largest, with one micro-batch"),
         *(("warning", w) for w in plan["warnings"]),
     ]
     return "\n".join(f"{name:<21}{value}" for name, value in rows)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms"
 
 
 def _seconds(parts: Parts, phases: dict[str, float]) -> float:

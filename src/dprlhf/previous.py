@@ -40,6 +40,7 @@ class Record:
         mechanism: the fields of its :class:`~dprlhf.privacy.accounting.Mechanism`; a noise
             multiplier of 0 is a run without privacy.
         disjoint: the runs (by commitment) that it was declared to have no user in common with.
+        tuning_runs: how many runs of the same terms on its users chose its settings.
     """
 
     run: str
@@ -49,20 +50,33 @@ class Record:
     delta: float
     mechanism: dict[str, Any]
     disjoint: list[str]
+    tuning_runs: int = 0
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """The earlier runs that count, and which of them this run shares no user with."""
+    """The earlier runs that count.
+
+    Attributes:
+        records: of the runs that the recipe names, and of those before them.
+        disjoint: the runs (by commitment) that this one shares no user with.
+        tuning_runs: how many runs of this one's terms on its users chose its settings.
+    """
 
     records: list[Record] = field(default_factory=list)
     disjoint: list[str] = field(default_factory=list)
+    tuning_runs: int = 0
+
+    def __bool__(self) -> bool:
+        """Return whether this run is not all that its users pay for."""
+        return bool(self.records or self.tuning_runs)
 
     def terms(self) -> dict[str, Any]:
         """Return what the ledger opens with beside the plan; nothing without earlier runs."""
-        if not self.records:
-            return {}
-        return {"previous": [asdict(r) for r in self.records], "disjoint": self.disjoint}
+        named = {"previous": [asdict(r) for r in self.records], "disjoint": self.disjoint}
+        return (named if self.records else {}) | (
+            {"tuning_runs": self.tuning_runs} if self.tuning_runs else {}
+        )
 
 
 def read_earlier(recipe: AnyRecipe) -> Earlier:
@@ -93,7 +107,7 @@ def read_earlier(recipe: AnyRecipe) -> Earlier:
                 f"previous: {record.name} has no privacy, so no epsilon can be stated for what"
                 " builds on it; use privacy.epsilon=.inf for a non-private baseline"
             )
-    return Earlier(list(found.values()), disjoint)
+    return Earlier(list(found.values()), disjoint, recipe.privacy.tuning_runs or 0)
 
 
 def records_of(run: Path) -> list[Record]:
@@ -115,6 +129,7 @@ def records_of(run: Path) -> list[Record]:
         delta=terms["delta"],
         mechanism={name: terms[name] for name in ("noise_multiplier", *names)},
         disjoint=terms.get("disjoint", []),
+        tuning_runs=terms.get("tuning_runs", 0),
     )
     return [own, *(Record(**record) for record in terms.get("previous", []))]
 
@@ -134,10 +149,19 @@ def check_disjoint(recipe: AnyRecipe, users: Users) -> None:
 
 
 def total(plan: Plan, earlier: Earlier) -> Epsilon:
-    """Return what a run and all earlier ones cost together, at the largest of their δ."""
+    """Return what a run and all that counts before it cost together, at the largest δ of all."""
     names = ("noise_multiplier", "rounds", "partition", "adjacency", "participations")
     mechanism = {name: getattr(plan, name) for name in (*names, "releases_per_round")}
-    own = Record("", "", "", None, plan.guarantee.delta, mechanism, earlier.disjoint)
+    own = Record(
+        run="",
+        name="",
+        stage="",
+        unit=None,
+        delta=plan.guarantee.delta,
+        mechanism=mechanism,
+        disjoint=earlier.disjoint,
+        tuning_runs=earlier.tuning_runs,
+    )
     return total_of([*earlier.records, own])
 
 
@@ -154,7 +178,8 @@ def total_of(records: Sequence[Record], delta: float | None = None) -> Epsilon:
     shared = [
         [a.run not in b.disjoint and b.run not in a.disjoint for b in records] for a in records
     ]
-    return total_epsilon([Mechanism(**r.mechanism) for r in records], delta, shared)
+    times = [1 + r.tuning_runs for r in records]
+    return total_epsilon([Mechanism(**r.mechanism) for r in records], delta, shared, times)
 
 
 def total_of_runs(

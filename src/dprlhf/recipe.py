@@ -21,6 +21,7 @@ from pydantic import (
     Field,
     Tag,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -42,6 +43,15 @@ class Settings(BaseModel):
     """Base of all settings: frozen, and unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, validate_default=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_value_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse ``true`` for a number: pydantic would read it as 1."""
+        wanted = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and wanted is not bool:
+            raise ValueError("true and false are no value for this key")
+        return value
 
 
 class Adapter(Settings):
@@ -571,6 +581,9 @@ class Budget(Settings):
         participations: rounds that a user takes part in (poisson: on average).
         bands: above 1, with partition ``fixed`` or ``stream``, correlates the noise of so many
             rounds (see :mod:`dprlhf.privacy.correlated`).
+        tuning_runs: declares how many runs on the same users chose these settings. Each counts as a
+            run with this one's noise and rounds, so give it no less noise; name runs of other terms
+            under ``previous``. None declares nothing.
     """
 
     epsilon: float | None = None
@@ -580,6 +593,7 @@ class Budget(Settings):
     adjacency: Adjacency | None = None
     participations: PositiveInt = 1
     bands: PositiveInt = 1
+    tuning_runs: Annotated[int, Field(ge=0)] | None = None
 
     @property
     def baseline(self) -> bool:

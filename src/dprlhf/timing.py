@@ -17,6 +17,7 @@ from dprlhf.recipe import Recipe
 from dprlhf.rewards import Scorer
 from dprlhf.rewards.responses import score_responses
 from dprlhf.rollout import sample
+from dprlhf.supervised.tasks import Task
 from dprlhf.users import Prompts
 
 
@@ -69,3 +70,31 @@ def seconds_a_response(
     clock.append(time.perf_counter())
     seconds = np.diff(clock) / len(responses.user)
     return dict(zip(("rollout", "reward", "update"), seconds.tolist(), strict=True))
+
+
+def seconds_a_row(
+    policy: CausalLMPolicy, task: Task, rows: Prompts, batch_size: int, clip_norm: float
+) -> float:
+    """Differentiate some PUBLIC rows of a supervised stage; the gradient is thrown away.
+
+    Args:
+        policy: the model that is fitted.
+        task: of the stage.
+        rows: public.
+        batch_size: sequences in a micro-batch.
+        clip_norm: S.
+
+    Returns:
+        Seconds a row, two sequences where a row is a pair.
+    """
+    encoded = task.encode(policy, rows)
+    start = time.perf_counter()
+    weights = task.weights(policy, encoded, batch_size)
+    clipped_sum(
+        policy,
+        Private(Weighted(encoded, weights, np.zeros((encoded.users, 0)), 0.0)),
+        clip_norm=clip_norm,
+        batch_size=batch_size,
+        reduce=lambda total: total,
+    )
+    return (time.perf_counter() - start) / len(rows)

@@ -54,6 +54,11 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.prompts)
 
+    def first(self, count: int) -> Prompts:
+        """Return the first so many of them."""
+        columns = {name: values[:count] for name, values in self.columns.items()}
+        return Prompts(self.prompts[:count], self.users[:count], self.slots[:count], columns)
+
 
 class Users:
     """A prompt dataset seen as users.

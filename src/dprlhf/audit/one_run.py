@@ -35,10 +35,11 @@ from dprlhf import recipe as settings
 from dprlhf.audit.bandit import ANSWERS, BanditPolicy
 from dprlhf.audit.bounds import epsilon_lower_bound
 from dprlhf.audit.likelihood import log_likelihood_ratio, noise_of
+from dprlhf.card import note_audit
 from dprlhf.errors import DprlhfError
 from dprlhf.plan import Plan
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.recipe import IN_MEMORY, Recipe
+from dprlhf.recipe import IN_MEMORY, Recipe, load_any_recipe
 from dprlhf.run_folder import RunFolder, write_json
 from dprlhf.setup import Sources, prepared
 from dprlhf.trainer import run_rounds
@@ -83,6 +84,11 @@ class Audit:
     def holds(self) -> bool:
         """Whether the claim survived."""
         return self.bound <= self.epsilon
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of it, JSON-ready."""
+        shown = {k: "infinity" if v == math.inf else v for k, v in asdict(self).items()}
+        return shown | {"holds": self.holds}
 
 
 def audit(
@@ -139,8 +145,31 @@ def audit(
         update=recipe.update.name,
         confidence=confidence,
     )
-    shown = {k: "infinity" if v == math.inf else v for k, v in asdict(found).items()}
-    write_json(run_folder.path / "audit.json", {"audit": "canaries only, no private data", **shown})
+    write_json(
+        run_folder.path / "audit.json",
+        {"audit": "canaries only, no private data", **found.as_dict()},
+    )
+    return found
+
+
+def audit_run(run: str | Path, folder: str | Path, **options: Any) -> Audit:
+    """Audit what a finished run claims, as :func:`audit` does, and note the result on its card.
+
+    The run itself is not touched: the canaries take part in a run of the same recipe.
+
+    Raises:
+        DprlhfError: the run is not finished, or not of private updates.
+    """
+    audited = RunFolder(Path(run))
+    if not audited.recipe.is_file():
+        raise DprlhfError(f"{run}: not a run folder (there is no recipe.yaml)")
+    recipe = load_any_recipe(audited.recipe)
+    if not isinstance(recipe, Recipe):
+        raise DprlhfError(f"{run}: a run of stage {recipe.stage}; only private updates are audited")
+    if not audited.privacy.is_file() or not audited.policy.is_dir():
+        raise DprlhfError(f"{run}: not finished; finish it first with: dprlhf resume {run}")
+    found = audit(recipe, folder, **options)
+    note_audit(audited, found.as_dict())
     return found
 
 

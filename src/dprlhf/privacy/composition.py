@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,7 +46,10 @@ PARALLEL = "parallel composition over disjoint users"
 
 
 def total_epsilon(
-    mechanisms: Sequence[Mechanism], delta: float, shared: Sequence[Sequence[bool]] | None = None
+    mechanisms: Sequence[Mechanism],
+    delta: float,
+    shared: Sequence[Sequence[bool]] | None = None,
+    times: Sequence[int] | None = None,
 ) -> Epsilon:
     """Return what some runs cost together at ``delta``, as an upper bound.
 
@@ -53,6 +57,7 @@ def total_epsilon(
         mechanisms: of the runs, all under one adjacency.
         delta: of the total; each run's own δ plays no part.
         shared: whether runs i and j may have a user in common, ``[runs][runs]``; None: all may.
+        times: how often each was run on the same users, ``[runs]``; None: once.
 
     Raises:
         DprlhfError: no run, or the runs differ in their adjacency.
@@ -66,15 +71,20 @@ def total_epsilon(
             " is no one statement for them together: give all the same privacy.adjacency"
         )
     runs = range(len(mechanisms))
-    groups = [
-        group
-        for size in runs
-        for group in itertools.combinations(runs, size + 1)
-        if shared is None or all(shared[i][j] for i, j in itertools.combinations(group, 2))
-    ]
+    groups = [tuple(runs)]
+    if shared is not None and not all(map(all, shared)):
+        groups = [
+            group
+            for size in runs
+            for group in itertools.combinations(runs, size + 1)
+            if all(shared[i][j] for i, j in itertools.combinations(group, 2))
+        ]
     # A group inside another costs no more than that one.
     largest = [g for g in groups if not any(set(g) < set(other) for other in groups)]
-    costs = [_sequential([mechanisms[i] for i in group], delta) for group in largest]
+    costs = [
+        _sequential([mechanisms[i] for i in group for _ in range(times[i] if times else 1)], delta)
+        for group in largest
+    ]
     worst = max(costs, key=lambda cost: cost.epsilon)
     if len(costs) == 1:
         return worst
@@ -89,8 +99,8 @@ def total_epsilon(
 
 def _sequential(mechanisms: Sequence[Mechanism], delta: float) -> Epsilon:
     """Return the cost of runs that may all have the same user."""
-    alone = [epsilon(mechanism, delta) for mechanism in mechanisms]
-    if len(alone) == 1:
+    alone = [epsilon(mechanism, delta) for mechanism in dict.fromkeys(mechanisms)]
+    if len(mechanisms) == 1:
         return alone[0]
     replace = mechanisms[0].adjacency == "replace-one"
     # One Gaussian covers each run, were membership known; Gaussians compose in closed form.
@@ -129,7 +139,7 @@ def _joint(mechanisms: Sequence[Mechanism], delta: float) -> dict[Side, Any]:
     reach = {side: max(_reach(m, tail, side) for m in mechanisms) for side in sides}
     step = max(max(reach.values()), 1e-6) / _POINTS
     composed: dict[Side, Any] = {}
-    for mechanism in mechanisms:
+    for mechanism, times in Counter(mechanisms).items():
         curve = {
             side: _curve(
                 mechanism,
@@ -142,6 +152,7 @@ def _joint(mechanisms: Sequence[Mechanism], delta: float) -> dict[Side, Any]:
             one = loss_distribution(step, curve[side], curve[other])
             if mechanism.partition == "random-allocation":
                 one = one.self_compose(mechanism.participations)
+            one = one.self_compose(times)
             composed[side] = composed[side].compose(one) if side in composed else one
     return composed
 

@@ -21,7 +21,7 @@ import torch
 
 from dprlhf.boundary import Private, open_private
 from dprlhf.callbacks import as_functions
-from dprlhf.card import model_card, privacy_card
+from dprlhf.card import audit_of, model_card, privacy_card
 from dprlhf.errors import DprlhfError
 from dprlhf.evaluate import RewardEstimate, estimate
 from dprlhf.gradients.clipping import ClippedSum, Weighted, clipped_sum
@@ -249,6 +249,54 @@ def _prepared(
     processes = Processes.connect()
     if create:
         processes.on_main(folder.refuse_to_overwrite)
+    parts = assemble_stage(recipe, data, evaluation_data, processes)
+    recipe, plan, task, policy = parts.recipe, parts.plan, parts.task, parts.policy
+    with opened(recipe, plan, folder, parts.users, parts.earlier, processes, create=create) as held:
+        yield StageRun(
+            recipe=recipe,
+            plan=plan,
+            earlier=parts.earlier,
+            folder=folder,
+            key=held.key,
+            processes=processes,
+            users=parts.users,
+            allocation=allocate(plan, held.key),
+            policy=policy,
+            optimizer=make_optimizer(
+                recipe.optimizer, policy.parameters.values(), plan.noise_std / plan.divisor
+            ),
+            task=task,
+            public=parts.public,
+            gate=held.gate,
+            progress=Progress(
+                task.rows * recipe.data.max_prompts_per_user,
+                plan.divisor * task.rows / processes.count,
+                disable=quiet or not processes.main,
+            ),
+            callbacks=[
+                *held.trackers,
+                *as_functions(callbacks, folder.path, plan.rounds),
+            ],
+        )
+
+
+@dataclass(frozen=True)
+class StageParts:
+    """What a stage is made of before anything is written or charged."""
+
+    recipe: StageRecipe
+    plan: Plan
+    earlier: Earlier
+    users: Users
+    task: Task
+    policy: CausalLMPolicy
+    public: Prompts | None
+
+
+def assemble_stage(
+    recipe: StageRecipe, data: Any, evaluation_data: Any, processes: Processes
+) -> StageParts:
+    """Load and check everything that a recipe names; see :func:`dprlhf.setup.assemble`."""
     hush_libraries()
     check_installed(recipe.tracking.report_to)
     recipe = processes.on_main(lambda: resolved(recipe))
@@ -263,33 +311,7 @@ def _prepared(
     processes.place(policy)
     public = _public(recipe, evaluation_data)
     _align(recipe, task, policy, public)
-    with opened(recipe, plan, folder, users, earlier, processes, create=create) as held:
-        yield StageRun(
-            recipe=recipe,
-            plan=plan,
-            earlier=earlier,
-            folder=folder,
-            key=held.key,
-            processes=processes,
-            users=users,
-            allocation=allocate(plan, held.key),
-            policy=policy,
-            optimizer=make_optimizer(
-                recipe.optimizer, policy.parameters.values(), plan.noise_std / plan.divisor
-            ),
-            task=task,
-            public=_first(recipe, public),
-            gate=held.gate,
-            progress=Progress(
-                task.rows * recipe.data.max_prompts_per_user,
-                plan.divisor * task.rows / processes.count,
-                disable=quiet or not processes.main,
-            ),
-            callbacks=[
-                *held.trackers,
-                *as_functions(callbacks, folder.path, plan.rounds),
-            ],
-        )
+    return StageParts(recipe, plan, earlier, users, task, policy, _first(recipe, public))
 
 
 def _load(recipe: StageRecipe) -> CausalLMPolicy:
@@ -334,6 +356,7 @@ def _align(recipe: StageRecipe, task: Task, policy: CausalLMPolicy, public: User
 
 def _run(run: StageRun) -> StageResult:
     card = privacy_card(run.recipe, run.plan, run.policy.dimension, run.key, run.earlier)
+    card |= audit_of(run.folder)
     if run.processes.main:
         write_json(run.folder.privacy, card)
     with run.policy.base():
