@@ -21,7 +21,6 @@ from pydantic import (
     Field,
     Tag,
     ValidationError,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -39,19 +38,29 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
+def _is_a_number(annotation: Any) -> bool:
+    """Return whether a field takes an int or a float, perhaps among other things."""
+    return annotation in (int, float) or any(map(_is_a_number, typing.get_args(annotation)))
+
+
 class Settings(BaseModel):
     """Base of all settings: frozen, and unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, validate_default=True)
 
-    @field_validator("*", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _no_truth_value_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse ``true`` for a number: pydantic would read it as 1."""
-        wanted = cls.model_fields[str(info.field_name)].annotation
-        if isinstance(value, bool) and wanted is not bool:
-            raise ValueError("true and false are no value for this key")
-        return value
+    def _no_truth_value_for_a_number(cls, values: Any) -> Any:
+        """Have ``true`` refused as a text where a number is wanted: pydantic would read 1."""
+        if not isinstance(values, dict):
+            return values
+        numbers = {
+            name for name, field in cls.model_fields.items() if _is_a_number(field.annotation)
+        }
+        return {
+            key: str(value).lower() if isinstance(value, bool) and key in numbers else value
+            for key, value in values.items()
+        }
 
 
 class Adapter(Settings):
