@@ -14,9 +14,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from dp_accounting.pld.pld_pmf import DensePLDPmf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.integrate import quad
@@ -364,6 +366,21 @@ def test_poisson_at_rate_one_is_the_composed_gaussian() -> None:
     cost = epsilon(Mechanism(2.0, 8, "poisson", participations=8), 1e-5)
     true = gaussian_epsilon(2.0 / math.sqrt(8), 1e-5)
     assert true * (1 - 1e-3) < cost.epsilon_lower <= cost.epsilon <= true * (1 + 1e-8)
+
+
+def test_poisson_with_little_noise_keeps_its_grid_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    z = 0.1
+    real, sizes = DensePLDPmf.__init__, []
+
+    def spied(self: Any, step: float, lower: int, masses: Any, *rest: Any) -> None:
+        sizes.append(len(masses))
+        real(self, step, lower, masses, *rest)
+
+    monkeypatch.setattr(DensePLDPmf, "__init__", spied)
+    cost = epsilon(Mechanism(z, 4, "poisson"), 1e-5)
+    assert 50_000 < max(sizes) < 4 * 2 * 200_000  # four rounds, both signs
+    assert gaussian_epsilon(z, 1e-5) < cost.epsilon < gaussian_epsilon(z / 2, 1e-5)
+    assert cost.epsilon_lower <= cost.epsilon <= 1.01 * cost.epsilon_lower
 
 
 def test_poisson_against_sampling() -> None:

@@ -150,6 +150,9 @@ class Epsilon:
 _LARGEST = 1e6
 """The largest epsilon that noise is searched for: far past any privacy, and within all floats."""
 
+_POISSON_POINTS = 200_000
+"""Of the grid of losses, at most; a fixed step would take minutes where there is little noise."""
+
 
 def epsilon(mechanism: Mechanism, delta: float) -> Epsilon:
     """Return the cost of a run at ``delta``, as an upper bound with a certified lower bound.
@@ -425,12 +428,13 @@ def poisson_distribution(
 
     rate = mechanism.participations / mechanism.rounds
     z = mechanism.noise_multiplier / math.sqrt(mechanism.releases_per_round)
+    reach = 10 / z + 0.5 / z**2  # the losses that the library keeps; a coarser grid rounds up more
     one = privacy_loss_distribution.from_gaussian_mechanism(
         z,
         sampling_prob=rate,
         pessimistic_estimate=pessimistic,
         use_connect_dots=pessimistic,  # the library has no optimistic connect-the-dots
-        value_discretization_interval=1e-3 if rough else 1e-4,
+        value_discretization_interval=max(1e-3 if rough else 1e-4, reach / _POISSON_POINTS),
     )
     return one.self_compose(mechanism.rounds)
 
