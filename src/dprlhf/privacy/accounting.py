@@ -428,7 +428,7 @@ def poisson_distribution(
 
     rate = mechanism.participations / mechanism.rounds
     z = mechanism.noise_multiplier / math.sqrt(mechanism.releases_per_round)
-    reach = 10 / z + 0.5 / z**2  # the losses that the library keeps; a coarser grid rounds up more
+    reach = (10 + 0.5 / z) / z  # the losses that the library keeps; a coarser grid rounds up more
     one = privacy_loss_distribution.from_gaussian_mechanism(
         z,
         sampling_prob=rate,
