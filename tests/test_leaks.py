@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -10,9 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import leaks
+from dprlhf.boundary import Private
+from dprlhf.progress import Progress
 
 SILENT = ["a-careless-reward", *leaks.BAD_DATA, *leaks.FAILURES]
 
@@ -100,3 +104,25 @@ def test_progress_bars_show_tens_of_percent_only(runs: Path) -> None:
     output = (runs / "other-data/output").read_text()
     shown = {int(p) for p in re.findall(r"round \d+[^\r\n|]*?(\d+)%", output)}
     assert all(p % 10 == 0 for p in shown)
+
+
+def test_the_time_left_is_not_from_the_clock_of_private_rounds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A slow round is a large one: what is left is told from public prompts, or not at all."""
+    clock = itertools.count(step=10_000)
+    monkeypatch.setattr("dprlhf.progress.time.perf_counter", lambda: float(next(clock)))
+    left = {}
+    for expected in (None, 90.0):
+        progress = Progress(1)
+        if expected is not None:
+            progress.expect(expected)
+        progress.total(3, done=0)
+        for number in range(3):
+            with progress.round(number) as bar:
+                bar.start("update", Private(np.zeros(2)))
+                bar.tick(2)
+        progress.close()
+        left[expected] = re.findall(r"left=about (\d+) min", capsys.readouterr().err)
+    assert left[None] == []
+    assert list(dict.fromkeys(left[90.0])) == ["3", "2", "0"]

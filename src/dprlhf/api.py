@@ -26,7 +26,7 @@ from dprlhf.setup import (
     prepared,
     recipe_of,
 )
-from dprlhf.timing import seconds_a_response
+from dprlhf.timing import seconds_a_response, seconds_a_round
 from dprlhf.trainer import Result, Run, evaluate_policy, run_rounds
 
 
@@ -152,16 +152,17 @@ def _run(run: Run) -> Result:
     if run.processes.main:
         write_json(run.folder.privacy, card)
     before = _evaluate(run, "evaluation before", base=True)
+    public, timing = run.public_prompts, {}
+    if public is not None:
+        timing = seconds_a_response(run.policy, run.scorer, public, run.recipe)
+        of_round = seconds_a_round(run.recipe, run.plan, timing)
+        run.progress.expect(of_round / run.processes.count)
     try:
         run_rounds(run)
     finally:
         run.progress.close()
     after = _evaluate(run, "evaluation after", base=False)
     samples = _samples(before, after)
-    public = run.public_prompts
-    timing = (
-        seconds_a_response(run.policy, run.scorer, public, run.recipe) if public is not None else {}
-    )
     if run.processes.main:
         with replaced_folder(run.folder.policy) as fresh:
             run.policy.save(fresh)

@@ -15,7 +15,7 @@ from dprlhf.recipe import Recipe
 from dprlhf.rewards import Scorer
 from dprlhf.setup import Parts, Sources, assemble, neutral_prompts
 from dprlhf.supervised.stage import StageRecipe, assemble_stage
-from dprlhf.timing import seconds_a_response, seconds_a_row
+from dprlhf.timing import seconds_a_response, seconds_a_round, seconds_a_row
 
 
 def dry_run(recipe: Recipe, sources: Sources | None = None) -> dict[str, Any]:
@@ -151,12 +151,9 @@ def _ms(seconds: float) -> str:
 
 
 def _seconds(parts: Parts, phases: dict[str, float]) -> float:
-    recipe, plan = parts.recipe, parts.plan
-    passes = plan.releases_per_round * getattr(recipe.update, "epochs", 1)
-    of_response = phases["rollout"] + phases["reward"] + passes * phases["update"]
-    responses = plan.rounds * plan.divisor * recipe.rollout.responses
+    rounds = parts.plan.rounds * seconds_a_round(parts.recipe, parts.plan, phases)
     evaluated = 2 * len(parts.public_prompts) if parts.public_prompts is not None else 0
-    return responses * of_response + evaluated * (phases["rollout"] + phases["reward"])
+    return rounds + evaluated * (phases["rollout"] + phases["reward"])
 
 
 def _memory(device: torch.device) -> int:

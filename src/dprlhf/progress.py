@@ -52,26 +52,23 @@ class RoundBar:
             self.seconds[self._phase] = now - self._since
         self._phase, self._since = "", now
 
-    @property
-    def seconds_a_row(self) -> float:
-        """How long one response takes, all phases together."""
-        return sum(self.seconds.values()) / self._rows
-
 
 class Progress:
-    """All bars of a run; silent on processes other than the main one.
+    """All bars of a run; silent on processes other than the main one."""
 
-    Args:
-        rows_a_round: the expected number of responses of a round, a public constant. The time
-            left is estimated from it and the speed, not from how long the rounds took.
-    """
-
-    def __init__(self, rows_a_user: int, rows_a_round: float, *, disable: bool = False) -> None:
+    def __init__(self, rows_a_user: int, *, disable: bool = False) -> None:
         self._rows_a_user = rows_a_user
-        self._rows_a_round = rows_a_round
+        self._seconds_a_round: float | None = None
         self._disable = disable
         self._rounds: Any = None
         self._shown: dict[str, str] = {}
+
+    def expect(self, seconds_a_round: float) -> None:
+        """Show the time left, from what PUBLIC rows took; the clock of a private round is private.
+
+        Without this, no time left is shown.
+        """
+        self._seconds_a_round = seconds_a_round
 
     def total(self, rounds: int, done: int) -> None:
         """Show the bar over rounds."""
@@ -95,9 +92,9 @@ class Progress:
             shown.stop()
         if self._rounds is not None and not self._disable:
             self._rounds.update(1)
-            seconds = shown.seconds_a_row * self._rows_a_round
-            left = math.ceil((self._rounds.total - self._rounds.n) * seconds / 60)
-            self._shown["left"] = f"about {left} min"
+            if self._seconds_a_round is not None:
+                left = (self._rounds.total - self._rounds.n) * self._seconds_a_round
+                self._shown["left"] = f"about {math.ceil(left / 60)} min"
             self._rounds.set_postfix(self._shown)
 
     @contextlib.contextmanager

@@ -128,7 +128,6 @@ def prepared(
             critic=_critic(recipe, plan, policy, processes, parts.public_prompts),
             progress=Progress(
                 recipe.rollout.responses,
-                plan.divisor * recipe.rollout.responses / processes.count,
                 disable=quiet or not processes.main,
             ),
             callbacks=[

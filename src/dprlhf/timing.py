@@ -12,6 +12,7 @@ import numpy as np
 
 from dprlhf.boundary import Private
 from dprlhf.gradients.clipping import Weighted, clipped_sum
+from dprlhf.plan import Plan
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.recipe import Recipe
 from dprlhf.rewards import Scorer
@@ -70,6 +71,13 @@ def seconds_a_response(
     clock.append(time.perf_counter())
     seconds = np.diff(clock) / len(responses.user)
     return dict(zip(("rollout", "reward", "update"), seconds.tolist(), strict=True))
+
+
+def seconds_a_round(recipe: Recipe, plan: Plan, phases: dict[str, float]) -> float:
+    """Return what an expected round takes on one process, from the phases of a response."""
+    passes = plan.releases_per_round * getattr(recipe.update, "epochs", 1)
+    of_response = phases["rollout"] + phases["reward"] + passes * phases["update"]
+    return plan.divisor * recipe.rollout.responses * of_response
 
 
 def seconds_a_row(

@@ -47,6 +47,7 @@ from dprlhf.run_folder import RunFolder, replaced_folder, write_json
 from dprlhf.setup import Callback, hush_libraries, opened, plan_of, resolved, rows_of
 from dprlhf.supervised.tasks import Task, task_of
 from dprlhf.telemetry import JsonLines
+from dprlhf.timing import seconds_a_row
 from dprlhf.trackers import check_installed
 from dprlhf.users import Prompts, Users
 
@@ -270,7 +271,6 @@ def _prepared(
             gate=held.gate,
             progress=Progress(
                 task.rows * recipe.data.max_prompts_per_user,
-                plan.divisor * task.rows / processes.count,
                 disable=quiet or not processes.main,
             ),
             callbacks=[
@@ -361,6 +361,12 @@ def _run(run: StageRun) -> StageResult:
         write_json(run.folder.privacy, card)
     with run.policy.base():
         before = _evaluate(run, "evaluation before")
+    if run.public is not None:
+        size = run.recipe.update.batch_size
+        some = run.public.first(size)
+        of_row = seconds_a_row(run.policy, run.task, some, size, run.plan.clip_norm)
+        rows = run.plan.divisor * run.recipe.data.max_prompts_per_user
+        run.progress.expect(of_row * rows / run.processes.count)
     try:
         run_rounds(run)
     finally:
