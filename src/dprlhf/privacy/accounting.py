@@ -428,6 +428,7 @@ def poisson_distribution(
 
     rate = mechanism.participations / mechanism.rounds
     z = mechanism.noise_multiplier / math.sqrt(mechanism.releases_per_round)
+    z = min(z, 1e100)  # the library squares it; both bounds on epsilon are 0 from here on
     reach = (10 + 0.5 / z) / z  # the losses that the library keeps; a coarser grid rounds up more
     one = privacy_loss_distribution.from_gaussian_mechanism(
         z,
