@@ -138,6 +138,17 @@ def test_gaussian_epsilon_inverts_delta_far_out() -> None:
         assert gaussian_delta(z, eps) <= delta < gaussian_delta(z, eps * (1 - 1e-7))
 
 
+@given(st.floats(-170, 300), st.floats(-300, -0.3))
+@settings(max_examples=300, deadline=None)
+def test_gaussian_epsilon_is_verified_or_infinite(log_z: float, log_delta: float) -> None:
+    """At such noises a bound that holds on paper is undone by its own rounding."""
+    z, delta = 10**log_z, 10**log_delta
+    eps = gaussian_epsilon(z, delta)
+    assert gaussian_delta(z, eps) <= delta or (math.isinf(eps) and z < 1e-149)
+    if 1e-3 < z < 1e10 and delta > 1e-14 and eps > 0:
+        assert gaussian_delta(z, eps * (1 - 1e-7)) > delta
+
+
 # ---- random allocation: values -----------------------------------------------------------------
 
 # Required noise at delta = 1e-5, T = 16, 64, 100, 200; each is confirmed by sampling below.

@@ -52,10 +52,12 @@ def gaussian_epsilon(noise: float, delta: float) -> float:
     """
     if gaussian_delta(noise, 0.0) <= delta:
         return 0.0
-    # The tail bound Phi(-x) <= exp(-x²/2) gives an epsilon that is surely enough.
-    high = math.inf if noise < 1e-150 else 0.5 / noise**2 - (-2 * math.log(delta)) ** 0.5 / -noise
-    if math.isinf(high):
+    if noise < 1e-150:
         return math.inf
+    # By the tail bound Phi(-x) <= exp(-x²/2) this is enough, but for rounding.
+    high = (0.5 / noise + math.sqrt(-2 * math.log(delta))) / noise
+    while gaussian_delta(noise, high) > delta:
+        high *= 2
     return crossing(lambda e: gaussian_delta(noise, e), 0.0, high, delta, tolerance=3e-9)
 
 
