@@ -40,8 +40,8 @@ from dprlhf.privacy.ledger import Ledger, read_ledger
 from dprlhf.recipe import (
     Data,
     Recipe,
-    _known_keys,
     dump_recipe,
+    known_keys,
     load_recipe,
     make_recipe,
 )
@@ -165,7 +165,7 @@ VALID: dict[str, Any] = {
     "privacy": {"epsilon": 4.0, "partition": "fixed"},
     "rounds": 4,
 }
-KEYS = sorted(set(_known_keys(Recipe)))
+KEYS = sorted(set(known_keys(Recipe)))
 NAMES = [
     *get_args(Partition), *get_args(Adjacency), "pg", "grpo", "ppo", "rebel", "npg", "sgd", "adam",
     "adam-corrected", "lora", "lora-xs", "loo", "group", "paired", "kl", "l2", "gauss-newton",

@@ -126,42 +126,35 @@ def train(folder: Path, run: str, dtype: torch.dtype = torch.float64) -> None:
 
 def fit(folder: Path, run: str) -> None:
     """Fit a policy to documents, in float32."""
-    dprlhf.run_folder.new_key = lambda: KEY
-    stage = SFTRecipe.model_validate(
-        {
-            "policy": {
-                "model_name_or_path": str(folder / "model"),
-                "adapter": {"type": "lora", "rank": 2, "target_modules": ["c_attn"]},
-            },
-            "data": {"path": "in-memory", "max_completion_tokens": 8},
-            "optimizer": {"name": "sgd", "learning_rate": 0.5},
-            "update": {"clip_norm": 0.01, "batch_size": 4},
-            "privacy": {"epsilon": 8.0, "delta": 1e-2},
-            "rounds": ROUNDS,
-        }
-    )
-    documents = [{"prompt": text, "completion": text[-3:]} for text in PROMPTS]
-    dprlhf.train_stage(stage, data=documents, output_dir=folder / run, quiet=True)
+    data = {"path": "in-memory", "max_completion_tokens": 8}
+    stage = SFTRecipe.model_validate(stage_settings(folder, "policy") | {"data": data})
+    train_stage(stage, [{"prompt": text, "completion": text[-3:]} for text in PROMPTS], folder, run)
 
 
 def judge(folder: Path, run: str) -> None:
     """Fit a reward model to pairs, in float32."""
-    dprlhf.run_folder.new_key = lambda: KEY
-    stage = RewardRecipe.model_validate(
-        {
-            "model": {
-                "model_name_or_path": str(folder / "model"),
-                "adapter": {"type": "lora", "rank": 2, "target_modules": ["c_attn"]},
-            },
-            "data": {"path": "in-memory", "max_tokens": 24},
-            "optimizer": {"name": "sgd", "learning_rate": 0.5},
-            "update": {"clip_norm": 0.01, "batch_size": 4},
-            "privacy": {"epsilon": 8.0, "delta": 1e-2},
-            "rounds": ROUNDS,
-        }
-    )
+    data = {"path": "in-memory", "max_tokens": 24}
+    stage = RewardRecipe.model_validate(stage_settings(folder, "model") | {"data": data})
     pairs = [{"prompt": text, "chosen": text[-3:], "rejected": text[:2]} for text in PROMPTS]
-    dprlhf.train_stage(stage, data=pairs, output_dir=folder / run, quiet=True)
+    train_stage(stage, pairs, folder, run)
+
+
+def stage_settings(folder: Path, trained: str) -> dict[str, Any]:
+    return {
+        trained: {
+            "model_name_or_path": str(folder / "model"),
+            "adapter": {"type": "lora", "rank": 2, "target_modules": ["c_attn"]},
+        },
+        "optimizer": {"name": "sgd", "learning_rate": 0.5},
+        "update": {"clip_norm": 0.01, "batch_size": 4},
+        "privacy": {"epsilon": 8.0, "delta": 1e-2},
+        "rounds": ROUNDS,
+    }
+
+
+def train_stage(stage: Any, data: list[dict[str, str]], folder: Path, run: str) -> None:
+    dprlhf.run_folder.new_key = lambda: KEY
+    dprlhf.train_stage(stage, data=data, output_dir=folder / run, quiet=True)
 
 
 def die_in_round_2(owner: Any, name: str) -> None:

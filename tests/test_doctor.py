@@ -132,7 +132,7 @@ class TestInit:
 
 class TestFlags:
     def test_every_key_is_one_of_the_recipe(self) -> None:
-        known = set(recipe._known_keys(recipe.Recipe))
+        known = set(recipe.known_keys(recipe.Recipe))
         assert set(KEYS.values()) <= known
 
     def test_hyphens_underscores_and_equals(self) -> None:

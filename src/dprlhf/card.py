@@ -132,7 +132,7 @@ def _total(plan: Plan, earlier: Earlier) -> dict[str, Any]:
         "delta": cost.delta,
         "accountant": cost.accountant,
         "runs": ", ".join(
-            [*([_runs(earlier)] if earlier.tuning_runs else [])]
+            ([_runs(earlier)] if earlier.tuning_runs else [])
             + [
                 f"{record.name} ({record.stage}, "
                 + ("other users)" if record.run in apart else "users may be shared)")
