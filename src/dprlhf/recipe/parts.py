@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from dprlhf.privacy.accounting import Adjacency, Partition
 from dprlhf.recipe.base import IN_MEMORY, PositiveFloat, PositiveInt, Settings
-
-D = TypeVar("D", bound="Data")
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -319,7 +317,7 @@ class Privacy(Budget):
     reward_share: Annotated[float, Field(ge=0, lt=1)] = 0.14
 
 
-class Evaluation(Settings, Generic[D]):
+class Evaluation(Settings):
     """Evaluation on public rows, which costs no privacy.
 
     Attributes:
@@ -328,7 +326,7 @@ class Evaluation(Settings, Generic[D]):
         every: evaluate after every so many rounds; None evaluates before and after only.
     """
 
-    data: D
+    data: Data
     prompts: Annotated[int, Field(ge=2)] = 256
     every: PositiveInt | None = None
 

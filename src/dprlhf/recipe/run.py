@@ -56,7 +56,7 @@ class Recipe(Settings):
     optimizer: Optimizer = Optimizer()
     privacy: Privacy
     rounds: PositiveInt
-    evaluation: Evaluation[Data] | None = None
+    evaluation: Evaluation | None = None
     tracking: Tracking = Tracking()
     previous: list[Previous] = []
     seed: int = 0

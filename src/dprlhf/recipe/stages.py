@@ -81,13 +81,19 @@ class _Stage(Settings):
         )
 
 
+class DocumentsEvaluation(Evaluation):
+    """Evaluation on public documents, which costs no privacy."""
+
+    data: Documents
+
+
 class SFTRecipe(_Stage):
     """All settings of ``dprlhf sft``: supervised fine-tuning on the users' own documents."""
 
     stage: Literal["sft"] = "sft"
     policy: Policy
     data: Documents
-    evaluation: Evaluation[Documents] | None = None
+    evaluation: DocumentsEvaluation | None = None
 
     @property
     def trained(self) -> Policy:
@@ -104,6 +110,12 @@ class SFTRecipe(_Stage):
         return self
 
 
+class PreferencesEvaluation(Evaluation):
+    """Evaluation on public pairs or labels, which costs no privacy."""
+
+    data: Preferences
+
+
 class RewardRecipe(_Stage):
     """All settings of ``dprlhf reward``: a reward model from preference pairs or labels.
 
@@ -116,7 +128,7 @@ class RewardRecipe(_Stage):
     model: Policy
     data: Preferences
     labels: list[str] | None = None
-    evaluation: Evaluation[Preferences] | None = None
+    evaluation: PreferencesEvaluation | None = None
 
     @property
     def trained(self) -> Policy:
