@@ -304,11 +304,11 @@ def kills(cache: Cache, number: int, at_once: int = 10) -> None:
 
 def kill_results(held: dict[str, Any]) -> list[Result]:
     rows = []
-    for kind, goal in (("point", "all"), ("random", "all of 200")):
+    for kind, goal in (("named", "all"), ("random", "all of 200")):
         chosen = {
             case: wrong
             for case, wrong in held.items()
-            if (json.loads(case)["kill"][0][0] == "point") == (kind == "point")
+            if (json.loads(case)["kill"][0][0] == "point") == (kind == "named")
         }
         survived = sum(not wrong for wrong in chosen.values())
         enough = len(chosen) >= (200 if kind == "random" else 1)

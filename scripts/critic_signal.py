@@ -69,7 +69,7 @@ def main() -> None:
     options = parser.parse_args()
     small = small_policy(options.policy)
     changes = [f"policy.model_name_or_path={options.policy}", "policy.dtype=float32"]
-    changes += [f"policy.adapter.layers={small['policy.adapter.layers']}", "data.limit=2000"]
+    changes += ["policy.adapter.layers=[0,1,2,3]", "data.limit=2000"]
     changes += ["rollout.max_new_tokens=8", "rollout.batch_size=128", "privacy.epsilon=1"]
     recipe = load_recipe(ROOT / "recipes/imdb_demo.yaml", changes)
     assert recipe.evaluation is not None
