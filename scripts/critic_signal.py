@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--policy", type=Path, default=ROOT / "runs/utility/small/reviews-lm")
     parser.add_argument("--results", type=Path, default=ROOT / "docs/results/critic.json")
     options = parser.parse_args()
-    small = small_policy(options.policy)
+    small_policy(options.policy)  # made on the first call
     changes = [f"policy.model_name_or_path={options.policy}", "policy.dtype=float32"]
     changes += ["policy.adapter.layers=[0,1,2,3]", "data.limit=2000"]
     changes += ["rollout.max_new_tokens=8", "rollout.batch_size=128", "privacy.epsilon=1"]
