@@ -6,7 +6,6 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +13,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from dprlhf import recipe
+from dprlhf.recipe.reading import models_in
 
 RECIPES = {
     "Private updates: `dprlhf train`": recipe.Recipe,
@@ -90,14 +90,6 @@ def section(prefix: str, kind: type[BaseModel], seen: set[type]) -> str:
         name = f": {model.__name__}" if one_of_several else ""
         text += f"### `{path}`{name}\n\n" + section(f"{path}.", model, seen)
     return text
-
-
-def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    elif typing.get_origin(annotation) in (types.UnionType, typing.Union, Annotated, list):
-        for part in typing.get_args(annotation):
-            yield from models_in(part)
 
 
 def type_name(annotation: Any) -> str:

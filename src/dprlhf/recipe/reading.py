@@ -170,13 +170,14 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """List all keys of a recipe, of all its updates, as ``section.key``."""
     for name, field in model.model_fields.items():
         yield prefix + name
-        for part in _models_in(field.annotation):
+        for part in models_in(field.annotation):
             yield from known_keys(part, f"{prefix}{name}.")
 
 
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """List the sections that a key may hold."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     elif typing.get_origin(annotation) in (types.UnionType, typing.Union, Annotated, list):
         for part in typing.get_args(annotation):
-            yield from _models_in(part)
+            yield from models_in(part)
