@@ -163,8 +163,8 @@ TUNED_SMALL: dict[str, dict[str, Any]] = {
     "rebel": {"update.clip_norm": 0.7, "update.steps": 1},
     "npg": {"optimizer.name": "adam"},
 }
-"""Looked for at ε = 1, mostly with pg and on other seeds. REBEL's one step was chosen after its first runs
-with two, on seed 0, which were thrown away."""
+"""Looked for at ε = 1, mostly with pg and on other seeds. REBEL's one step was chosen after its
+first runs with two, on seed 0, which were thrown away."""
 
 
 def run(case: Case, folder: Path, threads: int) -> dict[str, float]:
