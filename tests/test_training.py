@@ -454,6 +454,10 @@ class TestResume:
         ).stdout  # fmt: skip
         assert "base:" in shown
         assert "tuned:" in shown
+        whole = api.generate(run, ["hello"])
+        # What a crash between the renames of a replacement leaves.
+        (run / "checkpoint").rename(run / "checkpoint.old")
+        assert api.generate(run, ["hello"]) == whole
 
 
 def _find(dotted: str) -> Any:

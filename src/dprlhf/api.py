@@ -11,6 +11,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from dprlhf.card import audit_of, model_card, privacy_card
+from dprlhf.checkpoint import last_checkpoint
 from dprlhf.errors import DprlhfError
 from dprlhf.evaluate import Evaluated, estimate
 from dprlhf.processes import Processes
@@ -108,11 +109,11 @@ def generate(folder: str | Path, prompts: Sequence[str], seed: int = 0) -> list[
     """
     run_folder = RunFolder(Path(folder))
     recipe = _recipe_in(run_folder)
-    policy = load(recipe)
-    state = run_folder.checkpoint / "policy.safetensors"
-    if not state.is_file():
+    checkpoint = last_checkpoint(run_folder)
+    if checkpoint is None:
         raise DprlhfError(f"{folder}: no policy yet; finish the run with: dprlhf resume {folder}")
-    policy.load_state(load_file(state))
+    policy = load(recipe)
+    policy.load_state(load_file(checkpoint / "policy.safetensors"))
     asked = in_memory_prompts(prompts)
     one = recipe.rollout.model_copy(
         update={"responses": 1, "base_policy": "on-policy", "backend": "transformers"}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +36,14 @@ def save_checkpoint(
         (fresh / "state.json").write_text(json.dumps({"round": round_}))
 
 
+def last_checkpoint(folder: RunFolder) -> Path | None:
+    """Return the folder of the run's last checkpoint; None before the first."""
+    newest = folder.checkpoint
+    # A crash between the renames of a replacement leaves only the previous checkpoint.
+    previous = newest.with_name(newest.name + ".old")
+    return next((found for found in (newest, previous) if found.exists()), None)
+
+
 def load_checkpoint(
     folder: RunFolder,
     policy: CausalLMPolicy,
@@ -46,12 +55,9 @@ def load_checkpoint(
     Raises:
         DprlhfError: the checkpoint is damaged.
     """
-    source = folder.checkpoint
-    if not source.exists():
-        # A crash between the renames of a replacement leaves only the previous checkpoint.
-        source = source.with_name(source.name + ".old")
-        if not source.exists():
-            return 0
+    source = last_checkpoint(folder)
+    if source is None:
+        return 0
     try:
         round_ = int(json.loads((source / "state.json").read_text())["round"])
         policy.load_state(load_file(source / "policy.safetensors"))
