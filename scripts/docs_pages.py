@@ -6,7 +6,6 @@ import inspect
 import re
 import types
 import typing
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel
@@ -161,12 +160,3 @@ def commands_page() -> str:
 
     describe(typer.main.get_command(app), "dprlhf")
     return "".join(lines)
-
-
-if __name__ == "__main__":  # to look at, or to keep: python scripts/docs_pages.py FOLDER
-    import sys
-
-    for path, content in pages().items():
-        target = Path(sys.argv[1]) / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(content)
