@@ -195,8 +195,8 @@ def membership(cache: Cache) -> None:
     import tiny
     from dprlhf import recipe
     from dprlhf.audit import membership_scores
+    from dprlhf.public import in_memory_prompts
     from dprlhf.rewards import Scorer
-    from dprlhf.setup import in_memory_prompts
 
     random = np.random.default_rng(0)
     letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))

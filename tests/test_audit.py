@@ -456,8 +456,8 @@ def test_membership_scores_are_zero_where_nothing_moved_and_see_what_did(tmp_pat
     """Half of the bandit's prompts are moved by hand: those are the members."""
     from dprlhf import recipe
     from dprlhf.audit import BanditPolicy
+    from dprlhf.public import in_memory_prompts
     from dprlhf.rewards import Scorer
-    from dprlhf.setup import in_memory_prompts
 
     def reward(completions: list[str], **_: Any) -> list[float]:
         return [float(c == "a") for c in completions]

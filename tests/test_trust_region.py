@@ -12,9 +12,9 @@ import torch
 import tiny
 from dprlhf import DprlhfError, api, recipe, train
 from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.public import in_memory_prompts
 from dprlhf.recipe import Adapter, TrustRegion
 from dprlhf.rollout import Responses, sample
-from dprlhf.setup import in_memory_prompts
 from dprlhf.trust_region import clip_norm, fisher_trace_and_top
 from rounds import flat_gradient, token_logprobs
 

@@ -15,18 +15,12 @@ from dprlhf.checkpoint import last_checkpoint
 from dprlhf.errors import DprlhfError
 from dprlhf.evaluate import Evaluated, estimate
 from dprlhf.processes import Processes
+from dprlhf.public import in_memory_prompts
 from dprlhf.recipe import Recipe, load_any_recipe
 from dprlhf.rollout import sample
 from dprlhf.run_folder import RunFolder, replaced_folder, write_json
-from dprlhf.setup import (
-    Callback,
-    Reward,
-    Sources,
-    in_memory_prompts,
-    load,
-    prepared,
-    recipe_of,
-)
+from dprlhf.setup import Callback, load, prepared
+from dprlhf.sources import Reward, Sources, recipe_of
 from dprlhf.timing import seconds_a_response, seconds_a_round
 from dprlhf.trainer import Result, Run, evaluate_policy, run_rounds
 
@@ -65,13 +59,13 @@ def train(
     Raises:
         DprlhfError: a setting, the data or a reward is wrong; the message names it.
     """
-    recipe = recipe_of(recipe, overrides, flat, prompts, reward, evaluation_prompts)
+    sources = Sources(prompts, reward, evaluation_prompts)
+    recipe = recipe_of(recipe, overrides, flat, sources)
     if output_dir is not None:
         recipe = recipe.model_copy(update={"output_dir": str(output_dir)})
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     # One name for all processes of a launch, whose clocks may stand on either side of a second.
     folder = RunFolder(Path(Processes.connect().from_main(recipe.output_dir or f"runs/{stamp}")))
-    sources = Sources(prompts, reward, evaluation_prompts)
     with prepared(recipe, folder, sources, create=True, callbacks=callbacks, quiet=quiet) as run:
         return _run(run)
 

@@ -11,9 +11,11 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.previous import Earlier, total
 from dprlhf.privacy.gaussian import upwards
 from dprlhf.processes import Processes
+from dprlhf.public import neutral_prompts
 from dprlhf.recipe import Recipe
 from dprlhf.rewards import Scorer
-from dprlhf.setup import Parts, Sources, assemble, neutral_prompts
+from dprlhf.setup import Parts, assemble
+from dprlhf.sources import Sources
 from dprlhf.supervised.stage import StageRecipe, assemble_stage
 from dprlhf.timing import seconds_a_response, seconds_a_round, seconds_a_row
 

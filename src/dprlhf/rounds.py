@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast
 
@@ -104,3 +105,37 @@ def tell(run: Stage, metrics: dict[str, Any]) -> None:
     for callback in run.callbacks:
         callback(dict(metrics))
     run.progress.show(metrics)
+
+
+def record_secret(
+    run: Stage,
+    t: int,
+    users: Private[Any],
+    norms: Private[np.ndarray[Any, np.dtype[np.float64]]],
+    seconds: dict[str, float],
+    **more: Any,
+) -> None:
+    """Keep the raw values of this process's users in ``secret/``, for the operator alone.
+
+    Args:
+        users: this process's, of round t.
+        norms: of their contributions before clipping, ``[users]``; empty where none were taken.
+        seconds: of each phase.
+        **more: further values, JSON-ready.
+    """
+    taken = open_private(norms)
+    finite = taken[np.isfinite(taken)]
+    quartiles = np.quantile(finite, [0.25, 0.5, 0.75]).tolist() if len(finite) else None
+    name = f"telemetry-{run.processes.accelerator.process_index}.jsonl"
+    JsonLines(run.folder.secret / name, mode=0o600).write(
+        {
+            "round": t,
+            "time": time.time(),
+            "users": len(open_private(users)),
+            **more,
+            "gradient_norm_quartiles": quartiles,
+            "clipped_share": float((taken > run.plan.clip_norm).mean()) if len(taken) else None,
+            "not_finite": int((~np.isfinite(taken)).sum()),
+            "seconds": seconds,
+        }
+    )

@@ -6,13 +6,11 @@ import contextlib
 import hashlib
 import io
 import json
-import math
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -37,41 +35,31 @@ from dprlhf.privacy.ledger import Ledger
 from dprlhf.privacy.randomness import commitment
 from dprlhf.processes import Processes
 from dprlhf.progress import Progress
+from dprlhf.public import evaluated, left_over, neutral_prompts, public_users
 from dprlhf.recipe import (
     IN_MEMORY,
     AnyRecipe,
     Recipe,
     RewardRecipe,
     dump_recipe,
-    load_recipe,
-    make_recipe,
 )
 from dprlhf.rewards import Reward as LoadedReward
 from dprlhf.rewards import Scorer, check_reward, load_reward
+from dprlhf.rewards.responses import in_form_of
 from dprlhf.rollout import Responses, sample, settled
 from dprlhf.run_folder import RunFolder, write_atomically
+from dprlhf.sources import R, Sources, rows_of
 from dprlhf.telemetry import TelemetryCoordinates
 from dprlhf.trackers import check_installed, tracked
 from dprlhf.trainer import Run
 from dprlhf.trust_region import clip_norm, fisher_trace_and_top
 from dprlhf.updates.least_squares import check_dimension
-from dprlhf.users import Prompts, Users, load_rows, rows_from
+from dprlhf.users import Prompts, Users
 
-R = TypeVar("R", bound=AnyRecipe)
-Reward = Callable[..., Any]
 Callback = Callable[[dict[str, Any]], None] | Any
 """A function of a round's metrics, or a ``transformers.TrainerCallback``."""
 
-_LEFTOVER_PROMPTS = 64
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-
-# Stand-ins for the contract check where a recipe names no public prompts.
-_NEUTRAL_PROMPTS = [
-    "The weather today is",
-    "My favourite meal to cook at home is",
-    "In the morning she walked to the station and",
-    "The report describes three ways in which",
-]
 
 
 @contextlib.contextmanager
@@ -205,7 +193,7 @@ def assemble(recipe: Recipe, sources: Sources, processes: Processes, *, quiet: b
     check_dimension(recipe.update, policy.dimension)
     processes.place(policy)
     recipe = processes.on_main(lambda: _with_rollout(recipe, plan, policy, processes.count))
-    public = _public_users(recipe, sources)
+    public = public_users(recipe, sources.evaluation_prompts)
     if public is not None and recipe.policy.adapter.init == "public-activations":
         some = _leftover_responses(policy, recipe, public)
         align_with_activations(policy, some.tokens, some.mask, recipe.update.batch_size)
@@ -215,70 +203,7 @@ def assemble(recipe: Recipe, sources: Sources, processes: Processes, *, quiet: b
     plan = plan_of(recipe, users)
     rewards: Sequence[Any] = sources.rewards or [_loadable(r) for r in recipe.rewards]
     loaded = [load_reward(reward) for reward in rewards]
-    return Parts(recipe, plan, earlier, users, policy, loaded, _evaluation_prompts(recipe, public))
-
-
-class Sources:
-    """What the program holds in memory in place of the recipe's data, rewards (and policy)."""
-
-    def __init__(
-        self,
-        prompts: Any,
-        reward: Any,
-        evaluation_prompts: Any,
-        policy: CausalLMPolicy | None = None,
-    ) -> None:
-        if prompts is not None and evaluation_prompts is prompts:
-            raise DprlhfError(
-                "evaluation_prompts are the private prompts: evaluation writes prompts and rewards"
-                " in the open, so it needs public ones"
-            )
-        self.prompts = prompts
-        self.evaluation_prompts = evaluation_prompts
-        self.policy = policy
-        self.rewards: list[Reward] | None = None
-        if reward is not None:
-            self.rewards = [reward] if callable(reward) else list(reward)
-
-
-def recipe_of(
-    recipe: Recipe | str | Path | None,
-    overrides: Sequence[str],
-    flat: dict[str, Any],
-    prompts: Any,
-    reward: Any,
-    evaluation_prompts: Any,
-) -> Recipe:
-    """Build the recipe from the arguments of :func:`dprlhf.train`."""
-    if isinstance(recipe, str | Path):
-        if flat:
-            raise DprlhfError(
-                f"unknown argument '{next(iter(flat))}': with a recipe, use overrides"
-            )
-        return load_recipe(recipe, overrides)
-    if isinstance(recipe, Recipe):
-        return recipe
-    values: dict[str, Any] = {}
-    short = {
-        "model": "policy__model_name_or_path",
-        "epsilon": "privacy__epsilon",
-        "delta": "privacy__delta",
-        "learning_rate": "optimizer__learning_rate",
-    }
-    for name, value in flat.items():
-        *parents, last = short.get(name, name).split("__")
-        node = values
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = value
-    if prompts is not None:
-        values.setdefault("data", {}).setdefault("path", IN_MEMORY)
-    if reward is not None:
-        values.setdefault("rewards", [{"function": IN_MEMORY}])
-    if evaluation_prompts is not None:
-        public = values.setdefault("evaluation", {}).setdefault("data", {})
-        public.setdefault("path", IN_MEMORY)
-    return make_recipe(values, source="train")
+    return Parts(recipe, plan, earlier, users, policy, loaded, evaluated(recipe, public))
 
 
 def resolved(recipe: R) -> R:
@@ -298,15 +223,6 @@ def _with_rollout(recipe: Recipe, plan: Plan, policy: CausalLMPolicy, processes:
         max_prompt_tokens=recipe.data.max_prompt_tokens,
     )
     return recipe.model_copy(update={"rollout": rollout})
-
-
-def rows_of(data: settings.Data, given: Any) -> Any:
-    """Return the rows that the program holds, or else those that the recipe names."""
-    if given is not None:
-        return rows_from(given, data.prompt_column)
-    if data.path == IN_MEMORY:
-        raise DprlhfError("this run's prompts were given in Python: give them again to resume()")
-    return load_rows(data)
 
 
 def plan_of(recipe: AnyRecipe, users: Users) -> Plan:
@@ -406,13 +322,12 @@ def hush_libraries() -> None:
 def load(recipe: Recipe) -> CausalLMPolicy:
     """Load the recipe's policy, and check that prompts and responses fit into it."""
     policy = load_policy(recipe.policy, temperature=recipe.rollout.temperature, seed=recipe.seed)
-    room = getattr(policy.model.config, "max_position_embeddings", math.inf)
     prompt, response = recipe.data.max_prompt_tokens, recipe.rollout.max_new_tokens
-    if prompt + response > room:
-        raise DprlhfError(
-            f"data.max_prompt_tokens {prompt} + rollout.max_new_tokens {response} is more than the"
-            f" {room} positions of {recipe.policy.model_name_or_path}"
-        )
+    policy.check_room(
+        prompt + response,
+        f"data.max_prompt_tokens {prompt} + rollout.max_new_tokens {response} is",
+        recipe.policy.model_name_or_path,
+    )
     return policy
 
 
@@ -422,23 +337,12 @@ def _loadable(spec: settings.Reward) -> settings.Reward:
     return spec
 
 
-def _public_users(recipe: Recipe, sources: Sources) -> Users | None:
-    if recipe.evaluation is None:
-        return None
-    data = recipe.evaluation.data
-    rows = rows_of(data, sources.evaluation_prompts)
-    return Users(rows, data.model_copy(update={"user_column": None}))
-
-
 def _leftover_responses(policy: CausalLMPolicy, recipe: Recipe, public: Users) -> Responses:
     """Sample one response to each of some public prompts that the evaluation leaves over."""
-    assert recipe.evaluation is not None
-    first = min(recipe.evaluation.prompts, public.count - 1)
-    left = public.select(np.arange(first, min(first + _LEFTOVER_PROMPTS, public.count)))
     one = recipe.rollout.model_copy(update={"responses": 1, "base_policy": "on-policy"})
     return sample(
         policy,
-        left,
+        left_over(recipe, public),
         one,
         key=bytes(32),
         context=("alignment", recipe.seed),
@@ -476,46 +380,19 @@ def _settle_clip_norm(
     return recipe.model_copy(update={"update": update})
 
 
-def _evaluation_prompts(recipe: Recipe, public: Users | None) -> Prompts | None:
-    if public is None or recipe.evaluation is None:
-        return None
-    return public.select(np.arange(min(recipe.evaluation.prompts, public.count)))
-
-
-def in_memory_prompts(prompts: Sequence[Any]) -> Prompts:
-    """Return public prompts that the program holds, one for each user."""
-    return Prompts(
-        list(prompts), np.arange(len(prompts)), np.zeros(len(prompts), dtype=np.int64), {}
-    )
-
-
-def neutral_prompts() -> Prompts:
-    """Return stand-ins for a recipe without public prompts."""
-    return in_memory_prompts(_NEUTRAL_PROMPTS)
-
-
 def _check_rewards(run: Run) -> None:
     """Check on public prompts that no reward couples users."""
     public = run.public_prompts or neutral_prompts()
-    few = Prompts(
-        public.prompts[:16],
-        public.users[:16],
-        public.slots[:16],
-        {name: values[:16] for name, values in public.columns.items()},
-    )
-    evaluated = evaluate(
+    few = public.first(16)
+    responses = evaluate(
         run.policy,
         run.scorer,
         few,
         run.recipe.rollout,
         seed=run.recipe.seed,
         max_prompt_tokens=run.recipe.data.max_prompt_tokens,
-    )
-    texts = evaluated.responses.texts
-    chat = [not isinstance(p, str) for p in few.prompts]
-    completions = [
-        [{"role": "assistant", "content": t}] if c else t for t, c in zip(texts, chat, strict=True)
-    ]
+    ).responses
+    completions = in_form_of(few.prompts, responses.texts)
     for reward in run.scorer.rewards:
         check_reward(reward, few.prompts, completions, few.columns, bound=run.recipe.reward_range)
 

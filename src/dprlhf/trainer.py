@@ -6,12 +6,10 @@ Every user's prompts are drawn once (or k times, as the plan says). What is comp
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from dprlhf.boundary import Private, open_private
@@ -31,9 +29,17 @@ from dprlhf.recipe import Recipe
 from dprlhf.rewards import Scorer, Scores
 from dprlhf.rewards.responses import score_private
 from dprlhf.rollout import Responses, sample_responses
-from dprlhf.rounds import released_metrics, remaining_rounds, save, tell, users_of_round, way_out
+from dprlhf.rounds import (
+    record_secret,
+    released_metrics,
+    remaining_rounds,
+    save,
+    tell,
+    users_of_round,
+    way_out,
+)
 from dprlhf.run_folder import RunFolder
-from dprlhf.telemetry import JsonLines, ReleasedReward, TelemetryCoordinates
+from dprlhf.telemetry import ReleasedReward, TelemetryCoordinates
 from dprlhf.updates import UPDATES, PrivateRound
 from dprlhf.updates.kl import subtract_kl
 from dprlhf.users import Prompts, Users
@@ -107,7 +113,8 @@ def run_rounds(run: Run) -> None:
             save(run, t)
             reward = _report(run, t, round_)
             bar.stop()
-            _record_secret(run, t, users, round_, bar.seconds)
+            assert round_.norms is not None
+            record_secret(run, t, users, round_.norms, bar.seconds, **_rewards(round_))
         failed_rounds = failed_rounds + 1 if reward is not None and reward.all_failed else 0
         if failed_rounds == MAX_FAILED_ROUNDS:
             raise DprlhfError(
@@ -156,33 +163,13 @@ def evaluate_policy(run: Run, description: str, *, base: bool = False) -> Evalua
         )
 
 
-def _record_secret(
-    run: Run,
-    t: int,
-    users: Private[Any],
-    round_: PrivateRound,
-    seconds: dict[str, float],
-) -> None:
-    """Keep the raw values of this process's users in ``secret/``, for the operator alone."""
-    assert round_.norms is not None
-    norms, scored = open_private(round_.norms), open_private(round_.unpenalised)
-    name = f"telemetry-{run.processes.accelerator.process_index}.jsonl"
-    finite = norms[np.isfinite(norms)]
-    JsonLines(run.folder.secret / name, mode=0o600).write(
-        {
-            "round": t,
-            "time": time.time(),
-            "users": len(open_private(users)),
-            "reward_mean": float(scored.values.mean()) if len(scored.values) else None,
-            "reward_failures": dict(scored.failures),
-            "gradient_norm_quartiles": np.quantile(finite, [0.25, 0.5, 0.75]).tolist()
-            if len(finite)
-            else None,
-            "clipped_share": float((norms > run.plan.clip_norm).mean()) if len(norms) else None,
-            "not_finite": int((~np.isfinite(norms)).sum()),
-            "seconds": seconds,
-        }
-    )
+def _rewards(round_: PrivateRound) -> dict[str, Any]:
+    """Return what ``secret/`` keeps of this process's rewards."""
+    scored = open_private(round_.unpenalised)
+    return {
+        "reward_mean": float(scored.values.mean()) if len(scored.values) else None,
+        "reward_failures": dict(scored.failures),
+    }
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ from dprlhf.plan import Plan
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.recipe import IN_MEMORY, Recipe, load_any_recipe
 from dprlhf.run_folder import RunFolder, write_json
-from dprlhf.setup import Sources, prepared
+from dprlhf.setup import prepared
+from dprlhf.sources import Sources
 from dprlhf.trainer import run_rounds
 
 Space = Literal["gradient", "prompt"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,16 @@ class CausalLMPolicy:
                 )["input_ids"]
             encoded.append(list(ids)[-max_tokens:] or [start])
         return encoded
+
+    def check_room(self, tokens: int, what: str, name: str) -> None:
+        """Refuse texts that are longer than the model's positions.
+
+        Raises:
+            DprlhfError: they are; it begins with ``what``, and says that ``name`` has fewer.
+        """
+        room = getattr(self.model.config, "max_position_embeddings", math.inf)
+        if tokens > room:
+            raise DprlhfError(f"{what} more than the {room} positions of {name}")
 
     def response_logprobs(
         self, tokens: torch.Tensor, mask: torch.Tensor, responses: int

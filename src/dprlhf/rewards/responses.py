@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from dprlhf.boundary import Private, open_private
 from dprlhf.rewards.scoring import Scorer, Scores
 from dprlhf.rollout import Responses
@@ -15,11 +18,7 @@ def score_private(scorer: Scorer, responses: Private[Responses]) -> Private[Scor
 def score_responses(scorer: Scorer, responses: Responses) -> Scores:
     """Score every row, prompts and completions in the form that the dataset has them."""
     owner = responses.prompt.tolist()
-    chat = [not isinstance(p, str) for p in responses.prompts.prompts]
-    completions = [
-        [{"role": "assistant", "content": text}] if chat[p] else text
-        for p, text in zip(owner, responses.texts, strict=True)
-    ]
+    prompts = [responses.prompts.prompts[p] for p in owner]
     ids = [
         t[m.bool()].tolist()
         for t, m in zip(
@@ -29,5 +28,13 @@ def score_responses(scorer: Scorer, responses: Responses) -> Scores:
     columns = {
         name: [values[p] for p in owner] for name, values in responses.prompts.columns.items()
     }
-    prompts = [responses.prompts.prompts[p] for p in owner]
+    completions = in_form_of(prompts, responses.texts)
     return scorer.score(prompts, completions, ids, columns, responses.user)
+
+
+def in_form_of(prompts: Sequence[Any], texts: Sequence[str]) -> list[Any]:
+    """Return completions as TRL gives them: text, or an assistant's message to a conversation."""
+    return [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]

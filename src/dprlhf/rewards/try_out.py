@@ -13,6 +13,7 @@ from dprlhf import recipe
 from dprlhf.errors import DprlhfError
 from dprlhf.rewards.contract import ContractReport, check_reward
 from dprlhf.rewards.loading import load_reward
+from dprlhf.rewards.responses import in_form_of
 from dprlhf.users import load_rows
 
 _STAND_INS = (
@@ -75,7 +76,9 @@ def reward_check(
         )
     texts = columns.pop(prompt_column)
     stand_in = completion_column not in columns
-    completions = columns.pop(completion_column, None) or _stand_ins(texts)
+    completions = columns.pop(completion_column, None) or in_form_of(
+        texts, [_STAND_INS[i % len(_STAND_INS)] for i in range(len(texts))]
+    )
     reward = load_reward(recipe.Reward(function=function, per_user=per_user))
     return check_reward(reward, texts, completions, columns, bound=reward_range), stand_in
 
@@ -112,12 +115,4 @@ def histogram(values: Sequence[float], bins: int = 10, width: int = 40) -> list[
     return [
         f"{a:>10.4g} to {b:>10.4g}  {'█' * -(-width * n // max(counts))} {n}"
         for a, b, n in zip(edges, edges[1:], counts, strict=False)
-    ]
-
-
-def _stand_ins(prompts: Sequence[object]) -> list[object]:
-    texts = [_STAND_INS[i % len(_STAND_INS)] for i in range(len(prompts))]
-    return [
-        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        for prompt, text in zip(prompts, texts, strict=True)
     ]

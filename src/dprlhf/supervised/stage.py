@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,20 +38,27 @@ from dprlhf.previous import Earlier, check_disjoint, read_earlier
 from dprlhf.privacy.gate import Gate
 from dprlhf.processes import Processes
 from dprlhf.progress import Progress
+from dprlhf.public import evaluated, left_over, public_users
 from dprlhf.recipe import RewardRecipe, SFTRecipe, load_any_recipe
 from dprlhf.rollout import Responses
-from dprlhf.rounds import released_metrics, remaining_rounds, save, tell, users_of_round, way_out
+from dprlhf.rounds import (
+    record_secret,
+    released_metrics,
+    remaining_rounds,
+    save,
+    tell,
+    users_of_round,
+    way_out,
+)
 from dprlhf.run_folder import RunFolder, replaced_folder, write_json
-from dprlhf.setup import Callback, hush_libraries, opened, plan_of, resolved, rows_of
+from dprlhf.setup import Callback, hush_libraries, opened, plan_of, resolved
+from dprlhf.sources import check_overrides, from_memory, rows_of
 from dprlhf.supervised.tasks import Task, task_of
-from dprlhf.telemetry import JsonLines
 from dprlhf.timing import seconds_a_row
 from dprlhf.trackers import check_installed
 from dprlhf.users import Prompts, Users
 
 StageRecipe = SFTRecipe | RewardRecipe
-
-_LEFTOVER = 64
 
 
 @dataclass
@@ -97,7 +102,7 @@ def run_rounds(run: StageRun) -> None:
                     metrics[f"public_{name}_standard_error"] = value.standard_error
             tell(run, metrics)
             bar.stop()
-            _record_secret(run, t, users, clipped, bar.seconds)
+            record_secret(run, t, users, clipped.norms, bar.seconds)
 
 
 def _clipped(run: StageRun, users: Private[Any], tick: Callable[[int], None]) -> ClippedSum:
@@ -114,26 +119,6 @@ def _clipped(run: StageRun, users: Private[Any], tick: Callable[[int], None]) ->
         batch_size=update.batch_size,
         reduce=run.processes.sum,
         tick=tick,
-    )
-
-
-def _record_secret(
-    run: StageRun, t: int, users: Private[Any], clipped: ClippedSum, seconds: dict[str, float]
-) -> None:
-    norms = open_private(clipped.norms)
-    finite = norms[np.isfinite(norms)]
-    quartiles = np.quantile(finite, [0.25, 0.5, 0.75]).tolist() if len(finite) else None
-    name = f"telemetry-{run.processes.accelerator.process_index}.jsonl"
-    JsonLines(run.folder.secret / name, mode=0o600).write(
-        {
-            "round": t,
-            "time": time.time(),
-            "users": len(open_private(users)),
-            "gradient_norm_quartiles": quartiles,
-            "clipped_share": float((norms > run.plan.clip_norm).mean()) if len(norms) else None,
-            "not_finite": int((~np.isfinite(norms)).sum()),
-            "seconds": seconds,
-        }
     )
 
 
@@ -181,10 +166,12 @@ def train_stage(
     Raises:
         DprlhfError: a setting or the data are wrong; the message names it.
     """
-    if isinstance(recipe, str | Path):
-        recipe = stage_recipe(recipe, overrides)
     if evaluation_data is not None and evaluation_data is data:
         raise DprlhfError("evaluation_data are the private rows: evaluation needs public ones")
+    check_overrides(recipe, overrides)
+    if isinstance(recipe, str | Path):
+        recipe = stage_recipe(recipe, overrides)
+    recipe = from_memory(recipe, data=data is not None, evaluation=evaluation_data is not None)
     if output_dir is not None:
         recipe = recipe.model_copy(update={"output_dir": str(output_dir)})
     stamp = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{recipe.stage}"
@@ -309,9 +296,9 @@ def assemble_stage(
     plan = plan_of(recipe, users)
     policy = _load(recipe)
     processes.place(policy)
-    public = _public(recipe, evaluation_data)
+    public = public_users(recipe, evaluation_data)
     _align(recipe, task, policy, public)
-    return StageParts(recipe, plan, earlier, users, task, policy, _first(recipe, public))
+    return StageParts(recipe, plan, earlier, users, task, policy, evaluated(recipe, public))
 
 
 def _load(recipe: StageRecipe) -> CausalLMPolicy:
@@ -321,36 +308,15 @@ def _load(recipe: StageRecipe) -> CausalLMPolicy:
     else:
         policy = load_reward_model(recipe.model, recipe.labels, seed=recipe.seed)
         longest = recipe.data.max_tokens
-    room = getattr(policy.model.config, "max_position_embeddings", math.inf)
-    if longest > room:
-        raise DprlhfError(
-            f"data: {longest} tokens are more than the {room} positions of"
-            f" {recipe.trained.model_name_or_path}"
-        )
+    policy.check_room(longest, f"data: {longest} tokens are", recipe.trained.model_name_or_path)
     return policy
-
-
-def _public(recipe: StageRecipe, given: Any) -> Users | None:
-    if recipe.evaluation is None:
-        return None
-    data = recipe.evaluation.data.model_copy(update={"user_column": None})
-    return Users(rows_of(data, given), data)
-
-
-def _first(recipe: StageRecipe, public: Users | None) -> Prompts | None:
-    if public is None or recipe.evaluation is None:
-        return None
-    return public.select(np.arange(min(recipe.evaluation.prompts, public.count)))
 
 
 def _align(recipe: StageRecipe, task: Task, policy: CausalLMPolicy, public: Users | None) -> None:
     """Start the adapter along the activations of public documents that the evaluation leaves."""
     if recipe.trained.adapter.init != "public-activations" or public is None:
         return
-    assert recipe.evaluation is not None
-    first = min(recipe.evaluation.prompts, public.count - 1)
-    left = public.select(np.arange(first, min(first + _LEFTOVER, public.count)))
-    some: Responses = task.encode(policy, left)
+    some: Responses = task.encode(policy, left_over(recipe, public))
     align_with_activations(policy, some.tokens, some.mask, recipe.update.batch_size)
 
 
