@@ -130,7 +130,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "control/updates": "computes each user's contribution from its own trajectory",
         "gradients/clipping": "clips each user and sums",
         "previous": "looks for users that two runs share, in what secret/ holds of them",
-        "progress": "shows a share of a round, never a count",
+        "progress": "shows a share of a round, on a terminal only",
         "rewards/responses": "hands each user's responses to the rewards",
         "rollout/sampling": "samples the users' responses",
         "rounds": "hands each process its users of a round",

@@ -383,14 +383,40 @@ def test_reading_a_recipe_loads_nothing_heavy(file: Path) -> None:
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.parametrize("key", ["path", "name", "split", "prompts"])
-def test_evaluation_on_the_private_rows_is_refused(key: str) -> None:
-    """Whatever else the two sections say: the same file, configuration and split are the same."""
-    private = {"path": "people.csv", "name": "all", "split": "train"}
-    public = {**private, "max_prompts_per_user": 2}
-    if key != "prompts":
-        public[key] = "other"
-        make_recipe(settings(data=private, evaluation={"data": public}))
-    else:
-        message = refusal(settings(data=private, evaluation={"data": public}))
-        assert "evaluation.data names the private users" in message
+PEOPLE = {"path": "people", "name": "all", "split": "train"}
+
+
+@pytest.mark.parametrize(
+    "public",
+    [
+        {"max_prompts_per_user": 2},
+        {"split": "train[:10%]"},
+        {"split": "test+train"},
+        {"skip": 5},
+        {"path": "./people.csv", "split": "test"},
+        {"path": "folder/../people.csv", "name": "other"},
+        {"path": "link.csv"},
+        {"path": "saved", "split": "test"},
+    ],
+)
+def test_evaluation_on_the_private_rows_is_refused(
+    public: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else the two sections say, and however they spell it."""
+    monkeypatch.chdir(tmp_path)
+    Path("people.csv").write_text("prompt\na\n")
+    Path("link.csv").symlink_to("people.csv")
+    Path("folder").mkdir()
+    Path("saved").mkdir()
+    Path("saved/dataset_info.json").write_text("{}")
+    local = {"path": "saved" if public.get("path") == "saved" else "people.csv"}
+    private = PEOPLE | (local if "path" in public else {})
+    message = refusal(settings(data=private, evaluation={"data": {**private, **public}}))
+    assert "evaluation.data names the private users" in message
+
+
+@pytest.mark.parametrize("key", ["path", "name", "split"])
+def test_evaluation_on_other_rows_is_not(key: str) -> None:
+    make_recipe(settings(data=PEOPLE, evaluation={"data": {**PEOPLE, key: "other"}}))
+    sliced = {**PEOPLE, "split": "train[:90%]"}
+    make_recipe(settings(data=sliced, evaluation={"data": {**PEOPLE, "split": "train[90%:]"}}))

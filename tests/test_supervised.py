@@ -262,10 +262,13 @@ def test_labels_clip_each_users_cross_entropy_gradient(encoder: str) -> None:
     assert "SECRET" not in str(caught.value)
 
 
+DATA = {"path": "in-memory", "user_column": "user", "max_completion_tokens": 8}
+
+
 def sft(model: str, folder: Path, **changes: Any) -> recipe.SFTRecipe:
     values: dict[str, Any] = {
         "policy": {"model_name_or_path": model, "adapter": ADAPTER},
-        "data": {"path": "in-memory", "user_column": "user", "max_completion_tokens": 8},
+        "data": DATA,
         "optimizer": {"learning_rate": 0.05},
         "privacy": {"epsilon": 8.0},
         "rounds": 4,
@@ -307,6 +310,26 @@ def test_without_noise_sft_learns_and_noise_alone_teaches_nothing(
         assert json.loads(run.folder.evaluation.read_text())["after"]["loss"]["prompts"] == 4
     assert gains["none"] > 0.3
     assert gains["much"] < 0.1
+
+
+def test_a_document_that_cannot_be_encoded_stops_nobody(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dprlhf.supervised import tasks
+
+    real = tasks._completion
+
+    def picky(policy: Any, prompt: Any, completion: Any) -> list[int]:
+        if completion == " zzzz":
+            raise ValueError(completion)
+        return real(policy, prompt, completion)
+
+    monkeypatch.setattr(tasks, "_completion", picky)
+    bad = {"user": "u0", "prompt": "it was", "completion": " zzzz"}
+    stage = sft(model, tmp_path / "run", data={**DATA, "max_prompts_per_user": 2})
+    dprlhf.train_stage(stage, data=[*people(0, 40), bad], quiet=True)
+    lines = (tmp_path / "run/secret/telemetry-0.jsonl").read_text().splitlines()
+    assert sum(json.loads(line)["users_not_readable"] or 0 for line in lines) == 1
 
 
 def test_a_pipeline_states_one_total(

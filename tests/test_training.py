@@ -153,6 +153,43 @@ class TestLearning:
         assert prompt[0]["role"] == "user"
         assert completion[0]["role"] == "assistant"
         assert wish in (0, 1, 2)
+        with pytest.raises(DprlhfError, match="no chat template"):
+            dprlhf.train(**settings(model, prompts=rows), output_dir=tmp_path / "plain")
+        assert not (tmp_path / "plain").exists()
+
+    def test_a_prompt_that_the_template_refuses_stops_nobody(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """If it ended the run, one user would decide whether there is a result."""
+        folder = tmp_path / "chat"
+        tiny.save(folder)
+        tokenizer = tiny.tokenizer()
+        tokenizer.chat_template = (
+            "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception(m.content) }}"
+            "{% endif %}{{ m.content }}{% endfor %}:"
+        )
+        tokenizer.save_pretrained(folder)
+        rows = [[{"role": "user", "content": f"hi {i}"}] for i in range(39)]
+        dprlhf.train(
+            **settings(str(folder), prompts=[*rows, [{"role": "tool", "content": CANARY}]]),
+            output_dir=tmp_path / "run",
+        )
+        assert charged(tmp_path / "run") == [1, 2, 3, 4, 5]
+        lines = (tmp_path / "run/secret/telemetry-0.jsonl").read_text().splitlines()
+        assert sum(json.loads(line)["users_not_readable"] or 0 for line in lines) == 1
+        assert CANARY not in "".join(capfd.readouterr())
+
+    def test_a_reward_that_exits_stops_nobody(self, model: str, tmp_path: Path) -> None:
+        def reward(prompts: list[str], completions: list[str]) -> list[float]:
+            for number, way_out in ((7, SystemExit), (8, KeyboardInterrupt)):
+                if f"user {number} says" in prompts:
+                    raise way_out
+            return lower_case(prompts, completions)
+
+        dprlhf.train(**settings(model, reward=reward, rounds=1), output_dir=tmp_path / "run")
+        telemetry = (tmp_path / "run/secret/telemetry-0.jsonl").read_text()
+        failures = json.loads(telemetry)["reward_failures"]
+        assert failures == {"SystemExit": 2, "KeyboardInterrupt": 2}
 
 
 class TestLeaks:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from dprlhf.boundary import Private, open_private
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import Data
-from dprlhf.users import Users, load_rows, rows_from
+from dprlhf.users import Prompts, Users, load_rows, rows_from
 
 CANARY = "CANARY my private prompt"
 
@@ -157,6 +157,29 @@ def test_missing_prompts_are_empty_and_words_are_counted() -> None:
 def test_conversations_stay_conversations() -> None:
     talk = [{"role": "user", "content": "one two three"}]
     assert prompts_of(users({"prompt": [talk, talk]}, prompt_words=1)) == [[talk], [talk]]
+
+
+def test_one_unreadable_prompt_leaves_out_its_user_and_nobody_else() -> None:
+    made = users({"prompt": ["a", "bad", "c", "d"], "name": ["x", "y", "y", "z"]},
+                 user_column="name", max_prompts_per_user=2)  # fmt: skip
+    prompts = made.select(np.arange(3))
+
+    def encode(some: Prompts) -> None:
+        if "bad" in some.prompts:
+            raise ValueError(some.prompts)
+
+    left = prompts.readable(encode)
+    assert left.prompts == ["a", "d"]
+    assert left.users.tolist() == [0, 2]
+    assert left.columns == {"name": ["x", "z"]}
+    assert left.readable(encode) is left
+    assert prompts.readable(lambda some: 1 / 0).prompts == []
+
+
+def test_what_the_column_is_made_of_tells_conversations() -> None:
+    message = [{"role": "user", "content": "hi"}]
+    assert users({"prompt": [message]}).conversations
+    assert not users({"prompt": [None, "text"]}).conversations
 
 
 def test_an_empty_dataset_and_missing_columns_are_named() -> None:

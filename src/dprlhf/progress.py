@@ -1,9 +1,15 @@
-"""Progress bars. Inside a round they show a share, never a count: batch sizes are private."""
+"""Progress bars. Inside a round, what moves tells how many users it has, and that is private.
+
+A terminal shows the operator, who holds the data, tens of percent. Anything else that takes the
+output (a job's log, a notebook's file) outlives the run and is passed on: it gets the names of the
+phases only.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,18 +20,27 @@ from dprlhf.boundary import Private, open_private
 
 # No count, no rate, no clock: how long a round takes tells how many users it has.
 _SHARE_ONLY = "{desc}{percentage:3.0f}%|{bar}|"
+_PHASE_ONLY = "{desc}"
 _ROUNDS = "{desc}: {n_fmt}/{total_fmt}|{bar}|{postfix}"
 _STEP = 10
 """Percent; finer steps would show a micro-batch's share of the round, hence the round's size."""
 
 
 class RoundBar:
-    """The bar of one round, and the seconds of its phases (for secret telemetry)."""
+    """The bar of one round, and the seconds of its phases (for secret telemetry).
 
-    def __init__(self, bar: Any, label: str, rows_a_user: int) -> None:
+    Args:
+        bar: of tqdm, of 100 percent.
+        label: what stands before the phase.
+        rows_a_user: to do in each phase.
+        moves: whether it shows a share; on a terminal only.
+    """
+
+    def __init__(self, bar: Any, label: str, rows_a_user: int, *, moves: bool) -> None:
         self._bar = bar
         self._label = label
         self._rows_a_user = rows_a_user
+        self._moves = moves
         self._rows, self._done = 1, 0
         self._phase = ""
         self._since = time.perf_counter()
@@ -42,6 +57,8 @@ class RoundBar:
     def tick(self, rows: int) -> None:
         """Move on by so many rows."""
         self._done += rows
+        if not self._moves:
+            return
         shown = min(100, 100 * self._done // self._rows // _STEP * _STEP)
         self._bar.update(shown - self._bar.n)
 
@@ -84,10 +101,15 @@ class Progress:
     @contextlib.contextmanager
     def round(self, number: int) -> Iterator[RoundBar]:
         """Show one round."""
+        moves = sys.stderr.isatty()
         with tqdm(
-            total=100, bar_format=_SHARE_ONLY, leave=False, position=1, disable=self._disable
+            total=100,
+            bar_format=_SHARE_ONLY if moves else _PHASE_ONLY,
+            leave=False,
+            position=1,
+            disable=self._disable,
         ) as bar:
-            shown = RoundBar(bar, f"round {number}", self._rows_a_user)
+            shown = RoundBar(bar, f"round {number}", self._rows_a_user, moves=moves)
             yield shown
             shown.stop()
         if self._rounds is not None and not self._disable:

@@ -132,6 +132,7 @@ def record_secret(
             "round": t,
             "time": time.time(),
             "users": len(open_private(users)),
+            "users_not_readable": len(open_private(users)) - len(taken) if len(taken) else None,
             **more,
             "gradient_norm_quartiles": quartiles,
             "clipped_share": float((taken > run.plan.clip_norm).mean()) if len(taken) else None,

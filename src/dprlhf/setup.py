@@ -190,6 +190,7 @@ def assemble(recipe: Recipe, sources: Sources, processes: Processes, *, quiet: b
     processes.on_main(lambda: check_disjoint(recipe, users))
     plan = plan_of(recipe, users)
     policy = sources.policy or load(recipe)
+    check_template(recipe.data, users, policy)
     check_dimension(recipe.update, policy.dimension)
     processes.place(policy)
     recipe = processes.on_main(lambda: _with_rollout(recipe, plan, policy, processes.count))
@@ -329,6 +330,19 @@ def load(recipe: Recipe) -> CausalLMPolicy:
         recipe.policy.model_name_or_path,
     )
     return policy
+
+
+def check_template(data: settings.Data, users: Users, policy: CausalLMPolicy) -> None:
+    """Refuse conversations where the tokenizer cannot write them as text.
+
+    Raises:
+        DprlhfError: it has no chat template.
+    """
+    if users.conversations and policy.tokenizer.chat_template is None:
+        raise DprlhfError(
+            f"data.prompt_column {data.prompt_column!r} holds conversations, and the policy's"
+            " tokenizer has no chat template: take an instruction-tuned model, or give text"
+        )
 
 
 def _loadable(spec: settings.Reward) -> settings.Reward:

@@ -79,7 +79,7 @@ def run_rounds(run: Run) -> None:
         with Interruptible() as interrupt, run.progress.round(t) as bar:
             users = users_of_round(run, t)
             bar.start("sampling", users)
-            prompts = Private(run.users.select(open_private(users)))
+            prompts = Private(_readable(run, users))
             responses: Private[Responses] = sample_responses(
                 policy,
                 prompts,
@@ -122,6 +122,13 @@ def run_rounds(run: Run) -> None:
                 f" row: check the reward (details in {run.folder.secret}); nothing is lost, but"
                 f" the users of the first {t} rounds are spent"
             )
+
+
+def _readable(run: Run, users: Private[Any]) -> Prompts:
+    """Return the prompts of those users whose prompts the policy can read."""
+    longest = run.recipe.data.max_prompt_tokens
+    prompts = run.users.select(open_private(users))
+    return prompts.readable(lambda some: run.policy.encode(some.prompts, longest))
 
 
 def _report(run: Run, t: int, round_: PrivateRound) -> ReleasedReward | None:

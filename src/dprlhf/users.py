@@ -5,12 +5,13 @@ Only integers are held in memory; the rows stay where ``datasets`` keeps them, m
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
 import json
 import logging
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,36 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.prompts)
 
+    def take(self, chosen: Sequence[int] | NDArray[np.int64]) -> Prompts:
+        """Return some of them, by number."""
+        places = np.asarray(chosen, dtype=np.int64)
+        columns = {name: [values[i] for i in places] for name, values in self.columns.items()}
+        prompts = [self.prompts[i] for i in places]
+        return Prompts(prompts, self.users[places], self.slots[places], columns)
+
     def first(self, count: int) -> Prompts:
         """Return the first so many of them."""
-        columns = {name: values[:count] for name, values in self.columns.items()}
-        return Prompts(self.prompts[:count], self.users[:count], self.slots[:count], columns)
+        return self.take(range(min(count, len(self))))
+
+    def readable(self, encode: Callable[[Prompts], Any]) -> Prompts:
+        """Leave out users with a prompt that cannot be encoded: these contribute zero.
+
+        A chat template, for one, can refuse a conversation. If that ended a run, one user would
+        decide whether there is a result, and its round would be known.
+
+        Args:
+            encode: raises where it meets such a prompt.
+        """
+        with contextlib.suppress(Exception):
+            encode(self)
+            return self
+        failed = set()
+        for number, user in enumerate(self.users.tolist()):
+            try:
+                encode(self.take([number]))
+            except Exception:
+                failed.add(user)
+        return self.take(np.flatnonzero(~np.isin(self.users, list(failed))))
 
 
 class Users:
@@ -92,6 +119,13 @@ class Users:
         sizes = np.diff(self._starts)
         self._kept = np.minimum(sizes, spec.max_prompts_per_user)
         self.dropped_prompts = Private(int((sizes - self._kept).sum()))
+
+    @property
+    def conversations(self) -> bool:
+        """Whether prompts are lists of messages: what the column is made of, not what is in it."""
+        import datasets
+
+        return not isinstance(self._rows.features[self._spec.prompt_column], datasets.Value)
 
     def digest(self) -> Private[str]:
         """Return a digest of who the users are and what they bring, in order.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -405,4 +407,28 @@ def check_promise(
 
 
 def _same_rows(a: Data, b: Data) -> bool:
-    return a.path != IN_MEMORY and (a.path, a.name, a.split) == (b.path, b.name, b.split)
+    """Return whether two sections may name the same rows, ``skip`` and ``limit`` left aside."""
+    if IN_MEMORY in (a.path, b.path) or _place(a.path) != _place(b.path):
+        return False
+    place = Path(_place(a.path))
+    # A file, and a folder with one saved dataset, are read whatever name and split are asked for.
+    if place.is_file() or (place / "dataset_info.json").is_file():
+        return True
+    return a.name == b.name and _splits_meet(a.split, b.split)
+
+
+def _place(path: str) -> str:
+    return os.path.realpath(path) if os.path.exists(path) else path
+
+
+def _splits_meet(a: str, b: str) -> bool:
+    """Return whether ``train`` and ``train[:90%]+test`` and the like have a split in common.
+
+    Two different slices of a split may be apart, and are taken at their word.
+    """
+    for one in a.split("+"):
+        for other in b.split("+"):
+            same = one.partition("[")[0] == other.partition("[")[0]
+            if same and (one == other or "[" not in one or "[" not in other):
+                return True
+    return False

@@ -11,12 +11,16 @@ from dprlhf.rollout import Responses
 
 
 def score_private(scorer: Scorer, responses: Private[Responses]) -> Private[Scores]:
-    """Score this round's responses of the private users."""
-    return Private(score_responses(scorer, open_private(responses)))
+    """Score this round's responses of the private users; nothing that a reward raises gets out."""
+    return Private(score_responses(scorer, open_private(responses), private=True))
 
 
-def score_responses(scorer: Scorer, responses: Responses) -> Scores:
-    """Score every row, prompts and completions in the form that the dataset has them."""
+def score_responses(scorer: Scorer, responses: Responses, *, private: bool = False) -> Scores:
+    """Score every row, prompts and completions in the form that the dataset has them.
+
+    Args:
+        private: as for :meth:`Scorer.score`.
+    """
     owner = responses.prompt.tolist()
     prompts = [responses.prompts.prompts[p] for p in owner]
     ids = [
@@ -29,7 +33,7 @@ def score_responses(scorer: Scorer, responses: Responses) -> Scores:
         name: [values[p] for p in owner] for name, values in responses.prompts.columns.items()
     }
     completions = in_form_of(prompts, responses.texts)
-    return scorer.score(prompts, completions, ids, columns, responses.user)
+    return scorer.score(prompts, completions, ids, columns, responses.user, private=private)
 
 
 def in_form_of(prompts: Sequence[Any], texts: Sequence[str]) -> list[Any]:

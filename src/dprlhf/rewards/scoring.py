@@ -154,6 +154,8 @@ class Scorer:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
         users: Sequence[Any] | NDArray[Any],
+        *,
+        private: bool = False,
     ) -> Scores:
         """Score completions.
 
@@ -164,6 +166,9 @@ class Scorer:
             columns: dataset columns by name, each ``[rows]``; a reward without ``**kwargs`` gets
                 only those that it names.
             users: ``[rows]``, which user each row belongs to: any hashable ids.
+            private: a reward that exits or raises ``KeyboardInterrupt`` fails like any other, for
+                else one user's text could end the run; signals are not meant, which
+                :class:`~dprlhf.interrupt.Interruptible` holds back during a round.
 
         Returns:
             Private scores, ``[rows]``.
@@ -181,7 +186,7 @@ class Scorer:
         failed = np.zeros(len(rows), dtype=bool)
         with captured(self._sink):
             for reward in self.rewards:
-                for i, answer in enumerate(_answers(reward, rows, groups)):
+                for i, answer in enumerate(_answers(reward, rows, groups, private=private)):
                     value = parse_answer(answer)
                     if isinstance(value, Failure):
                         failures[value.kind] += 1
@@ -293,29 +298,30 @@ def parse_answer(answer: object) -> float | Failure | None:
     return value
 
 
-def _answers(reward: Reward, rows: Rows, groups: Sequence[Sequence[int]]) -> list[Any]:
+def _answers(
+    reward: Reward, rows: Rows, groups: Sequence[Sequence[int]], *, private: bool
+) -> list[Any]:
     if not reward.per_user and len(groups) > 1:
-        together = _attempt(reward.function, rows)
+        together = _attempt(reward.function, rows, private=private)
         if not isinstance(together, Failure):
             return together
     answers: list[Any] = [None] * len(rows)
     for group in groups:
-        alone = _attempt(reward.function, rows.take(group))
+        alone = _attempt(reward.function, rows.take(group), private=private)
         for place, i in enumerate(group):
             answers[i] = alone if isinstance(alone, Failure) else alone[place]
     return answers
 
 
-def _attempt(function: RewardFunction, rows: Rows) -> list[Any] | Failure:
+def _attempt(function: RewardFunction, rows: Rows, *, private: bool) -> list[Any] | Failure:
     # A raised exception keeps its text, which may quote a prompt: it goes to the captured stderr,
     # and what has to leave (an interrupt, an exit) leaves as a new exception without a text.
     try:
         return call_reward(function, rows)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt from None
-    except SystemExit:
-        raise SystemExit(1) from None
     except BaseException as problem:
+        if isinstance(problem, KeyboardInterrupt | SystemExit) and not private:
+            left = KeyboardInterrupt() if isinstance(problem, KeyboardInterrupt) else SystemExit(1)
+            raise left from None
         with contextlib.suppress(Exception):
             traceback.print_exc()
         return Failure(type(problem).__name__)

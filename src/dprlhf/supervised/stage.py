@@ -51,7 +51,7 @@ from dprlhf.rounds import (
     way_out,
 )
 from dprlhf.run_folder import RunFolder, replaced_folder, write_json
-from dprlhf.setup import Callback, hush_libraries, opened, plan_of, resolved
+from dprlhf.setup import Callback, check_template, hush_libraries, opened, plan_of, resolved
 from dprlhf.sources import check_overrides, from_memory, rows_of
 from dprlhf.supervised.tasks import Task, task_of
 from dprlhf.timing import seconds_a_row
@@ -108,7 +108,9 @@ def run_rounds(run: StageRun) -> None:
 def _clipped(run: StageRun, users: Private[Any], tick: Callable[[int], None]) -> ClippedSum:
     """Return the clipped sum of the users' (ascent) directions, over all processes."""
     update = run.recipe.update
-    examples = run.users.select(open_private(users))
+    examples = run.users.select(open_private(users)).readable(
+        lambda some: run.task.encode(run.policy, some)
+    )
     encoded = run.task.encode(run.policy, examples)
     weights = run.task.weights(run.policy, encoded, update.batch_size)
     none = np.zeros((encoded.users, 0))
@@ -295,6 +297,8 @@ def assemble_stage(
     processes.on_main(lambda: check_disjoint(recipe, users))
     plan = plan_of(recipe, users)
     policy = _load(recipe)
+    if isinstance(recipe, SFTRecipe):
+        check_template(recipe.data, users, policy)
     processes.place(policy)
     public = public_users(recipe, evaluation_data)
     _align(recipe, task, policy, public)
