@@ -161,12 +161,3 @@ def commands_page() -> str:
 
     describe(typer.main.get_command(app), "dprlhf")
     return "".join(lines)
-
-
-if __name__ == "__main__":  # to look at, or to keep: python scripts/docs_pages.py FOLDER
-    import sys
-
-    for path, content in pages().items():
-        target = Path(sys.argv[1]) / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(content)
