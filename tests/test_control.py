@@ -270,10 +270,12 @@ class Odd:
         self.observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
         self.action_space = gymnasium.spaces.Discrete(2)
         self.how = how
+        self.broken = False
 
     def reset(self, *, seed: int) -> tuple[Any, dict[str, Any]]:
         self.bad, self.count = seed % 2 == 0, 0
-        if self.bad and self.how == "raises at reset":
+        self.broken = self.broken or (self.bad and self.how == "breaks")
+        if self.broken or (self.bad and self.how == "raises at reset"):
             raise RuntimeError("a secret")
         return np.zeros(2), {}
 
@@ -300,6 +302,15 @@ def test_an_environment_that_raises_makes_its_user_contribute_zero(how: str) -> 
     assert not failed.all()
     scores = policy.weighted_scores(np.zeros(4), chunk.observations, chunk.actions, chunk.rewards)
     assert not scores[:8][failed].any()
+
+
+def test_an_environment_that_broke_under_one_user_is_not_anothers() -> None:
+    environment, policy = odd("breaks"), LogLinearSoftmax(2, 2)
+    alone = [simulate(odd("breaks"), policy, np.zeros(4), [(0, u)])[0].failed for u in range(8)]
+    assert 0 < sum(alone) < 8
+    for _ in range(2):
+        after = [simulate(environment, policy, np.zeros(4), [(0, u)])[0].failed for u in range(8)]
+        assert after == alone
 
 
 def test_rewards_out_of_range_are_clipped_and_counted_in_secret(tmp_path: Path) -> None:

@@ -448,7 +448,10 @@ class Gymnasium:
         return gymnasium.make(self.name, disable_env_checker=True).unwrapped
 
     def reset(self, uniforms: Array) -> list[Any]:
-        """Return a list of environments, observations and whether the episode is over, one each."""
+        """Return a list of environments, observations and whether the episode is over, one each.
+
+        An environment that raised is None from then on: broken, it could fail another user.
+        """
         state = []
         for u in uniforms[:, 0]:
             env = self._idle.pop() if self._idle else self._new()
@@ -456,7 +459,7 @@ class Gymnasium:
                 seen, _ = env.reset(seed=int(u * 2**31))
                 state.append([env, np.asarray(seen, dtype=np.float64), False])
             except Exception:
-                state.append([env, np.zeros(self.size), True])
+                state.append([None, np.zeros(self.size), True])
         return state
 
     def observe(self, state: list[Any]) -> Array:
@@ -481,7 +484,7 @@ class Gymnasium:
                 rewards[number], ended[number] = float(reward), terminated
                 row[2] = terminated or truncated
             except Exception:  # whatever it is, it must not tell about the user
-                rewards[number], row[2] = math.nan, True
+                rewards[number], row[0], row[2] = math.nan, None, True
         return state, rewards, ended
 
     def over(self, state: list[Any]) -> Flags:
@@ -489,8 +492,8 @@ class Gymnasium:
         return np.array([row[2] for row in state])
 
     def release(self, state: list[Any]) -> None:
-        """Take environments back for the next trajectories."""
-        self._idle.extend(row[0] for row in state)
+        """Take environments back for the next trajectories, but none that raised."""
+        self._idle.extend(row[0] for row in state if row[0] is not None)
 
 
 ENVIRONMENTS: dict[str, Callable[[], Environment]] = {
