@@ -38,7 +38,7 @@ from dprlhf.plan import Plan, make_plan
 from dprlhf.previous import records_of, total_of_runs
 from dprlhf.privacy import randomness
 from dprlhf.privacy.gaussian import gaussian_delta
-from dprlhf.recipe import Recipe, make_recipe
+from dprlhf.recipe import Recipe, Tracking, load_recipe, make_recipe
 from dprlhf.run_folder import RunFolder
 from dprlhf.updates import UPDATES, PrivateRound
 
@@ -245,6 +245,11 @@ def test_no_update_is_refuted(update: str, tmp_path: Path) -> None:
 def test_no_partition_is_refuted(privacy: dict[str, Any], tmp_path: Path) -> None:
     found = run_audit(tmp_path, 80, privacy=privacy)
     assert found.bound <= found.epsilon
+
+
+def test_an_audit_is_not_logged_among_the_users_runs(tmp_path: Path) -> None:
+    run_audit(tmp_path, 20, tracking={"report_to": "wandb", "project": "theirs"})
+    assert load_recipe(tmp_path / "audit/recipe.yaml").tracking == Tracking()
 
 
 def test_clipping_rows_in_place_of_users_is_found(

@@ -260,6 +260,7 @@ def _train(
         "data": settings.Data(path=IN_MEMORY),
         "rewards": [settings.Reward(function=IN_MEMORY)],
         "optimizer": settings.Optimizer(name="sgd", learning_rate=1.0),
+        "tracking": settings.Tracking(),  # canaries are none of the user's experiments
         "output_dir": str(folder.path),
     }
     audited = recipe.model_copy(update=common | changes)
