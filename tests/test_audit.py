@@ -38,6 +38,7 @@ from dprlhf.plan import Plan, make_plan
 from dprlhf.previous import records_of, total_of_runs
 from dprlhf.privacy import randomness
 from dprlhf.privacy.gaussian import gaussian_delta
+from dprlhf.privacy.ledger import Ledger, read_ledger
 from dprlhf.recipe import Recipe, Tracking, load_recipe, make_recipe
 from dprlhf.run_folder import RunFolder
 from dprlhf.updates import UPDATES, PrivateRound
@@ -247,6 +248,22 @@ def test_no_partition_is_refuted(privacy: dict[str, Any], tmp_path: Path) -> Non
     assert found.bound <= found.epsilon
 
 
+def earlier_run(folder: Path, column: str) -> str:
+    """A folder that has what a later run reads of an earlier one, whose users are a column's."""
+    folder.mkdir()
+    write_recipe(folder)
+    terms = {**plan_of(4.0).terms(), "unit": column, "key_commitment": "0" * 64}
+    Ledger(folder / "ledger.jsonl", terms).close()
+    return str(folder)
+
+
+def test_a_later_stage_with_a_user_column_is_audited_by_itself(tmp_path: Path) -> None:
+    previous = [{"run": earlier_run(tmp_path / "one", "user")}]
+    found = run_audit(tmp_path, 20, data={"user_column": "user"}, previous=previous)
+    assert found.epsilon <= 8
+    assert "previous" not in read_ledger(tmp_path / "audit/ledger.jsonl")[0].body
+
+
 def test_an_audit_is_not_logged_among_the_users_runs(tmp_path: Path) -> None:
     run_audit(tmp_path, 20, tracking={"report_to": "wandb", "project": "theirs"})
     assert load_recipe(tmp_path / "audit/recipe.yaml").tracking == Tracking()
@@ -324,6 +341,24 @@ def test_an_audit_reads_no_private_data_and_is_marked(tmp_path: Path) -> None:
     assert held["bound"] == found.bound
     assert not (tmp_path / "audit/policy").exists()
     assert not (tmp_path / "audit/privacy.json").exists()  # it promises nobody anything
+
+
+@pytest.mark.parametrize("column", ["user", "prompt"])
+def test_prompt_canaries_keep_the_unit_and_the_runs_before(column: str, tmp_path: Path) -> None:
+    """A model that an earlier run tuned is refused where that run is not named."""
+    run = earlier_run(tmp_path / "one", column)
+    tiny.save(tmp_path / "model")
+    (tmp_path / "privacy.json").write_text(json.dumps({"run": "0" * 64}))
+    policy = {
+        "model_name_or_path": str(tmp_path / "model"),
+        "adapter": {"type": "lora", "target_modules": ["c_attn"]},
+    }
+    recipe = recipe_of(
+        policy=policy, rounds=1, previous=[{"run": run}], data={"user_column": column}
+    )
+    found = audit(recipe, tmp_path / "audit", canaries=4, space="prompt", seed=1, quiet=True)
+    assert found.holds
+    assert read_ledger(tmp_path / "audit/ledger.jsonl")[0].body["unit"] == column
 
 
 def test_prompt_canaries_go_through_the_recipes_own_model(tmp_path: Path) -> None:

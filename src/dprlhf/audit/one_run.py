@@ -58,7 +58,8 @@ class Audit:
 
     Attributes:
         bound: the lower bound on ε.
-        epsilon: what the recipe claims; infinite for a baseline without noise.
+        epsilon: what the recipe claims, without what earlier runs cost; infinite for a baseline
+            without noise.
         delta: of both.
         canaries: m.
         guesses: r.
@@ -194,6 +195,7 @@ def _bandit(recipe: Recipe, folder: RunFolder, signs: Array, quiet: bool) -> tup
 
     changes: dict[str, Any] = {
         "evaluation": None,
+        "previous": [],
         "policy": settings.Policy(model_name_or_path="bandit"),
         "update": _saturated(recipe),
         "rollout": recipe.rollout.model_copy(
@@ -256,15 +258,17 @@ def _train(
     quiet: bool,
     kept: list[CausalLMPolicy] | None = None,
 ) -> Plan:
+    column = recipe.data.user_column  # kept, so that the unit is that of the runs before
+    rows = [{"prompt": p} | ({} if column is None else {column: p}) for p in prompts]
     common = {
-        "data": settings.Data(path=IN_MEMORY),
+        "data": settings.Data(path=IN_MEMORY, user_column=column),
         "rewards": [settings.Reward(function=IN_MEMORY)],
         "optimizer": settings.Optimizer(name="sgd", learning_rate=1.0),
         "tracking": settings.Tracking(),  # canaries are none of the user's experiments
         "output_dir": str(folder.path),
     }
     audited = recipe.model_copy(update=common | changes)
-    sources = Sources(prompts, reward, None, policy)
+    sources = Sources(rows, reward, None, policy)
     with prepared(
         audited, folder, sources, create=True, callbacks=[after_round], quiet=quiet
     ) as run:
