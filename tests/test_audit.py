@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from scipy.special import ndtr
 from scipy.stats import binom
 from typer.testing import CliRunner
@@ -246,6 +247,32 @@ def test_no_update_is_refuted(update: str, tmp_path: Path) -> None:
 def test_no_partition_is_refuted(privacy: dict[str, Any], tmp_path: Path) -> None:
     found = run_audit(tmp_path, 80, privacy=privacy)
     assert found.bound <= found.epsilon
+
+
+CRITIC = {"share": 0.1, "features": 0}
+WITH_A_CRITIC: dict[str, dict[str, Any]] = {
+    "pg, features": {
+        "update": {"name": "pg", "critic": {"share": 0.1}},
+        "evaluation": {"data": {"path": "nowhere public"}},
+    },
+    "pg": {"update": {"name": "pg", "critic": CRITIC}},
+    "grpo": {"update": {"name": "grpo", "scale_rewards": False, "critic": CRITIC}},
+    "ppo": {"update": {"name": "ppo", "critic": CRITIC}},
+}
+
+
+@pytest.mark.parametrize("changes", WITH_A_CRITIC.values(), ids=WITH_A_CRITIC)
+def test_a_noised_critic_keeps_its_part_of_the_release(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    found = run_audit(tmp_path / "baseline", **changes, privacy=WITHOUT_NOISE)
+    assert found.right >= 0.95 * found.guesses
+    assert run_audit(tmp_path / "private", 80, **changes, privacy={"partition": "stream"}).holds
+    critic = load_recipe(tmp_path / "private/audit/recipe.yaml").update.critic  # type: ignore[union-attr]
+    assert critic is not None
+    assert critic.share == 0.1
+    kept = load_file(tmp_path / "private/audit/checkpoint/critic.safetensors")
+    assert kept["w"].any()  # it was released, and so took its part of S
 
 
 def earlier_run(folder: Path, column: str) -> str:
