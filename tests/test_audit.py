@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from scipy.special import ndtr
 from scipy.stats import binom
 from typer.testing import CliRunner
@@ -38,7 +39,8 @@ from dprlhf.plan import Plan, make_plan
 from dprlhf.previous import records_of, total_of_runs
 from dprlhf.privacy import randomness
 from dprlhf.privacy.gaussian import gaussian_delta
-from dprlhf.recipe import Recipe, make_recipe
+from dprlhf.privacy.ledger import Ledger, read_ledger
+from dprlhf.recipe import Recipe, Tracking, load_recipe, make_recipe
 from dprlhf.run_folder import RunFolder
 from dprlhf.updates import UPDATES, PrivateRound
 
@@ -247,6 +249,53 @@ def test_no_partition_is_refuted(privacy: dict[str, Any], tmp_path: Path) -> Non
     assert found.bound <= found.epsilon
 
 
+CRITIC = {"share": 0.1, "features": 0}
+WITH_A_CRITIC: dict[str, dict[str, Any]] = {
+    "pg, features": {
+        "update": {"name": "pg", "critic": {"share": 0.1}},
+        "evaluation": {"data": {"path": "nowhere public"}},
+    },
+    "pg": {"update": {"name": "pg", "critic": CRITIC}},
+    "grpo": {"update": {"name": "grpo", "scale_rewards": False, "critic": CRITIC}},
+    "ppo": {"update": {"name": "ppo", "critic": CRITIC}},
+}
+
+
+@pytest.mark.parametrize("changes", WITH_A_CRITIC.values(), ids=WITH_A_CRITIC)
+def test_a_noised_critic_keeps_its_part_of_the_release(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    found = run_audit(tmp_path / "baseline", **changes, privacy=WITHOUT_NOISE)
+    assert found.right >= 0.95 * found.guesses
+    assert run_audit(tmp_path / "private", 80, **changes, privacy={"partition": "stream"}).holds
+    critic = load_recipe(tmp_path / "private/audit/recipe.yaml").update.critic  # type: ignore[union-attr]
+    assert critic is not None
+    assert critic.share == 0.1
+    kept = load_file(tmp_path / "private/audit/checkpoint/critic.safetensors")
+    assert kept["w"].any()  # it was released, and so took its part of S
+
+
+def earlier_run(folder: Path, column: str) -> str:
+    """A folder that has what a later run reads of an earlier one, whose users are a column's."""
+    folder.mkdir()
+    write_recipe(folder)
+    terms = {**plan_of(4.0).terms(), "unit": column, "key_commitment": "0" * 64}
+    Ledger(folder / "ledger.jsonl", terms).close()
+    return str(folder)
+
+
+def test_a_later_stage_with_a_user_column_is_audited_by_itself(tmp_path: Path) -> None:
+    previous = [{"run": earlier_run(tmp_path / "one", "user")}]
+    found = run_audit(tmp_path, 20, data={"user_column": "user"}, previous=previous)
+    assert found.epsilon <= 8
+    assert "previous" not in read_ledger(tmp_path / "audit/ledger.jsonl")[0].body
+
+
+def test_an_audit_is_not_logged_among_the_users_runs(tmp_path: Path) -> None:
+    run_audit(tmp_path, 20, tracking={"report_to": "wandb", "project": "theirs"})
+    assert load_recipe(tmp_path / "audit/recipe.yaml").tracking == Tracking()
+
+
 def test_clipping_rows_in_place_of_users_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,6 +368,24 @@ def test_an_audit_reads_no_private_data_and_is_marked(tmp_path: Path) -> None:
     assert held["bound"] == found.bound
     assert not (tmp_path / "audit/policy").exists()
     assert not (tmp_path / "audit/privacy.json").exists()  # it promises nobody anything
+
+
+@pytest.mark.parametrize("column", ["user", "prompt"])
+def test_prompt_canaries_keep_the_unit_and_the_runs_before(column: str, tmp_path: Path) -> None:
+    """A model that an earlier run tuned is refused where that run is not named."""
+    run = earlier_run(tmp_path / "one", column)
+    tiny.save(tmp_path / "model")
+    (tmp_path / "privacy.json").write_text(json.dumps({"run": "0" * 64}))
+    policy = {
+        "model_name_or_path": str(tmp_path / "model"),
+        "adapter": {"type": "lora", "target_modules": ["c_attn"]},
+    }
+    recipe = recipe_of(
+        policy=policy, rounds=1, previous=[{"run": run}], data={"user_column": column}
+    )
+    found = audit(recipe, tmp_path / "audit", canaries=4, space="prompt", seed=1, quiet=True)
+    assert found.holds
+    assert read_ledger(tmp_path / "audit/ledger.jsonl")[0].body["unit"] == column
 
 
 def test_prompt_canaries_go_through_the_recipes_own_model(tmp_path: Path) -> None:

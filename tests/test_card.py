@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from dprlhf.card import guarantee_sentence, privacy_card
+from dprlhf.card import guarantee_sentence, model_card, privacy_card
 from dprlhf.cli import app
 from dprlhf.plan import make_plan
 from dprlhf.previous import Earlier, read_earlier
 from dprlhf.privacy.gaussian import gaussian_epsilon, upwards
-from dprlhf.recipe import make_recipe
+from dprlhf.recipe import Adapter, AnyRecipe, Oracle, SFTRecipe, make_recipe
+from dprlhf.setup import plan_of
+from dprlhf.updates import UPDATES
 
 
 @settings(max_examples=300, derandomize=True, deadline=None)
@@ -92,3 +95,75 @@ def test_the_sentence_and_the_command_do_not_round_epsilon_down(z: float) -> Non
     found = float(shown.split()[3])
     kept = make_plan(users=100, rounds=4, partition="fixed", noise_multiplier=found, delta=delta)
     assert kept.guarantee.epsilon <= epsilon
+
+
+# ---------------------------------------------------------------- what was trained, and released
+
+BASE: dict[str, Any] = {
+    "policy": {"model_name_or_path": "nowhere"}, "data": {"path": "nowhere"},
+    "privacy": {"epsilon": 4.0}, "rounds": 4,
+}  # fmt: skip
+REWARDS = {"rewards": [{"function": "nowhere"}]}
+
+
+def card_for(recipe: AnyRecipe) -> dict[str, Any]:
+    users: Any = SimpleNamespace(count=100)
+    return privacy_card(recipe, plan_of(recipe, users), 10, bytes(32), Earlier())
+
+
+def words_on(**adapter: Any) -> str:
+    """The model card's first words on an adapter."""
+    policy = {"model_name_or_path": "nowhere", "adapter": adapter}
+    recipe = make_recipe(BASE | REWARDS | {"policy": policy})
+    about = model_card(recipe, card_for(recipe)).partition("tuned with dprlhf\n\n")[2]
+    return about.partition(", tuned on private\nprompts")[0]
+
+
+ADAPTERS = {
+    "lora": "A LoRA adapter (rank 3)",
+    "lora-b": "A LoRA adapter (rank 3, A frozen at its start, B trained)",
+    "lora-xs": "A LoRA-XS adapter (trained 3 x 3 matrices, stored as LoRA)",
+    "vera": "A VeRA adapter (rank 3, two trained vectors for each layer)",
+    "ia3": "An IA3 adapter (trained scales)",
+    "norms": "Trained norm layers (PEFT's LN tuning)",
+    "biases": "Trained biases (stored as LoRA whose B is zero)",
+}
+
+
+@pytest.mark.parametrize("type_", get_args(Adapter.model_fields["type"].annotation))
+def test_the_model_card_says_what_each_type_of_adapter_is(type_: str) -> None:
+    said = ADAPTERS[type_]
+    rank = {"rank": 3} if " 3" in said else {}
+    assert words_on(type=type_, **rank) == said
+
+
+ORACLES = get_args(Oracle.model_fields["name"].annotation)
+RELEASES: list[tuple[dict[str, Any], str]] = [
+    ({"name": "pg"}, "gradient of each round"),
+    ({"name": "grpo"}, "gradient of the surrogate in each round"),
+    ({"name": "ppo"}, "move of the users' copies of the policy in each round"),
+    ({"name": "rebel", "steps": 3}, "gradient of the loss at each step, 3 in each round"),
+]
+for _oracle in ORACLES:
+    _said = "gradient of a regression at each step, 5 in each round"
+    if _oracle == "sufficient-statistics":
+        _said = "sufficient statistics of a regression in each round"
+    _spec = {"name": _oracle, "steps": 5}
+    RELEASES.append(({"name": "npg", "oracle": _spec}, _said))
+    RELEASES.append(({"name": "rebel", "solver": "gauss-newton", "oracle": _spec}, _said))
+
+
+@pytest.mark.parametrize(
+    ("update", "said"), RELEASES, ids=lambda x: str(x) if isinstance(x, dict) else ""
+)
+def test_the_card_says_what_each_update_releases(update: dict[str, Any], said: str) -> None:
+    first, reward = card_for(make_recipe(BASE | REWARDS | {"update": update}))["released"]
+    assert first == f"the noised mean {said}, and what follows from it: the model"
+    together = "the first of these releases" if "step" in said else "the same release"
+    assert reward == f"the noised mean reward and count of each round, in {together}"
+
+
+def test_every_update_and_stage_is_described() -> None:
+    assert {u["name"] for u, _ in RELEASES} == set(UPDATES)
+    (only,) = card_for(SFTRecipe.model_validate(BASE))["released"]
+    assert only == "the noised mean gradient of each round, and what follows from it: the model"

@@ -264,15 +264,19 @@ def test_advantages_blame_a_fall_and_nothing_else() -> None:
 
 
 class Odd:
-    """A Gymnasium environment that misbehaves from its third step on."""
+    """A Gymnasium environment that misbehaves at its reset or from its third step on."""
 
     def __init__(self, how: str) -> None:
         self.observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
         self.action_space = gymnasium.spaces.Discrete(2)
         self.how = how
+        self.broken = False
 
     def reset(self, *, seed: int) -> tuple[Any, dict[str, Any]]:
         self.bad, self.count = seed % 2 == 0, 0
+        self.broken = self.broken or (self.bad and self.how == "breaks")
+        if self.broken or (self.bad and self.how == "raises at reset"):
+            raise RuntimeError("a secret")
         return np.zeros(2), {}
 
     def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -282,21 +286,31 @@ class Odd:
             if self.how == "raises":
                 raise RuntimeError("a secret")
             reward = 7.0
-        return np.ones(2), reward, False, False, {}
+        return np.ones(2), reward, False, self.how == "cut" and self.count == 3, {}
 
 
 def odd(how: str) -> Gymnasium:
     return Gymnasium("odd", reward_range=1.0, horizon=6, make=lambda: Odd(how))
 
 
-def test_an_environment_that_raises_makes_its_user_contribute_zero() -> None:
+@pytest.mark.parametrize("how", ["raises", "raises at reset"])
+def test_an_environment_that_raises_makes_its_user_contribute_zero(how: str) -> None:
     policy = LogLinearSoftmax(2, 2)
-    chunk = simulate(odd("raises"), policy, np.zeros(4), [(0, u) for u in range(8)])[0]
+    chunk = simulate(odd(how), policy, np.zeros(4), [(0, u) for u in range(8)])[0]
     failed = chunk.steps[:8] == 0
     assert chunk.failed == failed.sum() > 0
     assert not failed.all()
     scores = policy.weighted_scores(np.zeros(4), chunk.observations, chunk.actions, chunk.rewards)
     assert not scores[:8][failed].any()
+
+
+def test_an_environment_that_broke_under_one_user_is_not_anothers() -> None:
+    environment, policy = odd("breaks"), LogLinearSoftmax(2, 2)
+    alone = [simulate(odd("breaks"), policy, np.zeros(4), [(0, u)])[0].failed for u in range(8)]
+    assert 0 < sum(alone) < 8
+    for _ in range(2):
+        after = [simulate(environment, policy, np.zeros(4), [(0, u)])[0].failed for u in range(8)]
+        assert after == alone
 
 
 def test_rewards_out_of_range_are_clipped_and_counted_in_secret(tmp_path: Path) -> None:
@@ -314,6 +328,14 @@ def test_an_episode_that_never_ends_is_cut() -> None:
     chunk = simulate(odd("fine"), LogLinearSoftmax(2, 2), np.zeros(4), [(0, 1)])[0]
     assert chunk.steps[0] == 6
     assert not chunk.terminated[0]
+
+
+def test_an_episode_that_the_environment_cuts_is_no_longer_and_has_not_ended_by_itself() -> None:
+    seeds = [(0, u) for u in range(8)]
+    chunk = simulate(odd("cut"), LogLinearSoftmax(2, 2), np.zeros(4), seeds)[0]
+    assert chunk.steps[:8].tolist() == [3] * 8
+    assert not chunk.terminated.any()
+    assert not chunk.failed
 
 
 # ------------------------------------------------------------------------------------- training
@@ -478,8 +500,10 @@ def test_ucb_vi_without_noise_finds_the_right_bank_and_with_it_pays() -> None:
 
 
 def test_an_unknown_environment_names_the_nearest() -> None:
-    with pytest.raises(DprlhfError, match="did you mean 'cartpole'"):
+    with pytest.raises(DprlhfError, match=r"did you mean 'cartpole'\? There are: "):
         make_environment("cart-pole")
+    with pytest.raises(DprlhfError, match="'zz' is unknown; there are: cartpole"):
+        make_environment("zz")
     with pytest.raises(DprlhfError, match="NoSuch"):
         Gymnasium("NoSuch-v9")
 

@@ -17,6 +17,7 @@ from dprlhf.plan import Plan, make_plan
 from dprlhf.privacy.correlated import noise_gain, square_root
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Ledger
+from dprlhf.privacy.randomness import gaussian_noise
 
 KEY = bytes(range(32))
 ROUNDS = 8
@@ -127,6 +128,30 @@ def test_a_resumed_run_takes_back_the_noise_of_the_rounds_before(ledgers: Any) -
     whitened = np.delete(dense(ROUNDS, 3) @ noise / p.noise_std, 3, axis=0)
     assert stats.kstest(whitened.ravel(), "norm").pvalue > 1e-3
     assert np.abs(np.corrcoef(whitened) - np.eye(ROUNDS - 1)).max() < 5 / np.sqrt(3000)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("bands", [2, 3, 8, 20])
+def test_a_gate_keeps_the_rounds_that_it_reads_and_releases_the_same_bits(
+    bands: int, resumed: bool, ledgers: Any
+) -> None:
+    p, root, count = plan(bands=bands), square_root(ROUNDS, bands), 50
+    gate = Gate(p, ledgers(p), KEY)
+    every: list[torch.Tensor] = []  # the recursion with nothing forgotten
+    for t in range(ROUNDS):
+        if t == 3:  # never charged
+            every.append(torch.zeros(count, dtype=torch.float64))
+            continue
+        if resumed:
+            gate = Gate(p, ledgers(p), KEY)
+        released = gate.release(t + 1, zeros(p, count)).value
+        charge = gate.ledger.entries[-1]
+        own = gaussian_noise(KEY, "noise", t + 1, 1, charge.hash, count=count)
+        back = range(1, min(root.shape[1], t + 1))
+        taken = sum((float(root[t, k]) * every[t - k] for k in back), torch.zeros(()))
+        every.append((own - taken) / float(root[t, 0]))
+        assert torch.equal(released, (0 + p.noise_std * every[t]) / p.divisor)
+        assert len(gate._noises) == min(bands - 1, t + 1)
 
 
 def test_it_costs_what_independent_noise_on_disjoint_batches_costs() -> None:

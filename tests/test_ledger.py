@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from dprlhf.errors import DprlhfError
+from dprlhf.previous import records_of
 from dprlhf.privacy import ledger as module
-from dprlhf.privacy.ledger import Entry, Ledger, read_ledger
+from dprlhf.privacy.ledger import Entry, Ledger, charged_rounds, read_ledger
 
 TERMS: dict[str, Any] = {
     "rounds": 5, "noise_multiplier": 0.8, "clip_norm": 1.0, "releases_per_round": 1, "epsilon": 2.0,
@@ -427,6 +428,15 @@ def test_the_chain_by_hand(path: Path) -> None:
 
 def test_the_module_imports_nothing_that_tells_the_time() -> None:
     assert not {"time", "datetime", "socket", "platform", "uuid"} & set(vars(module))
+
+
+def test_an_empty_ledger_tells_nothing_of_what_was_spent(tmp_path: Path) -> None:
+    recipe = "policy: {model_name_or_path: a}\ndata: {path: a}\nrewards: [{function: a}]\n"
+    (tmp_path / "recipe.yaml").write_text(recipe + "privacy: {epsilon: 4}\nrounds: 2\n")
+    (tmp_path / "ledger.jsonl").touch()
+    for read in (lambda: charged_rounds(tmp_path / "ledger.jsonl"), lambda: records_of(tmp_path)):
+        with pytest.raises(DprlhfError, match=r"ledger\.jsonl: empty; what this run spent is not"):
+            read()
 
 
 # ------------------------------------------------------------------------- against a checkpoint

@@ -27,11 +27,34 @@ _FITTED = {
     True: "declared as fitted on the users, at a privacy cost that is not counted here",
 }
 
-
 _TUNING = {
     None: "not declared; each tuning run on the same users would cost its own ε",
     0: "declared: none on the same users",
 }
+
+_ADAPTERS = {
+    "lora": "A LoRA adapter (rank {rank})",
+    "lora-b": "A LoRA adapter (rank {rank}, A frozen at its start, B trained)",
+    "lora-xs": "A LoRA-XS adapter (trained {rank} x {rank} matrices, stored as LoRA)",
+    "vera": "A VeRA adapter (rank {rank}, two trained vectors for each layer)",
+    "ia3": "An IA3 adapter (trained scales)",
+    "norms": "Trained norm layers (PEFT's LN tuning)",
+    "biases": "Trained biases (stored as LoRA whose B is zero)",
+}
+"""By the type in the recipe: what the folder ``policy/`` holds."""
+
+_RELEASED = {
+    "pg": "gradient of each round",
+    "grpo": "gradient of the surrogate in each round",
+    "ppo": "move of the users' copies of the policy in each round",
+    "rebel": "gradient of the loss at each step, {releases} in each round",
+    "projected-sgd": "gradient of a regression at each step, {releases} in each round",
+    "improper-batch-sgd": "gradient of a regression at each step, {releases} in each round",
+    "sufficient-statistics": "sufficient statistics of a regression in each round",
+    "sft": "gradient of each round",
+    "reward": "gradient of each round",
+}
+"""By the oracle where an update asks one, else by the update or stage: the mean of what."""
 
 
 def privacy_card(
@@ -46,9 +69,11 @@ def privacy_card(
         if recipe.data.user_column
         else "one row of the prompt dataset"
     )
-    released = ["the noised mean gradient of each round, and what follows from it: the model"]
+    what = _RELEASED[_released_by(recipe)].format(releases=plan.releases_per_round)
+    released = [f"the noised mean {what}, and what follows from it: the model"]
     if isinstance(recipe, Recipe) and recipe.privacy.reward_share:
-        released.append("the noised mean reward and count of each round, in the same release")
+        where = "same release" if plan.releases_per_round == 1 else "first of these releases"
+        released.append(f"the noised mean reward and count of each round, in the {where}")
     critic = getattr(recipe.update, "critic", None)
     if critic is not None:
         released.append(
@@ -100,6 +125,15 @@ def note_audit(folder: RunFolder, audit: dict[str, Any]) -> None:
     write_atomically(
         folder.policy / "README.md", model_card(load_any_recipe(folder.recipe), card).encode()
     )
+
+
+def _released_by(recipe: AnyRecipe) -> str:
+    if not isinstance(recipe, Recipe):
+        return recipe.stage
+    oracle = getattr(recipe.update, "oracle", None)
+    if oracle is None or getattr(recipe.update, "solver", None) == "gradient":
+        return recipe.update.name
+    return str(oracle.name)
 
 
 def _models(recipe: AnyRecipe) -> Iterator[tuple[str, str, bool]]:
@@ -184,6 +218,7 @@ def model_card(recipe: AnyRecipe, card: dict[str, Any]) -> str:
     # The hub refuses a card whose base model is no repository.
     named = f"base_model: {base}\nbase_model_relation: adapter\n" if is_hub_id(base) else ""
     task, tag, how = _about(recipe)
+    adapter = _ADAPTERS[trained.adapter.type].format(rank=trained.adapter.rank)
     return f"""---
 {named}library_name: peft
 pipeline_tag: {task}
@@ -195,7 +230,7 @@ tags:
 
 # {base} tuned with dprlhf
 
-A LoRA adapter ({trained.adapter.type}, rank {trained.adapter.rank}), {how}.
+{adapter}, {how}.
 
 ## Privacy
 

@@ -21,7 +21,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.plan import NO_PRIVACY, Plan
 from dprlhf.privacy.accounting import Epsilon, Mechanism
 from dprlhf.privacy.composition import total_epsilon
-from dprlhf.privacy.ledger import read_ledger
+from dprlhf.privacy.ledger import read_opened
 from dprlhf.recipe import AnyRecipe, Recipe, load_any_recipe
 from dprlhf.run_folder import RunFolder
 from dprlhf.users import Users
@@ -114,12 +114,12 @@ def records_of(run: Path) -> list[Record]:
     """Return the record of a run, and of all runs that came before it, from its ledger.
 
     Raises:
-        DprlhfError: this is no run folder, or its ledger was altered.
+        DprlhfError: this is no run folder, or its ledger was altered or is empty.
     """
     folder = RunFolder(run)
     if not folder.recipe.is_file() or not folder.ledger.is_file():
         raise DprlhfError(f"{run}: not the folder of a private run (recipe.yaml, ledger.jsonl)")
-    recipe, terms = load_any_recipe(folder.recipe), read_ledger(folder.ledger)[0].body
+    recipe, terms = load_any_recipe(folder.recipe), read_opened(folder.ledger)[0].body
     names = ("rounds", "partition", "adjacency", "participations", "releases_per_round")
     own = Record(
         run=terms["key_commitment"],

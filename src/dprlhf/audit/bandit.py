@@ -37,6 +37,9 @@ class _Bandit(nn.Module):
         self.head.requires_grad_(False)
         self._adapted = True
 
+    def get_input_embeddings(self) -> Any:
+        return SimpleNamespace(embedding_dim=self.head.in_features)  # hidden states are θ alone
+
     def get_output_embeddings(self) -> nn.Module:
         return self.head
 

@@ -59,7 +59,8 @@ class Audit:
 
     Attributes:
         bound: the lower bound on ε.
-        epsilon: what the recipe claims; infinite for a baseline without noise.
+        epsilon: what the recipe claims, without what earlier runs cost; infinite for a baseline
+            without noise.
         delta: of both.
         canaries: m.
         guesses: r.
@@ -195,6 +196,7 @@ def _bandit(recipe: Recipe, folder: RunFolder, signs: Array, quiet: bool) -> tup
 
     changes: dict[str, Any] = {
         "evaluation": None,
+        "previous": [],
         "policy": settings.Policy(model_name_or_path="bandit"),
         "update": _saturated(recipe),
         "rollout": recipe.rollout.model_copy(
@@ -213,12 +215,18 @@ def _bandit(recipe: Recipe, folder: RunFolder, signs: Array, quiet: bool) -> tup
 
 
 def _saturated(recipe: Recipe) -> settings.Update:
-    """Return the update with bounds that every canary reaches."""
+    """Return the update with bounds that every canary reaches.
+
+    A critic keeps its share of the release, but not its features, which the bandit has none of.
+    """
     changes: dict[str, Any] = {"clip_norm": _CLIP_NORM, "batch_size": 128}
     oracle = getattr(recipe.update, "oracle", None)
     if oracle is not None:
         bound = 0.1 * recipe.reward_range
         changes["oracle"] = oracle.model_copy(update={"target_bound": bound, "sketch": None})
+    critic = getattr(recipe.update, "critic", None)
+    if critic is not None:
+        changes["critic"] = critic.model_copy(update={"features": 0})
     return recipe.update.model_copy(update=changes)
 
 
@@ -257,14 +265,17 @@ def _train(
     quiet: bool,
     kept: list[CausalLMPolicy] | None = None,
 ) -> Plan:
+    column = recipe.data.user_column  # kept, so that the unit is that of the runs before
+    rows = [{"prompt": p} | ({} if column is None else {column: p}) for p in prompts]
     common = {
-        "data": settings.Data(path=IN_MEMORY),
+        "data": settings.Data(path=IN_MEMORY, user_column=column),
         "rewards": [settings.Reward(function=IN_MEMORY)],
         "optimizer": settings.Optimizer(name="sgd", learning_rate=1.0),
+        "tracking": settings.Tracking(),  # canaries are none of the user's experiments
         "output_dir": str(folder.path),
     }
     audited = recipe.model_copy(update=common | changes)
-    sources = Sources(prompts, reward, None, policy)
+    sources = Sources(rows, reward, None, policy)
     with prepared(
         audited, folder, sources, create=True, callbacks=[after_round], quiet=quiet
     ) as run:

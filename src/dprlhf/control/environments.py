@@ -448,7 +448,10 @@ class Gymnasium:
         return gymnasium.make(self.name, disable_env_checker=True).unwrapped
 
     def reset(self, uniforms: Array) -> list[Any]:
-        """Return a list of environments, observations and whether one failed, one each."""
+        """Return a list of environments, observations and whether the episode is over, one each.
+
+        An environment that raised is None from then on: broken, it could fail another user.
+        """
         state = []
         for u in uniforms[:, 0]:
             env = self._idle.pop() if self._idle else self._new()
@@ -456,7 +459,7 @@ class Gymnasium:
                 seen, _ = env.reset(seed=int(u * 2**31))
                 state.append([env, np.asarray(seen, dtype=np.float64), False])
             except Exception:
-                state.append([env, np.zeros(self.size), True])
+                state.append([None, np.zeros(self.size), True])
         return state
 
     def observe(self, state: list[Any]) -> Array:
@@ -466,12 +469,12 @@ class Gymnasium:
     def step(
         self, state: list[Any], actions: Array, uniforms: Array
     ) -> tuple[list[Any], Array, Flags]:
-        """Step each environment; one that raises has a reward of NaN, and has ended."""
+        """Step each environment; one that raises, here or at its reset, has a reward of NaN."""
         rewards, ended = np.zeros(len(state)), np.zeros(len(state), dtype=bool)
         for number, row in enumerate(state):
-            env, _, done = row
-            if done:
-                ended[number] = True
+            env, _, over = row
+            if over:  # before the first step only if the reset raised; later nobody reads it
+                rewards[number] = math.nan
                 continue
             action: Any = actions[number]
             action = np.clip(action, self._low, self._high) if self.continuous else int(action)
@@ -481,12 +484,16 @@ class Gymnasium:
                 rewards[number], ended[number] = float(reward), terminated
                 row[2] = terminated or truncated
             except Exception:  # whatever it is, it must not tell about the user
-                rewards[number], ended[number], row[2] = math.nan, True, True
+                rewards[number], row[0], row[2] = math.nan, None, True
         return state, rewards, ended
 
+    def over(self, state: list[Any]) -> Flags:
+        """Return which episodes have ended, failed, or been cut by the environment's own limit."""
+        return np.array([row[2] for row in state])
+
     def release(self, state: list[Any]) -> None:
-        """Take environments back for the next trajectories."""
-        self._idle.extend(row[0] for row in state)
+        """Take environments back for the next trajectories, but none that raised."""
+        self._idle.extend(row[0] for row in state if row[0] is not None)
 
 
 ENVIRONMENTS: dict[str, Callable[[], Environment]] = {
@@ -512,8 +519,6 @@ def make_environment(name: str) -> Environment:
     """
     if name not in ENVIRONMENTS:
         near = difflib.get_close_matches(name, ENVIRONMENTS, 1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise DprlhfError(
-            f"environment '{name}' is unknown{hint} There are: {', '.join(ENVIRONMENTS)}"
-        )
+        hint = f"did you mean '{near[0]}'? There" if near else "there"
+        raise DprlhfError(f"environment '{name}' is unknown; {hint} are: {', '.join(ENVIRONMENTS)}")
     return ENVIRONMENTS[name]()

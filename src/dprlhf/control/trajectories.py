@@ -33,7 +33,7 @@ class Trajectories:
         actions: ``[chunk, horizon]`` or ``[chunk, horizon, actions]``.
         rewards: clipped to [−R, R]; 0 where there is no step, ``[chunk, horizon]``.
         steps: of each, ``[chunk]``; 0 for fillers and for users whose environment failed.
-        terminated: whether the episode ended by itself, not by the time limit, ``[chunk]``.
+        terminated: whether the episode ended by itself, not by a time limit, ``[chunk]``.
         choice: ±1 in the place of the direction along which each user moved its parameters, else 0,
             ``[chunk, directions]``.
         out_of_range: rewards outside [−R, R]. Computed from users: for secret telemetry.
@@ -164,6 +164,8 @@ def _chunk(
         steps += alive
         terminated[:rows] |= alive[:rows] & ended
         alive &= ~terminated
+        if isinstance(env, Gymnasium):
+            alive[:rows] &= ~env.over(state)
         if not alive.any():
             break
     if isinstance(env, Gymnasium):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 
 from dprlhf.boundary import BoundedSum, Released
@@ -29,7 +31,9 @@ class Gate:
         self._key = key
         self._charge: Entry | None = None
         self._released = 0
-        self._noises: list[torch.Tensor] = []  # of the rounds so far, with correlated noise
+        # With correlated noise: that of the last rounds, all that a later one reads.
+        self._noises: deque[torch.Tensor] = deque(maxlen=plan.bands - 1)
+        self._last = 0  # the round of the newest
 
     def release(self, round_: int, bounded: BoundedSum) -> Released[torch.Tensor]:
         """Release (Σ g_u + N(0, (zS)² I)) / m.
@@ -75,15 +79,16 @@ class Gate:
         """Return row t of C⁻¹ξ; a resumed run draws the earlier rounds' noise again."""
         root = square_root(self.plan.rounds, self.plan.bands)
         charges = {e.body["round"]: e for e in self.ledger.entries if e.kind == "charge"}
-        for t in range(len(self._noises), round_):
-            if t + 1 not in charges:  # left out, never released: there is nothing to take back
-                self._noises.append(torch.zeros(dimension, dtype=torch.float64))
-                continue
-            own = gaussian_noise(*self._stream(charges[t + 1], 1), count=dimension)
-            back = range(1, min(root.shape[1], t + 1))
-            taken = sum((float(root[t, k]) * self._noises[t - k] for k in back), torch.zeros(()))
-            self._noises.append((own - taken) / float(root[t, 0]))
-        return self._noises[round_ - 1]
+        for t in range(self._last, round_):
+            noise = torch.zeros(dimension, dtype=torch.float64)
+            if t + 1 in charges:  # else left out, never released: there is nothing to take back
+                own = gaussian_noise(*self._stream(charges[t + 1], 1), count=dimension)
+                back = range(1, min(root.shape[1], t + 1))
+                taken = sum((float(root[t, k]) * self._noises[-k] for k in back), torch.zeros(()))
+                noise = (own - taken) / float(root[t, 0])
+            self._noises.append(noise)
+            self._last = t + 1
+        return self._noises[-1]
 
     def _charge_of(self, round_: int) -> Entry:
         plan = self.plan

@@ -223,8 +223,8 @@ def read_ledger(path: Path) -> list[Entry]:
     return entries
 
 
-def charged_rounds(path: Path) -> list[int]:
-    """Return the rounds whose users are spent, in order, from a ledger file.
+def read_opened(path: Path) -> list[Entry]:
+    """Read the ledger file of a run that has begun: the first entry holds its terms.
 
     Raises:
         DprlhfError: as :func:`read_ledger`, or the file lacks the terms that a ledger opens with.
@@ -232,7 +232,16 @@ def charged_rounds(path: Path) -> list[int]:
     entries = read_ledger(path)
     if not entries:
         raise DprlhfError(f"{path}: empty; what this run spent is not known")
-    return sorted(e.body["round"] for e in entries if e.kind == "charge")
+    return entries
+
+
+def charged_rounds(path: Path) -> list[int]:
+    """Return the rounds whose users are spent, in order, from a ledger file.
+
+    Raises:
+        DprlhfError: as :func:`read_opened`.
+    """
+    return sorted(e.body["round"] for e in read_opened(path) if e.kind == "charge")
 
 
 def fsync_folder(folder: Path) -> None:
