@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from dprlhf.errors import DprlhfError
+from dprlhf.show import flat, plan_table, show, show_stage
 
 # Idle threads that spin starve each other when cores are busy: a training step on two busy cores
 # was measured ten times slower. Read by the OpenMP runtime when torch is loaded.
@@ -77,15 +78,12 @@ PlanAsJson = Annotated[bool, typer.Option("--json", help="print the plan as JSON
 @app.command(context_settings={"ignore_unknown_options": True})
 def train(
     recipe: Annotated[Path, typer.Argument(help="a YAML recipe")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="section.key=value, as many as you like; flags named as in TRL work"),
-    ] = None,
+    overrides: Overrides = None,
     output_dir: OutputDir = None,
     dry_run: DryRun = False,
     as_json: PlanAsJson = False,
 ) -> None:
-    """Tune a policy privately by a recipe."""
+    """Tune a policy privately by a recipe. Flags named as in TRL work beside section.key=value."""
     from dprlhf.flags import overrides_of
 
     changes = overrides_of(overrides or ())
@@ -182,8 +180,8 @@ def generate(
     from dprlhf.api import generate as continue_prompts
 
     for answer in continue_prompts(run, prompt, seed):
-        typer.echo(f"{answer['prompt']}\n  base:  {_flat(answer['base'])}")
-        typer.echo(f"  tuned: {_flat(answer['tuned'])}")
+        typer.echo(f"{answer['prompt']}\n  base:  {flat(answer['base'])}")
+        typer.echo(f"  tuned: {flat(answer['tuned'])}")
 
 
 @app.command()
@@ -328,16 +326,7 @@ def plan(
     m = balanced_batch(users, epsilon, dimension)
     typer.echo(f"{users} users, epsilon {epsilon:g}, delta {delta:g}, d = {dimension}")
     typer.echo(f"balanced batch size (He & Zhou, Theorem 2): m = {m:.0f}, T = {users / m:.0f}\n")
-    typer.echo(
-        f"{'partition':<18}{'rounds':>7}{'users a round':>15}{'noise multiplier':>18}"
-        f"{'noise/clip':>12}{'kappa':>8}{'signal/noise':>14}"
-    )
-    for row in table:
-        typer.echo(
-            f"{row['partition']:<18}{row['rounds']:>7}{row['batch']:>15.1f}"
-            f"{row['noise_multiplier']:>18.4f}{row['noise_to_clip_ratio']:>12.3f}"
-            f"{row['kappa']:>8.2f}{row['signal_to_noise']:>14.2f}"
-        )
+    typer.echo(plan_table(table))
 
 
 @app.command()
@@ -345,9 +334,7 @@ def audit(
     recipe: Annotated[
         Path, typer.Argument(help="a YAML recipe, or a run's folder: its card then says the result")
     ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="section.key=value, as many as you like")
-    ] = None,
+    overrides: Overrides = None,
     canaries: Annotated[int, typer.Option(help="canary users; more give a higher bound")] = 1000,
     space: Annotated[
         str, typer.Option(help="gradient (seconds), or prompt: on the recipe's own model")
@@ -569,48 +556,6 @@ def _interruptible() -> Iterator[None]:
     except KeyboardInterrupt as interrupt:
         print(f"\ndprlhf: {interrupt or 'interrupted before the first round'}", file=sys.stderr)
         raise typer.Exit(130) from None
-
-
-def show(result: Any) -> None:
-    """Print the end of a run: the guarantee, the reward before and after, some continuations."""
-    from dprlhf.card import guarantee_sentence
-
-    if int(os.environ.get("RANK", "0")):
-        return
-    card = json.loads(result.folder.privacy.read_text())
-    for sample in result.samples[:5]:
-        typer.echo(f"\n{_flat(sample['prompt'])}")
-        typer.echo(f"  before ({sample['reward_before']:+.2f}): {_flat(sample['before'])}")
-        typer.echo(f"  after  ({sample['reward_after']:+.2f}): {_flat(sample['after'])}")
-    typer.echo(f"\nguarantee: {guarantee_sentence(card)}")
-    if result.before is not None:
-        typer.echo(
-            f"reward on {result.before.prompts} held-out public prompts:"
-            f" before {result.before.mean:+.3f} ± {result.before.standard_error:.3f},"
-            f" after {result.after.mean:+.3f} ± {result.after.standard_error:.3f}"
-            f" (rise {result.difference.mean:+.3f} ± {result.difference.standard_error:.3f})"
-        )
-    typer.echo(f"run folder: {result.folder.path}")
-
-
-def show_stage(result: Any) -> None:
-    """Print the end of a supervised stage: the guarantee, the loss, what the next stage names."""
-    from dprlhf.card import guarantee_sentence
-
-    if int(os.environ.get("RANK", "0")):
-        return
-    typer.echo(f"guarantee: {guarantee_sentence(json.loads(result.folder.privacy.read_text()))}")
-    for name, before in result.before.items():
-        after = result.after[name]
-        typer.echo(
-            f"{name} on {before.prompts} public rows: before {before.mean:.4f} ±"
-            f" {before.standard_error:.4f}, after {after.mean:.4f} ± {after.standard_error:.4f}"
-        )
-    typer.echo(f"run folder: {result.folder.path}; the next stage names {result.folder.model}")
-
-
-def _flat(text: Any) -> str:
-    return " ".join((text if isinstance(text, str) else json.dumps(text)).split())
 
 
 def _finite(value: float) -> float | str:
