@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import json
 import math
 import os
@@ -11,10 +10,12 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
+from dprlhf import choices
 from dprlhf.errors import DprlhfError
 from dprlhf.show import flat, plan_table, show, show_stage
 
@@ -24,7 +25,24 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Libraries' notices of what will change are for developers.
 warnings.simplefilter("ignore", FutureWarning)
 
+
+class OneLineErrors(TyperGroup):
+    """Commands whose wrong values are reported as other known problems are: in one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command.
+
+        Raises:
+            DprlhfError: a value is missing or wrong; the line names the option.
+        """
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            raise DprlhfError(error.format_message()) from None
+
+
 app = typer.Typer(
+    cls=OneLineErrors,
     help="Private RLHF: tune language models on private prompts, with a guarantee.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -41,12 +59,11 @@ Users = Annotated[int, typer.Option("--users", help="N, the number of users (pro
 Rounds = Annotated[int, typer.Option("--rounds", help="T, the number of rounds")]
 Delta = Annotated[float, typer.Option("--delta", help="δ of the guarantee")]
 Partition = Annotated[
-    str,
-    typer.Option("--partition", help="random-allocation, fixed, stream or poisson"),
+    choices.Partition, typer.Option("--partition", help="how users are spread over rounds")
 ]
 Adjacency = Annotated[
-    str | None,
-    typer.Option("--adjacency", help="add-remove, zero-out or replace-one"),
+    choices.Adjacency | None,
+    typer.Option("--adjacency", help="how neighbouring datasets differ; by default the usual one"),
 ]
 Participations = Annotated[
     int, typer.Option("--participations", help="rounds that a user takes part in")
@@ -55,13 +72,6 @@ Releases = Annotated[
     int, typer.Option("--releases-per-round", help="noised sums that a round takes from its users")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
-
-
-class MergedType(enum.StrEnum):
-    """Number formats of merged weights."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
 
 
 Overrides = Annotated[
@@ -211,12 +221,14 @@ def push(
 def merge(
     run: Annotated[Path, typer.Argument(help="the run folder")],
     out: Annotated[Path, typer.Argument(help="the new model folder")],
-    dtype: Annotated[MergedType, typer.Option(help="of the weights")] = MergedType.float32,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="of the weights")
+    ] = "float32",
 ) -> None:
     """Write base model and adapter as one model that loads without PEFT."""
     from dprlhf.hub import merge as write_merged
 
-    typer.echo(write_merged(run, out, dtype=dtype.value))
+    typer.echo(write_merged(run, out, dtype=dtype))
 
 
 @app.command("reward-check")
@@ -337,7 +349,8 @@ def audit(
     overrides: Overrides = None,
     canaries: Annotated[int, typer.Option(help="canary users; more give a higher bound")] = 1000,
     space: Annotated[
-        str, typer.Option(help="gradient (seconds), or prompt: on the recipe's own model")
+        choices.Space,
+        typer.Option(help="gradient takes seconds; prompt attacks the recipe's own model"),
     ] = "gradient",
     output_dir: Annotated[str | None, typer.Option(help="the audit's own folder")] = None,
     as_json: AsJson = False,
@@ -396,8 +409,8 @@ def privacy_epsilon(
         rounds=rounds,
         delta=delta,
         noise_multiplier=noise_multiplier,
-        partition=partition,  # type: ignore[arg-type]
-        adjacency=adjacency,  # type: ignore[arg-type]
+        partition=partition,
+        adjacency=adjacency,
         participations=participations,
         releases_per_round=releases_per_round,
     )
@@ -437,8 +450,8 @@ def privacy_noise(
         rounds=rounds,
         delta=delta,
         epsilon=epsilon,
-        partition=partition,  # type: ignore[arg-type]
-        adjacency=adjacency,  # type: ignore[arg-type]
+        partition=partition,
+        adjacency=adjacency,
         participations=participations,
         releases_per_round=releases_per_round,
     )

@@ -25,7 +25,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from dprlhf.audit.bandit import ANSWERS, BanditPolicy
 from dprlhf.audit.bounds import epsilon_lower_bound
 from dprlhf.audit.likelihood import log_likelihood_ratio, noise_of
 from dprlhf.card import note_audit
+from dprlhf.choices import Space
 from dprlhf.errors import DprlhfError
 from dprlhf.plan import Plan
 from dprlhf.policies.causal_lm import CausalLMPolicy
@@ -45,7 +46,6 @@ from dprlhf.setup import prepared
 from dprlhf.sources import Sources
 from dprlhf.trainer import run_rounds
 
-Space = Literal["gradient", "prompt"]
 Array = NDArray[np.float64]
 Bits = NDArray[np.bool_]
 
