@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from dprlhf import choices
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, one_line
 from dprlhf.show import flat, plan_table, show, show_stage
 
 # Idle threads that spin starve each other when cores are busy: a training step on two busy cores
@@ -38,7 +38,7 @@ class OneLineErrors(TyperGroup):
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
-            raise DprlhfError(error.format_message()) from None
+            raise DprlhfError(one_line(error.format_message(), None)) from None
 
 
 app = typer.Typer(

@@ -9,6 +9,8 @@ from typing import Any
 
 import typer
 
+from dprlhf.errors import one_line
+
 
 def show(result: Any) -> None:
     """Print the end of a run: the guarantee, the reward before and after, some continuations."""
@@ -65,4 +67,4 @@ def plan_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def flat(text: Any) -> str:
     """Return a text, or messages, on one line."""
-    return " ".join((text if isinstance(text, str) else json.dumps(text)).split())
+    return one_line(text if isinstance(text, str) else json.dumps(text), None)

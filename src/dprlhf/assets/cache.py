@@ -13,7 +13,6 @@ The cache is ``$DPRLHF_CACHE``, or ``~/.cache/dprlhf``::
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
 import os
 import shutil
@@ -27,7 +26,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from dprlhf.assets.catalogue import ASSETS, WHEELS, Asset, Wheel
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, nearest
 
 
 @dataclass(frozen=True)
@@ -195,8 +194,8 @@ def _hushed() -> Iterator[None]:
 
 def _known(name: str) -> Asset:
     if name not in ASSETS:
-        near = difflib.get_close_matches(name, ASSETS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(ASSETS)}"
+        near = nearest(name, ASSETS, cutoff=0.4)
+        hint = f"did you mean {near!r}?" if near else f"known: {', '.join(ASSETS)}"
         raise DprlhfError(f"unknown asset {name!r}: {hint}")
     return ASSETS[name]
 
