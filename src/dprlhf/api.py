@@ -130,8 +130,7 @@ def generate(folder: str | Path, prompts: Sequence[str], seed: int = 0) -> list[
 
 
 def _recipe_in(folder: RunFolder) -> Recipe:
-    if not folder.recipe.is_file():
-        raise DprlhfError(f"{folder.path}: not a run folder (there is no recipe.yaml)")
+    folder.require()
     recipe = load_any_recipe(folder.recipe)
     if not isinstance(recipe, Recipe):
         raise DprlhfError(

@@ -114,8 +114,7 @@ def merge(
 
 def _finished(run: str | Path) -> RunFolder:
     folder = RunFolder(Path(run))
-    if not folder.recipe.is_file():
-        raise DprlhfError(f"{run}: not a run folder (there is no recipe.yaml)")
+    folder.require()
     if not (folder.policy / "README.md").is_file():
         raise DprlhfError(f"{run}: no policy yet; finish the run with: dprlhf resume {run}")
     return folder

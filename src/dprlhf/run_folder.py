@@ -99,6 +99,11 @@ class RunFolder:
         """The run's secret key."""
         return self.secret / "key"
 
+    def require(self) -> None:
+        """Raise a :class:`DprlhfError` if this is no run folder."""
+        if not self.recipe.is_file():
+            raise DprlhfError(f"{self.path}: not a run folder (there is no recipe.yaml)")
+
     def refuse_to_overwrite(self) -> None:
         """Raise a :class:`DprlhfError` if the folder exists and is not empty."""
         if self.path.is_dir() and any(self.path.iterdir()):
@@ -129,8 +134,7 @@ class RunFolder:
         Raises:
             DprlhfError: this is no run folder, or its key is lost.
         """
-        if not self.recipe.is_file():
-            raise DprlhfError(f"{self.path}: not a run folder (there is no recipe.yaml)")
+        self.require()
         key = self.key.read_bytes() if self.key.is_file() else b""
         if len(key) != KEY_BYTES:
             raise DprlhfError(

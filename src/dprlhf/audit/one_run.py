@@ -162,8 +162,7 @@ def audit_run(run: str | Path, folder: str | Path, **options: Any) -> Audit:
         DprlhfError: the run is not finished, or not of private updates.
     """
     audited = RunFolder(Path(run))
-    if not audited.recipe.is_file():
-        raise DprlhfError(f"{run}: not a run folder (there is no recipe.yaml)")
+    audited.require()
     recipe = load_any_recipe(audited.recipe)
     if not isinstance(recipe, Recipe):
         raise DprlhfError(f"{run}: a run of stage {recipe.stage}; only private updates are audited")
