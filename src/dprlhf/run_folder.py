@@ -1,4 +1,4 @@
-"""The run folder: what is where, and atomic writes.
+"""The run folder: what is where, atomic writes, and files of JSON lines.
 
 Everything outside ``secret/`` is covered by the stated guarantee and may be published together:
 
@@ -18,7 +18,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,6 +165,29 @@ def write_atomically(path: Path, content: bytes | str, mode: int = 0o644) -> Non
 def write_json(path: Path, value: Any) -> None:
     """Write a value as indented JSON, atomically."""
     write_atomically(path, json.dumps(value, indent=2) + "\n")
+
+
+class JsonLines:
+    """An append-only file of JSON objects, flushed line by line."""
+
+    def __init__(self, path: Path, mode: int = 0o644) -> None:
+        self.path = path
+        path.touch(mode=mode)
+        whole = path.read_bytes().rfind(b"\n") + 1
+        os.truncate(path, whole)  # a torn last line would spoil the next one
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """Append one object."""
+        try:
+            with open(self.path, "a") as file:
+                file.write(json.dumps(values) + "\n")
+        except OSError as error:
+            raise DprlhfError(f"{self.path}: could not be written ({error.strerror})") from None
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return all objects; a torn last line is dropped."""
+        lines = self.path.read_text().split("\n")[:-1]
+        return [json.loads(line) for line in lines]
 
 
 @contextlib.contextmanager

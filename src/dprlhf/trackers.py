@@ -15,8 +15,7 @@ from typing import Any
 
 from dprlhf.errors import DprlhfError, one_line
 from dprlhf.recipe import Tracking
-from dprlhf.run_folder import RunFolder
-from dprlhf.telemetry import JsonLines
+from dprlhf.run_folder import JsonLines, RunFolder
 
 Metrics = Mapping[str, Any]
 
