@@ -15,6 +15,7 @@ Everything outside ``secret/`` is covered by the stated guarantee and may be pub
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import shutil
@@ -142,6 +143,11 @@ class RunFolder:
                 " already spent are unknown and the run cannot be continued"
             )
         return key
+
+
+def time_stamp() -> str:
+    """Return the time now as the default name of a run folder says it, ``20260131-235959``."""
+    return f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
 
 
 def write_atomically(path: Path, content: bytes | str, mode: int = 0o644) -> None:

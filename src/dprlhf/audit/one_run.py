@@ -18,7 +18,6 @@ optimizer's policies are computed from these.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import math
 import secrets
@@ -41,7 +40,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.plan import Plan
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.recipe import IN_MEMORY, Recipe, load_any_recipe
-from dprlhf.run_folder import RunFolder, write_json
+from dprlhf.run_folder import RunFolder, time_stamp, write_json
 from dprlhf.setup import prepared
 from dprlhf.sources import Sources
 from dprlhf.trainer import run_rounds
@@ -175,7 +174,7 @@ def audit_run(run: str | Path, folder: str | Path, **options: Any) -> Audit:
 
 def audit_folder() -> Path:
     """Return a new name for an audit's folder."""
-    return Path(f"runs/audit-{datetime.datetime.now():%Y%m%d-%H%M%S}")
+    return Path(f"runs/audit-{time_stamp()}")
 
 
 # --- the run ------------------------------------------------------------------------------------
