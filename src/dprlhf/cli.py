@@ -399,7 +399,7 @@ def privacy_epsilon(
     as_json: AsJson = False,
 ) -> None:
     """Compute ε, an upper bound, from the noise multiplier."""
-    from dprlhf.plan import make_plan
+    from dprlhf.plan import json_ready, make_plan
     from dprlhf.privacy.gaussian import upwards
 
     if not noise_multiplier > 0:
@@ -417,8 +417,8 @@ def privacy_epsilon(
     guarantee = made.guarantee
     _warn_delta(delta, users)
     answer = {
-        "epsilon": _finite(guarantee.epsilon),
-        "epsilon_lower": _finite(guarantee.epsilon_lower),
+        "epsilon": json_ready(guarantee.epsilon),
+        "epsilon_lower": json_ready(guarantee.epsilon_lower),
         "accountant": guarantee.accountant,
         "assumptions": list(guarantee.assumptions),
     }
@@ -474,14 +474,15 @@ def privacy_total(
     as_json: AsJson = False,
 ) -> None:
     """State what several runs cost together: stages of a pipeline, or runs on the same users."""
+    from dprlhf.plan import json_ready
     from dprlhf.previous import total_of_runs
     from dprlhf.privacy.gaussian import upwards
 
     records, cost = total_of_runs(runs, disjoint=disjoint, delta=delta)
     if as_json:
         answer = {
-            "epsilon": _finite(cost.epsilon),
-            "epsilon_lower": _finite(cost.epsilon_lower),
+            "epsilon": json_ready(cost.epsilon),
+            "epsilon_lower": json_ready(cost.epsilon_lower),
             "delta": cost.delta,
             "accountant": cost.accountant,
             "runs": [record.name for record in records],
@@ -569,10 +570,6 @@ def _interruptible() -> Iterator[None]:
     except KeyboardInterrupt as interrupt:
         print(f"\ndprlhf: {interrupt or 'interrupted before the first round'}", file=sys.stderr)
         raise typer.Exit(130) from None
-
-
-def _finite(value: float) -> float | str:
-    return value if math.isfinite(value) else "infinity"
 
 
 def _warn_delta(delta: float, users: int) -> None:

@@ -37,7 +37,7 @@ from dprlhf.audit.likelihood import log_likelihood_ratio, noise_of
 from dprlhf.card import note_audit
 from dprlhf.choices import Space
 from dprlhf.errors import DprlhfError
-from dprlhf.plan import Plan
+from dprlhf.plan import Plan, json_ready
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.recipe import IN_MEMORY, Recipe, load_any_recipe
 from dprlhf.run_folder import RunFolder, time_stamp, write_json
@@ -87,8 +87,8 @@ class Audit:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it, JSON-ready."""
-        shown = {k: "infinity" if v == math.inf else v for k, v in asdict(self).items()}
-        return shown | {"holds": self.holds}
+        shown: dict[str, Any] = json_ready({**asdict(self), "holds": self.holds})
+        return shown
 
 
 def audit(
