@@ -14,7 +14,7 @@ from pathlib import Path
 from dprlhf import train
 from dprlhf._results import Result, write_results
 from dprlhf.assets import path
-from dprlhf.cli import show
+from dprlhf.show import show
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "imdb_demo.yaml"
 

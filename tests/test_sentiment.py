@@ -16,7 +16,7 @@ from transformers import (
     BertTokenizerFast,
 )
 
-from dprlhf import sentiment
+from dprlhf.assets import sentiment
 
 GOOD, BAD = ("superb", "moving"), ("dull", "awful")
 FILLER = ("the", "film", "is", "a", "story", "of", "two", "men", "and", "their", "car")

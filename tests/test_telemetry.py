@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dprlhf.plan import Plan, make_plan
-from dprlhf.telemetry import JsonLines, ReleasedReward, TelemetryCoordinates
+from dprlhf.telemetry import ReleasedReward, TelemetryCoordinates
 
 R = 3.0
 NO_NOISE = make_plan(users=1000, rounds=10, delta=1e-5, epsilon=math.inf, clip_norm=0.5)
@@ -163,22 +162,3 @@ def test_known_compares_with_three_standard_deviations() -> None:
     assert not ReleasedReward(None, None, 0.0, 0.0).known
     assert ReleasedReward(None, None, 0.2, 0.09).all_failed
     assert not ReleasedReward(None, None, 0.2, 0.11).all_failed  # too noisy to tell
-
-
-# --- lines of JSON -------------------------------------------------------------------------------
-
-
-def test_lines_survive_a_torn_one(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    JsonLines(path).write({"round": 1})
-    with open(path, "a") as file:
-        file.write('{"round": 2, "epsi')  # a crash in the middle of a line
-    assert JsonLines(path).read() == [{"round": 1}]
-    JsonLines(path).write({"round": 2})
-    assert JsonLines(path).read() == [{"round": 1}, {"round": 2}]
-
-
-def test_secret_lines_are_for_the_operator_alone(tmp_path: Path) -> None:
-    path = tmp_path / "telemetry.jsonl"
-    JsonLines(path, mode=0o600).write({"reward": 1.5})
-    assert path.stat().st_mode & 0o777 == 0o600

@@ -16,8 +16,7 @@ import tiny
 from dprlhf import trackers
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import Tracking, make_recipe
-from dprlhf.run_folder import RunFolder
-from dprlhf.telemetry import JsonLines
+from dprlhf.run_folder import JsonLines, RunFolder
 from dprlhf.trackers import check_installed, tracked
 
 ROUNDS: list[dict[str, Any]] = [

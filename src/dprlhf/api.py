@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from dprlhf.processes import Processes
 from dprlhf.public import in_memory_prompts
 from dprlhf.recipe import Recipe, load_any_recipe
 from dprlhf.rollout import sample
-from dprlhf.run_folder import RunFolder, replaced_folder, write_json
+from dprlhf.run_folder import RunFolder, replaced_folder, time_stamp, write_json
 from dprlhf.setup import Callback, load, prepared
 from dprlhf.sources import Reward, Sources, recipe_of
 from dprlhf.timing import seconds_a_response, seconds_a_round
@@ -63,9 +62,9 @@ def train(
     recipe = recipe_of(recipe, overrides, flat, sources)
     if output_dir is not None:
         recipe = recipe.model_copy(update={"output_dir": str(output_dir)})
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     # One name for all processes of a launch, whose clocks may stand on either side of a second.
-    folder = RunFolder(Path(Processes.connect().from_main(recipe.output_dir or f"runs/{stamp}")))
+    name = Processes.connect().from_main(recipe.output_dir or f"runs/{time_stamp()}")
+    folder = RunFolder(Path(name))
     with prepared(recipe, folder, sources, create=True, callbacks=callbacks, quiet=quiet) as run:
         return _run(run)
 
@@ -130,8 +129,7 @@ def generate(folder: str | Path, prompts: Sequence[str], seed: int = 0) -> list[
 
 
 def _recipe_in(folder: RunFolder) -> Recipe:
-    if not folder.recipe.is_file():
-        raise DprlhfError(f"{folder.path}: not a run folder (there is no recipe.yaml)")
+    folder.require()
     recipe = load_any_recipe(folder.recipe)
     if not isinstance(recipe, Recipe):
         raise DprlhfError(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dprlhf.plan import Plan
+from dprlhf.plan import Plan, json_ready
 from dprlhf.previous import Earlier, run_of_model, total
 from dprlhf.privacy.gaussian import upwards
 from dprlhf.privacy.randomness import commitment
@@ -161,8 +160,8 @@ def _total(plan: Plan, earlier: Earlier) -> dict[str, Any]:
     cost = total(plan, earlier)
     apart = set(earlier.disjoint)
     return {
-        "epsilon": cost.epsilon if math.isfinite(cost.epsilon) else "infinity",
-        "epsilon_lower": cost.epsilon_lower if math.isfinite(cost.epsilon_lower) else "infinity",
+        "epsilon": json_ready(cost.epsilon),
+        "epsilon_lower": json_ready(cost.epsilon_lower),
         "delta": cost.delta,
         "accountant": cost.accountant,
         "runs": ", ".join(

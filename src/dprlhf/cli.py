@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import json
 import math
 import os
@@ -11,11 +10,14 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
-from dprlhf.errors import DprlhfError
+from dprlhf import choices
+from dprlhf.errors import DprlhfError, one_line
+from dprlhf.show import flat, plan_table, show, show_stage
 
 # Idle threads that spin starve each other when cores are busy: a training step on two busy cores
 # was measured ten times slower. Read by the OpenMP runtime when torch is loaded.
@@ -23,7 +25,24 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Libraries' notices of what will change are for developers.
 warnings.simplefilter("ignore", FutureWarning)
 
+
+class OneLineErrors(TyperGroup):
+    """Commands whose wrong values are reported as other known problems are: in one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command.
+
+        Raises:
+            DprlhfError: a value is missing or wrong; the line names the option.
+        """
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            raise DprlhfError(one_line(error.format_message(), None)) from None
+
+
 app = typer.Typer(
+    cls=OneLineErrors,
     help="Private RLHF: tune language models on private prompts, with a guarantee.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -40,12 +59,11 @@ Users = Annotated[int, typer.Option("--users", help="N, the number of users (pro
 Rounds = Annotated[int, typer.Option("--rounds", help="T, the number of rounds")]
 Delta = Annotated[float, typer.Option("--delta", help="δ of the guarantee")]
 Partition = Annotated[
-    str,
-    typer.Option("--partition", help="random-allocation, fixed, stream or poisson"),
+    choices.Partition, typer.Option("--partition", help="how users are spread over rounds")
 ]
 Adjacency = Annotated[
-    str | None,
-    typer.Option("--adjacency", help="add-remove, zero-out or replace-one"),
+    choices.Adjacency | None,
+    typer.Option("--adjacency", help="how neighbouring datasets differ; by default the usual one"),
 ]
 Participations = Annotated[
     int, typer.Option("--participations", help="rounds that a user takes part in")
@@ -54,13 +72,6 @@ Releases = Annotated[
     int, typer.Option("--releases-per-round", help="noised sums that a round takes from its users")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
-
-
-class MergedType(enum.StrEnum):
-    """Number formats of merged weights."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
 
 
 Overrides = Annotated[
@@ -77,15 +88,12 @@ PlanAsJson = Annotated[bool, typer.Option("--json", help="print the plan as JSON
 @app.command(context_settings={"ignore_unknown_options": True})
 def train(
     recipe: Annotated[Path, typer.Argument(help="a YAML recipe")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="section.key=value, as many as you like; flags named as in TRL work"),
-    ] = None,
+    overrides: Overrides = None,
     output_dir: OutputDir = None,
     dry_run: DryRun = False,
     as_json: PlanAsJson = False,
 ) -> None:
-    """Tune a policy privately by a recipe."""
+    """Tune a policy privately by a recipe. Flags named as in TRL work beside section.key=value."""
     from dprlhf.flags import overrides_of
 
     changes = overrides_of(overrides or ())
@@ -182,8 +190,8 @@ def generate(
     from dprlhf.api import generate as continue_prompts
 
     for answer in continue_prompts(run, prompt, seed):
-        typer.echo(f"{answer['prompt']}\n  base:  {_flat(answer['base'])}")
-        typer.echo(f"  tuned: {_flat(answer['tuned'])}")
+        typer.echo(f"{answer['prompt']}\n  base:  {flat(answer['base'])}")
+        typer.echo(f"  tuned: {flat(answer['tuned'])}")
 
 
 @app.command()
@@ -213,12 +221,14 @@ def push(
 def merge(
     run: Annotated[Path, typer.Argument(help="the run folder")],
     out: Annotated[Path, typer.Argument(help="the new model folder")],
-    dtype: Annotated[MergedType, typer.Option(help="of the weights")] = MergedType.float32,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="of the weights")
+    ] = "float32",
 ) -> None:
     """Write base model and adapter as one model that loads without PEFT."""
     from dprlhf.hub import merge as write_merged
 
-    typer.echo(write_merged(run, out, dtype=dtype.value))
+    typer.echo(write_merged(run, out, dtype=dtype))
 
 
 @app.command("reward-check")
@@ -328,16 +338,7 @@ def plan(
     m = balanced_batch(users, epsilon, dimension)
     typer.echo(f"{users} users, epsilon {epsilon:g}, delta {delta:g}, d = {dimension}")
     typer.echo(f"balanced batch size (He & Zhou, Theorem 2): m = {m:.0f}, T = {users / m:.0f}\n")
-    typer.echo(
-        f"{'partition':<18}{'rounds':>7}{'users a round':>15}{'noise multiplier':>18}"
-        f"{'noise/clip':>12}{'kappa':>8}{'signal/noise':>14}"
-    )
-    for row in table:
-        typer.echo(
-            f"{row['partition']:<18}{row['rounds']:>7}{row['batch']:>15.1f}"
-            f"{row['noise_multiplier']:>18.4f}{row['noise_to_clip_ratio']:>12.3f}"
-            f"{row['kappa']:>8.2f}{row['signal_to_noise']:>14.2f}"
-        )
+    typer.echo(plan_table(table))
 
 
 @app.command()
@@ -345,12 +346,11 @@ def audit(
     recipe: Annotated[
         Path, typer.Argument(help="a YAML recipe, or a run's folder: its card then says the result")
     ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="section.key=value, as many as you like")
-    ] = None,
+    overrides: Overrides = None,
     canaries: Annotated[int, typer.Option(help="canary users; more give a higher bound")] = 1000,
     space: Annotated[
-        str, typer.Option(help="gradient (seconds), or prompt: on the recipe's own model")
+        choices.Space,
+        typer.Option(help="gradient takes seconds; prompt attacks the recipe's own model"),
     ] = "gradient",
     output_dir: Annotated[str | None, typer.Option(help="the audit's own folder")] = None,
     as_json: AsJson = False,
@@ -399,7 +399,7 @@ def privacy_epsilon(
     as_json: AsJson = False,
 ) -> None:
     """Compute ε, an upper bound, from the noise multiplier."""
-    from dprlhf.plan import make_plan
+    from dprlhf.plan import json_ready, make_plan
     from dprlhf.privacy.gaussian import upwards
 
     if not noise_multiplier > 0:
@@ -409,16 +409,16 @@ def privacy_epsilon(
         rounds=rounds,
         delta=delta,
         noise_multiplier=noise_multiplier,
-        partition=partition,  # type: ignore[arg-type]
-        adjacency=adjacency,  # type: ignore[arg-type]
+        partition=partition,
+        adjacency=adjacency,
         participations=participations,
         releases_per_round=releases_per_round,
     )
     guarantee = made.guarantee
     _warn_delta(delta, users)
     answer = {
-        "epsilon": _finite(guarantee.epsilon),
-        "epsilon_lower": _finite(guarantee.epsilon_lower),
+        "epsilon": json_ready(guarantee.epsilon),
+        "epsilon_lower": json_ready(guarantee.epsilon_lower),
         "accountant": guarantee.accountant,
         "assumptions": list(guarantee.assumptions),
     }
@@ -450,8 +450,8 @@ def privacy_noise(
         rounds=rounds,
         delta=delta,
         epsilon=epsilon,
-        partition=partition,  # type: ignore[arg-type]
-        adjacency=adjacency,  # type: ignore[arg-type]
+        partition=partition,
+        adjacency=adjacency,
         participations=participations,
         releases_per_round=releases_per_round,
     )
@@ -474,14 +474,15 @@ def privacy_total(
     as_json: AsJson = False,
 ) -> None:
     """State what several runs cost together: stages of a pipeline, or runs on the same users."""
+    from dprlhf.plan import json_ready
     from dprlhf.previous import total_of_runs
     from dprlhf.privacy.gaussian import upwards
 
     records, cost = total_of_runs(runs, disjoint=disjoint, delta=delta)
     if as_json:
         answer = {
-            "epsilon": _finite(cost.epsilon),
-            "epsilon_lower": _finite(cost.epsilon_lower),
+            "epsilon": json_ready(cost.epsilon),
+            "epsilon_lower": json_ready(cost.epsilon_lower),
             "delta": cost.delta,
             "accountant": cost.accountant,
             "runs": [record.name for record in records],
@@ -569,52 +570,6 @@ def _interruptible() -> Iterator[None]:
     except KeyboardInterrupt as interrupt:
         print(f"\ndprlhf: {interrupt or 'interrupted before the first round'}", file=sys.stderr)
         raise typer.Exit(130) from None
-
-
-def show(result: Any) -> None:
-    """Print the end of a run: the guarantee, the reward before and after, some continuations."""
-    from dprlhf.card import guarantee_sentence
-
-    if int(os.environ.get("RANK", "0")):
-        return
-    card = json.loads(result.folder.privacy.read_text())
-    for sample in result.samples[:5]:
-        typer.echo(f"\n{_flat(sample['prompt'])}")
-        typer.echo(f"  before ({sample['reward_before']:+.2f}): {_flat(sample['before'])}")
-        typer.echo(f"  after  ({sample['reward_after']:+.2f}): {_flat(sample['after'])}")
-    typer.echo(f"\nguarantee: {guarantee_sentence(card)}")
-    if result.before is not None:
-        typer.echo(
-            f"reward on {result.before.prompts} held-out public prompts:"
-            f" before {result.before.mean:+.3f} ± {result.before.standard_error:.3f},"
-            f" after {result.after.mean:+.3f} ± {result.after.standard_error:.3f}"
-            f" (rise {result.difference.mean:+.3f} ± {result.difference.standard_error:.3f})"
-        )
-    typer.echo(f"run folder: {result.folder.path}")
-
-
-def show_stage(result: Any) -> None:
-    """Print the end of a supervised stage: the guarantee, the loss, what the next stage names."""
-    from dprlhf.card import guarantee_sentence
-
-    if int(os.environ.get("RANK", "0")):
-        return
-    typer.echo(f"guarantee: {guarantee_sentence(json.loads(result.folder.privacy.read_text()))}")
-    for name, before in result.before.items():
-        after = result.after[name]
-        typer.echo(
-            f"{name} on {before.prompts} public rows: before {before.mean:.4f} ±"
-            f" {before.standard_error:.4f}, after {after.mean:.4f} ± {after.standard_error:.4f}"
-        )
-    typer.echo(f"run folder: {result.folder.path}; the next stage names {result.folder.model}")
-
-
-def _flat(text: Any) -> str:
-    return " ".join((text if isinstance(text, str) else json.dumps(text)).split())
-
-
-def _finite(value: float) -> float | str:
-    return value if math.isfinite(value) else "infinity"
 
 
 def _warn_delta(delta: float, users: int) -> None:

@@ -1,4 +1,7 @@
-"""The one exception type that users see."""
+"""The one exception type that users see, and how its line is worded."""
+
+import difflib
+from collections.abc import Iterable
 
 
 class DprlhfError(Exception):
@@ -11,3 +14,13 @@ class DprlhfError(Exception):
 
 class InterruptedRunError(KeyboardInterrupt):
     """Ctrl-C at a safe point of a run; the message says how to continue."""
+
+
+def one_line(text: object, limit: int | None = 300) -> str:
+    """Return an error's message, or a text, on one line, cut to ``limit`` characters."""
+    return " ".join(str(text).split())[:limit]
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the known name most like ``name``; None if none reaches ``cutoff``, in [0, 1]."""
+    return next(iter(difflib.get_close_matches(name, list(known), 1, cutoff)), None)

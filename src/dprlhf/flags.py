@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Sequence
 
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, nearest
 
 KEYS = {
     "model_name_or_path": "policy.model_name_or_path",
@@ -50,8 +49,8 @@ def _override(flag: str, left: Iterator[str]) -> str:
     name, equals, value = flag[2:].partition("=")
     name = name.replace("-", "_")
     if name not in KEYS:
-        near = difflib.get_close_matches(name, KEYS, 1)
-        hint = f"; did you mean '--{near[0]}'?" if near else "; write section.key=value"
+        near = nearest(name, KEYS)
+        hint = f"; did you mean '--{near}'?" if near else "; write section.key=value"
         raise DprlhfError(f"unknown flag '{flag.partition('=')[0]}'{hint}")
     if not equals:
         value = next(left, "")

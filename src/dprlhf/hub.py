@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, one_line
 from dprlhf.policies.adapters import quiet_peft
 from dprlhf.recipe import Recipe, RewardRecipe, load_any_recipe
 from dprlhf.run_folder import RunFolder, replaced_folder
@@ -40,7 +40,7 @@ def push(run: str | Path, repo: str, *, private: bool = False) -> str:
     except Exception as error:  # no network, no token, no such owner, a card that is refused
         raise DprlhfError(
             f"{repo}: the hub did not take the policy ({type(error).__name__}:"
-            f" {' '.join(str(error).split())[:300]}); it is safe in {folder.policy}, try again"
+            f" {one_line(error)}); it is safe in {folder.policy}, try again"
             f" with: dprlhf push {run} {repo}"
         ) from None
     return f"https://huggingface.co/{repo}"
@@ -94,7 +94,7 @@ def merge(
     except (OSError, ValueError, RuntimeError, AttributeError) as error:
         raise DprlhfError(
             f"{run}: the adapter ({spec.adapter.type}) cannot be merged"
-            f" ({' '.join(str(error).split())[:300]}); load it with PeftModel.from_pretrained"
+            f" ({one_line(error)}); load it with PeftModel.from_pretrained"
         ) from None
     # A merge that leaves a part of the adapter out is off by a good part of what it changed.
     off = (_logits(merged, probe) - wanted).abs().max()
@@ -114,8 +114,7 @@ def merge(
 
 def _finished(run: str | Path) -> RunFolder:
     folder = RunFolder(Path(run))
-    if not folder.recipe.is_file():
-        raise DprlhfError(f"{run}: not a run folder (there is no recipe.yaml)")
+    folder.require()
     if not (folder.policy / "README.md").is_file():
         raise DprlhfError(f"{run}: no policy yet; finish the run with: dprlhf resume {run}")
     return folder

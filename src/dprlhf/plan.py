@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -84,8 +84,15 @@ class Plan:
         guarantee = values.pop("guarantee")
         for name in ("epsilon", "epsilon_lower", "delta", "accountant"):
             values[name] = guarantee[name]
-        # JSON has no infinity.
-        return {k: "infinity" if v == math.inf else v for k, v in values.items()}
+        terms: dict[str, Any] = json_ready(values)
+        return terms
+
+
+def json_ready(value: Any) -> Any:
+    """Return a value, or all that a mapping holds, for JSON: it has no infinity, text says so."""
+    if isinstance(value, Mapping):
+        return {name: json_ready(inner) for name, inner in value.items()}
+    return "infinity" if value == math.inf else value
 
 
 NO_PRIVACY = "none: no noise is added; this run is a non-private baseline"

@@ -121,7 +121,7 @@ def read_run(path: Path) -> PublishedRun:
     folder = RunFolder(path)
     files = [folder.recipe, folder.privacy, folder.ledger, folder.metrics, folder.samples]
     if not any(file.is_file() for file in files):
-        raise DprlhfError(f"{path}: not a run folder (there is no recipe.yaml)")
+        folder.require()  # says so: the recipe is missing too
     run = PublishedRun(path.resolve().name)
     run.recipe, run.stage = _attempt(run, folder.recipe, _recipe_text, ("", ""))
     run.card = _attempt(run, folder.privacy, _json_of(dict), {})

@@ -20,8 +20,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.gate import Gate
 from dprlhf.processes import Processes
 from dprlhf.progress import Progress
-from dprlhf.run_folder import RunFolder
-from dprlhf.telemetry import JsonLines
+from dprlhf.run_folder import JsonLines, RunFolder
 
 
 class Stage(Protocol):

@@ -1,4 +1,4 @@
-"""The run folder: what is where, and atomic writes.
+"""The run folder: what is where, atomic writes, and files of JSON lines.
 
 Everything outside ``secret/`` is covered by the stated guarantee and may be published together:
 
@@ -15,10 +15,11 @@ Everything outside ``secret/`` is covered by the stated guarantee and may be pub
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,11 @@ class RunFolder:
         """The run's secret key."""
         return self.secret / "key"
 
+    def require(self) -> None:
+        """Raise a :class:`DprlhfError` if this is no run folder."""
+        if not self.recipe.is_file():
+            raise DprlhfError(f"{self.path}: not a run folder (there is no recipe.yaml)")
+
     def refuse_to_overwrite(self) -> None:
         """Raise a :class:`DprlhfError` if the folder exists and is not empty."""
         if self.path.is_dir() and any(self.path.iterdir()):
@@ -129,8 +135,7 @@ class RunFolder:
         Raises:
             DprlhfError: this is no run folder, or its key is lost.
         """
-        if not self.recipe.is_file():
-            raise DprlhfError(f"{self.path}: not a run folder (there is no recipe.yaml)")
+        self.require()
         key = self.key.read_bytes() if self.key.is_file() else b""
         if len(key) != KEY_BYTES:
             raise DprlhfError(
@@ -138,6 +143,11 @@ class RunFolder:
                 " already spent are unknown and the run cannot be continued"
             )
         return key
+
+
+def time_stamp() -> str:
+    """Return the time now as the default name of a run folder says it, ``20260131-235959``."""
+    return f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
 
 
 def write_atomically(path: Path, content: bytes | str, mode: int = 0o644) -> None:
@@ -161,6 +171,29 @@ def write_atomically(path: Path, content: bytes | str, mode: int = 0o644) -> Non
 def write_json(path: Path, value: Any) -> None:
     """Write a value as indented JSON, atomically."""
     write_atomically(path, json.dumps(value, indent=2) + "\n")
+
+
+class JsonLines:
+    """An append-only file of JSON objects, flushed line by line."""
+
+    def __init__(self, path: Path, mode: int = 0o644) -> None:
+        self.path = path
+        path.touch(mode=mode)
+        whole = path.read_bytes().rfind(b"\n") + 1
+        os.truncate(path, whole)  # a torn last line would spoil the next one
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """Append one object."""
+        try:
+            with open(self.path, "a") as file:
+                file.write(json.dumps(values) + "\n")
+        except OSError as error:
+            raise DprlhfError(f"{self.path}: could not be written ({error.strerror})") from None
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return all objects; a torn last line is dropped."""
+        lines = self.path.read_text().split("\n")[:-1]
+        return [json.loads(line) for line in lines]
 
 
 @contextlib.contextmanager

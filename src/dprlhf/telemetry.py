@@ -6,19 +6,13 @@ by the same noise: the user's mean reward, and the constant 1 for "all my reward
 
 from __future__ import annotations
 
-import json
 import math
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dprlhf.errors import DprlhfError
 from dprlhf.plan import Plan
 
 
@@ -101,26 +95,3 @@ class ReleasedReward:
     def known(self) -> bool:
         """Whether the noised number of users with valid rewards stands clear of its noise."""
         return self.valid_share > max(3 * self.valid_std, 1e-9)
-
-
-class JsonLines:
-    """An append-only file of JSON objects, flushed line by line."""
-
-    def __init__(self, path: Path, mode: int = 0o644) -> None:
-        self.path = path
-        path.touch(mode=mode)
-        whole = path.read_bytes().rfind(b"\n") + 1
-        os.truncate(path, whole)  # a torn last line would spoil the next one
-
-    def write(self, values: Mapping[str, Any]) -> None:
-        """Append one object."""
-        try:
-            with open(self.path, "a") as file:
-                file.write(json.dumps(values) + "\n")
-        except OSError as error:
-            raise DprlhfError(f"{self.path}: could not be written ({error.strerror})") from None
-
-    def read(self) -> list[dict[str, Any]]:
-        """Return all objects; a torn last line is dropped."""
-        lines = self.path.read_text().split("\n")[:-1]
-        return [json.loads(line) for line in lines]

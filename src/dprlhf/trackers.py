@@ -13,10 +13,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, one_line
 from dprlhf.recipe import Tracking
-from dprlhf.run_folder import RunFolder
-from dprlhf.telemetry import JsonLines
+from dprlhf.run_folder import JsonLines, RunFolder
 
 Metrics = Mapping[str, Any]
 
@@ -98,7 +97,7 @@ class _Tracker:
             action()
         except (Exception, SystemExit) as error:
             self._tracker = None
-            reason = " ".join(str(error).split())[:200]
+            reason = one_line(error, 200)
             print(
                 f"dprlhf: warning: tracker {self._name} failed ({type(error).__name__}: {reason});"
                 " the run goes on without it, and metrics.jsonl has every round",

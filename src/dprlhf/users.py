@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from dprlhf import recipe
 from dprlhf.boundary import Private
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, one_line
 
 _ROWS_AT_ONCE = 10_000
 _SHOWN = 5
@@ -194,7 +194,7 @@ def load_rows(spec: recipe.Data) -> Any:
         raise
     except OSError as error:  # no such dataset, no connection: names places, not rows
         raise DprlhfError(
-            f"data {spec.path!r}: could not be loaded ({' '.join(str(error).split())[:200]})"
+            f"data {spec.path!r}: could not be loaded ({one_line(error, 200)})"
         ) from None
     except Exception as error:  # a parser's message may quote a row
         broken = _broken_lines(Path(path)) if Path(path).is_file() else []

@@ -18,14 +18,13 @@ optimizer's policies are computed from these.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import math
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -36,16 +35,16 @@ from dprlhf.audit.bandit import ANSWERS, BanditPolicy
 from dprlhf.audit.bounds import epsilon_lower_bound
 from dprlhf.audit.likelihood import log_likelihood_ratio, noise_of
 from dprlhf.card import note_audit
+from dprlhf.choices import Space
 from dprlhf.errors import DprlhfError
-from dprlhf.plan import Plan
+from dprlhf.plan import Plan, json_ready
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.recipe import IN_MEMORY, Recipe, load_any_recipe
-from dprlhf.run_folder import RunFolder, write_json
+from dprlhf.run_folder import RunFolder, time_stamp, write_json
 from dprlhf.setup import prepared
 from dprlhf.sources import Sources
 from dprlhf.trainer import run_rounds
 
-Space = Literal["gradient", "prompt"]
 Array = NDArray[np.float64]
 Bits = NDArray[np.bool_]
 
@@ -89,8 +88,8 @@ class Audit:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it, JSON-ready."""
-        shown = {k: "infinity" if v == math.inf else v for k, v in asdict(self).items()}
-        return shown | {"holds": self.holds}
+        shown: dict[str, Any] = json_ready({**asdict(self), "holds": self.holds})
+        return shown
 
 
 def audit(
@@ -163,8 +162,7 @@ def audit_run(run: str | Path, folder: str | Path, **options: Any) -> Audit:
         DprlhfError: the run is not finished, or not of private updates.
     """
     audited = RunFolder(Path(run))
-    if not audited.recipe.is_file():
-        raise DprlhfError(f"{run}: not a run folder (there is no recipe.yaml)")
+    audited.require()
     recipe = load_any_recipe(audited.recipe)
     if not isinstance(recipe, Recipe):
         raise DprlhfError(f"{run}: a run of stage {recipe.stage}; only private updates are audited")
@@ -177,7 +175,7 @@ def audit_run(run: str | Path, folder: str | Path, **options: Any) -> Audit:
 
 def audit_folder() -> Path:
     """Return a new name for an audit's folder."""
-    return Path(f"runs/audit-{datetime.datetime.now():%Y%m%d-%H%M%S}")
+    return Path(f"runs/audit-{time_stamp()}")
 
 
 # --- the run ------------------------------------------------------------------------------------

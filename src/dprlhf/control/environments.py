@@ -8,7 +8,6 @@ and its own random numbers alone. CartPole and Acrobot follow Gymnasium's equati
 from __future__ import annotations
 
 import contextlib
-import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, nearest, one_line
 
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -418,7 +417,7 @@ class Gymnasium:
         except (ImportError, gymnasium.error.DependencyNotInstalled):
             raise DprlhfError(f"{self.name} needs mujoco: {INSTALL}") from None
         except gymnasium.error.Error as problem:
-            raise DprlhfError(f"{self.name}: {' '.join(str(problem).split())}") from None
+            raise DprlhfError(f"{self.name}: {one_line(problem, None)}") from None
         seen, acted = first.observation_space, first.action_space
         self._idle.append(first)
         if not isinstance(seen, spaces.Box) or len(seen.shape) != 1:
@@ -518,7 +517,7 @@ def make_environment(name: str) -> Environment:
         DprlhfError: the name is unknown, or a package is missing.
     """
     if name not in ENVIRONMENTS:
-        near = difflib.get_close_matches(name, ENVIRONMENTS, 1)
-        hint = f"did you mean '{near[0]}'? There" if near else "there"
+        near = nearest(name, ENVIRONMENTS)
+        hint = f"did you mean '{near}'? There" if near else "there"
         raise DprlhfError(f"environment '{name}' is unknown; {hint} are: {', '.join(ENVIRONMENTS)}")
     return ENVIRONMENTS[name]()

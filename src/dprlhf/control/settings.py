@@ -12,7 +12,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from dprlhf.control.environments import Environment
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, one_line
 from dprlhf.policies.trajectory import (
     Array,
     GaussianMLP,
@@ -257,7 +257,7 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Contro
     except OSError as error:
         raise DprlhfError(f"{path}: {error.strerror}") from None
     except yaml.YAMLError as error:
-        raise DprlhfError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise DprlhfError(f"{path}: not valid YAML: {one_line(error, None)}") from None
     return make(settings, overrides, str(path))
 
 

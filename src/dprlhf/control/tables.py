@@ -21,6 +21,7 @@ import numpy as np
 import yaml
 
 from dprlhf.errors import DprlhfError
+from dprlhf.plan import json_ready
 from dprlhf.privacy.gaussian import gaussian_epsilon
 from dprlhf.run_folder import write_atomically
 
@@ -68,7 +69,7 @@ class Row:
         if "recipe" in self.settings:
             path = recipes / self.settings["recipe"]
             base = yaml.safe_load(path.read_text()) if path.exists() else None
-        text = json.dumps([self.kind, base, _plain(self.settings), seed], sort_keys=True)
+        text = json.dumps([self.kind, base, json_ready(self.settings), seed], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -477,7 +478,7 @@ def _run_bandit(row: Row, seed: int, recipes: Path, cache: Path, seeds: int) -> 
 
     given = row.settings
     value = run(given["update"], given["d"], given["users"], given["epsilon"], seed)
-    return {"value": value, "epsilon": _plain(given["epsilon"])}
+    return {"value": value, "epsilon": json_ready(given["epsilon"])}
 
 
 _RUN: dict[str, Any] = {
@@ -492,15 +493,6 @@ def _remove(folder: Path) -> None:
     import shutil
 
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _plain(value: Any) -> Any:
-    """Return JSON-ready values: no infinity."""
-    if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, float) and math.isinf(value):
-        return "infinity"
-    return value
 
 
 def finished(found: list[Found]) -> Iterator[Found]:

@@ -17,7 +17,7 @@ from dprlhf.boundary import Private, open_private
 from dprlhf.control.environments import Environment, Gymnasium
 from dprlhf.partition import Allocation
 from dprlhf.policies.trajectory import Array, TrajectoryPolicy
-from dprlhf.telemetry import JsonLines
+from dprlhf.run_folder import JsonLines
 
 CHUNK = 64
 """Trajectories simulated together."""

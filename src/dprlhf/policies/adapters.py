@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from dprlhf import recipe
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, one_line
 
 
 def add_adapter(
@@ -55,7 +55,7 @@ def add_adapter(
             config.task_type = task_type
             adapted = peft.get_peft_model(model, config)
         except (ValueError, TypeError) as error:
-            raise DprlhfError(f"policy.adapter: {' '.join(str(error).split())[:300]}") from None
+            raise DprlhfError(f"policy.adapter: {one_line(error)}") from None
     frozen = {"lora-b": (".lora_A.",), "biases": (".lora_A.", ".weight")}.get(adapter.type, ())
     for name, parameter in adapted.named_parameters():
         if any(part in name for part in frozen):

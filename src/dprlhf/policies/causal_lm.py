@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from dprlhf import recipe
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, one_line
 from dprlhf.policies.adapters import add_adapter, quiet_peft, stored_state
 
 
@@ -248,8 +248,7 @@ def load_policy(spec: recipe.Policy, *, temperature: float = 1.0, seed: int = 0)
         )
     except (OSError, ValueError) as error:
         raise DprlhfError(
-            f"policy.model_name_or_path {spec.model_name_or_path!r}: "
-            f"{' '.join(str(error).split())[:300]}"
+            f"policy.model_name_or_path {spec.model_name_or_path!r}: {one_line(error)}"
         ) from None
     return make_policy(model, tokenizer, spec.adapter, temperature=temperature, seed=seed)
 

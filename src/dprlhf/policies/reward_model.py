@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from dprlhf import recipe
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, one_line
 from dprlhf.policies.adapters import add_adapter
 from dprlhf.policies.causal_lm import CausalLMPolicy
 
@@ -81,8 +81,7 @@ def load_reward_model(
             )
     except (OSError, ValueError) as error:
         raise DprlhfError(
-            f"model.model_name_or_path {spec.model_name_or_path!r}:"
-            f" {' '.join(str(error).split())[:300]}"
+            f"model.model_name_or_path {spec.model_name_or_path!r}: {one_line(error)}"
         ) from None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token

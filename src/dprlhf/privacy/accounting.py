@@ -19,10 +19,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from scipy.optimize import minimize_scalar
 
+from dprlhf.choices import Adjacency, Partition
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy import random_allocation
 from dprlhf.privacy.gaussian import (
@@ -45,14 +46,6 @@ __all__ = [
     "gaussian_noise_multiplier",
     "noise_multiplier",
 ]
-
-Partition = Literal["random-allocation", "fixed", "stream", "poisson"]
-"""How users are spread over rounds: each draws its own secret round; disjoint batches of a fixed
-size; disjoint batches in order of arrival; or each joins each round with probability q."""
-
-Adjacency = Literal["add-remove", "zero-out", "replace-one"]
-"""How two neighbouring datasets differ: a user added or removed, a user's slot emptied, or a
-user's data replaced by another's."""
 
 
 @dataclass(frozen=True)

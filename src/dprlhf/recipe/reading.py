@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, nearest, one_line
 from dprlhf.recipe.run import Recipe
 from dprlhf.recipe.stages import RewardRecipe, SFTRecipe
 from dprlhf.recipe.updates import CLIP_NORM_KINDS
@@ -50,7 +49,7 @@ def load_any_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecip
     except OSError as error:
         raise DprlhfError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise DprlhfError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise DprlhfError(f"{path}: not valid YAML: {one_line(error, None)}") from None
     if not isinstance(settings, dict):
         raise DprlhfError(f"{path}: a recipe is a mapping of keys to values")
     for override in overrides:
@@ -134,8 +133,8 @@ def _explain(error: ValidationError, kind: type[BaseModel] = Recipe) -> str:
         location = [part for part in location if part not in CLIP_NORM_KINDS]
     key = ".".join(location) or "recipe"
     if first["type"] == "extra_forbidden":
-        nearest = _nearest_key(location, kind)
-        return f"unknown key '{key}'" + (f"; did you mean '{nearest}'?" if nearest else "")
+        near = _nearest_key(location, kind)
+        return f"unknown key '{key}'" + (f"; did you mean '{near}'?" if near else "")
     if first["type"] == "missing":
         return f"'{key}' is missing"
     message = first["msg"].removeprefix("Value error, ")
@@ -147,8 +146,8 @@ def _explain(error: ValidationError, kind: type[BaseModel] = Recipe) -> str:
 
 def _refused(key: str, message: str, given: Any, choices: Any) -> str:
     listed = [word.strip("' ") for word in str(choices).replace(" or ", ",").split(",")]
-    near = difflib.get_close_matches(str(given), listed, 1)
-    return f"{key}: {message}, not {given!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    near = nearest(str(given), listed)
+    return f"{key}: {message}, not {given!r}" + (f"; did you mean {near!r}?" if near else "")
 
 
 def _nearest_key(location: list[str], kind: type[BaseModel]) -> str | None:
@@ -160,10 +159,10 @@ def _nearest_key(location: list[str], kind: type[BaseModel]) -> str | None:
     anywhere = {key[-1]: ".".join(key) for key in reversed(known)}
     if last in anywhere:
         return anywhere[last]
-    if near := difflib.get_close_matches(last, siblings, 1):
-        return ".".join([*section, near[0]])
-    near = difflib.get_close_matches(last, anywhere, 1)
-    return anywhere[near[0]] if near else None
+    if near := nearest(last, siblings):
+        return ".".join([*section, near])
+    near = nearest(last, anywhere)
+    return anywhere[near] if near else None
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

