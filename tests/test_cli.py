@@ -47,6 +47,23 @@ class TestPrivacy:
         replaced = answer(*common, "--adjacency", "replace-one")
         assert replaced["epsilon"] == pytest.approx(9.997, abs=1e-3)
 
+    def test_rounds_of_the_exponential_mechanism(self) -> None:
+        """A pure round's ε in place of z: a run of them is pure at δ = 0, and cheaper above."""
+        common = ("privacy", "epsilon", "--users", "1000", "--rounds", "100", "--json")
+        pure = (*common, "--round-epsilon", "1")
+        assert answer(*pure, "--delta", "0")["epsilon"] == 1
+        assert answer(*pure, "--delta", "1e-5")["epsilon"] == pytest.approx(0.408, abs=1e-3)
+        replaced = answer(*pure, "--delta", "0", "--adjacency", "replace-one")
+        assert replaced["epsilon"] == 2
+        for wrong in (
+            (), ("--round-epsilon", "1", "--noise-multiplier", "1"),
+            ("--round-epsilon", "1", "--participations", "2"), ("--round-epsilon", "0"),
+        ):  # fmt: skip
+            done = dprlhf(*common, "--delta", "1e-5", *wrong)
+            assert done.returncode == 2
+            assert "epsilon" in done.stderr
+            assert "Traceback" not in done.stderr
+
     def test_noise_keeps_within_epsilon(self) -> None:
         got = answer(
             "privacy", "noise", "--users", "23000", "--rounds", "16", "--epsilon", "4", "--delta",

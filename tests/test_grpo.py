@@ -9,22 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import dprlhf
 from dprlhf import recipe
 from dprlhf.boundary import Private, open_private
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.privacy.ledger import read_ledger
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
 from dprlhf.updates import UPDATES
 from dprlhf.updates.grpo import grpo, slope
 from dprlhf.updates.pg import weigh
-from rounds import flat_gradient, flat_parameters, round_of, some_users, token_logprobs
-from runs import save_sharp, train
+from rounds import flat_gradient, round_of, some_users, token_logprobs
 from test_gradients import Shape, batch_of, policy_of, relative_error
 
 Array = NDArray[np.float64]
@@ -142,83 +138,6 @@ def test_equal_rewards_and_invalid_ones_give_nothing() -> None:
     )
     grpo(fewer, spec_of())
     assert relative_error(gate.sums[0].total, others.sums[0].total) < 1e-9
-
-
-def test_no_users() -> None:
-    policy = policy_of("gpt2", "lora")
-    responses, scores = round_data(Shape([[1]], k=2, length=2), 0)
-    responses, scores = some_users(responses, scores, [])
-    round_, gate = round_of(policy, responses, scores, clip_norm=1.0, learning_rate=1.0)
-    before = flat_parameters(policy)
-    grpo(round_, spec_of())
-    assert torch.equal(gate.sums[0].total, torch.zeros(policy.dimension, dtype=torch.float64))
-    assert torch.equal(flat_parameters(policy), before)
-
-
-shapes = st.builds(
-    Shape,
-    prompts=st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=2), min_size=2, max_size=3),
-    k=st.sampled_from([2, 4]),
-    length=st.integers(1, 4),
-)
-
-
-@settings(max_examples=10, deadline=None, derandomize=True)
-@given(shape=shapes, seed=st.integers(0, 99), arms=st.booleans(), clip_norm=st.floats(0.01, 2))
-def test_a_user_moves_the_sum_by_its_own_clipped_contribution(
-    shape: Shape, seed: int, arms: bool, clip_norm: float
-) -> None:
-    """Nothing of a user reaches the others: no length, count or deviation of the batch."""
-    policy = policy_of("gpt2", "lora-b")
-    responses, scores = round_data(shape, seed, arms)
-    everyone = list(range(responses.users))
-
-    def total(users: list[int]) -> torch.Tensor:
-        round_, gate = round_of(policy, *some_users(responses, scores, users), clip_norm=clip_norm)
-        grpo(round_, spec_of(batch_size=6))
-        return gate.sums[0].total
-
-    difference = total(everyone) - total(everyone[1:])
-    assert float(difference.norm()) <= clip_norm
-    torch.testing.assert_close(difference, total([0]), rtol=0, atol=1e-12)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_sharp(tmp_path_factory.mktemp("model"))
-
-
-def test_a_run_without_noise_learns(model: str, tmp_path: Path) -> None:
-    result = train(
-        model,
-        tmp_path / "run",
-        update__name="grpo",
-        epsilon=math.inf,
-        rounds=20,
-        learning_rate=0.1,
-        rollout__responses=4,
-        evaluation_prompts=[f"public {i}" for i in range(60)],
-    )
-    assert result.difference is not None
-    assert result.difference.mean > 4 * result.difference.standard_error
-
-
-@pytest.mark.parametrize("base_policy", ["on-policy", "reference"])
-def test_a_private_run(model: str, tmp_path: Path, base_policy: str) -> None:
-    result = train(
-        model,
-        tmp_path / "run",
-        update__name="grpo",
-        epsilon=8.0,
-        rounds=3,
-        rollout__responses=4,
-        rollout__base_policy=base_policy,
-        update__scale_rewards=False,
-        update__clip_norm=0.2,
-    )
-    assert result.plan.releases_per_round == 1
-    kinds = [e.kind for e in read_ledger(tmp_path / "run/ledger.jsonl")]
-    assert kinds[1:] == ["charge", "commit"] * 3
 
 
 def test_the_recipe_is_valid() -> None:

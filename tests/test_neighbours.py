@@ -39,8 +39,9 @@ SPECS: dict[str, Any] = {
     "rebel, gauss-newton": recipe.REBEL(name="rebel", solver="gauss-newton"),
     "npg": recipe.NPG(name="npg"),
     "npg, statistics": recipe.NPG(
-        name="npg", oracle=recipe.Oracle(name="sufficient-statistics", sketch=4)
+        name="npg", oracle=recipe.Oracle(name="sufficient-statistics", sketch=16)
     ),
+    "npg, sketch": recipe.NPG(name="npg", oracle=recipe.Oracle(steps=2, sketch=30)),
 }
 
 
@@ -60,10 +61,16 @@ class FixedGate:
         return Released(0.01 * torch.randn(size, generator=generator, dtype=torch.float64), 1)
 
 
-def data(seed: int, sizes: list[int]) -> tuple[Responses, Scores]:
-    shape = Shape(prompts=[[n] for n in sizes], k=K, length=4)
-    responses = batch_of(shape, seed)
-    responses.from_base[:] = np.tile(np.arange(K) < K // 2, len(sizes))
+def single(lengths: list[int]) -> Shape:
+    """Users with one prompt each."""
+    return Shape(prompts=[[n] for n in lengths], k=K, length=4)
+
+
+def data(seed: int, shape: Shape, shuffled: bool = False) -> tuple[Responses, Scores]:
+    """Return a round where half of each prompt's responses are the base policy's."""
+    responses = batch_of(shape, seed, shuffled)
+    half = np.arange(shape.k) < shape.k // 2
+    responses.from_base[:] = np.tile(half, len(responses.prompts))
     values = np.random.default_rng(seed).uniform(-3, 3, len(responses.user))
     return responses, Scores(values, np.ones(len(values), dtype=bool), {})
 
@@ -75,6 +82,7 @@ def run(
     responses: Responses,
     scores: Scores,
     clip_norm: float,
+    batch_size: int = 8,
 ) -> list[torch.Tensor]:
     """Run one round, and return the sums that it handed to the gate."""
     gate = FixedGate(clip_norm)
@@ -91,8 +99,9 @@ def run(
         gate=gate,
         number=1,
     )
-    subtract_kl(round_, recipe.KL(beta=0.2), 8)
-    UPDATES[spec.name](round_, spec.model_copy(update={"clip_norm": clip_norm, "batch_size": 8}))
+    subtract_kl(round_, recipe.KL(beta=0.2), batch_size)
+    changes = {"clip_norm": clip_norm, "batch_size": batch_size}
+    UPDATES[spec.name](round_, spec.model_copy(update=changes))
     assert len(gate.sums) == spec.releases
     return gate.sums
 
@@ -115,7 +124,7 @@ def fresh() -> tuple[CausalLMPolicy, torch.optim.Optimizer]:
 @pytest.mark.parametrize("clip_norm", [TIGHT, WIDE])
 @pytest.mark.parametrize("name", SPECS)
 def test_a_users_part_of_every_sum_is_its_own(name: str, clip_norm: float) -> None:
-    responses, scores = data(0, [3, 5, 2, 4])
+    responses, scores = data(0, single([3, 5, 2, 4]))
     scores.valid[2 * K] = False  # the third user contributes nothing but that it is there
     everybody = list(range(responses.users))
 
@@ -137,11 +146,11 @@ def test_a_users_part_of_every_sum_is_its_own(name: str, clip_norm: float) -> No
 @pytest.mark.parametrize("name", SPECS)
 def test_a_round_leaves_nothing_but_what_was_released(name: str) -> None:
     """Two first rounds of other users that release the same: the second round cannot differ."""
-    second = data(9, [3, 4])
+    second = data(9, single([3, 4]))
     found = []
     for seed in (1, 2):
         policy, optimizer = fresh()
-        first = data(seed, [2, 5, 3])
+        first = data(seed, single([2, 5, 3]))
         before = run(policy, optimizer, SPECS[name], *first, WIDE)
         state = copy.deepcopy(optimizer.state_dict())
         found.append(
@@ -179,7 +188,7 @@ def test_the_harness_sees_what_outlives_a_round(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_shape_of_a_users_micro_batch_does_not_depend_on_the_others() -> None:
     """Or one user more would change how the others' contributions round."""
-    responses, scores = data(0, [3, 5, 20, 4, 4])
+    responses, scores = data(0, single([3, 5, 20, 4, 4]))
 
     def shapes(users: list[int]) -> dict[int, tuple[int, int]]:
         chosen, _ = some_users(responses, scores, users)

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -40,7 +38,6 @@ from rounds import (
     some_users,
     token_logprobs,
 )
-from runs import save_sharp, train
 from test_gradients import Shape, batch_of, policy_of, relative_error
 from test_recipe import refusal
 from test_recipe import settings as recipe_settings
@@ -277,90 +274,6 @@ def test_parts_of_a_users_rows_add_up_to_its_gradient() -> None:
 
 # --- one user's bound ----------------------------------------------------------------------------
 
-ORACLES: dict[str, dict[str, Any]] = {
-    "projected-sgd": {"steps": 2},
-    "sufficient-statistics": {"sketch": 8},
-    "sketched projected-sgd": {"steps": 2, "sketch": 30},
-}
-shapes = st.builds(
-    Shape,
-    prompts=st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=2), min_size=2, max_size=3),
-    k=st.sampled_from([2, 4]),
-    length=st.integers(1, 3),
-)
-
-
-@pytest.mark.parametrize(
-    ("update", "oracle"), [*(("npg", name) for name in ORACLES), ("rebel", "projected-sgd")]
-)
-@settings(max_examples=3, deadline=None, derandomize=True)
-@given(shape=shapes, seed=st.integers(0, 99), clip_norm=st.floats(0.01, 2))
-def test_a_user_moves_each_sum_by_its_own_clipped_contribution(
-    update: str, oracle: str, shape: Shape, seed: int, clip_norm: float
-) -> None:
-    """The released values being the same, however many rows it has."""
-    policy = policy_of("gpt2", "lora-b")
-    theta = flat_parameters(policy)
-    responses, scores = round_data(shape, seed, arms=True)
-    of_oracle = {"name": oracle.removeprefix("sketched "), **ORACLES[oracle]}
-    spec: Any = spec_of(oracle=of_oracle)
-    if update == "rebel":
-        spec = spec_of_rebel(oracle=of_oracle)
-    everyone = list(range(responses.users))
-
-    def totals(users: list[int]) -> list[torch.Tensor]:
-        round_, _ = round_of(
-            policy, *some_users(responses, scores, users), clip_norm=clip_norm,
-            telemetry=TelemetryCoordinates(0.3 * clip_norm, 3.0),
-        )  # fmt: skip
-        sums: list[torch.Tensor] = []
-
-        def gate(given: BoundedSum) -> Released[torch.Tensor]:
-            assert given.clip_norm == clip_norm
-            sums.append(given.total)
-            generator = torch.Generator().manual_seed(len(sums))
-            return Released(
-                torch.randn(len(given.total), generator=generator, dtype=torch.float64), 1
-            )
-
-        round_.gate = gate
-        try:
-            UPDATES[update](round_, spec)
-        finally:
-            set_parameters(policy, theta)
-        assert len(sums) == spec.releases
-        return sums
-
-    for all_, fewer, one, nobody in zip(
-        totals(everyone), totals(everyone[1:]), totals([0]), totals([]), strict=True
-    ):
-        assert float((all_ - fewer).norm()) <= clip_norm
-        torch.testing.assert_close(all_ - fewer, one, rtol=0, atol=1e-12)
-        assert not nobody.any()
-
-
-def test_a_broken_user_contributes_nothing() -> None:
-    policy = policy_of("gpt2", "lora-b")
-    responses, scores = round_data(SHAPE, 10)
-    valid = scores.valid.copy()
-    valid[np.flatnonzero(responses.user == 1)[3]] = False
-    broken = Scores(np.where(valid, scores.values, math.nan), valid, {})
-    broken.values[responses.user == 2] = 1e300  # advantages overflow to what is not a number
-    sums = []
-    oracle = {"steps": 2}
-    for update, spec in (
-        ("npg", spec_of(oracle=oracle)),
-        ("rebel", spec_of_rebel(oracle=oracle)),
-    ):
-        for given_ in ((responses, broken), some_users(responses, broken, [0, 2])):
-            round_, gate = round_of(policy, *given_, clip_norm=1.0)
-            UPDATES[update](round_, spec)
-            assert all(s.total.isfinite().all() for s in gate.sums)
-            sums.append(torch.stack([s.total for s in gate.sums]))
-    torch.testing.assert_close(sums[0], sums[1], rtol=0, atol=1e-12)
-    torch.testing.assert_close(sums[2], sums[3], rtol=0, atol=1e-12)
-    assert all(s.norm(dim=1).min() > 1e-3 for s in sums)
-
 
 def test_noise_has_the_oracles_own_sensitivity() -> None:
     """A contribution bounded by b gets noise zb/m, a little more beside telemetry."""
@@ -463,56 +376,6 @@ def test_dimensions_are_checked_before_the_first_round() -> None:
             check_dimension(spec_of(oracle={**statistics, **spec}), d)
     with pytest.raises(DprlhfError, match="sketch 300 is more than the adapter's 299"):
         check_dimension(spec_of(oracle={"sketch": 300}), 299)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_sharp(tmp_path_factory.mktemp("model"))
-
-
-def test_a_run_without_noise_learns(model: str, tmp_path: Path) -> None:
-    result = train(
-        model,
-        tmp_path / "run",
-        update__name="npg",
-        update__clip_norm=0.5,  # features are small where B starts at zero
-        update__oracle={"steps": 2, "step_size": 1.0, "target_bound": 4},
-        optimizer__name="sgd",
-        epsilon=math.inf,
-        rounds=16,
-        learning_rate=8.0,
-        rollout__responses=4,
-        evaluation_prompts=[f"public {i}" for i in range(60)],
-    )
-    assert result.difference is not None
-    assert result.difference.mean > 4 * result.difference.standard_error
-
-
-@pytest.mark.parametrize(
-    ("oracle", "base_policy", "releases"),
-    [
-        ({"steps": 2}, "reference", 2),
-        ({"name": "sufficient-statistics", "sketch": 16}, "on-policy", 1),
-    ],
-    ids=["projected-sgd", "sufficient-statistics"],
-)
-def test_a_private_run(
-    model: str, tmp_path: Path, oracle: dict[str, Any], base_policy: str, releases: int
-) -> None:
-    result = train(
-        model,
-        tmp_path / "run",
-        update__name="npg",
-        update__oracle=oracle,
-        optimizer__name="sgd",
-        epsilon=8.0,
-        rounds=2,
-        rollout__base_policy=base_policy,
-    )
-    assert result.plan.releases_per_round == releases
-    entries = read_ledger(tmp_path / "run/ledger.jsonl")
-    assert [e.kind for e in entries][1:] == ["charge", "commit"] * 2
-    assert {e.body["releases_per_round"] for e in entries if e.kind == "charge"} == {releases}
 
 
 def test_the_recipe_is_valid() -> None:

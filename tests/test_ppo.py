@@ -31,7 +31,6 @@ from dprlhf.updates import UPDATES, PrivateRound
 from dprlhf.updates.ppo import minibatch, ppo, project, surrogate
 from dprlhf.users import Prompts
 from rounds import OpenGate, round_of
-from runs import save_sharp, train
 from test_gradients import MIXED, Shape, batch_of, policy_of, relative_error
 from test_recipe import refusal
 from test_recipe import settings as recipe_settings
@@ -509,17 +508,6 @@ def test_a_user_without_valid_scores_or_with_infinite_numbers_contributes_zero(k
     assert np.isfinite(norms[[0, 3]]).all()
 
 
-def test_no_users_no_moves() -> None:
-    policy = policy_of()
-    nobody = only(batch_of(MIXED, seed=0), [])
-    scores = Scores(np.empty(0), np.empty(0, dtype=bool), {})
-    _, _, gate = train_together(
-        policy, nobody, scores, spec_of(), 1.0, telemetry=TelemetryCoordinates(0.1, 3.0)
-    )
-    assert gate.sums[0].total.shape == (policy.dimension + 2,)
-    assert not gate.sums[0].total.any()
-
-
 def test_a_user_that_comes_twice_is_refused() -> None:
     policy = policy_of()
     responses = batch_of(MIXED, seed=0)
@@ -713,37 +701,14 @@ def settings_of(model: str, **changes: Any) -> dict[str, Any]:
     return run_settings(model, **{**fixed, **changes})
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_sharp(tmp_path_factory.mktemp("model"))
-
-
-def test_a_whole_run_learns(model: str, tmp_path: Path) -> None:
-    plain = train(
-        model,
-        tmp_path / "plain",
-        update__name="ppo",
-        update__epochs=2,
-        update__minibatches=2,
-        update__local_learning_rate=0.5,
-        epsilon=math.inf,
-        rounds=12,
-        learning_rate=0.1,
-        rollout__responses=4,
-        evaluation_prompts=[f"public {i}" for i in range(60)],
-    )
-    assert plain.difference is not None
-    assert plain.difference.mean > 4 * plain.difference.standard_error
-
-
 @pytest.mark.parametrize("server", ["sgd", "adam"])
 def test_a_resumed_run_equals_an_unbroken_one(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str
 ) -> None:
     """Local Adam needs what the round before released: the checkpoint has it."""
     monkeypatch.setattr("dprlhf.run_folder.new_key", lambda: bytes(range(32)))
     common = settings_of(
-        model,
+        str(tiny.save(tmp_path / "model")),
         rounds=3,
         update__local_optimizer="adam",
         update__local_learning_rate=0.05,

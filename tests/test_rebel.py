@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import dprlhf
@@ -32,11 +31,11 @@ from rounds import (
     flat_parameters,
     round_of,
     set_parameters,
-    some_users,
     token_logprobs,
 )
-from runs import save_sharp, train
 from test_gradients import Shape, batch_of, policy_of, relative_error
+from test_recipe import refusal
+from test_recipe import settings as recipe_settings
 
 Array = NDArray[np.float64]
 SHAPE = Shape([[5, 1], [2], [7]], k=4, length=4)
@@ -330,123 +329,18 @@ def pair_features(policy: CausalLMPolicy, responses: Responses) -> torch.Tensor:
     return torch.stack(rows)
 
 
-# --- sensitivity ---------------------------------------------------------------------------------
-
-shapes = st.builds(
-    Shape,
-    prompts=st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=2), min_size=2, max_size=3),
-    k=st.sampled_from([2, 4]),
-    length=st.integers(1, 4),
-)
-
-
-@settings(max_examples=8, deadline=None, derandomize=True)
-@given(shape=shapes, seed=st.integers(0, 99), clip_norm=st.floats(0.01, 2))
-def test_a_user_moves_each_sum_by_its_own_clipped_contribution(
-    shape: Shape, seed: int, clip_norm: float
-) -> None:
-    """The released values being the same, at θ_t and after two steps."""
-    policy = policy_of("gpt2", "lora-b")
-    theta = flat_parameters(policy)
-    responses, scores = round_data(shape, seed)
-    everyone = list(range(responses.users))
-    steps = 3
-    moves = torch.randn(
-        steps, policy.dimension, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
-
-    def totals(users: list[int]) -> torch.Tensor:
-        round_, _ = round_of(
-            policy, *some_users(responses, scores, users), clip_norm=clip_norm, learning_rate=0.05
-        )
-        sums: list[torch.Tensor] = []
-
-        def gate(bounded: BoundedSum) -> Released[torch.Tensor]:
-            sums.append(bounded.total)
-            return Released(moves[len(sums) - 1], 1)
-
-        round_.gate = gate
-        try:
-            rebel(round_, spec_of(steps=steps, eta=0.5, batch_size=6))
-        finally:
-            set_parameters(policy, theta)
-        return torch.stack(sums)
-
-    difference = totals(everyone) - totals(everyone[1:])
-    assert float(difference.norm(dim=1).max()) <= clip_norm
-    torch.testing.assert_close(difference, totals([0]), rtol=0, atol=1e-12)
-    assert not totals([]).any()
-
-
-def test_what_is_not_valid_contributes_nothing_at_any_step() -> None:
-    policy = policy_of("gpt2", "lora")
-    theta = flat_parameters(policy)
-    responses, scores = round_data(SHAPE, 10)
-    valid = scores.valid.copy()
-    valid[np.flatnonzero(responses.user == 1)[3]] = False
-    broken = Scores(np.where(valid, scores.values, math.nan), valid, {})
-    sums = []
-    for data in ((responses, broken), some_users(responses, broken, [0, 2])):
-        round_, gate = round_of(policy, *data, clip_norm=1.0, learning_rate=0.1)
-        try:
-            rebel(round_, spec_of(steps=2))
-        finally:
-            set_parameters(policy, theta)
-        sums.append(torch.stack([s.total for s in gate.sums]))
-    torch.testing.assert_close(*sums, rtol=0, atol=1e-12)
-    assert sums[0].norm(dim=1).min() > 0.1
-
-
 # --- recipes and runs ----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_sharp(tmp_path_factory.mktemp("model"))
-
-
-def test_a_run_without_noise_learns(model: str, tmp_path: Path) -> None:
-    result = train(
-        model,
-        tmp_path / "run",
-        update__name="rebel",
-        epsilon=math.inf,
-        rounds=20,
-        learning_rate=0.1,
-        rollout__responses=4,
-        evaluation_prompts=[f"public {i}" for i in range(60)],
-    )
-    assert result.difference is not None
-    assert result.difference.mean > 4 * result.difference.standard_error
-
-
-@pytest.mark.parametrize("base_policy", ["on-policy", "reference"])
-def test_a_private_run(model: str, tmp_path: Path, base_policy: str) -> None:
-    result = train(
-        model,
-        tmp_path / "run",
-        update__name="rebel",
-        update__steps=3,
-        epsilon=8.0,
-        rounds=3,
-        rollout__base_policy=base_policy,
-    )
-    assert result.plan.releases_per_round == 3
-    entries = read_ledger(tmp_path / "run/ledger.jsonl")
-    assert [e.kind for e in entries][1:] == ["charge", "commit"] * 3
-    assert {e.body["releases_per_round"] for e in entries if e.kind == "charge"} == {3}
-
-
-def test_an_odd_number_of_responses_is_refused(model: str, tmp_path: Path) -> None:
-    with pytest.raises(DprlhfError, match=r"rollout.responses must be even .* rebel.*not 3"):
-        train(
-            model, tmp_path / "run", update__name="rebel", epsilon=8, rounds=3, rollout__responses=3
-        )
-    with pytest.raises(DprlhfError, match=r"unknown key 'update\.max_importance_ratio'"):
-        train(
-            model, tmp_path / "run", update__name="rebel", epsilon=8, rounds=3,
-            update__max_importance_ratio=3,
-        )  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout__responses": 3}, "rollout.responses must be even .* rebel.*not 3"),
+        ({"update__max_importance_ratio": 3}, r"unknown key 'update\.max_importance_ratio'"),
+    ],
+)
+def test_what_it_cannot_use_is_refused(changes: dict[str, int], message: str) -> None:
+    assert re.search(message, refusal(recipe_settings(update__name="rebel", **changes)))
 
 
 def test_the_recipe_is_valid() -> None:

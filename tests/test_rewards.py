@@ -13,13 +13,13 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -32,24 +32,15 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+import tiny
+from dprlhf import recipe
 from dprlhf.errors import DprlhfError
-from dprlhf.rewards import Reward, RewardSpec, Scorer, Scores, check_reward, load_reward
+from dprlhf.processes import Processes
+from dprlhf.rewards import Reward, Scorer, Scores, check_reward, load_reward
 from dprlhf.rewards.classifier import ClassifierReward
+from dprlhf.setup import Sources, assemble
 
 CANARY = "CANARY-my-private-prompt"
-
-
-@dataclass(frozen=True)
-class Spec:
-    function: str | None = None
-    classifier: str | None = None
-    plugin: str | None = None
-    label: str | None = None
-    max_tokens: int = 64
-    batch_size: int = 4
-    text: Literal["prompt+completion", "completion"] = "prompt+completion"
-    weight: float = 1.0
-    per_user: bool = False
 
 
 def score(
@@ -648,10 +639,8 @@ def test_accuracy_rewards_of_trl(name: str) -> None:
 # --- loading ------------------------------------------------------------------------------------
 
 
-def test_the_recipe_meets_the_protocol() -> None:
-    from dprlhf import recipe
-
-    spec: RewardSpec = recipe.Reward(function="os.path:lexists", weight=0.5, per_user=True)
+def test_a_function_with_its_settings() -> None:
+    spec = recipe.Reward(function="os.path:lexists", weight=0.5, per_user=True)
     assert load_reward(spec) == Reward(os.path.lexists, "os.path:lexists", 0.5, True)
 
 
@@ -667,7 +656,7 @@ def test_function_from_a_file(tmp_path: Path) -> None:
             "        return [self.value] * len(completions)\n"
             f"constant = Constant({value})\nnumber = 3\n"
         )
-    rewards = [load_reward(Spec(function=f"{path}:constant")) for path in (first, second)]
+    rewards = [load_reward(recipe.Reward(function=f"{path}:constant")) for path in (first, second)]
     assert score(rewards, ["a", "b"]).values.tolist() == [3.0, 3.0]
     assert all(reward.per_user for reward in rewards)
     for attribute, text in (
@@ -676,29 +665,26 @@ def test_function_from_a_file(tmp_path: Path) -> None:
         ("constnat", "did you mean 'constant'?"),
     ):
         with pytest.raises(DprlhfError) as caught:
-            load_reward(Spec(function=f"{first}:{attribute}"))
+            load_reward(recipe.Reward(function=f"{first}:{attribute}"))
         assert text in str(caught.value)
     first.write_text("raise RuntimeError('two\\nlines')")
     with pytest.raises(DprlhfError, match="RuntimeError: two lines"):
-        load_reward(Spec(function=f"{first}:constant"))
+        load_reward(recipe.Reward(function=f"{first}:constant"))
     with pytest.raises(DprlhfError, match=r"missing\.py' does not exist"):
-        load_reward(Spec(function=f"{tmp_path}/missing.py:f"))
+        load_reward(recipe.Reward(function=f"{tmp_path}/missing.py:f"))
 
 
 @pytest.mark.parametrize(
     ("spec", "text"),
     [
-        (Spec(), "none of them"),
-        (Spec(function="a:b", plugin="c"), "function and plugin"),
-        (Spec(function="os.path"), "not of the form"),
-        (Spec(function="os.path:"), "not of the form"),
-        (Spec(function="no_such_module:f"), "ModuleNotFoundError"),
-        (Spec(function="os.path:basname"), "did you mean 'basename'?"),
-        (Spec(function="os:sep"), "is a str, not a callable"),
-        (Spec(function="os.path:join", weight=math.nan), "not finite"),
+        (recipe.Reward(function="os.path"), "not of the form"),
+        (recipe.Reward(function="os.path:"), "not of the form"),
+        (recipe.Reward(function="no_such_module:f"), "ModuleNotFoundError"),
+        (recipe.Reward(function="os.path:basname"), "did you mean 'basename'?"),
+        (recipe.Reward(function="os:sep"), "is a str, not a callable"),
     ],
 )
-def test_loading_says_what_is_wrong(spec: Spec, text: str) -> None:
+def test_loading_says_what_is_wrong(spec: recipe.Reward, text: str) -> None:
     with pytest.raises(DprlhfError) as caught:
         load_reward(spec)
     assert text in str(caught.value)
@@ -720,7 +706,7 @@ def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(importlib.metadata, "entry_points", points)
     monkeypatch.setitem(sys.modules, __name__, sys.modules[length.__module__])
-    loaded = load_reward(Spec(plugin="brevity", weight=2.0))
+    loaded = load_reward(recipe.Reward(plugin="brevity", weight=2.0))
     assert score(loaded, ["abc"]).values.tolist() == [6.0]
     for name, text in (
         ("brevty", "did you mean 'brevity'? installed plugins: brevity, broken, twice"),
@@ -728,7 +714,7 @@ def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
         ("twice", "several packages"),
     ):
         with pytest.raises(DprlhfError) as caught:
-            load_reward(Spec(plugin=name))
+            load_reward(recipe.Reward(plugin=name))
         assert text in str(caught.value)
 
 
@@ -787,7 +773,7 @@ TEXTS = ["", "a", "good", "a longer text", "word " * 9, "x", "some middling text
 def test_classifier_matches_single_unpadded_texts(tmp_path: Path) -> None:
     folder, model, _ = bert(tmp_path, ["bad", "fair", "good"])
     for label, index in (("bad", 0), ("good", 2)):
-        spec = Spec(classifier=str(folder), label=label, batch_size=3, weight=0.5)
+        spec = recipe.Reward(classifier=str(folder), label=label, batch_size=3, weight=0.5)
         reward = load_reward(spec)
         prompts = ["p " * (i % 3) for i in range(len(TEXTS))]
         answers = reward.function(prompts=prompts, completions=TEXTS, anything=[1] * 7)
@@ -887,7 +873,7 @@ def test_classifier_says_what_is_wrong(tmp_path: Path) -> None:
         (tmp_path / "nowhere", "POSITIVE", "cannot be loaded"),
     ):
         with pytest.raises(DprlhfError) as caught:
-            load_reward(Spec(classifier=str(place), label=label))
+            load_reward(recipe.Reward(classifier=str(place), label=label))
         assert text in str(caught.value)
         assert "\n" not in str(caught.value)
 
@@ -895,7 +881,27 @@ def test_classifier_says_what_is_wrong(tmp_path: Path) -> None:
 def test_classifier_from_an_asset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _, _ = bert(tmp_path, ["reward"])
     monkeypatch.setattr("dprlhf.rewards.classifier.resolve", {"asset:toy": str(folder)}.__getitem__)
-    assert isinstance(load_reward(Spec(classifier="asset:toy")).function, ClassifierReward)
+    assert isinstance(load_reward(recipe.Reward(classifier="asset:toy")).function, ClassifierReward)
+
+
+def test_a_run_scores_on_its_own_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meta device stands for a GPU: it is there everywhere, and is not the CPU."""
+    folder, _, _ = bert(tmp_path, ["reward"])
+    monkeypatch.setattr(Processes, "device", torch.device("meta"))
+    made = recipe.make_recipe(
+        {
+            "policy": {"model_name_or_path": str(tiny.save(tmp_path / "model"))},
+            "data": {"path": recipe.IN_MEMORY},
+            "rewards": [{"classifier": str(folder)}],
+            "privacy": {"epsilon": 4, "delta": 1e-5},
+            "rounds": 2,
+        }
+    )
+    sources = Sources([f"user {i}" for i in range(40)], None, None)
+    parts = assemble(made, sources, Processes(Accelerator(cpu=True)), quiet=True)
+    [reward] = parts.rewards
+    function: Any = reward.function
+    assert function._model.device == parts.policy.device == torch.device("meta")
 
 
 # --- documentation ------------------------------------------------------------------------------

@@ -64,33 +64,16 @@ def charged(folder: Path) -> list[int]:
 
 
 class TestLearning:
-    def test_reward_rises_without_noise_and_not_by_noise_alone(self, tmp_path: Path) -> None:
-        # A random tiny model is all but uniform whatever its hidden state: give it a voice.
-        sharp = tiny.model()
-        with torch.no_grad():
-            sharp.get_input_embeddings().weight.mul_(20)
-        model = str(tmp_path / "model")
-        sharp.save_pretrained(model)
-        tiny.tokenizer().save_pretrained(model)
-        common = {
-            "rounds": 25,
-            "rollout__responses": 4,
-            "learning_rate": 0.3,
-            "policy__adapter": {"type": "lora", "rank": 4, "target_modules": "all-linear"},
-            "evaluation_prompts": [f"public {i}" for i in range(100)],
-        }
-        plain = dprlhf.train(
-            **settings(model, **common, epsilon=float("inf")), output_dir=tmp_path / "plain"
-        )
-        assert plain.difference.mean > 5 * plain.difference.standard_error
+    def test_a_constant_reward_does_not_rise_by_noise(self, model: str, tmp_path: Path) -> None:
         constant = dprlhf.train(
-            **settings(model, **common, reward=lambda prompts, completions: [1.0] * len(prompts)),
+            **settings(
+                model,
+                reward=lambda prompts, completions: [1.0] * len(prompts),
+                evaluation_prompts=[f"public {i}" for i in range(20)],
+            ),
             output_dir=tmp_path / "constant",
         )
         assert constant.difference.mean == 0.0
-        card = json.loads((tmp_path / "plain/privacy.json").read_text())
-        assert card["private"] is False
-        assert card["epsilon"] == "infinity"
 
     def test_adapter_loads_with_peft_and_acts_like_the_policy(
         self, model: str, tmp_path: Path

@@ -390,31 +390,48 @@ def audit(
 def privacy_epsilon(
     users: Users,
     rounds: Rounds,
-    noise_multiplier: Annotated[float, typer.Option(help="z = noise std / clip norm")],
     delta: Delta,
+    noise_multiplier: Annotated[
+        float | None, typer.Option(help="z = noise std / clip norm")
+    ] = None,
+    round_epsilon: Annotated[
+        float | None,
+        typer.Option(help="in place of z: ε of a pure round, as the exponential mechanism's"),
+    ] = None,
     partition: Partition = "random-allocation",
     adjacency: Adjacency = None,
     participations: Participations = 1,
     releases_per_round: Releases = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Compute ε, an upper bound, from the noise multiplier."""
-    from dprlhf.plan import json_ready, make_plan
+    """Compute ε, an upper bound, from the noise multiplier or from a pure round's ε."""
+    from dprlhf.plan import default_adjacency, json_ready, make_plan
+    from dprlhf.privacy import pure
     from dprlhf.privacy.gaussian import upwards
 
-    if not noise_multiplier > 0:
+    if (noise_multiplier is None) == (round_epsilon is None):
+        raise DprlhfError("give one of --noise-multiplier and --round-epsilon")
+    if round_epsilon is not None:
+        if (participations, releases_per_round) != (1, 1):
+            raise DprlhfError(
+                "--round-epsilon is for users with one round and rounds with one answer"
+            )
+        neighbours = adjacency or default_adjacency(partition)
+        mechanism = pure.Mechanism(round_epsilon, rounds, partition, neighbours)
+        guarantee = pure.epsilon(mechanism, delta)
+    elif noise_multiplier is not None and noise_multiplier > 0:
+        guarantee = make_plan(
+            users=users,
+            rounds=rounds,
+            delta=delta,
+            noise_multiplier=noise_multiplier,
+            partition=partition,
+            adjacency=adjacency,
+            participations=participations,
+            releases_per_round=releases_per_round,
+        ).guarantee
+    else:
         raise DprlhfError(f"--noise-multiplier must be above 0, not {noise_multiplier}")
-    made = make_plan(
-        users=users,
-        rounds=rounds,
-        delta=delta,
-        noise_multiplier=noise_multiplier,
-        partition=partition,
-        adjacency=adjacency,
-        participations=participations,
-        releases_per_round=releases_per_round,
-    )
-    guarantee = made.guarantee
     _warn_delta(delta, users)
     answer = {
         "epsilon": json_ready(guarantee.epsilon),

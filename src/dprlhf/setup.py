@@ -203,7 +203,7 @@ def assemble(recipe: Recipe, sources: Sources, processes: Processes, *, quiet: b
     )
     plan = plan_of(recipe, users)
     rewards: Sequence[Any] = sources.rewards or [_loadable(r) for r in recipe.rewards]
-    loaded = [load_reward(reward) for reward in rewards]
+    loaded = [load_reward(reward, device=processes.device) for reward in rewards]
     return Parts(recipe, plan, earlier, users, policy, loaded, evaluated(recipe, public))
 
 

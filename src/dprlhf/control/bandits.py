@@ -158,17 +158,14 @@ def run(name: str, d: int, users: int, epsilon: float, seed: int) -> float:
     for t in range(rounds):
         scores, rewards = bandit.users(rng, m, theta)
         worth = rewards[:, 0] - rewards[:, 1]
-        if name == "rebel":  # Gauss–Newton: features φ(y) − φ(y′), target r(y) − r(y′)
-            phi, bound = scores[:, 0] - scores[:, 1], 2.0
-        else:
-            # A user's own second response is the baseline of the first.
-            phi, bound = scores[:, 0], 2.0
-        oracle = _oracle(name, d, m, epsilon, bound, key, t)
-        budget = epsilon
+        # A user's own second response is the baseline of the first; REBEL (Gauss–Newton) takes it
+        # off the features, too.
+        phi = scores[:, 0] - scores[:, 1] if name == "rebel" else scores[:, 0]
+        oracle = _oracle(name, d, m, epsilon, key, t)
         delta = 0.0 if isinstance(oracle, Exponential) else DELTA
         try:
             found = fit(
-                oracle, phi, worth, epsilon=budget, delta=delta, adjacency=ADJACENCY,
+                oracle, phi, worth, epsilon=epsilon, delta=delta, adjacency=ADJACENCY,
                 key=_key(seed, name, users, epsilon, t),
             )  # fmt: skip
         except DprlhfError:  # ISSP, with too few users for d
@@ -178,8 +175,8 @@ def run(name: str, d: int, users: int, epsilon: float, seed: int) -> float:
     return bandit.suboptimality(theta)
 
 
-def _oracle(name: str, d: int, m: int, epsilon: float, bound: float, key: bytes, t: int) -> Oracle:
-    radius = 2.0
+def _oracle(name: str, d: int, m: int, epsilon: float, key: bytes, t: int) -> Oracle:
+    bound = radius = 2.0  # a difference of two features in the unit ball, and |w|
     kind = "sufficient-statistics" if name == "rebel" else name.removeprefix("npg/")
     if kind == "sufficient-statistics":
         return SufficientStatistics(bound, 2.0, radius)

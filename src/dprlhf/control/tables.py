@@ -11,9 +11,9 @@ import itertools
 import json
 import math
 import multiprocessing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -310,11 +310,11 @@ def run_table(
     if not rows:
         raise DprlhfError(f"no row of table {table} has '{only}' in its name")
     if changes:
-        rows = [Row(**{**_fields(row), "settings": {**row.settings, **changes}}) for row in rows]
+        rows = [replace(row, settings={**row.settings, **changes}) for row in rows]
     cache.mkdir(parents=True, exist_ok=True)
     wanted = [(row, seed) for row in rows for seed in range(1 if row.kind == "ucbvi" else seeds)]
     missing = [
-        (asdict_row(row), seed, str(recipes), str(cache), seeds)
+        (asdict(row), seed, str(recipes), str(cache), seeds)
         for row, seed in wanted
         if not _path(cache, recipes, row, seed).exists()
     ]
@@ -347,15 +347,6 @@ def run_one(settings: dict[str, Any], seed: int, recipes: str, cache: str, seeds
     row = Row(**settings)
     result = _RUN[row.kind](row, seed, Path(recipes), Path(cache), seeds)
     write_atomically(_path(Path(cache), Path(recipes), row, seed), json.dumps(result))
-
-
-def _fields(row: Row) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in row.__dataclass_fields__}
-
-
-def asdict_row(row: Row) -> dict[str, Any]:
-    """Return a row as plain values, which another process can read."""
-    return asdict(row)
 
 
 def _path(cache: Path, recipes: Path, row: Row, seed: int) -> Path:
@@ -493,10 +484,3 @@ def _remove(folder: Path) -> None:
     import shutil
 
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def finished(found: list[Found]) -> Iterator[Found]:
-    """Yield rows with at least one finite value."""
-    for row in found:
-        if len(row.runs) and np.isfinite(row.values).any():
-            yield row

@@ -21,7 +21,7 @@ from dprlhf.gradients.clipping import clipped_vectors
 from dprlhf.plan import Plan
 from dprlhf.policies.trajectory import Array, TabularSoftmax, TrajectoryPolicy
 from dprlhf.privacy.gate import Gate
-from dprlhf.regression import ImproperBatchSGD, ProjectedSGD, SufficientStatistics
+from dprlhf.regression import make_oracle
 from dprlhf.regression.oracle import Contribution, project
 
 NO_EXTRA = 0.0
@@ -155,18 +155,16 @@ class _Release:
 
 def npg(round_: Round, spec: NPG) -> None:
     """DP-NPG (He & Zhou, Algorithm 3): regress advantages on scores, and step along w."""
-    bounds = {"feature_bound": spec.clip_norm, "target_bound": spec.target_bound}
-    oracle: SufficientStatistics | ProjectedSGD | ImproperBatchSGD
-    if spec.oracle == "sufficient-statistics":
-        oracle = SufficientStatistics(
-            **bounds, radius=spec.radius, ridge=spec.ridge, damping=spec.damping
-        )
-    elif spec.oracle == "projected-sgd":
-        oracle = ProjectedSGD(
-            **bounds, radius=spec.radius, steps=spec.steps, step_size=spec.step_size
-        )
-    else:
-        oracle = ImproperBatchSGD(**bounds, steps=spec.steps, step_size=spec.step_size)
+    oracle = make_oracle(
+        spec.oracle,
+        feature_bound=spec.clip_norm,
+        target_bound=spec.target_bound,
+        radius=spec.radius,
+        steps=spec.steps,
+        step_size=spec.step_size,
+        ridge=spec.ridge,
+        damping=spec.damping,
+    )
     release = _Release(round_, advantages(round_, spec.advantage), spec.gain)
     w = oracle.solve(release, round_.policy.dimension)
     round_.step(project(w, spec.radius))

@@ -42,7 +42,6 @@ _CUT = 1e-5
 """Losses beyond the grid count as infinite; they have this share of δ in all runs together."""
 
 JOINT = "joint privacy loss distribution of the runs, on a grid that rounds up"
-PARALLEL = "parallel composition over disjoint users"
 
 
 def total_epsilon(
@@ -92,7 +91,7 @@ def total_epsilon(
         worst.epsilon,
         worst.epsilon_lower,
         delta,
-        f"{PARALLEL}; the most expensive of them: {worst.accountant}",
+        f"parallel composition over disjoint users; the most expensive of them: {worst.accountant}",
         tuple(dict.fromkeys(a for cost in costs for a in cost.assumptions)),
     )
 

@@ -15,6 +15,9 @@ projected-sgd           Gaussian        any dimension; ‖w‖ ≤ W
 ======================  ==============  ==========================================================
 """
 
+from dataclasses import fields
+from typing import Any
+
 from dprlhf.regression.exponential import Exponential
 from dprlhf.regression.improper_batch_sgd import ImproperBatchSGD
 from dprlhf.regression.issp import ISSP
@@ -24,14 +27,20 @@ from dprlhf.regression.sketch import CountSketch
 from dprlhf.regression.standalone import Oracle, fit
 from dprlhf.regression.sufficient_statistics import SufficientStatistics
 
-ORACLES = {
-    "exponential": Exponential,
+GaussianOracle = SufficientStatistics | ImproperBatchSGD | ProjectedSGD
+ORACLES: dict[str, type[GaussianOracle]] = {
     "sufficient-statistics": SufficientStatistics,
-    "issp": ISSP,
     "improper-batch-sgd": ImproperBatchSGD,
     "projected-sgd": ProjectedSGD,
 }
-"""By the name in a recipe."""
+"""Those of a training round, by the name in a recipe."""
+
+
+def make_oracle(name: str, **settings: Any) -> GaussianOracle:
+    """Return the oracle of a recipe, which takes of all oracles' settings its own."""
+    kind = ORACLES[name]
+    return kind(**{field.name: settings[field.name] for field in fields(kind)})
+
 
 __all__ = [
     "ISSP",
@@ -40,6 +49,7 @@ __all__ = [
     "CountSketch",
     "Exponential",
     "Fit",
+    "GaussianOracle",
     "Guarantee",
     "ImproperBatchSGD",
     "Oracle",
@@ -48,4 +58,5 @@ __all__ = [
     "Select",
     "SufficientStatistics",
     "fit",
+    "make_oracle",
 ]

@@ -43,7 +43,7 @@ class ClassifierReward:
         max_tokens: int = 512,
         batch_size: int = 64,
         text: Text = "prompt+completion",
-        device: str = "cpu",
+        device: str | torch.device = "cpu",
     ) -> None:
         """Load the classifier.
 
@@ -130,7 +130,8 @@ class ClassifierReward:
             attention_mask[i, : len(ids)] = 1
         logits = self._model(
             input_ids=input_ids.to(self._device), attention_mask=attention_mask.to(self._device)
-        ).logits.double()
+        ).logits
+        logits = logits.cpu().double()  # MPS has no float64
         if self._label is None:
             scores = logits[:, 0]
         else:

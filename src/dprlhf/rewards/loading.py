@@ -7,16 +7,19 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
-import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
+from dprlhf import recipe
 from dprlhf.errors import DprlhfError, nearest, one_line
+
+if TYPE_CHECKING:
+    import torch
 
 ENTRY_POINT_GROUP = "dprlhf.rewards"
 
@@ -30,41 +33,6 @@ means that the reward does not apply to that completion.
 """
 
 
-class RewardSpec(Protocol):
-    """The settings that name one reward; exactly one of the first three is set.
-
-    Attributes:
-        function: ``"package.module:attribute"`` or ``"path/to/file.py:attribute"``.
-        classifier: hub id or folder of a sequence classifier, or ``"asset:NAME"``.
-        plugin: a name in the entry-point group ``dprlhf.rewards``.
-        label: the classifier's label whose log-odds are the score.
-        max_tokens: the classifier truncates to this many tokens.
-        batch_size: texts in one forward pass of the classifier.
-        text: what the classifier reads.
-        weight: factor of this reward in the weighted sum.
-        per_user: call the reward once per user, never with two users together.
-    """
-
-    @property
-    def function(self) -> str | None: ...  # noqa: D102
-    @property
-    def classifier(self) -> str | None: ...  # noqa: D102
-    @property
-    def plugin(self) -> str | None: ...  # noqa: D102
-    @property
-    def label(self) -> str | None: ...  # noqa: D102
-    @property
-    def max_tokens(self) -> int: ...  # noqa: D102
-    @property
-    def batch_size(self) -> int: ...  # noqa: D102
-    @property
-    def text(self) -> Literal["prompt+completion", "completion"]: ...  # noqa: D102
-    @property
-    def weight(self) -> float: ...  # noqa: D102
-    @property
-    def per_user(self) -> bool: ...  # noqa: D102
-
-
 @dataclass(frozen=True)
 class Reward:
     """A reward callable with its name, weight and whether it must be called once per user."""
@@ -75,16 +43,18 @@ class Reward:
     per_user: bool = False
 
 
-def load_reward(spec: RewardSpec | RewardFunction, *, device: str = "cpu") -> Reward:
+def load_reward(
+    spec: recipe.Reward | RewardFunction, *, device: str | torch.device = "cpu"
+) -> Reward:
     """Load the reward that ``spec`` names, or wrap a callable that is already in memory.
 
     Args:
         spec: settings, or a callable (weight 1).
-        device: torch device of a classifier.
+        device: of a classifier.
 
     Raises:
-        DprlhfError: no or several sources, a source that cannot be found, or one that is not a
-            callable. Nothing private exists at this point, so messages may quote exceptions.
+        DprlhfError: a source cannot be found or is not a callable. Nothing private exists at this
+            point, so messages may quote exceptions.
 
     >>> def shouting(completions):
     ...     return [float(text.isupper()) for text in completions]
@@ -93,23 +63,14 @@ def load_reward(spec: RewardSpec | RewardFunction, *, device: str = "cpu") -> Re
     """
     if callable(spec):
         return Reward(spec, _name(spec), per_user=_declared_per_user(spec))
-    named = {
-        key: value for key in ("function", "classifier", "plugin") if (value := getattr(spec, key))
-    }
-    if len(named) != 1:
-        found = " and ".join(named) or "none of them"
-        raise DprlhfError(
-            f"a reward needs exactly one of function, classifier and plugin, but has {found}"
-        )
-    if not math.isfinite(spec.weight):
-        raise DprlhfError(f"reward weight {spec.weight} is not finite: give a number")
-    [(kind, source)] = named.items()
     function: object
-    if kind == "function":
-        function = _load_function(source)
-    elif kind == "plugin":
-        function = _load_plugin(source)
+    if spec.function is not None:
+        source, function = spec.function, _load_function(spec.function)
+    elif spec.plugin is not None:
+        source, function = spec.plugin, _load_plugin(spec.plugin)
     else:
+        assert spec.classifier is not None
+        source = spec.classifier
         # Here, because torch and transformers take seconds to import.
         from dprlhf.rewards.classifier import ClassifierReward
 
@@ -132,7 +93,7 @@ def load_reward(spec: RewardSpec | RewardFunction, *, device: str = "cpu") -> Re
             "reward(prompts, completions, **columns)"
         )
     per_user = spec.per_user or _declared_per_user(function)
-    return Reward(function, source, float(spec.weight), per_user)
+    return Reward(function, source, spec.weight, per_user)
 
 
 def type_and_message(problem: BaseException) -> str:

@@ -26,13 +26,7 @@ from dprlhf import recipe
 from dprlhf.boundary import Private, open_private
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.clipping import user_gradients
-from dprlhf.regression import (
-    Contribution,
-    CountSketch,
-    ImproperBatchSGD,
-    ProjectedSGD,
-    SufficientStatistics,
-)
+from dprlhf.regression import Contribution, CountSketch, make_oracle
 from dprlhf.regression.oracle import project
 from dprlhf.regression.sufficient_statistics import LARGEST_DIMENSION
 from dprlhf.rollout import Responses
@@ -78,15 +72,16 @@ def solve(
     size = spec.sketch or dimension
     # Another projection each round, or the policy would never leave one subspace.
     sketch = CountSketch(dimension, size, f"round {round_.number}") if spec.sketch else None
-    bounds = round_.clip_norm, spec.target_bound or target_bound
-    radius = spec.radius * math.sqrt(size / dimension)  # lifting makes w longer by √(d/p) or so
-    oracle: ProjectedSGD | ImproperBatchSGD | SufficientStatistics
-    if spec.name == "sufficient-statistics":
-        oracle = SufficientStatistics(*bounds, radius, spec.ridge)
-    elif spec.name == "improper-batch-sgd":
-        oracle = ImproperBatchSGD(*bounds, spec.steps, spec.step_size)
-    else:
-        oracle = ProjectedSGD(*bounds, radius, spec.steps, spec.step_size)
+    oracle = make_oracle(
+        spec.name,
+        feature_bound=round_.clip_norm,
+        target_bound=spec.target_bound or target_bound,
+        radius=spec.radius * math.sqrt(size / dimension),  # lifting makes w longer by √(d/p) or so
+        steps=spec.steps,
+        step_size=spec.step_size,
+        ridge=spec.ridge,
+        damping=0.0,
+    )
     w = oracle.solve(RoundRelease(round_, examples, sketch, size, batch_size), size)
     return project(w if sketch is None else sketch.lift(w), spec.radius)
 
