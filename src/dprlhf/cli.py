@@ -540,6 +540,10 @@ def bench_control(
 
     if table != "all" and table not in TABLES:
         raise DprlhfError(f"table '{table}' is unknown: use all, {', '.join(TABLES)}")
+    if not recipes.is_dir():
+        raise DprlhfError(
+            f"{recipes}: no such folder: run this in a clone of the repository, or give --recipes"
+        )
     names = list(TABLES) if table == "all" else [table]
     if not write_only:
         for name in names:
