@@ -288,11 +288,12 @@ def init(
     ),
 ) -> None:
     """Ask six questions and write a commented recipe. Options answer in advance."""
-    from dprlhf.new_recipe import new_recipe
+    from dprlhf.new_recipe import check_files, new_recipe, target_of, users_in
     from dprlhf.run_folder import write_atomically
 
     if out.exists():
         raise DprlhfError(f"{out}: exists; name another file with --out")
+    check_files(prompts=prompts, reward=reward, public_prompts=public_prompts)
     text = new_recipe(
         model=model,
         prompts=prompts,
@@ -300,6 +301,8 @@ def init(
         reward=reward,
         public_prompts=public_prompts,
         epsilon=epsilon,
+        target=target_of(model),
+        users=users_in(prompts, user_column),
     )
     write_atomically(out, text)
     typer.echo(f"{out}; look at it, then: dprlhf train {out} --dry-run")
