@@ -2,5 +2,5 @@
 
 
 def brevity(prompts, completions, **columns):
-    """Prefer short answers."""
-    return [-len(text.encode()) / 10 for text in completions]
+    """Prefer short answers: +3 for an empty one, -3 (where scores are clipped) at 300 bytes."""
+    return [3 - len(text.encode()) / 50 for text in completions]

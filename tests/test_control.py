@@ -571,6 +571,16 @@ def test_bad_tables_and_rows_are_refused(tmp_path: Path) -> None:
     assert isinstance(result.exception, DprlhfError)
 
 
+def test_outside_a_clone_the_tables_say_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["bench", "control", "--table", "hz"])
+    assert isinstance(result.exception, DprlhfError)
+    assert "run this in a clone of the repository, or give --recipes" in str(result.exception)
+    assert not list(tmp_path.iterdir())
+
+
 # ----------------------------------------------------------------------------- tables in miniature
 
 

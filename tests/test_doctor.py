@@ -18,7 +18,8 @@ from dprlhf.cli import app
 from dprlhf.dry_run import dry_run, explain
 from dprlhf.errors import DprlhfError
 from dprlhf.flags import KEYS, overrides_of
-from dprlhf.new_recipe import new_recipe
+from dprlhf.new_recipe import new_recipe, users_in
+from dprlhf.policies.causal_lm import load_policy
 from dprlhf.recipe import load_recipe, make_recipe
 from dprlhf.rewards.try_out import histogram, reward_check
 
@@ -82,8 +83,8 @@ class TestDoctor:
 
 class TestInit:
     OPTIONS = (
-        "--model", "gpt2", "--prompts", "p.csv", "--user-column", "who", "--reward", "r.py:f",
-        "--public-prompts", "q.csv", "--epsilon", "2",
+        "--model", "gpt2", "--prompts", "private.csv", "--user-column", "prompt",
+        "--reward", "my_rewards.py:brevity", "--public-prompts", "public.csv", "--epsilon", "2",
     )  # fmt: skip
 
     def test_options_answer_all_questions(self, here: Path) -> None:
@@ -91,21 +92,83 @@ class TestInit:
         assert done.exit_code == 0, done.output
         made = load_recipe("mine.yaml")
         assert made.policy.model_name_or_path == "gpt2"
-        assert made.data.path == "p.csv"
-        assert made.data.user_column == "who"
-        assert made.rewards[0].function == "r.py:f"
+        assert made.data.path == "private.csv"
+        assert made.data.user_column == "prompt"
+        assert made.rewards[0].function == "my_rewards.py:brevity"
         assert made.privacy.epsilon == 2
         assert made.evaluation is not None
-        assert made.evaluation.data.path == "q.csv"
+        assert made.evaluation.data.path == "public.csv"
 
     def test_six_questions(self, here: Path) -> None:
-        done = call("init", answers="gpt2\np.csv\n\norg/toxicity\n\n\n")
+        done = call("init", answers="gpt2\nprivate.csv\n\norg/toxicity\n\n\n")
         assert done.exit_code == 0, done.output
         made = load_recipe("recipe.yaml")
         assert made.data.user_column is None
         assert made.rewards[0].classifier == "org/toxicity"
         assert made.privacy.epsilon == 4
         assert made.evaluation is None
+        assert made.policy.adapter.init == "random"
+
+    @pytest.mark.parametrize("kind", ["gpt2", "llama"])
+    def test_few_parameters_are_trained(self, here: Path, kind: tiny.Kind) -> None:
+        tiny.save(here / "gpt2", kind)
+        assert call("init", *self.OPTIONS).exit_code == 0
+        adapter = load_recipe("recipe.yaml").policy.adapter
+        assert adapter.target_modules == {"gpt2": ["c_attn"], "llama": ["v_proj"]}[kind]
+        assert adapter.layers == [1]
+        assert (adapter.type, adapter.rank) == ("lora-b", 1)
+        assert adapter.init == "public-activations"
+        outputs = {"gpt2": 3 * 32, "llama": 16}[kind]
+        assert load_policy(load_recipe("recipe.yaml").policy).dimension == outputs
+
+    @pytest.mark.parametrize("kind", ["gpt2", "llama"])
+    def test_a_model_that_is_not_there_yet(self, here: Path, kind: tiny.Kind) -> None:
+        """What the recipe then says fits it all the same."""
+        assert call("init", *self.OPTIONS).exit_code == 0
+        policy = load_recipe("recipe.yaml").policy
+        tiny.save(here / "gpt2", kind)
+        names = load_policy(policy).parameters
+        assert names
+        assert {"llama": ("q_proj", "v_proj"), "gpt2": ("c_attn",)}[kind] == tuple(
+            sorted({name.split(".lora_B")[0].rpartition(".")[2] for name in names})
+        )
+
+    @pytest.mark.parametrize(
+        ("users", "rounds"),
+        [(None, 16), (2, 2), (40, 4), (198, 4), (1500, 12), (3000, 16), (10**6, 16)],
+    )
+    def test_rounds_follow_the_users(self, users: int | None, rounds: int) -> None:
+        text = new_recipe(
+            model="m", prompts="p", user_column="", reward="f:g", public_prompts="", epsilon=4,
+            users=users,
+        )  # fmt: skip
+        assert make_recipe(yaml.safe_load(text)).rounds == rounds
+
+    def test_users_are_counted_not_rows(self, here: Path) -> None:
+        (here / "people.csv").write_text("text,who\na,ada\nb,ada\nc,ben\n")
+        assert users_in("people.csv", "who") == 2
+        assert users_in("people.csv", "") == 3
+        assert users_in("org/prompts", "") is None
+        with pytest.raises(DprlhfError, match="there is no column 'whom'"):
+            users_in("people.csv", "whom")
+
+    @pytest.mark.parametrize(
+        ("option", "value", "named"),
+        [
+            ("--prompts", "nowhere.csv", "prompts 'nowhere.csv': there is no such file"),
+            ("--prompts", "./nowhere", "prompts './nowhere': there is no such file"),
+            ("--public-prompts", "no.jsonl", "public prompts 'no.jsonl': there is no such file"),
+            ("--reward", "nowhere.py:f", "there is no file 'nowhere.py'"),
+            ("--reward", "my_rewards.py", "name the function as well: my_rewards.py:FUNCTION"),
+        ],
+    )
+    def test_files_that_are_not_there(
+        self, here: Path, option: str, value: str, named: str
+    ) -> None:
+        done = call("init", *self.OPTIONS, option, value)
+        assert isinstance(done.exception, DprlhfError)
+        assert named in str(done.exception)
+        assert not (here / "recipe.yaml").exists()
 
     def test_it_overwrites_nothing(self, here: Path) -> None:
         (here / "recipe.yaml").write_text("mine")
@@ -193,6 +256,8 @@ class TestDryRun:
         assert plan["memory_bytes"] > 2**20
         text = explain(plan)
         assert f"d = {plan['dimension']:,}" in text
+        assert plan["noise_to_clip_ratio"] > 1  # 40 users are few
+        assert "noise leads (noise-to-clip ratio 1.16, above 1): take fewer dimensions" in text
 
     def test_no_user_is_read(self, recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Only public prompts reach policy and reward."""
@@ -206,7 +271,9 @@ class TestDryRun:
             "policy.model_name_or_path=model", "rounds=1", "rollout.batch_size=8",
             "update.batch_size=8", "rollout.max_new_tokens=2",
         ]  # fmt: skip
-        dry_run(load_recipe(recipe_file, changes))
+        plan = dry_run(load_recipe(recipe_file, changes))
+        assert plan["noise_to_clip_ratio"] < 1
+        assert not plan["warnings"]
         assert "public 1" in (recipe_file.parent / "seen").read_text()
         assert "user" not in (recipe_file.parent / "seen").read_text()
 

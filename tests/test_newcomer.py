@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import itertools
 import re
 import shlex
 import shutil
@@ -119,6 +120,17 @@ def killed(command: str, folder: Path) -> None:
 
     with pytest.raises(Crash):
         dprlhf.train(path, overrides=overrides, output_dir=target, callbacks=[stop], quiet=True)
+
+
+def test_the_example_reward_can_teach() -> None:
+    """Answers of 32 tokens lie well inside the range that scores are clipped to."""
+    line = "return [3 - len(text.encode()) / 50 for text in completions]"
+    for file in ("README.md", "docs/index.md", "examples/my_rewards.py"):
+        assert line in (ROOT / file).read_text(), file
+    made: dict[str, Any] = {}
+    exec((ROOT / "examples/my_rewards.py").read_text(), made)
+    scores = made["brevity"](prompts=[], completions=["a" * n for n in (32, 100, 140, 180, 280)])
+    assert all(-3 < later < earlier - 0.5 < 3 for earlier, later in itertools.pairwise(scores))
 
 
 def launch(command: str) -> int:

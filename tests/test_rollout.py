@@ -690,7 +690,7 @@ REFUSALS: dict[str, Any] = {
     "unset VLLM_ENABLE_V1_MULTIPROCESSING": lambda patch: patch.setenv(
         "VLLM_ENABLE_V1_MULTIPROCESSING", "0"
     ),
-    r"pip install 'dprlhf\[vllm\]'": lambda patch: patch.setitem(sys.modules, "vllm", None),
+    r"pip install -e '\.\[vllm\]'": lambda patch: patch.setitem(sys.modules, "vllm", None),
     "version 0.1 has no batch-invariant mode": lambda patch: patch.delattr(
         sys.modules["vllm.envs"], "VLLM_BATCH_INVARIANT"
     ),

@@ -298,11 +298,12 @@ def init(
     ),
 ) -> None:
     """Ask six questions and write a commented recipe. Options answer in advance."""
-    from dprlhf.new_recipe import new_recipe
+    from dprlhf.new_recipe import check_files, new_recipe, target_of, users_in
     from dprlhf.run_folder import write_atomically
 
     if out.exists():
         raise DprlhfError(f"{out}: exists; name another file with --out")
+    check_files(prompts=prompts, reward=reward, public_prompts=public_prompts)
     text = new_recipe(
         model=model,
         prompts=prompts,
@@ -310,6 +311,8 @@ def init(
         reward=reward,
         public_prompts=public_prompts,
         epsilon=epsilon,
+        target=target_of(model),
+        users=users_in(prompts, user_column),
     )
     write_atomically(out, text)
     typer.echo(f"{out}; look at it, then: dprlhf train {out} --dry-run")
@@ -558,6 +561,10 @@ def bench_control(
 
     if table != "all" and table not in TABLES:
         raise DprlhfError(f"table '{table}' is unknown: use all, {', '.join(TABLES)}")
+    if not recipes.is_dir():
+        raise DprlhfError(
+            f"{recipes}: no such folder: run this in a clone of the repository, or give --recipes"
+        )
     names = list(TABLES) if table == "all" else [table]
     if not write_only:
         for name in names:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dprlhf.plan import Plan, delta_warning
+from dprlhf.plan import Plan, delta_warning, noise_warning
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.previous import Earlier, total
 from dprlhf.privacy.gaussian import upwards
@@ -87,16 +87,18 @@ def dry_run_stage(
 def _terms(
     plan: Plan, earlier: Earlier, policy: CausalLMPolicy, processes: Processes
 ) -> dict[str, Any]:
+    ratio = plan.noise_to_clip_ratio(policy.dimension)
+    warnings = [delta_warning(plan.guarantee.delta, plan.users), noise_warning(ratio)]
     return {
         **plan.terms(),
         **({"total_epsilon": total(plan, earlier).epsilon} if earlier else {}),
         "users_a_round": plan.divisor,
         "dimension": policy.dimension,
-        "noise_to_clip_ratio": plan.noise_to_clip_ratio(policy.dimension),
+        "noise_to_clip_ratio": ratio,
         "processes": processes.count,
         "device": str(policy.device),
         "memory_bytes": _memory(policy.device),
-        "warnings": [w for w in [delta_warning(plan.guarantee.delta, plan.users)] if w],
+        "warnings": [w for w in warnings if w],
     }
 
 

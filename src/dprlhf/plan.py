@@ -205,6 +205,17 @@ def delta_warning(delta: float, users: int) -> str | None:
     return None
 
 
+def noise_warning(ratio: float) -> str | None:
+    """Return what to say about a noise-to-clip ratio at which noise leads (docs/epsilon.md)."""
+    if ratio > 1:
+        return (
+            f"noise leads (noise-to-clip ratio {ratio:.3g}, above 1): take fewer dimensions"
+            " (policy.adapter: one module, few layers), more users or fewer rounds before a larger"
+            " epsilon"
+        )
+    return None
+
+
 def balanced_batch(users: int, epsilon: float, dimension: int) -> float:
     """Return m = (√d/ε)^{2/3} N^{1/3}, where DP-PG's two errors balance (He & Zhou, Theorem 2)."""
     balanced: float = (math.sqrt(dimension) / epsilon) ** (2 / 3) * users ** (1 / 3)

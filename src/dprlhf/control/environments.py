@@ -377,7 +377,7 @@ def _linear_minute() -> Array:
 _LINEAR = _linear_minute()
 
 
-INSTALL = "pip install 'dprlhf[control]'"
+INSTALL = "pip install -e '.[control]' in the clone"
 
 
 @dataclass

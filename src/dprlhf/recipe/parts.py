@@ -202,8 +202,8 @@ class Rollout(Settings):
         batch_size: responses sampled at once, always so many (fillers make up the rest): larger is
             faster until the fillers outnumber the responses. ``auto`` settles it once for a run:
             a round's responses, but at most 128 on a CPU and what fits into a GPU's memory.
-        backend: ``transformers``, or ``vllm`` (``pip install 'dprlhf[vllm]'``, a GPU, one process,
-            ``VLLM_BATCH_INVARIANT=1``); with ``vllm``, ``batch_size`` has no effect.
+        backend: ``transformers``, or ``vllm`` (``pip install -e '.[vllm]'`` in the clone, a GPU,
+            one process, ``VLLM_BATCH_INVARIANT=1``); with ``vllm``, ``batch_size`` has no effect.
     """
 
     base_policy: Literal["on-policy", "reference"] = "on-policy"

@@ -35,7 +35,7 @@ from dprlhf import recipe
 from dprlhf.errors import DprlhfError, one_line
 from dprlhf.policies.causal_lm import CausalLMPolicy
 
-_INSTALL = "pip install 'dprlhf[vllm]'"
+_INSTALL = "pip install -e '.[vllm]' in the clone"
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM takes as a largest rank
 _COOLEST = 0.01  # vLLM samples colder policies at this temperature, or takes the likeliest token
 _adapter_ids = itertools.count(1)
