@@ -3,6 +3,7 @@
 from dprlhf.rewards.contract import ContractReport, check_reward
 from dprlhf.rewards.loading import Reward, RewardSpec, load_reward
 from dprlhf.rewards.scoring import Scorer, Scores
+from dprlhf.rewards.spread import Spread, spread_of
 
 __all__ = [
     "ContractReport",
@@ -10,6 +11,8 @@ __all__ = [
     "RewardSpec",
     "Scorer",
     "Scores",
+    "Spread",
     "check_reward",
     "load_reward",
+    "spread_of",
 ]
