@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,8 @@ def _run(run: Run) -> Result:
     card |= audit_of(run.folder)
     if run.processes.main:
         write_json(run.folder.privacy, card)
+        for warning in run.spread.warnings:
+            print(f"dprlhf: warning: {warning}", file=sys.stderr)
     before = _evaluate(run, "evaluation before", base=True)
     public, timing = run.public_prompts, {}
     if public is not None:
