@@ -9,6 +9,7 @@ import csv
 import hashlib
 import json
 import logging
+import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -135,7 +136,8 @@ def load_rows(spec: recipe.Data) -> Any:
     """Load a prompt dataset through ``datasets``.
 
     Raises:
-        DprlhfError: it cannot be found or read.
+        DprlhfError: it cannot be found or read. What can only be a file of one's own is not looked
+            for on the hub, which would tell its name.
     """
     import datasets
 
@@ -154,6 +156,12 @@ def load_rows(spec: recipe.Data) -> Any:
             rows = datasets.load_dataset(
                 _FORMATS[file.suffix], data_files={"train": str(file)}, split="train"
             )
+        elif file.exists():
+            raise DprlhfError(
+                f"data {spec.path!r}: not a kind of file that is read: use {', '.join(_FORMATS)}"
+            )
+        elif not _HUB_ID.fullmatch(path) or file.suffix.lower() in _FILE_SUFFIXES:
+            raise DprlhfError(f"data {spec.path!r}: there is no such file or folder")
         else:
             rows = datasets.load_dataset(path, spec.name, split=spec.split)
     except DprlhfError:
@@ -286,6 +294,14 @@ _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
 """Removed when the process ends."""
 
 _FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+_FILE_SUFFIXES = frozenset(
+    ".tsv .txt .ndjson .csv .json .jsonl .parquet .arrow .feather .xls .xlsx .db .sqlite .pkl"
+    " .gz .bz2 .xz .zst .zip .tar .tgz".split()
+)
+"""Of names that are those of files, wherever they are: a dataset on the hub has none of them."""
 
 
 def _load_folder(folder: Path, spec: recipe.Data) -> Any:
