@@ -193,6 +193,7 @@ def model_card(recipe: AnyRecipe, card: dict[str, Any], *, merged: bool = False)
     named = f"base_model: {base}\nbase_model_relation: {relation}\n" if is_hub_id(base) else ""
     kind = "Whole weights with the adapter merged" if merged else "A LoRA adapter"
     task, tag, how = _about(recipe)
+    lower = downwards(float(card["epsilon_lower"]), 4)
     return f"""---
 {named}library_name: {"transformers" if merged else "peft"}
 pipeline_tag: {task}
@@ -210,7 +211,7 @@ tags:
 
 {guarantee_sentence(card)}
 
-Accountant: {card["accountant"]}; lower bound on the same ε: {downwards(float(card["epsilon_lower"]), 4)}.
+Accountant: {card["accountant"]}; lower bound on the same ε: {lower}.
 
 Hyperparameter tuning: {card["tuning"]}.
 

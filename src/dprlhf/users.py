@@ -297,10 +297,10 @@ _FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parqu
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
-_FILE_SUFFIXES = frozenset(
-    ".tsv .txt .ndjson .csv .json .jsonl .parquet .arrow .feather .xls .xlsx .db .sqlite .pkl"
-    " .gz .bz2 .xz .zst .zip .tar .tgz".split()
-)
+_FILE_SUFFIXES = {
+    *_FORMATS, ".tsv", ".txt", ".ndjson", ".arrow", ".feather", ".xls", ".xlsx", ".db", ".sqlite",
+    ".pkl", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz",
+}  # fmt: skip
 """Of names that are those of files, wherever they are: a dataset on the hub has none of them."""
 
 
