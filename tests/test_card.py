@@ -17,7 +17,7 @@ from dprlhf.cli import app
 from dprlhf.plan import make_plan
 from dprlhf.previous import Earlier, read_earlier
 from dprlhf.privacy.gaussian import gaussian_epsilon, upwards
-from dprlhf.recipe import Adapter, AnyRecipe, Oracle, SFTRecipe, make_recipe
+from dprlhf.recipe import Adapter, AnyRecipe, Oracle, Recipe, SFTRecipe, make_recipe
 from dprlhf.setup import plan_of
 from dprlhf.updates import UPDATES
 
@@ -33,8 +33,8 @@ def test_a_bound_is_shown_rounded_up(value: float, digits: int) -> None:
     assert upwards(math.inf, digits) == "inf"
 
 
-def card_of(tuning_runs: int | None) -> dict[str, Any]:
-    recipe = make_recipe(
+def recipe_of(tuning_runs: int | None) -> Recipe:
+    return make_recipe(
         {
             "policy": {"model_name_or_path": "nowhere"},
             "data": {"path": "nowhere"},
@@ -43,6 +43,10 @@ def card_of(tuning_runs: int | None) -> dict[str, Any]:
             "rounds": 4,
         }
     )
+
+
+def card_of(tuning_runs: int | None) -> dict[str, Any]:
+    recipe = recipe_of(tuning_runs)
     plan = make_plan(users=100, rounds=4, partition="fixed", noise_multiplier=3.0, delta=1e-5)
     return privacy_card(recipe, plan, 10, bytes(32), read_earlier(recipe))
 
@@ -66,6 +70,23 @@ def test_what_is_said_where_no_tuning_run_counts(declared: int | None, said: str
     assert card["tuning"].startswith(said)
     assert "total" not in card
     assert "the recipe was not tuned on the same users" in card["assumptions"]
+
+
+def test_no_long_number_is_in_the_model_card() -> None:
+    recipe, card = recipe_of(None), card_of(None)
+    text = model_card(recipe, card)
+    assert not re.findall(r"\d[.]\d{6,}", text)
+    assert re.search(r"at most 1 prompt\b", text)
+    lower = re.search(r"lower bound on the same ε: ([\d.]+)[.]\n", text)
+    assert lower is not None
+    assert 0.998 * card["epsilon_lower"] < float(lower[1]) <= card["epsilon_lower"]
+
+
+def test_the_card_says_whether_it_is_of_an_adapter_or_of_whole_weights() -> None:
+    recipe, card = recipe_of(None), card_of(None)
+    adapter, whole = model_card(recipe, card), model_card(recipe, card, merged=True)
+    assert "base_model: nowhere\nbase_model_relation: adapter\nlibrary_name: peft" in adapter
+    assert "base_model_relation: finetune\nlibrary_name: transformers\n" in whole
 
 
 @pytest.mark.parametrize("z", [0.8, 1.0, 1.3, 1.7])

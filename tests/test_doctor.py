@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 import tiny
-from dprlhf import doctor, recipe
+from dprlhf import doctor, recipe, train
 from dprlhf.cli import app
 from dprlhf.dry_run import dry_run, explain
 from dprlhf.errors import DprlhfError
@@ -254,10 +256,94 @@ class TestDryRun:
         both = phases["rollout"] + phases["reward"]
         assert plan["estimated_seconds"] == pytest.approx(80 * sum(phases.values()) + 12 * both)
         assert plan["memory_bytes"] > 2**20
+        assert (plan["max_prompt_tokens"], plan["max_new_tokens"]) == (64, 2)
+        assert plan["public_prompts_cut"] == 0
+        assert ["never differs" in w for w in plan["warnings"]] == [True]  # 2 bytes of response
         text = explain(plan)
         assert f"d = {plan['dimension']:,}" in text
         assert plan["noise_to_clip_ratio"] > 1  # 40 users are few
         assert "noise leads (noise-to-clip ratio 1.16, above 1): take fewer dimensions" in text
+        assert "64 (0% of the public prompts" in text
+        assert "6 responses to public prompts" in text
+
+    QUICK = (
+        "policy.model_name_or_path=model", "rounds=1", "rollout.batch_size=8",
+        "update.batch_size=8", "rollout.max_new_tokens=2",
+    )  # fmt: skip
+
+    def test_the_reward_and_what_is_cut_are_those_of_public_prompts(
+        self, recipe_file: Path
+    ) -> None:
+        (recipe_file.parent / "my_rewards.py").write_text(
+            "def brevity(prompts, completions):\n"
+            "    print('not to the terminal')\n"
+            "    return [float(p.split()[1]) for p in prompts]\n"
+        )
+        longer = "prompt\n" + "".join(f"public {i} {'x' * i}\n" for i in range(6))
+        (recipe_file.parent / "public.csv").write_text(longer)
+        # "public 3 xxx" has 12 bytes, each a token
+        changes = [*self.QUICK, "data.max_prompt_tokens=12", "reward_range=3"]
+        plan = dry_run(load_recipe(recipe_file, changes))
+        assert plan["public_prompts_cut"] == 2 / 6
+        assert plan["reward"] == {
+            "mean": pytest.approx((0 + 1 + 2 + 3 + 3 + 3) / 6),
+            "spread": pytest.approx(1.1547, rel=1e-4),
+            "clipped": pytest.approx(2 / 6),
+            "responses": 6,
+            "stand_ins": False,
+        }
+        assert "2, standard deviation 1.15, 33% clipped" in explain(plan)
+
+    @pytest.mark.parametrize(
+        ("answer", "named"),
+        [
+            ("1 / 0", "'answer' on .* completions: ZeroDivisionError"),
+            ("[len(prompts) + i for i, _ in enumerate(prompts)]", "'alone'"),
+            ("__import__('numpy').random.randn(len(prompts))", "'repeat'"),
+        ],
+    )
+    def test_a_reward_that_the_run_would_refuse(
+        self, recipe_file: Path, answer: str, named: str
+    ) -> None:
+        (recipe_file.parent / "my_rewards.py").write_text(
+            f"def brevity(prompts, completions):\n    return {answer}\n"
+        )
+        with pytest.raises(DprlhfError, match=named):
+            dry_run(load_recipe(recipe_file, self.QUICK))
+
+    def test_a_reward_whose_column_is_missing(self, recipe_file: Path) -> None:
+        (recipe_file.parent / "my_rewards.py").write_text(
+            "def brevity(completions, note):\n    return [1.0] * len(note)\n"
+        )
+        with pytest.raises(DprlhfError, match="needs the column 'note'"):
+            dry_run(load_recipe(recipe_file, self.QUICK))
+
+    @pytest.mark.parametrize(
+        ("score", "named"),
+        [
+            ("2.5", "the reward is 2.5 on all 6 public responses: "),
+            ("100 + len(p)", r"the reward is outside ±3 \(reward_range\) on 100% of 6 public"),
+        ],
+    )
+    def test_a_reward_that_cannot_teach_is_told_of_before_it_costs_anything(
+        self, recipe_file: Path, capsys: pytest.CaptureFixture[str], score: str, named: str
+    ) -> None:
+        (recipe_file.parent / "my_rewards.py").write_text(
+            f"def brevity(prompts, completions):\n    return [{score} for p in prompts]\n"
+        )
+        made = load_recipe(recipe_file, [*self.QUICK, "reward_range=3"])
+        plan = dry_run(made)
+        assert re.search(f"warning +{named}", explain(plan))
+
+        def charge(*_: Any, **__: Any) -> None:
+            raise FloatingPointError
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("dprlhf.privacy.gate.Gate.release", charge)
+            with pytest.raises(DprlhfError, match="FloatingPointError"):
+                train(made, output_dir="run", quiet=True)
+        told = capsys.readouterr().err
+        assert re.search(f"^dprlhf: warning: {named}", told, re.MULTILINE)
 
     def test_no_user_is_read(self, recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Only public prompts reach policy and reward."""
@@ -267,15 +353,32 @@ class TestDryRun:
             "    open('seen', 'a').write(str(prompts))\n"
             "    return [0.0] * len(prompts)\n"
         )
-        changes = [
-            "policy.model_name_or_path=model", "rounds=1", "rollout.batch_size=8",
-            "update.batch_size=8", "rollout.max_new_tokens=2",
-        ]  # fmt: skip
-        plan = dry_run(load_recipe(recipe_file, changes))
+        plan = dry_run(load_recipe(recipe_file, self.QUICK))
         assert plan["noise_to_clip_ratio"] < 1
-        assert not plan["warnings"]
         assert "public 1" in (recipe_file.parent / "seen").read_text()
         assert "user" not in (recipe_file.parent / "seen").read_text()
+
+    def test_without_public_prompts_the_reward_is_tried_on_stand_ins(
+        self, recipe_file: Path
+    ) -> None:
+        plan = dry_run(load_recipe(recipe_file, [*self.QUICK, "evaluation=null"]))
+        assert plan["public_prompts_cut"] is None
+        assert "4 responses to stand-in prompts" in explain(plan)
+        assert "are longer" not in explain(plan)
+
+    def test_a_reward_that_compares_a_users_responses_is_given_several(
+        self, recipe_file: Path
+    ) -> None:
+        """Centred on each user, it would be 0 on one response of a prompt."""
+        changes = [
+            *self.QUICK, "rewards.0.function=my_rewards.py:ranked", "rewards.0.per_user=true",
+            "rollout.responses=4", "rollout.max_new_tokens=8",
+        ]  # fmt: skip
+        plan = dry_run(load_recipe(recipe_file, changes))
+        assert plan["reward"]["responses"] == 16
+        assert plan["reward"]["mean"] == pytest.approx(0, abs=1e-9)
+        assert plan["reward"]["spread"] > 0.1
+        assert plan["warnings"] == []
 
     def test_it_fails_as_the_run_would(self, recipe_file: Path) -> None:
         done = call("train", str(recipe_file), "--dry-run", "--model_name_or_path=./nowhere")

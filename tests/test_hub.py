@@ -118,7 +118,11 @@ class TestMerge:
         assert (tuned - untuned).abs().max() > 1e-3
         torch.testing.assert_close(logits(merged), tuned, rtol=1e-4, atol=1e-5)
         assert not isinstance(merged, peft.PeftModel)
-        assert "## Privacy" in (out / "README.md").read_text()
+        card = huggingface_hub.ModelCard.load(out / "README.md")
+        assert card.data.to_dict()["library_name"] == "transformers"
+        assert "\nWhole weights with the adapter merged (" in card.text
+        assert "## Privacy" in card.text
+        assert "LoRA adapter" not in card.text
 
     def test_it_generates(self, finished: Path, tmp_path: Path) -> None:
         out = merge(finished, tmp_path / "merged", dtype="bfloat16")

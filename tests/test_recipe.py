@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+import dprlhf
+import tiny
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import Recipe, dump_recipe, load_recipe, make_recipe
 
@@ -159,6 +161,26 @@ def test_a_bad_value_names_key_choices_and_value(key: str, value: Any, words: li
     assert message.startswith(f"{key}: ")
     for word in words:
         assert word in message
+
+
+def test_an_offending_value_is_short_and_one_of_a_program_is_not_quoted() -> None:
+    import pandas as pd
+
+    message = refusal(settings(rounds="many " * 1000))
+    assert message.startswith("rounds: Input should be a valid integer")
+    assert "'many many" in message
+    assert len(message) < 200
+    assert "a DataFrame" in refusal(settings(data__path=pd.DataFrame({"prompt": ["CANARY"]})))
+    assert "CANARY" not in refusal(settings(data__path=pd.DataFrame({"prompt": ["CANARY"]})))
+
+
+def test_a_model_in_memory_is_to_be_saved_first() -> None:
+    with pytest.raises(DprlhfError) as caught:
+        dprlhf.train(model=tiny.model(), prompts=["a"], reward=len, epsilon=1.0, rounds=1)
+    assert str(caught.value) == (
+        "train: policy.model_name_or_path: give a hub id or a folder, not a GPT2LMHeadModel: save"
+        " it first with save_pretrained (a model together with its tokenizer)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.processes import Processes
 from dprlhf.rewards import Reward, Scorer, Scores, check_reward, load_reward
 from dprlhf.rewards.classifier import ClassifierReward
+from dprlhf.rewards.spread import spread_of
 from dprlhf.setup import Sources, assemble
 
 CANARY = "CANARY-my-private-prompt"
@@ -913,3 +914,21 @@ def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     failed, tried = doctest.testfile(str(guide), module_relative=False)
     assert failed == 0
     assert tried > 5
+
+
+def test_the_spread_is_that_of_the_bounded_sum_of_all_rewards() -> None:
+    def length(completions: list[str]) -> list[float]:
+        return [float(len(c)) for c in completions]
+
+    def known(completions: list[str]) -> list[float | None]:
+        return [1.0 if "b" in c else None for c in completions]
+
+    rewards = [Reward(length, "length", weight=0.5), Reward(known, "known", weight=-2.0)]
+    texts = ["a", "bb", "ccccccc", ""]
+    reports = [check_reward(r, ["p", "q", "r", "s"], texts) for r in rewards]
+    found = spread_of(rewards, reports, bound=2.0)
+    scored = Scorer(rewards, 2.0).score(["p"] * 4, texts, [[]] * 4, {}, users=range(4)).values
+    assert scored.tolist() == [0.5, -1.0, 2.0, 0.0]
+    assert (found.mean, found.spread) == pytest.approx((scored.mean(), scored.std()))
+    assert (found.responses, found.clipped) == (4, 0.25)
+    assert found.warnings == []

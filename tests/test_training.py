@@ -338,7 +338,40 @@ class TestFailingRewards:
 
         with pytest.raises(DprlhfError, match="per_user"):
             dprlhf.train(**settings(model, reward=ranking), output_dir=tmp_path / "run")
-        assert charged(tmp_path / "run") == []
+        assert not (tmp_path / "run").exists()
+
+    def test_after_a_refused_reward_the_same_folder_can_be_used(
+        self, model: str, tmp_path: Path
+    ) -> None:
+        def broken(completions: list[str]) -> list[float]:
+            raise KeyError("no such thing")
+
+        with pytest.raises(DprlhfError, match=r"fails the check 'answer'.*no such thing"):
+            dprlhf.train(**settings(model, reward=broken), output_dir=tmp_path / "run")
+        dprlhf.train(**settings(model, rounds=1), output_dir=tmp_path / "run")
+        assert charged(tmp_path / "run") == [1]
+
+    def test_too_few_public_prompts_for_the_critic_leave_no_folder(
+        self, model: str, tmp_path: Path
+    ) -> None:
+        critic = {"features": 2, "share": 0.1}
+        with pytest.raises(DprlhfError, match=r"update\.critic\.features 2 needs at least 8"):
+            dprlhf.train(
+                **settings(model, update__critic=critic, evaluation_prompts=["a", "b"]),
+                output_dir=tmp_path / "run",
+            )
+        assert not (tmp_path / "run").exists()
+
+    def test_a_resumed_run_checks_its_reward_too(self, model: str, tmp_path: Path) -> None:
+        common = settings(model, rounds=1)
+        dprlhf.train(**common, output_dir=tmp_path / "run")
+        with pytest.raises(DprlhfError, match="check 'repeat'"):
+            dprlhf.resume(
+                tmp_path / "run",
+                prompts=common["prompts"],
+                reward=lambda completions: np.random.randn(len(completions)).tolist(),
+                quiet=True,
+            )
 
 
 CRASH_POINTS = {

@@ -367,8 +367,39 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     for name in ("no.csv", "no.parquet", "no.jsonl"):
         with pytest.raises(DprlhfError, match=f"{name}': there is no such file"):
             load_rows(Data(path=str(tmp_path / name)))
-    with pytest.raises(DprlhfError, match="could not be loaded"):
+    with pytest.raises(DprlhfError, match="no-folder': there is no such file or folder"):
         load_rows(Data(path=str(tmp_path / "no-folder")))
+
+
+def test_only_what_can_be_a_hub_id_is_looked_up_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of a file may tell something, and must not leave the machine."""
+    monkeypatch.chdir(tmp_path)
+    asked: list[str] = []
+
+    def load_dataset(path: str, *_: Any, **__: Any) -> Any:
+        asked.append(path)
+        raise FileNotFoundError("no such dataset")
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    for name in ("patients.tsv", "patients.txt", "patients.CSV", "patients"):
+        (tmp_path / name).write_text("prompt\na\n")
+        for path in (name, f"./{name}", str(tmp_path / name)):
+            with pytest.raises(DprlhfError, match=r"use \.csv, \.json, \.jsonl, \.parquet"):
+                load_rows(Data(path=path))
+    missing = (
+        "./clients", "../clients", "~/clients", "/clients", "~clients", "a/b/clients", "my clients",
+        "clients.tsv", "a/clients.txt", "clients.csv.gz", "a/clients.JSONL",
+    )  # fmt: skip
+    for path in missing:
+        with pytest.raises(DprlhfError, match="there is no such file or folder"):
+            load_rows(Data(path=path))
+    assert asked == []
+    for path in ("imdb", "stanfordnlp/imdb", "owner/set-v1.0"):
+        with pytest.raises(DprlhfError, match="could not be loaded"):
+            load_rows(Data(path=path))
+    assert asked == ["imdb", "stanfordnlp/imdb", "owner/set-v1.0"]
 
 
 @pytest.mark.parametrize(

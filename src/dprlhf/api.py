@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ from dprlhf.checkpoint import last_checkpoint
 from dprlhf.errors import DprlhfError
 from dprlhf.evaluate import Evaluated, estimate
 from dprlhf.processes import Processes
-from dprlhf.public import in_memory_prompts
+from dprlhf.public import in_memory_prompts, prompts_in
 from dprlhf.recipe import Recipe, load_any_recipe
 from dprlhf.rollout import sample
 from dprlhf.run_folder import RunFolder, replaced_folder, time_stamp, write_json
-from dprlhf.setup import Callback, load, prepared
+from dprlhf.setup import Callback, hush_libraries, load, prepared
 from dprlhf.sources import Reward, Sources, recipe_of
 from dprlhf.timing import seconds_a_response, seconds_a_round
 from dprlhf.trainer import Result, Run, evaluate_policy, run_rounds
@@ -94,14 +95,38 @@ def resume(
         return _run(run)
 
 
-def generate(folder: str | Path, prompts: Sequence[str], seed: int = 0) -> list[dict[str, str]]:
+def generate(
+    folder: str | Path,
+    prompts: Sequence[Any] | Path,
+    seed: int = 0,
+    *,
+    max_new_tokens: int | None = None,
+) -> list[dict[str, Any]]:
     """Continue prompts with the base and with the tuned policy of a run.
+
+    Args:
+        folder: the run folder.
+        prompts: texts or conversations; or a file of them, one a line, or a ``.csv``, ``.json``,
+            ``.jsonl`` or ``.parquet`` with the recipe's ``data.prompt_column``.
+        seed: of the sampling.
+        max_new_tokens: of a continuation; None is the recipe's ``rollout.max_new_tokens``.
 
     Returns:
         For each prompt: ``prompt``, ``base`` and ``tuned``.
+
+    Raises:
+        DprlhfError: there is no policy or no such file, or the continuations do not fit the model.
     """
+    hush_libraries()
     run_folder = RunFolder(Path(folder))
     recipe = _recipe_in(run_folder)
+    if max_new_tokens is not None:
+        if max_new_tokens < 1:
+            raise DprlhfError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
+        rollout = recipe.rollout.model_copy(update={"max_new_tokens": max_new_tokens})
+        recipe = recipe.model_copy(update={"rollout": rollout})
+    if isinstance(prompts, Path):
+        prompts = prompts_in(prompts, recipe.data.prompt_column)
     checkpoint = last_checkpoint(run_folder)
     if checkpoint is None:
         raise DprlhfError(f"{folder}: no policy yet; finish the run with: dprlhf resume {folder}")
@@ -144,6 +169,8 @@ def _run(run: Run) -> Result:
     card |= audit_of(run.folder)
     if run.processes.main:
         write_json(run.folder.privacy, card)
+        for warning in run.spread.warnings:
+            print(f"dprlhf: warning: {warning}", file=sys.stderr)
     before = _evaluate(run, "evaluation before", base=True)
     public, timing = run.public_prompts, {}
     if public is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from dprlhf.plan import Plan, json_ready
 from dprlhf.previous import Earlier, run_of_model, total
-from dprlhf.privacy.gaussian import upwards
+from dprlhf.privacy.gaussian import downwards, upwards
 from dprlhf.privacy.randomness import commitment
 from dprlhf.recipe import AnyRecipe, Recipe, load_any_recipe
 from dprlhf.run_folder import RunFolder, write_atomically, write_json
@@ -80,9 +80,10 @@ def privacy_card(
             f" same release: {critic.share:g} of its budget, at noise multiplier"
             f" {plan.noise_multiplier / critic.share**0.5:.4g}"
         )
+    most = recipe.data.max_prompts_per_user
     return {
         "private": plan.private,
-        "unit": f"user = {unit}, at most {recipe.data.max_prompts_per_user} prompts",
+        "unit": f"user = {unit}, at most {most} prompt{'s' if most > 1 else ''}",
         "neighbouring": _NEIGHBOURS[plan.adjacency],
         **plan.terms(),
         **({"total": _total(plan, earlier)} if earlier else {}),
@@ -208,18 +209,27 @@ def guarantee_sentence(card: dict[str, Any]) -> str:
     )
 
 
-def model_card(recipe: AnyRecipe, card: dict[str, Any]) -> str:
-    """Return the adapter's README with the standard metadata and a privacy section."""
+def model_card(recipe: AnyRecipe, card: dict[str, Any], *, merged: bool = False) -> str:
+    """Return the model's README with the standard metadata and a privacy section.
+
+    Args:
+        recipe: of the run.
+        card: of the run, from :func:`privacy_card`.
+        merged: of whole weights, not of the adapter.
+    """
     public = "\n".join(f"- {line}" for line in card["assumed_public"])
     assumptions = "\n".join(f"- {line}" for line in card["assumptions"])
     trained = recipe.policy if isinstance(recipe, Recipe) else recipe.trained
     base = trained.model_name_or_path
     # The hub refuses a card whose base model is no repository.
-    named = f"base_model: {base}\nbase_model_relation: adapter\n" if is_hub_id(base) else ""
+    relation = "finetune" if merged else "adapter"
+    named = f"base_model: {base}\nbase_model_relation: {relation}\n" if is_hub_id(base) else ""
     task, tag, how = _about(recipe)
     adapter = _ADAPTERS[trained.adapter.type].format(rank=trained.adapter.rank)
+    kind = f"Whole weights with the adapter merged ({adapter})" if merged else adapter
+    lower = downwards(float(card["epsilon_lower"]), 4)
     return f"""---
-{named}library_name: peft
+{named}library_name: {"transformers" if merged else "peft"}
 pipeline_tag: {task}
 tags:
 - dprlhf
@@ -229,13 +239,13 @@ tags:
 
 # {base} tuned with dprlhf
 
-{adapter}, {how}.
+{kind}, {how}.
 
 ## Privacy
 
 {guarantee_sentence(card)}
 
-Accountant: {card["accountant"]}; lower bound on the same ε: {card["epsilon_lower"]}.
+Accountant: {card["accountant"]}; lower bound on the same ε: {lower}.
 
 Hyperparameter tuning: {card["tuning"]}.
 

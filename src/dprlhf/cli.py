@@ -183,14 +183,29 @@ def resume(run: Annotated[Path, typer.Argument(help="the run folder")]) -> None:
 @app.command()
 def generate(
     run: Annotated[Path, typer.Argument(help="the run folder")],
-    prompt: Annotated[list[str], typer.Option("--prompt", help="a prompt; may be repeated")],
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", help="a prompt; may be repeated")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="a file of prompts, one a line, or a .csv, .jsonl, ...")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="of a continuation; the recipe's by default")
+    ] = None,
     seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Continue prompts with the base and with the tuned policy, side by side."""
     from dprlhf.api import generate as continue_prompts
 
-    for answer in continue_prompts(run, prompt, seed):
-        typer.echo(f"{answer['prompt']}\n  base:  {flat(answer['base'])}")
+    if (prompt is None) == (prompts is None):
+        raise DprlhfError("give --prompt, as often as you like, or a file with --prompts")
+    answers = continue_prompts(run, prompts or prompt or [], seed, max_new_tokens=max_new_tokens)
+    if as_json:
+        typer.echo(json.dumps(answers))
+        return
+    for answer in answers:
+        typer.echo(f"{flat(answer['prompt'])}\n  base:  {flat(answer['base'])}")
         typer.echo(f"  tuned: {flat(answer['tuned'])}")
 
 

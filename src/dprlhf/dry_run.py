@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -18,17 +19,19 @@ from dprlhf.setup import Parts, assemble
 from dprlhf.sources import Sources
 from dprlhf.supervised.stage import StageRecipe, assemble_stage
 from dprlhf.timing import seconds_a_response, seconds_a_round, seconds_a_row
+from dprlhf.users import Prompts
 
 
 def dry_run(recipe: Recipe, sources: Sources | None = None) -> dict[str, Any]:
-    """Load everything that a run would load, and time one micro-batch of public prompts.
+    """Load and check everything that a run would, and time one micro-batch of public prompts.
 
     No folder is made, no user's prompt is drawn and nothing is charged.
 
     Returns:
         The plan, JSON-ready: what is released and at which ε, the noise, the memory of the timed
-        micro-batch (bytes), and the estimated time (seconds). The estimate leaves out the KL
-        penalty and the importance ratio, a forward pass each, and evaluation during the run.
+        micro-batch (bytes), the reward on public responses, and the estimated time (seconds). The
+        estimate leaves out the KL penalty and the importance ratio, a forward pass each, and
+        evaluation during the run.
 
     Raises:
         DprlhfError: as the run would.
@@ -40,9 +43,22 @@ def dry_run(recipe: Recipe, sources: Sources | None = None) -> dict[str, Any]:
     scorer = Scorer(parts.rewards, recipe.reward_range)
     seconds_a_response(policy, scorer, public, recipe)  # the first pass also warms up
     phases = seconds_a_response(policy, scorer, public, recipe)
+    terms = _terms(plan, parts.earlier, policy, processes)
+    spread = parts.spread
     return {
-        **_terms(plan, parts.earlier, policy, processes),
+        **terms,
+        "warnings": terms["warnings"] + spread.warnings,
         "responses_a_round": plan.divisor * recipe.rollout.responses,
+        "max_prompt_tokens": recipe.data.max_prompt_tokens,
+        "max_new_tokens": recipe.rollout.max_new_tokens,
+        "public_prompts_cut": _share_cut(policy, parts.public_prompts, recipe),
+        "reward": {
+            "mean": spread.mean,
+            "spread": spread.spread,
+            "clipped": spread.clipped,
+            "responses": spread.responses,
+            "stand_ins": parts.public_prompts is None,
+        },
         "seconds_a_response": phases,
         "estimated_seconds": _seconds(parts, phases) / processes.count,
     }
@@ -132,6 +148,7 @@ def explain(plan: dict[str, Any]) -> str:
             if "responses_a_round" in plan
             else []
         ),
+        *(_tokens_and_reward(plan) if "reward" in plan else []),
         ("trained parameters", f"d = {plan['dimension']:,}"),
         ("clip norm", f"{plan['clip_norm']}"),
         ("noise multiplier", f"{plan['noise_multiplier']:.4g}"),
@@ -148,6 +165,30 @@ def explain(plan: dict[str, Any]) -> str:
         *(("warning", w) for w in plan["warnings"]),
     ]
     return "\n".join(f"{name:<21}{value}" for name, value in rows)
+
+
+def _share_cut(policy: CausalLMPolicy, public: Prompts | None, recipe: Recipe) -> float | None:
+    """Return the share of PUBLIC prompts that are longer than private ones may be."""
+    if public is None:
+        return None
+    lengths = [len(tokens) for tokens in policy.encode(public.prompts, sys.maxsize)]
+    return sum(n > recipe.data.max_prompt_tokens for n in lengths) / len(lengths)
+
+
+def _tokens_and_reward(plan: dict[str, Any]) -> list[tuple[str, str]]:
+    reward, cut = plan["reward"], plan["public_prompts_cut"]
+    cut = "" if cut is None else f" ({cut:.0%} of the public prompts are longer, and cut)"
+    prompts = "stand-in" if reward["stand_ins"] else "public"
+    return [
+        ("tokens of a prompt", f"at most {plan['max_prompt_tokens']}{cut}"),
+        ("tokens of a response", f"at most {plan['max_new_tokens']}"),
+        (
+            "reward",
+            f"mean {reward['mean']:.3g}, standard deviation {reward['spread']:.3g},"
+            f" {reward['clipped']:.0%} clipped: {reward['responses']} responses to {prompts}"
+            " prompts",
+        ),
+    ]
 
 
 def _ms(seconds: float) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dprlhf.card import model_card
 from dprlhf.errors import DprlhfError, one_line
 from dprlhf.policies.adapters import quiet_peft
 from dprlhf.recipe import Recipe, RewardRecipe, load_any_recipe
@@ -106,7 +108,8 @@ def merge(
     with replaced_folder(out) as fresh:
         merged.to(getattr(torch, dtype)).save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
-        (fresh / "README.md").write_text((folder.policy / "README.md").read_text())
+        card = json.loads(folder.privacy.read_text())
+        (fresh / "README.md").write_text(model_card(recipe, card, merged=True))
         # A run that starts from this model finds out which run to account for.
         (fresh / "privacy.json").write_text(folder.privacy.read_text())
     return out

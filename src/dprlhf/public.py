@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dprlhf.recipe import AnyRecipe
+from dprlhf.errors import DprlhfError
+from dprlhf.recipe import AnyRecipe, Data
 from dprlhf.sources import rows_of
-from dprlhf.users import Prompts, Users
+from dprlhf.users import FORMATS, Prompts, Users, load_rows
 
 _LEFT_OVER = 64
 
@@ -54,6 +56,25 @@ def in_memory_prompts(prompts: Sequence[Any]) -> Prompts:
     return Prompts(
         list(prompts), np.arange(len(prompts)), np.zeros(len(prompts), dtype=np.int64), {}
     )
+
+
+def prompts_in(file: Path, column: str) -> list[Any]:
+    """Read a file of prompts: a data set with such a column, else one prompt a line.
+
+    Raises:
+        DprlhfError: it cannot be read, or has no such column.
+    """
+    if file.suffix not in FORMATS:
+        try:
+            return [line for line in file.read_text().splitlines() if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise DprlhfError(f"{file}: could not be read ({type(error).__name__})") from None
+    rows = load_rows(Data(path=str(file)))
+    if column not in rows.column_names:
+        raise DprlhfError(
+            f"{file}: there is no column {column!r}; the columns are {', '.join(rows.column_names)}"
+        )
+    return list(rows[column])
 
 
 def neutral_prompts() -> Prompts:

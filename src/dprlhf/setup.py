@@ -19,7 +19,6 @@ from dprlhf.boundary import open_private
 from dprlhf.callbacks import as_functions
 from dprlhf.critic import Critic
 from dprlhf.errors import DprlhfError, InterruptedRunError
-from dprlhf.evaluate import evaluate
 from dprlhf.optimizers import make_optimizer
 from dprlhf.partition import allocate
 from dprlhf.plan import Plan, make_plan
@@ -44,8 +43,9 @@ from dprlhf.recipe import (
     dump_recipe,
 )
 from dprlhf.rewards import Reward as LoadedReward
-from dprlhf.rewards import Scorer, check_reward, load_reward
-from dprlhf.rewards.responses import in_form_of
+from dprlhf.rewards import Scorer, Spread, check_reward, load_reward, spread_of
+from dprlhf.rewards.capture import captured
+from dprlhf.rewards.responses import rows_to_score
 from dprlhf.rollout import Responses, sample, settled
 from dprlhf.run_folder import RunFolder, write_atomically
 from dprlhf.sources import R, Sources, rows_of
@@ -74,8 +74,8 @@ def prepared(
 ) -> Iterator[Run]:
     """Make everything that a run needs, and close it afterwards.
 
-    What can fail on account of the recipe, the data or the policy fails before the run folder is
-    made.
+    What can fail on account of the recipe, the data, the policy or a reward fails before the run
+    folder is made.
 
     Args:
         recipe: the settings; a new run writes them to its folder.
@@ -113,7 +113,7 @@ def prepared(
             telemetry=TelemetryCoordinates.from_plan(
                 plan, recipe.privacy.reward_share, recipe.reward_range
             ),
-            critic=_critic(recipe, plan, policy, processes, parts.public_prompts),
+            critic=parts.critic,
             progress=Progress(
                 recipe.rollout.responses,
                 disable=quiet or not processes.main,
@@ -122,8 +122,8 @@ def prepared(
                 *held.trackers,
                 *as_functions(callbacks, folder.path, plan.rounds),
             ],
+            spread=parts.spread,
         )
-        _check_rewards(run)
         yield run
 
 
@@ -173,7 +173,9 @@ class Parts:
     users: Users
     policy: CausalLMPolicy
     rewards: list[LoadedReward]
+    spread: Spread
     public_prompts: Prompts | None
+    critic: Critic | None
 
 
 def assemble(recipe: Recipe, sources: Sources, processes: Processes, *, quiet: bool) -> Parts:
@@ -204,7 +206,10 @@ def assemble(recipe: Recipe, sources: Sources, processes: Processes, *, quiet: b
     plan = plan_of(recipe, users)
     rewards: Sequence[Any] = sources.rewards or [_loadable(r) for r in recipe.rewards]
     loaded = [load_reward(reward, device=processes.device) for reward in rewards]
-    return Parts(recipe, plan, earlier, users, policy, loaded, evaluated(recipe, public))
+    prompts = evaluated(recipe, public)
+    spread = _check_rewards(loaded, policy, recipe, prompts or neutral_prompts())
+    critic = _critic(recipe, plan, policy, processes, prompts)
+    return Parts(recipe, plan, earlier, users, policy, loaded, spread, prompts, critic)
 
 
 def resolved(recipe: R) -> R:
@@ -394,21 +399,36 @@ def _settle_clip_norm(
     return recipe.model_copy(update={"update": update})
 
 
-def _check_rewards(run: Run) -> None:
-    """Check on public prompts that no reward couples users."""
-    public = run.public_prompts or neutral_prompts()
-    few = public.first(16)
-    responses = evaluate(
-        run.policy,
-        run.scorer,
-        few,
-        run.recipe.rollout,
-        seed=run.recipe.seed,
-        max_prompt_tokens=run.recipe.data.max_prompt_tokens,
-    ).responses
-    completions = in_form_of(few.prompts, responses.texts)
-    for reward in run.scorer.rewards:
-        check_reward(reward, few.prompts, completions, few.columns, bound=run.recipe.reward_range)
+def _check_rewards(
+    rewards: Sequence[LoadedReward], policy: CausalLMPolicy, recipe: Recipe, public: Prompts
+) -> Spread:
+    """Check on public prompts that no reward couples users, and see how the rewards lie there."""
+    per_user = any(reward.per_user for reward in rewards)
+    # Of one response alone, a reward that compares a user's responses would know nothing.
+    responses = max(2, recipe.rollout.responses) if per_user else 1
+    sampled = sample(
+        policy,
+        public.first(max(2, 16 // responses)),
+        recipe.rollout.model_copy(update={"responses": responses, "base_policy": "on-policy"}),
+        key=bytes(32),
+        context=("evaluation", recipe.seed),
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+    )
+    rows = rows_to_score(sampled)
+    with captured(None):  # a reward that prints would spoil a plan that is printed as JSON
+        reports = [
+            check_reward(
+                reward,
+                rows.prompts,
+                rows.completions,
+                rows.columns,
+                completion_ids=rows.completion_ids,
+                users=sampled.user.tolist(),
+                bound=recipe.reward_range,
+            )
+            for reward in rewards
+        ]
+    return spread_of(rewards, reports, recipe.reward_range)
 
 
 @contextlib.contextmanager

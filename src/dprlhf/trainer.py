@@ -26,7 +26,7 @@ from dprlhf.privacy.gate import Gate
 from dprlhf.processes import Processes
 from dprlhf.progress import Progress
 from dprlhf.recipe import Recipe
-from dprlhf.rewards import Scorer, Scores
+from dprlhf.rewards import Scorer, Scores, Spread
 from dprlhf.rewards.responses import score_private
 from dprlhf.rollout import Responses, sample_responses
 from dprlhf.rounds import (
@@ -67,6 +67,7 @@ class Run:
     telemetry: TelemetryCoordinates
     critic: Critic | None
     progress: Progress
+    spread: Spread
     callbacks: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
 
 

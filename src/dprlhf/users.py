@@ -10,6 +10,7 @@ import csv
 import hashlib
 import json
 import logging
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -169,7 +170,8 @@ def load_rows(spec: recipe.Data) -> Any:
     """Load a prompt dataset through ``datasets``.
 
     Raises:
-        DprlhfError: it cannot be found or read.
+        DprlhfError: it cannot be found or read. What can only be a file of one's own is not looked
+            for on the hub, which would tell its name.
     """
     import datasets
 
@@ -182,12 +184,18 @@ def load_rows(spec: recipe.Data) -> Any:
     try:
         if (folder := Path(path)).is_dir():
             rows = _load_folder(folder, spec)
-        elif (file := Path(path)).suffix in _FORMATS:
+        elif (file := Path(path)).suffix in FORMATS:
             if not file.is_file():
                 raise DprlhfError(f"data {spec.path!r}: there is no such file")
             rows = datasets.load_dataset(
-                _FORMATS[file.suffix], data_files={"train": str(file)}, split="train"
+                FORMATS[file.suffix], data_files={"train": str(file)}, split="train"
             )
+        elif file.exists():
+            raise DprlhfError(
+                f"data {spec.path!r}: not a kind of file that is read: use {', '.join(FORMATS)}"
+            )
+        elif not _HUB_ID.fullmatch(path) or file.suffix.lower() in _FILE_SUFFIXES:
+            raise DprlhfError(f"data {spec.path!r}: there is no such file or folder")
         else:
             rows = datasets.load_dataset(path, spec.name, split=spec.split)
     except DprlhfError:
@@ -319,7 +327,16 @@ def _kept_on_disk(prompts: Iterable[Any], column: str) -> Any:
 _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
 """Removed when the process ends."""
 
-_FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+"""The files that are read, by what their names end in."""
+
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+_FILE_SUFFIXES = {
+    *FORMATS, ".tsv", ".txt", ".ndjson", ".arrow", ".feather", ".xls", ".xlsx", ".db", ".sqlite",
+    ".pkl", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz",
+}  # fmt: skip
+"""Of names that are those of files, wherever they are: a dataset on the hub has none of them."""
 
 
 def _load_folder(folder: Path, spec: recipe.Data) -> Any:
@@ -329,9 +346,9 @@ def _load_folder(folder: Path, spec: recipe.Data) -> Any:
         loaded = datasets.load_from_disk(str(folder))
         return loaded[spec.split] if isinstance(loaded, datasets.DatasetDict) else loaded
     for file in sorted(folder.glob(f"{spec.split}.*")):
-        if file.suffix in _FORMATS:
+        if file.suffix in FORMATS:
             return datasets.load_dataset(
-                _FORMATS[file.suffix], data_files={"train": str(file)}, split="train"
+                FORMATS[file.suffix], data_files={"train": str(file)}, split="train"
             )
     return datasets.load_dataset(str(folder), spec.name, split=spec.split)
 

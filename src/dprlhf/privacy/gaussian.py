@@ -91,6 +91,15 @@ def upwards(value: float, digits: int) -> str:
     return f"{exact.quantize(step, ROUND_CEILING, Context(prec=400)):.{digits}g}"
 
 
+def downwards(value: float, digits: int) -> str:
+    """Return a lower bound, at least 0, in the same way: rounded down.
+
+    >>> downwards(3.998904377, 4), downwards(4.0, 4)
+    ('3.998', '4')
+    """
+    return upwards(-value, digits).removeprefix("-")
+
+
 def crossing(
     value: Callable[[float], float],
     low: float,

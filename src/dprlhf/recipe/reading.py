@@ -27,6 +27,10 @@ STAGES: dict[str, type[SFTRecipe] | type[RewardRecipe]] = {
 """The supervised stages by name; a recipe without a ``stage`` is one of private updates."""
 
 
+_LONGEST = 80
+"""Characters of an offending value that an error quotes."""
+
+
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a YAML recipe and apply ``section.key=value`` overrides.
 
@@ -145,9 +149,24 @@ def _explain(error: ValidationError, kind: type[BaseModel] = Recipe) -> str:
 
 
 def _refused(key: str, message: str, given: Any, choices: Any) -> str:
+    if hasattr(given, "save_pretrained"):
+        return (
+            f"{key}: give a hub id or a folder, not a {type(given).__name__}: save it first with"
+            " save_pretrained (a model together with its tokenizer)"
+        )
     listed = [word.strip("' ") for word in str(choices).replace(" or ", ",").split(",")]
-    near = nearest(str(given), listed)
-    return f"{key}: {message}, not {given!r}" + (f"; did you mean {near!r}?" if near else "")
+    shown = _shown(given)
+    near = nearest(shown.strip("'"), listed)
+    return f"{key}: {message}, not {shown}" + (f"; did you mean {near!r}?" if near else "")
+
+
+def _shown(given: Any) -> str:
+    """Return a setting in a line; of anything but a text or a number, which may hold data, no more
+    than its type."""
+    if not isinstance(given, str | int | float | None):
+        return f"a {type(given).__name__}"
+    shown = repr(given)
+    return shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"
 
 
 def _nearest_key(location: list[str], kind: type[BaseModel]) -> str | None:

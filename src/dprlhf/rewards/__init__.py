@@ -3,12 +3,15 @@
 from dprlhf.rewards.contract import ContractReport, check_reward
 from dprlhf.rewards.loading import Reward, load_reward
 from dprlhf.rewards.scoring import Scorer, Scores
+from dprlhf.rewards.spread import Spread, spread_of
 
 __all__ = [
     "ContractReport",
     "Reward",
     "Scorer",
     "Scores",
+    "Spread",
     "check_reward",
     "load_reward",
+    "spread_of",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dprlhf.boundary import Private, open_private
-from dprlhf.rewards.scoring import Scorer, Scores
+from dprlhf.rewards.scoring import Rows, Scorer, Scores
 from dprlhf.rollout import Responses
 
 
@@ -21,6 +21,19 @@ def score_responses(scorer: Scorer, responses: Responses, *, private: bool = Fal
     Args:
         private: as for :meth:`Scorer.score`.
     """
+    rows = rows_to_score(responses)
+    return scorer.score(
+        rows.prompts,
+        rows.completions,
+        rows.completion_ids,
+        rows.columns,
+        responses.user,
+        private=private,
+    )
+
+
+def rows_to_score(responses: Responses) -> Rows:
+    """Return what a reward gets of every row."""
     owner = responses.prompt.tolist()
     prompts = [responses.prompts.prompts[p] for p in owner]
     ids = [
@@ -32,8 +45,7 @@ def score_responses(scorer: Scorer, responses: Responses, *, private: bool = Fal
     columns = {
         name: [values[p] for p in owner] for name, values in responses.prompts.columns.items()
     }
-    completions = in_form_of(prompts, responses.texts)
-    return scorer.score(prompts, completions, ids, columns, responses.user, private=private)
+    return Rows(prompts, in_form_of(prompts, responses.texts), ids, columns)
 
 
 def in_form_of(prompts: Sequence[Any], texts: Sequence[str]) -> list[Any]:
