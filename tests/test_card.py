@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -70,6 +70,17 @@ def test_what_is_said_where_no_tuning_run_counts(declared: int | None, said: str
     assert card["tuning"].startswith(said)
     assert "total" not in card
     assert "the recipe was not tuned on the same users" in card["assumptions"]
+
+
+def test_a_selection_of_rows_is_told() -> None:
+    """Were it taken anew without a row, the next one would move up: two users would change."""
+    told = "which rows data.skip and data.limit select"
+    for data, expected in (({}, False), ({"skip": 1}, True), ({"limit": 100}, True)):
+        recipe = recipe_of(None)
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update=data)})
+        plan = plan_of(recipe, cast(Any, SimpleNamespace(count=100)))
+        lines = privacy_card(recipe, plan, 1, bytes(32), Earlier())["assumed_public"]
+        assert any(told in line for line in lines) == expected
 
 
 def test_no_long_number_is_in_the_model_card() -> None:

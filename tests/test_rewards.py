@@ -38,8 +38,9 @@ from dprlhf.errors import DprlhfError
 from dprlhf.processes import Processes
 from dprlhf.rewards import Reward, Scorer, Scores, check_reward, load_reward
 from dprlhf.rewards.classifier import ClassifierReward
-from dprlhf.rewards.spread import spread_of
-from dprlhf.setup import Sources, assemble
+from dprlhf.rewards.spread import Spread, spread_of
+from dprlhf.setup import Parts, assemble
+from dprlhf.sources import Sources
 
 CANARY = "CANARY-my-private-prompt"
 
@@ -885,21 +886,48 @@ def test_classifier_from_an_asset(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert isinstance(load_reward(recipe.Reward(classifier="asset:toy")).function, ClassifierReward)
 
 
-def test_a_run_scores_on_its_own_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The meta device stands for a GPU: it is there everywhere, and is not the CPU."""
-    folder, _, _ = bert(tmp_path, ["reward"])
-    monkeypatch.setattr(Processes, "device", torch.device("meta"))
+def assembled(tmp_path: Path, reward: dict[str, Any], given: Any) -> Parts:
     made = recipe.make_recipe(
         {
             "policy": {"model_name_or_path": str(tiny.save(tmp_path / "model"))},
             "data": {"path": recipe.IN_MEMORY},
-            "rewards": [{"classifier": str(folder)}],
+            "rewards": [reward],
             "privacy": {"epsilon": 4, "delta": 1e-5},
             "rounds": 2,
         }
     )
-    sources = Sources([f"user {i}" for i in range(40)], None, None)
-    parts = assemble(made, sources, Processes(Accelerator(cpu=True)), quiet=True)
+    sources = Sources([f"user {i}" for i in range(40)], given, None)
+    return assemble(made, sources, Processes(Accelerator(cpu=True)), quiet=True)
+
+
+def test_a_reward_that_rounds_with_its_batch_is_called_for_one_user_at_a_time(
+    tmp_path: Path,
+) -> None:
+    """The last digit of one user's score would be another's to change."""
+
+    def rounding(prompts: list[str], completions: list[str]) -> list[float]:
+        return [len(c) + 1e-6 * len(completions) for c in completions]
+
+    def exact(prompts: list[str], completions: list[str]) -> list[float]:
+        return [float(len(c)) for c in completions]
+
+    assert check_reward(rounding, PROMPTS, COMPLETIONS).moved == pytest.approx(
+        1e-6 * len(PROMPTS), rel=1e-3
+    )
+    assert check_reward(exact, PROMPTS, COMPLETIONS).moved == 0.0
+    parts = assembled(tmp_path, {"function": recipe.IN_MEMORY}, [rounding, exact])
+    assert [r.per_user for r in parts.rewards] == [True, False]
+    [slow] = [w for w in parts.spread.warnings if "rounding" in w]
+    assert "called for one user at a time" in slow
+
+
+def test_a_run_scores_on_its_own_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meta device stands for a GPU: it is there everywhere, and is not the CPU."""
+    folder, _, _ = bert(tmp_path, ["reward"])
+    monkeypatch.setattr(Processes, "device", torch.device("meta"))
+    unchecked = Spread(responses=0, mean=0.0, spread=1.0, clipped=0.0, bound=1.0, rounded={})
+    monkeypatch.setattr("dprlhf.setup._check_rewards", lambda *_: unchecked)
+    parts = assembled(tmp_path, {"classifier": str(folder)}, None)
     [reward] = parts.rewards
     function: Any = reward.function
     assert function._model.device == parts.policy.device == torch.device("meta")

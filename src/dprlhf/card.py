@@ -42,6 +42,10 @@ _ADAPTERS = {
 }
 """By the type in the recipe: what the folder ``policy/`` holds."""
 
+_REWARDS = {
+    True: ["a reward scores a completion alike in any batch (checked on public prompts)"],
+    False: [],
+}
 _RELEASED = {
     "pg": "gradient of each round",
     "grpo": "gradient of the surrogate in each round",
@@ -98,16 +102,27 @@ def privacy_card(
         + [
             f"the number of users, {plan.users}",
             "the recipe, its seed, and the public evaluation prompts",
+            *_selection(recipe),
         ],
         "assumptions": [
             *plan.guarantee.assumptions,
             "secret/ stays secret: it holds the key that allocation and noise come from",
+            "a row of a micro-batch, whose shape is fixed, rounds alike wherever it stands",
+            *_REWARDS[isinstance(recipe, Recipe)],
             *([] if earlier.tuning_runs else ["the recipe was not tuned on the same users"]),
         ],
         "tuning": _TUNING.get(recipe.privacy.tuning_runs)
         or f"declared: {_runs(earlier)} on the same users, which the total counts",
         "run": commitment(key),
     }
+
+
+def _selection(recipe: AnyRecipe) -> list[str]:
+    data = recipe.data
+    if not data.skip and data.limit is None:
+        return []
+    # If a row went and the limit let another one in, two users would have changed.
+    return ["which rows data.skip and data.limit select: neighbouring datasets differ among these"]
 
 
 def audit_of(folder: RunFolder) -> dict[str, Any]:

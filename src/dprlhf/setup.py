@@ -9,7 +9,7 @@ import json
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -208,6 +208,9 @@ def assemble(recipe: Recipe, sources: Sources, processes: Processes, *, quiet: b
     loaded = [load_reward(reward, device=processes.device) for reward in rewards]
     prompts = evaluated(recipe, public)
     spread = _check_rewards(loaded, policy, recipe, prompts or neutral_prompts())
+    # Users must not be coupled, not even by rounding; and all processes score alike.
+    rounded = processes.from_main(spread.rounded)
+    loaded = [replace(r, per_user=r.per_user or r.name in rounded) for r in loaded]
     critic = _critic(recipe, plan, policy, processes, prompts)
     return Parts(recipe, plan, earlier, users, policy, loaded, spread, prompts, critic)
 

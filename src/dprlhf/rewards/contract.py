@@ -40,6 +40,8 @@ class ContractReport:
         missing: share of rows that the reward answers with None.
         clipped: share of rows where |weight · score| is above R.
         scores: of each row, without weight and clipping; None where the reward does not apply.
+        moved: by how much a score differed at most with what else was in the call: rounding, if
+            anything, for more is refused.
     """
 
     name: str
@@ -53,6 +55,7 @@ class ContractReport:
     missing: float
     clipped: float
     scores: tuple[float | None, ...] = field(repr=False)
+    moved: float
 
 
 def check_reward(
@@ -131,7 +134,10 @@ def check_reward(
     again = _evaluate(reward, rows, units, everything)
     seconds = time.perf_counter() - start
 
+    moved = 0.0
+
     def compare(check: str, other: Mapping[int, float | None], situation: str) -> None:
+        nonlocal moved
         for i, value in other.items():
             if not _close(value, batch[i], rtol, atol):
                 raise DprlhfError(
@@ -139,6 +145,7 @@ def check_reward(
                     f"{batch[i]!r} in the batch and {value!r} {situation}; "
                     + _remedy(check, reward.per_user)
                 )
+            moved = max(moved, abs((value or 0.0) - (batch[i] or 0.0)))
 
     compare("repeat", again, "when called again with the same batch")
     step = max(1, math.ceil(len(units) / _ALONE))
@@ -169,6 +176,7 @@ def check_reward(
         missing=1 - len(values) / len(rows),
         clipped=sum(abs(reward.weight * value) > bound for value in values) / len(rows),
         scores=tuple(batch[i] for i in range(len(rows))),
+        moved=moved,
     )
 
 

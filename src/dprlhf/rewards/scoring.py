@@ -102,8 +102,8 @@ class Scorer:
 
     **No user's score may depend on another user**, or the sensitivity of the sum over users is
     lost. The score that counts is the one that a user gets when the reward is called with that
-    user's rows alone. A call with many users is an optimisation, allowed because the contract
-    check (:func:`dprlhf.rewards.check_reward`) found that it gives the same values up to rounding.
+    user's rows alone. A call with many users is an optimisation, allowed where the contract
+    check (:func:`dprlhf.rewards.check_reward`) found that it gives the same values, bit for bit.
     When such a call raises or answers with the wrong length, every user is called alone: the
     failure of one user then costs only that user's rows, and the others get what defines their
     score anyway. Giving all users of the failed call an invalid score instead would let one user

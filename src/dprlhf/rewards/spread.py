@@ -23,6 +23,7 @@ class Spread:
         spread: their standard deviation.
         clipped: the share whose sum is outside ±R.
         bound: R.
+        rounded: the rewards whose scores rounding moved with their batch, and by how much.
     """
 
     responses: int
@@ -30,10 +31,24 @@ class Spread:
     spread: float
     clipped: float
     bound: float
+    rounded: dict[str, float]
 
     @property
     def warnings(self) -> list[str]:
-        """Why this reward could hardly teach; such a run would spend its ε all the same."""
+        """Why this reward is slow or could hardly teach; the run would spend its ε all the same."""
+        return self._slow + self._idle
+
+    @property
+    def _slow(self) -> list[str]:
+        return [
+            f"rounding moves the scores of reward {name!r} by up to {moved:.2g} with their batch,"
+            " so it is called for one user at a time; with inputs of a fixed shape it could be"
+            " called for all at once"
+            for name, moved in self.rounded.items()
+        ]
+
+    @property
+    def _idle(self) -> list[str]:
         if self.clipped >= _MOSTLY:
             return [
                 f"the reward is outside ±{self.bound:g} (reward_range) on {self.clipped:.0%} of"
@@ -65,4 +80,5 @@ def spread_of(rewards: Sequence[Reward], reports: Sequence[ContractReport], boun
         spread=float(bounded.std()),
         clipped=float((abs(sums) > bound).mean()),
         bound=bound,
+        rounded={r.name: r.moved for r in reports if r.moved and not r.per_user},
     )
