@@ -23,8 +23,9 @@ INTRODUCTION = """# Recipes: every key
 
 A recipe is YAML. This page is made from the classes that read it, so it is complete. Override any
 key on the command line (`dprlhf train recipe.yaml privacy.epsilon=1`); a misspelt key is refused
-with the nearest known one. Flags named as in TRL (`--model_name_or_path`, `--learning_rate`, …)
-work with `dprlhf train` too. Commented examples are in the folder `recipes/`.
+with the nearest known one. [Flags named as in TRL](commands.md#flags-named-as-in-trl)
+(`--model_name_or_path`, `--learning_rate`, …) work with `dprlhf train` too. Commented examples are
+in the folder `recipes/`.
 
 """
 
@@ -168,4 +169,19 @@ def commands_page() -> str:
             describe(inner, f"{name} {sub}")
 
     describe(typer.main.get_command(app), "dprlhf")
-    return "".join(lines)
+    return "".join(lines) + flags_table()
+
+
+def flags_table() -> str:
+    """Return which of TRL's flags `dprlhf train` takes, and what stands for others."""
+    from dprlhf.flags import INSTEAD, KEYS
+
+    taken = "".join(f"| `--{name}` | `{key}` |\n" for name, key in KEYS.items())
+    others = "".join(f"| `--{name}` | {text} |\n" for name, text in INSTEAD.items())
+    return (
+        "\n## Flags named as in TRL\n\n`dprlhf train` takes these names of TRL's GRPOConfig,"
+        " ModelConfig and ScriptArguments, with hyphens or underscores, as `--name value` or"
+        " `--name=value`:\n\n| flag | key of the recipe |\n|---|---|\n" + taken + "\nThese of TRL's"
+        " names it refuses, and says what to do instead:\n\n| flag | instead |\n|---|---|\n"
+        + others
+    )

@@ -19,7 +19,7 @@ from dprlhf import doctor, recipe, train
 from dprlhf.cli import app
 from dprlhf.dry_run import dry_run, explain
 from dprlhf.errors import DprlhfError
-from dprlhf.flags import KEYS, overrides_of
+from dprlhf.flags import INSTEAD, KEYS, overrides_of
 from dprlhf.new_recipe import new_recipe, users_in
 from dprlhf.policies.causal_lm import load_policy
 from dprlhf.recipe import load_recipe, make_recipe
@@ -200,6 +200,13 @@ class TestFlags:
         known = set(recipe.known_keys(recipe.Recipe))
         assert set(KEYS.values()) <= known
 
+    def test_what_to_write_instead_is_of_the_recipe(self) -> None:
+        known = set(recipe.known_keys(recipe.Recipe))
+        for name, text in INSTEAD.items():
+            named = re.findall(r"(?<!/)\b[a-z_]+(?:\.[a-z_]+)+", text.replace(".0.", "."))
+            assert set(named) <= known, name
+            assert name not in KEYS
+
     def test_hyphens_underscores_and_equals(self) -> None:
         given_ = ["--num-generations", "4", "a.b=1", "--beta=0.1", "--seed", "-3"]
         assert overrides_of(given_) == ["rollout.responses=4", "a.b=1", "kl.beta=0.1", "seed=-3"]
@@ -208,6 +215,10 @@ class TestFlags:
         ("arguments", "named"),
         [
             (["--learning_rte", "1"], "did you mean '--learning_rate'"),
+            (["--max_steps", "4"], "flag '--max_steps': write rounds=N"),
+            (["--num-train-epochs=3"], "flag '--num-train-epochs': write rounds=N"),
+            (["--use_peft"], "not needed: an adapter is always"),
+            (["--epsilon", "0.2"], "here update.clip_range="),
             (["--xyzzy"], "write section.key=value"),
             (["--seed"], "'--seed' needs a value"),
             (["--seed", "--beta"], "'--seed' needs a value"),

@@ -220,3 +220,5 @@ def test_the_reference_names_every_key_and_command() -> None:
     assert not empty, f"keys without a word about them: {empty}"
     for command in ("dprlhf sft", "dprlhf privacy total", "dprlhf reward-check"):
         assert f"## `{command}`" in pages["reference/commands.md"]
+    for row in ("| `--num_generations` | `rollout.responses` |", "| `--use_peft` | not needed"):
+        assert row in pages["reference/commands.md"]

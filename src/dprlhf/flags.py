@@ -31,6 +31,53 @@ KEYS = {
 }
 """TRL's names (GRPOConfig, ModelConfig, ScriptArguments) and the recipe's keys."""
 
+INSTEAD = {
+    "max_steps": "write rounds=N: a round is one step",
+    "num_train_epochs": "write rounds=N: a user takes part in one of them"
+    " (privacy.participations), so there is one pass",
+    "num_iterations": "write update.epochs=N, with update.name=ppo",
+    "gradient_accumulation_steps": "not needed: a round adds up all of its users, whatever"
+    " update.batch_size is",
+    "generation_batch_size": "write rollout.batch_size=N",
+    "per_device_eval_batch_size": "write rollout.batch_size=N",
+    "use_peft": "not needed: an adapter is always what is trained (policy.adapter)",
+    "lora_dropout": "there is no dropout",
+    "use_dora": "DoRA is not offered; policy.adapter.type=… names what is",
+    "load_in_8bit": "there is no quantized loading; policy.dtype=bfloat16 halves float32",
+    "load_in_4bit": "there is no quantized loading; policy.dtype=bfloat16 halves float32",
+    "bf16": "write policy.dtype=auto or bfloat16",
+    "fp16": "write policy.dtype=auto or bfloat16",
+    "gradient_checkpointing": "not offered; a smaller update.batch_size saves memory",
+    "top_p": "responses come from the whole distribution; rollout.temperature=… shapes it",
+    "top_k": "responses come from the whole distribution; rollout.temperature=… shapes it",
+    "min_p": "responses come from the whole distribution; rollout.temperature=… shapes it",
+    "repetition_penalty": "responses come from the whole distribution; rollout.temperature=…"
+    " shapes it",
+    "use_vllm": "write rollout.backend=vllm",
+    "epsilon": "in TRL this is the clip range, here update.clip_range=…; the budget is"
+    " privacy.epsilon=…",
+    "delta": "in TRL this is a clip range; δ of the guarantee is privacy.delta=…",
+    "scale_rewards": "write update.scale_rewards=true, with update.name=grpo",
+    "reward_weights": "write rewards.0.weight=…",
+    "max_grad_norm": "write update.clip_norm=…: it clips each user, not the sum",
+    "optim": "write optimizer.name=sgd, adam or adam-corrected",
+    "adam_beta1": "write optimizer.betas=[…, …]",
+    "adam_beta2": "write optimizer.betas=[…, …]",
+    "adam_epsilon": "write optimizer.eps=…",
+    "weight_decay": "there is none",
+    "warmup_steps": "write optimizer.warmup=…, a share of the rounds",
+    "eval_steps": "write evaluation.every=N",
+    "eval_strategy": "write evaluation.every=N",
+    "dataset_test_split": "write evaluation.data.split=…",
+    "logging_steps": "not needed: every round is logged",
+    "save_steps": "not needed: every round leaves a checkpoint",
+    "resume_from_checkpoint": "run: dprlhf resume RUN",
+    "push_to_hub": "afterwards run: dprlhf push RUN OWNER/NAME",
+    "deepspeed": "refused: see docs/scaling.md for what shares the work",
+    "fsdp": "start with recipes/accelerate/eight_gpus_sharded.yaml: see docs/scaling.md",
+}
+"""TRL's names without a key of the same meaning, and what to do in their place."""
+
 
 def overrides_of(arguments: Sequence[str]) -> list[str]:
     """Return ``section.key=value`` texts; ``--name value`` and ``--name=value`` become such texts.
@@ -39,7 +86,7 @@ def overrides_of(arguments: Sequence[str]) -> list[str]:
     ['rounds=4', 'policy.model_name_or_path=gpt2', 'optimizer.learning_rate=1e-3']
 
     Raises:
-        DprlhfError: a flag is unknown, or has no value.
+        DprlhfError: a flag is unknown, has no value, or has no key of the same meaning.
     """
     left = iter(arguments)
     return [_override(argument, left) if argument[:2] == "--" else argument for argument in left]
@@ -48,6 +95,8 @@ def overrides_of(arguments: Sequence[str]) -> list[str]:
 def _override(flag: str, left: Iterator[str]) -> str:
     name, equals, value = flag[2:].partition("=")
     name = name.replace("-", "_")
+    if name in INSTEAD:
+        raise DprlhfError(f"flag '{flag.partition('=')[0]}': {INSTEAD[name]}")
     if name not in KEYS:
         near = nearest(name, KEYS)
         hint = f"; did you mean '--{near}'?" if near else "; write section.key=value"
