@@ -77,7 +77,7 @@ def test_a_run_opens_with_the_key_it_was_made_with(tmp_path: Path) -> None:
 def test_everything_published_lies_outside_secret(folder: RunFolder) -> None:
     for path in (
         folder.recipe, folder.privacy, folder.ledger, folder.metrics, folder.samples,
-        folder.checkpoint, folder.policy,
+        folder.public_samples, folder.checkpoint, folder.policy,
     ):  # fmt: skip
         assert path.parent == folder.path != folder.secret
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from dprlhf import recipe
@@ -15,6 +16,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import Scorer
 from dprlhf.rewards.responses import score_responses
 from dprlhf.rollout import Responses, sample
+from dprlhf.updates.logprobs import log_ratio_to_base
 from dprlhf.users import Prompts
 
 # Evaluation draws need no secrecy, and the same draws before and after make the two comparable.
@@ -45,6 +47,29 @@ class Evaluated:
     def estimate(self) -> RewardEstimate:
         """Mean and standard error."""
         return estimate(self.rewards)
+
+
+def steering(policy: CausalLMPolicy, responses: Responses, batch_size: int) -> dict[str, float]:
+    """Return what shows a policy going astray while its reward rises, of PUBLIC responses.
+
+    Args:
+        policy: which sampled them.
+        responses: of an evaluation.
+        batch_size: rows of a forward pass.
+
+    Returns:
+        The mean length in tokens; the share that ended by themselves, not by the limit; and the
+        mean of log π_t(y|x) − log μ(y|x) in nats, an estimate of KL(π_t ‖ μ) for a response at the
+        temperature of sampling.
+    """
+    lengths = responses.response_mask.sum(1)
+    last = responses.tokens[:, -responses.length :].gather(1, lengths[:, None] - 1)
+    ended = torch.isin(last, torch.tensor(policy.end_tokens))
+    return {
+        "public_response_tokens": float(lengths.double().mean()),
+        "public_ended_share": float(ended.double().mean()),
+        "public_kl": float(log_ratio_to_base(policy, responses, batch_size).sum(1).mean()),
+    }
 
 
 def estimate(values: NDArray[np.float64]) -> RewardEstimate:

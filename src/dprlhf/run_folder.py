@@ -3,7 +3,7 @@
 Everything outside ``secret/`` is covered by the stated guarantee and may be published together:
 
 - ``recipe.yaml``, ``privacy.json``, ``ledger.jsonl``, ``metrics.jsonl``, ``samples.json``,
-  ``timing.json``
+  ``public-samples.jsonl``, ``timing.json``
 - ``checkpoint/``: what ``dprlhf resume`` needs, after the last finished round
 - ``policy/``: the final adapter, as ``PeftModel.from_pretrained`` loads it
 - ``model/``, ``evaluation.json``: of a supervised stage, the whole model for the next stage, and
@@ -59,6 +59,11 @@ class RunFolder:
     def samples(self) -> Path:
         """Public prompts with the continuations of the base and the tuned policy."""
         return self.path / "samples.json"
+
+    @property
+    def public_samples(self) -> Path:
+        """A few public prompts with their continuations at each evaluation during the run."""
+        return self.path / "public-samples.jsonl"
 
     @property
     def timing(self) -> Path:

@@ -408,7 +408,7 @@ def _check_rewards(
     """Check on public prompts that no reward couples users, and see how the rewards lie there."""
     per_user = any(reward.per_user for reward in rewards)
     # Of one response alone, a reward that compares a user's responses would know nothing.
-    responses = max(2, recipe.rollout.responses) if per_user else 1
+    responses = recipe.rollout.responses if per_user else 1
     sampled = sample(
         policy,
         public.first(max(2, 16 // responses)),

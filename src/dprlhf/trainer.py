@@ -15,7 +15,7 @@ import torch
 from dprlhf.boundary import Private, open_private
 from dprlhf.critic import Critic
 from dprlhf.errors import DprlhfError
-from dprlhf.evaluate import Evaluated, RewardEstimate, evaluate
+from dprlhf.evaluate import Evaluated, RewardEstimate, evaluate, steering
 from dprlhf.interrupt import Interruptible
 from dprlhf.optimizers import set_learning_rate
 from dprlhf.partition import Allocation
@@ -38,13 +38,15 @@ from dprlhf.rounds import (
     users_of_round,
     way_out,
 )
-from dprlhf.run_folder import RunFolder
+from dprlhf.run_folder import JsonLines, RunFolder
 from dprlhf.telemetry import ReleasedReward, TelemetryCoordinates
 from dprlhf.updates import UPDATES, PrivateRound
 from dprlhf.updates.kl import subtract_kl
 from dprlhf.users import Prompts, Users
 
 MAX_FAILED_ROUNDS = 3
+SAMPLES = 5
+"""Public responses that an evaluation during the run keeps."""
 
 
 @dataclass
@@ -147,11 +149,24 @@ def _report(run: Run, t: int, round_: PrivateRound) -> ReleasedReward | None:
         metrics["critic_value_noised"] = run.critic.mean_value
     every = run.recipe.evaluation.every if run.recipe.evaluation else None
     if every and t % every == 0 and t < run.plan.rounds and run.processes.main:
-        public = evaluate_policy(run, f"evaluation after round {t}").estimate
-        metrics["public_reward"] = public.mean
-        metrics["public_reward_standard_error"] = public.standard_error
+        metrics |= _public_metrics(run, t)
     tell(run, metrics)
     return reward
+
+
+def _public_metrics(run: Run, t: int) -> dict[str, float]:
+    """Evaluate on the public prompts after round t, and keep a few of the responses."""
+    public = evaluate_policy(run, f"evaluation after round {t}")
+    kept = JsonLines(run.folder.public_samples)
+    prompts, texts = public.responses.prompts.prompts, public.responses.texts
+    for prompt, text, reward in list(zip(prompts, texts, public.rewards, strict=True))[:SAMPLES]:
+        line = {"round": t, "prompt": prompt, "response": text, "reward": float(reward)}
+        kept.write(line)
+    return {
+        "public_reward": public.estimate.mean,
+        "public_reward_standard_error": public.estimate.standard_error,
+        **steering(run.policy, public.responses, run.recipe.update.batch_size),
+    }
 
 
 def evaluate_policy(run: Run, description: str, *, base: bool = False) -> Evaluated:
