@@ -9,7 +9,7 @@ import json
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -210,7 +210,7 @@ def assemble(recipe: Recipe, sources: Sources, processes: Processes, *, quiet: b
     spread = _check_rewards(loaded, policy, recipe, prompts or neutral_prompts())
     # Users must not be coupled, not even by rounding; and all processes score alike.
     rounded = processes.from_main(spread.rounded)
-    loaded = [replace(r, per_user=r.per_user or r.name in rounded) for r in loaded]
+    loaded = [r.one_user_at_a_time() if r.name in rounded else r for r in loaded]
     critic = _critic(recipe, plan, policy, processes, prompts)
     return Parts(recipe, plan, earlier, users, policy, loaded, spread, prompts, critic)
 

@@ -42,6 +42,10 @@ class Reward:
     weight: float = 1.0
     per_user: bool = False
 
+    def one_user_at_a_time(self) -> Reward:
+        """Return the same reward, called once per user."""
+        return Reward(self.function, self.name, self.weight, per_user=True)
+
 
 def load_reward(
     spec: recipe.Reward | RewardFunction, *, device: str | torch.device = "cpu"
