@@ -399,9 +399,9 @@ def _run_train(row: Row, seed: int, recipes: Path, cache: Path, seeds: int) -> d
 
 def _run_regret(row: Row, seed: int, recipes: Path, cache: Path, seeds: int) -> dict[str, Any]:
     from dprlhf.control.environments import Riverswim, make_environment
+    from dprlhf.control.policies import softmax
     from dprlhf.control.settings import PGPE
     from dprlhf.control.train import train
-    from dprlhf.policies.trajectory import softmax
 
     recipe = _recipe(row, recipes)
     environment = make_environment(recipe.environment)
