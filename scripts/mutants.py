@@ -46,7 +46,7 @@ COMMON = [
         "pure", "correlated", "card", "neighbours", "optimizers", "recipe", "updates", "grpo",
         "run_folder", "gradients",
         "regression", "npg", "rebel", "ppo", "rollout", "rewards", "trust_region", "trackers",
-        "hub", "report", "accounting", "critic", "composition", "supervised",
+        "publish", "report", "accounting", "critic", "composition", "supervised",
         "audit", "training", "leaks", "processes",
     )
 ] + ["tests/contracts/test_update.py"]  # fmt: skip

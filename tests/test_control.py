@@ -27,6 +27,13 @@ from dprlhf.control.environments import (
     Riverswim,
     make_environment,
 )
+from dprlhf.control.policies import (
+    GaussianMLP,
+    LogLinearSoftmax,
+    MLPSoftmax,
+    TabularSoftmax,
+    TrajectoryPolicy,
+)
 from dprlhf.control.results import write
 from dprlhf.control.settings import Advantage, load, make
 from dprlhf.control.tables import Found, Row, run_table
@@ -35,13 +42,6 @@ from dprlhf.control.trajectories import Trajectories, evaluate, simulate
 from dprlhf.control.ucbvi import Counting, PrivateCounts, ucbvi
 from dprlhf.control.updates import discounted
 from dprlhf.errors import DprlhfError
-from dprlhf.policies.trajectory import (
-    GaussianMLP,
-    LogLinearSoftmax,
-    MLPSoftmax,
-    TabularSoftmax,
-    TrajectoryPolicy,
-)
 from dprlhf.privacy.accounting import gaussian_epsilon
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "control"

@@ -227,7 +227,7 @@ def push(
     private: Annotated[bool, typer.Option(help="make it a private repository")] = False,
 ) -> None:
     """Upload a run's adapter with its model card."""
-    from dprlhf.hub import push as upload
+    from dprlhf.publish import push as upload
 
     typer.echo(upload(run, repo, private=private))
 
@@ -241,7 +241,7 @@ def merge(
     ] = "float32",
 ) -> None:
     """Write base model and adapter as one model that loads without PEFT."""
-    from dprlhf.hub import merge as write_merged
+    from dprlhf.publish import merge as write_merged
 
     typer.echo(write_merged(run, out, dtype=dtype))
 

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 
 from dprlhf.boundary import Private
+from dprlhf.control.policies import Array, softmax
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.clipping import clipped_vectors
 from dprlhf.plan import make_plan
-from dprlhf.policies.trajectory import Array, softmax
 from dprlhf.privacy.accounting import Adjacency
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Ledger

@@ -12,8 +12,8 @@ import numpy as np
 
 from dprlhf._results import Result, write_results
 from dprlhf.control.bandits import PAPER_RATE, SLOPE
+from dprlhf.control.policies import Array
 from dprlhf.control.tables import BANDIT_EPSILONS, BANDIT_UPDATES, BANDIT_USERS, Found
-from dprlhf.policies.trajectory import Array
 from dprlhf.privacy.gaussian import gaussian_epsilon
 from dprlhf.privacy.papers import rio_b1_classical_epsilon, rio_b1_zhao_epsilon
 

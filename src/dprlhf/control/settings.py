@@ -12,8 +12,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from dprlhf.control.environments import Environment
-from dprlhf.errors import DprlhfError, one_line
-from dprlhf.policies.trajectory import (
+from dprlhf.control.policies import (
     Array,
     GaussianMLP,
     LogLinearSoftmax,
@@ -21,6 +20,7 @@ from dprlhf.policies.trajectory import (
     TabularSoftmax,
     TrajectoryPolicy,
 )
+from dprlhf.errors import DprlhfError, one_line
 from dprlhf.privacy.accounting import Adjacency, Partition
 from dprlhf.recipe import Optimizer, PositiveFloat, PositiveInt, Settings
 
@@ -32,7 +32,7 @@ LEAKS = {
 
 
 class Policy(Settings):
-    """The policy; see :mod:`dprlhf.policies.trajectory`.
+    """The policy; see :mod:`dprlhf.control.policies`.
 
     Attributes:
         type: ``tabular``, ``log-linear`` or ``mlp`` (softmax), or ``gaussian``.

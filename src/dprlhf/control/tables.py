@@ -13,7 +13,7 @@ import math
 import multiprocessing
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -310,7 +310,7 @@ def run_table(
     if not rows:
         raise DprlhfError(f"no row of table {table} has '{only}' in its name")
     if changes:
-        rows = [replace(row, settings={**row.settings, **changes}) for row in rows]
+        rows = [Row(**asdict(row) | {"settings": {**row.settings, **changes}}) for row in rows]
     cache.mkdir(parents=True, exist_ok=True)
     wanted = [(row, seed) for row in rows for seed in range(1 if row.kind == "ucbvi" else seeds)]
     missing = [
@@ -399,9 +399,9 @@ def _run_train(row: Row, seed: int, recipes: Path, cache: Path, seeds: int) -> d
 
 def _run_regret(row: Row, seed: int, recipes: Path, cache: Path, seeds: int) -> dict[str, Any]:
     from dprlhf.control.environments import Riverswim, make_environment
+    from dprlhf.control.policies import softmax
     from dprlhf.control.settings import PGPE
     from dprlhf.control.train import train
-    from dprlhf.policies.trajectory import softmax
 
     recipe = _recipe(row, recipes)
     environment = make_environment(recipe.environment)

@@ -16,13 +16,13 @@ from safetensors.torch import save
 
 from dprlhf.checkpoint import load_moments, moments_of
 from dprlhf.control.environments import Environment, make_environment
+from dprlhf.control.policies import Array
 from dprlhf.control.settings import PGPE, ControlRecipe
 from dprlhf.control.trajectories import collect, evaluate, record
 from dprlhf.control.updates import UPDATES, Round
 from dprlhf.optimizers import make_optimizer, set_learning_rate
 from dprlhf.partition import allocate
 from dprlhf.plan import Plan, make_plan
-from dprlhf.policies.trajectory import Array
 from dprlhf.privacy.accounting import Epsilon
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Ledger

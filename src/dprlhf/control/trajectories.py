@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from dprlhf.boundary import Private, open_private
 from dprlhf.control.environments import Environment, Gymnasium
+from dprlhf.control.policies import Array, TrajectoryPolicy
 from dprlhf.partition import Allocation
-from dprlhf.policies.trajectory import Array, TrajectoryPolicy
 from dprlhf.run_folder import JsonLines
 
 CHUNK = 64

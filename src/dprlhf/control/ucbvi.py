@@ -26,7 +26,7 @@ from typing import Literal
 import numpy as np
 
 from dprlhf.control.environments import Riverswim
-from dprlhf.policies.trajectory import Array
+from dprlhf.control.policies import Array
 from dprlhf.privacy.gaussian import gaussian_noise_multiplier
 
 FAMILIES = 3

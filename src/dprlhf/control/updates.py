@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from dprlhf.boundary import Private, open_private
+from dprlhf.control.policies import Array, TabularSoftmax, TrajectoryPolicy
 from dprlhf.control.settings import NPG, PG, PGPE, Advantage
 from dprlhf.control.trajectories import Trajectories
 from dprlhf.gradients.clipping import clipped_vectors
 from dprlhf.plan import Plan
-from dprlhf.policies.trajectory import Array, TabularSoftmax, TrajectoryPolicy
 from dprlhf.privacy.gate import Gate
 from dprlhf.regression import make_oracle
 from dprlhf.regression.oracle import Contribution, project

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from scipy.stats import binom
@@ -27,6 +26,7 @@ from scipy.stats import binom
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Adjacency, Epsilon, Partition
 from dprlhf.privacy.gaussian import crossing
+from dprlhf.privacy.random_allocation import Side
 
 _ROUNDING = 1e-9
 """Added to every delta, relatively: the binomial weights are exact to about 1e-12."""
@@ -37,7 +37,6 @@ _LARGEST = 500.0
 _TAIL = 1e-40
 """Probability of more leaks than are enumerated; added."""
 
-Side = Literal["remove", "add"]
 _SIDES: tuple[Side, Side] = ("remove", "add")
 
 

@@ -22,7 +22,6 @@ from dprlhf.card import audit_of, model_card, privacy_card
 from dprlhf.errors import DprlhfError
 from dprlhf.evaluate import RewardEstimate, estimate
 from dprlhf.gradients.clipping import ClippedSum, Weighted, clipped_sum
-from dprlhf.hub import merge
 from dprlhf.interrupt import Interruptible
 from dprlhf.optimizers import ascend, make_optimizer, set_learning_rate
 from dprlhf.partition import Allocation, allocate
@@ -38,6 +37,7 @@ from dprlhf.privacy.gate import Gate
 from dprlhf.processes import Processes
 from dprlhf.progress import Progress
 from dprlhf.public import evaluated, left_over, public_users
+from dprlhf.publish import merge
 from dprlhf.recipe import RewardRecipe, SFTRecipe, load_any_recipe
 from dprlhf.rollout import Responses
 from dprlhf.rounds import (

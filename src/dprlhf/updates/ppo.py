@@ -49,8 +49,6 @@ _BETAS = (0.9, 0.999)
 # gradients that are nothing but rounding.
 _EPS = 1e-5
 
-Users = NDArray[np.int64]
-
 
 def ppo(round_: PrivateRound, spec: recipe.PPO) -> None:
     """Release the mean of the users' clipped moves, and step along it."""
@@ -60,7 +58,9 @@ def ppo(round_: PrivateRound, spec: recipe.PPO) -> None:
         _keep(round_, released)
 
 
-def _moves(round_: PrivateRound, spec: recipe.PPO) -> Iterator[tuple[Users, torch.Tensor]]:
+def _moves(
+    round_: PrivateRound, spec: recipe.PPO
+) -> Iterator[tuple[NDArray[np.int64], torch.Tensor]]:
     """Train the copies of one micro-batch of users after the other; yield users and moves."""
     responses, valid = open_private(round_.responses), open_private(round_.valid)
     if not responses.users:

@@ -98,11 +98,12 @@ class PrivateRound:
             weights: of each row, ``[rows]``, or of each response token, ``[rows, response]``.
             batch_size: rows differentiated at once.
         """
-        responses = open_private(self.responses)
-        extra, extra_norm = self._extra()
+        given = Weighted(
+            open_private(self.responses), open_private(weights), self._extra(), self._extra_norm
+        )
         return clipped_sum(
             self.policy,
-            Private(Weighted(responses, open_private(weights), extra, extra_norm)),
+            Private(given),
             clip_norm=self.clip_norm,
             batch_size=batch_size,
             reduce=self.reduce,
@@ -112,8 +113,7 @@ class PrivateRound:
     @property
     def radius(self) -> float:
         """√(S² − e²), the bound on a user's vector beside its telemetry coordinates."""
-        _, extra_norm = self._extra()
-        return vector_norm(self.clip_norm, extra_norm)
+        return vector_norm(self.clip_norm, self._extra_norm)
 
     def clipped_vectors(
         self,
@@ -126,12 +126,11 @@ class PrivateRound:
             vectors: some users and their vectors, ``[n, dimension]``, until no user is left.
             dimension: of a vector; None for that of the policy.
         """
-        extra, extra_norm = self._extra()
         return clipped_vectors(
             vectors,
             self.policy.dimension if dimension is None else dimension,
-            extra=Private(extra),
-            extra_norm=extra_norm,
+            extra=Private(self._extra()),
+            extra_norm=self._extra_norm,
             clip_norm=self.clip_norm,
             reduce=self.reduce,
         )
@@ -153,21 +152,28 @@ class PrivateRound:
         """Let the optimizer ascend along a released direction, ``[dimension]``."""
         ascend(self.policy.parameters.values(), self.optimizer, direction)
 
-    def _extra(self) -> tuple[NDArray[np.float64], float]:
+    @property
+    def _extra_norm(self) -> float:
+        """e, the public bound on what rides in the first release beside a user's vector."""
+        if self.released is not None:
+            return 0.0
+        return math.hypot(self.telemetry.norm, self.critic.norm if self.critic else 0.0)
+
+    def _extra(self) -> NDArray[np.float64]:
+        """Return each user's telemetry and critic coordinates, ``[users, e]``; later none."""
         responses, scores = open_private(self.responses), open_private(self.unpenalised)
         if self.released is not None:
-            return np.zeros((responses.users, 0)), 0.0
+            return np.zeros((responses.users, 0))
         valid = open_private(self.valid)
         extra = self.telemetry.of_users(responses.user, scores.values, valid)
         if self.critic is None:
-            return extra, self.telemetry.norm
+            return extra
         assert self.features is not None
         features = open_private(self.features)[responses.prompt]
         rewards = open_private(self.scores).values
         rewards = rewards if rewards.ndim == 1 else rewards[:, 0]  # the first token's is the whole
         steps = self.critic.of_users(features, rewards, responses.user, valid)
-        norm = math.hypot(self.telemetry.norm, self.critic.norm)
-        return np.concatenate([extra, steps], axis=1), norm
+        return np.concatenate([extra, steps], axis=1)
 
 
 def users_with_valid_scores(responses: Responses, scores: Scores) -> NDArray[np.bool_]:

@@ -17,8 +17,8 @@ import runs
 import tiny
 from dprlhf.card import is_hub_id
 from dprlhf.errors import DprlhfError
-from dprlhf.hub import merge, push
 from dprlhf.policies.causal_lm import make_policy
+from dprlhf.publish import merge, push
 from dprlhf.recipe import Adapter, load_recipe
 
 
