@@ -122,7 +122,6 @@ class TestMerge:
         assert card.data.to_dict()["library_name"] == "transformers"
         assert "\nWhole weights with the adapter merged (" in card.text
         assert "## Privacy" in card.text
-        assert "LoRA adapter" not in card.text
 
     def test_it_generates(self, finished: Path, tmp_path: Path) -> None:
         out = merge(finished, tmp_path / "merged", dtype="bfloat16")
