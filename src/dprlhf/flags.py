@@ -8,6 +8,7 @@ from dprlhf.errors import DprlhfError, nearest
 
 KEYS = {
     "model_name_or_path": "policy.model_name_or_path",
+    "model_revision": "policy.revision",
     "trust_remote_code": "policy.trust_remote_code",
     "dtype": "policy.dtype",
     "torch_dtype": "policy.dtype",

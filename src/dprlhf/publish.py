@@ -12,6 +12,7 @@ from dprlhf.card import model_card
 from dprlhf.errors import DprlhfError, one_line
 from dprlhf.policies.adapters import quiet_peft
 from dprlhf.recipe import Recipe, RewardRecipe, load_any_recipe
+from dprlhf.revision import pinned
 from dprlhf.run_folder import RunFolder, replaced_folder
 
 
@@ -81,6 +82,7 @@ def merge(
             resolve(spec.model_name_or_path),
             dtype=torch.float32,
             trust_remote_code=spec.trust_remote_code,
+            **pinned(spec.model_name_or_path, spec.revision, "revision"),
             **({**head, "ignore_mismatched_sizes": True} if head else {}),
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder.policy)

@@ -304,18 +304,31 @@ def _ledger(
             f"data {recipe.data.path!r}: the users are not the ones that this run started with;"
             " some would be drawn twice. Start a new run"
         )
-    fixed = recipe.model_dump(mode="json", exclude={"output_dir", "tracking"})
-    text = json.dumps(fixed, sort_keys=True)
     return Ledger(
         folder.ledger,
         {
             **plan.terms(),
             **earlier.terms(),
             "unit": recipe.data.user_column,
-            "recipe_sha256": hashlib.sha256(text.encode()).hexdigest(),
+            "recipe_sha256": _digest(recipe),
             "key_commitment": commitment(key),
         },
     )
+
+
+def _digest(recipe: AnyRecipe) -> str:
+    """Return a digest of what a run must not change.
+
+    A revision that is not set is left out: runs from before there was the key keep their digest.
+    """
+
+    def without_unset(values: Any) -> Any:
+        if isinstance(values, dict):
+            return {k: without_unset(v) for k, v in values.items() if (k, v) != ("revision", None)}
+        return [without_unset(v) for v in values] if isinstance(values, list) else values
+
+    fixed = without_unset(recipe.model_dump(mode="json", exclude={"output_dir", "tracking"}))
+    return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
 
 
 def hush_libraries() -> None:

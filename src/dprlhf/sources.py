@@ -21,7 +21,9 @@ _SHORT = {
     "delta": "privacy__delta",
     "learning_rate": "optimizer__learning_rate",
 }
-_PLACE = {"path": IN_MEMORY, "name": None, "split": "train", "skip": 0, "limit": None}
+_PLACE = {
+    "path": IN_MEMORY, "name": None, "revision": None, "split": "train", "skip": 0, "limit": None,
+}  # fmt: skip
 
 
 class Sources:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from dprlhf import recipe
 from dprlhf.boundary import Private
 from dprlhf.errors import DprlhfError, one_line
+from dprlhf.revision import pinned
 
 _ROWS_AT_ONCE = 10_000
 _SHOWN = 5
@@ -178,6 +179,7 @@ def load_rows(spec: recipe.Data) -> Any:
     from dprlhf.assets import resolve
 
     path = resolve(spec.path)
+    revision = pinned(spec.path, spec.revision, "data.revision")
     logger = logging.getLogger("datasets")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)  # its log lines quote the value that it stumbles over
@@ -197,7 +199,7 @@ def load_rows(spec: recipe.Data) -> Any:
         elif not _HUB_ID.fullmatch(path) or file.suffix.lower() in _FILE_SUFFIXES:
             raise DprlhfError(f"data {spec.path!r}: there is no such file or folder")
         else:
-            rows = datasets.load_dataset(path, spec.name, split=spec.split)
+            rows = datasets.load_dataset(path, spec.name, split=spec.split, **revision)
     except DprlhfError:
         raise
     except OSError as error:  # no such dataset, no connection: names places, not rows

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from dprlhf import recipe
 from dprlhf.errors import DprlhfError, one_line
 from dprlhf.policies.adapters import add_adapter, quiet_peft, stored_state
+from dprlhf.revision import pinned
 
 
 class CausalLMPolicy:
@@ -238,19 +239,22 @@ def load_policy(spec: recipe.Policy, *, temperature: float = 1.0, seed: int = 0)
     from dprlhf.assets import resolve
 
     path = resolve(spec.model_name_or_path)
+    revision = pinned(spec.model_name_or_path, spec.revision, "policy.revision")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=spec.trust_remote_code, padding_side="left"
+            path, trust_remote_code=spec.trust_remote_code, padding_side="left", **revision
         )
         dtype = native_dtype() if spec.dtype == "auto" else getattr(torch, spec.dtype)
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, trust_remote_code=spec.trust_remote_code
+            path, dtype=dtype, trust_remote_code=spec.trust_remote_code, **revision
         )
     except (OSError, ValueError) as error:
         raise DprlhfError(
             f"policy.model_name_or_path {spec.model_name_or_path!r}: {one_line(error)}"
         ) from None
-    return make_policy(model, tokenizer, spec.adapter, temperature=temperature, seed=seed)
+    policy = make_policy(model, tokenizer, spec.adapter, temperature=temperature, seed=seed)
+    policy.model.peft_config["default"].revision = spec.revision  # stored with the adapter
+    return policy
 
 
 def native_dtype(device_type: str | None = None) -> torch.dtype:

@@ -9,6 +9,7 @@ from dprlhf import recipe
 from dprlhf.errors import DprlhfError, one_line
 from dprlhf.policies.adapters import add_adapter
 from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.revision import pinned
 
 
 class RewardModel(CausalLMPolicy):
@@ -68,8 +69,11 @@ def load_reward_model(
     from dprlhf.assets import resolve
 
     path = resolve(spec.model_name_or_path)
+    revision = pinned(spec.model_name_or_path, spec.revision, "model.revision")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=spec.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=spec.trust_remote_code, **revision
+        )
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model = AutoModelForSequenceClassification.from_pretrained(
@@ -78,6 +82,7 @@ def load_reward_model(
                 trust_remote_code=spec.trust_remote_code,
                 ignore_mismatched_sizes=True,
                 **head_settings(labels),
+                **revision,
             )
     except (OSError, ValueError) as error:
         raise DprlhfError(
@@ -87,7 +92,9 @@ def load_reward_model(
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.truncation_side = "left" if labels is None else "right"
     model.config.pad_token_id = tokenizer.pad_token_id  # decoders find a text's last token by it
-    return RewardModel(add_adapter(model, spec.adapter, seed=seed, task_type="SEQ_CLS"), tokenizer)
+    adapted = add_adapter(model, spec.adapter, seed=seed, task_type="SEQ_CLS")
+    adapted.peft_config["default"].revision = spec.revision  # stored with the adapter
+    return RewardModel(adapted, tokenizer)
 
 
 def head_settings(labels: list[str] | None) -> dict[str, object]:

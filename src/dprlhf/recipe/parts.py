@@ -64,6 +64,8 @@ class Policy(Settings):
 
     Attributes:
         model_name_or_path: a hub id, a folder, ``asset:…``, or an earlier stage's ``model/``.
+        revision: a branch, tag or commit of a hub id, best the commit: then a later run loads the
+            same. None takes what the hub has now.
         dtype: of the frozen base; the adapter stays in float32. ``auto`` is bfloat16 where the
             machine computes in it, else float32; a run keeps what it started with.
         trained_on_private_users: declare whether the base checkpoint was fitted on the same users
@@ -74,6 +76,7 @@ class Policy(Settings):
     """
 
     model_name_or_path: str
+    revision: str | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     trained_on_private_users: bool = False
     trust_remote_code: bool = False
@@ -86,6 +89,7 @@ class Data(Settings):
     Attributes:
         path: where the rows are.
         name: the dataset's configuration name on the hub.
+        revision: a branch, tag or commit of it on the hub; None takes what the hub has now.
         split: which split of it (a file's or folder's file stem counts as a split).
         prompt_column: text, or a list of ``{"role", "content"}`` messages.
         user_column: rows with the same value are one user; None makes every row a user.
@@ -98,6 +102,7 @@ class Data(Settings):
 
     path: str
     name: str | None = None
+    revision: str | None = None
     split: str = "train"
     prompt_column: str = "prompt"
     user_column: str | None = None
@@ -161,6 +166,7 @@ class Reward(Settings):
     Attributes:
         function: ``package.module:function`` or ``file.py:function``, with TRL's signature.
         classifier: a hub id or folder of a sequence classifier, or ``asset:…``.
+        revision: a branch, tag or commit of a classifier's hub id; None takes what the hub has now.
         plugin: a name in the entry-point group ``dprlhf.rewards``.
         weight: of this reward in the sum.
         per_user: call it for one user's rows at a time; for rewards that compare rows.
@@ -174,6 +180,7 @@ class Reward(Settings):
 
     function: str | None = None
     classifier: str | None = None
+    revision: str | None = None
     plugin: str | None = None
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     per_user: bool = False
@@ -187,6 +194,8 @@ class Reward(Settings):
     def _one_source(self) -> Reward:
         if sum(x is not None for x in (self.function, self.classifier, self.plugin)) != 1:
             raise ValueError("give exactly one of function, classifier, plugin")
+        if self.revision is not None and self.classifier is None:
+            raise ValueError("revision is for a classifier, not for a function or plugin")
         return self
 
 

@@ -10,6 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from dprlhf.assets import resolve
 from dprlhf.errors import DprlhfError
+from dprlhf.revision import pinned
 from dprlhf.rewards.loading import suggestion, type_and_message
 from dprlhf.rewards.scoring import text_of
 
@@ -44,6 +45,7 @@ class ClassifierReward:
         batch_size: int = 64,
         text: Text = "prompt+completion",
         device: str | torch.device = "cpu",
+        revision: str | None = None,
     ) -> None:
         """Load the classifier.
 
@@ -54,16 +56,18 @@ class ClassifierReward:
             batch_size: texts in one forward pass.
             text: read the prompt and the completion, or the completion alone.
             device: torch device.
+            revision: a branch, tag or commit of a hub id.
 
         Raises:
             DprlhfError: the source cannot be loaded, has no trained classification head, or does
                 not have the label.
         """
         place = resolve(source)
+        of_hub = pinned(source, revision, "rewards.revision")
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(place)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(place, **of_hub)
             model, loading = AutoModelForSequenceClassification.from_pretrained(
-                place, dtype=torch.float32, output_loading_info=True
+                place, dtype=torch.float32, output_loading_info=True, **of_hub
             )
         except Exception as problem:
             raise DprlhfError(

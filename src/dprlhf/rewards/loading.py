@@ -85,6 +85,7 @@ def load_reward(
             batch_size=spec.batch_size,
             text=spec.text,
             device=device,
+            revision=spec.revision,
         )
     if isinstance(function, type):
         raise DprlhfError(
