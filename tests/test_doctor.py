@@ -390,7 +390,7 @@ class TestDryRun:
         assert plan["reward"]["responses"] == 16
         assert plan["reward"]["mean"] == pytest.approx(0, abs=1e-9)
         assert plan["reward"]["spread"] > 0.1
-        assert plan["warnings"] == []
+        assert not any("the reward" in w for w in plan["warnings"])
 
     def test_it_fails_as_the_run_would(self, recipe_file: Path) -> None:
         done = call("train", str(recipe_file), "--dry-run", "--model_name_or_path=./nowhere")
