@@ -120,7 +120,7 @@ class TestMerge:
         assert not isinstance(merged, peft.PeftModel)
         card = huggingface_hub.ModelCard.load(out / "README.md")
         assert card.data.to_dict()["library_name"] == "transformers"
-        assert "\nWhole weights with the adapter merged (" in card.text
+        assert "\nWhole weights with the adapter merged (a LoRA adapter (rank 4))" in card.text
         assert "## Privacy" in card.text
 
     def test_it_generates(self, finished: Path, tmp_path: Path) -> None:

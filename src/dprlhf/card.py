@@ -241,7 +241,8 @@ def model_card(recipe: AnyRecipe, card: dict[str, Any], *, merged: bool = False)
     named = f"base_model: {base}\nbase_model_relation: {relation}\n" if is_hub_id(base) else ""
     task, tag, how = _about(recipe)
     adapter = _ADAPTERS[trained.adapter.type].format(rank=trained.adapter.rank)
-    kind = f"Whole weights with the adapter merged ({adapter})" if merged else adapter
+    if merged:
+        adapter = f"Whole weights with the adapter merged ({adapter[0].lower()}{adapter[1:]})"
     lower = downwards(float(card["epsilon_lower"]), 4)
     return f"""---
 {named}library_name: {"transformers" if merged else "peft"}
@@ -254,7 +255,7 @@ tags:
 
 # {base} tuned with dprlhf
 
-{kind}, {how}.
+{adapter}, {how}.
 
 ## Privacy
 
