@@ -151,8 +151,20 @@ BAD_DATA: dict[str, Callable[[list[dict[str, Any]]], None]] = {
     "columns-of-two-kinds": numbers_among_texts,
 }
 
+
+def no_prompt_can_be_read() -> None:
+    """Public prompts can, or the run would be refused before it reads a user."""
+    real = CausalLMPolicy.encode
+
+    def encode(self: CausalLMPolicy, prompts: Any, longest: int) -> Any:
+        return quoting() if TEXT in str(prompts) else real(self, prompts, longest)
+
+    CausalLMPolicy.encode = encode  # type: ignore[method-assign]
+
+
+CARRIED_ON: dict[str, Callable[[], None]] = {"no-prompt-can-be-read": no_prompt_can_be_read}
+
 FAILURES: dict[str, Callable[[], None]] = {
-    "fails-in-encoding": fails_in(CausalLMPolicy, "encode"),
     "fails-in-sampling": fails_in(dprlhf.trainer, "sample_responses"),
     "fails-in-scoring": fails_in(dprlhf.trainer, "score_private"),
     "fails-in-checkpoint": fails_in(dprlhf.rounds, "save_checkpoint"),
@@ -167,13 +179,14 @@ def in_round(leak: Callable[[Any], None]) -> Callable[[], None]:
     """Leak from the place that has a round's prompts and scores open."""
 
     def plant() -> None:
-        real = dprlhf.trainer._record_secret
+        real = dprlhf.trainer._report
 
-        def record(run: Any, t: int, users: Any, round_: Any, seconds: Any) -> None:
-            real(run, t, users, round_, seconds)
+        def report(run: Any, t: int, round_: Any) -> Any:
+            found = real(run, t, round_)
             leak((run, t, open_private(round_.responses), open_private(round_.unpenalised)))
+            return found
 
-        dprlhf.trainer._record_secret = record
+        dprlhf.trainer._report = report
 
     return plant
 
@@ -272,7 +285,7 @@ def main(folder: Path) -> None:
     tiny.save(folder / "model")
     for name in ["a-careless-reward", *BAD_DATA]:
         scenario(folder, name)
-    for name, prepare in (FAILURES | PLANTED).items():
+    for name, prepare in (CARRIED_ON | FAILURES | PLANTED).items():
         scenario(folder, name, prepare)
 
 
