@@ -160,6 +160,13 @@ class TestLearning:
         assert charged(tmp_path / "run") == [1, 2, 3, 4, 5]
         lines = (tmp_path / "run/secret/telemetry-0.jsonl").read_text().splitlines()
         assert sum(json.loads(line)["users_not_readable"] or 0 for line in lines) == 1
+        public = [*rows[:3], [{"role": "tool", "content": CANARY}]]
+        with pytest.raises(DprlhfError, match="chat template refuses conversation 4 of 4"):
+            dprlhf.train(
+                **settings(str(folder), prompts=rows, evaluation_prompts=public),
+                output_dir=tmp_path / "other",
+            )
+        assert not (tmp_path / "other").exists()
         assert CANARY not in "".join(capfd.readouterr())
 
     def test_a_reward_that_exits_stops_nobody(self, model: str, tmp_path: Path) -> None:

@@ -75,22 +75,31 @@ class CausalLMPolicy:
 
         A prompt longer than ``max_tokens`` keeps its last tokens; an empty one becomes the
         beginning-of-sequence (or end-of-sequence) token.
+
+        Raises:
+            DprlhfError: the chat template refuses a conversation, which the message does not quote.
         """
         tokenizer = self.tokenizer
         start = tokenizer.bos_token_id
         if start is None:
             start = tokenizer.eos_token_id
         encoded = []
-        for prompt in prompts:
+        for number, prompt in enumerate(prompts, 1):
             if isinstance(prompt, str):
                 ids = tokenizer(prompt, verbose=False)["input_ids"]  # a warning tells the length
             else:
-                ids = tokenizer.apply_chat_template(
-                    prompt,
-                    add_generation_prompt=True,
-                    return_dict=True,
-                    tokenizer_kwargs={"verbose": False},
-                )["input_ids"]
+                try:
+                    ids = tokenizer.apply_chat_template(
+                        prompt,
+                        add_generation_prompt=True,
+                        return_dict=True,
+                        tokenizer_kwargs={"verbose": False},
+                    )["input_ids"]
+                except Exception as error:
+                    raise DprlhfError(
+                        f"the tokenizer's chat template refuses conversation {number} of"
+                        f" {len(prompts)} ({type(error).__name__}): check its roles and their order"
+                    ) from None
             encoded.append(list(ids)[-max_tokens:] or [start])
         return encoded
 
