@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tqdm.auto import tqdm
 
 import leaks
 from dprlhf.boundary import Private
@@ -102,6 +104,8 @@ def test_bars_name_phases_and_released_values_only(name: str, runs: Path) -> Non
 def shown(monkeypatch: pytest.MonkeyPatch, capsys: Any, users: int, *, terminal: bool) -> str:
     """Return what a round of so many users shows, two rows each, in micro-batches of 8 rows."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: terminal, raising=False)
+    every_step = functools.partial(tqdm, mininterval=0)  # not one frame in a tenth of a second
+    monkeypatch.setattr("dprlhf.progress.tqdm", every_step)
     with Progress(2).round(1) as bar:
         for phase in ("sampling", "gradients"):
             bar.start(phase, Private(np.zeros(users)))
