@@ -35,6 +35,7 @@ from dprlhf.users import Prompts
 from rounds import OpenGate, round_of, some_users
 from runs import lower_case, save_sharp, train
 from test_gradients import Shape, batch_of, gradient_of_user, policy_of, relative_error
+from test_neighbours import FixedGate
 from test_recipe import refusal
 from test_recipe import settings as recipe_settings
 
@@ -212,6 +213,21 @@ def test_parts_of_the_users_add_up_and_every_process_gets_the_same_critic() -> N
     assert relative_error(sums[1] + sums[2] + sums[3], sums[0]) < 1e-12
     assert relative_error(after[1] + after[2], after[0]) < 1e-12  # each took all of its release
     assert not after[3].any()  # an empty round, but it was released
+
+
+@pytest.mark.parametrize("name", ["pg", "grpo", "ppo"])
+def test_the_critic_moves_along_what_the_gate_gave_out(name: str) -> None:
+    """Other users, whose sum differs, leave the same critic where the release is the same."""
+    policy, after = policy_of(), []
+    for seed in (10, 12):
+        critic, responses = critic_of(policy), batch_of(SHAPE, seed=seed)
+        scores = scores_of(responses, seed)
+        round_, _ = round_of(policy, responses, scores, clip_norm=0.5, critic=critic)
+        round_.gate = FixedGate(0.5)
+        UPDATES[name](round_, update_of(name))
+        after.append(critic.w)
+    assert torch.equal(*after)
+    assert not torch.equal(after[0], critic_of(policy).w)
 
 
 # --- the cost ----------------------------------------------------------------------------------
