@@ -188,6 +188,11 @@ def task_of(mutant: Mutant, hints_only: bool) -> Task:
     return Task(mutant.name, mutant, mutant.tests + rest)
 
 
+def by_chance(mutant: Mutant, found: dict[str, Any]) -> bool:
+    """Return whether a test that the mutant does not name caught it."""
+    return not found["test"].startswith(tuple(name.split("::")[0] for name in mutant.tests))
+
+
 def control(file: str) -> Task:
     return Task(f"{CONTROL}, {file}", None, (file,))
 
@@ -408,6 +413,10 @@ def main() -> int:
     # A test that fails anyway has caught nothing.
     files = sorted({found[m.name]["test"].split("::")[0] for m in chosen if m.name not in wrong})
     controls = run([control(file) for file in files], given.cache, given.jobs, given.timeout)
+    if any(by_chance(m, found[m.name]) for m in chosen if m.name not in wrong):
+        # So has one that fails after the files that ran before it, in the same process.
+        together = Task(f"{CONTROL}, all files in one process", None, tuple(COMMON))
+        controls |= run([together], given.cache, given.jobs, 4 * given.timeout)
     failing = [name for name, report in controls.items() if outcome(report) != "alive"]
     print(f"{caught} of {len(chosen)} caught; the unchanged source fails in {len(failing)} files")
     for name in wrong + failing:
