@@ -162,18 +162,30 @@ def test_conversations_stay_conversations() -> None:
 def test_one_unreadable_prompt_leaves_out_its_user_and_nobody_else() -> None:
     made = users({"prompt": ["a", "bad", "c", "d"], "name": ["x", "y", "y", "z"]},
                  user_column="name", max_prompts_per_user=2)  # fmt: skip
-    prompts = made.select(np.arange(3))
+    everyone = np.arange(3)
 
     def encode(some: Prompts) -> None:
         if "bad" in some.prompts:
             raise ValueError(some.prompts)
 
-    left = prompts.readable(encode)
+    left = made.readable(everyone, encode)
     assert left.prompts == ["a", "d"]
     assert left.users.tolist() == [0, 2]
     assert left.columns == {"name": ["x", "z"]}
-    assert left.readable(encode) is left
-    assert prompts.readable(lambda some: 1 / 0).prompts == []
+    assert made.readable(everyone, lambda some: None).prompts == ["a", "bad", "c", "d"]
+    assert made.readable(everyone, lambda some: 1 / 0).prompts == []
+
+
+def test_a_row_that_does_not_decode_leaves_out_its_user_and_nobody_else() -> None:
+    def decode(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        if 2 in batch["name"]:
+            raise OSError("a broken image")
+        return batch
+
+    rows = datasets.Dataset.from_dict({"prompt": ["a", "b", "c"], "name": [1, 2, 3]})
+    made = Users(rows, Data(path="given"))
+    rows.set_transform(decode)
+    assert made.readable(np.arange(3), lambda some: None).prompts == ["a", "c"]
 
 
 def test_what_the_column_is_made_of_tells_conversations() -> None:

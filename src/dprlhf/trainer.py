@@ -130,8 +130,9 @@ def run_rounds(run: Run) -> None:
 def _readable(run: Run, users: Private[Any]) -> Prompts:
     """Return the prompts of those users whose prompts the policy can read."""
     longest = run.recipe.data.max_prompt_tokens
-    prompts = run.users.select(open_private(users))
-    return prompts.readable(lambda some: run.policy.encode(some.prompts, longest))
+    return run.users.readable(
+        open_private(users), lambda some: run.policy.encode(some.prompts, longest)
+    )
 
 
 def _report(run: Run, t: int, round_: PrivateRound) -> ReleasedReward | None:

@@ -5,7 +5,6 @@ Only integers are held in memory; the rows stay where ``datasets`` keeps them, m
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import hashlib
 import json
@@ -67,26 +66,6 @@ class Prompts:
     def first(self, count: int) -> Prompts:
         """Return the first so many of them."""
         return self.take(range(min(count, len(self))))
-
-    def readable(self, encode: Callable[[Prompts], Any]) -> Prompts:
-        """Leave out users with a prompt that cannot be encoded: these contribute zero.
-
-        A chat template, for one, can refuse a conversation. If that ended a run, one user would
-        decide whether there is a result, and its round would be known.
-
-        Args:
-            encode: raises where it meets such a prompt.
-        """
-        with contextlib.suppress(Exception):
-            encode(self)
-            return self
-        failed = set()
-        for number, user in enumerate(self.users.tolist()):
-            try:
-                encode(self.take([number]))
-            except Exception:
-                failed.add(user)
-        return self.take(np.flatnonzero(~np.isin(self.users, list(failed))))
 
 
 class Users:
@@ -165,6 +144,30 @@ class Users:
         rows = self._rows[self._order[self._starts[owners] + slots].tolist()]
         prompts = [_shorten(p, self._spec) for p in rows.pop(self._spec.prompt_column)]
         return Prompts(prompts, owners, slots, rows)
+
+    def readable(self, users: NDArray[np.int64], encode: Callable[[Prompts], Any]) -> Prompts:
+        """Return the prompts of those of some users that can all be read; the rest bring nothing.
+
+        A chat template can refuse a conversation, and a row may not decode. If that ended a run,
+        one user would decide whether there is a result, and its round would be known.
+
+        Args:
+            users: ``[users]``.
+            encode: raises where it meets a prompt that cannot be read.
+        """
+
+        def read(some: NDArray[np.int64]) -> Prompts | None:
+            try:
+                prompts = self.select(some)
+                encode(prompts)
+            except Exception:
+                return None
+            return prompts
+
+        everyone = read(users)
+        if everyone is not None:
+            return everyone
+        return self.select(np.array([u for u in users if read(np.array([u]))], dtype=np.int64))
 
 
 def load_rows(spec: recipe.Data) -> Any:

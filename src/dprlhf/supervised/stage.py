@@ -107,8 +107,8 @@ def run_rounds(run: StageRun) -> None:
 def _clipped(run: StageRun, users: Private[Any], tick: Callable[[int], None]) -> ClippedSum:
     """Return the clipped sum of the users' (ascent) directions, over all processes."""
     update = run.recipe.update
-    examples = run.users.select(open_private(users)).readable(
-        lambda some: run.task.encode(run.policy, some)
+    examples = run.users.readable(
+        open_private(users), lambda some: run.task.encode(run.policy, some)
     )
     encoded = run.task.encode(run.policy, examples)
     weights = run.task.weights(run.policy, encoded, update.batch_size)
