@@ -107,12 +107,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--full", action="store_true", help="in the shape of SmolLM2-135M")
     parser.add_argument("--width", type=int, default=32, help="of the small model")
+    parser.add_argument("--attention", default="sdpa", choices=["sdpa", "eager"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--results", type=Path, default=OUT)
     options = parser.parse_args()
     warnings.simplefilter("ignore")  # deprecations of the libraries
     model = models.causal_lm("llama", small=False) if options.full else small_llama(options.width)
+    model.set_attn_implementation(options.attention)
     policy = models.policy(model.to(options.device), "llama", full=False)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():  # away from B = 0, where A has no gradient
@@ -134,7 +136,8 @@ def main() -> None:
             errors.append(float((mine - truth).norm() / truth.norm()))
     shape = "SmolLM2-135M" if options.full else f"a Llama of 4 layers and width {options.width}"
     what = (
-        f"DP-PPO, {USERS} users of {RESPONSES} responses, 2 local epochs, {shape}, {options.device}"
+        f"DP-PPO, {USERS} users of {RESPONSES} responses, 2 local epochs, {shape},"
+        f" {options.attention} attention, {options.device}"
     )
     ratio, error = statistics.median(ratios), max(errors)
     rows = [

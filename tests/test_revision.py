@@ -1,4 +1,4 @@
-"""What comes from the hub can be pinned: the loaders are told the revision, and it is kept."""
+"""What the loaders are told: the revision of what comes from the hub, and the attention."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import datasets
 import pytest
 import transformers
+from pydantic import ValidationError
 
 import tiny
 from dprlhf import recipe, setup
@@ -110,7 +111,30 @@ def test_trls_flag() -> None:
     assert overrides_of(["--model_revision", COMMIT]) == [f"policy.revision={COMMIT}"]
 
 
-def test_runs_from_before_the_key_keep_their_digest() -> None:
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_attention_that_is_asked_for(
+    tmp_path: Path, attention: Literal["sdpa", "eager"]
+) -> None:
+    spec = Policy(
+        model_name_or_path=str(tiny.save(tmp_path / "model", "llama")),
+        attn_implementation=attention,
+    )
+    for model in (load_policy(spec).model, load_reward_model(spec, None).model):
+        assert model.config._attn_implementation == attention
+    assert overrides_of([f"--attn_implementation={attention}"]) == [
+        f"policy.attn_implementation={attention}"
+    ]
+
+
+def test_attention_that_packs_rows_into_one_is_refused() -> None:
+    """A user's rounding would depend on who else is in the micro-batch."""
+    with pytest.raises(ValidationError, match="'sdpa' or 'eager'"):
+        Policy.model_validate(
+            {"model_name_or_path": "m", "attn_implementation": "flash_attention_2"}
+        )
+
+
+def test_runs_from_before_the_keys_keep_their_digest() -> None:
     settings = {
         "policy": {"model_name_or_path": "org/model"},
         "data": {"path": "org/prompts"},
@@ -123,6 +147,7 @@ def test_runs_from_before_the_key_keep_their_digest() -> None:
     older = made.model_dump(mode="json", exclude={"output_dir", "tracking"})
     for section in (older["policy"], older["data"], *older["rewards"], older["evaluation"]["data"]):
         assert section.pop("revision") is None
+    assert older["policy"].pop("attn_implementation") is None
     digest = hashlib.sha256(json.dumps(older, sort_keys=True).encode()).hexdigest()
     assert setup._digest(made) == digest
     pinned = make_recipe({**settings, "data": {"path": "org/prompts", "revision": COMMIT}})

@@ -188,14 +188,18 @@ def test_a_micro_batch_has_the_shape_that_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("absent", [0, 3, 17])
-def test_one_user_moves_nobody_else_not_even_by_rounding(dtype: torch.dtype, absent: int) -> None:
+def test_one_user_moves_nobody_else_not_even_by_rounding(
+    dtype: torch.dtype, attention: str, absent: int
+) -> None:
     """The sensitivity is a statement about real numbers; the others must stay bit for bit.
 
     Micro-batches whose width or height depends on who is in them fail this: the absent user has
     the longest prompt of all.
     """
     policy = policy_of(dtype=dtype)
+    policy.model.set_attn_implementation(attention)
     texts = [("a much longer prompt " * 2) if i == absent else f"p{i}" * (i % 4) for i in range(18)]
     users = np.arange(18)
 

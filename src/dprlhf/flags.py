@@ -12,6 +12,7 @@ KEYS = {
     "trust_remote_code": "policy.trust_remote_code",
     "dtype": "policy.dtype",
     "torch_dtype": "policy.dtype",
+    "attn_implementation": "policy.attn_implementation",
     "lora_r": "policy.adapter.rank",
     "lora_alpha": "policy.adapter.alpha",
     "lora_target_modules": "policy.adapter.target_modules",

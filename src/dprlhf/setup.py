@@ -319,12 +319,14 @@ def _ledger(
 def _digest(recipe: AnyRecipe) -> str:
     """Return a digest of what a run must not change.
 
-    A revision that is not set is left out: runs from before there was the key keep their digest.
+    Newer keys that are not set are left out: runs from before there were these keep their digest.
     """
+    newer = ("revision", "attn_implementation")
 
     def without_unset(values: Any) -> Any:
         if isinstance(values, dict):
-            return {k: without_unset(v) for k, v in values.items() if (k, v) != ("revision", None)}
+            kept = {k: v for k, v in values.items() if v is not None or k not in newer}
+            return {k: without_unset(v) for k, v in kept.items()}
         return [without_unset(v) for v in values] if isinstance(values, list) else values
 
     fixed = without_unset(recipe.model_dump(mode="json", exclude={"output_dir", "tracking"}))

@@ -255,7 +255,11 @@ def load_policy(spec: recipe.Policy, *, temperature: float = 1.0, seed: int = 0)
         )
         dtype = native_dtype() if spec.dtype == "auto" else getattr(torch, spec.dtype)
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, trust_remote_code=spec.trust_remote_code, **revision
+            path,
+            dtype=dtype,
+            attn_implementation=spec.attn_implementation,
+            trust_remote_code=spec.trust_remote_code,
+            **revision,
         )
     except (OSError, ValueError) as error:
         raise DprlhfError(

@@ -79,6 +79,7 @@ def load_reward_model(
             model = AutoModelForSequenceClassification.from_pretrained(
                 path,
                 dtype=torch.float32,
+                attn_implementation=spec.attn_implementation,
                 trust_remote_code=spec.trust_remote_code,
                 ignore_mismatched_sizes=True,
                 **head_settings(labels),

@@ -68,6 +68,10 @@ class Policy(Settings):
             same. None takes what the hub has now.
         dtype: of the frozen base; the adapter stays in float32. ``auto`` is bfloat16 where the
             machine computes in it, else float32; a run keeps what it started with.
+        attn_implementation: transformers' attention; None takes its default. ``eager`` may be the
+            faster one for short texts on a CPU; its memory grows with the square of their length.
+            Flash attention's own kernels are not offered: they pack the rows of a micro-batch into
+            one, where a user's rounding would depend on who else is there.
         trained_on_private_users: declare whether the base checkpoint was fitted on the same users
             without a stated cost. If it was, no ε can be stated for them, and only a non-private
             baseline will run.
@@ -78,6 +82,7 @@ class Policy(Settings):
     model_name_or_path: str
     revision: str | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+    attn_implementation: Literal["sdpa", "eager"] | None = None
     trained_on_private_users: bool = False
     trust_remote_code: bool = False
     adapter: Adapter = Adapter()
