@@ -163,13 +163,19 @@ class Shape:
     length: int
 
 
-def batch_of(shape: Shape, seed: int, shuffled: bool = False) -> Responses:
-    """Random tokens in that shape, with early ends, and rubbish where there is no token."""
+def batch_of(
+    shape: Shape, seed: int, shuffled: bool = False, copies: int | None = None
+) -> Responses:
+    """Random tokens in that shape, with early ends, and rubbish where there is no token.
+
+    A prompt's rows go behind one copy of it; ``copies=1`` keeps them apart.
+    """
     random = np.random.default_rng(seed)
     lengths = [n for user in shape.prompts for n in user]
     width = max(lengths)
     rows = len(lengths) * shape.k
     tokens = random.integers(1, 257, (rows, width + shape.length))
+    tokens[:, :width] = tokens[:: shape.k, :width].repeat(shape.k, axis=0)
     mask = np.zeros_like(tokens)
     for row in range(rows):
         prompt = lengths[row // shape.k]
@@ -191,6 +197,7 @@ def batch_of(shape: Shape, seed: int, shuffled: bool = False) -> Responses:
         users=len(shape.prompts),
         length=shape.length,
         longest=max(lengths),
+        copies=copies or shape.k,
     )
 
 
@@ -260,7 +267,7 @@ MIXED = Shape(prompts=[[5, 1, 3], [2], [7], [1, 1], [4, 6, 2]], k=3, length=5)
 
 @pytest.mark.parametrize("adapter", ["lora", "lora-b"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-@pytest.mark.parametrize("per_user", ["one", "three", "mixed"])
+@pytest.mark.parametrize("per_user", ["one", "three", "mixed", "apart"])
 def test_clipped_sum_equals_autograd_on_one_user_at_a_time(
     kind: tiny.Kind, adapter: str, per_user: str
 ) -> None:
@@ -268,9 +275,12 @@ def test_clipped_sum_equals_autograd_on_one_user_at_a_time(
         "one": Shape([[3], [6], [1], [2]], k=2, length=4),
         "three": Shape([[3, 1, 5], [2, 2, 6]], k=2, length=4),
         "mixed": MIXED,
+        "apart": MIXED,
     }[per_user]
     policy = policy_of(kind, adapter)
-    weighted = weighted_of(batch_of(shape, seed=3, shuffled=per_user != "one"), seed=4)
+    copies = 1 if per_user == "apart" else None
+    batch = batch_of(shape, seed=3, shuffled=per_user != "one", copies=copies)
+    weighted = weighted_of(batch, seed=4)
     _, norms = reference_sum(policy, weighted, 1.0)
     clip_norm = float(np.median(norms)) * 1.01  # some users are clipped, some are not
     truth, _ = reference_sum(policy, weighted, clip_norm)

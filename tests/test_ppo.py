@@ -339,9 +339,9 @@ def test_several_users_take_one_pass_together(monkeypatch: pytest.MonkeyPatch) -
     passes: list[int] = []
     real = CausalLMPolicy.response_logprobs
 
-    def counted(self: Any, tokens: Any, mask: Any, length: int) -> torch.Tensor:
+    def counted(self: Any, tokens: Any, *others: Any) -> torch.Tensor:
         passes.append(len(tokens))
-        return real(self, tokens, mask, length)
+        return real(self, tokens, *others)
 
     monkeypatch.setattr(CausalLMPolicy, "response_logprobs", counted)
     spec = spec_of(epochs=3, minibatches=2, batch_size=12)

@@ -257,8 +257,8 @@ def test_the_step_as_printed_does_not_minimise_and_ours_does() -> None:
     """
     policy = policy_of("gpt2", "lora")
     theta = flat_parameters(policy)
-    responses, scores = round_data(Shape([[3], [5], [2]], k=2, length=3), 9)
-    eta = 0.05
+    responses, scores = round_data(Shape([[3], [5], [2]], k=2, length=3), 10)
+    eta = 0.02
     start = logprobs(policy, responses).detach()
     features = pair_features(policy, responses)
     rate = 0.5 * eta**2 / (2 * float(torch.linalg.matrix_norm(features, 2)) ** 2 / 3)

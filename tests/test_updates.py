@@ -195,7 +195,7 @@ def log_probability(policy: CausalLMPolicy, responses: Responses, row: int) -> t
 @pytest.mark.parametrize("arms", ["on-policy", "reference"])
 def test_the_sum_of_clipped_contributions_from_scratch(baseline: str, arms: str) -> None:
     policy = policy_of("gpt2", "lora")
-    k, largest, clip_norm, reward_range = 4, 0.9, 1.2, 3.0
+    k, largest, clip_norm, reward_range = 4, 0.9, 3.0, 3.0
     shape = Shape([[5, 1], [2], [7], [4, 6]], k=k, length=4)
     responses = batch_of(shape, seed=8)
     if arms == "reference":

@@ -121,7 +121,8 @@ def clipped_sum(
             engine.add_weighted_sum(clip_factors(bound, gradient_norm), total)
             norms[batch.users] = norm[: len(batch.users)].numpy()
         else:
-            loss = _loss(policy, responses, weights, batch)
+            sharing = policy.sharing(responses.copies, batch.width, responses.length)
+            loss = _loss(policy, responses, weights, batch, sharing)
             gradients = torch.autograd.grad(loss, list(policy.parameters.values()))
             end = 0
             for gradient in gradients:
@@ -247,10 +248,13 @@ def _run(
     batch: MicroBatch,
     parts: int | None = None,
 ) -> None:
+    users = parts or batch.size
+    copies = math.gcd(responses.copies, batch.height // users)
+    sharing = policy.sharing(copies, batch.width, responses.length)
     engine.run(
-        lambda: _loss(policy, responses, weights, batch),
-        users=parts or batch.size,
-        rows=batch.height,
+        lambda: _loss(policy, responses, weights, batch, sharing),
+        users=users,
+        rows=batch.height // sharing,
     )
 
 
@@ -259,11 +263,12 @@ def _loss(
     responses: Responses,
     weights: NDArray[np.float64],
     batch: MicroBatch,
+    sharing: int,
 ) -> torch.Tensor:
     """Return Σ weight · log π over the tokens of a micro-batch, a scalar."""
     tokens, mask = responses.micro_batch(batch.rows, batch.width, batch.height)
     tokens, mask = tokens.to(policy.device), mask.to(policy.device)
-    logprobs = policy.response_logprobs(tokens, mask, responses.length)
+    logprobs = policy.response_logprobs(tokens, mask, responses.length, sharing)
     # where, not a product: what stands on padding is no response, whatever its log-probability.
     real = torch.where(mask[:, -responses.length :].bool(), logprobs, 0.0)
     weight = torch.zeros_like(real)

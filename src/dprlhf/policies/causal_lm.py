@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from dprlhf import recipe
 from dprlhf.errors import DprlhfError, one_line
+from dprlhf.policies import shared_prompt
 from dprlhf.policies.adapters import add_adapter, quiet_peft, stored_state
 from dprlhf.revision import pinned
 
@@ -113,8 +114,26 @@ class CausalLMPolicy:
         if tokens > room:
             raise DprlhfError(f"{what} more than the {room} positions of {name}")
 
+    def sharing(self, copies: int, prompt: int, responses: int) -> int:
+        """Return how many rows with the same prompt this model had best compute behind one of it.
+
+        Only public numbers decide: shapes follow from it, and rounding from shapes.
+
+        Args:
+            copies: adjacent rows that have a prompt in common.
+            prompt: the width of the prompt part.
+            responses: the length of the response part.
+
+        Returns:
+            A divisor of ``copies``, for :meth:`response_logprobs`.
+        """
+        if copies == 1 or not shared_prompt.supported(self.model.config):
+            return 1
+        hidden = self.model.get_input_embeddings().embedding_dim
+        return shared_prompt.best_sharing(copies, prompt, responses, hidden)
+
     def response_logprobs(
-        self, tokens: torch.Tensor, mask: torch.Tensor, responses: int
+        self, tokens: torch.Tensor, mask: torch.Tensor, responses: int, sharing: int = 1
     ) -> torch.Tensor:
         """Return log π(token | what stands before it) for the last ``responses`` tokens.
 
@@ -122,20 +141,26 @@ class CausalLMPolicy:
             tokens: ``[rows, prompt + response]``, prompts padded on the left.
             mask: 1 where a token is real, same shape.
             responses: the length of the response part.
+            sharing: so many adjacent rows each have the same prompt, and go through the model as
+                one row.
 
         Returns:
             ``[rows, responses]``, float32 or wider.
         """
-        # Nothing stands after the last token, so it is left out; a masked column comes in front,
-        # without which the attention kernel would depend on who is there (see dprlhf.rollout).
-        ids, seen = F.pad(tokens[:, :-1], (1, 0)), F.pad(mask[:, :-1], (1, 0))
-        logits = self.model(
-            input_ids=ids,
-            attention_mask=seen,
-            position_ids=(seen.cumsum(1) - 1).clamp(min=0),
-            logits_to_keep=responses,
-            use_cache=False,
-        ).logits
+        if sharing > 1:
+            dtype = self.model.get_input_embeddings().weight.dtype
+            inputs: dict[str, Any] = shared_prompt.behind_one_prompt(
+                tokens, mask, responses, sharing, dtype
+            )
+        else:
+            # Nothing stands after the last token, so it is left out; a masked column comes in
+            # front, without which the attention kernel would depend on who is there (see
+            # dprlhf.rollout).
+            ids, seen = F.pad(tokens[:, :-1], (1, 0)), F.pad(mask[:, :-1], (1, 0))
+            positions = (seen.cumsum(1) - 1).clamp(min=0)
+            inputs = {"input_ids": ids, "attention_mask": seen, "position_ids": positions}
+            inputs["logits_to_keep"] = responses
+        logits = self.model(**inputs, use_cache=False).logits
         chosen = tokens[:, -responses:].flatten()
         found = chosen_logprobs(logits.flatten(0, 1), chosen, self.temperature)
         return found.view(len(tokens), responses)

@@ -33,6 +33,7 @@ class Responses:
         users: the number of users in the batch.
         length: the length of the response part.
         longest: no prompt has more tokens than this public number.
+        copies: so many adjacent rows each answer one prompt, token for token; a public number.
     """
 
     tokens: torch.Tensor
@@ -45,6 +46,7 @@ class Responses:
     users: int
     length: int
     longest: int
+    copies: int = 1
 
     @property
     def response_mask(self) -> torch.Tensor:

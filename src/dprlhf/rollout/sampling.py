@@ -128,6 +128,7 @@ def sample(
         users=len(np.unique(prompts.users)),
         length=length,
         longest=max_prompt_tokens,
+        copies=k,
     )
 
 

@@ -30,16 +30,19 @@ def token_logprobs(
     Returns:
         ``[rows, response]``, float64.
     """
+    copies = responses.copies if rows is None else 1  # some of a prompt's rows may be left out
     rows = np.arange(len(responses.user)) if rows is None else rows
     found = np.zeros((len(rows), responses.length))
     widths = responses.widths[rows]
     for width in np.unique(widths):
         alike = np.flatnonzero(widths == width)
-        for start in range(0, len(alike), batch_size):
-            places = alike[start : start + batch_size]
-            tokens, mask = responses.micro_batch(rows[places], int(width), batch_size)
+        sharing = policy.sharing(copies, int(width), responses.length)
+        size = max(1, batch_size // sharing) * sharing
+        for start in range(0, len(alike), size):
+            places = alike[start : start + size]
+            tokens, mask = responses.micro_batch(rows[places], int(width), size)
             tokens, mask = tokens.to(policy.device), mask.to(policy.device)
-            logprobs = policy.response_logprobs(tokens, mask, responses.length)
+            logprobs = policy.response_logprobs(tokens, mask, responses.length, sharing)
             real = torch.where(mask[:, -responses.length :].bool(), logprobs, 0.0)
             found[places] = real[: len(places)].double().cpu().numpy()
     return found

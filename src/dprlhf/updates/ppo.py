@@ -120,6 +120,7 @@ def _train(
     real, weight = real.view(batch.size, -1), weight.view(batch.size, -1)
     count = real.sum(1, keepdim=True).to(weight)
 
+    sharing = policy.sharing(responses.copies, batch.width, responses.length)
     moves: torch.Tensor = parameter.new_zeros(batch.size, policy.dimension)
     first = second = torch.zeros_like(moves)
     if start is not None:
@@ -130,8 +131,9 @@ def _train(
         chosen = minibatch(real, spec.minibatches, part, epoch).to(policy.device)
         of_token = torch.where(chosen, weight * count / chosen.sum(1, keepdim=True), 0.0)
         moves = project(moves, radius).requires_grad_()
-        with local_copies(policy.model, policy.parameters, moves, batch.height):
-            logprobs = policy.response_logprobs(tokens, mask, responses.length).view(real.shape)
+        with local_copies(policy.model, policy.parameters, moves, batch.height // sharing):
+            logprobs = policy.response_logprobs(tokens, mask, responses.length, sharing)
+        logprobs = logprobs.view(real.shape)
         old = logprobs.detach() if old is None else old  # of θ₀: no move has been made yet
         objective = surrogate(logprobs - old, of_token, spec.clip_range)
         (gradient,) = torch.autograd.grad(objective, moves)
