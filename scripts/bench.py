@@ -29,6 +29,7 @@ PARTS = {  # name: (module, repeats, repeats of --quick)
     "opacus": ("bench.against_opacus", 5, 2),
     "trl": ("bench.against_trl", 3, 2),
     "logprobs": ("bench.logprobs", 9, 1),
+    "sharing": ("bench.sharing", 5, 1),
     "accounting": ("bench.accounting", 5, 1),
 }
 OUT = Path(__file__).resolve().parents[1] / "docs" / "results" / "bench.json"

@@ -56,6 +56,7 @@ def loop(
     """Return the same by an ordinary optimizer, one user after the other."""
     parameters = list(policy.parameters.values())
     start = [p.detach().clone() for p in parameters]
+    sharing = policy.sharing(batch.copies, PROMPT, batch.length)
     moves = []
     for user in range(batch.users):
         rows = np.flatnonzero(batch.user == user)
@@ -65,7 +66,7 @@ def loop(
         optimizer = torch.optim.SGD(parameters, spec.local_learning_rate, maximize=True)
         old = None
         for _ in range(spec.epochs):
-            logprobs = policy.response_logprobs(tokens, mask, batch.length)
+            logprobs = policy.response_logprobs(tokens, mask, batch.length, sharing)
             old = logprobs.detach() if old is None else old
             optimizer.zero_grad()
             ((logprobs - old).exp() * weight).sum().backward()

@@ -189,24 +189,30 @@ def test_a_micro_batch_has_the_shape_that_is_asked_for() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("absent", [0, 3, 17])
+@pytest.mark.parametrize(
+    ("count", "absent", "longest"),
+    [(18, 0, True), (18, 3, True), (18, 17, True), (16, 2, False)],
+)
 def test_one_user_moves_nobody_else_not_even_by_rounding(
-    dtype: torch.dtype, attention: str, absent: int
+    dtype: torch.dtype, attention: str, count: int, absent: int, longest: bool
 ) -> None:
     """The sensitivity is a statement about real numbers; the others must stay bit for bit.
 
     Micro-batches whose width or height depends on who is in them fail this: the absent user has
-    the longest prompt of all.
+    the longest prompt of all, or leaves a micro-batch that was full.
     """
     policy = policy_of(dtype=dtype)
     policy.model.set_attn_implementation(attention)
-    texts = [("a much longer prompt " * 2) if i == absent else f"p{i}" * (i % 4) for i in range(18)]
-    users = np.arange(18)
+    texts = [f"p{i}" * (i % 4) for i in range(count)]
+    if longest:
+        texts[absent] = "a much longer prompt " * 2
+    users = np.arange(count)
 
     def contributions(keep: NDArray[np.int64]) -> tuple[Any, torch.Tensor]:
         prompts = prompts_of([texts[i] for i in keep], keep.tolist())
         responses = draw(policy, prompts, batch_size=8, max_prompt_tokens=64)
-        assert (len(set(responses.widths)) > 1) == (absent in keep)
+        assert (len(set(responses.widths)) > 1) == (longest and absent in keep)
+        assert policy.sharing(responses.copies, 16, responses.length) == 2
         weights = np.cos(2 * np.repeat(keep, 2) + np.tile([0, 1], len(keep)))
         found = [
             (users, of_users.flatten(1).clone())

@@ -71,6 +71,7 @@ def responses(users: int, each: int, prompt: int, response: int) -> Responses:
     """Return random tokens as the responses of ``users``, ``each`` of them with so many."""
     rows = users * each
     tokens = torch.from_numpy(np.random.default_rng(0).integers(1, 257, (rows, prompt + response)))
+    tokens[:, :prompt] = tokens[::each, :prompt].repeat_interleave(each, dim=0)
     return Responses(
         tokens=tokens,
         mask=torch.ones_like(tokens),
@@ -82,10 +83,11 @@ def responses(users: int, each: int, prompt: int, response: int) -> Responses:
         users=users,
         length=response,
         longest=prompt,
+        copies=each,
     )
 
 
 def a_row_a_user(batch: Responses) -> Responses:
     """Return the same rows, each of them a user: what Opacus clips."""
     rows = len(batch.user)
-    return replace(batch, user=np.arange(rows), users=rows)
+    return replace(batch, user=np.arange(rows), users=rows, copies=1)
