@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from bench import models
-from bench.measure import Tick, interleaved, peak_bytes, ratio, seconds
+from bench.measure import Tick, interleaved, peak_bytes, ratio
 from bench.overhead import clipped
 from dprlhf._results import Result
+from dprlhf.policies.causal_lm import native_dtype
 
 ROWS = 32
 SHAPES = ((2, 16, 16), (4, 64, 16), (8, 256, 32))  # responses to a prompt; tokens of both
@@ -22,25 +22,19 @@ def results(
     *, quick: bool, device: str, repeats: int, tick: Tick = lambda: None
 ) -> Iterator[Result]:
     """Yield time and peak memory of the rows apart, over those behind a shared prompt."""
-    for dtype in ("bfloat16", "float32"):
-        policy = models.policy(
-            models.causal_lm("llama", small=quick).to(device, getattr(torch, dtype)),
-            "llama",
-            full=False,
-        )
-        for each, prompt, response in SHAPES[:1] if quick else SHAPES:
-            batch = models.responses(ROWS // each, each, prompt, response)
-            weights = np.random.default_rng(1).normal(size=ROWS)
-            sides = {
-                side: functools.partial(clipped, policy, rows, weights, 1.0)
-                for side, rows in {"shared": batch, "apart": replace(batch, copies=1)}.items()
-            }
-            times = interleaved(sides, repeats, tick)
-            name = (
-                f"rows apart over a shared prompt, {each} responses of {response} tokens to"
-                f" {prompt}, {dtype}"
-            )
-            yield from ratio(f"{name}: time", times["apart"], times["shared"])
-            peaks = {side: peak_bytes(run, resident=0) for side, run in sides.items()}
-            yield Result(f"{name}: peak memory", peaks["apart"] / peaks["shared"], "1")
-            yield seconds(f"{name.replace('rows apart over ', '')}", times["shared"])
+    dtype = native_dtype(device)
+    model = models.causal_lm("llama", small=quick).to(device, dtype)
+    policy = models.policy(model, "llama", full=False)
+    for each, prompt, response in SHAPES[:1] if quick else SHAPES:
+        batch = models.responses(ROWS // each, each, prompt, response)
+        weights = np.random.default_rng(1).normal(size=ROWS)
+        sides = {
+            side: functools.partial(clipped, policy, rows, weights, 1.0)
+            for side, rows in {"shared": batch, "apart": replace(batch, copies=1)}.items()
+        }
+        times = interleaved(sides, repeats, tick)
+        shape = f"{each} responses of {response} tokens to a prompt of {prompt}, {str(dtype)[6:]}"
+        name = f"rows apart over a shared prompt, {shape}"
+        yield from ratio(f"{name}: time", times["apart"], times["shared"])
+        peaks = {side: peak_bytes(run, resident=0) for side, run in sides.items()}
+        yield Result(f"{name}: peak memory", peaks["apart"] / peaks["shared"], "1")
