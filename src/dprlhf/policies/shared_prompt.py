@@ -64,7 +64,7 @@ def behind_one_prompt(
         return torch.cat([x[::sharing, :prompt], of_responses], dim=1)
 
     place = torch.arange(prompt + sharing * own, device=tokens.device)
-    # 0 for the prompt, and so on; whoever has a token in its past sees it if it is its own part's.
+    # Part 0 is the prompt, part j the j-th response: a place sees what came before it in both.
     part = (place - prompt).div(max(own, 1), rounding_mode="floor").clamp(min=-1) + 1
     seen = (place[:, None] >= place) & ((part == 0) | (part[:, None] == part))
     seen = seen & joined(mask)[:, None, None, :].bool()
