@@ -127,7 +127,7 @@ class CausalLMPolicy:
         Returns:
             A divisor of ``copies``, for :meth:`response_logprobs`.
         """
-        if copies == 1 or not shared_prompt.supported(self.model.config):
+        if copies == 1 or not shared_prompt.supported(getattr(self.model, "config", None)):
             return 1
         hidden = self.model.get_input_embeddings().embedding_dim
         return shared_prompt.best_sharing(copies, prompt, responses, hidden)

@@ -21,7 +21,8 @@ positions from the mask, keep a state from token to token, or look back a fixed 
 
 def supported(config: Any) -> bool:
     """Return whether a model with this configuration computes the same behind a shared prompt."""
-    return config.model_type in _MODELS and getattr(config, "sliding_window", None) is None
+    known = getattr(config, "model_type", None) in _MODELS
+    return known and getattr(config, "sliding_window", None) is None
 
 
 def best_sharing(copies: int, prompt: int, response: int, hidden: int) -> int:

@@ -33,8 +33,6 @@ S. Its four epochs on each batch would be ``steps: 4`` here.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -77,14 +75,18 @@ def _pairs(round_: PrivateRound) -> Examples:
     if len(rows):
         k = len(rows) // len(responses.prompts)
         rows = rows.reshape(-1, 2, k // 2).transpose(0, 2, 1).ravel()
-    paired = replace(
-        responses,
+    paired = Responses(
         tokens=responses.tokens[rows],
         mask=responses.mask[rows],
         prompt=responses.prompt[rows],
         user=responses.user[rows],
         from_base=responses.from_base[rows],
         texts=[responses.texts[row] for row in rows],
+        prompts=responses.prompts,
+        users=responses.users,
+        length=responses.length,
+        longest=responses.longest,
+        copies=responses.copies,
     )
     counts = open_private(round_.valid)[paired.user]
     signs = np.where(np.arange(len(rows)) % 2, -1.0, 1.0)
