@@ -18,7 +18,7 @@ import torch
 import yaml
 from numpy.typing import NDArray
 from safetensors.torch import load_file
-from transformers import GenerationConfig
+from transformers import GenerationConfig, Phi3Config, Phi3ForCausalLM
 
 import tiny
 from dprlhf import DprlhfError, recipe, resume, train
@@ -227,6 +227,36 @@ def test_one_user_moves_nobody_else_not_even_by_rounding(
     others = torch.from_numpy(np.delete(users, absent))
     assert everyone.abs().max() > 0
     assert torch.equal(everyone[others], fewer)
+
+
+def test_positions_that_turn_on_the_longest_row_are_out_of_reach() -> None:
+    """LongRoPE scales every row by whether the longest of the batch passes its original length."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    config = Phi3Config(
+        vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        original_max_position_embeddings=16, sliding_window=None, pad_token_id=0, bos_token_id=0,
+        eos_token_id=0, rope_parameters={**rope, **factors},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    spec = recipe.Adapter(type="lora", rank=1, target_modules=["qkv_proj"])
+    policy = make_policy(Phi3ForCausalLM(config), tiny.tokenizer(), spec)
+    tokens = torch.randint(1, 257, (2, 20))
+    mask = torch.ones_like(tokens)
+    mask[0, :8] = 0
+
+    def first_row(other: int) -> torch.Tensor:
+        mask[1] = torch.arange(20) >= 20 - other
+        return policy.response_logprobs(tokens, mask, 4)[0]
+
+    assert torch.equal(first_row(12), first_row(16))
+    assert not torch.equal(first_row(12), first_row(20))  # the second row moves the first
+    policy.check_room(16, "16 tokens are", "the model")
+    with pytest.raises(
+        DprlhfError, match=r"^17 tokens are more than the 16 positions of the model"
+    ):
+        policy.check_room(17, "17 tokens are", "the model")
 
 
 def test_no_users_no_responses() -> None:

@@ -105,12 +105,20 @@ class CausalLMPolicy:
         return encoded
 
     def check_room(self, tokens: int, what: str, name: str) -> None:
-        """Refuse texts that are longer than the model's positions.
+        """Refuse texts that are longer than the positions that the model treats alike.
+
+        Past its original length, LongRoPE rescales all rows of a batch if the longest one is there:
+        one user would move the others.
 
         Raises:
             DprlhfError: they are; it begins with ``what``, and says that ``name`` has fewer.
         """
-        room = getattr(self.model.config, "max_position_embeddings", math.inf)
+        config = self.model.config.get_text_config()
+        room = getattr(config, "max_position_embeddings", math.inf)
+        rope = getattr(config, "rope_parameters", None) or {}
+        for part in (rope, *rope.values()):  # some models have one for each type of layer
+            if isinstance(part, dict) and part.get("rope_type") == "longrope":
+                room = min(room, part["original_max_position_embeddings"])
         if tokens > room:
             raise DprlhfError(f"{what} more than the {room} positions of {name}")
 
