@@ -98,7 +98,13 @@ def test_a_response_moves_no_other_not_even_by_rounding() -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "settings"),
-    [("mistral", {"sliding_window": 4}), ("bloom", {}), ("opt", {}), ("gemma2", {})],
+    [
+        ("mistral", {"sliding_window": 4}),
+        ("bloom", {}),
+        ("opt", {}),
+        ("gemma2", {}),
+        ("llama", {"auto_map": {"AutoModelForCausalLM": "own.Model"}}),
+    ],
 )
 def test_other_models_keep_their_rows_apart(model_type: str, settings: dict[str, Any]) -> None:
     config = transformers.AutoConfig.for_model(model_type, **settings)

@@ -20,9 +20,12 @@ positions from the mask, keep a state from token to token, or look back a fixed 
 
 
 def supported(config: Any) -> bool:
-    """Return whether a model with this configuration computes the same behind a shared prompt."""
+    """Return whether a model with this configuration computes the same behind a shared prompt.
+
+    A checkpoint that brings code of its own may do so under any name.
+    """
     known = getattr(config, "model_type", None) in _MODELS
-    return known and getattr(config, "sliding_window", None) is None
+    return known and not any(getattr(config, n, None) for n in ("sliding_window", "auto_map"))
 
 
 def best_sharing(copies: int, prompt: int, response: int, hidden: int) -> int:
