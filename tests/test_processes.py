@@ -334,8 +334,11 @@ def test_launch_files_are_what_accelerate_reads(name: str) -> None:
 def test_a_process_of_several_leaves_its_group_when_it_ends(tmp_path: Path) -> None:
     """Threads of a group that is still open abort the process now and then."""
     script = (
-        "import atexit, torch\n"
-        "def left(): print('open' if torch.distributed.is_initialized() else 'left')\n"
+        "import atexit, os, torch\n"
+        "def left():\n"
+        # a file for each: what two processes print can end up in one line
+        "    state = 'open' if torch.distributed.is_initialized() else 'left'\n"
+        f"    open({str(tmp_path)!r} + '/left' + os.environ['RANK'], 'w').write(state)\n"
         "atexit.register(left)\n"  # called after what is registered later
         "from dprlhf.processes import Processes\n"
         "assert Processes.connect().count == 2\n"
@@ -349,4 +352,4 @@ def test_a_process_of_several_leaves_its_group_when_it_ends(tmp_path: Path) -> N
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["left", "left"]
+    assert [(tmp_path / f"left{rank}").read_text() for rank in (0, 1)] == ["left", "left"]
