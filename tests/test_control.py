@@ -18,15 +18,14 @@ from dprlhf.boundary import Private
 from dprlhf.cli import app
 from dprlhf.control import bandits, tables, trajectories
 from dprlhf.control.environments import (
-    INSTALL,
     Acrobot,
     CartPole,
     Dosing,
     Environment,
-    Gymnasium,
     Riverswim,
     make_environment,
 )
+from dprlhf.control.gym import INSTALL, Gymnasium, PlanarRobot
 from dprlhf.control.policies import (
     GaussianMLP,
     LogLinearSoftmax,
@@ -313,6 +312,51 @@ def test_an_environment_that_broke_under_one_user_is_not_anothers() -> None:
         assert after == alone
 
 
+def robot(**changes: Any) -> PlanarRobot:
+    return PlanarRobot("Hopper-v5", horizon=12, trunk=True, period=0.04, stiffness=2.0, **changes)
+
+
+def test_a_robot_holds_the_positions_that_the_policy_asks_for() -> None:
+    """Against a loop of its own over Gymnasium's robot; the second user meets a used instance."""
+    environment = robot()
+    policy = GaussianMLP(7, 3, hidden=0, std=0.0)
+    theta = np.random.default_rng(0).normal(size=policy.dimension)
+    weight, offset = theta[:21].reshape(3, 7), theta[21:]
+    plain: Any = gymnasium.make("Hopper-v5").unwrapped
+    for user in range(2):
+        chunk = simulate(environment, policy, theta, [(0, user)])[0]
+        uniform = np.random.default_rng((0, user)).random(1)[0] + 2.0**-54
+        seen, _ = plain.reset(seed=int(uniform * 2**31))
+        rewards = []
+        for step in range(12):
+            phase = 2 * np.pi * step * 0.008 / 0.04  # a step of the robot takes 8 ms
+            # height, angle; three of the trunk's velocities come between the joints and theirs
+            sees = [*seen[[0, 1, 5, 6, 7]], np.sin(phase), np.cos(phase)]
+            torque = 2.0 * (offset + weight @ sees - seen[2:5]) - 0.05 * seen[8:11]
+            seen, reward, ended, _, _ = plain.step(np.clip(torque, -1, 1))
+            rewards.append(reward)
+            if ended:
+                break
+        assert chunk.steps[0] == len(rewards) > 3
+        assert np.allclose(chunk.rewards[0, : len(rewards)], rewards, rtol=1e-9)
+
+
+@pytest.mark.parametrize("method", ["reset", "step"])
+def test_a_robot_that_raises_makes_its_user_contribute_zero(method: str) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a secret")
+
+    def make() -> Any:
+        env = gymnasium.make("Hopper-v5").unwrapped
+        setattr(env, method, broken)
+        return env
+
+    policy = GaussianMLP(7, 3, hidden=0, std=0.0)
+    chunk = simulate(robot(make=make), policy, np.zeros(24), [(0, 0), (0, 1)])[0]
+    assert chunk.failed == 2
+    assert not chunk.rewards.any()
+
+
 def test_rewards_out_of_range_are_clipped_and_counted_in_secret(tmp_path: Path) -> None:
     chunk = simulate(odd("large"), LogLinearSoftmax(2, 2), np.zeros(4), [(0, u) for u in range(8)])
     assert chunk[0].rewards.max() == 1.0
@@ -588,10 +632,10 @@ def test_outside_a_clone_the_tables_say_what_is_missing(
 def test_every_recipe_runs(path: Path, tmp_path: Path) -> None:
     tiny = {"users": 6, "rounds": 2, "evaluation_episodes": 2, "curve_points": 0}
     environment: Environment | None = None
-    if path.stem in ("halfcheetah", "hopper"):
-        environment = Gymnasium(
-            {"halfcheetah": "HalfCheetah-v5", "hopper": "Hopper-v5"}[path.stem], horizon=20
-        )
+    if path.stem == "halfcheetah":
+        environment = PlanarRobot("HalfCheetah-v5", horizon=20, period=0.25)
+    if path.stem == "hopper":
+        environment = PlanarRobot("Hopper-v5", horizon=20, trunk=True)
     outcome = train(load(path, tiny), tmp_path, key=KEY, seed=0, environment=environment)
     assert np.isfinite(outcome.returns).all()
     assert outcome.plan.private

@@ -2,21 +2,21 @@
 
 A batch of trajectories is a state array with one row each; a row's next state depends on that row
 and its own random numbers alone. CartPole and Acrobot follow Gymnasium's equations to the last bit
-(see ``tests/test_control.py``); MuJoCo's tasks run in Gymnasium itself, one environment a row.
+(see ``tests/test_control.py``); Gymnasium's other tasks are in :mod:`dprlhf.control.gym`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dprlhf.errors import DprlhfError, nearest, one_line
+from dprlhf.control.gym import Gymnasium, PlanarRobot
+from dprlhf.errors import DprlhfError, nearest
 
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -377,124 +377,6 @@ def _linear_minute() -> Array:
 _LINEAR = _linear_minute()
 
 
-INSTALL = "pip install -e '.[control]' in the clone"
-
-
-@dataclass
-class Gymnasium:
-    """Any Gymnasium environment, one instance a trajectory (a loop: its steps are in C).
-
-    Attributes:
-        name: as registered, for example ``HalfCheetah-v5``.
-        reward_range: R.
-        horizon: the largest number of steps.
-
-    Raises:
-        DprlhfError: Gymnasium or MuJoCo is missing, the name is unknown, or the action space is
-            neither discrete nor a box of one axis.
-    """
-
-    name: str
-    reward_range: float = 10.0
-    horizon: int = 1000
-    reset_draws: int = 1
-    step_draws: int = 0
-    size: int = field(init=False)
-    actions: int = field(init=False)
-    continuous: bool = field(init=False)
-    make: Callable[[], Any] | None = None
-
-    def __post_init__(self) -> None:
-        """Build one environment, to learn its spaces."""
-        self._idle: list[Any] = []
-        try:
-            import gymnasium
-            from gymnasium import spaces
-        except ImportError:
-            raise DprlhfError(f"{self.name} needs gymnasium: {INSTALL}") from None
-        try:
-            first = self._new()
-        except (ImportError, gymnasium.error.DependencyNotInstalled):
-            raise DprlhfError(f"{self.name} needs mujoco: {INSTALL}") from None
-        except gymnasium.error.Error as problem:
-            raise DprlhfError(f"{self.name}: {one_line(problem, None)}") from None
-        seen, acted = first.observation_space, first.action_space
-        self._idle.append(first)
-        if not isinstance(seen, spaces.Box) or len(seen.shape) != 1:
-            raise DprlhfError(f"{self.name}: observations are {seen}, not a vector of numbers")
-        if isinstance(acted, spaces.Discrete):
-            self.continuous, self.actions = False, int(acted.n)
-        elif isinstance(acted, spaces.Box) and len(acted.shape) == 1:
-            self.continuous, self.actions = True, acted.shape[0]
-            self._low, self._high = acted.low, acted.high
-        else:
-            raise DprlhfError(
-                f"{self.name}: the action space {acted} cannot be served: policies here give one of"
-                " n actions, or a vector of numbers"
-            )
-        self.size = seen.shape[0]
-
-    def _new(self) -> Any:
-        import gymnasium
-
-        if self.make is not None:
-            return self.make()
-        with contextlib.suppress(ImportError):
-            import mujoco
-
-            # Else a notice of the model compiler goes to a file in the current folder.
-            mujoco.set_mju_user_warning(lambda text: None)
-        return gymnasium.make(self.name, disable_env_checker=True).unwrapped
-
-    def reset(self, uniforms: Array) -> list[Any]:
-        """Return a list of environments, observations and whether the episode is over, one each.
-
-        An environment that raised is None from then on: broken, it could fail another user.
-        """
-        state = []
-        for u in uniforms[:, 0]:
-            env = self._idle.pop() if self._idle else self._new()
-            try:
-                seen, _ = env.reset(seed=int(u * 2**31))
-                state.append([env, np.asarray(seen, dtype=np.float64), False])
-            except Exception:
-                state.append([None, np.zeros(self.size), True])
-        return state
-
-    def observe(self, state: list[Any]) -> Array:
-        """Return the observations."""
-        return np.stack([row[1] for row in state])
-
-    def step(
-        self, state: list[Any], actions: Array, uniforms: Array
-    ) -> tuple[list[Any], Array, Flags]:
-        """Step each environment; one that raises, here or at its reset, has a reward of NaN."""
-        rewards, ended = np.zeros(len(state)), np.zeros(len(state), dtype=bool)
-        for number, row in enumerate(state):
-            env, _, over = row
-            if over:  # before the first step only if the reset raised; later nobody reads it
-                rewards[number] = math.nan
-                continue
-            action: Any = actions[number]
-            action = np.clip(action, self._low, self._high) if self.continuous else int(action)
-            try:
-                seen, reward, terminated, truncated, _ = env.step(action)
-                row[1] = np.asarray(seen, dtype=np.float64)
-                rewards[number], ended[number] = float(reward), terminated
-                row[2] = terminated or truncated
-            except Exception:  # whatever it is, it must not tell about the user
-                rewards[number], row[0], row[2] = math.nan, None, True
-        return state, rewards, ended
-
-    def over(self, state: list[Any]) -> Flags:
-        """Return which episodes have ended, failed, or been cut by the environment's own limit."""
-        return np.array([row[2] for row in state])
-
-    def release(self, state: list[Any]) -> None:
-        """Take environments back for the next trajectories, but none that raised."""
-        self._idle.extend(row[0] for row in state if row[0] is not None)
-
-
 ENVIRONMENTS: dict[str, Callable[[], Environment]] = {
     "cartpole": CartPole,
     "acrobot": Acrobot,
@@ -505,7 +387,9 @@ ENVIRONMENTS: dict[str, Callable[[], Environment]] = {
     "dosing-0": lambda: Dosing(varying=False),
     "dosing-1": lambda: Dosing(varying=True),
     "halfcheetah": lambda: Gymnasium("HalfCheetah-v5"),
+    "halfcheetah-clock": lambda: PlanarRobot("HalfCheetah-v5", period=0.25),
     "hopper": lambda: Gymnasium("Hopper-v5"),
+    "hopper-trunk": lambda: PlanarRobot("Hopper-v5", trunk=True, stiffness=2.0),
 }
 """By the name in a recipe."""
 

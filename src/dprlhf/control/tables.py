@@ -222,13 +222,25 @@ def rio() -> list[Row]:
         for epsilon in (1.0, 8.0, math.inf)
     ]
     mujoco = {
-        "halfcheetah": (1548.9, "1548.9 ± 399.1 (z = 0.05, ε = 284)"),
-        "hopper": (645.0, "645.0 ± 176.4 (z = 0.05, ε = 284)"),
+        "halfcheetah": (1548.9, "1548.9 ± 399.1 (z = 0.05, ε = 284)", "a clock"),
+        "hopper": (645.0, "645.0 ± 176.4 (z = 0.05, ε = 284)", "its trunk"),
     }
-    rows += [
-        _train(task, f"{task}/pgpe/epsilon=10", paper, goal, "linear policy", privacy__epsilon=10.0)
-        for task, (goal, paper) in mujoco.items()
-    ]
+    untrained = {"users": 1, "rounds": 1, "curve_points": 0, "optimizer__learning_rate": 1e-9}
+    for task, (goal, paper, seen) in mujoco.items():
+        note = f"positions of the joints, linear in {seen}"
+        rows += [
+            _train(
+                task, f"{task}/pgpe/epsilon={epsilon:g}", paper if epsilon == 10 else "",
+                goal if epsilon == 10 else None, note, privacy__epsilon=epsilon,
+            )
+            for epsilon in (10.0, math.inf)
+        ]  # fmt: skip
+        note = "this class of policies before it has learned anything"
+        rows.append(
+            _train(
+                task, f"{task}/untrained", "", None, note, privacy__epsilon=math.inf, **untrained
+            )
+        )
     return rows
 
 

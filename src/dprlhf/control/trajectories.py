@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dprlhf.boundary import Private, open_private
-from dprlhf.control.environments import Environment, Gymnasium
+from dprlhf.control.environments import Environment
+from dprlhf.control.gym import Gymnasium
 from dprlhf.control.policies import Array, TrajectoryPolicy
 from dprlhf.partition import Allocation
 from dprlhf.run_folder import JsonLines
