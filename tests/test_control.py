@@ -322,8 +322,8 @@ def test_a_robot_holds_the_positions_that_the_policy_asks_for() -> None:
     policy = GaussianMLP(7, 3, hidden=0, std=0.0)
     theta = np.random.default_rng(0).normal(size=policy.dimension)
     weight, offset = theta[:21].reshape(3, 7), theta[21:]
-    plain: Any = gymnasium.make("Hopper-v5").unwrapped
     for user in range(2):
+        plain: Any = gymnasium.make("Hopper-v5").unwrapped
         chunk = simulate(environment, policy, theta, [(0, user)])[0]
         uniform = np.random.default_rng((0, user)).random(1)[0] + 2.0**-54
         seen, _ = plain.reset(seed=int(uniform * 2**31))

@@ -13,13 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dprlhf.control.gym import Gymnasium, PlanarRobot
+from dprlhf.control.gym import Array, Flags, Gymnasium, PlanarRobot
 from dprlhf.errors import DprlhfError, nearest
-
-Array = NDArray[np.float64]
-Flags = NDArray[np.bool_]
 
 
 class Environment(Protocol):
