@@ -1,6 +1,7 @@
 """Compare all updates, adapters and noises on the IMDB task: what share of the gain privacy keeps.
 
     python scripts/utility.py --small --jobs 2    # a small public model and reward, on 2 cores
+    python scripts/utility.py --users 1500        # SmolLM2-135M, the recipes as they are
     python scripts/utility.py                     # SmolLM2-135M and all 23,000 users: for a GPU
 
 Every run is one of the recipes of the IMDB task with the same users; a seed draws what is public
@@ -52,6 +53,7 @@ SMALL = {
     "rewards": [{"function": f"{ROOT / 'scripts' / 'word_sentiment.py'}:reward"}],
 }  # fmt: skip
 FULL = {"data.limit": None, "rounds": 64, "evaluation.prompts": 1000}
+EVALUATION_PROMPTS = 256  # where --users says how many users there are; the rest is the recipe's
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,13 @@ class Case:
 
 
 def cases(
-    parts: list[str], epsilons: list[float | None], seeds: int, small: dict[str, Any] | None
+    parts: list[str],
+    epsilons: list[float | None],
+    seeds: int,
+    size: dict[str, Any],
+    small: dict[str, Any] | None,
 ) -> Iterator[Case]:
     """List the runs, the most wanted ones first."""
-    size = SMALL if small is not None else FULL
     for seed in range(seeds):
         for part in parts:
             for name, recipe, changes in PARTS[part](small):
@@ -294,9 +299,11 @@ def plot(done: dict[Case, dict[str, float]], picture: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--small", action="store_true", help="a small public model and reward, 4,000 users"
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument(
+        "--small", action="store_true", help="a small public model and reward, 6,000 users"
     )
+    sizes.add_argument("--users", type=int, help="so many, and the recipes' own rounds")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument(
         "--epsilons", nargs="+", type=lambda e: None if e == "none" else float(e), default=EPSILONS
@@ -307,11 +314,17 @@ def main() -> None:
     parser.add_argument("--policy", type=Path, help="where the small model is, or shall be")
     parser.add_argument("--results", type=Path, default=RESULTS / "utility.json")
     options = parser.parse_args()
-    size = "small" if options.small else "full"
+    if options.small:
+        size, settings = "small", SMALL
+    elif options.users:
+        size = f"{options.users}-users"
+        settings = {"data.limit": options.users, "evaluation.prompts": EVALUATION_PROMPTS}
+    else:
+        size, settings = "full", FULL
     folder = options.runs / size
     folder.mkdir(parents=True, exist_ok=True)
     small = small_policy(options.policy or folder / "reviews-lm") if options.small else None
-    todo = list(cases(options.parts, options.epsilons, options.seeds, small))
+    todo = list(cases(options.parts, options.epsilons, options.seeds, settings, small))
     threads = max(1, len(os.sched_getaffinity(0)) // options.jobs)
     done: dict[Case, dict[str, float]] = {}
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:

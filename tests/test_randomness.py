@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
+import struct
 from collections.abc import Callable
 
 import numpy as np
@@ -95,7 +96,7 @@ def test_the_same_use_gives_the_same_bits() -> None:
 
 
 def test_blocks_have_streams_of_their_own_and_leave_no_gap() -> None:
-    count = 2 * 2**16 + 3
+    count = 2 * randomness._BLOCK + 3
     whole = gaussian_noise(KEY, "noise", count=count).numpy()
     last = stats.norm.ppf(uniforms(KEY, "noise", 2, count=4 * 3).reshape(4, 3)).sum(0) / 2
     np.testing.assert_allclose(whole[-3:], last, rtol=1e-12)
@@ -144,9 +145,36 @@ def test_other_contexts_and_keys_give_uncorrelated_noise() -> None:
         assert abs(np.corrcoef(rows[0][shift:], rows[1][:-shift])[0, 1]) < 5 / math.sqrt(n - shift)
 
 
-def test_the_stream_is_shake_256_of_key_and_context() -> None:
-    expected = hashlib.shake_256(KEY + b'["noise", 7]').digest(24)
-    assert uint64_stream(KEY, "noise", 7, count=3).astype("<u8").tobytes() == expected
+def chacha20(key: bytes, count: int) -> bytes:
+    """The keystream of RFC 8439, section 2.4, from block 0 and with a nonce of zeros."""
+
+    def quarter(x: list[int], *place: int) -> None:
+        for turn, (a, b, d) in zip((16, 12, 8, 7), ((0, 1, 3), (2, 3, 1)) * 2, strict=True):
+            to, other, turned = place[a], place[b], place[d]
+            x[to] = (x[to] + x[other]) % 2**32
+            mixed = x[turned] ^ x[to]
+            x[turned] = (mixed << turn | mixed >> (32 - turn)) % 2**32
+
+    stream = b""
+    for block in range(-(-count // 64)):
+        start = [*struct.unpack("<4I", b"expand 32-byte k"), *struct.unpack("<8I", key)]
+        start += [block, 0, 0, 0]
+        x = list(start)
+        for _ in range(10):
+            for column in range(4):
+                quarter(x, *range(column, 16, 4))
+            for diagonal in range(4):
+                quarter(x, *(4 * row + (diagonal + row) % 4 for row in range(4)))
+        stream += struct.pack("<16I", *((a + b) % 2**32 for a, b in zip(x, start, strict=True)))
+    return stream[:count]
+
+
+def test_the_stream_is_chacha20_under_a_key_from_shake_256() -> None:
+    # RFC 8439, appendix A.1, test vector 1.
+    assert chacha20(bytes(32), 8).hex() == "76b8e0ada0f13d90"
+    own = hashlib.shake_256(KEY + b'["noise", 7]').digest(32)
+    expected = chacha20(own, 8 * 100)
+    assert uint64_stream(KEY, "noise", 7, count=100).astype("<u8").tobytes() == expected
 
 
 def test_every_bit_of_the_key_counts() -> None:

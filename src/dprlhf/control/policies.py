@@ -98,22 +98,25 @@ class LogLinearSoftmax:
     """π(a|s) ∝ exp(θ_a · x), x the scaled observation: d = actions · size.
 
     Adding the same vector to every θ_a changes nothing, so d − size directions carry the policy;
-    the noise in the others does no harm.
+    the noise in the others does no harm. With ``levels``, π(a|s) ∝ exp(level_a θ · x), for actions
+    that have an order (a torque of −1, 0 or 1): d = size.
 
     Attributes:
         size: of an observation.
         actions: how many.
         scale: public constants that observations are multiplied with, ``[size]``.
+        levels: public constants, ``[actions]``.
     """
 
     size: int
     actions: int
     scale: tuple[float, ...] | None = None
+    levels: tuple[float, ...] | None = None
 
     @property
     def dimension(self) -> int:
-        """Actions · size."""
-        return self.actions * self.size
+        """Actions · size, or size with ``levels``."""
+        return self.size if self.levels else self.actions * self.size
 
     @property
     def draws(self) -> int:
@@ -129,7 +132,13 @@ class LogLinearSoftmax:
         return observations if self.scale is None else observations * np.asarray(self.scale)
 
     def _logits(self, theta: Array, inputs: Array) -> Array:
-        return _apply(theta.reshape(*theta.shape[:-1], self.actions, -1), inputs)
+        rows = theta.reshape(*theta.shape[:-1], -1, self.size)
+        logits = _apply(rows, inputs)
+        return logits * np.asarray(self.levels) if self.levels else logits
+
+    def _of_rows(self, slope: Array) -> Array:
+        """Turn a gradient by the logits, ``[..., actions]``, into one by the rows' products."""
+        return slope @ np.asarray(self.levels)[:, None] if self.levels else slope
 
     def act(self, theta: Array, observations: Array, uniforms: Array) -> Array:
         """Return the actions, ``[users]``."""
@@ -143,7 +152,8 @@ class LogLinearSoftmax:
         """Return ∇ log π, ``[users, steps, d]``."""
         x = self.inputs(observations)
         _, slope = _of_action(self._logits(theta, x), actions)
-        return (slope[..., :, None] * x[..., None, :]).reshape(*x.shape[:-1], self.dimension)
+        rows = self._of_rows(slope)
+        return (rows[..., :, None] * x[..., None, :]).reshape(*x.shape[:-1], self.dimension)
 
     def weighted_scores(
         self, theta: Array, observations: Array, actions: Array, weights: Array
@@ -151,7 +161,7 @@ class LogLinearSoftmax:
         """Return Σ_t weight · ∇ log π, ``[users, d]``."""
         x = self.inputs(observations)
         _, slope = _of_action(self._logits(theta, x), actions)
-        total = np.matmul((weights[..., None] * slope).swapaxes(-1, -2), x)
+        total = np.matmul((weights[..., None] * self._of_rows(slope)).swapaxes(-1, -2), x)
         return np.asarray(total.reshape(len(total), self.dimension))
 
 

@@ -38,6 +38,7 @@ class Policy(Settings):
         type: ``tabular``, ``log-linear`` or ``mlp`` (softmax), or ``gaussian``.
         hidden: units of ``mlp`` and ``gaussian``; 0: linear.
         scale: public constants that observations are multiplied with.
+        levels: of ``log-linear``: public numbers of actions that have an order, ``[-1, 0, 1]``.
         shift: of ``gaussian``: public constants taken off before that.
         std: of ``gaussian``.
         learn_std: of ``gaussian``.
@@ -48,6 +49,7 @@ class Policy(Settings):
     type: Literal["tabular", "log-linear", "mlp", "gaussian"] = "log-linear"
     hidden: Annotated[int, Field(ge=0)] = 64
     scale: tuple[float, ...] | None = None
+    levels: tuple[float, ...] | None = None
     shift: tuple[float, ...] | None = None
     std: Annotated[float, Field(ge=0)] = 0.5
     learn_std: bool = False
@@ -64,6 +66,10 @@ class Policy(Settings):
         for name, constants in (("scale", self.scale), ("shift", self.shift)):
             if constants is not None and len(constants) != size:
                 raise DprlhfError(f"policy.{name} has {len(constants)} numbers, not {size}")
+        if self.levels is not None and self.type != "log-linear":
+            raise DprlhfError(f"policy.levels is for log-linear, not {self.type}")
+        if self.levels is not None and len(self.levels) != actions:
+            raise DprlhfError(f"policy.levels has {len(self.levels)} numbers, not {actions}")
         if (self.type == "gaussian") != environment.continuous:
             kind = f"{actions} numbers" if environment.continuous else f"one of {actions}"
             wanted = "gaussian" if environment.continuous else "log-linear, mlp or tabular"
@@ -77,8 +83,9 @@ class Policy(Settings):
             )  # fmt: skip
         if self.type == "mlp":
             return MLPSoftmax(size, actions, self.hidden, self.scale)
-        kind_ = TabularSoftmax if self.type == "tabular" else LogLinearSoftmax
-        return kind_(size, actions, self.scale)
+        if self.type == "tabular":
+            return TabularSoftmax(size, actions, self.scale)
+        return LogLinearSoftmax(size, actions, self.scale, self.levels)
 
 
 class Advantage(Settings):
