@@ -246,13 +246,18 @@ def table(done: dict[Case, dict[str, float]], part: str, size: str) -> tuple[lis
             if values is None:
                 cells.append("")
                 continue
-            error = values.std(ddof=1) / np.sqrt(len(values)) if len(values) > 1 else float("nan")
             label = f"{part}, {name}, {'no privacy' if epsilon is None else f'epsilon {epsilon:g}'}"
             label = f"utility ({size}): {label}"
-            cells.append(f"{values.mean():.2f} ± {error:.2f} ({values.mean() / best:.0%})")
+            cell = f"{values.mean():.2f}"
+            if len(values) > 1:
+                error = values.std(ddof=1) / np.sqrt(len(values))
+                cell += f" ± {error:.2f}"
+                results.append(
+                    Result(f"{label}: its standard error over seeds", error, "logit difference")
+                )
+            cells.append(f"{cell} ({values.mean() / best:.0%})")
             results += [
                 Result(f"{label}: rise of the reward", values.mean(), "logit difference"),
-                Result(f"{label}: its standard error over seeds", error, "logit difference"),
                 Result(f"{label}: seeds", len(values), "1"),
                 Result(f"{label}: share of the best non-private rise", values.mean() / best, "1"),
             ]
@@ -313,6 +318,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/utility"))
     parser.add_argument("--policy", type=Path, help="where the small model is, or shall be")
     parser.add_argument("--results", type=Path, default=RESULTS / "utility.json")
+    parser.add_argument("--write-only", action="store_true", help="write what is finished")
     options = parser.parse_args()
     if options.small:
         size, settings = "small", SMALL
@@ -327,6 +333,8 @@ def main() -> None:
     todo = list(cases(options.parts, options.epsilons, options.seeds, settings, small))
     threads = max(1, len(os.sched_getaffinity(0)) // options.jobs)
     done: dict[Case, dict[str, float]] = {}
+    if options.write_only:
+        todo = [case for case in todo if (folder / f"{case.file}.json").exists()]
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         pending = {pool.submit(run, case, folder, threads): case for case in todo}
         for future in tqdm(as_completed(pending), total=len(pending), unit="run"):

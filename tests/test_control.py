@@ -143,6 +143,7 @@ def test_dosing_1_has_meals_of_each_patients_own() -> None:
 POLICIES: dict[str, TrajectoryPolicy] = {
     "log-linear": LogLinearSoftmax(3, 4, (1.0, 2.0, 0.5)),
     "log-linear, ordered": LogLinearSoftmax(3, 4, (1.0, 2.0, 0.5), (-1.0, 0.0, 0.5, 2.0)),
+    "log-linear, one left out": LogLinearSoftmax(3, 4, (0.0, 2.0, 0.5)),
     "mlp": MLPSoftmax(3, 4, 5),
     "gaussian": GaussianMLP(3, 2, 5, std=0.3, learn_std=True, spread=2.0, center=1.0),
     "gaussian, linear": GaussianMLP(3, 2, 0, std=0.3, shift=(0.1, 0.2, 0.3)),
@@ -160,6 +161,8 @@ def torch_logprob(name: str, policy: Any, theta: torch.Tensor, x: Any, a: Any) -
         return torch.log_softmax(theta.view(4, 3) @ x, 0)[int(a)]
     if name == "log-linear, ordered":
         return torch.log_softmax(torch.tensor(policy.levels).double() * (theta @ x), 0)[int(a)]
+    if name == "log-linear, one left out":
+        return torch.log_softmax(theta.view(4, 2) @ x[1:], 0)[int(a)]
     parts = []
     for shape in policy.net.shapes:
         size = math.prod(shape)
@@ -604,6 +607,7 @@ def test_an_action_space_that_no_policy_can_serve() -> None:
         ({"policy.scale": [1.0]}, "4"),
         ({"policy.levels": [-1.0, 0.0, 1.0]}, "levels has 3 numbers, not 2"),
         ({"policy.type": "tabular", "policy.levels": [0.0, 1.0]}, "levels is for log-linear"),
+        ({"policy.type": "tabular", "policy.scale": [1.0] * 4}, "scale is not for tabular"),
     ],
 )
 def test_bad_settings_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -104,7 +104,8 @@ class LogLinearSoftmax:
     Attributes:
         size: of an observation.
         actions: how many.
-        scale: public constants that observations are multiplied with, ``[size]``.
+        scale: public constants that observations are multiplied with, ``[size]``; what has 0 is
+            not read, and has no parameters.
         levels: public constants, ``[actions]``.
     """
 
@@ -115,8 +116,12 @@ class LogLinearSoftmax:
 
     @property
     def dimension(self) -> int:
-        """Actions · size, or size with ``levels``."""
-        return self.size if self.levels else self.actions * self.size
+        """The numbers that are read, times the actions without ``levels``."""
+        return len(self._read) * (1 if self.levels else self.actions)
+
+    @property
+    def _read(self) -> NDArray[np.intp]:
+        return np.flatnonzero(np.ones(self.size) if self.scale is None else self.scale)
 
     @property
     def draws(self) -> int:
@@ -128,11 +133,13 @@ class LogLinearSoftmax:
         return np.zeros(self.dimension)
 
     def inputs(self, observations: Array) -> Array:
-        """Return x, ``[..., size]``."""
-        return observations if self.scale is None else observations * np.asarray(self.scale)
+        """Return x, ``[..., numbers that are read]``."""
+        if self.scale is None:
+            return observations
+        return observations[..., self._read] * np.asarray(self.scale)[self._read]
 
     def _logits(self, theta: Array, inputs: Array) -> Array:
-        rows = theta.reshape(*theta.shape[:-1], -1, self.size)
+        rows = theta.reshape(*theta.shape[:-1], -1, inputs.shape[-1])
         logits = _apply(rows, inputs)
         return logits * np.asarray(self.levels) if self.levels else logits
 

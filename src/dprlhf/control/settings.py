@@ -37,7 +37,8 @@ class Policy(Settings):
     Attributes:
         type: ``tabular``, ``log-linear`` or ``mlp`` (softmax), or ``gaussian``.
         hidden: units of ``mlp`` and ``gaussian``; 0: linear.
-        scale: public constants that observations are multiplied with.
+        scale: public constants that observations are multiplied with; not of ``tabular``. With
+            ``log-linear``, numbers whose scale is 0 are not read and have no parameters.
         levels: of ``log-linear``: public numbers of actions that have an order, ``[-1, 0, 1]``.
         shift: of ``gaussian``: public constants taken off before that.
         std: of ``gaussian``.
@@ -68,6 +69,8 @@ class Policy(Settings):
                 raise DprlhfError(f"policy.{name} has {len(constants)} numbers, not {size}")
         if self.levels is not None and self.type != "log-linear":
             raise DprlhfError(f"policy.levels is for log-linear, not {self.type}")
+        if self.scale is not None and self.type == "tabular":
+            raise DprlhfError("policy.scale is not for tabular, which observes no numbers")
         if self.levels is not None and len(self.levels) != actions:
             raise DprlhfError(f"policy.levels has {len(self.levels)} numbers, not {actions}")
         if (self.type == "gaussian") != environment.continuous:
@@ -84,7 +87,7 @@ class Policy(Settings):
         if self.type == "mlp":
             return MLPSoftmax(size, actions, self.hidden, self.scale)
         if self.type == "tabular":
-            return TabularSoftmax(size, actions, self.scale)
+            return TabularSoftmax(size, actions)
         return LogLinearSoftmax(size, actions, self.scale, self.levels)
 
 
