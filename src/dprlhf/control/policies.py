@@ -136,7 +136,7 @@ class LogLinearSoftmax:
         """Return x, ``[..., numbers that are read]``."""
         if self.scale is None:
             return observations
-        return observations[..., self._read] * np.asarray(self.scale)[self._read]
+        return np.asarray((observations * np.asarray(self.scale))[..., self._read])
 
     def _logits(self, theta: Array, inputs: Array) -> Array:
         rows = theta.reshape(*theta.shape[:-1], -1, inputs.shape[-1])
