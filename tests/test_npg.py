@@ -26,7 +26,7 @@ from dprlhf.regression import CountSketch
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
 from dprlhf.telemetry import TelemetryCoordinates
-from dprlhf.updates import UPDATES
+from dprlhf.updates import UPDATES, least_squares
 from dprlhf.updates.least_squares import Examples, RoundRelease, check_dimension
 from dprlhf.updates.npg import npg
 from dprlhf.users import Prompts
@@ -221,6 +221,34 @@ def test_descent_equals_a_plain_loop_over_users(name: str, arms: bool) -> None:
     measured = found(policy, responses, scores, spec, bound)
     assert relative_error(measured, tail) < 1e-9
     assert float(measured.norm()) <= radius * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("sketch", [None, 6])
+def test_features_are_computed_once_for_all_answers_if_they_fit(
+    monkeypatch: pytest.MonkeyPatch, sketch: int | None
+) -> None:
+    policy = policy_of("gpt2", "lora-b")
+    responses, scores = round_data(SHAPE, 4)
+    spec = spec_of(oracle={"steps": 3, "step_size": 12.0, "sketch": sketch})
+    largest = len(responses.user) * (sketch or policy.dimension) * 8
+    passes: list[int] = []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        passes.append(1)
+        return user_gradients(*arguments, **options)
+
+    monkeypatch.setattr(least_squares, "user_gradients", counted)
+    moves = []
+    for limit, expected in ((largest, 1), (largest - 1, 3)):
+        monkeypatch.setattr(least_squares, "KEPT_BYTES", limit)
+        moves.append(found(policy, responses, scores, spec, 0.5))
+        assert len(passes) == expected
+        passes.clear()
+    assert torch.equal(*moves)
+    assert float(moves[0].norm()) > 0
+    # What was kept is of one round alone.
+    found(policy, *round_data(SHAPE, 5), spec, 0.5)
+    assert not torch.equal(found(policy, *round_data(SHAPE, 5), spec, 0.5), moves[0])
 
 
 @pytest.mark.parametrize("sketch", [None, 24])

@@ -3,8 +3,9 @@
 An example of a user is some of its rows, with a feature φ = Σ_rows weight · ∇ log π(y|x) and a
 target A. A user's loss is the mean over its examples of (w · φ − A)². The oracles
 (:mod:`dprlhf.regression`) ask for noised means over users of a function of φ and A. Each answer
-is one release through the round's gate, at the price of one forward and one backward pass: features
-exist for one micro-batch at a time, whatever their dimension.
+is one release through the round's gate. The policy stands still meanwhile, so features are computed
+once and kept for the later answers, if they take no more than ``KEPT_BYTES``; larger ones exist for
+one micro-batch at a time, and each answer has a forward and a backward pass of its own.
 
 ``update.clip_norm`` is the oracles' B, the bound on ‖φ‖. What an oracle bounds by b (2BR for a
 gradient, 1 for sufficient statistics) is scaled to the clip norm, clipped, summed, released, and
@@ -32,6 +33,12 @@ from dprlhf.regression.sufficient_statistics import LARGEST_DIMENSION
 from dprlhf.rollout import Responses
 from dprlhf.updates.logprobs import Array
 from dprlhf.updates.private_round import PrivateRound
+
+KEPT_BYTES = 2**30
+"""The most memory of a process that the features of a round may take between two answers."""
+
+Batch = tuple[NDArray[np.int64], int, torch.Tensor, torch.Tensor]
+"""Users, how many examples each has, and features and targets, padded to the fixed shape."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -127,6 +134,7 @@ class RoundRelease:
     size: int
     batch_size: int
     noise_multiplier: float = field(init=False)
+    kept: Private[list[Batch]] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         round_ = self.round_
@@ -148,10 +156,22 @@ class RoundRelease:
     def _vectors(
         self, contribution: Contribution, scale: float
     ) -> Iterable[tuple[NDArray[np.int64], torch.Tensor]]:
+        rows = open_private(self.examples).rows
+        for users, each, features, targets in self._batches():
+            parts = contribution(features, targets)
+            yield users, scale * parts.view(-1, each, parts.shape[1]).mean(1)[: len(users)]
+            if self.round_.tick is not None:
+                self.round_.tick(len(users) * each * rows)
+
+    def _batches(self) -> Iterable[Batch]:
+        if self.kept is not None:
+            yield from open_private(self.kept)
+            return
         given = open_private(self.examples)
         owner = given.responses.user[:: given.rows]
         ends = np.cumsum(np.bincount(owner, minlength=given.responses.users))[:-1]
         of_user = np.split(given.targets[np.argsort(owner, kind="stable")], ends)
+        keep: list[Batch] = []
         for users, gradients in user_gradients(
             self.round_.policy,
             given.responses,
@@ -166,9 +186,14 @@ class RoundRelease:
             # Fixed shapes, as in the micro-batches: no user rounds another's contribution.
             each = gradients.shape[1]
             missing = each * (max(1, self.batch_size // (each * given.rows)) - len(users))
-            parts = contribution(
-                F.pad(features, (0, 0, 0, missing)), F.pad(targets.to(features), (0, missing))
+            batch = (
+                users,
+                each,
+                F.pad(features, (0, 0, 0, missing)),
+                F.pad(targets.to(features), (0, missing)),
             )
-            yield users, scale * parts.view(-1, each, parts.shape[1]).mean(1)[: len(users)]
-            if self.round_.tick is not None:
-                self.round_.tick(len(users) * gradients.shape[1] * given.rows)
+            if len(given.targets) * self.size * features.element_size() <= KEPT_BYTES:
+                keep.append(batch)
+            yield batch
+        if keep:
+            self.kept = Private(keep)
