@@ -278,9 +278,25 @@ def test_sensitivity(oracle: Any, rows: list[Any], new: Any) -> None:
 @pytest.mark.parametrize("oracle", GAUSSIAN, ids=lambda oracle: type(oracle).__name__)
 def test_the_sensitivity_is_reached(oracle: Any) -> None:
     worst = np.array([[0.5, 0.0, 3.0], [0.5, 0.0, -3.0]])
-    reached = moves(oracle, worst[:1], worst[:0])
-    # At w = 0 a gradient is φA, half of its bound of 2BR; a prediction of −R makes up the rest.
-    assert max(reached) > (0.999 if isinstance(oracle, SufficientStatistics) else 0.499)
+    assert max(moves(oracle, worst[:1], worst[:0])) > 0.999
+
+
+@pytest.mark.parametrize("oracle", GAUSSIAN[1:], ids=lambda oracle: type(oracle).__name__)
+def test_a_step_is_bounded_by_what_w_can_predict(oracle: Any) -> None:
+    """B (R + min(R, B‖w‖)), which the user of the worst target along w reaches at every step."""
+    B, R = oracle.feature_bound, oracle.target_bound
+    step = oracle.step_size / B**2
+    released = [torch.tensor([-length / step, 0.0]).double() for length in (4.0, 1.5, 100.0)]
+    worst = np.array([[B, 0.0, -R]])
+    recorder = Recorder(worst, released)
+    oracle.solve(recorder, 2)
+    lengths = [0.0, 4.0, 5.5]  # of w before each answer
+    if isinstance(oracle, ProjectedSGD):
+        lengths = [min(length, oracle.radius) for length in lengths]
+    assert recorder.bounds == pytest.approx([B * (R + min(R, B * w)) for w in lengths])
+    assert recorder.bounds[1] < recorder.bounds[2] or isinstance(oracle, ProjectedSGD)
+    norms = [float(total.norm()) for total in recorder.sums]
+    assert norms == pytest.approx(recorder.bounds, rel=1e-8)
 
 
 def test_the_clip_is_no_substitute_for_bounds() -> None:

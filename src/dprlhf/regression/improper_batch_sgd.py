@@ -4,7 +4,7 @@ Releases J times the mean over users of φ (clip(w_j · φ, R) − A), as ``proj
 nothing is projected: the predictor is φ ↦ clip(w · φ, R), "improper" because it is not linear.
 Noise N(0, σ²I) on w has norm σ√d, yet it moves a prediction by no more than σ‖φ‖ ≤ σB, so the error
 does not grow with d. A projection of w would act on the norm, and bring d back; a clipped
-prediction keeps the sensitivity at 2BR whatever w has become. ‖w‖ itself can be of order √d
+prediction keeps the sensitivity at 2BR or less whatever w has become. ‖w‖ itself can be of order √d
 (He & Zhou, section 6.2): a policy update along w has to truncate it, which is post-processing.
 
 He & Zhou (arXiv 2510.21060) refer to Algorithm 5 and Theorem 6.2 of Chen, Li, Rakhlin &

@@ -1,7 +1,8 @@
 """Private least squares by projected noisy gradient descent (Bassily et al. 2019; HZ appendix C).
 
-Releases J times the mean over users of φ (clip(w_j · φ, R) − A), whose norm is at most 2BR; each
-step moves against it and projects to ‖w‖ ≤ W. Everything after a release is post-processing.
+Releases J times the mean over users of φ (clip(w_j · φ, R) − A), whose norm is at most
+B (R + min(R, B‖w_j‖)): BR in the first step, from w = 0, and never more than 2BR. Each step moves
+against it and projects to ‖w‖ ≤ W. Everything after a release is post-processing.
 
 He & Zhou (arXiv 2510.21060, appendix C) take Theorem 3.2 of Bassily et al. (arXiv 1908.09970), an
 analysis of mini-batch SGD that draws each mini-batch from all users. Departures:
@@ -11,7 +12,8 @@ analysis of mini-batch SGD that draws each mini-batch from all users. Departures
   amplification argument on top of that of random allocation.
 - Predictions are clipped to [−R, R]: the targets' range. The clipped loss is still convex (its
   derivative clip(p) − A is non-decreasing in p), has the same minimiser where predictions stay in
-  range, and bounds the gradient by 2BR instead of B(BW + R).
+  range, and bounds the gradient by 2BR instead of B(BW + R). w_j is public, so a step's bound may
+  take it into account: steps near 0 have half the noise.
 - The step size is ``step_size`` / B²: the loss is B²-smooth, so up to 1 is stable whatever the
   data. Features that spread over d directions have a curvature near B²/d, and take d times that.
 - The result is the mean of the last half of the iterates, not of all: the first ones carry the
@@ -99,13 +101,14 @@ class ProjectedSGD:
 def released_gradient(
     release: Release, w: torch.Tensor, feature_bound: float, target_bound: float
 ) -> torch.Tensor:
-    """Release the mean over users of φ (clip(w · φ, R) − A), ``[d]``; its norm is at most 2BR."""
+    """Release the mean over users of φ (clip(w · φ, R) − A), ``[d]``."""
+    largest = min(target_bound, feature_bound * float(w.norm()))  # of |w · φ|; w is public
 
     def gradient(features: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         features, targets = bounded_rows(features, targets, feature_bound, target_bound)
         return features * (predictions(features, w, target_bound) - targets)[:, None]
 
-    return release(gradient, 2 * feature_bound * target_bound)
+    return release(gradient, feature_bound * (target_bound + largest))
 
 
 def balanced_steps(

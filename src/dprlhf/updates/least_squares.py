@@ -7,9 +7,9 @@ is one release through the round's gate. The policy stands still meanwhile, so f
 once and kept for the later answers, if they take no more than ``KEPT_BYTES``; larger ones exist for
 one micro-batch at a time, and each answer has a forward and a backward pass of its own.
 
-``update.clip_norm`` is the oracles' B, the bound on ‖φ‖. What an oracle bounds by b (2BR for a
-gradient, 1 for sufficient statistics) is scaled to the clip norm, clipped, summed, released, and
-scaled back. A user is one vector in that sum, however many examples it has.
+``update.clip_norm`` is the oracles' B, the bound on ‖φ‖. What an oracle bounds by b (at most 2BR
+for a gradient, 1 for sufficient statistics) is scaled to the clip norm, clipped, summed, released,
+and scaled back. A user is one vector in that sum, however many examples it has.
 """
 
 from __future__ import annotations
