@@ -347,4 +347,4 @@ def test_the_recipe_is_valid() -> None:
     path = Path(__file__).parent.parent / "recipes/imdb_rebel.yaml"
     made = dprlhf.load_recipe(path)
     assert made.update.name == "rebel"
-    assert made.update.releases == 2
+    assert made.update.releases == 1
