@@ -347,7 +347,7 @@ def main() -> None:
         write_results(options.results, results)
         text += [lines, ""]
     (options.results.parent / f"utility-{size}.md").write_text("\n".join(text))
-    if "updates" in options.parts:
+    if "updates" in options.parts and len(options.epsilons) > 2:
         plot(done, options.results.parent / f"utility-{size}.png")
     print("\n".join(text))
 
