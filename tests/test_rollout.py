@@ -350,7 +350,7 @@ def test_a_repetition_penalty_of_the_checkpoint_is_not_applied() -> None:
     model = model_of("gpt2")
     model.generation_config = GenerationConfig(
         repetition_penalty=5.0, suppress_tokens=list(range(1, 200)), min_new_tokens=5, top_k=3,
-        temperature=0.1, num_beams=1, eos_token_id=9,
+        temperature=0.1, num_beams=1, eos_token_id=tiny.tokenizer().eos_token_id,
     )  # fmt: skip
     biased = make_policy(model, tiny.tokenizer(), spec, temperature=TEMPERATURE)
     prompts = prompts_of(["aaaaaa"])

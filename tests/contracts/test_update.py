@@ -34,7 +34,8 @@ LEARNS: dict[str, dict[str, Any]] = {
         "update__minibatches": 2,
         "update__local_learning_rate": 0.5,
     },
-    "rebel": {},
+    # At 0.1 it overshoots η(r − r′) and may come back: one seed of three learned nothing.
+    "rebel": {"rounds": 40, "learning_rate": 0.05},
     "npg": {
         "rounds": 16,
         "learning_rate": 8.0,
@@ -74,7 +75,7 @@ def test_a_run_without_noise_learns(model: str, tmp_path: Path, name: str) -> No
         tmp_path / "run",
         epsilon=math.inf,
         rollout__responses=4,
-        evaluation_prompts=[f"public {i}" for i in range(60)],
+        evaluation_prompts=[f"public {i}" for i in range(240)],
         **fixed | LEARNS[name],
     )
     assert result.difference is not None
