@@ -605,6 +605,7 @@ def test_an_action_space_that_no_policy_can_serve() -> None:
         ({"update.log_barrier": 0.1}, "tabular"),
         ({"privacy.partition": "poison"}, "partition"),
         ({"policy.scale": [1.0]}, "4"),
+        ({"policy.scale": [0.0] * 4}, "read nothing"),
         ({"policy.levels": [-1.0, 0.0, 1.0]}, "levels has 3 numbers, not 2"),
         ({"policy.type": "tabular", "policy.levels": [0.0, 1.0]}, "levels is for log-linear"),
         ({"policy.type": "tabular", "policy.scale": [1.0] * 4}, "scale is not for tabular"),

@@ -71,6 +71,8 @@ class Policy(Settings):
             raise DprlhfError(f"policy.levels is for log-linear, not {self.type}")
         if self.scale is not None and self.type == "tabular":
             raise DprlhfError("policy.scale is not for tabular, which observes no numbers")
+        if self.scale is not None and not any(self.scale):
+            raise DprlhfError("policy.scale is 0 everywhere: the policy would read nothing")
         if self.levels is not None and len(self.levels) != actions:
             raise DprlhfError(f"policy.levels has {len(self.levels)} numbers, not {actions}")
         if (self.type == "gaussian") != environment.continuous:

@@ -89,7 +89,8 @@ def solve(
         ridge=spec.ridge,
         damping=0.0,
     )
-    w = oracle.solve(RoundRelease(round_, examples, sketch, size, batch_size), size)
+    release = RoundRelease(round_, examples, sketch, size, batch_size, several=oracle.releases > 1)
+    w = oracle.solve(release, size)
     return project(w if sketch is None else sketch.lift(w), spec.radius)
 
 
@@ -124,6 +125,7 @@ class RoundRelease:
         sketch: applied to each feature; None leaves them.
         size: the dimension that the oracle sees.
         batch_size: rows differentiated at once.
+        several: there will be more than one call, so features are worth keeping.
         noise_multiplier: z of one call. The first shares the clip norm with telemetry, so its noise
             is larger by S/√(S² − e²); the others have a little less than this says.
     """
@@ -133,6 +135,7 @@ class RoundRelease:
     sketch: CountSketch | None
     size: int
     batch_size: int
+    several: bool = False
     noise_multiplier: float = field(init=False)
     kept: Private[list[Batch]] | None = field(default=None, init=False)
 
@@ -192,7 +195,8 @@ class RoundRelease:
                 F.pad(features, (0, 0, 0, missing)),
                 F.pad(targets.to(features), (0, missing)),
             )
-            if len(given.targets) * self.size * features.element_size() <= KEPT_BYTES:
+            needed = len(given.targets) * self.size * features.element_size()
+            if self.several and needed <= KEPT_BYTES:
                 keep.append(batch)
             yield batch
         if keep:
