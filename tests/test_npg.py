@@ -181,17 +181,18 @@ def bounded(
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("gain", [1.0, 4.0])
 @pytest.mark.parametrize("arms", [False, True], ids=["on-policy", "reference"])
 @pytest.mark.parametrize("name", ["projected-sgd", "improper-batch-sgd"])
-def test_descent_equals_a_plain_loop_over_users(name: str, arms: bool) -> None:
-    """Every bound binds for some: features, targets, predictions, and W."""
+def test_descent_equals_a_plain_loop_over_users(name: str, arms: bool, gain: float) -> None:
+    """Every bound binds for some: features, targets, predictions, W, and answers with a gain."""
     policy = policy_of("gpt2", "lora")
     responses, scores = round_data(SHAPE, 4, arms)
     raw = examples_by_hand(policy, responses, scores.values, 1.3)
     norms = torch.cat([phi.norm(dim=1) for phi, _ in raw])
     bound, target, steps, step_size = float(norms.median()), 1.5, 5, 12.0
     users = bounded(raw, bound, target)
-    radius, largest_prediction = math.inf, 0.0
+    radius, largest_prediction, fractions = math.inf, 0.0, []
     for free in (True, False):
         w, tail = torch.zeros(2, policy.dimension, dtype=torch.float64)
         for j in range(steps):
@@ -200,7 +201,10 @@ def test_descent_equals_a_plain_loop_over_users(name: str, arms: bool) -> None:
                 prediction = phi @ w
                 largest_prediction = max(largest_prediction, float(prediction.abs().max()))
                 residual = prediction.clamp(-target, target) - a
-                means.append((residual[:, None] * phi).mean(0))
+                mean = (residual[:, None] * phi).mean(0)
+                largest = bound * (target + min(target, bound * float(w.norm())))
+                fractions.append(largest / gain / float(mean.norm()))
+                means.append(mean * min(1.0, fractions[-1]))
             w = w - step_size / bound**2 * torch.stack(means).mean(0)
             if name == "projected-sgd":
                 w = w * min(1.0, radius / float(w.norm()))
@@ -210,11 +214,12 @@ def test_descent_equals_a_plain_loop_over_users(name: str, arms: bool) -> None:
         if free:
             radius = 0.7 * float(tail.norm())
     assert largest_prediction > target
+    assert (min(fractions) < 1) == (gain > 1)
     spec = spec_of(
         max_importance_ratio=1.3,
         oracle={
             "name": name, "steps": steps, "step_size": step_size, "radius": radius,
-            "target_bound": target,
+            "target_bound": target, "gain": gain,
         },
     )  # fmt: skip
     assert spec.releases == steps
@@ -303,8 +308,12 @@ def test_parts_of_a_users_rows_add_up_to_its_gradient() -> None:
 # --- one user's bound ----------------------------------------------------------------------------
 
 
-def test_noise_has_the_oracles_own_sensitivity() -> None:
-    """A contribution bounded by b gets noise zb/m, a little more beside telemetry."""
+@pytest.mark.parametrize("gain", [1.0, 8.0])
+def test_noise_has_the_oracles_own_sensitivity(gain: float) -> None:
+    """A contribution bounded by b gets noise zb/m, a little more beside telemetry.
+
+    What the gate adds noise to keeps the clip norm with any gain, so that the noise may be less.
+    """
     policy = policy_of("gpt2", "lora-b")
     responses, scores = some_users(*round_data(SHAPE, 5), [])
     z, m, clip_norm, bound = 2.0, 50.0, 0.7, 30.0
@@ -316,16 +325,17 @@ def test_noise_has_the_oracles_own_sensitivity() -> None:
     generator = torch.Generator().manual_seed(0)
 
     def gate(given: BoundedSum) -> Released[torch.Tensor]:
+        assert given.clip_norm == clip_norm
         noise = torch.randn(len(given.total), generator=generator, dtype=torch.float64)
         return Released((given.total + z * given.clip_norm * noise) / m, 1)
 
     round_.gate = gate
     nothing = Private(Examples(responses, np.empty(0), np.empty(0), 1))
-    release = RoundRelease(round_, nothing, None, 20_000, 12)
-    assert release.noise_multiplier == pytest.approx(z / 0.8)
+    release = RoundRelease(round_, nothing, None, 20_000, 12, gain)
+    assert release.noise_multiplier == pytest.approx(z / 0.8 / gain)
     assert release.divisor == m
     stds = [float(release(lambda x, a: x, bound).std()) for _ in range(2)]
-    assert stds == pytest.approx([z / 0.8 * bound / m, z * bound / m], rel=0.02)
+    assert stds == pytest.approx([z / 0.8 * bound / m / gain, z * bound / m / gain], rel=0.02)
     assert round_.released is not None
     assert round_.telemetry_released is not None
     assert len(round_.released) == 20_000

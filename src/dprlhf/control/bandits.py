@@ -123,9 +123,10 @@ def _features(rng: np.random.Generator, count: int, arms: int, d: int) -> Array:
     return np.asarray(raw / np.linalg.norm(raw, axis=-1, keepdims=True))
 
 
-def rounds_of(users: int, name: str = "") -> int:
-    """Return T = √N / 8, at least 4; 4 for ``npg/issp``, which needs thousands of users a round."""
-    return 4 if name == "npg/issp" else max(4, round(math.sqrt(users) / 8))
+def rounds_of(users: int, name: str = "", epsilon: float = math.inf) -> int:
+    """Return T = √N / 4, at least 4; 4 for a private ``npg/issp``, which needs many users each."""
+    few = name == "npg/issp" and math.isfinite(epsilon)
+    return 4 if few else max(4, round(math.sqrt(users) / 4))
 
 
 def run(name: str, d: int, users: int, epsilon: float, seed: int) -> float:
@@ -142,7 +143,7 @@ def run(name: str, d: int, users: int, epsilon: float, seed: int) -> float:
         return _tabular(users, epsilon, seed)
     bandit = Bandit.make(d, 8, seed)
     rng = np.random.default_rng((seed, users))
-    rounds = rounds_of(users, name)
+    rounds = rounds_of(users, name, epsilon)
     m = users // rounds
     theta = np.zeros(d)
     if name == "pg":
@@ -196,7 +197,7 @@ def _oracle(name: str, d: int, m: int, epsilon: float, key: bytes, t: int) -> Or
         "target_bound": 2.0,
         "radius": radius,
         "step_size": float(d),
-        "most": 30,
+        "most": 200,
     }
     if kind == "projected-sgd":
         steps = projected_sgd.balanced_steps(dimension=d, **common)
@@ -205,7 +206,7 @@ def _oracle(name: str, d: int, m: int, epsilon: float, key: bytes, t: int) -> Or
     return ImproperBatchSGD(bound, 2.0, steps, float(d))
 
 
-STATES, ARMS, BARRIER = 4, 4, 0.02
+STATES, ARMS = 4, 4
 
 
 def _tabular(users: int, epsilon: float, seed: int) -> float:
@@ -215,7 +216,7 @@ def _tabular(users: int, epsilon: float, seed: int) -> float:
     rng = np.random.default_rng((seed, users))
     rounds = rounds_of(users)
     m = users // rounds
-    barrier = BARRIER
+    barrier = 0.07 * users ** (-1 / 6)  # λ of order α (Theorem 5), or its bias stays
 
     def gradient(flat: Array) -> Array:
         policy = softmax(flat.reshape(STATES, ARMS))

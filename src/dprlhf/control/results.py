@@ -13,7 +13,13 @@ import numpy as np
 from dprlhf._results import Result, write_results
 from dprlhf.control.bandits import PAPER_RATE, SLOPE
 from dprlhf.control.policies import Array
-from dprlhf.control.tables import BANDIT_EPSILONS, BANDIT_UPDATES, BANDIT_USERS, Found
+from dprlhf.control.tables import (
+    BANDIT_EPSILONS,
+    BANDIT_UPDATES,
+    BANDIT_USERS,
+    ISSP_USERS,
+    Found,
+)
 from dprlhf.privacy.gaussian import gaussian_epsilon
 from dprlhf.privacy.papers import rio_b1_classical_epsilon, rio_b1_zhao_epsilon
 
@@ -64,7 +70,7 @@ def rows_of(found: Sequence[Found], command: str) -> list[Result]:
                 about = f"ε at δ = {row.runs[0]['delta']:g}, {row.runs[0]['adjacency']}"
                 results.append(Result(f"{name}/epsilon", spent, about, command=command))
     results += _regret_ratios(found, command)
-    for update, epsilon, slope, last in slopes(found):
+    for update, epsilon, slope, last, users in slopes(found):
         bound = SLOPE.get(update)
         start = f"control/bandit/{update}/epsilon={epsilon:g}"
         if math.isfinite(slope):
@@ -77,12 +83,8 @@ def rows_of(found: Sequence[Found], command: str) -> list[Result]:
                     command=command,
                 )
             )  # fmt: skip
-            results.append(
-                Result(
-                    f"{start}/suboptimality", last, f"J* − J at N = {BANDIT_USERS[-1]}",
-                    command=command,
-                )
-            )  # fmt: skip
+        unit = f"J* − J at N = {users:.0f}"
+        results.append(Result(f"{start}/suboptimality", last, unit, command=command))
     return results
 
 
@@ -117,16 +119,21 @@ def _regret_ratios(found: Sequence[Found], command: str) -> list[Result]:
     return results
 
 
-def slopes(found: Sequence[Found]) -> list[tuple[str, float, float, float]]:
-    """Return (update, ε, slope of log suboptimality by log N, suboptimality at the largest N)."""
+def slopes(found: Sequence[Found]) -> list[tuple[str, float, float, float, float]]:
+    """Return (update, ε, slope of log suboptimality by log N, suboptimality at the largest N, it).
+
+    The slope is NaN where fewer than three N were not refused.
+    """
     out = []
     for update in BANDIT_UPDATES:
         for epsilon in BANDIT_EPSILONS:
             users, means = _bandit_line(found, update, epsilon)
-            if len(users) < 3:
+            if not len(users):
                 continue
-            fitted = float(np.polyfit(np.log(users), np.log(means), 1)[0])
-            out.append((update, epsilon, fitted, float(means[-1])))
+            fitted = math.nan
+            if len(users) >= 3:
+                fitted = float(np.polyfit(np.log(users), np.log(means), 1)[0])
+            out.append((update, epsilon, fitted, float(means[-1]), float(users[-1])))
     return out
 
 
@@ -168,10 +175,12 @@ def markdown(found: dict[str, list[Found]], seeds: int) -> str:
     if fitted:
         lines += [
             "", "## Sample complexity on bandits", "",
-            f"J* − J of the final policy by N = {BANDIT_USERS[0]:,} to {BANDIT_USERS[-1]:,} users;"
+            f"J* − J of the final policy at N = {BANDIT_USERS[-1]:,} users"
+            f" ({ISSP_USERS[-1]:,} for issp, which refuses few);"
             " zero-out, δ = 1e-5 (0 for the exponential mechanism), parallel composition over fixed"
-            " batches. Slope: log suboptimality by log N. The papers' rates are upper bounds, so a"
-            " steeper slope keeps them.", "",
+            " batches. In brackets the slope of log suboptimality by log N, from"
+            f" N = {BANDIT_USERS[0]:,} ({ISSP_USERS[0]:,}), where three N or more were not refused."
+            " The papers' rates are upper bounds, so a steeper slope keeps them.", "",
             "| update | " + " | ".join(f"ε = {_epsilon(e)}" for e in BANDIT_EPSILONS)
             + " | He & Zhou |",
             "|---" * (len(BANDIT_EPSILONS) + 2) + "|",
@@ -180,7 +189,8 @@ def markdown(found: dict[str, list[Found]], seeds: int) -> str:
             cells = []
             for epsilon in BANDIT_EPSILONS:
                 hit = [f for f in fitted if f[:2] == (update, epsilon)]
-                cells.append(f"{hit[0][3]:.3f} ({hit[0][2]:+.2f})" if hit else "refused")
+                slope = f" ({hit[0][2]:+.2f})" if hit and math.isfinite(hit[0][2]) else ""
+                cells.append(f"{hit[0][3]:.4f}{slope}" if hit else "refused")
             lines.append(f"| {update} | " + " | ".join(cells) + f" | {PAPER_RATE[update]} |")
     return "\n".join(lines) + "\n"
 

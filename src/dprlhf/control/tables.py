@@ -27,6 +27,7 @@ from dprlhf.run_folder import write_atomically
 
 RIVERSWIM_EPISODES = 20_000
 BANDIT_USERS = (500, 1_500, 5_000, 15_000, 50_000)
+ISSP_USERS = (20_000, 50_000, 100_000, 200_000)
 BANDIT_EPSILONS = (0.5, 1.0, 4.0, math.inf)
 BANDIT_DIMENSION = 4
 BANDIT_UPDATES = (
@@ -158,7 +159,7 @@ def hz() -> list[Row]:
         )
         for update in BANDIT_UPDATES
         for epsilon in BANDIT_EPSILONS
-        for users in BANDIT_USERS
+        for users in (ISSP_USERS if update == "npg/issp" else BANDIT_USERS)
     ]
     return rows
 

@@ -187,6 +187,9 @@ class Oracle(Settings):
         sketch: dimensions of a public random projection of the features; None takes them as they
             are.
         ridge: regularisation of ``sufficient-statistics``, in units of its noise.
+        gain: a user's answer is so many times larger before it is clipped to what the oracle
+            allows, and the released mean so many times smaller: a mean over responses is far below
+            the worst case that bounds it, and gets so much less noise.
     """
 
     name: Literal["projected-sgd", "improper-batch-sgd", "sufficient-statistics"] = "projected-sgd"
@@ -196,6 +199,7 @@ class Oracle(Settings):
     target_bound: PositiveFloat | None = None
     sketch: PositiveInt | None = None
     ridge: PositiveFloat = 1.0
+    gain: PositiveFloat = 1.0
 
     @field_validator("name", mode="before")
     @classmethod

@@ -9,7 +9,9 @@ one micro-batch at a time, and each answer has a forward and a backward pass of 
 
 ``update.clip_norm`` is the oracles' B, the bound on ‖φ‖. What an oracle bounds by b (at most 2BR
 for a gradient, 1 for sufficient statistics) is scaled to the clip norm, clipped, summed, released,
-and scaled back. A user is one vector in that sum, however many examples it has.
+and scaled back. With a ``gain`` it is scaled to more than the clip norm and clipping bites: the
+sensitivity is the same, and the noise is smaller beside what is left. A user is one vector in that
+sum, however many examples it has.
 """
 
 from __future__ import annotations
@@ -89,7 +91,9 @@ def solve(
         ridge=spec.ridge,
         damping=0.0,
     )
-    release = RoundRelease(round_, examples, sketch, size, batch_size, several=oracle.releases > 1)
+    release = RoundRelease(
+        round_, examples, sketch, size, batch_size, spec.gain, several=oracle.releases > 1
+    )
     w = oracle.solve(release, size)
     return project(w if sketch is None else sketch.lift(w), spec.radius)
 
@@ -125,9 +129,10 @@ class RoundRelease:
         sketch: applied to each feature; None leaves them.
         size: the dimension that the oracle sees.
         batch_size: rows differentiated at once.
+        gain: what users' answers are multiplied with before they are clipped.
         several: there will be more than one call, so features are worth keeping.
-        noise_multiplier: z of one call. The first shares the clip norm with telemetry, so its noise
-            is larger by S/√(S² − e²); the others have a little less than this says.
+        noise_multiplier: z of one call, over the gain. The first shares the clip norm with
+            telemetry, so its noise is larger by S/√(S² − e²); the others have a little less.
     """
 
     round_: PrivateRound
@@ -135,13 +140,15 @@ class RoundRelease:
     sketch: CountSketch | None
     size: int
     batch_size: int
+    gain: float = 1.0
     several: bool = False
     noise_multiplier: float = field(init=False)
     kept: Private[list[Batch]] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         round_ = self.round_
-        self.noise_multiplier = round_.noise_multiplier * round_.clip_norm / round_.radius
+        of_radius = round_.clip_norm / round_.radius
+        self.noise_multiplier = round_.noise_multiplier * of_radius / self.gain
 
     @property
     def divisor(self) -> float:
@@ -149,8 +156,8 @@ class RoundRelease:
         return self.round_.divisor
 
     def __call__(self, contribution: Contribution, bound: float) -> torch.Tensor:
-        """Return (Σ_u clip(mean over u's examples of contribution, bound) + noise) / m, ``[p]``."""
-        scale = self.round_.radius / bound
+        """Return (Σ_u clip(gain · mean of u's contributions, bound) + noise) / (m · gain)."""
+        scale = self.gain * self.round_.radius / bound
         width = contribution(torch.zeros(0, self.size), torch.zeros(0)).shape[1]
         vectors = Private(self._vectors(contribution, scale))
         clipped = self.round_.clipped_vectors(vectors, dimension=width)
