@@ -256,6 +256,24 @@ def test_features_are_computed_once_for_all_answers_if_they_fit(
     assert not torch.equal(found(policy, *round_data(SHAPE, 5), spec, 0.5), moves[0])
 
 
+@pytest.mark.parametrize(("steps", "keeps"), [(1, False), (2, True)])
+def test_features_are_not_kept_for_a_single_answer(
+    monkeypatch: pytest.MonkeyPatch, steps: int, keeps: bool
+) -> None:
+    made: list[RoundRelease] = []
+    begin = RoundRelease.__post_init__
+
+    def noted(self: RoundRelease) -> None:
+        begin(self)
+        made.append(self)
+
+    monkeypatch.setattr(RoundRelease, "__post_init__", noted)
+    policy = policy_of("gpt2", "lora-b")
+    found(policy, *round_data(SHAPE, 4), spec_of(oracle={"steps": steps}), 0.5)
+    (release,) = made
+    assert (release.kept is not None) == keeps
+
+
 @pytest.mark.parametrize("sketch", [None, 24])
 def test_sufficient_statistics_equal_the_normal_equations(sketch: int | None) -> None:
     """Σ_u mean_rows φφᵀ w = Σ_u mean_rows φA, of least norm; users weigh alike, rows do not."""
