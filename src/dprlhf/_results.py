@@ -27,13 +27,17 @@ def machine() -> str:
 
 
 def command() -> str:
-    """Return the command line of this process, with the script relative to the current folder."""
+    """Return the command line of this process, with the script relative to the current folder.
+
+    ``--write-only`` is left out: it measures nothing.
+    """
     script = Path(sys.argv[0])
     try:
         shown = str(script.resolve().relative_to(Path.cwd()))
     except ValueError:
         shown = script.name
-    return shlex.join(["python", shown, *sys.argv[1:]])
+    given = [word for word in sys.argv[1:] if word != "--write-only"]
+    return shlex.join(["python", shown, *given])
 
 
 @dataclass(frozen=True)
