@@ -41,6 +41,7 @@ SPECS: dict[str, Any] = {
     "npg, statistics": recipe.NPG(
         name="npg", oracle=recipe.Oracle(name="sufficient-statistics", sketch=16)
     ),
+    "npg, gain": recipe.NPG(name="npg", oracle=recipe.Oracle(steps=2, gain=16.0)),
     "npg, sketch": recipe.NPG(name="npg", oracle=recipe.Oracle(steps=2, sketch=30)),
 }
 
