@@ -14,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from dprlhf._results import command
 from dprlhf.boundary import Private
 from dprlhf.cli import app
 from dprlhf.control import bandits, tables, trajectories
@@ -33,7 +34,7 @@ from dprlhf.control.policies import (
     TabularSoftmax,
     TrajectoryPolicy,
 )
-from dprlhf.control.results import write
+from dprlhf.control.results import slopes, write
 from dprlhf.control.settings import Advantage, load, make
 from dprlhf.control.tables import Found, Row, run_table
 from dprlhf.control.train import plan_of, train
@@ -720,3 +721,25 @@ def test_a_row_that_falls_short_says_so() -> None:
     result = rows_of([Found(row, runs)], "a command")[0]
     assert result.holds is False
     assert result.value == 9.5
+
+
+def test_a_slope_needs_three_numbers_of_users_that_were_not_refused() -> None:
+    def row(users: int, value: float) -> Found:
+        given = {"update": "npg/issp", "epsilon": 1.0, "users": users, "d": 4}
+        made = Row(f"bandit/{users}", "bandit", given, group="bandit")
+        return Found(made, [{"value": value}])
+
+    few = [row(100, math.nan), row(400, 0.2), row(1600, 0.1)]
+    ((*_, slope, last, users),) = slopes(few)
+    assert math.isnan(slope)
+    assert (last, users) == (0.1, 1600)
+    ((*_, slope, last, users),) = slopes([*few, row(6400, 0.05)])
+    assert slope == pytest.approx(-0.5)
+    assert (last, users) == (0.05, 6400)
+
+
+def test_a_command_that_only_writes_is_recorded_as_the_one_that_measures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.argv", ["scripts/utility.py", "--seeds", "3", "--write-only"])
+    assert command() == "python scripts/utility.py --seeds 3"
