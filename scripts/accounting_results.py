@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from scipy.special import ndtr
 
-from dprlhf._results import Result, write_results
 from dprlhf.privacy.accounting import Mechanism, delta_of, epsilon, noise_multiplier
+from dprlhf.runs.measurements import Result, write_results
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "results" / "accounting.json"
 

@@ -15,16 +15,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dprlhf._results import Result, write_results
-from dprlhf.evaluate import _PUBLIC_KEY
+from dprlhf.data.users import Users, load_rows
 from dprlhf.gradients.clipping import user_gradients
 from dprlhf.policies.causal_lm import align_with_activations, load_policy
 from dprlhf.recipe import Adapter, load_recipe
 from dprlhf.rewards import Scorer, load_reward
-from dprlhf.rewards.responses import score_responses
+from dprlhf.rewards.private import score_responses
 from dprlhf.rollout import sample
+from dprlhf.runs.measurements import Result, write_results
+from dprlhf.training.evaluate import _PUBLIC_KEY
 from dprlhf.updates.baselines import loo
-from dprlhf.users import Users, load_rows
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "imdb_demo.yaml"
 ALL = list(range(30))

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from dprlhf._results import Result, write_results
+from dprlhf.runs.measurements import Result, write_results
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "docs" / "results" / "attack.json"
@@ -70,7 +70,7 @@ UPDATES = ("pg", "grpo", "ppo", "rebel", "npg")
 
 def audits(cache: Cache, canaries: int, most: int | None) -> None:
     from dprlhf.audit import audit
-    from dprlhf.plan import make_plan
+    from dprlhf.privacy.plan import make_plan
     from dprlhf.recipe import make_recipe
 
     grid = itertools.product(range(SEEDS), EPSILONS, PARTITIONS, UPDATES)
@@ -156,7 +156,7 @@ GAMES: list[tuple[str, int, dict[str, Any]]] = [
 
 def games(cache: Cache) -> None:
     from dprlhf.audit import play
-    from dprlhf.plan import make_plan
+    from dprlhf.privacy.plan import make_plan
 
     for name, runs, changes in GAMES:
         if f"games/{name}" in cache:
@@ -192,11 +192,11 @@ def membership(cache: Cache) -> None:
 
     sys.path.insert(0, str(ROOT / "tests"))
     import dprlhf
-    import tiny
     from dprlhf import recipe
     from dprlhf.audit import membership_scores
-    from dprlhf.public import in_memory_prompts
+    from dprlhf.data.public import in_memory_prompts
     from dprlhf.rewards import Scorer
+    from helpers import tiny
 
     random = np.random.default_rng(0)
     letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
@@ -271,7 +271,7 @@ def membership_results(held: dict[str, Any]) -> list[Result]:
 def kill_cases(number: int) -> list[dict[str, Any]]:
     """Return every named point (renames and writes several times over), and random ones."""
     sys.path.insert(0, str(ROOT / "tests"))
-    import kills
+    from helpers import kills
 
     once = {"run folder made", "recipe written", "ledger opened", "card written", "run ended"}
     cases = []
@@ -293,7 +293,7 @@ def kills(cache: Cache, number: int, at_once: int = 10) -> None:
     for start in range(0, len(todo), at_once):
         folder = Path(tempfile.mkdtemp(dir=MEMORY))
         subprocess.run(
-            [sys.executable, str(ROOT / "tests/kills.py"), str(folder)],
+            [sys.executable, str(ROOT / "tests/helpers/kills.py"), str(folder)],
             input=json.dumps(todo[start : start + at_once]), text=True, check=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
@@ -323,13 +323,13 @@ def kill_results(held: dict[str, Any]) -> list[Result]:
 
 def leaks(cache: Cache) -> None:
     sys.path.insert(0, str(ROOT / "tests"))
-    import leaks as hunt
+    from helpers import leaks as hunt
 
     if "leaks/planted" in cache:
         return
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         subprocess.run(
-            [sys.executable, str(ROOT / "tests/leaks.py"), folder], check=True,
+            [sys.executable, str(ROOT / "tests/helpers/leaks.py"), folder], check=True,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip

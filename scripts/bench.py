@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from tqdm import tqdm
 
-from dprlhf._results import Result, write_results
+from dprlhf.runs.measurements import Result, write_results
 
 PARTS = {  # name: (module, repeats, repeats of --quick)
     "overhead": ("bench.overhead", 7, 2),

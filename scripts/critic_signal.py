@@ -18,18 +18,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dprlhf._results import Result, write_results
-from dprlhf.critic import Critic
-from dprlhf.evaluate import _PUBLIC_KEY
+from dprlhf.data.users import Users, load_rows
 from dprlhf.gradients.clipping import user_gradients
-from dprlhf.plan import make_plan
 from dprlhf.policies.causal_lm import load_policy
+from dprlhf.privacy.plan import make_plan
 from dprlhf.recipe import Critic as Settings
 from dprlhf.recipe import load_recipe
 from dprlhf.rewards import Scorer, load_reward
-from dprlhf.rewards.responses import score_responses
+from dprlhf.rewards.private import score_responses
 from dprlhf.rollout import sample
-from dprlhf.users import Users, load_rows
+from dprlhf.runs.measurements import Result, write_results
+from dprlhf.training.evaluate import _PUBLIC_KEY
+from dprlhf.updates.critic import Critic
 from utility import small_policy
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 from dprlhf import train
-from dprlhf._results import Result, write_results
 from dprlhf.assets import path
-from dprlhf.show import show
+from dprlhf.cli.output import show
+from dprlhf.runs.measurements import Result, write_results
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "imdb_demo.yaml"
 

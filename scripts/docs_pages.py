@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from dprlhf import recipe
-from dprlhf.recipe.reading import models_in
+from dprlhf.recipe.loading import models_in
 
 RECIPES = {
     "Private updates: `dprlhf train`": recipe.Recipe,
@@ -148,7 +148,7 @@ def commands_page() -> str:
     """Return the help of every command."""
     import typer
 
-    from dprlhf.cli import app
+    from dprlhf.cli.app import app
 
     lines = ["# Commands\n"]
 
@@ -174,7 +174,7 @@ def commands_page() -> str:
 
 def flags_table() -> str:
     """Return which of TRL's flags `dprlhf train` takes, and what stands for others."""
-    from dprlhf.flags import INSTEAD, KEYS
+    from dprlhf.cli.trl_flags import INSTEAD, KEYS
 
     taken = "".join(f"| `--{name}` | `{key}` |\n" for name, key in KEYS.items())
     others = "".join(f"| `--{name}` | {text} |\n" for name, text in INSTEAD.items())

@@ -1,4 +1,4 @@
-"""Run the fuzzer of ``tests/fuzz.py`` for long: every case a clear error or a correct result.
+"""Run the fuzzer of ``tests/helpers/fuzz.py`` for long: a clear error or a correct result.
 
 Can be stopped and called again: ``--cache`` counts the cases that are done. A failing case is
 printed, shrunk, and the exit status is 1. Twenty minutes for 100,000 cases on one slow core.
@@ -23,9 +23,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 import hypothesis  # noqa: E402
 
-import fuzz  # noqa: E402
-import tiny  # noqa: E402
-from dprlhf._results import Result, write_results  # noqa: E402
+from dprlhf.runs.measurements import Result, write_results  # noqa: E402
+from helpers import fuzz, tiny  # noqa: E402
 
 OUT = ROOT / "docs" / "results" / "attack.json"
 CHUNK = 500

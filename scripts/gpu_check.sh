@@ -115,7 +115,7 @@ step() {
   return $status
 }
 
-mapfile -t files < <(grep -l 'mark\.gpu' tests/test_*.py)
+mapfile -t files < <(grep -rl 'mark\.gpu' tests --include='test_*.py')
 step tests 150 "$python" -m pytest -q -m gpu "${files[@]}"
 if timeout 60 "$python" -m dprlhf assets pull >"$out/assets.log" 2>&1; then
   rm -rf "$out/imdb"

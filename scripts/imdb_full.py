@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 from dprlhf import resume, train
-from dprlhf._results import Result, write_results
+from dprlhf.runs.measurements import Result, write_results
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "imdb_full.yaml"
 BASELINE = ["privacy.epsilon=.inf", "update.clip_norm=.inf"]

@@ -6,7 +6,7 @@ names, then the common suite, up to the first failure. ``docs/mutants.md`` says 
 which, and ``docs/results/attack.json`` how many.
 
 A test that breaks on its way (a NameError and the like, a failing import) has caught nothing; nor
-has one that does not end in time. ``tests/test_proofs.py`` has no part: it fails whenever a
+has one that does not end in time. ``tests/repo/test_proofs.py`` has no part: it fails whenever a
 function changes, right or wrong. The test files that caught one run on the unchanged source, too,
 as a control.
 
@@ -40,16 +40,47 @@ CONTROL = "unchanged source"
 
 # The fast suite: what a mutant goes through when none of the tests that it names fails.
 COMMON = [
-    f"tests/test_{name}.py"
+    f"tests/{name}.py"
     for name in (
-        "boundary", "gate", "ledger", "randomness", "partition", "plan", "telemetry", "users",
-        "pure", "correlated", "card", "neighbours", "optimizers", "recipe", "updates", "grpo",
-        "run_folder", "gradients",
-        "regression", "npg", "rebel", "ppo", "rollout", "rewards", "trust_region", "trackers",
-        "publish", "report", "accounting", "critic", "composition", "supervised",
-        "audit", "training", "leaks", "processes",
+        "test_boundary",
+        "privacy/test_gate",
+        "privacy/test_ledger",
+        "privacy/test_randomness",
+        "privacy/test_partition",
+        "privacy/test_plan",
+        "updates/test_telemetry",
+        "data/test_users",
+        "privacy/test_pure",
+        "privacy/test_correlated_noise",
+        "runs/test_card",
+        "end_to_end/test_neighbours",
+        "policies/test_optimizers",
+        "recipe/test_recipe",
+        "updates/test_updates",
+        "updates/test_grpo",
+        "runs/test_folder",
+        "gradients/test_gradients",
+        "papers/test_regression",
+        "updates/test_npg",
+        "updates/test_rebel",
+        "updates/test_ppo",
+        "rollout/test_rollout",
+        "rewards/test_rewards",
+        "updates/test_trust_region",
+        "runs/test_trackers",
+        "runs/test_publish",
+        "runs/test_report",
+        "privacy/test_accounting",
+        "updates/test_critic",
+        "privacy/test_composition",
+        "training/test_supervised",
+        "audit/test_audit",
+        "training/test_training",
+        "end_to_end/test_leaks",
+        "training/test_processes",
+        "contracts/test_update",
     )
-] + ["tests/contracts/test_update.py"]  # fmt: skip
+]
 
 BROKEN = ("ImportError", "ModuleNotFoundError", "SyntaxError", "NameError", "UnboundLocalError")
 """A mutant that raises one of these was badly planted: no test has caught a privacy bug."""
@@ -423,7 +454,7 @@ def main() -> int:
         print(f"NOT AS IT SHOULD BE: {name}: {outcome((found | controls)[name])}")
     if given.only is None and not given.hints_only:
         sys.path.insert(0, str(ROOT / "src"))
-        from dprlhf._results import Result, write_results
+        from dprlhf.runs.measurements import Result, write_results
 
         TABLE.write_text(table(mutants, found))
         number, passing = len(mutants), len(files) - len(failing)

@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
-from dprlhf._results import Result, write_results  # noqa: E402
+from dprlhf.runs.measurements import Result, write_results  # noqa: E402
 
 MODEL = "openai-community/gpt2"
 GOAL = "works as written, within 10 minutes"
@@ -66,7 +66,7 @@ def tasks() -> list[Task]:
 def make_model(folder: Path) -> None:
     """Put a tiny model where the README names one on the hub."""
     sys.path.insert(0, str(ROOT / "tests"))
-    import tiny
+    from helpers import tiny
 
     tiny.save(folder / MODEL)
 

@@ -13,10 +13,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dprlhf._results import Result, write_results
-from dprlhf.previous import total_of_runs
 from dprlhf.recipe import load_any_recipe
-from dprlhf.report import read_run
+from dprlhf.runs.earlier import total_of_runs
+from dprlhf.runs.measurements import Result, write_results
+from dprlhf.runs.report import read_run
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = {"sft": "1_sft.yaml", "reward": "2_reward.yaml", "train": "3_rl.yaml"}

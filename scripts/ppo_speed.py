@@ -27,10 +27,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench import models
 from dprlhf import recipe
-from dprlhf._results import Result, write_results
 from dprlhf.gradients.clipping import micro_batches
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rollout import Responses
+from dprlhf.runs.measurements import Result, write_results
 from dprlhf.updates.ppo import _train, project
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "results" / "utility.json"

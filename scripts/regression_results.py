@@ -22,9 +22,8 @@ import torch
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
-from dprlhf._results import Result, write_results
 from dprlhf.errors import DprlhfError
-from dprlhf.regression import (
+from dprlhf.papers.regression import (
     ISSP,
     Exponential,
     ImproperBatchSGD,
@@ -35,7 +34,8 @@ from dprlhf.regression import (
     improper_batch_sgd,
     projected_sgd,
 )
-from dprlhf.regression.standalone import gaussian_budget
+from dprlhf.papers.regression.on_arrays import gaussian_budget
+from dprlhf.runs.measurements import Result, write_results
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 DIMENSIONS = (5, 50)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-from dprlhf.report import write_report
+from dprlhf.runs.report import write_report
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs/images"
 SIZES = {"report.png": (1000, 1300), "report-phone.png": (390, 1300)}

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from dprlhf._results import Result, write_results
+from dprlhf.runs.measurements import Result, write_results
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "results" / "scaling.json"
 ROUNDS = 10_000
@@ -55,8 +55,8 @@ def measure(action: Callable[[], Any]) -> dict[str, float]:
 
 
 def partition(users: int, kind: str) -> dict[str, float]:
-    from dprlhf.partition import allocate
-    from dprlhf.plan import make_plan
+    from dprlhf.privacy.partition import allocate
+    from dprlhf.privacy.plan import make_plan
 
     plan: Any = make_plan(
         users=users, rounds=min(ROUNDS, users), delta=1e-6, epsilon=math.inf, partition=kind
@@ -90,8 +90,8 @@ def write_prompts(users: int, folder: str) -> None:
 def grouping(users: int, folder: str) -> dict[str, float]:
     import datasets
 
+    from dprlhf.data.users import Users, _codes
     from dprlhf.recipe import Data
-    from dprlhf.users import Users, _codes
 
     rows = datasets.load_from_disk(f"{folder}/rows")
     data = Data(path="rows", user_column="user")
@@ -133,7 +133,7 @@ def ledger(rounds: int) -> dict[str, float]:
 
 
 def plan(users: int, rounds: int) -> dict[str, float]:
-    from dprlhf.plan import make_plan
+    from dprlhf.privacy.plan import make_plan
 
     start = time.process_time()
     make_plan(users=users, rounds=rounds, epsilon=4.0, delta=1e-7)

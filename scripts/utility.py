@@ -30,7 +30,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import numpy as np
 from tqdm import tqdm
 
-from dprlhf._results import Result, command, write_results
+from dprlhf.runs.measurements import Result, command, write_results
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"

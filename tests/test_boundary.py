@@ -124,33 +124,35 @@ def test_boundary_types_are_frozen() -> None:
 
 ALLOWED: dict[str, dict[str, str]] = {
     "open_private": {
-        "setup": "compares the digest of the users with the one in secret/",
+        "training/build": "compares the digest of the users with the one in secret/",
         "audit/game": "plays with synthetic users of its own, and tells the adversary their rounds",
-        "control/trajectories": "simulates a round's users, and writes secret/ telemetry",
-        "control/updates": "computes each user's contribution from its own trajectory",
+        "papers/control/trajectories": "simulates a round's users, and writes secret/ telemetry",
+        "papers/control/updates": "computes each user's contribution from its own trajectory",
         "gradients/clipping": "clips each user and sums",
-        "previous": "looks for users that two runs share, in what secret/ holds of them",
-        "progress": "shows a share of a round, on a terminal only",
-        "rewards/responses": "hands each user's responses to the rewards",
+        "runs/earlier": "looks for users that two runs share, in what secret/ holds of them",
+        "training/progress": "shows a share of a round, on a terminal only",
+        "rewards/private": "hands each user's responses to the rewards",
         "rollout/sampling": "samples the users' responses",
-        "rounds": "hands each process its users of a round",
-        "supervised/stage": "gives each user's rows their weights for the clipping code, and writes"
+        "training/rounds": "hands each process its users of a round",
+        "training/supervised": "gives each user's rows their weights for the clipping code, and"
+        " writes"
         " secret/ telemetry",
-        "trainer": "selects a round's users and writes secret/ telemetry",
+        "training/trainer": "selects a round's users and writes secret/ telemetry",
         "updates/grpo": "weighs each user's response tokens",
-        "updates/least_squares": "hands each user's examples to the clipping code",
+        "updates/privls/in_round": "hands each user's examples to the clipping code",
         "updates/npg": "weighs each user's responses, and takes their advantages as targets",
         "updates/kl": "takes the KL penalty off each user's rewards",
         "updates/pg": "weighs each user's responses",
         "updates/rebel": "weighs each user's pairs of responses",
         "updates/ppo": "trains each user's copy on its own responses",
-        "updates/private_round": "puts weights, responses and telemetry together for clipping",
+        "updates/round": "puts weights, responses and telemetry together for clipping",
     },
     "BoundedSum": {"gradients/clipping": "the only place that bounds a user's influence"},
     "Released": {"privacy/gate": "the only exit"},
     "gaussian_noise": {
         "privacy/gate": "noise is drawn once for each charge",
-        "regression/local": "an oracle run by itself, without a ledger: its result states its cost",
+        "papers/regression/in_memory": "an oracle run by itself, without a ledger: its"
+        " result states its cost",
     },
     "charge": {"privacy/gate": "noise follows the charge in the same function"},
     "_Private__value": {"boundary": "open_private is the only way in"},

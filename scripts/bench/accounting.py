@@ -6,8 +6,8 @@ import warnings
 from collections.abc import Iterator
 
 from bench.measure import Tick, interleaved, ratio, seconds
-from dprlhf._results import Result
 from dprlhf.privacy.accounting import Mechanism, epsilon, noise_multiplier
+from dprlhf.runs.measurements import Result
 
 ROUNDS = (10, 100, 1000, 10_000)
 OTHERS_ROUNDS = 100  # pld-accounting takes minutes for 1,000 rounds

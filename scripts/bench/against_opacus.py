@@ -21,9 +21,9 @@ from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClippi
 from bench import models
 from bench.measure import Tick, interleaved, peak_bytes, ratio, resident_bytes
 from bench.overhead import NAMES, clipped, weighted_logprobs
-from dprlhf._results import Result
 from dprlhf.boundary import open_private
 from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.runs.measurements import Result
 
 CASES: list[tuple[models.Kind, str]] = [
     ("gpt2", "LoRA"), ("llama", "LoRA"), ("gpt2", "full"), ("llama", "full"),

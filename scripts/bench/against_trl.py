@@ -30,9 +30,9 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from bench import models
 from bench.measure import Tick, Turns, ratio, seconds
 from dprlhf import train
-from dprlhf._results import Result
 from dprlhf.assets import resolve
 from dprlhf.errors import DprlhfError
+from dprlhf.runs.measurements import Result
 
 PROMPTS, RESPONSES, TOKENS = 48, 2, 16
 LONGEST = 12  # tokens of a prompt; TRL pads to what it finds in a batch, ours to a public number

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dprlhf._results import Result
+from dprlhf.runs.measurements import Result
 
 Tick = Callable[[], object]
 

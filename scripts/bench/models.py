@@ -16,10 +16,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
 from dprlhf.recipe import Adapter
 from dprlhf.rollout import Responses
-from dprlhf.users import Prompts
 
 Kind = Literal["gpt2", "llama"]
 TARGETS = {"gpt2": ["c_attn"], "llama": ["q_proj", "v_proj"]}

@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 
 from bench import models
 from bench.measure import Tick, interleaved, peak_bytes, ratio, resident_bytes, seconds
-from dprlhf._results import Result
 from dprlhf.boundary import Private
 from dprlhf.gradients.clipping import ClippedSum, Weighted, clipped_sum
-from dprlhf.plan import make_plan
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Ledger
+from dprlhf.privacy.plan import make_plan
 from dprlhf.rollout import Responses
+from dprlhf.runs.measurements import Result
 
 GOALS = {  # (time, memory)
     ("gpt2", "LoRA"): (1.05, 1.10),

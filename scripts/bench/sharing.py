@@ -11,8 +11,8 @@ import numpy as np
 from bench import models
 from bench.measure import Tick, interleaved, peak_bytes, ratio
 from bench.overhead import clipped
-from dprlhf._results import Result
 from dprlhf.policies.causal_lm import native_dtype
+from dprlhf.runs.measurements import Result
 
 ROWS = 32
 SHAPES = ((2, 16, 16), (4, 64, 16), (8, 256, 32))  # responses to a prompt; tokens of both

@@ -10,9 +10,9 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 if TYPE_CHECKING:
     from dprlhf.api import generate, resume, train
     from dprlhf.errors import DprlhfError
-    from dprlhf.plan import Plan, make_plan
+    from dprlhf.privacy.plan import Plan, make_plan
     from dprlhf.recipe import Recipe, load_recipe
-    from dprlhf.supervised.stage import resume_stage, train_stage
+    from dprlhf.training.supervised import resume_stage, train_stage
 
 _HOMES = {
     "DprlhfError": "errors",

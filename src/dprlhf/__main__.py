@@ -1,5 +1,5 @@
 """``python -m dprlhf``: what launchers of several processes start."""
 
-from dprlhf.cli import main
+from dprlhf.cli.app import main
 
 main()

@@ -10,19 +10,19 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from dprlhf.card import audit_of, model_card, privacy_card
-from dprlhf.checkpoint import last_checkpoint
+from dprlhf.data.in_memory import Reward, Sources, recipe_of
+from dprlhf.data.public import in_memory_prompts, prompts_in
 from dprlhf.errors import DprlhfError
-from dprlhf.evaluate import Evaluated, estimate
-from dprlhf.processes import Processes
-from dprlhf.public import in_memory_prompts, prompts_in
 from dprlhf.recipe import Recipe, load_any_recipe
 from dprlhf.rollout import sample
-from dprlhf.run_folder import RunFolder, replaced_folder, time_stamp, write_json
-from dprlhf.setup import Callback, hush_libraries, load, prepared
-from dprlhf.sources import Reward, Sources, recipe_of
-from dprlhf.timing import seconds_a_response, seconds_a_round
-from dprlhf.trainer import Result, Run, evaluate_policy, run_rounds
+from dprlhf.runs.card import audit_of, model_card, privacy_card
+from dprlhf.runs.checkpoint import last_checkpoint
+from dprlhf.runs.folder import RunFolder, replaced_folder, time_stamp, write_json
+from dprlhf.training.build import Callback, hush_libraries, load, prepared
+from dprlhf.training.evaluate import Evaluated, estimate
+from dprlhf.training.processes import Processes
+from dprlhf.training.timing import seconds_a_response, seconds_a_round
+from dprlhf.training.trainer import Result, Run, evaluate_policy, run_rounds
 
 
 def train(
@@ -48,7 +48,7 @@ def train(
         overrides: ``section.key=value`` texts, applied to a YAML file.
         output_dir: the run folder; must not exist.
         callbacks: called after every round with its public and released metrics: functions, or
-            ``transformers.TrainerCallback`` objects (:mod:`dprlhf.callbacks`).
+            ``transformers.TrainerCallback`` objects (:mod:`dprlhf.training.callbacks`).
         quiet: no progress bars.
         **flat: without a recipe, settings by name: ``model``, ``epsilon``, ``rounds``, or any key
             with ``__`` for the dot (``update__clip_norm=0.5``).

@@ -17,13 +17,13 @@ from dprlhf.boundary import BoundedSum, Released
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import read_ledger
 from dprlhf.rewards import Scores
-from dprlhf.telemetry import TelemetryCoordinates
-from dprlhf.trainer import Result
+from dprlhf.training.trainer import Result
 from dprlhf.updates import UPDATES
-from rounds import flat_parameters, round_of, some_users
-from runs import save_sharp, train
-from test_gradients import Shape
-from test_neighbours import SPECS, WIDE, data, fresh, run
+from dprlhf.updates.telemetry import TelemetryCoordinates
+from end_to_end.test_neighbours import SPECS, WIDE, data, fresh, run
+from gradients.test_gradients import Shape
+from helpers.rounds import flat_parameters, round_of, some_users
+from helpers.runs import save_sharp, train
 
 LEARNS: dict[str, dict[str, Any]] = {
     "pg": {},

@@ -23,10 +23,10 @@ from dprlhf.audit.bounds import epsilon_from_errors, gaussian_epsilon_from_error
 from dprlhf.audit.likelihood import log_likelihood_ratio
 from dprlhf.boundary import Private, open_private
 from dprlhf.gradients.clipping import clipped_vectors
-from dprlhf.partition import allocate
-from dprlhf.plan import Plan
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Ledger
+from dprlhf.privacy.partition import allocate
+from dprlhf.privacy.plan import Plan
 
 _FAR = 100.0
 

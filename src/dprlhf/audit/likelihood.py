@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import logsumexp
 
-from dprlhf.plan import Plan
+from dprlhf.privacy.plan import Plan
 
 Array = NDArray[np.float64]
 

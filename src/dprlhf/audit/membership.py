@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dprlhf import recipe
-from dprlhf.evaluate import evaluate
+from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import Scorer
-from dprlhf.updates.logprobs import log_ratio_to_base
-from dprlhf.users import Prompts
+from dprlhf.rollout.logprobs import log_ratio_to_base
+from dprlhf.training.evaluate import evaluate
 
 Array = NDArray[np.float64]
 

@@ -34,16 +34,16 @@ from dprlhf import recipe as settings
 from dprlhf.audit.bandit import ANSWERS, BanditPolicy
 from dprlhf.audit.bounds import epsilon_lower_bound
 from dprlhf.audit.likelihood import log_likelihood_ratio, noise_of
-from dprlhf.card import note_audit
-from dprlhf.choices import Space
+from dprlhf.data.in_memory import Sources
 from dprlhf.errors import DprlhfError
-from dprlhf.plan import Plan, json_ready
 from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.privacy.plan import Plan, json_ready
+from dprlhf.privacy.relations import Space
 from dprlhf.recipe import IN_MEMORY, Recipe, load_any_recipe
-from dprlhf.run_folder import RunFolder, time_stamp, write_json
-from dprlhf.setup import prepared
-from dprlhf.sources import Sources
-from dprlhf.trainer import run_rounds
+from dprlhf.runs.card import note_audit
+from dprlhf.runs.folder import RunFolder, time_stamp, write_json
+from dprlhf.training.build import prepared
+from dprlhf.training.trainer import run_rounds
 
 Array = NDArray[np.float64]
 Bits = NDArray[np.bool_]

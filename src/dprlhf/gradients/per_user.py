@@ -7,7 +7,7 @@ second pass; autograd's own weight gradients, which are sums over all users, are
 Until the norm over all layers, and with it a user's clip factor, is known, it keeps
 
 - of the weight of a linear layer or an embedding, the factors of each user's gradient
-  (:mod:`dprlhf.gradients.outer_products`), or the gradient itself where it has fewer numbers than
+  (:mod:`dprlhf.gradients.ghost_norm`), or the gradient itself where it has fewer numbers than
   the factors. Only shapes decide: LoRA's are always kept themselves, those of full fine-tuning
   nearly never;
 - of a vector (a bias, the gain of a norm, IA3's scales), each user's gradient. If it is not the
@@ -29,7 +29,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from dprlhf.errors import DprlhfError
-from dprlhf.gradients.outer_products import OuterProducts, add_weighted, per_user, square_norm, wide
+from dprlhf.gradients.ghost_norm import OuterProducts, add_weighted, per_user, square_norm, wide
 
 
 class PerUserGradients:

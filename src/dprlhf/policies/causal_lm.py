@@ -13,9 +13,9 @@ import torch.nn.functional as F
 
 from dprlhf import recipe
 from dprlhf.errors import DprlhfError, one_line
+from dprlhf.hub import pinned
 from dprlhf.policies import shared_prompt
 from dprlhf.policies.adapters import add_adapter, quiet_peft, stored_state
-from dprlhf.revision import pinned
 
 
 class CausalLMPolicy:

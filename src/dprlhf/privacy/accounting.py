@@ -23,7 +23,6 @@ from typing import Any, get_args
 
 from scipy.optimize import minimize_scalar
 
-from dprlhf.choices import Adjacency, Partition
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy import random_allocation
 from dprlhf.privacy.gaussian import (
@@ -33,6 +32,7 @@ from dprlhf.privacy.gaussian import (
     gaussian_noise_multiplier,
 )
 from dprlhf.privacy.random_allocation import Side
+from dprlhf.privacy.relations import Adjacency, Partition
 
 __all__ = [
     "Adjacency",

@@ -8,9 +8,9 @@ import torch
 
 from dprlhf.boundary import BoundedSum, Released
 from dprlhf.errors import DprlhfError
-from dprlhf.plan import Plan
-from dprlhf.privacy.correlated import square_root
+from dprlhf.privacy.correlated_noise import square_root
 from dprlhf.privacy.ledger import Entry, Ledger
+from dprlhf.privacy.plan import Plan
 from dprlhf.privacy.randomness import gaussian_noise
 
 _PIECE = 2**22

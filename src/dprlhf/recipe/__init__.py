@@ -4,7 +4,17 @@ An unknown key or a bad value is refused before anything is loaded, with the nea
 """
 
 from dprlhf.recipe.base import IN_MEMORY, PositiveFloat, PositiveInt, Settings
-from dprlhf.recipe.parts import (
+from dprlhf.recipe.loading import (
+    STAGES,
+    AnyRecipe,
+    dump_recipe,
+    known_keys,
+    load_any_recipe,
+    load_recipe,
+    make_recipe,
+)
+from dprlhf.recipe.rl import Recipe
+from dprlhf.recipe.sections import (
     KL,
     Adapter,
     Data,
@@ -18,17 +28,7 @@ from dprlhf.recipe.parts import (
     Rollout,
     Tracking,
 )
-from dprlhf.recipe.reading import (
-    STAGES,
-    AnyRecipe,
-    dump_recipe,
-    known_keys,
-    load_any_recipe,
-    load_recipe,
-    make_recipe,
-)
-from dprlhf.recipe.run import Recipe
-from dprlhf.recipe.stages import RewardRecipe, SFTRecipe
+from dprlhf.recipe.supervised import RewardRecipe, SFTRecipe
 from dprlhf.recipe.updates import GRPO, NPG, PG, PPO, REBEL, Critic, Oracle, TrustRegion, Update
 
 __all__ = [

@@ -11,7 +11,7 @@ from dprlhf.recipe.base import PositiveFloat, PositiveInt, Settings
 
 
 class TrustRegion(Settings):
-    """A clip norm that keeps an SGD step in a region (see :mod:`dprlhf.trust_region`).
+    """A clip norm that keeps an SGD step in a region (see :mod:`dprlhf.updates.trust_region`).
 
     Attributes:
         trust_region: ``l2``, ``l2-markov``, or ``kl``, which needs public prompts.
@@ -211,7 +211,7 @@ class Oracle(Settings):
         if name in why:
             raise ValueError(
                 f"{name} {why[name]}, so a run cannot be charged for it: write projected-sgd, or"
-                " call dprlhf.regression.fit on arrays"
+                " call dprlhf.papers.regression.fit on arrays"
             )
         return name
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from dprlhf.assets import resolve
 from dprlhf.errors import DprlhfError
-from dprlhf.revision import pinned
+from dprlhf.hub import pinned
 from dprlhf.rewards.loading import suggestion, type_and_message
 from dprlhf.rewards.scoring import text_of
 

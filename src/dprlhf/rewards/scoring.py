@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dprlhf.errors import DprlhfError
-from dprlhf.rewards.capture import SecretSink, captured
+from dprlhf.rewards.isolation import SecretSink, captured
 from dprlhf.rewards.loading import Reward, RewardFunction, load_reward
 
 _RESERVED = frozenset(
@@ -168,7 +168,7 @@ class Scorer:
             users: ``[rows]``, which user each row belongs to: any hashable ids.
             private: a reward that exits or raises ``KeyboardInterrupt`` fails like any other, for
                 else one user's text could end the run; signals are not meant, which
-                :class:`~dprlhf.interrupt.Interruptible` holds back during a round.
+                :class:`~dprlhf.training.interrupt.Interruptible` holds back during a round.
 
         Returns:
             Private scores, ``[rows]``.

@@ -9,7 +9,7 @@ Shapes are not all: transformers leaves the attention mask out where no row is p
 without a mask is another kernel. Every row therefore starts with one more column that is masked.
 """
 
-from dprlhf.rollout.responses import Responses, Tick, padded_width
+from dprlhf.rollout.batch import Responses, Tick, padded_width
 from dprlhf.rollout.sampling import sample, sample_responses, settled
 
 __all__ = ["Responses", "Tick", "padded_width", "sample", "sample_responses", "settled"]

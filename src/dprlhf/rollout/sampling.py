@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from dprlhf import recipe
 from dprlhf.boundary import Private, open_private
+from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.randomness import uniforms
 from dprlhf.rollout import vllm
+from dprlhf.rollout.batch import Responses, Tick, padded_width
 from dprlhf.rollout.decoding import batch_size, decode
-from dprlhf.rollout.responses import Responses, Tick, padded_width
-from dprlhf.users import Prompts
 
 
 def settled(

@@ -7,8 +7,8 @@ from dprlhf.updates.grpo import grpo
 from dprlhf.updates.npg import npg
 from dprlhf.updates.pg import policy_gradient
 from dprlhf.updates.ppo import ppo
-from dprlhf.updates.private_round import PrivateRound
 from dprlhf.updates.rebel import rebel
+from dprlhf.updates.round import PrivateRound
 
 UPDATES: dict[str, Callable[[PrivateRound, Any], None]] = {
     "pg": policy_gradient,

@@ -31,9 +31,9 @@ from numpy.typing import NDArray
 
 from dprlhf import recipe
 from dprlhf.boundary import Private, open_private
-from dprlhf.updates.logprobs import Array, log_ratio_to_base
+from dprlhf.rollout.logprobs import Array, log_ratio_to_base
 from dprlhf.updates.pg import weigh_round
-from dprlhf.updates.private_round import PrivateRound
+from dprlhf.updates.round import PrivateRound
 
 
 def grpo(round_: PrivateRound, spec: recipe.GRPO) -> None:

@@ -16,8 +16,8 @@ from __future__ import annotations
 from dprlhf import recipe
 from dprlhf.boundary import Private, open_private
 from dprlhf.rewards import Scores
-from dprlhf.updates.logprobs import Array, log_ratio_to_base
-from dprlhf.updates.private_round import PrivateRound
+from dprlhf.rollout.logprobs import Array, log_ratio_to_base
+from dprlhf.updates.round import PrivateRound
 
 
 def subtract_kl(round_: PrivateRound, spec: recipe.KL, batch_size: int) -> None:

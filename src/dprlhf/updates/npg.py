@@ -13,8 +13,8 @@ Departures from the paper:
 - Both arms are used, as in DP-PG, and baselines are those of one user's own responses.
 - Features are scaled down to norm S = ``clip_norm`` in place of the assumption ‖∇ log π‖ ≤ G.
 - Algorithm 4, the exponential mechanism, needs a finite candidate set and is not offered for
-  language models; by itself it is :class:`dprlhf.regression.Exponential`. Its printed exponent is
-  too large for |Â| ≤ 2R (see there).
+  language models; by itself it is :class:`dprlhf.papers.regression.Exponential`. Its printed
+  exponent is too large for |Â| ≤ 2R (see there).
 - One user is one unit of privacy and one term of the sum, however many examples it has.
 """
 
@@ -24,9 +24,9 @@ import numpy as np
 
 from dprlhf import recipe
 from dprlhf.boundary import Private, open_private
-from dprlhf.updates.least_squares import Examples, solve
 from dprlhf.updates.pg import importance_ratio, weigh
-from dprlhf.updates.private_round import PrivateRound
+from dprlhf.updates.privls.in_round import Examples, solve
+from dprlhf.updates.round import PrivateRound
 
 LARGEST_SCORE = 3.0
 """R for the baseline ``group``, whose |Â| is at most (k − 1)/√k: 2.5 at k = 8 responses."""

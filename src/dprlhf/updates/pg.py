@@ -26,9 +26,9 @@ from dprlhf.boundary import Private, open_private
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
+from dprlhf.rollout.logprobs import log_ratio_to_base
 from dprlhf.updates.baselines import BASELINES
-from dprlhf.updates.logprobs import log_ratio_to_base
-from dprlhf.updates.private_round import PrivateRound
+from dprlhf.updates.round import PrivateRound
 
 
 def policy_gradient(round_: PrivateRound, spec: recipe.PG) -> None:

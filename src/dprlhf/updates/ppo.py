@@ -6,7 +6,7 @@ move g_u = θ − θ₀. There is one release a round, and the released mean mov
 with ``optimizer: {name: sgd, learning_rate: 1}``. However many steps a user takes, what leaves it
 has norm S at most, so local epochs cost no privacy.
 
-The copies of many users are trained together (:mod:`dprlhf.gradients.local_copies`).
+The copies of many users are trained together (:mod:`dprlhf.gradients.user_copies`).
 
 Departures from the paper:
 
@@ -14,7 +14,7 @@ Departures from the paper:
 - Advantages come from the user's own responses, and every token of a response carries its
   response's. The paper's critic (appendix C.2.1) is fitted on users without noise and outlives the
   round: it would carry one round's users into the next round's release. Here a critic is released
-  with noise, or there is none (:mod:`dprlhf.critic`).
+  with noise, or there is none (:mod:`dprlhf.updates.critic`).
 - A minibatch's mean over tokens is multiplied by the user's tokens a response. So one SGD step on
   all tokens is the learning rate times DP-PG's gradient.
 - A row from μ ≠ π_t has the token ratio π_θ/μ = (π_t/μ)(π_θ/π_t). The first factor stays fixed and
@@ -37,12 +37,12 @@ from numpy.typing import NDArray
 from dprlhf import recipe
 from dprlhf.boundary import Private, open_private
 from dprlhf.gradients.clipping import MicroBatch, micro_batches
-from dprlhf.gradients.local_copies import local_copies
+from dprlhf.gradients.user_copies import local_copies
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rollout import Responses
-from dprlhf.updates.logprobs import Array, log_ratio_to_base
+from dprlhf.rollout.logprobs import Array, log_ratio_to_base
 from dprlhf.updates.pg import weigh_round
-from dprlhf.updates.private_round import PrivateRound
+from dprlhf.updates.round import PrivateRound
 
 _BETAS = (0.9, 0.999)
 # As in CleanRL's PPO, which the paper builds on. Much smaller, and Adam would make full steps of

@@ -15,7 +15,7 @@ optimizer steps after each.
 
 ``solver: gauss-newton`` puts (θ − θ_t) · φ in the place of Δ(y) − Δ(y′), with the feature
 φ = ∇ log π_t(y|x) − ∇ log π_t(y′|x). In w = (θ − θ_t)/η that is least squares with the targets
-Â. A regression oracle solves it (:mod:`dprlhf.updates.least_squares`), and θ ← θ_t + η w: exactly
+Â. A regression oracle solves it (:mod:`dprlhf.updates.privls.in_round`), and θ ← θ_t + η w: exactly
 so with ``optimizer: {name: sgd, learning_rate: 1}``.
 
 Departures from the paper, and why:
@@ -40,9 +40,9 @@ from dprlhf import recipe
 from dprlhf.boundary import Private, open_private
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
-from dprlhf.updates.least_squares import Examples, solve
-from dprlhf.updates.logprobs import Array, token_logprobs
-from dprlhf.updates.private_round import PrivateRound
+from dprlhf.rollout.logprobs import Array, token_logprobs
+from dprlhf.updates.privls.in_round import Examples, solve
+from dprlhf.updates.round import PrivateRound
 
 
 def rebel(round_: PrivateRound, spec: recipe.REBEL) -> None:

@@ -1,0 +1,124 @@
+"""``dprlhf doctor``: what this machine has, and what a run would miss."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from dprlhf.errors import DprlhfError
+
+_OPTIONAL = ("vllm", "tensorboard", "wandb", "mlflow", "trackio")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the examination.
+
+    Attributes:
+        name: what was looked at.
+        value: what was found.
+        good: False where a run would fail.
+    """
+
+    name: str
+    value: str
+    good: bool = True
+
+
+def examine() -> list[Finding]:
+    """Look at versions, devices, number formats, processes, disk, hub and assets.
+
+    Nothing is downloaded or written, and no token is shown.
+    """
+    return [
+        Finding("python", platform.python_version()),
+        *_versions(),
+        *_devices(),
+        _processes(),
+        _disk(),
+        _hub(),
+        *_assets(),
+    ]
+
+
+def _versions() -> list[Finding]:
+    found = [Finding("dprlhf", importlib.metadata.version("dprlhf"))]
+    for line in importlib.metadata.requires("dprlhf") or []:
+        asked = Requirement(line)
+        if asked.marker is not None and not asked.marker.evaluate({"extra": ""}):
+            continue
+        version = _version(asked.name)
+        good = version is not None and asked.specifier.contains(version, prereleases=True)
+        wanted = "" if good else f"; needed: {asked.name}{asked.specifier} (pip install it)"
+        found.append(Finding(asked.name, (version or "missing") + wanted, good))
+    installed = [f"{name} {v}" for name in _OPTIONAL if (v := _version(name))]
+    return [*found, Finding("optional packages", ", ".join(installed) or "none installed")]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[Finding]:
+    try:
+        import torch
+
+        from dprlhf.policies.causal_lm import native_dtype
+    except ImportError as error:
+        return [Finding("devices", f"torch cannot be imported ({error})", False)]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    native = str(native_dtype("cpu")).removeprefix("torch.")
+    found = [Finding("cpu", f"{cores} cores, {torch.get_num_threads()} threads, {native}")]
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        native = str(native_dtype("cuda")).removeprefix("torch.")
+        memory = f"{about.total_memory / 2**30:.0f} GiB"
+        found.append(Finding(f"gpu {index}", f"{about.name}, {memory}, {native}"))
+    return found if len(found) > 1 else [*found, Finding("gpu", "none: runs use the CPU")]
+
+
+def _processes() -> Finding:
+    from dprlhf.training.processes import Processes
+
+    try:
+        processes = Processes.connect()
+    except DprlhfError as error:
+        return Finding("processes", str(error), False)
+    return Finding("processes", f"{processes.count}, this one on {processes.device}")
+
+
+def _disk() -> Finding:
+    free = shutil.disk_usage(Path.cwd()).free / 2**30
+    return Finding("disk", f"{free:.1f} GiB free in {Path.cwd()}", free > 1)
+
+
+def _hub() -> Finding:
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return Finding("hub", "offline (HF_HUB_OFFLINE): models and data must be on this machine")
+    signed_in = huggingface_hub.get_token() is not None
+    about = "a token is set" if signed_in else "no token: enough for public models; push needs one"
+    return Finding("hub", about)
+
+
+def _assets() -> list[Finding]:
+    from dprlhf.assets import status
+
+    return [
+        Finding(
+            f"asset {asset.name}",
+            "ready" if asset.ready else f"not there; for the demo: dprlhf assets pull {asset.name}",
+        )
+        for asset in status()
+    ]

@@ -1,0 +1,224 @@
+"""``dprlhf init``: a commented recipe from six answers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from dprlhf.errors import DprlhfError
+from dprlhf.recipe import Data, make_recipe
+
+_DATA_FILES = (".csv", ".json", ".jsonl", ".parquet")
+_FEWEST_ROUNDS, _MOST_ROUNDS, _USERS_A_ROUND = 4, 16, 125
+
+
+@dataclass(frozen=True)
+class Target:
+    """What of a model is trained.
+
+    Attributes:
+        module: the one kind of module; None is PEFT's choice for the type of model.
+        layers: the decoder layers.
+    """
+
+    module: str | None = None
+    layers: tuple[int, ...] = (-2, -1)
+
+
+def new_recipe(
+    *,
+    model: str,
+    prompts: str,
+    user_column: str,
+    reward: str,
+    public_prompts: str,
+    epsilon: float,
+    target: Target | None = None,
+    users: int | None = None,
+) -> str:
+    """Return a commented YAML recipe that loads.
+
+    Args:
+        model: hub id or folder of a causal language model.
+        prompts: the private prompts: a file, folder or hub id.
+        user_column: rows with one value of it are one user; empty makes each row a user.
+        reward: ``file.py:function`` or ``package.module:function``, else a classifier.
+        public_prompts: prompts for the evaluation; empty leaves it out.
+        epsilon: ε to keep within.
+        target: what of the model is trained; see :func:`target_of`.
+        users: N, which the number of rounds follows; see :func:`users_in`.
+
+    Raises:
+        DprlhfError: an answer makes no valid recipe; the message names the key.
+    """
+    target = target or Target()
+    text = _TEMPLATE.format(
+        model=_quoted(model),
+        module=f"[{target.module}]" if target.module else "null",
+        about_module="one kind" if target.module else "PEFT's choice; one kind of module",
+        layers=list(target.layers),
+        start=_PUBLIC_START if public_prompts else _RANDOM_START,
+        prompts=_quoted(prompts),
+        user_column=_quoted(user_column) if user_column else "null",
+        max_prompts=4 if user_column else 1,
+        reward=_reward(reward),
+        epsilon=epsilon,
+        rounds=_rounds(users),
+        users=users or "N",
+        evaluation=_EVALUATION.format(_quoted(public_prompts)) if public_prompts else _NONE,
+    )
+    make_recipe(yaml.safe_load(text), source="init")
+    return text
+
+
+def check_files(*, prompts: str, reward: str, public_prompts: str) -> None:
+    """Refuse names of files that are not there.
+
+    Raises:
+        DprlhfError: one is not.
+    """
+    for what, path in (("prompts", prompts), ("public prompts", public_prompts)):
+        is_place = path.endswith(_DATA_FILES) or path.startswith(("/", ".", "~"))
+        if is_place and not Path(path).exists():
+            raise DprlhfError(f"{what} {path!r}: there is no such file or folder")
+    place = reward.rpartition(":")[0]
+    if reward.endswith(".py"):
+        raise DprlhfError(f"reward {reward!r}: name the function as well: {reward}:FUNCTION")
+    if place.endswith(".py") and not Path(place).is_file():
+        raise DprlhfError(f"reward {reward!r}: there is no file {place!r}")
+
+
+def users_in(prompts: str, user_column: str) -> int | None:
+    """Return the number of users in a file of prompts; None for a folder or a hub id.
+
+    Raises:
+        DprlhfError: the file cannot be read, or lacks the column.
+    """
+    import datasets
+
+    from dprlhf.data.users import Users, load_rows
+
+    if not prompts.endswith(_DATA_FILES):
+        return None
+    datasets.disable_progress_bars()
+    data = Data(path=prompts, user_column=user_column or None)
+    rows = load_rows(data)
+    if not rows.column_names:
+        return None
+    # Whatever the column of the prompts is called: it can still be written into the recipe.
+    return Users(rows, data.model_copy(update={"prompt_column": rows.column_names[0]})).count
+
+
+def target_of(model: str) -> Target:
+    """Return few layers above the middle and one module, where the model's config is on disk.
+
+    The module is the value projection where PEFT names one for the type of model, else the first
+    that it names (of GPT-2: ``c_attn``).
+    """
+    from peft.utils import constants
+    from transformers import AutoConfig
+
+    from dprlhf.assets import resolve
+
+    try:
+        config = AutoConfig.from_pretrained(
+            resolve(model), trust_remote_code=False, local_files_only=True
+        ).get_text_config()
+        kind, count = config.model_type, int(config.num_hidden_layers)
+    except Exception:  # not on disk, or of another kind: the dry run says what is wrong with it
+        return Target()
+    names = sorted(constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind, ()))
+    values = [name for name in names if name.startswith("v")]
+    first = count // 2
+    layers = range(first, first + max(1, min(8, count // 4)))
+    return Target(next(iter(values or names), None), tuple(layers))
+
+
+def _rounds(users: int | None) -> int:
+    """Return as many rounds as leave each enough users against the noise, within limits."""
+    if users is None:
+        return _MOST_ROUNDS
+    return min(users, max(_FEWEST_ROUNDS, min(_MOST_ROUNDS, users // _USERS_A_ROUND)))
+
+
+def _quoted(text: str) -> str:
+    return yaml.safe_dump(text, default_style='"', width=math.inf).strip()
+
+
+def _reward(source: str) -> str:
+    function = source.rpartition(":")[0] and not source.startswith("asset:")
+    if function:
+        return f"function: {_quoted(source)}"
+    return (
+        f"classifier: {_quoted(source)}\n"
+        "    label: POSITIVE             # whose log-odds are the reward; see the model's config"
+    )
+
+
+_TEMPLATE = """\
+# Look before you run:  dprlhf train THIS.yaml --dry-run
+# Run:                  dprlhf train THIS.yaml
+# Any key can be overridden, such as privacy.epsilon=1; a misspelt one is refused.
+
+policy:
+  model_name_or_path: {model}
+  dtype: auto                   # bfloat16 where the machine computes in it, else float32
+  adapter:                      # few trained parameters mean little noise
+    type: lora-b                # A frozen, B trained
+    rank: 1
+    target_modules: {module:<12}# {about_module} is less noise than several
+    layers: {layers}  # few; there is no backward pass below them
+    {start}
+
+data:                           # the private prompts
+  path: {prompts}
+  prompt_column: prompt         # text, or a list of messages with role and content
+  user_column: {user_column:<17}# rows with the same value are one user; null: every row is one
+  max_prompts_per_user: {max_prompts:<8}# further prompts of a user are dropped
+  max_prompt_tokens: 64
+
+rewards:
+  - {reward}
+reward_range: 3.0               # the weighted sum of rewards is clipped to ±3
+
+rollout:
+  responses: 4                  # a prompt; more cost time, never privacy
+  max_new_tokens: 32
+
+update:
+  name: pg                      # the policy gradient; also grpo, ppo, rebel, npg
+  clip_norm: 1.0                # S, the bound on one user's influence
+
+optimizer:
+  name: adam
+  learning_rate: 0.02
+  betas: [0.9, 0.9]             # rounds are few
+
+privacy:
+  epsilon: {epsilon:<21g}# smaller is more private; 1 to 8 are usual
+  delta: 1.0e-5                 # keep it well below 1 / number of users
+  partition: random-allocation
+
+rounds: {rounds:<24}# compare with: dprlhf plan --users {users} --epsilon {epsilon:g}
+
+{evaluation}
+"""
+
+_PUBLIC_START = "init: public-activations    # A along the main direction of public activations"
+_RANDOM_START = "init: random                # with public prompts, public-activations is better"
+
+_EVALUATION = """\
+evaluation:                     # public prompts: rewards before, during and after
+  data:
+    path: {}
+    prompt_column: prompt
+    max_prompt_tokens: 64
+  prompts: 128
+  every: 4"""
+
+_NONE = """\
+# evaluation:                   # with public prompts a run shows its reward before and after
+#   data: {path: public.csv}"""

@@ -1,0 +1,70 @@
+"""What a command prints of its result: the end of a run or of a stage, and tables."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+from dprlhf.errors import one_line
+
+
+def show(result: Any) -> None:
+    """Print the end of a run: the guarantee, the reward before and after, some continuations."""
+    from dprlhf.runs.card import guarantee_sentence
+
+    if int(os.environ.get("RANK", "0")):
+        return
+    card = json.loads(result.folder.privacy.read_text())
+    for sample in result.samples[:5]:
+        typer.echo(f"\n{flat(sample['prompt'])}")
+        typer.echo(f"  before ({sample['reward_before']:+.2f}): {flat(sample['before'])}")
+        typer.echo(f"  after  ({sample['reward_after']:+.2f}): {flat(sample['after'])}")
+    typer.echo(f"\nguarantee: {guarantee_sentence(card)}")
+    if result.before is not None:
+        typer.echo(
+            f"reward on {result.before.prompts} held-out public prompts:"
+            f" before {result.before.mean:+.3f} ± {result.before.standard_error:.3f},"
+            f" after {result.after.mean:+.3f} ± {result.after.standard_error:.3f}"
+            f" (rise {result.difference.mean:+.3f} ± {result.difference.standard_error:.3f})"
+        )
+    typer.echo(f"run folder: {result.folder.path}")
+
+
+def show_stage(result: Any) -> None:
+    """Print the end of a supervised stage: the guarantee, the loss, what the next stage names."""
+    from dprlhf.runs.card import guarantee_sentence
+
+    if int(os.environ.get("RANK", "0")):
+        return
+    typer.echo(f"guarantee: {guarantee_sentence(json.loads(result.folder.privacy.read_text()))}")
+    for name, before in result.before.items():
+        after = result.after[name]
+        typer.echo(
+            f"{name} on {before.prompts} public rows: before {before.mean:.4f} ±"
+            f" {before.standard_error:.4f}, after {after.mean:.4f} ± {after.standard_error:.4f}"
+        )
+    typer.echo(f"run folder: {result.folder.path}; the next stage names {result.folder.model}")
+
+
+def plan_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the rows of :func:`dprlhf.privacy.plan.trade_off` as a table, its header first."""
+    header = (
+        f"{'partition':<18}{'rounds':>7}{'users a round':>15}{'noise multiplier':>18}"
+        f"{'noise/clip':>12}{'kappa':>8}{'signal/noise':>14}"
+    )
+    lines = [
+        f"{row['partition']:<18}{row['rounds']:>7}{row['batch']:>15.1f}"
+        f"{row['noise_multiplier']:>18.4f}{row['noise_to_clip_ratio']:>12.3f}"
+        f"{row['kappa']:>8.2f}{row['signal_to_noise']:>14.2f}"
+        for row in rows
+    ]
+    return "\n".join([header, *lines])
+
+
+def flat(text: Any) -> str:
+    """Return a text, or messages, on one line."""
+    return one_line(text if isinstance(text, str) else json.dumps(text), None)

@@ -1,0 +1,118 @@
+"""``dprlhf reward-check``: the contract on public prompts of one's own, and a histogram."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from dprlhf import recipe
+from dprlhf.data.users import load_rows
+from dprlhf.errors import DprlhfError
+from dprlhf.rewards.check import ContractReport, check_reward
+from dprlhf.rewards.loading import load_reward
+from dprlhf.rewards.private import in_form_of
+
+_STAND_INS = (
+    "",
+    " yes.",
+    " I would be glad to help with that. First, read the question again.",
+    " no no no no no no no no",
+    " 42",
+    " The answer depends on what you mean, but in most cases it is the second of the two.\n\n",
+    " It was a wonderful afternoon, and nobody wanted to leave.",
+    " It was a terrible afternoon, and everybody wanted to leave!!!",
+)
+"""Completions for prompts without any: short and long, empty, repetitive, pleasant and not."""
+
+_CHECKS = {
+    "answer": "one finite number or None for each completion",
+    "repeat": "the same call gives the same scores",
+    "alone": "a completion scores alone as in the batch",
+    "order": "the reversed batch gives the same scores",
+    "company": "copies of all rows in the batch change nothing",
+}
+
+
+def reward_check(
+    function: str,
+    prompts: str | Path,
+    *,
+    prompt_column: str = "prompt",
+    completion_column: str = "completion",
+    per_user: bool = False,
+    reward_range: float = 3.0,
+    limit: int = 64,
+) -> tuple[ContractReport, bool]:
+    """Run the reward contract on a file of PUBLIC prompts.
+
+    Args:
+        function: ``package.module:attribute`` or ``path/to/file.py:attribute``.
+        prompts: a file or data set, as in a recipe; its other columns reach the reward.
+        prompt_column: texts or conversations.
+        completion_column: what to score; without such a column, stand-ins are scored.
+        per_user: as in a recipe; every row of the file is then scored with the rows of its prompt.
+        reward_range: R, for the share of scores outside ±R.
+        limit: rows to use, from the start.
+
+    Returns:
+        The report, and whether the completions are stand-ins.
+
+    Raises:
+        DprlhfError: a check fails, or file or reward cannot be read; the message says which.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    rows = load_rows(recipe.Data(path=str(prompts), limit=limit))
+    columns = {name: list(rows[name]) for name in rows.column_names}
+    if prompt_column not in columns:
+        raise DprlhfError(
+            f"{prompts}: there is no column {prompt_column!r} (--prompt-column); the columns are"
+            f" {', '.join(columns)}"
+        )
+    texts = columns.pop(prompt_column)
+    stand_in = completion_column not in columns
+    completions = columns.pop(completion_column, None) or in_form_of(
+        texts, [_STAND_INS[i % len(_STAND_INS)] for i in range(len(texts))]
+    )
+    reward = load_reward(recipe.Reward(function=function, per_user=per_user))
+    return check_reward(reward, texts, completions, columns, bound=reward_range), stand_in
+
+
+def explain(report: ContractReport, reward_range: float) -> RenderableType:
+    """Return what the contract measured, for ``rich`` to print."""
+    checks = Table("check", "result", "meaning", title=f"reward {report.name}")
+    for name, meaning in _CHECKS.items():
+        checks.add_row(name, "passed", meaning)
+    facts = Table(show_header=False)
+    facts.add_row("completions", f"{report.rows}, of {report.users} different prompts")
+    facts.add_row("called", "for one user at a time" if report.per_user else "with a whole batch")
+    facts.add_row("speed", f"{report.rows_per_second:,.0f} completions a second")
+    facts.add_row("range", f"{report.minimum:.4g} to {report.maximum:.4g}, mean {report.mean:.4g}")
+    facts.add_row("answers None", f"{report.missing:.0%}")
+    facts.add_row(f"outside ±{reward_range:g}", f"{report.clipped:.0%} (clipped in training)")
+    return Group(checks, facts, *histogram([s for s in report.scores if s is not None]))
+
+
+def histogram(values: Sequence[float], bins: int = 10, width: int = 40) -> list[str]:
+    """Return a histogram as lines of text, each ``from to |bar count``.
+
+    >>> print(*histogram([0.0, 0.0, 1.0], bins=2, width=4), sep="\\n")
+             0 to        0.5  ████ 2
+           0.5 to          1  ██ 1
+    """
+    low, high = min(values), max(values)
+    if math.isclose(low, high):
+        return [f"{low:>10.4g} for all {len(values)} completions: this reward cannot teach"]
+    counts = [0] * bins
+    for value in values:
+        counts[min(bins - 1, int(bins * ((value - low) / (high - low))))] += 1
+    edges = [low + (high - low) * i / bins for i in range(bins + 1)]
+    return [
+        f"{a:>10.4g} to {b:>10.4g}  {'█' * -(-width * n // max(counts))} {n}"
+        for a, b, n in zip(edges, edges[1:], counts, strict=False)
+    ]

@@ -1,0 +1,139 @@
+"""What a program gives in memory in place of what a recipe names: prompts, rewards, rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from dprlhf import recipe as settings
+from dprlhf.data.users import load_rows, rows_from
+from dprlhf.errors import DprlhfError
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.recipe import IN_MEMORY, AnyRecipe, Recipe, load_recipe, make_recipe
+
+R = TypeVar("R", bound=AnyRecipe)
+Reward = Callable[..., Any]
+
+_SHORT = {
+    "model": "policy__model_name_or_path",
+    "epsilon": "privacy__epsilon",
+    "delta": "privacy__delta",
+    "learning_rate": "optimizer__learning_rate",
+}
+_PLACE = {
+    "path": IN_MEMORY, "name": None, "revision": None, "split": "train", "skip": 0, "limit": None,
+}  # fmt: skip
+
+
+class Sources:
+    """What the program holds in memory in place of the recipe's data, rewards (and policy)."""
+
+    def __init__(
+        self,
+        prompts: Any,
+        reward: Any,
+        evaluation_prompts: Any,
+        policy: CausalLMPolicy | None = None,
+    ) -> None:
+        if prompts is not None and evaluation_prompts is prompts:
+            raise DprlhfError(
+                "evaluation_prompts are the private prompts: evaluation writes prompts and rewards"
+                " in the open, so it needs public ones"
+            )
+        self.prompts = prompts
+        self.evaluation_prompts = evaluation_prompts
+        self.policy = policy
+        self.rewards: list[Reward] | None = None
+        if reward is not None:
+            self.rewards = [reward] if callable(reward) else list(reward)
+
+
+def recipe_of(
+    recipe: Recipe | str | Path | None,
+    overrides: Sequence[str],
+    flat: dict[str, Any],
+    sources: Sources,
+) -> Recipe:
+    """Build the recipe from the arguments of :func:`dprlhf.train`.
+
+    Raises:
+        DprlhfError: an argument would have no effect, or a setting is wrong.
+    """
+    if recipe is not None and flat:
+        raise DprlhfError(
+            f"argument '{next(iter(flat))}' has no effect with a recipe: "
+            + (
+                "set it in the Recipe"
+                if isinstance(recipe, Recipe)
+                else 'use overrides=["section.key=value"]'
+            )
+        )
+    check_overrides(recipe, overrides)
+    if isinstance(recipe, str | Path):
+        recipe = load_recipe(recipe, overrides)
+    if isinstance(recipe, Recipe):
+        return from_memory(
+            recipe,
+            data=sources.prompts is not None,
+            rewards=sources.rewards is not None,
+            evaluation=sources.evaluation_prompts is not None,
+        )
+    values: dict[str, Any] = {}
+    for name, value in flat.items():
+        *parents, last = _SHORT.get(name, name).split("__")
+        node = values
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    if sources.prompts is not None:
+        values.setdefault("data", {}).setdefault("path", IN_MEMORY)
+    if sources.rewards is not None:
+        values.setdefault("rewards", [{"function": IN_MEMORY}])
+    if sources.evaluation_prompts is not None:
+        public = values.setdefault("evaluation", {}).setdefault("data", {})
+        public.setdefault("path", IN_MEMORY)
+    return make_recipe(values, source="train")
+
+
+def check_overrides(recipe: Any, overrides: Sequence[str]) -> None:
+    """Refuse overrides that no file is there for.
+
+    Raises:
+        DprlhfError: there are some, and the recipe is no file.
+    """
+    if overrides and not isinstance(recipe, str | Path):
+        raise DprlhfError(
+            f"overrides: {overrides[0]!r} has no effect without a recipe's file: "
+            + ("give settings by name" if recipe is None else "set it in the recipe")
+        )
+
+
+def from_memory(recipe: R, *, data: bool, rewards: bool = False, evaluation: bool) -> R:
+    """Say in a recipe what the program gives in its place.
+
+    The run's recipe and cards then name nothing that was not used, and a resumed run asks for the
+    same again. Public rows for a recipe without ``evaluation`` are read as the private ones are.
+    """
+    values = recipe.model_dump()
+    if evaluation:
+        public = values["evaluation"] or {"data": {**values["data"], "user_column": None}}
+        values["evaluation"] = {**public, "data": {**public["data"], **_PLACE}}
+    if data:
+        values["data"] |= _PLACE
+    if rewards:
+        values["rewards"] = [{"function": IN_MEMORY}]
+    return cast(R, type(recipe).model_validate(values))
+
+
+def rows_of(data: settings.Data, given: Any) -> Any:
+    """Return the rows that the program holds, or else those that the recipe names.
+
+    Raises:
+        DprlhfError: they cannot be read, or have to be given again.
+    """
+    if given is not None:
+        return rows_from(given, data.prompt_column)
+    if data.path == IN_MEMORY:
+        raise DprlhfError("this run's prompts were given in Python: give them again to resume()")
+    return load_rows(data)

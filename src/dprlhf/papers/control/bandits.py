@@ -1,0 +1,287 @@
+"""Contextual bandits with a known optimum: suboptimality against users (He & Zhou, sections 5, 6).
+
+Two problems, one user a context with two responses:
+
+- ``log-linear``: features φ(x, y) in the unit ball of d dimensions and a realizable reward
+  r = ⟨w*, φ(x, y)⟩ plus bounded noise: the setting of Corollaries 2 and 3;
+- ``tabular``: a table of mean rewards over contexts and actions, learned by DP-PG with the
+  log-barrier (appendix B, Theorem 5).
+
+One pass in T rounds of m = N/T users in fixed batches, adjacency zero-out: parallel composition, so
+each round has the whole budget. T grows as √N, as in the corollaries (T of order 1/α², m too).
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dprlhf.boundary import Private
+from dprlhf.errors import DprlhfError
+from dprlhf.gradients.clipping import clipped_vectors
+from dprlhf.papers.control.policies import Array, softmax
+from dprlhf.papers.regression import (
+    ISSP,
+    Exponential,
+    ImproperBatchSGD,
+    Oracle,
+    ProjectedSGD,
+    SufficientStatistics,
+    fit,
+)
+from dprlhf.papers.regression.on_arrays import gaussian_budget
+from dprlhf.privacy.accounting import Adjacency
+from dprlhf.privacy.gate import Gate
+from dprlhf.privacy.ledger import Ledger
+from dprlhf.privacy.plan import make_plan
+from dprlhf.privacy.randomness import uint64_stream
+from dprlhf.updates.privls import improper_batch_sgd, projected_sgd
+from dprlhf.updates.privls.oracle import project
+
+ADJACENCY: Adjacency = "zero-out"
+DELTA = 1e-5
+NOISE = 0.25
+"""Rewards are the mean plus uniform noise in ± this."""
+
+PAPER_RATE = {
+    "pg": "N ≥ 1/α⁴ + √d/(α³ε) (Theorem 3): α ~ N^(-1/4), private term N^(-1/3)",
+    "npg/exponential": "N ≥ (1 + 1/ε) log|W| / α⁴ (Corollary 1): α ~ N^(-1/4)",
+    "npg/issp": "N ≥ d/α⁴ + d/(α³ε) + d/(α²ε²) (Corollary 2): α ~ N^(-1/4), private N^(-1/3)",
+    "npg/improper-batch-sgd": "N ≥ 1/α⁶ + 1/(α⁵ε) (Corollary 3): α ~ N^(-1/6), private N^(-1/5)",
+    "npg/projected-sgd": "N ≥ 1/α⁶ + √d/(α⁴ε) (appendix C): α ~ N^(-1/6), private N^(-1/4)",
+    "npg/sufficient-statistics": "not in the paper",
+    "rebel": "as the oracle's (Theorem 6): α ~ N^(-1/4) with a least-squares oracle",
+    "tabular-pg": "N ≥ 1/α⁶ + √d/(α^(9/2)ε) (Theorem 5): α ~ N^(-1/6), private N^(-2/9)",
+}
+"""He & Zhou's sample complexities, solved for α."""
+
+SLOPE = {
+    "pg": -1 / 4,
+    "npg/exponential": -1 / 4,
+    "npg/issp": -1 / 4,
+    "npg/improper-batch-sgd": -1 / 6,
+    "npg/projected-sgd": -1 / 6,
+    "rebel": -1 / 4,
+    "tabular-pg": -1 / 6,
+}
+"""The slowest term of each: the exponent that must hold for large N."""
+
+SLOW = ("pg", "tabular-pg", "npg/projected-sgd")
+"""Whose steps along a gradient are short once the policy is nearly deterministic."""
+
+
+@dataclass(frozen=True)
+class Bandit:
+    """The log-linear problem.
+
+    Attributes:
+        d: dimension.
+        arms: responses to choose from.
+        truth: w*, ``[d]``.
+        fresh: features of contexts to evaluate on, ``[contexts, arms, d]``.
+    """
+
+    d: int
+    arms: int
+    truth: Array
+    fresh: Array
+
+    @classmethod
+    def make(cls, d: int, arms: int, seed: int) -> Bandit:
+        """Draw w* on the sphere of radius 3/4, so that |r| ≤ 1 with the noise."""
+        rng = np.random.default_rng((seed, 7))
+        truth = rng.normal(size=d)
+        return cls(d, arms, 0.75 * truth / np.linalg.norm(truth), _features(rng, 2000, arms, d))
+
+    def suboptimality(self, theta: Array) -> float:
+        """Return J(π*) − J(π_θ) over the fresh contexts."""
+        means = self.fresh @ self.truth
+        chosen = softmax(self.fresh @ theta)
+        return float((means.max(-1) - (chosen * means).sum(-1)).mean())
+
+    def users(self, rng: np.random.Generator, count: int, theta: Array) -> tuple[Array, Array]:
+        """Return φ(y), φ(y′) and r(y), r(y′) of two responses of π_θ to each of ``count`` users.
+
+        Shapes ``[users, 2, d]``, ``[users, 2]``, with the centred features of π_θ's scores.
+        """
+        phi = _features(rng, count, self.arms, self.d)
+        chance = softmax(phi @ theta)
+        draws = rng.random((count, 2, 1))
+        arms = np.minimum((chance.cumsum(-1)[:, None] < draws).sum(-1), self.arms - 1)
+        taken = np.take_along_axis(phi, arms[..., None], 1)
+        rewards = taken @ self.truth + rng.uniform(-NOISE, NOISE, (count, 2))
+        scores = taken - (chance[..., None] * phi).sum(1, keepdims=True)
+        return scores, rewards
+
+
+def _features(rng: np.random.Generator, count: int, arms: int, d: int) -> Array:
+    raw = rng.normal(size=(count, arms, d))
+    return np.asarray(raw / np.linalg.norm(raw, axis=-1, keepdims=True))
+
+
+def rounds_of(users: int, name: str) -> int:
+    """Return T = √N / 8, at least 4, and more for oracles that move less in a round.
+
+    ``npg/issp`` has 4: it needs many users in each, and its bound on leverages, which no policy
+    near its optimum keeps, ends further ones without a step.
+    """
+    if name == "npg/issp":
+        return 4
+    return max(4, round(math.sqrt(users) / (4 if name in SLOW else 8)))
+
+
+def run(name: str, d: int, users: int, epsilon: float, seed: int) -> float:
+    """Return the suboptimality after one pass; NaN where the oracle refuses so few users.
+
+    Args:
+        name: ``pg``, ``rebel``, ``tabular-pg`` or ``npg/ORACLE``.
+        d: dimension of the log-linear problem.
+        users: N.
+        epsilon: ε; infinite for none.
+        seed: of problem, users and noise.
+    """
+    if name == "tabular-pg":
+        return _tabular(users, epsilon, seed)
+    bandit = Bandit.make(d, 8, seed)
+    rng = np.random.default_rng((seed, users))
+    rounds = rounds_of(users, name)
+    m = users // rounds
+    theta = np.zeros(d)
+    if name == "pg":
+        rate = 10.0 * math.sqrt(d)
+
+        def gradient(now: Array) -> Array:
+            scores, rewards = bandit.users(rng, m, now)
+            worth = rewards[:, 0] - rewards[:, 1]
+            return np.asarray((scores[:, 0] - scores[:, 1]) * worth[:, None] / 2)
+
+        return bandit.suboptimality(_ascend(gradient, theta, rounds, m, 1.0, rate, epsilon, seed))
+    key = _key(seed, name, users, epsilon)
+    for t in range(rounds):
+        scores, rewards = bandit.users(rng, m, theta)
+        worth = rewards[:, 0] - rewards[:, 1]
+        # A user's own second response is the baseline of the first; REBEL (Gauss–Newton) takes it
+        # off the features, too.
+        phi = scores[:, 0] - scores[:, 1] if name == "rebel" else scores[:, 0]
+        oracle = _oracle(name, d, m, epsilon, key, t)
+        delta = 0.0 if isinstance(oracle, Exponential) else DELTA
+        try:
+            found = fit(
+                oracle, phi, worth, epsilon=epsilon, delta=delta, adjacency=ADJACENCY,
+                key=_key(seed, name, users, epsilon, t),
+            )  # fmt: skip
+        except DprlhfError:  # ISSP, with too few users for d
+            return math.nan
+        w = project(found.w, 2.0).numpy()
+        theta = theta + 8.0 / math.sqrt(rounds) * w * math.sqrt(d)
+    return bandit.suboptimality(theta)
+
+
+def _oracle(name: str, d: int, m: int, epsilon: float, key: bytes, t: int) -> Oracle:
+    bound = radius = 2.0  # a difference of two features in the unit ball, and |w|
+    kind = "sufficient-statistics" if name == "rebel" else name.removeprefix("npg/")
+    if kind == "sufficient-statistics":
+        return SufficientStatistics(bound, 2.0, radius)
+    if kind == "issp":
+        return ISSP(bound, 2.0, residual_bound=2.5, leverage=4.0)
+    if kind == "exponential":
+        # Public candidates: directions drawn without looking at users, and 0.
+        draws = uint64_stream(key, "candidates", t, count=4)
+        rng = np.random.default_rng(draws.tolist())
+        points = rng.normal(size=(2000, d))
+        points *= 0.75 / np.linalg.norm(points, axis=1, keepdims=True)
+        return Exponential(torch.from_numpy(points), 2.0)
+    common: dict[str, Any] = {
+        "users": m,
+        "noise_multiplier": gaussian_budget(epsilon, DELTA, ADJACENCY, 1)[0],
+        "feature_bound": bound,
+        "target_bound": 2.0,
+        "radius": radius,
+        "step_size": float(d),
+        "most": 200,
+    }
+    if kind == "projected-sgd":
+        steps = projected_sgd.balanced_steps(dimension=d, **common)
+        return ProjectedSGD(bound, 2.0, radius, steps, float(d))
+    steps = improper_batch_sgd.balanced_steps(**common)
+    return ImproperBatchSGD(bound, 2.0, steps, float(d))
+
+
+STATES, ARMS = 4, 4
+
+
+def _tabular(users: int, epsilon: float, seed: int) -> float:
+    """Run DP-PG on J_λ with a tabular softmax policy, and return J* − J."""
+    rng = np.random.default_rng((seed, 8))
+    table = rng.uniform(-0.75, 0.75, (STATES, ARMS))
+    rng = np.random.default_rng((seed, users))
+    rounds = rounds_of(users, "tabular-pg")
+    m = users // rounds
+    barrier = 0.07 * users ** (-1 / 6)  # λ of order α (Theorem 5), or its bias stays
+
+    def gradient(flat: Array) -> Array:
+        policy = softmax(flat.reshape(STATES, ARMS))
+        states = rng.integers(STATES, size=m)
+        draws = rng.random((m, 2, 1))
+        taken = np.minimum((policy.cumsum(-1)[states][:, None] < draws).sum(-1), ARMS - 1)
+        rewards = table[states[:, None], taken] + rng.uniform(-NOISE, NOISE, (m, 2))
+        worth = (rewards[:, 0] - rewards[:, 1])[:, None] / 2
+        rows = np.eye(ARMS)[taken[:, 0]] - np.eye(ARMS)[taken[:, 1]]
+        out = np.zeros((m, STATES, ARMS))
+        out[np.arange(m), states] = worth * rows
+        return out.reshape(m, -1)
+
+    def regularize(flat: Array) -> Array:
+        policy = softmax(flat.reshape(STATES, ARMS))
+        return np.asarray((barrier / STATES * (1 / ARMS - policy)).ravel())
+
+    start = np.zeros(STATES * ARMS)
+    theta = _ascend(gradient, start, rounds, m, 1.0, 40.0, epsilon, seed, regularize)
+    policy = softmax(theta.reshape(STATES, ARMS))
+    return float((table.max(-1) - (policy * table).sum(-1)).mean())
+
+
+def _ascend(
+    gradient: Any,
+    theta: Array,
+    rounds: int,
+    m: int,
+    clip_norm: float,
+    rate: float,
+    epsilon: float,
+    seed: int,
+    regularize: Any = None,
+) -> Array:
+    """Ascend along the rounds' released gradients, ``rate`` times each."""
+    plan = make_plan(
+        users=rounds * m, rounds=rounds, delta=DELTA, epsilon=epsilon, partition="fixed",
+        adjacency=ADJACENCY, clip_norm=clip_norm,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        ledger = Ledger(Path(folder) / "ledger.jsonl", plan.terms())
+        gate = Gate(plan, ledger, _key(seed, "pg", rounds * m, epsilon))
+        for t in range(1, rounds + 1):
+            rows = gradient(theta)
+            clipped = clipped_vectors(
+                Private([(np.arange(m), torch.from_numpy(rows))]), rows.shape[1],
+                extra=Private(np.zeros((m, 0))), extra_norm=0.0, clip_norm=clip_norm,
+                reduce=lambda total: total,
+            )  # fmt: skip
+            step = gate.release(t, clipped.bounded).value.numpy()
+            if regularize is not None:
+                step = step + regularize(theta)
+            theta = theta + rate * step
+        ledger.close()
+    return theta
+
+
+def _key(*context: str | float) -> bytes:
+    """Return a key of a simulation: reproducible, and so no secret."""
+    words = [str(part) for part in context]
+    return uint64_stream(bytes(32), "bandit", *words, count=4).tobytes()

@@ -1,0 +1,404 @@
+"""Environments whose trajectories are simulated together, one array operation a step.
+
+A batch of trajectories is a state array with one row each; a row's next state depends on that row
+and its own random numbers alone. CartPole and Acrobot follow Gymnasium's equations to the last bit
+(see ``tests/papers/test_control.py``); Gymnasium's other tasks are in
+:mod:`dprlhf.papers.control.gym`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from dprlhf.errors import DprlhfError, nearest
+from dprlhf.papers.control.gym import Array, Flags, Gymnasium, PlanarRobot
+
+
+class Environment(Protocol):
+    """A task."""
+
+    @property
+    def size(self) -> int:
+        """Of an observation."""
+
+    @property
+    def actions(self) -> int:
+        """The number of actions, or of numbers in a continuous one."""
+
+    @property
+    def continuous(self) -> bool:
+        """Which of the two."""
+
+    @property
+    def horizon(self) -> int:
+        """The largest number of steps; an episode that has not ended by then is cut."""
+
+    @property
+    def reward_range(self) -> float:
+        """R; rewards are clipped to [−R, R]."""
+
+    @property
+    def reset_draws(self) -> int:
+        """Uniform numbers that a reset takes."""
+
+    @property
+    def step_draws(self) -> int:
+        """Uniform numbers that a step takes."""
+
+    def reset(self, uniforms: Array) -> Any:
+        """Return the first states, from ``[users, reset_draws]``."""
+
+    def observe(self, state: Any) -> Array:
+        """Return what the policy sees, ``[users, size]``."""
+
+    def step(self, state: Any, actions: Array, uniforms: Array) -> tuple[Any, Array, Flags]:
+        """Return next states, rewards ``[users]``, and which episodes ended by themselves.
+
+        A reward that is not finite marks an environment that failed; its user contributes zero.
+        """
+
+
+@dataclass(frozen=True)
+class CartPole:
+    """CartPole-v1 (Barto, Sutton & Anderson 1983, as in Gymnasium): a reward of 1 each step."""
+
+    size: int = 4
+    actions: int = 2
+    continuous: bool = False
+    horizon: int = 500
+    reward_range: float = 1.0
+    reset_draws: int = 4
+    step_draws: int = 0
+
+    def reset(self, uniforms: Array) -> Array:
+        """Return states within 0.05 of rest."""
+        return -0.05 + 0.1 * uniforms
+
+    def observe(self, state: Array) -> Array:
+        """Return position, velocity, angle and its velocity, rounded to float32 as Gymnasium's."""
+        return state.astype(np.float32).astype(np.float64)
+
+    def step(self, state: Array, actions: Array, uniforms: Array) -> tuple[Array, Array, Flags]:
+        """Take an Euler step of 0.02 s."""
+        x, x_dot, angle, angle_dot = state.T
+        force = np.where(actions == 1, 10.0, -10.0)
+        total_mass, pole_mass, length = 0.1 + 1.0, 0.1, 0.5
+        moment = pole_mass * length
+        cos, sin = np.cos(angle), np.sin(angle)
+        push = (force + moment * np.square(angle_dot) * sin) / total_mass
+        angle_acc = (9.8 * sin - cos * push) / (
+            length * (4.0 / 3.0 - pole_mass * np.square(cos) / total_mass)
+        )
+        x_acc = push - moment * angle_acc * cos / total_mass
+        tau = 0.02
+        x, x_dot = x + tau * x_dot, x_dot + tau * x_acc
+        angle, angle_dot = angle + tau * angle_dot, angle_dot + tau * angle_acc
+        limit = 12 * 2 * math.pi / 360
+        ended = (np.abs(x) > 2.4) | (np.abs(angle) > limit)
+        return np.stack([x, x_dot, angle, angle_dot], 1), np.ones(len(x)), ended
+
+
+@dataclass(frozen=True)
+class Acrobot:
+    """Acrobot-v1 (Sutton 1996, as in Gymnasium): −1 each step until the tip is high enough."""
+
+    size: int = 6
+    actions: int = 3
+    continuous: bool = False
+    horizon: int = 500
+    reward_range: float = 1.0
+    reset_draws: int = 4
+    step_draws: int = 0
+
+    def reset(self, uniforms: Array) -> Array:
+        """Return states within 0.1 of hanging at rest."""
+        return (-0.1 + 0.2 * uniforms).astype(np.float32).astype(np.float64)
+
+    def observe(self, state: Array) -> Array:
+        """Return cosine and sine of both angles, and their velocities."""
+        a, b, da, db = state.T
+        seen = np.stack([np.cos(a), np.sin(a), np.cos(b), np.sin(b), da, db], 1)
+        return seen.astype(np.float32).astype(np.float64)
+
+    def step(self, state: Array, actions: Array, uniforms: Array) -> tuple[Array, Array, Flags]:
+        """Take a Runge-Kutta step of 0.2 s."""
+        torque = actions - 1.0
+        dt, half = 0.2, 0.1
+        k1 = _acrobot(state, torque)
+        k2 = _acrobot(state + half * k1, torque)
+        k3 = _acrobot(state + half * k2, torque)
+        k4 = _acrobot(state + dt * k3, torque)
+        new = state + dt / 6.0 * (k1 + 2 * k2 + 2 * k3 + k4)
+        angles = new[:, :2]
+        while np.any(high := angles > math.pi):
+            angles = np.where(high, angles - 2 * math.pi, angles)
+        while np.any(low := angles < -math.pi):
+            angles = np.where(low, angles + 2 * math.pi, angles)
+        fastest = np.array([4 * math.pi, 9 * math.pi])
+        new = np.concatenate([angles, np.clip(new[:, 2:], -fastest, fastest)], 1)
+        ended = -np.cos(new[:, 0]) - np.cos(new[:, 1] + new[:, 0]) > 1.0
+        return new, np.where(ended, 0.0, -1.0), ended
+
+
+def _acrobot(state: Array, torque: Array) -> Array:
+    """Return the time derivative of (θ₁, θ₂, θ̇₁, θ̇₂); unit masses, lengths and moments."""
+    a, b, da, db = state.T
+    g, c = 9.8, 0.5  # c: distance to a link's centre of mass
+    d1 = c**2 + (1.0 + c**2 + 2 * c * np.cos(b)) + 1.0 + 1.0
+    d2 = (c**2 + c * np.cos(b)) + 1.0
+    phi2 = c * g * np.cos(a + b - math.pi / 2.0)
+    phi1 = (
+        -c * db**2 * np.sin(b)
+        - 2 * c * db * da * np.sin(b)
+        + (c + 1.0) * g * np.cos(a - math.pi / 2)
+        + phi2
+    )
+    ddb = (torque + d2 / d1 * phi1 - c * da**2 * np.sin(b) - phi2) / (c**2 + 1.0 - d2**2 / d1)
+    dda = -(d2 * ddb + phi1) / d1
+    return np.stack([da, db, dda, ddb], 1)
+
+
+@dataclass(frozen=True)
+class Riverswim:
+    """Six states in a river (Osband et al. 2013; Rio et al., appendix C.1; H = 20).
+
+    Left always works. Right moves on with probability 0.35 (0.6 at the left bank, where it stays
+    otherwise), stays with 0.6, and drifts back with 0.05. At the right bank, right stays with
+    probability p and pays 1; else it drifts back. Left at the left bank pays 5/1000.
+
+    Attributes:
+        success: p.
+        blind: observations are constant. This is what the features of Rio et al., one-hot state and
+            one-hot action side by side, leave of the state: their policy has one free parameter.
+    """
+
+    success: float = 0.6
+    blind: bool = False
+    states: int = 6
+    actions: int = 2
+    continuous: bool = False
+    horizon: int = 20
+    reward_range: float = 1.0
+    reset_draws: int = 0
+    step_draws: int = 1
+
+    @property
+    def size(self) -> int:
+        """Of an observation."""
+        return 1 if self.blind else self.states
+
+    @property
+    def transitions(self) -> Array:
+        """P(s′|s, a), ``[states, actions, states]``; action 1 is right."""
+        n = self.states
+        moves = np.zeros((n, 2, n))
+        for s in range(n):
+            moves[s, 0, max(s - 1, 0)] = 1.0
+            if s == 0:
+                moves[s, 1, [0, 1]] = 0.4, 0.6
+            elif s == n - 1:
+                moves[s, 1, [s - 1, s]] = 1 - self.success, self.success
+            else:
+                moves[s, 1, [s - 1, s, s + 1]] = 0.05, 0.6, 0.35
+        return moves
+
+    @property
+    def rewards(self) -> Array:
+        """r(s, a, s′), ``[states, actions, states]``."""
+        rewards = np.zeros((self.states, 2, self.states))
+        rewards[0, 0, 0] = 5 / 1000
+        rewards[-1, 1, -1] = 1.0
+        return rewards
+
+    def reset(self, uniforms: Array) -> Array:
+        """Return the left bank."""
+        return np.zeros(len(uniforms), dtype=np.int64)
+
+    def observe(self, state: Array) -> Array:
+        """Return one-hot states, or ones."""
+        return np.ones((len(state), 1)) if self.blind else np.asarray(np.eye(self.states)[state])
+
+    def step(self, state: Array, actions: Array, uniforms: Array) -> tuple[Array, Array, Flags]:
+        """Move."""
+        action = actions.astype(np.int64)
+        ends = np.cumsum(self.transitions, -1)[state, action]
+        new = np.minimum((ends < uniforms).sum(1), self.states - 1)
+        return new, self.rewards[state, action, new], np.zeros(len(new), dtype=bool)
+
+    def value(self, probabilities: Array) -> float:
+        """Return the expected return of a policy, ``[states, actions]`` or one for each step."""
+        expected = (self.transitions * self.rewards).sum(-1)
+        value = np.zeros(self.states)
+        policy = np.broadcast_to(probabilities, (self.horizon, self.states, 2))
+        for step in reversed(policy):
+            value = (step * (expected + self.transitions @ value)).sum(-1)
+        return float(value[0])
+
+    @property
+    def best(self) -> float:
+        """The optimal expected return."""
+        expected = (self.transitions * self.rewards).sum(-1)
+        value = np.zeros(self.states)
+        for _ in range(self.horizon):
+            value = (expected + self.transitions @ value).max(-1)
+        return float(value[0])
+
+
+@dataclass(frozen=True)
+class Dosing:
+    """Insulin for a type-1 diabetic over one day, a dose every ten minutes (Salas et al. 2019).
+
+    The expanded Bergman minimal model: blood glucose, remote and plasma insulin, two compartments
+    of absorption and the gut (Bergman et al. 1979; parameters of J. D. Hedengren, APMonitor). The
+    reward is 1 − tanh²(|G − 80| / 7), and −1 where G leaves 65 to 105 mg/dL.
+
+    Rio et al. use the simulator of Salas et al.; ``simglucose`` cannot be installed beside current
+    versions of Gymnasium. Departures: steps of a minute instead of an adaptive solver; the constant
+    meals of Dosing-0 and the smooth pulses of Dosing-1 are our own of the same hours,
+    heights and widths.
+
+    Attributes:
+        varying: Dosing-1: each patient has meals of its own, another steady state and first dose.
+    """
+
+    varying: bool = False
+    size: int = 9
+    actions: int = 1
+    continuous: bool = True
+    horizon: int = 143
+    reward_range: float = 1.0
+    reset_draws: int = 26
+    step_draws: int = 0
+
+    def reset(self, uniforms: Array) -> Array:
+        """Return states after the first dose, ``[users, 6 + 3 + meals]``."""
+        from scipy.special import ndtri
+
+        n = len(uniforms)
+        z = ndtri(uniforms)
+        mean = np.array([33.33, 33.33, 25.0, 25.0, 250.0])
+        glucose = 65.0 + 40.0 * uniforms[:, :1]
+        body = np.concatenate([glucose, mean + 5.0 * z[:, 1:6]], 1)
+        steady = 800.0 + 400.0 * uniforms[:, 6] if self.varying else np.full(n, 1000.0)
+        dose = np.floor(7 * uniforms[:, 7]) if self.varying else np.full(n, 3.0)
+        meals = self._meals(steady, uniforms, z)
+        state = np.concatenate([body, np.zeros((n, 3)), meals], 1)
+        state[:, 8] = meals[:, 0]
+        return self._advance(state, dose)
+
+    def _meals(self, steady: Array, uniforms: Array, z: Array) -> Array:
+        """Return the meal disturbance at each ten minutes of the day, ``[users, 145]``."""
+        n, minutes = len(steady), np.arange(145.0)
+        level = np.repeat(steady[:, None], 145, 1)
+        if not self.varying:
+            for start in (43.0, 79.0, 115.0):
+                after = minutes - start
+                rise = np.clip((after + 1) / 3.0, 0.0, 1.0)
+                fall = np.exp(-np.clip(after - 2.0, 0.0, None) / 5.0)
+                level += np.where(after >= 0, 650.0 * rise * fall, 0.0)
+            return level
+        hours = np.array([7, 9.5, 12, 15, 18, 21])
+        bounds = np.array([[5, 9], [9, 10], [11, 13], [14, 16], [16.5, 23.5], [20, 22]])
+        chance = np.array([0.95, 0.2, 0.95, 0.2, 0.95, 0.2])
+        height = np.array([2500.0, 1250.0, 2800.0, 1250.0, 2800.0, 1250.0])
+        eaten = uniforms[:, 8:14] < chance
+        at = np.clip(hours * 6 + 10.0 * z[:, 14:20], bounds[:, 0] * 6, bounds[:, 1] * 6)
+        amount = height * (1 + 0.04 * z[:, 20:26])
+        for meal in range(6):
+            # A single sample, smoothed over an hour and a half.
+            pulse = np.exp(-0.5 * ((minutes - np.round(at[:, meal : meal + 1])) / 2.0) ** 2)
+            extra = np.clip(amount[:, meal : meal + 1] - steady[:, None], 0, None)
+            level += np.where(eaten[:, meal : meal + 1], 0.21 * extra * pulse, 0.0)
+        return level.reshape(n, 145)
+
+    def _advance(self, state: Array, dose: Array) -> Array:
+        body, clock = state[:, :6], state[:, 6].astype(np.int64) + 1
+        meals = state[:, 9:]
+        meal = np.take_along_axis(meals, clock[:, None], 1)[:, 0]
+        before = state[:, 0]
+        for _ in range(10):
+            body = _minute(body, dose, meal)
+        seen = np.stack([clock.astype(np.float64), before, meal], 1)
+        return np.concatenate([body, seen, meals], 1)
+
+    def observe(self, state: Array) -> Array:
+        """Return the six compartments, the meal, the glucose and the meal ten minutes ago."""
+        last = np.take_along_axis(state[:, 9:], state[:, 6].astype(np.int64)[:, None] - 1, 1)
+        return np.concatenate([state[:, :6], state[:, 8:9], state[:, 7:8], last], 1)
+
+    def step(self, state: Array, actions: Array, uniforms: Array) -> tuple[Array, Array, Flags]:
+        """Give a dose (mU/min, from 0 to 10) for ten minutes."""
+        new = self._advance(state, np.clip(actions[:, 0], 0.0, 10.0))
+        glucose = new[:, 0]
+        reward = 1 - np.tanh(np.abs(glucose - 80.0) / 7.0) ** 2
+        reward = np.where((glucose < 65.0) | (glucose > 105.0), -1.0, reward)
+        return new, reward, np.zeros(len(new), dtype=bool)
+
+
+def _minute(body: Array, dose: Array, meal: Array) -> Array:
+    """Return the expanded Bergman model a minute later.
+
+    All compartments but glucose are linear and solved exactly; glucose is, with the mean of remote
+    insulin and of the gut over the minute, for which it is stable whatever the dose.
+    """
+    p1, si, kabs, f, v = 3.17e-2, 2.9e-2, 1.2e-2, 0.8, 12.0
+    inputs = np.stack([*body.T[1:], dose], 1)
+    rest = inputs @ _LINEAR.T
+    x = (body[:, 1] + rest[:, 0]) / 2
+    gut = (body[:, 5] + rest[:, 4]) / 2
+    rate = p1 + si * x
+    level = (p1 * 291.0 + f * kabs / v * gut + f / v * meal) / rate
+    glucose = level + (body[:, 0] - level) * np.exp(-rate)
+    return np.concatenate([glucose[:, None], rest[:, :5]], 1)
+
+
+def _linear_minute() -> Array:
+    """Return the matrix from (x, i, s1, s2, gut, dose) to the same a minute later."""
+    from scipy.linalg import expm
+
+    p2, ke, kabs, kemp = 1.23e-2, 9e-2, 1.2e-2, 1.8e-1
+    rates = np.zeros((6, 6))
+    rates[0, [0, 1]] = -p2, p2
+    rates[1, [1, 5]] = -ke, 1.0
+    rates[2, [2, 5]] = -kemp, 1.0
+    rates[3, [2, 3]] = kemp, -kemp
+    rates[4, [3, 4]] = kemp, -kabs
+    return np.asarray(expm(rates))
+
+
+_LINEAR = _linear_minute()
+
+
+ENVIRONMENTS: dict[str, Callable[[], Environment]] = {
+    "cartpole": CartPole,
+    "acrobot": Acrobot,
+    "riverswim-0.6": lambda: Riverswim(0.6),
+    "riverswim-0.9": lambda: Riverswim(0.9),
+    "riverswim-0.6-blind": lambda: Riverswim(0.6, blind=True),
+    "riverswim-0.9-blind": lambda: Riverswim(0.9, blind=True),
+    "dosing-0": lambda: Dosing(varying=False),
+    "dosing-1": lambda: Dosing(varying=True),
+    "halfcheetah": lambda: Gymnasium("HalfCheetah-v5"),
+    "halfcheetah-clock": lambda: PlanarRobot("HalfCheetah-v5", period=0.25),
+    "hopper": lambda: Gymnasium("Hopper-v5"),
+    "hopper-trunk": lambda: PlanarRobot("Hopper-v5", trunk=True, stiffness=2.0),
+}
+"""By the name in a recipe."""
+
+
+def make_environment(name: str) -> Environment:
+    """Return an environment by its name.
+
+    Raises:
+        DprlhfError: the name is unknown, or a package is missing.
+    """
+    if name not in ENVIRONMENTS:
+        near = nearest(name, ENVIRONMENTS)
+        hint = f"did you mean '{near}'? There" if near else "there"
+        raise DprlhfError(f"environment '{name}' is unknown; {hint} are: {', '.join(ENVIRONMENTS)}")
+    return ENVIRONMENTS[name]()

@@ -1,0 +1,357 @@
+"""From finished runs to results on file, tables beside the papers' numbers, and plots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+
+from dprlhf.papers.control.bandits import PAPER_RATE, SLOPE
+from dprlhf.papers.control.policies import Array
+from dprlhf.papers.control.tables import (
+    BANDIT_EPSILONS,
+    BANDIT_UPDATES,
+    BANDIT_USERS,
+    ISSP_USERS,
+    Found,
+)
+from dprlhf.papers.errata import rio_b1_classical_epsilon, rio_b1_zhao_epsilon
+from dprlhf.privacy.gaussian import gaussian_epsilon
+from dprlhf.runs.measurements import Result, write_results
+
+
+def write(found: dict[str, list[Found]], out: Path, command: str, seeds: int) -> str:
+    """Write ``results/control.json``, ``results/control.md`` and the plots, and return the table.
+
+    Args:
+        found: by table.
+        out: the folder of ``results/`` and ``images/``.
+        command: how to measure it again.
+        seeds: how many were asked for.
+    """
+    everything = [row for rows in found.values() for row in rows]
+    results = rows_of(everything, command)
+    write_results(out / "results" / "control.json", results)
+    text = markdown(found, seeds)
+    (out / "results" / "control.md").write_text(text)
+    images = out / "images"
+    images.mkdir(parents=True, exist_ok=True)
+    plots(everything, images)
+    return text
+
+
+def rows_of(found: Sequence[Found], command: str) -> list[Result]:
+    """Return a result of each row, with its standard deviation, and the fitted slopes."""
+    results = []
+    for row in found:
+        values = row.values[np.isfinite(row.values)]
+        if not len(values) or row.row.group == "bandit":
+            continue
+        name, mean = f"control/{row.row.name}", float(values.mean())
+        goal = row.row.goal
+        text = "" if goal is None else f"at least {goal:g}"
+        if row.row.paper:
+            text += f"{'; ' if text else ''}paper: {row.row.paper}"
+        holds = None if goal is None else mean >= goal
+        unit = "regret" if row.row.group.startswith("riverswim") else "return"
+        unit += f", mean of {len(values)} seeds"
+        results.append(Result(name, mean, unit, text, holds, command=command))
+        results.append(
+            Result(f"{name}/standard deviation", float(values.std()), unit, command=command)
+        )
+        if row.runs[0].get("noise_multiplier") is not None:
+            shown = row.runs[0]["epsilon"]
+            spent = math.inf if shown == "infinity" else float(shown)
+            if math.isfinite(spent):
+                about = f"ε at δ = {row.runs[0]['delta']:g}, {row.runs[0]['adjacency']}"
+                results.append(Result(f"{name}/epsilon", spent, about, command=command))
+    results += _regret_ratios(found, command)
+    for update, epsilon, slope, last, users in slopes(found):
+        bound = SLOPE.get(update)
+        start = f"control/bandit/{update}/epsilon={epsilon:g}"
+        if math.isfinite(slope):
+            results.append(
+                Result(
+                    f"{start}/slope", slope, "log suboptimality / log N",
+                    f"at most {bound:.3f} ({PAPER_RATE[update]})" if bound else "",
+                    # A bound: a steeper fall keeps it. Fitted slopes err by 0.05 or so.
+                    slope <= bound if bound else None,
+                    command=command,
+                )
+            )  # fmt: skip
+        unit = f"J* − J at N = {users:.0f}"
+        results.append(Result(f"{start}/suboptimality", last, unit, command=command))
+    return results
+
+
+def best_ucbvi(found: Sequence[Found], group: str, epsilon: float) -> Found | None:
+    """Return the UCB-VI row of a group with the least regret, over mechanisms and bonuses."""
+    rows = [
+        row
+        for row in found
+        if row.row.kind == "ucbvi" and row.row.group == group
+        and row.row.settings["epsilon"] == epsilon and row.runs
+    ]  # fmt: skip
+    return min(rows, key=lambda row: float(row.values.mean()), default=None)
+
+
+def _regret_ratios(found: Sequence[Found], command: str) -> list[Result]:
+    results = []
+    for row in found:
+        if row.row.kind != "regret" or not row.runs:
+            continue
+        epsilon = float(row.row.settings["privacy.epsilon"])
+        best = best_ucbvi(found, row.row.group, epsilon)
+        if best is None:
+            continue
+        ratio = float(row.values.mean() / best.values.mean())
+        results.append(
+            Result(
+                f"control/{row.row.name}/over best UCB-VI", ratio, "1",
+                f"half of UCB-VI's regret or less ({best.row.name}: the best of its settings)",
+                ratio <= 0.5, command=command,
+            )
+        )  # fmt: skip
+    return results
+
+
+def slopes(found: Sequence[Found]) -> list[tuple[str, float, float, float, float]]:
+    """Return (update, ε, slope of log suboptimality by log N, suboptimality at the largest N, it).
+
+    The slope is NaN where fewer than three N were not refused.
+    """
+    out = []
+    for update in BANDIT_UPDATES:
+        for epsilon in BANDIT_EPSILONS:
+            users, means = _bandit_line(found, update, epsilon)
+            if not len(users):
+                continue
+            fitted = math.nan
+            if len(users) >= 3:
+                fitted = float(np.polyfit(np.log(users), np.log(means), 1)[0])
+            out.append((update, epsilon, fitted, float(means[-1]), float(users[-1])))
+    return out
+
+
+def _bandit_line(found: Sequence[Found], update: str, epsilon: float) -> tuple[Array, Array]:
+    users, means = [], []
+    for row in found:
+        settings = row.row.settings
+        if row.row.group != "bandit" or settings["update"] != update:
+            continue
+        values = row.values
+        if settings["epsilon"] == epsilon and len(values) and np.isfinite(values).all():
+            users.append(float(settings["users"]))
+            means.append(float(values.mean()))
+    return np.array(users), np.array(means)
+
+
+def markdown(found: dict[str, list[Found]], seeds: int) -> str:
+    """Return the tables, what was measured beside what the papers print."""
+    lines = [
+        "# Control, dosing and bandits: measured",
+        "",
+        f"Written by `dprlhf bench control`: mean ± standard deviation over {seeds} seeds of the"
+        " final released policy on fresh simulated trajectories. ε is an upper bound at the δ and"
+        " adjacency beside it. Settings were tuned on fresh simulated users (other seeds), not on"
+        " those of the table.",
+    ]
+    for table, rows in found.items():
+        shown = [row for row in rows if row.row.group != "bandit" and row.runs]
+        if not shown:
+            continue
+        lines += [
+            "", f"## {table}", "",
+            "| row | d | ε | δ, adjacency, partition | measured | paper | goal | |",
+            "|---|---|---|---|---|---|---|---|",
+        ]  # fmt: skip
+        lines += [_line(row, rows) for row in shown]
+    everything = [row for rows in found.values() for row in rows]
+    fitted = slopes(everything)
+    if fitted:
+        lines += [
+            "", "## Sample complexity on bandits", "",
+            f"J* − J of the final policy at N = {BANDIT_USERS[-1]:,} users"
+            f" ({ISSP_USERS[-1]:,} for issp, which refuses few);"
+            " zero-out, δ = 1e-5 (0 for the exponential mechanism), parallel composition over fixed"
+            " batches. In brackets the slope of log suboptimality by log N, from"
+            f" N = {BANDIT_USERS[0]:,} ({ISSP_USERS[0]:,}), where three N or more were not refused."
+            " The papers' rates are upper bounds, so a steeper slope keeps them.", "",
+            "| update | " + " | ".join(f"ε = {_epsilon(e)}" for e in BANDIT_EPSILONS)
+            + " | He & Zhou |",
+            "|---" * (len(BANDIT_EPSILONS) + 2) + "|",
+        ]  # fmt: skip
+        for update in BANDIT_UPDATES:
+            cells = []
+            for epsilon in BANDIT_EPSILONS:
+                hit = [f for f in fitted if f[:2] == (update, epsilon)]
+                slope = f" ({hit[0][2]:+.2f})" if hit and math.isfinite(hit[0][2]) else ""
+                cells.append(f"{hit[0][3]:.4f}{slope}" if hit else "refused")
+            lines.append(f"| {update} | " + " | ".join(cells) + f" | {PAPER_RATE[update]} |")
+    return "\n".join(lines) + "\n"
+
+
+def _line(row: Found, rows: list[Found]) -> str:
+    first, values = row.runs[0], row.values
+    epsilon = first["epsilon"]
+    spent = "∞" if epsilon == "infinity" else f"{float(epsilon):.3g}"
+    about = f"{first['delta']:g}, {first['adjacency']}, {first['partition']}"
+    goal = "" if row.row.goal is None else f"≥ {row.row.goal:g}"
+    mark = "" if row.row.goal is None else ("yes" if values.mean() >= row.row.goal else "**no**")
+    if row.row.kind == "regret":
+        best = best_ucbvi(rows, row.row.group, float(row.row.settings["privacy.epsilon"]))
+        if best is not None:
+            ratio = values.mean() / best.values.mean()
+            goal = "≤ 0.5 × the best UCB-VI"
+            mark = f"{'yes' if ratio <= 0.5 else '**no**'} ({ratio:.2f})"
+    name = row.row.name + (f" ({row.row.note})" if row.row.note else "")
+    return (
+        f"| {name} | {first.get('dimension', '')} | {spent} | {about} |"
+        f" {values.mean():.1f} ± {values.std():.1f} | {row.row.paper} | {goal} | {mark} |"
+    )
+
+
+def _epsilon(value: float) -> str:
+    return "∞" if math.isinf(value) else f"{value:g}"
+
+
+def plots(found: Sequence[Found], images: Path) -> None:
+    """Draw learning curves, return against ε, regret, sample complexity and ε(z)."""
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    def save(name: str, draw: Callable[[Any], bool], width: float = 10, panels: int = 1) -> None:
+        figure, axes = plt.subplots(1, panels, figsize=(width, 3.6), squeeze=False)
+        if draw(axes[0]):
+            figure.tight_layout()
+            figure.savefig(images / name, dpi=100)
+        plt.close(figure)
+
+    save("control_curves.png", lambda axes: _curves(axes, found), 12, 3)
+    save("control_epsilon.png", lambda axes: _by_epsilon(axes, found), 9, 2)
+    save("control_regret.png", lambda axes: _regret(axes, found), 9, 2)
+    save("control_bandits.png", lambda axes: _bandits(axes, found), 13, len(BANDIT_EPSILONS))
+    save("control_epsilon_of_z.png", _epsilon_of_z, 5, 1)
+
+
+def _band(axis: Any, row: Found, label: str) -> None:
+    lines = np.array([run["curve"] for run in row.runs])
+    if lines.ndim != 3 or not lines.shape[1]:
+        return
+    x, y = lines[0, :, 0], lines[:, :, 1]
+    # The 95% confidence band of the mean.
+    half = 1.96 * y.std(0) / math.sqrt(len(y))
+    axis.plot(x, y.mean(0), lw=1.2, label=label)
+    axis.fill_between(x, y.mean(0) - half, y.mean(0) + half, alpha=0.2)
+
+
+def _curves(axes: Any, found: Sequence[Found]) -> bool:
+    drawn = False
+    groups = (
+        ("CartPole", ("cartpole/pg/log", "cartpole/npg/log")),
+        ("Acrobot and dosing", ("acrobot/rio/", "dosing")),
+        ("HalfCheetah and Hopper", ("halfcheetah", "hopper")),
+    )
+    for axis, (title, starts) in zip(axes, groups, strict=True):
+        for row in found:
+            if row.row.kind == "train" and row.row.name.startswith(starts) and row.runs:
+                _band(axis, row, row.row.name.replace("cartpole/", "").replace("/log-linear", ""))
+                drawn = True
+        axis.set_title(title, fontsize=9)
+        axis.set_xlabel("users so far")
+        axis.grid(alpha=0.3)
+        if axis.get_legend_handles_labels()[1]:
+            axis.legend(fontsize=6)
+    axes[0].set_ylabel("return")
+    return drawn
+
+
+def _by_epsilon(axes: Any, found: Sequence[Found]) -> bool:
+    drawn = False
+    for axis, task in zip(axes, ("cartpole", "acrobot"), strict=True):
+        rows = [r for r in found if r.row.name.startswith(f"{task}/curve/") and r.runs]
+        finite = [r for r in rows if r.runs[0]["epsilon"] != "infinity"]
+        if not finite:
+            continue
+        drawn = True
+        x = [float(r.runs[0]["epsilon"]) for r in finite]
+        axis.errorbar(
+            x, [r.values.mean() for r in finite], [r.values.std() for r in finite],
+            fmt="o-", ms=3, lw=1, capsize=2, label="DP-PG, random allocation",
+        )  # fmt: skip
+        for row in rows:
+            if row.runs[0]["epsilon"] == "infinity":
+                axis.axhline(row.values.mean(), color="k", ls="--", lw=1, label="no privacy")
+        numbers = {"cartpole": {1.0: 496.4, 3.0: 375.5}, "acrobot": {1.0: -83.0, 3.0: -89.8}}
+        for number, (z, value) in enumerate(numbers[task].items()):
+            label = "Rio et al., exact ε" if not number else None
+            axis.plot(gaussian_epsilon(z, 1e-5), value, "s", color="C3", ms=4, label=label)
+        axis.set_xscale("log")
+        axis.set_title(task, fontsize=9)
+        axis.set_xlabel("ε at δ = 1e-5")
+        axis.set_ylabel("return")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7)
+    return drawn
+
+
+def _regret(axes: Any, found: Sequence[Found]) -> bool:
+    drawn = False
+    for axis, group in zip(axes, ("riverswim-0.6", "riverswim-0.9"), strict=True):
+        for epsilon in (1.0, 5.0):
+            mine = [
+                r for r in found
+                if r.row.kind == "regret" and r.row.group == group and r.runs
+                and r.row.settings["privacy.epsilon"] == epsilon
+            ]  # fmt: skip
+            best = best_ucbvi(found, group, epsilon)
+            for row in [*mine, *([best] if best else [])]:
+                _band(axis, row, row.row.name.removeprefix(f"{group}/"))
+                drawn = True
+        axis.set_title(f"Riverswim, p = {group[-3:]}", fontsize=9)
+        axis.set_xlabel("episodes (users)")
+        axis.set_ylabel("cumulative regret")
+        axis.set_yscale("symlog", linthresh=100)
+        axis.grid(alpha=0.3)
+        if axis.get_legend_handles_labels()[1]:
+            axis.legend(fontsize=6)
+    return drawn
+
+
+def _bandits(axes: Any, found: Sequence[Found]) -> bool:
+    drawn = False
+    for axis, epsilon in zip(axes, BANDIT_EPSILONS, strict=True):
+        for number, update in enumerate(BANDIT_UPDATES):
+            users, means = _bandit_line(found, update, epsilon)
+            if len(users):
+                axis.loglog(users, means, "o-", ms=3, lw=1, color=f"C{number}", label=update)
+                drawn = True
+        axis.set_title(f"ε = {_epsilon(epsilon)}", fontsize=9)
+        axis.set_xlabel("users N")
+        axis.grid(alpha=0.3, which="both")
+    axes[0].set_ylabel("J* − J")
+    if drawn:
+        axes[-1].legend(fontsize=6)  # without privacy no oracle refuses
+    return drawn
+
+
+def _epsilon_of_z(axes: Any) -> bool:
+    """Rio's figure 3 with the exact curve."""
+    z = np.geomspace(0.05, 30, 60)
+    axis = axes[0]
+    first = [rio_b1_classical_epsilon(v, 1e-5) for v in z]
+    valid = np.array(first) < 1
+    axis.loglog(z[valid], np.array(first)[valid], "C0--", label="Rio B.1, first formula (ε < 1)")
+    second = [rio_b1_zhao_epsilon(v, 1e-5) for v in z]
+    axis.loglog(z[~valid], np.array(second)[~valid], "C1--", label="Rio B.1, second formula")
+    axis.loglog(z, [gaussian_epsilon(v, 1e-5) for v in z], "k", label="exact, zero-out")
+    axis.loglog(z, [gaussian_epsilon(v / 2, 1e-5) for v in z], "k:", label="exact, replace-one")
+    axis.set_xlabel("noise multiplier z")
+    axis.set_ylabel("ε at δ = 1e-5")
+    axis.grid(alpha=0.3, which="both")
+    axis.legend(fontsize=7)
+    return True

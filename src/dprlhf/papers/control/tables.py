@@ -1,0 +1,496 @@
+"""The papers' tables: what is run, with how many seeds, in parallel processes that can be resumed.
+
+Every finished (row, seed) is a JSON file under ``runs/``, named by a digest of what was run; a
+second call does what is missing. :mod:`dprlhf.papers.control.results` writes results, tables and
+plots.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import multiprocessing
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import yaml
+
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.gaussian import gaussian_epsilon
+from dprlhf.privacy.plan import json_ready
+from dprlhf.runs.folder import write_atomically
+
+RIVERSWIM_EPISODES = 20_000
+BANDIT_USERS = (500, 1_500, 5_000, 15_000, 50_000)
+ISSP_USERS = (20_000, 50_000, 100_000, 200_000)
+BANDIT_EPSILONS = (0.5, 1.0, 4.0, math.inf)
+BANDIT_DIMENSION = 4
+BANDIT_UPDATES = (
+    "pg",
+    "npg/sufficient-statistics",
+    "npg/issp",
+    "npg/improper-batch-sgd",
+    "npg/projected-sgd",
+    "npg/exponential",
+    "rebel",
+    "tabular-pg",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table.
+
+    Attributes:
+        name: unique; ``task/algorithm/privacy``.
+        kind: what runs it.
+        settings: the recipe's file and overrides, or the arguments.
+        paper: the paper's number, as printed, and at which claimed privacy.
+        goal: what is asked for: (at least, this).
+        note: shown beside it.
+        group: the plot that it belongs to.
+    """
+
+    name: str
+    kind: Literal["train", "regret", "ucbvi", "bandit"]
+    settings: Mapping[str, Any]
+    paper: str = ""
+    goal: float | None = None
+    note: str = ""
+    group: str = ""
+
+    def digest(self, seed: int, recipes: Path) -> str:
+        """Return what names the result of one seed: it changes with the recipe's settings."""
+        base: Any = None
+        if "recipe" in self.settings:
+            path = recipes / self.settings["recipe"]
+            base = yaml.safe_load(path.read_text()) if path.exists() else None
+        text = json.dumps([self.kind, base, json_ready(self.settings), seed], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass
+class Found:
+    """A row with the results of its seeds.
+
+    Attributes:
+        row: what was run.
+        runs: of each seed: ``value``, and what its kind adds.
+    """
+
+    row: Row
+    runs: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def values(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """The value of each seed."""
+        return np.array([run["value"] for run in self.runs], dtype=np.float64)
+
+
+def _train(
+    recipe: str, name: str, paper: str, goal: float | None, note: str, **changes: Any
+) -> Row:
+    return Row(
+        name, "train", {"recipe": f"{recipe}.yaml", **_dotted(changes)}, paper, goal, note,
+        name.split("/")[0],
+    )  # fmt: skip
+
+
+def _dotted(changes: Mapping[str, Any]) -> dict[str, Any]:
+    return {key.replace("__", "."): value for key, value in changes.items()}
+
+
+def hz() -> list[Row]:
+    """He & Zhou, table 1 (CartPole, 1,000 users), and the sample complexity of their theorems."""
+    rows = []
+    claimed = {
+        ("pg", 5.0): "190.3 ± 52.9 (claimed ε = 5)",
+        ("pg", 3.0): "143.9 ± 22.9 (claimed ε = 3)",
+        ("pg", math.inf): "334.4 ± 25.3",
+        ("npg", 5.0): "478.7 ± 28.1 (claimed ε = 5)",
+        ("npg", 3.0): "400.9 ± 65.4 (claimed ε = 3)",
+        ("npg", math.inf): "492.9 ± 10.0",
+    }
+    goals = {("pg", 3.0): 300.0, ("npg", 3.0): 490.0, ("npg", 1.0): 450.0}
+    epsilons = (1.0, 3.0, 5.0, math.inf)
+    for policy, suffix, note in (
+        ("log-linear", "", "log-linear policy"),
+        ("mlp", "_mlp", "the paper's network, d = 450"),
+    ):
+        rows += [
+            _train(
+                f"cartpole_{update}{suffix}",
+                f"cartpole/{update}/{policy}/epsilon={epsilon:g}",
+                claimed.get((update, epsilon), ""),
+                None if suffix else goals.get((update, epsilon)),
+                note,
+                privacy__epsilon=epsilon,
+            )
+            for update in ("pg", "npg")
+            for epsilon in epsilons
+        ]
+    forms = {
+        "public": "the paper's setting (100 fixed batches of 10) with public advantages",
+        "batch": "not private: batch-normalised advantages, as in the paper",
+    }
+    rows += [
+        _train(
+            "cartpole_paper",
+            f"cartpole/pg/paper-setting/{baseline}",
+            claimed["pg", 3.0],
+            None,
+            note,
+            update__advantage__baseline=baseline,
+            privacy__epsilon=3.0,
+        )
+        for baseline, note in forms.items()
+    ]
+    rows += [
+        Row(
+            f"bandit/{update}/epsilon={epsilon:g}/users={users}",
+            "bandit",
+            {"update": update, "epsilon": epsilon, "users": users, "d": BANDIT_DIMENSION},
+            group="bandit",
+        )
+        for update in BANDIT_UPDATES
+        for epsilon in BANDIT_EPSILONS
+        for users in (ISSP_USERS if update == "npg/issp" else BANDIT_USERS)
+    ]
+    return rows
+
+
+def rio() -> list[Row]:
+    """Rio et al., table 1 and figures 2 and 6: control, MuJoCo and dosing."""
+    rows = []
+    # What the paper's z really costs: one Gaussian, zero-out, δ = 1e-5.
+    spent = {z: round(gaussian_epsilon(z, 1e-5), 4) for z in (1.0, 3.0)}
+    control = {
+        ("cartpole", 1.0): (496.4, "496.4 ± 6.6 (z = 1)"),
+        ("cartpole", 3.0): (375.5, "375.5 ± 86.7 (z = 3)"),
+        ("acrobot", 1.0): (-83.0, "−83.0 ± 4.4 (z = 1)"),
+        ("acrobot", 3.0): (-89.8, "−89.8 ± 7.6 (z = 3)"),
+    }
+    for (task, z), (goal, paper) in control.items():
+        note = f"ε of one Gaussian with z = {z:g}"
+        rows.append(
+            _train(
+                f"{task}_rio", f"{task}/rio/z={z:g}", paper, goal, note, privacy__epsilon=spent[z]
+            )
+        )
+        forms = {
+            "public": "DP-PG with public advantages",
+            "critic": "not private: the same with an un-noised critic, as in the paper",
+        }
+        rows += [
+            _train(
+                f"{task}_pg",
+                f"{task}/rio-{baseline}/z={z:g}",
+                paper,
+                None,
+                form,
+                privacy__epsilon=spent[z],
+                update__advantage__baseline=baseline,
+            )
+            for baseline, form in forms.items()
+        ]
+    rows += [
+        _train(
+            f"{task}_rio", f"{task}/curve/epsilon={epsilon:g}", "", None, "",
+            privacy__epsilon=epsilon,
+        )
+        for task in ("cartpole", "acrobot")
+        for epsilon in (0.1, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0, math.inf)
+    ]  # fmt: skip
+    dosing = {
+        0: (109.9, "109.9 ± 4.8 (z = 0.1, ε = 91.8)"),
+        1: (20.7, "20.7 ± 53.4 (z = 0.1, ε = 91.8)"),
+    }
+    rows += [
+        _train(
+            f"dosing{number}",
+            f"dosing-{number}/pgpe/epsilon={epsilon:g}",
+            paper,
+            goal if epsilon == 8 else None,
+            "linear policy",
+            privacy__epsilon=epsilon,
+        )
+        for number, (goal, paper) in dosing.items()
+        for epsilon in (1.0, 8.0, math.inf)
+    ]
+    mujoco = {
+        "halfcheetah": (1548.9, "1548.9 ± 399.1 (z = 0.05, ε = 284)", "a clock"),
+        "hopper": (645.0, "645.0 ± 176.4 (z = 0.05, ε = 284)", "its trunk"),
+    }
+    untrained = {"users": 1, "rounds": 1, "curve_points": 0, "optimizer__learning_rate": 1e-9}
+    for task, (goal, paper, seen) in mujoco.items():
+        note = f"positions of the joints, linear in {seen}"
+        rows.append(
+            _train(task, f"{task}/pgpe/epsilon=10", paper, goal, note, privacy__epsilon=10.0)
+        )
+        note = "this class of policies before it has learned anything"
+        rows.append(
+            _train(
+                task, f"{task}/untrained", "", None, note, privacy__epsilon=math.inf, **untrained
+            )
+        )
+    return rows
+
+
+def riverswim() -> list[Row]:
+    """Rio et al., figures 1 and 5: cumulative regret of the stream mode and of UCB-VI."""
+    rows = []
+    for p, epsilon in itertools.product((0.6, 0.9), (1.0, 5.0)):
+        group = f"riverswim-{p:g}"
+        environments = {"blind": f"{group}-blind", "tabular": group}
+        rows += [
+            Row(
+                f"{group}/pgpe-{policy}/epsilon={epsilon:g}",
+                "regret",
+                {
+                    "recipe": f"riverswim_{policy}.yaml",
+                    "privacy.epsilon": epsilon,
+                    "environment": environment,
+                    "users": RIVERSWIM_EPISODES,
+                },
+                note="stream, joint DP",
+                group=group,
+            )
+            for policy, environment in environments.items()
+        ]
+        rows += [
+            Row(
+                f"{group}/ucb-vi-{mechanism}/bonus={bonus:g}/epsilon={epsilon:g}",
+                "ucbvi",
+                {
+                    "p": p,
+                    "epsilon": epsilon,
+                    "mechanism": mechanism,
+                    "bonus": bonus,
+                    "episodes": RIVERSWIM_EPISODES,
+                },
+                note="joint DP",
+                group=group,
+            )
+            for mechanism in ("laplace", "gaussian")
+            for bonus in (1.0, 0.1, 0.01)
+        ]
+    return rows
+
+
+TABLES = {"hz": hz, "rio": rio, "riverswim": riverswim}
+
+
+def run_table(
+    table: str,
+    *,
+    seeds: int = 10,
+    jobs: int = 1,
+    recipes: Path = Path("recipes/control"),
+    cache: Path = Path("runs/control"),
+    only: str = "",
+    changes: Mapping[str, Any] | None = None,
+    quiet: bool = False,
+) -> list[Found]:
+    """Run what is missing of a table and return all of it.
+
+    Args:
+        table: a key of :data:`TABLES`.
+        seeds: of each row.
+        jobs: processes.
+        recipes: the folder of the recipes.
+        cache: of finished and half-finished runs.
+        only: rows whose name holds this.
+        changes: settings of every row, in place of its own; for runs in miniature.
+        quiet: show no progress bar.
+
+    Raises:
+        DprlhfError: the table or a recipe is unknown, or a recipe cannot run.
+    """
+    from tqdm.auto import tqdm
+
+    if table not in TABLES:
+        raise DprlhfError(f"table '{table}' is unknown: use one of {', '.join(TABLES)}")
+    rows = [row for row in TABLES[table]() if only in row.name]
+    if not rows:
+        raise DprlhfError(f"no row of table {table} has '{only}' in its name")
+    if changes:
+        rows = [Row(**asdict(row) | {"settings": {**row.settings, **changes}}) for row in rows]
+    cache.mkdir(parents=True, exist_ok=True)
+    wanted = [(row, seed) for row in rows for seed in range(1 if row.kind == "ucbvi" else seeds)]
+    missing = [
+        (asdict(row), seed, str(recipes), str(cache), seeds)
+        for row, seed in wanted
+        if not _path(cache, recipes, row, seed).exists()
+    ]
+    with tqdm(total=len(wanted), desc=table, disable=quiet, unit="run") as bar:
+        bar.update(len(wanted) - len(missing))
+        if jobs <= 1:
+            for job in missing:
+                run_one(*job)
+                bar.update(1)
+        else:
+            context = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+                for done in as_completed([pool.submit(run_one, *job) for job in missing]):
+                    done.result()
+                    bar.update(1)
+    return [_read(row, seeds, cache, recipes) for row in rows]
+
+
+def read_table(table: str, seeds: int, cache: Path, recipes: Path) -> list[Found]:
+    """Return what is finished of a table; rows with no finished seed are left out."""
+    found = [_read(row, seeds, cache, recipes) for row in TABLES[table]()]
+    return [f for f in found if f.runs]
+
+
+def run_one(settings: dict[str, Any], seed: int, recipes: str, cache: str, seeds: int) -> None:
+    """Run one seed of a row and write its result."""
+    import torch
+
+    torch.set_num_threads(1)
+    row = Row(**settings)
+    result = _RUN[row.kind](row, seed, Path(recipes), Path(cache), seeds)
+    write_atomically(_path(Path(cache), Path(recipes), row, seed), json.dumps(result))
+
+
+def _path(cache: Path, recipes: Path, row: Row, seed: int) -> Path:
+    return cache / f"{row.name.replace('/', '_')}-{seed}-{row.digest(seed, recipes)}.json"
+
+
+def _read(row: Row, seeds: int, cache: Path, recipes: Path) -> Found:
+    found = Found(row)
+    for seed in range(1 if row.kind == "ucbvi" else seeds):
+        path = _path(cache, recipes, row, seed)
+        if path.exists():
+            content = json.loads(path.read_text())
+            found.runs.extend(content if isinstance(content, list) else [content])
+    return found
+
+
+def _recipe(row: Row, recipes: Path) -> Any:
+    from dprlhf.papers.control.settings import load
+
+    changes = dict(row.settings)
+    return load(recipes / changes.pop("recipe"), changes)
+
+
+def _key(row: Row, seed: int) -> bytes:
+    """Return the key of a simulated run: reproducible, and no secret, for its users are nobody."""
+    return hashlib.sha256(f"{row.name} {seed}".encode()).digest()
+
+
+def _run_train(row: Row, seed: int, recipes: Path, cache: Path, seeds: int) -> dict[str, Any]:
+    from dprlhf.papers.control.train import train
+
+    folder = cache / "half-done" / f"{row.digest(seed, recipes)}"
+    outcome = train(_recipe(row, recipes), folder, key=_key(row, seed), seed=seed)
+    _remove(folder)
+    plan = outcome.plan
+    return {
+        "value": float(outcome.returns.mean()),
+        "curve": outcome.curve,
+        "epsilon": plan.terms()["epsilon"],
+        "delta": plan.guarantee.delta,
+        "adjacency": plan.adjacency,
+        "partition": plan.partition,
+        "accountant": plan.guarantee.accountant,
+        "users": plan.users,
+        "rounds": plan.rounds,
+        "noise_multiplier": plan.noise_multiplier,
+        "dimension": len(outcome.theta),
+    }
+
+
+def _run_regret(row: Row, seed: int, recipes: Path, cache: Path, seeds: int) -> dict[str, Any]:
+    from dprlhf.papers.control.environments import Riverswim, make_environment
+    from dprlhf.papers.control.policies import softmax
+    from dprlhf.papers.control.settings import PGPE
+    from dprlhf.papers.control.train import train
+
+    recipe = _recipe(row, recipes)
+    environment = make_environment(recipe.environment)
+    assert isinstance(environment, Riverswim)
+    rng = np.random.default_rng((seed, 4))
+    update = recipe.update
+    losses: list[float] = []
+
+    def watch(t: int, theta: Any) -> None:
+        # What a user loses in expectation, over fresh draws of its perturbation.
+        acting = theta[None]
+        if isinstance(update, PGPE):
+            draws = [update.draw(rng, len(theta)) for _ in range(4)]
+            acting = np.concatenate([theta + sign * d for d in draws for sign in (-1, 1)])
+        chances = [softmax(row.reshape(2, -1).T) for row in acting]
+        shape = (environment.states, 2)
+        values = [environment.value(np.broadcast_to(chance, shape)) for chance in chances]
+        losses.append(environment.best - float(np.mean(values)))
+
+    folder = cache / "half-done" / f"{row.digest(seed, recipes)}"
+    _remove(folder)  # the watched values are not in the checkpoint: start again
+    outcome = train(recipe, folder, key=_key(row, seed), seed=seed, watch=watch)
+    _remove(folder)
+    m = outcome.plan.divisor
+    regret = np.cumsum(np.array(losses) * m)
+    at = m * np.arange(1, len(losses) + 1)
+    return {
+        "value": float(regret[-1]),
+        "curve": [(float(x), float(y)) for x, y in zip(at, regret, strict=True)],
+        "epsilon": outcome.plan.terms()["epsilon"],
+        "delta": outcome.plan.guarantee.delta,
+        "adjacency": outcome.plan.adjacency,
+        "partition": outcome.plan.partition,
+        "noise_multiplier": outcome.plan.noise_multiplier,
+        "dimension": len(outcome.theta),
+    }
+
+
+def _run_ucbvi(row: Row, seed: int, recipes: Path, cache: Path, seeds: int) -> list[dict[str, Any]]:
+    from dprlhf.papers.control.environments import Riverswim
+    from dprlhf.papers.control.ucbvi import Counting, ucbvi
+
+    given = row.settings
+    counting = Counting(given["epsilon"], mechanism=given["mechanism"])
+    regret = ucbvi(
+        Riverswim(given["p"]), given["episodes"], counting, bonus=given["bonus"], seed=seed,
+        runs=seeds, every=given.get("every", 10),
+    ).cumsum(1)  # fmt: skip
+    at = np.unique(np.linspace(1, regret.shape[1], 101).astype(int)) - 1
+    return [
+        {
+            "value": float(line[-1]),
+            "curve": [(float(k + 1), float(line[k])) for k in at],
+            "epsilon": given["epsilon"],
+            "delta": 0.0 if given["mechanism"] == "laplace" else counting.delta,
+            "adjacency": "zero-out",
+            "partition": "stream",
+        }
+        for line in regret
+    ]
+
+
+def _run_bandit(row: Row, seed: int, recipes: Path, cache: Path, seeds: int) -> dict[str, Any]:
+    from dprlhf.papers.control.bandits import run
+
+    given = row.settings
+    value = run(given["update"], given["d"], given["users"], given["epsilon"], seed)
+    return {"value": value, "epsilon": json_ready(given["epsilon"])}
+
+
+_RUN: dict[str, Any] = {
+    "train": _run_train,
+    "regret": _run_regret,
+    "ucbvi": _run_ucbvi,
+    "bandit": _run_bandit,
+}
+
+
+def _remove(folder: Path) -> None:
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,158 @@
+"""Private least squares by the exponential mechanism (He & Zhou 2025, arXiv 2510.21060, Alg. 4).
+
+Releases one of finitely many public candidates W: w with probability proportional to
+exp(−c L(w)), L(w) = Σ_u (clip(w · φ_u, R) − clip(A_u, R))². The guarantee is pure: δ = 0.
+
+Departures from the paper:
+
+- The printed exponent ε L / (8 R_max²) is that of Lemma 2, which needs targets and predictions in
+  [−R, R]. Algorithm 4 applies it to |Â| ≤ 2 R_max, where it can spend 4ε. Here R is the true bound
+  on the targets, and predictions are clipped to it, which Lemma 2 assumes and nothing enforces.
+- Under replace-one, c = ε / (8R²), as in Lemma 2. When a user is added, removed or zeroed, every
+  L(w) moves the same way, by at most 4R², and c = ε / (4R²) already gives ε.
+- Each loss is rounded to a multiple of 4R²/2³⁰, so that sums are exact in any order.
+- Sampling is Gumbel-max: argmax of −c L(w) + G_w with independent Gumbel G_w, from a keyed stream
+  whose uniforms go down to 2⁻²⁵⁶: as rare as any event that a 256-bit key decides.
+
+The proof is in ``docs/proofs/exponential.md``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.accounting import Adjacency
+from dprlhf.privacy.randomness import uint64_stream
+from dprlhf.updates.privls.oracle import Select, check_positive, predictions
+
+UNITS = 2**30
+"""Steps of one user's loss; float64 adds integers exactly for up to 2²³ users of so many."""
+
+_ROUNDING = 1e-8
+"""Of ε, kept back: scores of 2²³ users err by less than this, relatively."""
+
+_WORDS = 4
+"""64-bit words in one uniform draw."""
+
+
+@dataclass(frozen=True, eq=False)
+class Exponential:
+    """The exponential mechanism over a finite, public candidate set.
+
+    Attributes:
+        candidates: W, ``[candidates, d]``, anything that torch takes, chosen without looking at
+            users.
+        target_bound: R: targets and predictions are clipped to [−R, R]. For advantages
+            r(x, y) − r(x, y′) of rewards in [−R_max, R_max] it is 2 R_max.
+
+    Raises:
+        DprlhfError: the candidate set is missing, empty or not finite, or R is out of range.
+    """
+
+    candidates: torch.Tensor
+    target_bound: float
+
+    def __post_init__(self) -> None:
+        """Refuse what the mechanism is not made for."""
+        check_positive("exponential", target_bound=self.target_bound)
+        try:
+            candidates = torch.as_tensor(self.candidates, dtype=torch.float64)
+        except (TypeError, ValueError, RuntimeError):
+            candidates = torch.empty(0)
+        if candidates.ndim != 2 or not candidates.numel():
+            raise DprlhfError(
+                "exponential: candidates must be a finite set, an array [candidates, d]; for all w"
+                " in a ball use projected-sgd or sufficient-statistics"
+            )
+        if not bool(candidates.isfinite().all()):
+            raise DprlhfError(
+                "exponential: candidates has entries that are not finite: leave those out"
+            )
+        object.__setattr__(self, "candidates", candidates)
+
+    def losses(self, features: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return each user's squared error under each candidate, ``[users, candidates]``.
+
+        In [0, 4R²], because prediction and target lie in [−R, R].
+        """
+        bound = self.target_bound
+        guesses = predictions(features, self.candidates.mT, bound)
+        return (guesses - targets.clamp(-bound, bound)[:, None]).square()
+
+    @property
+    def largest_loss(self) -> float:
+        """4R², the range of one user's loss."""
+        return 4 * self.target_bound**2
+
+    def solve(self, select: Select) -> torch.Tensor:
+        """Return the chosen candidate, ``[d]``."""
+        return self.candidates[select(self.losses, self.largest_loss)].clone()
+
+    @property
+    def prediction_bound(self) -> float | None:
+        """R."""
+        return self.target_bound
+
+
+def total_units(losses: torch.Tensor, largest: float) -> torch.Tensor:
+    """Sum users' losses exactly, in units of ``largest`` / 2³⁰, ``[candidates]``, float64 integers.
+
+    Sums of such sums are exact, too, whatever their order. A user whose losses are not all finite
+    counts zero under every candidate, like one who is absent.
+
+    Args:
+        losses: ``[users, candidates]``; clamped to [0, largest].
+        largest: the range of one user's loss.
+    """
+    shares = losses.double() / largest
+    finite = shares.isfinite().all(dim=1, keepdim=True)
+    # where, not a product: 0 · NaN is NaN and would poison the sum.
+    units = torch.where(finite, (shares.clamp(0.0, 1.0) * UNITS).round(), 0.0)
+    return units.sum(0)
+
+
+def exponent(epsilon: float, adjacency: Adjacency) -> float:
+    """Return c · (range of one user's loss) of P(w) ∝ exp(−c L(w)) for pure ε.
+
+    Half of ε under replace-one, where L(w) and L(w′) may move in opposite directions.
+    """
+    return epsilon / 2 if adjacency == "replace-one" else epsilon
+
+
+def choose(
+    units: torch.Tensor,
+    epsilon: float,
+    adjacency: Adjacency,
+    key: bytes,
+    *context: str | int,
+) -> int:
+    """Draw a candidate by Gumbel-max.
+
+    Args:
+        units: L(w) as :func:`total_units` gives it, summed over all processes, ``[candidates]``.
+        epsilon: ε; infinite takes the smallest loss.
+        adjacency: what a neighbouring dataset is.
+        key: secret; a key and a context are used for one choice only.
+        context: names this use.
+    """
+    total = units.double().cpu().numpy()
+    if math.isinf(epsilon):
+        return int(total.argmin())
+    scores = -exponent(epsilon * (1 - _ROUNDING), adjacency) / UNITS * (total - total.min())
+    return int((scores + _gumbel(key, *context, count=len(total))).argmax())
+
+
+def _gumbel(key: bytes, *context: str | int, count: int) -> NDArray[np.float64]:
+    """Return ``[count]`` Gumbel draws −ln(−ln(1 − u)), u uniform with all digits down to 2⁻²⁵⁶."""
+    words = uint64_stream(key, "gumbel", *context, count=_WORDS * count).reshape(_WORDS, count)
+    u = np.full(count, 0.5)
+    for word in words:  # the last is the most significant
+        u = (word.astype(np.float64) + u) * 2.0**-64
+    gumbel: NDArray[np.float64] = -np.log(-np.log1p(-np.minimum(u, 1 - 2.0**-53)))
+    return gumbel

@@ -1,0 +1,106 @@
+"""Users held in this process: the callables that the oracles ask when they run by themselves.
+
+In a training round the gate takes this file's place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from dprlhf.gradients.clipping import clip_users
+from dprlhf.papers.regression.exponential import choose, total_units
+from dprlhf.privacy.accounting import Adjacency
+from dprlhf.privacy.randomness import gaussian_noise, uniforms
+from dprlhf.updates.privls.oracle import Contribution
+
+_MICRO_BATCH = 2**18
+"""Numbers in one micro-batch of contributions: as many as a cache holds."""
+
+
+@dataclass(repr=False, eq=False)
+class LocalRelease:
+    """A Gaussian :class:`~dprlhf.updates.privls.oracle.Release` over users in memory.
+
+    Attributes:
+        features: ``[users, d]``, float64.
+        targets: ``[users]``, float64.
+        noise_multiplier: z of one call; 0 releases exact means.
+        divisor: m, a public constant.
+        key: secret, for the noise of this fit only.
+    """
+
+    features: torch.Tensor
+    targets: torch.Tensor
+    noise_multiplier: float
+    divisor: float
+    key: bytes
+    _calls: int = field(default=0, init=False)
+
+    def __call__(self, contribution: Contribution, bound: float) -> torch.Tensor:
+        """Return (Σ_u clip(contribution_u, bound) + N(0, (z · bound)² I)) / m, ``[p]``."""
+        total = _zeros(contribution, self.features)
+        for features, targets in micro_batches(self.features, self.targets, len(total)):
+            total += clip_users(contribution(features, targets), bound)[0].sum(0)
+        self._calls += 1
+        if self.noise_multiplier:
+            noise = gaussian_noise(self.key, "regression", self._calls, count=len(total))
+            total += self.noise_multiplier * bound * noise
+        return total / self.divisor
+
+
+@dataclass(repr=False, eq=False)
+class LocalSelect:
+    """A :class:`~dprlhf.updates.privls.oracle.Select` over users in memory.
+
+    Attributes:
+        features: ``[users, d]``, float64.
+        targets: ``[users]``, float64.
+        epsilon: pure ε of the choice.
+        adjacency: what a neighbouring dataset is.
+        key: secret, for this choice only.
+    """
+
+    features: torch.Tensor
+    targets: torch.Tensor
+    epsilon: float
+    adjacency: Adjacency
+    key: bytes
+
+    def __call__(self, loss: Contribution, largest: float) -> int:
+        """Return the chosen index."""
+        total = _zeros(loss, self.features)
+        for features, targets in micro_batches(self.features, self.targets, len(total)):
+            total += total_units(loss(features, targets), largest)
+        return choose(total, self.epsilon, self.adjacency, self.key, "regression")
+
+
+def issp_draws(key: bytes, dimension: int) -> tuple[float, torch.Tensor]:
+    """Return the uniform draw of ISSP's test and the normal draws of its release, ``[d]``."""
+    uniform = float(uniforms(key, "regression test", count=1)[0])
+    return uniform, gaussian_noise(key, "regression", 1, count=dimension)
+
+
+def micro_batches(
+    features: torch.Tensor, targets: torch.Tensor, width: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield users whose contributions of this width fit a cache together.
+
+    Absent users, zero in both, fill up the last: with one shape, no user's contribution depends on
+    the number of the others by rounding.
+    """
+    size = min(1024, 2 ** max(0, (_MICRO_BATCH // max(1, width)).bit_length() - 1))
+    for start in range(0, len(targets), size):
+        x, y = features[start : start + size], targets[start : start + size]
+        if missing := size - len(y):
+            x = torch.nn.functional.pad(x, (0, 0, 0, missing))
+            y = torch.nn.functional.pad(y, (0, missing))
+        yield x, y
+
+
+def _zeros(contribution: Contribution, features: torch.Tensor) -> torch.Tensor:
+    """Return the zeros, ``[p]``, that a sum of contributions starts from."""
+    width = contribution(features[:0], features.new_zeros(0)).shape[1]
+    return torch.zeros(width, dtype=torch.float64)

@@ -1,0 +1,432 @@
+"""Private least squares by insufficient-statistics perturbation (ISSP).
+
+Brown, Hayase, Hopkins, Kong, Liu, Oh, Perdomo & Smith 2024 (arXiv 2404.15409); the oracle of HZ
+Corollary 2. Instead of noising ΦᵀΦ, ISSP finds weights under which the least-squares solution is
+stable, tests privately that they exist, and releases the weighted solution with noise shaped by the
+inverse of the data's own matrix. The error grows with d and not with the condition number.
+
+1. Filters. At level j, keep the largest set of users whose leverages in it are at most τ_j, and
+   from it remove the largest residual until all are at most ρ_j. Levels 0, 1, …, 2k + 1 rise by so
+   little that one user's presence changes a kept set by no more than the next level allows.
+2. Test. The score is the smallest s such that level s removes at most s users, and at most k. One
+   user moves it by at most 1. The test passes with a probability that falls from 1 at score 0 to 0
+   at score k; if it fails, w = 0 is released.
+3. Release. w ~ N(β, c² S⁻¹): β and S are solution and matrix with each user weighted by the share
+   of the levels k + 1, …, 2k that keep it, which one user changes by at most 2 in total.
+
+Departures from the paper, each proved in ``docs/proofs/issp.md``:
+
+- One test for both filters instead of one each: half the privacy budget for testing.
+- The test's pass probabilities are the steepest that (ε, δ) allows (Desfontaines, Voss, Gipson &
+  Mandayam 2022, arXiv 2006.03684), instead of truncated noise on the score: the smallest k.
+- The levels of leverage are 1/τ_j = 1/τ_0 − 5j/4 instead of a geometric sequence with ratio
+  e^(1/k): the removal of one user asks for 1/τ_0 − j, and the rest is room for rounding.
+- A score of max(removed, level) instead of their sum, because a level's residual filter may remove
+  both a user that the neighbouring dataset lacks and need one level more.
+- The paper's constants are replaced by the bounds of the proof evaluated for the numbers at hand,
+  and c by the analytic Gaussian mechanism; the split of (ε, δ) between test and release is the one
+  with the least noise on a public grid.
+- Features are scaled down to norm B and targets clipped to [−R, R], user by user, and a public
+  ridge κ is added to every matrix. Every step of the proof holds with them, and no data can make a
+  matrix singular in floating point: an error would tell about the data.
+- Neighbours differ by adding, removing or zeroing one user; replace-one is two such steps, each
+  with (ε/2, δ/(1 + e^(ε/2))).
+
+As in the paper, m must grow like d k² with k of order log(1/δ)/ε: ISSP is for few dimensions and
+many users. Out of that range it refuses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.accounting import Adjacency
+from dprlhf.privacy.gaussian import gaussian_noise_multiplier
+from dprlhf.updates.privls.oracle import bounded_rows, check_positive, finite_rows
+
+LARGEST_GROWTH = math.e
+"""The highest residual bound over the lowest: beyond, filters still work but noise explodes."""
+
+SMALLEST_DELTA = 1e-14
+"""Of one step between neighbours: the test is drawn with 52 bits."""
+
+_STEP = 1.25
+"""1/τ_j − 1/τ_{j+1}: 1 for the removal of a user, and a quarter for rounding."""
+
+_SHARES = tuple(i / 20 for i in range(1, 20))
+_COVARIANCE_SHARE = 0.05
+"""Of the release's δ, spent on the change of S; its loss is far smaller than that of β's move."""
+
+
+@dataclass(frozen=True)
+class ISSP:
+    """Insufficient-statistics perturbation.
+
+    Attributes:
+        feature_bound: B; features are scaled down to it. It does not scale the noise.
+        target_bound: R; targets are clipped to [−R, R].
+        residual_bound: ρ_0, which residuals of the least-squares solution are expected to keep
+            within; it scales the noise. None takes 2R, which is safe where predictions keep to
+            [−R, R].
+        leverage: expected largest leverage, in units of the mean d/m: τ_0 = leverage · d / m. It
+            scales the noise by its square root. Features of equal norm in no preferred direction
+            have 1; 3 leaves room.
+        ridge: κ in units of mB². Directions with a smaller share of the features are shrunk.
+
+    Raises:
+        DprlhfError: a value is out of range.
+    """
+
+    feature_bound: float
+    target_bound: float
+    residual_bound: float | None = None
+    leverage: float = 3.0
+    ridge: float = 1e-6
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot run."""
+        check_positive(
+            "issp",
+            feature_bound=self.feature_bound,
+            target_bound=self.target_bound,
+            residual_bound=self.largest_residual,
+            leverage=self.leverage,
+            ridge=self.ridge,
+        )
+
+    @property
+    def largest_residual(self) -> float:
+        """ρ_0."""
+        return 2 * self.target_bound if self.residual_bound is None else self.residual_bound
+
+    @property
+    def prediction_bound(self) -> float | None:
+        """None: predictions are linear."""
+        return None
+
+    def solve(
+        self,
+        features: torch.Tensor,
+        targets: torch.Tensor,
+        *,
+        users: float,
+        epsilon: float,
+        delta: float,
+        adjacency: Adjacency,
+        uniform: float,
+        normals: torch.Tensor,
+    ) -> tuple[torch.Tensor, bool]:
+        """Return w, ``[d]``, and whether the private test failed (then w is zero).
+
+        Args:
+            features: of all users of the round, ``[users, d]``, one row a user: the filters look
+                at users together, so processes have to gather them first.
+            targets: ``[users]``.
+            users: m, a public number; it sets τ_0 and κ.
+            epsilon: of this fit; infinite adds no noise, and the test fails only for a user with
+                a leverage above τ_0 or a residual above ρ_0.
+            delta: of this fit.
+            adjacency: what a neighbouring dataset is.
+            uniform: a secret draw from (0, 1), a multiple of 2⁻⁵² plus half a step, for the test.
+            normals: secret standard normal draws, ``[d]``, for the release.
+
+        Raises:
+            DprlhfError: d is above what ISSP is made for with so many users and such a budget.
+        """
+        d = features.shape[1]
+        step = _one_step(epsilon, delta, adjacency)
+        if math.isfinite(epsilon) and step[1] < SMALLEST_DELTA:
+            raise DprlhfError(
+                f"issp: delta {delta:g} is too small at epsilon {epsilon:g} ({adjacency}): raise it"
+                f" {SMALLEST_DELTA / step[1]:,.3g}-fold"
+            )
+        setup = make_setup(self.leverage * d / users, *step)
+        if setup is None:
+            raise DprlhfError(_too_many(d, self.leverage, users, epsilon, delta, adjacency))
+        features, targets = finite_rows(features.double(), targets.double())
+        features, targets = bounded_rows(features, targets, self.feature_bound, self.target_bound)
+        ridge = self.ridge * users * self.feature_bound**2
+        found = find_weights(features, targets, setup, self.largest_residual, ridge)
+        if uniform <= setup.fail_probability[found.score]:
+            return torch.zeros(d, dtype=torch.float64), True
+        system = System.of(features, targets, found.weights, ridge)
+        scale = setup.noise * self.largest_residual
+        # S = L Lᵀ, so L⁻ᵀ g has covariance S⁻¹.
+        shaped = torch.linalg.solve_triangular(system.cholesky.mT, normals[:, None], upper=True)
+        return system.solution + scale * shaped[:, 0], False
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The public constants of one fit, for residual bound 1.
+
+    Attributes:
+        k: scores count up to it.
+        lowest_leverage: τ_0.
+        growth: ρ_{j+1} / ρ_j.
+        fail_probability: of the test, for scores 0..k.
+        noise: c, per unit of ρ_0.
+    """
+
+    k: int
+    lowest_leverage: float
+    growth: float
+    fail_probability: tuple[float, ...]
+    noise: float
+
+    @property
+    def levels(self) -> int:
+        """2k + 2."""
+        return 2 * self.k + 2
+
+    def leverage_bound(self, level: int) -> float:
+        """τ_j = 1/(1/τ_0 − 5j/4): a set of level j without one user is a set of level j + 1."""
+        return 1 / (1 / self.lowest_leverage - _STEP * level)
+
+
+@lru_cache(maxsize=256)
+def make_setup(lowest: float, epsilon: float, delta: float) -> Setup | None:
+    """Return the constants with the least noise for add-remove (ε, δ); None where there are none.
+
+    Args:
+        lowest: τ_0.
+        epsilon: infinite for a fit without noise.
+        delta: of the fit.
+    """
+    if math.isinf(epsilon):
+        constants = proof_constants(lowest, 1)
+        return constants and Setup(1, lowest, constants[0], (0.0, 1.0), 0.0)
+    best: Setup | None = None
+    for share in _SHARES:
+        # Above this k, (2k + 1) ln(growth) > 1.
+        fail = fail_probabilities(share * epsilon, delta / 2, math.sqrt(0.5 / lowest))
+        constants = proof_constants(lowest, len(fail) - 1) if fail else None
+        if fail is None or constants is None:
+            continue
+        growth, leverage, shift = constants
+        multiplier = release_noise(leverage, (1 - share) * epsilon, delta / 2)
+        if multiplier is not None and (best is None or shift * multiplier < best.noise):
+            best = Setup(len(fail) - 1, lowest, growth, fail, shift * multiplier)
+    return best
+
+
+def fail_probabilities(epsilon: float, delta: float, most: float) -> tuple[float, ...] | None:
+    """Return the fastest rise from 0 to 1 of which neighbours are (ε, δ)-indistinguishable.
+
+    q_{s+1} = min(e^ε q_s + δ, 1 − e^−ε (1 − q_s − δ), 1), from q_0 = 0 to q_k = 1; None if k would
+    be above ``most``. All are multiples of 2⁻⁵², like the draw that they are compared with, and
+    rounded down by more than floating point errs.
+    """
+    fail, grain = [0.0], 2.0**-52
+    while fail[-1] < 1.0:
+        if len(fail) > most:
+            return None
+        q = fail[-1]
+        rise = min(math.exp(min(epsilon, 700.0)) * q, 1.0) + delta - 4 * grain
+        left = 1 - math.exp(-epsilon) * (1 - q - delta) - 2 * grain
+        end = q + delta - grain >= 1
+        fail.append(1.0 if end else math.floor(max(0.0, min(rise, left)) / grain) * grain)
+    return tuple(fail)
+
+
+def proof_constants(lowest: float, k: int) -> tuple[float, float, float] | None:
+    """Return ρ_{j+1}/ρ_j, h, and the bound on ‖β − β′‖_S per unit of ρ_0.
+
+    h = 1/(1/τ_{2k+1} − k) bounds every leverage that the proof meets. Residual bounds grow by
+    1/(1 − (k + 1)h): 1/(1 − kh) for the proof, and the rest for rounding. Neighbours' solutions
+    differ by at most 2ρ √(h (1 + 2h)), ρ = growth^(2k+1) (1 + kh) ρ_0. None where the levels do not
+    exist or rise by more than LARGEST_GROWTH.
+    """
+    room = 1 / lowest - _STEP * (2 * k + 1) - k
+    if room <= k + 1:
+        return None
+    h = 1 / room
+    growth = 1 / (1 - (k + 1) * h)
+    if (2 * k + 1) * math.log(growth) > math.log(LARGEST_GROWTH):
+        return None
+    highest = growth ** (2 * k + 1) * (1 + k * h)
+    return growth, h, 2 * highest * math.sqrt(h * (1 + 2 * h))
+
+
+def release_noise(leverage: float, epsilon: float, delta: float) -> float | None:
+    """Return noise over ‖β − β′‖_S with which N(β, c²S⁻¹) is (ε, δ)-DP; None if ε is too small.
+
+    From N(β, c²S⁻¹) to N(β′, c²S⁻¹) by the analytic Gaussian mechanism, and from there to
+    N(β′, c²S′⁻¹) by a tail bound of the privacy loss.
+    """
+    log_delta = math.log(_COVARIANCE_SHARE * delta) - epsilon
+    covariance = covariance_epsilon(2 * leverage, log_delta)
+    if covariance >= 0.5 * epsilon:
+        return None
+    return gaussian_noise_multiplier(epsilon - covariance, (1 - _COVARIANCE_SHARE) * delta)
+
+
+def covariance_epsilon(trace: float, log_delta: float) -> float:
+    """Return an ε that N(0, S⁻¹) against N(0, S′⁻¹) keeps but with probability e^log_delta.
+
+    With λ the eigenvalues of S^−½ S′ S^−½ and Σ|λ_i − 1| ≤ ``trace``, the loss L has
+    log E e^{sL} = Σ f(λ_i), f(λ) = −(s ln λ + ln(1 − s(λ − 1)))/2, convex with f(1) = 0. So a
+    single eigenvalue 1 ± trace is the worst case, and Chernoff's bound gives ε at any s.
+    """
+    if trace >= 1:
+        return math.inf
+    best = math.inf
+    for i in range(1, 200):
+        s = i / 200 / trace
+        most = max(-0.5 * (s * math.log1p(x) + math.log1p(-s * x)) for x in (trace, -trace))
+        best = min(best, (most - log_delta) / s)
+    return best
+
+
+@dataclass(frozen=True)
+class System:
+    """Weighted normal equations with the ridge.
+
+    Attributes:
+        cholesky: L of S = Σ w φφᵀ + κI = L Lᵀ, ``[d, d]``.
+        solution: β = S⁻¹ Σ w φA, ``[d]``.
+    """
+
+    cholesky: torch.Tensor
+    solution: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, features: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, ridge: float
+    ) -> System:
+        """Build and solve; ``weights`` is ``[users]``."""
+        weighted = features * weights[:, None]
+        matrix = features.mT @ weighted
+        matrix.diagonal().add_(ridge)
+        cholesky = torch.linalg.cholesky(matrix)
+        vector = (weighted.mT @ targets)[:, None]
+        return cls(cholesky, torch.cholesky_solve(vector, cholesky)[:, 0])
+
+    def leverages(self, features: torch.Tensor) -> torch.Tensor:
+        """Return φᵀS⁻¹φ of each user, ``[users]``."""
+        scaled = torch.linalg.solve_triangular(self.cholesky, features.mT, upper=False)
+        squares: torch.Tensor = scaled.square().sum(0)
+        return squares
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the filters find.
+
+    Attributes:
+        score: 0..k; at k the test fails for certain, and the weights mean nothing.
+        weights: ``[users]``, in [0, 1].
+    """
+
+    score: int
+    weights: torch.Tensor
+
+
+def find_weights(
+    features: torch.Tensor, targets: torch.Tensor, setup: Setup, residual_bound: float, ridge: float
+) -> Found:
+    """Run the filters at all levels, ``[users, d]`` and ``[users]`` in float64."""
+    k = setup.k
+    score, weights = k, torch.zeros(len(targets), dtype=torch.float64)
+    for level, kept in kept_sets(features, targets, setup, residual_bound, ridge):
+        removed = k if kept is None else int((~kept).sum())
+        score = min(score, max(removed, level))
+        if kept is not None and k < level <= 2 * k:
+            weights += kept / k
+    return Found(score, weights.clamp(max=1.0))
+
+
+def kept_sets(
+    features: torch.Tensor, targets: torch.Tensor, setup: Setup, residual_bound: float, ridge: float
+) -> Iterator[tuple[int, torch.Tensor | None]]:
+    """Yield each level, the highest first, and whom it keeps; None where too many residuals go."""
+    kept = torch.ones(len(targets), dtype=torch.bool)
+    removals: list[tuple[float, int]] | None = None
+    for level in reversed(range(setup.levels)):
+        before = int(kept.sum())
+        # A lower level's set lies inside a higher one's, so the search goes on from there.
+        kept = filter_leverage(features, kept, setup.leverage_bound(level), ridge)
+        if removals is None or int(kept.sum()) != before:
+            removals = remove_residuals(features, targets, kept, setup.k, residual_bound, ridge)
+        bound = residual_bound * setup.growth**level
+        count = next((i for i, (largest, _) in enumerate(removals) if largest <= bound), None)
+        if count is None:
+            yield level, None
+            continue
+        inside = kept.clone()
+        inside[[user for _, user in removals[:count]]] = False
+        yield level, inside
+
+
+def filter_leverage(
+    features: torch.Tensor, kept: torch.Tensor, bound: float, ridge: float
+) -> torch.Tensor:
+    """Return the largest subset of ``kept`` in which every leverage is at most ``bound``.
+
+    Whoever exceeds the bound exceeds it in every smaller set, so all are removed at once.
+    """
+    zero = torch.zeros(len(features), dtype=torch.float64)
+    while True:
+        leverages = System.of(features, zero, kept.double(), ridge).leverages(features)
+        over = kept & (leverages > bound)
+        if not bool(over.any()):
+            return kept
+        kept = kept & ~over
+
+
+def remove_residuals(
+    features: torch.Tensor,
+    targets: torch.Tensor,
+    kept: torch.Tensor,
+    most: int,
+    lowest_bound: float,
+    ridge: float,
+) -> list[tuple[float, int]]:
+    """Return (largest residual, its user) again and again, removing that user in between.
+
+    Ends when the largest residual is at most ``lowest_bound``, or ``most`` users are gone.
+    """
+    kept = kept.clone()
+    removals: list[tuple[float, int]] = []
+    while len(removals) <= most:
+        solution = System.of(features, targets, kept.double(), ridge).solution
+        residuals = torch.where(kept, (targets - features @ solution).abs(), 0.0)
+        user = int(residuals.argmax()) if len(residuals) else 0
+        largest = float(residuals[user]) if len(residuals) else 0.0
+        removals.append((largest, user))
+        if largest <= lowest_bound:
+            break
+        kept[user] = False
+    return removals
+
+
+def _one_step(epsilon: float, delta: float, adjacency: Adjacency) -> tuple[float, float]:
+    """Return the budget of adding or removing one user."""
+    if adjacency == "replace-one":
+        return epsilon / 2, delta / (1 + math.exp(min(epsilon / 2, 300.0)))
+    return epsilon, delta
+
+
+def _too_many(
+    d: int, leverage: float, users: float, epsilon: float, delta: float, adjacency: Adjacency
+) -> str:
+    low, high = 0.0, leverage * d / users  # τ_0 that is fine, and that is not
+    while high - low > 1e-3 * high:
+        middle = 0.5 * (low + high)
+        fine = make_setup(middle, *_one_step(epsilon, delta, adjacency)) is not None
+        low, high = (middle, high) if fine else (low, middle)
+        if high < 1e-8:
+            break
+    dimensions = math.floor(low * users / leverage)
+    needed = math.ceil(leverage * d / low) if low else math.inf
+    return (
+        f"issp: {d} dimensions need {needed:,} users at epsilon {epsilon:g}, delta {delta:g}"
+        f" ({adjacency}), not {users:,.0f}, with which at most {dimensions} are possible: use"
+        " sufficient-statistics, improper-batch-sgd or projected-sgd"
+    )

@@ -1,0 +1,146 @@
+"""Running an oracle by itself, on plain arrays."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from dprlhf.errors import DprlhfError
+from dprlhf.papers.regression.exponential import Exponential
+from dprlhf.papers.regression.in_memory import LocalRelease, LocalSelect, issp_draws
+from dprlhf.papers.regression.issp import ISSP
+from dprlhf.privacy.accounting import Adjacency, noise_multiplier
+from dprlhf.privacy.randomness import new_key
+from dprlhf.updates.privls.improper_batch_sgd import ImproperBatchSGD
+from dprlhf.updates.privls.oracle import Fit, Guarantee, finite_rows
+from dprlhf.updates.privls.projected_sgd import ProjectedSGD
+from dprlhf.updates.privls.sufficient_statistics import SufficientStatistics
+
+Oracle = Exponential | SufficientStatistics | ISSP | ImproperBatchSGD | ProjectedSGD
+
+
+def fit(
+    oracle: Oracle,
+    features: Any,
+    targets: Any,
+    *,
+    epsilon: float,
+    delta: float = 0.0,
+    adjacency: Adjacency = "replace-one",
+    users: float | None = None,
+    key: bytes | None = None,
+) -> Fit:
+    """Fit w by a private oracle.
+
+    Args:
+        oracle: what to run, with its public settings.
+        features: ``[users, d]``, anything that torch takes; a row that is not finite counts as
+            an absent user.
+        targets: ``[users]``.
+        epsilon: infinite for a fit without noise.
+        delta: 0 for ``exponential``, above 0 for the others.
+        adjacency: what a neighbouring dataset is. Replace-one is that of He & Zhou, Definition 2.
+        users: m, a public number of users. None takes the number of rows, which is public under
+            replace-one and zero-out, and not under add-remove.
+        key: 32 secret bytes, never used for another fit. None draws them.
+
+    Raises:
+        DprlhfError: shapes or budget do not suit the oracle.
+
+    >>> x = torch.eye(2).repeat(500, 1)
+    >>> oracle = SufficientStatistics(feature_bound=1.0, target_bound=1.0, radius=1.0)
+    >>> found = fit(oracle, x, x @ torch.tensor([0.5, -0.5]), epsilon=2.0, delta=1e-6)
+    >>> found.w.shape, found.guarantee.epsilon <= 2.0
+    (torch.Size([2]), True)
+    """
+    x, y = _arrays(features, targets)
+    if not epsilon > 0:
+        raise DprlhfError(f"epsilon must be above 0, not {epsilon}")
+    if users is None:
+        if adjacency == "add-remove":
+            raise DprlhfError(
+                "adjacency add-remove needs users, a public number of users: the number of rows is"
+                " private under it"
+            )
+        users = float(len(y))
+    if not users > 0:
+        raise DprlhfError(f"users must be above 0, not {users:g}")
+    key = new_key() if key is None else key
+    if isinstance(oracle, Exponential):
+        return _exponential(oracle, x, y, epsilon, delta, adjacency, key)
+    if not (0 < delta < 1 or math.isinf(epsilon)):
+        raise DprlhfError(
+            f"delta must be above 0 and below 1 for {type(oracle).__name__}, not {delta}; only"
+            " exponential is pure"
+        )
+    if isinstance(oracle, ISSP):
+        uniform, normals = issp_draws(key, x.shape[1])
+        w, failed = oracle.solve(
+            x,
+            y,
+            users=users,
+            epsilon=epsilon,
+            delta=delta,
+            adjacency=adjacency,
+            uniform=uniform,
+            normals=normals,
+        )
+        guarantee = Guarantee(epsilon, delta, adjacency, "private test and shaped Gaussian noise")
+        return Fit(w, guarantee, oracle.prediction_bound, failed)
+    z, guarantee = gaussian_budget(epsilon, delta, adjacency, oracle.releases)
+    w = oracle.solve(LocalRelease(x, y, z, users, key), x.shape[1])
+    return Fit(w, guarantee, oracle.prediction_bound)
+
+
+def _arrays(features: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    try:
+        x, y = (torch.as_tensor(a, dtype=torch.float64, device="cpu") for a in (features, targets))
+    except (TypeError, ValueError, RuntimeError) as problem:
+        raise DprlhfError("features and targets must be arrays of numbers") from problem
+    if x.ndim != 2 or not x.shape[1] or y.shape != x.shape[:1]:
+        raise DprlhfError(
+            f"features must be [users, d] and targets [users], not {list(x.shape)} and"
+            f" {list(y.shape)}"
+        )
+    return finite_rows(x, y)
+
+
+def gaussian_budget(
+    epsilon: float, delta: float, adjacency: Adjacency, releases: int
+) -> tuple[float, Guarantee]:
+    """Return z of each of J releases of the same users, and what they cost together."""
+    if math.isinf(epsilon):
+        return 0.0, Guarantee(math.inf, delta, adjacency, "none: no noise is added")
+    z, cost = noise_multiplier(
+        epsilon,
+        delta,
+        rounds=1,
+        partition="random-allocation" if adjacency == "add-remove" else "fixed",
+        adjacency=adjacency,
+        releases_per_round=releases,
+    )
+    word = f"{releases} Gaussian release{'s' if releases > 1 else ''}"
+    return z, Guarantee(cost.epsilon, delta, adjacency, word)
+
+
+def _exponential(
+    oracle: Exponential,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    epsilon: float,
+    delta: float,
+    adjacency: Adjacency,
+    key: bytes,
+) -> Fit:
+    if delta != 0:
+        raise DprlhfError(f"exponential is pure: leave delta at 0, not {delta}")
+    if oracle.candidates.shape[1] != x.shape[1]:
+        raise DprlhfError(
+            f"exponential: candidates have {oracle.candidates.shape[1]} dimensions, features"
+            f" {x.shape[1]}"
+        )
+    w = oracle.solve(LocalSelect(x, y, epsilon, adjacency, key))
+    guarantee = Guarantee(epsilon, 0.0, adjacency, "exponential mechanism")
+    return Fit(w, guarantee, oracle.prediction_bound)

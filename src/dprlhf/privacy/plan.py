@@ -1,0 +1,266 @@
+"""One specification from which partition, clipping, noise and accounting are all built.
+
+Because every part reads the same :class:`Plan`, they cannot disagree: the sampler that runs is the
+sampler that was accounted for.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.accounting import (
+    Adjacency,
+    Epsilon,
+    Mechanism,
+    Partition,
+    epsilon,
+    noise_multiplier,
+)
+from dprlhf.privacy.correlated_noise import noise_gain
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will release, and what that costs.
+
+    Attributes:
+        users: N, public by assumption.
+        rounds: T.
+        participations: k, the rounds that a user takes part in.
+        divisor: m = kN/T (``fixed`` and ``stream``: the slots of a round), the public constant
+            that every released sum is divided by.
+        clip_norm: S, the L2 bound on one user's contribution; infinite only without noise.
+        noise_multiplier: z; the released sum carries noise of standard deviation z·S. Zero makes
+            the run a non-private baseline.
+        releases_per_round: J, the noised sums that one round takes from the same users, each with
+            z; the round then costs what one Gaussian with z/√J costs.
+        bands: b of :mod:`dprlhf.privacy.correlated_noise`; 1 draws each round's noise by itself.
+        guarantee: ε (an upper bound; infinite for a baseline), δ and the accountant.
+    """
+
+    users: int
+    rounds: int
+    partition: Partition
+    adjacency: Adjacency
+    participations: int
+    clip_norm: float
+    noise_multiplier: float
+    divisor: float
+    guarantee: Epsilon
+    releases_per_round: int = 1
+    bands: int = 1
+
+    @property
+    def private(self) -> bool:
+        """Whether the run states a finite ε."""
+        return math.isfinite(self.guarantee.epsilon)
+
+    @property
+    def noise_std(self) -> float:
+        """Return zS, the standard deviation of the noise on the sum."""
+        return self.noise_multiplier * self.clip_norm if self.noise_multiplier else 0.0
+
+    def noise_std_of(self, round_: int) -> float:
+        """Return the standard deviation of a round's noise on the sum, zS but for correlation."""
+        return self.noise_std * noise_gain(self.rounds, self.bands, round_)
+
+    @property
+    def sensitivity(self) -> float:
+        """How far one user can move the sum: S, or 2S where a user is replaced by another."""
+        return self.clip_norm * (2 if self.adjacency == "replace-one" else 1)
+
+    def noise_to_clip_ratio(self, dimension: int) -> float:
+        """Return zS√d/m over S: the norm of the released mean's noise in units of S."""
+        return self.noise_multiplier * math.sqrt(dimension) / self.divisor
+
+    def terms(self) -> dict[str, Any]:
+        """Return the plan as JSON-ready values, for the ledger and ``privacy.json``."""
+        values = asdict(self)
+        guarantee = values.pop("guarantee")
+        for name in ("epsilon", "epsilon_lower", "delta", "accountant"):
+            values[name] = guarantee[name]
+        terms: dict[str, Any] = json_ready(values)
+        return terms
+
+
+def json_ready(value: Any) -> Any:
+    """Return a value, or all that a mapping holds, for JSON: it has no infinity, text says so."""
+    if isinstance(value, Mapping):
+        return {name: json_ready(inner) for name, inner in value.items()}
+    return "infinity" if value == math.inf else value
+
+
+NO_PRIVACY = "none: no noise is added; this run is a non-private baseline"
+
+
+def make_plan(
+    *,
+    users: int,
+    rounds: int,
+    delta: float,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    clip_norm: float = 1.0,
+    partition: Partition = "random-allocation",
+    adjacency: Adjacency | None = None,
+    participations: int = 1,
+    releases_per_round: int = 1,
+    bands: int = 1,
+) -> Plan:
+    """Build the plan from the asked ε, or from the noise multiplier.
+
+    Exactly one of ``epsilon`` and ``noise_multiplier`` is given; ``epsilon=math.inf`` (or a noise
+    multiplier of 0) asks for a non-private baseline that keeps everything else.
+
+    Raises:
+        DprlhfError: a value is out of range, fewer users than rounds, or the partition does not
+            carry the adjacency.
+    """
+    if (epsilon is None) == (noise_multiplier is None):
+        raise DprlhfError("privacy: give exactly one of epsilon and noise_multiplier")
+    if users < 1:
+        raise DprlhfError("the dataset has no users")
+    if rounds < 1:
+        raise DprlhfError(f"rounds must be at least 1, not {rounds}")
+    if users < rounds:
+        raise DprlhfError(f"{users} users cannot fill {rounds} rounds: lower rounds to {users}")
+    if not 0 < delta < 1:
+        raise DprlhfError(f"delta must be above 0 and below 1, not {delta}")
+    baseline = noise_multiplier == 0 or epsilon == math.inf
+    if not clip_norm > 0 or (math.isinf(clip_norm) and not baseline):
+        raise DprlhfError(f"clip_norm must be a positive number, not {clip_norm}")
+    cut = partition in ("fixed", "stream")
+    if bands > 1 and (not cut or participations > 1 or releases_per_round > 1):
+        raise DprlhfError(
+            "privacy.bands: correlated noise is accounted for one release to disjoint batches:"
+            " use partition fixed or stream with one participation and one release a round, or"
+            " bands 1"
+        )
+    adjacency = adjacency or default_adjacency(partition)
+    z, guarantee = _cost(
+        epsilon,
+        noise_multiplier,
+        delta,
+        (rounds, partition, adjacency, participations, releases_per_round),
+    )
+    if not baseline and not sys.float_info.min <= z * clip_norm < math.inf:
+        raise DprlhfError(
+            f"clip_norm {clip_norm}: its noise, {z:g} times as much, is no ordinary number; scale"
+            " the reward or the learning rate instead"
+        )
+    return Plan(
+        users=users,
+        rounds=rounds,
+        partition=partition,
+        adjacency=adjacency,
+        participations=participations,
+        clip_norm=clip_norm,
+        noise_multiplier=z,
+        divisor=float(users // rounds) if cut else participations * users / rounds,
+        guarantee=guarantee,
+        releases_per_round=releases_per_round,
+        bands=bands,
+    )
+
+
+def default_adjacency(partition: Partition) -> Adjacency:
+    """Return the adjacency that a partition is usually accounted under."""
+    return "zero-out" if partition in ("fixed", "stream") else "add-remove"
+
+
+def _cost(
+    target: float | None,
+    z: float | None,
+    delta: float,
+    composition: tuple[int, Partition, Adjacency, int, int],
+) -> tuple[float, Epsilon]:
+    rounds, partition, adjacency, participations, releases = composition
+    if z == 0 or target == math.inf:
+        # The mechanism is still validated, so that a baseline is comparable to a private run.
+        Mechanism(1.0, *composition)
+        return 0.0, Epsilon(math.inf, math.inf, delta, NO_PRIVACY, ())
+    if z is not None:
+        return z, epsilon(Mechanism(z, *composition), delta)
+    assert target is not None
+    return noise_multiplier(
+        target,
+        delta,
+        rounds=rounds,
+        partition=partition,
+        adjacency=adjacency,
+        participations=participations,
+        releases_per_round=releases,
+    )
+
+
+def delta_warning(delta: float, users: int) -> str | None:
+    """Return what to say about a δ above 1/N, at which releasing one user outright would pass."""
+    if delta > 1 / users:
+        return f"delta {delta:g} is above 1/users = {1 / users:.2g}: choose a smaller delta"
+    return None
+
+
+def noise_warning(ratio: float) -> str | None:
+    """Return what to say about a noise-to-clip ratio at which noise leads (docs/epsilon.md)."""
+    if ratio > 1:
+        return (
+            f"noise leads (noise-to-clip ratio {ratio:.3g}, above 1): take fewer dimensions"
+            " (policy.adapter: one module, few layers), more users or fewer rounds before a larger"
+            " epsilon"
+        )
+    return None
+
+
+def balanced_batch(users: int, epsilon: float, dimension: int) -> float:
+    """Return m = (√d/ε)^{2/3} N^{1/3}, where DP-PG's two errors balance (He & Zhou, Theorem 2)."""
+    balanced: float = (math.sqrt(dimension) / epsilon) ** (2 / 3) * users ** (1 / 3)
+    return min(float(users), max(1.0, balanced))
+
+
+def trade_off(
+    users: int,
+    rounds: Sequence[int],
+    epsilon: float,
+    delta: float,
+    dimension: int,
+    signal: float,
+) -> list[dict[str, Any]]:
+    """Compare partitions and numbers of rounds at the same (ε, δ), one pass.
+
+    Over a run of T rounds in which everybody takes part once, a signal s (the norm of the mean
+    clipped contribution over S) sums to T·s, the noise to √T·z√d/m. Their ratio is N·s/(κ√d)
+    with κ = z√T: what random allocation lowers, and rounds raise.
+
+    Raises:
+        DprlhfError: a value is out of range.
+    """
+    if not 0 < epsilon < math.inf:
+        raise DprlhfError(f"epsilon must be a positive number, not {epsilon}")
+    if dimension < 1:
+        raise DprlhfError(f"dimension must be at least 1, not {dimension}")
+    rows = []
+    partitions: tuple[Partition, ...] = ("random-allocation", "fixed")
+    for partition in partitions:
+        for count in rounds:
+            plan = make_plan(
+                users=users, rounds=count, epsilon=epsilon, delta=delta, partition=partition
+            )
+            kappa = plan.noise_multiplier * math.sqrt(count)
+            rows.append(
+                {
+                    "partition": partition,
+                    "adjacency": plan.adjacency,
+                    "rounds": count,
+                    "batch": plan.divisor,
+                    "noise_multiplier": plan.noise_multiplier,
+                    "noise_to_clip_ratio": plan.noise_to_clip_ratio(dimension),
+                    "kappa": kappa,
+                    "signal_to_noise": users * signal / (kappa * math.sqrt(dimension)),
+                }
+            )
+    return rows

@@ -1,0 +1,201 @@
+"""Reading recipes, with errors that name the key, what is allowed, and the nearest known key."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from dprlhf.errors import DprlhfError, nearest, one_line
+from dprlhf.recipe.rl import Recipe
+from dprlhf.recipe.supervised import RewardRecipe, SFTRecipe
+from dprlhf.recipe.updates import CLIP_NORM_KINDS
+
+R = typing.TypeVar("R", bound=BaseModel)
+
+AnyRecipe = Recipe | SFTRecipe | RewardRecipe
+
+STAGES: dict[str, type[SFTRecipe] | type[RewardRecipe]] = {
+    "sft": SFTRecipe,
+    "reward": RewardRecipe,
+}
+"""The supervised stages by name; a recipe without a ``stage`` is one of private updates."""
+
+
+_LONGEST = 80
+"""Characters of an offending value that an error quotes."""
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a YAML recipe and apply ``section.key=value`` overrides.
+
+    Raises:
+        DprlhfError: the file cannot be read, or a key or value is wrong.
+    """
+    recipe = load_any_recipe(path, overrides)
+    if not isinstance(recipe, Recipe):
+        raise DprlhfError(
+            f"{path}: a recipe of stage {recipe.stage}: run it with dprlhf {recipe.stage} {path}"
+        )
+    return recipe
+
+
+def load_any_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
+    """Read a YAML recipe of any stage, as :func:`load_recipe` does."""
+    path = Path(path)
+    try:
+        settings = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise DprlhfError(f"{path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise DprlhfError(f"{path}: not valid YAML: {one_line(error, None)}") from None
+    if not isinstance(settings, dict):
+        raise DprlhfError(f"{path}: a recipe is a mapping of keys to values")
+    for override in overrides:
+        _override(settings, override)
+    stage = settings.get("stage")
+    if stage is None:
+        return _make(Recipe, settings, str(path))
+    if stage not in STAGES:
+        names = ", ".join(STAGES)
+        raise DprlhfError(f"{path}: {_refused('stage', f'it is one of {names}', stage, names)}")
+    return _make(STAGES[stage], settings, str(path))
+
+
+def make_recipe(settings: Mapping[str, Any], source: str = "recipe") -> Recipe:
+    """Validate settings; errors name the key, what is allowed, and the nearest known key."""
+    return _make(Recipe, settings, source)
+
+
+def _make(kind: type[R], settings: Mapping[str, Any], source: str) -> R:
+    try:
+        return kind.model_validate(settings)
+    except ValidationError as error:
+        raise DprlhfError(f"{source}: {_explain(error, kind)}") from None
+
+
+def dump_recipe(recipe: AnyRecipe) -> str:
+    """Return the recipe as YAML, every default written out."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
+
+
+def _override(settings: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise DprlhfError(f"override '{override}': write section.key=value")
+    *parents, last = key.split(".")
+    node: Any = settings
+    for parent in parents:
+        child = _item(node, parent, key) if isinstance(node, list) else node.setdefault(parent, {})
+        if child is None:
+            child = node[int(parent) if isinstance(node, list) else parent] = {}
+        if not isinstance(child, dict | list):
+            raise DprlhfError(f"override '{key}': '{parent}' is a single value, not a section")
+        node = child
+    value = _parse(text, override)
+    if isinstance(node, list):
+        _item(node, last, key)
+        node[int(last)] = value
+    else:
+        node[last] = value
+
+
+def _item(node: list[Any], index: str, key: str) -> Any:
+    if not index.isdecimal() or int(index) >= len(node):
+        raise DprlhfError(f"override '{key}': '{index}' is not an index of a list of {len(node)}")
+    return node[int(index)]
+
+
+def _parse(text: str, override: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise DprlhfError(f"override '{override}': the value is not valid YAML") from None
+    if isinstance(value, str):
+        try:  # YAML reads 1e-3 and inf as text
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _explain(error: ValidationError, kind: type[BaseModel] = Recipe) -> str:
+    problems = error.errors()
+    # A misspelt required key is missing and unknown at once; the second says more.
+    first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
+    location = [str(part) for part in first["loc"]]
+    if location[:1] == ["update"] and kind is Recipe:
+        if first["type"] == "union_tag_invalid":
+            names = first["ctx"]["expected_tags"]
+            return _refused("update.name", f"Input should be {names}", first["ctx"]["tag"], names)
+        del location[1:2]  # the update's name, which pydantic puts before its keys
+        location = [part for part in location if part not in CLIP_NORM_KINDS]
+    key = ".".join(location) or "recipe"
+    if first["type"] == "extra_forbidden":
+        near = _nearest_key(location, kind)
+        return f"unknown key '{key}'" + (f"; did you mean '{near}'?" if near else "")
+    if first["type"] == "missing":
+        return f"'{key}' is missing"
+    message = first["msg"].removeprefix("Value error, ")
+    given = first.get("input")
+    if isinstance(given, dict | list | BaseModel):
+        return f"{key}: {message}"
+    return _refused(key, message, given, first.get("ctx", {}).get("expected", ""))
+
+
+def _refused(key: str, message: str, given: Any, choices: Any) -> str:
+    if hasattr(given, "save_pretrained"):
+        return (
+            f"{key}: give a hub id or a folder, not a {type(given).__name__}: save it first with"
+            " save_pretrained (a model together with its tokenizer)"
+        )
+    listed = [word.strip("' ") for word in str(choices).replace(" or ", ",").split(",")]
+    shown = _shown(given)
+    near = nearest(shown.strip("'"), listed)
+    return f"{key}: {message}, not {shown}" + (f"; did you mean {near!r}?" if near else "")
+
+
+def _shown(given: Any) -> str:
+    """Return a setting in a line; of anything but a text or a number, which may hold data, no more
+    than its type."""
+    if not isinstance(given, str | int | float | None):
+        return f"a {type(given).__name__}"
+    shown = repr(given)
+    return shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"
+
+
+def _nearest_key(location: list[str], kind: type[BaseModel]) -> str | None:
+    """Return the most alike key of the same section, else of any."""
+    *section, last = location
+    plain = [part for part in section if not part.isdecimal()]
+    known = [key.split(".") for key in known_keys(kind)]
+    siblings = [key[-1] for key in known if key[:-1] == plain]
+    anywhere = {key[-1]: ".".join(key) for key in reversed(known)}
+    if last in anywhere:
+        return anywhere[last]
+    if near := nearest(last, siblings):
+        return ".".join([*section, near])
+    near = nearest(last, anywhere)
+    return anywhere[near] if near else None
+
+
+def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """List all keys of a recipe, of all its updates, as ``section.key``."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        for part in models_in(field.annotation):
+            yield from known_keys(part, f"{prefix}{name}.")
+
+
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """List the sections that a key may hold."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif typing.get_origin(annotation) in (types.UnionType, typing.Union, Annotated, list):
+        for part in typing.get_args(annotation):
+            yield from models_in(part)

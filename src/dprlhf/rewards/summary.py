@@ -1,0 +1,84 @@
+"""How a recipe's reward lies on public responses, before any of the budget is spent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dprlhf.rewards.check import ContractReport
+from dprlhf.rewards.loading import Reward
+
+_MOSTLY = 0.9
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The weighted sum of the rewards on some public responses, clipped to ±R: public values.
+
+    Attributes:
+        responses: how many were scored.
+        mean: of the clipped sums; a row to which no reward applies counts as 0, as in training.
+        spread: their standard deviation.
+        clipped: the share whose sum is outside ±R.
+        bound: R.
+        rounded: the rewards whose scores rounding moved with their batch, and by how much.
+    """
+
+    responses: int
+    mean: float
+    spread: float
+    clipped: float
+    bound: float
+    rounded: dict[str, float]
+
+    @property
+    def warnings(self) -> list[str]:
+        """Why this reward is slow or could hardly teach; the run would spend its ε all the same."""
+        return self._slow + self._idle
+
+    @property
+    def _slow(self) -> list[str]:
+        return [
+            f"rounding moves the scores of reward {name!r} by up to {moved:.2g} with their batch,"
+            " so it is called for one user at a time; with inputs of a fixed shape it could be"
+            " called for all at once"
+            for name, moved in self.rounded.items()
+        ]
+
+    @property
+    def _idle(self) -> list[str]:
+        if self.clipped >= _MOSTLY:
+            return [
+                f"the reward is outside ±{self.bound:g} (reward_range) on {self.clipped:.0%} of"
+                f" {self.responses} public responses: clipped, it teaches little, and the run"
+                " spends its epsilon all the same; raise reward_range or lower the weights"
+            ]
+        if self.spread <= 1e-6 * self.bound:
+            return [
+                f"the reward is {self.mean:.4g} on all {self.responses} public responses: a reward"
+                " that never differs cannot teach, and the run spends its epsilon all the same"
+            ]
+        return []
+
+
+def spread_of(rewards: Sequence[Reward], reports: Sequence[ContractReport], bound: float) -> Spread:
+    """Add up what the contract check of each reward measured on the same rows.
+
+    Args:
+        rewards: with their weights.
+        reports: of each reward, of the same rows.
+        bound: R.
+    """
+    scores = [[0.0 if s is None else s for s in report.scores] for report in reports]
+    sums = np.array([reward.weight for reward in rewards]) @ np.array(scores)
+    bounded = sums.clip(-bound, bound)
+    return Spread(
+        responses=len(sums),
+        mean=float(bounded.mean()),
+        spread=float(bounded.std()),
+        clipped=float((abs(sums) > bound).mean()),
+        bound=bound,
+        rounded={r.name: r.moved for r in reports if r.moved and not r.per_user},
+    )

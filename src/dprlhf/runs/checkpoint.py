@@ -1,0 +1,93 @@
+"""Checkpoints: policy, optimizer and critic (released values only), and the round they are of.
+
+Nothing here is secret: no key, no random state, no batch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from dprlhf.errors import DprlhfError
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.runs.folder import RunFolder, replaced_folder
+from dprlhf.updates.critic import Critic
+
+
+def save_checkpoint(
+    folder: RunFolder,
+    round_: int,
+    policy: CausalLMPolicy,
+    optimizer: torch.optim.Optimizer,
+    critic: Critic | None = None,
+) -> None:
+    """Replace the run's checkpoint by the state after ``round_``, atomically."""
+    moments = moments_of(optimizer, list(policy.parameters))
+    with replaced_folder(folder.checkpoint) as fresh:
+        save_file(policy.state(), fresh / "policy.safetensors")
+        save_file(moments, fresh / "optimizer.safetensors")
+        if critic is not None:
+            save_file(critic.state(), fresh / "critic.safetensors")
+        (fresh / "state.json").write_text(json.dumps({"round": round_}))
+
+
+def last_checkpoint(folder: RunFolder) -> Path | None:
+    """Return the folder of the run's last checkpoint; None before the first."""
+    newest = folder.checkpoint
+    # A crash between the renames of a replacement leaves only the previous checkpoint.
+    previous = newest.with_name(newest.name + ".old")
+    return next((found for found in (newest, previous) if found.exists()), None)
+
+
+def load_checkpoint(
+    folder: RunFolder,
+    policy: CausalLMPolicy,
+    optimizer: torch.optim.Optimizer,
+    critic: Critic | None = None,
+) -> int:
+    """Put the last checkpoint back into its parts; return its round (0: none).
+
+    Raises:
+        DprlhfError: the checkpoint is damaged.
+    """
+    source = last_checkpoint(folder)
+    if source is None:
+        return 0
+    try:
+        round_ = int(json.loads((source / "state.json").read_text())["round"])
+        policy.load_state(load_file(source / "policy.safetensors"))
+        moments = load_file(source / "optimizer.safetensors")
+        if critic is not None:
+            critic.load_state(load_file(source / "critic.safetensors"))
+    except Exception as error:
+        raise DprlhfError(
+            f"{source}: damaged ({type(error).__name__}); it cannot be used"
+        ) from None
+    load_moments(optimizer, list(policy.parameters), moments)
+    return round_
+
+
+def moments_of(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Return the optimizer's state as named tensors; ``names`` are those of its parameters."""
+    state = optimizer.state_dict()["state"]
+    return {
+        f"{names[index]}/{entry}": torch.as_tensor(value)
+        for index, entries in state.items()
+        for entry, value in entries.items()
+    }
+
+
+def load_moments(
+    optimizer: torch.optim.Optimizer, names: Sequence[str], moments: Mapping[str, torch.Tensor]
+) -> None:
+    """Put back what :func:`moments_of` returned."""
+    state: dict[int, dict[str, Any]] = {}
+    for full, value in moments.items():
+        name, entry = full.rsplit("/", 1)
+        state.setdefault(names.index(name), {})[entry] = value
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})

@@ -1,0 +1,279 @@
+"""Earlier private runs that a run builds on, and what they all cost together.
+
+A run's ledger opens with its own terms and, of every earlier run that counts, a record: what its
+ledger opened with. So the last ledger alone states the total of all stages. An earlier run counts
+in full, whether it was finished or not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dprlhf.boundary import open_private
+from dprlhf.data.users import Users
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.accounting import Epsilon, Mechanism
+from dprlhf.privacy.composition import total_epsilon
+from dprlhf.privacy.ledger import read_opened
+from dprlhf.privacy.plan import NO_PRIVACY, Plan
+from dprlhf.recipe import AnyRecipe, Recipe, load_any_recipe
+from dprlhf.runs.folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Record:
+    """What an earlier run promised.
+
+    Attributes:
+        run: the commitment to its key, which names it.
+        name: of its folder.
+        stage: ``sft``, ``reward``, or ``rl`` for private updates.
+        unit: its user column; None where a row is a user.
+        delta: δ that it was planned at.
+        mechanism: the fields of its :class:`~dprlhf.privacy.accounting.Mechanism`; a noise
+            multiplier of 0 is a run without privacy.
+        disjoint: the runs (by commitment) that it was declared to have no user in common with.
+        tuning_runs: how many runs of the same terms on its users chose its settings.
+    """
+
+    run: str
+    name: str
+    stage: str
+    unit: str | None
+    delta: float
+    mechanism: dict[str, Any]
+    disjoint: list[str]
+    tuning_runs: int = 0
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The earlier runs that count.
+
+    Attributes:
+        records: of the runs that the recipe names, and of those before them.
+        disjoint: the runs (by commitment) that this one shares no user with.
+        tuning_runs: how many runs of this one's terms on its users chose its settings.
+    """
+
+    records: list[Record] = field(default_factory=list)
+    disjoint: list[str] = field(default_factory=list)
+    tuning_runs: int = 0
+
+    def __bool__(self) -> bool:
+        """Return whether this run is not all that its users pay for."""
+        return bool(self.records or self.tuning_runs)
+
+    def terms(self) -> dict[str, Any]:
+        """Return what the ledger opens with beside the plan; nothing without earlier runs."""
+        named = {"previous": [asdict(r) for r in self.records], "disjoint": self.disjoint}
+        return (named if self.records else {}) | (
+            {"tuning_runs": self.tuning_runs} if self.tuning_runs else {}
+        )
+
+
+def read_earlier(recipe: AnyRecipe) -> Earlier:
+    """Read the runs that a recipe names under ``previous``, and those that they name.
+
+    Raises:
+        DprlhfError: a run cannot be read, protects another unit, or has no privacy while this one
+            asks for some; or the recipe's models come from a private run that it does not name.
+    """
+    found: dict[str, Record] = {}
+    said: dict[str, set[str]] = {}
+    for previous in recipe.previous:
+        own, *before = records_of(Path(previous.run))
+        for record in (own, *before):
+            found.setdefault(record.run, record)
+        said.setdefault(own.run, set()).add(previous.users)
+    disjoint = [run for run, users in said.items() if users == {"disjoint"}]
+    _check_lineage(recipe, found)
+    for record in found.values():
+        if record.unit != recipe.data.user_column:
+            raise DprlhfError(
+                f"previous: {record.name} protects {_unit(record.unit)}, this run"
+                f" {_unit(recipe.data.user_column)}, so there is no one statement for both: give"
+                " both the same data.user_column"
+            )
+        if not record.mechanism["noise_multiplier"] and not recipe.privacy.baseline:
+            raise DprlhfError(
+                f"previous: {record.name} has no privacy, so no epsilon can be stated for what"
+                " builds on it; use privacy.epsilon=.inf for a non-private baseline"
+            )
+    return Earlier(list(found.values()), disjoint, recipe.privacy.tuning_runs or 0)
+
+
+def records_of(run: Path) -> list[Record]:
+    """Return the record of a run, and of all runs that came before it, from its ledger.
+
+    Raises:
+        DprlhfError: this is no run folder, or its ledger was altered or is empty.
+    """
+    folder = RunFolder(run)
+    if not folder.recipe.is_file() or not folder.ledger.is_file():
+        raise DprlhfError(f"{run}: not the folder of a private run (recipe.yaml, ledger.jsonl)")
+    recipe, terms = load_any_recipe(folder.recipe), read_opened(folder.ledger)[0].body
+    names = ("rounds", "partition", "adjacency", "participations", "releases_per_round")
+    own = Record(
+        run=terms["key_commitment"],
+        name=run.resolve().name,
+        stage="rl" if isinstance(recipe, Recipe) else recipe.stage,
+        unit=terms.get("unit", recipe.data.user_column),
+        delta=terms["delta"],
+        mechanism={name: terms[name] for name in ("noise_multiplier", *names)},
+        disjoint=terms.get("disjoint", []),
+        tuning_runs=terms.get("tuning_runs", 0),
+    )
+    return [own, *(Record(**record) for record in terms.get("previous", []))]
+
+
+def check_disjoint(recipe: AnyRecipe, users: Users) -> None:
+    """Refuse runs declared disjoint that have a user of the same name or with the same row.
+
+    Raises:
+        DprlhfError: two runs overlap. It names the runs, not the users.
+    """
+    declared = [Path(p.run) for p in recipe.previous if p.users == "disjoint"]
+    own = open_private(users.identities()) if declared else np.empty(0, dtype=np.uint64)
+    for run in declared:
+        held = RunFolder(run).identities
+        if held.is_file() and np.isin(own, np.load(held)).any():
+            raise _overlap(run.name, "this run")
+
+
+def total(plan: Plan, earlier: Earlier) -> Epsilon:
+    """Return what a run and all that counts before it cost together, at the largest δ of all."""
+    names = ("noise_multiplier", "rounds", "partition", "adjacency", "participations")
+    mechanism = {name: getattr(plan, name) for name in (*names, "releases_per_round")}
+    own = Record(
+        run="",
+        name="",
+        stage="",
+        unit=None,
+        delta=plan.guarantee.delta,
+        mechanism=mechanism,
+        disjoint=earlier.disjoint,
+        tuning_runs=earlier.tuning_runs,
+    )
+    return total_of([*earlier.records, own])
+
+
+def total_of(records: Sequence[Record], delta: float | None = None) -> Epsilon:
+    """Return what some runs cost together; infinite if one of them has no privacy.
+
+    Args:
+        records: of the runs; two may share users unless one declares the other disjoint.
+        delta: of the total; None takes the largest of the runs' own.
+    """
+    delta = max(r.delta for r in records) if delta is None else delta
+    if any(not r.mechanism["noise_multiplier"] for r in records):
+        return Epsilon(math.inf, math.inf, delta, NO_PRIVACY, ())
+    shared = [
+        [a.run not in b.disjoint and b.run not in a.disjoint for b in records] for a in records
+    ]
+    times = [1 + r.tuning_runs for r in records]
+    return total_epsilon([Mechanism(**r.mechanism) for r in records], delta, shared, times)
+
+
+def total_of_runs(
+    runs: Iterable[Path], *, disjoint: bool = False, delta: float | None = None
+) -> tuple[list[Record], Epsilon]:
+    """Return the records of some runs and of what came before them, and what they cost together.
+
+    Args:
+        runs: run folders.
+        disjoint: you state that no two of the named runs have a user in common.
+        delta: as for :func:`total_of`.
+
+    Raises:
+        DprlhfError: a run cannot be read, the runs protect different units or neighbours, or two
+            that are said to be disjoint overlap.
+    """
+    runs = list(runs)
+    read = [records_of(run) for run in runs]
+    if disjoint:
+        _check_apart(runs)
+        names = [records[0].run for records in read]
+        read = [
+            [Record(**{**asdict(own), "disjoint": [*own.disjoint, *names]}), *before]
+            for own, *before in read
+        ]
+    found: dict[str, Record] = {}
+    for records in sorted(read, key=len, reverse=True):
+        found |= {r.run: r for r in records[1:] if r.run not in found}
+    found |= {records[0].run: records[0] for records in read}
+    units = {r.unit for r in found.values()}
+    if len(units) > 1:
+        raise DprlhfError(
+            f"the runs protect {' and '.join(sorted(map(_unit, units)))}, so there is no one"
+            " statement for them together"
+        )
+    return list(found.values()), total_of(list(found.values()), delta)
+
+
+def _check_apart(runs: Sequence[Path]) -> None:
+    held = [(run, RunFolder(run).identities) for run in runs]
+    read = [(run, np.load(file)) for run, file in held if file.is_file()]
+    for i, (first, users) in enumerate(read):
+        for second, others in read[i + 1 :]:
+            if np.isin(users, others).any():
+                raise _overlap(first.name, second.name)
+
+
+def _overlap(first: str, second: str) -> DprlhfError:
+    return DprlhfError(
+        f"{first} and {second} are declared to have no users in common, but they have: their costs"
+        " compose; write users: shared (without a data.user_column, rows with the same prompt count"
+        " as one user's)"
+    )
+
+
+def _unit(column: str | None) -> str:
+    return "rows" if column is None else f"users by the column {column!r}"
+
+
+def _check_lineage(recipe: AnyRecipe, named: dict[str, Record]) -> None:
+    """Refuse a model that a private run has tuned and that the recipe does not account for."""
+    if isinstance(recipe, Recipe):
+        models = {"policy.model_name_or_path": recipe.policy.model_name_or_path}
+        models |= {
+            f"rewards.{i}.classifier": reward.classifier
+            for i, reward in enumerate(recipe.rewards)
+            if reward.classifier is not None
+        }
+    else:
+        key = "policy" if recipe.stage == "sft" else "model"
+        models = {f"{key}.model_name_or_path": recipe.trained.model_name_or_path}
+    for key, model in models.items():
+        run = run_of_model(model)
+        if run is None:
+            continue
+        if run not in named:
+            raise DprlhfError(
+                f"{key} {model!r} was tuned by a private run on users of its own: name that run"
+                " under previous, so that its cost is counted"
+            )
+        if (Path(model) / "adapter_config.json").is_file():
+            raise DprlhfError(
+                f"{key} {model!r} is an adapter: name the whole model that dprlhf merge (or the"
+                " stage itself, in its folder model/) writes"
+            )
+
+
+def run_of_model(model: str) -> str | None:
+    """Return the run that tuned a model, as the model's folder or the one above it says."""
+    place = Path(model)
+    if not place.is_dir():
+        return None
+    for card in (place / "privacy.json", place.parent / "privacy.json"):
+        if card.is_file():
+            run: str | None = json.loads(card.read_text()).get("run")
+            return run
+    return None

@@ -1,0 +1,419 @@
+"""The report of one or several runs: one HTML file, from what a run publishes.
+
+Nothing is read from ``secret/``, and no clock: how long a private round took tells how many users
+it had. Files that are missing or damaged are named at the top; the rest is still shown.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.ledger import charged_rounds
+from dprlhf.recipe import Recipe, load_any_recipe
+from dprlhf.runs.card import guarantee_sentence
+from dprlhf.runs.folder import RunFolder, write_atomically
+from dprlhf.runs.plots import Series, line_plot
+
+T = TypeVar("T")
+
+_Z95 = 1.96
+"""Half-width of a 95% confidence band, in standard errors."""
+_SHOWN_SAMPLES = 8
+_ABSURD = 1e100
+"""Beyond this a number is damaged, and could not be drawn."""
+
+
+@dataclass
+class PublishedRun:
+    """What a run folder publishes, as far as it can be read.
+
+    Attributes:
+        name: of the folder.
+        card: ``privacy.json``; empty where it cannot be read.
+        recipe: the text of ``recipe.yaml``.
+        metrics: the lines of ``metrics.jsonl`` that can be read, in the order of rounds.
+        samples: ``samples.json``.
+        timing: seconds a response of each phase, measured on public prompts.
+        stage: ``sft`` or ``reward`` of a supervised stage; empty for private updates.
+        evaluation: of a supervised stage, its public loss (and accuracy) before and after.
+        charged: the rounds whose users are spent.
+        problems: what is missing, damaged or without privacy, a sentence each.
+    """
+
+    name: str
+    card: dict[str, Any] = field(default_factory=dict)
+    recipe: str = ""
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    timing: dict[str, float] = field(default_factory=dict)
+    stage: str = ""
+    evaluation: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
+    charged: list[int] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def rounds(self) -> int:
+        """T, the planned rounds; what was charged where the plan is unknown."""
+        planned = _number(self.card.get("rounds"))
+        return max([int(planned or 0), *self.charged])
+
+    @property
+    def guarantee(self) -> str:
+        """The guarantee in one sentence."""
+        try:
+            return guarantee_sentence(self.card)
+        except (KeyError, TypeError, ValueError):
+            return "Unknown: privacy.json is missing or damaged."
+
+    @property
+    def before(self) -> tuple[float, float] | None:
+        """Mean reward of the base model on the public prompts, and its standard error."""
+        return _mean([_number(s.get("reward_before")) for s in self.samples])
+
+    @property
+    def after(self) -> tuple[float, float] | None:
+        """Mean reward of the tuned policy on the public prompts, and its standard error."""
+        return _mean([_number(s.get("reward_after")) for s in self.samples])
+
+    @property
+    def rise(self) -> tuple[float, float] | None:
+        """The mean difference on the same prompts and draws, and its standard error."""
+        pairs = [
+            (_number(s.get("reward_before")), _number(s.get("reward_after"))) for s in self.samples
+        ]
+        return _mean([b - a for a, b in pairs if a is not None and b is not None])
+
+
+def write_report(folders: Sequence[str | Path], out: str | Path | None = None) -> Path:
+    """Write the report of some runs as one HTML file, and return its path.
+
+    Args:
+        folders: run folders; of several, the report starts with a comparison.
+        out: the file; by default ``report.html`` in the only run's folder, or in the current one.
+
+    Raises:
+        DprlhfError: a folder is no run folder, or the file cannot be written.
+    """
+    runs = [read_run(Path(folder)) for folder in folders]
+    if out is None:
+        out = Path(folders[0], "report.html") if len(folders) == 1 else Path("report.html")
+    html = render(runs)
+    # Continuations may hold halves of surrogate pairs, which UTF-8 cannot write.
+    write_atomically(Path(out), html.encode("utf-8", "replace"))
+    return Path(out)
+
+
+def read_run(path: Path) -> PublishedRun:
+    """Read what a run folder publishes; what cannot be read becomes a problem.
+
+    Raises:
+        DprlhfError: the folder has none of a run's files.
+    """
+    folder = RunFolder(path)
+    files = [folder.recipe, folder.privacy, folder.ledger, folder.metrics, folder.samples]
+    if not any(file.is_file() for file in files):
+        folder.require()  # says so: the recipe is missing too
+    run = PublishedRun(path.resolve().name)
+    run.recipe, run.stage = _attempt(run, folder.recipe, _recipe_text, ("", ""))
+    run.card = _attempt(run, folder.privacy, _json_of(dict), {})
+    run.charged = _attempt(run, folder.ledger, charged_rounds, [])
+    run.metrics = _metrics(run, folder.metrics)
+    finished = folder.samples.is_file() or (folder.policy / "README.md").is_file()
+    if folder.samples.is_file():
+        run.samples = _attempt(run, folder.samples, _json_of(list), [])
+        run.samples = [s for s in run.samples if isinstance(s, dict)]
+    if folder.timing.is_file():
+        timing: dict[str, Any] = _attempt(run, folder.timing, _json_of(dict), {})
+        run.timing = {k: v for k, v in timing.items() if _number(v) is not None and v >= 0}
+    if folder.evaluation.is_file():
+        run.evaluation = _attempt(run, folder.evaluation, _estimates, {})
+    _judge(run, finished=finished)
+    return run
+
+
+def render(runs: Sequence[PublishedRun]) -> str:
+    """Return the report as HTML that loads nothing."""
+    compared = [s for run in runs if (s := Series(run.name, _public_reward(run))).points]
+    html: str = _template().render(
+        runs=runs,
+        figures=_figures,
+        phases=_phases,
+        compared=compared,
+        comparison=line_plot(compared, "round", "reward"),
+        shown_samples=_SHOWN_SAMPLES,
+    )
+    return html
+
+
+@functools.cache
+def _template() -> Any:
+    import jinja2
+
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"number": _shown, "estimate": _estimate, "text": _text}
+    source = resources.files("dprlhf").joinpath("runs/report.html.j2")
+    return environment.from_string(source.read_text("utf-8"))
+
+
+# --- reading -----------------------------------------------------------------------------------
+
+
+def _attempt(run: PublishedRun, file: Path, read: Callable[[Path], T], otherwise: T) -> T:
+    try:
+        return read(file)
+    except FileNotFoundError:
+        run.problems.append(f"{file.name} is missing.")
+    except (OSError, ValueError, TypeError, KeyError, DprlhfError):
+        spent = " What was spent is not certain." if file.name == "ledger.jsonl" else ""
+        run.problems.append(f"{file.name} is damaged, altered or cut off.{spent}")
+    return otherwise
+
+
+def _json_of(kind: type[T]) -> Callable[[Path], T]:
+    def read(file: Path) -> T:
+        value = json.loads(file.read_text())
+        if not isinstance(value, kind):
+            raise ValueError
+        return value
+
+    return read
+
+
+def _recipe_text(file: Path) -> tuple[str, str]:
+    """Return the recipe and its stage."""
+    text = file.read_text()
+    recipe = load_any_recipe(file)  # a cut-off recipe is often still YAML
+    return text, "" if isinstance(recipe, Recipe) else recipe.stage
+
+
+def _estimates(file: Path) -> dict[str, dict[str, tuple[float, float]]]:
+    return {
+        when: {
+            name: (float(value["mean"]), float(value["standard_error"]))
+            for name, value in values.items()
+        }
+        for when, values in _json_of(dict)(file).items()
+    }
+
+
+def _metrics(run: PublishedRun, file: Path) -> list[dict[str, Any]]:
+    if not file.is_file():
+        run.problems.append("metrics.jsonl is missing: no round has finished.")
+        return []
+    rounds: dict[int, dict[str, Any]] = {}
+    damaged = 0
+    for line in file.read_bytes().splitlines():
+        try:
+            values = json.loads(line)
+            t = int(values["round"])
+            rounds[t] = {**values, "round": t}
+        except (ValueError, TypeError, KeyError, OverflowError):
+            damaged += 1
+    if damaged:
+        run.problems.append(f"metrics.jsonl is damaged: {damaged} of its lines cannot be read.")
+    return [rounds[t] for t in sorted(rounds)]
+
+
+def _judge(run: PublishedRun, *, finished: bool) -> None:
+    """Add what a reader has to know before the numbers."""
+    if run.card and not run.card.get("private"):
+        run.problems.insert(0, "No privacy: this run added no noise. It is for comparison only.")
+    if not finished:
+        run.problems.append(
+            f"Half-finished: {len(run.metrics)} of {run.rounds or 'an unknown number of'} rounds"
+            " are done. Continue it with dprlhf resume."
+        )
+    lost = sorted(set(run.charged) - {m["round"] for m in run.metrics})
+    if finished and lost:
+        run.problems.append(
+            f"Charged without a line in metrics.jsonl: round {', '.join(map(str, lost))}. The"
+            " users of these rounds are spent."
+        )
+
+
+def _number(value: Any) -> float | None:
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if plain and abs(value) < _ABSURD else None
+
+
+def _mean(values: Sequence[float | None]) -> tuple[float, float] | None:
+    known = [v for v in values if v is not None]
+    if len(known) < 2:
+        return None
+    return statistics.fmean(known), statistics.stdev(known) / math.sqrt(len(known))
+
+
+# --- showing -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plot with its title and what it says."""
+
+    title: str
+    about: str
+    x: str
+    y: str
+    series: list[Series]
+    from_zero: bool = False
+
+    @property
+    def svg(self) -> str | None:
+        """The plot; None without points."""
+        return line_plot(self.series, self.x, self.y, from_zero=self.from_zero)
+
+
+def _figures(run: PublishedRun) -> list[Figure]:
+    def column(key: str, error: str | None = None) -> list[tuple[float, float, float | None]]:
+        points = []
+        for line in run.metrics:
+            y, e = _number(line.get(key)), _number(line.get(error)) if error else None
+            if y is not None:
+                points.append((float(line["round"]), y, None if e is None else _Z95 * e))
+        return points
+
+    if run.stage:
+        learnt = [
+            Figure(
+                f"{name.capitalize()} on public rows",
+                "Mean and 95% confidence band. Round 0 is the model before. Public rows cost no"
+                " privacy.",
+                "round",
+                name,
+                [Series(name, _public_curve(run, name))],
+            )
+            for name in (["loss", "accuracy"] if run.stage == "reward" else ["loss"])
+        ]
+        return [*learnt, *_budget_figures(run, column)]
+    return [
+        Figure(
+            "Reward on public prompts",
+            "Mean and 95% confidence band. Round 0 is the base model. Public prompts cost no"
+            " privacy.",
+            "round",
+            "reward",
+            [Series("public reward", _public_reward(run))],
+        ),
+        Figure(
+            "Reward on private prompts, noised",
+            "Released with each round's gradient, inside the same noise. The band is 95% of the"
+            " noise; sampling error comes on top. A round is left out where noise hides it.",
+            "round",
+            "noised reward",
+            [
+                Series(
+                    "private reward (noised)",
+                    column("private_reward_noised", "private_reward_noise_std"),
+                )
+            ],
+        ),
+        *_budget_figures(run, column),
+        Figure(
+            "Users with valid rewards, noised",
+            "Share of the expected users of a round whose rewards were all valid, as released. How"
+            " many users were clipped is not released: it is in secret/ for the operator alone.",
+            "round",
+            "share",
+            [Series("valid share (noised)", column("valid_share_noised"))],
+            from_zero=True,
+        ),
+    ]
+
+
+def _budget_figures(run: PublishedRun, column: Callable[..., Any]) -> list[Figure]:
+    epsilon = _number(run.card.get("epsilon"))
+    charged = map(float, run.charged if epsilon is not None else [])
+    spent: list[tuple[float, float, float | None]] = [(t, epsilon or 0.0, None) for t in charged]
+    return [
+        Figure(
+            "ε spent",
+            "The stated ε covers all rounds together, whichever were run. It is an upper bound, and"
+            " it is owed from the first charged round on: a run that stops early has no smaller"
+            " one.",
+            "round",
+            "ε",
+            [Series("ε (upper bound)", [(0.0, 0.0, None), *spent] if spent else [])],
+            from_zero=True,
+        ),
+        Figure(
+            "Noise against signal",
+            "Norm of the released mean gradient, and the norm that its noise alone would have."
+            " Where the two lines meet, a single round shows mostly noise; the optimizer averages"
+            " over rounds.",
+            "round",
+            "norm",
+            [
+                Series("released gradient", column("released_gradient_norm")),
+                Series("expected noise", column("expected_noise_norm")),
+            ],
+            from_zero=True,
+        ),
+    ]
+
+
+def _public_reward(run: PublishedRun) -> list[tuple[float, float, float | None]]:
+    points: list[tuple[float, float, float | None]] = []
+    if run.before:
+        points.append((0.0, run.before[0], _Z95 * run.before[1]))
+    for line in run.metrics:
+        mean = _number(line.get("public_reward"))
+        error = _number(line.get("public_reward_standard_error"))
+        if mean is not None:
+            points.append((float(line["round"]), mean, None if error is None else _Z95 * error))
+    if run.after:
+        points.append((float(run.rounds), run.after[0], _Z95 * run.after[1]))
+    return points
+
+
+def _public_curve(run: PublishedRun, name: str) -> list[tuple[float, float, float | None]]:
+    """Return the points of a public metric of a supervised stage, before and after included."""
+    points = []
+    for x, when in ((0, "before"), (run.rounds, "after")):
+        if (found := run.evaluation.get(when, {}).get(name)) is not None:
+            points.append((float(x), found[0], _Z95 * found[1]))
+    for line in run.metrics:
+        mean = _number(line.get(f"public_{name}"))
+        error = _number(line.get(f"public_{name}_standard_error")) or 0.0
+        if mean is not None:
+            points.append((float(line["round"]), mean, _Z95 * error))
+    return sorted(points)
+
+
+def _phases(run: PublishedRun) -> list[tuple[str, float, float]]:
+    """Return each phase with its seconds a response and its share in percent."""
+    total = sum(run.timing.values())
+    return [(name, s, 100 * s / total) for name, s in run.timing.items()] if total > 0 else []
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "–"
+    number = _number(value)
+    if number is None or isinstance(value, int):
+        return str(value)
+    return f"{number:.4g}"
+
+
+def _estimate(value: tuple[float, float] | None) -> str:
+    return "–" if value is None else f"{value[0]:+.3f} ± {value[1]:.3f}"
+
+
+def _text(value: Any) -> str:
+    """Return a text as it is, and a conversation as its messages, a line each."""
+    if isinstance(value, list):
+        return "\n".join(
+            f"{m.get('role', '')}: {m.get('content', '')}" if isinstance(m, dict) else str(m)
+            for m in value
+        )
+    return str(value)

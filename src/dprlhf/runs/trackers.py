@@ -1,0 +1,135 @@
+"""Experiment trackers, through accelerate: they get each round's line of ``metrics.jsonl``.
+
+A tracker stamps what it gets with the time, and the time between two rounds tells how many users
+the second one had. So a tracker gets all rounds together when the run ends, whatever ends it;
+TensorBoard, whose stamps are ours to choose, gets each round at once, stamped with its number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from dprlhf.errors import DprlhfError, one_line
+from dprlhf.recipe import Tracking
+from dprlhf.runs.folder import JsonLines, RunFolder
+
+Metrics = Mapping[str, Any]
+
+_SETTINGS: dict[str, dict[str, Any]] = {
+    # The curve of a machine's load and the lines of its terminal have times too.
+    "wandb": {"settings": {"x_disable_stats": True, "console": "off"}},
+}
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Raise a :class:`DprlhfError` if a tracker's package is missing, before anything is spent."""
+    for name in names:
+        packages = ("tensorboard", "tensorboardX") if name == "tensorboard" else (name,)
+        if not any(importlib.util.find_spec(package) for package in packages):
+            raise DprlhfError(
+                f"tracking.report_to: {name} is not installed; install it with pip install {name},"
+                " or leave it out"
+            )
+
+
+@contextlib.contextmanager
+def tracked(
+    spec: Tracking, folder: RunFolder, config: Mapping[str, Any]
+) -> Iterator[list[Callable[[dict[str, Any]], None]]]:
+    """Give a callback for each live tracker; the others get all rounds when the block ends.
+
+    A tracker that fails is named once and left alone: it never stops a run.
+
+    Args:
+        spec: which trackers.
+        folder: of the run; its name is the trackers' run name.
+        config: public settings, shown as the run's hyperparameters.
+    """
+    live = [n for n in spec.report_to if n == "tensorboard" or spec.live]
+    trackers = [_Tracker(name, spec.project, folder, config) for name in live]
+    try:
+        yield [tracker.log for tracker in trackers]
+    finally:
+        late = [_Tracker(n, spec.project, folder, config) for n in spec.report_to if n not in live]
+        for tracker in late:
+            for line in JsonLines(folder.metrics).read():
+                tracker.log(line)
+        for tracker in [*trackers, *late]:
+            tracker.finish()
+
+
+class _Tracker:
+    """One of accelerate's trackers, and whether it has failed."""
+
+    def __init__(
+        self, name: str, project: str, folder: RunFolder, config: Mapping[str, Any]
+    ) -> None:
+        self._name = name
+        self._tracker: Any = None
+
+        def start() -> None:
+            tracker = _make(name, project, folder)
+            tracker.start()
+            tracker.store_init_configuration(flat(config))
+            self._tracker = tracker
+
+        self._attempt(start)
+
+    def log(self, metrics: Metrics) -> None:
+        """Send the numbers of one round."""
+        step = metrics["round"]
+        numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
+        stamp = {"walltime": float(step)} if self._name == "tensorboard" else {}
+        if self._tracker is not None:
+            self._attempt(lambda: self._tracker.log(numbers, step=step, **stamp))
+
+    def finish(self) -> None:
+        """Send what is left, and close."""
+        if self._tracker is not None:
+            self._attempt(self._tracker.finish)
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except (Exception, SystemExit) as error:
+            self._tracker = None
+            reason = one_line(error, 200)
+            print(
+                f"dprlhf: warning: tracker {self._name} failed ({type(error).__name__}: {reason});"
+                " the run goes on without it, and metrics.jsonl has every round",
+                file=sys.stderr,
+            )
+
+
+def _make(name: str, project: str, folder: RunFolder) -> Any:
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    kind = LOGGER_TYPE_TO_CLASS[name]
+    settings = dict(_SETTINGS.get(name, {}))
+    if name in ("wandb", "trackio"):
+        settings["name"] = folder.path.name
+    if name == "mlflow":
+        settings["run_name"] = folder.path.name
+    if kind.requires_logging_directory:
+        settings["logging_dir"] = str(folder.path / "tracking")
+    return kind(project, **settings)
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings as one level of plain values, as trackers take them.
+
+    >>> flat({"privacy": {"epsilon": 4.0, "adjacency": None}, "rewards": [{"weight": 1}]})
+    {'privacy.epsilon': 4.0, 'privacy.adjacency': 'None', 'rewards': "[{'weight': 1}]"}
+    """
+    values: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            values |= flat(value, f"{prefix}{key}.")
+        else:
+            plain = isinstance(value, bool | int | float | str)
+            values[prefix + key] = value if plain else str(value)
+    return values

@@ -1,0 +1,209 @@
+"""``--dry-run``: what a recipe of any stage would do and cost; nothing is charged or written."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from dprlhf.data.in_memory import Sources
+from dprlhf.data.public import neutral_prompts
+from dprlhf.data.users import Prompts
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.privacy.gaussian import upwards
+from dprlhf.privacy.plan import Plan, delta_warning, noise_warning
+from dprlhf.recipe import Recipe
+from dprlhf.rewards import Scorer
+from dprlhf.runs.earlier import Earlier, total
+from dprlhf.training.build import Parts, assemble
+from dprlhf.training.processes import Processes
+from dprlhf.training.supervised import StageRecipe, assemble_stage
+from dprlhf.training.timing import seconds_a_response, seconds_a_round, seconds_a_row
+
+
+def dry_run(recipe: Recipe, sources: Sources | None = None) -> dict[str, Any]:
+    """Load and check everything that a run would, and time one micro-batch of public prompts.
+
+    No folder is made, no user's prompt is drawn and nothing is charged.
+
+    Returns:
+        The plan, JSON-ready: what is released and at which ε, the noise, the memory of the timed
+        micro-batch (bytes), the reward on public responses, and the estimated time (seconds). The
+        estimate leaves out the KL penalty and the importance ratio, a forward pass each, and
+        evaluation during the run.
+
+    Raises:
+        DprlhfError: as the run would.
+    """
+    processes = Processes.connect()
+    parts = assemble(recipe, sources or Sources(None, None, None), processes, quiet=True)
+    recipe, plan, policy = parts.recipe, parts.plan, parts.policy
+    public = parts.public_prompts or neutral_prompts()
+    scorer = Scorer(parts.rewards, recipe.reward_range)
+    seconds_a_response(policy, scorer, public, recipe)  # the first pass also warms up
+    phases = seconds_a_response(policy, scorer, public, recipe)
+    terms = _terms(plan, parts.earlier, policy, processes)
+    spread = parts.spread
+    return {
+        **terms,
+        "warnings": terms["warnings"] + spread.warnings,
+        "responses_a_round": plan.divisor * recipe.rollout.responses,
+        "max_prompt_tokens": recipe.data.max_prompt_tokens,
+        "max_new_tokens": recipe.rollout.max_new_tokens,
+        "public_prompts_cut": _share_cut(policy, parts.public_prompts, recipe),
+        "reward": {
+            "mean": spread.mean,
+            "spread": spread.spread,
+            "clipped": spread.clipped,
+            "responses": spread.responses,
+            "stand_ins": parts.public_prompts is None,
+        },
+        "seconds_a_response": phases,
+        "estimated_seconds": _seconds(parts, phases) / processes.count,
+    }
+
+
+def dry_run_stage(
+    recipe: StageRecipe, data: Any = None, evaluation_data: Any = None
+) -> dict[str, Any]:
+    """Do the same for a supervised stage.
+
+    Args:
+        recipe: of the stage.
+        data: as for :func:`dprlhf.training.supervised.train_stage`.
+        evaluation_data: likewise.
+
+    Returns:
+        As :func:`dry_run`, with ``seconds_a_row``; without public rows to time, that and the
+        estimate are None.
+
+    Raises:
+        DprlhfError: as the stage would.
+    """
+    processes = Processes.connect()
+    parts = assemble_stage(recipe, data, evaluation_data, processes)
+    recipe, plan, public = parts.recipe, parts.plan, parts.public
+    seconds = estimated = None
+    if public is not None:
+        size = recipe.update.batch_size
+        some = public.first(size)
+        seconds_a_row(parts.policy, parts.task, some, size, plan.clip_norm)  # warms up
+        seconds = seconds_a_row(parts.policy, parts.task, some, size, plan.clip_norm)
+        drawn = plan.rounds * plan.divisor * recipe.data.max_prompts_per_user
+        # Evaluation before and after: a forward pass, about a third of a step.
+        estimated = seconds * (drawn / processes.count + 2 * len(public) / 3)
+    return {
+        **_terms(plan, parts.earlier, parts.policy, processes),
+        "seconds_a_row": seconds,
+        "estimated_seconds": estimated,
+    }
+
+
+def _terms(
+    plan: Plan, earlier: Earlier, policy: CausalLMPolicy, processes: Processes
+) -> dict[str, Any]:
+    ratio = plan.noise_to_clip_ratio(policy.dimension)
+    warnings = [delta_warning(plan.guarantee.delta, plan.users), noise_warning(ratio)]
+    return {
+        **plan.terms(),
+        **({"total_epsilon": total(plan, earlier).epsilon} if earlier else {}),
+        "users_a_round": plan.divisor,
+        "dimension": policy.dimension,
+        "noise_to_clip_ratio": ratio,
+        "processes": processes.count,
+        "device": str(policy.device),
+        "memory_bytes": _memory(policy.device),
+        "warnings": [w for w in warnings if w],
+    }
+
+
+def explain(plan: dict[str, Any]) -> str:
+    """Return the plan of :func:`dry_run` or :func:`dry_run_stage` as lines of text."""
+    seconds, gib = plan["estimated_seconds"], plan["memory_bytes"] / 2**30
+    if seconds is None:
+        duration = "unknown: there are no public rows to time (evaluation)"
+    elif seconds < 100:
+        duration = f"about {seconds:.2g} seconds"
+    else:
+        duration = f"about {seconds / 60:,.0f} minutes"
+    epsilon = plan["epsilon"]
+    promise = (
+        "none: no noise is added (a baseline)"
+        if epsilon == "infinity"
+        else f"epsilon = {upwards(epsilon, 4)} at delta = {plan['delta']:g} ({plan['adjacency']})"
+    )
+    phases = plan.get("seconds_a_response", {})
+    rows = [
+        ("guarantee", promise),
+        *(
+            [("in total", f"epsilon = {upwards(plan['total_epsilon'], 4)} with what came before")]
+            if "total_epsilon" in plan
+            else []
+        ),
+        ("users", f"{plan['users']:,}, partition {plan['partition']}"),
+        ("rounds", f"{plan['rounds']}, with {plan['users_a_round']:.1f} users expected in each"),
+        *(
+            [("responses", f"{plan['responses_a_round']:.1f} expected in a round")]
+            if "responses_a_round" in plan
+            else []
+        ),
+        *(_tokens_and_reward(plan) if "reward" in plan else []),
+        ("trained parameters", f"d = {plan['dimension']:,}"),
+        ("clip norm", f"{plan['clip_norm']}"),
+        ("noise multiplier", f"{plan['noise_multiplier']:.4g}"),
+        ("noise-to-clip ratio", f"{plan['noise_to_clip_ratio']:.3g}"),
+        ("machine", f"{plan['processes']} process(es), {plan['device']}"),
+        *(
+            [("time for a response", ", ".join(f"{k} {_ms(s)}" for k, s in phases.items()))]
+            if phases
+            else []
+        ),
+        *([("time for a row", _ms(plan["seconds_a_row"]))] if plan.get("seconds_a_row") else []),
+        ("estimated time", duration),
+        ("memory", f"{gib:.3g} GiB at the largest, with one micro-batch"),
+        *(("warning", w) for w in plan["warnings"]),
+    ]
+    return "\n".join(f"{name:<21}{value}" for name, value in rows)
+
+
+def _share_cut(policy: CausalLMPolicy, public: Prompts | None, recipe: Recipe) -> float | None:
+    """Return the share of PUBLIC prompts that are longer than private ones may be."""
+    if public is None:
+        return None
+    lengths = [len(tokens) for tokens in policy.encode(public.prompts, sys.maxsize)]
+    return sum(n > recipe.data.max_prompt_tokens for n in lengths) / len(lengths)
+
+
+def _tokens_and_reward(plan: dict[str, Any]) -> list[tuple[str, str]]:
+    reward, cut = plan["reward"], plan["public_prompts_cut"]
+    cut = "" if cut is None else f" ({cut:.0%} of the public prompts are longer, and cut)"
+    prompts = "stand-in" if reward["stand_ins"] else "public"
+    return [
+        ("tokens of a prompt", f"at most {plan['max_prompt_tokens']}{cut}"),
+        ("tokens of a response", f"at most {plan['max_new_tokens']}"),
+        (
+            "reward",
+            f"mean {reward['mean']:.3g}, standard deviation {reward['spread']:.3g},"
+            f" {reward['clipped']:.0%} clipped: {reward['responses']} responses to {prompts}"
+            " prompts",
+        ),
+    ]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms"
+
+
+def _seconds(parts: Parts, phases: dict[str, float]) -> float:
+    rounds = parts.plan.rounds * seconds_a_round(parts.recipe, parts.plan, phases)
+    evaluated = 2 * len(parts.public_prompts) if parts.public_prompts is not None else 0
+    return rounds + evaluated * (phases["rollout"] + phases["reward"])
+
+
+def _memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kibibytes on Linux

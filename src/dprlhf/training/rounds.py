@@ -1,0 +1,141 @@
+"""What all stages do around a round: which are left, whose turn it is, the gate, the checkpoint."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+
+from dprlhf.boundary import BoundedSum, Private, Released, open_private
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.privacy.gate import Gate
+from dprlhf.privacy.partition import Allocation
+from dprlhf.privacy.plan import Plan
+from dprlhf.runs.checkpoint import load_checkpoint, save_checkpoint
+from dprlhf.runs.folder import JsonLines, RunFolder
+from dprlhf.training.interrupt import Interruptible
+from dprlhf.training.processes import Processes
+from dprlhf.training.progress import Progress
+from dprlhf.updates.critic import Critic
+
+
+class Stage(Protocol):
+    """What the rounds of a run need, whatever it learns from its users."""
+
+    plan: Plan
+    folder: RunFolder
+    processes: Processes
+    allocation: Private[Allocation]
+    policy: CausalLMPolicy
+    optimizer: torch.optim.Optimizer
+    gate: Gate | None  # on the main process only: one writer of the ledger
+    progress: Progress
+    callbacks: list[Callable[[dict[str, Any]], None]]
+
+    @property
+    def critic(self) -> Critic | None:
+        """What guesses a prompt's mean reward."""
+
+
+def remaining_rounds(run: Stage) -> Iterator[int]:
+    """Yield the rounds that were never charged; the checkpoint fixes policy and optimizer.
+
+    The users of a round that was charged but not saved are spent: it is left out, never redone.
+    """
+    saved = load_checkpoint(run.folder, run.policy, run.optimizer, run.critic)
+
+    def confirmed() -> int:
+        assert run.gate is not None
+        run.gate.ledger.confirm(saved)
+        return run.gate.ledger.next_round
+
+    first = run.processes.on_main(confirmed)
+    run.progress.total(run.plan.rounds, done=first - 1)
+    yield from range(first, run.plan.rounds + 1)
+
+
+def users_of_round(run: Stage, t: int) -> Private[np.ndarray[Any, np.dtype[np.int64]]]:
+    """Return this process's users of round t."""
+    return Private(run.processes.share(open_private(run.allocation).round(t)))
+
+
+def way_out(
+    run: Stage, t: int, interrupt: Interruptible
+) -> Callable[[BoundedSum], Released[torch.Tensor]]:
+    """Return the round's way through the gate: every process gets the main process's release."""
+
+    def release(bounded: BoundedSum) -> Released[torch.Tensor]:
+        # From the charge to the checkpoint the round is finished whatever the user presses: a
+        # charged round that is not saved is spent for nothing.
+        interrupt.defer()
+        return run.processes.on_main(lambda: cast("Gate", run.gate).release(t, bounded))
+
+    return release
+
+
+def save(run: Stage, t: int) -> None:
+    """Write the checkpoint of round t, then its commit."""
+    if run.gate is not None:
+        save_checkpoint(run.folder, t, run.policy, run.optimizer, run.critic)
+        run.gate.ledger.commit(t)
+
+
+def released_metrics(run: Stage, t: int, released: torch.Tensor) -> dict[str, Any]:
+    """Return what every round's line of metrics has, from its first release, ``[dimension]``."""
+    return {
+        "round": t,
+        "epsilon": run.plan.terms()["epsilon"],
+        "delta": run.plan.guarantee.delta,
+        "released_gradient_norm": float(released.norm()),
+        "expected_noise_norm": math.sqrt(len(released))
+        * run.plan.noise_std_of(t)
+        / run.plan.divisor,
+    }
+
+
+def tell(run: Stage, metrics: dict[str, Any]) -> None:
+    """Write a round's public and released values, and hand them to the callbacks."""
+    if run.processes.main:
+        JsonLines(run.folder.metrics).write(metrics)
+    for callback in run.callbacks:
+        callback(dict(metrics))
+    run.progress.show(metrics)
+
+
+def record_secret(
+    run: Stage,
+    t: int,
+    users: Private[Any],
+    norms: Private[np.ndarray[Any, np.dtype[np.float64]]],
+    seconds: dict[str, float],
+    **more: Any,
+) -> None:
+    """Keep the raw values of this process's users in ``secret/``, for the operator alone.
+
+    Args:
+        users: this process's, of round t.
+        norms: of their contributions before clipping, ``[users]``; empty where none were taken.
+        seconds: of each phase.
+        **more: further values, JSON-ready.
+    """
+    taken = open_private(norms)
+    finite = taken[np.isfinite(taken)]
+    quartiles = np.quantile(finite, [0.25, 0.5, 0.75]).tolist() if len(finite) else None
+    name = f"telemetry-{run.processes.accelerator.process_index}.jsonl"
+    JsonLines(run.folder.secret / name, mode=0o600).write(
+        {
+            "round": t,
+            "time": time.time(),
+            "users": len(open_private(users)),
+            "users_not_readable": len(open_private(users)) - len(taken) if len(taken) else None,
+            **more,
+            "gradient_norm_quartiles": quartiles,
+            "clipped_share": float((taken > run.plan.clip_norm).mean()) if len(taken) else None,
+            "not_finite": int((~np.isfinite(taken)).sum()),
+            "seconds": seconds,
+        }
+    )

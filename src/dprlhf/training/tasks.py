@@ -1,0 +1,272 @@
+"""What the supervised stages learn: documents, preference pairs, labels.
+
+Each task turns rows of data into tokens and gives every row a weight, so that Σ weight · ∇ log π
+over a user's rows is minus the gradient of that user's mean loss. The clipping code, which knows
+only weighted log-probabilities, then serves them as it serves policy gradients. A weight depends on
+the user's own rows and on the model, never on another user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dprlhf import recipe
+from dprlhf.data.users import Prompts, check_present
+from dprlhf.errors import DprlhfError
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.rewards.classifier import classifier_tokens
+from dprlhf.rollout import Responses
+from dprlhf.rollout.batch import padded_width
+from dprlhf.rollout.logprobs import token_logprobs
+
+Array = NDArray[np.float64]
+
+
+class Task(Protocol):
+    """What a stage learns from its users.
+
+    Attributes:
+        rows: of tokens that one row of data makes.
+        metrics: names of what :meth:`losses` measures.
+    """
+
+    rows: int
+    metrics: tuple[str, ...]
+
+    def encode(self, model: CausalLMPolicy, examples: Prompts) -> Responses:
+        """Turn rows of data into rows of tokens, those of a user adjacent."""
+        ...
+
+    def check(self, rows: Any) -> None:
+        """Raise a :class:`DprlhfError`, which quotes no row, where the data cannot be learnt."""
+        ...
+
+    def weights(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
+        """Return the weight of each row's log-probability, ``[rows]``."""
+        ...
+
+    def losses(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> list[Array]:
+        """Return each example's metrics, ``[examples]`` each; for public examples."""
+        ...
+
+
+class NextTokens:
+    """Supervised fine-tuning: a document's loss is the mean of −log π over its learnt tokens."""
+
+    rows = 1
+    metrics: tuple[str, ...] = ("loss",)
+
+    def __init__(self, data: recipe.Documents) -> None:
+        self._data = data
+
+    def check(self, rows: Any) -> None:
+        """Refuse rows without a value."""
+        check_present(rows, self._data)
+
+    def encode(self, model: CausalLMPolicy, examples: Prompts) -> Responses:
+        """Return a row for each document: what is given, padded on the left, and what is learnt.
+
+        The end-of-sequence token is learnt where the document is not cut.
+        """
+        data = self._data
+        if data.completion_column is None:
+            given: Sequence[Any] = [""] * len(examples)
+            learnt: Sequence[Any] = examples.prompts
+        else:
+            given, learnt = examples.prompts, examples.columns[data.completion_column]
+        prompts = model.encode(given, data.max_prompt_tokens)
+        completions = [_completion(model, p, c) for p, c in zip(given, learnt, strict=True)]
+        length = data.max_completion_tokens
+        end = [model.tokenizer.eos_token_id]
+        answers = [(c + end)[:length] for c in completions]
+        return _pack(model, examples, prompts, answers, length, data.max_prompt_tokens)
+
+    def weights(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
+        """Return 1 / (the user's documents × the document's learnt tokens)."""
+        tokens = encoded.response_mask.sum(1).numpy()
+        of_user = np.bincount(encoded.user, minlength=encoded.users)
+        shares: Array = 1.0 / (of_user[encoded.user] * np.maximum(tokens, 1))
+        return shares
+
+    def losses(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> list[Array]:
+        """Return the loss of each document."""
+        tokens = np.maximum(encoded.response_mask.sum(1).numpy(), 1)
+        return [-token_logprobs(model, encoded, batch_size).sum(1) / tokens]
+
+
+class Pairs:
+    """A reward model from pairs: the loss is −log σ(r(chosen) − r(rejected)) (Bradley–Terry)."""
+
+    rows = 2
+    metrics: tuple[str, ...] = ("loss", "accuracy")
+
+    def __init__(self, data: recipe.Preferences) -> None:
+        self._data = data
+
+    def check(self, rows: Any) -> None:
+        """Refuse rows without a value."""
+        check_present(rows, self._data)
+
+    def encode(self, model: CausalLMPolicy, examples: Prompts) -> Responses:
+        """Return two rows for each pair: the chosen one and the rejected one."""
+        data, tokenizer = self._data, model.tokenizer
+        texts = [
+            classifier_tokens(
+                tokenizer,
+                examples.prompts,
+                examples.columns[column],
+                whole=True,
+                max_tokens=data.max_tokens,
+            )
+            for column in (data.chosen_column, data.rejected_column)
+        ]
+        both = [tokens for pair in zip(*texts, strict=True) for tokens in pair]
+        return _pack(model, examples, both, [[0]] * len(both), 1, data.max_tokens)
+
+    def weights(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
+        """Return ± σ(r(rejected) − r(chosen)) / the user's pairs, the derivative of the loss."""
+        slope = 1 - _sigmoid(_margins(model, encoded, batch_size))
+        pairs = np.bincount(encoded.user, minlength=encoded.users)[encoded.user] / 2
+        signed: Array = np.stack([slope, -slope], 1).ravel() / pairs
+        return signed
+
+    def losses(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> list[Array]:
+        """Return the loss of each pair, and 1 where the chosen one scores higher (½: alike)."""
+        margins = _margins(model, encoded, batch_size)
+        return [np.logaddexp(0, -margins), (np.sign(margins) + 1) / 2]
+
+
+class Labels:
+    """A reward model from labels: the loss is −log p(label | text)."""
+
+    rows = 1
+    metrics: tuple[str, ...] = ("loss", "accuracy")
+
+    def __init__(self, data: recipe.Preferences, labels: list[str]) -> None:
+        self._data = data
+        self._labels = labels
+
+    def encode(self, model: CausalLMPolicy, examples: Prompts) -> Responses:
+        """Return a row for each text, its label's number as the answer."""
+        assert self._data.label_column is not None
+        given = examples.columns[self._data.label_column]
+        texts = classifier_tokens(
+            model.tokenizer,
+            examples.prompts,
+            examples.prompts,
+            whole=False,
+            max_tokens=self._data.max_tokens,
+        )
+        answers = [[self.number(label)] for label in given]
+        return _pack(model, examples, texts, answers, 1, self._data.max_tokens)
+
+    def check(self, rows: Any) -> None:
+        """Refuse unknown labels."""
+        for label in {*rows[self._data.label_column]}:
+            self.number(label)
+
+    def number(self, label: Any) -> int:
+        """Return the number of a label that is given by its number or its name."""
+        if label in self._labels:
+            return self._labels.index(label)
+        if isinstance(label, int) and 0 <= label < len(self._labels):
+            return int(label)
+        raise DprlhfError(
+            f"data.label_column {self._data.label_column!r}: a row has none of the labels"
+            f" {', '.join(self._labels)} (or their numbers from 0)"
+        )
+
+    def weights(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
+        """Return 1 / the user's texts."""
+        of_user = np.bincount(encoded.user, minlength=encoded.users)
+        shares: Array = 1.0 / of_user[encoded.user]
+        return shares
+
+    def losses(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> list[Array]:
+        """Return the loss of each text, and 1 where its label is the likeliest."""
+        own = encoded.tokens[:, -1].numpy()
+        every = np.stack(
+            [self._logprobs(model, encoded, n, batch_size) for n in range(len(self._labels))]
+        )
+        return [-every[own, np.arange(len(own))], (every.argmax(0) == own).astype(np.float64)]
+
+    def _logprobs(
+        self, model: CausalLMPolicy, encoded: Responses, label: int, batch_size: int
+    ) -> Array:
+        tokens = encoded.tokens.clone()
+        tokens[:, -1] = label
+        asked = Responses(**{**vars(encoded), "tokens": tokens})
+        return token_logprobs(model, asked, batch_size)[:, 0]
+
+
+def task_of(spec: recipe.SFTRecipe | recipe.RewardRecipe) -> Task:
+    """Return what a recipe's stage learns."""
+    if isinstance(spec, recipe.SFTRecipe):
+        return NextTokens(spec.data)
+    return Pairs(spec.data) if spec.labels is None else Labels(spec.data, spec.labels)
+
+
+def _completion(model: CausalLMPolicy, prompt: Any, completion: Any) -> list[int]:
+    """Return the tokens that follow the prompt's, without an end token."""
+    if completion is None:
+        return []
+    if isinstance(completion, str):
+        ids = model.tokenizer(completion, add_special_tokens=False, verbose=False)["input_ids"]
+        return list(ids)
+    # A conversation: what its template writes after the prompt's part.
+    messages = prompt if isinstance(prompt, list) else []
+    template = model.tokenizer.apply_chat_template
+    whole = template([*messages, *completion], tokenize=False)
+    start = template(messages, tokenize=False, add_generation_prompt=True) if messages else ""
+    rest = whole.removeprefix(start)
+    ids = model.tokenizer(rest, add_special_tokens=False, verbose=False)["input_ids"]
+    return list(ids)
+
+
+def _pack(
+    model: CausalLMPolicy,
+    examples: Prompts,
+    prompts: Sequence[list[int]],
+    answers: Sequence[list[int]],
+    length: int,
+    longest: int,
+) -> Responses:
+    """Return rows of prompts, padded on the left, and answers, padded on the right."""
+    width = int(padded_width(max(map(len, prompts), default=0), longest))
+    tokens = torch.full((len(prompts), width + length), model.tokenizer.pad_token_id)
+    mask = torch.zeros_like(tokens)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        place = slice(width - len(prompt), width + len(answer))
+        tokens[row, place] = torch.tensor([*prompt, *answer])
+        mask[row, place] = 1
+    copies = len(prompts) // len(examples) if len(examples) else 1
+    own, user = np.unique(examples.users, return_inverse=True)
+    return Responses(
+        tokens=tokens,
+        mask=mask,
+        prompt=np.repeat(np.arange(len(examples)), copies),
+        user=np.repeat(user, copies),
+        from_base=np.zeros(len(prompts), dtype=bool),
+        texts=[""] * len(prompts),
+        prompts=examples,
+        users=len(own),
+        length=length,
+        longest=longest,
+    )
+
+
+def _margins(model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
+    """Return r(chosen) − r(rejected) of each pair."""
+    scores = token_logprobs(model, encoded, batch_size)[:, 0]
+    margins: Array = scores[0::2] - scores[1::2]
+    return margins
+
+
+def _sigmoid(x: Array) -> Array:
+    values: Array = np.exp(-np.logaddexp(0, -x))
+    return values

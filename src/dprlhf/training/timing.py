@@ -1,0 +1,108 @@
+"""How long each phase takes, measured on public prompts.
+
+The clock of a private round is itself private: it tells how many users the round had. What a run
+publishes about time is therefore measured on public prompts.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from dprlhf.boundary import Private
+from dprlhf.data.users import Prompts
+from dprlhf.gradients.clipping import Weighted, clipped_sum
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.privacy.plan import Plan
+from dprlhf.recipe import Recipe
+from dprlhf.rewards import Scorer
+from dprlhf.rewards.private import score_responses
+from dprlhf.rollout import sample
+from dprlhf.training.tasks import Task
+
+
+def seconds_a_response(
+    policy: CausalLMPolicy, scorer: Scorer, prompts: Prompts, recipe: Recipe
+) -> dict[str, float]:
+    """Sample, score and differentiate one micro-batch of PUBLIC prompts.
+
+    The gradient is thrown away: nothing is released and the policy does not move.
+
+    Args:
+        policy: π_t.
+        scorer: of the recipe's rewards.
+        prompts: public; repeated until they fill a micro-batch.
+        recipe: settled, so that ``rollout.batch_size`` is a number.
+
+    Returns:
+        Seconds a response of the phases ``rollout``, ``reward`` and ``update`` (one pass).
+    """
+    rollout, update = recipe.rollout, recipe.update
+    rows = max(int(rollout.batch_size), update.batch_size)
+    count = max(1, rows // rollout.responses)
+    chosen = np.arange(count) % len(prompts)
+    batch = Prompts(
+        [prompts.prompts[i] for i in chosen],
+        np.arange(count),
+        np.zeros(count, dtype=np.int64),
+        {name: [values[i] for i in chosen] for name, values in prompts.columns.items()},
+    )
+    clock = [time.perf_counter()]
+    responses = sample(
+        policy,
+        batch,
+        rollout,
+        key=bytes(32),
+        context=("timing", recipe.seed),
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+    )
+    clock.append(time.perf_counter())
+    score_responses(scorer, responses)
+    clock.append(time.perf_counter())
+    ones = np.ones(len(responses.user))
+    clipped_sum(
+        policy,
+        Private(Weighted(responses, ones, np.zeros((responses.users, 0)), 0.0)),
+        clip_norm=update.radius,
+        batch_size=update.batch_size,
+        reduce=lambda total: total,
+    )
+    clock.append(time.perf_counter())
+    seconds = np.diff(clock) / len(responses.user)
+    return dict(zip(("rollout", "reward", "update"), seconds.tolist(), strict=True))
+
+
+def seconds_a_round(recipe: Recipe, plan: Plan, phases: dict[str, float]) -> float:
+    """Return what an expected round takes on one process, from the phases of a response."""
+    passes = plan.releases_per_round * getattr(recipe.update, "epochs", 1)
+    of_response = phases["rollout"] + phases["reward"] + passes * phases["update"]
+    return plan.divisor * recipe.rollout.responses * of_response
+
+
+def seconds_a_row(
+    policy: CausalLMPolicy, task: Task, rows: Prompts, batch_size: int, clip_norm: float
+) -> float:
+    """Differentiate some PUBLIC rows of a supervised stage; the gradient is thrown away.
+
+    Args:
+        policy: the model that is fitted.
+        task: of the stage.
+        rows: public.
+        batch_size: sequences in a micro-batch.
+        clip_norm: S.
+
+    Returns:
+        Seconds a row, two sequences where a row is a pair.
+    """
+    encoded = task.encode(policy, rows)
+    start = time.perf_counter()
+    weights = task.weights(policy, encoded, batch_size)
+    clipped_sum(
+        policy,
+        Private(Weighted(encoded, weights, np.zeros((encoded.users, 0)), 0.0)),
+        clip_norm=clip_norm,
+        batch_size=batch_size,
+        reduce=lambda total: total,
+    )
+    return (time.perf_counter() - start) / len(rows)

@@ -1,0 +1,209 @@
+"""A critic that costs what it takes: V(x) = w · φ(x), and w moves by noised releases alone.
+
+φ(x) ∈ R^{1+p}, ‖φ‖ ≤ 1, is a constant beside p features of the prompt: the last hidden state that
+the frozen base model has for it, along the p main directions of PUBLIC prompts, scaled alike. No
+user decides φ, and it stays the same in all rounds.
+
+Once a round, user u contributes its part of the least-squares normal equations, the mean over its
+responses of φ(x) r(x, y)/R, of norm at most 1. Scaled to √share · S it rides in the round's release
+beside the gradient, which is clipped to what is left of S. One joint Gaussian with noise multiplier
+z is then two: the critic's, with z/√share, and that of all else, with z/√(1 − share); the inverse
+squares add up to 1/z². The ledger's charge covers the joint vector, so a round costs what it costs
+without a critic. The server keeps w ← (1 − η_t) w + η_t G⁻¹ (released mean) R with G = E φφᵀ over
+public prompts and η_t = max(η, 1/t), which keeps up with a policy whose rewards rise. That is
+post-processing. Where users' prompts are unlike the public ones, V is a worse guess, and no more.
+
+A round's advantages take V as the rounds before left it. V(x) is then independent of the round's
+responses, so it does not bias the gradient, and it tells of earlier users only what was released.
+Rio et al. (arXiv 2501.19080, appendix C.2.1) fit their critic without noise: it carries the users
+of one round into the releases of the next.
+
+Within a prompt V(x) is a constant, which ``loo`` and ``paired`` would take off again. So it stands
+beside them: Â = (1 − weight)(r − baseline) + weight (r − V(x)). With k responses of variance σ² and
+V off by e, loo's advantage has variance σ²k/(k − 1), and r − V(x) has mean square σ² + e².
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from dprlhf import recipe
+from dprlhf.errors import DprlhfError
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.privacy.plan import Plan
+from dprlhf.rollout.batch import padded_width
+from dprlhf.updates.privls.oracle import bounded_rows
+
+Array = NDArray[np.float64]
+
+_STATE = ("w", "centre", "directions", "inverse")
+
+
+class Critic:
+    """V, and how a user's contribution to it is bounded.
+
+    Args:
+        spec: the recipe's ``update.critic``.
+        norm: √share · S, the bound on a user's coordinates.
+        reward_range: R.
+        batch_size: prompts that the base model sees at once.
+        longest: no prompt has more tokens than this public number.
+        hidden: the size of a hidden state.
+
+    Attributes:
+        w: ``[1 + p]``, float64; computed from released values only.
+        centre: of the public hidden states, ``[hidden]``.
+        directions: ``[p, hidden]``; ``directions @ (h − centre)`` has mean square norm 1 on them.
+        inverse: G⁻¹, ``[1 + p, 1 + p]``.
+    """
+
+    def __init__(
+        self,
+        spec: recipe.Critic,
+        norm: float,
+        reward_range: float,
+        batch_size: int,
+        longest: int,
+        hidden: int,
+    ) -> None:
+        self.spec = spec
+        self.norm = norm
+        self.reward_range = reward_range
+        self.w = torch.zeros(1 + spec.features, dtype=torch.float64)
+        self.centre = torch.zeros(hidden, dtype=torch.float64)
+        self.directions = torch.zeros(spec.features, hidden, dtype=torch.float64)
+        self.inverse = torch.eye(1 + spec.features, dtype=torch.float64)
+        self._batch_size, self._longest = batch_size, longest
+
+    @classmethod
+    def from_plan(
+        cls,
+        spec: recipe.Critic,
+        plan: Plan,
+        policy: CausalLMPolicy,
+        reward_range: float,
+        batch_size: int,
+        longest: int,
+    ) -> Critic:
+        """Scale to the plan's clip norm (to 1 in a baseline without clipping)."""
+        scale = plan.clip_norm if math.isfinite(plan.clip_norm) else 1.0
+        hidden = policy.model.get_input_embeddings().embedding_dim
+        norm = math.sqrt(spec.share) * scale
+        return cls(spec, norm, reward_range, batch_size, longest, hidden)
+
+    @property
+    def count(self) -> int:
+        """1 + p, the number of coordinates."""
+        return len(self.w)
+
+    @property
+    def weight(self) -> float:
+        """How much of an advantage is r − V(x): none before the first release."""
+        return self.spec.weight if bool(self.w.any()) else 0.0
+
+    @property
+    def mean_value(self) -> float:
+        """V of a prompt like the mean public one."""
+        return float(self.w[0]) / math.sqrt(2 if self.spec.features else 1)
+
+    def look_at(self, policy: CausalLMPolicy, prompts: Sequence[list[int]]) -> None:
+        """Take the main directions of PUBLIC prompts, token lists.
+
+        Raises:
+            DprlhfError: there are not enough prompts for the features.
+        """
+        size = self.spec.features
+        if not size:
+            return
+        if len(prompts) < 4 * size:
+            raise DprlhfError(
+                f"update.critic.features {size} needs at least {4 * size} public prompts, and"
+                f" evaluation gives {len(prompts)}: lower it (0 needs none)"
+            )
+        states = self._states(policy, prompts)
+        self.centre = states.mean(0)
+        _, spread, directions = torch.linalg.svd(states - self.centre, full_matrices=False)
+        usable = spread[:size, None] > 1e-6 * spread[0]
+        scaled = directions[:size] * math.sqrt(len(prompts) / size)
+        self.directions = torch.where(usable, scaled / spread[:size, None], 0.0)
+        public = torch.from_numpy(self._features_of(states))
+        self.inverse = torch.linalg.pinv(public.T @ public / len(public), hermitian=True)
+
+    def features(self, policy: CausalLMPolicy, prompts: Sequence[list[int]]) -> Array:
+        """Return φ of each prompt (token lists), ``[prompts, 1 + p]``, of norm at most 1."""
+        if not self.spec.features:
+            return np.ones((len(prompts), 1))
+        return self._features_of(self._states(policy, prompts))
+
+    def _features_of(self, states: torch.Tensor) -> Array:
+        # Not a matrix product: how that rounds a row depends on the number of rows.
+        centred = states - self.centre
+        x = torch.stack([(centred * d).sum(1) for d in self.directions], dim=1).nan_to_num()
+        u, _ = bounded_rows(x, x[:, 0], 1.0, 1.0)
+        both: Array = (F.pad(u, (1, 0), value=1.0) / math.sqrt(2)).numpy()
+        return both
+
+    def values(self, features: Array) -> Array:
+        """Return V(x) clipped to [−R, R], one for each row of ``features``."""
+        bound = self.reward_range
+        found: Array = (features * self.w.numpy()).sum(1).clip(-bound, bound)
+        return found
+
+    def of_users(
+        self, features: Array, rewards: Array, user: NDArray[np.int64], valid: NDArray[np.bool_]
+    ) -> Array:
+        """Return each user's coordinates, ``[users, 1 + p]``, of norm at most ``norm``.
+
+        Args:
+            features: φ of each row's prompt, ``[rows, 1 + p]``.
+            rewards: r, ``[rows]``.
+            user: which user a row belongs to, ``[rows]``, counted from 0.
+            valid: which users count, ``[users]``; the others are zero.
+        """
+        scaled = rewards.clip(-self.reward_range, self.reward_range) / self.reward_range
+        sums = np.zeros((len(valid), self.count))
+        np.add.at(sums, user, features * scaled[:, None])
+        rows = np.maximum(np.bincount(user, minlength=len(valid)), 1)
+        return np.where(valid[:, None], self.norm * sums / rows[:, None], 0.0)
+
+    def step(self, released: torch.Tensor, round_: int) -> None:
+        """Move w along the released mean of the coordinates, ``[1 + p]``."""
+        solved = self.inverse @ released * (self.reward_range / self.norm)
+        self.w = self.w.lerp(solved, max(self.spec.step_size, 1 / round_))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return what a checkpoint keeps: released and public values."""
+        return {name: getattr(self, name).contiguous() for name in _STATE}
+
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Put back what :meth:`state` returned."""
+        for name in _STATE:
+            setattr(self, name, state[name])
+
+    def _states(self, policy: CausalLMPolicy, prompts: Sequence[list[int]]) -> torch.Tensor:
+        """Return the base model's last hidden state of each prompt, ``[prompts, hidden]``.
+
+        Shapes are fixed by a prompt's own length, as everywhere: see :mod:`dprlhf.rollout`.
+        """
+        found = torch.zeros(len(prompts), len(self.centre), dtype=torch.float64)
+        widths = padded_width(np.array([len(p) for p in prompts], dtype=np.int64), self._longest)
+        for width in np.unique(widths):
+            alike = np.flatnonzero(widths == width)
+            for start in range(0, len(alike), self._batch_size):
+                chosen = alike[start : start + self._batch_size]
+                tokens = torch.zeros((self._batch_size, int(width)), dtype=torch.long)
+                mask = torch.zeros_like(tokens)
+                mask[:, -1] = 1  # a filler's prompt is one token
+                for row, prompt in enumerate(prompts[i] for i in chosen):
+                    tokens[row, -len(prompt) :] = torch.tensor(prompt)
+                    mask[row, -len(prompt) :] = 1
+                with policy.base():
+                    states = policy.last_states(tokens.to(policy.device), mask.to(policy.device))
+                found[chosen] = states[: len(chosen)].double().cpu()
+        return found

@@ -1,0 +1,210 @@
+"""Private least squares over a round's users: how DP-NPG and DP-REBEL ask a regression oracle.
+
+An example of a user is some of its rows, with a feature φ = Σ_rows weight · ∇ log π(y|x) and a
+target A. A user's loss is the mean over its examples of (w · φ − A)². The oracles
+(:mod:`dprlhf.updates.privls`) ask for noised means over users of a function of φ and A. Each answer
+is one release through the round's gate. The policy stands still meanwhile, so features are computed
+once and kept for the later answers, if they take no more than ``KEPT_BYTES``; larger ones exist for
+one micro-batch at a time, and each answer has a forward and a backward pass of its own.
+
+``update.clip_norm`` is the oracles' B, the bound on ‖φ‖. What an oracle bounds by b (at most 2BR
+for a gradient, 1 for sufficient statistics) is scaled to the clip norm, clipped, summed, released,
+and scaled back. With a ``gain`` it is scaled to more than the clip norm and clipping bites: the
+sensitivity is the same, and the noise is smaller beside what is left. A user is one vector in that
+sum, however many examples it has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from dprlhf import recipe
+from dprlhf.boundary import Private, open_private
+from dprlhf.errors import DprlhfError
+from dprlhf.gradients.clipping import user_gradients
+from dprlhf.rollout import Responses
+from dprlhf.rollout.logprobs import Array
+from dprlhf.updates.privls import Contribution, CountSketch, make_oracle
+from dprlhf.updates.privls.oracle import project
+from dprlhf.updates.privls.sufficient_statistics import LARGEST_DIMENSION
+from dprlhf.updates.round import PrivateRound
+
+KEPT_BYTES = 2**30
+"""The most memory of a process that the features of a round may take between two answers."""
+
+Batch = tuple[NDArray[np.int64], int, torch.Tensor, torch.Tensor]
+"""Users, how many examples each has, and features and targets, padded to the fixed shape."""
+
+
+@dataclass(frozen=True, repr=False)
+class Examples:
+    """The examples of a round's users.
+
+    Attributes:
+        responses: the rows; those of an example are adjacent, and of one user.
+        weights: of each row's ∇ log π, ``[rows]``.
+        targets: A, ``[examples]``.
+        rows: of an example.
+    """
+
+    responses: Responses
+    weights: Array
+    targets: Array
+    rows: int
+
+
+def solve(
+    round_: PrivateRound,
+    examples: Private[Examples],
+    spec: recipe.Oracle,
+    *,
+    target_bound: float,
+    batch_size: int,
+) -> torch.Tensor:
+    """Return w of the oracle that the recipe names, ``[dimension]``, with ‖w‖ ≤ W.
+
+    Args:
+        round_: the users, and the way through the gate.
+        examples: of these users.
+        spec: the oracle; W is its ``radius``.
+        target_bound: R, the most that a target can be; ``spec.target_bound`` goes before it.
+        batch_size: rows differentiated at once.
+    """
+    dimension = round_.policy.dimension
+    size = spec.sketch or dimension
+    # Another projection each round, or the policy would never leave one subspace.
+    sketch = CountSketch(dimension, size, f"round {round_.number}") if spec.sketch else None
+    oracle = make_oracle(
+        spec.name,
+        feature_bound=round_.clip_norm,
+        target_bound=spec.target_bound or target_bound,
+        radius=spec.radius * math.sqrt(size / dimension),  # lifting makes w longer by √(d/p) or so
+        steps=spec.steps,
+        step_size=spec.step_size,
+        ridge=spec.ridge,
+        damping=0.0,
+    )
+    release = RoundRelease(
+        round_, examples, sketch, size, batch_size, spec.gain, several=oracle.releases > 1
+    )
+    w = oracle.solve(release, size)
+    return project(w if sketch is None else sketch.lift(w), spec.radius)
+
+
+def check_dimension(update: recipe.Update, dimension: int) -> None:
+    """Refuse a recipe whose oracle is not made for an adapter of this size.
+
+    Raises:
+        DprlhfError: names what would work.
+    """
+    spec = getattr(update, "oracle", None)
+    if spec is None or getattr(update, "solver", None) == "gradient":
+        return
+    if spec.sketch is not None and spec.sketch > dimension:
+        raise DprlhfError(
+            f"update.oracle.sketch {spec.sketch} is more than the adapter's {dimension} dimensions:"
+            " leave it out"
+        )
+    if spec.name == "sufficient-statistics" and (spec.sketch or dimension) > LARGEST_DIMENSION:
+        raise DprlhfError(
+            f"update.oracle: sufficient-statistics takes at most {LARGEST_DIMENSION} dimensions,"
+            f" and the adapter has {dimension}: write sketch: 256, or name: projected-sgd"
+        )
+
+
+@dataclass(repr=False, eq=False)
+class RoundRelease:
+    """A :class:`~dprlhf.updates.privls.oracle.Release` over a round's users, through its gate.
+
+    Attributes:
+        round_: the users.
+        examples: their features and targets.
+        sketch: applied to each feature; None leaves them.
+        size: the dimension that the oracle sees.
+        batch_size: rows differentiated at once.
+        gain: what users' answers are multiplied with before they are clipped.
+        several: there will be more than one call, so features are worth keeping.
+        noise_multiplier: z of one call, over the gain. The first shares the clip norm with
+            telemetry, so its noise is larger by S/√(S² − e²); the others have a little less.
+    """
+
+    round_: PrivateRound
+    examples: Private[Examples]
+    sketch: CountSketch | None
+    size: int
+    batch_size: int
+    gain: float = 1.0
+    several: bool = False
+    noise_multiplier: float = field(init=False)
+    kept: Private[list[Batch]] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        round_ = self.round_
+        of_radius = round_.clip_norm / round_.radius
+        self.noise_multiplier = round_.noise_multiplier * of_radius / self.gain
+
+    @property
+    def divisor(self) -> float:
+        """m, a public constant."""
+        return self.round_.divisor
+
+    def __call__(self, contribution: Contribution, bound: float) -> torch.Tensor:
+        """Return (Σ_u clip(gain · mean of u's contributions, bound) + noise) / (m · gain)."""
+        scale = self.gain * self.round_.radius / bound
+        width = contribution(torch.zeros(0, self.size), torch.zeros(0)).shape[1]
+        vectors = Private(self._vectors(contribution, scale))
+        clipped = self.round_.clipped_vectors(vectors, dimension=width)
+        return self.round_.release(clipped) / scale
+
+    def _vectors(
+        self, contribution: Contribution, scale: float
+    ) -> Iterable[tuple[NDArray[np.int64], torch.Tensor]]:
+        rows = open_private(self.examples).rows
+        for users, each, features, targets in self._batches():
+            parts = contribution(features, targets)
+            yield users, scale * parts.view(-1, each, parts.shape[1]).mean(1)[: len(users)]
+            if self.round_.tick is not None:
+                self.round_.tick(len(users) * each * rows)
+
+    def _batches(self) -> Iterable[Batch]:
+        if self.kept is not None:
+            yield from open_private(self.kept)
+            return
+        given = open_private(self.examples)
+        owner = given.responses.user[:: given.rows]
+        ends = np.cumsum(np.bincount(owner, minlength=given.responses.users))[:-1]
+        of_user = np.split(given.targets[np.argsort(owner, kind="stable")], ends)
+        keep: list[Batch] = []
+        for users, gradients in user_gradients(
+            self.round_.policy,
+            given.responses,
+            given.weights,
+            batch_size=self.batch_size,
+            rows=given.rows,
+        ):
+            features = gradients.flatten(0, 1).cpu()
+            if self.sketch is not None:
+                features = self.sketch(features)
+            targets = torch.from_numpy(np.concatenate([of_user[user] for user in users]))
+            # Fixed shapes, as in the micro-batches: no user rounds another's contribution.
+            each = gradients.shape[1]
+            missing = each * (max(1, self.batch_size // (each * given.rows)) - len(users))
+            batch = (
+                users,
+                each,
+                F.pad(features, (0, 0, 0, missing)),
+                F.pad(targets.to(features), (0, missing)),
+            )
+            needed = len(given.targets) * self.size * features.element_size()
+            if self.several and needed <= KEPT_BYTES:
+                keep.append(batch)
+            yield batch
+        if keep:
+            self.kept = Private(keep)

@@ -1,0 +1,165 @@
+"""What private least-squares oracles have in common: how they ask for users, and what they return.
+
+An oracle never holds a user. It asks questions about them through a callable that its caller owns:
+
+- :class:`Release`, for the Gaussian oracles, answers with a noised mean over the users of a
+  function of one user; J calls are J releases of the same users.
+- :class:`Select`, for the exponential mechanism, answers with the index of a candidate.
+
+So the same oracle runs by itself (:func:`dprlhf.papers.regression.fit` makes the callable) and
+inside a training round, where the caller sums over micro-batches and processes and the gate adds
+the noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.accounting import Adjacency
+
+Contribution = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""A function of features ``[users, d]`` and targets ``[users]``, row by row, to ``[users, p]``.
+
+A row's result depends on that row alone. A user with several rows counts as the mean of its rows'
+results, which keeps the bound.
+"""
+
+
+class Release(Protocol):
+    """Answers with (Σ_u clip(contribution_u, bound) + N(0, (z · bound)² I)) / m.
+
+    Attributes:
+        noise_multiplier: z of one call.
+        divisor: m, a public constant.
+    """
+
+    @property
+    def noise_multiplier(self) -> float:
+        """z of one call."""
+
+    @property
+    def divisor(self) -> float:
+        """m, a public constant."""
+
+    def __call__(self, contribution: Contribution, bound: float) -> torch.Tensor:
+        """Return the noised mean, ``[p]``, float64.
+
+        Args:
+            contribution: of one user, ``[users, p]``; applied to micro-batches of any size.
+            bound: its L2 bound. The implementation clips each user to it all the same.
+        """
+
+
+class Select(Protocol):
+    """Answers with the index of a candidate, chosen by the exponential mechanism."""
+
+    def __call__(self, loss: Contribution, largest: float) -> int:
+        """Return the index.
+
+        Args:
+            loss: of one user under each candidate, ``[users, candidates]``.
+            largest: each loss lies in [0, largest]. The implementation
+                (:mod:`dprlhf.papers.regression.exponential`) sums by ``total_units``, which clamps
+                it all the same, and draws by ``choose``.
+        """
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """(ε, δ)-differential privacy of one fit, as an upper bound.
+
+    Attributes:
+        epsilon: infinite for a fit without noise.
+        delta: 0 for a pure guarantee.
+        adjacency: what a neighbouring dataset is.
+        mechanism: what gives the guarantee, in words.
+    """
+
+    epsilon: float
+    delta: float
+    adjacency: Adjacency
+    mechanism: str
+
+    @property
+    def pure(self) -> bool:
+        """Whether this is pure differential privacy."""
+        return self.delta == 0.0 and math.isfinite(self.epsilon)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a fit releases.
+
+    Attributes:
+        w: ``[d]``, float64.
+        guarantee: the privacy of ``w``, and so of every prediction.
+        prediction_bound: predictions are clipped to ± this; None leaves them.
+        failed: ISSP only: its private test said no, and ``w`` is zero. Released, so it may be
+            shown.
+    """
+
+    w: torch.Tensor
+    guarantee: Guarantee
+    prediction_bound: float | None = None
+    failed: bool = False
+
+    def predict(self, features: Any) -> torch.Tensor:
+        """Return the predictions, ``[users]``, for features ``[users, d]``, as an array."""
+        return predictions(torch.as_tensor(features), self.w, self.prediction_bound)
+
+
+def predictions(features: torch.Tensor, w: torch.Tensor, bound: float | None) -> torch.Tensor:
+    """Return w · φ clipped to [−bound, bound], ``[users]``."""
+    values = features @ w.to(features)
+    return values if bound is None else values.clamp(-bound, bound)
+
+
+def bounded_rows(
+    features: torch.Tensor, targets: torch.Tensor, feature_bound: float, target_bound: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale each φ to norm at most B and clamp each target to [−R, R]; a rule of one row alone."""
+    norms = features.norm(dim=1, keepdim=True)
+    scale = (feature_bound / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1)
+    return features * scale, targets.clamp(-target_bound, target_bound)
+
+
+def finite_rows(features: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make a row that is not finite an absent user: zero in both."""
+    finite = features.isfinite().all(dim=1) & targets.isfinite()
+    # where, not a product: 0 · NaN is NaN.
+    return torch.where(finite[:, None], features, 0.0), torch.where(finite, targets, 0.0)
+
+
+def project(w: torch.Tensor, radius: float) -> torch.Tensor:
+    """Return the point of the ball ‖w‖ ≤ radius that is nearest to ``w``."""
+    return w * min(1.0, radius / max(float(w.norm()), 1e-300))
+
+
+def check_positive(oracle: str, **values: float) -> None:
+    """Refuse a bound that is not a positive, finite number.
+
+    Raises:
+        DprlhfError: names the oracle and the setting.
+    """
+    for name, value in values.items():
+        if not (value > 0 and math.isfinite(value)):
+            raise DprlhfError(f"{oracle}: {name} must be a positive, finite number, not {value}")
+
+
+def check_steps(oracle: str, steps: int) -> None:
+    """Refuse a number of releases below 1.
+
+    Raises:
+        DprlhfError: names the oracle.
+    """
+    if not (isinstance(steps, int) and steps >= 1):
+        raise DprlhfError(
+            f"{oracle}: steps (J) must be a whole number of at least 1, not {steps};"
+            " sufficient-statistics needs a single release"
+        )

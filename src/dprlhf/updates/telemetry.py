@@ -1,0 +1,97 @@
+"""What a run says about itself: released coordinates, public metrics, secret raw values.
+
+Two coordinates ride in the released vector beside the gradient, inside the same clip norm and paid
+by the same noise: the user's mean reward, and the constant 1 for "all my rewards were valid".
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dprlhf.privacy.plan import Plan
+
+
+@dataclass(frozen=True)
+class TelemetryCoordinates:
+    """The scaled mean reward and validity of each user, and how to read their release.
+
+    Attributes:
+        norm: the bound on the two coordinates together, reward_share · S; 0 leaves them out.
+        reward_range: R.
+    """
+
+    norm: float
+    reward_range: float
+
+    @classmethod
+    def from_plan(
+        cls, plan: Plan, reward_share: float, reward_range: float
+    ) -> TelemetryCoordinates:
+        """Scale to the plan's clip norm (to 1 in a baseline without clipping)."""
+        scale = plan.clip_norm if math.isfinite(plan.clip_norm) else 1.0
+        return cls(reward_share * scale, reward_range)
+
+    @property
+    def count(self) -> int:
+        """The number of coordinates."""
+        return 2 if self.norm else 0
+
+    @property
+    def _unit(self) -> float:
+        return self.norm / math.sqrt(2)
+
+    def of_users(
+        self, user: NDArray[np.int64], rewards: NDArray[np.float64], valid: NDArray[np.bool_]
+    ) -> NDArray[np.float64]:
+        """Return the coordinates of each user, ``[users, count]``, from its rows' rewards."""
+        users = len(valid)
+        rows = np.bincount(user, minlength=users)
+        mean = np.bincount(user, rewards, minlength=users) / np.maximum(rows, 1)
+        both = np.stack([mean / self.reward_range, np.ones(users)], axis=1)
+        return (self._unit * both * valid[:, None])[:, : self.count]
+
+    def read(self, released: torch.Tensor, plan: Plan, round_: int) -> ReleasedReward:
+        """Turn the released coordinates, ``[2]``, into a mean reward; this is post-processing."""
+        reward, valid = (released / self._unit).tolist()
+        std = plan.noise_std_of(round_) / plan.divisor / self._unit
+        known = ReleasedReward(None, None, valid, std).known  # else the ratio means nothing
+        mean = float(np.clip(reward / valid, -1, 1)) * self.reward_range if known else None
+        # The noise of numerator and denominator, to first order.
+        error = std / valid * math.hypot(1, reward / valid) * self.reward_range if known else None
+        return ReleasedReward(mean, error, valid, std)
+
+
+@dataclass(frozen=True)
+class ReleasedReward:
+    """The noised mean reward of a round's private users.
+
+    Attributes:
+        mean: None where noise hides it.
+        noise_std: standard deviation of the noise in ``mean`` (sampling error comes on top).
+        valid_share: users with valid rewards, over the expected users; noised.
+        valid_std: the standard deviation of the noise in ``valid_share``.
+    """
+
+    mean: float | None
+    noise_std: float | None
+    valid_share: float
+    valid_std: float
+
+    @property
+    def all_failed(self) -> bool:
+        """Whether the release shows that no user had a valid reward.
+
+        A stop must be decided on released values alone: a rule that looked at the rewards
+        themselves would tell whether one user's reward was valid.
+        """
+        return self.valid_std < 0.1 and not self.known
+
+    @property
+    def known(self) -> bool:
+        """Whether the noised number of users with valid rewards stands clear of its noise."""
+        return self.valid_share > max(3 * self.valid_std, 1e-9)

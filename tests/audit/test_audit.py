@@ -1,0 +1,541 @@
+"""Attacks must come near the claimed ε where they can, stay below it, and see planted bugs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from scipy.special import ndtr
+from scipy.stats import binom
+from typer.testing import CliRunner
+
+import dprlhf
+from dprlhf.audit import (
+    Audit,
+    audit,
+    audit_run,
+    epsilon_from_errors,
+    epsilon_lower_bound,
+    gaussian_epsilon_from_errors,
+    membership_scores,
+    one_run,
+    play,
+    roc,
+)
+from dprlhf.audit.likelihood import log_likelihood_ratio
+from dprlhf.cli.app import app
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy import randomness
+from dprlhf.privacy.gaussian import gaussian_delta
+from dprlhf.privacy.ledger import Ledger, read_ledger
+from dprlhf.privacy.plan import Plan, make_plan
+from dprlhf.recipe import Recipe, Tracking, load_recipe, make_recipe
+from dprlhf.runs.earlier import records_of, total_of_runs
+from dprlhf.runs.folder import RunFolder
+from dprlhf.updates import UPDATES, PrivateRound
+from helpers import tiny
+
+
+@pytest.fixture(autouse=True)
+def _the_same_noise_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dprlhf.runs.folder.new_key", lambda: bytes(range(32)))
+
+
+# --------------------------------------------------------------------------------------- bounds
+
+
+@pytest.mark.parametrize(
+    ("m", "r", "v", "delta", "expected"),
+    [(1000, 100, 75, 1e-4, 0.673), (100_000, 1510, 1439, 1e-5, 2.676)],
+)
+def test_the_one_run_bound_has_the_published_values(
+    m: int, r: int, v: int, delta: float, expected: float
+) -> None:
+    assert epsilon_lower_bound(m, r, v, delta) == pytest.approx(expected, abs=6e-4)
+
+
+@settings(max_examples=20, derandomize=True, deadline=None)
+@given(st.integers(1, 60), st.data(), st.sampled_from([0.0, 1e-6, 1e-3]))
+def test_the_one_run_bound_is_where_p_reaches_what_is_left(r: int, data: Any, delta: float) -> None:
+    m, v = r + data.draw(st.integers(0, 100)), data.draw(st.integers(0, r))
+    bound = epsilon_lower_bound(m, r, v, delta)
+
+    def p(epsilon: float) -> float:  # the formula, term by term
+        q = 1 / (1 + math.exp(-epsilon))
+        mass = [math.comb(r, k) * q**k * (1 - q) ** (r - k) for k in range(r + 1)]
+        slack = max((sum(mass[v - i : v]) / i for i in range(1, v + 1)), default=0.0)
+        return min(1.0, sum(mass[v:]) + 2 * m * delta * slack)
+
+    if bound == 0:
+        assert p(0.0) >= 0.05 - 1e-9
+    else:
+        assert p(bound - 1e-9) < 0.05 + 1e-9
+        assert p(bound + 2e-5) > 0.05 - 1e-9
+
+
+def test_a_guesser_by_coin_is_hardly_ever_above_zero() -> None:
+    chance = sum(
+        binom.pmf(v, 200, 0.5) for v in range(201) if epsilon_lower_bound(500, 200, v, 1e-5) > 0
+    )
+    assert 0.01 < chance <= 0.05
+
+
+@pytest.mark.parametrize("mu", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize("bound", [epsilon_from_errors, gaussian_epsilon_from_errors])
+def test_bounds_from_errors_keep_their_confidence(bound: Any, mu: float) -> None:
+    """Exact coverage: the true ε is exceeded with probability at most 5%."""
+    runs, delta = 80, 1e-3
+    fpr = fnr = float(ndtr(-mu / 2))
+    from dprlhf.privacy.gaussian import gaussian_epsilon
+
+    true = gaussian_epsilon(1 / mu, delta)
+    counts = np.arange(runs + 1)
+    mass = binom.pmf(counts, runs, fpr)
+    likely = counts[mass > 1e-5]
+    above = sum(
+        mass[a] * binom.pmf(b, runs, fnr)
+        for a in likely
+        for b in likely
+        if bound(int(a), int(b), runs, delta) > true
+    )
+    assert above <= 0.05
+
+
+def test_the_bound_for_gaussians_is_consistent_and_the_general_one_is_not() -> None:
+    runs, mu, delta = 10**8, 1.0, 1e-5
+    wrong = int(runs * ndtr(-mu / 2))
+    tight = gaussian_epsilon_from_errors(wrong, wrong, runs, delta)
+    assert gaussian_delta(1 / mu, tight) == pytest.approx(delta, rel=0.02)
+    assert epsilon_from_errors(wrong, wrong, runs, delta) < 0.3 * tight
+
+
+@pytest.mark.parametrize("bound", [epsilon_from_errors, gaussian_epsilon_from_errors])
+def test_an_attack_that_knows_nothing_shows_nothing(bound: Any) -> None:
+    assert bound(500, 500, 1000, 1e-5) == 0.0
+    assert bound(0, 1000, 1000, 1e-5) == 0.0
+
+
+@pytest.mark.parametrize("counts", [(10, 20, 5), (10, 5, 6), (10, 5, -1)])
+def test_impossible_counts_are_refused(counts: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="right of"):
+        epsilon_lower_bound(*counts, 1e-5)
+
+
+# ------------------------------------------------------------------------- the likelihood ratio
+
+
+@pytest.mark.parametrize("partition", ["random-allocation", "fixed", "poisson"])
+@pytest.mark.parametrize("participations", [1, 2])
+def test_the_likelihood_ratio_averages_to_one_without_the_user(
+    partition: Any, participations: int
+) -> None:
+    """E[P₁/P₀] = 1 under P₀, and the log of the density by summing over all rounds."""
+    if partition == "fixed" and participations > 1:
+        pytest.skip("a user of a fixed partition has one round")
+    plan = make_plan(users=8, rounds=4, delta=1e-5, noise_multiplier=1.5, partition=partition)
+    plan = dataclasses.replace(plan, participations=participations)  # its ε does not matter here
+    noise = 1.5 * np.random.default_rng(0).standard_normal((50_000, 4))
+    ratio = np.exp(log_likelihood_ratio(noise, plan))
+    assert ratio.mean() == pytest.approx(1, abs=4 * ratio.std() / math.sqrt(len(ratio)))
+    assert ratio.std() > 0.1
+
+
+def test_a_known_round_makes_the_ratio_that_of_one_gaussian() -> None:
+    plan = make_plan(users=4, rounds=2, delta=1e-5, noise_multiplier=2.0, partition="stream")
+    x = np.array([[0.3, 9.0], [9.0, -0.2], [9.0, 9.0]])
+    found = log_likelihood_ratio(x, plan, np.array([0, 1, -1]))
+    assert found == pytest.approx([(0.3 - 0.5) / 4, (-0.2 - 0.5) / 4, 0.0])
+
+
+# ---------------------------------------------------------------------------- the game
+
+
+def plan_of(epsilon: float, **changes: Any) -> Plan:
+    values: dict[str, Any] = {"users": 2, "rounds": 1, "delta": 1e-5, "partition": "fixed"}
+    return make_plan(epsilon=epsilon, **(values | changes))
+
+
+def test_the_worst_case_user_comes_near_the_claim_and_stays_below() -> None:
+    game = play(plan_of(4.0), 1500, seed=1)
+    assert 0.7 * 4 <= game.bound() <= 4
+
+
+def test_replacing_a_user_comes_near_the_claim_and_stays_below() -> None:
+    game = play(plan_of(4.0, adjacency="replace-one", users=4, rounds=2), 600, seed=2)
+    assert 0.6 * 4 <= game.bound() <= 4
+
+
+def test_secret_rounds_are_attacked_too() -> None:
+    game = play(plan_of(8.0, users=4, rounds=2, partition="random-allocation"), 200, seed=3)
+    assert 0.1 < game.bound() <= 8
+
+
+def halved(self: Plan) -> float:
+    return self.noise_multiplier * self.clip_norm / 2
+
+
+def test_half_the_noise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Plan, "noise_std", property(halved))
+    assert play(plan_of(4.0), 200, seed=4).bound() > 4
+
+
+def test_no_clipping_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "dprlhf.gradients.clipping.clip_factors", lambda norms, clip_norm: torch.ones_like(norms)
+    )
+    assert play(plan_of(4.0), 100, seed=5).bound() > 4
+
+
+# ------------------------------------------------------------------------ one run, many canaries
+
+
+def recipe_of(**changes: Any) -> Recipe:
+    values: dict[str, Any] = {
+        "policy": {"model_name_or_path": "nowhere"},
+        "data": {"path": "nowhere"},
+        "rewards": [{"function": "nowhere"}],
+        "privacy": {"epsilon": 8.0, "delta": 1e-5},
+        "rounds": 4,
+    }
+    for key, value in changes.items():
+        old = values.get(key)
+        values[key] = {**old, **value} if isinstance(old, dict) else value
+    return make_recipe(values)
+
+
+def run_audit(folder: Path, canaries: int = 160, seed: int = 0, **changes: Any) -> Audit:
+    return audit(recipe_of(**changes), folder / "audit", canaries=canaries, seed=seed, quiet=True)
+
+
+WITHOUT_NOISE = {"epsilon": math.inf, "partition": "stream"}
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_every_update_moves_each_canary_where_the_attack_looks(update: str, tmp_path: Path) -> None:
+    """The negative control: without noise nearly every guess is right, so the attack has teeth."""
+    found = run_audit(tmp_path, update={"name": update}, privacy=WITHOUT_NOISE)
+    assert found.right >= 0.95 * found.guesses
+    assert found.bound > 2
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_no_update_is_refuted(update: str, tmp_path: Path) -> None:
+    found = run_audit(tmp_path, 80, update={"name": update}, privacy={"partition": "stream"})
+    assert found.bound <= found.epsilon
+    assert found.holds
+
+
+@pytest.mark.parametrize(
+    "privacy",
+    [
+        {"partition": "random-allocation"},
+        {"partition": "fixed"},
+        {"partition": "stream", "adjacency": "replace-one"},
+        {"partition": "poisson", "epsilon": None, "noise_multiplier": 2.0, "delta": 1e-3},
+    ],
+    ids=lambda p: "-".join(str(x) for x in p.values()),
+)
+def test_no_partition_is_refuted(privacy: dict[str, Any], tmp_path: Path) -> None:
+    found = run_audit(tmp_path, 80, privacy=privacy)
+    assert found.bound <= found.epsilon
+
+
+CRITIC = {"share": 0.1, "features": 0}
+WITH_A_CRITIC: dict[str, dict[str, Any]] = {
+    "pg, features": {
+        "update": {"name": "pg", "critic": {"share": 0.1}},
+        "evaluation": {"data": {"path": "nowhere public"}},
+    },
+    "pg": {"update": {"name": "pg", "critic": CRITIC}},
+    "grpo": {"update": {"name": "grpo", "scale_rewards": False, "critic": CRITIC}},
+    "ppo": {"update": {"name": "ppo", "critic": CRITIC}},
+}
+
+
+@pytest.mark.parametrize("changes", WITH_A_CRITIC.values(), ids=WITH_A_CRITIC)
+def test_a_noised_critic_keeps_its_part_of_the_release(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    found = run_audit(tmp_path / "baseline", **changes, privacy=WITHOUT_NOISE)
+    assert found.right >= 0.95 * found.guesses
+    assert run_audit(tmp_path / "private", 80, **changes, privacy={"partition": "stream"}).holds
+    critic = load_recipe(tmp_path / "private/audit/recipe.yaml").update.critic  # type: ignore[union-attr]
+    assert critic is not None
+    assert critic.share == 0.1
+    kept = load_file(tmp_path / "private/audit/checkpoint/critic.safetensors")
+    assert kept["w"].any()  # it was released, and so took its part of S
+
+
+def earlier_run(folder: Path, column: str) -> str:
+    """A folder that has what a later run reads of an earlier one, whose users are a column's."""
+    folder.mkdir()
+    write_recipe(folder)
+    terms = {**plan_of(4.0).terms(), "unit": column, "key_commitment": "0" * 64}
+    Ledger(folder / "ledger.jsonl", terms).close()
+    return str(folder)
+
+
+def test_a_later_stage_with_a_user_column_is_audited_by_itself(tmp_path: Path) -> None:
+    previous = [{"run": earlier_run(tmp_path / "one", "user")}]
+    found = run_audit(tmp_path, 20, data={"user_column": "user"}, previous=previous)
+    assert found.epsilon <= 8
+    assert "previous" not in read_ledger(tmp_path / "audit/ledger.jsonl")[0].body
+
+
+def test_an_audit_is_not_logged_among_the_users_runs(tmp_path: Path) -> None:
+    run_audit(tmp_path, 20, tracking={"report_to": "wandb", "project": "theirs"})
+    assert load_recipe(tmp_path / "audit/recipe.yaml").tracking == Tracking()
+
+
+def test_clipping_rows_in_place_of_users_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight responses of a user, each clipped to S, are eight times the sensitivity."""
+    real = PrivateRound.clipped_sum
+
+    def rows_are_users(self: PrivateRound, weights: Any, *, batch_size: int) -> Any:
+        from dprlhf.boundary import Private, open_private
+
+        held = open_private(self.responses)
+        split = dataclasses.replace(held, user=np.arange(len(held.user)), users=len(held.user))
+        kept, self.responses = self.responses, Private(split)
+        monkeypatch.setattr(PrivateRound, "_extra", lambda _: np.zeros((split.users, 2)))
+        try:
+            return real(self, weights, batch_size=batch_size)
+        finally:
+            self.responses = kept
+
+    monkeypatch.setattr(PrivateRound, "clipped_sum", rows_are_users)
+    found = run_audit(tmp_path, privacy={"partition": "stream", "epsilon": 1.0})
+    assert found.bound > 1
+
+
+def test_too_little_noise_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        Plan, "noise_std", property(lambda plan: plan.noise_multiplier * plan.clip_norm / 20)
+    )
+    found = run_audit(tmp_path, privacy={"partition": "stream", "epsilon": 1.0})
+    assert found.bound > 1
+    assert not found.holds
+
+
+def test_reused_noise_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same noise in every round cancels in differences of rounds."""
+    real = randomness.uniforms
+    monkeypatch.setattr(
+        "dprlhf.privacy.randomness.uniforms",
+        lambda key, *context, count: real(bytes(32), count=count),
+    )
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        "dprlhf.audit.one_run._in_units_of_noise",
+        lambda observed, plan: seen.append(observed) or observed,
+    )
+    run_audit(tmp_path, canaries=40, privacy={"partition": "stream", "epsilon": 1.0})
+    (moves,) = seen
+    later = np.abs(moves[:, 2] - moves[:, 3])
+    assert np.median(later) < 1e-3 * np.median(np.abs(moves[:, 2]))
+
+
+def test_the_bits_are_not_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One seed includes the same canaries whatever the run's key; none, others each time."""
+    asked: list[int] = []
+    real = np.random.default_rng
+    monkeypatch.setattr(
+        "dprlhf.audit.one_run.np.random.default_rng", lambda s: asked.append(s) or real(s)
+    )
+    for name, seed in (("a", 7), ("b", None), ("c", None)):
+        audit(recipe_of(rounds=1), tmp_path / name, canaries=4, seed=seed, quiet=True)
+    drawn = [s for s in asked if s != 0]  # 0: the simulation that chooses the number of guesses
+    assert drawn[0] == 7
+    assert drawn[1] != drawn[2]
+    assert min(drawn[1:]) > 2**64
+
+
+def test_an_audit_reads_no_private_data_and_is_marked(tmp_path: Path) -> None:
+    found = run_audit(tmp_path, canaries=20)  # the recipe's model and data do not exist
+    held = json.loads((tmp_path / "audit/audit.json").read_text())
+    assert held["audit"] == "canaries only, no private data"
+    assert held["bound"] == found.bound
+    assert not (tmp_path / "audit/policy").exists()
+    assert not (tmp_path / "audit/privacy.json").exists()  # it promises nobody anything
+
+
+@pytest.mark.parametrize("column", ["user", "prompt"])
+def test_prompt_canaries_keep_the_unit_and_the_runs_before(column: str, tmp_path: Path) -> None:
+    """A model that an earlier run tuned is refused where that run is not named."""
+    run = earlier_run(tmp_path / "one", column)
+    tiny.save(tmp_path / "model")
+    (tmp_path / "privacy.json").write_text(json.dumps({"run": "0" * 64}))
+    policy = {
+        "model_name_or_path": str(tmp_path / "model"),
+        "adapter": {"type": "lora", "target_modules": ["c_attn"]},
+    }
+    recipe = recipe_of(
+        policy=policy, rounds=1, previous=[{"run": run}], data={"user_column": column}
+    )
+    found = audit(recipe, tmp_path / "audit", canaries=4, space="prompt", seed=1, quiet=True)
+    assert found.holds
+    assert read_ledger(tmp_path / "audit/ledger.jsonl")[0].body["unit"] == column
+
+
+def test_prompt_canaries_go_through_the_recipes_own_model(tmp_path: Path) -> None:
+    model = tiny.model()
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(5)
+    model.save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    policy = {
+        "model_name_or_path": str(tmp_path / "model"),
+        "adapter": {"type": "lora", "rank": 8, "target_modules": "all-linear"},
+    }
+    recipe = recipe_of(policy=policy, rounds=1, rollout={"responses": 2})
+    found = audit(recipe, tmp_path / "private", canaries=8, space="prompt", seed=1, quiet=True)
+    assert found.bound <= 8
+    # The control: the attack sees something where no noise is in its way.
+    included = np.random.default_rng(2).random(40) < 0.5
+    recipe = recipe_of(policy=policy, privacy=WITHOUT_NOISE, rounds=1, rollout={"responses": 16})
+    signs = np.where(included, 1.0, np.nan)
+    _, moved = one_run._model(recipe, RunFolder(tmp_path / "baseline"), signs, True)
+    assert roc(moved[included, 0], moved[~included, 0]).auc > 0.65
+
+
+# ---------------------------------------------------------------------------- the command line
+
+
+def write_recipe(folder: Path) -> str:
+    path = folder / "recipe.yaml"
+    path.write_text(
+        "policy: {model_name_or_path: nowhere}\ndata: {path: nowhere}\n"
+        "rewards: [{function: nowhere}]\nprivacy: {epsilon: 4}\nrounds: 2\n"
+    )
+    return str(path)
+
+
+def test_the_command_prints_the_bound_next_to_the_claim(tmp_path: Path) -> None:
+    command = ["audit", write_recipe(tmp_path), "--canaries", "40", "--output-dir"]
+    shown = CliRunner().invoke(app, [*command, str(tmp_path / "a")])
+    assert shown.exit_code == 0, shown.output
+    assert "claimed: epsilon <= 4 at delta 1e-05" in shown.output
+    assert "audited: epsilon >= " in shown.output
+    held = CliRunner().invoke(app, [*command, str(tmp_path / "b"), "--json"])
+    assert json.loads(held.output)["canaries"] == 40
+
+
+def test_a_refuted_claim_is_an_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dprlhf.audit.one_run.epsilon_lower_bound", lambda *_: 5.0)
+    command = ["audit", write_recipe(tmp_path), "--canaries", "9", "--output-dir"]
+    assert CliRunner().invoke(app, [*command, str(tmp_path / "a")]).exit_code == 1
+
+
+def length(prompts: list[str], completions: list[str]) -> list[float]:
+    return [float(len(c)) for c in completions]
+
+
+def test_a_runs_card_states_its_audit_and_keeps_it(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    prompts = ["a", "b", "c", "d"]
+    dprlhf.train(
+        model=str(tiny.save(tmp_path / "model")),
+        prompts=prompts,
+        reward=length,
+        epsilon=4.0,
+        rounds=2,
+        rollout__max_new_tokens=2,
+        policy__adapter={"type": "lora", "target_modules": ["c_attn"]},
+        privacy__tuning_runs=1,
+        output_dir=run,
+        quiet=True,
+    )
+    card = json.loads(RunFolder(Path(run)).privacy.read_text())
+    readme = RunFolder(Path(run)).policy / "README.md"
+    assert "Audit: not run." in readme.read_text()
+    assert records_of(Path(run))[0].tuning_runs == 1
+    assert total_of_runs([Path(run)])[1].epsilon == pytest.approx(card["total"]["epsilon"])
+    before = {p: p.read_bytes() for p in Path(run).rglob("*") if p.is_file()}
+
+    command = ["audit", run, "--canaries", "40", "--output-dir", str(tmp_path / "audit")]
+    shown = CliRunner().invoke(app, command)
+    assert shown.exit_code == 0, shown.output
+    found = json.loads((tmp_path / "audit" / "audit.json").read_text())
+    audited = json.loads(RunFolder(Path(run)).privacy.read_text())
+    assert audited == card | {"audit": {k: v for k, v in found.items() if k != "audit"}}
+    assert audited["audit"]["holds"]
+    assert "an attack with 40 canary users (gradient space) shows epsilon >=" in readme.read_text()
+    noted = {RunFolder(Path(run)).privacy, readme}
+    assert {p: p.read_bytes() for p in before if p not in noted} == {
+        p: content for p, content in before.items() if p not in noted
+    }
+    dprlhf.resume(run, prompts=prompts, reward=length, quiet=True)
+    assert json.loads(RunFolder(Path(run)).privacy.read_text()) == audited
+    assert "canary users" in readme.read_text()
+
+    refused = CliRunner().invoke(app, [*command, "rounds=3"])
+    assert isinstance(refused.exception, DprlhfError)
+    assert "leave the overrides out" in str(refused.exception)
+
+
+def test_only_a_finished_run_has_a_card_to_note_an_audit_on(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(DprlhfError, match="not a run folder"):
+        audit_run(tmp_path / "run", tmp_path / "audit")
+    write_recipe(tmp_path / "run")
+    with pytest.raises(DprlhfError, match="not finished"):
+        audit_run(tmp_path / "run", tmp_path / "audit")
+    assert not (tmp_path / "audit").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"canaries": 3}, "cannot fill 4 rounds"), ({"space": "time"}, "gradient or prompt")],
+    ids=["few", "space"],
+)
+def test_bad_options_are_named(options: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(DprlhfError, match=message):
+        audit(recipe_of(), tmp_path / "audit", **options)
+    assert not (tmp_path / "audit").exists()
+
+
+# ------------------------------------------------------------------------ membership inference
+
+
+def test_the_area_under_the_curve_counts_pairs() -> None:
+    random = np.random.default_rng(0)
+    members, others = random.integers(0, 6, 40) + 1.0, random.integers(0, 6, 30) + 0.0
+    pairs = np.sign(members[:, None] - others) / 2 + 0.5
+    found = roc(members, others)
+    assert found.auc == pytest.approx(pairs.mean())
+    assert (np.diff(found.fpr) >= 0).all()
+    assert found.fpr[[0, -1]].tolist() == found.tpr[[0, -1]].tolist() == [0, 1]
+    assert roc(others, others).auc == pytest.approx(0.5)
+
+
+def test_membership_scores_are_zero_where_nothing_moved_and_see_what_did(tmp_path: Path) -> None:
+    """Half of the bandit's prompts are moved by hand: those are the members."""
+    from dprlhf import recipe
+    from dprlhf.audit import BanditPolicy
+    from dprlhf.data.public import in_memory_prompts
+    from dprlhf.rewards import Scorer
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [float(c == "a") for c in completions]
+
+    policy, scorer = BanditPolicy(20), Scorer([reward], 1.0)
+    prompts, rollout = (
+        in_memory_prompts([str(i) for i in range(20)]),
+        recipe.Rollout(max_new_tokens=1, batch_size=32),
+    )
+    still = membership_scores(policy, scorer, prompts, rollout)
+    assert all((scores == 0).all() for scores in still.values())
+    policy.load_state({"table.weight": torch.tensor([[5.0] * 10 + [0.0] * 10])})
+    for scores in membership_scores(policy, scorer, prompts, rollout).values():
+        assert roc(scores[:10], scores[10:]).auc == 1.0

@@ -1,0 +1,205 @@
+"""The command line: its JSON is a contract, and bad input ends with one clear line."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers import tiny
+
+
+def dprlhf(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "dprlhf.cli.app", *arguments],
+        capture_output=True, text=True, timeout=300, cwd=cwd,
+    )  # fmt: skip
+
+
+def answer(*arguments: str) -> dict[str, Any]:
+    done = dprlhf(*arguments)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+class TestPrivacy:
+    def test_epsilon(self) -> None:
+        got = answer(
+            "privacy", "epsilon", "--users", "10000", "--rounds", "100", "--noise-multiplier", "1",
+            "--delta", "1e-5", "--json",
+        )  # fmt: skip
+        assert set(got) == {"epsilon", "epsilon_lower", "accountant", "assumptions"}
+        assert 0.609 <= got["epsilon"] <= 0.636
+        assert got["epsilon_lower"] <= got["epsilon"]
+
+    def test_parallel_composition_and_replace_one(self) -> None:
+        common = (
+            "privacy", "epsilon", "--users", "1000", "--rounds", "10", "--noise-multiplier", "1",
+            "--delta", "1e-5", "--partition", "fixed", "--json",
+        )  # fmt: skip
+        assert answer(*common)["epsilon"] == pytest.approx(4.377, abs=1e-3)
+        replaced = answer(*common, "--adjacency", "replace-one")
+        assert replaced["epsilon"] == pytest.approx(9.997, abs=1e-3)
+
+    def test_rounds_of_the_exponential_mechanism(self) -> None:
+        """A pure round's ε in place of z: a run of them is pure at δ = 0, and cheaper above."""
+        common = ("privacy", "epsilon", "--users", "1000", "--rounds", "100", "--json")
+        pure = (*common, "--round-epsilon", "1")
+        assert answer(*pure, "--delta", "0")["epsilon"] == 1
+        assert answer(*pure, "--delta", "1e-5")["epsilon"] == pytest.approx(0.408, abs=1e-3)
+        replaced = answer(*pure, "--delta", "0", "--adjacency", "replace-one")
+        assert replaced["epsilon"] == 2
+        for wrong in (
+            (), ("--round-epsilon", "1", "--noise-multiplier", "1"),
+            ("--round-epsilon", "1", "--participations", "2"), ("--round-epsilon", "0"),
+        ):  # fmt: skip
+            done = dprlhf(*common, "--delta", "1e-5", *wrong)
+            assert done.returncode == 2
+            assert "epsilon" in done.stderr
+            assert "Traceback" not in done.stderr
+
+    def test_noise_keeps_within_epsilon(self) -> None:
+        got = answer(
+            "privacy", "noise", "--users", "23000", "--rounds", "16", "--epsilon", "4", "--delta",
+            "1e-5", "--json",
+        )  # fmt: skip
+        assert set(got) == {"noise_multiplier", "epsilon"}
+        assert 3.99 < got["epsilon"] <= 4
+        assert 0.68 < got["noise_multiplier"] <= 0.693
+
+    def test_large_t_is_fast(self) -> None:
+        """Start-up included; the limit leaves room for a busy machine."""
+        start = time.perf_counter()
+        answer(
+            "privacy", "epsilon", "--users", "100000", "--rounds", "10000", "--noise-multiplier",
+            "1", "--delta", "1e-6", "--json",
+        )  # fmt: skip
+        assert time.perf_counter() - start < 60
+
+    def test_delta_above_one_over_n_warns(self) -> None:
+        done = dprlhf(
+            "privacy", "noise", "--users", "100", "--rounds", "10", "--epsilon", "1", "--delta",
+            "0.1", "--json",
+        )  # fmt: skip
+        assert done.returncode == 0
+        assert "delta 0.1 is above 1/users" in done.stderr
+
+    @pytest.mark.parametrize(
+        ("arguments", "named"),
+        [
+            (("--epsilon", "0", "--delta", "1e-5"), "epsilon"),
+            (("--epsilon", "-1", "--delta", "1e-5"), "epsilon"),
+            (("--epsilon", "1", "--delta", "0"), "delta"),
+            (("--epsilon", "1", "--delta", "1"), "delta"),
+            (("--epsilon", "1", "--delta", "1e-5", "--partition", "shuffled"), "shuffled"),
+            (("--epsilon", "1", "--delta", "1e-5", "--partition", "fixed", "--adjacency",
+              "add-remove"), "add-remove"),
+            (("--epsilon", "1", "--delta", "1e-5", "--participations", "3"), "participations"),
+        ],
+    )  # fmt: skip
+    def test_bad_input_is_one_line(self, arguments: tuple[str, ...], named: str) -> None:
+        done = dprlhf("privacy", "noise", "--users", "100", "--rounds", "10", *arguments)
+        assert done.returncode == 2
+        assert named in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
+
+    @pytest.mark.parametrize(
+        ("arguments", "expected"),
+        [
+            (
+                ("privacy", "noise", "--partition", "shuffled"),
+                r"'--partition': .*'random-allocation', 'fixed', 'stream', 'poisson'",
+            ),
+            (
+                ("privacy", "epsilon", "--adjacency", "next"),
+                r"'--adjacency': .*'add-remove', 'zero-out', 'replace-one'",
+            ),
+            (("audit", "recipe.yaml", "--space", "time"), r"'--space': .*'gradient', 'prompt'"),
+            (("merge", "run", "out", "--dtype", "int8"), r"'--dtype': .*'float32', 'bfloat16'"),
+        ],
+    )
+    def test_a_wrong_choice_is_one_line_with_the_allowed_values(
+        self, arguments: tuple[str, ...], expected: str
+    ) -> None:
+        required = ("--users", "100", "--rounds", "10", "--delta", "1e-5")
+        amount = {"noise": ("--epsilon", "1"), "epsilon": ("--noise-multiplier", "1")}
+        words = (*required, *amount[arguments[1]]) if arguments[0] == "privacy" else ()
+        done = dprlhf(*arguments, *words)
+        assert done.returncode == 2
+        assert re.fullmatch(rf"dprlhf: .*{expected}.*\n", done.stderr), done.stderr
+
+    def test_plan(self) -> None:
+        done = dprlhf("plan", "--users", "1000", "--epsilon", "4", "--rounds", "16", "--json")
+        random, fixed = json.loads(done.stdout)
+        assert random["partition"] == "random-allocation"
+        assert random["noise_multiplier"] < fixed["noise_multiplier"]
+        assert fixed["noise_multiplier"] == pytest.approx(1.0812, abs=1e-4)
+
+
+RECIPE = """
+policy: {{model_name_or_path: {model}, adapter: {{target_modules: [c_attn]}}}}
+data: {{path: {data}}}
+rewards: [{{function: "{folder}/r.py:reward"}}]
+privacy: {{epsilon: 4}}
+rounds: 2
+"""
+
+
+class TestBadRuns:
+    @pytest.fixture
+    def recipe(self, tmp_path: Path) -> Path:
+        model = tiny.save(tmp_path / "model")
+        (tmp_path / "r.py").write_text("def reward(prompts, completions):\n    return [1.0] * 9\n")
+        data = tmp_path / "prompts.csv"
+        data.write_text("prompt\n" + "\n".join(f"user {i}" for i in range(20)))
+        path = tmp_path / "recipe.yaml"
+        path.write_text(RECIPE.format(model=model, data=data, folder=tmp_path))
+        return path
+
+    @pytest.mark.parametrize(
+        ("override", "named"),
+        [
+            ("privacy.epsilonn=1", "did you mean 'privacy.epsilon'?"),
+            ("privacy.epsilon=0", "epsilon must be above 0"),
+            ("privacy.delta=2", "delta must lie between 0 and 1"),
+            ("rounds=21", "20 users cannot fill 21 rounds"),
+            ("update.name=pgg", "'pg'"),
+            ("data.prompt_column=question", "no column 'question'"),
+            ("data.path=missing.csv", "no such file"),
+            ("policy.model_name_or_path=./nothing", "nothing"),
+            ("rewards.0.function=nowhere:f", "nowhere"),
+            ("policy.adapter.layers=[7]", "7, but the model has 2 layers"),
+            ("policy.adapter.target_modules=[q_proj]", "q_proj"),
+            ("rounds=2", "one finite number or None per completion|9"),
+        ],
+    )
+    def test_one_line_and_nothing_charged(self, recipe: Path, override: str, named: str) -> None:
+        run = recipe.parent / "run"
+        done = dprlhf("train", str(recipe), override, "--output-dir", str(run), cwd=recipe.parent)
+        assert done.returncode == 2, done.stderr[-2000:]
+        last = done.stderr.strip().splitlines()[-1]
+        assert last.startswith("dprlhf: ")
+        assert "Traceback" not in done.stderr
+        assert re.search(named, last) or named in last
+        ledger = run / "ledger.jsonl"
+        assert not ledger.exists() or "charge" not in ledger.read_text()
+
+    def test_an_existing_folder_is_refused(self, recipe: Path) -> None:
+        run = recipe.parent / "run"
+        run.mkdir()
+        (run / "thesis.txt").write_text("mine")
+        done = dprlhf("train", str(recipe), "--output-dir", str(run))
+        assert done.returncode == 2
+        assert "dprlhf resume" in done.stderr
+        assert [f.name for f in run.iterdir()] == ["thesis.txt"]
+
+    def test_resume_of_no_run(self, tmp_path: Path) -> None:
+        done = dprlhf("resume", str(tmp_path))
+        assert done.returncode == 2
+        assert "not a run folder" in done.stderr

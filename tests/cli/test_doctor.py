@@ -1,0 +1,446 @@
+"""Before a run: doctor, init, dry run, flags and the check of a reward."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+from dprlhf import recipe, train
+from dprlhf.cli.app import app, doctor
+from dprlhf.cli.init import new_recipe, users_in
+from dprlhf.cli.reward_check import histogram, reward_check
+from dprlhf.cli.trl_flags import INSTEAD, KEYS, overrides_of
+from dprlhf.errors import DprlhfError
+from dprlhf.policies.causal_lm import load_policy
+from dprlhf.recipe import load_recipe, make_recipe
+from dprlhf.training.dry_run import dry_run, explain
+from helpers import tiny
+
+REWARDS = """
+def brevity(completions, **columns):
+    return [-len(c) / 10 for c in completions]
+def correct(completions, answer):
+    return [float(str(a) in c) for c, a in zip(completions, answer)]
+def ranked(completions):
+    return [len(c) - sum(map(len, completions)) / len(completions) for c in completions]
+"""
+
+
+def call(*arguments: str, answers: str | None = None) -> Result:
+    return CliRunner().invoke(app, list(arguments), input=answers)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    (tmp_path / "private.csv").write_text("prompt\n" + "".join(f"user {i}\n" for i in range(40)))
+    public = "".join(f"public {i},{i}, the answer is {i}{'!' * i}\n" for i in range(6))
+    (tmp_path / "public.csv").write_text("prompt,answer,completion\n" + public)
+    return tmp_path
+
+
+class TestDoctor:
+    def test_this_machine_is_well(self) -> None:
+        found = {finding.name: finding for finding in doctor.examine()}
+        assert found["torch"].value == importlib.metadata.version("torch")
+        assert "cores" in found["cpu"].value
+        assert found["processes"].good
+        assert {"python", "disk", "hub", "asset imdb"} <= found.keys()
+        assert not [f for f in found.values() if not f.good]
+
+    def test_old_and_missing_packages_are_bad(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked = ["torch>=999", "no-such-package-here>=1.0", "numpy", "vllm>=1; extra == 'vllm'"]
+        monkeypatch.setattr(importlib.metadata, "requires", lambda name: asked)
+        found = {f.name: f for f in doctor._versions()}
+        assert not found["torch"].good
+        assert "needed: torch>=999" in found["torch"].value
+        assert not found["no-such-package-here"].good
+        assert found["numpy"].good
+        assert "vllm" not in found
+
+    def test_a_bad_finding_is_exit_status_1(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(doctor, "examine", lambda: [doctor.Finding("disk", "full", False)])
+        done = call("doctor")
+        assert done.exit_code == 1
+        assert done.output == "BAD disk                      full\n"
+
+    def test_a_token_is_not_shown(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HF_TOKEN", "hf_canary")
+        assert "hf_canary" not in str(doctor.examine())
+
+    def test_a_launch_that_cannot_work(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+        assert not doctor._processes().good
+
+
+class TestInit:
+    OPTIONS = (
+        "--model", "gpt2", "--prompts", "private.csv", "--user-column", "prompt",
+        "--reward", "my_rewards.py:brevity", "--public-prompts", "public.csv", "--epsilon", "2",
+    )  # fmt: skip
+
+    def test_options_answer_all_questions(self, here: Path) -> None:
+        done = call("init", *self.OPTIONS, "--out", "mine.yaml")
+        assert done.exit_code == 0, done.output
+        made = load_recipe("mine.yaml")
+        assert made.policy.model_name_or_path == "gpt2"
+        assert made.data.path == "private.csv"
+        assert made.data.user_column == "prompt"
+        assert made.rewards[0].function == "my_rewards.py:brevity"
+        assert made.privacy.epsilon == 2
+        assert made.evaluation is not None
+        assert made.evaluation.data.path == "public.csv"
+
+    def test_six_questions(self, here: Path) -> None:
+        done = call("init", answers="gpt2\nprivate.csv\n\norg/toxicity\n\n\n")
+        assert done.exit_code == 0, done.output
+        made = load_recipe("recipe.yaml")
+        assert made.data.user_column is None
+        assert made.rewards[0].classifier == "org/toxicity"
+        assert made.privacy.epsilon == 4
+        assert made.evaluation is None
+        assert made.policy.adapter.init == "random"
+
+    @pytest.mark.parametrize("kind", ["gpt2", "llama"])
+    def test_few_parameters_are_trained(self, here: Path, kind: tiny.Kind) -> None:
+        tiny.save(here / "gpt2", kind)
+        assert call("init", *self.OPTIONS).exit_code == 0
+        adapter = load_recipe("recipe.yaml").policy.adapter
+        assert adapter.target_modules == {"gpt2": ["c_attn"], "llama": ["v_proj"]}[kind]
+        assert adapter.layers == [1]
+        assert (adapter.type, adapter.rank) == ("lora-b", 1)
+        assert adapter.init == "public-activations"
+        outputs = {"gpt2": 3 * 32, "llama": 16}[kind]
+        assert load_policy(load_recipe("recipe.yaml").policy).dimension == outputs
+
+    @pytest.mark.parametrize("kind", ["gpt2", "llama"])
+    def test_a_model_that_is_not_there_yet(self, here: Path, kind: tiny.Kind) -> None:
+        """What the recipe then says fits it all the same."""
+        assert call("init", *self.OPTIONS).exit_code == 0
+        policy = load_recipe("recipe.yaml").policy
+        tiny.save(here / "gpt2", kind)
+        names = load_policy(policy).parameters
+        assert names
+        assert {"llama": ("q_proj", "v_proj"), "gpt2": ("c_attn",)}[kind] == tuple(
+            sorted({name.split(".lora_B")[0].rpartition(".")[2] for name in names})
+        )
+
+    @pytest.mark.parametrize(
+        ("users", "rounds"),
+        [(None, 16), (2, 2), (40, 4), (198, 4), (1500, 12), (3000, 16), (10**6, 16)],
+    )
+    def test_rounds_follow_the_users(self, users: int | None, rounds: int) -> None:
+        text = new_recipe(
+            model="m", prompts="p", user_column="", reward="f:g", public_prompts="", epsilon=4,
+            users=users,
+        )  # fmt: skip
+        assert make_recipe(yaml.safe_load(text)).rounds == rounds
+
+    def test_users_are_counted_not_rows(self, here: Path) -> None:
+        (here / "people.csv").write_text("text,who\na,ada\nb,ada\nc,ben\n")
+        assert users_in("people.csv", "who") == 2
+        assert users_in("people.csv", "") == 3
+        assert users_in("org/prompts", "") is None
+        with pytest.raises(DprlhfError, match="there is no column 'whom'"):
+            users_in("people.csv", "whom")
+
+    @pytest.mark.parametrize(
+        ("option", "value", "named"),
+        [
+            ("--prompts", "nowhere.csv", "prompts 'nowhere.csv': there is no such file"),
+            ("--prompts", "./nowhere", "prompts './nowhere': there is no such file"),
+            ("--public-prompts", "no.jsonl", "public prompts 'no.jsonl': there is no such file"),
+            ("--reward", "nowhere.py:f", "there is no file 'nowhere.py'"),
+            ("--reward", "my_rewards.py", "name the function as well: my_rewards.py:FUNCTION"),
+        ],
+    )
+    def test_files_that_are_not_there(
+        self, here: Path, option: str, value: str, named: str
+    ) -> None:
+        done = call("init", *self.OPTIONS, option, value)
+        assert isinstance(done.exception, DprlhfError)
+        assert named in str(done.exception)
+        assert not (here / "recipe.yaml").exists()
+
+    def test_it_overwrites_nothing(self, here: Path) -> None:
+        (here / "recipe.yaml").write_text("mine")
+        done = call("init", *self.OPTIONS)
+        assert isinstance(done.exception, DprlhfError)
+        assert (here / "recipe.yaml").read_text() == "mine"
+
+    def test_a_bad_answer_names_the_key(self) -> None:
+        with pytest.raises(DprlhfError, match="epsilon must be above 0"):
+            new_recipe(
+                model="m", prompts="p", user_column="", reward="f:g", public_prompts="", epsilon=-1
+            )
+
+    @settings(derandomize=True, max_examples=50, deadline=None)
+    @given(st.text(st.characters(codec="utf-8"), min_size=1, max_size=12))
+    def test_any_name_survives_yaml(self, name: str) -> None:
+        text = new_recipe(
+            model=name, prompts=name, user_column=name, reward=f"{name}:f",
+            public_prompts="public.csv", epsilon=1,
+        )  # fmt: skip
+        made = make_recipe(yaml.safe_load(text))
+        assert made.policy.model_name_or_path == made.data.path == made.data.user_column == name
+
+
+class TestFlags:
+    def test_every_key_is_one_of_the_recipe(self) -> None:
+        known = set(recipe.known_keys(recipe.Recipe))
+        assert set(KEYS.values()) <= known
+
+    def test_what_to_write_instead_is_of_the_recipe(self) -> None:
+        known = set(recipe.known_keys(recipe.Recipe))
+        for name, text in INSTEAD.items():
+            named = re.findall(r"(?<!/)\b[a-z_]+(?:\.[a-z_]+)+", text.replace(".0.", "."))
+            assert set(named) <= known, name
+            assert name not in KEYS
+
+    def test_hyphens_underscores_and_equals(self) -> None:
+        given_ = ["--num-generations", "4", "a.b=1", "--beta=0.1", "--seed", "-3"]
+        assert overrides_of(given_) == ["rollout.responses=4", "a.b=1", "kl.beta=0.1", "seed=-3"]
+
+    @pytest.mark.parametrize(
+        ("arguments", "named"),
+        [
+            (["--learning_rte", "1"], "did you mean '--learning_rate'"),
+            (["--max_steps", "4"], "flag '--max_steps': write rounds=N"),
+            (["--num-train-epochs=3"], "flag '--num-train-epochs': write rounds=N"),
+            (["--use_peft"], "not needed: an adapter is always"),
+            (["--epsilon", "0.2"], "here update.clip_range="),
+            (["--xyzzy"], "write section.key=value"),
+            (["--seed"], "'--seed' needs a value"),
+            (["--seed", "--beta"], "'--seed' needs a value"),
+        ],
+    )
+    def test_mistakes_are_named(self, arguments: list[str], named: str) -> None:
+        with pytest.raises(DprlhfError, match=named):
+            overrides_of(arguments)
+
+
+class TestDryRun:
+    @pytest.fixture
+    def recipe_file(self, here: Path) -> Path:
+        tiny.save(here / "model")
+        call(
+            "init", "--model", "nowhere", "--prompts", "private.csv", "--user-column", "",
+            "--reward", "my_rewards.py:brevity", "--public-prompts", "public.csv", "--epsilon", "4",
+        )  # fmt: skip
+        return here / "recipe.yaml"
+
+    def test_the_plan_is_that_of_the_run_and_nothing_is_written(self, recipe_file: Path) -> None:
+        def files() -> list[Path]:  # but for the reward module's bytecode, which Python writes
+            every = recipe_file.parent.rglob("*")
+            return sorted(f for f in every if "__pycache__" not in f.parts)
+
+        before = files()
+        done = call(
+            "train", str(recipe_file), "rounds=4", "--model_name_or_path", "model",
+            "--num-generations=2", "rollout.max_new_tokens=2", "rollout.batch_size=8",
+            "update.batch_size=8", "--dry-run", "--json",
+        )  # fmt: skip
+        assert done.exit_code == 0, done.exception
+        assert files() == before
+        plan = json.loads(done.stdout.splitlines()[-1])
+        assert plan["users"] == 40
+        assert plan["rounds"] == 4
+        assert plan["users_a_round"] == 10
+        assert plan["responses_a_round"] == 20
+        assert 3.9 < plan["epsilon"] <= 4
+        expected = plan["noise_multiplier"] * plan["dimension"] ** 0.5 / 10
+        assert plan["noise_to_clip_ratio"] == pytest.approx(expected, rel=1e-12)
+        phases = plan["seconds_a_response"]
+        assert set(phases) == {"rollout", "reward", "update"}
+        assert all(seconds > 0 for seconds in phases.values())
+        # 4 rounds of 20 responses, and 6 public prompts before and after
+        both = phases["rollout"] + phases["reward"]
+        assert plan["estimated_seconds"] == pytest.approx(80 * sum(phases.values()) + 12 * both)
+        assert plan["memory_bytes"] > 2**20
+        assert (plan["max_prompt_tokens"], plan["max_new_tokens"]) == (64, 2)
+        assert plan["public_prompts_cut"] == 0
+        assert sum("never differs" in w for w in plan["warnings"]) == 1  # 2 bytes of response
+        text = explain(plan)
+        assert f"d = {plan['dimension']:,}" in text
+        assert plan["noise_to_clip_ratio"] > 1  # 40 users are few
+        assert "noise leads (noise-to-clip ratio 1.16, above 1): take fewer dimensions" in text
+        assert "64 (0% of the public prompts" in text
+        assert "6 responses to public prompts" in text
+
+    QUICK = (
+        "policy.model_name_or_path=model", "rounds=1", "rollout.batch_size=8",
+        "update.batch_size=8", "rollout.max_new_tokens=2",
+    )  # fmt: skip
+
+    def test_the_reward_and_what_is_cut_are_those_of_public_prompts(
+        self, recipe_file: Path
+    ) -> None:
+        (recipe_file.parent / "my_rewards.py").write_text(
+            "def brevity(prompts, completions):\n"
+            "    print('not to the terminal')\n"
+            "    return [float(p.split()[1]) for p in prompts]\n"
+        )
+        longer = "prompt\n" + "".join(f"public {i} {'x' * i}\n" for i in range(6))
+        (recipe_file.parent / "public.csv").write_text(longer)
+        # "public 3 xxx" has 12 bytes, each a token
+        changes = [*self.QUICK, "data.max_prompt_tokens=12", "reward_range=3"]
+        plan = dry_run(load_recipe(recipe_file, changes))
+        assert plan["public_prompts_cut"] == 2 / 6
+        assert plan["reward"] == {
+            "mean": pytest.approx((0 + 1 + 2 + 3 + 3 + 3) / 6),
+            "spread": pytest.approx(1.1547, rel=1e-4),
+            "clipped": pytest.approx(2 / 6),
+            "responses": 6,
+            "stand_ins": False,
+        }
+        assert "2, standard deviation 1.15, 33% clipped" in explain(plan)
+
+    @pytest.mark.parametrize(
+        ("answer", "named"),
+        [
+            ("1 / 0", "'answer' on .* completions: ZeroDivisionError"),
+            ("[len(prompts) + i for i, _ in enumerate(prompts)]", "'alone'"),
+            ("__import__('numpy').random.randn(len(prompts))", "'repeat'"),
+        ],
+    )
+    def test_a_reward_that_the_run_would_refuse(
+        self, recipe_file: Path, answer: str, named: str
+    ) -> None:
+        (recipe_file.parent / "my_rewards.py").write_text(
+            f"def brevity(prompts, completions):\n    return {answer}\n"
+        )
+        with pytest.raises(DprlhfError, match=named):
+            dry_run(load_recipe(recipe_file, self.QUICK))
+
+    def test_a_reward_whose_column_is_missing(self, recipe_file: Path) -> None:
+        (recipe_file.parent / "my_rewards.py").write_text(
+            "def brevity(completions, note):\n    return [1.0] * len(note)\n"
+        )
+        with pytest.raises(DprlhfError, match="needs the column 'note'"):
+            dry_run(load_recipe(recipe_file, self.QUICK))
+
+    @pytest.mark.parametrize(
+        ("score", "named"),
+        [
+            ("2.5", "the reward is 2.5 on all 6 public responses: "),
+            ("100 + len(p)", r"the reward is outside ±3 \(reward_range\) on 100% of 6 public"),
+        ],
+    )
+    def test_a_reward_that_cannot_teach_is_told_of_before_it_costs_anything(
+        self, recipe_file: Path, capsys: pytest.CaptureFixture[str], score: str, named: str
+    ) -> None:
+        (recipe_file.parent / "my_rewards.py").write_text(
+            f"def brevity(prompts, completions):\n    return [{score} for p in prompts]\n"
+        )
+        made = load_recipe(recipe_file, [*self.QUICK, "reward_range=3"])
+        plan = dry_run(made)
+        assert re.search(f"warning +{named}", explain(plan))
+
+        def charge(*_: Any, **__: Any) -> None:
+            raise FloatingPointError
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("dprlhf.privacy.gate.Gate.release", charge)
+            with pytest.raises(DprlhfError, match="FloatingPointError"):
+                train(made, output_dir="run", quiet=True)
+        told = capsys.readouterr().err
+        assert re.search(f"^dprlhf: warning: {named}", told, re.MULTILINE)
+
+    def test_no_user_is_read(self, recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Only public prompts reach policy and reward."""
+        (recipe_file.parent / "my_rewards.py").write_text(
+            "def brevity(prompts, completions):\n"
+            "    assert all(p.startswith('public') for p in prompts)\n"
+            "    open('seen', 'a').write(str(prompts))\n"
+            "    return [0.0] * len(prompts)\n"
+        )
+        plan = dry_run(load_recipe(recipe_file, self.QUICK))
+        assert plan["noise_to_clip_ratio"] < 1
+        assert "public 1" in (recipe_file.parent / "seen").read_text()
+        assert "user" not in (recipe_file.parent / "seen").read_text()
+
+    def test_without_public_prompts_the_reward_is_tried_on_stand_ins(
+        self, recipe_file: Path
+    ) -> None:
+        changes = [*self.QUICK, "evaluation=null", "policy.adapter.init=random"]
+        plan = dry_run(load_recipe(recipe_file, changes))
+        assert plan["public_prompts_cut"] is None
+        assert "4 responses to stand-in prompts" in explain(plan)
+        assert "are longer" not in explain(plan)
+
+    def test_a_reward_that_compares_a_users_responses_is_given_several(
+        self, recipe_file: Path
+    ) -> None:
+        """Centred on each user, it would be 0 on one response of a prompt."""
+        changes = [
+            *self.QUICK, "rewards.0.function=my_rewards.py:ranked", "rewards.0.per_user=true",
+            "rollout.responses=4", "rollout.max_new_tokens=8",
+        ]  # fmt: skip
+        plan = dry_run(load_recipe(recipe_file, changes))
+        assert plan["reward"]["responses"] == 16
+        assert plan["reward"]["mean"] == pytest.approx(0, abs=1e-9)
+        assert plan["reward"]["spread"] > 0.1
+        assert not any("the reward" in w for w in plan["warnings"])
+
+    def test_it_fails_as_the_run_would(self, recipe_file: Path) -> None:
+        done = call("train", str(recipe_file), "--dry-run", "--model_name_or_path=./nowhere")
+        assert isinstance(done.exception, DprlhfError)
+        assert "'./nowhere'" in str(done.exception)
+
+
+class TestRewardCheck:
+    def test_what_it_prints(self, here: Path) -> None:
+        done = call("reward-check", "my_rewards.py:brevity", "--prompts", "public.csv")
+        assert done.exit_code == 0, done.exception
+        assert done.output.count("passed") == 5
+        assert "█" in done.output
+        assert "stand-in" not in done.output  # the file has completions
+
+    def test_completions_and_columns_of_the_file(self, here: Path) -> None:
+        report, stand_ins = reward_check("my_rewards.py:correct", "public.csv")
+        assert not stand_ins
+        assert report.scores == (1.0,) * 6
+
+    def test_stand_ins(self, here: Path) -> None:
+        report, stand_ins = reward_check("my_rewards.py:brevity", "private.csv", reward_range=3)
+        assert stand_ins
+        assert report.rows == 40
+        assert report.minimum < report.maximum
+        assert 0 < report.clipped < 1
+
+    def test_a_reward_that_couples_users_is_refused(self, here: Path) -> None:
+        done = call("reward-check", "my_rewards.py:ranked", "--prompts", "public.csv")
+        assert isinstance(done.exception, DprlhfError)
+        assert "fails the check 'alone'" in str(done.exception)
+        report, _ = reward_check("my_rewards.py:ranked", "public.csv", per_user=True)
+        assert report.per_user
+
+    def test_a_missing_column(self, here: Path) -> None:
+        with pytest.raises(DprlhfError, match="no column 'question'"):
+            reward_check("my_rewards.py:brevity", "public.csv", prompt_column="question")
+
+    @settings(derandomize=True, max_examples=50, deadline=None)
+    @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=50))
+    def test_every_value_is_in_the_histogram(self, values: list[float]) -> None:
+        lines = histogram(values)
+        if len(lines) > 1:
+            counts = [int(line.split()[-1]) for line in lines]
+            assert sum(counts) == len(values)
+            assert counts[0] > 0  # the smallest
+            assert counts[-1] > 0  # the largest
+        else:
+            assert "cannot teach" in lines[0]
+
+
+def test_shell_completion_is_on() -> None:
+    assert "--install-completion" in call("--help").output

@@ -1,0 +1,76 @@
+"""``dprlhf generate``: both policies side by side, from prompts given in any way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from dprlhf.api import generate
+from dprlhf.cli.app import app
+from dprlhf.errors import DprlhfError
+from helpers import runs, tiny
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("generate")
+    runs.train(str(tiny.save(base / "model")), base / "run", rounds=1, epsilon=8.0, delta=1e-3)
+    return base / "run"
+
+
+def call(run: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(app, ["generate", str(run), *arguments])
+
+
+def test_one_prompt_or_several_in_text_or_json(run: Path) -> None:
+    shown = call(run, "--prompt", "One day", "--prompt", "Two")
+    assert shown.exit_code == 0, shown.exception
+    assert shown.stdout.count("  base:  ") == shown.stdout.count("  tuned: ") == 2
+    answers = json.loads(call(run, "--prompt", "One day", "--prompt", "Two", "--json").stdout)
+    assert answers == generate(run, ["One day", "Two"])
+    assert [set(a) for a in answers] == [{"prompt", "base", "tuned"}] * 2
+
+
+def test_the_length_of_a_continuation(run: Path) -> None:
+    def longest(max_new_tokens: int | None) -> int:
+        answers = generate(run, ["One", "Two", "Three"], max_new_tokens=max_new_tokens)
+        return max(len(answer["base"]) for answer in answers)
+
+    assert longest(1) <= 1 < longest(None) <= 6 < longest(40) <= 40
+    answers = json.loads(call(run, "--prompt", "One", "--max-new-tokens", "1", "--json").stdout)
+    assert answers == generate(run, ["One"], max_new_tokens=1)
+    with pytest.raises(DprlhfError, match="at least 1, not 0"):
+        generate(run, ["One"], max_new_tokens=0)
+    with pytest.raises(DprlhfError, match=r"max_new_tokens 500 is more than the 128 positions"):
+        generate(run, ["One"], max_new_tokens=500)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("p.txt", "One day\n\nTwo\n"),
+        ("p", "One day\nTwo"),
+        ("p.csv", "prompt,note\nOne day,a\nTwo,b\n"),
+        ("p.jsonl", '{"prompt": "One day"}\n{"prompt": "Two"}\n'),
+    ],
+)
+def test_prompts_from_a_file(run: Path, tmp_path: Path, name: str, content: str) -> None:
+    file = tmp_path / name
+    file.write_text(content)
+    expected = generate(run, ["One day", "Two"])
+    assert generate(run, file) == expected
+    assert json.loads(call(run, "--prompts", str(file), "--json").stdout) == expected
+
+
+def test_what_is_wrong_is_named(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.csv").write_text("text\nOne\n")
+    with pytest.raises(DprlhfError, match="no column 'prompt'; the columns are text"):
+        generate(run, tmp_path / "p.csv")
+    for name in ("no.txt", "no.csv"):
+        with pytest.raises(DprlhfError, match=name):
+            generate(run, tmp_path / name)
+    for words in ((), ("--prompt", "a", "--prompts", "b")):
+        assert "--prompts" in str(call(run, *words).exception)

@@ -1,0 +1,477 @@
+"""Users: grouped by their own rows alone, bounded, and never quoted."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dprlhf.boundary import Private, open_private
+from dprlhf.data.users import Prompts, Users, load_rows, rows_from
+from dprlhf.errors import DprlhfError
+from dprlhf.recipe import Data
+
+CANARY = "CANARY my private prompt"
+
+
+def users(rows: dict[str, list[Any]], **spec: Any) -> Users:
+    if "user" in rows:
+        spec.setdefault("user_column", "user")
+    return Users(datasets.Dataset.from_dict(rows), Data(path="here", **spec))
+
+
+def prompts_of(made: Users) -> list[list[Any]]:
+    """Return each user's prompts, in the order of the users."""
+    return [made.select(np.array([u])).prompts for u in range(made.count)]
+
+
+# ------------------------------------------------------------------------------- the grouping
+
+
+def test_without_a_user_column_every_row_is_a_user() -> None:
+    made = users({"prompt": ["a", "b", "a"]})
+    assert made.count == 3
+    assert prompts_of(made) == [["a"], ["b"], ["a"]]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["x", "x", "y", "z"], [["p0", "p1"], ["p2"], ["p3"]]),
+        (["z", "a", "z", "a"], [["p0", "p2"], ["p1", "p3"]]),
+        ([10, 9, 10, 9], [["p0", "p2"], ["p1", "p3"]]),
+        ([-1, 0, 1, -1], [["p0", "p3"], ["p1"], ["p2"]]),
+        (["1", "01", "1 ", "1"], [["p0", "p3"], ["p1"], ["p2"]]),
+        (["", "b", "", "b"], [["p0", "p2"], ["p1", "p3"]]),
+        (["é", "e\u0301", "é", "E"], [["p0", "p2"], ["p1"], ["p3"]]),
+        ([0.5, 0.25, 0.5, 1e300], [["p0", "p2"], ["p1"], ["p3"]]),
+    ],
+    ids=str,
+)
+def test_rows_with_one_value_are_one_user_in_order_of_arrival(
+    names: list[Any], expected: list[list[str]]
+) -> None:
+    made = users({"prompt": ["p0", "p1", "p2", "p3"], "user": names}, max_prompts_per_user=9)
+    assert prompts_of(made) == expected
+    assert made.count == len(expected)
+
+
+def test_one_user_replaced_by_another_moves_nobody_else() -> None:
+    # Under ``stream`` every m arrivals make a round: a rank among the sorted names would shift.
+    prompts = [f"p{i}" for i in range(6)]
+    first = users({"prompt": prompts, "user": ["b", "c", "d", "c", "e", "f"]})
+    second = users({"prompt": prompts, "user": ["z", "c", "d", "c", "e", "f"]})
+    assert prompts_of(first) == prompts_of(second)
+
+
+@pytest.mark.parametrize(
+    "names", [["a", None], [1.0, float("nan")], [["a"], ["b"]], [["a", "b"], ["c"]]], ids=str
+)
+def test_a_row_without_a_user_is_refused(names: list[Any]) -> None:
+    with pytest.raises(DprlhfError, match="user_column 'user' must hold a text or a number"):
+        users({"prompt": [CANARY, "b"], "user": names})
+
+
+def test_select_tells_users_slots_and_the_other_columns() -> None:
+    made = users(
+        {
+            "prompt": ["a0", "b0", "a1", "c0", "a2", "b1"],
+            "user": ["a", "b", "a", "c", "a", "b"],
+            "answer": [0, 1, 2, 3, 4, 5],
+        },
+        max_prompts_per_user=2,
+    )
+    chosen = made.select(np.array([2, 0, 1]))
+    assert chosen.prompts == ["c0", "a0", "a1", "b0", "b1"]
+    assert chosen.users.tolist() == [2, 0, 0, 1, 1]
+    assert chosen.slots.tolist() == [0, 0, 1, 0, 1]
+    assert chosen.columns == {"user": ["c", "a", "a", "b", "b"], "answer": [3, 0, 2, 1, 5]}
+    assert len(chosen) == 5
+    assert isinstance(made.dropped_prompts, Private)
+    assert open_private(made.dropped_prompts) == 1
+
+
+def test_an_empty_round_has_no_prompts() -> None:
+    for rows in ({"prompt": ["a", "b"]}, {"prompt": ["a", "b"], "user": ["x", "x"]}):
+        chosen = users(rows).select(np.array([], dtype=np.int64))
+        assert chosen.prompts == []
+        assert len(chosen.users) == len(chosen.slots) == 0
+        assert all(values == [] for values in chosen.columns.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.sampled_from("abcde"), st.integers(0, 99)), min_size=1, max_size=25),
+    extra=st.lists(
+        st.tuples(st.sampled_from("abcdexyz"), st.integers(100, 199), st.integers(0, 30)),
+        max_size=10,
+    ),
+    limit=st.integers(1, 4),
+)
+def test_what_a_user_keeps_depends_on_its_own_rows_alone(
+    rows: list[tuple[str, int]], extra: list[tuple[str, int, int]], limit: int
+) -> None:
+    def kept(of: list[tuple[str, int]]) -> dict[str, list[str]]:
+        made = users(
+            {"prompt": [str(p) for _, p in of], "user": [u for u, _ in of]},
+            max_prompts_per_user=limit,
+        )
+        chosen = made.select(np.arange(made.count))
+        found: dict[str, list[str]] = {}
+        for prompt, user in zip(chosen.prompts, chosen.columns["user"], strict=True):
+            found.setdefault(user, []).append(str(prompt))
+        return found
+
+    before = kept(rows)
+    for name in {u for u, _ in rows}:
+        own = [str(p) for u, p in rows if u == name]
+        assert before[name] == own[:limit]
+        # Rows of others come in anywhere; this user keeps what it kept.
+        mixed = list(rows)
+        for other, prompt, place in extra:
+            if other != name:
+                mixed.insert(place, (other, prompt))
+        assert kept(mixed)[name] == before[name]
+        alone = [row for row in rows if row[0] == name]
+        assert kept(alone) == {name: before[name]}
+
+
+# --------------------------------------------------------------------------------- the prompts
+
+
+def test_missing_prompts_are_empty_and_words_are_counted() -> None:
+    made = users({"prompt": [None, "", " one  two\nthree ", "x"]})
+    assert prompts_of(made) == [[""], [""], [" one  two\nthree "], ["x"]]
+    short = users({"prompt": [None, "", " one  two\nthree ", "x"]}, prompt_words=2)
+    assert prompts_of(short) == [[""], [""], ["one two"], ["x"]]
+
+
+def test_conversations_stay_conversations() -> None:
+    talk = [{"role": "user", "content": "one two three"}]
+    assert prompts_of(users({"prompt": [talk, talk]}, prompt_words=1)) == [[talk], [talk]]
+
+
+def test_one_unreadable_prompt_leaves_out_its_user_and_nobody_else() -> None:
+    made = users({"prompt": ["a", "bad", "c", "d"], "name": ["x", "y", "y", "z"]},
+                 user_column="name", max_prompts_per_user=2)  # fmt: skip
+    everyone = np.arange(3)
+
+    def encode(some: Prompts) -> None:
+        if "bad" in some.prompts:
+            raise ValueError(some.prompts)
+
+    left = made.readable(everyone, encode)
+    assert left.prompts == ["a", "d"]
+    assert left.users.tolist() == [0, 2]
+    assert left.columns == {"name": ["x", "z"]}
+    assert made.readable(everyone, lambda some: None).prompts == ["a", "bad", "c", "d"]
+    assert made.readable(everyone, lambda some: 1 / 0).prompts == []
+
+
+def test_a_row_that_does_not_decode_leaves_out_its_user_and_nobody_else() -> None:
+    def decode(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        if 2 in batch["name"]:
+            raise OSError("a broken image")
+        return batch
+
+    rows = datasets.Dataset.from_dict({"prompt": ["a", "b", "c"], "name": [1, 2, 3]})
+    made = Users(rows, Data(path="given"))
+    rows.set_transform(decode)
+    assert made.readable(np.arange(3), lambda some: None).prompts == ["a", "c"]
+
+
+def test_what_the_column_is_made_of_tells_conversations() -> None:
+    message = [{"role": "user", "content": "hi"}]
+    assert users({"prompt": [message]}).conversations
+    assert not users({"prompt": [None, "text"]}).conversations
+
+
+def test_an_empty_dataset_and_missing_columns_are_named() -> None:
+    with pytest.raises(DprlhfError, match=r"data 'here': the dataset is empty"):
+        users({"prompt": []})
+    with pytest.raises(DprlhfError) as caught:
+        users({"text": [CANARY], "author": ["a"]})
+    assert str(caught.value) == (
+        "data 'here': there is no column 'prompt' (prompt_column); the columns are text, author"
+    )
+    with pytest.raises(DprlhfError) as caught:
+        users({"prompt": [CANARY]}, user_column="author")
+    assert str(caught.value) == (
+        "data 'here': there is no column 'author' (user_column); the columns are prompt"
+    )
+
+
+# ---------------------------------------------------------------------------------- the digest
+
+
+def digest(rows: dict[str, list[Any]], **spec: Any) -> str:
+    found = users(rows, **spec).digest()
+    assert isinstance(found, Private)
+    return open_private(found)
+
+
+def test_the_digest_changes_with_every_prompt_user_and_order() -> None:
+    base: dict[str, list[Any]] = {"prompt": ["a", "b", "c"], "user": ["x", "y", "x"]}
+    others: list[dict[str, list[Any]]] = [
+        {"prompt": ["a", "b", "d"], "user": ["x", "y", "x"]},
+        {"prompt": ["b", "a", "c"], "user": ["x", "y", "x"]},
+        {"prompt": ["a", "b", "c"], "user": ["x", "x", "y"]},
+        {"prompt": ["a", "b", "c"], "user": ["x", "y", "z"]},
+        {"prompt": ["a", "b", "c", ""], "user": ["x", "y", "x", "x"]},
+        {"prompt": ["a", "b"], "user": ["x", "y"]},
+        {"prompt": ["a", "b", None], "user": ["x", "y", "x"]},
+        {"prompt": ["ab", "", "c"], "user": ["x", "y", "x"]},
+        {"prompt": ['a", "b', "", "c"], "user": ["x", "y", "x"]},
+    ]
+    digests = [digest(rows) for rows in (base, *others)]
+    assert len(set(digests)) == len(digests)
+    assert digest(base) == digests[0]
+    assert all(len(bytes.fromhex(d)) == 32 for d in digests)
+
+
+def test_the_digest_reads_all_of_a_large_dataset() -> None:
+    prompts = [f"p{i}" for i in range(2500)]
+    base = digest({"prompt": prompts})
+    for i in (0, 999, 1000, 1999, 2499):
+        assert digest({"prompt": [*prompts[:i], "other", *prompts[i + 1 :]]}) != base
+    swapped = prompts.copy()
+    swapped[999], swapped[1000] = swapped[1000], swapped[999]
+    assert digest({"prompt": swapped}) != base
+
+
+# --------------------------------------------------------------------------------- from Python
+
+TALK = [{"role": "user", "content": "hello"}]
+
+
+@pytest.mark.parametrize(
+    ("given_", "column", "expected"),
+    [
+        (["a", "b"], "prompt", {"prompt": ["a", "b"]}),
+        (("a", "b"), "text", {"text": ["a", "b"]}),
+        (["a", None], "prompt", {"prompt": ["a", None]}),
+        ([TALK, TALK], "prompt", {"prompt": [TALK, TALK]}),
+        (
+            [{"prompt": "a", "user": 1}, {"prompt": "b", "user": 2}],
+            "prompt",
+            {"prompt": ["a", "b"], "user": [1, 2]},
+        ),
+    ],
+    ids=str,
+)
+def test_prompts_in_memory(given_: Any, column: str, expected: dict[str, list[Any]]) -> None:
+    assert rows_from(given_, column).to_dict() == expected
+
+
+def test_a_dataset_is_taken_as_it_is() -> None:
+    rows = datasets.Dataset.from_dict({"anything": [1]})
+    assert rows_from(rows, "prompt") is rows
+
+
+@pytest.mark.parametrize(
+    "wrong", [CANARY, 5, None, {"prompt": [CANARY]}], ids=lambda v: type(v).__name__
+)
+def test_what_is_no_list_of_prompts_is_refused(wrong: Any) -> None:
+    with pytest.raises(DprlhfError, match="give a list of prompts") as caught:
+        rows_from(wrong, "prompt")
+    assert CANARY not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "mixture",
+    [
+        [5, CANARY],
+        [CANARY, {"prompt": "a"}],
+        [{"prompt": "a"}, CANARY],
+        [{"prompt": 5}, {"prompt": CANARY}],
+        [[{"role": "user", "content": CANARY}], [{"role": "user", "content": 5}]],
+    ],
+    ids=["numbers", "text first", "dict first", "values", "conversations"],
+)
+def test_a_mixture_is_refused_without_quoting_it(mixture: list[Any]) -> None:
+    with pytest.raises(DprlhfError, match="rows of one kind") as caught:
+        rows_from(mixture, "prompt")
+    assert "CANARY" not in str(caught.value)
+    assert caught.value.__suppress_context__
+
+
+def test_an_empty_list_is_an_empty_dataset() -> None:
+    with pytest.raises(DprlhfError, match="the dataset is empty"):
+        Users(rows_from([], "prompt"), Data(path="in-memory"))
+
+
+# ------------------------------------------------------------------------------------ from disk
+
+ROWS: dict[str, list[Any]] = {"prompt": ["a, b", 'say "c"', "d"], "user": ["x", "y", "x"]}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def table(which: str = "") -> datasets.Dataset:
+    return datasets.Dataset.from_dict({**ROWS, "prompt": [p + which for p in ROWS["prompt"]]})
+
+
+def write_jsonl(rows: datasets.Dataset, path: Path) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+WRITERS: dict[str, Callable[[datasets.Dataset, Path], Any]] = {
+    "csv": lambda rows, path: rows.to_csv(path),
+    "jsonl": write_jsonl,
+    "parquet": lambda rows, path: rows.to_parquet(path),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_file(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"rows.{kind}"
+    WRITERS[kind](table(), path)
+    assert load_rows(Data(path=str(path))).to_dict() == ROWS
+    assert load_rows(Data(path=str(path), limit=2)).to_dict() == {k: v[:2] for k, v in ROWS.items()}
+    assert len(load_rows(Data(path=str(path), limit=100))) == 3
+
+
+def test_a_folder_with_a_file_for_each_split(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    table().to_csv(folder / "train.csv")
+    table("!").to_parquet(folder / "test.parquet")
+    (folder / "README.txt").write_text("notes")
+    assert load_rows(Data(path=str(folder)))["prompt"][:] == ROWS["prompt"]
+    assert load_rows(Data(path=str(folder), split="test"))["prompt"][0] == "a, b!"
+
+
+def test_a_dataset_saved_to_disk(tmp_path: Path) -> None:
+    table().save_to_disk(tmp_path / "one")
+    assert load_rows(Data(path=str(tmp_path / "one"))).to_dict() == ROWS
+    both = datasets.DatasetDict({"train": table(), "test": table("!")})
+    both.save_to_disk(tmp_path / "both")
+    assert load_rows(Data(path=str(tmp_path / "both"))).to_dict() == ROWS
+    assert load_rows(Data(path=str(tmp_path / "both"), split="test"))["prompt"][2] == "d!"
+    with pytest.raises(DprlhfError, match="could not be loaded"):
+        load_rows(Data(path=str(tmp_path / "both"), split="validation"))
+
+
+def test_a_folder_laid_out_as_on_the_hub(tmp_path: Path) -> None:
+    folder = tmp_path / "hub"
+    (folder / "data").mkdir(parents=True)
+    table().to_parquet(folder / "data" / "train-00000-of-00002.parquet")
+    table("!").to_parquet(folder / "data" / "train-00001-of-00002.parquet")
+    table("?").to_parquet(folder / "data" / "test-00000-of-00001.parquet")
+    assert load_rows(Data(path=str(folder)))["prompt"][:] == [
+        *ROWS["prompt"], *(p + "!" for p in ROWS["prompt"]),
+    ]  # fmt: skip
+    assert load_rows(Data(path=str(folder), split="test"))["prompt"][1] == 'say "c"?'
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    for name in ("no.csv", "no.parquet", "no.jsonl"):
+        with pytest.raises(DprlhfError, match=f"{name}': there is no such file"):
+            load_rows(Data(path=str(tmp_path / name)))
+    with pytest.raises(DprlhfError, match="no-folder': there is no such file or folder"):
+        load_rows(Data(path=str(tmp_path / "no-folder")))
+
+
+def test_only_what_can_be_a_hub_id_is_looked_up_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of a file may tell something, and must not leave the machine."""
+    monkeypatch.chdir(tmp_path)
+    asked: list[str] = []
+
+    def load_dataset(path: str, *_: Any, **__: Any) -> Any:
+        asked.append(path)
+        raise FileNotFoundError("no such dataset")
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    for name in ("patients.tsv", "patients.txt", "patients.CSV", "patients"):
+        (tmp_path / name).write_text("prompt\na\n")
+        for path in (name, f"./{name}", str(tmp_path / name)):
+            with pytest.raises(DprlhfError, match=r"use \.csv, \.json, \.jsonl, \.parquet"):
+                load_rows(Data(path=path))
+    missing = (
+        "./clients", "../clients", "~/clients", "/clients", "~clients", "a/b/clients", "my clients",
+        "clients.tsv", "a/clients.txt", "clients.csv.gz", "a/clients.JSONL",
+    )  # fmt: skip
+    for path in missing:
+        with pytest.raises(DprlhfError, match="there is no such file or folder"):
+            load_rows(Data(path=path))
+    assert asked == []
+    for path in ("imdb", "stanfordnlp/imdb", "owner/set-v1.0"):
+        with pytest.raises(DprlhfError, match="could not be loaded"):
+            load_rows(Data(path=path))
+    assert asked == ["imdb", "stanfordnlp/imdb", "owner/set-v1.0"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", b'prompt,x\na,1\n"CANARY,2,3,4\nCANARY,1,2,3\n'),
+        ("b.csv", b"prompt\n" + b"1\n" * 30_000 + b"CANARY\n"),
+        ("c.jsonl", b'{"prompt": "a"}\n{"prompt": CANARY}\n'),
+        ("d.parquet", b"CANARY"),
+        ("e.csv", b"prompt\n\xff\xfeCANARY\n"),
+        ("f.csv", b""),
+    ],
+    ids=["quotes", "types", "json", "parquet", "encoding", "empty"],
+)
+def test_a_broken_file_is_named_and_not_quoted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DprlhfError) as caught:
+        load_rows(Data(path=str(path)))
+    shown = str(caught.value)
+    assert f"data '{path}': could not be loaded" in shown
+    assert "\n" not in shown
+    assert "CANARY" not in shown
+    assert caught.value.__suppress_context__
+    streams = capsys.readouterr()
+    assert "CANARY" not in streams.out + streams.err
+
+
+def test_a_broken_file_is_refused_without_quoting_a_row(tmp_path: Path) -> None:
+    broken = tmp_path / "prompts.jsonl"
+    broken.write_text('{"prompt": "zanzibar-7319"}\n{"prompt": zanzibar-7319\n')
+    with pytest.raises(DprlhfError, match=r"prompts\.jsonl.*could not be loaded") as caught:
+        load_rows(Data(path=str(broken)))
+    assert "zanzibar" not in str(caught.value)
+
+
+def test_what_datasets_logs_about_a_file_is_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its JSON reader logs what Arrow says, and Arrow quotes the value that it cannot convert."""
+    logger = logging.getLogger("datasets.packaged_modules.json.json")
+    logged: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = logged.append  # type: ignore[method-assign]
+
+    def failing(*_: Any, **__: Any) -> Any:
+        logger.error("Failed to load JSON: could not convert 'CANARY'")
+        raise ValueError("CANARY")
+
+    monkeypatch.setattr(datasets, "load_dataset", failing)
+    (tmp_path / "a.json").write_text("[]")
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(DprlhfError) as caught:
+            load_rows(Data(path=str(tmp_path / "a.json")))
+        assert not logged
+        logger.error("the control")
+    finally:
+        logger.removeHandler(handler)
+    assert [record.getMessage() for record in logged] == ["the control"]
+    assert "CANARY" not in str(caught.value)

@@ -1,0 +1,218 @@
+"""Rewards, datasets, chat templates and callbacks as TRL's users have them, in whole runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from transformers import AutoTokenizer, TrainerCallback
+
+import dprlhf
+from dprlhf import DprlhfError
+from dprlhf.data.users import load_rows, rows_from
+from dprlhf.recipe import Data
+from helpers import tiny
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+ROWS = [
+    {"prompt": [{"role": "user", "content": f"question {i}"}], "who": f"p{i // 2}"}
+    for i in range(12)
+]
+TEXTS = [{"prompt": f"question {i}", "who": f"p{i // 2}"} for i in range(12)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tiny.save(tmp_path_factory.mktemp("model"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def settings(model: str, folder: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "model": model,
+        "epsilon": 8.0,
+        "rounds": 2,
+        "data__user_column": "who",
+        "data__max_prompts_per_user": 2,
+        "policy__adapter": {"type": "lora", "target_modules": ["c_attn"]},
+        "rollout__max_new_tokens": 6,
+        "output_dir": folder / "run",
+        "quiet": True,
+        **changes,
+    }
+
+
+def test_three_rewards_of_trl_on_conversations(model: str, tmp_path: Path) -> None:
+    from trl import rewards
+
+    public = [{"prompt": [{"role": "user", "content": f"public {i}"}]} for i in range(4)]
+    result = dprlhf.train(
+        **settings(model, tmp_path),
+        prompts=ROWS,
+        reward=[
+            rewards.think_format_reward,
+            rewards.get_soft_overlong_punishment(max_completion_len=6, soft_punish_cache=4),
+            rewards.get_repetition_penalty_reward(ngram_size=2, max_penalty=-1.0),
+        ],
+        evaluation_prompts=public,
+    )
+    assert result.plan.users == 6
+    assert result.before is not None
+    assert -2 <= result.before.mean <= 1
+    assert result.samples[0]["prompt"] == public[0]["prompt"]
+
+
+def lines(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def csv(folder: Path) -> Any:
+    datasets.Dataset.from_list(TEXTS).to_csv(folder / "rows.csv")
+    return str(folder / "rows.csv")
+
+
+def jsonl(folder: Path) -> Any:
+    (folder / "rows.jsonl").write_text(lines(ROWS))
+    return str(folder / "rows.jsonl")
+
+
+def parquet(folder: Path) -> Any:
+    datasets.Dataset.from_list(ROWS).to_parquet(folder / "rows.parquet")
+    return str(folder / "rows.parquet")
+
+
+def local_folder(folder: Path) -> Any:
+    (folder / "data").mkdir()
+    (folder / "data" / "train.jsonl").write_text(lines(ROWS))
+    return str(folder / "data")
+
+
+def generator(folder: Path) -> Any:
+    return (row for row in ROWS)
+
+
+def generator_function(folder: Path) -> Any:
+    def rows() -> Iterator[dict[str, Any]]:
+        yield from ROWS
+
+    return rows
+
+
+def streaming(folder: Path) -> Any:
+    file = parquet(folder)
+    return datasets.load_dataset("parquet", data_files=file, split="train", streaming=True)
+
+
+SOURCES = (csv, jsonl, parquet, local_folder, generator, generator_function, streaming)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_prompts_from_anywhere(model: str, tmp_path: Path, source: Callable[[Path], Any]) -> None:
+    given = source(tmp_path)
+    where = {"data__path": given} if isinstance(given, str) else {"prompts": given}
+
+    def shorter(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+        text = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+        return [-len(t) / 10 for t in text]
+
+    result = dprlhf.train(**settings(model, tmp_path, **where), reward=shorter)
+    assert result.plan.users == 6
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_what_is_generated_is_read_once_and_in_order() -> None:
+    read = []
+
+    def prompts() -> Iterator[str]:
+        for i in range(5):
+            read.append(i)
+            yield f"text {i}"
+
+    rows = rows_from(prompts(), "question")
+    assert rows["question"][:] == [f"text {i}" for i in range(5)]
+    assert read == list(range(5))
+    assert len(rows_from(iter([]), "question")) == 0
+    with pytest.raises(DprlhfError, match="could not be read as rows of one kind") as caught:
+        rows_from(iter(["a", {"question": 3, "CANARY": 1}]), "question")
+    assert "CANARY" not in str(caught.value)
+
+
+class Recorder(TrainerCallback):
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int, Any]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(("begin", state.max_steps, kwargs))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        assert not kwargs  # no model, no batch, no data loader
+        self.seen.append(("log", state.global_step, logs))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(("end", len(state.log_history), args.output_dir))
+
+
+def test_callbacks_of_transformers_see_what_is_published(model: str, tmp_path: Path) -> None:
+    recorder, plain = Recorder(), []
+    dprlhf.train(
+        **settings(model, tmp_path),
+        prompts=ROWS,
+        reward=lambda completions: [0.5] * len(completions),
+        callbacks=[recorder, plain.append],
+    )
+    written = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert recorder.seen == [
+        ("begin", 2, {}),
+        ("log", 1, written[0]),
+        ("log", 2, written[1]),
+        ("end", 2, str(tmp_path / "run")),
+    ]
+    assert plain == written
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("a.csv", "prompt,who\na,1\nb\nc,2,CANARY\nd,3,4\n", "broken: lines 3, 4, 5"),
+        ("b.jsonl", '{"prompt": "a"}\n{"prompt": CANARY}\n[1]\n', "broken: lines 2, 3"),
+        ("c.jsonl", "CANARY\n" * 9, "broken: lines 1, 2, 3, 4, 5 and 4 more"),
+    ],
+)
+def test_broken_rows_are_named_and_not_quoted(
+    tmp_path: Path, name: str, content: str, told: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DprlhfError, match=told) as caught:
+        load_rows(Data(path=str(tmp_path / name)))
+    assert "CANARY" not in str(caught.value)
+
+
+def test_rows_without_a_user_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,who\na,x\nb,\nc,y\nd,\n")
+    data = Data(path=str(tmp_path / "a.csv"), user_column="who")
+    with pytest.raises(DprlhfError, match=r"in every row \(rows 2, 4 have none\)"):
+        dprlhf.data.users.Users(load_rows(data), data)
+
+
+def test_a_part_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt\n" + "".join(f"p{i}\n" for i in range(9)))
+    data = Data(path=str(tmp_path / "a.csv"), skip=6)
+    assert load_rows(data)["prompt"][:] == ["p6", "p7", "p8"]
+    assert load_rows(data.model_copy(update={"limit": 2}))["prompt"][:] == ["p6", "p7"]
+    with pytest.raises(DprlhfError, match="skip 20 leaves none of 9 rows"):
+        load_rows(data.model_copy(update={"skip": 20}))

@@ -1,0 +1,153 @@
+"""No canary leaves ``secret/``, whatever happens; planted leaks are found; sizes tell nothing."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tqdm.auto import tqdm
+
+from dprlhf.boundary import Private
+from dprlhf.training.progress import Progress
+from helpers import leaks
+
+SILENT = ["a-careless-reward", *leaks.BAD_DATA, *leaks.CARRIED_ON, *leaks.FAILURES]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("leaks")
+    done = subprocess.run(
+        [sys.executable, leaks.__file__, str(folder)],
+        capture_output=True, text=True, timeout=540, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_no_canary_is_outside_secret(name: str, runs: Path) -> None:
+    assert leaks.search(runs / name) == []
+
+
+@pytest.mark.parametrize("name", leaks.PLANTED)
+def test_a_planted_leak_is_found(name: str, runs: Path) -> None:
+    assert leaks.search(runs / name)
+
+
+def test_the_canaries_were_there(runs: Path) -> None:
+    """The runs went as far as they should, and secret/ holds what the search would have found."""
+    status = {name: (runs / name / "status").read_text() for name in (*SILENT, *leaks.PLANTED)}
+    assert {n for n, s in status.items() if s == "2"} == {
+        "a-conversation-among-texts", "a-row-without-a-user", *leaks.FAILURES,
+    }  # fmt: skip
+    assert {n for n, s in status.items() if s == "1"} == {"an-exception-with-its-text"}
+    said = (runs / "a-careless-reward/run/secret/reward-output.txt").read_text()
+    for text in ("scoring", "odd prompts", "cannot score", leaks.TEXT):
+        assert text in said
+    for name in leaks.FAILURES:
+        assert leaks.TEXT in (runs / name / "run/secret/error.txt").read_text()
+
+
+@pytest.mark.parametrize("name", [n for n in SILENT if n not in ("other-data",)])
+def test_what_is_shown_has_no_traceback(name: str, runs: Path) -> None:
+    assert "Traceback" not in (runs / name / "output").read_text()
+
+
+def shape(folder: Path, name: str) -> dict[str, Any]:
+    """Return all of a run's public sizes: files, lines, keys, and the lines on the terminal."""
+    found: dict[str, Any] = {}
+    for path in sorted((folder / name / "run").rglob("*")):
+        inside = path.relative_to(folder / name / "run")
+        if path.is_dir() or "secret" in inside.parts:
+            continue
+        content = path.read_bytes()
+        if inside.name == "metrics.jsonl":  # noised numbers have as many digits as they have
+            found["metrics"] = [sorted(json.loads(line)) for line in content.splitlines()]
+        else:
+            found[str(inside)] = len(content.replace(name.encode(), b""))
+    output = (folder / name / "output").read_text().replace(name, "")
+    found["output"] = [line for line in re.split(r"[\r\n]", output) if line and "|" not in line]
+    return found
+
+
+def test_sizes_lines_and_keys_do_not_depend_on_the_data(runs: Path) -> None:
+    one, other = shape(runs, "a-careless-reward"), shape(runs, "other-data")
+    assert len(one) > 10
+    assert one == other
+
+
+FRAMES = re.compile(
+    r"rounds: \d/2\|[^|]*\|(, (reward \(noised\)=-?[\d.]+|left=about \d+ min))*"
+    r"|(evaluation|scoring|Writing model shards|Loading weights)[^|]*\|[^|]*\|.*"  # public
+)
+
+
+@pytest.mark.parametrize("name", ["a-careless-reward", "other-data"])
+def test_bars_name_phases_and_released_values_only(name: str, runs: Path) -> None:
+    """Which frames are drawn depends on the clock; nothing else may stand in one."""
+    output = re.sub(r"\x1b\[A", "\r", (runs / name / "output").read_text())
+    frames = [f.rstrip() for f in re.split(r"[\r\n]", output) if "|" in f]
+    assert len(frames) > 5
+    assert [f for f in frames if not FRAMES.fullmatch(f)] == []
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, capsys: Any, users: int, *, terminal: bool) -> str:
+    """Return what a round of so many users shows, two rows each, in micro-batches of 8 rows."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal, raising=False)
+    every_step = functools.partial(tqdm, mininterval=0)  # not one frame in a tenth of a second
+    monkeypatch.setattr("dprlhf.training.progress.tqdm", every_step)
+    with Progress(2).round(1) as bar:
+        for phase in ("sampling", "gradients"):
+            bar.start(phase, Private(np.zeros(users)))
+            for done in range(0, 2 * users, 8):
+                bar.tick(min(8, 2 * users - done))
+    return str(capsys.readouterr().err)
+
+
+def test_a_log_does_not_show_how_many_users_a_round_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In tens of percent 11 users show 30, 70, 100 and 12 users 30, 60, 100."""
+    logs = {shown(monkeypatch, capsys, users, terminal=False) for users in (0, 1, 11, 12, 97)}
+    assert len(logs) == 1
+    assert "round 1: gradients" in logs.pop()
+
+
+def test_a_terminal_shows_tens_of_percent_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    percents = re.findall(r"(\d+)%", shown(monkeypatch, capsys, 97, terminal=True))
+    assert len(percents) > 2
+    assert all(int(p) % 10 == 0 for p in percents)
+
+
+def test_the_time_left_is_not_from_the_clock_of_private_rounds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A slow round is a large one: what is left is told from public prompts, or not at all."""
+    clock = itertools.count(step=10_000)
+    monkeypatch.setattr("dprlhf.training.progress.time.perf_counter", lambda: float(next(clock)))
+    left = {}
+    for expected in (None, 90.0):
+        progress = Progress(1)
+        if expected is not None:
+            progress.expect(expected)
+        progress.total(3, done=0)
+        for number in range(3):
+            with progress.round(number) as bar:
+                bar.start("update", Private(np.zeros(2)))
+                bar.tick(2)
+        progress.close()
+        left[expected] = re.findall(r"left=about (\d+) min", capsys.readouterr().err)
+    assert left[None] == []
+    assert list(dict.fromkeys(left[90.0])) == ["3", "2", "0"]

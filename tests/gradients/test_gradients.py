@@ -1,0 +1,1081 @@
+"""The clipped sum over users, against plain autograd on one user at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from dprlhf import recipe
+from dprlhf.boundary import Private, open_private
+from dprlhf.data.users import Prompts
+from dprlhf.errors import DprlhfError
+from dprlhf.gradients.clipping import (
+    ClippedSum,
+    Weighted,
+    clip_factors,
+    clip_users,
+    clipped_sum,
+    micro_batches,
+    user_gradients,
+)
+from dprlhf.gradients.ghost_norm import OuterProducts, add_weighted, square_norm
+from dprlhf.gradients.per_user import PerUserGradients
+from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.rollout import Responses
+from helpers import tiny
+
+EOS = 0
+TARGETS = {
+    "gpt2": ["c_attn", "c_proj", "c_fc"],
+    "llama": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"],
+}
+
+
+@functools.cache
+def policy_of(
+    kind: tiny.Kind = "gpt2",
+    adapter: str = "lora",
+    dtype: torch.dtype = torch.float64,
+    temperature: float = 0.7,
+) -> CausalLMPolicy:
+    """A policy whose A and B are both away from zero."""
+    spec = recipe.Adapter.model_validate(
+        {"type": adapter, "rank": 2, "alpha": 4.0, "target_modules": TARGETS[kind]}
+    )
+    policy = make_policy(tiny.model(kind), tiny.tokenizer(), spec, temperature=temperature)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    policy.model.to(dtype)
+    if dtype == torch.float64:
+        exact_norms(policy.model)
+    return policy
+
+
+def lora(**settings: Any) -> Callable[[tiny.Kind], peft.PeftConfig]:
+    return lambda kind: peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=2,
+        target_modules=TARGETS[kind],
+        fan_in_fan_out=kind == "gpt2",
+        **settings,
+    )
+
+
+def vera(kind: tiny.Kind) -> peft.PeftConfig:
+    targets = ["c_fc"] if kind == "gpt2" else ["v_proj", "gate_proj"]
+    return peft.VeraConfig(
+        task_type="CAUSAL_LM", r=4, target_modules=targets, fan_in_fan_out=kind == "gpt2"
+    )
+
+
+def ia3(kind: tiny.Kind) -> peft.PeftConfig:
+    targets = ["c_attn", "c_fc"] if kind == "gpt2" else ["k_proj", "v_proj", "down_proj"]
+    return peft.IA3Config(
+        task_type="CAUSAL_LM",
+        target_modules=targets,
+        feedforward_modules=targets[-1:],
+        fan_in_fan_out=kind == "gpt2",
+    )
+
+
+PEFT: dict[str, Callable[[tiny.Kind], peft.PeftConfig]] = {
+    "rslora": lora(use_rslora=True),
+    "dora": lora(use_dora=True),
+    "lora with bias": lora(lora_bias=True),
+    "lora and biases": lora(bias="all"),
+    "lora and head": lora(modules_to_save=["lm_head"]),
+    "vera": vera,
+    "ia3": ia3,
+    "norms": lambda kind: peft.LNTuningConfig(task_type="CAUSAL_LM"),
+}
+TRAINED = ["full", "tied", "lora", "lora-b", "lora-xs", *PEFT]
+
+
+@functools.cache
+def trained_policy(
+    kind: tiny.Kind, trained: str, dtype: torch.dtype = torch.float64
+) -> CausalLMPolicy:
+    """A policy that trains what ``trained`` names, all of it away from where it starts."""
+    model: Any = tiny.model(kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's, on tied weights
+        if trained in PEFT:
+            policy = CausalLMPolicy(
+                peft.get_peft_model(model, PEFT[trained](kind)), tiny.tokenizer(), 0.7
+            )
+        elif trained in ("full", "tied"):
+            # GPT-2 ties its embedding as it comes, Llama does not.
+            if (trained == "tied") != (kind == "gpt2"):
+                tied = model.get_input_embeddings().weight
+                model.lm_head.weight = tied if trained == "tied" else nn.Parameter(tied.clone())
+            policy = CausalLMPolicy(model, tiny.tokenizer(), 0.7)
+        else:
+            adapter = {"type": trained, "rank": 2, "target_modules": TARGETS[kind]}
+            spec = recipe.Adapter.model_validate(adapter)
+            policy = make_policy(model, tiny.tokenizer(), spec, temperature=0.7)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.parameters.values():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    policy.model.to(dtype)
+    if dtype == torch.float64:
+        exact_norms(policy.model)
+    policy.parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
+    return policy
+
+
+def exact_norms(model: nn.Module) -> None:
+    """Put float64 RMS norms in: those of transformers compute in float32 whatever the input."""
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, LlamaRMSNorm):
+                norm = nn.RMSNorm(child.weight.shape, child.variance_epsilon, dtype=torch.float64)
+                norm.weight = child.weight
+                setattr(parent, name, norm)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Of a batch: for each user the lengths of its prompts; k responses to each."""
+
+    prompts: list[list[int]]
+    k: int
+    length: int
+
+
+def batch_of(
+    shape: Shape, seed: int, shuffled: bool = False, copies: int | None = None
+) -> Responses:
+    """Random tokens in that shape, with early ends, and rubbish where there is no token.
+
+    A prompt's rows go behind one copy of it; ``copies=1`` keeps them apart.
+    """
+    random = np.random.default_rng(seed)
+    lengths = [n for user in shape.prompts for n in user]
+    width = max(lengths)
+    rows = len(lengths) * shape.k
+    tokens = random.integers(1, 257, (rows, width + shape.length))
+    tokens[:, :width] = tokens[:: shape.k, :width].repeat(shape.k, axis=0)
+    mask = np.zeros_like(tokens)
+    for row in range(rows):
+        prompt = lengths[row // shape.k]
+        response = int(random.integers(1, shape.length + 1))
+        if response < shape.length:
+            tokens[row, width + response - 1] = EOS
+        mask[row, width - prompt : width + response] = 1
+    owner = np.repeat(np.arange(len(shape.prompts)), [len(p) for p in shape.prompts])
+    if shuffled:  # a user's prompts need not stand together
+        owner = random.permutation(owner)
+    return Responses(
+        tokens=torch.from_numpy(tokens),
+        mask=torch.from_numpy(mask),
+        prompt=np.repeat(np.arange(len(lengths)), shape.k),
+        user=np.repeat(owner, shape.k),
+        from_base=np.zeros(rows, dtype=bool),
+        texts=[""] * rows,
+        prompts=Prompts([""] * len(lengths), owner, np.zeros(len(lengths), dtype=np.int64), {}),
+        users=len(shape.prompts),
+        length=shape.length,
+        longest=max(lengths),
+        copies=copies or shape.k,
+    )
+
+
+def gradient_of_user(
+    policy: CausalLMPolicy, responses: Responses, weights: NDArray[np.float64], user: int
+) -> torch.Tensor:
+    """Σ weight · ∇ log π(y|x) by autograd on one unpadded sequence after the other, ``[d]``."""
+    parameters = [p for _, p in policy.model.named_parameters() if p.requires_grad]
+    total = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
+    for row in np.flatnonzero((responses.user == user) & (weights != 0)):
+        ids = responses.tokens[row][responses.mask[row].bool()]
+        prompt = int(responses.mask[row, : -responses.length].sum())
+        logits = policy.model(input_ids=ids[None]).logits[0] / policy.temperature
+        log_probabilities = torch.log_softmax(logits, dim=-1)
+        score = sum(log_probabilities[i - 1, ids[i]] for i in range(prompt, len(ids)))
+        assert isinstance(score, torch.Tensor)
+        gradients = torch.autograd.grad(score, parameters)
+        total += float(weights[row]) * torch.cat([g.flatten() for g in gradients]).double()
+    return total
+
+
+def reference_sum(
+    policy: CausalLMPolicy, weighted: Weighted, clip_norm: float
+) -> tuple[torch.Tensor, NDArray[np.float64]]:
+    """The clipped sum by a loop over users, and the norms before clipping."""
+    responses = weighted.responses
+    bound = math.sqrt(clip_norm**2 - weighted.extra_norm**2)
+    total, norms = torch.zeros(0), []
+    for user in range(responses.users):
+        gradient = gradient_of_user(policy, responses, weighted.weights, user)
+        extra = torch.from_numpy(weighted.extra[user])
+        norms.append(float(gradient.norm()))
+        gradient = gradient * min(1.0, bound / norms[-1])
+        if len(extra):
+            extra = extra * min(1.0, weighted.extra_norm / float(extra.norm()))
+        both = torch.cat([gradient, extra])
+        total = total + both if len(total) else both
+    return total, np.array(norms)
+
+
+def weighted_of(responses: Responses, seed: int, extra: int = 0, extra_norm: float = 0) -> Weighted:
+    random = np.random.default_rng(seed)
+    # Users of very different size, so that some are clipped and some are not.
+    scale = 10.0 ** random.uniform(-2, 1, responses.users)
+    weights = random.standard_normal(len(responses.user)) * scale[responses.user]
+    coordinates = extra_norm * random.standard_normal((responses.users, extra))
+    return Weighted(responses, weights, coordinates, extra_norm)
+
+
+def run(
+    policy: CausalLMPolicy, weighted: Weighted, clip_norm: float, batch_size: int = 4
+) -> ClippedSum:
+    return clipped_sum(
+        policy, Private(weighted), clip_norm=clip_norm, batch_size=batch_size, reduce=lambda x: x
+    )
+
+
+def relative_error(measured: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((measured - truth).norm() / truth.norm())
+
+
+MIXED = Shape(prompts=[[5, 1, 3], [2], [7], [1, 1], [4, 6, 2]], k=3, length=5)
+
+
+# --- against plain autograd --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adapter", ["lora", "lora-b"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("per_user", ["one", "three", "mixed", "apart"])
+def test_clipped_sum_equals_autograd_on_one_user_at_a_time(
+    kind: tiny.Kind, adapter: str, per_user: str
+) -> None:
+    shape = {
+        "one": Shape([[3], [6], [1], [2]], k=2, length=4),
+        "three": Shape([[3, 1, 5], [2, 2, 6]], k=2, length=4),
+        "mixed": MIXED,
+        "apart": MIXED,
+    }[per_user]
+    policy = policy_of(kind, adapter)
+    copies = 1 if per_user == "apart" else None
+    batch = batch_of(shape, seed=3, shuffled=per_user != "one", copies=copies)
+    weighted = weighted_of(batch, seed=4)
+    _, norms = reference_sum(policy, weighted, 1.0)
+    clip_norm = float(np.median(norms)) * 1.01  # some users are clipped, some are not
+    truth, _ = reference_sum(policy, weighted, clip_norm)
+    result = run(policy, weighted, clip_norm)
+    assert (norms > clip_norm).any()
+    assert (norms < clip_norm).any()
+    assert result.bounded.clip_norm == clip_norm
+    # The margin under S is a relative 1e-9: the clipped users' part of the sum.
+    assert relative_error(result.bounded.total, truth) < 2e-9
+    np.testing.assert_allclose(open_private(result.norms), norms, rtol=1e-10)
+
+    unclipped, _ = reference_sum(policy, weighted, 1e9)
+    assert relative_error(run(policy, weighted, 1e9).bounded.total, unclipped) < 1e-10
+    assert relative_error(run(policy, weighted, math.inf).bounded.total, unclipped) < 1e-10
+
+    single = policy_of(kind, adapter, torch.float32)
+    measured = run(single, weighted, clip_norm)
+    assert relative_error(measured.bounded.total, truth) < 1e-5
+    assert measured.bounded.total.dtype == torch.float64
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_clipped_sum_equals_autograd_whatever_is_trained(kind: tiny.Kind, trained: str) -> None:
+    policy = trained_policy(kind, trained)
+    shape = Shape([[5, 1], [2, 3], [7], [4, 6]], k=2, length=4)
+    weighted = weighted_of(batch_of(shape, seed=3, shuffled=True), seed=4)
+    responses, weights = weighted.responses, weighted.weights
+    gradients = [gradient_of_user(policy, responses, weights, u) for u in range(4)]
+    norms = torch.stack([g.norm() for g in gradients])
+    whole = sum(gradients, torch.zeros(policy.dimension))
+
+    result = run(policy, weighted, 1e9, batch_size=8)
+    assert relative_error(result.bounded.total, whole) < 1e-10
+    np.testing.assert_allclose(open_private(result.norms), norms, rtol=1e-10)
+    assert relative_error(run(policy, weighted, math.inf).bounded.total, whole) < 1e-10
+
+    clip_norm = float(norms.median()) * 1.01
+    truth = sum((g * min(1, clip_norm / float(g.norm())) for g in gradients), 0 * whole)
+    # The margin under S is a relative 1e-9; factors in float64 round by less.
+    assert relative_error(run(policy, weighted, clip_norm).bounded.total, truth) < 2e-9
+    single = run(trained_policy(kind, trained, torch.float32), weighted, clip_norm)
+    assert relative_error(single.bounded.total, truth) < 2e-5
+
+
+@pytest.mark.parametrize("trained", ["lora", "full"])
+@pytest.mark.parametrize("rows", [2, 4])
+def test_user_gradients_are_those_of_parts_of_a_user(trained: str, rows: int) -> None:
+    policy = trained_policy("gpt2", trained)
+    responses = batch_of(Shape([[3, 1], [2, 6], [20, 2], [5]], k=4, length=3), seed=3)
+    weights = weighted_of(responses, seed=4).weights
+    seen = []
+    for users, gradients in user_gradients(policy, responses, weights, batch_size=16, rows=rows):
+        for user, of_user in zip(users, gradients, strict=True):
+            own = np.flatnonzero(responses.user == user)
+            assert of_user.shape == (len(own) // rows, policy.dimension)
+            for part, gradient in zip(own.reshape(-1, rows), of_user, strict=True):
+                only = np.zeros_like(weights)
+                only[part] = weights[part]
+                expected = gradient_of_user(policy, responses, only, user)
+                assert relative_error(gradient, expected) < 1e-10
+            seen.append(int(user))
+    assert sorted(seen) == list(range(4))
+
+
+# --- the precision and the passes that others choose -------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("trained", ["lora", "full"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_gradient_checkpointing_changes_nothing(
+    kind: tiny.Kind, trained: str, reentrant: bool
+) -> None:
+    policy = trained_policy.__wrapped__(kind, trained)
+    weighted = weighted_of(batch_of(MIXED, seed=3), seed=4)
+    expected = run(policy, weighted, 1.0).bounded.total
+    policy.model.train()  # transformers checkpoints in training mode only; nothing drops out here
+    policy.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    forwards = [0]
+
+    def count(*_: Any) -> None:
+        forwards[0] += 1
+
+    first = next(m for n, m in policy.model.named_modules() if n.endswith("attn"))
+    first.register_forward_hook(count)
+    assert torch.equal(run(policy, weighted, 1.0).bounded.total, expected)
+    batches = sum(1 for _ in micro_batches(weighted.responses, 4))
+    assert forwards[0] == 2 * batches  # it was on
+
+
+@pytest.mark.parametrize("how", ["weights", "autocast"])
+@pytest.mark.parametrize("trained", ["lora", "full"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_under_bfloat16_norms_factors_and_sums_are_float32_or_wider(
+    kind: tiny.Kind, trained: str, how: str
+) -> None:
+    """Activations round to 8 bits; what is made of them must be exact to 24."""
+    policy = trained_policy(kind, trained, torch.bfloat16 if how == "weights" else torch.float32)
+    responses = batch_of(Shape([[3, 1], [2, 6], [5, 4]], k=2, length=4), seed=3)
+    weighted = weighted_of(responses, seed=4)
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        ((_, parts),) = user_gradients(policy, responses, weighted.weights, batch_size=12, rows=4)
+        result = run(policy, weighted, 1.0, batch_size=12)
+    assert parts.dtype == torch.float32
+    clipped, norms = clip_users(parts.flatten(0, 1), 1.0)
+    np.testing.assert_allclose(open_private(result.norms), norms, rtol=1e-5)
+    assert relative_error(result.bounded.total, clipped.sum(0)) < 1e-5
+    assert (norms > 1).any()
+    # Negative control: bfloat16 was on, and its rounding is far above that tolerance.
+    exact, _ = reference_sum(trained_policy(kind, trained), weighted, 1.0)
+    assert relative_error(result.bounded.total, exact) > 1e-3
+
+
+def test_a_gradient_in_bfloat16_is_the_float32_product_of_its_factors() -> None:
+    layer = nn.Linear(6, 5).to(torch.bfloat16)
+    x = torch.randn(3, 40, 6, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    out_gradient = torch.randn(3, 40, 5, generator=torch.Generator().manual_seed(1)).bfloat16()
+    engine = PerUserGradients(layer, dict(layer.named_parameters()), whole=True)
+    engine.run(lambda: (layer(x) * out_gradient).sum(), users=3, rows=3)
+    exact = out_gradient.double().mT @ x.double()
+    expected = torch.cat([exact.flatten(1), out_gradient.double().sum(1)], dim=1)
+    assert relative_error(engine.gradients().double(), expected) < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's
+def test_the_taps_work_under_torch_compile() -> None:
+    """The compiler breaks its graph at every tap, or it would leave them out."""
+    net = Net(nn.LayerNorm(6)).double()
+    x = torch.randn(4, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = per_row_gradients(net, x)
+    net.compile(backend="eager")
+    torch.testing.assert_close(per_row_gradients(net, x), expected)
+
+
+shapes = st.builds(
+    Shape,
+    prompts=st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_size=1, max_size=4),
+    k=st.integers(1, 4),
+    length=st.integers(1, 5),
+)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    shape=shapes,
+    kind=st.sampled_from(["gpt2", "llama"]),
+    trained=st.sampled_from(TRAINED),
+    batch_size=st.integers(1, 12),
+    clip_norm=st.floats(0.05, 20),
+    extra=st.integers(0, 2),
+    seed=st.integers(0, 1000),
+)
+def test_clipped_sum_equals_autograd_for_drawn_shapes(
+    shape: Shape,
+    kind: tiny.Kind,
+    trained: str,
+    batch_size: int,
+    clip_norm: float,
+    extra: int,
+    seed: int,
+) -> None:
+    policy = trained_policy(kind, trained)
+    responses = batch_of(shape, seed, shuffled=True)
+    weighted = weighted_of(responses, seed + 1, extra, 0.3 * clip_norm if extra else 0.0)
+    truth, norms = reference_sum(policy, weighted, clip_norm)
+    result = run(policy, weighted, clip_norm, batch_size)
+    scale = float(np.minimum(norms, clip_norm).sum()) + clip_norm * bool(extra)
+    assert float((result.bounded.total - truth).norm()) < 2e-9 * scale
+    np.testing.assert_allclose(open_private(result.norms), norms, rtol=1e-9)
+
+
+def test_what_stands_on_padding_changes_nothing() -> None:
+    policy = policy_of()
+    responses = batch_of(MIXED, seed=3)
+    weighted = weighted_of(responses, seed=4)
+    cleared = dataclasses.replace(responses, tokens=responses.tokens * responses.mask)
+    other = run(policy, dataclasses.replace(weighted, responses=cleared), 1.0)
+    same = run(policy, weighted, 1.0)
+    assert not torch.equal(cleared.tokens, responses.tokens)
+    assert relative_error(other.bounded.total, same.bounded.total) < 1e-12
+
+
+def test_the_end_of_sequence_token_counts_and_nothing_after_it() -> None:
+    """One more masked token changes the gradient: the mask is not simply ignored."""
+    policy = policy_of()
+    responses = batch_of(Shape([[3]], k=1, length=4), seed=0)
+    mask = responses.mask.clone()
+    mask[0, 3:] = torch.tensor([1, 1, 0, 0])
+    two = dataclasses.replace(responses, mask=mask)
+    mask = mask.clone()
+    mask[0, 5] = 1
+    three = dataclasses.replace(responses, mask=mask)
+    totals = [
+        run(policy, Weighted(r, np.ones(1), np.empty((1, 0)), 0.0), 1e9).bounded.total
+        for r in (two, three)
+    ]
+    assert relative_error(totals[0], totals[1]) > 1e-2
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_the_sum_does_not_depend_on_the_batch_size(kind: tiny.Kind) -> None:
+    policy = policy_of(kind)
+    weighted = weighted_of(batch_of(MIXED, seed=5, shuffled=True), seed=6, extra=2, extra_norm=0.2)
+    ticks: list[int] = []
+    results = [run(policy, weighted, 1.0, size) for size in (1, 2, 5, 64)]
+    for other in results[1:]:
+        assert relative_error(other.bounded.total, results[0].bounded.total) < 1e-12
+        np.testing.assert_allclose(
+            open_private(other.norms), open_private(results[0].norms), rtol=1e-12
+        )
+    clipped_sum(
+        policy,
+        Private(weighted),
+        clip_norm=1.0,
+        batch_size=5,
+        reduce=lambda x: x,
+        tick=ticks.append,
+    )
+    assert sum(ticks) == len(weighted.responses.user)
+    assert len(ticks) > 1
+
+
+def test_in_float32_a_user_alone_in_its_micro_batch_is_the_same_to_the_bit() -> None:
+    """Who shares a micro-batch moves the others' gradients by rounding; with size 1 nobody does."""
+    policy = policy_of(dtype=torch.float32)
+    leftovers = {}
+    for batch_size in (1, 7):
+        leftovers[batch_size] = 0.0
+        for seed in range(2):
+            weighted = weighted_of(batch_of(MIXED, seed=seed), seed=seed)
+            alone = weighted
+            for user in (4, 3, 1, 0):
+                alone = without(alone, user)
+            whole, rest, own = (
+                run(policy, w, S, batch_size).bounded.total
+                for w in (weighted, without(weighted, 2), alone)
+            )
+            leftover = float((whole - rest - own).norm()) / S
+            leftovers[batch_size] = max(leftovers[batch_size], leftover)
+    assert leftovers[1] < 1e-15
+    assert leftovers[7] < 1e-5 * len(MIXED.prompts)
+
+
+def test_extra_coordinates_are_appended_and_clipped_apart() -> None:
+    policy = policy_of()
+    responses = batch_of(Shape([[2], [3], [4]], k=2, length=3), seed=1)
+    extra = np.array([[0.1, 0.0], [3.0, 4.0], [math.nan, 1.0]])
+    weights = np.array([1e3, 1e3, 1e-3, 1e-3, 1e3, 1e3])
+    result = run(policy, Weighted(responses, weights, extra, 0.5), 1.0)
+    gradient, coordinates = (
+        result.bounded.total[: policy.dimension],
+        result.bounded.total[policy.dimension :],
+    )
+    np.testing.assert_allclose(coordinates, [0.1 + 0.3, 0.4], rtol=1e-8)
+    expected = torch.zeros(policy.dimension, dtype=torch.float64)
+    for user in range(3):
+        of_user = gradient_of_user(policy, responses, weights, user)
+        expected += of_user * min(1.0, math.sqrt(0.75) / float(of_user.norm()))
+    assert relative_error(gradient, expected) < 1e-8
+
+
+def test_reduce_gets_the_local_sum_and_its_answer_is_the_total() -> None:
+    policy = policy_of()
+    weighted = weighted_of(batch_of(MIXED, seed=5), seed=6)
+    alone = run(policy, weighted, 1.0).bounded.total
+    doubled = clipped_sum(
+        policy, Private(weighted), clip_norm=1.0, batch_size=4, reduce=lambda x: 2 * x
+    )
+    torch.testing.assert_close(doubled.bounded.total, 2 * alone)
+
+
+def test_an_empty_batch_gives_zero() -> None:
+    policy = policy_of()
+    nobody = Responses(
+        tokens=torch.empty((0, 3), dtype=torch.int64),
+        mask=torch.empty((0, 3), dtype=torch.int64),
+        prompt=np.empty(0, np.int64),
+        user=np.empty(0, np.int64),
+        from_base=np.empty(0, bool),
+        texts=[],
+        prompts=Prompts([], np.empty(0, np.int64), np.empty(0, np.int64), {}),
+        users=0,
+        length=2,
+        longest=1,
+    )
+    result = run(policy, Weighted(nobody, np.empty(0), np.empty((0, 2)), 0.1), 1.0)
+    assert result.bounded.total.shape == (policy.dimension + 2,)
+    assert not result.bounded.total.any()
+
+
+# --- clip_users --------------------------------------------------------------------------------
+
+numbers = st.one_of(
+    st.floats(width=64, allow_nan=True, allow_infinity=True, allow_subnormal=True),
+    st.floats(-10, 10),
+    st.sampled_from([0.0, 5e-324, -1e-310, 1e-160, 1e150, 1e308, math.nan, math.inf]),
+)
+
+
+def exact_square(row: NDArray[np.float64]) -> Fraction:
+    """‖row‖² of floating-point numbers, without any rounding."""
+    return sum((Fraction(float(x)) ** 2 for x in row), Fraction(0))
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    rows=hnp.arrays(
+        np.float64, hnp.array_shapes(min_dims=2, max_dims=2, max_side=6), elements=numbers
+    ),
+    exponent=st.floats(-6, 6),
+)
+def test_no_clipped_row_is_longer_than_the_clip_norm(
+    rows: NDArray[np.float64], exponent: float
+) -> None:
+    clip_norm = 10.0**exponent
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        clipped, norms = (t.numpy() for t in clip_users(torch.from_numpy(rows), clip_norm))
+    assert clipped.dtype == np.float64
+    assert np.isfinite(clipped).all()
+    for row, result, norm in zip(rows, clipped, norms, strict=True):
+        assert exact_square(result) <= Fraction(clip_norm) ** 2
+        if not np.isfinite(row).all():
+            assert not result.any()
+            assert not np.isfinite(norm)
+            continue
+        square = exact_square(row)
+        if square >= Fraction(10) ** 307:  # its norm overflows: no direction to keep
+            assert not result.any() or exact_square(result) <= Fraction(clip_norm) ** 2
+        elif square <= (Fraction(clip_norm) * (1 - Fraction(2, 10**9))) ** 2:
+            assert np.array_equal(result, row)
+        else:
+            length = float(np.linalg.norm(row))
+            factor = min(1.0, clip_norm / length)
+            np.testing.assert_allclose(result, row * factor, rtol=2e-9, atol=1e-300)
+
+
+def test_clipping_reaches_the_clip_norm() -> None:
+    """Not by shrinking everything: a long row keeps all but a billionth of S."""
+    rows = torch.tensor([[3.0, 4.0], [3e30, 4e30], [0.3, 0.4], [3e-30, 4e-30]])
+    clipped, norms = clip_users(rows, 0.5)
+    expected = [[0.3, 0.4], [0.3, 0.4], [0.3, 0.4], [3e-30, 4e-30]]
+    torch.testing.assert_close(
+        clipped, torch.tensor(expected, dtype=torch.float64), rtol=1e-7, atol=0
+    )
+    np.testing.assert_allclose(norms, [5, 5e30, 0.5, 5e-30], rtol=1e-6)
+
+
+def test_a_row_that_is_not_finite_disturbs_no_other() -> None:
+    good = torch.tensor([[3.0, 4.0], [0.1, 0.2]])
+    alone, _ = clip_users(good, 1.0)
+    for bad in (math.nan, math.inf, -math.inf):
+        rows = torch.tensor([[3.0, 4.0], [bad, 1.0], [0.1, 0.2], [bad, -bad]])
+        clipped, _ = clip_users(rows, 1.0)
+        assert torch.equal(clipped[[0, 2]], alone)
+        assert torch.equal(clipped[[1, 3]], torch.zeros(2, 2, dtype=torch.float64))
+
+
+# --- neighbouring data sets --------------------------------------------------------------------
+
+Summing = Callable[[CausalLMPolicy, Weighted, float], torch.Tensor]
+S, EXTRA_NORM = 0.8, 0.25
+
+
+def right(policy: CausalLMPolicy, weighted: Weighted, clip_norm: float) -> torch.Tensor:
+    return run(policy, weighted, clip_norm, batch_size=3).bounded.total
+
+
+def clipping_rows(policy: CausalLMPolicy, weighted: Weighted, clip_norm: float) -> torch.Tensor:
+    """Wrong: what a library does that takes each response for an example."""
+    responses = weighted.responses
+    rows = len(responses.user)
+    split = dataclasses.replace(responses, user=np.arange(rows), users=rows)
+    extra = np.zeros((rows, weighted.extra.shape[1]))
+    extra[np.unique(responses.user, return_index=True)[1]] = weighted.extra
+    return right(policy, dataclasses.replace(weighted, responses=split, extra=extra), clip_norm)
+
+
+def clipping_the_sum(policy: CausalLMPolicy, weighted: Weighted, clip_norm: float) -> torch.Tensor:
+    """Wrong: ordinary gradient clipping."""
+    free = dataclasses.replace(weighted, extra_norm=math.inf)
+    total = run(policy, dataclasses.replace(free, extra_norm=0.0), math.inf).bounded.total
+    total[policy.dimension :] = torch.from_numpy(np.nan_to_num(weighted.extra).sum(0))
+    return total * min(1.0, clip_norm / float(total.norm()))
+
+
+def without(weighted: Weighted, user: int) -> Weighted:
+    responses = weighted.responses
+    rows = np.flatnonzero(responses.user != user)
+    kept = np.delete(np.arange(responses.users), user)
+    fewer = dataclasses.replace(
+        responses,
+        tokens=responses.tokens[rows],
+        mask=responses.mask[rows],
+        prompt=np.unique(responses.prompt[rows], return_inverse=True)[1],
+        user=np.searchsorted(kept, responses.user[rows]),
+        from_base=responses.from_base[rows],
+        texts=[""] * len(rows),
+        users=len(kept),
+    )
+    return Weighted(fewer, weighted.weights[rows], weighted.extra[kept], weighted.extra_norm)
+
+
+def replaced(weighted: Weighted, user: int, how: str, seed: int) -> Weighted:
+    """The same data but for one user's tokens, weights and coordinates."""
+    responses = weighted.responses
+    random = np.random.default_rng(seed)
+    rows = responses.user == user
+    tokens, weights, extra = (
+        responses.tokens.clone(),
+        weighted.weights.copy(),
+        weighted.extra.copy(),
+    )
+    if how == "opposite":
+        weights[rows] *= -1
+        extra[user] *= -1
+    else:
+        tokens[rows] = torch.from_numpy(random.integers(1, 257, tuple(tokens[rows].shape)))
+        value = {"other": 3.0, "huge": 1e300, "large": 1e12, "nan": math.nan, "inf": math.inf}[how]
+        weights[rows] = value * random.choice([-1.0, 1.0], int(rows.sum()))
+        extra[user] = value
+    return Weighted(
+        dataclasses.replace(responses, tokens=tokens), weights, extra, weighted.extra_norm
+    )
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    shape=shapes.filter(lambda s: len(s.prompts) > 1),
+    kind=st.sampled_from(["gpt2", "llama"]),
+    how=st.sampled_from(["other", "huge", "large", "nan", "inf", "opposite"]),
+    seed=st.integers(0, 1000),
+)
+def test_one_user_moves_the_sum_by_at_most_the_clip_norm(
+    shape: Shape, kind: tiny.Kind, how: str, seed: int
+) -> None:
+    policy = policy_of(kind)
+    weighted = weighted_of(batch_of(shape, seed, shuffled=True), seed + 1, 2, EXTRA_NORM)
+    user = seed % len(shape.prompts)
+    other = replaced(weighted, user, how, seed + 2)
+    total, changed = right(policy, weighted, S), right(policy, other, S)
+    rest = right(policy, without(weighted, user), S)
+    assert torch.isfinite(torch.stack([total, changed, rest])).all()
+    assert float((total - rest).norm()) <= S
+    assert float((changed - rest).norm()) <= S
+    assert float((total - changed).norm()) <= 2 * S
+    if how in ("nan", "inf"):  # nothing but rounding is left of it
+        assert float((changed - rest).norm()) < 1e-12
+
+
+def worst_case() -> tuple[Weighted, int]:
+    """User 1 shouts; user 0 says the opposite, less loudly, with the same tokens."""
+    responses = batch_of(Shape([[3, 4], [3, 4]], k=2, length=4), seed=7)
+    half = len(responses.tokens) // 2
+    responses = dataclasses.replace(
+        responses,
+        tokens=responses.tokens[:half].repeat(2, 1),
+        mask=responses.mask[:half].repeat(2, 1),
+    )
+    weights = np.concatenate([np.full(half, -1e3), np.full(half, 2e3)])
+    extra = np.array([[-0.1, 0.0], [0.2, 0.3]])
+    return Weighted(responses, weights, extra, EXTRA_NORM), 1
+
+
+def distances(summing: Summing) -> tuple[float, float]:
+    """How far adding and replacing the worst user moves the sum."""
+    policy = policy_of()
+    weighted, user = worst_case()
+    total = summing(policy, weighted, S)
+    removed = float((total - summing(policy, without(weighted, user), S)).norm())
+    opposite = replaced(weighted, user, "opposite", 0)
+    return removed, float((total - summing(policy, opposite, S)).norm())
+
+
+def test_a_worst_case_user_comes_near_the_bound() -> None:
+    removed, exchanged = distances(right)
+    assert S * (1 - 1e-6) < removed <= S
+    assert 2 * S * (1 - 1e-6) < exchanged <= 2 * S
+
+
+def test_the_same_harness_catches_clipping_rows_instead_of_users() -> None:
+    removed, exchanged = distances(clipping_rows)
+    assert removed > 1.2 * S
+    assert exchanged > 2.4 * S
+
+
+def test_the_same_harness_catches_clipping_the_sum() -> None:
+    removed, _ = distances(clipping_the_sum)
+    assert removed > 1.9 * S
+
+
+def test_a_user_with_bad_weights_leaves_the_others_as_they_are() -> None:
+    policy = policy_of()
+    weighted = weighted_of(batch_of(MIXED, seed=5), seed=6)
+    rest = right(policy, without(weighted, 2), S)
+    rows = np.flatnonzero(weighted.responses.user == 2)
+    for bad in (math.nan, math.inf):
+        weights = weighted.weights.copy()
+        weights[rows[0]] = bad  # one of its rows is enough
+        result = run(policy, dataclasses.replace(weighted, weights=weights), S, batch_size=64)
+        assert relative_error(result.bounded.total, rest) < 1e-12
+        assert not np.isfinite(open_private(result.norms)[2])
+        assert np.isfinite(np.delete(open_private(result.norms), 2)).all()
+
+
+@pytest.mark.parametrize("trained", ["lora", "full", "norms"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_user_counts_as_one_of_weight_zero_to_the_bit(trained: str, bad: float) -> None:
+    policy = trained_policy("llama", trained, torch.float32)
+    shape = Shape([[3, 4], [5, 6], [2, 3]], k=2, length=4)
+    weighted = weighted_of(batch_of(shape, seed=5), seed=6)
+    rows = np.flatnonzero(weighted.responses.user == 1)
+    silent, broken = weighted.weights.copy(), weighted.weights.copy()
+    silent[rows], broken[rows[1]] = 0.0, bad
+    expected, total = (
+        run(policy, dataclasses.replace(weighted, weights=w), S, batch_size=12).bounded.total
+        for w in (silent, broken)
+    )
+    assert torch.equal(total, expected)
+    assert total.any()
+
+
+# --- the engine --------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Two linear layers, the first used twice, and something in between."""
+
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.between = between
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = self.last(self.between(torch.tanh(self.first(torch.tanh(self.first(x))))))
+        return h
+
+
+def per_row_gradients(net: nn.Module, x: torch.Tensor, users: int | None = None) -> torch.Tensor:
+    engine = PerUserGradients(net, dict(net.named_parameters()), whole=True)
+    engine.run(lambda: net(x).square().sum(), users=users or len(x), rows=len(x))
+    return engine.gradients()
+
+
+@pytest.mark.filterwarnings("ignore")  # of Opacus, about hooks
+def test_per_user_gradients_agree_with_opacus() -> None:
+    from opacus import GradSampleModule
+
+    torch.manual_seed(0)
+    x = torch.randn(6, 4, 6, dtype=torch.float64)
+    net = Net(nn.Identity()).double()
+    sampled = GradSampleModule(Net(nn.Identity()).double(), loss_reduction="sum")
+    sampled._module.load_state_dict(net.state_dict())
+    sampled(x).square().sum().backward()
+    of_opacus: list[Any] = [p.grad_sample for p in sampled._module.parameters()]
+    expected = torch.cat([g.flatten(1) for g in of_opacus], dim=1)
+    torch.testing.assert_close(per_row_gradients(net, x), expected, rtol=1e-12, atol=1e-12)
+    # Adjacent rows of one user add up.
+    torch.testing.assert_close(
+        per_row_gradients(net, x, users=3), expected[::2] + expected[1::2], rtol=1e-12, atol=1e-12
+    )
+
+
+def test_a_layer_that_mixes_users_is_refused_by_name() -> None:
+    for layer in (nn.BatchNorm1d(6), nn.SyncBatchNorm(6)):
+        net = Net(nn.Sequential(nn.Identity(), layer))
+        trainable = {"last.weight": net.last.weight}
+        with pytest.raises(DprlhfError, match=r"'between\.1' \(.*BatchNorm.*\) mixes the users"):
+            PerUserGradients(net, trainable)
+    moe = MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+            num_attention_heads=1, num_key_value_heads=1, num_local_experts=2,
+        )
+    )  # fmt: skip
+    head = {"lm_head.weight": moe.lm_head.weight}
+    with pytest.raises(DprlhfError, match=r"'model\.layers\.0\.mlp' .* mixes the users .* choose"):
+        PerUserGradients(moe, head)
+    PerUserGradients(Net(nn.LayerNorm(6)), {})  # negative control: it looks at one row alone
+
+
+def test_batch_norm_does_mix_users() -> None:
+    """Why it is refused: another row changes this row's output."""
+    net = Net(nn.BatchNorm1d(6)).double().train()
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    changed = x.clone()
+    changed[3] += 1
+    assert float((net(x) - net(changed))[0].detach().abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv1d(6, 6, 1),
+        nn.Bilinear(6, 6, 6),
+        nn.Embedding(6, 6, max_norm=1.0),
+        nn.Embedding(6, 6, scale_grad_by_freq=True),
+        nn.MultiheadAttention(6, 1),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_an_unknown_layer_is_refused_by_name(layer: nn.Module) -> None:
+    net = Net(layer)
+    name, parameter = next(iter(layer.named_parameters()))
+    with pytest.raises(DprlhfError) as caught:
+        PerUserGradients(net, {f"between.{name}": parameter})
+    assert f"'between.{name}' ({type(layer).__name__})" in str(caught.value)
+    assert "leave it frozen" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    PerUserGradients(net, {"last.weight": net.last.weight})  # frozen, it may stay
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (
+            peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+            "prompt_encoder.default.embedding.weight' (PromptEmbedding)",
+        ),
+        (
+            peft.PromptEncoderConfig(
+                task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8
+            ),
+            "prompt_encoder.default.embedding.weight' (PromptEncoder)",
+        ),
+        (
+            peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["embed_tokens"]),
+            "lora_embedding_A.default' (ParameterDict)",
+        ),
+    ],
+    ids=["prompt tuning", "p-tuning", "LoRA on an embedding"],
+)
+def test_an_adapter_without_per_user_gradients_is_refused_before_training(
+    config: peft.PeftConfig, name: str
+) -> None:
+    model = peft.get_peft_model(tiny.model("llama"), config)
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    with pytest.raises(DprlhfError) as caught:
+        PerUserGradients(model, parameters)
+    assert name in str(caught.value)
+    assert "policy.adapter.type: lora" in str(caught.value)
+
+
+def test_a_layer_that_does_not_work_on_rows_is_refused() -> None:
+    class Once(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + self.between(torch.ones(1, 6))[..., :3]
+
+    with pytest.raises(DprlhfError, match=r"'between\.weight' \(Linear\) works on \(1, 6\)"):
+        per_row_gradients(Once(nn.Linear(6, 6)), torch.randn(4, 2, 6))
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(
+        len(m._forward_hooks) + len(m._backward_hooks) + len(m._forward_pre_hooks)
+        for m in model.modules()
+    )
+
+
+def test_nothing_is_left_behind_in_the_model() -> None:
+    policy = policy_of()
+    before = hooks_of(policy.model)
+    state = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
+    weighted = weighted_of(batch_of(MIXED, seed=5), seed=6)
+    run(policy, weighted, 1.0)
+    assert hooks_of(policy.model) == before
+    assert all(p.grad is None for p in policy.model.parameters())
+    assert all(torch.equal(p, state[n]) for n, p in policy.model.named_parameters())
+
+    def boom(rows: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        clipped_sum(
+            policy,
+            Private(weighted),
+            clip_norm=1.0,
+            batch_size=2,
+            reduce=lambda x: x,
+            tick=boom,
+        )
+    assert hooks_of(policy.model) == before
+    assert all(p.requires_grad for p in policy.parameters.values())
+
+
+def test_only_what_is_asked_for_is_differentiated() -> None:
+    net = Net(nn.Identity())
+    x = torch.randn(3, 2, 6)
+    engine = PerUserGradients(net, {"last.weight": net.last.weight}, whole=True)
+    engine.run(lambda: net(x).square().sum(), users=3, rows=3)
+    assert engine.gradients().shape == (3, net.last.weight.numel())
+    assert all(p.grad is None and p.requires_grad for p in net.parameters())
+
+
+def test_a_parameter_that_is_not_used_is_named() -> None:
+    net = Net(nn.Identity())
+    net.spare = nn.Linear(2, 2)
+    with pytest.raises(DprlhfError, match=r"'spare\.weight' received no gradient"):
+        per_row_gradients(net, torch.randn(3, 2, 6))
+
+
+def test_switching_the_adapter_off_and_on_keeps_what_is_frozen_frozen() -> None:
+    """PEFT makes lora_A trainable again when the adapter comes back."""
+    policy = make_policy(tiny.model(), tiny.tokenizer(), recipe.Adapter(type="lora-b"))
+    trainable = {n for n, p in policy.model.named_parameters() if p.requires_grad}
+    with policy.base():
+        assert {n for n, p in policy.model.named_parameters() if p.requires_grad} <= trainable
+    assert {n for n, p in policy.model.named_parameters() if p.requires_grad} == trainable
+    assert trainable == set(policy.parameters)
+    assert all("lora_B" in name for name in trainable)
+
+
+# --- rounding ----------------------------------------------------------------------------------
+
+
+def cancelling(how: str, tokens: int, n: int, m: int) -> OuterProducts:
+    """A user of huge terms whose sum is small, or nothing."""
+    generator = torch.Generator().manual_seed(0)
+    left = 1e6 * torch.randn(tokens, n, generator=generator)
+    right = torch.randn(tokens, m, generator=generator)
+    half = tokens // 2
+    if how == "in halves":
+        left[half:], right[half:] = -left[:half], right[:half]
+    elif how == "in turn":
+        left, right = left[:1].repeat(tokens, 1), right[:1].repeat(tokens, 1)
+        left[::2] *= -1
+    else:
+        left = left[:1] + 1e-3 * left
+        right = right[:1] + 1e-3 * right
+        left[half:] *= -1
+    return OuterProducts(left[None], right[None])
+
+
+@pytest.mark.parametrize("size", [(32, 16, 24), (256, 64, 48), (1024, 24, 32)], ids=str)
+@pytest.mark.parametrize("how", ["in halves", "in turn", "nearly"])
+def test_a_user_whose_terms_cancel_stays_below_the_clip_norm(
+    how: str, size: tuple[int, int, int]
+) -> None:
+    """In float32 its rounding alone may exceed S: the bound must cover it, beside others too."""
+    tokens, n, m = size
+    user = cancelling(how, tokens, n, m)
+    generator = torch.Generator().manual_seed(1)
+    three = OuterProducts(
+        torch.randn(3, tokens, n, generator=generator),
+        torch.randn(3, tokens, m, generator=generator),
+    )
+    joint = OuterProducts(*(torch.cat(pair) for pair in zip(user, three, strict=True)))
+    square, bound = square_norm([joint])
+
+    def moved(norms: torch.Tensor) -> float:
+        factors, totals = clip_factors(norms, S), []
+        for first in (factors[0], torch.zeros_like(factors[0])):
+            total = torch.zeros(n, m, dtype=torch.float64)
+            add_weighted(joint, torch.cat([first[None], factors[1:]]), total)
+            totals.append(total)
+        return float((totals[0] - totals[1]).norm())
+
+    assert moved(bound.sqrt()) <= S
+    exact = (user.left.double().mT @ user.right.double()).norm()
+    assert float(bound.sqrt()[0]) >= float(exact)
+    # Honest users are not shrunk: their bound is their norm.
+    torch.testing.assert_close(bound[1:], square[1:], rtol=1e-3, atol=0)
+    if how == "in halves" and tokens > 32:  # negative control: by its norm alone it would pass
+        assert moved(square.sqrt()) > S
+
+
+def test_norms_of_uses_that_share_a_parameter_have_their_cross_terms() -> None:
+    """An embedding tied to the output layer: one use by index, one by a dense product."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 5, (3, 7), generator=generator)
+    dense = [torch.randn(3, 4, k, generator=generator).double() for k in (5, 6)]
+    at_tokens = torch.randn(3, 7, 6, generator=generator).double()
+    whole = dense[0].mT @ dense[1] + nn.functional.one_hot(tokens, 5).double().mT @ at_tokens
+    square, bound = square_norm([OuterProducts(*dense), OuterProducts(tokens, at_tokens)])
+    expected = whole.square().sum((1, 2))
+    torch.testing.assert_close(square, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(bound, expected, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("one_hot", [False, True])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_a_left_out_user_holds_does_not_reach_the_sum(one_hot: bool, bad: float) -> None:
+    """Users kept as factors, one of them with factor 0: 0 · NaN would be NaN."""
+    generator = torch.Generator().manual_seed(0)
+    left = torch.randn(2, 3, 4, generator=generator)
+    if one_hot:
+        left = torch.randint(4, (2, 3), generator=generator)
+    else:
+        left[1] = bad
+    right = torch.randn(2, 3, 5, generator=generator)
+    right[1] = bad
+    total, alone = torch.zeros(2, 4, 5, dtype=torch.float64)
+    add_weighted(OuterProducts(left, right), torch.tensor([0.5, 0.0]), total)
+    add_weighted(OuterProducts(left[:1], right[:1]), torch.tensor([0.5]), alone)
+    torch.testing.assert_close(total, alone)
+    assert float(alone.norm()) > 0

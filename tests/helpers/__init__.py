@@ -1,0 +1,1 @@
+"""What tests share: tiny models, recorded rounds, whole runs in processes of their own."""

@@ -1,0 +1,670 @@
+"""What a fuzzer throws at recipes, plans, data, rewards, ledgers and reports, and what must hold.
+
+Each target is a strategy and a check. A check accepts a clear :class:`DprlhfError` or a correct
+result, and nothing else: no other exception of our code, no changed guarantee.
+``test_fuzz.py`` runs 2,000 cases, ``scripts/fuzz.py`` any number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import numpy as np
+import torch
+import yaml
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from dprlhf.boundary import open_private
+from dprlhf.cli.app import app
+from dprlhf.data.users import Users, load_rows, rows_from
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.accounting import Adjacency, Mechanism, Partition, epsilon
+from dprlhf.privacy.gaussian import gaussian_delta
+from dprlhf.privacy.ledger import Ledger, read_ledger
+from dprlhf.privacy.partition import allocate
+from dprlhf.privacy.plan import Plan, make_plan
+from dprlhf.recipe import (
+    Data,
+    Recipe,
+    dump_recipe,
+    known_keys,
+    load_recipe,
+    make_recipe,
+)
+from dprlhf.rewards import Reward, Scorer, check_reward
+from dprlhf.runs.card import guarantee_sentence, model_card, privacy_card
+from dprlhf.runs.earlier import Earlier
+from dprlhf.runs.report import write_report
+from dprlhf.training.build import plan_of
+
+MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
+KEY = bytes(range(32))
+
+
+@contextlib.contextmanager
+def refusal() -> Iterator[list[DprlhfError]]:
+    """Let a clear error pass, and keep it."""
+    found: list[DprlhfError] = []
+    try:
+        yield found
+    except DprlhfError as error:
+        text = str(error)
+        assert text.strip()
+        assert "Traceback" not in text
+        found.append(error)
+
+
+# --- values ----------------------------------------------------------------------------------
+
+TEXT = st.text(st.characters(exclude_categories=()), max_size=12)  # surrogates and all
+NUMBERS = st.one_of(
+    st.sampled_from([0, 1, -1, 2, 3, 0.5, 1.0, 4.0, 8.0, 1e-5, 1e-3, 1e-300, 5e-324, 1e6, 1e308]),
+    st.floats(),
+    st.integers(-3, 300),
+    st.integers(),
+)
+SCALARS = st.one_of(st.none(), st.booleans(), NUMBERS, TEXT, st.dates(), st.binary(max_size=5))
+JUNK = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=5,
+)
+
+
+# --- plans and what they promise ---------------------------------------------------------------
+
+
+def check_guarantee(plan: Plan, target: float | None, stated: dict[str, Any]) -> None:
+    """Recompute ε from the stated numbers alone: it is what is stated, and at most the target."""
+    json.dumps(stated, allow_nan=False)
+    if not plan.private:
+        assert stated["epsilon"] == "infinity"
+        return
+    cost = epsilon(
+        Mechanism(
+            stated["noise_multiplier"], stated["rounds"], stated["partition"], stated["adjacency"],
+            stated["participations"], stated["releases_per_round"],
+        ),
+        stated["delta"],
+    )  # fmt: skip
+    assert cost.epsilon <= stated["epsilon"]
+    assert target is None or stated["epsilon"] <= target
+    assert stated["epsilon_lower"] <= stated["epsilon"]
+    if stated["partition"] in ("fixed", "stream"):
+        z = stated["noise_multiplier"] / math.sqrt(stated["releases_per_round"])
+        z /= 2 if stated["adjacency"] == "replace-one" else 1
+        assert gaussian_delta(z, stated["epsilon"]) <= stated["delta"] * (1 + 1e-9)
+    assert math.isfinite(plan.noise_std)
+    assert plan.noise_std > 0
+    assert plan.divisor > 0
+
+
+# Random allocation and Poisson sampling take long to account for where rounds are many.
+SMALL = st.sampled_from([1, 2, 3, 4, 8])
+PLANS = st.fixed_dictionaries(
+    {
+        "users": st.one_of(st.integers(-2, 50), st.integers(0, 10**12)),
+        "rounds": st.one_of(SMALL, st.integers(-2, 60)),
+        "delta": st.one_of(st.sampled_from([1e-5, 1e-3, 1e-9, 0.5]), st.floats()),
+        "partition": st.sampled_from(["fixed", "stream"] * 4 + list(get_args(Partition)) + ["all"]),
+    },
+    optional={
+        "epsilon": st.one_of(st.sampled_from([1.0, 4.0, 8.0, math.inf]), NUMBERS),
+        "noise_multiplier": st.one_of(st.sampled_from([0.0, 0.5, 1.0, 3.0]), NUMBERS),
+        "clip_norm": NUMBERS,
+        "adjacency": st.sampled_from([*get_args(Adjacency), None, "none"]),
+        "participations": st.one_of(st.sampled_from([1, 2]), st.integers(-1, 5)),
+        "releases_per_round": st.one_of(SMALL, st.integers(-1, 10**6)),
+        "bands": st.integers(-1, 5),
+    },
+)
+
+
+def check_plan(asked: dict[str, Any]) -> None:
+    with refusal():
+        plan = make_plan(**asked)
+        target = asked.get("epsilon")
+        check_guarantee(plan, target, json.loads(json.dumps(plan.terms(), allow_nan=False)))
+        if plan.users <= 1000:
+            check_allocation(plan)
+
+
+def check_allocation(plan: Plan) -> None:
+    """Nobody takes part more often than is paid for, and the rounds are those of the plan."""
+    drawn = open_private(allocate(plan, KEY))
+    rounds = [drawn.round(t) for t in range(1, plan.rounds + 1)]
+    assert all(len(set(users.tolist())) == len(users) for users in rounds)
+    times = np.bincount(np.concatenate(rounds), minlength=plan.users)
+    assert len(times) == plan.users
+    if plan.partition == "random-allocation":
+        assert (times == plan.participations).all()
+    elif plan.partition != "poisson":
+        assert times.max() <= 1
+        assert all(len(users) == plan.divisor for users in rounds)
+
+
+# --- recipes ---------------------------------------------------------------------------------
+
+VALID: dict[str, Any] = {
+    "policy": {"model_name_or_path": "model"},
+    "data": {"path": "prompts.csv"},
+    "rewards": [{"function": "mine:reward"}],
+    "privacy": {"epsilon": 4.0, "partition": "fixed"},
+    "rounds": 4,
+}
+KEYS = sorted(set(known_keys(Recipe)))
+NAMES = [
+    *get_args(Partition), *get_args(Adjacency), "pg", "grpo", "ppo", "rebel", "npg", "sgd", "adam",
+    "adam-corrected", "lora", "lora-xs", "loo", "group", "paired", "kl", "l2", "gauss-newton",
+    "gradient", "token", "reference", "bfloat16", "projected-sgd", "sufficient-statistics",
+    "in-memory", "wandb", "linear", ".inf", "none",
+]  # fmt: skip
+VALUES = st.one_of(
+    st.sampled_from(NAMES), NUMBERS, JUNK, st.just({"trust_region": "l2", "alpha": 1})
+)
+EDITS = st.lists(
+    st.tuples(st.one_of(st.sampled_from(KEYS), TEXT), VALUES, st.booleans()), max_size=5
+)
+
+
+def edited(edits: list[tuple[str, Any, bool]]) -> Any:
+    """Return a valid recipe with some keys set, or taken out."""
+    values = json.loads(json.dumps(VALID))
+    for path, value, kept in edits:
+        node: Any = values
+        *parents, last = path.split(".")
+        for parent in parents:
+            if isinstance(node, dict):
+                node = node.setdefault(parent, {})
+            if isinstance(node, list):
+                node = node[0] if node else {}
+        if isinstance(node, dict):
+            node[last] = value
+            if not kept:
+                node.pop(last)
+    return values
+
+
+RECIPES = st.tuples(EDITS, st.integers(0, 10**6))
+
+
+def check_recipe(case: tuple[list[tuple[str, Any, bool]], int]) -> None:
+    edits, users = case
+    values = edited(edits)
+    with refusal():
+        check_accepted(make_recipe(values), users)
+
+
+def check_accepted(recipe: Recipe, users: int) -> None:
+    """A recipe that is accepted survives YAML, and promises what its plan keeps."""
+    assert make_recipe(yaml.safe_load(dump_recipe(recipe))) == recipe
+    privacy = recipe.privacy
+    if recipe.rounds > 64 and privacy.partition in ("random-allocation", "poisson"):
+        return  # accounted for all the same, but in seconds
+    plan = plan_of(recipe, SimpleNamespace(count=users))  # type: ignore[arg-type]
+    made = privacy_card(recipe, plan, 100, KEY, Earlier())
+    card = json.loads(json.dumps(made, allow_nan=False))
+    assert card["releases_per_round"] == recipe.update.releases
+    assert card["rounds"] == recipe.rounds
+    assert card["noise_multiplier"] == plan.noise_multiplier
+    check_guarantee(plan, privacy.epsilon, card)
+    fitted = recipe.policy.trained_on_private_users or any(
+        r.trained_on_private_users for r in recipe.rewards
+    )
+    assert not (fitted and plan.private)
+    sentence = guarantee_sentence(card)
+    assert sentence in model_card(recipe, card)
+    if plan.private:
+        said = float(re.match(r"\(([^,]+),", sentence).group(1))  # type: ignore[union-attr]
+        assert said >= card["epsilon"]
+    else:
+        assert "No privacy" in sentence
+
+
+OVERRIDES = st.lists(
+    st.one_of(
+        TEXT,
+        st.builds("{}={}".format, st.sampled_from(KEYS), st.one_of(st.sampled_from(NAMES), TEXT)),
+        st.builds("{}={}".format, st.sampled_from(KEYS), NUMBERS),
+        st.builds("rewards.{}.weight={}".format, st.integers(-1, 2), TEXT),
+    ),
+    max_size=3,
+)
+YAMLS = st.one_of(
+    st.just(yaml.safe_dump(VALID).encode()),
+    st.just(yaml.safe_dump(VALID).encode()),
+    st.builds(lambda edits: yaml.safe_dump(edited(edits)).encode("utf-8", "replace"), EDITS),
+    st.binary(max_size=30),
+    TEXT.map(lambda text: text.encode("utf-8", "surrogatepass")),
+    JUNK.map(lambda value: yaml.safe_dump(value).encode("utf-8", "replace")),
+)
+
+
+def check_yaml(case: tuple[bytes, list[str]]) -> None:
+    content, overrides = case
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder, refusal():
+        path = Path(folder) / "recipe.yaml"
+        path.write_bytes(content)
+        check_accepted(load_recipe(path, overrides), 1000)
+
+
+# --- the command line --------------------------------------------------------------------------
+
+ARGUMENTS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.sampled_from(["--users", "--rounds", "--epsilon", "--delta", "--noise-multiplier"]),
+            st.one_of(st.sampled_from(["1", "4", "1000", "1e-5", "inf", "nan", "-1", "0"]), TEXT),
+        ),
+        st.tuples(
+            st.sampled_from(["--partition", "--adjacency", "--dimension", "--signal"]),
+            st.one_of(st.sampled_from(["fixed", "stream", "replace-one", "0", "-3", "inf"]), TEXT),
+        ),
+        st.tuples(st.just("--json")),
+    ),
+    max_size=4,
+)
+COMMANDS = st.tuples(
+    st.sampled_from([("privacy", "epsilon"), ("privacy", "noise"), ("plan",)]),
+    st.sampled_from([(), ("--users", "1000", "--delta", "1e-5", "--partition", "fixed")]),
+    ARGUMENTS,
+)
+
+
+def check_command(case: tuple[tuple[str, ...], tuple[str, ...], list[tuple[str, ...]]]) -> None:
+    command, given, arguments = case
+    if command == ("plan",):
+        given = given[:4]
+    first = {
+        "epsilon": ("--rounds", "4", "--noise-multiplier", "1"),
+        "noise": ("--rounds", "4", "--epsilon", "4"),
+        "plan": ("--rounds", "2", "--epsilon", "4"),
+    }
+    words = [*command, *first[command[-1]], *given, *(w for pair in arguments for w in pair)]
+    shown = CliRunner().invoke(app, words)
+    assert shown.exception is None or isinstance(shown.exception, SystemExit | DprlhfError), words
+    if shown.exit_code == 0 and "--json" in words:
+        json.loads(shown.stdout.splitlines()[-1])
+
+
+# --- data --------------------------------------------------------------------------------------
+
+MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", ""]), "content": TEXT}),
+    max_size=2,
+)
+CELLS = {
+    "text": TEXT,
+    "number": NUMBERS,
+    "messages": MESSAGES,
+    "junk": JUNK,
+    "user": st.sampled_from(["a", "b", "c"]),
+    "code": st.integers(0, 4),
+    "sometimes": st.sampled_from(["a", None, "b", math.nan]),
+}
+
+
+@st.composite
+def tables(draw: Any) -> Any:
+    """Draw prompts as a program may hold them: texts, conversations, rows, or anything."""
+    kind = draw(st.sampled_from(["rows", "rows", "rows", "list", "junk"]))
+    if kind == "junk":
+        return draw(JUNK)
+    if kind == "list":
+        return draw(st.lists(CELLS[draw(st.sampled_from(sorted(CELLS)))], max_size=12))
+    columns = {"prompt": draw(st.sampled_from(sorted(CELLS)))}
+    for name in draw(st.lists(st.sampled_from(["who", "note", "x"]), unique=True, max_size=3)):
+        columns[name] = draw(st.sampled_from(sorted(CELLS)))
+    row = st.fixed_dictionaries({name: CELLS[kind] for name, kind in columns.items()})
+    return draw(st.lists(row, max_size=12))
+
+
+DATA = st.tuples(
+    tables(),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "user_column": st.sampled_from(["who", "who", "note", "prompt", "nobody"]),
+            "max_prompts_per_user": st.integers(1, 4),
+            "prompt_words": st.integers(1, 3),
+        },
+    ),
+    st.integers(1, 4),
+)
+
+
+def check_data(case: tuple[Any, dict[str, Any], int]) -> None:
+    given, settings, rounds = case
+    spec = Data(path="in-memory", **settings)
+    with refusal():
+        users = Users(rows_from(given, spec.prompt_column), spec)
+        check_users(users, spec, rounds)
+
+
+def check_users(users: Users, spec: Data, rounds: int) -> None:
+    plan = make_plan(
+        users=users.count, rounds=rounds, delta=1e-5, noise_multiplier=1.0, partition="fixed"
+    )
+    check_allocation(plan)
+    open_private(users.digest())
+    everybody = users.select(np.arange(users.count))
+    taken = np.bincount(everybody.users, minlength=users.count)
+    assert taken.min() >= 1
+    assert taken.max() <= spec.max_prompts_per_user
+    assert all(isinstance(p, str | list) for p in everybody.prompts)
+    for user in range(users.count):  # whoever else is there
+        alone = users.select(np.array([user]))
+        mine = np.flatnonzero(everybody.users == user)
+        assert repr(alone.prompts) == repr([everybody.prompts[i] for i in mine])
+        assert alone.slots.tolist() == list(range(len(mine)))
+
+
+FILES = st.tuples(
+    st.sampled_from(["csv", "json", "jsonl", "parquet", "txt"]),
+    st.one_of(
+        st.binary(max_size=60),
+        st.lists(st.dictionaries(st.sampled_from(["prompt", "who"]), JUNK), max_size=4).map(
+            lambda rows: "".join(json.dumps(r, default=str) + "\n" for r in rows).encode()
+        ),
+        st.lists(TEXT, max_size=4).map(
+            lambda x: "\n".join(["prompt", *x]).encode("utf-8", "replace")
+        ),
+    ),
+)
+
+
+def check_file(case: tuple[str, bytes]) -> None:
+    import datasets
+
+    suffix, content = case
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder, refusal():
+        datasets.config.HF_DATASETS_CACHE = Path(folder) / "cache"
+        path = Path(folder) / f"prompts.{suffix}"
+        path.write_bytes(content)
+        spec = Data(path=str(path))
+        check_users(Users(load_rows(spec), spec), spec, 1)
+
+
+# --- rewards -----------------------------------------------------------------------------------
+
+
+class Odd:
+    """Raises in whatever it is asked."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("no number")
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class OddList:
+    def tolist(self) -> Any:
+        raise RuntimeError("no list")
+
+
+ANSWERS = st.one_of(
+    st.floats(-5, 5),
+    st.floats(-5, 5),
+    st.none(),
+    NUMBERS,
+    JUNK,
+    st.sampled_from(
+        [10**400, Decimal("NaN"), Decimal("1.5"), Fraction(1, 3), 1j, Odd(), OddList()]
+    ),
+    st.sampled_from([np.float16(2), np.float32("nan"), np.int8(3), torch.tensor(1.5)]),
+    st.sampled_from([torch.zeros(2), np.zeros((1, 1)), object(), float, lambda: 1]),
+)
+RAISED = st.sampled_from(
+    [ValueError, MemoryError, RecursionError, StopIteration, GeneratorExit, OSError, AssertionError]
+)
+SHAPES = st.sampled_from(
+    [
+        list, list, list, tuple, iter, np.array, set, str, dict.fromkeys, repr, len, bool,
+        lambda x: x[1:], lambda x: x + x, lambda x: None, lambda x: OddList(), lambda x: [x],
+    ]
+)  # fmt: skip
+REWARDS = st.tuples(
+    st.lists(st.tuples(ANSWERS, st.one_of(st.none(), st.none(), RAISED)), min_size=4, max_size=4),
+    SHAPES,
+    st.booleans(),
+    st.sampled_from([1.0, 0.0, -2.5, 1e300]),
+    st.lists(st.integers(0, 2), min_size=1, max_size=6),
+)
+
+
+def check_scorer(case: tuple[Any, Any, bool, float, list[int]]) -> None:
+    """Scores are bounded and finite, and no user's score depends on who else is there."""
+    table, shape, per_user, weight, owners = case
+    prompts = [f"{i % 4}{'abc'[user]}" for i, user in enumerate(owners)]
+
+    def reward(prompts: list[str], completions: list[str], **columns: Any) -> Any:
+        answers = []
+        for prompt in prompts:
+            answer, raised = table[int(prompt[0])]
+            if raised is not None:
+                raise raised(f"about {prompt}")
+            answers.append(answer)
+        return shape(answers)
+
+    scorer = Scorer([Reward("fuzzed", reward, weight=weight, per_user=per_user)], 3.0)
+
+    def score(rows: list[int]) -> Any:
+        chosen = [prompts[i] for i in rows]
+        return scorer.score(chosen, chosen, [[1]] * len(rows), {}, [owners[i] for i in rows])
+
+    everybody = score(list(range(len(owners))))
+    assert np.isfinite(everybody.values).all()
+    assert (np.abs(everybody.values) <= 3.0).all()
+    assert (everybody.values[~everybody.valid] == 0).all()
+    # A reward that fails or answers wrongly for the batch is asked for each user alone, so what
+    # a shape makes of many may differ from what it makes of one. A list it leaves as it is.
+    if shape in (list, tuple):
+        for user in set(owners):
+            rows = [i for i, owner in enumerate(owners) if owner == user]
+            alone = score(rows)
+            assert (alone.valid == everybody.valid[rows]).all()
+            assert (alone.values == everybody.values[rows]).all()
+    with refusal():
+        check_reward(scorer.rewards[0], prompts, prompts, {}, users=owners)
+
+
+# --- what a run leaves, damaged ----------------------------------------------------------------
+
+
+@functools.cache
+def a_ledger() -> tuple[bytes, dict[str, Any]]:
+    plan = make_plan(users=9, rounds=4, delta=1e-5, noise_multiplier=1.0, partition="fixed")
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        path = Path(folder) / "ledger.jsonl"
+        ledger = Ledger(path, plan.terms())
+        for t in (1, 2, 3):
+            ledger.charge(t, noise_multiplier=1.0, clip_norm=1.0)
+            ledger.commit(t)
+        ledger.close()
+        return path.read_bytes(), plan.terms()
+
+
+DAMAGE = st.lists(
+    st.one_of(
+        st.tuples(st.just("flip"), st.integers(0, 10**4), st.integers(1, 255)),
+        st.tuples(st.just("cut"), st.integers(0, 10**4), st.integers(0, 300)),
+        st.tuples(st.just("insert"), st.integers(0, 10**4), st.binary(min_size=1, max_size=8)),
+        st.tuples(st.just("drop line"), st.integers(0, 8), st.just(0)),
+        st.tuples(st.just("copy line"), st.integers(0, 8), st.integers(0, 8)),
+        st.tuples(st.just("end"), st.integers(0, 10**4), st.just(0)),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def damaged(content: bytes, damage: list[tuple[str, int, Any]]) -> bytes:
+    for kind, place, what in damage:
+        at = place % (len(content) + 1)
+        lines = content.splitlines(keepends=True)
+        if kind == "flip" and at < len(content):
+            content = content[:at] + bytes([content[at] ^ what]) + content[at + 1 :]
+        elif kind == "cut":
+            content = content[:at] + content[at + what :]
+        elif kind == "insert":
+            content = content[:at] + what + content[at:]
+        elif kind == "end":
+            content = content[:at]
+        elif kind == "drop line" and lines:
+            lines.pop(place % len(lines))
+            content = b"".join(lines)
+        elif kind == "copy line" and lines:
+            lines.insert(what % len(lines), lines[place % len(lines)])
+            content = b"".join(lines)
+    return content
+
+
+def check_ledger(damage: list[tuple[str, int, Any]]) -> None:
+    """A damaged ledger is refused, or is a whole beginning of the true one."""
+    whole, terms = a_ledger()
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder, refusal():
+        path = Path(folder) / "ledger.jsonl"
+        path.write_bytes(whole)
+        true = read_ledger(path)
+        path.write_bytes(damaged(whole, damage))
+        ledger = Ledger(path, terms)
+        held = list(ledger.entries)
+        ledger.close()
+        assert held == true[: len(held)] or len(held) == 1  # an emptied one starts anew
+        assert held[0].body == json.loads(json.dumps(terms))
+
+
+REPORTS = st.tuples(
+    st.sampled_from(
+        ["privacy.json", "metrics.jsonl", "samples.json", "timing.json", "ledger.jsonl"]
+    ),
+    st.one_of(
+        JUNK.map(lambda value: json.dumps(value, default=str).encode()),
+        st.binary(max_size=40),
+        DAMAGE.map(lambda damage: damaged(a_ledger()[0], damage)),
+        st.dictionaries(
+            st.sampled_from(
+                ["round", "epsilon", "private_reward_noised", "public_reward", "rounds"]
+            ),
+            JUNK,
+        ).map(lambda value: json.dumps(value, default=str).encode()),
+    ),
+)
+
+
+def check_report(case: tuple[str, bytes]) -> None:
+    name, content = case
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder, refusal():
+        (Path(folder) / "recipe.yaml").write_text(yaml.safe_dump(VALID))
+        (Path(folder) / "ledger.jsonl").write_bytes(a_ledger()[0])
+        (Path(folder) / name).write_bytes(content)
+        assert write_report([folder]).stat().st_size > 0
+
+
+# --- whole runs ---------------------------------------------------------------------------------
+
+RUNS = st.fixed_dictionaries(
+    {
+        "prompts": st.one_of(
+            st.lists(TEXT.filter(lambda t: t.isprintable()), min_size=4, max_size=8),
+            st.lists(TEXT, min_size=4, max_size=8),
+            st.lists(MESSAGES, min_size=2, max_size=6),
+            tables(),
+        ),
+        "answers": st.one_of(
+            st.lists(st.floats(-5, 5), min_size=1, max_size=4),
+            st.lists(st.floats(-5, 5), min_size=1, max_size=4),
+            st.lists(ANSWERS, min_size=1, max_size=4),
+        ),
+        "update": st.sampled_from(["pg", "grpo", "ppo", "rebel", "npg"]),
+        "privacy__partition": st.sampled_from(["fixed", "stream", "random-allocation"]),
+        "privacy__reward_share": st.sampled_from([0.0, 0.14, 0.9]),
+        "rollout__base_policy": st.sampled_from(["on-policy", "reference"]),
+        "rollout__responses": st.sampled_from([2, 3, 4]),
+        "rounds": st.integers(1, 3),
+        "epsilon": st.sampled_from([1.0, 8.0, math.inf]),
+        "kl__beta": st.sampled_from([0.0, 0.1, 1e30]),
+        "learning_rate": st.sampled_from([1e-3, 1.0, 1e30]),
+        "update__clip_norm": st.sampled_from([1e-30, 1.0, 1e30]),
+    }
+)
+
+
+def check_run(case: dict[str, Any]) -> None:
+    """A whole run ends, or stops with a clear error; what it promises is what its files say."""
+    import dprlhf
+    from helpers import tiny
+
+    values = dict(case)
+    answers, update = values.pop("answers"), values.pop("update")
+
+    def reward(prompts: Any, completions: Any, **columns: Any) -> Any:
+        return [answers[len(str(c)) % len(answers)] for c in completions]
+
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder, refusal() as refused:
+        model = os.environ.get("FUZZ_MODEL") or str(tiny.save(Path(folder) / "model"))
+        dprlhf.train(
+            model=model,
+            reward=reward,
+            update__name=update,
+            rollout__max_new_tokens=2,
+            rollout__batch_size=4,
+            update__batch_size=4,
+            policy__adapter={
+                "type": "lora-b",
+                "rank": 1,
+                "layers": [1],
+                "target_modules": ["c_attn"],
+            },
+            output_dir=Path(folder) / "run",
+            quiet=True,
+            **values,
+        )
+        global ended
+        ended += 1
+        assert not refused
+        card = json.loads((Path(folder) / "run/privacy.json").read_text())
+        entries = read_ledger(Path(folder) / "run/ledger.jsonl")
+        charged = [e.body["round"] for e in entries if e.kind == "charge"]
+        assert charged == list(range(1, values["rounds"] + 1))
+        if math.isfinite(values["epsilon"]):
+            cost = epsilon(
+                Mechanism(
+                    card["noise_multiplier"], card["rounds"], card["partition"], card["adjacency"],
+                    card["participations"], card["releases_per_round"],
+                ),
+                card["delta"],
+            )  # fmt: skip
+            assert cost.epsilon <= card["epsilon"] <= values["epsilon"]
+
+
+TARGETS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], None], int]] = {
+    "recipe": (RECIPES, check_recipe, 600),
+    "yaml": (st.tuples(YAMLS, OVERRIDES), check_yaml, 250),
+    "plan": (PLANS, check_plan, 300),
+    "command": (COMMANDS, check_command, 150),
+    "data": (DATA, check_data, 200),
+    "file": (FILES, check_file, 20),
+    "reward": (REWARDS, check_scorer, 300),
+    "ledger": (DAMAGE, check_ledger, 130),
+    "report": (REPORTS, check_report, 44),
+    "run": (RUNS, check_run, 24),
+}
+"""Strategy, check, and the cases of 2,000 that the suite runs."""
+
+ended = 0
+"""Whole runs that were not refused."""

@@ -1,0 +1,296 @@
+"""Runs whose data and rewards hold canaries, for ``test_leaks.py``: ``python leaks.py FOLDER``.
+
+Everything private carries :data:`TEXT` or :data:`NUMBER`: prompts, columns, user ids, rewards, and
+whatever user code prints, warns, logs and raises. Each scenario is a fork of this process (the
+libraries are imported once) that goes through the command line; ``FOLDER/<scenario>`` then holds
+its run folder and ``output``, all that it wrote to the terminal.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import re
+import struct
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate.utils  # noqa: F401
+import datasets
+import peft  # noqa: F401
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, too
+
+import torch
+from transformers import GPT2LMHeadModel  # noqa: F401
+
+import dprlhf.api
+import dprlhf.cli.app
+import dprlhf.runs.checkpoint
+import dprlhf.runs.folder
+import dprlhf.training.build
+import dprlhf.training.rounds
+import dprlhf.training.trainer
+from dprlhf.boundary import open_private
+from dprlhf.data.users import Users
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from helpers import tiny
+
+TEXT = "zanzibar-7319"
+NUMBER = 1.61803398875
+INTEGER = 918273645546372
+USERS = 12
+ROUNDS = 2
+
+REWARD = f"""
+import logging, os, sys, warnings
+
+def careless(prompts, completions, note=None, **columns):
+    print("scoring", prompts, note)
+    print("scoring", prompts, file=sys.stderr)
+    os.write(1, repr(prompts).encode())
+    os.write(2, repr(note).encode())
+    warnings.warn(f"odd prompts {{prompts}}")
+    logging.getLogger("mine").error("odd prompts %s", prompts)
+    if any(p.endswith(" 3") for p in prompts):
+        raise ValueError(f"cannot score {{prompts}}")
+    return [{NUMBER}] * len(prompts)
+"""
+
+
+def search(folder: Path) -> list[str]:
+    """Return where canaries are outside ``secret/``: names and contents of files, and output."""
+    found = []
+    for path in sorted(folder.rglob("*")):
+        inside = path.relative_to(folder).parts
+        if "secret" in inside or inside[0] == "data":
+            continue
+        if TEXT in path.name:
+            found.append(f"{'/'.join(inside)}: its name")
+        if path.is_file():
+            content = path.read_bytes()
+            found += [f"{'/'.join(inside)}: {kind}" for kind, hit in CANARIES if hit(content)]
+    return found
+
+
+def _spellings() -> Iterator[tuple[str, Callable[[bytes], bool]]]:
+    for kind, data in (("text", TEXT.encode()), ("reversed", TEXT[::-1].encode())):
+        yield kind, lambda content, d=data: d in content
+    yield "utf-16", lambda content: TEXT.encode("utf-16-le") in content
+    yield "hex", lambda content: TEXT.encode().hex().encode() in content.lower()
+    for shift in range(3):  # base64 of a text in which the canary starts at any place
+        whole = base64.b64encode(b"x" * shift + TEXT.encode())
+        middle = whole[4 if shift else 0 : -4]
+        yield f"base64+{shift}", lambda content, d=middle: d in content
+    ids = tiny.tokenizer()(TEXT)["input_ids"]
+    yield "token ids", lambda content: b"".join(struct.pack("<q", i) for i in ids) in content
+    listed = re.compile(rb"\D+".join(str(i).encode() for i in ids))
+    yield "listed token ids", lambda content: bool(listed.search(content))
+    for name, pattern in (("double", "<d"), ("float", "<f")):
+        packed = struct.pack(pattern, NUMBER)
+        yield name, lambda content, d=packed: d in content
+    yield "number", lambda content: str(NUMBER)[:8].encode() in content
+    yield "integer", lambda content: str(INTEGER).encode() in content
+    yield "packed integer", lambda content: struct.pack("<q", INTEGER) in content
+
+
+CANARIES = list(_spellings())
+
+
+def write_data(folder: Path, change: Callable[[list[dict[str, Any]]], Any] | None = None) -> None:
+    folder.mkdir(parents=True)
+    rows: list[dict[str, Any]] = [
+        {"prompt": f"{TEXT} {i}", "note": TEXT, "count": INTEGER, "who": f"{TEXT}-{i}"}
+        for i in range(USERS)
+    ]
+    if change is not None:
+        change(rows)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rewards.py").write_text(REWARD)
+
+
+def recipe(folder: Path) -> None:
+    (folder.parent / "recipe.yaml").write_text(f"""
+policy: {{model_name_or_path: {folder.parent.parent}/model, adapter: {{target_modules: [c_attn]}}}}
+data: {{path: {folder}/prompts.jsonl, user_column: who}}
+rewards: [{{function: "{folder}/rewards.py:careless"}}]
+rollout: {{max_new_tokens: 2, batch_size: 8}}
+privacy: {{epsilon: 8, delta: 1.0e-2}}
+rounds: {ROUNDS}
+""")
+
+
+def quoting(*_: Any, **__: Any) -> Any:
+    raise ValueError(f"bad value {TEXT} {NUMBER}")
+
+
+def fails_in(owner: Any, name: str) -> Callable[[], None]:
+    return lambda: setattr(owner, name, quoting)
+
+
+# --- scenarios in which nothing may leak -------------------------------------------------------
+
+
+def unusual(rows: list[dict[str, Any]]) -> None:
+    rows[3]["prompt"] = [{"role": "user", "content": TEXT}]
+
+
+def nobody(rows: list[dict[str, Any]]) -> None:
+    rows[3]["who"] = None
+
+
+def numbers_among_texts(rows: list[dict[str, Any]]) -> None:
+    rows[3]["count"] = {"of": TEXT}
+
+
+BAD_DATA: dict[str, Callable[[list[dict[str, Any]]], None]] = {
+    "a-conversation-among-texts": unusual,
+    "a-row-without-a-user": nobody,
+    "columns-of-two-kinds": numbers_among_texts,
+}
+
+
+def no_prompt_can_be_read() -> None:
+    """Public prompts can, or the run would be refused before it reads a user."""
+    real = CausalLMPolicy.encode
+
+    def encode(self: CausalLMPolicy, prompts: Any, longest: int) -> Any:
+        return quoting() if TEXT in str(prompts) else real(self, prompts, longest)
+
+    CausalLMPolicy.encode = encode  # type: ignore[method-assign]
+
+
+CARRIED_ON: dict[str, Callable[[], None]] = {"no-prompt-can-be-read": no_prompt_can_be_read}
+
+FAILURES: dict[str, Callable[[], None]] = {
+    "fails-in-sampling": fails_in(dprlhf.training.trainer, "sample_responses"),
+    "fails-in-scoring": fails_in(dprlhf.training.trainer, "score_private"),
+    "fails-in-checkpoint": fails_in(dprlhf.training.rounds, "save_checkpoint"),
+    "fails-in-selecting": fails_in(Users, "select"),
+}
+
+
+# --- planted leaks, each of which the search must find -------------------------------------------
+
+
+def in_round(leak: Callable[[Any], None]) -> Callable[[], None]:
+    """Leak from the place that has a round's prompts and scores open."""
+
+    def plant() -> None:
+        real = dprlhf.training.trainer._report
+
+        def report(run: Any, t: int, round_: Any) -> Any:
+            found = real(run, t, round_)
+            leak((run, t, open_private(round_.responses), open_private(round_.unpenalised)))
+            return found
+
+        dprlhf.training.trainer._report = report
+
+    return plant
+
+
+def add_metric(given: Any) -> None:
+    run, _, _, scores = given
+    with open(run.folder.metrics, "a") as file:
+        file.write(json.dumps({"reward": float(scores.values.max())}) + "\n")
+
+
+def save_scores(given: Any) -> None:
+    from safetensors.torch import save_file
+
+    run, _, _, scores = given
+    save_file({"r": torch.from_numpy(scores.values).float()}, run.folder.checkpoint / "r")
+
+
+def save_tokens(given: Any) -> None:
+    run, _, responses, _ = given
+    torch.save(responses.tokens, run.folder.path / "tokens.pt")
+
+
+def encoded(given: Any) -> None:
+    run, _, responses, _ = given
+    text = base64.b64encode(f"ab{responses.prompts.prompts[0]}".encode())
+    (run.folder.path / "debug").write_bytes(text)
+
+
+PLANTED: dict[str, Callable[[], None]] = {
+    "a-raw-reward-in-the-metrics": in_round(add_metric),
+    "rewards-in-a-checkpoint": in_round(save_scores),
+    "tokens-in-a-file": in_round(save_tokens),
+    "a-prompt-in-base64": in_round(encoded),
+    "a-printed-prompt": in_round(lambda g: print(g[2].prompts.prompts)),
+    "a-warning": in_round(lambda g: warnings.warn(str(g[2].prompts.prompts), stacklevel=1)),
+    "a-log-line": in_round(lambda g: logging.error("%s", g[2].prompts.prompts)),
+    "a-column-in-a-log-line": in_round(lambda g: logging.error("%s", g[2].prompts.columns)),
+    "a-user-in-a-file-name": in_round(
+        lambda g: (g[0].folder.path / f"user-{g[2].prompts.columns['who'][0]}").touch()
+    ),
+    "an-exception-with-its-text": lambda: (
+        setattr(dprlhf.training.build, "_one_line_errors", __import__("contextlib").nullcontext)
+        or fails_in(dprlhf.training.trainer, "score_private")()
+    ),
+    "a-model-card-that-quotes": lambda: setattr(
+        dprlhf.api, "model_card", lambda *_: f"tuned on {TEXT}"
+    ),
+}
+
+
+def scenario(folder: Path, name: str, prepare: Callable[[], None] | None = None) -> None:
+    """Fork and train through the command line; ``name`` may also name a kind of bad data."""
+    here = folder / name
+    write_data(here / "data", BAD_DATA.get(name))
+    recipe(here / "data")
+    child = os.fork()
+    if child == 0:
+        output = os.open(here / "output", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        code: Any = 1
+        try:
+            dprlhf.runs.folder.new_key = lambda: bytes(range(32))
+            datasets.config.HF_DATASETS_CACHE = here / "data/cache"
+            if prepare is not None:
+                prepare()
+            os.chdir(here)
+            sys.argv = ["dprlhf", "train", "recipe.yaml", "--output-dir", "run"]
+            dprlhf.cli.app.main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            (here / "status").write_text(str(code))
+            os._exit(0)
+    os.waitpid(child, 0)
+
+
+def longer(rows: list[dict[str, Any]]) -> None:
+    for i, row in enumerate(rows):
+        row["prompt"] = f"{TEXT} {i} " + "and more " * (i % 5)
+        row["who"] = f"{TEXT}-{i // 3 if i < 3 else i + 100}"
+    rows += [{**rows[0], "who": f"{TEXT}-x{i}"} for i in range(2)]  # as many users as before
+
+
+BAD_DATA["other-data"] = longer
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    tiny.save(folder / "model")
+    for name in ["a-careless-reward", *BAD_DATA]:
+        scenario(folder, name)
+    for name, prepare in (CARRIED_ON | FAILURES | PLANTED).items():
+        scenario(folder, name, prepare)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,114 @@
+"""A round without a trainer: the gate adds no noise, divides by nothing, and remembers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from dprlhf.boundary import BoundedSum, Private, Released
+from dprlhf.data.users import Prompts
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.rewards import Scores
+from dprlhf.rollout import Responses
+from dprlhf.updates import PrivateRound
+from dprlhf.updates.critic import Critic
+from dprlhf.updates.telemetry import TelemetryCoordinates
+
+
+class OpenGate:
+    """Returns every sum as it is (divided by ``divisor``), and keeps it."""
+
+    def __init__(self, divisor: float = 1.0) -> None:
+        self.divisor = divisor
+        self.sums: list[BoundedSum] = []
+
+    def __call__(self, bounded: BoundedSum) -> Released[torch.Tensor]:
+        self.sums.append(bounded)
+        return Released(bounded.total / self.divisor, 1)
+
+
+def round_of(
+    policy: CausalLMPolicy,
+    responses: Responses,
+    scores: Scores,
+    *,
+    clip_norm: float,
+    telemetry: TelemetryCoordinates | None = None,
+    divisor: float = 1.0,
+    learning_rate: float = 0.0,
+    critic: Critic | None = None,
+    gate: OpenGate | None = None,
+) -> tuple[PrivateRound, OpenGate]:
+    """Return a round with an SGD optimizer, and its gate."""
+    gate = gate or OpenGate(divisor)
+    made = PrivateRound(
+        policy=policy,
+        responses=Private(responses),
+        scores=Private(scores),
+        clip_norm=clip_norm,
+        noise_multiplier=0.0,
+        divisor=divisor,
+        telemetry=telemetry or TelemetryCoordinates(0.0, 3.0),
+        optimizer=torch.optim.SGD(policy.parameters.values(), lr=learning_rate),
+        reduce=lambda x: x,
+        gate=gate,
+        number=1,
+        critic=critic,
+    )
+    return made, gate
+
+
+def token_logprobs(policy: CausalLMPolicy, responses: Responses, row: int) -> torch.Tensor:
+    """log π(token | what stands before it) of one unpadded response, ``[tokens]``."""
+    ids = responses.tokens[row][responses.mask[row].bool()]
+    prompt = int(responses.mask[row, : -responses.length].sum())
+    logits = policy.model(input_ids=ids[None]).logits[0] / policy.temperature
+    logprobs = torch.log_softmax(logits, dim=-1)
+    return logprobs[range(prompt - 1, len(ids) - 1), ids[prompt:]]
+
+
+def flat_gradient(policy: CausalLMPolicy, value: torch.Tensor) -> torch.Tensor:
+    """∇ value by autograd, ``[dimension]``."""
+    gradients = torch.autograd.grad(value, list(policy.parameters.values()))
+    return torch.cat([g.flatten() for g in gradients])
+
+
+def flat_parameters(policy: CausalLMPolicy) -> torch.Tensor:
+    """θ, ``[dimension]``."""
+    return torch.cat([p.detach().flatten() for p in policy.parameters.values()])
+
+
+@torch.no_grad()
+def set_parameters(policy: CausalLMPolicy, flat: torch.Tensor) -> None:
+    """Set θ from ``[dimension]``."""
+    offset = 0
+    for parameter in policy.parameters.values():
+        parameter.copy_(flat[offset : offset + parameter.numel()].reshape(parameter.shape))
+        offset += parameter.numel()
+
+
+def some_users(
+    responses: Responses, scores: Scores, users: Sequence[int]
+) -> tuple[Responses, Scores]:
+    """The same round with these of its users only."""
+    rows = np.flatnonzero(np.isin(responses.user, users))
+    prompts, owner = np.unique(responses.prompt[rows], return_inverse=True)
+    held = responses.prompts
+    fewer = Prompts(
+        [held.prompts[p] for p in prompts], held.users[prompts], held.slots[prompts], {}
+    )
+    chosen = dataclasses.replace(
+        responses,
+        tokens=responses.tokens[rows],
+        mask=responses.mask[rows],
+        prompt=owner,
+        user=np.searchsorted(np.sort(users), responses.user[rows]),
+        from_base=responses.from_base[rows],
+        texts=[""] * len(rows),
+        prompts=fewer,
+        users=len(users),
+    )
+    return chosen, Scores(scores.values[rows], scores.valid[rows], {})

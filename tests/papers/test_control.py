@@ -1,0 +1,745 @@
+"""Control tasks: dynamics against Gymnasium, gradients against autograd, tables in miniature."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dprlhf.boundary import Private
+from dprlhf.cli.app import app
+from dprlhf.errors import DprlhfError
+from dprlhf.papers.control import bandits, tables, trajectories
+from dprlhf.papers.control.environments import (
+    Acrobot,
+    CartPole,
+    Dosing,
+    Environment,
+    Riverswim,
+    make_environment,
+)
+from dprlhf.papers.control.gym import INSTALL, Gymnasium, PlanarRobot
+from dprlhf.papers.control.policies import (
+    GaussianMLP,
+    LogLinearSoftmax,
+    MLPSoftmax,
+    TabularSoftmax,
+    TrajectoryPolicy,
+)
+from dprlhf.papers.control.results import slopes, write
+from dprlhf.papers.control.settings import Advantage, load, make
+from dprlhf.papers.control.tables import Found, Row, run_table
+from dprlhf.papers.control.train import plan_of, train
+from dprlhf.papers.control.trajectories import Trajectories, evaluate, simulate
+from dprlhf.papers.control.ucbvi import Counting, PrivateCounts, ucbvi
+from dprlhf.papers.control.updates import discounted
+from dprlhf.privacy.accounting import gaussian_epsilon
+from dprlhf.runs.measurements import command
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "control"
+KEY = hashlib.sha256(b"test").digest()
+
+
+# ------------------------------------------------------------------------------------- dynamics
+
+
+@pytest.mark.parametrize(("name", "ours"), [("CartPole-v1", CartPole()), ("Acrobot-v1", Acrobot())])
+def test_dynamics_are_gymnasiums_to_the_last_bit(name: str, ours: Any) -> None:
+    rng = np.random.default_rng(3)
+    states = ours.reset(rng.random((5, 4)))
+    theirs: list[Any] = [gymnasium.make(name).unwrapped for _ in range(5)]
+    for env, state in zip(theirs, states, strict=True):
+        env.reset(seed=0)
+        env.state = state.copy()
+    alive, steps = np.ones(5, dtype=bool), 0
+    for _ in range(300):
+        actions = rng.integers(ours.actions, size=5)
+        states, rewards, ended = ours.step(states, actions.astype(float), np.zeros((5, 0)))
+        seen = ours.observe(states)
+        for row, env in enumerate(theirs):
+            if not alive[row]:
+                continue
+            expected, reward, terminated, _, _ = env.step(int(actions[row]))
+            assert np.array_equal(seen[row].astype(np.float32), expected)
+            assert (rewards[row], ended[row]) == (reward, terminated)
+            alive[row] &= not terminated
+            steps += 1
+    assert steps > 80
+
+
+def test_resets_are_gymnasiums() -> None:
+    for env, bound in ((CartPole(), 0.05), (Acrobot(), 0.1)):
+        states = env.reset(np.linspace(0, 1, 5)[:, None].repeat(4, 1))
+        assert np.allclose(states[[0, -1]], [[-bound] * 4, [bound] * 4])
+
+
+def test_riverswim_is_a_markov_chain_with_the_papers_numbers() -> None:
+    env = Riverswim(0.6)
+    assert np.allclose(env.transitions.sum(-1), 1)
+    assert env.rewards[0, 0, 0] == 5 / 1000
+    assert env.rewards[5, 1, 5] == 1
+    right = np.tile([0.0, 1.0], (6, 1))
+    assert env.best == pytest.approx(env.value(right), rel=0.02)
+    assert Riverswim(0.9).best > env.best
+    # The value of a policy is what its users get.
+    policy = TabularSoftmax(6, 2)
+    theta = np.repeat([0.0, 2.0], 6)
+    returns = evaluate(env, policy, theta, (1,), 2048)
+    expected = env.value(policy.probabilities(theta))
+    assert abs(returns.mean() - expected) < 4 * returns.std() / math.sqrt(2048)
+
+
+def bergman(body: Any, dose: float, meal: float) -> list[float]:
+    """The expanded minimal model as published, by minutes."""
+    g, x, i, s1, s2, gut = body
+    return [
+        -3.17e-2 * (g - 291) - 2.9e-2 * x * g + 0.8 * 1.2e-2 / 12 * gut + 0.8 / 12 * meal,
+        1.23e-2 * (i - x),
+        -9e-2 * i + dose,
+        dose - 0.18 * s1,
+        -0.18 * (s2 - s1),
+        0.18 * s2 - 1.2e-2 * gut,
+    ]
+
+
+@pytest.mark.parametrize("dose", [0.0, 3.0, 10.0])
+def test_dosing_follows_its_equations(dose: float) -> None:
+    from scipy.integrate import solve_ivp
+
+    env = Dosing()
+    state = env.reset(np.full((2, 26), 0.3))
+    for _ in range(12):
+        before = state[0, :6].copy()
+        state, reward, ended = env.step(state, np.full((2, 1), dose), np.zeros((2, 0)))
+        meal = state[0, 8]
+        found = solve_ivp(
+            lambda _, y, meal=meal: bergman(y, dose, meal),
+            (0, 10), before, rtol=1e-8, atol=1e-8, method="LSODA",
+        )  # fmt: skip
+        assert np.allclose(state[0, :6], found.y[:, -1], rtol=2e-3, atol=0.05)
+    assert not ended.any()
+    assert (np.abs(reward) <= 1).all()
+    if dose == 0:  # no insulin, high glucose
+        assert (state[:, 0] > 105).all()
+        assert (reward == -1).all()
+
+
+def test_dosing_1_has_meals_of_each_patients_own() -> None:
+    uniforms = np.random.default_rng(0).random((2, 26))
+    same, own = Dosing().reset(uniforms), Dosing(varying=True).reset(uniforms)
+    assert np.array_equal(same[0, 9:], same[1, 9:])
+    assert not np.array_equal(own[0, 9:], own[1, 9:])
+
+
+# ------------------------------------------------------------------------------------- policies
+
+POLICIES: dict[str, TrajectoryPolicy] = {
+    "log-linear": LogLinearSoftmax(3, 4, (1.0, 2.0, 0.5)),
+    "log-linear, ordered": LogLinearSoftmax(3, 4, (1.0, 2.0, 0.5), (-1.0, 0.0, 0.5, 2.0)),
+    "log-linear, one left out": LogLinearSoftmax(3, 4, (0.0, 2.0, 0.5)),
+    "mlp": MLPSoftmax(3, 4, 5),
+    "gaussian": GaussianMLP(3, 2, 5, std=0.3, learn_std=True, spread=2.0, center=1.0),
+    "gaussian, linear": GaussianMLP(3, 2, 0, std=0.3, shift=(0.1, 0.2, 0.3)),
+}
+
+
+def torch_logprob(name: str, policy: Any, theta: torch.Tensor, x: Any, a: Any) -> torch.Tensor:
+    """log π(a|s) of one step, written again with torch."""
+    x = torch.as_tensor(x)
+    if getattr(policy, "shift", None):
+        x = x - torch.tensor(policy.shift, dtype=torch.float64)
+    if getattr(policy, "scale", None):
+        x = x * torch.tensor(policy.scale, dtype=torch.float64)
+    if name == "log-linear":
+        return torch.log_softmax(theta.view(4, 3) @ x, 0)[int(a)]
+    if name == "log-linear, ordered":
+        return torch.log_softmax(torch.tensor(policy.levels).double() * (theta @ x), 0)[int(a)]
+    if name == "log-linear, one left out":
+        return torch.log_softmax(theta.view(4, 2) @ x[1:], 0)[int(a)]
+    parts = []
+    for shape in policy.net.shapes:
+        size = math.prod(shape)
+        parts.append(theta[:size].view(shape))
+        theta = theta[size:]
+    act = torch.relu if name == "mlp" else torch.tanh
+    out = parts[0] @ x + parts[1]
+    if policy.hidden:
+        out = parts[2] @ act(out) + parts[3]
+    if name == "mlp":
+        return torch.log_softmax(out, 0)[int(a)]
+    log_std = (
+        theta if policy.learn_std else torch.full((2,), math.log(policy.std), dtype=torch.float64)
+    )
+    normal = torch.distributions.Normal(policy.center + policy.spread * out,
+                                        policy.spread * log_std.exp())  # fmt: skip
+    return normal.log_prob(torch.as_tensor(a)).sum()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_per_trajectory_gradients_are_autograds(name: str) -> None:
+    policy = POLICIES[name]
+    rng = np.random.default_rng(1)
+    theta = policy.initial(rng) + 0.3 * rng.normal(size=policy.dimension)
+    seen, weights = rng.normal(size=(2, 3, 3)), rng.normal(size=(2, 3))
+    actions = policy.act(theta, seen.reshape(6, 3), rng.random((6, policy.draws)))
+    actions = actions.reshape(2, 3, *actions.shape[1:])
+    got = policy.weighted_scores(theta, seen, actions, weights)
+    scores = policy.scores(theta, seen, actions)
+    log = policy.logprobs(theta, seen, actions)
+    for u in range(2):
+        parameter = torch.tensor(theta, requires_grad=True)
+        each = [torch_logprob(name, policy, parameter, seen[u, t], actions[u, t]) for t in range(3)]
+        assert np.allclose(log[u], [e.item() for e in each], rtol=1e-12)
+        total = sum(w * e for w, e in zip(weights[u], each, strict=True))
+        (expected,) = torch.autograd.grad(total, parameter, retain_graph=True)  # type: ignore[arg-type]
+        assert np.allclose(got[u], expected.numpy(), rtol=1e-9, atol=1e-12)
+        (first,) = torch.autograd.grad(each[0], parameter)
+        assert np.allclose(scores[u, 0], first.numpy(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_parameter_vector_for_each_user_acts_as_one_for_all(name: str) -> None:
+    policy = POLICIES[name]
+    rng = np.random.default_rng(2)
+    theta = rng.normal(size=policy.dimension)
+    seen, uniforms = rng.normal(size=(7, 3)), rng.random((7, policy.draws))
+    one = policy.act(theta, seen, uniforms)
+    each = policy.act(np.tile(theta, (7, 1)), seen, uniforms)
+    assert np.allclose(one, each)
+
+
+def test_log_barrier_gradient_is_autograds_and_vanishes_at_uniform() -> None:
+    policy = TabularSoftmax(3, 4)
+    theta = np.random.default_rng(0).normal(size=12)
+    parameter = torch.tensor(theta, requires_grad=True)
+    log = torch.log_softmax(parameter.view(4, 3), 0)
+    kl = (math.log(1 / 4) - log).mean()  # E_x KL(uniform, π(·|x))
+    (expected,) = torch.autograd.grad(-0.7 * kl, parameter)
+    assert np.allclose(policy.log_barrier_gradient(theta, 0.7), expected.numpy(), atol=1e-12)
+    assert policy.log_barrier(theta, 0.7) == pytest.approx(-0.7 * kl.item())
+    assert np.allclose(policy.log_barrier_gradient(np.zeros(12), 0.7), 0)
+    assert policy.log_barrier(np.zeros(12), 0.7) == pytest.approx(0)
+
+
+# --------------------------------------------------------------------------------- trajectories
+
+
+def test_a_user_does_not_depend_on_the_others() -> None:
+    policy = MLPSoftmax(4, 2, 8)
+    theta = policy.initial(np.random.default_rng(0))
+    alone = simulate(CartPole(), policy, theta, [(5, 3)])[0]
+    among = simulate(CartPole(), policy, theta, [(5, u) for u in range(70)])[0]
+    for name in ("observations", "actions", "rewards"):
+        assert np.array_equal(getattr(alone, name)[0], getattr(among, name)[3])
+    weights = among.mask.astype(float)
+    both = policy.weighted_scores(theta, among.observations, among.actions, weights)[3]
+    one = policy.weighted_scores(
+        theta, alone.observations, alone.actions, alone.mask.astype(float)
+    )[0]
+    assert np.array_equal(one, both)
+
+
+def test_fillers_count_for_nothing() -> None:
+    chunk = simulate(CartPole(), LogLinearSoftmax(4, 2), np.zeros(8), [(0, 0), (0, 1)])[0]
+    assert chunk.users == 2
+    assert not chunk.steps[2:].any()
+    assert not chunk.rewards[2:].any()
+
+
+def test_advantages_blame_a_fall_and_nothing_else() -> None:
+    chunk = simulate(CartPole(), LogLinearSoftmax(4, 2), np.zeros(8), [(0, u) for u in range(4)])[0]
+    got = discounted(chunk, 0.9, 1.0)
+    for u in range(4):
+        n = int(chunk.steps[u])
+        assert chunk.terminated[u]
+        expected = [
+            sum(0.9**k * (1 - 1) for k in range(n - t)) - 0.9 ** (n - t) * 1 / 0.1 for t in range(n)
+        ]
+        assert np.allclose(got[u, :n], expected)
+        assert not got[u, n:].any()
+    cut = Trajectories(**{**vars(chunk), "terminated": np.zeros(64, dtype=bool)})
+    assert not discounted(cut, 0.9, 1.0).any()
+
+
+class Odd:
+    """A Gymnasium environment that misbehaves at its reset or from its third step on."""
+
+    def __init__(self, how: str) -> None:
+        self.observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+        self.action_space = gymnasium.spaces.Discrete(2)
+        self.how = how
+        self.broken = False
+
+    def reset(self, *, seed: int) -> tuple[Any, dict[str, Any]]:
+        self.bad, self.count = seed % 2 == 0, 0
+        self.broken = self.broken or (self.bad and self.how == "breaks")
+        if self.broken or (self.bad and self.how == "raises at reset"):
+            raise RuntimeError("a secret")
+        return np.zeros(2), {}
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.count += 1
+        reward = 0.5
+        if self.bad and self.count == 3:
+            if self.how == "raises":
+                raise RuntimeError("a secret")
+            reward = 7.0
+        return np.ones(2), reward, False, self.how == "cut" and self.count == 3, {}
+
+
+def odd(how: str) -> Gymnasium:
+    return Gymnasium("odd", reward_range=1.0, horizon=6, make=lambda: Odd(how))
+
+
+@pytest.mark.parametrize("how", ["raises", "raises at reset"])
+def test_an_environment_that_raises_makes_its_user_contribute_zero(how: str) -> None:
+    policy = LogLinearSoftmax(2, 2)
+    chunk = simulate(odd(how), policy, np.zeros(4), [(0, u) for u in range(8)])[0]
+    failed = chunk.steps[:8] == 0
+    assert chunk.failed == failed.sum() > 0
+    assert not failed.all()
+    scores = policy.weighted_scores(np.zeros(4), chunk.observations, chunk.actions, chunk.rewards)
+    assert not scores[:8][failed].any()
+
+
+def test_an_environment_that_broke_under_one_user_is_not_anothers() -> None:
+    environment, policy = odd("breaks"), LogLinearSoftmax(2, 2)
+    alone = [simulate(odd("breaks"), policy, np.zeros(4), [(0, u)])[0].failed for u in range(8)]
+    assert 0 < sum(alone) < 8
+    for _ in range(2):
+        after = [simulate(environment, policy, np.zeros(4), [(0, u)])[0].failed for u in range(8)]
+        assert after == alone
+
+
+def robot(**changes: Any) -> PlanarRobot:
+    return PlanarRobot("Hopper-v5", horizon=12, trunk=True, period=0.04, stiffness=2.0, **changes)
+
+
+def test_a_robot_holds_the_positions_that_the_policy_asks_for() -> None:
+    """Against a loop of its own over Gymnasium's robot; the second user meets a used instance."""
+    environment = robot()
+    policy = GaussianMLP(7, 3, hidden=0, std=0.0)
+    theta = np.random.default_rng(0).normal(size=policy.dimension)
+    weight, offset = theta[:21].reshape(3, 7), theta[21:]
+    for user in range(2):
+        plain: Any = gymnasium.make("Hopper-v5").unwrapped
+        chunk = simulate(environment, policy, theta, [(0, user)])[0]
+        uniform = np.random.default_rng((0, user)).random(1)[0] + 2.0**-54
+        seen, _ = plain.reset(seed=int(uniform * 2**31))
+        rewards = []
+        for step in range(12):
+            phase = 2 * np.pi * step * 0.008 / 0.04  # a step of the robot takes 8 ms
+            # height, angle; three of the trunk's velocities come between the joints and theirs
+            sees = [*seen[[0, 1, 5, 6, 7]], np.sin(phase), np.cos(phase)]
+            torque = 2.0 * (offset + weight @ sees - seen[2:5]) - 0.05 * seen[8:11]
+            seen, reward, ended, _, _ = plain.step(np.clip(torque, -1, 1))
+            rewards.append(reward)
+            if ended:
+                break
+        assert chunk.steps[0] == len(rewards) > 3
+        assert np.allclose(chunk.rewards[0, : len(rewards)], rewards, rtol=1e-9)
+
+
+@pytest.mark.parametrize("method", ["reset", "step"])
+def test_a_robot_that_raises_makes_its_user_contribute_zero(method: str) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a secret")
+
+    def make() -> Any:
+        env = gymnasium.make("Hopper-v5").unwrapped
+        setattr(env, method, broken)
+        return env
+
+    policy = GaussianMLP(7, 3, hidden=0, std=0.0)
+    chunk = simulate(robot(make=make), policy, np.zeros(24), [(0, 0), (0, 1)])[0]
+    assert chunk.failed == 2
+    assert not chunk.rewards.any()
+
+
+def test_rewards_out_of_range_are_clipped_and_counted_in_secret(tmp_path: Path) -> None:
+    chunk = simulate(odd("large"), LogLinearSoftmax(2, 2), np.zeros(4), [(0, u) for u in range(8)])
+    assert chunk[0].rewards.max() == 1.0
+    assert chunk[0].out_of_range > 0
+    trajectories.record(tmp_path, 1, Private(chunk))
+    assert oct((tmp_path / "secret").stat().st_mode)[-3:] == "700"
+    assert [p.name for p in tmp_path.iterdir()] == ["secret"]
+    counts = json.loads((tmp_path / "secret" / "telemetry.jsonl").read_text())
+    assert counts["rewards_out_of_range"] == chunk[0].out_of_range
+
+
+def test_an_episode_that_never_ends_is_cut() -> None:
+    chunk = simulate(odd("fine"), LogLinearSoftmax(2, 2), np.zeros(4), [(0, 1)])[0]
+    assert chunk.steps[0] == 6
+    assert not chunk.terminated[0]
+
+
+def test_an_episode_that_the_environment_cuts_is_no_longer_and_has_not_ended_by_itself() -> None:
+    seeds = [(0, u) for u in range(8)]
+    chunk = simulate(odd("cut"), LogLinearSoftmax(2, 2), np.zeros(4), seeds)[0]
+    assert chunk.steps[:8].tolist() == [3] * 8
+    assert not chunk.terminated.any()
+    assert not chunk.failed
+
+
+# ------------------------------------------------------------------------------------- training
+
+
+def small(**changes: Any) -> Any:
+    base: dict[str, Any] = {
+        "environment": "cartpole",
+        "users": 40,
+        "rounds": 4,
+        "privacy": {"epsilon": 3.0},
+        "policy": {"type": "log-linear"},
+        "update": {"name": "pg", "advantage": {"discount": 0.9, "reference": 1.0}},
+        "evaluation_episodes": 8,
+        "curve_points": 0,
+    }
+    return make(base, changes)
+
+
+def test_the_plan_is_the_shared_one_and_releases_are_counted() -> None:
+    plan = plan_of(small())
+    assert plan.adjacency == "add-remove"
+    assert plan.guarantee.epsilon <= 3.0
+    assert "random allocation" in plan.guarantee.accountant
+    npg = {"name": "npg", "oracle": "projected-sgd", "steps": 3}
+    three = plan_of(small(update=npg))
+    assert three.releases_per_round == 3
+    assert three.noise_multiplier > plan.noise_multiplier
+    stream = plan_of(small(privacy={"epsilon": 3.0, "partition": "stream"}))
+    assert stream.divisor == 10
+    assert gaussian_epsilon(stream.noise_multiplier, 1e-5) == pytest.approx(3.0, rel=1e-3)
+
+
+@pytest.mark.parametrize("baseline", ["batch", "critic"])
+def test_the_papers_own_baselines_state_no_epsilon(baseline: str, tmp_path: Path) -> None:
+    recipe = small(**{"update.advantage.baseline": baseline})
+    outcome = train(recipe, tmp_path, key=KEY, seed=0)
+    assert outcome.plan.guarantee.epsilon == math.inf
+    assert outcome.plan.guarantee.accountant.startswith("not private: ")
+    assert not outcome.plan.private
+
+
+def contributions(chunks: list[Trajectories], baseline: str) -> np.ndarray[Any, Any]:
+    """Each user's gradient, as the update computes it."""
+    from dprlhf.papers.control.updates import Round, advantages
+
+    policy = LogLinearSoftmax(4, 2)
+    round_ = Round(1, policy, torch.zeros(8), Private(chunks), None, None, None, {})  # type: ignore[arg-type]
+    weigh = advantages(round_, Advantage(discount=0.9, reference=1.0, baseline=baseline))  # type: ignore[arg-type]
+    rows = [
+        policy.weighted_scores(np.zeros(8), c.observations, c.actions, weigh(c))[: c.users]
+        for c in chunks
+    ]
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize(("baseline", "alone"), [("public", True), ("own", True), ("batch", False)])
+def test_a_contribution_depends_on_one_user_alone_unless_it_is_labelled(
+    baseline: str, alone: bool
+) -> None:
+    def of(seeds: list[tuple[int, ...]]) -> np.ndarray[Any, Any]:
+        chunks = simulate(CartPole(), LogLinearSoftmax(4, 2), np.zeros(8), seeds)
+        return contributions(chunks, baseline)[0]
+
+    same = np.array_equal(of([(0, 0), (0, 1)]), of([(0, 0), (0, 2)]))
+    assert same == alone
+
+
+def test_a_critic_carries_users_into_later_rounds_and_the_public_baseline_does_not() -> None:
+    from dprlhf.papers.control.updates import Round, advantages
+
+    policy = LogLinearSoftmax(4, 2)
+    later = simulate(CartPole(), policy, np.zeros(8), [(0, 0)])
+
+    def weights(baseline: str, first: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        leak: dict[str, Any] = {}
+        spec = Advantage(discount=0.9, reference=1.0, baseline=baseline)  # type: ignore[arg-type]
+        for chunks in (simulate(CartPole(), policy, np.zeros(8), [first]), later):
+            round_ = Round(
+                1, policy, torch.zeros(8), Private(chunks), None, None, None, {}, None, leak
+            )  # type: ignore[arg-type]
+            weigh = advantages(round_, spec)
+        return weigh(later[0])
+
+    assert np.array_equal(weights("public", (0, 5)), weights("public", (0, 6)))
+    assert not np.array_equal(weights("critic", (0, 5)), weights("critic", (0, 6)))
+
+
+def test_a_run_resumes_where_it_stopped_and_never_repeats_a_round(tmp_path: Path) -> None:
+    def stop(t: int, theta: Any) -> None:
+        if t == 3:
+            raise KeyboardInterrupt
+
+    whole = train(small(), tmp_path / "a", key=KEY, seed=0)
+    with pytest.raises(KeyboardInterrupt):
+        train(small(), tmp_path / "b", key=KEY, seed=0, watch=stop)
+    rounds: list[int] = []
+    again = train(small(), tmp_path / "b", key=KEY, seed=0, watch=lambda t, _: rounds.append(t))
+    assert rounds == [3, 4]
+    assert np.array_equal(whole.theta, again.theta)
+    with pytest.raises(DprlhfError, match="other terms"):
+        train(small(**{"privacy.epsilon": 4.0}), tmp_path / "b", key=KEY, seed=0)
+
+
+def test_noise_is_added_once_and_only_by_the_plan(tmp_path: Path) -> None:
+    """The released gradient less the noiseless one has the plan's standard deviation."""
+    moved = []
+    for seed in range(2):
+        for epsilon in (0.05, math.inf):
+            recipe = small(rounds=1, **{"privacy.epsilon": epsilon, "policy.type": "mlp",
+                                        "optimizer.learning_rate": 1.0})  # fmt: skip
+            outcome = train(recipe, tmp_path / f"{seed}-{epsilon}", key=KEY, seed=seed)
+            moved.append(outcome.theta)
+            if epsilon < 1:
+                std = outcome.plan.noise_std / outcome.plan.divisor
+    noise = np.concatenate([moved[0] - moved[1], moved[2] - moved[3]])
+    assert noise.std() == pytest.approx(std, rel=0.12)
+
+
+# --------------------------------------------------------------------------------- private counts
+
+
+@pytest.mark.parametrize("mechanism", ["laplace", "gaussian"])
+def test_private_counts_have_the_noise_of_the_binary_mechanism(mechanism: str) -> None:
+    scale, episodes = 2.0, 14
+    counts = PrivateCounts((4000,), episodes, scale, mechanism, np.random.default_rng(0))
+    each = scale * (math.sqrt(2) if mechanism == "laplace" else 1)
+    for k in range(1, episodes + 1):
+        counts.add(np.ones(4000))
+        noise = counts.released - k
+        assert noise.mean() == pytest.approx(0, abs=0.3)
+        assert noise.std() == pytest.approx(each * math.sqrt(k.bit_count()), rel=0.1)
+    assert counts.noise_std == pytest.approx(each * math.sqrt(4))
+
+
+def test_one_user_is_in_at_most_depth_partial_sums() -> None:
+    """Sensitivity: which of the partial sums of 1..K hold episode j."""
+    episodes = 13
+    depth = episodes.bit_length()
+    spans = []
+    for k in range(1, episodes + 1):
+        low = k & -k
+        spans.append((k - low + 1, k))
+    for j in range(1, episodes + 1):
+        assert 1 <= sum(a <= j <= b for a, b in spans) <= depth
+    # Hence the scale: 3 families, H counters of each, depth sums.
+    assert Counting(1.0).scale(20, episodes) == 3 * 20 * depth
+    z = Counting(1.0, mechanism="gaussian").scale(20, episodes) / math.sqrt(3 * 20 * depth)
+    assert gaussian_epsilon(z, 1e-5) == pytest.approx(1.0, rel=1e-4)
+    assert Counting(math.inf).scale(20, episodes) == 0
+
+
+def test_ucb_vi_without_noise_finds_the_right_bank_and_with_it_pays() -> None:
+    env = Riverswim(0.9)
+    exact = ucbvi(env, 400, Counting(math.inf), bonus=0.01, seed=0, runs=2)
+    noisy = ucbvi(env, 400, Counting(1.0), bonus=0.01, seed=0, runs=2, every=5)
+    assert (exact[:, -100:].mean(1) < 0.2 * env.best).all()
+    assert noisy.sum() > 1.5 * exact.sum()
+
+
+# ------------------------------------------------------------------------------------- bad input
+
+
+def test_an_unknown_environment_names_the_nearest() -> None:
+    with pytest.raises(DprlhfError, match=r"did you mean 'cartpole'\? There are: "):
+        make_environment("cart-pole")
+    with pytest.raises(DprlhfError, match="'zz' is unknown; there are: cartpole"):
+        make_environment("zz")
+    with pytest.raises(DprlhfError, match="NoSuch"):
+        Gymnasium("NoSuch-v9")
+
+
+def test_a_missing_extra_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(DprlhfError) as caught:
+        make_environment("hopper")
+    assert INSTALL in str(caught.value)
+
+
+def test_a_missing_mujoco_names_the_install_command() -> None:
+    def broken() -> Any:
+        raise gymnasium.error.DependencyNotInstalled("mujoco")
+
+    with pytest.raises(DprlhfError) as caught:
+        Gymnasium("Hopper-v5", make=broken)
+    assert INSTALL in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("environment", "policy", "wanted"),
+    [("dosing-0", "log-linear", "use gaussian"), ("cartpole", "gaussian", "use log-linear")],
+)
+def test_an_action_space_that_the_policy_cannot_serve(
+    environment: str, policy: str, wanted: str, tmp_path: Path
+) -> None:
+    recipe = small(environment=environment, **{"policy.type": policy})
+    with pytest.raises(DprlhfError, match=wanted):
+        train(recipe, tmp_path, key=KEY, seed=0)
+
+
+def test_an_action_space_that_no_policy_can_serve() -> None:
+    def many() -> Any:
+        env = Odd("fine")
+        env.action_space = gymnasium.spaces.MultiDiscrete([2, 2])
+        return env
+
+    with pytest.raises(DprlhfError, match="cannot be served"):
+        Gymnasium("odd", make=many)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"update.clipnorm": 1.0}, "clipnorm"),
+        ({"update.log_barrier": 0.1}, "tabular"),
+        ({"privacy.partition": "poison"}, "partition"),
+        ({"policy.scale": [1.0]}, "4"),
+        ({"policy.scale": [0.0] * 4}, "read nothing"),
+        ({"policy.levels": [-1.0, 0.0, 1.0]}, "levels has 3 numbers, not 2"),
+        ({"policy.type": "tabular", "policy.levels": [0.0, 1.0]}, "levels is for log-linear"),
+        ({"policy.type": "tabular", "policy.scale": [1.0] * 4}, "scale is not for tabular"),
+    ],
+)
+def test_bad_settings_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(DprlhfError, match=message):
+        train(small(**changes), tmp_path, key=KEY, seed=0)
+
+
+def test_bad_tables_and_rows_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DprlhfError, match="unknown"):
+        run_table("hzz", cache=tmp_path)
+    with pytest.raises(DprlhfError, match="no row"):
+        run_table("hz", cache=tmp_path, only="nothing at all")
+    result = CliRunner().invoke(app, ["bench", "control", "--table", "nope"])
+    assert isinstance(result.exception, DprlhfError)
+
+
+def test_outside_a_clone_the_tables_say_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["bench", "control", "--table", "hz"])
+    assert isinstance(result.exception, DprlhfError)
+    assert "run this in a clone of the repository, or give --recipes" in str(result.exception)
+    assert not list(tmp_path.iterdir())
+
+
+# ----------------------------------------------------------------------------- tables in miniature
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_recipe_runs(path: Path, tmp_path: Path) -> None:
+    tiny = {"users": 6, "rounds": 2, "evaluation_episodes": 2, "curve_points": 0}
+    environment: Environment | None = None
+    if path.stem == "halfcheetah":
+        environment = PlanarRobot("HalfCheetah-v5", horizon=20, period=0.25)
+    if path.stem == "hopper":
+        environment = PlanarRobot("Hopper-v5", horizon=20, trunk=True)
+    outcome = train(load(path, tiny), tmp_path, key=KEY, seed=0, environment=environment)
+    assert np.isfinite(outcome.returns).all()
+    assert outcome.plan.private
+
+
+def test_cartpole_learns_at_epsilon_three(tmp_path: Path) -> None:
+    tiny = {"evaluation_episodes": 32, "curve_points": 0}
+    # A random policy falls after some twenty steps. Five keys gave pg 302 to 500, npg 186 to 494.
+    for update, least in (("pg", 250), ("npg", 100)):
+        recipe = load(RECIPES / f"cartpole_{update}.yaml", tiny)
+        outcome = train(recipe, tmp_path / update, key=KEY, seed=0)
+        assert outcome.plan.guarantee.epsilon <= 3.0
+        assert outcome.returns.mean() > least
+
+
+def test_the_tables_run_in_miniature_and_write_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = {"users": 40, "rounds": 2, "evaluation_episodes": 4, "curve_episodes": 2,
+            "curve_points": 2}  # fmt: skip
+    monkeypatch.setattr(tables, "RIVERSWIM_EPISODES", 60)
+    cache, found = tmp_path / "cache", {}
+    arguments: dict[str, Any] = {"seeds": 2, "recipes": RECIPES, "cache": cache, "quiet": True}
+    found["hz"] = run_table("hz", only="cartpole/pg/log-linear", changes=tiny, **arguments)
+    found["rio"] = run_table("rio", only="dosing-0", changes=tiny, **arguments)
+    pairs = run_table("riverswim", only="pgpe", changes={"rounds": 3}, **arguments)
+    pairs += run_table("riverswim", only="ucb-vi-laplace/bonus=0.01", **arguments)
+    found["riverswim"] = pairs
+    done = {path: path.stat().st_mtime_ns for path in cache.glob("*.json")}
+    assert run_table("hz", only="cartpole/pg/log-linear", changes=tiny, **arguments) == found["hz"]
+    assert done == {path: path.stat().st_mtime_ns for path in cache.glob("*.json")}
+    text = write(found, tmp_path / "docs", "a command", 2)
+    rows = json.loads((tmp_path / "docs" / "results" / "control.json").read_text())
+    names = {row["name"] for row in rows}
+    assert "control/cartpole/pg/log-linear/epsilon=3" in names
+    assert "control/riverswim-0.6/pgpe-blind/epsilon=1/over best UCB-VI" in names
+    assert all(row["command"] == "a command" for row in rows)
+    assert "| cartpole/pg/log-linear/epsilon=1 (log-linear policy) | 8 | 1 |" in text
+    images = {path.name for path in (tmp_path / "docs" / "images").iterdir()}
+    assert {"control_curves.png", "control_regret.png", "control_epsilon_of_z.png"} <= images
+
+
+def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"seeds": 2, "recipes": RECIPES, "quiet": True}
+    one = run_table("hz", only="npg/exponential/epsilon=4/users=500", cache=tmp_path, **arguments)
+    assert len(one[0].runs) == 2
+    assert np.isfinite(one[0].values).all()
+
+
+@pytest.mark.parametrize("update", ["pg", "npg/sufficient-statistics", "rebel", "tabular-pg"])
+def test_bandits_come_nearer_to_their_optimum_with_more_users(update: str) -> None:
+    few = np.mean([bandits.run(update, 3, 200, 1.0, seed) for seed in range(4)])
+    many = np.mean([bandits.run(update, 3, 10_000, 1.0, seed) for seed in range(4)])
+    assert many < 0.7 * few
+
+
+def test_the_bandits_rewards_are_realizable_and_their_optimum_is_known() -> None:
+    bandit = bandits.Bandit.make(3, 4, 0)
+    assert bandit.suboptimality(1e3 * bandit.truth) == pytest.approx(0, abs=1e-3)
+    assert bandit.suboptimality(np.zeros(3)) > 0.2
+    scores, rewards = bandit.users(np.random.default_rng(0), 20_000, np.zeros(3))
+    pair = scores[:, 0] - scores[:, 1]
+    fitted = np.linalg.lstsq(pair, rewards[:, 0] - rewards[:, 1])[0]
+    assert np.allclose(fitted, bandit.truth, atol=0.02)
+
+
+def test_a_row_that_falls_short_says_so() -> None:
+    from dprlhf.papers.control.results import rows_of
+
+    row = Row("task", "train", {}, goal=10.0)
+    runs: list[dict[str, Any]] = [{"value": 9.0, "epsilon": 1.0}, {"value": 10.0, "epsilon": 1.0}]
+    result = rows_of([Found(row, runs)], "a command")[0]
+    assert result.holds is False
+    assert result.value == 9.5
+
+
+def test_a_slope_needs_three_numbers_of_users_that_were_not_refused() -> None:
+    def row(users: int, value: float) -> Found:
+        given = {"update": "npg/issp", "epsilon": 1.0, "users": users, "d": 4}
+        made = Row(f"bandit/{users}", "bandit", given, group="bandit")
+        return Found(made, [{"value": value}])
+
+    few = [row(100, math.nan), row(400, 0.2), row(1600, 0.1)]
+    ((*_, slope, last, users),) = slopes(few)
+    assert math.isnan(slope)
+    assert (last, users) == (0.1, 1600)
+    ((*_, slope, last, users),) = slopes([*few, row(6400, 0.05)])
+    assert slope == pytest.approx(-0.5)
+    assert (last, users) == (0.05, 6400)
+
+
+def test_a_command_that_only_writes_is_recorded_as_the_one_that_measures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.argv", ["scripts/utility.py", "--seeds", "3", "--write-only"])
+    assert command() == "python scripts/utility.py --seeds 3"

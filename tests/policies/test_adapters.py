@@ -1,0 +1,158 @@
+"""The adapters by name: what they train, where they start, and how they are stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+from dprlhf import DprlhfError, train
+from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.recipe import Adapter
+from helpers import tiny
+
+KINDS = ("gpt2", "llama")
+HIDDEN, LAYERS = 32, 2
+
+GPT2 = {  # layers of shapes 32 → 96 (c_attn) and 32 → 128 (c_fc); 2 norms a layer and one more
+    "lora": (["c_attn"], LAYERS * 2 * (32 + 96)),
+    "lora-b": (["c_attn"], LAYERS * 2 * 96),
+    "lora-xs": (["c_attn"], LAYERS * 2 * 2),
+    "vera": (["c_attn"], LAYERS * (2 + 96)),
+    "ia3": (["c_attn", "mlp.c_proj"], LAYERS * (96 + 128)),
+    "norms": (None, (2 * LAYERS + 1) * 2 * 32),
+    "biases": (["c_attn"], LAYERS * 96),
+}
+
+
+def make(
+    kind: tiny.Kind, type_: str, *, dtype: torch.dtype = torch.float32, **settings: Any
+) -> CausalLMPolicy:
+    ranked = {"rank": 2} if type_ in ("lora", "lora-b", "lora-xs", "vera") else {}
+    adapter = Adapter(type=type_, **{**ranked, **settings})
+    return make_policy(tiny.model(kind).to(dtype), tiny.tokenizer(), adapter, seed=3)
+
+
+def logprobs(policy: CausalLMPolicy) -> torch.Tensor:
+    tokens = torch.randint(1, 200, (4, 12), generator=torch.Generator().manual_seed(0))
+    return policy.response_logprobs(tokens, torch.ones_like(tokens), 6)
+
+
+def disturb(policy: CausalLMPolicy) -> None:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.parameters.values():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+
+
+@pytest.mark.parametrize("type_", GPT2)
+def test_dimensions(type_: str) -> None:
+    targets, dimension = GPT2[type_]
+    assert make("gpt2", type_, target_modules=targets).dimension == dimension
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, where it loads them
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("type_", GPT2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_starts_as_the_base_model_and_comes_back_from_disk(
+    kind: tiny.Kind, type_: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    targets = GPT2[type_][0] if kind == "gpt2" else {
+        "norms": None, "ia3": ["v_proj", "down_proj"],
+    }.get(type_, ["v_proj"])  # fmt: skip
+    policy = make(kind, type_, target_modules=targets, dtype=dtype)
+    assert {p.dtype for p in policy.parameters.values()} == {torch.float32}
+    with policy.base(), torch.no_grad():
+        base = logprobs(policy)
+    with torch.no_grad():
+        assert torch.equal(logprobs(policy), base)
+        disturb(policy)
+        moved = logprobs(policy)
+        assert not torch.allclose(moved, base, atol=1e-3)
+        with policy.base():
+            assert torch.equal(logprobs(policy), base)
+
+    policy.save(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(tiny.model(kind).to(dtype), tmp_path, is_trainable=True)
+    with torch.no_grad():
+        again = logprobs(CausalLMPolicy(loaded.eval(), tiny.tokenizer()))
+    torch.testing.assert_close(again, moved, atol=1e-5 if dtype == torch.float32 else 0.1, rtol=0)
+
+    other = make(kind, type_, target_modules=targets, dtype=dtype)
+    other.load_state(policy.state())
+    with torch.no_grad():
+        assert torch.equal(logprobs(other), moved)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lora_xs_spans_the_leading_singular_directions(kind: tiny.Kind) -> None:
+    target = "c_attn" if kind == "gpt2" else "v_proj"
+    policy = make(kind, "lora-xs", target_modules=[target])
+    layer = next(m for m in policy.model.modules() if isinstance(m, peft.tuners.lora.LoraLayer))
+    core = next(iter(policy.parameters.values()))
+    with torch.no_grad():
+        core.copy_(torch.eye(2))
+    weight = layer.get_base_layer().weight
+    left, singular, right = torch.linalg.svd(weight.T if kind == "gpt2" else weight)
+    best = left[:, :2] * singular[:2] @ right[:2]
+    delta = layer.get_delta_weight("default") / layer.scaling["default"]
+    torch.testing.assert_close(delta.T if kind == "gpt2" else delta, best, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("type_", list(GPT2))
+def test_layers_limit_what_is_trained(type_: str) -> None:
+    targets = GPT2[type_][0]
+    policy = make("gpt2", type_, target_modules=targets, layers=[-1])
+    assert policy.parameters
+    assert all(".1." in name for name in policy.parameters)
+
+
+@pytest.mark.parametrize(
+    ("type_", "settings", "message"),
+    [
+        ("ia3", {"rank": 3}, "rank is for type lora, lora-b, lora-xs, vera, not for ia3"),
+        ("lora-xs", {"init": "public-activations"}, "init is for type lora, lora-b, not for"),
+    ],
+)
+def test_a_setting_of_another_type_is_refused(
+    type_: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Adapter(type=type_, **settings)
+
+
+@pytest.mark.parametrize(
+    ("type_", "settings", "message"),
+    [
+        ("biases", {"target_modules": ["nothing"]}, "Target modules .* not found"),
+        ("norms", {"target_modules": ["nothing"]}, "the model has no such modules"),
+        ("lora-xs", {"target_modules": ["c_attn"], "rank": 40}, "rank 40 is more than"),
+        ("lora", {"target_modules": ["c_attn"], "layers": [5]}, "5, but the model has 2 layers"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_the_model_is_refused(
+    type_: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DprlhfError, match=message):
+        make("gpt2", type_, **settings)
+
+
+@pytest.mark.parametrize("type_", [t for t in GPT2 if t not in ("lora", "lora-b")])
+def test_training_moves_it(type_: str, tmp_path: Path) -> None:
+    targets = GPT2[type_][0]
+    result = train(
+        model=str(tiny.save(tmp_path / "model")),
+        prompts=[f"user {i} says" for i in range(40)],
+        reward=lambda prompts, completions, **_: [float(len(c) % 5) for c in completions],
+        epsilon=8.0,
+        rounds=2,
+        policy__adapter={"type": type_, "target_modules": targets},
+        rollout__max_new_tokens=4,
+        output_dir=tmp_path / "run",
+        quiet=True,
+    )
+    assert result.plan.guarantee.epsilon <= 8

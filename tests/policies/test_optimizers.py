@@ -1,0 +1,167 @@
+"""The server-side optimizers and learning rates."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import dprlhf
+from dprlhf import DprlhfError, recipe
+from dprlhf.policies.optimizers import learning_rate, make_optimizer, set_learning_rate
+from dprlhf.runs.checkpoint import load_checkpoint, save_checkpoint
+from dprlhf.runs.folder import RunFolder
+from gradients.test_gradients import policy_of
+from helpers.runs import lower_case, save_sharp, train
+from recipe.test_recipe import refusal
+from recipe.test_recipe import settings as recipe_settings
+
+
+def spec_of(**changes: Any) -> recipe.Optimizer:
+    return recipe.Optimizer.model_validate(changes)
+
+
+def run(spec: recipe.Optimizer, gradients: torch.Tensor, noise_std: float) -> torch.Tensor:
+    """Descend along the gradients ``[steps, d]`` from zero."""
+    parameter = torch.nn.Parameter(torch.zeros(gradients.shape[1], dtype=torch.float64))
+    optimizer = make_optimizer(spec, [parameter], noise_std)
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    return parameter.detach()
+
+
+GRADIENTS = torch.randn(30, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.7)])
+def test_without_noise_the_corrected_adam_is_adam(betas: tuple[float, float]) -> None:
+    mine, plain = (spec_of(name=n, betas=betas) for n in ("adam-corrected", "adam"))
+    torch.testing.assert_close(
+        run(mine, GRADIENTS, 0.0), run(plain, GRADIENTS, 0.0), rtol=1e-9, atol=0
+    )
+    assert not torch.allclose(run(mine, GRADIENTS, 0.5), run(plain, GRADIENTS, 0.5), rtol=1e-2)
+
+
+def test_the_correction_by_hand() -> None:
+    """One step: m̂ = g and v̂ = g², so the step is g / (√max(g² − σ², 0.25 σ²) + eps)."""
+    spec = spec_of(name="adam-corrected", learning_rate=0.1, noise_floor=0.25, eps=1e-3)
+    g = torch.tensor([[5.0, -5.0, 3.5, 3.0, 1.0, 0.0]], dtype=torch.float64)
+    root = np.sqrt([16, 16, 3.5**2 - 9, 2.25, 2.25, 2.25])
+    expected = -0.1 * g[0].numpy() / (root + 1e-3)
+    np.testing.assert_allclose(run(spec, g, 3.0), expected, rtol=1e-9)
+
+
+def test_noise_does_not_set_the_scale_of_the_step() -> None:
+    """Gradients 2 and 8 under noise 10: Adam steps about 1:3, the corrected one nearly alike."""
+    noise = 10 * torch.randn(4000, 2, generator=torch.Generator().manual_seed(1)).double()
+    gradients = torch.tensor([2.0, 8.0], dtype=torch.float64) + noise
+    ratios = {}
+    for name in ("adam", "adam-corrected"):
+        spec = spec_of(name=name, betas=(0.9, 0.9999), noise_floor=1e-4)
+        moved = run(spec, gradients, 10.0)
+        ratios[name] = float(moved[1] / moved[0])
+    assert ratios["adam"] > 2.5
+    assert ratios["adam-corrected"] < 2
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0.0, 0.3])
+def test_the_schedule(schedule: str, warmup: float) -> None:
+    spec = spec_of(learning_rate=2.0, schedule=schedule, warmup=warmup)
+    rates = [learning_rate(spec, t, 10) for t in range(1, 11)]
+    warm = round(10 * warmup)
+    np.testing.assert_allclose(rates[:warm], [2 * t / 3 for t in range(1, warm + 1)])
+    done = np.arange(10 - warm) / (10 - warm)
+    after = {
+        "constant": np.ones_like(done),
+        "linear": 1 - done,
+        "cosine": (1 + np.cos(math.pi * done)) / 2,
+    }
+    np.testing.assert_allclose(rates[warm:], 2 * after[schedule])
+    assert min(rates) > 0
+    optimizer = make_optimizer(spec, [torch.nn.Parameter(torch.zeros(1))], 0.0)
+    set_learning_rate(optimizer, spec, 9, 10)
+    assert optimizer.param_groups[0]["lr"] == rates[8]
+
+
+def test_the_checkpoint_has_the_corrected_adams_moments(tmp_path: Path) -> None:
+    policy = policy_of("gpt2", "lora-b")
+    parameters = list(policy.parameters.values())
+    before = [p.detach().clone() for p in parameters]
+    spec = spec_of(name="adam-corrected")
+    generator = torch.Generator().manual_seed(0)
+    gradients = [
+        [torch.randn(p.shape, generator=generator).to(p) for p in parameters] for _ in "ab"
+    ]
+
+    def step(optimizer: torch.optim.Optimizer, which: int) -> list[torch.Tensor]:
+        for p, g in zip(parameters, gradients[which], strict=True):
+            p.grad = g
+        optimizer.step()
+        optimizer.zero_grad()
+        return [p.detach().clone() for p in parameters]
+
+    try:
+        first = make_optimizer(spec, parameters, 0.1)
+        step(first, 0)
+        save_checkpoint(RunFolder(tmp_path), 1, policy, first)
+        whole = step(first, 1)
+        again = make_optimizer(spec, parameters, 0.1)
+        assert load_checkpoint(RunFolder(tmp_path), policy, again) == 1
+        resumed = step(again, 1)
+    finally:
+        with torch.no_grad():
+            for p, b in zip(parameters, before, strict=True):
+                p.copy_(b)
+    assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
+
+
+def test_a_resumed_run_has_the_learning_rate_of_its_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates: list[float] = []
+    step = torch.optim.SGD.step
+
+    def seen(self: Any, *args: Any) -> Any:
+        rates.append(self.param_groups[0]["lr"])
+        if len(rates) == 2:
+            raise MemoryError("crash")
+        return step(self, *args)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", seen)
+    common: dict[str, Any] = {
+        "epsilon": 8.0,
+        "rounds": 4,
+        "optimizer__name": "sgd",
+        "optimizer__schedule": "linear",
+        "optimizer__warmup": 0.25,
+        "prompts": [f"user {i}" for i in range(12)],
+        "rollout__max_new_tokens": 2,
+    }
+    with pytest.raises(DprlhfError, match="resume"):
+        train(save_sharp(tmp_path / "model"), tmp_path / "run", learning_rate=1.0, **common)
+    dprlhf.resume(tmp_path / "run", prompts=common["prompts"], reward=lower_case, quiet=True)
+    assert rates == pytest.approx([1, 1, 2 / 3, 1 / 3])  # round 2 was charged, and is spent
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"warmup": 1.0}, "optimizer.warmup"),
+        ({"schedule": "step"}, "optimizer.schedule"),
+        ({"name": "adamw"}, "optimizer.name"),
+        ({"noise_floor": 0}, "optimizer.noise_floor"),
+    ],
+)
+def test_bad_settings_are_refused(changes: dict[str, Any], key: str) -> None:
+    assert refusal(recipe_settings(optimizer=changes)).startswith(f"{key}: ")
+
+
+def test_the_corrected_adam_is_refused_where_no_gradient_is_released() -> None:
+    values = recipe_settings(update={"name": "npg"}, optimizer={"name": "adam-corrected"})
+    assert "write sgd" in refusal(values)

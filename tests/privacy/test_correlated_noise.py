@@ -1,0 +1,168 @@
+"""Correlated noise: the factorization, what the gate draws, and what it costs and brings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from dprlhf.boundary import BoundedSum
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.correlated_noise import noise_gain, square_root
+from dprlhf.privacy.gate import Gate
+from dprlhf.privacy.ledger import Ledger
+from dprlhf.privacy.plan import Plan, make_plan
+from dprlhf.privacy.randomness import gaussian_noise
+
+KEY = bytes(range(32))
+ROUNDS = 8
+
+
+def dense(rounds: int, bands: int) -> np.ndarray:
+    """C as a matrix."""
+    matrix = np.zeros((rounds, rounds))
+    for t, row in enumerate(square_root(rounds, bands)):
+        for k, value in enumerate(row[: t + 1]):
+            matrix[t, t - k] = value
+    return matrix
+
+
+def plan(**changes: Any) -> Plan:
+    values = {
+        "users": 64, "rounds": ROUNDS, "delta": 1e-5, "noise_multiplier": 1.5, "clip_norm": 0.5,
+        "partition": "fixed", "bands": 3,
+    }  # fmt: skip
+    return make_plan(**(values | changes))  # type: ignore[arg-type]
+
+
+def zeros(p: Plan, dimension: int) -> BoundedSum:
+    return BoundedSum(torch.zeros(dimension, dtype=torch.float64), p.clip_norm)
+
+
+def released_noise(p: Plan, folder: Path, dimension: int = 4000) -> np.ndarray:
+    """What a run releases where every sum is zero, in units of the sum, ``[rounds, dimension]``."""
+    gate = Gate(p, Ledger(folder / "ledger.jsonl", p.terms()), KEY)
+    rows = [gate.release(t, zeros(p, dimension)).value * p.divisor for t in range(1, p.rounds + 1)]
+    return torch.stack(rows).numpy()
+
+
+@pytest.mark.parametrize("bands", [1, 2, 5, 8, 20])
+def test_every_column_has_norm_one(bands: int) -> None:
+    """A user is in one round, so its part of Cx has the norm of its own sum: sensitivity S."""
+    np.testing.assert_allclose(np.linalg.norm(dense(ROUNDS, bands), axis=0), 1, rtol=1e-14)
+
+
+def test_one_band_is_the_identity_and_all_bands_the_square_root_of_prefix_sums() -> None:
+    np.testing.assert_array_equal(dense(ROUNDS, 1), np.eye(ROUNDS))
+    whole = dense(ROUNDS, ROUNDS)
+    unscaled = whole / np.diag(whole)  # the diagonal of the Toeplitz root is 1
+    np.testing.assert_allclose(unscaled @ unscaled, np.tril(np.ones((ROUNDS, ROUNDS))), atol=1e-12)
+
+
+@pytest.mark.parametrize("bands", [1, 3, 8])
+def test_gain_is_the_norm_of_a_row_of_the_inverse(bands: int) -> None:
+    inverse = np.linalg.inv(dense(ROUNDS, bands))
+    gains = [noise_gain(ROUNDS, bands, t) for t in range(1, ROUNDS + 1)]
+    np.testing.assert_allclose(gains, np.linalg.norm(inverse, axis=1), rtol=1e-12)
+
+
+@pytest.mark.parametrize("bands", [2, 3, 8])
+def test_what_is_released_is_a_gaussian_mechanism_on_the_factored_sums(
+    bands: int, tmp_path: Path
+) -> None:
+    """C times the released noise must be independent noise of exactly zS in every round."""
+    p = plan(bands=bands)
+    noise = released_noise(p, tmp_path)
+    whitened = dense(ROUNDS, bands) @ noise / p.noise_std
+    assert stats.kstest(whitened.ravel(), "norm").pvalue > 1e-3
+    correlation = np.corrcoef(whitened) - np.eye(ROUNDS)
+    assert np.abs(correlation).max() < 5 / np.sqrt(noise.shape[1])
+    assert np.abs(np.corrcoef(noise) - np.eye(ROUNDS)).max() > 0.2  # the harness sees correlation
+
+
+def test_the_stated_noise_of_each_round_is_that_of_its_release(tmp_path: Path) -> None:
+    p = plan()
+    measured = released_noise(p, tmp_path, 20_000).std(axis=1)
+    stated = [p.noise_std_of(t) for t in range(1, ROUNDS + 1)]
+    np.testing.assert_allclose(measured, stated, rtol=0.03)
+
+
+def test_the_sum_over_rounds_carries_less_noise(tmp_path: Path) -> None:
+    spread = {}
+    for bands in (1, 4, ROUNDS):
+        (folder := tmp_path / str(bands)).mkdir()
+        spread[bands] = released_noise(plan(bands=bands), folder).sum(axis=0).std()
+    assert spread[ROUNDS] < spread[4] < spread[1]
+    exact = np.linalg.norm(np.ones(ROUNDS) @ np.linalg.inv(dense(ROUNDS, ROUNDS)))
+    assert spread[ROUNDS] / spread[1] == pytest.approx(exact / np.sqrt(ROUNDS), rel=0.04)
+
+
+@pytest.fixture
+def ledgers(tmp_path: Path) -> Iterator[Any]:
+    """Open the same ledger again and again."""
+    made: list[Ledger] = []
+
+    def reopen(p: Plan) -> Ledger:
+        if made:
+            made.pop().close()
+        made.append(Ledger(tmp_path / "ledger.jsonl", p.terms()))
+        return made[0]
+
+    yield reopen
+    made[0].close()
+
+
+def test_a_resumed_run_takes_back_the_noise_of_the_rounds_before(ledgers: Any) -> None:
+    p = plan()
+    rows = []
+    for t in (1, 2, 3, 5, 6, 7, 8):  # round 4 was never charged; a gate of its own for each round
+        gate = Gate(p, ledgers(p), KEY)
+        rows.append((gate.release(t, zeros(p, 3000)).value * p.divisor).numpy())
+        gate.ledger.commit(t)
+    noise = np.insert(np.stack(rows), 3, 0.0, axis=0)
+    whitened = np.delete(dense(ROUNDS, 3) @ noise / p.noise_std, 3, axis=0)
+    assert stats.kstest(whitened.ravel(), "norm").pvalue > 1e-3
+    assert np.abs(np.corrcoef(whitened) - np.eye(ROUNDS - 1)).max() < 5 / np.sqrt(3000)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("bands", [2, 3, 8, 20])
+def test_a_gate_keeps_the_rounds_that_it_reads_and_releases_the_same_bits(
+    bands: int, resumed: bool, ledgers: Any
+) -> None:
+    p, root, count = plan(bands=bands), square_root(ROUNDS, bands), 50
+    gate = Gate(p, ledgers(p), KEY)
+    every: list[torch.Tensor] = []  # the recursion with nothing forgotten
+    for t in range(ROUNDS):
+        if t == 3:  # never charged
+            every.append(torch.zeros(count, dtype=torch.float64))
+            continue
+        if resumed:
+            gate = Gate(p, ledgers(p), KEY)
+        released = gate.release(t + 1, zeros(p, count)).value
+        charge = gate.ledger.entries[-1]
+        own = gaussian_noise(KEY, "noise", t + 1, 1, charge.hash, count=count)
+        back = range(1, min(root.shape[1], t + 1))
+        taken = sum((float(root[t, k]) * every[t - k] for k in back), torch.zeros(()))
+        every.append((own - taken) / float(root[t, 0]))
+        assert torch.equal(released, (0 + p.noise_std * every[t]) / p.divisor)
+        assert len(gate._noises) == min(bands - 1, t + 1)
+
+
+def test_it_costs_what_independent_noise_on_disjoint_batches_costs() -> None:
+    assert plan().guarantee.epsilon == plan(bands=1).guarantee.epsilon
+    assert plan().terms()["bands"] == 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"partition": "random-allocation"}, {"partition": "poisson"}, {"releases_per_round": 2}],
+)
+def test_it_is_refused_where_it_is_not_accounted(changes: dict[str, Any]) -> None:
+    with pytest.raises(DprlhfError, match="correlated noise is accounted for one release"):
+        plan(**changes)

@@ -1,0 +1,262 @@
+"""The gate: charge first, then noise of exactly zS, divided by a public constant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from dprlhf.boundary import BoundedSum, Released
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy import gate as module
+from dprlhf.privacy.gate import Gate
+from dprlhf.privacy.ledger import Ledger, read_ledger
+from dprlhf.privacy.plan import Plan, make_plan
+
+KEY, OTHER = bytes(range(32)), bytes(32)
+
+
+def plan(**changes: Any) -> Plan:
+    values: dict[str, Any] = {
+        "users": 70,
+        "rounds": 4,
+        "delta": 1e-5,
+        "noise_multiplier": 1.5,
+        "clip_norm": 0.4,
+    }
+    return make_plan(**(values | changes))
+
+
+def zeros(p: Plan, dimension: int = 6) -> BoundedSum:
+    return BoundedSum(torch.zeros(dimension, dtype=torch.float64), p.clip_norm)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Callable[..., Gate]:
+    """Make gates over ledgers of their own."""
+    count = 0
+
+    def make(p: Plan | None = None, key: bytes = KEY, **terms: Any) -> Gate:
+        nonlocal count
+        count += 1
+        p = p or plan()
+        return Gate(p, Ledger(tmp_path / f"{count}.jsonl", p.terms() | terms), key)
+
+    return make
+
+
+# -------------------------------------------------------------------------------- the order
+
+
+def test_the_ledger_is_charged_on_disk_before_noise_is_drawn(
+    gate: Callable[..., Gate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    g = gate()
+    real = module.gaussian_noise
+    seen: list[list[int]] = []
+
+    def noise(*args: Any, **kwargs: Any) -> torch.Tensor:
+        on_disk = read_ledger(g.ledger.path)
+        seen.append([e.body["round"] for e in on_disk if e.kind == "charge"])
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(module, "gaussian_noise", noise)
+    g.release(1, zeros(g.plan))
+    g.release(3, zeros(g.plan))
+    assert seen == [[1], [1, 3]]  # once for each release, after its own charge
+
+
+@pytest.mark.parametrize("problem", ["spent", "full disk", "outside", "other norm", "other plan"])
+def test_nothing_is_drawn_when_the_charge_fails(
+    gate: Callable[..., Gate], monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    g = gate()
+    g.release(1, zeros(g.plan))
+    before = g.ledger.path.read_bytes()
+    drawn: list[int] = []
+    monkeypatch.setattr(module, "gaussian_noise", lambda *a, **k: drawn.append(1))
+    round_, bounded = 2, zeros(g.plan)
+    if problem == "spent":
+        round_ = 1
+    elif problem == "outside":
+        round_ = 5
+    elif problem == "other norm":
+        bounded = BoundedSum(bounded.total, 0.5)
+    elif problem == "other plan":
+        g = Gate(plan(noise_multiplier=1.4), g.ledger, KEY)
+    else:
+
+        def full(*args: Any, **kwargs: Any) -> None:
+            raise DprlhfError("the ledger could not be written")
+
+        monkeypatch.setattr(g.ledger, "charge", full)
+    with pytest.raises(DprlhfError):
+        g.release(round_, bounded)
+    assert not drawn
+    assert g.ledger.path.read_bytes() == before
+
+
+def test_a_round_is_released_once_also_after_reopening(gate: Callable[..., Gate]) -> None:
+    g = gate()
+    g.release(2, zeros(g.plan))
+    for spent in (2, 1):
+        with pytest.raises(DprlhfError, match="charged before: its users are spent"):
+            g.release(spent, zeros(g.plan))
+    g.ledger.close()
+    again = Gate(g.plan, Ledger(g.ledger.path, g.plan.terms()), KEY)
+    with pytest.raises(DprlhfError, match="charged before"):
+        again.release(2, zeros(g.plan))
+    again.release(3, zeros(g.plan))
+
+
+@pytest.mark.parametrize("norm", [0.39999999, 0.40000001, 1.0, math.inf, math.nan])
+def test_a_sum_clipped_to_another_norm_is_refused(gate: Callable[..., Gate], norm: float) -> None:
+    g = gate()
+    with pytest.raises(DprlhfError, match=r"not the planned\s+clip_norm 0.4"):
+        g.release(1, BoundedSum(torch.zeros(2, dtype=torch.float64), norm))
+    assert g.ledger.charged == frozenset()
+
+
+def test_inner_releases_share_one_charge_and_no_noise(gate: Callable[..., Gate]) -> None:
+    g = gate(plan(releases_per_round=3))
+    n = 50_000
+    noises = [g.release(t, zeros(g.plan, n)).value for t in (1, 1, 1, 2, 2)]
+    assert [e.body["round"] for e in g.ledger.entries if e.kind == "charge"] == [1, 2]
+    assert g.ledger.entries[1].body["releases_per_round"] == 3
+    for noise in noises:
+        assert has_std(noise.numpy(), 1.5 * 0.4 / 17.5)
+    assert np.abs(np.corrcoef(np.stack(noises)) - np.eye(5)).max() < 5 / math.sqrt(n)
+
+
+def test_more_inner_releases_than_planned_are_refused(gate: Callable[..., Gate]) -> None:
+    g = gate(plan(releases_per_round=2))
+    g.release(1, zeros(g.plan))
+    g.release(1, zeros(g.plan))
+    with pytest.raises(DprlhfError, match=r"charged before.*planned for a round: 2"):
+        g.release(1, zeros(g.plan))
+    g.release(2, zeros(g.plan))
+    with pytest.raises(DprlhfError, match="charged before"):
+        g.release(1, zeros(g.plan))
+
+
+def test_a_round_cut_short_is_spent(gate: Callable[..., Gate]) -> None:
+    g = gate(plan(releases_per_round=3))
+    g.release(1, zeros(g.plan))
+    g.ledger.close()
+    again = Gate(g.plan, Ledger(g.ledger.path, g.plan.terms()), KEY)
+    with pytest.raises(DprlhfError, match="charged before"):
+        again.release(1, zeros(g.plan))
+
+
+# --------------------------------------------------------------------------------- the noise
+
+
+def has_std(x: np.ndarray[Any, Any], std: float) -> bool:
+    n = len(x)
+    low, high = stats.chi2.ppf([5e-5, 1 - 5e-5], n)
+    return bool(low < (x**2).sum() / std**2 < high) and bool(
+        stats.kstest(x / std, "norm").pvalue > 1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "divisor"),
+    [
+        ({}, 70 / 4),
+        ({"participations": 2}, 2 * 70 / 4),
+        ({"partition": "fixed"}, 17),
+        ({"partition": "fixed", "adjacency": "replace-one"}, 17),
+    ],
+    ids=str,
+)
+def test_noise_has_std_zs_over_m(
+    gate: Callable[..., Gate], changes: dict[str, Any], divisor: float
+) -> None:
+    g = gate(plan(**changes))
+    n = 400_000
+    x = g.release(1, zeros(g.plan, n)).value.numpy()
+    std = 1.5 * 0.4 / divisor
+    assert has_std(x, std)
+    for wrong in (1.01 * std, 0.99 * std, std / 1.5, std / 0.4, std * divisor):
+        assert not has_std(x, wrong)
+
+
+def test_noise_is_added_to_the_sum_before_the_division(gate: Callable[..., Gate]) -> None:
+    total = torch.linspace(-3, 3, 7, dtype=torch.float64)
+    p = plan()
+    with_sum = gate(p).release(1, BoundedSum(total.clone(), 0.4))  # it is used up
+    without = gate(p).release(1, zeros(p, 7))
+    # The same terms and key: the same noise, so the difference is the sum over the divisor.
+    difference = with_sum.value - without.value
+    np.testing.assert_allclose(difference, total / 17.5, rtol=0, atol=1e-15)
+    assert isinstance(with_sum, Released)
+    assert with_sum.round == 1
+    assert with_sum.value.dtype == torch.float64
+    assert with_sum.value.shape == (7,)
+
+
+def test_noise_is_fresh_in_every_round_run_and_key(gate: Callable[..., Gate]) -> None:
+    n = 50_000
+    p = plan()
+    first = gate(p, commitment="a")
+    second = gate(p, commitment="b")  # the same key under another ledger
+    left_out = gate(p, commitment="a")
+    noises = [
+        *(first.release(t, zeros(p, n)).value for t in (1, 2, 3)),
+        second.release(1, zeros(p, n)).value,
+        gate(p, OTHER, commitment="a").release(1, zeros(p, n)).value,
+        left_out.release(2, zeros(p, n)).value,  # the same round with another history
+    ]
+    correlations = np.corrcoef(np.stack(noises)) - np.eye(len(noises))
+    assert np.abs(correlations).max() < 5 / math.sqrt(n)
+
+
+def test_an_empty_batch_is_charged_and_noised_all_the_same(gate: Callable[..., Gate]) -> None:
+    g = gate()
+    value = g.release(1, zeros(g.plan)).value
+    assert (value != 0).all()
+    assert g.ledger.charged == {1}
+
+
+# ----------------------------------------------------------------------------- the baseline
+
+
+@pytest.mark.parametrize("clip_norm", [0.4, math.inf])
+def test_without_noise_the_release_is_exact_and_charged(
+    gate: Callable[..., Gate], clip_norm: float
+) -> None:
+    total = torch.tensor([1.0, -2.5, 1e300, 0.0, 1e-300], dtype=torch.float64)
+    p = make_plan(users=70, rounds=4, delta=1e-5, epsilon=math.inf, clip_norm=clip_norm)
+    g = gate(p)
+    released = g.release(1, BoundedSum(total.clone(), clip_norm)).value
+    assert torch.equal(released, total / 17.5)
+    with pytest.raises(DprlhfError, match="charged before"):
+        g.release(1, BoundedSum(total.clone(), clip_norm))
+    g.ledger.close()
+    again = Gate(p, Ledger(g.ledger.path, p.terms()), KEY)
+    again.release(2, BoundedSum(total.clone(), clip_norm))
+    assert again.ledger.charged == {1, 2}
+
+
+def test_pieces_of_a_long_vector_have_noise_of_their_own(
+    gate: Callable[..., Gate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n = 20_000
+    monkeypatch.setattr(module, "_PIECE", n)
+    x = gate().release(1, zeros(plan(), 3 * n)).value.numpy().reshape(3, n)
+    assert all(has_std(piece, 1.5 * 0.4 / 17.5) for piece in x)
+    assert np.abs(np.corrcoef(x) - np.eye(3)).max() < 5 / math.sqrt(n)
+
+
+def test_every_round_is_charged_the_first_and_the_last(gate: Callable[..., Gate]) -> None:
+    g = gate()
+    for t in range(1, g.plan.rounds + 1):
+        g.release(t, zeros(g.plan))
+        charged = [e.body["round"] for e in read_ledger(g.ledger.path) if e.kind == "charge"]
+        assert charged == list(range(1, t + 1))

@@ -1,0 +1,245 @@
+"""The plan: one specification that noise, partition and accounting agree on."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.accounting import Mechanism, epsilon, gaussian_epsilon
+from dprlhf.privacy.plan import (
+    NO_PRIVACY,
+    Plan,
+    balanced_batch,
+    delta_warning,
+    make_plan,
+    trade_off,
+)
+
+ALL: list[dict[str, Any]] = [
+    {"partition": "random-allocation"},
+    {"partition": "random-allocation", "adjacency": "zero-out"},
+    {"partition": "random-allocation", "adjacency": "replace-one"},
+    {"partition": "random-allocation", "participations": 2},
+    {"partition": "fixed"},
+    {"partition": "fixed", "adjacency": "replace-one"},
+    {"partition": "stream"},
+    {"partition": "stream", "adjacency": "replace-one"},
+    {"partition": "poisson"},
+]
+
+
+def ask(**changes: Any) -> Plan:
+    values: dict[str, Any] = {"users": 1003, "rounds": 8, "delta": 1e-5} | changes
+    if "epsilon" not in values and "noise_multiplier" not in values:
+        values["noise_multiplier"] = 1.0
+    return _made(tuple(values.items()))
+
+
+@functools.cache
+def _made(values: tuple[tuple[str, Any], ...]) -> Plan:
+    return make_plan(**dict(values))
+
+
+def test_noise_sensitivity_and_divisor_by_hand() -> None:
+    p = ask(clip_norm=0.5, noise_multiplier=1.25)
+    assert (p.noise_std, p.sensitivity, p.divisor) == (0.625, 0.5, 1003 / 8)
+    assert p.noise_to_clip_ratio(400) == pytest.approx(1.25 * 20 / (1003 / 8), rel=1e-15)
+    assert p.adjacency == "add-remove"
+    p = ask(clip_norm=0.5, partition="fixed", adjacency="replace-one")
+    assert (p.noise_std, p.sensitivity, p.divisor) == (0.5, 1.0, 125.0)  # ⌊1003/8⌋ slots
+    assert ask(partition="stream").divisor == 125.0
+    assert ask(partition="stream").adjacency == "zero-out"
+    assert ask(participations=4, epsilon=math.inf).divisor == 4 * 1003 / 8
+    baseline = ask(partition="poisson", participations=3, epsilon=math.inf)
+    assert baseline.divisor == pytest.approx(3 * 1003 / 8)
+
+
+@pytest.mark.parametrize("terms", ALL, ids=str)
+def test_the_guarantee_is_that_of_the_planned_mechanism(terms: dict[str, Any]) -> None:
+    p = ask(noise_multiplier=1.0, **terms)
+    mechanism = Mechanism(1.0, 8, p.partition, p.adjacency, p.participations)
+    assert p.guarantee == epsilon(mechanism, 1e-5)
+    assert p.noise_multiplier == 1.0
+    assert p.private
+    if p.participations == 1 and p.partition != "poisson":
+        # Hiding the batches only helps: one Gaussian at the true sensitivity costs no less.
+        one = gaussian_epsilon(p.clip_norm / p.sensitivity, 1e-5)
+        assert p.guarantee.epsilon <= one * (1 + 1e-9)
+        assert (p.guarantee.epsilon < 0.99 * one) == (p.partition == "random-allocation")
+
+
+def test_fixed_costs_are_the_tables_of_one_gaussian() -> None:
+    # Balle & Wang 2018, solved by hand at δ = 1e-5.
+    assert ask(partition="fixed").guarantee.epsilon == pytest.approx(4.377, abs=5e-4)
+    doubled = ask(partition="fixed", adjacency="replace-one").guarantee.epsilon
+    assert doubled == pytest.approx(9.997, abs=5e-4)
+    assert ask(partition="fixed", epsilon=1.0).noise_multiplier == pytest.approx(3.7306, abs=1e-3)
+    assert ask(rounds=100, epsilon=1.0).noise_multiplier == pytest.approx(0.873, abs=6e-3)
+    # The number of rounds is free under parallel composition, and helps random allocation.
+    assert ask(partition="fixed", rounds=80).guarantee == ask(partition="fixed").guarantee
+    assert ask(rounds=80).guarantee.epsilon < 0.5 * ask().guarantee.epsilon
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    target=st.floats(0.3, 8),
+    delta=st.sampled_from([1e-7, 1e-5, 1e-3]),
+    terms=st.sampled_from([t for t in ALL if "participations" not in t][:8]),
+)
+def test_the_cost_never_exceeds_what_was_asked_for(
+    target: float, delta: float, terms: dict[str, Any]
+) -> None:
+    p = ask(epsilon=target, delta=delta, **terms)
+    assert 0 < p.guarantee.epsilon <= target
+    assert p.guarantee.epsilon > target * 0.99  # and no noise is wasted
+    assert p.guarantee.delta == delta
+    again = ask(noise_multiplier=p.noise_multiplier, delta=delta, **terms)
+    assert again.guarantee.epsilon == p.guarantee.epsilon
+
+
+def test_the_cost_of_several_passes_never_exceeds_what_was_asked_for() -> None:
+    p = ask(epsilon=2.0, rounds=4, partition="poisson", participations=2)
+    assert 1.98 < p.guarantee.epsilon <= 2.0
+
+
+@pytest.mark.parametrize("terms", ALL, ids=str)
+@pytest.mark.parametrize("off", [{"epsilon": math.inf}, {"noise_multiplier": 0}], ids=str)
+def test_a_baseline_changes_nothing_but_the_noise(
+    terms: dict[str, Any], off: dict[str, Any]
+) -> None:
+    p, private = ask(**off, **terms), ask(**terms)
+    assert (p.noise_multiplier, p.noise_std, p.private) == (0.0, 0.0, False)
+    assert p.guarantee.epsilon == p.guarantee.epsilon_lower == math.inf
+    assert p.guarantee.accountant == NO_PRIVACY
+    assert replace(p, noise_multiplier=1.0, guarantee=private.guarantee) == private
+
+
+def test_a_baseline_may_leave_the_clip_norm_out() -> None:
+    p = ask(epsilon=math.inf, clip_norm=math.inf)
+    assert p.noise_std == 0.0  # not 0 · ∞
+    assert p.noise_to_clip_ratio(10) == 0.0
+
+
+@pytest.mark.parametrize("off", [{}, {"epsilon": math.inf, "clip_norm": math.inf}], ids=str)
+def test_terms_are_json_and_hold_the_whole_plan(off: dict[str, Any]) -> None:
+    p = ask(**off)
+    terms = p.terms()
+    assert json.loads(json.dumps(terms, allow_nan=False)) == terms
+    assert {
+        "users": 1003,
+        "rounds": 8,
+        "partition": "random-allocation",
+        "adjacency": "add-remove",
+        "participations": 1,
+        "clip_norm": "infinity" if off else 1.0,
+        "noise_multiplier": p.noise_multiplier,
+        "divisor": 1003 / 8,
+        "epsilon": "infinity" if off else p.guarantee.epsilon,
+        "epsilon_lower": "infinity" if off else p.guarantee.epsilon_lower,
+        "delta": 1e-5,
+        "accountant": p.guarantee.accountant,
+        "releases_per_round": 1,
+        "bands": 1,
+    } == terms
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"users": 7}, "7 users cannot fill 8 rounds: lower rounds to 7"),
+        ({"users": 0}, "no users"),
+        ({"rounds": 0}, "rounds must be at least 1, not 0"),
+        ({"epsilon": 1.0, "noise_multiplier": 1.0}, "exactly one of epsilon and noise_multiplier"),
+        ({"epsilon": None}, "exactly one of epsilon and noise_multiplier"),
+        ({"clip_norm": 0.0}, "clip_norm must be a positive number, not 0.0"),
+        ({"clip_norm": -1.0}, "clip_norm must be a positive number"),
+        ({"clip_norm": math.nan}, "clip_norm must be a positive number"),
+        ({"clip_norm": math.inf}, "clip_norm must be a positive number, not inf"),
+        ({"epsilon": math.inf, "clip_norm": 0.0}, "clip_norm must be a positive number"),
+        ({"epsilon": 0.0}, "epsilon must be a positive number"),
+        ({"epsilon": -1.0}, "epsilon must be a positive number"),
+        ({"epsilon": math.nan}, "epsilon must be a positive number"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier must be above 0"),
+        ({"noise_multiplier": math.nan}, "noise_multiplier must be above 0"),
+        ({"delta": 0.0}, "delta must be above 0"),
+        ({"delta": 1.0}, "delta must be above 0 and below 1"),
+        ({"partition": "shuffled"}, "partition 'shuffled' is unknown: use one of"),
+        ({"adjacency": "none"}, "adjacency 'none' is unknown: use one of"),
+        ({"participations": 0}, "participations"),
+        ({"participations": 3}, "rounds 8 must be a multiple of participations 3"),
+        ({"participations": 2, "partition": "fixed"}, "participations must be 1"),
+        ({"partition": "poisson", "adjacency": "replace-one"}, "poisson does not carry"),
+    ],
+    ids=str,
+)
+def test_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DprlhfError, match=message) as caught:
+        ask(**changes)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("partition", ["fixed", "stream"])
+@pytest.mark.parametrize("cost", [{"epsilon": 1.0}, {"epsilon": math.inf}], ids=str)
+def test_batches_in_order_do_not_carry_add_remove(partition: str, cost: dict[str, Any]) -> None:
+    # A baseline is refused too: it would not be comparable with any private run.
+    with pytest.raises(DprlhfError, match="does not carry adjacency add-remove"):
+        ask(partition=partition, adjacency="add-remove", **cost)
+
+
+def test_the_noise_follows_the_clip_norm_and_the_cost_does_not() -> None:
+    small, large = ask(epsilon=1.0, clip_norm=0.1), ask(epsilon=1.0, clip_norm=10.0)
+    assert large.noise_std == pytest.approx(100 * small.noise_std, rel=1e-14)
+    assert large.guarantee == small.guarantee
+    assert large.noise_to_clip_ratio(9) == small.noise_to_clip_ratio(9)
+
+
+def test_a_delta_above_one_over_n_is_named() -> None:
+    assert delta_warning(1e-5, 100_000) is None
+    assert "delta 0.001 is above 1/users = 0.0005" in str(delta_warning(1e-3, 2000))
+
+
+def test_the_balanced_batch_by_hand() -> None:
+    # (√d/ε)^{2/3} N^{1/3} with d = 10⁶, ε = 1, N = 10⁶: 100 · 100.
+    assert balanced_batch(10**6, 1.0, 10**6) == pytest.approx(10_000)
+    assert balanced_batch(10, 0.001, 10**6) == 10
+    assert balanced_batch(1000, 1e9, 1) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epsilon": math.inf}, "epsilon must be a positive number, not inf"),
+        ({"epsilon": -1.0}, "epsilon must be a positive number"),
+        ({"dimension": 0}, "dimension must be at least 1, not 0"),
+    ],
+    ids=str,
+)
+def test_a_comparison_out_of_range_is_refused(changes: dict[str, Any], message: str) -> None:
+    values: dict[str, Any] = {"epsilon": 4.0, "delta": 1e-5, "dimension": 10, "signal": 0.1}
+    with pytest.raises(DprlhfError, match=message):
+        trade_off(1000, [2], **(values | changes))
+
+
+@pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, math.nan, math.inf])
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_delta_is_checked_for_baselines_too(noise: float, delta: float) -> None:
+    with pytest.raises(DprlhfError, match="delta must be above 0 and below 1"):
+        make_plan(users=4, rounds=2, partition="fixed", noise_multiplier=noise, delta=delta)
+
+
+@pytest.mark.parametrize("clip_norm", [1e308, 1e-320])
+def test_a_clip_norm_whose_noise_overflows_or_vanishes_is_refused(clip_norm: float) -> None:
+    """Noise that rounds to zero would be no noise."""
+    for noise in (4.0, 1e-3):
+        if noise * clip_norm in (math.inf, 0.0) or noise * clip_norm < 1e-300:
+            with pytest.raises(DprlhfError, match="is no ordinary number"):
+                ask(noise_multiplier=noise, clip_norm=clip_norm, partition="fixed")
+    ask(epsilon=math.inf, clip_norm=clip_norm)  # a baseline has none

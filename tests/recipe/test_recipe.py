@@ -1,0 +1,444 @@
+"""The recipe: nothing unknown or impossible gets through, and the message says what to write."""
+
+from __future__ import annotations
+
+import copy
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import dprlhf
+from dprlhf.errors import DprlhfError
+from dprlhf.recipe import Recipe, dump_recipe, load_recipe, make_recipe
+from helpers import tiny
+
+SMALL: dict[str, Any] = {
+    "policy": {"model_name_or_path": "model", "adapter": {"target_modules": ["q", "v"]}},
+    "data": {"path": "prompts.csv"},
+    "rewards": [{"function": "module:score"}, {"classifier": "folder", "weight": 0.5}],
+    "privacy": {"epsilon": 4.0},
+    "rounds": 10,
+}
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    """Return SMALL with changes written as ``a__b=value``; list items by their index."""
+    made = copy.deepcopy(SMALL)
+    for name, value in changes.items():
+        *parents, last = name.split("__")
+        node: Any = made
+        for parent in parents:
+            node = node[int(parent)] if isinstance(node, list) else node.setdefault(parent, {})
+        node[last] = value
+    return made
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(SMALL))
+    return path
+
+
+def refusal(values: Any) -> str:
+    with pytest.raises(DprlhfError) as caught:
+        make_recipe(values)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith("recipe: ")
+    return message.removeprefix("recipe: ")
+
+
+# ------------------------------------------------------------------------------------- keys
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("round", "rounds"),
+        ("reward", "rewards"),
+        ("polcy", "policy"),
+        ("policy.model_name_or_pth", "policy.model_name_or_path"),
+        ("policy.adapter.rnak", "policy.adapter.rank"),
+        ("data.prompt_colum", "data.prompt_column"),
+        ("rewards.0.wieght", "rewards.0.weight"),
+        ("rewards.1.max_token", "rewards.1.max_tokens"),
+        ("rollout.responces", "rollout.responses"),
+        ("update.clipnorm", "update.clip_norm"),
+        ("optimizer.learning_rat", "optimizer.learning_rate"),
+        ("privacy.epsilonn", "privacy.epsilon"),
+        ("evaluation.evry", "evaluation.every"),
+        ("evaluation.data.pth", "evaluation.data.path"),
+        # Under the wrong section, with the right one named.
+        ("learning_rate", "optimizer.learning_rate"),
+        ("epsilon", "privacy.epsilon"),
+        ("update.temperature", "rollout.temperature"),
+        ("policy.rank", "policy.adapter.rank"),
+        ("path", "data.path"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(wrong: str, right: str) -> None:
+    message = refusal(settings(**{wrong.replace(".", "__"): 1}))
+    assert message == f"unknown key '{wrong}'; did you mean '{right}'?"
+
+
+def test_an_unknown_key_like_nothing_is_named_alone() -> None:
+    assert refusal(settings(privacy__zzzzzz=1)) == "unknown key 'privacy.zzzzzz'"
+
+
+def test_a_misspelt_required_key_is_named_as_misspelt() -> None:
+    values = settings()
+    values["polcy"] = values.pop("policy")
+    assert refusal(values) == "unknown key 'polcy'; did you mean 'policy'?"
+
+
+@pytest.mark.parametrize("key", ["policy", "data", "rewards", "privacy", "rounds"])
+def test_a_missing_key_is_named(key: str) -> None:
+    values = settings()
+    del values[key]
+    assert refusal(values) == f"'{key}' is missing"
+    assert refusal(settings(data={"split": "x"})) == "'data.path' is missing"
+
+
+# ----------------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        (
+            "optimizer.name",
+            "adma",
+            ["'sgd', 'adam' or 'adam-corrected'", "not 'adma'", "did you mean 'adam'?"],
+        ),
+        ("update.baseline", "pared", ["'paired', 'loo' or 'group'", "did you mean 'paired'?"]),
+        ("update.name", "grop", ["'pg'", "not 'grop'", "did you mean 'grpo'?"]),
+        ("update", 3, ["update: "]),
+        (
+            "privacy.partition",
+            "poison",
+            ["'random-allocation', 'fixed', 'stream' or 'poisson'", "did you mean 'poisson'?"],
+        ),
+        ("privacy.adjacency", "add_remove", ["'add-remove'", "did you mean 'add-remove'?"]),
+        ("policy.adapter.type", "lora_b", ["'norms' or 'biases'", "did you mean 'lora-b'?"]),
+        ("policy.dtype", "float16", ["'float32' or 'bfloat16'", "not 'float16'"]),
+        ("rounds", 0, ["greater than or equal to 1", "not 0"]),
+        ("rounds", 2.5, ["valid integer", "not 2.5"]),
+        ("rounds", "many", ["valid integer", "not 'many'"]),
+        ("rounds", True, ["valid integer", "not 'true'"]),
+        ("privacy.epsilon", True, ["valid number", "not 'true'"]),
+        ("evaluation.every", False, ["valid integer", "not 'false'"]),
+        ("data.user_column", False, ["valid string", "not False"]),
+        ("update.clip_norm", 0, ["greater than 0", "not 0"]),
+        ("update.clip_norm", math.nan, ["greater than 0", "not nan"]),
+        ("rollout.responses", 1, ["greater than or equal to 2", "not 1"]),
+        ("rollout.temperature", math.inf, ["finite", "not inf"]),
+        ("rewards.1.weight", math.nan, ["finite", "not nan"]),
+        ("optimizer.momentum", 1.0, ["less than 1", "not 1.0"]),
+        ("optimizer.betas.0", 1.5, ["less than 1", "not 1.5"]),
+        ("privacy.reward_share", 1.0, ["less than 1", "not 1.0"]),
+        ("privacy.epsilon", "big", ["valid number", "not 'big'"]),
+        ("privacy.participations", 0, ["greater than or equal to 1", "not 0"]),
+        ("data.max_prompts_per_user", 0, ["greater than or equal to 1", "not 0"]),
+        ("evaluation.prompts", 1, ["greater than or equal to 2", "not 1"]),
+        ("rewards", "f", ["valid list", "not 'f'"]),
+    ],
+)
+def test_a_bad_value_names_key_choices_and_value(key: str, value: Any, words: list[str]) -> None:
+    changes: dict[str, Any] = {"evaluation": {"data": {"path": "p"}}}
+    if key == "optimizer.betas.0":
+        changes["optimizer"] = {"betas": [value, 0.9]}
+    elif key == "rewards.1.weight":
+        changes["rewards"] = [{"function": "f"}, {"function": "g", "weight": value}]
+    else:
+        changes[key.replace(".", "__")] = value
+    message = refusal(settings(**changes))
+    assert message.startswith(f"{key}: ")
+    for word in words:
+        assert word in message
+
+
+def test_an_offending_value_is_short_and_one_of_a_program_is_not_quoted() -> None:
+    import pandas as pd
+
+    message = refusal(settings(rounds="many " * 1000))
+    assert message.startswith("rounds: Input should be a valid integer")
+    assert "'many many" in message
+    assert len(message) < 200
+    assert "a DataFrame" in refusal(settings(data__path=pd.DataFrame({"prompt": ["CANARY"]})))
+    assert "CANARY" not in refusal(settings(data__path=pd.DataFrame({"prompt": ["CANARY"]})))
+
+
+def test_a_model_in_memory_is_to_be_saved_first() -> None:
+    with pytest.raises(DprlhfError) as caught:
+        dprlhf.train(model=tiny.model(), prompts=["a"], reward=len, epsilon=1.0, rounds=1)
+    assert str(caught.value) == (
+        "train: policy.model_name_or_path: give a hub id or a folder, not a GPT2LMHeadModel: save"
+        " it first with save_pretrained (a model together with its tokenizer)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"privacy": {}}, "privacy: give exactly one of epsilon and noise_multiplier"),
+        (
+            {"privacy__noise_multiplier": 1.0},
+            "privacy: give exactly one of epsilon and noise_multiplier",
+        ),
+        ({"privacy__epsilon": 0}, "privacy: epsilon must be above 0, not 0.0"),
+        ({"privacy__epsilon": -1}, "privacy: epsilon must be above 0, not -1.0"),
+        ({"privacy__epsilon": math.nan}, "privacy: epsilon must be above 0, not nan"),
+        (
+            {"privacy": {"noise_multiplier": -0.1}},
+            "privacy: noise_multiplier must be at least 0, not -0.1",
+        ),
+        (
+            {"privacy": {"noise_multiplier": math.inf}},
+            "privacy: noise_multiplier must be at least 0, not inf",
+        ),
+        (
+            {"privacy": {"noise_multiplier": math.nan}},
+            "privacy: noise_multiplier must be at least 0, not nan",
+        ),
+        ({"privacy__delta": 0}, "privacy: delta must lie between 0 and 1, not 0.0"),
+        ({"privacy__delta": 1}, "privacy: delta must lie between 0 and 1, not 1.0"),
+        ({"privacy__delta": math.nan}, "privacy: delta must lie between 0 and 1, not nan"),
+        ({"rewards": [{}]}, "rewards.0: give exactly one of function, classifier, plugin"),
+        (
+            {"rewards": [{"function": "f", "plugin": "p"}]},
+            "rewards.0: give exactly one of function, classifier, plugin",
+        ),
+        (
+            {"rollout": {"base_policy": "reference", "responses": 3}},
+            "rollout: responses must be even when base_policy is reference",
+        ),
+    ],
+    ids=str,
+)
+def test_values_that_contradict_each_other(changes: dict[str, Any], message: str) -> None:
+    assert refusal(settings(**changes)) == message
+
+
+def test_an_empty_list_of_rewards_is_refused() -> None:
+    assert "at least 1 item" in refusal(settings(rewards=[]))
+
+
+PRIVATE: list[dict[str, Any]] = [
+    {"epsilon": 8.0},
+    {"epsilon": 1e9},
+    {"noise_multiplier": 0.01},
+]
+BASELINES: list[dict[str, Any]] = [{"epsilon": math.inf}, {"noise_multiplier": 0}]
+
+
+@pytest.mark.parametrize(
+    "fitted",
+    [
+        {"policy__trained_on_private_users": True},
+        {"rewards": [{"function": "f"}, {"classifier": "c", "trained_on_private_users": True}]},
+    ],
+    ids=str,
+)
+def test_what_was_fitted_on_the_users_carries_no_epsilon(fitted: dict[str, Any]) -> None:
+    for privacy in PRIVATE:
+        message = refusal(settings(**fitted, privacy=privacy))
+        assert "fitted on the same users" in message
+        assert "privacy.epsilon=.inf" in message
+    for privacy in BASELINES:
+        make_recipe(settings(**fitted, privacy=privacy))
+
+
+def test_an_infinite_clip_norm_belongs_to_a_baseline() -> None:
+    for privacy in PRIVATE:
+        message = refusal(settings(update__clip_norm=math.inf, privacy=privacy))
+        assert "update.clip_norm must be finite unless privacy.epsilon is .inf" in message
+    for privacy in BASELINES:
+        made = make_recipe(settings(update__clip_norm=math.inf, privacy=privacy))
+        assert made.update.clip_norm == math.inf
+
+
+def test_settings_are_frozen() -> None:
+    recipe = make_recipe(SMALL)
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.privacy.epsilon = 100.0  # type: ignore[misc]
+
+
+# -------------------------------------------------------------------------------- overrides
+
+
+@pytest.mark.parametrize(
+    ("override", "read"),
+    [
+        ("rounds=7", lambda r: r.rounds == 7),
+        ("optimizer.learning_rate=1e-3", lambda r: r.optimizer.learning_rate == 0.001),
+        ("privacy.delta=1E-7", lambda r: r.privacy.delta == 1e-7),
+        ("privacy.epsilon=inf", lambda r: r.privacy.epsilon == math.inf),
+        ("privacy.epsilon=.inf", lambda r: r.privacy.epsilon == math.inf),
+        ("rewards.1.weight=-2", lambda r: r.rewards[1].weight == -2),
+        ("rewards.0.function=a:b=c", lambda r: r.rewards[0].function == "a:b=c"),
+        ("rewards=[{plugin: p}]", lambda r: [x.plugin for x in r.rewards] == ["p"]),
+        ("rewards.1={plugin: p}", lambda r: r.rewards[1].plugin == "p"),
+        ("policy.adapter.target_modules.1=k", lambda r: r.policy.adapter.target_modules[1] == "k"),
+        ("policy.adapter.target_modules=all-linear",
+         lambda r: r.policy.adapter.target_modules == "all-linear"),
+        ("data.name=", lambda r: r.data.name is None),
+        ("data.user_column=author", lambda r: r.data.user_column == "author"),
+        ("evaluation.data.path=public.csv", lambda r: r.evaluation.data.path == "public.csv"),
+        ("policy.trust_remote_code=true", lambda r: r.policy.trust_remote_code is True),
+    ],
+)  # fmt: skip
+def test_overrides(file: Path, override: str, read: Any) -> None:
+    assert not (lambda r: r.evaluation is not None and read(r))(load_recipe(file))
+    assert read(load_recipe(file, [override]))
+
+
+def test_overrides_apply_in_order(file: Path) -> None:
+    assert load_recipe(file, ["rounds=3", "rounds=4"]).rounds == 4
+    changed = load_recipe(file, ["privacy.epsilon=null", "privacy.noise_multiplier=1.5"])
+    assert (changed.privacy.epsilon, changed.privacy.noise_multiplier) == (None, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rounds", "override 'rounds': write section.key=value"),
+        ("=3", "override '=3': write section.key=value"),
+        ("", "override '': write section.key=value"),
+        ("rounds=[1", "override 'rounds=[1': the value is not valid YAML"),
+        ("rounds.x=1", "override 'rounds.x': 'rounds' is a single value, not a section"),
+        ("rewards.2.weight=1", "'2' is not an index of a list of 2"),
+        ("rewards.-1.weight=1", "'-1' is not an index of a list of 2"),
+        ("rewards.first.weight=1", "'first' is not an index of a list of 2"),
+        ("rewards.²=1", "'²' is not an index of a list of 2"),
+        ("rewards.9=1", "'9' is not an index of a list of 2"),
+        ("policy.adapter.target_modules.0.x=1", "'0' is a single value, not a section"),
+        ("privacy.epsilonn=1", "unknown key 'privacy.epsilonn'; did you mean 'privacy.epsilon'?"),
+        ("privacy.epsilon=low", "privacy.epsilon: Input should be a valid number"),
+        ("learning_rate=1e-3", "did you mean 'optimizer.learning_rate'?"),
+    ],
+)
+def test_a_wrong_override_is_named(file: Path, override: str, message: str) -> None:
+    with pytest.raises(DprlhfError) as caught:
+        load_recipe(file, [override])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------ files
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"rounds: [1", "not valid YAML"),
+        (b"a: b: c", "not valid YAML"),
+        (b"rounds: !!python/object/apply:os.getcwd []", "not valid YAML"),
+        (b"\xff\xfe\x00", "not valid YAML"),
+        (b"", "a recipe is a mapping of keys to values"),
+        (b"- 1", "a recipe is a mapping of keys to values"),
+    ],
+)
+def test_a_file_that_is_no_recipe(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_bytes(content)
+    with pytest.raises(DprlhfError) as caught:
+        load_recipe(path)
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(DprlhfError, match=r"no\.yaml: No such file"):
+        load_recipe(tmp_path / "no.yaml")
+    with pytest.raises(DprlhfError, match="Is a directory"):
+        load_recipe(tmp_path)
+
+
+FULL = settings(
+    evaluation={"data": {"path": "public", "split": "test"}, "every": 2},
+    rollout={"base_policy": "reference", "responses": 4, "temperature": 0.7},
+    optimizer={"name": "sgd", "momentum": 0.9, "learning_rate": 1e-7, "betas": [0.5, 0.75]},
+    data={"path": "p", "user_column": "u", "max_prompts_per_user": 3, "limit": 10},
+)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        SMALL,
+        FULL,
+        settings(privacy={"epsilon": math.inf}, update__clip_norm=math.inf),
+        settings(privacy={"noise_multiplier": 0.1 + 0.2, "delta": 1e-12}),
+        settings(data__path="yes", data__name="1e3", data__split="null"),
+    ],
+    ids=["small", "full", "baseline", "digits", "words"],
+)
+def test_what_is_written_is_read_back(tmp_path: Path, values: dict[str, Any]) -> None:
+    recipe = make_recipe(values)
+    path = tmp_path / "r.yaml"
+    path.write_text(dump_recipe(recipe))
+    assert load_recipe(path) == recipe
+    assert dump_recipe(load_recipe(path)) == dump_recipe(recipe)
+    # Every default is written out: a later version with other defaults reads the same recipe.
+    written = yaml.safe_load(path.read_text())
+    assert set(written) == set(Recipe.model_fields)
+    assert set(written["privacy"]) == set(type(recipe.privacy).model_fields)
+
+
+def test_reading_a_recipe_loads_nothing_heavy(file: Path) -> None:
+    program = (
+        "import sys\nfrom dprlhf.recipe import load_recipe, dump_recipe\n"
+        f"dump_recipe(load_recipe({str(file)!r}, ['rounds=3']))\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'peft', 'accelerate', 'trl', 'opacus',"
+        " 'pandas', 'matplotlib', 'dp_accounting', 'pld_accounting'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+PEOPLE = {"path": "people", "name": "all", "split": "train"}
+
+
+@pytest.mark.parametrize(
+    "public",
+    [
+        {"max_prompts_per_user": 2},
+        {"split": "train[:10%]"},
+        {"split": "test+train"},
+        {"skip": 5},
+        {"path": "./people.csv", "split": "test"},
+        {"path": "folder/../people.csv", "name": "other"},
+        {"path": "link.csv"},
+        {"path": "saved", "split": "test"},
+    ],
+)
+def test_evaluation_on_the_private_rows_is_refused(
+    public: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else the two sections say, and however they spell it."""
+    monkeypatch.chdir(tmp_path)
+    Path("people.csv").write_text("prompt\na\n")
+    Path("link.csv").symlink_to("people.csv")
+    Path("folder").mkdir()
+    Path("saved").mkdir()
+    Path("saved/dataset_info.json").write_text("{}")
+    local = {"path": "saved" if public.get("path") == "saved" else "people.csv"}
+    private = PEOPLE | (local if "path" in public else {})
+    message = refusal(settings(data=private, evaluation={"data": {**private, **public}}))
+    assert "evaluation.data names the private users" in message
+
+
+@pytest.mark.parametrize("key", ["path", "name", "split"])
+def test_evaluation_on_other_rows_is_not(key: str) -> None:
+    make_recipe(settings(data=PEOPLE, evaluation={"data": {**PEOPLE, key: "other"}}))
+    sliced = {**PEOPLE, "split": "train[:90%]"}
+    make_recipe(settings(data=sliced, evaluation={"data": {**PEOPLE, "split": "train[90%:]"}}))

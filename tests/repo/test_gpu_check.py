@@ -1,0 +1,96 @@
+"""scripts/gpu_check.sh without a GPU: its options, what it refuses, and its table."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts/gpu_check.sh"
+
+# Answers as an interpreter with a GPU would; {tests} is the exit status of the tests.
+INTERPRETER = """#!/usr/bin/env bash
+case "$*" in
+  -) code=$(cat); case $code in
+    *get_device_name*) {probe} ;;
+    *) {real} - <<<"$code" ;;
+  esac ;;
+  "- "*) exec {real} "$@" ;;
+  "-m pytest"*) echo "9 passed"; exit {tests} ;;
+  scripts/bench.py*) echo done
+    echo '[{{"name": "a ratio", "value": 1.04, "goal": "at most 1.05", "holds": true}},
+    {{"name": "no goal", "value": 3, "goal": "", "holds": null}}]' >"${{@: -1}}" ;;
+  *"assets pull") {assets} ;;
+  "-m dprlhf train"*) echo "reward on 256 prompts: rise"; echo "run folder: here" ;;
+esac
+"""
+
+
+def check(folder: Path, *options: str, **answers: str) -> subprocess.CompletedProcess[str]:
+    if answers:
+        defaults = {"probe": "echo 'An H1000, torch 2.13'", "tests": "0", "assets": "true"}
+        interpreter = folder / "python"
+        interpreter.write_text(INTERPRETER.format(**defaults | {"real": sys.executable} | answers))
+        interpreter.chmod(0o755)
+        options = ("--python", str(interpreter), "--out", str(folder / "out"), *options)
+    return subprocess.run(
+        ["bash", str(SCRIPT), *options], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--fast"], "unknown option '--fast'; see --help"),
+        (["--out"], "--out needs a value"),
+        (["--wheels", "/no/such"], "--wheels: there is no folder '/no/such'"),
+        (["--python", "no-such-python"], "--python: not found"),
+    ],
+    ids=["unknown", "value", "wheels", "python"],
+)
+def test_a_wrong_call_is_one_line(tmp_path: Path, options: list[str], message: str) -> None:
+    done = check(tmp_path, *options)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"gpu_check: {message}")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("probe", "message"),
+    [
+        ("echo 'none: torch 2.13.0+cpu'", "no GPU that torch can use (torch 2.13.0+cpu); run this"),
+        ("echo 'No module named torch' >&2; exit 1", "cannot import torch (No module named torch)"),
+    ],
+    ids=["gpu", "torch"],
+)
+def test_without_a_gpu_or_torch_it_does_not_start(tmp_path: Path, probe: str, message: str) -> None:
+    done = check(tmp_path, probe=probe)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stdout == ""
+
+
+def test_the_table_comes_last(tmp_path: Path) -> None:
+    done = check(tmp_path, tests="0")
+    assert done.returncode == 0, done.stderr
+    *_, title, tests, imdb, reward, bench, ratio = done.stdout.splitlines()
+    assert title.startswith("An H1000, torch 2.13 (logs in ")
+    assert tests.split()[:2] == ["tests", "ok"]
+    assert tests.endswith("9 passed")
+    assert imdb.split()[:2] == ["imdb", "ok"]
+    assert reward.strip() == "reward on 256 prompts: rise"
+    assert bench.split()[:2] == ["bench", "ok"]
+    assert ratio.split() == ["holds", "1.04", "a", "ratio", "(at", "most", "1.05)"]
+
+
+def test_a_failure_and_what_cannot_be_fetched_are_in_the_table(tmp_path: Path) -> None:
+    done = check(tmp_path, tests="1", assets="echo 'no network'; exit 2")
+    assert done.returncode == 1
+    lines = {line.split()[0]: line.split()[1] for line in done.stdout.splitlines() if line}
+    assert lines["tests"] == "FAILED"
+    assert lines["imdb"] == "skipped"
+    assert lines["bench"] == "ok"
+    assert "the demo's models cannot be had: no network" in done.stdout

@@ -1,0 +1,224 @@
+"""The README's first steps, command by command, on a tiny model; and the examples in the docs."""
+
+from __future__ import annotations
+
+import doctest
+import itertools
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from dprlhf.cli.app import app
+from dprlhf.recipe import load_any_recipe
+from helpers import tiny
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+import newcomer  # noqa: E402
+
+SMALLER = ("rounds=3", "rollout.max_new_tokens=4", "rollout.responses=2", "evaluation.prompts=8")
+PAGES = [ROOT / "README.md", ROOT / "recipes/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("newcomer")
+    for name in ("examples", "recipes"):
+        shutil.copytree(ROOT / name, folder / name)
+    newcomer.make_model(folder)
+    return folder
+
+
+def smaller(command: str) -> str:
+    """The same command on fewer rounds and tokens."""
+    plain = command.partition("  #")[0]
+    return f"{plain} {' '.join(SMALLER)}" if " train " in command else command
+
+
+def execute(command: str) -> int:
+    """Run a command here: a dprlhf command inside this process."""
+    from typer.testing import CliRunner
+
+    words = shlex.split(smaller(command), comments=True)
+    if words[0] == "dprlhf":
+        done = CliRunner().invoke(app, words[1:])
+        assert done.exception is None or done.exit_code == 0, (command, done.output, done.exception)
+        return done.exit_code
+    code = command.partition("<<'END'\n")[2].removesuffix("\nEND")
+    assert words[0] == "python", command
+    exec(compile(code, "README.md", "exec"), {})
+    return 0
+
+
+TASKS = {task.title: task for task in newcomer.tasks()}
+
+
+def test_the_readme_has_all_seven() -> None:
+    assert list(TASKS) == [
+        "Run the demo", "Your own reward", "Your own CSV with a `user_id` column", "Two processes",
+        "Resume a killed run", "Read the report", "Load the adapter",
+    ]  # fmt: skip
+    assert TASKS["Run the demo"].is_demo
+
+
+REWARD, CSV = "Your own reward", "Your own CSV with a `user_id` column"
+NEEDS = {
+    REWARD: (), CSV: (REWARD,), "Two processes": (REWARD,), "Resume a killed run": (REWARD,),
+    "Read the report": (REWARD, CSV), "Load the adapter": (REWARD,),
+}  # fmt: skip
+"""The steps that leave what a step takes up; another process may have the tests of those."""
+
+
+@pytest.fixture(scope="module")
+def take(home: Path) -> Callable[[str], None]:
+    """Take a first step, after those that it needs; each once."""
+    taken: set[str] = set()
+
+    def take(title: str) -> None:
+        for needed in NEEDS[title]:
+            take(needed)
+        if title in taken:
+            return
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(home)
+            patch.setattr(newcomer, "run_and_kill", killed)
+            run = launch if title == "Two processes" else execute
+            assert newcomer.run(TASKS[title], home, run) is None
+        taken.add(title)
+
+    return take
+
+
+@pytest.mark.parametrize("title", NEEDS)
+def test_a_first_step(take: Callable[[str], None], title: str) -> None:
+    take(title)
+
+
+def killed(command: str, folder: Path) -> None:
+    """Run a command until its second round is told of, and stop as a crash would."""
+    import dprlhf
+
+    words = shlex.split(smaller(command), comments=True)
+    path, *overrides = [w for w in words[2:] if not w.startswith("--output-dir")]
+    target = overrides.pop(0)
+
+    class Crash(BaseException):
+        pass
+
+    def stop(metrics: dict[str, Any]) -> None:
+        if metrics["round"] == 2:
+            raise Crash
+
+    with pytest.raises(Crash):
+        dprlhf.train(path, overrides=overrides, output_dir=target, callbacks=[stop], quiet=True)
+
+
+def test_the_example_reward_can_teach() -> None:
+    """Answers of 32 tokens lie well inside the range that scores are clipped to."""
+    line = "return [3 - len(text.encode()) / 50 for text in completions]"
+    for file in ("README.md", "docs/index.md", "examples/my_rewards.py"):
+        assert line in (ROOT / file).read_text(), file
+    made: dict[str, Any] = {}
+    exec((ROOT / "examples/my_rewards.py").read_text(), made)
+    scores = made["brevity"](prompts=[], completions=["a" * n for n in (32, 100, 140, 180, 280)])
+    assert all(-3 < later < earlier - 0.5 < 3 for earlier, later in itertools.pairwise(scores))
+
+
+def launch(command: str) -> int:
+    """Run a command of ``accelerate`` in processes of its own."""
+    words = [str(Path(sys.executable).parent / "accelerate"), *shlex.split(smaller(command))[1:]]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.returncode
+
+
+def test_what_is_missing_is_noticed(tmp_path: Path) -> None:
+    step = newcomer.Task("x", ["dprlhf report a --out r.html"])
+    assert newcomer.run(step, tmp_path, lambda command: 0) == f"no file from: {step.commands[0]}"
+    assert newcomer.run(step, tmp_path, lambda command: 3) == f"exit status 3: {step.commands[0]}"
+    step = newcomer.Task("x", ["dprlhf train r.yaml --output-dir runs/a"])
+    assert "no adapter in a" in str(newcomer.run(step, tmp_path, lambda command: 0))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}[^\n]*\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def commands(page: Path) -> list[str]:
+    lines = "\n".join(blocks(page, "console")).splitlines()
+    return [line for line in lines if line.startswith("$ dprlhf ")]
+
+
+def test_the_examples_of_the_docs_are_found() -> None:
+    """Or the tests below would look at nothing, and pass."""
+    assert sum(len(commands(page)) for page in PAGES) >= 40
+    assert sum(len(blocks(page, "yaml")) for page in PAGES) >= 5
+    assert not [page for page in PAGES if re.search(r"```(bash|sh|shell|yml)\b", page.read_text())]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_the_commands_in_the_docs_exist(page: Path) -> None:
+    root = typer.main.get_command(app)
+    for line in commands(page):
+        words, command = shlex.split(line[2:], comments=True)[1:], root
+        while words and words[0] in getattr(command, "commands", {}):
+            command = command.commands[words.pop(0)]  # type: ignore[attr-defined]
+        command.make_context("dprlhf", words, resilient_parsing=False).close() if words else None
+        for word in words:
+            if word.startswith("recipes/") and word.endswith(".yaml"):
+                load_any_recipe(ROOT / word)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_the_yaml_in_the_docs_is_yaml(page: Path) -> None:
+    for block in blocks(page, "yaml"):
+        yaml.safe_load(block)
+
+
+def test_the_pipeline_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.save(tmp_path / newcomer.MODEL)
+    monkeypatch.chdir(tmp_path)
+    failed, tried = doctest.testfile(str(ROOT / "docs/pipeline.md"), module_relative=False)
+    assert tried > 5
+    assert not failed
+
+
+def test_the_pipeline_recipes_load_and_build_on_each_other() -> None:
+    recipes = [load_any_recipe(p) for p in sorted((ROOT / "recipes/pipeline").glob("*.yaml"))]
+    folders = [recipe.output_dir for recipe in recipes]
+    assert [p.run for p in recipes[2].previous] == folders[:2]
+    assert {recipe.privacy.delta for recipe in recipes} == {1e-5}
+    assert recipes[2].model_dump()["policy"]["model_name_or_path"] == f"{folders[0]}/model"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    import docs_pages
+
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    named = set(re.findall(r"[\w/]+\.md", str(site["nav"])))
+    files = {p.relative_to(ROOT / "docs").as_posix() for p in (ROOT / "docs").rglob("*.md")}
+    assert named == {f for f in files if not f.startswith("results/")} | docs_pages.pages().keys()
+
+
+def test_the_reference_names_every_key_and_command() -> None:
+    import docs_pages
+
+    pages = docs_pages.pages()
+    keys = pages["reference/recipes.md"]
+    for key in ("`update.clip_norm`", "`policy.adapter.rank`", "`data.chosen_column`"):
+        assert key in keys
+    empty = re.findall(r"^\| `([^`]+)` \|.*\|  \|$", keys, re.MULTILINE)
+    assert not empty, f"keys without a word about them: {empty}"
+    for command in ("dprlhf sft", "dprlhf privacy total", "dprlhf reward-check"):
+        assert f"## `{command}`" in pages["reference/commands.md"]
+    for row in ("| `--num_generations` | `rollout.responses` |", "| `--use_peft` | not needed"):
+        assert row in pages["reference/commands.md"]

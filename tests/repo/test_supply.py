@@ -1,0 +1,138 @@
+"""What comes in and what could slip out: no pickle, no hub telemetry, no secrets in the tree."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dprlhf
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import supply
+
+SOURCES = sorted(Path(dprlhf.__file__).parent.rglob("*.py"))
+
+
+def unsafe(source: str) -> set[str]:
+    """Return the ways in which a module reads or writes pickles, or runs what it reads."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                found |= {n.name for n in names} & {"pickle", "dill", "cloudpickle", "joblib"}
+            case ast.ImportFrom(module=("pickle" | "dill" | "joblib") as module):
+                found.add(module)
+            case ast.Call(func=ast.Attribute(attr=name, value=ast.Name(id=owner)), keywords=given):
+                told = {k.arg for k in given if isinstance(k.value, ast.Constant) and k.value.value}
+                called = f"{owner}.{name}"
+                if called in ("torch.load", "torch.save", "yaml.load"):
+                    found |= {called} if "weights_only" not in told else set()
+                if called == "np.load" and "allow_pickle" in told:
+                    found.add(called)
+            case ast.Call(func=ast.Name(id=("eval" | "exec") as name)):
+                found.add(name)
+            case ast.keyword(arg="trust_remote_code", value=ast.Constant(value=True)):
+                found.add("trust_remote_code")
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
+def test_nothing_is_pickled_or_run_unasked(path: Path) -> None:
+    assert not unsafe(path.read_text())
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from dill import dumps",
+        "torch.load('a')",
+        "torch.save(x, 'a')",
+        "np.load('a', allow_pickle=True)",
+        "yaml.load(text)",
+        "eval(text)",
+        "load(path, trust_remote_code=True)",
+    ],
+)
+def test_the_search_sees(source: str) -> None:
+    assert unsafe(source)
+
+
+def test_hub_telemetry_is_off_unless_asked_for() -> None:
+    command = [
+        sys.executable, "-c",
+        "import dprlhf.recipe; from huggingface_hub import constants as c;"
+        " print(c.HF_HUB_DISABLE_TELEMETRY)",
+    ]  # fmt: skip
+    plain = {k: v for k, v in os.environ.items() if "TELEMETRY" not in k and "TRACK" not in k}
+    for given, off in (({}, "True"), ({"HF_HUB_DISABLE_TELEMETRY": "0"}, "False")):
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, env=plain | given
+        )
+        assert done.stdout.strip() == off
+
+
+PLANTED = {
+    "a private key": "-----BEGIN RSA PRIVATE" + " KEY-----",
+    "an AWS key": "AKIA" + "IOSFODNN7EXAMPLE",
+    "a Hugging Face token": "hf_" + "a1B2" * 9,
+    "a GitHub token": "ghp_" + "a1B2" * 9,
+    "a key of an LLM service": "sk-" + "a1B2" * 6,
+    "a Slack token": "xoxb-" + "123456789012",
+    "a Google key": "AIza" + "a1B2" * 8 + "a1B",
+    "a PyPI token": "pypi-" + "a1B2" * 13,
+    "a web token": "eyJ" + "a1B2" * 5 + "." + "a1B2" * 5 + "." + "a1B2" * 5,
+    "a password in a URL": "https://me:hunter22" + "@example.org",
+    "a value that is called a secret": "wandb_api_key = " + "'0123456789abcdef'",
+}
+
+
+@pytest.mark.parametrize("kind", supply.SECRETS)
+def test_each_kind_of_secret_is_found_and_not_shown(kind: str) -> None:
+    text = f"first line\nx = {PLANTED[kind]}\n"
+    (found,) = [line for line in supply.found_in("a.py", text.encode()) if kind in line]
+    assert found == f"a.py:2: {kind}"
+
+
+@pytest.mark.parametrize("name", ["run/secret/key", ".env", "a/.netrc", "id_rsa", "x.pem"])
+def test_files_that_are_secret_by_name(name: str) -> None:
+    assert list(supply.found_in(name, b"\0"))
+    assert not list(supply.found_in("src/dprlhf/privacy/ledger.py", b"x = 1"))
+
+
+def test_the_tracked_files_are_scanned(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        subprocess.run(["git", *words], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init")
+    (tmp_path / "a.py").write_text(PLANTED["an AWS key"])
+    (tmp_path / "b.py").write_text(PLANTED["an AWS key"])
+    git("add", "a.py")
+    assert supply.scan(tmp_path) == ["a.py:1: an AWS key"]
+
+
+def package(**values: object) -> dict[str, object]:
+    return {"name": "x", "version": "1", "vulns": [], **values}
+
+
+@pytest.mark.parametrize(
+    ("answer", "words", "good"),
+    [
+        ("", "not reachable, skipped", True),
+        ("{}", "not reachable, skipped", True),
+        ([{"name": "x", "skip_reason": "not found"}], "not reachable, skipped", True),
+        ([package(), {"name": "y", "skip_reason": "no"}], "1 packages without", True),
+        ([package(vulns=[{"id": "CVE-1"}])], "x 1: CVE-1", False),
+    ],
+)
+def test_what_pip_audit_says(answer: object, words: str, good: bool) -> None:
+    text = answer if isinstance(answer, str) else json.dumps({"dependencies": answer})
+    line, found = supply.verdict(text)
+    assert words in line
+    assert found is good

@@ -1,0 +1,962 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import doctest
+import functools
+import gc
+import importlib.metadata
+import io
+import logging
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+from dprlhf import recipe
+from dprlhf.data.in_memory import Sources
+from dprlhf.errors import DprlhfError
+from dprlhf.rewards import Reward, Scorer, Scores, check_reward, load_reward
+from dprlhf.rewards.classifier import ClassifierReward
+from dprlhf.rewards.summary import Spread, spread_of
+from dprlhf.training.build import Parts, assemble
+from dprlhf.training.processes import Processes
+from helpers import tiny
+
+CANARY = "CANARY-my-private-prompt"
+
+
+def score(
+    rewards: Any,
+    completions: Sequence[Any],
+    *,
+    users: Sequence[Any] | None = None,
+    bound: float = 10.0,
+    sink: Any = None,
+    prompts: Sequence[Any] | None = None,
+    **columns: list[Any],
+) -> Scores:
+    rewards = rewards if isinstance(rewards, list) else [rewards]
+    return Scorer(rewards, bound, sink=sink).score(
+        ["p"] * len(completions) if prompts is None else prompts,
+        completions,
+        [list(str(c).encode()) for c in completions],
+        columns,
+        list(range(len(completions))) if users is None else users,
+    )
+
+
+def length(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(c)) for c in completions]
+
+
+def batch_normalised(completions: list[str], **_: Any) -> list[float]:
+    raw = np.array([len(c) for c in completions], dtype=float)
+    return list((raw - raw.mean()) / (raw.std() + 1e-4))
+
+
+# --- scoring ------------------------------------------------------------------------------------
+
+
+def test_weights_add_none_drops_its_term_and_the_bound_clips() -> None:
+    def sparse(completions: list[str]) -> list[float | None]:
+        return [None if c.startswith("n") else 100.0 for c in completions]
+
+    result = score(
+        [Reward(length, "length", -0.5), Reward(sparse, "sparse", 0.25)],
+        ["na", "abcd", "n" * 90, "n"],
+        bound=20.0,
+    )
+    assert result.values.tolist() == [-1.0, 20.0, -20.0, -0.5]
+    assert result.valid.all()
+    assert result.failures == {}
+    assert result.values.dtype == np.float64
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (math.nan, "nan"),
+        (math.inf, "infinity"),
+        (-math.inf, "infinity"),
+        ("1.0", "str"),
+        (b"1", "bytes"),
+        ([1.0], "list"),
+        (1j, "complex"),
+        (10**400, "int"),
+        (None, "None"),
+    ],
+)
+def test_an_answer_that_is_no_finite_number_makes_its_row_invalid(answer: Any, kind: str) -> None:
+    result = score(lambda completions: [answer if c == "x" else 2 for c in completions], ["x", "y"])
+    assert result.values.tolist() == [0.0, 2.0]
+    assert result.valid.tolist() == [False, True]
+    assert result.failures == {kind: 1}
+
+
+def test_one_failing_reward_spoils_a_row_that_another_scores() -> None:
+    def fussy(completions: list[str]) -> list[float]:
+        return [math.nan if c == "x" else 1.0 for c in completions]
+
+    result = score([length, fussy], ["x", "yy"])
+    assert result.valid.tolist() == [False, True]
+    assert result.values.tolist() == [0.0, 3.0]
+
+
+@pytest.mark.parametrize("box", [np.array, torch.tensor, tuple])
+def test_arrays_are_lists_too(box: Callable[[list[float]], Any]) -> None:
+    assert score(lambda completions: box([1.5, 2.5]), ["a", "b"]).values.tolist() == [1.5, 2.5]
+
+
+def test_a_sum_that_overflows_is_invalid() -> None:
+    def huge(completions: list[str]) -> list[float]:
+        return [1e300] * len(completions)
+
+    result = score([Reward(huge, "a", 1e300), length], ["a"])
+    assert result.valid.tolist() == [False]
+    assert result.failures == {"overflow": 1}
+
+
+def raising_for(trigger: str, problem: BaseException) -> Callable[..., list[float]]:
+    def reward(completions: list[str]) -> list[float]:
+        if trigger in completions:
+            raise problem
+        return [float(len(c)) for c in completions]
+
+    return reward
+
+
+@pytest.mark.parametrize(
+    "problem", [ValueError("x"), MemoryError(), asyncio.CancelledError(), GeneratorExit()]
+)
+def test_a_raise_costs_the_rows_of_its_user_only(problem: BaseException) -> None:
+    reward = raising_for("bad", problem)
+    result = score(reward, ["abc", "bad", "ok", "a"], users=["u", "v", "v", "w"])
+    assert result.valid.tolist() == [True, False, False, True]
+    assert result.values.tolist() == [3.0, 0.0, 0.0, 1.0]
+    assert result.failures == {type(problem).__name__: 2}
+
+
+def test_a_wrong_length_costs_the_rows_of_its_user_only() -> None:
+    def dropping(completions: list[str]) -> list[float]:
+        return [float(len(c)) for c in completions if c != "bad"]
+
+    result = score(dropping, ["abc", "bad", "ok"], users=[0, 1, 1])
+    assert result.valid.tolist() == [True, False, False]
+    assert result.values.tolist() == [3.0, 0.0, 0.0]
+    assert result.failures == {"AnswerError": 2}
+    assert score(lambda completions: "ab", ["x", "y"]).failures == {"AnswerError": 2}
+    assert score(lambda completions: {1: 1.0, 2: 2.0}, ["x", "y"]).failures == {"AnswerError": 2}
+
+
+Row = st.sampled_from(["good", "good", "long text", "none", "nan", "text", "raise", "short"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.lists(st.tuples(st.integers(0, 3), Row), min_size=1, max_size=10))
+def test_a_user_scores_the_same_whoever_else_is_in_the_batch(rows: list[tuple[int, str]]) -> None:
+    def reward(completions: list[str]) -> list[Any]:
+        if "raise" in completions:
+            raise ValueError
+        special = {"none": None, "nan": math.nan, "text": "text"}
+        return [special.get(c, len(c)) for c in completions if c != "short"]
+
+    users = np.array([user for user, _ in rows])
+    completions = [completion for _, completion in rows]
+    together = score([reward, Reward(length, "length", 0.5)], completions, users=users)
+    total: dict[str, int] = {}
+    for user in set(users.tolist()):
+        mine = np.flatnonzero(users == user)
+        alone = score(
+            [reward, Reward(length, "length", 0.5)],
+            [completions[i] for i in mine],
+            users=[user] * len(mine),
+        )
+        np.testing.assert_array_equal(together.values[mine], alone.values)
+        np.testing.assert_array_equal(together.valid[mine], alone.valid)
+        for kind, count in alone.failures.items():
+            total[kind] = total.get(kind, 0) + count
+    assert together.failures == total
+
+
+def test_retrying_happens_only_after_a_failure() -> None:
+    sizes: list[int] = []
+
+    def counting(completions: list[str]) -> list[float]:
+        sizes.append(len(completions))
+        return length(completions)
+
+    score(counting, ["a", "b", "c"], users=[0, 0, 1])
+    assert sizes == [3]
+    score(Reward(counting, "counting", per_user=True), ["a", "b", "c"], users=[0, 1, 0])
+    assert sizes == [3, 2, 1]
+
+
+def test_a_per_user_reward_does_not_see_the_neighbours() -> None:
+    mine = ["a", "abc"]
+    for neighbours in (["b"], ["a long neighbour", "x"]):
+        users = [0, 0] + [1] * len(neighbours)
+        safe = score(Reward(batch_normalised, "r", per_user=True), mine + neighbours, users=users)
+        assert safe.values[:2].tolist() == batch_normalised(mine)
+        unsafe = score(batch_normalised, mine + neighbours, users=users)
+        assert unsafe.values[:2].tolist() != batch_normalised(mine)
+
+
+def test_async_rewards_run_with_and_without_a_running_loop() -> None:
+    async def slow(completions: list[str], **_: Any) -> list[float]:
+        await asyncio.sleep(0)
+        return length(completions)
+
+    class Callable_:  # noqa: N801
+        async def __call__(self, completions: list[str]) -> list[float]:
+            if "bad" in completions:
+                raise ValueError(CANARY)
+            return await slow(completions)
+
+    async def inside_a_notebook() -> Scores:
+        return score([slow, Callable_()], ["a", "bcd"])
+
+    assert score([slow, Callable_()], ["a", "bcd"]).values.tolist() == [2.0, 6.0]
+    assert asyncio.run(inside_a_notebook()).values.tolist() == [2.0, 6.0]
+    assert score(Callable_(), ["a", "bad"]).values.tolist() == [1.0, 0.0]
+
+
+def test_a_callable_gets_the_columns_that_it_names() -> None:
+    seen: list[set[str]] = []
+
+    def named(completions: list[str], answer: list[str], other: Any = "default") -> list[float]:
+        assert other == "default"
+        return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+    def everything(**columns: Any) -> list[float]:
+        seen.append(set(columns))
+        columns["log_extra"]("column", [CANARY])
+        columns["log_metric"]("metric", 1.0)
+        return [float(len(ids)) for ids in columns["completion_ids"]]
+
+    result = score(
+        [named, everything], ["a", "bc"], answer=["a", "x"], level=[1, 2], prompt=["q", "q"]
+    )
+    assert result.values.tolist() == [2.0, 2.0]
+    assert seen == [
+        {"prompts", "completions", "completion_ids", "answer", "level"}
+        | {"trainer_state", "log_extra", "log_metric"}
+    ]
+
+
+def test_a_reward_cannot_change_the_lists_of_the_caller() -> None:
+    def greedy(prompts: list[str], completions: list[str], answer: list[str]) -> list[float]:
+        answer.clear()
+        completions.clear()
+        return [1.0] * len(prompts)
+
+    completions, answer = ["a", "b"], ["c", "d"]
+    assert score(greedy, completions, answer=answer).valid.all()
+    assert (completions, answer) == (["a", "b"], ["c", "d"])
+
+
+def test_scores_do_not_print_themselves() -> None:
+    result = score(length, ["abcd"])
+    assert "4" not in repr(result).split(" at ")[0]
+    assert "array" not in repr(result)
+
+
+def test_users_may_come_as_a_tensor() -> None:
+    reward = Reward(batch_normalised, "r", per_user=True)
+    expected = score(reward, ["a", "bcd", "b"], users=[0, 0, 1])
+    result = score(reward, ["a", "bcd", "b"], users=torch.tensor([0, 0, 1]))
+    assert result.values.tolist() == expected.values.tolist() != [0.0, 0.0, 0.0]
+
+
+def test_no_rows_call_no_reward() -> None:
+    result = score(raising_for("", ValueError()), [])
+    assert result.values.shape == result.valid.shape == (0,)
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, math.inf, math.nan])
+def test_the_bound_is_finite_and_positive(bound: float) -> None:
+    with pytest.raises(DprlhfError, match="finite number above 0"):
+        Scorer([length], bound)
+
+
+def test_arguments_of_different_length_are_the_callers_mistake() -> None:
+    with pytest.raises(ValueError, match="differ in length"):
+        Scorer([length], 1.0).score(["p"], ["a", "b"], [[1], [2]], {}, [0, 1])
+    with pytest.raises(ValueError, match="user ids"):
+        Scorer([length], 1.0).score(["p"], ["a"], [[1]], {}, [0, 1])
+    with pytest.raises(DprlhfError, match="at least one reward"):
+        Scorer([], 1.0)
+
+
+# --- leaks --------------------------------------------------------------------------------------
+
+LOGGER = logging.getLogger("tests.chatty")
+
+
+def chatty(completions: list[str], **_: Any) -> list[float]:
+    print(f"{CANARY} stdout")
+    print(f"{CANARY} stderr", file=sys.stderr)
+    assert sys.__stdout__ is not None
+    assert sys.__stderr__ is not None
+    sys.__stdout__.write(f"{CANARY} original stdout\n")  # stays in its buffer
+    sys.__stderr__.write(f"{CANARY} original stderr\n")
+    os.write(1, f"{CANARY} descriptor\n".encode())
+    os.system(f"echo {CANARY} subprocess")
+    warnings.warn(f"{CANARY} warning", stacklevel=1)
+    LOGGER.error("%s logging", CANARY)
+    logging.getLogger().critical("%s root logging", CANARY)
+    raise ValueError(f"{CANARY} exception")
+
+
+class Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@pytest.mark.parametrize("as_async", [False, True])
+def test_what_a_reward_says_reaches_the_secret_sink_only(
+    as_async: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Buffered, whatever PYTHONUNBUFFERED says: a late flush must not reach the terminal either.
+    original_stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    monkeypatch.setattr(sys, "__stdout__", original_stdout)
+
+    async def chatty_async(completions: list[str]) -> list[float]:
+        return chatty(completions)
+
+    records = Records()
+    LOGGER.addHandler(records)
+    LOGGER.propagate = False
+    sink = io.StringIO()
+    pieces: list[str] = []
+    reward = chatty_async if as_async else chatty
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("error")
+            result = score(reward, ["a", "b"], sink=sink)
+            score(reward, ["a"], sink=pieces.append)
+            score(reward, ["a"])
+        original_stdout.flush()
+        out, err = capfd.readouterr()
+        assert CANARY not in out + err
+        assert (records.messages, seen) == ([], [])
+        assert result.failures == {"ValueError": 2}
+        for text in (sink.getvalue(), "".join(pieces)):
+            for kind in ("stdout", "stderr", "warning", "logging", "root logging", "exception"):
+                assert f"{CANARY} {kind}" in text
+
+        # Control: outside the scorer all of these channels are open and watched.
+        with warnings.catch_warnings(record=True) as seen, contextlib.suppress(ValueError):
+            warnings.simplefilter("always")
+            chatty(["a"])
+        original_stdout.flush()
+        out, err = capfd.readouterr()
+        for kind in ("stdout", "original stdout", "descriptor", "subprocess"):
+            assert f"{CANARY} {kind}" in out.splitlines()
+        assert f"{CANARY} stderr" in err
+        assert f"{CANARY} original stderr" in err
+        assert len(seen) == 1
+        assert records.messages == [f"{CANARY} logging"]
+    finally:
+        LOGGER.removeHandler(records)
+        LOGGER.propagate = True
+
+
+def test_forgotten_tasks_do_not_log_their_exception(caplog: pytest.LogCaptureFixture) -> None:
+    tasks: list[asyncio.Task[None]] = []
+
+    async def forgetful(completions: list[str]) -> list[float]:
+        async def fail() -> None:
+            raise ValueError(CANARY)
+
+        tasks.append(asyncio.create_task(fail()))
+        await asyncio.sleep(0.01)
+        return length(completions)
+
+    assert score(forgetful, ["a"]).valid.all()
+    assert tasks[0].done()
+    tasks.clear()  # asyncio reports the exception when the task goes, here after the scoring
+    gc.collect()
+    assert CANARY not in caplog.text
+
+
+@pytest.mark.parametrize("problem", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("as_async", [False, True])
+def test_interrupts_pass_without_their_text(
+    problem: type[BaseException], as_async: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def leaving(completions: list[str]) -> list[float]:
+        raise problem(CANARY)
+
+    async def leaving_async(completions: list[str]) -> list[float]:
+        async def task() -> None:
+            raise problem(CANARY)
+
+        await asyncio.gather(task())
+        return []
+
+    with pytest.raises(problem) as caught:
+        score(leaving_async if as_async else leaving, ["a"])
+    assert CANARY not in str(caught.value)
+    assert caught.value.__suppress_context__
+    if problem is SystemExit:
+        assert caught.value.code == 1  # type: ignore[attr-defined]
+    # The terminal is back, and so is the thread of asynchronous rewards.
+    os.write(1, b"still here\n")
+    assert capfd.readouterr().out == "still here\n"
+    assert score(leaving_async, []).valid.all()
+
+    async def fine(completions: list[str]) -> list[float]:
+        return [7.0]
+
+    assert score(fine, ["a"]).values.tolist() == [7.0]
+
+
+def test_text_that_is_no_valid_unicode_does_not_break_a_strict_sink(tmp_path: Path) -> None:
+    def surrogates(completions: list[str]) -> list[float]:
+        print("lone \ud800 surrogate")
+        return [1.0]
+
+    path = tmp_path / "sink.txt"
+    with path.open("w", encoding="utf-8") as sink:
+        assert score(surrogates, ["a"], sink=sink).valid.all()
+    assert "lone \\ud800 surrogate" in path.read_text()
+
+
+# --- contract -----------------------------------------------------------------------------------
+
+PROMPTS = ["one", "one", "two", "three"]
+COMPLETIONS = ["a", "bcd", "efghijk", "some more"]
+
+
+def test_report_of_a_good_reward() -> None:
+    def partly(completions: list[str]) -> list[float | None]:
+        return [None if c == "a" else float(len(c)) for c in completions]
+
+    report = check_reward(Reward(partly, "partly", -1.0), PROMPTS, COMPLETIONS, bound=8.0)
+    assert (report.name, report.per_user, report.rows, report.users) == ("partly", False, 4, 3)
+    assert (report.minimum, report.maximum) == (3.0, 9.0)
+    assert report.mean == pytest.approx(19 / 3, rel=1e-15)
+    assert (report.missing, report.clipped) == (0.25, 0.25)
+    assert 0 < report.rows_per_second < math.inf
+
+
+class RunningMean:
+    def __init__(self, momentum: float) -> None:
+        self.momentum = momentum
+        self.mean = 0.0
+
+    def __call__(self, completions: list[str], **_: Any) -> list[float]:
+        raw = [float(len(c)) for c in completions]
+        self.mean += self.momentum * (sum(raw) / len(raw) - self.mean)
+        return [r - self.mean for r in raw]
+
+
+class Exhausted:
+    """Answers something else after so many calls."""
+
+    def __init__(self, calls: int) -> None:
+        self.calls = calls
+
+    def __call__(self, completions: list[str]) -> list[float]:
+        self.calls -= 1
+        return [float(self.calls < 0)] * len(completions)
+
+
+def first_copy_only(completions: list[str]) -> list[float]:
+    return [float(c not in completions[:i]) for i, c in enumerate(completions)]
+
+
+def position(completions: list[str]) -> list[float]:
+    # Zero when alone, so that only the order can show it.
+    return [0.0 if len(completions) == 1 else i / len(completions) for i in range(len(completions))]
+
+
+@pytest.mark.parametrize(
+    ("reward", "check", "numbers"),
+    [
+        (batch_normalised, "alone", ["-1.2648", "0.0 alone"]),
+        (lambda completions: [float(len(completions))] * len(completions), "alone", ["4.0", "1.0"]),
+        (position, "alone", ["0.25 in the batch", "0.0 alone"]),
+        (
+            lambda completions: [i // 2 * 1.0 * (len(completions) > 1) for i in range(4)][
+                : len(completions)
+            ],
+            "alone",
+            ["1.0 in the batch", "0.0 alone"],
+        ),
+        (first_copy_only, "company", ["1.0 in the batch", "0.0 in a batch with a copy"]),
+        (RunningMean(0.5), "repeat", ["-1.5", "-2.75"]),
+        (Exhausted(calls=8), "repeat", ["0.0 in the batch", "1.0 after some more calls"]),
+    ],
+)
+def test_rewards_that_couple_users_are_refused(reward: Any, check: str, numbers: list[str]) -> None:
+    with pytest.raises(DprlhfError) as caught:
+        check_reward(reward, PROMPTS, COMPLETIONS)
+    message = str(caught.value)
+    assert f"the check '{check}'" in message
+    assert "\n" not in message
+    for number in numbers:
+        assert number in message
+    if check == "repeat":
+        assert "from call to call" in message
+    else:
+        assert "`per_user: true`" in message
+        assert "`dprlhf_per_user = True`" in message
+
+
+def test_an_order_dependent_reward_is_refused() -> None:
+    # Right alone and in batches that happen to be sorted, as this one is.
+    def sorting(completions: list[str]) -> list[float]:
+        return [float(len(c)) for c in sorted(completions, key=len)]
+
+    with pytest.raises(
+        DprlhfError, match=r"check 'order'.* 9\.0 in the batch and 1\.0 in reversed"
+    ):
+        check_reward(sorting, PROMPTS, COMPLETIONS)
+
+
+def test_declared_per_user_a_batch_normalising_reward_passes() -> None:
+    def declared(completions: list[str]) -> list[float]:
+        return batch_normalised(completions)
+
+    declared.dprlhf_per_user = True  # type: ignore[attr-defined]
+    assert check_reward(declared, PROMPTS, COMPLETIONS).per_user
+    assert load_reward(functools.partial(declared)).per_user
+    check_reward(Reward(batch_normalised, "b", per_user=True), PROMPTS, COMPLETIONS)
+    # The rows of a user stay together and in order, so a ranking within a user may use positions.
+    check_reward(Reward(position, "position", per_user=True), PROMPTS, COMPLETIONS)
+    with pytest.raises(DprlhfError, match="check 'repeat'"):
+        check_reward(Reward(RunningMean(0.5), "s", per_user=True), PROMPTS, COMPLETIONS)
+
+
+class Alternating:
+    """Keeps state that a plain repetition of a whole pass over three users does not show."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, completions: list[str]) -> list[float]:
+        self.calls += 1
+        return [float(self.calls % 3)] * len(completions)
+
+
+def test_a_state_with_the_period_of_the_batch_is_found_by_the_users_alone() -> None:
+    with pytest.raises(DprlhfError, match="check 'order'") as caught:
+        check_reward(Reward(Alternating(), "alternating", per_user=True), PROMPTS, COMPLETIONS)
+    assert "from call to call" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("reward", "text"),
+    [
+        (lambda completions: [1.0], "answered 1 values for 4 completions"),
+        (lambda completions: 1.0, "answered a float, not a list"),
+        (lambda completions: [math.nan] * 4, "completion 0 gets nan"),
+        (lambda completions: [1.0, "2", 3.0, 4.0], "completion 1 gets '2'"),
+        (lambda completions: [None] * len(completions), "never applies"),
+        (raising_for("a", ValueError("broken\nhere")), "ValueError: broken here"),
+        (lambda completions, solution: [1.0] * 4, "needs the column 'solution'"),
+        (lambda completions, solution, **_: [1.0] * 4, "needs the column 'solution'"),
+    ],
+)
+def test_contract_says_what_is_wrong(reward: Any, text: str) -> None:
+    with pytest.raises(DprlhfError) as caught:
+        check_reward(reward, PROMPTS, COMPLETIONS)
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_contract_needs_something_to_compare() -> None:
+    with pytest.raises(DprlhfError, match="on 1 completions"):
+        check_reward(length, ["p"], ["a"])
+    with pytest.raises(DprlhfError, match="on 1 users"):
+        check_reward(Reward(length, "length", per_user=True), ["p", "p"], ["a", "b"])
+
+
+# --- TRL's own rewards --------------------------------------------------------------------------
+
+
+def conversation(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+def test_rewards_of_trl_run_unchanged() -> None:
+    from trl import rewards as trl_rewards
+
+    thinking = [conversation("<think>\nwhy\n</think>\nyes"), conversation("<think> no end")]
+    prompts = [[{"role": "user", "content": "q"}]] * 2
+    assert score(trl_rewards.think_format_reward, thinking, prompts=prompts).values.tolist() == [
+        1.0,
+        0.0,
+    ]
+    check_reward(trl_rewards.think_format_reward, prompts, thinking)
+
+    # Token ids are the bytes: 5, 9 and 12 of them against a soft limit of 6 and a hard one of 10.
+    texts = ["x" * n for n in (5, 9, 12)]
+    overlong = trl_rewards.get_soft_overlong_punishment(max_completion_len=10, soft_punish_cache=4)
+    assert score(overlong, texts).values.tolist() == [0.0, -0.75, -1.0]
+    assert load_reward(overlong).name == "soft_overlong_punishment_reward"
+    check_reward(overlong, ["p"] * 3, texts)
+
+    repetition = trl_rewards.get_repetition_penalty_reward(ngram_size=2, max_penalty=-1.0)
+    assert score(repetition, ["abcd", "aaaaa"]).values.tolist() == [0.0, -0.75]
+    check_reward(repetition, ["p"] * 2, ["abcd", "aaaaa"])
+
+
+@pytest.mark.parametrize("name", ["accuracy_reward", "reasoning_accuracy_reward"])
+def test_accuracy_rewards_of_trl(name: str) -> None:
+    pytest.importorskip("math_verify")
+    from trl import rewards as trl_rewards
+
+    completions = [conversation(rf"<think></think> \boxed{{{n}}}") for n in ("3", "4", "5")]
+    result = score(getattr(trl_rewards, name), completions, solution=["$3$", "$3$", ""])
+    assert result.values.tolist() == [1.0, 0.0, 0.0]
+    assert result.valid.tolist() == [True, True, False]
+
+
+# --- loading ------------------------------------------------------------------------------------
+
+
+def test_a_function_with_its_settings() -> None:
+    spec = recipe.Reward(function="os.path:lexists", weight=0.5, per_user=True)
+    assert load_reward(spec) == Reward(os.path.lexists, "os.path:lexists", 0.5, True)
+
+
+def test_function_from_a_file(tmp_path: Path) -> None:
+    first, second = tmp_path / "one" / "mine.py", tmp_path / "two" / "mine.py"
+    for path, value in ((first, 1.0), (second, 2.0)):
+        path.parent.mkdir()
+        path.write_text(
+            "from dataclasses import dataclass\n"
+            "@dataclass\nclass Constant:\n"
+            "    value: float\n    dprlhf_per_user = True\n"
+            "    def __call__(self, completions):\n"
+            "        return [self.value] * len(completions)\n"
+            f"constant = Constant({value})\nnumber = 3\n"
+        )
+    rewards = [load_reward(recipe.Reward(function=f"{path}:constant")) for path in (first, second)]
+    assert score(rewards, ["a", "b"]).values.tolist() == [3.0, 3.0]
+    assert all(reward.per_user for reward in rewards)
+    for attribute, text in (
+        ("Constant", "is the class Constant, not an instance"),
+        ("number", "is a int, not a callable"),
+        ("constnat", "did you mean 'constant'?"),
+    ):
+        with pytest.raises(DprlhfError) as caught:
+            load_reward(recipe.Reward(function=f"{first}:{attribute}"))
+        assert text in str(caught.value)
+    first.write_text("raise RuntimeError('two\\nlines')")
+    with pytest.raises(DprlhfError, match="RuntimeError: two lines"):
+        load_reward(recipe.Reward(function=f"{first}:constant"))
+    with pytest.raises(DprlhfError, match=r"missing\.py' does not exist"):
+        load_reward(recipe.Reward(function=f"{tmp_path}/missing.py:f"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (recipe.Reward(function="os.path"), "not of the form"),
+        (recipe.Reward(function="os.path:"), "not of the form"),
+        (recipe.Reward(function="no_such_module:f"), "ModuleNotFoundError"),
+        (recipe.Reward(function="os.path:basname"), "did you mean 'basename'?"),
+        (recipe.Reward(function="os:sep"), "is a str, not a callable"),
+    ],
+)
+def test_loading_says_what_is_wrong(spec: recipe.Reward, text: str) -> None:
+    with pytest.raises(DprlhfError) as caught:
+        load_reward(spec)
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    def points(group: str) -> importlib.metadata.EntryPoints:
+        return importlib.metadata.EntryPoints(
+            importlib.metadata.EntryPoint(name, value, "dprlhf.rewards")
+            for name, value in (
+                ("brevity", f"{__name__}:length"),
+                ("broken", "no_such_module:f"),
+                ("twice", "os.path:join"),
+                ("twice", "os.path:split"),
+            )
+            if group == "dprlhf.rewards"
+        )
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", points)
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[length.__module__])
+    loaded = load_reward(recipe.Reward(plugin="brevity", weight=2.0))
+    assert score(loaded, ["abc"]).values.tolist() == [6.0]
+    for name, text in (
+        ("brevty", "did you mean 'brevity'? installed plugins: brevity, broken, twice"),
+        ("broken", "cannot be loaded: ModuleNotFoundError"),
+        ("twice", "several packages"),
+    ):
+        with pytest.raises(DprlhfError) as caught:
+            load_reward(recipe.Reward(plugin=name))
+        assert text in str(caught.value)
+
+
+# --- classifier ---------------------------------------------------------------------------------
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    specials = ["[PAD]", "[CLS]", "[SEP]"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({t: i for i, t in enumerate(specials + alphabet)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    # As some published tokenizer files do; unmasked, it would change every score.
+    inner.enable_padding(length=40, pad_id=0, pad_token="[PAD]")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]"
+    )
+
+
+def bert(folder: Path, labels: Sequence[str]) -> tuple[Path, Any, Any]:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=259, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=64, max_position_embeddings=64, pad_token_id=0,
+        num_labels=len(labels), id2label=dict(enumerate(labels)), initializer_range=0.5,
+    )  # fmt: skip
+    model = BertForSequenceClassification(config).eval()
+    model.save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(folder)
+    return folder, model, tokenizer
+
+
+def manual_logits(model: Any, text: str, limit: int = 10**6) -> torch.Tensor:
+    """One text, unpadded, ids made by hand: bytes shifted behind the special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    symbols = dict(zip(range(256), _byte_symbols(), strict=True))
+    ids = [3 + alphabet.index(symbols[b]) for b in text.encode()][-(limit - 2) :]
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([[1, *ids, 2]])).logits[0].double()
+    return logits
+
+
+def _byte_symbols() -> list[str]:
+    # GPT-2's table: printable bytes stand for themselves, the others for 256, 257, ...
+    keep = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(b) if b in keep else chr(next(others)) for b in range(256)]
+
+
+TEXTS = ["", "a", "good", "a longer text", "word " * 9, "x", "some middling text here"]
+
+
+def test_classifier_matches_single_unpadded_texts(tmp_path: Path) -> None:
+    folder, model, _ = bert(tmp_path, ["bad", "fair", "good"])
+    for label, index in (("bad", 0), ("good", 2)):
+        spec = recipe.Reward(classifier=str(folder), label=label, batch_size=3, weight=0.5)
+        reward = load_reward(spec)
+        prompts = ["p " * (i % 3) for i in range(len(TEXTS))]
+        answers = reward.function(prompts=prompts, completions=TEXTS, anything=[1] * 7)
+        for prompt, text, answer in zip(prompts, TEXTS, answers, strict=True):
+            logits = manual_logits(model, prompt + text)
+            probability = torch.softmax(logits, 0)[index]
+            assert answer == pytest.approx(float(torch.logit(probability)), abs=1e-5)
+        assert np.ptp(answers) > 0.1
+        check_reward(reward, prompts, TEXTS, rtol=0.0, atol=1e-5)
+    assert reward.weight == 0.5
+
+
+def test_classifier_with_two_labels_is_the_difference_of_logits(tmp_path: Path) -> None:
+    folder, model, _ = bert(tmp_path, ["NEGATIVE", "POSITIVE"])
+    reward = ClassifierReward(str(folder), label="POSITIVE", text="completion")
+    negative, positive = manual_logits(model, "well")
+    [answer] = reward(prompts=["ignored"], completions=["well"])
+    assert answer == pytest.approx(float(positive - negative), abs=1e-5)
+    [message] = reward(prompts=[conversation("x")], completions=[conversation("well")])
+    assert message == answer
+    both = ClassifierReward(str(folder), label="POSITIVE")
+    joined = both(prompts=[conversation("x")], completions=[conversation("well")])
+    negative, positive = manual_logits(model, "x\nwell")
+    assert joined == [pytest.approx(float(positive - negative), abs=1e-5)]
+
+
+def test_classifier_with_one_output_is_the_raw_logit(tmp_path: Path) -> None:
+    folder, model, _ = bert(tmp_path, ["reward"])
+    [answer] = ClassifierReward(str(folder))(prompts=["so "], completions=["good"])
+    assert answer == pytest.approx(float(manual_logits(model, "so good")[0]), abs=1e-5)
+    assert ClassifierReward(str(folder))(prompts=[], completions=[]) == []
+
+
+def test_truncation_keeps_the_end_of_the_completion(tmp_path: Path) -> None:
+    folder, model, tokenizer = bert(tmp_path, ["n", "p"])
+    long = "0123456789" * 20
+    for limit, used in ((10, 10), (500, 64)):  # the model has 64 positions
+        reward = ClassifierReward(str(folder), label="p", max_tokens=limit)
+        [answer] = reward(prompts=[long], completions=["the end"])
+        logits = manual_logits(model, long + "the end", limit=used)
+        assert answer == pytest.approx(float(logits[1] - logits[0]), abs=1e-5)
+    tokenizer.model_max_length = 20
+    tokenizer.save_pretrained(folder)
+    [answer] = ClassifierReward(str(folder), label="p")(prompts=[long], completions=["end"])
+    logits = manual_logits(model, long + "end", limit=20)
+    assert answer == pytest.approx(float(logits[1] - logits[0]), abs=1e-5)
+    start_only = ClassifierReward(str(folder), label="p", max_tokens=10, text="completion")
+    a, b = start_only(prompts=["", ""], completions=["12345678", "12345678 cut"])
+    assert a == pytest.approx(b, abs=1e-5)
+
+
+def test_chat_template_is_used_without_further_special_tokens(tmp_path: Path) -> None:
+    folder, model, tokenizer = bert(tmp_path, ["n", "p"])
+    tokenizer.chat_template = (
+        "[CLS]{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}[SEP]"
+    )
+    tokenizer.save_pretrained(folder)
+    [answer] = ClassifierReward(str(folder), label="p")(
+        prompts=[[{"role": "user", "content": "q"}]], completions=[conversation("a")]
+    )
+    negative, positive = manual_logits(model, "<user>q<assistant>a")
+    assert answer == pytest.approx(float(positive - negative), abs=1e-5)
+
+
+def test_decoder_classifier_without_padding_token(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = GPT2ForSequenceClassification(
+        GPT2Config(
+            vocab_size=257, n_positions=64, n_embd=32, n_layer=2, n_head=4, num_labels=2,
+            bos_token_id=0, eos_token_id=0, initializer_range=0.3,
+        )
+    ).eval()  # fmt: skip
+    model.save_pretrained(tmp_path)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({t: i for i, t in enumerate(["<eos>", *alphabet])}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>").save_pretrained(tmp_path)
+    reward = ClassifierReward(str(tmp_path), label="LABEL_1", text="completion")
+    answers = reward(prompts=[""] * 7, completions=TEXTS)
+    for text, answer in zip(TEXTS, answers, strict=True):
+        ids = [1 + alphabet.index(_byte_symbols()[b]) for b in text.encode()] or [0]
+        with torch.no_grad():
+            hidden = model.transformer(torch.tensor([ids])).last_hidden_state[0, -1]
+            logits = model.score(hidden).double()
+        assert answer == pytest.approx(float(logits[1] - logits[0]), abs=1e-5)
+
+
+def test_classifier_says_what_is_wrong(tmp_path: Path) -> None:
+    folder, model, tokenizer = bert(tmp_path / "good", ["NEGATIVE", "POSITIVE"])
+    encoder = tmp_path / "encoder"
+    BertModel(model.config).save_pretrained(encoder)
+    tokenizer.save_pretrained(encoder)
+    for place, label, text in (
+        (folder, None, "has 2 labels (NEGATIVE, POSITIVE)"),
+        (folder, "POSITVE", "did you mean 'POSITIVE'?"),
+        (encoder, "POSITIVE", "no trained weights for classifier.bias"),
+        (tmp_path / "nowhere", "POSITIVE", "cannot be loaded"),
+    ):
+        with pytest.raises(DprlhfError) as caught:
+            load_reward(recipe.Reward(classifier=str(place), label=label))
+        assert text in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_classifier_from_an_asset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _, _ = bert(tmp_path, ["reward"])
+    monkeypatch.setattr("dprlhf.rewards.classifier.resolve", {"asset:toy": str(folder)}.__getitem__)
+    assert isinstance(load_reward(recipe.Reward(classifier="asset:toy")).function, ClassifierReward)
+
+
+def assembled(tmp_path: Path, reward: dict[str, Any], given: Any) -> Parts:
+    made = recipe.make_recipe(
+        {
+            "policy": {"model_name_or_path": str(tiny.save(tmp_path / "model"))},
+            "data": {"path": recipe.IN_MEMORY},
+            "rewards": [reward],
+            "privacy": {"epsilon": 4, "delta": 1e-5},
+            "rounds": 2,
+        }
+    )
+    sources = Sources([f"user {i}" for i in range(40)], given, None)
+    return assemble(made, sources, Processes(Accelerator(cpu=True)), quiet=True)
+
+
+def test_a_reward_that_rounds_with_its_batch_is_called_for_one_user_at_a_time(
+    tmp_path: Path,
+) -> None:
+    """The last digit of one user's score would be another's to change."""
+
+    def rounding(prompts: list[str], completions: list[str]) -> list[float]:
+        return [len(c) + 1e-6 * len(completions) for c in completions]
+
+    def exact(prompts: list[str], completions: list[str]) -> list[float]:
+        return [float(len(c)) for c in completions]
+
+    assert check_reward(rounding, PROMPTS, COMPLETIONS).moved == pytest.approx(
+        1e-6 * len(PROMPTS), rel=1e-3
+    )
+    assert check_reward(exact, PROMPTS, COMPLETIONS).moved == 0.0
+    parts = assembled(tmp_path, {"function": recipe.IN_MEMORY}, [rounding, exact])
+    assert [r.per_user for r in parts.rewards] == [True, False]
+    [slow] = [w for w in parts.spread.warnings if "rounding" in w]
+    assert "called for one user at a time" in slow
+
+
+def test_a_run_scores_on_its_own_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meta device stands for a GPU: it is there everywhere, and is not the CPU."""
+    folder, _, _ = bert(tmp_path, ["reward"])
+    monkeypatch.setattr(Processes, "device", torch.device("meta"))
+    unchecked = Spread(responses=0, mean=0.0, spread=1.0, clipped=0.0, bound=1.0, rounded={})
+    monkeypatch.setattr("dprlhf.training.build._check_rewards", lambda *_: unchecked)
+    parts = assembled(tmp_path, {"classifier": str(folder)}, None)
+    [reward] = parts.rewards
+    function: Any = reward.function
+    assert function._model.device == parts.policy.device == torch.device("meta")
+
+
+# --- documentation ------------------------------------------------------------------------------
+
+
+def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = Path(__file__).parents[2] / "docs" / "rewards.md"
+    monkeypatch.chdir(tmp_path)
+    failed, tried = doctest.testfile(str(guide), module_relative=False)
+    assert failed == 0
+    assert tried > 5
+
+
+def test_the_spread_is_that_of_the_bounded_sum_of_all_rewards() -> None:
+    def length(completions: list[str]) -> list[float]:
+        return [float(len(c)) for c in completions]
+
+    def known(completions: list[str]) -> list[float | None]:
+        return [1.0 if "b" in c else None for c in completions]
+
+    rewards = [Reward(length, "length", weight=0.5), Reward(known, "known", weight=-2.0)]
+    texts = ["a", "bb", "ccccccc", ""]
+    reports = [check_reward(r, ["p", "q", "r", "s"], texts) for r in rewards]
+    found = spread_of(rewards, reports, bound=2.0)
+    scored = Scorer(rewards, 2.0).score(["p"] * 4, texts, [[]] * 4, {}, users=range(4)).values
+    assert scored.tolist() == [0.5, -1.0, 2.0, 0.0]
+    assert (found.mean, found.spread) == pytest.approx((scored.mean(), scored.std()))
+    assert (found.responses, found.clipped) == (4, 0.25)
+    assert found.warnings == []

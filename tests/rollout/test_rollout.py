@@ -1,0 +1,767 @@
+"""Sampling: reproducible, independent of who else is there, and from the right distribution."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+import yaml
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from transformers import GenerationConfig, Phi3Config, Phi3ForCausalLM
+
+from dprlhf import DprlhfError, recipe, resume, train
+from dprlhf.boundary import Private, open_private
+from dprlhf.data.users import Prompt, Prompts
+from dprlhf.gradients.clipping import Weighted, user_gradients
+from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.privacy import randomness
+from dprlhf.rollout import Responses, sample, sample_responses, settled
+from dprlhf.rollout import vllm as backend
+from dprlhf.rollout.decoding import bytes_per_row
+from helpers import tiny
+
+KEY = bytes(range(32))
+EOS = 0
+TEMPERATURE = 0.7
+
+
+def model_of(kind: tiny.Kind) -> Any:
+    """A tiny model whose next-token distribution is far from uniform."""
+    model = tiny.model(kind)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(15)
+    return model.double()
+
+
+@functools.cache
+def policy_of(kind: tiny.Kind = "gpt2", dtype: torch.dtype = torch.float64) -> CausalLMPolicy:
+    targets = ["c_attn", "c_fc"] if kind == "gpt2" else ["q_proj", "v_proj", "up_proj"]
+    spec = recipe.Adapter(type="lora", rank=2, alpha=8.0, target_modules=targets)
+    policy = make_policy(model_of(kind), tiny.tokenizer(), spec, temperature=TEMPERATURE)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.parameters.values():
+            parameter.add_(torch.randn(parameter.shape, generator=generator))
+    policy.model.to(dtype)
+    return policy
+
+
+def prompts_of(
+    texts: list[Prompt], users: list[int] | None = None, slots: list[int] | None = None
+) -> Prompts:
+    return Prompts(
+        texts,
+        np.arange(len(texts)) if users is None else np.array(users),
+        np.zeros(len(texts), dtype=np.int64) if slots is None else np.array(slots),
+        {},
+    )
+
+
+def draw(policy: CausalLMPolicy, prompts: Prompts, **changes: Any) -> Responses:
+    settings: dict[str, Any] = {
+        "responses": 2, "max_new_tokens": 6, "temperature": TEMPERATURE, "batch_size": 16,
+    }  # fmt: skip
+    key, context = changes.pop("key", KEY), changes.pop("context", ("rollout", 1))
+    limit = changes.pop("max_prompt_tokens", 16)
+    spec = recipe.Rollout.model_validate(settings | changes)
+    return sample(policy, prompts, spec, key=key, context=context, max_prompt_tokens=limit)
+
+
+def answers(responses: Responses) -> dict[tuple[int, int, int], list[int]]:
+    """The response tokens by (user of the data set, slot, number of the response)."""
+    k = len(responses.user) // len(responses.prompts)
+    found = {}
+    for row, prompt in enumerate(responses.prompt):
+        mask = responses.response_mask[row].bool()
+        tokens = responses.tokens[row, -responses.length :][mask].tolist()
+        key = (int(responses.prompts.users[prompt]), int(responses.prompts.slots[prompt]), row % k)
+        found[key] = tokens
+    return found
+
+
+TEXTS: list[Prompt] = ["a", "some longer text", "middle", "xy", "another of them"]
+USERS, SLOTS = [3, 3, 7, 8, 12], [0, 1, 0, 0, 0]
+
+
+def five() -> Prompts:
+    return prompts_of(TEXTS, USERS, SLOTS)
+
+
+# --- what the tokens depend on -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("base_policy", ["on-policy", "reference"])
+def test_tokens_do_not_depend_on_the_batch(kind: tiny.Kind, base_policy: str) -> None:
+    """Neither on the batch size, nor on the order of the prompts, nor on who else is there."""
+    policy = policy_of(kind)
+    whole = draw(policy, five(), responses=4, base_policy=base_policy)
+    truth = answers(whole)
+    for batch_size in (1, 3, 7):
+        other = draw(policy, five(), responses=4, base_policy=base_policy, batch_size=batch_size)
+        assert torch.equal(other.tokens, whole.tokens)
+        assert torch.equal(other.mask, whole.mask)
+    order = [4, 2, 0, 3, 1]
+    shuffled = prompts_of(
+        [TEXTS[i] for i in order], [USERS[i] for i in order], [SLOTS[i] for i in order]
+    )
+    assert answers(draw(policy, shuffled, responses=4, base_policy=base_policy)) == truth
+    fewer = prompts_of(TEXTS[1:4], USERS[1:4], SLOTS[1:4])
+    some = answers(draw(policy, fewer, responses=4, base_policy=base_policy))
+    assert some == {key: truth[key] for key in some}
+    assert len(some) == 12
+
+
+def test_the_key_the_round_the_user_and_the_slot_decide_the_tokens() -> None:
+    policy = policy_of()
+    same = prompts_of(["a", "a", "a"], [3, 3, 7], [0, 1, 0])
+    truth = answers(draw(policy, same))
+    assert answers(draw(policy, same)) == truth
+    assert len({tuple(tokens) for tokens in truth.values()}) == 6  # responses, slots, users differ
+    other = answers(draw(policy, same, key=bytes(32)))
+    assert all(other[key] != truth[key] for key in truth)
+    other = answers(draw(policy, same, context=("rollout", 2)))
+    assert all(other[key] != truth[key] for key in truth)
+
+
+def test_the_private_wrapper_samples_the_round() -> None:
+    policy = policy_of()
+    spec = recipe.Rollout(responses=2, max_new_tokens=6, temperature=TEMPERATURE)
+    wrapped = sample_responses(
+        policy, Private(five()), spec, key=KEY, round_=5, max_prompt_tokens=16
+    )
+    direct = draw(policy, five(), context=("rollout", 5))
+    assert torch.equal(open_private(wrapped).tokens, direct.tokens)
+
+
+def test_rows_belong_to_their_prompts_and_users() -> None:
+    ticks: list[int] = []
+    spec = recipe.Rollout(responses=4, max_new_tokens=3, base_policy="reference", batch_size=3)
+    responses = sample(
+        policy_of(), five(), spec, key=KEY, context=(), max_prompt_tokens=16, tick=ticks.append
+    )
+    assert responses.prompt.tolist() == [p for p in range(5) for _ in range(4)]
+    assert responses.user.tolist() == [0] * 8 + [1] * 4 + [2] * 4 + [3] * 4
+    assert responses.users == 4
+    assert responses.from_base.tolist() == [True, True, False, False] * 5
+    assert sum(ticks) == 20
+    assert len(responses.texts) == 20
+    for row, prompt in enumerate(responses.prompt):
+        text = TEXTS[prompt]
+        ids = responses.tokens[row, : -responses.length]
+        real = responses.mask[row, : -responses.length].bool()
+        assert isinstance(text, str)
+        assert ids[real].tolist() == tiny.tokenizer()(text)["input_ids"]
+        assert real.tolist() == sorted(real.tolist())  # padded on the left
+    assert not draw(policy_of(), five()).from_base.any()
+
+
+def test_a_responses_repr_quotes_nobody() -> None:
+    responses = draw(policy_of(), five())
+    weighted = Weighted(responses, np.ones(10), np.empty((4, 0)), 0.0)
+    for private in (responses, responses.prompts, weighted):
+        assert "longer" not in repr(private)
+        assert "tensor" not in repr(private)
+
+
+def test_a_micro_batch_has_the_shape_that_is_asked_for() -> None:
+    responses = draw(policy_of(), five())
+    chosen = np.array([0, 4, 7])  # prompts of 1, 6 and 2 tokens
+    assert responses.widths[chosen].tolist() == [16, 16, 16]
+    for width in (16, 32):
+        tokens, mask = responses.micro_batch(chosen, width, 5)
+        assert tokens.shape == mask.shape == (5, width + responses.length)
+        assert torch.equal(tokens[:3, -8:], responses.tokens[chosen, -8:])
+        assert mask[:3].sum() == responses.mask[chosen].sum()
+        assert mask[3:].sum(1).tolist() == [1 + responses.length] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("count", "absent", "longest"),
+    [(18, 0, True), (18, 3, True), (18, 17, True), (16, 2, False)],
+)
+def test_one_user_moves_nobody_else_not_even_by_rounding(
+    dtype: torch.dtype, attention: str, count: int, absent: int, longest: bool
+) -> None:
+    """The sensitivity is a statement about real numbers; the others must stay bit for bit.
+
+    Micro-batches whose width or height depends on who is in them fail this: the absent user has
+    the longest prompt of all, or leaves a micro-batch that was full.
+    """
+    policy = policy_of(dtype=dtype)
+    policy.model.set_attn_implementation(attention)
+    texts = [f"p{i}" * (i % 4) for i in range(count)]
+    if longest:
+        texts[absent] = "a much longer prompt " * 2
+    users = np.arange(count)
+
+    def contributions(keep: NDArray[np.int64]) -> tuple[Any, torch.Tensor]:
+        prompts = prompts_of([texts[i] for i in keep], keep.tolist())
+        responses = draw(policy, prompts, batch_size=8, max_prompt_tokens=64)
+        assert (len(set(responses.widths)) > 1) == (longest and absent in keep)
+        assert policy.sharing(responses.copies, 16, responses.length) == 2
+        weights = np.cos(2 * np.repeat(keep, 2) + np.tile([0, 1], len(keep)))
+        found = [
+            (users, of_users.flatten(1).clone())
+            for users, of_users in user_gradients(policy, responses, weights, batch_size=8, rows=2)
+        ]
+        order = np.argsort(np.concatenate([u for u, _ in found]))
+        return responses.texts, torch.cat([g for _, g in found])[order]
+
+    all_texts, everyone = contributions(users)
+    fewer_texts, fewer = contributions(np.delete(users, absent))
+    assert fewer_texts == [t for i, t in enumerate(all_texts) if i // 2 != absent]
+    others = torch.from_numpy(np.delete(users, absent))
+    assert everyone.abs().max() > 0
+    assert torch.equal(everyone[others], fewer)
+
+
+def test_positions_that_turn_on_the_longest_row_are_out_of_reach() -> None:
+    """LongRoPE scales every row by whether the longest of the batch passes its original length."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    config = Phi3Config(
+        vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        original_max_position_embeddings=16, sliding_window=None, pad_token_id=0, bos_token_id=0,
+        eos_token_id=0, rope_parameters={**rope, **factors},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    spec = recipe.Adapter(type="lora", rank=1, target_modules=["qkv_proj"])
+    policy = make_policy(Phi3ForCausalLM(config), tiny.tokenizer(), spec)
+    tokens = torch.randint(1, 257, (2, 20))
+    mask = torch.ones_like(tokens)
+    mask[0, :8] = 0
+
+    def first_row(other: int) -> torch.Tensor:
+        mask[1] = torch.arange(20) >= 20 - other
+        return policy.response_logprobs(tokens, mask, 4)[0]
+
+    assert torch.equal(first_row(12), first_row(16))
+    assert not torch.equal(first_row(12), first_row(20))  # the second row moves the first
+    policy.check_room(16, "16 tokens are", "the model")
+    with pytest.raises(
+        DprlhfError, match=r"^17 tokens are more than the 16 positions of the model"
+    ):
+        policy.check_room(17, "17 tokens are", "the model")
+
+
+def test_no_users_no_responses() -> None:
+    """A round may be empty; what it releases is noise, but it must run."""
+    empty = draw(policy_of(), prompts_of([], [], []))
+    assert empty.tokens.shape == (0, 6)
+    assert empty.users == 0
+    assert len(empty.texts) == len(empty.user) == len(empty.from_base) == 0
+
+
+# --- the distribution ----------------------------------------------------------------------------
+
+
+def chi_squared(tokens: NDArray[np.int64], probabilities: NDArray[np.float64]) -> float:
+    """The p-value of the counts; tokens that are expected fewer than 8 times count as one."""
+    expected = probabilities * len(tokens)
+    observed = np.bincount(tokens, minlength=len(expected))
+    common = expected >= 8
+    cells = [*observed[common], observed[~common].sum()]
+    means = [*expected[common], expected[~common].sum()]
+    statistic = sum((o - e) ** 2 / e for o, e in zip(cells, means, strict=True))
+    return float(scipy.stats.chi2.sf(statistic, len(cells) - 1))
+
+
+@torch.no_grad()
+def next_token(model: Any, ids: list[int], temperature: float) -> NDArray[np.float64]:
+    """P(· | ids), ``[257]``, by one unpadded forward pass."""
+    logits = model(input_ids=torch.tensor([ids])).logits[0, -1].double() / temperature
+    return logits.softmax(0).numpy()
+
+
+MANY = 6000
+
+
+@functools.cache
+def many(kind: tiny.Kind) -> Responses:
+    """Half the rows from the base model, half from the policy; a second prompt pads the first."""
+    two = prompts_of(["q", "padding for it"])
+    return draw(
+        policy_of(kind),
+        two,
+        responses=2 * MANY,
+        max_new_tokens=2,
+        base_policy="reference",
+        batch_size=4096,
+    )
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_first_tokens_come_from_the_right_distribution(kind: tiny.Kind) -> None:
+    policy, responses = policy_of(kind), many(kind)
+    ids = tiny.tokenizer()("q")["input_ids"]
+    first = responses.tokens[responses.prompt == 0, -2].numpy()
+    of_base, of_policy = first[:MANY], first[MANY:]
+    tuned = functools.partial(next_token, policy.model, ids)
+    # The base model, built anew without any adapter.
+    base = functools.partial(next_token, model_of(kind), ids)
+    assert chi_squared(of_policy, tuned(TEMPERATURE)) > 1e-3
+    assert chi_squared(of_base, base(TEMPERATURE)) > 1e-3
+    # Negative controls: another temperature, the other model.
+    assert chi_squared(of_policy, tuned(1.0)) < 1e-9
+    assert chi_squared(of_policy, tuned(0.65)) < 1e-2
+    assert chi_squared(of_policy, base(TEMPERATURE)) < 1e-9
+    assert chi_squared(of_base, tuned(TEMPERATURE)) < 1e-9
+
+
+def test_second_tokens_have_draws_of_their_own() -> None:
+    """Each token's place in its conditional CDF is uniform, and independent of the other's."""
+    policy, responses = policy_of("gpt2"), many("gpt2")
+    rows = np.flatnonzero((responses.prompt == 0) & ~responses.from_base)
+    rows = rows[responses.response_mask[rows, 1].bool().numpy()]
+    places = []
+    with torch.no_grad():
+        tokens = torch.cat([responses.tokens[rows, -3:-2], responses.tokens[rows, -2:]], dim=1)
+        logits = policy.model(input_ids=tokens).logits / TEMPERATURE
+        for step in (1, 2):
+            cumulative = logits[:, step - 1].softmax(1).cumsum(1)
+            upper = cumulative.gather(1, tokens[:, step, None])[:, 0]
+            mass = logits[:, step - 1].softmax(1).gather(1, tokens[:, step, None])[:, 0]
+            jitter = np.random.default_rng(step).uniform(size=len(rows))
+            places.append(upper.numpy() - jitter * mass.numpy())
+    # Given that the first token is not the end: its place is uniform on what is left.
+    assert scipy.stats.kstest(places[1], "uniform").pvalue > 1e-3
+    assert abs(np.corrcoef(*places)[0, 1]) < 4 / math.sqrt(len(rows))
+
+
+def test_a_repetition_penalty_of_the_checkpoint_is_not_applied() -> None:
+    """generate() fills what is unset from the model's own generation config."""
+    spec = recipe.Adapter(type="lora", rank=1)
+    plain = make_policy(model_of("gpt2"), tiny.tokenizer(), spec, temperature=TEMPERATURE)
+    model = model_of("gpt2")
+    model.generation_config = GenerationConfig(
+        repetition_penalty=5.0, suppress_tokens=list(range(1, 200)), min_new_tokens=5, top_k=3,
+        temperature=0.1, num_beams=1, eos_token_id=tiny.tokenizer().eos_token_id,
+    )  # fmt: skip
+    biased = make_policy(model, tiny.tokenizer(), spec, temperature=TEMPERATURE)
+    prompts = prompts_of(["aaaaaa"])
+    assert answers(draw(biased, prompts, responses=50)) == answers(
+        draw(plain, prompts, responses=50)
+    )
+
+
+def test_the_largest_uniform_number_never_picks_a_token_of_mass_zero(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In float32 it would be 1, beyond the whole distribution."""
+    policy = make_policy(tiny.model(), tiny.tokenizer(), recipe.Adapter())
+
+    def forbid(module: Any, inputs: Any, logits: torch.Tensor) -> torch.Tensor:
+        forbidden = torch.zeros_like(logits)
+        forbidden[..., :100] = forbidden[..., 200:] = -torch.inf
+        return logits + forbidden
+
+    policy.model.get_output_embeddings().register_forward_hook(forbid)
+    for uniform, token in ((1 - 2.0**-53, 199), (2.0**-53, 100)):
+        monkeypatch.setattr(
+            "dprlhf.rollout.sampling._draws",
+            lambda prompts, key, context, k, length, u=uniform: torch.full(
+                (len(prompts), k, length), u, dtype=torch.float64
+            ),
+        )
+        assert draw(policy, prompts_of(["a"])).tokens[:, -6:].unique().tolist() == [token]
+
+
+def test_uniform_numbers_stay_inside_the_open_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    for word, bound in ((2**64 - 1, 1 - 2.0**-53), (0, 2.0**-53)):
+        monkeypatch.setattr(
+            randomness,
+            "uint64_stream",
+            lambda *context, count, word=word: np.full(count, word, dtype=np.uint64),
+        )
+        assert randomness.uniforms(KEY, count=1)[0] == bound
+        assert torch.isfinite(randomness.gaussian_noise(KEY, count=1)).all()
+
+
+# --- log-probabilities ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("base", [False, True])
+def test_log_probabilities_equal_those_of_an_unpadded_forward_pass(
+    kind: tiny.Kind, base: bool
+) -> None:
+    policy = policy_of(kind)
+    responses = draw(policy, five(), responses=6, max_new_tokens=12, temperature=0.7)
+    with torch.no_grad():
+        if base:
+            with policy.base():
+                measured = policy.response_logprobs(
+                    responses.tokens, responses.mask, responses.length
+                )
+        else:
+            measured = policy.response_logprobs(responses.tokens, responses.mask, responses.length)
+    model = model_of(kind) if base else policy.model
+    tolerance = 1e-10 if kind == "gpt2" else 1e-4  # Llama's norms compute in float32
+    for row in range(len(responses.user)):
+        ids = responses.tokens[row][responses.mask[row].bool()]
+        count = int(responses.response_mask[row].sum())
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0].double() / TEMPERATURE
+        expected = logits.log_softmax(1)[range(len(ids) - count - 1, len(ids) - 1), ids[-count:]]
+        np.testing.assert_allclose(measured[row, :count], expected, rtol=tolerance, atol=tolerance)
+
+
+def test_rows_of_the_base_model_are_likelier_under_it() -> None:
+    policy, responses = policy_of(), many("gpt2")
+    rows = np.flatnonzero(responses.prompt == 0)[MANY - 300 : MANY + 300]
+    of_rows = []
+    with torch.no_grad():
+        for context in (policy.base, torch.no_grad):
+            with context():
+                logprobs = policy.response_logprobs(responses.tokens[rows], responses.mask[rows], 2)
+            of_rows.append((logprobs * responses.response_mask[rows]).sum(1))
+    gap = (of_rows[0] - of_rows[1]).reshape(2, 300).mean(1)
+    assert gap[0] > 0.1  # a Kullback–Leibler divergence
+    assert gap[1] < -0.1
+
+
+# --- the end of a response, and prompts of all kinds ----------------------------------------------
+
+
+def test_the_mask_includes_the_first_end_token_and_nothing_after() -> None:
+    policy = make_policy(tiny.model(), tiny.tokenizer(), recipe.Adapter())  # nearly uniform
+    responses = draw(policy, five(), responses=120, max_new_tokens=20, batch_size=600)
+    tokens = responses.tokens[:, -20:]
+    ended = 0
+    for row, mask, text in zip(
+        tokens.tolist(), responses.response_mask.tolist(), responses.texts, strict=True
+    ):
+        count = row.index(EOS) + 1 if EOS in row else 20
+        ended += count < 20
+        assert mask == [1] * count + [0] * (20 - count)
+        assert row[count:] == [EOS] * (20 - count)  # the padding token, which is the end token
+        assert text == policy.tokenizer.decode([t for t in row[:count] if t != EOS])
+    assert ended > 10
+
+
+def test_an_empty_prompt_becomes_the_end_token_and_a_long_one_keeps_its_end() -> None:
+    policy = policy_of()
+    responses = draw(policy, prompts_of(["", "0123456789"]), max_prompt_tokens=4)
+    ids = responses.tokens[:, :-6]
+    mask = responses.mask[:, :-6]
+    assert ids[0][mask[0].bool()].tolist() == [EOS]
+    assert ids[2][mask[2].bool()].tolist() == tiny.tokenizer()("6789")["input_ids"]
+    assert policy.encode(["0123"], 4) == [tiny.tokenizer()("0123")["input_ids"]]
+
+
+def test_a_conversation_goes_through_the_chat_template() -> None:
+    policy = make_policy(tiny.model(), tiny.tokenizer(), recipe.Adapter())
+    policy.tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    chat: Prompt = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]
+    ids = tiny.tokenizer()("<system>be<user>hi<assistant>")["input_ids"]
+    assert policy.encode([chat, "hi"], 64) == [ids, tiny.tokenizer()("hi")["input_ids"]]
+    assert policy.encode([chat], 5) == [ids[-5:]]
+
+
+def test_no_log_line_tells_how_long_a_private_prompt_is(caplog: pytest.LogCaptureFixture) -> None:
+    """transformers warns of a prompt beyond the model's length, and says how long it is."""
+    policy = make_policy(tiny.model(), tiny.tokenizer(), recipe.Adapter())
+    policy.tokenizer.model_max_length = 5
+    policy.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    level = logger.level  # other tests' runs hush the library
+    logger.setLevel(logging.WARNING)
+    try:
+        policy.encode(["a prompt of 21 tokens"], 4)
+        policy.encode([[{"role": "user", "content": "another of some tokens"}]], 4)
+        assert not caplog.records
+        tiny_tokenizer = tiny.tokenizer()
+        tiny_tokenizer.model_max_length = 5
+        tiny_tokenizer("a prompt of 21 tokens")  # negative control
+        assert "21 > 5" in caplog.text
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(caplog.handler)
+
+
+# --- the size of a micro-batch --------------------------------------------------------------------
+
+
+def auto(policy: CausalLMPolicy, rows: float) -> int:
+    spec = recipe.Rollout(batch_size="auto", max_new_tokens=16)
+    size = settled(spec, policy, rows=rows, max_prompt_tokens=30).batch_size
+    assert isinstance(size, int)
+    return size
+
+
+@pytest.mark.parametrize(
+    ("rows", "size"), [(1, 1), (2, 2), (33, 64), (64, 64), (64.5, 128), (9999, 128)]
+)
+def test_the_size_on_a_cpu_follows_from_the_rows_of_a_round(rows: float, size: int) -> None:
+    assert auto(policy_of(), rows) == size
+    given = recipe.Rollout(batch_size=48)
+    assert settled(given, policy_of(), rows=rows, max_prompt_tokens=30) == given
+
+
+def test_the_size_on_a_gpu_is_what_half_of_its_memory_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = policy_of("llama", torch.float32)
+    monkeypatch.setattr(CausalLMPolicy, "device", torch.device("cuda:1"))
+    each = bytes_per_row(policy, 1 + 32 + 16)
+    for free, size in ((2 * 200 * each, 128), (2 * 256 * each, 256), (each, 1)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10**12))
+        assert auto(policy, rows=10**6) == size
+        assert auto(policy, rows=100) == min(size, 128)
+
+
+def test_a_row_holds_its_cache_its_prefill_and_its_logits() -> None:
+    """Two layers, two key-value heads of 8, hidden 32, inner 64, 257 tokens."""
+    policy = policy_of("llama", torch.float32)
+    cache, prefill = 2 * (2 * 2 * 2 * 8) * 49, (8 * 32 + 3 * 64) * 49
+    assert bytes_per_row(policy, 49) == 4 * (cache + prefill + 257) + 16 * 257
+    assert bytes_per_row(policy_of("gpt2", torch.float32), 49) > 4 * 2 * 2 * 2 * 32 * 49
+
+
+def test_a_run_keeps_the_size_that_it_started_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = set()
+
+    def spy(policy: Any, prompts: Any, *arguments: Any, size: int, **named: Any) -> Any:
+        sizes.add(size * len(arguments[0][0]))
+        return decode(policy, prompts, *arguments, size=size, **named)
+
+    from dprlhf.rollout.sampling import decode
+
+    monkeypatch.setattr("dprlhf.rollout.sampling.decode", spy)
+    users = [f"{i} is" for i in range(24)]
+    folder = tmp_path / "run"
+
+    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        return [float(len(text)) / 10 for text in completions]
+
+    def stop(metrics: Any) -> None:
+        if metrics["round"] == 1:
+            raise DprlhfError("stop here")
+
+    with pytest.raises(DprlhfError, match="stop here"):
+        train(
+            model=str(tiny.save(tmp_path / "model")), prompts=users, reward=reward, epsilon=8.0,
+            rounds=2, rollout={"max_new_tokens": 2, "batch_size": "auto"}, output_dir=folder,
+            callbacks=[stop], quiet=True,
+        )  # fmt: skip
+    assert yaml.safe_load((folder / "recipe.yaml").read_text())["rollout"]["batch_size"] == 32
+    resume(folder, prompts=users, reward=reward, quiet=True)
+    assert sizes == {32}  # 24 users, 2 rounds, 2 responses: 24 rows a round
+    with pytest.raises(AssertionError, match="settled"):
+        draw(policy_of(), five(), batch_size="auto")
+
+
+# --- vLLM, with a stand-in ------------------------------------------------------------------------
+
+
+class FakeLLM:
+    """Answers a request by its tokens, its seed and the adapter; notes what it was asked for."""
+
+    couples_requests = False
+    cuts_short = False
+    fails = ""
+
+    def __init__(self, **arguments: Any) -> None:
+        if self.fails:
+            raise ValueError(self.fails)
+        self.arguments = arguments
+        self.calls: list[tuple[list[Any], list[Any], Any]] = []
+
+    def generate(self, prompts: Any, settings: Any, *, lora_request: Any, use_tqdm: bool) -> Any:
+        assert use_tqdm is False
+        self.calls.append((prompts, settings, lora_request))
+        if lora_request is not None:
+            lora_request.weights = load_file(Path(lora_request.path) / "adapter_model.safetensors")
+        other = len(prompts) if self.couples_requests else 0
+        answers = [
+            fake_answer(p["prompt_token_ids"], s.seed + other, lora_request is None, s.max_tokens)
+            for p, s in zip(prompts, settings, strict=True)
+        ]
+        if self.cuts_short:
+            answers = [[1]] * len(answers)
+        return [
+            types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=a)]) for a in answers
+        ]
+
+
+def fake_answer(prompt: list[int], seed: int, base: bool, length: int) -> list[int]:
+    drawn = np.random.default_rng([seed, base, *prompt]).integers(0, 6, length).tolist()
+    return drawn[: drawn.index(EOS) + 1] if EOS in drawn else drawn
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeLLM]]:
+    """A ``vllm`` in batch-invariant mode, and a GPU with 60 of 80 GB free."""
+    kind = type("FakeLLM", (FakeLLM,), {})
+    request = type("LoRARequest", (), {})
+
+    def new_request(name: str, number: int, path: str) -> Any:
+        made = request()
+        made.name, made.number, made.path = name, number, path
+        return made
+
+    modules = {
+        "vllm": {"LLM": kind, "SamplingParams": types.SimpleNamespace, "__version__": "0.1"},
+        "vllm.envs": {"VLLM_BATCH_INVARIANT": True},
+        "vllm.lora": {},
+        "vllm.lora.request": {"LoRARequest": new_request},
+    }
+    for name, attributes in modules.items():
+        module = types.ModuleType(name)
+        vars(module).update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+    monkeypatch.setattr(CausalLMPolicy, "device", torch.device("cuda:0"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * 10**9, 80 * 10**9))
+    backend.engine.cache_clear()
+    yield kind
+    backend.engine.cache_clear()
+
+
+def bfloat16_policy(temperature: float = TEMPERATURE, **adapter: Any) -> CausalLMPolicy:
+    spec = recipe.Adapter(**{"type": "lora", "rank": 3, **adapter})
+    model = tiny.model("llama").bfloat16()
+    model.name_or_path = "the/model"
+    return make_policy(model, tiny.tokenizer(), spec, temperature=temperature)
+
+
+def test_vllm_is_asked_for_the_policys_own_distribution(fake: type[FakeLLM]) -> None:
+    policy = bfloat16_policy()
+    policy.end_tokens = [EOS, 5]
+    draw(policy, five(), backend="vllm", base_policy="reference")
+    llm = backend.engine(policy)
+    assert isinstance(llm, fake)
+    asked = {
+        "model": "the/model", "dtype": "bfloat16", "gpu_memory_utilization": 60 / 80 / 2,
+        "enable_lora": True, "max_lora_rank": 8, "enable_prefix_caching": False,
+        "generation_config": "vllm",
+    }  # fmt: skip
+    assert asked.items() <= llm.arguments.items()
+    (_, settings, adapter), (_, _, without) = llm.calls[-2:]
+    assert without is None
+    assert vars(settings[0]) == {
+        "temperature": TEMPERATURE, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
+        "seed": settings[0].seed, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+        "frequency_penalty": 0.0, "max_tokens": 6, "min_tokens": 0, "ignore_eos": True,
+        "stop_token_ids": [EOS, 5], "detokenize": False,
+    }  # fmt: skip
+    assert not Path(adapter.path).exists()
+    sent = {name: tensor.float() for name, tensor in adapter.weights.items()}
+    assert sent.keys() == policy.state().keys()
+    assert all(torch.equal(sent[name], tensor) for name, tensor in policy.state().items())
+
+
+def test_an_adapter_that_moved_comes_under_another_number(fake: type[FakeLLM]) -> None:
+    policy = bfloat16_policy()
+    draw(policy, five(), backend="vllm")
+    with torch.no_grad():
+        for parameter in policy.parameters.values():
+            parameter.add_(1)
+    draw(policy, five(), backend="vllm")
+    (*_, old), (*_, new) = backend.engine(policy).calls[-2:]
+    assert old.number != new.number
+    assert old.name != new.name
+    assert not all(torch.equal(old.weights[name], new.weights[name]) for name in new.weights)
+
+
+def test_vllms_answers_come_back_to_their_rows(fake: type[FakeLLM]) -> None:
+    """Each by its own seed, which neither the order nor the presence of others changes."""
+    policy = bfloat16_policy()
+    whole = draw(policy, five(), backend="vllm", responses=4, base_policy="reference")
+    seeds = {
+        (tuple(p["prompt_token_ids"]), s.seed)
+        for prompts, settings, _ in backend.engine(policy).calls[-2:]
+        for p, s in zip(prompts, settings, strict=True)
+    }
+    assert len({seed for _, seed in seeds}) == 20
+    truth = answers(whole)
+    assert sorted(truth.values()) == sorted(
+        fake_answer(p["prompt_token_ids"], s.seed, request is None, 6)
+        for prompts, settings, request in backend.engine(policy).calls[-2:]
+        for p, s in zip(prompts, settings, strict=True)
+    )
+    assert {len(tokens) for tokens in truth.values()} > {6}  # some end early
+    fewer = prompts_of(TEXTS[3:0:-1], USERS[3:0:-1], SLOTS[3:0:-1])
+    some = answers(draw(policy, fewer, backend="vllm", responses=4, base_policy="reference"))
+    assert some == {key: truth[key] for key in some}
+    assert len(some) == 12
+    assert draw(policy, prompts_of([], [], []), backend="vllm").users == 0
+
+
+def test_vllm_must_not_let_requests_move_each_other(fake: type[FakeLLM]) -> None:
+    fake.couples_requests = True
+    with pytest.raises(DprlhfError, match="other tokens alone"):
+        settled(recipe.Rollout(backend="vllm"), bfloat16_policy(), rows=9, max_prompt_tokens=9)
+
+
+def test_a_response_that_stops_without_an_end_is_an_error(fake: type[FakeLLM]) -> None:
+    policy = bfloat16_policy()
+    backend.engine(policy)
+    fake.cuts_short = True
+    with pytest.raises(DprlhfError, match="stopped before its end"):
+        draw(policy, five(), backend="vllm")
+
+
+REFUSALS: dict[str, Any] = {
+    "VLLM_BATCH_INVARIANT=1": lambda patch: patch.setenv("VLLM_BATCH_INVARIANT", "0"),
+    "unset VLLM_ENABLE_V1_MULTIPROCESSING": lambda patch: patch.setenv(
+        "VLLM_ENABLE_V1_MULTIPROCESSING", "0"
+    ),
+    r"pip install -e '\.\[vllm\]'": lambda patch: patch.setitem(sys.modules, "vllm", None),
+    "version 0.1 has no batch-invariant mode": lambda patch: patch.delattr(
+        sys.modules["vllm.envs"], "VLLM_BATCH_INVARIANT"
+    ),
+    "one process with a GPU": lambda patch: patch.setattr(
+        CausalLMPolicy, "device", torch.device("cpu")
+    ),
+    "no such layer": lambda patch: patch.setattr(sys.modules["vllm"].LLM, "fails", "no such layer"),
+}
+
+
+@pytest.mark.parametrize("message", REFUSALS)
+def test_vllm_is_refused_where_it_cannot_keep_users_apart(
+    fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, message: str
+) -> None:
+    REFUSALS[message](monkeypatch)
+    with pytest.raises(DprlhfError, match=message):
+        settled(recipe.Rollout(backend="vllm"), bfloat16_policy(), rows=9, max_prompt_tokens=9)
+
+
+def test_vllm_is_refused_for_policies_that_it_cannot_sample(fake: type[FakeLLM]) -> None:
+    dora = bfloat16_policy()
+    dora.model.peft_config["default"].use_dora = True
+    no_adapter = CausalLMPolicy(tiny.model("llama").bfloat16(), tiny.tokenizer())
+    wide = bfloat16_policy()
+    wide.model.peft_config["default"].r = 513
+    for policy, message in (
+        (dora, "LoRA adapters only"),
+        (no_adapter, "LoRA adapters only"),
+        (policy_of("llama", torch.float32), "policy.dtype: bfloat16"),
+        (bfloat16_policy(temperature=0.001), "rollout.temperature 0.001"),
+        (wide, "policy.adapter.rank 513"),
+    ):
+        with pytest.raises(DprlhfError, match=message):
+            backend.engine(policy)

@@ -1,0 +1,201 @@
+"""What a run says about itself in words: never less than its numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+from types import SimpleNamespace
+from typing import Any, cast, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from dprlhf.cli.app import app
+from dprlhf.privacy.gaussian import gaussian_epsilon, upwards
+from dprlhf.privacy.plan import make_plan
+from dprlhf.recipe import Adapter, AnyRecipe, Oracle, Recipe, SFTRecipe, make_recipe
+from dprlhf.runs.card import guarantee_sentence, model_card, privacy_card
+from dprlhf.runs.earlier import Earlier, read_earlier
+from dprlhf.training.build import plan_of
+from dprlhf.updates import UPDATES
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(st.floats(0, allow_infinity=False), st.integers(1, 12))
+def test_a_bound_is_shown_rounded_up(value: float, digits: int) -> None:
+    shown = float(upwards(value, digits))
+    assert shown >= value
+    if 1e-290 < value < 1e290:
+        assert shown <= value * (1 + 10.0 ** (1 - digits)) * (1 + 1e-15)
+        assert len(re.sub(r"e.*|[.]", "", upwards(value, digits)).strip("0")) <= digits
+    assert upwards(math.inf, digits) == "inf"
+
+
+def recipe_of(tuning_runs: int | None) -> Recipe:
+    return make_recipe(
+        {
+            "policy": {"model_name_or_path": "nowhere"},
+            "data": {"path": "nowhere"},
+            "rewards": [{"function": "nowhere"}],
+            "privacy": {"noise_multiplier": 3.0, "partition": "fixed", "tuning_runs": tuning_runs},
+            "rounds": 4,
+        }
+    )
+
+
+def card_of(tuning_runs: int | None) -> dict[str, Any]:
+    recipe = recipe_of(tuning_runs)
+    plan = make_plan(users=100, rounds=4, partition="fixed", noise_multiplier=3.0, delta=1e-5)
+    return privacy_card(recipe, plan, 10, bytes(32), read_earlier(recipe))
+
+
+def test_declared_tuning_runs_are_paid_for() -> None:
+    card = card_of(8)
+    whole = card["total"]
+    # Nine releases of one Gaussian at z = 3 are one at z = 1.
+    assert whole["epsilon"] == pytest.approx(gaussian_epsilon(1.0, 1e-5))
+    assert card["epsilon"] == pytest.approx(gaussian_epsilon(3.0, 1e-5))
+    sentence = guarantee_sentence(card)
+    assert sentence.startswith("In total, with 8 tuning runs: (")
+    assert upwards(whole["epsilon"], 4) in sentence
+    assert card["tuning"].startswith("declared: 8 tuning runs")
+    assert not any("tuned" in line for line in card["assumptions"])
+
+
+@pytest.mark.parametrize(("declared", "said"), [(None, "not declared"), (0, "declared: none")])
+def test_what_is_said_where_no_tuning_run_counts(declared: int | None, said: str) -> None:
+    card = card_of(declared)
+    assert card["tuning"].startswith(said)
+    assert "total" not in card
+    assert "the recipe was not tuned on the same users" in card["assumptions"]
+
+
+def test_a_selection_of_rows_is_told() -> None:
+    """Were it taken anew without a row, the next one would move up: two users would change."""
+    told = "which rows data.skip and data.limit select"
+    for data, expected in (({}, False), ({"skip": 1}, True), ({"limit": 100}, True)):
+        recipe = recipe_of(None)
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update=data)})
+        plan = plan_of(recipe, cast(Any, SimpleNamespace(count=100)))
+        lines = privacy_card(recipe, plan, 1, bytes(32), Earlier())["assumed_public"]
+        assert any(told in line for line in lines) == expected
+
+
+def test_no_long_number_is_in_the_model_card() -> None:
+    recipe, card = recipe_of(None), card_of(None)
+    text = model_card(recipe, card)
+    assert not re.findall(r"\d[.]\d{6,}", text)
+    assert re.search(r"at most 1 prompt\b", text)
+    lower = re.search(r"lower bound on the same ε: ([\d.]+)[.]\n", text)
+    assert lower is not None
+    assert 0.998 * card["epsilon_lower"] < float(lower[1]) <= card["epsilon_lower"]
+
+
+def test_the_card_says_whether_it_is_of_an_adapter_or_of_whole_weights() -> None:
+    recipe, card = recipe_of(None), card_of(None)
+    adapter, whole = model_card(recipe, card), model_card(recipe, card, merged=True)
+    assert "base_model: nowhere\nbase_model_relation: adapter\nlibrary_name: peft" in adapter
+    assert "base_model_relation: finetune\nlibrary_name: transformers\n" in whole
+
+
+@pytest.mark.parametrize("z", [0.8, 1.0, 1.3, 1.7])
+def test_the_sentence_and_the_command_do_not_round_epsilon_down(z: float) -> None:
+    recipe = make_recipe(
+        {
+            "policy": {"model_name_or_path": "nowhere"},
+            "data": {"path": "nowhere"},
+            "rewards": [{"function": "nowhere"}],
+            "privacy": {"noise_multiplier": z, "partition": "fixed", "delta": 1.23456e-5},
+            "rounds": 4,
+        }
+    )
+    plan = make_plan(users=100, rounds=4, partition="fixed", noise_multiplier=z, delta=1.23456e-5)
+    epsilon, delta = plan.guarantee.epsilon, plan.guarantee.delta
+    card = privacy_card(recipe, plan, 10, bytes(32), Earlier())
+    said = re.match(r"\(([^,]+), ([^)]+)\)", guarantee_sentence(card))
+    assert said is not None
+    assert epsilon <= float(said[1]) < 1.002 * epsilon
+    assert delta <= float(said[2]) < 1.02 * delta
+    words = ["--users", "100", "--rounds", "4", "--partition", "fixed", "--delta", "1.23456e-5"]
+    shown = (
+        CliRunner().invoke(app, ["privacy", "epsilon", *words, "--noise-multiplier", str(z)]).stdout
+    )
+    assert epsilon <= float(shown.split()[2]) < 1.00002 * epsilon
+    shown = CliRunner().invoke(app, ["privacy", "noise", *words, "--epsilon", f"{epsilon}"]).stdout
+    found = float(shown.split()[3])
+    kept = make_plan(users=100, rounds=4, partition="fixed", noise_multiplier=found, delta=delta)
+    assert kept.guarantee.epsilon <= epsilon
+
+
+# ---------------------------------------------------------------- what was trained, and released
+
+BASE: dict[str, Any] = {
+    "policy": {"model_name_or_path": "nowhere"}, "data": {"path": "nowhere"},
+    "privacy": {"epsilon": 4.0}, "rounds": 4,
+}  # fmt: skip
+REWARDS = {"rewards": [{"function": "nowhere"}]}
+
+
+def card_for(recipe: AnyRecipe) -> dict[str, Any]:
+    users: Any = SimpleNamespace(count=100)
+    return privacy_card(recipe, plan_of(recipe, users), 10, bytes(32), Earlier())
+
+
+def words_on(**adapter: Any) -> str:
+    """The model card's first words on an adapter."""
+    policy = {"model_name_or_path": "nowhere", "adapter": adapter}
+    recipe = make_recipe(BASE | REWARDS | {"policy": policy})
+    about = model_card(recipe, card_for(recipe)).partition("tuned with dprlhf\n\n")[2]
+    return about.partition(", tuned on private\nprompts")[0]
+
+
+ADAPTERS = {
+    "lora": "A LoRA adapter (rank 3)",
+    "lora-b": "A LoRA adapter (rank 3, A frozen at its start, B trained)",
+    "lora-xs": "A LoRA-XS adapter (trained 3 x 3 matrices, stored as LoRA)",
+    "vera": "A VeRA adapter (rank 3, two trained vectors for each layer)",
+    "ia3": "An IA3 adapter (trained scales)",
+    "norms": "Trained norm layers (PEFT's LN tuning)",
+    "biases": "Trained biases (stored as LoRA whose B is zero)",
+}
+
+
+@pytest.mark.parametrize("type_", get_args(Adapter.model_fields["type"].annotation))
+def test_the_model_card_says_what_each_type_of_adapter_is(type_: str) -> None:
+    said = ADAPTERS[type_]
+    rank = {"rank": 3} if " 3" in said else {}
+    assert words_on(type=type_, **rank) == said
+
+
+ORACLES = get_args(Oracle.model_fields["name"].annotation)
+RELEASES: list[tuple[dict[str, Any], str]] = [
+    ({"name": "pg"}, "gradient of each round"),
+    ({"name": "grpo"}, "gradient of the surrogate in each round"),
+    ({"name": "ppo"}, "move of the users' copies of the policy in each round"),
+    ({"name": "rebel", "steps": 3}, "gradient of the loss at each step, 3 in each round"),
+]
+for _oracle in ORACLES:
+    _said = "gradient of a regression at each step, 5 in each round"
+    if _oracle == "sufficient-statistics":
+        _said = "sufficient statistics of a regression in each round"
+    _spec = {"name": _oracle, "steps": 5}
+    RELEASES.append(({"name": "npg", "oracle": _spec}, _said))
+    RELEASES.append(({"name": "rebel", "solver": "gauss-newton", "oracle": _spec}, _said))
+
+
+@pytest.mark.parametrize(
+    ("update", "said"), RELEASES, ids=lambda x: str(x) if isinstance(x, dict) else ""
+)
+def test_the_card_says_what_each_update_releases(update: dict[str, Any], said: str) -> None:
+    first, reward = card_for(make_recipe(BASE | REWARDS | {"update": update}))["released"]
+    assert first == f"the noised mean {said}, and what follows from it: the model"
+    together = "the first of these releases" if "step" in said else "the same release"
+    assert reward == f"the noised mean reward and count of each round, in {together}"
+
+
+def test_every_update_and_stage_is_described() -> None:
+    assert {u["name"] for u, _ in RELEASES} == set(UPDATES)
+    (only,) = card_for(SFTRecipe.model_validate(BASE))["released"]
+    assert only == "the noised mean gradient of each round, and what follows from it: the model"

@@ -1,0 +1,548 @@
+"""The run folder: secrets stay in, and a crash at any moment leaves something that loads."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dprlhf.data.users import Users, rows_from
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.ledger import Ledger
+from dprlhf.privacy.plan import make_plan
+from dprlhf.recipe import make_recipe
+from dprlhf.runs.checkpoint import load_checkpoint, save_checkpoint
+from dprlhf.runs.folder import (
+    JsonLines,
+    RunFolder,
+    replaced_folder,
+    write_atomically,
+    write_json,
+)
+
+
+class Crash(BaseException):
+    """The process dies here."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    made = RunFolder(tmp_path / "runs" / "one")
+    made.create()
+    write_atomically(made.recipe, "rounds: 1\n")
+    return made
+
+
+# ------------------------------------------------------------------------------------ secrets
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o000])
+def test_the_key_is_for_the_owner_alone(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        folder = RunFolder(tmp_path / "run")
+        key = folder.create()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.secret.stat().st_mode) == 0o700
+    assert stat.S_IMODE(folder.key.stat().st_mode) == 0o600
+    assert folder.key.read_bytes() == key
+    assert len(key) == 32
+    assert folder.key.parent == folder.secret
+    # The key is nowhere else, not even in what a crash would leave.
+    assert [p for p in folder.path.rglob("*") if p.is_file()] == [folder.key]
+
+
+def test_every_run_has_its_own_key(tmp_path: Path) -> None:
+    keys = {RunFolder(tmp_path / str(i)).create() for i in range(5)}
+    assert len(keys) == 5
+
+
+def test_a_run_opens_with_the_key_it_was_made_with(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    key = folder.create()
+    write_atomically(folder.recipe, "rounds: 1\n")
+    assert folder.open() == key
+
+
+def test_everything_published_lies_outside_secret(folder: RunFolder) -> None:
+    for path in (
+        folder.recipe, folder.privacy, folder.ledger, folder.metrics, folder.samples,
+        folder.public_samples, folder.checkpoint, folder.policy,
+    ):  # fmt: skip
+        assert path.parent == folder.path != folder.secret
+
+
+# ----------------------------------------------------------------------------------- refusals
+
+
+def test_an_existing_run_is_refused_with_the_way_to_go_on(folder: RunFolder) -> None:
+    key = folder.key.read_bytes()
+    with pytest.raises(DprlhfError) as caught:
+        folder.create()
+    assert f"dprlhf resume {folder.path}" in str(caught.value)
+    assert "output_dir" in str(caught.value)
+    assert folder.key.read_bytes() == key
+
+
+def test_an_empty_folder_may_be_used(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    RunFolder(tmp_path / "empty").create()
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(DprlhfError, match=str(path)):
+            RunFolder(path).create()
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DprlhfError, match=r"not a run folder \(there is no recipe.yaml\)"):
+        RunFolder(tmp_path / "nothing").open()
+
+
+@pytest.mark.parametrize("content", [None, b"", bytes(31), bytes(33)], ids=repr)
+def test_a_damaged_key_is_refused(folder: RunFolder, content: bytes | None) -> None:
+    folder.key.unlink()
+    if content is not None:
+        folder.key.write_bytes(content)
+    with pytest.raises(DprlhfError, match="secret key is missing or damaged"):
+        folder.open()
+    assert not folder.key.exists() or folder.key.read_bytes() == content  # never made anew
+
+
+# ------------------------------------------------------------------------------- atomic writes
+
+
+def test_an_atomic_write_replaces_and_sets_the_mode(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, "one", mode=0o600)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    write_atomically(path, b"two")
+    write_json(tmp_path / "j", {"a": [1]})
+    assert path.read_bytes() == b"two"
+    assert (tmp_path / "j").read_text() == '{\n  "a": [\n    1\n  ]\n}\n'
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "j"]
+
+
+def fails(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def dies(*_: Any, **__: Any) -> None:
+    raise Crash
+
+
+@pytest.mark.parametrize("step", ["open", "fdopen", "fsync", "replace"])
+def test_a_failed_write_leaves_the_old_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, "old")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, step, fails)
+        with pytest.raises(DprlhfError, match=r"file: could not be written \(No space left"):
+            write_atomically(path, "new" * 1000)
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, step, dies)
+        with pytest.raises(Crash):
+            write_atomically(path, "new" * 1000)
+    assert path.read_text() == "old"
+    write_atomically(path, "newer")  # what the crash left does not matter
+    assert path.read_text() == "newer"
+
+
+def test_an_atomic_write_is_durable_when_it_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, "old")
+    steps: list[Any] = []
+    real_fsync, real_replace = os.fsync, os.replace
+
+    def fsync(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        steps.append("folder" if stat.S_ISDIR(status.st_mode) else status.st_size)
+        real_fsync(descriptor)
+
+    def replace(a: Any, b: Any) -> None:
+        steps.append("replace")
+        real_replace(a, b)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    write_atomically(path, "newer")
+    assert steps == [5, "replace", "folder"]  # the name is as durable as the content
+
+
+# ------------------------------------------------------------------------------- lines of JSON
+
+
+def test_lines_survive_a_torn_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    JsonLines(path).write({"round": 1})
+    with open(path, "a") as file:
+        file.write('{"round": 2, "epsi')  # a crash in the middle of a line
+    assert JsonLines(path).read() == [{"round": 1}]
+    JsonLines(path).write({"round": 2})
+    assert JsonLines(path).read() == [{"round": 1}, {"round": 2}]
+
+
+def test_secret_lines_are_for_the_operator_alone(tmp_path: Path) -> None:
+    path = tmp_path / "telemetry.jsonl"
+    JsonLines(path, mode=0o600).write({"reward": 1.5})
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+# --------------------------------------------------------------------------------- checkpoints
+
+
+class Policy:
+    """The parts of a policy that a checkpoint touches."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1, bias=False))
+        self.parameters = dict(self.layers.named_parameters())
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {k: v.detach().clone() for k, v in self.parameters.items()}
+
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        self.layers.load_state_dict(state)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1),
+}
+
+
+class Training:
+    """A policy whose state after round t is a fixed function of t."""
+
+    def __init__(self, folder: RunFolder, optimizer: str = "adam") -> None:
+        self.folder = folder
+        self.policy: Any = Policy()
+        self.optimizer = OPTIMIZERS[optimizer](list(self.policy.parameters.values()))
+
+    def step(self, t: int) -> None:
+        for number, parameter in enumerate(self.policy.parameters.values()):
+            parameter.grad = torch.full_like(parameter, float(t + number))
+        self.optimizer.step()
+
+    def save(self, t: int) -> None:
+        save_checkpoint(self.folder, t, self.policy, self.optimizer)
+
+    def load(self) -> int:
+        return load_checkpoint(self.folder, self.policy, self.optimizer)
+
+
+def after(folder: RunFolder, rounds: int, optimizer: str = "adam") -> dict[str, torch.Tensor]:
+    training = Training(folder, optimizer)
+    for t in range(1, rounds + 1):
+        training.step(t)
+    state: dict[str, torch.Tensor] = training.policy.state()
+    return state
+
+
+def assert_is_after(folder: RunFolder, rounds: int, optimizer: str = "adam") -> None:
+    """Check that what loads is the whole state after so many rounds, optimizer included."""
+    loaded = Training(folder, optimizer)
+    assert loaded.load() == rounds
+    loaded.step(rounds + 1)  # the next step depends on the moments
+    for name, value in after(folder, rounds + 1, optimizer).items():
+        assert torch.equal(loaded.policy.parameters[name], value)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_checkpoint_gives_back_policy_optimizer_and_round(
+    folder: RunFolder, optimizer: str
+) -> None:
+    training = Training(folder, optimizer)
+    assert Training(folder, optimizer).load() == 0
+    for t in (1, 2, 3):
+        training.step(t)
+        training.save(t)
+        assert_is_after(folder, t, optimizer)
+
+
+def test_a_checkpoint_holds_no_secret(folder: RunFolder) -> None:
+    training = Training(folder)
+    training.step(1)
+    training.save(1)
+    assert sorted(p.name for p in folder.checkpoint.iterdir()) == [
+        "optimizer.safetensors", "policy.safetensors", "state.json",
+    ]  # fmt: skip
+    key = folder.key.read_bytes()
+    for path in folder.checkpoint.iterdir():
+        content = path.read_bytes()
+        assert key not in content
+        assert key.hex().encode() not in content
+    assert (folder.checkpoint / "state.json").read_text() == '{"round": 1}'
+
+
+def crash_at(call: int, *, before: bool) -> Callable[..., Any]:
+    real, calls = os.replace, 0
+
+    def replace(a: Any, b: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call and before:
+            raise Crash
+        real(a, b)
+        if calls == call:
+            raise Crash
+
+    return replace
+
+
+@pytest.mark.parametrize(
+    ("name", "double", "survives"),
+    [
+        ("mkdir", None, 1),
+        ("save", None, 1),
+        ("fsync", dies, 1),
+        ("replace", crash_at(1, before=True), 1),
+        ("replace", crash_at(1, before=False), 1),
+        ("replace", crash_at(2, before=True), 1),
+        ("replace", crash_at(2, before=False), 2),
+        ("rmtree", None, 2),
+    ],
+    ids=["make", "save", "sync", "before 1st", "after 1st", "before 2nd", "after 2nd", "clean up"],
+)
+def test_after_a_crash_at_any_step_a_whole_checkpoint_loads(
+    folder: RunFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    double: Callable[..., Any] | None,
+    survives: int,
+) -> None:
+    training = Training(folder)
+    training.step(1)
+    training.save(1)
+    training.step(2)
+    with monkeypatch.context() as patch:
+        if name in ("fsync", "replace"):
+            patch.setattr(os, name, double)
+        elif name == "mkdir":
+            patch.setattr(Path, "mkdir", dies)
+        elif name == "save":
+            patch.setattr("dprlhf.runs.checkpoint.json.dumps", dies)  # two of three files are there
+        else:
+            real = shutil.rmtree
+
+            def half(path: Path, **options: Any) -> None:
+                if path.name.endswith(".old") and path.exists():
+                    (path / "policy.safetensors").unlink()
+                    raise Crash
+                real(path, **options)
+
+            patch.setattr(shutil, "rmtree", half)
+        with pytest.raises(Crash):
+            training.save(2)
+    assert_is_after(folder, survives)
+    # The next checkpoint gets through and leaves nothing else behind.
+    again = Training(folder)
+    again.load()
+    for t in range(survives + 1, 4):
+        again.step(t)
+    again.save(3)
+    assert_is_after(folder, 3)
+    assert not list(folder.path.glob("checkpoint.*"))
+
+
+def test_two_crashes_in_a_row_lose_nothing(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(folder)
+    training.step(1)
+    training.save(1)
+    training.step(2)
+    for call, before in ((1, False), (1, True), (1, False), (2, True), (2, False), (3, True)):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", crash_at(call, before=before))
+            with pytest.raises(Crash):
+                training.save(2)
+        loaded = Training(folder)
+        t = loaded.load()
+        assert t in (1, 2)
+        assert_is_after(folder, t)
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_full_disk_is_named_and_keeps_the_old_checkpoint(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    training = Training(folder)
+    training.step(1)
+    training.save(1)
+    training.step(2)
+    real, calls = os.replace, 0
+
+    def replace(a: Any, b: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            fails()
+        real(a, b)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        with pytest.raises(DprlhfError, match=r"checkpoint: could not be written \(No space left"):
+            training.save(2)
+    assert_is_after(folder, 1)
+    training.save(2)
+    assert_is_after(folder, 2)
+
+
+@pytest.mark.parametrize("file", ["state.json", "policy.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut"])
+def test_a_damaged_checkpoint_is_named(folder: RunFolder, file: str, damage: str) -> None:
+    training = Training(folder)
+    training.step(1)
+    training.save(1)
+    path = folder.checkpoint / file
+    content = path.read_bytes()
+    path.unlink()
+    if damage != "missing":
+        path.write_bytes(content[: len(content) // 2] if damage == "cut" else b"")
+    with pytest.raises(DprlhfError, match="checkpoint: damaged") as caught:
+        Training(folder).load()
+    assert "\n" not in str(caught.value)
+
+
+def test_files_of_a_replaced_folder_are_synced_before_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    real_fsync, real_replace = os.fsync, os.replace
+
+    def fsync(descriptor: int) -> None:
+        steps.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        real_fsync(descriptor)
+
+    def replace(a: Path, b: Path) -> None:
+        steps.append(f"{a.name} -> {b.name}")
+        real_replace(a, b)
+
+    path = tmp_path / "folder"
+    with replaced_folder(path) as fresh:
+        (fresh / "old").write_text("")
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    with replaced_folder(path) as fresh:
+        (fresh / "inside").mkdir()
+        (fresh / "inside" / "file").write_text("x")
+    assert steps == [
+        "file", "folder.new", "folder -> folder.old", "folder.new -> folder", tmp_path.name,
+    ]  # fmt: skip
+    assert sorted(p.name for p in path.iterdir()) == ["inside"]
+
+
+# ------------------------------------------------------- what a resumed run must still know
+
+PLAN = make_plan(users=3, rounds=3, delta=1e-5, noise_multiplier=1.0)
+SETTINGS = make_recipe(
+    {
+        "policy": {"model_name_or_path": "model"},
+        "data": {"path": "in-memory"},
+        "rewards": [{"function": "in-memory"}],
+        "privacy": {"noise_multiplier": 1.0},
+        "rounds": 3,
+    }
+)
+
+
+def open_ledger(folder: RunFolder, prompts: list[str], key: bytes | None = None) -> Ledger:
+    from dprlhf.runs.earlier import Earlier
+    from dprlhf.training.build import _ledger
+
+    users = Users(rows_from(prompts, "prompt"), SETTINGS.data)
+    return _ledger(SETTINGS, PLAN, folder, key or folder.open(), users, Earlier())
+
+
+def test_a_resumed_run_has_the_same_users_key_and_ledger(folder: RunFolder) -> None:
+    first = open_ledger(folder, ["a", "b", "c"])
+    first.charge(1, noise_multiplier=1.0, clip_norm=1.0)
+    first.close()
+    again = open_ledger(folder, ["a", "b", "c"])
+    assert again.charged == {1}
+    again.close()
+    with pytest.raises(DprlhfError, match="the users are not the ones"):
+        open_ledger(folder, ["a", "c", "b"])
+    with pytest.raises(DprlhfError, match=r"\(key_commitment changed\)"):
+        open_ledger(folder, ["a", "b", "c"], key=bytes(32))
+
+
+@pytest.mark.parametrize("lost", ["ledger.jsonl", "secret/data-digest"])
+def test_a_run_that_lost_what_it_spent_is_not_started_afresh(folder: RunFolder, lost: str) -> None:
+    ledger = open_ledger(folder, ["a", "b", "c"])
+    ledger.charge(1, noise_multiplier=1.0, clip_norm=1.0)
+    ledger.close()
+    (folder.path / lost).unlink()
+    with pytest.raises(DprlhfError, match=f"{lost}: missing; this run cannot be continued"):
+        open_ledger(folder, ["a", "b", "c"])
+    assert not (folder.path / lost).exists()
+
+
+def remaining(folder: RunFolder, ledger: Ledger) -> list[int]:
+    from dprlhf.training.rounds import remaining_rounds
+
+    training = Training(folder)
+    run: Any = SimpleNamespace(
+        folder=folder,
+        policy=training.policy,
+        optimizer=training.optimizer,
+        processes=SimpleNamespace(on_main=lambda action: action()),
+        progress=SimpleNamespace(total=lambda rounds, done: None),
+        gate=SimpleNamespace(ledger=ledger),
+        critic=None,
+        plan=PLAN,
+    )
+    return list(remaining_rounds(run))
+
+
+def test_rounds_that_were_charged_are_never_run_again(folder: RunFolder) -> None:
+    ledger = open_ledger(folder, ["a", "b", "c"])
+    assert remaining(folder, ledger) == [1, 2, 3]
+    training = Training(folder)
+    ledger.charge(1, noise_multiplier=1.0, clip_norm=1.0)
+    training.step(1)
+    training.save(1)
+    ledger.commit(1)
+    assert remaining(folder, ledger) == [2, 3]
+    ledger.charge(2, noise_multiplier=1.0, clip_norm=1.0)  # and a crash before the checkpoint
+    assert remaining(folder, ledger) == [3]
+    ledger.charge(3, noise_multiplier=1.0, clip_norm=1.0)
+    assert remaining(folder, ledger) == []
+
+
+def test_a_ledger_cut_at_its_end_is_noticed_by_the_checkpoint(folder: RunFolder) -> None:
+    ledger = open_ledger(folder, ["a", "b", "c"])
+    training = Training(folder)
+    for t in (1, 2):
+        ledger.charge(t, noise_multiplier=1.0, clip_norm=1.0)
+        training.step(t)
+        training.save(t)
+        ledger.commit(t)
+    ledger.close()
+    lines = folder.ledger.read_bytes().splitlines(keepends=True)
+    folder.ledger.write_bytes(b"".join(lines[:3]))  # the chain is whole; round 2 is forgotten
+    cut = open_ledger(folder, ["a", "b", "c"])
+    assert cut.next_round == 2
+    with pytest.raises(DprlhfError, match="ends before round 2, which the checkpoint holds"):
+        remaining(folder, cut)

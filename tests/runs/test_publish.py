@@ -1,0 +1,181 @@
+"""The policy for others: uploaded with its card, or merged into the base model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+import dprlhf
+from dprlhf.errors import DprlhfError
+from dprlhf.policies.causal_lm import make_policy
+from dprlhf.recipe import Adapter, load_recipe
+from dprlhf.runs.card import is_hub_id
+from dprlhf.runs.publish import merge, push
+from helpers import runs, tiny
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("hub")
+    model = str(tiny.save(base / "model", "llama"))
+    runs.train(model, base / "run", rounds=1, epsilon=8.0, delta=1e-3, optimizer__learning_rate=0.1)
+    return base / "run"
+
+
+class FakeHub:
+    """Stands in for HfApi and keeps what it is asked for."""
+
+    calls: list[tuple[str, dict[str, Any]]]
+    problem: Exception | None = None
+
+    def create_repo(self, repo_id: str, **more: Any) -> None:
+        if self.problem:
+            raise self.problem
+        self.calls.append(("create_repo", {"repo_id": repo_id, **more}))
+
+    def upload_folder(self, **more: Any) -> None:
+        self.calls.append(("upload_folder", more))
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> type[FakeHub]:
+    kind = type("Hub", (FakeHub,), {"calls": []})
+    monkeypatch.setattr(huggingface_hub, "HfApi", kind)
+    return kind
+
+
+class TestPush:
+    def test_policy_and_card_travel_and_nothing_else(
+        self, finished: Path, hub: type[FakeHub]
+    ) -> None:
+        assert push(finished, "me/mine", private=True) == "https://huggingface.co/me/mine"
+        (_, created), (_, uploaded) = hub.calls
+        assert created == {"repo_id": "me/mine", "private": True, "exist_ok": True}
+        assert uploaded["folder_path"] == finished / "policy"
+        names = {file.name for file in uploaded["folder_path"].rglob("*")}
+        assert {"README.md", "adapter_config.json", "adapter_model.safetensors"} <= names
+
+    def test_the_card_is_one_that_the_hub_reads(self, finished: Path) -> None:
+        card = huggingface_hub.ModelCard.load(finished / "policy/README.md")
+        data = card.data.to_dict()
+        assert data["library_name"] == "peft"
+        assert data["pipeline_tag"] == "text-generation"
+        assert "differential-privacy" in data["tags"]
+        assert "base_model" not in data  # it is a folder, and the hub would refuse the card
+        assert "## Privacy" in card.text
+
+    def test_a_hub_that_is_down_is_one_line(self, finished: Path, hub: type[FakeHub]) -> None:
+        hub.problem = ConnectionError("no route\nto host")
+        before = sorted(finished.rglob("*"))
+        with pytest.raises(DprlhfError) as caught:
+            push(finished, "me/mine")
+        message = str(caught.value)
+        assert "\n" not in message
+        assert "ConnectionError: no route to host" in message
+        assert f"dprlhf push {finished} me/mine" in message
+        assert sorted(finished.rglob("*")) == before
+
+    def test_an_unfinished_run(self, finished: Path, hub: type[FakeHub], tmp_path: Path) -> None:
+        shutil.copytree(finished, tmp_path / "run")
+        shutil.rmtree(tmp_path / "run/policy")
+        with pytest.raises(DprlhfError, match="dprlhf resume"):
+            push(tmp_path / "run", "me/mine")
+        with pytest.raises(DprlhfError, match="not a run folder"):
+            push(tmp_path, "me/mine")
+        assert hub.calls == []
+
+    @pytest.mark.parametrize(
+        ("name", "is_one"),
+        [
+            ("gpt2", True), ("meta-llama/Llama-3.2-1B", True), ("asset:smollm2-135m", False),
+            ("./model", False), ("/models/mine", False), ("a/b/c", False),
+        ],
+    )  # fmt: skip
+    def test_what_is_a_hub_id(self, name: str, is_one: bool) -> None:
+        assert is_hub_id(name) == is_one
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.arange(1, 30)[None]).logits  # type: ignore[no-any-return]
+
+
+class TestMerge:
+    def test_it_computes_what_the_adapter_computes(self, finished: Path, tmp_path: Path) -> None:
+        out = merge(finished, tmp_path / "merged")
+        merged = AutoModelForCausalLM.from_pretrained(out).eval()
+        base = AutoModelForCausalLM.from_pretrained(finished.parent / "model").eval()
+        untuned = logits(base)
+        tuned = logits(peft.PeftModel.from_pretrained(base, str(finished / "policy")).eval())
+        assert (tuned - untuned).abs().max() > 1e-3
+        torch.testing.assert_close(logits(merged), tuned, rtol=1e-4, atol=1e-5)
+        assert not isinstance(merged, peft.PeftModel)
+        card = huggingface_hub.ModelCard.load(out / "README.md")
+        assert card.data.to_dict()["library_name"] == "transformers"
+        assert "\nWhole weights with the adapter merged (a LoRA adapter (rank 4))" in card.text
+        assert "## Privacy" in card.text
+
+    def test_it_generates(self, finished: Path, tmp_path: Path) -> None:
+        out = merge(finished, tmp_path / "merged", dtype="bfloat16")
+        model = AutoModelForCausalLM.from_pretrained(out)
+        assert model.dtype == torch.bfloat16
+        speak = pipeline(
+            "text-generation", model=model, tokenizer=AutoTokenizer.from_pretrained(out)
+        )
+        [answer] = speak("Hello", max_new_tokens=4)
+        assert answer["generated_text"].startswith("Hello")
+
+    def test_a_merge_that_leaves_something_out_is_refused(
+        self, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tuner = peft.tuners.tuners_utils.BaseTuner
+        monkeypatch.setattr(tuner, "merge_and_unload", lambda self: self.unload())
+        with pytest.raises(DprlhfError, match="computes something else"):
+            merge(finished, tmp_path / "merged")
+        assert not (tmp_path / "merged").exists()
+
+    def test_it_overwrites_nothing(self, finished: Path, tmp_path: Path) -> None:
+        with pytest.raises(DprlhfError, match="exists"):
+            merge(finished, tmp_path)
+
+    @pytest.mark.parametrize("kind", ["gpt2", "llama"])
+    @pytest.mark.parametrize(
+        "adapter", ["lora", "lora-b", "lora-xs", "vera", "ia3", "norms", "biases"]
+    )
+    def test_every_adapter_is_merged_or_refused(
+        self, finished: Path, tmp_path: Path, adapter: str, kind: tiny.Kind
+    ) -> None:
+        """Never a merged model that computes something else than the adapter."""
+        run = tmp_path / "run"
+        shutil.copytree(finished, run)
+        model = tiny.save(tmp_path / "model", kind)
+        target = {"gpt2": ["c_attn"], "llama": ["v_proj"]}[kind]
+        spec = Adapter(type=adapter, target_modules=None if adapter == "norms" else target)  # type: ignore[arg-type]
+        recipe = load_recipe(
+            run / "recipe.yaml",
+            [f"policy.model_name_or_path={model}", "policy.adapter={type: " + adapter + "}"],
+        )
+        (run / "recipe.yaml").write_text(dprlhf.recipe.dump_recipe(recipe))
+        policy = make_policy(tiny.model(kind), tiny.tokenizer(), spec)
+        with torch.no_grad():
+            for number, parameter in enumerate(policy.parameters.values()):
+                noise = torch.Generator().manual_seed(number)
+                parameter += 0.3 * torch.randn(parameter.shape, generator=noise)
+        card = (run / "policy/README.md").read_text()
+        shutil.rmtree(run / "policy")
+        policy.save(run / "policy")
+        (run / "policy/README.md").write_text(card)
+        if (adapter, kind) == ("biases", "llama"):  # there is no bias to merge it into
+            with pytest.raises(DprlhfError, match=r"PeftModel\.from_pretrained"):
+                merge(run, tmp_path / "merged")
+            assert not (tmp_path / "merged").exists()
+            return
+        merged = AutoModelForCausalLM.from_pretrained(merge(run, tmp_path / "merged")).eval()
+        torch.testing.assert_close(logits(merged), logits(policy.model), rtol=1e-3, atol=1e-3)

@@ -1,0 +1,356 @@
+"""The report: it loads nothing, says what is wrong, and shows what a run published."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dprlhf.errors import DprlhfError
+from dprlhf.runs.plots import Series, line_plot, ticks
+from dprlhf.runs.report import PublishedRun, read_run, render, write_report
+from helpers import runs, tiny
+
+CANARY = "canary-of-a-user"
+ROUNDS = 4
+VOID = {"meta", "br", "link", "img", "input", "hr"}
+SECTIONS = [
+    "Reward on public prompts",
+    "Reward on private prompts, noised",
+    "ε spent",
+    "Noise against signal",
+    "Users with valid rewards, noised",
+    "Time by phase",
+    "Continuations of public prompts",
+    "Privacy card",
+    "Recipe",
+]
+
+
+class Page(HTMLParser):
+    """What a browser would find: tags, attributes, texts; an unbalanced tag fails."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.texts: dict[str, list[str]] = {}
+        self._open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if data.strip():
+            for tag in set(self._open):
+                self.texts.setdefault(tag, []).append(data.strip())
+
+
+def problems(html: str) -> str:
+    """What stands above everything else."""
+    return " ".join(Page(html[: html.index("<main>")] + "</body></html>").texts.get("li", []))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("report")
+    model = str(tiny.save(base / "model"))
+    runs.train(
+        model,
+        base / "run",
+        rounds=ROUNDS,
+        epsilon=8.0,
+        delta=1e-3,
+        optimizer__learning_rate=0.5,
+        evaluation_prompts=[f"public {i} <script>alert({i})</script>" for i in range(12)],
+        evaluation__every=2,
+    )
+    return base / "run"
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    shutil.copytree(finished, tmp_path / "run")
+    return tmp_path / "run"
+
+
+class TestWholeRun:
+    def test_every_section_and_no_problem(self, run: Path) -> None:
+        html = write_report([run]).read_text()
+        page = Page(html)
+        assert page.texts["h3"] == SECTIONS
+        assert problems(html) == ""
+        assert html.count("<svg viewBox=") >= 5
+        assert "This run has no such values" not in html
+        assert "Not measured in this run" not in html
+
+    def test_nothing_is_loaded_and_nothing_runs(self, run: Path) -> None:
+        html = write_report([run]).read_text()
+        page = Page(html)
+        assert not {"script", "link", "img", "iframe", "object", "base", "form"} & set(page.tags)
+        names = [name for name, _ in page.attributes]
+        assert not {"src", "srcset", "action", "data", "xlink:href"} & set(names)
+        assert not [n for n in names if n.startswith("on")]
+        assert all((v or "").startswith("#") for n, v in page.attributes if n == "href")
+        assert "@import" not in html
+        assert "url(" not in html
+        assert ("http-equiv", "Content-Security-Policy") in page.attributes
+        assert "&lt;script&gt;alert(3)" in html  # a sample's text is text
+
+    def test_the_numbers_are_those_of_the_run(self, run: Path) -> None:
+        seen = read_run(run)
+        samples = json.loads((run / "samples.json").read_text())
+        before, after = (
+            math.fsum(s[key] for s in samples) / len(samples)
+            for key in ("reward_before", "reward_after")
+        )
+        assert seen.before is not None
+        assert seen.after is not None
+        assert seen.rise is not None
+        assert (seen.before[0], seen.after[0]) == pytest.approx((before, after), rel=1e-12)
+        assert seen.rise[0] == pytest.approx(after - before, rel=1e-9)
+        assert seen.charged == list(range(1, ROUNDS + 1))
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        html = render([seen])
+        for line in lines:
+            assert f'<td class="n">{line["released_gradient_norm"]:.4g}</td>' in html
+        timing = json.loads((run / "timing.json").read_text())
+        assert set(timing) == {"rollout", "reward", "update"}
+        assert all(f"{seconds:.4g}" in html for seconds in timing.values())
+
+    def test_secret_is_never_read(self, run: Path) -> None:
+        with_secret = render([read_run(run)])
+        for file in (run / "secret").iterdir():
+            file.write_text(CANARY)
+        (run / "secret/metrics.jsonl").write_text(f'{{"round": 1, "note": "{CANARY}"}}\n')
+        assert render([read_run(run)]) == with_secret
+        shutil.rmtree(run / "secret")
+        assert render([read_run(run)]) == with_secret
+        assert CANARY not in with_secret
+
+    def test_several_runs_are_compared(self, run: Path, tmp_path: Path) -> None:
+        other = tmp_path / "other"
+        shutil.copytree(run, other)
+        out = write_report([run, other], tmp_path / "both.html")
+        page = Page(out.read_text())
+        assert page.texts["h2"] == ["Comparison", "run", "other"]
+        assert ("href", "#run-2") in page.attributes
+        assert ("id", "run-2") in page.attributes
+
+    def test_it_is_written_beside_the_run(self, run: Path) -> None:
+        assert write_report([run]) == run / "report.html"
+
+    def test_light_dark_print_and_phone(self, run: Path) -> None:
+        html = write_report([run]).read_text()
+        for rule in ("prefers-color-scheme: dark", "@media print", "width=device-width"):
+            assert rule in html
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Headless Chromium: the system's, or playwright's own."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is missing")
+    system = shutil.which("chromium") or shutil.which("google-chrome")
+    with playwright.sync_playwright() as browsers:
+        try:
+            opened = browsers.chromium.launch(executable_path=system, args=["--no-sandbox"])
+        except playwright.Error:
+            pytest.skip("there is no chromium here")
+        yield opened
+        opened.close()
+
+
+# Visible text that is cut off, runs out of the page, or is too small to read on a phone.
+UNREADABLE = """() => [...document.querySelectorAll('h1,h2,h3,p,li,td,th,figcaption,summary,text')]
+  .filter(e => e.checkVisibility() && !e.closest('.scroll,pre'))
+  .filter(e => { const box = e.getBoundingClientRect(); return box.right > innerWidth + 0.5
+    || box.left < 0 || (e.tagName != 'text' && parseFloat(getComputedStyle(e).fontSize) < 12)
+    || (e.tagName == 'text' && box.height < 9) })
+  .map(e => e.tagName + ': ' + e.textContent.trim().slice(0, 60))"""
+
+
+class TestBrowser:
+    @pytest.mark.parametrize("width", [390, 1280])
+    @pytest.mark.parametrize("kind", ["finished", "compared", "damaged"])
+    def test_it_reads_well_and_loads_nothing(
+        self, run: Path, tmp_path: Path, browser: Any, kind: str, width: int
+    ) -> None:
+        runs = [run]
+        if kind != "finished":
+            runs.append(tmp_path / "a-run-with-quite-a-long-name-20260101-120000")
+            shutil.copytree(run, runs[1])
+        if kind == "damaged":
+            (runs[1] / "samples.json").unlink()
+            shutil.rmtree(runs[1] / "policy")
+            (runs[1] / "ledger.jsonl").write_text("{")
+            card = json.loads((run / "privacy.json").read_text())
+            card |= {"private": False, "epsilon": "infinity"}
+            (run / "privacy.json").write_text(json.dumps(card))
+        said: list[str] = []
+        for scheme in ("light", "dark"):
+            page = browser.new_page(viewport={"width": width, "height": 844}, color_scheme=scheme)
+            page.on("console", lambda message: said.append(message.text))
+            page.on("pageerror", lambda error: said.append(str(error)))
+            page.on("request", lambda request: said.append(request.url))
+            html = write_report(runs, tmp_path / "r.html").resolve().as_uri()
+            page.goto(html)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            assert page.evaluate(UNREADABLE) == []
+            assert page.locator("svg[role=img], figure svg").count() >= 4
+            warnings = page.locator("[role=alert]")
+            assert warnings.count() == (2 if kind == "damaged" else 0)
+            if kind == "damaged":
+                assert warnings.first.bounding_box()["y"] < 200
+                told = " ".join(warnings.all_inner_texts())
+                for problem in ("No privacy", "Half-finished", "ledger.jsonl is damaged"):
+                    assert problem in told
+            page.close()
+        assert set(said) == {html}  # the page itself, and nothing on the console
+
+    def test_what_is_unreadable_is_found(self, browser: Any) -> None:
+        page = browser.new_page(viewport={"width": 390, "height": 844})
+        page.set_content("<p style='width:600px'>wide</p><p style='font-size:8px'>small</p>ok")
+        assert page.evaluate(UNREADABLE) == ["P: wide", "P: small"]
+        page.close()
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "missing": Path.unlink,
+    "empty": lambda file: file.write_bytes(b""),
+    "cut off": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+    "garbage": lambda file: file.write_bytes(b"\x80\xff\n{\x00"),
+    "another kind": lambda file: file.write_text("7\n"),
+}
+
+
+class TestDamage:
+    @pytest.mark.parametrize("damage", DAMAGE)
+    @pytest.mark.parametrize(
+        "name", ["recipe.yaml", "privacy.json", "ledger.jsonl", "metrics.jsonl", "samples.json"]
+    )
+    def test_it_is_named_at_the_top_and_the_rest_is_shown(
+        self, run: Path, name: str, damage: str
+    ) -> None:
+        DAMAGE[damage](run / name)
+        html = write_report([run]).read_text()
+        assert Page(html).texts["h3"] == SECTIONS
+        # A run without public prompts has no samples either.
+        assert (name in problems(html)) == ((name, damage) != ("samples.json", "missing"))
+
+    def test_another_guarantee_is_not_made_up(self, run: Path) -> None:
+        (run / "privacy.json").unlink()
+        html = write_report([run]).read_text()
+        assert "Unknown: privacy.json is missing or damaged." in html
+
+    def test_an_altered_ledger(self, run: Path) -> None:
+        ledger = run / "ledger.jsonl"
+        ledger.write_text(ledger.read_text().replace('"round": 2', '"round": 3', 1))
+        assert "What was spent is not certain" in problems(write_report([run]).read_text())
+
+    def test_half_finished(self, run: Path) -> None:
+        (run / "samples.json").unlink()
+        shutil.rmtree(run / "policy")
+        metrics = run / "metrics.jsonl"
+        metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:2]))
+        top = problems(write_report([run]).read_text())
+        assert f"Half-finished: 2 of {ROUNDS} rounds" in top
+        assert "dprlhf resume" in top
+
+    def test_not_private(self, run: Path) -> None:
+        card = json.loads((run / "privacy.json").read_text())
+        card |= {"private": False, "epsilon": "infinity", "noise_multiplier": 0.0}
+        (run / "privacy.json").write_text(json.dumps(card))
+        html = write_report([run]).read_text()
+        assert "No privacy: this run added no noise." in problems(html)
+        assert "Guarantee.</strong> No privacy" in html
+
+    def test_a_charged_round_without_a_line(self, run: Path) -> None:
+        metrics = run / "metrics.jsonl"
+        lines = metrics.read_text().splitlines(keepends=True)
+        metrics.write_text("".join(lines[:1] + lines[2:]))
+        assert "round 2" in problems(write_report([run]).read_text())
+
+    def test_no_run_folder(self, tmp_path: Path) -> None:
+        with pytest.raises(DprlhfError, match="not a run folder"):
+            write_report([tmp_path])
+
+    values = st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner),
+        max_leaves=4,
+    )
+
+    @settings(derandomize=True, max_examples=30, deadline=None)
+    @given(st.lists(values, min_size=8, max_size=8))
+    def test_whatever_the_values_are(self, values: list[Any]) -> None:
+        seen = PublishedRun(
+            "run",
+            card={"private": values[0], "epsilon": values[1], "rounds": values[2], "x": values},
+            metrics=[{"round": 1, "released_gradient_norm": values[3], "public_reward": values[4]}],
+            samples=[{"prompt": values[5], "reward_before": values[6], "after": values[7]}] * 3,
+        )
+        Page(render([seen, seen]))
+
+
+class TestPlots:
+    @settings(derandomize=True, max_examples=100, deadline=None)
+    @given(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6))
+    def test_ticks_cover_the_range(self, a: float, b: float) -> None:
+        low, high = min(a, b), max(a, b)
+        found = ticks(low, high)
+        tolerance = 1e-6 * (found[-1] - found[0])
+        assert found == sorted(set(found))
+        assert found[0] <= low + tolerance
+        assert found[-1] >= high - tolerance
+        assert 2 <= len(found) <= 9
+
+    def test_all_inside_the_frame(self) -> None:
+        svg = line_plot([Series("a", [(0, -3, 1.0), (1, 5, 2.0), (9, 4, None)])], "x", "y")
+        assert svg is not None
+        centres = re.findall(r'cx="([\d.-]+)" cy="([\d.-]+)"', svg)
+        corners = re.findall(r"([\d.-]+),([\d.-]+)", " ".join(re.findall(r'points="(.*?)"', svg)))
+        assert len(centres) == 3
+        for x, y in centres + corners:
+            assert 0 <= float(x) <= 420
+            assert 0 <= float(y) <= 240
+
+    def test_higher_is_further_up_and_later_further_right(self) -> None:
+        svg = line_plot([Series("a", [(0, 1, None), (4, 2, None)])], "x", "y")
+        (x0, y0), (x1, y1) = re.findall(r'cx="([\d.-]+)" cy="([\d.-]+)"', str(svg))
+        assert float(x0) < float(x1)
+        assert float(y0) > float(y1)
+
+    def test_from_zero(self) -> None:
+        points = [Series("a", [(5, 10.0, None), (6, 11.0, None)])]
+        assert ">0</text>" in str(line_plot(points, "x", "y", from_zero=True))
+        assert ">0</text>" not in str(line_plot(points, "x", "y"))
+
+    def test_names_are_text(self) -> None:
+        svg = str(line_plot([Series("<b>&", [(0, 1, None)])], "<x>", "y"))
+        assert "<b>" not in svg
+        assert "<x>" not in svg
+
+    def test_without_points(self) -> None:
+        assert line_plot([Series("a", [])], "x", "y") is None

@@ -1,0 +1,155 @@
+"""What the loaders are told: the revision of what comes from the hub, and the attention."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import datasets
+import pytest
+import transformers
+from pydantic import ValidationError
+
+from dprlhf import recipe
+from dprlhf.cli.trl_flags import overrides_of
+from dprlhf.data.users import load_rows
+from dprlhf.errors import DprlhfError
+from dprlhf.policies.causal_lm import load_policy
+from dprlhf.policies.classifier import load_reward_model
+from dprlhf.recipe import Data, Policy, make_recipe
+from dprlhf.rewards import load_reward
+from dprlhf.training import build
+from helpers import tiny
+
+COMMIT = "0" * 40
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Stand in for the hub: `org/model` has the tiny model's files; note who asks for what."""
+    folder = tiny.save(tmp_path / "held")
+    asked: list[Any] = []
+
+    def from_hub(kind: Any) -> Callable[..., Any]:
+        load = kind.from_pretrained
+
+        def from_pretrained(name: Any, *, revision: str = "main", **others: Any) -> Any:
+            asked.append((kind.__name__, name, revision))
+            return load(folder if name == "org/model" else name, **others)
+
+        return from_pretrained
+
+    for kind in (
+        transformers.AutoTokenizer,
+        transformers.AutoModelForCausalLM,
+        transformers.AutoModelForSequenceClassification,
+    ):
+        monkeypatch.setattr(kind, "from_pretrained", from_hub(kind))
+
+    def load_dataset(path: str, name: Any, *, split: str, revision: str = "main") -> Any:
+        asked.append(("load_dataset", path, revision))
+        return datasets.Dataset.from_dict({"prompt": ["a", "b"]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return asked
+
+
+@pytest.mark.parametrize("revision", [None, COMMIT])
+def test_a_policy(hub: list[Any], tmp_path: Path, revision: str | None) -> None:
+    policy = load_policy(Policy(model_name_or_path="org/model", revision=revision))
+    assert {(name, found) for _, name, found in hub} == {("org/model", revision or "main")}
+    assert len(hub) == 2
+    policy.save(tmp_path / "policy")
+    saved = json.loads((tmp_path / "policy/adapter_config.json").read_text())
+    assert saved["revision"] == revision
+
+
+def test_a_reward_model(hub: list[Any]) -> None:
+    model = load_reward_model(Policy(model_name_or_path="org/model", revision=COMMIT), None)
+    assert [found for _, _, found in hub] == [COMMIT, COMMIT]
+    assert model.model.peft_config["default"].revision == COMMIT
+
+
+@pytest.mark.parametrize("revision", [None, COMMIT])
+def test_data(hub: list[Any], revision: str | None) -> None:
+    assert len(load_rows(Data(path="org/prompts", revision=revision))) == 2
+    assert hub == [("load_dataset", "org/prompts", revision or "main")]
+
+
+def test_a_classifier(hub: list[Any]) -> None:
+    """The tiny model has no trained head, which is noticed after it was asked for."""
+    with pytest.raises(DprlhfError, match="no trained weights"):
+        load_reward(recipe.Reward(classifier="org/model", revision=COMMIT))
+    assert [found for _, _, found in hub] == [COMMIT, COMMIT]
+
+
+def test_only_what_is_on_the_hub_has_a_revision(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    (tmp_path / "train.csv").write_text("prompt\na\n")
+    loads: list[tuple[str, Callable[[], Any]]] = [
+        ("policy.revision", lambda: load_policy(Policy(model_name_or_path=folder, revision="v1"))),
+        (
+            "model.revision",
+            lambda: load_reward_model(Policy(model_name_or_path=folder, revision="v1"), None),
+        ),
+        ("data.revision", lambda: load_rows(Data(path=folder, revision="v1"))),
+        (
+            "rewards.revision",
+            lambda: load_reward(recipe.Reward(classifier=folder, revision="v1")),
+        ),
+    ]
+    for key, load in loads:
+        with pytest.raises(DprlhfError, match=rf"^{key}: .* is on this machine"):
+            load()
+    with pytest.raises(ValueError, match="revision is for a classifier"):
+        recipe.Reward(function="a:b", revision="v1")
+
+
+def test_trls_flag() -> None:
+    assert overrides_of(["--model_revision", COMMIT]) == [f"policy.revision={COMMIT}"]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_attention_that_is_asked_for(
+    tmp_path: Path, attention: Literal["sdpa", "eager"]
+) -> None:
+    spec = Policy(
+        model_name_or_path=str(tiny.save(tmp_path / "model", "llama")),
+        attn_implementation=attention,
+    )
+    for model in (load_policy(spec).model, load_reward_model(spec, None).model):
+        assert model.config._attn_implementation == attention
+    assert overrides_of([f"--attn_implementation={attention}"]) == [
+        f"policy.attn_implementation={attention}"
+    ]
+
+
+def test_attention_that_packs_rows_into_one_is_refused() -> None:
+    """A user's rounding would depend on who else is in the micro-batch."""
+    with pytest.raises(ValidationError, match="'sdpa' or 'eager'"):
+        Policy.model_validate(
+            {"model_name_or_path": "m", "attn_implementation": "flash_attention_2"}
+        )
+
+
+def test_runs_from_before_the_keys_keep_their_digest() -> None:
+    settings = {
+        "policy": {"model_name_or_path": "org/model"},
+        "data": {"path": "org/prompts"},
+        "rewards": [{"classifier": "org/classifier"}],
+        "privacy": {"epsilon": 1.0},
+        "rounds": 2,
+        "evaluation": {"data": {"path": "org/public"}},
+    }
+    made = make_recipe(settings)
+    older = made.model_dump(mode="json", exclude={"output_dir", "tracking"})
+    for section in (older["policy"], older["data"], *older["rewards"], older["evaluation"]["data"]):
+        assert section.pop("revision") is None
+    assert older["policy"].pop("attn_implementation") is None
+    digest = hashlib.sha256(json.dumps(older, sort_keys=True).encode()).hexdigest()
+    assert build._digest(made) == digest
+    pinned = make_recipe({**settings, "data": {"path": "org/prompts", "revision": COMMIT}})
+    assert build._digest(pinned) != digest

@@ -1,0 +1,356 @@
+"""Several processes are one: same sums, one noise, one ledger, and no harm when one dies."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import DistributedType
+from filelock import FileLock
+from safetensors.torch import load_file
+
+import dprlhf
+from dprlhf import DprlhfError
+from dprlhf.privacy.ledger import read_ledger
+from dprlhf.training import processes
+from dprlhf.training.processes import Processes
+from helpers import launched
+
+CONFIGS = Path(__file__).parents[2] / "recipes/accelerate"
+ENVIRONMENT = {
+    **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path),
+}  # fmt: skip
+DOUBLE, SINGLE = ["run-2", "run-3", "sharded-2"], ["single-2"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All launches, made once, also where pytest-xdist spreads the tests of this file."""
+    base = tmp_path_factory.getbasetemp()
+    made = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "launches"
+    with FileLock(f"{made}.lock"):
+        if not made.exists():
+            made.mkdir()
+            done = subprocess.run(
+                [sys.executable, launched.__file__, str(made)],
+                capture_output=True, text=True, timeout=400, env=ENVIRONMENT, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr[-3000:]
+    return made
+
+
+def codes(folder: Path, run: str) -> list[int]:
+    return [int(code) for code in (folder / f"{run}-codes").read_text().split()]
+
+
+def seen(folder: Path, run: str) -> list[launched.Seen]:
+    """Return what each process of a launch saw."""
+    assert set(codes(folder, run)) == {0}, (folder / f"{run}-output-0").read_text()[-3000:]
+    return [
+        launched.Seen(**torch.load(folder / f"{run}-seen-{rank}.pt"))
+        for rank in range(len(codes(folder, run)))
+    ]
+
+
+def charges(folder: Path, kind: str = "charge") -> list[int]:
+    return [e.body["round"] for e in read_ledger(folder / "ledger.jsonl") if e.kind == kind]
+
+
+# ------------------------------------------------------------------------------ equal to one
+
+
+@pytest.mark.parametrize("run", DOUBLE + SINGLE)
+def test_sums_and_parameters_equal_those_of_one_process(folder: Path, run: str) -> None:
+    one = seen(folder, "single-1" if run in SINGLE else "run-1")[0]
+    tolerance = 1e-6 if run in SINGLE else 1e-9
+    assert len(one.sums) == launched.ROUNDS
+    assert all(float(total.norm()) > 1e-3 for total in one.sums)
+    for process in seen(folder, run):
+        assert process.processes == int(run[-1])
+        for found, expected in zip(process.sums, one.sums, strict=True):
+            assert float((found - expected).norm()) <= tolerance * float(expected.norm())
+        for found, expected in zip(process.parameters, one.parameters, strict=True):
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-3 * tolerance)
+
+
+@pytest.mark.parametrize("run", ["run-1", *DOUBLE, *SINGLE])
+def test_noise_is_drawn_once_a_round_and_the_release_is_the_same_everywhere(
+    folder: Path, run: str
+) -> None:
+    main, *others = seen(folder, run)
+    assert main.noise == seen(folder, "run-1")[0].noise  # bitwise, whatever the number
+    assert len(set(main.noise)) == launched.ROUNDS
+    assert len(set(main.released)) == launched.ROUNDS
+    for other in others:
+        assert other.noise == []
+        assert other.released == main.released
+        for mine, theirs in zip(other.parameters, main.parameters, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("run", DOUBLE)
+def test_users_are_shared_out_unevenly_and_one_process_writes_the_ledger(
+    folder: Path, run: str
+) -> None:
+    everybody = seen(folder, run)
+    sizes = np.array([process.shares for process in everybody])
+    assert sizes.sum(0).tolist() == seen(folder, "run-1")[0].shares
+    assert (sizes == 0).any()  # a process without users in some round
+    assert (sizes.min(0) < sizes.max(0)).any()
+    assert [process.ledgers for process in everybody] == [1] + [0] * (len(everybody) - 1)
+    ledgers = [(folder / name / "ledger.jsonl").read_bytes() for name in (run, "run-1")]
+    assert ledgers[0] == ledgers[1]
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward"])
+def test_a_supervised_stage_in_three_processes_equals_that_of_one(stage: str, folder: Path) -> None:
+    for run in (f"{stage}-1", f"{stage}-3"):
+        assert set(codes(folder, run)) == {0}, (folder / f"{run}-output-0").read_text()[-3000:]
+    one, three = (load_file(folder / f"{stage}-{n}/checkpoint/policy.safetensors") for n in (1, 3))
+    assert one.keys() == three.keys()
+    for name, expected in one.items():
+        torch.testing.assert_close(three[name], expected, rtol=1e-5, atol=1e-8)
+    ledgers = [(folder / f"{stage}-{n}/ledger.jsonl").read_bytes() for n in (1, 3)]
+    assert ledgers[0] == ledgers[1]
+
+
+def test_a_sharded_process_holds_half_of_the_frozen_layers(folder: Path) -> None:
+    whole = seen(folder, "run-2")[0].weights_held
+    base = launched.tiny.model()
+    layers = sum(p.numel() for p in base.transformer.h.parameters())
+    for process in seen(folder, "sharded-2"):
+        assert process.weights_held == whole - layers // 2
+
+
+def test_every_user_is_on_one_process() -> None:
+    for count in (1, 2, 3, 5):
+        for users in (np.arange(0), np.arange(4), np.array([7, 3, 9, 1, 5, 0, 2])):
+            shares = [
+                Processes(SimpleNamespace(process_index=i, num_processes=count)).share(users)
+                for i in range(count)
+            ]
+            assert sorted(np.concatenate(shares)) == sorted(users)
+            sizes = [len(share) for share in shares]
+            assert max(sizes) - min(sizes) <= 1
+
+
+# ------------------------------------------------------------------------- when a process dies
+
+
+@pytest.mark.parametrize(
+    ("run", "killed", "committed"),
+    [("worker-killed", 2, [1, 2, 3, 4]), ("main-killed", 0, [1, 3, 4])],
+)
+def test_a_killed_process_stops_the_others_and_no_charge_is_lost_or_doubled(
+    folder: Path, run: str, killed: int, committed: list[int]
+) -> None:
+    for rank, code in enumerate(codes(folder, run)):
+        if rank == killed:
+            assert code == -9
+            continue
+        assert code == 2
+        shown = (folder / f"{run}-output-{rank}").read_text().splitlines()
+        lines = [line for line in shown if line.startswith("dprlhf: ")]
+        assert len(lines) == 1
+        assert f"process {rank} of {len(codes(folder, run))}: another process stopped" in lines[0]
+        assert "resume" in lines[0]
+    assert codes(folder, f"{run}-resumed") == [0]
+    # The main process died after it had charged round 2: spent, and never drawn again.
+    assert charges(folder / run) == [1, 2, 3, 4]
+    assert charges(folder / run, "commit") == committed
+    if run == "worker-killed":  # nothing was charged for round 2: the run is the unbroken one
+        found = load_file(folder / run / "checkpoint/policy.safetensors")
+        expected = load_file(folder / "run-1/checkpoint/policy.safetensors")
+        for name, weight in found.items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-12)
+
+
+def test_accelerate_launch_starts_two_and_a_killed_one_ends_the_launch(
+    folder: Path, tmp_path: Path
+) -> None:
+    """By the launch file and the command line; the second process kills itself in round 2."""
+    run = tmp_path / "run"
+    (tmp_path / "rewards.py").write_text(
+        textwrap.dedent(f"""
+        import os, pathlib, signal
+        def reward(prompts, completions):
+            ledger = pathlib.Path({str(run)!r}) / "ledger.jsonl"
+            charged = ledger.exists() and '"charge"' in ledger.read_text()
+            if charged and os.environ.get("RANK") == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return [len(text.encode()) / 8 for text in completions]
+        """)
+    )
+    (tmp_path / "prompts.csv").write_text("prompt\n" + "\n".join(launched.PROMPTS))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        textwrap.dedent(f"""
+        policy: {{model_name_or_path: {folder}/model, adapter: {{target_modules: [c_attn]}}}}
+        data: {{path: {tmp_path}/prompts.csv}}
+        rewards: [{{function: "{tmp_path}/rewards.py:reward"}}]
+        rollout: {{max_new_tokens: 4, batch_size: 4}}
+        update: {{batch_size: 4}}
+        privacy: {{epsilon: 4, delta: 1.0e-2, partition: fixed}}
+        rounds: 3
+        """)
+    )
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "accelerate.commands.launch",
+            "--config_file", str(CONFIGS / "two_cpu_processes.yaml"),
+            "-m", "dprlhf", "train", str(recipe), "--output-dir", str(run),
+        ],
+        capture_output=True, text=True, timeout=300, env=ENVIRONMENT, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert charges(run) == charges(run, "commit") == [1], done.stderr[-3000:]
+    assert {p.name for p in (run / "secret").glob("telemetry-*")} == {
+        "telemetry-0.jsonl", "telemetry-1.jsonl",
+    }  # fmt: skip
+    dprlhf.resume(run, quiet=True)
+    assert charges(run) == charges(run, "commit") == [1, 2, 3]
+
+
+def test_a_failed_collective_is_one_clear_line() -> None:
+    def reduce(*_: Any, **__: Any) -> None:
+        raise RuntimeError("[pair.cc:553] Connection closed by peer [10.0.0.2]:1. This is\nlong")
+
+    alone = Processes(
+        SimpleNamespace(reduce=reduce, process_index=1, num_processes=4, device=torch.device("cpu"))
+    )
+    with pytest.raises(DprlhfError) as caught:
+        alone.sum(torch.zeros(1))
+    assert str(caught.value) == (
+        "process 1 of 4: another process stopped, or did not answer for an hour ([pair.cc:553]"
+        " Connection closed by peer [10.0.0.2]:1); what is charged stays charged, once: continue"
+        " with dprlhf resume"
+    )
+
+
+# ------------------------------------------------------------------------------- the launch
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in list(os.environ):
+        if name.startswith(("ACCELERATE_", "MASTER_", "WORLD_", "PMI_", "OMPI_")):
+            monkeypatch.delenv(name)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({}, None),
+        ({"WORLD_SIZE": "1", "MASTER_PORT": "1"}, None),
+        ({"PMI_SIZE": "1"}, None),
+        ({"WORLD_SIZE": "1", "PMI_SIZE": "2"}, None),  # srun starts one torchrun a machine
+        ({"MASTER_PORT": "1"}, None),  # left over from another tool
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE asks for 4 processes, but this launch has 1"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE asks for 2 processes"),
+    ],
+    ids=str,
+)
+def test_the_number_of_processes_is_the_number_asked_for(
+    environment: pytest.MonkeyPatch, variables: dict[str, str], message: str | None
+) -> None:
+    for name, value in variables.items():
+        environment.setenv(name, value)
+    if message is None:
+        processes._check_count(1)
+    else:
+        with pytest.raises(DprlhfError, match=message):
+            processes._check_count(1)
+
+
+@pytest.mark.parametrize(("asked", "refused"), [("1", False), ("2", True)])
+def test_accelerate_launch_on_the_cpu_starting_one_of_two_is_noticed(
+    environment: pytest.MonkeyPatch, asked: str, refused: bool
+) -> None:
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    arguments = launch_command_parser().parse_args(["--cpu", "--num_processes", asked, "x.py"])
+    arguments, _, _ = _validate_launch_command(arguments)
+    _, variables = prepare_simple_launcher_cmd_env(arguments)  # what the one process gets
+    for name, value in variables.items():
+        environment.setenv(name, value)
+    if refused:
+        with pytest.raises(DprlhfError, match="asked for several processes and started one"):
+            processes._check_count(1)
+    else:
+        processes._check_count(1)
+
+
+@pytest.mark.parametrize("name", ["DEEPSPEED", "MEGATRON_LM"])
+def test_other_ways_of_sharding_are_refused_by_name(
+    environment: pytest.MonkeyPatch, name: str
+) -> None:
+    environment.setenv(f"ACCELERATE_USE_{name}", "true")
+    with pytest.raises(DprlhfError, match=f"{name} is not supported.*FSDP"):
+        Processes.connect()
+
+
+EXPECTED = {
+    "one_gpu": (DistributedType.NO, 1, 1, False),
+    "eight_gpus": (DistributedType.MULTI_GPU, 8, 1, False),
+    "eight_gpus_sharded": (DistributedType.FSDP, 8, 1, False),
+    "multi_node": (DistributedType.MULTI_GPU, 16, 2, False),
+    "two_cpu_processes": (DistributedType.MULTI_GPU, 2, 1, True),
+}
+
+
+def test_every_launch_file_is_expected() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_launch_files_are_what_accelerate_reads(name: str) -> None:
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    path = str(CONFIGS / f"{name}.yaml")
+    config = load_config_from_file(path)  # refuses unknown keys
+    assert (
+        config.distributed_type, config.num_processes, config.num_machines, config.use_cpu,
+    ) == EXPECTED[name]  # fmt: skip
+    arguments, _, _ = _validate_launch_command(
+        launch_command_parser().parse_args(["--config_file", path, "x.py"])
+    )
+    assert arguments.mixed_precision == "no"
+    assert bool(arguments.multi_gpu) == (config.distributed_type == DistributedType.MULTI_GPU)
+    assert bool(arguments.use_fsdp) == (config.distributed_type == DistributedType.FSDP)
+    if arguments.use_fsdp:
+        assert arguments.fsdp_version == 2
+
+
+def test_a_process_of_several_leaves_its_group_when_it_ends(tmp_path: Path) -> None:
+    """Threads of a group that is still open abort the process now and then."""
+    script = (
+        "import atexit, os, torch\n"
+        "def left():\n"
+        # a file for each: what two processes print can end up in one line
+        "    state = 'open' if torch.distributed.is_initialized() else 'left'\n"
+        f"    open({str(tmp_path)!r} + '/left' + os.environ['RANK'], 'w').write(state)\n"
+        "atexit.register(left)\n"  # called after what is registered later
+        "from dprlhf.training.processes import Processes\n"
+        "assert Processes.connect().count == 2\n"
+        "assert Processes.connect().count == 2\n"
+    )
+    (tmp_path / "script.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         str(tmp_path / "script.py")],
+        env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [(tmp_path / f"left{rank}").read_text() for rank in (0, 1)] == ["left", "left"]

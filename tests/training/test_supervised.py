@@ -1,0 +1,512 @@
+"""The supervised stages: gradients against loops over users in float64, and whole pipelines."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertModel,
+    BertTokenizerFast,
+)
+
+import dprlhf
+from dprlhf import DprlhfError, recipe
+from dprlhf.boundary import Private
+from dprlhf.cli.app import app
+from dprlhf.data.users import Prompts, Users, rows_from
+from dprlhf.gradients.clipping import Weighted, clipped_sum
+from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.policies.classifier import load_reward_model
+from dprlhf.privacy.ledger import read_ledger
+from dprlhf.rewards.classifier import ClassifierReward
+from dprlhf.rollout import Responses
+from dprlhf.runs.earlier import records_of, total_of_runs
+from dprlhf.training.dry_run import dry_run_stage, explain
+from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task
+from helpers import runs, tiny
+from helpers.rounds import flat_gradient
+
+ADAPTER = {"type": "lora", "rank": 2, "target_modules": ["c_attn"]}
+LORA = recipe.Adapter.model_validate(ADAPTER)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.save(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A two-layer random BERT with a vocabulary of letters."""
+    folder = tmp_path_factory.mktemp("encoder")
+    letters = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz "]
+    letters += [f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"]
+    (folder / "vocab.txt").write_text("\n".join(letters))
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(letters), hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=64, max_position_embeddings=64,
+    )  # fmt: skip
+    BertModel(config).save_pretrained(folder)
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    return str(folder)
+
+
+def wide(policy: Any) -> Any:
+    """The policy in float64, its adapter moved off its start."""
+    policy.model.double()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.parameters.values():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return policy
+
+
+def policy() -> CausalLMPolicy:
+    return wide(make_policy(tiny.model(), tiny.tokenizer(), LORA))
+
+
+def examples(rows: list[dict[str, Any]], data: recipe.Data) -> Prompts:
+    users = Users(rows_from(rows, data.prompt_column), data)
+    return users.select(np.arange(users.count))
+
+
+def user_sums(
+    task: Task, trained: Any, found: Prompts, clip_norm: float, batch_size: int = 3
+) -> tuple[torch.Tensor, Responses]:
+    encoded = task.encode(trained, found)
+    weights = task.weights(trained, encoded, batch_size)
+    weighted = Weighted(encoded, weights, np.zeros((encoded.users, 0)), 0.0)
+    total = clipped_sum(
+        trained, Private(weighted), clip_norm=clip_norm, batch_size=batch_size, reduce=lambda x: x
+    )
+    return total.bounded.total, encoded
+
+
+def clipped(vector: torch.Tensor, norm: float) -> torch.Tensor:
+    return vector * min(1.0, norm / float(vector.norm()))
+
+
+DOCUMENTS = [
+    {"user": u, "prompt": p, "completion": c}
+    for u, p, c in [
+        ("a", "say", " yes"), ("b", "a long prompt of many", " words"), ("a", "", "nothing before"),
+        ("c", "cut", " off because it is much too long for that"), ("b", "end", ""),
+    ]
+]  # fmt: skip
+OF_USERS = recipe.Documents(
+    path="x", user_column="user", max_prompts_per_user=2, max_completion_tokens=12
+)
+
+
+def document_loss(trained: CausalLMPolicy, prompt: str, completion: str) -> torch.Tensor:
+    """Mean −log π of one document's learnt tokens, without padding."""
+    prompt_ids = trained.tokenizer(prompt)["input_ids"] or [0]
+    learnt = (trained.tokenizer(completion)["input_ids"] + [0])[:12]
+    logits = trained.model(input_ids=torch.tensor([prompt_ids + learnt])).logits[0]
+    logprobs = torch.log_softmax(logits, -1)
+    start = len(prompt_ids) - 1
+    return -logprobs[range(start, start + len(learnt)), learnt].mean()
+
+
+@pytest.mark.parametrize("clip_norm", [1e6, 0.5])
+def test_sft_clips_each_users_loss_gradient_over_all_its_documents(clip_norm: float) -> None:
+    trained, rows = policy(), examples(DOCUMENTS, OF_USERS)
+    found, encoded = user_sums(NextTokens(OF_USERS), trained, rows, clip_norm)
+    expected = torch.zeros_like(found)
+    for user in "abc":
+        own = [d for d in DOCUMENTS if d["user"] == user]
+        losses = [document_loss(trained, d["prompt"], d["completion"]) for d in own]
+        expected -= clipped(flat_gradient(trained, torch.stack(losses).mean()), clip_norm)
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+    [losses] = NextTokens(OF_USERS).losses(trained, encoded, 2)
+    alone = [document_loss(trained, d["prompt"], d["completion"]) for d in
+             sorted(DOCUMENTS, key=lambda d: d["user"])]  # fmt: skip
+    np.testing.assert_allclose(losses, torch.stack(alone).detach().numpy(), rtol=1e-7)
+
+
+def test_one_user_fewer_moves_the_sum_by_no_more_than_the_clip_norm_and_nobody_else() -> None:
+    trained = policy()
+    whole, _ = user_sums(NextTokens(OF_USERS), trained, examples(DOCUMENTS, OF_USERS), 0.5)
+    without = [d for d in DOCUMENTS if d["user"] != "b"]
+    fewer, _ = user_sums(NextTokens(OF_USERS), trained, examples(without, OF_USERS), 0.5)
+    alone = [d for d in DOCUMENTS if d["user"] == "b"]
+    own, _ = user_sums(NextTokens(OF_USERS), trained, examples(alone, OF_USERS), 0.5)
+    assert float((whole - fewer).norm()) <= 0.5
+    torch.testing.assert_close(whole - fewer, own, rtol=1e-9, atol=1e-12)
+
+
+def test_a_whole_text_and_a_conversation_are_documents_too() -> None:
+    trained = policy()
+    text = recipe.Documents(path="x", prompt_column="text", completion_column=None)
+    encoded = NextTokens(text).encode(trained, examples([{"text": "ab"}], text))
+    assert encoded.mask.sum(1).tolist() == [1 + 2 + 1]  # start, two letters, end
+    trained.tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    chat = [
+        {
+            "prompt": [{"role": "user", "content": "hi"}],
+            "completion": [{"role": "assistant", "content": "yo"}],
+        }
+    ]
+    data = recipe.Documents(path="x")
+    encoded = NextTokens(data).encode(trained, examples(chat, data))
+    tokens = [t[m.bool()] for t, m in zip(encoded.tokens, encoded.mask, strict=True)]
+    assert trained.tokenizer.decode(tokens[0]) == "<u>hi<a>yo<eos>"
+    assert int(encoded.response_mask.sum()) == 3
+
+
+PAIRS = [
+    {"user": u, "prompt": p, "chosen": c, "rejected": r}
+    for u, p, c, r in [
+        ("a", "is it ", "good", "bad news for all of us"), ("b", "so ", "far", "near"),
+        ("b", "", "empty prompt", "x"), ("c", "twice ", "same", "same"),
+    ]
+]  # fmt: skip
+OF_PAIRS = recipe.Preferences(path="x", user_column="user", max_prompts_per_user=2, max_tokens=24)
+
+
+def score(trained: Any, text: str) -> torch.Tensor:
+    """The logits of one text without padding, ``[outputs]``."""
+    ids = trained.tokenizer(text, truncation=True, max_length=24)["input_ids"]
+    logits: torch.Tensor = trained.model(input_ids=torch.tensor([ids])).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize("kind", ["model", "encoder"])
+@pytest.mark.parametrize("clip_norm", [1e6, 0.01])
+def test_pairs_clip_each_users_bradley_terry_gradient(
+    kind: str, clip_norm: float, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(kind)
+    targets = {"model": ["c_attn"], "encoder": ["query"]}[kind]
+    spec = recipe.Policy(
+        model_name_or_path=path, adapter=recipe.Adapter(type="lora", target_modules=targets)
+    )
+    trained = wide(load_reward_model(spec, None))
+    assert any("score" in n or "classifier" in n for n in trained.parameters)
+    found, encoded = user_sums(Pairs(OF_PAIRS), trained, examples(PAIRS, OF_PAIRS), clip_norm, 4)
+
+    def loss(pair: dict[str, str]) -> torch.Tensor:
+        better, worse = (score(trained, pair["prompt"] + pair[k]) for k in ("chosen", "rejected"))
+        return -torch.nn.functional.logsigmoid(better - worse)[0]
+
+    expected = torch.zeros_like(found)
+    for user in "ab":  # c's gradient is zero
+        own = torch.stack([loss(p) for p in PAIRS if p["user"] == user]).mean()
+        expected -= clipped(flat_gradient(trained, own), clip_norm)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+    losses, accuracy = Pairs(OF_PAIRS).losses(trained, encoded, 4)
+    of_pairs = np.array([float(loss(p).detach()) for p in PAIRS])
+    np.testing.assert_allclose(losses, of_pairs, rtol=1e-7)
+    # The last pair is a tie, up to how a row's place in the batch rounds it.
+    np.testing.assert_array_equal(accuracy[:3], of_pairs[:3] < math.log(2))
+
+
+@pytest.mark.parametrize("user", ["a", "b"])
+def test_one_user_fewer_moves_the_sum_over_pairs_by_its_own_part(model: str, user: str) -> None:
+    spec = recipe.Policy(
+        model_name_or_path=model, adapter=recipe.Adapter(type="lora", target_modules=["c_attn"])
+    )
+    trained, task = wide(load_reward_model(spec, None)), Pairs(OF_PAIRS)
+    others, own = ([p for p in PAIRS if (p["user"] == user) is is_own] for is_own in (False, True))
+    whole, fewer, alone = (
+        user_sums(task, trained, examples(rows, OF_PAIRS), 0.01, 4)[0]
+        for rows in (PAIRS, others, own)
+    )
+    assert 0.0099 < float((whole - fewer).norm()) <= 0.01 * (1 + 1e-9)
+    torch.testing.assert_close(whole - fewer, alone, rtol=1e-8, atol=1e-11)
+
+
+def test_labels_clip_each_users_cross_entropy_gradient(encoder: str) -> None:
+    data = recipe.Preferences(
+        path="x", prompt_column="text", label_column="label", max_tokens=24, user_column="user",
+        max_prompts_per_user=3,
+    )  # fmt: skip
+    rows = [
+        {"user": "a", "text": "nice", "label": "good"},
+        {"user": "b", "text": "awful", "label": "bad"},
+        {"user": "a", "text": "so so it was", "label": "meh"},
+    ]
+    names = ["bad", "meh", "good"]
+    spec = recipe.Policy(
+        model_name_or_path=encoder, adapter=recipe.Adapter(type="biases", target_modules=["value"])
+    )
+    trained, task = wide(load_reward_model(spec, names)), Labels(data, names)
+    found, encoded = user_sums(task, trained, examples(rows, data), 1e6)
+    expected = torch.zeros_like(found)
+    for user in "ab":
+        own = [
+            torch.log_softmax(score(trained, r["text"]), -1)[names.index(r["label"])]
+            for r in rows
+            if r["user"] == user
+        ]
+        expected += flat_gradient(trained, torch.stack(own).mean())
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+    losses, _ = task.losses(trained, encoded, 2)
+    assert losses.mean() > 0
+    with pytest.raises(DprlhfError, match="none of the labels bad, meh, good") as caught:
+        task.check({"label": ["good", "SECRET"]})
+    assert "SECRET" not in str(caught.value)
+
+
+DATA = {"path": "in-memory", "user_column": "user", "max_completion_tokens": 8}
+
+
+def sft(model: str, folder: Path, **changes: Any) -> recipe.SFTRecipe:
+    values: dict[str, Any] = {
+        "policy": {"model_name_or_path": model, "adapter": ADAPTER},
+        "data": DATA,
+        "optimizer": {"learning_rate": 0.05},
+        "privacy": {"epsilon": 8.0},
+        "rounds": 4,
+        "output_dir": str(folder),
+    }
+    return recipe.SFTRecipe.model_validate(values | changes)
+
+
+def people(first: int, count: int) -> list[dict[str, str]]:
+    return [{"user": f"u{i}", "prompt": "it was", "completion": " aaaa"} for i in
+            range(first, first + count)]  # fmt: skip
+
+
+def preferences(first: int, count: int) -> list[dict[str, str]]:
+    return [{"user": f"u{i}", "prompt": "it was", "chosen": " aaaa", "rejected": " zzz"} for i in
+            range(first, first + count)]  # fmt: skip
+
+
+def shorter(completions: list[str], **columns: Any) -> list[float]:
+    return [-float(len(text)) / 10 for text in completions]
+
+
+def test_without_noise_sft_learns_and_noise_alone_teaches_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dprlhf.runs.folder.new_key", lambda: bytes(range(32)))
+    model = runs.save_sharp(tmp_path / "model")
+    common = {
+        "rounds": 10,
+        "optimizer": {"learning_rate": 0.1},
+        "evaluation": {"data": {"path": "in-memory", "max_completion_tokens": 8}, "prompts": 4},
+    }
+    public = [{"prompt": "it was", "completion": " aaaa"}] * 4
+    gains = {}
+    for name, privacy in (("none", {"epsilon": float("inf")}), ("much", {"noise_multiplier": 1e3})):
+        stage = sft(model, tmp_path / name, privacy=privacy, **common)
+        run = dprlhf.train_stage(stage, data=people(0, 64), evaluation_data=public, quiet=True)
+        gains[name] = run.before["loss"].mean - run.after["loss"].mean
+        assert json.loads(run.folder.evaluation.read_text())["after"]["loss"]["prompts"] == 4
+    assert gains["none"] > 0.3
+    assert gains["much"] < 0.1
+
+
+def test_a_document_that_cannot_be_encoded_stops_nobody(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dprlhf.training import tasks
+
+    real = tasks._completion
+
+    def picky(policy: Any, prompt: Any, completion: Any) -> list[int]:
+        if completion == " zzzz":
+            raise ValueError(completion)
+        return real(policy, prompt, completion)
+
+    monkeypatch.setattr(tasks, "_completion", picky)
+    bad = {"user": "u0", "prompt": "it was", "completion": " zzzz"}
+    stage = sft(model, tmp_path / "run", data={**DATA, "max_prompts_per_user": 2})
+    dprlhf.train_stage(stage, data=[*people(0, 40), bad], quiet=True)
+    lines = (tmp_path / "run/secret/telemetry-0.jsonl").read_text().splitlines()
+    assert sum(json.loads(line)["users_not_readable"] or 0 for line in lines) == 1
+
+
+def test_a_pipeline_states_one_total(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = dprlhf.train_stage(sft(model, Path("one")), data=people(0, 40), quiet=True)
+    assert AutoModelForCausalLM.from_pretrained(first.folder.model).num_parameters() > 0
+    assert len([e for e in read_ledger(first.folder.ledger) if e.kind == "charge"]) == 4
+
+    spec = {
+        "model": {"model_name_or_path": model, "adapter": ADAPTER},
+        "data": {"path": "in-memory", "user_column": "user", "max_tokens": 16},
+        "privacy": {"epsilon": 4.0},
+        "rounds": 4,
+        "output_dir": "two",
+        "previous": [{"run": "one", "users": "disjoint"}],
+    }
+    second = recipe.RewardRecipe.model_validate(spec)
+    with pytest.raises(DprlhfError, match="one and this run are declared to have no users") as bad:
+        dprlhf.train_stage(second, data=preferences(39, 40), quiet=True)
+    assert "u39" not in str(bad.value)
+    assert not Path("two").exists()
+    two = dprlhf.train_stage(second, data=preferences(40, 40), quiet=True)
+    card = json.loads(two.folder.privacy.read_text())
+    one_epsilon = first.plan.guarantee.epsilon
+    assert card["total"]["epsilon"] == pytest.approx(one_epsilon)  # parallel: the dearer stage
+    head = AutoModelForSequenceClassification.from_pretrained(two.folder.model).score.weight
+    assert head.abs().sum() > 0
+    reward = ClassifierReward(str(two.folder.model))
+    assert len(reward(["it was"], [" aaaa"])) == 1
+
+    rl: dict[str, Any] = {
+        "model": "one/model",
+        "prompts": [{"user": f"u{i}", "prompt": "it was"} for i in range(80)],
+        "data__user_column": "user",
+        "rewards": [{"classifier": "two/model"}],
+        "epsilon": 4.0,
+        "rounds": 4,
+        "policy__adapter": ADAPTER,
+        "rollout__max_new_tokens": 4,
+        "quiet": True,
+    }
+    with pytest.raises(DprlhfError, match="'one/model' was tuned by a private run"):
+        dprlhf.train(**rl, output_dir="three")
+    with pytest.raises(DprlhfError, match=r"rewards\.0\.classifier 'two/model' was tuned"):
+        dprlhf.train(**rl, previous=[{"run": "one"}], output_dir="three")
+    both = [{"run": "one"}, {"run": "two"}]
+    rows = {**rl, "model": model, "data__user_column": None, "previous": both[1:]}
+    with pytest.raises(DprlhfError, match="two protects users by the column 'user', this run rows"):
+        dprlhf.train(**rows, output_dir="three")
+    three = dprlhf.train(**rl, previous=both, output_dir="three")
+    terms = read_ledger(three.folder.ledger)[0].body
+    assert [r["name"] for r in terms["previous"]] == ["one", "two"]
+    whole = json.loads(three.folder.privacy.read_text())["total"]
+    # u0 .. u39 are in one and three, u40 .. u79 in two and three.
+    assert one_epsilon < whole["epsilon"] < one_epsilon + 4
+    records, cost = total_of_runs([Path("three")])
+    assert cost.epsilon == pytest.approx(whole["epsilon"])
+    assert {r.name for r in records} == {"one", "two", "three"}
+    again, same = total_of_runs([Path("one"), Path("two"), Path("three")])
+    assert (len(again), same.epsilon) == (3, cost.epsilon)
+    assert "In total" in (three.folder.policy / "README.md").read_text()
+    with pytest.raises(DprlhfError, match="declared to have no users in common"):
+        total_of_runs([Path("one"), Path("three")], disjoint=True)
+    assert records_of(Path("two"))[0].disjoint == [records_of(Path("one"))[0].run]
+
+
+def test_a_dry_run_times_public_rows_only(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = {
+        "model": {"model_name_or_path": model, "adapter": ADAPTER},
+        "data": {"path": "in-memory", "user_column": "user", "max_tokens": 16},
+        "evaluation": {"data": {"path": "in-memory", "max_tokens": 16}, "prompts": 6},
+        "privacy": {"epsilon": 4.0, "tuning_runs": 1},
+        "rounds": 4,
+    }
+    encoded = []
+    real = Pairs.encode
+
+    def spied(self: Pairs, policy: CausalLMPolicy, prompts: Prompts) -> Responses:
+        encoded.extend(prompts.prompts)
+        return real(self, policy, prompts)
+
+    monkeypatch.setattr(Pairs, "encode", spied)
+    public = [{"prompt": f"p{i}", "chosen": " aaaa", "rejected": " zzz"} for i in range(8)]
+    plan = dry_run_stage(recipe.RewardRecipe.model_validate(spec), preferences(0, 40), public)
+    assert set(encoded) == {f"p{i}" for i in range(6)}
+    # 4 rounds of 10 users; a forward pass is about a third of a step, twice over 6 rows.
+    assert plan["estimated_seconds"] == pytest.approx(plan["seconds_a_row"] * (40 + 4))
+    assert plan["epsilon"] <= 4 < plan["total_epsilon"]
+    shown = explain(plan)
+    assert "in total             epsilon = " in shown
+    assert "time for a row" in shown
+
+
+def test_a_baseline_takes_every_later_guarantee_away(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stage = sft(model, Path("free"), privacy={"epsilon": float("inf")}, rounds=2)
+    dprlhf.train_stage(stage, data=people(0, 20), quiet=True)
+    with pytest.raises(DprlhfError, match="free has no privacy, so no epsilon can be stated"):
+        dprlhf.train_stage(
+            sft("free/model", Path("next"), previous=[{"run": "free"}]),
+            data=people(0, 20),
+            quiet=True,
+        )
+    assert total_of_runs([Path("free")])[1].epsilon == float("inf")
+
+
+def test_an_interrupted_stage_goes_on_where_it_was(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dprlhf.runs.folder.new_key", lambda: bytes(range(32)))
+    data = people(0, 40)
+    whole = dprlhf.train_stage(sft(model, tmp_path / "whole"), data=data, quiet=True)
+    stopped = []
+
+    def stop(metrics: dict[str, Any]) -> None:
+        stopped.append(metrics["round"])
+        if metrics["round"] == 2:
+            raise RuntimeError("zanzibar")
+
+    with pytest.raises(DprlhfError, match="RuntimeError during the run") as caught:
+        dprlhf.train_stage(sft(model, tmp_path / "cut"), data=data, callbacks=[stop], quiet=True)
+    assert "zanzibar" not in str(caught.value)
+    resumed = dprlhf.resume_stage(tmp_path / "cut", data=data, quiet=True)
+    for name, value in whole.policy.state().items():
+        assert torch.equal(value, resumed.policy.state()[name])
+    with pytest.raises(DprlhfError, match="the users are not the ones"):
+        dprlhf.resume_stage(tmp_path / "cut", data=people(1, 40), quiet=True)
+
+
+def test_the_commands(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    monkeypatch.chdir(tmp_path)
+    Path("docs.jsonl").write_text("".join(json.dumps(d) + "\n" for d in people(0, 20)))
+    Path("sft.yaml").write_text(
+        f"stage: sft\npolicy: {{model_name_or_path: {model}, adapter: {json.dumps(ADAPTER)}}}\n"
+        "data: {path: docs.jsonl, user_column: user, max_completion_tokens: 8}\n"
+        "privacy: {epsilon: 8}\nrounds: 2\n"
+    )
+    runner = CliRunner()
+    held = sorted(Path().rglob("*"))
+    ahead = runner.invoke(app, ["sft", "sft.yaml", "--dry-run", "--json"])
+    plan = json.loads(ahead.output.splitlines()[-1])
+    assert 7.9 < plan["epsilon"] <= 8
+    assert (plan["users"], plan["users_a_round"], plan["seconds_a_row"]) == (20, 10, None)
+    shown = runner.invoke(app, ["sft", "sft.yaml", "--dry-run"]).output
+    assert "estimated time       unknown: there are no public rows" in shown
+    assert sorted(Path().rglob("*")) == held  # nothing was written
+    done = runner.invoke(app, ["sft", "sft.yaml", "update.batch_size=8", "--output-dir", "one"])
+    assert done.exit_code == 0, done.output
+    assert "the next stage names one/model" in done.output
+    told = runner.invoke(app, ["privacy", "total", "one", "--json"])
+    assert json.loads(told.output)["epsilon"] <= 8
+    assert runner.invoke(app, ["resume", "one"]).exit_code == 0
+    wrong = runner.invoke(app, ["reward", "sft.yaml"])
+    assert "a recipe of stage sft" in str(wrong.exception)
+    with pytest.raises(DprlhfError, match="run it with dprlhf sft"):
+        dprlhf.train("sft.yaml")
+    Path("sft.yaml").write_text("stage: sf\n")
+    with pytest.raises(DprlhfError, match="did you mean 'sft'"):
+        dprlhf.train_stage("sft.yaml")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"update": {"clip_norm": float("inf")}}, "clip_norm must be finite"),
+        ({"rollout": {}}, "Extra inputs"),
+        ({"policy": {"model_name_or_path": "x", "trained_on_private_users": True}}, "no epsilon"),
+        ({"policy": {"model_name_or_path": "x", "adapter": {"init": "public-activations"}}},
+         "needs public documents"),
+        ({"data": {"path": "same"}, "evaluation": {"data": {"path": "same"}}}, "private users"),
+    ],
+)  # fmt: skip
+def test_recipes_that_contradict_themselves(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sft("x", Path("y"), **changes)

@@ -1,0 +1,635 @@
+"""Whole runs on a tiny model: learning, leaks, crashes, resume, several processes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import dprlhf
+from dprlhf import DprlhfError, api, trainer
+from dprlhf.boundary import open_private
+from dprlhf.privacy.ledger import read_ledger
+from dprlhf.privacy.partition import allocate
+from helpers import tiny
+
+CANARY = "zanzibar-7319"
+ADAPTER = {"type": "lora", "rank": 2, "target_modules": ["c_attn"]}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.save(tmp_path_factory.mktemp("model")))
+
+
+def lower_case(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """Share of lower-case letters among the characters: easy to raise, one row at a time."""
+    return [4.0 * sum(c.islower() for c in text) / max(len(text), 1) for text in completions]
+
+
+def settings(model: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "model": model,
+        "prompts": [f"user {i} says" for i in range(120)],
+        "reward": lower_case,
+        "epsilon": 8.0,
+        "rounds": 5,
+        "learning_rate": 0.05,
+        "policy__adapter": ADAPTER,
+        "rollout__max_new_tokens": 6,
+        "quiet": True,
+        **changes,
+    }
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoint" / "policy.safetensors")
+
+
+def charged(folder: Path) -> list[int]:
+    return [e.body["round"] for e in read_ledger(folder / "ledger.jsonl") if e.kind == "charge"]
+
+
+class TestLearning:
+    def test_a_constant_reward_does_not_rise_by_noise(self, model: str, tmp_path: Path) -> None:
+        constant = dprlhf.train(
+            **settings(
+                model,
+                reward=lambda prompts, completions: [1.0] * len(prompts),
+                evaluation_prompts=[f"public {i}" for i in range(20)],
+            ),
+            output_dir=tmp_path / "constant",
+        )
+        assert constant.difference.mean == 0.0
+
+    def test_adapter_loads_with_peft_and_acts_like_the_policy(
+        self, model: str, tmp_path: Path
+    ) -> None:
+        result = dprlhf.train(**settings(model), output_dir=tmp_path / "run")
+        base = AutoModelForCausalLM.from_pretrained(model)
+        loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / "run/policy")).eval()
+        tokens = torch.arange(1, 30)[None]
+        with torch.no_grad():
+            tuned = loaded(tokens).logits
+            ours = result.policy.model(tokens).logits
+            with loaded.disable_adapter():
+                untuned = loaded(tokens).logits
+        torch.testing.assert_close(tuned, ours)
+        assert (tuned - untuned).abs().max() > 1e-4
+        card = (tmp_path / "run/policy/README.md").read_text()
+        assert "## Privacy" in card
+        assert "differential privacy where neighbouring" in card
+
+    @pytest.mark.parametrize("partition", ["fixed", "stream", "poisson"])
+    @pytest.mark.parametrize("base_policy", ["on-policy", "reference"])
+    def test_every_partition_and_base_policy_runs(
+        self, model: str, tmp_path: Path, partition: str, base_policy: str
+    ) -> None:
+        result = dprlhf.train(
+            **settings(
+                model,
+                privacy__partition=partition,
+                rollout__base_policy=base_policy,
+                update__baseline="paired",
+                optimizer__name="sgd",
+            ),
+            output_dir=tmp_path / "run",
+        )
+        assert result.plan.partition == partition
+        assert charged(tmp_path / "run") == [1, 2, 3, 4, 5]
+
+    def test_conversations_and_columns_reach_the_reward(self, model: str, tmp_path: Path) -> None:
+        folder = tmp_path / "chat"
+        tiny.save(folder)
+        tokenizer = tiny.tokenizer()
+        tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}:"
+        tokenizer.save_pretrained(folder)
+        seen: list[Any] = []
+
+        def reward(prompts: Any, completions: Any, wish: list[int]) -> list[float]:
+            seen.append((prompts[0], completions[0], wish[0]))
+            return [float(w) for w in wish]
+
+        rows = [
+            {"prompt": [{"role": "user", "content": f"hi {i}"}], "wish": i % 3} for i in range(40)
+        ]
+        dprlhf.train(
+            **settings(
+                str(folder), prompts=rows, reward=reward, evaluation_prompts=rows[:8], rounds=2
+            ),
+            output_dir=tmp_path / "run",
+        )
+        prompt, completion, wish = seen[-1]
+        assert prompt[0]["role"] == "user"
+        assert completion[0]["role"] == "assistant"
+        assert wish in (0, 1, 2)
+        with pytest.raises(DprlhfError, match="no chat template"):
+            dprlhf.train(**settings(model, prompts=rows), output_dir=tmp_path / "plain")
+        assert not (tmp_path / "plain").exists()
+
+    def test_a_prompt_that_the_template_refuses_stops_nobody(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """If it ended the run, one user would decide whether there is a result."""
+        folder = tmp_path / "chat"
+        tiny.save(folder)
+        tokenizer = tiny.tokenizer()
+        tokenizer.chat_template = (
+            "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception(m.content) }}"
+            "{% endif %}{{ m.content }}{% endfor %}:"
+        )
+        tokenizer.save_pretrained(folder)
+        rows = [[{"role": "user", "content": f"hi {i}"}] for i in range(39)]
+        dprlhf.train(
+            **settings(str(folder), prompts=[*rows, [{"role": "tool", "content": CANARY}]]),
+            output_dir=tmp_path / "run",
+        )
+        assert charged(tmp_path / "run") == [1, 2, 3, 4, 5]
+        lines = (tmp_path / "run/secret/telemetry-0.jsonl").read_text().splitlines()
+        assert sum(json.loads(line)["users_not_readable"] or 0 for line in lines) == 1
+        public = [*rows[:3], [{"role": "tool", "content": CANARY}]]
+        with pytest.raises(DprlhfError, match="chat template refuses conversation 4 of 4"):
+            dprlhf.train(
+                **settings(str(folder), prompts=rows, evaluation_prompts=public),
+                output_dir=tmp_path / "other",
+            )
+        assert not (tmp_path / "other").exists()
+        assert CANARY not in "".join(capfd.readouterr())
+
+    def test_a_reward_that_exits_stops_nobody(self, model: str, tmp_path: Path) -> None:
+        def reward(prompts: list[str], completions: list[str]) -> list[float]:
+            for number, way_out in ((7, SystemExit), (8, KeyboardInterrupt)):
+                if f"user {number} says" in prompts:
+                    raise way_out
+            return lower_case(prompts, completions)
+
+        dprlhf.train(**settings(model, reward=reward, rounds=1), output_dir=tmp_path / "run")
+        telemetry = (tmp_path / "run/secret/telemetry-0.jsonl").read_text()
+        failures = json.loads(telemetry)["reward_failures"]
+        assert failures == {"SystemExit": 2, "KeyboardInterrupt": 2}
+
+
+class TestLeaks:
+    def test_nothing_of_a_user_leaves_secret(
+        self, model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        def careless(prompts: Any, completions: Any, note: Any = None, **_: Any) -> list[float]:
+            print("scoring", prompts, note)
+            if any(CANARY in p for p in prompts):
+                raise ValueError(f"cannot score {prompts}")
+            return [1.0 + 0.01 * len(c) for c in completions]
+
+        rows = [
+            {"prompt": f"{CANARY} {i}", "note": CANARY, "who": f"{CANARY}-{i // 2}"}
+            for i in range(60)
+        ]
+        dprlhf.train(
+            **settings(
+                model,
+                prompts=rows,
+                reward=careless,
+                quiet=False,
+                rounds=2,
+                data__user_column="who",
+                data__max_prompts_per_user=2,
+            ),
+            output_dir=tmp_path / "run",
+        )
+        out, err = capfd.readouterr()
+        assert CANARY not in out + err
+        files = [f for f in (tmp_path / "run").rglob("*") if f.is_file()]
+        outside = [f for f in files if "secret" not in f.relative_to(tmp_path / "run").parts]
+        assert len(outside) >= 8
+        for file in outside:
+            assert CANARY.encode() not in file.read_bytes(), file
+            assert CANARY not in file.name
+        # The search would have found it: it is in the secret reward output.
+        assert CANARY in (tmp_path / "run/secret/reward-output.txt").read_text()
+        assert ((tmp_path / "run/secret").stat().st_mode & 0o777) == 0o700
+
+    def test_public_files_hold_known_fields_only(self, model: str, tmp_path: Path) -> None:
+        dprlhf.train(**settings(model, rounds=3), output_dir=tmp_path / "run")
+        for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines():
+            assert set(json.loads(line)) == {
+                "round", "epsilon", "delta", "released_gradient_norm", "expected_noise_norm",
+                "private_reward_noised", "private_reward_noise_std", "valid_share_noised",
+            }  # fmt: skip
+        kinds = {e.kind: set(e.body) for e in read_ledger(tmp_path / "run/ledger.jsonl")}
+        assert kinds["charge"] == {
+            "round", "noise_multiplier", "clip_norm", "releases_per_round",
+        }  # fmt: skip
+        assert kinds["commit"] == {"round"}
+        plan = set(json.loads((tmp_path / "run/privacy.json").read_text())) & kinds["open"]
+        assert kinds["open"] - plan == {"recipe_sha256", "key_commitment"}
+        digest = (tmp_path / "run/secret/data-digest").read_bytes()
+        key = (tmp_path / "run/secret/key").read_bytes()
+        for file in (tmp_path / "run").rglob("*"):
+            if file.is_file() and "secret" not in file.parts:
+                content = file.read_bytes()
+                assert key not in content
+                assert key.hex().encode() not in content
+                assert digest not in content
+        for file in (tmp_path / "run/secret").iterdir():
+            assert file.stat().st_mode & 0o077 == 0, file
+
+    def test_the_reward_in_the_metrics_is_the_noised_one(self, model: str, tmp_path: Path) -> None:
+        """It is the raw mean where no noise is added, and far from it where some is."""
+        for name, epsilon in (("plain", math.inf), ("private", 8.0)):
+            dprlhf.train(**settings(model, rounds=3, epsilon=epsilon), output_dir=tmp_path / name)
+            lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+            secret = (tmp_path / name / "secret/telemetry-0.jsonl").read_text().splitlines()
+            shown = [json.loads(line)["private_reward_noised"] for line in lines]
+            raw = [json.loads(line)["reward_mean"] for line in secret]
+            for a, b in zip(shown, raw, strict=True):
+                assert (a == pytest.approx(b, abs=1e-9)) is (name == "plain")
+
+    def test_two_runs_share_no_noise_even_with_one_seed(self, model: str, tmp_path: Path) -> None:
+        for name in "ab":
+            dprlhf.train(**settings(model, rounds=1, seed=0), output_dir=tmp_path / name)
+        a, b = weights(tmp_path / "a"), weights(tmp_path / "b")
+        assert any((a[n] != b[n]).any() for n in a)
+
+    def test_an_unexpected_error_is_one_line_and_its_text_stays_secret(
+        self, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def broken(*_: Any, **__: Any) -> Any:
+            raise RuntimeError(CANARY)
+
+        monkeypatch.setattr(trainer, "score_private", broken)
+        with pytest.raises(DprlhfError) as caught:
+            dprlhf.train(**settings(model), output_dir=tmp_path / "run")
+        assert CANARY not in str(caught.value)
+        assert "RuntimeError" in str(caught.value)
+        assert CANARY in (tmp_path / "run/secret/error.txt").read_text()
+
+    def test_the_private_prompts_are_refused_for_evaluation(
+        self, model: str, tmp_path: Path
+    ) -> None:
+        prompts = [f"user {i}" for i in range(20)]
+        with pytest.raises(DprlhfError, match="evaluation_prompts are the private prompts"):
+            dprlhf.train(
+                **settings(model, prompts=prompts, evaluation_prompts=prompts),
+                output_dir=tmp_path / "run",
+            )
+        assert not (tmp_path / "run").exists()
+
+    def test_evaluation_never_touches_private_prompts(self, model: str, tmp_path: Path) -> None:
+        result = dprlhf.train(
+            **settings(model, rounds=1, evaluation_prompts=[f"public {i}" for i in range(10)]),
+            output_dir=tmp_path / "run",
+        )
+        assert [s["prompt"] for s in result.samples] == [f"public {i}" for i in range(10)]
+
+
+class TestFailingRewards:
+    def test_the_run_stops_after_three_rounds_by_released_values(
+        self, model: str, tmp_path: Path
+    ) -> None:
+        def reward(prompts: list[str], completions: list[str]) -> list[float]:
+            return [float("nan") if p.startswith("user") else 1.0 for p in prompts]
+
+        many = [f"user {i}" for i in range(600)]
+        with pytest.raises(DprlhfError, match="3 rounds in a row"):
+            dprlhf.train(
+                **settings(model, prompts=many, reward=reward, rollout__max_new_tokens=1),
+                output_dir=tmp_path / "run",
+            )
+        assert charged(tmp_path / "run") == [1, 2, 3]
+
+    def test_a_run_does_not_stop_by_what_only_the_raw_rewards_show(
+        self, model: str, tmp_path: Path
+    ) -> None:
+        """With few users the noise hides that every reward failed, so the run has to go on."""
+
+        def reward(prompts: list[str], completions: list[str]) -> list[float]:
+            return [float("nan") if p.startswith("user") else 1.0 for p in prompts]
+
+        few = [f"user {i}" for i in range(10)]
+        dprlhf.train(
+            **settings(model, prompts=few, reward=reward, rollout__max_new_tokens=1),
+            output_dir=tmp_path / "run",
+        )
+        assert charged(tmp_path / "run") == [1, 2, 3, 4, 5]
+
+    def test_a_single_failing_user_does_not_stop_the_others(
+        self, model: str, tmp_path: Path
+    ) -> None:
+        def reward(prompts: list[str], completions: list[str]) -> list[float]:
+            if "user 7 says" in prompts:
+                raise OSError("no")
+            return lower_case(prompts, completions)
+
+        dprlhf.train(**settings(model, reward=reward, rounds=1), output_dir=tmp_path / "run")
+        telemetry = (tmp_path / "run/secret/telemetry-0.jsonl").read_text()
+        assert json.loads(telemetry)["reward_failures"] == {"OSError": 2}
+
+    def test_a_reward_that_couples_users_is_refused_before_any_charge(
+        self, model: str, tmp_path: Path
+    ) -> None:
+        def ranking(prompts: list[str], completions: list[str]) -> list[float]:
+            lengths = np.array([len(c.encode()) for c in completions], dtype=float)
+            return list(lengths - lengths.mean() + np.arange(len(lengths)))
+
+        with pytest.raises(DprlhfError, match="per_user"):
+            dprlhf.train(**settings(model, reward=ranking), output_dir=tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+
+    def test_after_a_refused_reward_the_same_folder_can_be_used(
+        self, model: str, tmp_path: Path
+    ) -> None:
+        def broken(completions: list[str]) -> list[float]:
+            raise KeyError("no such thing")
+
+        with pytest.raises(DprlhfError, match=r"fails the check 'answer'.*no such thing"):
+            dprlhf.train(**settings(model, reward=broken), output_dir=tmp_path / "run")
+        dprlhf.train(**settings(model, rounds=1), output_dir=tmp_path / "run")
+        assert charged(tmp_path / "run") == [1]
+
+    def test_too_few_public_prompts_for_the_critic_leave_no_folder(
+        self, model: str, tmp_path: Path
+    ) -> None:
+        critic = {"features": 2, "share": 0.1}
+        with pytest.raises(DprlhfError, match=r"update\.critic\.features 2 needs at least 8"):
+            dprlhf.train(
+                **settings(model, update__critic=critic, evaluation_prompts=["a", "b"]),
+                output_dir=tmp_path / "run",
+            )
+        assert not (tmp_path / "run").exists()
+
+    def test_a_resumed_run_checks_its_reward_too(self, model: str, tmp_path: Path) -> None:
+        common = settings(model, rounds=1)
+        dprlhf.train(**common, output_dir=tmp_path / "run")
+        with pytest.raises(DprlhfError, match="check 'repeat'"):
+            dprlhf.resume(
+                tmp_path / "run",
+                prompts=common["prompts"],
+                reward=lambda completions: np.random.randn(len(completions)).tolist(),
+                quiet=True,
+            )
+
+
+CRASH_POINTS = {
+    "before the charge": ("dprlhf.privacy.gate.Gate.release", False),
+    "before the noise": ("dprlhf.privacy.gate.gaussian_noise", True),
+    "before the checkpoint": ("dprlhf.training.rounds.save_checkpoint", True),
+    "after the checkpoint": ("dprlhf.privacy.ledger.Ledger.commit", None),
+}
+
+
+class TestResume:
+    @pytest.mark.parametrize("point", CRASH_POINTS)
+    def test_after_a_crash(
+        self, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+    ) -> None:
+        """A lost round stays spent; where none was lost, the policy equals an unbroken run's."""
+        target, lost = CRASH_POINTS[point]
+        key = bytes(range(32))
+        monkeypatch.setattr("dprlhf.runs.folder.new_key", lambda: key)
+        common = settings(model)
+        dprlhf.train(**common, output_dir=tmp_path / "whole")
+        calls = {"n": 0}
+        with monkeypatch.context() as patch:
+            module, name = target.rsplit(".", 1)
+            owner = _find(module)
+            real = getattr(owner, name)
+
+            def crash(*args: Any, **kwargs: Any) -> Any:
+                calls["n"] += 1
+                if calls["n"] == 3:
+                    raise MemoryError("crash")
+                return real(*args, **kwargs)
+
+            patch.setattr(owner, name, crash)
+            with pytest.raises(DprlhfError, match="resume"):
+                dprlhf.train(**common, output_dir=tmp_path / "run")
+        spent = charged(tmp_path / "run")
+        assert spent == ([1, 2] if lost is False else [1, 2, 3])
+        dprlhf.resume(tmp_path / "run", prompts=common["prompts"], reward=lower_case, quiet=True)
+        assert charged(tmp_path / "run") == [1, 2, 3, 4, 5]
+        whole, run = weights(tmp_path / "whole"), weights(tmp_path / "run")
+        different = max(float((whole[n] - run[n]).abs().max()) for n in whole)
+        if lost:
+            assert different > 1e-4
+        else:
+            # Noise streams are bound to the ledger's hashes, equal here: key and terms are.
+            assert different == 0.0
+
+    def test_a_round_has_the_users_that_the_secret_key_drew(
+        self, model: str, tmp_path: Path
+    ) -> None:
+        seen: list[set[str]] = [set()]
+
+        def reward(prompts: list[str], completions: list[str]) -> list[float]:
+            seen[-1] |= {p for p in prompts if p.startswith("user")}
+            return lower_case(prompts, completions)
+
+        result = dprlhf.train(
+            **settings(model, reward=reward, rounds=3),
+            callbacks=[lambda metrics: seen.append(set())],
+            output_dir=tmp_path / "run",
+        )
+        drawn = open_private(allocate(result.plan, (tmp_path / "run/secret/key").read_bytes()))
+        expected = [{f"user {u} says" for u in drawn.round(t)} for t in (1, 2, 3)]
+        assert seen[:3] == expected
+        assert min(map(len, expected)) > 20
+
+    def test_no_user_is_drawn_in_two_rounds(self, model: str, tmp_path: Path) -> None:
+        result = dprlhf.train(**settings(model, rounds=1), output_dir=tmp_path / "run")
+        allocation = open_private(allocate(result.plan, (tmp_path / "run/secret/key").read_bytes()))
+        assert sorted(allocation.order) == list(range(120))
+
+    def test_a_changed_recipe_is_refused(self, model: str, tmp_path: Path) -> None:
+        common = settings(model, rounds=2)
+        dprlhf.train(**common, output_dir=tmp_path / "run")
+        recipe = tmp_path / "run/recipe.yaml"
+        recipe.write_text(recipe.read_text().replace("max_new_tokens: 6", "max_new_tokens: 7"))
+        with pytest.raises(DprlhfError, match="recipe_sha256"):
+            dprlhf.resume(
+                tmp_path / "run", prompts=common["prompts"], reward=lower_case, quiet=True
+            )
+
+    def test_changed_users_are_refused(self, model: str, tmp_path: Path) -> None:
+        common = settings(model, rounds=2)
+        dprlhf.train(**common, output_dir=tmp_path / "run")
+        others = list(reversed(common["prompts"]))
+        with pytest.raises(DprlhfError, match="drawn twice"):
+            dprlhf.resume(tmp_path / "run", prompts=others, reward=lower_case, quiet=True)
+
+    def test_ctrl_c_and_resume_from_the_command_line(self, model: str, tmp_path: Path) -> None:
+        prompts = tmp_path / "prompts.csv"
+        prompts.write_text("prompt\n" + "\n".join(f"user {i}" for i in range(400)))
+        (tmp_path / "myreward.py").write_text(
+            "def length(prompts, completions):\n    return [len(c) / 10 for c in completions]\n"
+        )
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text(
+            textwrap.dedent(f"""
+            policy: {{model_name_or_path: {model}, adapter: {{target_modules: [c_attn]}}}}
+            data: {{path: {prompts}}}
+            rewards: [{{function: "{tmp_path}/myreward.py:length"}}]
+            rollout: {{max_new_tokens: 8, batch_size: 4}}
+            privacy: {{epsilon: 4, delta: 1.0e-4}}
+            rounds: 60
+            """)
+        )
+        run = tmp_path / "run"
+        command = [sys.executable, "-m", "dprlhf.cli.app"]
+        process = subprocess.Popen(
+            [*command, "train", str(recipe), "--output-dir", str(run)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        metrics = run / "metrics.jsonl"
+        while process.poll() is None and not (metrics.exists() and metrics.read_text().strip()):
+            pass
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 130
+        assert "dprlhf resume" in err
+        assert "Traceback" not in err
+        before = charged(run)
+        assert 0 < len(before) < 60
+        done = subprocess.run(
+            [*command, "resume", str(run)], capture_output=True, text=True, timeout=300,
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True,
+        )  # fmt: skip
+        assert charged(run) == list(range(1, 61))
+        assert "guarantee: (4, 0.0001)-differential privacy" in done.stdout
+        shown = subprocess.run(
+            [*command, "generate", str(run), "--prompt", "hello"], capture_output=True, text=True,
+            timeout=120, check=True,
+        ).stdout  # fmt: skip
+        assert "base:" in shown
+        assert "tuned:" in shown
+        whole = api.generate(run, ["hello"])
+        # What a crash between the renames of a replacement leaves.
+        (run / "checkpoint").rename(run / "checkpoint.old")
+        assert api.generate(run, ["hello"]) == whole
+
+
+def _find(dotted: str) -> Any:
+    parts = dotted.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found: Any = __import__(".".join(parts[:cut]), fromlist=["_"])
+        except ImportError:
+            continue
+        for part in parts[cut:]:
+            found = getattr(found, part)
+        return found
+    raise AssertionError(dotted)
+
+
+class TestProcesses:
+    def test_two_and_three_processes_equal_one(self, model: str, tmp_path: Path) -> None:
+        script = tmp_path / "launched.py"
+        script.write_text(
+            textwrap.dedent(f"""
+            import sys
+            import torch
+            torch.set_num_threads(1)
+            import dprlhf.runs.folder
+            dprlhf.runs.folder.new_key = lambda: bytes(range(32))
+            from accelerate import PartialState
+            import dprlhf
+            def reward(prompts, completions):
+                return [len(c.encode()) / 8 for c in completions]
+            dprlhf.train(
+                model={model!r}, prompts=[f"user {{i}} says" for i in range(50)], reward=reward,
+                epsilon=8.0, rounds=3, learning_rate=0.05, policy__adapter={ADAPTER!r},
+                rollout__max_new_tokens=5, optimizer__name="sgd", quiet=True,
+                output_dir=sys.argv[1],
+            )
+            if PartialState().is_main_process:
+                print("processes:", PartialState().num_processes)
+            """)
+        )
+        results = {}
+        for count in (1, 2, 3):
+            folder = tmp_path / f"run-{count}"
+            done = subprocess.run(
+                [
+                    sys.executable, "-m", "torch.distributed.run", "--standalone",
+                    f"--nproc_per_node={count}", str(script), str(folder),
+                ],
+                capture_output=True, text=True, timeout=240,
+                env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr[-3000:]
+            assert f"processes: {count}" in done.stdout
+            assert charged(folder) == [1, 2, 3]
+            results[count] = weights(folder)
+        for count in (2, 3):
+            for name, weight in results[1].items():
+                torch.testing.assert_close(results[count][name], weight, rtol=1e-4, atol=1e-6)
+
+
+class TestRecipes:
+    def test_the_gpt2_recipe_on_local_folders_of_the_same_format(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The hub ids name folders below the working directory, which the loaders take first."""
+        import datasets
+        from transformers import DistilBertConfig, DistilBertForSequenceClassification
+
+        tiny.save(tmp_path / "openai-community/gpt2")
+        torch.manual_seed(0)
+        judge = DistilBertForSequenceClassification(
+            DistilBertConfig(
+                vocab_size=257, dim=16, hidden_dim=32, n_layers=1, n_heads=2,
+                id2label={0: "NEGATIVE", 1: "POSITIVE"}, label2id={"NEGATIVE": 0, "POSITIVE": 1},
+            )
+        )  # fmt: skip
+        judge.save_pretrained(tmp_path / "lvwerra/distilbert-imdb")
+        tiny.tokenizer().save_pretrained(tmp_path / "lvwerra/distilbert-imdb")
+        imdb = datasets.DatasetDict(
+            {
+                split: datasets.Dataset.from_dict(
+                    {
+                        "text": [f"{split} review {i} of a film" for i in range(40)],
+                        "label": [0] * 40,
+                    }
+                )
+                for split in ("unsupervised", "test")
+            }
+        )
+        imdb.save_to_disk(str(tmp_path / "stanfordnlp/imdb"))
+        recipe = Path(__file__).parents[2] / "recipes/imdb_gpt2.yaml"
+        monkeypatch.chdir(tmp_path)
+        result = api.train(
+            recipe,
+            overrides=["rounds=3", "policy.adapter.layers=[0,1]", "evaluation.prompts=20"],
+            output_dir="run",
+            quiet=True,
+        )
+        assert result.plan.users == 40
+        assert result.plan.guarantee.epsilon <= 4
+
+    @pytest.mark.parametrize("name", ["imdb_demo", "imdb_full", "imdb_gpt2"])
+    def test_recipes_are_valid(self, name: str) -> None:
+        recipe = dprlhf.load_recipe(Path(__file__).parents[2] / f"recipes/{name}.yaml")
+        assert recipe.privacy.epsilon <= 8
+
+
+@pytest.mark.parametrize("native", [torch.float32, torch.bfloat16])
+def test_the_machine_decides_dtype_auto_once(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native: torch.dtype
+) -> None:
+    monkeypatch.setattr("dprlhf.training.build.native_dtype", lambda: native)
+    given = settings(model, policy__dtype="auto", rounds=1)
+    run = dprlhf.train(**given, output_dir=tmp_path / "run")
+    kept = api._recipe_in(run.folder).policy.dtype
+    assert kept == str(native).removeprefix("torch.")

@@ -1,0 +1,147 @@
+"""DP-GRPO: against autograd on the surrogate, against DP-PG, and one user at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+import dprlhf
+from dprlhf import recipe
+from dprlhf.boundary import Private, open_private
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.rewards import Scores
+from dprlhf.rollout import Responses
+from dprlhf.updates import UPDATES
+from dprlhf.updates.grpo import grpo, slope
+from dprlhf.updates.pg import weigh
+from gradients.test_gradients import Shape, batch_of, policy_of, relative_error
+from helpers.rounds import flat_gradient, round_of, some_users, token_logprobs
+
+Array = NDArray[np.float64]
+
+
+def spec_of(**changes: object) -> recipe.GRPO:
+    return recipe.GRPO.model_validate({"name": "grpo", **changes})
+
+
+def round_data(shape: Shape, seed: int, arms: bool = False) -> tuple[Responses, Scores]:
+    responses = batch_of(shape, seed)
+    if arms:
+        half = np.arange(shape.k) < shape.k // 2
+        half = np.tile(half, len(responses.user) // shape.k)
+        responses = dataclasses.replace(responses, from_base=half)
+    values = np.random.default_rng(seed).uniform(-3, 3, len(responses.user))
+    return responses, Scores(values, np.ones(len(values), dtype=bool), {})
+
+
+SHAPE = Shape([[5, 1], [2], [7], [4, 6]], k=4, length=5)
+
+
+def surrogate(
+    policy: CausalLMPolicy,
+    responses: Responses,
+    values: Array,
+    user: int,
+    clip_range: float,
+    scale: bool,
+) -> tuple[torch.Tensor, list[float]]:
+    """A user's objective as it stands in the paper, and the ratios of its tokens from μ."""
+    of_rows, ratios = [], []
+    for row in np.flatnonzero(responses.user == user):
+        group = values[responses.prompt == responses.prompt[row]]
+        advantage = values[row] - group.mean()
+        if scale:
+            advantage /= group.std(ddof=1) + 1e-4
+        logprobs = token_logprobs(policy, responses, row)
+        old = logprobs.detach()
+        if responses.from_base[row]:
+            with policy.base(), torch.no_grad():
+                old = token_logprobs(policy, responses, row)
+            ratios += (logprobs.detach() - old).exp().tolist()
+        ratio = (logprobs - old).exp()
+        clipped = ratio.clamp(1 - clip_range, 1 + clip_range)
+        of_rows.append(torch.minimum(ratio * advantage, clipped * advantage).mean())
+    return torch.stack(of_rows).mean(), ratios
+
+
+@pytest.mark.parametrize("scale", [True, False])
+@pytest.mark.parametrize("arms", [False, True], ids=["on-policy", "reference"])
+def test_the_sum_is_the_gradient_of_the_surrogate(arms: bool, scale: bool) -> None:
+    policy = policy_of("gpt2", "lora")
+    responses, scores = round_data(SHAPE, 5, arms)
+    spec = spec_of(scale_rewards=scale, clip_range=0.15, max_importance_ratio=1e9, batch_size=8)
+    round_, gate = round_of(policy, responses, scores, clip_norm=math.inf)
+    grpo(round_, spec)
+    total, ratios = torch.zeros(()), []
+    for user in range(responses.users):
+        of_user, its_ratios = surrogate(policy, responses, scores.values, user, 0.15, scale)
+        total = total + of_user
+        ratios += its_ratios
+    assert relative_error(gate.sums[0].total, flat_gradient(policy, total)) < 1e-9
+    if arms:  # both clips bind, and not everywhere
+        inside = np.abs(np.array(ratios) - 1) < 0.15
+        assert min(ratios) < 0.85 < 1.15 < max(ratios)
+        assert inside.any()
+    assert UPDATES["grpo"] is grpo
+
+
+@pytest.mark.parametrize(("scale", "baseline"), [(True, "group"), (False, "centred")])
+def test_on_policy_it_is_the_policy_gradient_over_lengths(scale: bool, baseline: str) -> None:
+    policy = policy_of("gpt2", "lora")
+    responses, scores = round_data(SHAPE, 6)
+    round_, gate = round_of(policy, responses, scores, clip_norm=0.5)
+    grpo(round_, spec_of(scale_rewards=scale))
+    everyone = np.ones(4, dtype=bool)
+    weights = weigh(responses, scores, everyone, baseline, np.ones(len(scores.values)))
+    lengths = responses.response_mask.sum(1).numpy()
+    assert len(set(lengths)) > 2
+    other, _ = round_of(policy, responses, scores, clip_norm=0.5)
+    expected = other.clipped_sum(Private(weights / lengths), batch_size=64)
+    assert relative_error(gate.sums[0].total, expected.bounded.total) < 1e-12
+    undivided = other.clipped_sum(Private(weights), batch_size=64)
+    assert relative_error(gate.sums[0].total, undivided.bounded.total) > 0.1
+    assert gate.sums[0].clip_norm == 0.5
+
+
+def test_the_slope_by_hand() -> None:
+    """c = 0.25; the ratio counts up to 3. Rising ratios lower a negative objective unclipped."""
+    ratio = np.array([[0.5, 0.75, 1.0, 1.25, 1.5, 5.0, math.inf]])
+    spec = spec_of(clip_range=0.25, max_importance_ratio=3)
+    np.testing.assert_allclose(
+        slope(np.array([[2.0], [-2.0], [0.0]]), np.repeat(ratio, 3, axis=0), spec),
+        [[1, 1.5, 2, 2.5, 0, 0, 0], [0, -1.5, -2, -2.5, -3, -6, -6], [0] * 7],
+    )
+    # What is not a number must not become the number 0: it makes its user's gradient zero.
+    for advantage, rho in ((math.nan, 1.0), (1.0, math.nan), (-1.0, math.nan)):
+        assert np.isnan(slope(np.array([[advantage]]), np.array([[rho]]), spec)).all()
+
+
+def test_equal_rewards_and_invalid_ones_give_nothing() -> None:
+    policy = policy_of("gpt2", "lora")
+    responses, scores = round_data(SHAPE, 7)
+    same = np.where(responses.user == 1, 2.5, scores.values)
+    valid = np.ones(len(same), dtype=bool)
+    valid[np.flatnonzero(responses.user == 2)[1]] = False
+    round_, gate = round_of(policy, responses, Scores(same, valid, {}), clip_norm=1.0)
+    grpo(round_, spec_of())
+    assert round_.norms is not None
+    norms = open_private(round_.norms)
+    assert norms[[1, 2]].max() < 1e-9 < 1e-3 < norms[[0, 3]].min()
+    fewer, others = round_of(
+        policy, *some_users(responses, Scores(same, valid, {}), [0, 3]), clip_norm=1.0
+    )
+    grpo(fewer, spec_of())
+    assert relative_error(gate.sums[0].total, others.sums[0].total) < 1e-9
+
+
+def test_the_recipe_is_valid() -> None:
+    path = Path(__file__).parents[2] / "recipes/imdb_grpo.yaml"
+    made = dprlhf.load_recipe(path)
+    assert made.update.name == "grpo"
+    assert made.rollout.responses > 2  # of two, standardised advantages are ±0.7 whatever the gap

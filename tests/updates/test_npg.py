@@ -1,0 +1,452 @@
+"""DP-NPG and its oracles in a round: against F†∇J, plain loops and normal equations."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import dprlhf
+from dprlhf import DprlhfError, recipe
+from dprlhf.boundary import BoundedSum, Private, Released, open_private
+from dprlhf.data.users import Prompts
+from dprlhf.gradients.clipping import user_gradients
+from dprlhf.papers.regression import CountSketch
+from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.privacy.gate import Gate
+from dprlhf.privacy.ledger import Ledger, read_ledger
+from dprlhf.privacy.plan import make_plan
+from dprlhf.rewards import Scores
+from dprlhf.rollout import Responses
+from dprlhf.updates import UPDATES
+from dprlhf.updates.npg import npg
+from dprlhf.updates.privls import in_round as least_squares
+from dprlhf.updates.privls.in_round import Examples, RoundRelease, check_dimension
+from dprlhf.updates.telemetry import TelemetryCoordinates
+from gradients.test_gradients import Shape, batch_of, policy_of, relative_error
+from helpers import tiny
+from helpers.rounds import (
+    flat_gradient,
+    flat_parameters,
+    round_of,
+    set_parameters,
+    some_users,
+    token_logprobs,
+)
+from recipe.test_recipe import refusal
+from recipe.test_recipe import settings as recipe_settings
+
+Array = NDArray[np.float64]
+SHAPE = Shape([[5, 1], [2], [18]], k=4, length=3)
+
+
+def spec_of(**changes: Any) -> recipe.NPG:
+    return recipe.NPG.model_validate({"name": "npg", "batch_size": 12, **changes})
+
+
+def spec_of_rebel(**changes: Any) -> recipe.REBEL:
+    fixed = {"name": "rebel", "solver": "gauss-newton", "batch_size": 8}
+    return recipe.REBEL.model_validate({**fixed, **changes})
+
+
+def round_data(shape: Shape, seed: int, arms: bool = False) -> tuple[Responses, Scores]:
+    responses = batch_of(shape, seed, shuffled=True)
+    if arms:
+        half = np.tile(np.arange(shape.k) < shape.k // 2, len(responses.prompts))
+        responses = dataclasses.replace(responses, from_base=half)
+    values = np.random.default_rng(seed).uniform(-3, 3, len(responses.user))
+    return responses, Scores(values, np.ones(len(values), dtype=bool), {})
+
+
+def found(
+    policy: CausalLMPolicy, responses: Responses, scores: Scores, spec: Any, clip_norm: float
+) -> torch.Tensor:
+    """w of a round without noise: how far SGD with a rate of 1 moves the policy."""
+    before = flat_parameters(policy)
+    round_, _ = round_of(
+        policy, responses, scores, clip_norm=clip_norm, divisor=responses.users, learning_rate=1.0
+    )
+    try:
+        UPDATES[spec.name](round_, spec)
+        return flat_parameters(policy) - before
+    finally:
+        set_parameters(policy, before)
+
+
+# --- the natural gradient ------------------------------------------------------------------------
+
+VOCABULARY = 5
+PROMPTS = [[1, 2, 3], [4, 1], [2], [3, 3, 2, 1]]
+
+
+def log_linear() -> CausalLMPolicy:
+    """π(y|x) ∝ exp(θ_y · A h(x)) over five tokens; the base policy is uniform."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=32, n_embd=8, n_layer=1, n_head=2, bos_token_id=0,
+        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    model.lm_head.weight.data.zero_()
+    spec = recipe.Adapter(type="lora-b", rank=2, target_modules=["lm_head"])
+    policy = make_policy(model, tiny.tokenizer(), spec)
+    with torch.no_grad():
+        for parameter in policy.parameters.values():
+            parameter.add_(torch.randn_like(parameter))
+    policy.model.double()
+    assert policy.dimension == 2 * VOCABULARY
+    return policy
+
+
+def every_answer() -> Responses:
+    """A user for each prompt, with every answer of one token once: μ is uniform."""
+    width, users = max(len(p) for p in PROMPTS), len(PROMPTS)
+    rows = [(p, y) for p in PROMPTS for y in range(VOCABULARY)]
+    owner = np.repeat(np.arange(users), VOCABULARY)
+    return Responses(
+        tokens=torch.tensor([[0] * (width - len(p)) + [*p, y] for p, y in rows]),
+        mask=torch.tensor([[0] * (width - len(p)) + [1] * (len(p) + 1) for p, _ in rows]),
+        prompt=owner,
+        user=owner,
+        from_base=np.ones(len(rows), dtype=bool),
+        texts=[""] * len(rows),
+        prompts=Prompts([""] * users, np.arange(users), np.zeros(users, dtype=np.int64), {}),
+        users=users,
+        length=1,
+        longest=width,
+    )
+
+
+def test_without_noise_it_is_the_natural_gradient() -> None:
+    """w = F†∇J, both by enumeration; leave-one-out adds a factor V/(V − 1)."""
+    policy, responses = log_linear(), every_answer()
+    rewards = np.random.default_rng(1).uniform(-3, 3, len(responses.user))
+    scores = Scores(rewards, np.ones(len(rewards), dtype=bool), {})
+    fisher = torch.zeros(policy.dimension, policy.dimension, dtype=torch.float64)
+    gradient = torch.zeros(policy.dimension, dtype=torch.float64)
+    for row, reward in enumerate(rewards):
+        logprob = token_logprobs(policy, responses, row).sum()
+        phi, probability = flat_gradient(policy, logprob), float(logprob.detach().exp())
+        fisher += probability * torch.outer(phi, phi)
+        gradient += probability * reward * phi
+    truth = torch.linalg.pinv(fisher, rtol=1e-10, hermitian=True) @ gradient
+    truth *= VOCABULARY / (VOCABULARY - 1)
+    oracle = {"name": "sufficient-statistics", "radius": 1e6, "target_bound": 1e6}
+    spec = spec_of(oracle=oracle, max_importance_ratio=1e9)
+    assert relative_error(found(policy, responses, scores, spec, 1e3), truth) < 1e-6
+    # Algorithm 3 as printed regresses under μ; and the plain gradient points elsewhere.
+    printed = dataclasses.replace(responses, from_base=np.zeros(len(rewards), dtype=bool))
+    assert relative_error(found(policy, printed, scores, spec, 1e3), truth) > 0.1
+    assert float(torch.nn.functional.cosine_similarity(truth, gradient, dim=0)) < 0.99
+    assert UPDATES["npg"] is npg
+
+
+# --- the oracles, one user after the other -------------------------------------------------------
+
+
+def examples_by_hand(
+    policy: CausalLMPolicy, responses: Responses, values: Array, largest_ratio: float
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """√ρ φ and √ρ Â of each user, by autograd on unpadded sequences."""
+    of_users: list[tuple[list[torch.Tensor], list[float]]] = [
+        ([], []) for _ in range(responses.users)
+    ]
+    for row, user in enumerate(responses.user):
+        others = values[responses.prompt == responses.prompt[row]]
+        advantage = values[row] - (others.sum() - values[row]) / (len(others) - 1)
+        logprob = token_logprobs(policy, responses, row).sum()
+        root = 1.0
+        if responses.from_base[row]:
+            with policy.base(), torch.no_grad():
+                base = token_logprobs(policy, responses, row).sum()
+            root = math.sqrt(min(float((logprob.detach() - base).exp()), largest_ratio))
+        of_users[user][0].append(root * flat_gradient(policy, logprob))
+        of_users[user][1].append(root * advantage)
+    return [(torch.stack(phi), torch.tensor(a, dtype=torch.float64)) for phi, a in of_users]
+
+
+def bounded(
+    of_users: list[tuple[torch.Tensor, torch.Tensor]], feature_bound: float, target_bound: float
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [
+        (phi * (feature_bound / phi.norm(dim=1, keepdim=True)).clamp(max=1),
+         a.clamp(-target_bound, target_bound))
+        for phi, a in of_users
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("gain", [1.0, 4.0])
+@pytest.mark.parametrize("arms", [False, True], ids=["on-policy", "reference"])
+@pytest.mark.parametrize("name", ["projected-sgd", "improper-batch-sgd"])
+def test_descent_equals_a_plain_loop_over_users(name: str, arms: bool, gain: float) -> None:
+    """Every bound binds for some: features, targets, predictions, W, and answers with a gain."""
+    policy = policy_of("gpt2", "lora")
+    responses, scores = round_data(SHAPE, 4, arms)
+    raw = examples_by_hand(policy, responses, scores.values, 1.3)
+    norms = torch.cat([phi.norm(dim=1) for phi, _ in raw])
+    bound, target, steps, step_size = float(norms.median()), 1.5, 5, 12.0
+    users = bounded(raw, bound, target)
+    radius, largest_prediction, fractions = math.inf, 0.0, []
+    for free in (True, False):
+        w, tail = torch.zeros(2, policy.dimension, dtype=torch.float64)
+        for j in range(steps):
+            means = []
+            for phi, a in users:
+                prediction = phi @ w
+                largest_prediction = max(largest_prediction, float(prediction.abs().max()))
+                residual = prediction.clamp(-target, target) - a
+                mean = (residual[:, None] * phi).mean(0)
+                largest = bound * (target + min(target, bound * float(w.norm())))
+                fractions.append(largest / gain / float(mean.norm()))
+                means.append(mean * min(1.0, fractions[-1]))
+            w = w - step_size / bound**2 * torch.stack(means).mean(0)
+            if name == "projected-sgd":
+                w = w * min(1.0, radius / float(w.norm()))
+            tail += w if j >= steps // 2 else 0.0
+        tail /= steps - steps // 2
+        tail *= min(1.0, radius / float(tail.norm()))
+        if free:
+            radius = 0.7 * float(tail.norm())
+    assert largest_prediction > target
+    assert (min(fractions) < 1) == (gain > 1)
+    spec = spec_of(
+        max_importance_ratio=1.3,
+        oracle={
+            "name": name, "steps": steps, "step_size": step_size, "radius": radius,
+            "target_bound": target, "gain": gain,
+        },
+    )  # fmt: skip
+    assert spec.releases == steps
+    measured = found(policy, responses, scores, spec, bound)
+    assert relative_error(measured, tail) < 1e-9
+    assert float(measured.norm()) <= radius * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("sketch", [None, 6])
+def test_features_are_computed_once_for_all_answers_if_they_fit(
+    monkeypatch: pytest.MonkeyPatch, sketch: int | None
+) -> None:
+    policy = policy_of("gpt2", "lora-b")
+    responses, scores = round_data(SHAPE, 4)
+    spec = spec_of(oracle={"steps": 3, "step_size": 12.0, "sketch": sketch})
+    largest = len(responses.user) * (sketch or policy.dimension) * 8
+    passes: list[int] = []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        passes.append(1)
+        return user_gradients(*arguments, **options)
+
+    monkeypatch.setattr(least_squares, "user_gradients", counted)
+    moves = []
+    for limit, expected in ((largest, 1), (largest - 1, 3)):
+        monkeypatch.setattr(least_squares, "KEPT_BYTES", limit)
+        moves.append(found(policy, responses, scores, spec, 0.5))
+        assert len(passes) == expected
+        passes.clear()
+    assert torch.equal(*moves)
+    assert float(moves[0].norm()) > 0
+    # What was kept is of one round alone.
+    found(policy, *round_data(SHAPE, 5), spec, 0.5)
+    assert not torch.equal(found(policy, *round_data(SHAPE, 5), spec, 0.5), moves[0])
+
+
+@pytest.mark.parametrize(("steps", "keeps"), [(1, False), (2, True)])
+def test_features_are_not_kept_for_a_single_answer(
+    monkeypatch: pytest.MonkeyPatch, steps: int, keeps: bool
+) -> None:
+    made: list[RoundRelease] = []
+    begin = RoundRelease.__post_init__
+
+    def noted(self: RoundRelease) -> None:
+        begin(self)
+        made.append(self)
+
+    monkeypatch.setattr(RoundRelease, "__post_init__", noted)
+    policy = policy_of("gpt2", "lora-b")
+    found(policy, *round_data(SHAPE, 4), spec_of(oracle={"steps": steps}), 0.5)
+    (release,) = made
+    assert (release.kept is not None) == keeps
+
+
+@pytest.mark.parametrize("sketch", [None, 24])
+def test_sufficient_statistics_equal_the_normal_equations(sketch: int | None) -> None:
+    """Σ_u mean_rows φφᵀ w = Σ_u mean_rows φA, of least norm; users weigh alike, rows do not."""
+    policy = policy_of("gpt2", "lora-b")
+    responses, scores = round_data(SHAPE, 5)
+    raw = examples_by_hand(policy, responses, scores.values, 2.0)
+    bound = float(torch.cat([phi.norm(dim=1) for phi, _ in raw]).median())
+    sketched = CountSketch(policy.dimension, sketch, "round 1") if sketch else None
+    features = [(sketched(phi) if sketched else phi, a) for phi, a in raw]
+    users = bounded(features, bound, 2.0)
+    weighted = torch.cat([phi / math.sqrt(len(a)) for phi, a in users])
+    targets = torch.cat([a / math.sqrt(len(a)) for _, a in users])
+    w = torch.linalg.lstsq(weighted, targets, rcond=1e-9, driver="gelsd").solution
+    truth = sketched.lift(w) if sketched else w
+    oracle = {"name": "sufficient-statistics", "radius": 1e4, "target_bound": 2, "sketch": sketch}
+    measured = found(policy, responses, scores, spec_of(oracle=oracle), bound)
+    assert relative_error(measured, truth) < 1e-6
+    if sketch is None:
+        return
+    oracle["radius"] = 0.5 * float(truth.norm())
+    measured = found(policy, responses, scores, spec_of(oracle=oracle), bound)
+    assert float(measured.norm()) <= oracle["radius"] * (1 + 1e-12)
+
+
+def test_each_round_has_another_sketch() -> None:
+    policy = policy_of("gpt2", "lora-b")
+    responses, scores = round_data(SHAPE, 5)
+    sums = []
+    for number in (1, 2):
+        round_, gate = round_of(policy, responses, scores, clip_norm=1.0)
+        round_.number = number
+        npg(round_, spec_of(oracle={"sketch": 24, "steps": 1}))
+        sums.append(gate.sums[0].total)
+        assert len(sums[-1]) == 24
+    assert relative_error(*sums) > 0.1
+
+
+def test_parts_of_a_users_rows_add_up_to_its_gradient() -> None:
+    policy = policy_of("gpt2", "lora")
+    responses, scores = round_data(SHAPE, 6)
+    for users, parts in user_gradients(policy, responses, scores.values, batch_size=12, rows=2):
+        for user, of_user in zip(users, parts, strict=True):
+            rows = np.flatnonzero(responses.user == user)
+            for pair, measured in zip(rows.reshape(-1, 2), of_user, strict=True):
+                logprobs = torch.stack([token_logprobs(policy, responses, r).sum() for r in pair])
+                value = (logprobs * torch.from_numpy(scores.values[pair])).sum()
+                assert relative_error(measured, flat_gradient(policy, value)) < 1e-9
+
+
+# --- one user's bound ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gain", [1.0, 8.0])
+def test_noise_has_the_oracles_own_sensitivity(gain: float) -> None:
+    """A contribution bounded by b gets noise zb/m, a little more beside telemetry.
+
+    What the gate adds noise to keeps the clip norm with any gain, so that the noise may be less.
+    """
+    policy = policy_of("gpt2", "lora-b")
+    responses, scores = some_users(*round_data(SHAPE, 5), [])
+    z, m, clip_norm, bound = 2.0, 50.0, 0.7, 30.0
+    round_, _ = round_of(
+        policy, responses, scores, clip_norm=clip_norm, divisor=m,
+        telemetry=TelemetryCoordinates(0.6 * clip_norm, 3.0),
+    )  # fmt: skip
+    round_.noise_multiplier = z
+    generator = torch.Generator().manual_seed(0)
+
+    def gate(given: BoundedSum) -> Released[torch.Tensor]:
+        assert given.clip_norm == clip_norm
+        noise = torch.randn(len(given.total), generator=generator, dtype=torch.float64)
+        return Released((given.total + z * given.clip_norm * noise) / m, 1)
+
+    round_.gate = gate
+    nothing = Private(Examples(responses, np.empty(0), np.empty(0), 1))
+    release = RoundRelease(round_, nothing, None, 20_000, 12, gain)
+    assert release.noise_multiplier == pytest.approx(z / 0.8 / gain)
+    assert release.divisor == m
+    stds = [float(release(lambda x, a: x, bound).std()) for _ in range(2)]
+    assert stds == pytest.approx([z / 0.8 * bound / m / gain, z * bound / m / gain], rel=0.02)
+    assert round_.released is not None
+    assert round_.telemetry_released is not None
+    assert len(round_.released) == 20_000
+    assert len(round_.telemetry_released) == 2
+
+
+@pytest.mark.parametrize(
+    ("oracle", "planned"), [({"steps": 3}, 3), ({"name": "sufficient-statistics", "sketch": 6}, 1)]
+)
+def test_the_ledger_charges_every_release(
+    tmp_path: Path, oracle: dict[str, Any], planned: int
+) -> None:
+    policy = policy_of("gpt2", "lora-b")
+    theta = flat_parameters(policy)
+    responses, scores = round_data(SHAPE, 8)
+    spec = spec_of(oracle=oracle)
+    assert spec.releases == planned
+    for releases in (planned, planned - 1):
+        if not releases:
+            continue
+        plan = make_plan(
+            users=12, rounds=4, delta=1e-5, epsilon=4.0, partition="fixed",
+            releases_per_round=releases,
+        )  # fmt: skip
+        ledger = Ledger(tmp_path / f"{releases}.jsonl", plan.terms())
+        gate = Gate(plan, ledger, bytes(32))
+        round_, _ = round_of(policy, responses, scores, clip_norm=1.0, learning_rate=0.1)
+        round_.gate = lambda b, gate=gate: gate.release(1, b)  # type: ignore[misc]
+        try:
+            if releases < planned:
+                with pytest.raises(DprlhfError, match="releases planned for a round: 2"):
+                    npg(round_, spec)
+                assert torch.equal(flat_parameters(policy), theta)
+            else:
+                npg(round_, spec)
+                assert not torch.equal(flat_parameters(policy), theta)
+        finally:
+            set_parameters(policy, theta)
+        charges = [e for e in read_ledger(ledger.path) if e.kind == "charge"]
+        assert [e.body["releases_per_round"] for e in charges] == [releases]
+
+
+# --- recipes and runs ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("update", "message"),
+    [
+        ({"oracle": {"name": "exponential"}}, "update.oracle.name: exponential .* projected-sgd"),
+        ({"oracle": {"name": "issp"}}, "update.oracle.name: issp .* projected-sgd, or call dprlhf"),
+        ({"oracle": {"radius": 0}}, "update.oracle.radius: .* greater than 0"),
+        ({"oracle": {"radius": math.inf}}, "update.oracle.radius: .* finite"),
+        ({"oracle": {"steps": 0}}, "update.oracle.steps: .* greater than or equal to 1"),
+        ({"clip_norm": math.inf}, "update.clip_norm bounds the features .* finite one"),
+        ({"critic": "noised"}, r"update: there is no critic .* pg, grpo or ppo"),
+    ],
+)
+def test_what_cannot_run_is_refused_when_the_recipe_is_read(
+    update: dict[str, Any], message: str
+) -> None:
+    import re
+
+    values = recipe_settings(update={"name": "npg", **update}, privacy={"epsilon": math.inf})
+    assert re.search(message, refusal(values))
+
+
+def test_dimensions_are_checked_before_the_first_round() -> None:
+    statistics = {"name": "sufficient-statistics"}
+    gradient = recipe.REBEL.model_validate({"name": "rebel", "oracle": statistics})
+    check_dimension(gradient, 10**6)
+    check_dimension(spec_of(), 10**6)
+    check_dimension(spec_of(oracle=statistics), 2000)
+    check_dimension(spec_of(oracle={**statistics, "sketch": 300}), 10**6)
+    for spec, d in (({}, 2001), ({"sketch": 2001}, 10**6)):
+        with pytest.raises(DprlhfError, match=r"at most 2000 .* sketch: 256, or name: projected"):
+            check_dimension(spec_of(oracle={**statistics, **spec}), d)
+    with pytest.raises(DprlhfError, match="sketch 300 is more than the adapter's 299"):
+        check_dimension(spec_of(oracle={"sketch": 300}), 299)
+
+
+def test_the_recipe_is_valid() -> None:
+    made = dprlhf.load_recipe(Path(__file__).parents[2] / "recipes/imdb_npg.yaml")
+    assert made.update.name == "npg"
+
+
+def test_norms_for_secret_telemetry_are_those_of_the_first_release() -> None:
+    policy = policy_of("gpt2", "lora-b")
+    responses, scores = round_data(SHAPE, 8)
+    round_, _ = round_of(policy, responses, scores, clip_norm=1.0)
+    npg(round_, spec_of(oracle={"steps": 2}))
+    assert round_.norms is not None
+    norms = open_private(round_.norms)
+    assert norms.shape == (3,)
+    assert (norms > 0).all()
+    assert (norms <= 1).all()

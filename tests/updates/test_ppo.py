@@ -1,0 +1,735 @@
+"""DP-PPO: batched local training against a plain loop over users with a policy of their own."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import dprlhf
+from dprlhf import DprlhfError, recipe
+from dprlhf.boundary import Private, open_private
+from dprlhf.data.users import Prompts
+from dprlhf.gradients.user_copies import local_copies
+from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.rewards import Scores
+from dprlhf.rollout import Responses
+from dprlhf.runs.checkpoint import load_checkpoint, save_checkpoint
+from dprlhf.runs.folder import RunFolder
+from dprlhf.updates import UPDATES, PrivateRound
+from dprlhf.updates.ppo import minibatch, ppo, project, surrogate
+from dprlhf.updates.telemetry import TelemetryCoordinates
+from gradients.test_gradients import MIXED, Shape, batch_of, policy_of, relative_error
+from helpers import tiny
+from helpers.rounds import OpenGate, round_of
+from recipe.test_recipe import refusal
+from recipe.test_recipe import settings as recipe_settings
+from training.test_training import charged, lower_case, weights
+from training.test_training import settings as run_settings
+
+# The package names the function, so attributes do not lead to the module.
+MODULE = importlib.import_module("dprlhf.updates.ppo")
+
+Array = NDArray[np.float64]
+ROOT = Path(__file__).parents[2]
+
+
+def spec_of(**values: Any) -> recipe.PPO:
+    return recipe.PPO.model_validate({"name": "ppo", "batch_size": 12, **values})
+
+
+def scores_of(responses: Responses, seed: int = 0) -> Scores:
+    values = np.random.default_rng(seed).uniform(-3, 3, len(responses.user))
+    return Scores(values, np.ones(len(values), dtype=bool), {})
+
+
+def half_from_base(responses: Responses, k: int) -> Responses:
+    arms = np.tile(np.arange(k) < k // 2, len(responses.user) // k)
+    return dataclasses.replace(responses, from_base=arms)
+
+
+def only(responses: Responses, keep: list[int]) -> Responses:
+    """The same batch with these users alone."""
+    rows = np.flatnonzero(np.isin(responses.user, keep))
+    prompts = np.unique(responses.prompt[rows])
+    count = len(prompts)
+    return dataclasses.replace(
+        responses,
+        tokens=responses.tokens[rows],
+        mask=responses.mask[rows],
+        prompt=np.searchsorted(prompts, responses.prompt[rows]),
+        user=np.searchsorted(keep, responses.user[rows]),
+        from_base=responses.from_base[rows],
+        texts=[""] * len(rows),
+        prompts=Prompts([""] * count, np.zeros(count, np.int64), np.zeros(count, np.int64), {}),
+        users=len(keep),
+    )
+
+
+def scores_only(scores: Scores, responses: Responses, keep: list[int]) -> Scores:
+    rows = np.isin(responses.user, keep)
+    return Scores(scores.values[rows], scores.valid[rows], {})
+
+
+def flat(parameters: Any) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in parameters])
+
+
+# --- the plain loop ----------------------------------------------------------------------------
+
+
+def row_logprobs(policy: CausalLMPolicy, model: Any, responses: Responses, row: int) -> Any:
+    """log π of each real response token of one unpadded sequence."""
+    ids = responses.tokens[row][responses.mask[row].bool()]
+    prompt = int(responses.mask[row, : -responses.length].sum())
+    logprobs = (model(input_ids=ids[None]).logits[0] / policy.temperature).log_softmax(-1)
+    return logprobs[torch.arange(prompt - 1, len(ids) - 1), ids[prompt:]]
+
+
+def train_alone(
+    policy: CausalLMPolicy,
+    responses: Responses,
+    scores: Scores,
+    user: int,
+    spec: recipe.PPO,
+    radius: float,
+    released: torch.Tensor | None = None,
+    project_at: str = "every step",
+) -> torch.Tensor:
+    """θ − θ₀ of one user, by torch's own optimizers on a policy of its own, ``[dimension]``."""
+    own = copy.deepcopy(policy.model)
+    parameters = [p for p in own.parameters() if p.requires_grad]
+    start = flat(parameters)
+    rows = np.flatnonzero(responses.user == user)
+    k = len(responses.user) // len(responses.prompts)
+    tokens, advantages, old, order = [], [], [], []
+    for place, row in enumerate(rows):
+        of_prompt = scores.values[row - row % k : row - row % k + k]
+        advantage = (scores.values[row] * k - of_prompt.sum()) / (k - 1)
+        with torch.no_grad():
+            logprobs = row_logprobs(policy, policy.model, responses, row)
+            current = logprobs
+            if responses.from_base[row]:
+                with policy.base():
+                    base = row_logprobs(policy, policy.model, responses, row)
+                current = torch.maximum(base, logprobs - math.log(spec.max_importance_ratio))
+        for t in range(len(logprobs)):
+            tokens.append((row, t))
+            advantages.append(advantage * float((logprobs[t] - current[t]).exp()))
+            old.append(logprobs[t])
+            order.append(place * responses.length + t)
+    if spec.local_optimizer == "sgd":
+        optimizer: Any = torch.optim.SGD(parameters, spec.local_learning_rate, maximize=True)
+    else:
+        optimizer = torch.optim.Adam(
+            parameters, spec.local_learning_rate, eps=1e-5, maximize=True, foreach=False
+        )
+        if released is not None:
+            pieces = torch.split(released, [p.numel() for p in parameters])
+            for p, piece in zip(parameters, pieces, strict=True):
+                optimizer.state[p] = {
+                    "step": torch.tensor(1e9),  # no bias to correct
+                    "exp_avg": -piece.reshape(p.shape).to(p),  # torch keeps the descent's
+                    "exp_avg_sq": piece.reshape(p.shape).to(p) ** 2,
+                }
+    n = len(tokens)
+    for epoch in range(spec.epochs):
+        numbers = np.random.default_rng(epoch).random(responses.length * len(rows))
+        shuffled = sorted(range(n), key=lambda i: numbers[order[i]])
+        for part in range(spec.minibatches):
+            first = part * n // spec.minibatches
+            last = max((part + 1) * n // spec.minibatches, first + 1)
+            chosen = shuffled[first:last]
+            now = {row: row_logprobs(policy, own, responses, row) for row in rows}
+            terms = []
+            for i in chosen:
+                row, t = tokens[i]
+                ratio = (now[row][t] - old[i]).exp()
+                term = ratio * advantages[i]
+                if spec.clip_range is not None:
+                    lowest, highest = 1 - spec.clip_range, 1 + spec.clip_range
+                    term = torch.minimum(term, ratio.clamp(lowest, highest) * advantages[i])
+                terms.append(term)
+            optimizer.zero_grad()
+            (torch.stack(terms).mean() * n / len(rows)).backward()
+            optimizer.step()
+            if project_at == "every step":
+                put_back(parameters, start, radius)
+    put_back(parameters, start, radius)
+    return flat(parameters) - start
+
+
+@torch.no_grad()
+def put_back(parameters: list[torch.Tensor], start: torch.Tensor, radius: float) -> None:
+    """θ ← θ₀ + Clip(θ − θ₀, S)."""
+    move = flat(parameters) - start
+    move = start + move * min(1.0, radius / max(float(move.norm()), 1e-300))
+    for p, piece in zip(
+        parameters, torch.split(move, [p.numel() for p in parameters]), strict=True
+    ):
+        p.copy_(piece.reshape(p.shape))
+
+
+def train_together(
+    policy: CausalLMPolicy,
+    responses: Responses,
+    scores: Scores,
+    spec: recipe.PPO,
+    clip_norm: float,
+    released: torch.Tensor | None = None,
+    telemetry: TelemetryCoordinates | None = None,
+) -> tuple[torch.Tensor, PrivateRound, OpenGate]:
+    """One round of the update: each user's vector ``[users, dimension]``, the round, its gate.
+
+    The gate lets the sum through as it is, and the server's learning rate is 0.
+    """
+    round_, gate = round_of(policy, responses, scores, clip_norm=clip_norm, telemetry=telemetry)
+    if released is not None:
+        MODULE._keep(round_, released)
+    of_users = torch.zeros(responses.users, policy.dimension, dtype=torch.float64)
+    clipped_vectors = round_.clipped_vectors
+
+    def seen(vectors: Private[Any]) -> Any:
+        batches = list(open_private(vectors))
+        for users, moves in batches:
+            of_users[users] = project(moves.double(), round_.radius)
+        return clipped_vectors(Private(batches))
+
+    round_.clipped_vectors = seen  # type: ignore[method-assign]
+    ppo(round_, spec)
+    return of_users, round_, gate
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "one step": {"local_learning_rate": 0.05},
+    "epochs": {"epochs": 3, "local_learning_rate": 0.3},
+    "minibatches": {"minibatches": 3, "local_learning_rate": 0.05},
+    "both": {"epochs": 2, "minibatches": 2, "local_learning_rate": 0.5},
+    "clip range": {"epochs": 3, "clip_range": 0.1, "local_learning_rate": 0.3},
+    "adam": {"epochs": 2, "minibatches": 2, "local_optimizer": "adam"},
+    "adam from released": {"epochs": 2, "minibatches": 2, "local_optimizer": "adam"},
+    "reference": {"epochs": 2, "max_importance_ratio": 1.05, "local_learning_rate": 0.2},
+    "reference clip range": {"epochs": 2, "clip_range": 0.1, "local_learning_rate": 0.2},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapter", "case"),
+    [
+        *(("gpt2", "lora", case) for case in CASES),
+        *(("llama", "lora-b", case) for case in ("both", "clip range", "adam from released")),
+        ("llama", "lora", "adam"),
+        ("gpt2", "lora-b", "reference"),
+    ],
+)
+def test_equals_a_loop_over_users_with_policies_of_their_own(
+    kind: tiny.Kind, adapter: str, case: str
+) -> None:
+    """Users with one and two prompts, two padded widths, ragged responses, some clipped."""
+    policy = policy_of(kind, adapter)
+    spec = spec_of(**CASES[case])
+    shape = Shape([[5, 1], [2], [18]], k=2, length=4)
+    responses = batch_of(shape, seed=3, shuffled=True)
+    if case.startswith("reference"):
+        responses = half_from_base(responses, 2)
+    scores = scores_of(responses)
+    released = None
+    if case == "adam from released":
+        released = 0.1 * torch.randn(
+            policy.dimension, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+        )
+    before = flat(policy.parameters.values())
+    free, _, _ = train_together(policy, responses, scores, spec, math.inf, released)
+    radius = float(free.norm(dim=1).median())
+    measured, round_, gate = train_together(policy, responses, scores, spec, radius, released)
+    truth = torch.stack(
+        [
+            train_alone(policy, responses, scores, user, spec, radius, released)
+            for user in range(responses.users)
+        ]
+    )
+    norms = truth.norm(dim=1)
+    assert (norms > radius * (1 - 1e-9)).any()
+    for mine, other in zip(measured, truth, strict=True):
+        assert relative_error(mine, other) < 1e-9
+    # What is released is their sum, and the policy itself has not moved.
+    assert relative_error(gate.sums[0].total, truth.sum(0)) < 2e-9
+    assert torch.equal(flat(policy.parameters.values()), before)
+    assert round_.norms is not None
+    assert (open_private(round_.norms) > radius).any()
+
+
+def test_float32_is_close_to_float64() -> None:
+    responses = batch_of(MIXED, seed=3)
+    scores = scores_of(responses)
+    spec = spec_of(**CASES["both"])
+    wide, _, _ = train_together(policy_of(), responses, scores, spec, 1.0)
+    single, _, _ = train_together(policy_of(dtype=torch.float32), responses, scores, spec, 1.0)
+    assert relative_error(single, wide) < 1e-3
+
+
+@pytest.mark.parametrize("baseline", ["loo", "paired", "group"])
+@pytest.mark.parametrize("learning_rate", [0.1, 2.0])
+def test_one_sgd_step_on_all_tokens_is_the_policy_gradient(
+    baseline: str, learning_rate: float
+) -> None:
+    """The sum of clip(lr · g_u, S) is lr times that of clip(g_u, S / lr)."""
+    policy = policy_of()
+    responses = batch_of(MIXED, seed=5, shuffled=True)
+    scores = scores_of(responses)
+    clip_norm = 1.5
+    pg_round, pg_gate = round_of(policy, responses, scores, clip_norm=clip_norm / learning_rate)
+    UPDATES["pg"](pg_round, recipe.PG.model_validate({"baseline": baseline}))
+    spec = spec_of(baseline=baseline, local_learning_rate=learning_rate)
+    _, _, gate = train_together(policy, responses, scores, spec, clip_norm)
+    assert relative_error(gate.sums[0].total, learning_rate * pg_gate.sums[0].total) < 1e-9
+    assert UPDATES["ppo"] is ppo
+
+
+def test_it_projects_after_every_step_and_not_only_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = policy_of()
+    responses = batch_of(Shape([[3], [5]], k=2, length=4), seed=1)
+    scores = scores_of(responses)
+    spec = spec_of(epochs=4, local_learning_rate=2.0)
+    radius = 0.5
+    measured, _, _ = train_together(policy, responses, scores, spec, radius)
+    for how, same in (("every step", True), ("the end", False)):
+        truth = torch.stack(
+            [
+                train_alone(policy, responses, scores, u, spec, radius, project_at=how)
+                for u in range(2)
+            ]
+        )
+        assert (truth.norm(dim=1) > 0.999 * radius).all()
+        assert (relative_error(measured, truth) < 1e-9) == same
+        assert (relative_error(measured, truth) > 1e-2) == (not same)
+
+
+def test_the_server_moves_by_the_mean() -> None:
+    """Rio et al.: θ + the released mean, with SGD and a learning rate of 1."""
+    policy = copy.deepcopy(policy_of())
+    policy = CausalLMPolicy(policy.model, policy.tokenizer, policy.temperature)
+    responses = batch_of(MIXED, seed=5)
+    scores = scores_of(responses)
+    before = flat(policy.parameters.values())
+    round_, gate = round_of(
+        policy, responses, scores, clip_norm=1.0, divisor=5.0, learning_rate=1.0
+    )
+    ppo(round_, spec_of(epochs=2))
+    moved = flat(policy.parameters.values()) - before
+    assert relative_error(moved, gate.sums[0].total / 5) < 1e-12
+    assert float(moved.norm()) > 0.01
+
+
+def test_several_users_take_one_pass_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = policy_of()
+    responses = batch_of(Shape([[3]] * 6, k=2, length=4), seed=1)
+    passes: list[int] = []
+    real = CausalLMPolicy.response_logprobs
+
+    def counted(self: Any, tokens: Any, *others: Any) -> torch.Tensor:
+        passes.append(len(tokens))
+        return real(self, tokens, *others)
+
+    monkeypatch.setattr(CausalLMPolicy, "response_logprobs", counted)
+    spec = spec_of(epochs=3, minibatches=2, batch_size=12)
+    train_together(policy, responses, scores_of(responses), spec, 1.0)
+    assert passes == [12] * 6
+
+
+# --- the local optimizer's start ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("server", ["sgd", "adam"])
+def test_local_adam_starts_from_what_the_last_round_released(server: str, tmp_path: Path) -> None:
+    policy = policy_of()
+    responses = batch_of(Shape([[3, 2], [5]], k=2, length=4), seed=1)
+    scores = scores_of(responses)
+    spec = spec_of(epochs=2, local_optimizer="adam")
+    parameters = list(policy.parameters.values())
+    kind = torch.optim.SGD if server == "sgd" else torch.optim.Adam
+    optimizer: Any = kind(parameters, lr=0.0)
+    totals = []
+    for _ in range(3):
+        round_, gate = round_of(policy, responses, scores, clip_norm=0.7)
+        round_.optimizer = optimizer
+        ppo(round_, spec)
+        totals.append(gate.sums[0].total)
+
+    def expected(released: torch.Tensor | None) -> torch.Tensor:
+        alone = [train_alone(policy, responses, scores, u, spec, 0.7, released) for u in range(2)]
+        return torch.stack(alone).sum(0)
+
+    assert relative_error(totals[0], expected(None)) < 1e-8
+    assert relative_error(totals[1], expected(totals[0])) < 1e-8
+    assert relative_error(totals[2], expected(totals[1])) < 1e-8
+    assert relative_error(totals[1], totals[0]) > 1e-2
+
+    # The checkpoint has all of it: what is kept is in the optimizer's state.
+    folder = RunFolder(tmp_path)
+    save_checkpoint(folder, 3, policy, optimizer)
+    again: Any = kind(parameters, lr=0.0)
+    assert load_checkpoint(folder, policy, again) == 3
+    round_, gate = round_of(policy, responses, scores, clip_norm=0.7)
+    round_.optimizer = again
+    ppo(round_, spec)
+    assert relative_error(gate.sums[0].total, expected(totals[2])) < 1e-8
+
+
+def test_with_sgd_nothing_outlives_the_round() -> None:
+    policy = policy_of()
+    responses = batch_of(Shape([[3, 2], [5]], k=2, length=4), seed=1)
+    _, round_, _ = train_together(policy, responses, scores_of(responses), spec_of(), 1.0)
+    assert not any(round_.optimizer.state.values())
+
+
+# --- one user's bound --------------------------------------------------------------------------
+
+
+def test_the_joint_vector_keeps_within_the_clip_norm() -> None:
+    """Telemetry has its part e; the move's radius is √(S² − e²), in every step."""
+    policy = policy_of()
+    responses = batch_of(Shape([[3, 6]], k=2, length=4), seed=1)
+    scores = Scores(np.array([3.0, 3.0, 3.0, 2.9]), np.ones(4, dtype=bool), {})
+    telemetry = TelemetryCoordinates(0.6, 3.0)
+    spec = spec_of(epochs=3, local_learning_rate=100.0)
+    _, round_, gate = train_together(policy, responses, scores, spec, 1.0, telemetry=telemetry)
+    assert round_.radius == 1.0  # after the release the telemetry is out
+    total = gate.sums[0].total
+    assert 0.99 < float(total.norm()) <= 1.0
+    assert 0.8 * (1 - 1e-8) < float(total[:-2].norm()) <= 0.8
+    assert 0.59 < float(total[-2:].norm()) <= 0.6
+    truth = train_alone(policy, responses, scores, 0, spec, 0.8)
+    assert relative_error(total[:-2], truth) < 1e-8
+
+
+neighbours = st.fixed_dictionaries(
+    {
+        "epochs": st.integers(1, 3),
+        "minibatches": st.integers(1, 3),
+        "local_optimizer": st.sampled_from(["sgd", "adam"]),
+        "local_learning_rate": st.sampled_from([0.05, 1.0, 1e4, 1e30]),
+        "clip_range": st.sampled_from([None, 0.2]),
+        "batch_size": st.integers(1, 14),
+    }
+)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    values=neighbours,
+    prompts=st.lists(st.lists(st.integers(1, 18), min_size=1, max_size=2), min_size=2, max_size=4),
+    change=st.sampled_from(["leave out", "opposite", "huge", "nan", "invalid"]),
+    kept=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_one_user_moves_the_sum_by_the_clip_norm_at_most(
+    values: dict[str, Any], prompts: list[list[int]], change: str, kept: bool, seed: int
+) -> None:
+    policy = policy_of("llama", "lora", torch.float32)
+    responses = batch_of(Shape(prompts, k=2, length=3), seed)
+    scores = scores_of(responses, seed)
+    telemetry = TelemetryCoordinates(0.3, 3.0)
+    user = seed % responses.users
+    own = responses.user == user
+    changed, changed_scores = responses, copy.deepcopy(scores)
+    if change == "leave out":
+        others = [u for u in range(responses.users) if u != user]
+        changed = only(responses, others)
+        changed_scores = scores_only(scores, responses, others)
+    elif change == "opposite":
+        changed_scores.values[own] *= -1
+    elif change == "invalid":
+        changed_scores.valid[own] = False
+    else:
+        changed_scores.values[own] = {"huge": 1e300, "nan": math.nan}[change] * np.arange(own.sum())
+    released = torch.randn(policy.dimension, generator=torch.Generator().manual_seed(seed))
+    spec = spec_of(**values)
+    totals = []
+    for data, marks in ((responses, scores), (changed, changed_scores)):
+        _, _, gate = train_together(
+            policy, data, marks, spec, 1.0, released if kept else None, telemetry
+        )
+        totals.append(gate.sums[0].total)
+        assert totals[-1].isfinite().all()
+    difference = float((totals[1] - totals[0]).norm())
+    assert difference <= (2.0 if change in ("opposite", "huge", "nan") else 1.0) + 1e-12
+    assert difference > 0
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("absent", [0, 4])
+def test_what_a_user_contributes_is_the_same_to_the_bit_without_another(
+    optimizer: str, absent: int
+) -> None:
+    """In float32, though the absent user has the longest prompt (0) or most prompts (4)."""
+    policy = policy_of(dtype=torch.float32)
+    lengths = [[40], [3], [5], [2, 4], [2, 4, 6, 8], [7], [1, 1], [6], [2], [3, 3], [9], [11]]
+    responses = batch_of(Shape(lengths, k=2, length=5), seed=0)
+    scores = scores_of(responses)
+    spec = spec_of(epochs=2, minibatches=2, local_optimizer=optimizer, batch_size=8)
+    keep = [u for u in range(responses.users) if u != absent]
+    everyone, _, _ = train_together(policy, responses, scores, spec, 1.0)
+    fewer, _, _ = train_together(
+        policy, only(responses, keep), scores_only(scores, responses, keep), spec, 1.0
+    )
+    assert everyone.abs().max() > 0
+    assert torch.equal(everyone[keep], fewer)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_user_without_valid_scores_or_with_infinite_numbers_contributes_zero(kept: bool) -> None:
+    policy = policy_of()
+    responses = batch_of(Shape([[3], [5], [2], [4]], k=2, length=4), seed=1)
+    scores = scores_of(responses)
+    spec = spec_of(epochs=2, local_optimizer="adam")
+    released = torch.full((policy.dimension,), 0.1) if kept else None
+    before, _, _ = train_together(policy, responses, scores, spec, 1.0, released)
+    scores.valid[np.flatnonzero(responses.user == 1)[0]] = False
+    scores.values[responses.user == 2] = [1e300, -1e300]
+    _, round_, gate = train_together(policy, responses, scores, spec, 1.0, released)
+    assert relative_error(gate.sums[0].total, before[0] + before[3]) < 2e-9
+    assert round_.norms is not None
+    norms = open_private(round_.norms)
+    assert norms[1] == 0
+    assert not np.isfinite(norms[2])
+    assert np.isfinite(norms[[0, 3]]).all()
+
+
+def test_a_user_that_comes_twice_is_refused() -> None:
+    policy = policy_of()
+    responses = batch_of(MIXED, seed=0)
+    round_, _ = round_of(policy, responses, scores_of(responses), clip_norm=1.0)
+    vector = torch.zeros(1, policy.dimension)
+    twice = Private([(np.array([2]), vector), (np.array([2]), vector)])
+    with pytest.raises(ValueError, match="twice"):
+        round_.clipped_vectors(twice)
+
+
+# --- the parts ---------------------------------------------------------------------------------
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(
+    real=st.lists(st.lists(st.booleans(), min_size=7, max_size=7), min_size=1, max_size=4).filter(
+        lambda rows: all(any(row) for row in rows)
+    ),
+    count=st.integers(1, 9),
+    epoch=st.integers(0, 5),
+)
+def test_minibatches_cut_each_users_own_tokens(
+    real: list[list[bool]], count: int, epoch: int
+) -> None:
+    tokens = torch.tensor(real)
+    parts = torch.stack([minibatch(tokens, count, part, epoch) for part in range(count)])
+    sizes, own = parts.sum(2), tokens.sum(1)
+    assert not (parts & ~tokens).any()
+    assert torch.equal(parts.any(0), tokens)
+    assert ((sizes.max(0).values - sizes.min(0).values) <= 1).all()
+    assert (sizes >= 1).all()
+    assert (parts.sum(0)[own >= count] <= 1).all()
+    for user in range(len(real)):  # and nobody else's
+        own_tokens = tokens[user : user + 1]
+        alone = torch.stack([minibatch(own_tokens, count, p, epoch) for p in range(count)])
+        assert torch.equal(alone[:, 0], parts[:, user])
+
+
+def test_epochs_are_cut_differently() -> None:
+    tokens = torch.ones(1, 40, dtype=torch.bool)
+    assert not torch.equal(minibatch(tokens, 2, 0, 0), minibatch(tokens, 2, 0, 1))
+    first = minibatch(tokens, 2, 0, 0)
+    assert not torch.equal(first, tokens & (torch.arange(40) < 20))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "clip_range", "value", "slope"),
+    [
+        (1.0, 2.0, None, 2.0, 2.0),
+        (3.0, 2.0, None, 6.0, 6.0),
+        (1.0, 2.0, 0.2, 2.0, 2.0),
+        (1.1, -2.0, 0.2, -2.2, -2.2),
+        (1.5, 2.0, 0.2, 2.4, 0.0),  # already up enough
+        (1.5, -2.0, 0.2, -3.0, -3.0),
+        (0.5, 2.0, 0.2, 1.0, 1.0),
+        (0.5, -2.0, 0.2, -1.6, 0.0),  # already down enough
+    ],
+)
+def test_surrogate_by_hand(
+    ratio: float, advantage: float, clip_range: float | None, value: float, slope: float
+) -> None:
+    log_ratio = torch.tensor([math.log(ratio), math.inf], dtype=torch.float64, requires_grad=True)
+    weight = torch.tensor([advantage, 0.0], dtype=torch.float64)
+    objective = surrogate(log_ratio, weight, clip_range)
+    (gradient,) = torch.autograd.grad(objective, log_ratio)
+    assert float(objective.detach()) == pytest.approx(value, rel=1e-12)
+    assert gradient.tolist() == pytest.approx([slope, 0.0], rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("adapter", ["lora", "lora-b"])
+def test_each_users_rows_see_their_own_copy(kind: tiny.Kind, adapter: str) -> None:
+    policy = policy_of(kind, adapter)
+    responses = batch_of(Shape([[3, 5], [2, 2], [4, 1]], k=1, length=4), seed=2)
+    tokens, mask = responses.micro_batch(np.arange(6), 16, 6)
+    generator = torch.Generator().manual_seed(0)
+    moves = torch.randn(3, policy.dimension, dtype=torch.float64, generator=generator)
+    hooks = [len(m._forward_hooks) for m in policy.model.modules()]
+    with torch.no_grad():
+        plain = policy.response_logprobs(tokens, mask, 4)
+        with local_copies(policy.model, policy.parameters, moves, 6):
+            together = policy.response_logprobs(tokens, mask, 4)
+            other_size = policy.response_logprobs(tokens[:4], mask[:4], 4)
+            with policy.base():
+                base = policy.response_logprobs(tokens, mask, 4)
+        with policy.base():
+            assert torch.equal(base, policy.response_logprobs(tokens, mask, 4))
+        for user in range(3):
+            moved = copy.deepcopy(policy.model)
+            offset = 0
+            for name, p in moved.named_parameters():
+                if name in policy.parameters:
+                    p += moves[user, offset : offset + p.numel()].reshape(p.shape)
+                    offset += p.numel()
+            for row in (2 * user, 2 * user + 1):
+                alone = row_logprobs(policy, moved, responses, row)
+                torch.testing.assert_close(together[row, : len(alone)], alone)
+                assert (together[row] - plain[row]).abs().max() > 1e-2
+    torch.testing.assert_close(other_size, plain[:4])
+    assert [len(m._forward_hooks) for m in policy.model.modules()] == hooks
+
+
+def test_nothing_is_left_in_the_model_after_an_interruption() -> None:
+    policy = policy_of()
+    responses = batch_of(MIXED, seed=5)
+    before = [len(m._forward_hooks) for m in policy.model.modules()]
+    ticks: list[int] = []
+
+    def tick(rows: int) -> None:
+        ticks.append(rows)
+        if len(ticks) == 2:
+            raise KeyboardInterrupt
+
+    round_, gate = round_of(policy, responses, scores_of(responses), clip_norm=1.0)
+    round_.tick = tick
+    with pytest.raises(KeyboardInterrupt):
+        ppo(round_, spec_of(batch_size=3))
+    assert not gate.sums
+    assert [len(m._forward_hooks) for m in policy.model.modules()] == before
+    assert all(p.grad is None and p.requires_grad for p in policy.parameters.values())
+    round_.tick = ticks.append
+    ticks.clear()
+    ppo(round_, spec_of(batch_size=3))
+    assert sum(ticks) == len(responses.user)
+
+
+@pytest.mark.parametrize(
+    ("trained", "layer"),
+    [
+        ("ln_f.weight", "LayerNorm"),
+        ("wte.weight", "Embedding"),
+        ("c_attn.base_layer.bias", "Conv1D"),
+    ],
+)
+def test_other_trainable_parameters_are_refused_by_name(trained: str, layer: str) -> None:
+    model = make_policy(tiny.model("gpt2"), tiny.tokenizer(), recipe.Adapter(rank=1)).model
+    for name, parameter in model.named_parameters():
+        if name.endswith(trained):
+            parameter.requires_grad_(True)
+    policy = CausalLMPolicy(model, tiny.tokenizer())
+    responses = batch_of(MIXED, seed=5)
+    round_, gate = round_of(policy, responses, scores_of(responses), clip_norm=1.0)
+    with pytest.raises(DprlhfError) as caught:
+        ppo(round_, spec_of())
+    assert f"{trained}' ({layer})" in str(caught.value)
+    assert "policy.adapter.type: lora or lora-b" in str(caught.value)
+    assert not gate.sums
+
+
+# --- the recipe and whole runs ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "works"),
+    [
+        ("epochs", 0, "greater than or equal to 1"),
+        ("minibatches", 0, "greater than or equal to 1"),
+        ("local_learning_rate", 0, "greater than 0"),
+        ("local_learning_rate", math.inf, "finite"),
+        ("clip_range", 0, "greater than 0"),
+        ("clip_range", 1.5, "less than 1"),
+        ("local_optimizer", "rmsprop", "'sgd' or 'adam'"),
+        ("baseline", "mean", "'paired', 'loo' or 'group'"),
+    ],
+)
+def test_bad_settings_are_refused_when_the_recipe_is_read(key: str, value: Any, works: str) -> None:
+    message = refusal(recipe_settings(update={"name": "ppo", key: value}))
+    assert message.startswith(f"update.{key}: ")
+    assert works in message
+
+
+def test_a_misspelt_setting_is_refused_with_the_nearest() -> None:
+    message = refusal(recipe_settings(update={"name": "ppo", "epoch": 2}))
+    assert "update.epochs" in message
+
+
+def test_the_recipe_is_valid() -> None:
+    made = dprlhf.load_recipe(ROOT / "recipes/imdb_ppo.yaml")
+    assert made.update.name == "ppo"
+
+
+def settings_of(model: str, **changes: Any) -> dict[str, Any]:
+    fixed = {
+        "update__name": "ppo",
+        "update__epochs": 2,
+        "update__minibatches": 2,
+        "update__local_learning_rate": 0.5,
+        "optimizer__name": "sgd",
+        "learning_rate": 1.0,
+    }
+    return run_settings(model, **{**fixed, **changes})
+
+
+@pytest.mark.parametrize("server", ["sgd", "adam"])
+def test_a_resumed_run_equals_an_unbroken_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str
+) -> None:
+    """Local Adam needs what the round before released: the checkpoint has it."""
+    monkeypatch.setattr("dprlhf.runs.folder.new_key", lambda: bytes(range(32)))
+    common = settings_of(
+        str(tiny.save(tmp_path / "model")),
+        rounds=3,
+        update__local_optimizer="adam",
+        update__local_learning_rate=0.05,
+        optimizer__name=server,
+        learning_rate=1.0 if server == "sgd" else 0.05,
+        rollout__base_policy="reference",
+    )
+    dprlhf.train(**common, output_dir=tmp_path / "whole")
+    release = dprlhf.privacy.gate.Gate.release
+
+    def crash(self: Any, round_: int, bounded: Any) -> Any:
+        if round_ == 3:
+            raise MemoryError("crash")
+        return release(self, round_, bounded)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dprlhf.privacy.gate.Gate.release", crash)
+        with pytest.raises(DprlhfError, match="resume"):
+            dprlhf.train(**common, output_dir=tmp_path / "run")
+    assert charged(tmp_path / "run") == [1, 2]
+    dprlhf.resume(tmp_path / "run", prompts=common["prompts"], reward=lower_case, quiet=True)
+    assert charged(tmp_path / "run") == [1, 2, 3]
+    whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "run")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)

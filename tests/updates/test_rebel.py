@@ -1,0 +1,350 @@
+"""DP-REBEL: against autograd on the true loss at θ_t and at a moved θ, and where it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+import dprlhf
+from dprlhf import recipe
+from dprlhf.boundary import BoundedSum, Released
+from dprlhf.errors import DprlhfError
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.privacy.gate import Gate
+from dprlhf.privacy.ledger import Ledger, read_ledger
+from dprlhf.privacy.plan import make_plan
+from dprlhf.rewards import Scores
+from dprlhf.rollout import Responses
+from dprlhf.updates import UPDATES
+from dprlhf.updates.pg import policy_gradient
+from dprlhf.updates.rebel import descent, rebel
+from dprlhf.updates.telemetry import TelemetryCoordinates
+from gradients.test_gradients import Shape, batch_of, policy_of, relative_error
+from helpers.rounds import (
+    flat_gradient,
+    flat_parameters,
+    round_of,
+    set_parameters,
+    token_logprobs,
+)
+from recipe.test_recipe import refusal
+from recipe.test_recipe import settings as recipe_settings
+
+Array = NDArray[np.float64]
+SHAPE = Shape([[5, 1], [2], [7]], k=4, length=4)
+
+
+def spec_of(**changes: object) -> recipe.REBEL:
+    return recipe.REBEL.model_validate({"name": "rebel", **changes})
+
+
+def round_data(shape: Shape, seed: int) -> tuple[Responses, Scores]:
+    responses = batch_of(shape, seed)
+    values = np.random.default_rng(seed).uniform(-3, 3, len(responses.user))
+    return responses, Scores(values, np.ones(len(values), dtype=bool), {})
+
+
+def logprobs(policy: CausalLMPolicy, responses: Responses) -> torch.Tensor:
+    """log π(y|x) of every row."""
+    return torch.stack(
+        [token_logprobs(policy, responses, row).sum() for row in range(len(responses.user))]
+    )
+
+
+def losses(
+    policy: CausalLMPolicy, responses: Responses, values: Array, start: torch.Tensor, eta: float
+) -> torch.Tensor:
+    """Each user's loss as the paper has it, ``[users]``; ``start`` is log π_t of every row."""
+    delta = logprobs(policy, responses) - start
+    of_users: list[list[torch.Tensor]] = [[] for _ in range(responses.users)]
+    k = len(responses.user) // len(responses.prompts)
+    for prompt in range(len(responses.prompts)):
+        rows = np.flatnonzero(responses.prompt == prompt)
+        for y, other in zip(rows[: k // 2], rows[k // 2 :], strict=True):
+            advantage = values[y] - values[other]
+            loss = ((delta[y] - delta[other]) / eta - advantage) ** 2
+            of_users[responses.user[y]].append(loss)
+    return torch.stack([torch.stack(of_user).mean() for of_user in of_users])
+
+
+class Recorder:
+    """A gate that keeps θ at each release."""
+
+    def __init__(self, policy: CausalLMPolicy) -> None:
+        self.policy = policy
+        self.sums: list[torch.Tensor] = []
+        self.thetas: list[torch.Tensor] = []
+
+    def __call__(self, bounded: BoundedSum) -> Released[torch.Tensor]:
+        self.sums.append(bounded.total)
+        self.thetas.append(flat_parameters(self.policy))
+        return Released(bounded.total, 1)
+
+
+# --- the gradient --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("eta", [1.0, 0.3])
+def test_every_release_is_the_gradient_of_the_true_loss(eta: float) -> None:
+    policy = policy_of("gpt2", "lora")
+    theta = flat_parameters(policy)
+    responses, scores = round_data(SHAPE, 5)
+    rate = 1e-3 * eta**2
+    round_, _ = round_of(policy, responses, scores, clip_norm=math.inf, learning_rate=rate)
+    gate = Recorder(policy)
+    round_.gate = gate
+    with torch.no_grad():
+        start = logprobs(policy, responses)
+    try:
+        rebel(round_, spec_of(eta=eta, steps=3, batch_size=6))
+        assert len(gate.sums) == 3
+        assert torch.equal(gate.thetas[0], theta)
+        for at, measured in zip(gate.thetas, gate.sums, strict=True):
+            set_parameters(policy, at)
+            loss = losses(policy, responses, scores.values, start, eta).sum()
+            assert relative_error(measured, -flat_gradient(policy, loss)) < 1e-8
+        # The optimizer stepped down the loss after each, and far enough to tell θ_j from θ_t.
+        for before, after, total in zip(gate.thetas, gate.thetas[1:], gate.sums, strict=False):
+            assert relative_error(after - before, rate * total) < 1e-10
+        assert relative_error(gate.sums[2], gate.sums[0]) > 0.05
+    finally:
+        set_parameters(policy, theta)
+    assert UPDATES["rebel"] is rebel
+
+
+def test_the_weights_by_hand() -> None:
+    """Two prompts of one user and one of another, k = 4: pairs (0, 2) and (1, 3); η = 1/2."""
+    responses = batch_of(Shape([[2, 3], [1]], k=4, length=3), seed=0)
+    values = np.array([[1, 3, 2, -2], [0, 0, 1, 0], [5, 1, 1, 0]], dtype=float).ravel()
+    moved = np.array([[0, 0.5, 0, 0], [0, 0, 0, 0], [1, 0, -1, 0]]).ravel()
+    # Residuals 2 (Δ − Δ′) − Â; weights −(2/η) residual / pairs.
+    residuals = np.array([1, 1 - 5, 1, 0, 4 - 4, -1])
+    first = -4 * residuals / np.array([4, 4, 4, 4, 2, 2])
+    expected = np.concatenate([[*pair, *-pair] for pair in first.reshape(3, 2)])
+    everyone = np.ones(2, dtype=bool)
+    scores = Scores(values, np.ones(12, dtype=bool), {})
+    np.testing.assert_allclose(descent(responses, scores, everyone, moved, 0.5), expected)
+    only = descent(responses, scores, np.array([False, True]), moved, 0.5)
+    np.testing.assert_allclose(only, [*np.zeros(8), *expected[8:]])
+
+
+def test_at_the_start_a_pair_is_the_paired_policy_gradient() -> None:
+    """∇ loss = −(2/η) Â (∇ log π(y) − ∇ log π(y′)), and DP-PG takes the mean of two such terms."""
+    policy = policy_of("gpt2", "lora")
+    responses, scores = round_data(Shape([[5, 1], [2], [7]], k=2, length=4), 6)
+    sums = []
+    for update, spec in (
+        (rebel, spec_of(eta=0.5, steps=1)),
+        (policy_gradient, recipe.PG(baseline="paired")),
+    ):
+        round_, gate = round_of(policy, responses, scores, clip_norm=math.inf)
+        update(round_, spec)
+        sums.append(gate.sums[0].total)
+    assert relative_error(sums[0], sums[1] * 4 / 0.5) < 1e-10
+
+
+def test_the_arms_of_reference_sampling_are_paired() -> None:
+    """μ's rows come first, so the halves are the arms; no ratio enters, whatever μ is."""
+    policy = policy_of("gpt2", "lora")
+    responses, scores = round_data(SHAPE, 7)
+    from_base = np.tile([True, True, False, False], len(responses.prompts))
+    sums = []
+    for arms in (from_base, ~from_base & False):
+        given = dataclasses.replace(responses, from_base=arms)
+        round_, gate = round_of(policy, given, scores, clip_norm=1.0)
+        rebel(round_, spec_of(steps=1))
+        sums.append(gate.sums[0].total)
+    assert torch.equal(*sums)
+
+
+# --- releases ------------------------------------------------------------------------------------
+
+
+def test_j_steps_are_the_releases_of_one_charge(tmp_path: Path) -> None:
+    """The plan charges for J, at √J times the noise; a step more is refused by the gate."""
+    policy = policy_of("gpt2", "lora")
+    responses, scores = round_data(SHAPE, 8)
+    spec = spec_of(steps=2)
+    assert spec.releases == 2
+    noise = {}
+    for releases in (1, spec.releases):
+        plan = make_plan(
+            users=12, rounds=4, delta=1e-5, epsilon=4.0, partition="fixed",
+            releases_per_round=releases,
+        )  # fmt: skip
+        noise[releases] = plan.noise_multiplier
+    assert noise[2] == pytest.approx(math.sqrt(2) * noise[1], rel=1e-6)
+    telemetry = TelemetryCoordinates(0.1, 3.0)
+    gates = []
+    for round_number, asked in ((1, 2), (2, 3)):
+        ledger = Ledger(tmp_path / f"{asked}.jsonl", plan.terms())
+        gate = Gate(plan, ledger, bytes(32))
+        gates.append(gate)
+        sizes: list[int] = []
+
+        def release(bounded: BoundedSum) -> Released[torch.Tensor]:
+            sizes.append(len(bounded.total))  # noqa: B023
+            return gate.release(round_number, bounded)  # noqa: B023
+
+        round_, _ = round_of(policy, responses, scores, clip_norm=1.0, telemetry=telemetry)
+        round_.gate = release
+        if asked == 3:
+            with pytest.raises(DprlhfError, match="releases planned for a round: 2"):
+                rebel(round_, spec_of(steps=asked))
+        else:
+            rebel(round_, spec_of(steps=asked))
+        # Telemetry rides in the first release only.
+        assert sizes[:2] == [policy.dimension + 2, policy.dimension]
+        charges = [e for e in read_ledger(ledger.path) if e.kind == "charge"]
+        assert len(charges) == 1
+        assert charges[0].body["releases_per_round"] == 2
+
+
+# --- where it ends -------------------------------------------------------------------------------
+
+
+def conflicting() -> tuple[Responses, Scores]:
+    """Two users with one pair between them, and advantages 1 and 3."""
+    one = batch_of(Shape([[4]], k=2, length=4), seed=3)
+    both = {name: torch.cat([getattr(one, name)] * 2) for name in ("tokens", "mask")}
+    responses = dataclasses.replace(batch_of(Shape([[4], [4]], k=2, length=4), seed=3), **both)
+    values = np.array([1.0, 0.0, 2.0, -1.0])
+    return responses, Scores(values, np.ones(4, dtype=bool), {})
+
+
+def step_size(policy: CausalLMPolicy, responses: Responses, eta: float) -> float:
+    """Half of what makes one step on the linearised loss of one pair exact."""
+    both = logprobs(policy, responses)
+    feature = flat_gradient(policy, both[0] - both[1])
+    return 0.5 * eta**2 / (2 * float(feature @ feature))
+
+
+def test_without_noise_it_reaches_the_minimiser_of_the_loss() -> None:
+    """E((δ/η − A)²) with A in {1, 3} is least, 1, at δ = 2η."""
+    policy = policy_of("gpt2", "lora")
+    theta = flat_parameters(policy)
+    responses, scores = conflicting()
+    eta = 0.5
+    with torch.no_grad():
+        start = logprobs(policy, responses)
+    rate = step_size(policy, responses, eta)
+    round_, _ = round_of(
+        policy, responses, scores, clip_norm=math.inf, divisor=2, learning_rate=rate
+    )
+    try:
+        rebel(round_, spec_of(eta=eta, steps=40))
+        with torch.no_grad():
+            delta = logprobs(policy, responses) - start
+            loss = losses(policy, responses, scores.values, start, eta).mean()
+        assert float(delta[0] - delta[1]) == pytest.approx(2 * eta, abs=1e-6)
+        assert float(loss) == pytest.approx(1, abs=1e-9)  # at θ_t it is (1 + 9)/2
+    finally:
+        set_parameters(policy, theta)
+
+
+def test_the_step_as_printed_does_not_minimise_and_ours_does() -> None:
+    """The erratum of Algorithm 5: step 3 minimises over θ, step 4 returns θ_t + η w_t.
+
+    With w_t the minimiser θ itself that lands elsewhere. With w_t the minimiser of the linearised
+    loss, a direction, it is right to first order.
+    """
+    policy = policy_of("gpt2", "lora")
+    theta = flat_parameters(policy)
+    responses, scores = round_data(Shape([[3], [5], [2]], k=2, length=3), 10)
+    eta = 0.02
+    start = logprobs(policy, responses).detach()
+    features = pair_features(policy, responses)
+    rate = 0.5 * eta**2 / (2 * float(torch.linalg.matrix_norm(features, 2)) ** 2 / 3)
+
+    @torch.no_grad()
+    def loss_at(flat: torch.Tensor) -> float:
+        set_parameters(policy, flat)
+        return float(losses(policy, responses, scores.values, start, eta).mean())
+
+    try:
+        at_start = loss_at(theta)
+        round_, _ = round_of(
+            policy, responses, scores, clip_norm=math.inf, divisor=3, learning_rate=rate
+        )
+        rebel(round_, spec_of(eta=eta, steps=60))
+        ours = flat_parameters(policy)
+        assert loss_at(ours) < 1e-3 * at_start
+        assert loss_at(theta + eta * ours) > 0.5 * at_start
+        advantages = torch.from_numpy(scores.values.reshape(-1, 2) @ [1.0, -1.0])
+        direction = torch.linalg.lstsq(features, advantages, driver="gelsd").solution
+        assert loss_at(theta + eta * direction) < 1e-2 * at_start
+    finally:
+        set_parameters(policy, theta)
+
+
+def test_gauss_newton_solves_the_normal_equations() -> None:
+    """θ_t + η w, w the least-squares solution: k = 4, so a user has several pairs."""
+    policy = policy_of("gpt2", "lora-b")
+    theta = flat_parameters(policy)
+    responses, scores = round_data(SHAPE, 12)
+    features, targets, share = [], [], []
+    for prompt in range(len(responses.prompts)):
+        rows = np.flatnonzero(responses.prompt == prompt)
+        for y, other in zip(rows[:2], rows[2:], strict=True):
+            both = [token_logprobs(policy, responses, row).sum() for row in (y, other)]
+            features.append(flat_gradient(policy, both[0] - both[1]))
+            targets.append(scores.values[y] - scores.values[other])
+            share.append(2 / np.sum(responses.user == responses.user[y]))
+    root = torch.tensor(share, dtype=torch.float64).sqrt()
+    phi, a = torch.stack(features), torch.tensor(targets, dtype=torch.float64)
+    w = torch.linalg.lstsq(phi * root[:, None], a * root, rcond=1e-9, driver="gelsd").solution
+    eta = 0.3
+    spec = spec_of(
+        eta=eta,
+        solver="gauss-newton",
+        oracle={"name": "sufficient-statistics", "radius": 1e4, "target_bound": 1e3},
+    )
+    assert spec.releases == 1
+    round_, _ = round_of(
+        policy, responses, scores, clip_norm=1e3, divisor=responses.users, learning_rate=1.0
+    )
+    try:
+        rebel(round_, spec)
+        assert relative_error(flat_parameters(policy) - theta, eta * w) < 1e-6
+    finally:
+        set_parameters(policy, theta)
+
+
+def pair_features(policy: CausalLMPolicy, responses: Responses) -> torch.Tensor:
+    """∇ log π(y) − ∇ log π(y′) of neighbouring rows, ``[pairs, dimension]``."""
+    pairs = logprobs(policy, responses).reshape(-1, 2)
+    differences = pairs[:, 0] - pairs[:, 1]
+    parameters = list(policy.parameters.values())
+    rows = []
+    for difference in differences:
+        gradients = torch.autograd.grad(difference, parameters, retain_graph=True)
+        rows.append(torch.cat([g.flatten() for g in gradients]))
+    return torch.stack(rows)
+
+
+# --- recipes and runs ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout__responses": 3}, "rollout.responses must be even .* rebel.*not 3"),
+        ({"update__max_importance_ratio": 3}, r"unknown key 'update\.max_importance_ratio'"),
+    ],
+)
+def test_what_it_cannot_use_is_refused(changes: dict[str, int], message: str) -> None:
+    assert re.search(message, refusal(recipe_settings(update__name="rebel", **changes)))
+
+
+def test_the_recipe_is_valid() -> None:
+    path = Path(__file__).parents[2] / "recipes/imdb_rebel.yaml"
+    made = dprlhf.load_recipe(path)
+    assert made.update.name == "rebel"
+    assert made.update.releases == 1

@@ -1,0 +1,164 @@
+"""The released reward: bounded coordinates, and what can be read from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dprlhf.privacy.plan import Plan, make_plan
+from dprlhf.updates.telemetry import ReleasedReward, TelemetryCoordinates
+
+R = 3.0
+NO_NOISE = make_plan(users=1000, rounds=10, delta=1e-5, epsilon=math.inf, clip_norm=0.5)
+
+
+def with_noise(z: float) -> Plan:
+    return dataclasses.replace(NO_NOISE, noise_multiplier=z)
+
+
+def released(
+    telemetry: TelemetryCoordinates, values: np.ndarray, valid: np.ndarray, plan: Plan
+) -> torch.Tensor:
+    """What the gate makes of users with one row each, without noise."""
+    coordinates = telemetry.of_users(np.arange(len(values)), values, valid)
+    return torch.from_numpy(coordinates.sum(0)) / plan.divisor
+
+
+def test_coordinates_by_hand() -> None:
+    """Users with rows {3, 0}, {−3} and, invalid, {1}; S = 0.5, share 0.2."""
+    telemetry = TelemetryCoordinates.from_plan(NO_NOISE, 0.2, R)
+    assert telemetry.norm == pytest.approx(0.1)
+    assert telemetry.count == 2
+    user = np.array([0, 1, 0, 2])
+    coordinates = telemetry.of_users(user, np.array([3.0, -3, 0, 1]), np.array([True, True, False]))
+    unit = 0.1 / math.sqrt(2)
+    np.testing.assert_allclose(coordinates, [[unit / 2, unit], [-unit, unit], [0, 0]], rtol=1e-12)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    rewards=st.lists(st.floats(-R, R), min_size=1, max_size=12),
+    users=st.integers(1, 4),
+    share=st.floats(0.01, 0.99),
+    seed=st.integers(0, 100),
+)
+def test_coordinates_are_bounded_by_the_norm(
+    rewards: list[float], users: int, share: float, seed: int
+) -> None:
+    telemetry = TelemetryCoordinates.from_plan(NO_NOISE, share, R)
+    random = np.random.default_rng(seed)
+    user = random.integers(0, users, len(rewards))
+    coordinates = telemetry.of_users(user, np.array(rewards), random.random(users) < 0.7)
+    assert coordinates.shape == (users, 2)
+    norms = np.linalg.norm(coordinates, axis=1)
+    assert (norms <= telemetry.norm * (1 + 1e-12)).all()
+    assert telemetry.norm < NO_NOISE.clip_norm
+
+
+def test_the_bound_is_reached() -> None:
+    telemetry = TelemetryCoordinates.from_plan(NO_NOISE, 0.14, R)
+    coordinates = telemetry.of_users(np.array([0]), np.array([-R]), np.array([True]))
+    assert np.linalg.norm(coordinates) == pytest.approx(0.14 * 0.5, rel=1e-12)
+
+
+def test_without_a_clip_norm_the_scale_is_one() -> None:
+    plan = make_plan(users=100, rounds=10, delta=1e-5, epsilon=math.inf, clip_norm=math.inf)
+    assert TelemetryCoordinates.from_plan(plan, 0.14, R).norm == 0.14
+
+
+def test_no_share_no_coordinates() -> None:
+    telemetry = TelemetryCoordinates.from_plan(NO_NOISE, 0.0, R)
+    assert telemetry.count == 0
+    user, valid = np.array([0, 1, 1]), np.array([True, False])
+    assert telemetry.of_users(user, np.array([1.0, 2, 3]), valid).shape == (2, 0)
+
+
+def test_nobody_brings_nothing() -> None:
+    telemetry = TelemetryCoordinates.from_plan(NO_NOISE, 0.14, R)
+    nobody = telemetry.of_users(np.empty(0, np.int64), np.empty(0), np.empty(0, bool))
+    assert nobody.shape == (0, 2)
+
+
+def test_without_noise_mean_and_share_are_read_exactly() -> None:
+    telemetry = TelemetryCoordinates.from_plan(NO_NOISE, 0.14, R)
+    random = np.random.default_rng(0)
+    values, valid = random.uniform(-R, R, 80), random.random(80) < 0.75
+    read = telemetry.read(released(telemetry, values, valid, NO_NOISE), NO_NOISE, 1)
+    assert read.mean == pytest.approx(values[valid].mean(), rel=1e-12)
+    assert read.valid_share == pytest.approx(valid.sum() / 100, rel=1e-12)  # 1000 users, 10 rounds
+    assert read.noise_std == read.valid_std == 0
+    assert read.known
+    assert not read.all_failed
+
+
+def test_users_count_once_whatever_the_number_of_their_rows() -> None:
+    telemetry = TelemetryCoordinates.from_plan(NO_NOISE, 0.14, R)
+    user = np.array([0, 1, 1, 1])
+    coordinates = telemetry.of_users(user, np.array([3.0, 0, 0, 0]), np.ones(2, dtype=bool))
+    read = telemetry.read(torch.from_numpy(coordinates.sum(0)) / 100, NO_NOISE, 1)
+    assert read.mean == pytest.approx(1.5)
+
+
+def test_all_failed_only_where_nobody_was_valid() -> None:
+    telemetry = TelemetryCoordinates.from_plan(NO_NOISE, 0.14, R)
+    values = np.full(100, 2.0)
+    for valid_users, failed in ((0, True), (1, False), (100, False)):
+        valid = np.arange(100) < valid_users
+        read = telemetry.read(released(telemetry, values, valid, NO_NOISE), NO_NOISE, 1)
+        assert read.all_failed is failed
+        assert (read.mean is None) is failed
+        assert (read.noise_std is None) is failed
+
+
+def test_the_stated_standard_deviations_are_those_of_the_release() -> None:
+    """Noise of standard deviation zS/m on each coordinate, many times."""
+    plan = with_noise(0.3)
+    telemetry = TelemetryCoordinates.from_plan(plan, 0.2, R)
+    random = np.random.default_rng(1)
+    values, valid = np.full(90, 2.4), np.ones(90, dtype=bool)
+    exact = released(telemetry, values, valid, plan)
+    noise = random.normal(0, plan.noise_std / plan.divisor, (20_000, 2))
+    reads = [telemetry.read(exact + torch.from_numpy(n), plan, 1) for n in noise]
+    means = np.array([r.mean for r in reads])
+    shares = np.array([r.valid_share for r in reads])
+    at_the_truth = telemetry.read(exact, plan, 1)
+    assert at_the_truth.noise_std is not None
+    assert at_the_truth.valid_std == pytest.approx(0.3 * 0.5 / 100 / (0.1 / math.sqrt(2)))
+    assert shares.mean() == pytest.approx(0.9, abs=0.001)
+    assert shares.std() == pytest.approx(at_the_truth.valid_std, rel=0.03)
+    assert means.mean() == pytest.approx(2.4, abs=0.01)
+    assert means.std() == pytest.approx(at_the_truth.noise_std, rel=0.03)
+
+
+@pytest.mark.parametrize("z", [0.3, 3.0, 300.0])
+def test_noise_alone_hardly_ever_passes_for_a_reward(z: float) -> None:
+    plan = with_noise(z)
+    telemetry = TelemetryCoordinates.from_plan(plan, 0.2, R)
+    random = np.random.default_rng(2)
+    noise = random.normal(0, plan.noise_std / plan.divisor, (2000, 2))
+    reads = [telemetry.read(torch.from_numpy(n), plan, 1) for n in noise]
+    assert np.mean([r.known for r in reads]) < 0.005  # P(normal > 3) = 0.00135
+    assert all(r.mean is None for r in reads if not r.known)
+    # A stop needs a count that noise does not hide.
+    assert np.mean([r.all_failed for r in reads]) == (pytest.approx(1, abs=0.005) if z < 1 else 0)
+
+
+def test_a_mean_stays_in_the_reward_range() -> None:
+    telemetry = TelemetryCoordinates.from_plan(with_noise(0.3), 0.2, R)
+    unit = 0.1 / math.sqrt(2)
+    read = telemetry.read(torch.tensor([5.0, 0.9]) * unit, with_noise(0.3), 1)
+    assert read.mean == R
+
+
+def test_known_compares_with_three_standard_deviations() -> None:
+    assert ReleasedReward(None, None, 0.31, 0.1).known
+    assert not ReleasedReward(None, None, 0.29, 0.1).known
+    assert not ReleasedReward(None, None, 0.0, 0.0).known
+    assert ReleasedReward(None, None, 0.2, 0.09).all_failed
+    assert not ReleasedReward(None, None, 0.2, 0.11).all_failed  # too noisy to tell

@@ -1,0 +1,182 @@
+"""The clip norm from a trust region: formulas by simulation, the Fisher matrix by brute force."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dprlhf import DprlhfError, api, recipe, train
+from dprlhf.data.public import in_memory_prompts
+from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.recipe import Adapter, TrustRegion
+from dprlhf.rollout import Responses, sample
+from dprlhf.updates.trust_region import clip_norm, fisher_trace_and_top
+from helpers import tiny
+from helpers.rounds import flat_gradient, token_logprobs
+
+ETA, Z, M = 0.3, 0.8, 25.0
+
+
+def squares(norm: float, dimension: int, draws: int = 40_000) -> np.ndarray:
+    """‖Δ‖² of simulated steps whose mean gradient has the whole norm S."""
+    rng = np.random.default_rng(0)
+    noise = rng.normal(size=(draws, dimension))
+    steps = ETA * norm * Z / M * noise
+    steps[:, 0] += ETA * norm
+    return (steps**2).sum(1)
+
+
+@pytest.mark.parametrize("dimension", [3, 200])
+def test_l2_leaves_the_region_with_probability_beta(dimension: int) -> None:
+    region = TrustRegion(trust_region="l2", alpha=0.02, beta=0.1)
+    norm = clip_norm(region, learning_rate=ETA, noise_multiplier=Z, divisor=M, dimension=dimension)
+    left = (squares(norm, dimension) / 2 > region.alpha).mean()
+    assert abs(left - region.beta) < 4 * np.sqrt(0.1 * 0.9 / 40_000)
+    further = (squares(1.02 * norm, dimension) / 2 > region.alpha).mean()
+    assert further > left + 0.02  # the harness sees two percent
+
+
+def test_markov_bounds_the_mean_square_and_is_below_the_quantile() -> None:
+    settings: dict[str, Any] = {
+        "learning_rate": ETA,
+        "noise_multiplier": Z,
+        "divisor": M,
+        "dimension": 200,
+    }
+    alpha, beta = 0.02, 0.1
+    norm = clip_norm(TrustRegion(trust_region="l2-markov", alpha=alpha, beta=beta), **settings)
+    assert squares(norm, 200).mean() == pytest.approx(2 * alpha * beta, rel=0.01)
+    exact = clip_norm(TrustRegion(trust_region="l2", alpha=alpha, beta=beta), **settings)
+    assert norm < exact
+
+
+def test_kl_with_the_identity_is_l2_markov() -> None:
+    settings: dict[str, Any] = {
+        "learning_rate": ETA,
+        "noise_multiplier": Z,
+        "divisor": M,
+        "dimension": 7,
+    }
+    kl, l2 = (
+        clip_norm(TrustRegion(trust_region=kind, alpha=0.1), **settings, fisher=(7.0, 1.0))
+        for kind in ("kl", "l2-markov")
+    )
+    assert kl == l2
+
+
+def test_without_noise_the_whole_step_is_the_clip_norm() -> None:
+    region = TrustRegion(trust_region="l2", alpha=0.08)
+    norm = clip_norm(region, learning_rate=0.5, noise_multiplier=0.0, divisor=M, dimension=9)
+    assert (0.5 * norm) ** 2 / 2 == pytest.approx(region.alpha)
+
+
+def made(prompts: int) -> tuple[CausalLMPolicy, Responses]:
+    adapter = Adapter(type="lora-b", rank=2, target_modules=["c_attn"])
+    policy = make_policy(tiny.model().double(), tiny.tokenizer(), adapter, seed=1)
+    policy.model.double()
+    responses = sample(
+        policy,
+        in_memory_prompts([f"film {i} was" for i in range(prompts)]),
+        recipe.Rollout.model_construct(
+            base_policy="on-policy", responses=1, max_new_tokens=5, temperature=1.0,
+            batch_size=8, backend="transformers",
+        ),
+        key=bytes(32),
+        context=("test",),
+        max_prompt_tokens=16,
+    )  # fmt: skip
+    return policy, responses
+
+
+def test_trace_and_top_eigenvalue_equal_those_of_the_matrix() -> None:
+    policy, responses = made(12)
+    rows = range(len(responses.user))
+    scores = torch.stack(
+        [flat_gradient(policy, token_logprobs(policy, responses, row).sum()) for row in rows]
+    )
+    fisher = scores.T @ scores / len(scores)
+    trace, top = fisher_trace_and_top(policy, responses, batch_size=4)
+    assert trace == pytest.approx(float(fisher.trace()), rel=1e-9)
+    assert top == pytest.approx(float(torch.linalg.eigvalsh(fisher)[-1]), rel=2e-3)
+
+
+def run(tmp_path: Path, **changes: Any) -> Any:
+    settings = {
+        "model": str(tiny.save(tmp_path / "model")),
+        "prompts": [f"user {i} says" for i in range(60)],
+        "evaluation_prompts": [f"guest {i} says" for i in range(30)],
+        "evaluation__prompts": 10,
+        "reward": lambda prompts, completions, **_: [float(len(c) % 5) for c in completions],
+        "epsilon": 8.0,
+        "rounds": 2,
+        "policy__adapter": {"type": "lora-b", "target_modules": ["c_attn"]},
+        "rollout__max_new_tokens": 4,
+        "optimizer": {"name": "sgd", "learning_rate": 0.5},
+        "quiet": True,
+        **changes,
+    }
+    return train(**settings, output_dir=tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", ["l2", "l2-markov", "kl"])
+def test_a_run_keeps_the_clip_norm_that_was_decided(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    region = {"trust_region": kind, "alpha": 0.01, "beta": 0.2}
+    result = run(tmp_path, update__clip_norm=region, quiet=False)
+    kept = api._recipe_in(result.folder).update.clip_norm
+    assert isinstance(kept, float)
+    assert kept == result.plan.clip_norm != 1.0
+    assert ("tr F" in capsys.readouterr().out) == (kind == "kl")
+    if kind == "l2-markov":
+        z, m = result.plan.noise_multiplier, result.plan.divisor
+        d = 2 * 96
+        assert kept == pytest.approx(np.sqrt(2 * 0.01 * 0.2 / (1 + (z / m) ** 2 * d)) / 0.5)
+
+
+@pytest.mark.parametrize("user_of", ["trust region", "adapter"])
+def test_what_is_decided_before_the_first_round_is_decided_on_public_prompts(
+    user_of: str, tmp_path: Path
+) -> None:
+    """Other private prompts, the same public ones: the same clip norm, and the same start."""
+    public = [f"guest {i} says" for i in range(30)]
+    changes: dict[str, Any] = {"update__clip_norm": {"trust_region": "kl", "alpha": 0.01}}
+    if user_of == "adapter":
+        adapter = {"type": "lora-b", "target_modules": ["c_attn"], "init": "public-activations"}
+        changes = {"policy__adapter": adapter}
+    decided = []
+    for name, prompts in (("a", [f"user {i} says" for i in range(60)]), ("b", ["xyz!"] * 60)):
+        (tmp_path / name).mkdir()
+        result = run(
+            tmp_path / name, prompts=prompts, evaluation_prompts=public, rounds=1, **changes
+        )
+        frozen = [w for n, w in result.policy.model.named_parameters() if "lora_A" in n]
+        decided.append((result.plan.clip_norm, frozen))
+    assert decided[0][0] == decided[1][0]
+    assert frozen
+    assert all(torch.equal(a, b) for a, b in zip(decided[0][1], decided[1][1], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": {"name": "adam"}}, "bounds a plain SGD step"),
+        ({"evaluation_prompts": None, "evaluation": None}, "needs public prompts"),
+        ({"update__name": "rebel"}, "a trust region is for the one step of pg, grpo or ppo"),
+        ({"update__clip_norm": {"trust_region": "kl"}}, "alpha"),
+        ({"update__clip_norm": -1.0}, "greater than 0"),
+    ],
+)
+def test_a_trust_region_that_cannot_be_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    given = {"update__clip_norm": {"trust_region": "kl", "alpha": 0.01}, **changes}
+    if given.get("evaluation", 0) is None:
+        given["evaluation__prompts"] = None
+        del given["evaluation__prompts"]
+    with pytest.raises(DprlhfError, match=message):
+        run(tmp_path, **given)

@@ -1,0 +1,497 @@
+"""DP-PG: baselines, weights, importance ratios, and which direction the sum points in."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from dprlhf import recipe
+from dprlhf.boundary import Private, open_private
+from dprlhf.data.users import Prompts
+from dprlhf.gradients.clipping import Weighted, clipped_sum
+from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.rewards import Scores
+from dprlhf.rollout import Responses
+from dprlhf.updates import UPDATES
+from dprlhf.updates.baselines import BASELINES, group, loo, paired
+from dprlhf.updates.pg import importance_ratio, policy_gradient, weigh
+from dprlhf.updates.round import users_with_valid_scores
+from dprlhf.updates.telemetry import TelemetryCoordinates
+from gradients.test_gradients import (
+    MIXED,
+    Shape,
+    batch_of,
+    gradient_of_user,
+    policy_of,
+    relative_error,
+)
+from helpers import tiny
+from helpers.rounds import round_of
+
+Array = NDArray[np.float64]
+ON_POLICY = np.zeros(4, dtype=bool)
+TWO_ARMS = np.array([True, True, False, False])
+REWARDS = np.array([[1.0, 3.0, -2.0, 6.0], [0.5, 0.5, 0.5, 0.5]])
+
+
+def scores_of(values: Array, valid: NDArray[np.bool_] | None = None) -> Scores:
+    return Scores(values, np.ones(len(values), dtype=bool) if valid is None else valid, {})
+
+
+def half_from_base(responses: Responses, k: int) -> Responses:
+    arms = np.tile(np.arange(k) < k // 2, len(responses.user) // k)
+    return dataclasses.replace(responses, from_base=arms)
+
+
+# --- baselines ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arms", [ON_POLICY, TWO_ARMS])
+def test_paired_by_hand(arms: NDArray[np.bool_]) -> None:
+    """Arms {1, 3} and {−2, 6}: both means are 2."""
+    np.testing.assert_allclose(paired(REWARDS, arms), [[-1, 1, -4, 4], [0, 0, 0, 0]])
+    uneven = np.array([[1.0, 3.0, -2.0, 8.0]])  # means 2 and 3
+    np.testing.assert_allclose(paired(uneven, arms), [[-2, 0, -4, 6]])
+
+
+def test_paired_follows_the_arms_and_not_the_places() -> None:
+    arms = np.array([False, True, True, False])
+    rewards = np.array([[1.0, 3.0, -1.0, 7.0]])  # base {3, −1}: 1; policy {1, 7}: 4
+    np.testing.assert_allclose(paired(rewards, arms), [[0, -1, -5, 6]])
+
+
+def test_loo_by_hand() -> None:
+    """Others of 1: (3 − 2 + 6)/3 = 7/3, of 3: 5/3, of −2: 10/3, of 6: 2/3."""
+    expected = [[1 - 7 / 3, 3 - 5 / 3, -2 - 10 / 3, 6 - 2 / 3], [0, 0, 0, 0]]
+    np.testing.assert_allclose(loo(REWARDS, ON_POLICY), expected, atol=1e-15)
+
+
+def test_group_by_hand() -> None:
+    """Mean 2, squares 1 + 1 + 16 + 16 = 34, over 3."""
+    std = math.sqrt(34 / 3)
+    expected = np.array([[-1, 1, -4, 4], [0, 0, 0, 0]]) / [[std + 1e-4], [1]]
+    np.testing.assert_allclose(group(REWARDS, ON_POLICY), expected, rtol=1e-12)
+
+
+rewards_of_prompts = hnp.arrays(
+    np.float64,
+    st.tuples(st.integers(2, 4), st.sampled_from([2, 4, 6])),
+    elements=st.floats(-10, 10),
+)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(rewards=rewards_of_prompts, name=st.sampled_from(sorted(BASELINES)), arms=st.booleans())
+def test_a_baseline_never_looks_at_another_prompt(rewards: Array, name: str, arms: bool) -> None:
+    k = rewards.shape[1]
+    from_base = np.arange(k) < (k // 2 if arms else 0)
+    before = BASELINES[name](rewards, from_base)
+    changed = rewards.copy()
+    changed[0] = 100.0 * np.arange(1, k + 1)
+    after = BASELINES[name](changed, from_base)
+    assert np.array_equal(before[1:], after[1:])
+    assert not np.array_equal(before[0], after[0])
+    assert np.array_equal(before[1], BASELINES[name](rewards[1:2], from_base)[0])
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(rewards=rewards_of_prompts, arms=st.booleans())
+def test_a_responses_baseline_does_not_contain_its_own_reward(rewards: Array, arms: bool) -> None:
+    """A − r is the same whatever r is, which makes paired and loo unbiased; group is not."""
+    k = rewards.shape[1]
+    from_base = np.arange(k) < (k // 2 if arms else 0)
+    changed = rewards.copy()
+    changed[:, 0] += 7
+    for baseline in (paired, loo):
+        moved = baseline(changed, from_base)[:, 0] - baseline(rewards, from_base)[:, 0]
+        np.testing.assert_allclose(moved, 7, rtol=1e-12)
+
+
+def test_loo_of_two_equals_paired_on_policy() -> None:
+    rewards = np.random.default_rng(0).standard_normal((5, 2))
+    two = np.zeros(2, dtype=bool)
+    np.testing.assert_allclose(loo(rewards, two), paired(rewards, two), rtol=1e-12)
+
+
+def test_group_does_not_depend_on_the_scale_of_the_reward_and_loo_does() -> None:
+    rewards = np.random.default_rng(0).standard_normal((3, 4))
+    for scale in (10, 1000):
+        np.testing.assert_allclose(
+            group(scale * rewards + 3, ON_POLICY), group(rewards, ON_POLICY), rtol=1e-3
+        )
+        np.testing.assert_allclose(loo(scale * rewards, ON_POLICY), scale * loo(rewards, ON_POLICY))
+
+
+# --- weights -----------------------------------------------------------------------------------
+
+
+def test_weights_by_hand() -> None:
+    """Users with 2, 1 and 1 prompts, k = 2: advantage · ratio / the user's responses."""
+    responses = batch_of(Shape([[2, 3], [1], [4]], k=2, length=3), seed=0)
+    values = np.array([1, 3, 2, -2, 0.5, 1, 5, 5])
+    ratio = np.array([1, 2, 1, 0.5, 1, 1, 1, 1])
+    everyone = np.ones(3, dtype=bool)
+    weights = weigh(responses, scores_of(values), everyone, "loo", ratio)
+    expected = [-2 / 4, 2 * 2 / 4, 4 / 4, -4 * 0.5 / 4, -0.5 / 2, 0.5 / 2, 0, 0]
+    np.testing.assert_allclose(weights, expected)
+
+
+@pytest.mark.parametrize("stand_in", [0.0, math.nan, 2.0])
+@pytest.mark.parametrize("baseline", sorted(BASELINES))
+def test_an_invalid_score_makes_its_whole_user_zero_and_no_other(
+    baseline: str, stand_in: float
+) -> None:
+    responses = batch_of(MIXED, seed=1, shuffled=True)
+    values = np.random.default_rng(2).uniform(-3, 3, len(responses.user))
+    ratio = np.ones(len(values))
+    everyone = users_with_valid_scores(responses, scores_of(values))
+    assert everyone.all()
+    before = weigh(responses, scores_of(values), everyone, baseline, ratio)
+    bad = int(np.flatnonzero(responses.user == 4)[0])
+    valid = np.ones(len(values), dtype=bool)
+    valid[bad] = False
+    broken = values.copy()
+    broken[bad] = stand_in
+    scores = scores_of(broken, valid)
+    users = users_with_valid_scores(responses, scores)
+    assert users.tolist() == [True, True, True, True, False]
+    after = weigh(responses, scores, users, baseline, ratio)
+    of_user = responses.user == 4
+    assert not after[of_user].any()
+    assert np.array_equal(after[~of_user], before[~of_user])
+    assert before[of_user].any()
+
+
+def test_no_users_no_weights() -> None:
+    empty = batch_of(Shape([[1]], k=2, length=2), seed=0)
+    empty = dataclasses.replace(
+        empty,
+        user=np.empty(0, np.int64),
+        prompts=Prompts([], np.empty(0, np.int64), np.empty(0, np.int64), {}),
+        users=0,
+    )
+    nobody = scores_of(np.empty(0))
+    valid = users_with_valid_scores(empty, nobody)
+    assert valid.shape == (0,)
+    assert weigh(empty, nobody, valid, "loo", np.empty(0)).shape == (0,)
+
+
+# --- the whole contribution, from scratch ------------------------------------------------------
+
+
+def log_probability(policy: CausalLMPolicy, responses: Responses, row: int) -> torch.Tensor:
+    """log π(y|x) of one unpadded sequence."""
+    ids = responses.tokens[row][responses.mask[row].bool()]
+    prompt = int(responses.mask[row, : -responses.length].sum())
+    logits = policy.model(input_ids=ids[None]).logits[0] / policy.temperature
+    logprobs = torch.log_softmax(logits, dim=-1)
+    return sum((logprobs[i - 1, ids[i]] for i in range(prompt, len(ids))), torch.zeros(()))
+
+
+@pytest.mark.parametrize("baseline", ["loo", "paired", "group"])
+@pytest.mark.parametrize("arms", ["on-policy", "reference"])
+def test_the_sum_of_clipped_contributions_from_scratch(baseline: str, arms: str) -> None:
+    policy = policy_of("gpt2", "lora")
+    k, largest, clip_norm, reward_range = 4, 0.9, 3.0, 3.0
+    shape = Shape([[5, 1], [2], [7], [4, 6]], k=k, length=4)
+    responses = batch_of(shape, seed=8)
+    if arms == "reference":
+        responses = half_from_base(responses, k)
+    values = np.random.default_rng(9).uniform(-3, 3, len(responses.user))
+    valid = np.ones(len(values), dtype=bool)
+    valid[np.flatnonzero(responses.user == 1)[2]] = False
+    telemetry = TelemetryCoordinates(0.1, reward_range)
+    spec = recipe.PG.model_validate(
+        {"baseline": baseline, "max_importance_ratio": largest, "batch_size": 5}
+    )
+    round_, gate = round_of(
+        policy, responses, scores_of(values, valid), telemetry=telemetry, clip_norm=clip_norm
+    )
+    policy_gradient(round_, spec)
+
+    weights = np.zeros(len(values))
+    truncated = 0
+    for row in range(len(values)):
+        first = row - row % k
+        own, others = values[row], np.delete(values[first : first + k], row - first)
+        if baseline == "loo":
+            advantage = own - others.mean()
+        elif baseline == "paired":
+            other_arm = slice(first + k // 2, first + k)
+            if row - first >= k // 2:
+                other_arm = slice(first, first + k // 2)
+            advantage = own - values[other_arm].mean()
+        else:
+            of_prompt = values[first : first + k]
+            advantage = (own - of_prompt.mean()) / (of_prompt.std(ddof=1) + 1e-4)
+        ratio = 1.0
+        if arms == "reference" and row - first < k // 2:
+            with torch.no_grad():
+                current = log_probability(policy, responses, row)
+                with policy.base():
+                    base = log_probability(policy, responses, row)
+            ratio = float((current - base).exp())
+            truncated += ratio > largest
+            ratio = min(ratio, largest)
+        weights[row] = ratio * advantage / (responses.user == responses.user[row]).sum()
+    if arms == "reference":
+        assert 0 < truncated < len(values) // 2
+    expected = torch.zeros(policy.dimension + 2, dtype=torch.float64)
+    bound = math.sqrt(clip_norm**2 - 0.1**2)
+    norms = []
+    for user in range(4):
+        norms.append(0.0)
+        if user == 1:
+            continue
+        gradient = gradient_of_user(policy, responses, weights, user)
+        norms[user] = float(gradient.norm())
+        expected[:-2] += gradient * min(1.0, bound / norms[user])
+        mean = values[responses.user == user].mean()
+        expected[-2:] += 0.1 / math.sqrt(2) * torch.tensor([mean / reward_range, 1.0])
+    assert min(norms[0], norms[2], norms[3]) < bound < max(norms)
+    (bounded,) = gate.sums
+    assert relative_error(bounded.total, expected) < 1e-8
+    assert bounded.clip_norm == clip_norm
+    assert round_.released is not None
+    assert round_.telemetry_released is not None
+    assert round_.norms is not None
+    both = torch.cat([round_.released, round_.telemetry_released])
+    assert torch.equal(both, bounded.total)
+    assert len(round_.released) == policy.dimension
+    np.testing.assert_allclose(open_private(round_.norms), norms, rtol=1e-9)
+    assert UPDATES["pg"] is policy_gradient
+
+
+def test_the_unclipped_mean_is_the_gradient_of_the_batch_surrogate() -> None:
+    """Σ/n is ∇ of mean_u mean_rows Â log π: it points up the surrogate, not down."""
+    policy = policy_of("gpt2", "lora")
+    responses = batch_of(Shape([[5, 1], [2], [7, 3, 1]], k=3, length=4), seed=10)
+    values = np.random.default_rng(11).uniform(-3, 3, len(responses.user))
+    round_, gate = round_of(policy, responses, scores_of(values), clip_norm=math.inf)
+    policy_gradient(round_, recipe.PG(baseline="loo"))
+
+    def surrogate() -> torch.Tensor:
+        of_users = []
+        for user in range(3):
+            rows = np.flatnonzero(responses.user == user)
+            terms = []
+            for row in rows:
+                first = row - row % 3
+                others = (values[first : first + 3].sum() - values[row]) / 2
+                terms.append((values[row] - others) * log_probability(policy, responses, row))
+            of_users.append(torch.stack(terms).mean())
+        return torch.stack(of_users).mean()
+
+    before = surrogate()
+    truth = torch.autograd.grad(before, list(policy.parameters.values()))
+    mean = gate.sums[0].total / 3
+    assert relative_error(mean, torch.cat([g.flatten() for g in truth])) < 1e-12
+    # The optimizer ascends: by the learning rate along what was released.
+    start = policy.state()
+    round_, gate = round_of(
+        policy, responses, scores_of(values), clip_norm=math.inf, divisor=3, learning_rate=0.5
+    )
+    policy_gradient(round_, recipe.PG(baseline="loo"))
+    flat = torch.cat([p.detach().flatten() for p in policy.parameters.values()])
+    policy.load_state(start)
+    flat -= torch.cat([p.detach().flatten() for p in policy.parameters.values()])
+    assert relative_error(flat, 0.5 * mean) < 1e-6
+    # A small step along it raises the surrogate by step · ‖g‖².
+    step, start = 1e-6 / float(mean.norm()), policy.state()
+    offset = 0
+    with torch.no_grad():
+        for parameter in policy.parameters.values():
+            piece = mean[offset : offset + parameter.numel()].reshape(parameter.shape)
+            parameter += step * piece
+            offset += parameter.numel()
+        gain = float(surrogate() - before.detach())
+    policy.load_state(start)
+    assert gain == pytest.approx(step * float(mean.norm()) ** 2, rel=1e-3)
+
+
+# --- enumeration of all responses ---------------------------------------------------------------
+#
+# Four tokens (0 ends a response) and at most two of them: 13 responses. Every combination of k
+# responses is a "user", and its weights are multiplied by its probability, so that the sum with
+# S = ∞ is the exact expectation of the estimator.
+
+LENGTH = 2
+PROMPT = [1, 2, 3]
+ANSWERS = [[0], *([a, b] for a in (1, 2, 3) for b in range(4))]
+
+
+@pytest.fixture(scope="module")
+def small() -> CausalLMPolicy:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=4, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0,
+        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    policy = make_policy(
+        GPT2LMHeadModel(config), tiny.tokenizer(), recipe.Adapter(type="lora", rank=2)
+    )
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if "wte" in name:
+                parameter.mul_(20)  # else the distribution is uniform
+            if "lora_" in name:
+                parameter.add_(3 * torch.randn_like(parameter))
+    policy.model.double()
+    return policy
+
+
+def log_probabilities(policy: CausalLMPolicy) -> torch.Tensor:
+    """log π(y|x) of all answers, ``[13]``, one unpadded sequence after the other."""
+    of_answers = []
+    for answer in ANSWERS:
+        ids = torch.tensor(PROMPT + answer)
+        logprobs = policy.model(input_ids=ids[None]).logits[0].log_softmax(-1)
+        places = range(len(PROMPT), len(ids))
+        of_answers.append(torch.stack([logprobs[i - 1, ids[i]] for i in places]).sum())
+    return torch.stack(of_answers)
+
+
+@pytest.fixture(scope="module")
+def rewards() -> Array:
+    return np.random.default_rng(3).uniform(-3, 3, len(ANSWERS))
+
+
+@pytest.fixture(scope="module")
+def truth(small: CausalLMPolicy, rewards: Array) -> torch.Tensor:
+    """∇ Σ_y π(y) r(y)."""
+    probabilities = log_probabilities(small).exp()
+    assert float(probabilities.detach().sum()) == pytest.approx(1, abs=1e-12)
+    expected = (probabilities * torch.from_numpy(rewards)).sum()
+    gradients = torch.autograd.grad(expected, list(small.parameters.values()))
+    return torch.cat([g.flatten() for g in gradients])
+
+
+def combinations(k: int, from_base: int) -> tuple[Responses, NDArray[np.int64]]:
+    """All combinations of k answers as users, and which answer each row is."""
+    answers = np.array(list(itertools.product(range(len(ANSWERS)), repeat=k))).ravel()
+    users = len(answers) // k
+    tokens = torch.tensor([PROMPT + [*a, 0][:LENGTH] for a in ANSWERS])[answers]
+    mask = torch.tensor([[1] * len(PROMPT) + [1, len(a) - 1] for a in ANSWERS])[answers]
+    responses = Responses(
+        tokens=tokens,
+        mask=mask,
+        prompt=np.repeat(np.arange(users), k),
+        user=np.repeat(np.arange(users), k),
+        from_base=np.tile(np.arange(k) < from_base, users),
+        texts=[""] * len(answers),
+        prompts=Prompts([""] * users, np.arange(users), np.zeros(users, np.int64), {}),
+        users=users,
+        length=LENGTH,
+        longest=len(PROMPT),
+    )
+    return responses, answers
+
+
+def expectation(
+    policy: CausalLMPolicy,
+    rewards: Array,
+    baseline: str,
+    k: int,
+    *,
+    from_base: int = 0,
+    largest: float | None = 1e12,
+    value: float | None = None,
+) -> torch.Tensor:
+    """E of one user's unclipped contribution; ``largest=None`` leaves the ratio out."""
+    responses, answers = combinations(k, from_base)
+    ratio = np.ones(len(answers))
+    if largest is not None:
+        ratio = importance_ratio(policy, responses, 1000, largest)
+    everyone = np.ones(responses.users, dtype=bool)
+    critic = {} if value is None else {"values": np.full(len(answers), value), "weight": 0.7}
+    weights = weigh(responses, scores_of(rewards[answers]), everyone, baseline, ratio, **critic)
+    with torch.no_grad():
+        current = log_probabilities(policy).exp().numpy()
+        with policy.base():
+            base = log_probabilities(policy).exp().numpy()
+    of_row = np.where(responses.from_base, base[answers], current[answers])
+    probability = of_row.reshape(-1, k).prod(axis=1)
+    assert probability.sum() == pytest.approx(1, abs=1e-12)
+    weighted = Weighted(
+        responses, weights * np.repeat(probability, k), np.empty((responses.users, 0)), 0.0
+    )
+    return clipped_sum(
+        policy, Private(weighted), clip_norm=math.inf, batch_size=2000, reduce=lambda x: x
+    ).bounded.total
+
+
+@pytest.mark.parametrize(("baseline", "k"), [("loo", 2), ("loo", 3), ("paired", 2), ("paired", 3)])
+def test_on_policy_the_estimator_is_unbiased(
+    small: CausalLMPolicy, rewards: Array, truth: torch.Tensor, baseline: str, k: int
+) -> None:
+    assert relative_error(expectation(small, rewards, baseline, k), truth) < 1e-10
+
+
+@pytest.mark.parametrize("baseline", ["loo", "paired"])
+def test_with_the_importance_ratio_the_estimator_is_unbiased(
+    small: CausalLMPolicy, rewards: Array, truth: torch.Tensor, baseline: str
+) -> None:
+    measured = expectation(small, rewards, baseline, 2, from_base=1)
+    assert relative_error(measured, truth) < 1e-10
+
+
+@pytest.mark.parametrize(("baseline", "from_base"), [("loo", 0), ("paired", 1)])
+def test_a_value_that_is_off_does_not_bias_it(
+    small: CausalLMPolicy, rewards: Array, truth: torch.Tensor, baseline: str, from_base: int
+) -> None:
+    measured = expectation(small, rewards, baseline, 2, from_base=from_base, value=1.7)
+    assert relative_error(measured, truth) < 1e-10
+
+
+def test_without_the_ratio_it_is_not(
+    small: CausalLMPolicy, rewards: Array, truth: torch.Tensor
+) -> None:
+    """The erratum of He & Zhou's Algorithm 2: ∇ log π_t at y ~ μ ≠ π_t is biased."""
+    measured = expectation(small, rewards, "paired", 2, from_base=1, largest=None)
+    assert relative_error(measured, truth) > 0.2
+
+
+def test_a_truncated_ratio_is_biased_and_less_so_the_larger_the_bound(
+    small: CausalLMPolicy, rewards: Array, truth: torch.Tensor
+) -> None:
+    errors = [
+        relative_error(
+            expectation(small, rewards, "paired", 2, from_base=1, largest=largest), truth
+        )
+        for largest in (1.0, 2.0, 1e9)
+    ]
+    assert errors[0] > errors[1] > errors[2]
+    assert errors[1] > 1e-3
+
+
+def test_the_group_baseline_points_elsewhere(
+    small: CausalLMPolicy, rewards: Array, truth: torch.Tensor
+) -> None:
+    """Negative control: dividing by the group's deviation is not the gradient, but correlates."""
+    measured = expectation(small, rewards, "group", 3)
+    assert relative_error(measured, truth) > 0.05
+    assert float(torch.nn.functional.cosine_similarity(measured, truth, dim=0)) > 0.5
+
+
+def test_the_importance_ratio_by_hand(small: CausalLMPolicy) -> None:
+    responses, answers = combinations(2, from_base=1)
+    with torch.no_grad():
+        current = log_probabilities(small)
+        with small.base():
+            base = log_probabilities(small)
+    exact = (current - base).exp().numpy()[answers]
+    assert exact.max() > 1.5
+    expected = np.where(responses.from_base, np.minimum(exact, 1.5), 1.0)
+    for batch_size in (1, 7, 64):
+        measured = importance_ratio(small, responses, batch_size, 1.5)
+        np.testing.assert_allclose(measured, expected, rtol=1e-10)
