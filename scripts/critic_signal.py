@@ -106,15 +106,15 @@ def main() -> None:
             critic = Critic.from_plan(
                 spec, plan, policy, recipe.reward_range, 128, recipe.data.max_prompt_tokens
             )
-            critic.look_at(policy, tokens[:256])
+            critic.fit_features(policy, tokens[:256])
             phi = critic.features(policy, tokens)
             for t in range(1, 5):  # rounds of this size, as a run has them half-way
-                chosen = random.choice(HALF, int(plan.divisor), replace=False)
+                chosen = random.choice(HALF, int(plan.expected_batch_size), replace=False)
                 seen = rewards[0, chosen].mean(1)
                 everyone = np.arange(len(chosen)), np.ones(len(chosen), dtype=bool)
                 mean = torch.from_numpy(critic.of_users(phi[chosen], seen, *everyone).mean(0))
                 noise = torch.randn(len(mean), generator=generator, dtype=mean.dtype)
-                critic.step(mean + plan.noise_std / plan.divisor * noise, t)
+                critic.step(mean + plan.noise_std / plan.expected_batch_size * noise, t)
             values = critic.values(phi)[HALF:]
         own = rewards[:, HALF:]
         loo = (own - own.mean(2, keepdims=True)) * K / (K - 1)

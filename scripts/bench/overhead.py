@@ -99,7 +99,7 @@ class Updates:
     def plain(self) -> None:
         """Sum the gradients of the same micro-batches, divide, step."""
         total = clipped(self.policy, self.batch, self.weights, math.inf).bounded.total
-        self._step_along(total.div_(self.plan.divisor))
+        self._step_along(total.div_(self.plan.expected_batch_size))
 
     def _step_along(self, direction: torch.Tensor) -> None:
         offset = 0
@@ -114,7 +114,7 @@ class Updates:
         plain(self.policy, self.batch, self.weights)
         for parameter in self.policy.parameters.values():
             assert parameter.grad is not None
-            parameter.grad /= -self.plan.divisor
+            parameter.grad /= -self.plan.expected_batch_size
         self._step()
 
     def _step(self) -> None:

@@ -98,7 +98,7 @@ def test_a_private_run(
         assert bounded.clip_norm == 0.2
         total = bounded.total.clone()
         released = release(self, number, bounded)
-        noise.append(released.value * self.plan.divisor - total)
+        noise.append(released.value * self.plan.expected_batch_size - total)
         return released
 
     monkeypatch.setattr(Gate, "release", seen)

@@ -93,7 +93,7 @@ def run(
         scores=Private(scores),
         clip_norm=clip_norm,
         noise_multiplier=1.0,
-        divisor=3.0,
+        expected_batch_size=3.0,
         telemetry=TelemetryCoordinates(0.14 * clip_norm, 3.0),
         optimizer=optimizer,
         reduce=lambda x: x,

@@ -109,7 +109,7 @@ def check_guarantee(plan: Plan, target: float | None, stated: dict[str, Any]) ->
         assert gaussian_delta(z, stated["epsilon"]) <= stated["delta"] * (1 + 1e-9)
     assert math.isfinite(plan.noise_std)
     assert plan.noise_std > 0
-    assert plan.divisor > 0
+    assert plan.expected_batch_size > 0
 
 
 # Random allocation and Poisson sampling take long to account for where rounds are many.
@@ -153,7 +153,7 @@ def check_allocation(plan: Plan) -> None:
         assert (times == plan.participations).all()
     elif plan.partition != "poisson":
         assert times.max() <= 1
-        assert all(len(users) == plan.divisor for users in rounds)
+        assert all(len(users) == plan.expected_batch_size for users in rounds)
 
 
 # --- recipes ---------------------------------------------------------------------------------

@@ -19,15 +19,15 @@ from dprlhf.updates.telemetry import TelemetryCoordinates
 
 
 class OpenGate:
-    """Returns every sum as it is (divided by ``divisor``), and keeps it."""
+    """Returns every sum as it is (divided by ``expected_batch_size``), and keeps it."""
 
-    def __init__(self, divisor: float = 1.0) -> None:
-        self.divisor = divisor
+    def __init__(self, expected_batch_size: float = 1.0) -> None:
+        self.expected_batch_size = expected_batch_size
         self.sums: list[BoundedSum] = []
 
     def __call__(self, bounded: BoundedSum) -> Released[torch.Tensor]:
         self.sums.append(bounded)
-        return Released(bounded.total / self.divisor, 1)
+        return Released(bounded.total / self.expected_batch_size, 1)
 
 
 def round_of(
@@ -37,20 +37,20 @@ def round_of(
     *,
     clip_norm: float,
     telemetry: TelemetryCoordinates | None = None,
-    divisor: float = 1.0,
+    expected_batch_size: float = 1.0,
     learning_rate: float = 0.0,
     critic: Critic | None = None,
     gate: OpenGate | None = None,
 ) -> tuple[PrivateRound, OpenGate]:
     """Return a round with an SGD optimizer, and its gate."""
-    gate = gate or OpenGate(divisor)
+    gate = gate or OpenGate(expected_batch_size)
     made = PrivateRound(
         policy=policy,
         responses=Private(responses),
         scores=Private(scores),
         clip_norm=clip_norm,
         noise_multiplier=0.0,
-        divisor=divisor,
+        expected_batch_size=expected_batch_size,
         telemetry=telemetry or TelemetryCoordinates(0.0, 3.0),
         optimizer=torch.optim.SGD(policy.parameters.values(), lr=learning_rate),
         reduce=lambda x: x,

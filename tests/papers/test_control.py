@@ -416,7 +416,7 @@ def test_the_plan_is_the_shared_one_and_releases_are_counted() -> None:
     assert three.releases_per_round == 3
     assert three.noise_multiplier > plan.noise_multiplier
     stream = plan_of(small(privacy={"epsilon": 3.0, "partition": "stream"}))
-    assert stream.divisor == 10
+    assert stream.expected_batch_size == 10
     assert gaussian_epsilon(stream.noise_multiplier, 1e-5) == pytest.approx(3.0, rel=1e-3)
 
 
@@ -501,7 +501,7 @@ def test_noise_is_added_once_and_only_by_the_plan(tmp_path: Path) -> None:
             outcome = train(recipe, tmp_path / f"{seed}-{epsilon}", key=KEY, seed=seed)
             moved.append(outcome.theta)
             if epsilon < 1:
-                std = outcome.plan.noise_std / outcome.plan.divisor
+                std = outcome.plan.noise_std / outcome.plan.expected_batch_size
     noise = np.concatenate([moved[0] - moved[1], moved[2] - moved[3]])
     assert noise.std() == pytest.approx(std, rel=0.12)
 

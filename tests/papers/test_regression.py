@@ -239,7 +239,7 @@ class Recorder:
     """Answers with exact sums of clipped contributions, or with those of another run."""
 
     noise_multiplier = 0.0
-    divisor = 1.0
+    expected_batch_size = 1.0
 
     def __init__(self, rows: Array, answers: list[torch.Tensor] | None = None) -> None:
         self.rows, self.answers = torch.from_numpy(rows), answers
@@ -309,7 +309,7 @@ def test_the_clip_is_no_substitute_for_bounds() -> None:
     seen: list[float] = []
 
     class Unclipped:
-        noise_multiplier, divisor = 0.0, 1.0
+        noise_multiplier, expected_batch_size = 0.0, 1.0
 
         def __call__(self, contribution: Contribution, bound: float) -> torch.Tensor:
             seen.append(float(contribution(x, y).norm()) / bound)

@@ -47,7 +47,10 @@ def zeros(p: Plan, dimension: int) -> BoundedSum:
 def released_noise(p: Plan, folder: Path, dimension: int = 4000) -> np.ndarray:
     """What a run releases where every sum is zero, in units of the sum, ``[rounds, dimension]``."""
     gate = Gate(p, Ledger(folder / "ledger.jsonl", p.terms()), KEY)
-    rows = [gate.release(t, zeros(p, dimension)).value * p.divisor for t in range(1, p.rounds + 1)]
+    rows = [
+        gate.release(t, zeros(p, dimension)).value * p.expected_batch_size
+        for t in range(1, p.rounds + 1)
+    ]
     return torch.stack(rows).numpy()
 
 
@@ -122,7 +125,7 @@ def test_a_resumed_run_takes_back_the_noise_of_the_rounds_before(ledgers: Any) -
     rows = []
     for t in (1, 2, 3, 5, 6, 7, 8):  # round 4 was never charged; a gate of its own for each round
         gate = Gate(p, ledgers(p), KEY)
-        rows.append((gate.release(t, zeros(p, 3000)).value * p.divisor).numpy())
+        rows.append((gate.release(t, zeros(p, 3000)).value * p.expected_batch_size).numpy())
         gate.ledger.commit(t)
     noise = np.insert(np.stack(rows), 3, 0.0, axis=0)
     whitened = np.delete(dense(ROUNDS, 3) @ noise / p.noise_std, 3, axis=0)
@@ -150,7 +153,7 @@ def test_a_gate_keeps_the_rounds_that_it_reads_and_releases_the_same_bits(
         back = range(1, min(root.shape[1], t + 1))
         taken = sum((float(root[t, k]) * every[t - k] for k in back), torch.zeros(()))
         every.append((own - taken) / float(root[t, 0]))
-        assert torch.equal(released, (0 + p.noise_std * every[t]) / p.divisor)
+        assert torch.equal(released, (0 + p.noise_std * every[t]) / p.expected_batch_size)
         assert len(gate._noises) == min(bands - 1, t + 1)
 
 

@@ -166,7 +166,7 @@ def has_std(x: np.ndarray[Any, Any], std: float) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("changes", "divisor"),
+    ("changes", "expected_batch_size"),
     [
         ({}, 70 / 4),
         ({"participations": 2}, 2 * 70 / 4),
@@ -176,14 +176,14 @@ def has_std(x: np.ndarray[Any, Any], std: float) -> bool:
     ids=str,
 )
 def test_noise_has_std_zs_over_m(
-    gate: Callable[..., Gate], changes: dict[str, Any], divisor: float
+    gate: Callable[..., Gate], changes: dict[str, Any], expected_batch_size: float
 ) -> None:
     g = gate(plan(**changes))
     n = 400_000
     x = g.release(1, zeros(g.plan, n)).value.numpy()
-    std = 1.5 * 0.4 / divisor
+    std = 1.5 * 0.4 / expected_batch_size
     assert has_std(x, std)
-    for wrong in (1.01 * std, 0.99 * std, std / 1.5, std / 0.4, std * divisor):
+    for wrong in (1.01 * std, 0.99 * std, std / 1.5, std / 0.4, std * expected_batch_size):
         assert not has_std(x, wrong)
 
 

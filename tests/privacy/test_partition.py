@@ -143,7 +143,7 @@ def test_the_mean_batch_is_the_divisor() -> None:
     for p in (plan(150, 10), plan(150, 10, times=5), plan(150, 10, "poisson", times=3)):
         mean = np.mean([np.diff(draw(p, n).starts) for n in range(300)])
         # At most the standard deviation of independent memberships.
-        assert abs(mean - p.divisor) < 4 * math.sqrt(p.divisor / (300 * 10))
+        assert abs(mean - p.expected_batch_size) < 4 * math.sqrt(p.expected_batch_size / (300 * 10))
 
 
 # ---------------------------------------------------------------------- fixed and stream
@@ -157,7 +157,7 @@ def test_cut_rounds_have_exactly_m_users_and_are_disjoint(
     p = plan(users, rounds, partition)
     allocation = draw(p)
     batches = [allocation.round(t) for t in range(1, rounds + 1)]
-    assert {len(b) for b in batches} == {users // rounds} == {int(p.divisor)}
+    assert {len(b) for b in batches} == {users // rounds} == {int(p.expected_batch_size)}
     joined = np.concatenate(batches)
     assert len(np.unique(joined)) == len(joined)
 

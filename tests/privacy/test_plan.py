@@ -50,16 +50,20 @@ def _made(values: tuple[tuple[str, Any], ...]) -> Plan:
 
 def test_noise_sensitivity_and_divisor_by_hand() -> None:
     p = ask(clip_norm=0.5, noise_multiplier=1.25)
-    assert (p.noise_std, p.sensitivity, p.divisor) == (0.625, 0.5, 1003 / 8)
+    assert (p.noise_std, p.sensitivity, p.expected_batch_size) == (0.625, 0.5, 1003 / 8)
     assert p.noise_to_clip_ratio(400) == pytest.approx(1.25 * 20 / (1003 / 8), rel=1e-15)
     assert p.adjacency == "add-remove"
     p = ask(clip_norm=0.5, partition="fixed", adjacency="replace-one")
-    assert (p.noise_std, p.sensitivity, p.divisor) == (0.5, 1.0, 125.0)  # ⌊1003/8⌋ slots
-    assert ask(partition="stream").divisor == 125.0
+    assert (p.noise_std, p.sensitivity, p.expected_batch_size) == (
+        0.5,
+        1.0,
+        125.0,
+    )  # ⌊1003/8⌋ slots
+    assert ask(partition="stream").expected_batch_size == 125.0
     assert ask(partition="stream").adjacency == "zero-out"
-    assert ask(participations=4, epsilon=math.inf).divisor == 4 * 1003 / 8
+    assert ask(participations=4, epsilon=math.inf).expected_batch_size == 4 * 1003 / 8
     baseline = ask(partition="poisson", participations=3, epsilon=math.inf)
-    assert baseline.divisor == pytest.approx(3 * 1003 / 8)
+    assert baseline.expected_batch_size == pytest.approx(3 * 1003 / 8)
 
 
 @pytest.mark.parametrize("terms", ALL, ids=str)

@@ -26,7 +26,7 @@ from dprlhf.data.users import Prompt, Prompts
 from dprlhf.gradients.clipping import Weighted, user_gradients
 from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
 from dprlhf.privacy import randomness
-from dprlhf.rollout import Responses, sample, sample_responses, settled
+from dprlhf.rollout import Responses, resolve_batch_size, sample, sample_responses
 from dprlhf.rollout import vllm as backend
 from dprlhf.rollout.decoding import bytes_per_row
 from helpers import tiny
@@ -252,11 +252,11 @@ def test_positions_that_turn_on_the_longest_row_are_out_of_reach() -> None:
 
     assert torch.equal(first_row(12), first_row(16))
     assert not torch.equal(first_row(12), first_row(20))  # the second row moves the first
-    policy.check_room(16, "16 tokens are", "the model")
+    policy.check_context_length(16, "16 tokens are", "the model")
     with pytest.raises(
         DprlhfError, match=r"^17 tokens are more than the 16 positions of the model"
     ):
-        policy.check_room(17, "17 tokens are", "the model")
+        policy.check_context_length(17, "17 tokens are", "the model")
 
 
 def test_no_users_no_responses() -> None:
@@ -503,7 +503,7 @@ def test_no_log_line_tells_how_long_a_private_prompt_is(caplog: pytest.LogCaptur
 
 def auto(policy: CausalLMPolicy, rows: float) -> int:
     spec = recipe.Rollout(batch_size="auto", max_new_tokens=16)
-    size = settled(spec, policy, rows=rows, max_prompt_tokens=30).batch_size
+    size = resolve_batch_size(spec, policy, rows=rows, max_prompt_tokens=30).batch_size
     assert isinstance(size, int)
     return size
 
@@ -514,7 +514,7 @@ def auto(policy: CausalLMPolicy, rows: float) -> int:
 def test_the_size_on_a_cpu_follows_from_the_rows_of_a_round(rows: float, size: int) -> None:
     assert auto(policy_of(), rows) == size
     given = recipe.Rollout(batch_size=48)
-    assert settled(given, policy_of(), rows=rows, max_prompt_tokens=30) == given
+    assert resolve_batch_size(given, policy_of(), rows=rows, max_prompt_tokens=30) == given
 
 
 def test_the_size_on_a_gpu_is_what_half_of_its_memory_holds(
@@ -568,7 +568,7 @@ def test_a_run_keeps_the_size_that_it_started_with(
     assert yaml.safe_load((folder / "recipe.yaml").read_text())["rollout"]["batch_size"] == 32
     resume(folder, prompts=users, reward=reward, quiet=True)
     assert sizes == {32}  # 24 users, 2 rounds, 2 responses: 24 rows a round
-    with pytest.raises(AssertionError, match="settled"):
+    with pytest.raises(AssertionError, match="resolve_batch_size"):
         draw(policy_of(), five(), batch_size="auto")
 
 
@@ -714,7 +714,9 @@ def test_vllms_answers_come_back_to_their_rows(fake: type[FakeLLM]) -> None:
 def test_vllm_must_not_let_requests_move_each_other(fake: type[FakeLLM]) -> None:
     fake.couples_requests = True
     with pytest.raises(DprlhfError, match="other tokens alone"):
-        settled(recipe.Rollout(backend="vllm"), bfloat16_policy(), rows=9, max_prompt_tokens=9)
+        resolve_batch_size(
+            recipe.Rollout(backend="vllm"), bfloat16_policy(), rows=9, max_prompt_tokens=9
+        )
 
 
 def test_a_response_that_stops_without_an_end_is_an_error(fake: type[FakeLLM]) -> None:
@@ -747,7 +749,9 @@ def test_vllm_is_refused_where_it_cannot_keep_users_apart(
 ) -> None:
     REFUSALS[message](monkeypatch)
     with pytest.raises(DprlhfError, match=message):
-        settled(recipe.Rollout(backend="vllm"), bfloat16_policy(), rows=9, max_prompt_tokens=9)
+        resolve_batch_size(
+            recipe.Rollout(backend="vllm"), bfloat16_policy(), rows=9, max_prompt_tokens=9
+        )
 
 
 def test_vllm_is_refused_for_policies_that_it_cannot_sample(fake: type[FakeLLM]) -> None:

@@ -12,7 +12,7 @@ import dprlhf
 from dprlhf.data.public import in_memory_prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
 from dprlhf.rollout import Responses, sample
-from dprlhf.training.evaluate import steering
+from dprlhf.training.evaluate import drift_metrics
 from helpers import runs, tiny
 
 PUBLIC = [f"public {'x' * i}" for i in range(12)]
@@ -41,7 +41,7 @@ def policy_and_responses(moved: float) -> tuple[CausalLMPolicy, Responses]:
 
 def test_kl_is_zero_before_training() -> None:
     policy, responses = policy_and_responses(0.0)
-    assert steering(policy, responses, 8)["public_kl"] == 0.0
+    assert drift_metrics(policy, responses, 8)["public_kl"] == 0.0
 
 
 def test_against_a_direct_computation() -> None:
@@ -71,7 +71,7 @@ def test_against_a_direct_computation() -> None:
         "public_ended_share": sum(ended) / len(PUBLIC),
         "public_kl": sum(ratios) / len(PUBLIC),
     }
-    assert steering(policy, responses, 8) == pytest.approx(mean, abs=1e-5)
+    assert drift_metrics(policy, responses, 8) == pytest.approx(mean, abs=1e-5)
 
 
 def test_a_run_tells_it_at_each_evaluation(tmp_path: Path) -> None:

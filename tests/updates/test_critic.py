@@ -30,7 +30,7 @@ from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses, sample
 from dprlhf.updates import UPDATES
 from dprlhf.updates.critic import Critic
-from dprlhf.updates.pg import weigh, weigh_round
+from dprlhf.updates.pg import advantage_weights, round_advantage_weights
 from dprlhf.updates.telemetry import TelemetryCoordinates
 from end_to_end.test_neighbours import FixedGate
 from gradients.test_gradients import Shape, batch_of, gradient_of_user, policy_of, relative_error
@@ -55,7 +55,7 @@ def critic_of(policy: CausalLMPolicy, plan: Plan = NO_NOISE, **changes: Any) -> 
     """A critic that has looked at forty public prompts and has some w."""
     spec = recipe.Critic.model_validate({"features": 3, "share": 0.2, **changes})
     critic = Critic.from_plan(spec, plan, policy, R, 8, 64)
-    critic.look_at(policy, public_prompts(40))
+    critic.fit_features(policy, public_prompts(40))
     critic.w = torch.linspace(1.5, -1, critic.count, dtype=torch.float64)
     return critic
 
@@ -252,7 +252,7 @@ def test_the_noise_in_the_critic_is_that_of_its_share(tmp_path: Path) -> None:
     nothing = BoundedSum(torch.zeros(40_000, dtype=torch.float64), 0.5)
     released = Gate(plan, ledger, bytes(32)).release(1, nothing).value
     ledger.close()
-    in_units = released * plan.divisor / critic.norm
+    in_units = released * plan.expected_batch_size / critic.norm
     assert float(in_units.std()) == pytest.approx(1.5 / math.sqrt(0.04), rel=0.02)
 
 
@@ -324,7 +324,7 @@ def test_noised_is_short_for_its_defaults_and_a_dumped_recipe_reads_back() -> No
 def test_too_few_public_prompts_are_refused() -> None:
     critic = Critic.from_plan(recipe.Critic(features=4), NO_NOISE, policy_of(), R, 4, 64)
     with pytest.raises(DprlhfError, match=r"features 4 needs at least 16 .* gives 15"):
-        critic.look_at(policy_of(), public_prompts(15))
+        critic.fit_features(policy_of(), public_prompts(15))
 
 
 # --- runs --------------------------------------------------------------------------------------
@@ -414,9 +414,11 @@ def test_before_its_first_release_it_has_no_part_in_the_advantages() -> None:
     for w in (torch.zeros(4, dtype=torch.float64), critic.w):
         critic.w = w
         round_, _ = round_of(policy, responses, scores, clip_norm=0.5, critic=critic)
-        weights.append(weigh_round(round_, "loo", ones))
+        weights.append(round_advantage_weights(round_, "loo", ones))
     valid = open_private(round_.valid)
-    np.testing.assert_array_equal(weights[0], weigh(responses, scores, valid, "loo", ones))
+    np.testing.assert_array_equal(
+        weights[0], advantage_weights(responses, scores, valid, "loo", ones)
+    )
     assert (weights[0] != weights[1]).all()
 
 
@@ -455,7 +457,7 @@ def learned(policy: CausalLMPolicy, k: int, features: int) -> Critic:
     spec = recipe.Critic(features=features, share=0.1, weight=1.0)
     critic = Critic.from_plan(spec, plan, policy, R, 40, 64)
     public = [f"{i} {'aaaa' if i % 2 else 'zzzz'}" for i in range(40, 80)]
-    critic.look_at(policy, policy.encode(public, 16))
+    critic.fit_features(policy, policy.encode(public, 16))
     generator = torch.Generator().manual_seed(0)
     for t in (1, 2, 3):
         responses, scores = two_kinds(policy, 120, k, t)
@@ -471,8 +473,8 @@ class NoisyGate(OpenGate):
     """Divides, and adds a plan's noise from a fixed generator."""
 
     def __init__(self, plan: Plan, generator: torch.Generator) -> None:
-        super().__init__(plan.divisor)
-        self._std, self._generator = plan.noise_std / plan.divisor, generator
+        super().__init__(plan.expected_batch_size)
+        self._std, self._generator = plan.noise_std / plan.expected_batch_size, generator
 
     def __call__(self, bounded: BoundedSum) -> Released[torch.Tensor]:
         mean = super().__call__(bounded).value
@@ -489,13 +491,15 @@ def test_on_rewards_that_prompts_decide_it_lowers_the_variance_of_the_update(
     everyone, ones = np.ones(240, dtype=bool), np.ones(len(responses.user))
     nothing = np.zeros(len(responses.user))
     of = {
-        "none": weigh(responses, scores, everyone, "loo", ones, values=nothing, weight=1.0),
-        "loo": weigh(responses, scores, everyone, "loo", ones),
+        "none": advantage_weights(
+            responses, scores, everyone, "loo", ones, values=nothing, weight=1.0
+        ),
+        "loo": advantage_weights(responses, scores, everyone, "loo", ones),
     }
     for name, features in (("mean", 0), ("critic", 3)):
         critic = learned(sharp, k, features)
         round_, _ = round_of(sharp, responses, scores, clip_norm=0.5, critic=critic)
-        of[name] = weigh_round(round_, "loo", ones)
+        of[name] = round_advantage_weights(round_, "loo", ones)
     measured = {name: variance(sharp, responses, weights) for name, weights in of.items()}
     assert measured["critic"] < 0.4 * measured["none"]
     assert measured["mean"] > 0.8 * measured["none"]  # the mean reward is about 0 here

@@ -18,8 +18,8 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
 from dprlhf.updates import UPDATES
-from dprlhf.updates.grpo import grpo, slope
-from dprlhf.updates.pg import weigh
+from dprlhf.updates.grpo import grpo, surrogate_derivative
+from dprlhf.updates.pg import advantage_weights
 from gradients.test_gradients import Shape, batch_of, policy_of, relative_error
 from helpers.rounds import flat_gradient, round_of, some_users, token_logprobs
 
@@ -98,7 +98,7 @@ def test_on_policy_it_is_the_policy_gradient_over_lengths(scale: bool, baseline:
     round_, gate = round_of(policy, responses, scores, clip_norm=0.5)
     grpo(round_, spec_of(scale_rewards=scale))
     everyone = np.ones(4, dtype=bool)
-    weights = weigh(responses, scores, everyone, baseline, np.ones(len(scores.values)))
+    weights = advantage_weights(responses, scores, everyone, baseline, np.ones(len(scores.values)))
     lengths = responses.response_mask.sum(1).numpy()
     assert len(set(lengths)) > 2
     other, _ = round_of(policy, responses, scores, clip_norm=0.5)
@@ -114,12 +114,14 @@ def test_the_slope_by_hand() -> None:
     ratio = np.array([[0.5, 0.75, 1.0, 1.25, 1.5, 5.0, math.inf]])
     spec = spec_of(clip_range=0.25, max_importance_ratio=3)
     np.testing.assert_allclose(
-        slope(np.array([[2.0], [-2.0], [0.0]]), np.repeat(ratio, 3, axis=0), spec),
+        surrogate_derivative(np.array([[2.0], [-2.0], [0.0]]), np.repeat(ratio, 3, axis=0), spec),
         [[1, 1.5, 2, 2.5, 0, 0, 0], [0, -1.5, -2, -2.5, -3, -6, -6], [0] * 7],
     )
     # What is not a number must not become the number 0: it makes its user's gradient zero.
     for advantage, rho in ((math.nan, 1.0), (1.0, math.nan), (-1.0, math.nan)):
-        assert np.isnan(slope(np.array([[advantage]]), np.array([[rho]]), spec)).all()
+        assert np.isnan(
+            surrogate_derivative(np.array([[advantage]]), np.array([[rho]]), spec)
+        ).all()
 
 
 def test_equal_rewards_and_invalid_ones_give_nothing() -> None:

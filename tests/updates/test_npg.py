@@ -71,7 +71,12 @@ def found(
     """w of a round without noise: how far SGD with a rate of 1 moves the policy."""
     before = flat_parameters(policy)
     round_, _ = round_of(
-        policy, responses, scores, clip_norm=clip_norm, divisor=responses.users, learning_rate=1.0
+        policy,
+        responses,
+        scores,
+        clip_norm=clip_norm,
+        expected_batch_size=responses.users,
+        learning_rate=1.0,
     )
     try:
         UPDATES[spec.name](round_, spec)
@@ -337,7 +342,7 @@ def test_noise_has_the_oracles_own_sensitivity(gain: float) -> None:
     responses, scores = some_users(*round_data(SHAPE, 5), [])
     z, m, clip_norm, bound = 2.0, 50.0, 0.7, 30.0
     round_, _ = round_of(
-        policy, responses, scores, clip_norm=clip_norm, divisor=m,
+        policy, responses, scores, clip_norm=clip_norm, expected_batch_size=m,
         telemetry=TelemetryCoordinates(0.6 * clip_norm, 3.0),
     )  # fmt: skip
     round_.noise_multiplier = z
@@ -352,7 +357,7 @@ def test_noise_has_the_oracles_own_sensitivity(gain: float) -> None:
     nothing = Private(Examples(responses, np.empty(0), np.empty(0), 1))
     release = RoundRelease(round_, nothing, None, 20_000, 12, gain)
     assert release.noise_multiplier == pytest.approx(z / 0.8 / gain)
-    assert release.divisor == m
+    assert release.expected_batch_size == m
     stds = [float(release(lambda x, a: x, bound).std()) for _ in range(2)]
     assert stds == pytest.approx([z / 0.8 * bound / m / gain, z * bound / m / gain], rel=0.02)
     assert round_.released is not None

@@ -325,7 +325,7 @@ def test_the_server_moves_by_the_mean() -> None:
     scores = scores_of(responses)
     before = flat(policy.parameters.values())
     round_, gate = round_of(
-        policy, responses, scores, clip_norm=1.0, divisor=5.0, learning_rate=1.0
+        policy, responses, scores, clip_norm=1.0, expected_batch_size=5.0, learning_rate=1.0
     )
     ppo(round_, spec_of(epochs=2))
     moved = flat(policy.parameters.values()) - before

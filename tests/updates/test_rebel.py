@@ -24,7 +24,7 @@ from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
 from dprlhf.updates import UPDATES
 from dprlhf.updates.pg import policy_gradient
-from dprlhf.updates.rebel import descent, rebel
+from dprlhf.updates.rebel import loss_weights, rebel
 from dprlhf.updates.telemetry import TelemetryCoordinates
 from gradients.test_gradients import Shape, batch_of, policy_of, relative_error
 from helpers.rounds import (
@@ -130,8 +130,8 @@ def test_the_weights_by_hand() -> None:
     expected = np.concatenate([[*pair, *-pair] for pair in first.reshape(3, 2)])
     everyone = np.ones(2, dtype=bool)
     scores = Scores(values, np.ones(12, dtype=bool), {})
-    np.testing.assert_allclose(descent(responses, scores, everyone, moved, 0.5), expected)
-    only = descent(responses, scores, np.array([False, True]), moved, 0.5)
+    np.testing.assert_allclose(loss_weights(responses, scores, everyone, moved, 0.5), expected)
+    only = loss_weights(responses, scores, np.array([False, True]), moved, 0.5)
     np.testing.assert_allclose(only, [*np.zeros(8), *expected[8:]])
 
 
@@ -236,7 +236,7 @@ def test_without_noise_it_reaches_the_minimiser_of_the_loss() -> None:
         start = logprobs(policy, responses)
     rate = step_size(policy, responses, eta)
     round_, _ = round_of(
-        policy, responses, scores, clip_norm=math.inf, divisor=2, learning_rate=rate
+        policy, responses, scores, clip_norm=math.inf, expected_batch_size=2, learning_rate=rate
     )
     try:
         rebel(round_, spec_of(eta=eta, steps=40))
@@ -271,7 +271,7 @@ def test_the_step_as_printed_does_not_minimise_and_ours_does() -> None:
     try:
         at_start = loss_at(theta)
         round_, _ = round_of(
-            policy, responses, scores, clip_norm=math.inf, divisor=3, learning_rate=rate
+            policy, responses, scores, clip_norm=math.inf, expected_batch_size=3, learning_rate=rate
         )
         rebel(round_, spec_of(eta=eta, steps=60))
         ours = flat_parameters(policy)
@@ -308,7 +308,12 @@ def test_gauss_newton_solves_the_normal_equations() -> None:
     )
     assert spec.releases == 1
     round_, _ = round_of(
-        policy, responses, scores, clip_norm=1e3, divisor=responses.users, learning_rate=1.0
+        policy,
+        responses,
+        scores,
+        clip_norm=1e3,
+        expected_batch_size=responses.users,
+        learning_rate=1.0,
     )
     try:
         rebel(round_, spec)

@@ -27,7 +27,7 @@ def released(
 ) -> torch.Tensor:
     """What the gate makes of users with one row each, without noise."""
     coordinates = telemetry.of_users(np.arange(len(values)), values, valid)
-    return torch.from_numpy(coordinates.sum(0)) / plan.divisor
+    return torch.from_numpy(coordinates.sum(0)) / plan.expected_batch_size
 
 
 def test_coordinates_by_hand() -> None:
@@ -123,7 +123,7 @@ def test_the_stated_standard_deviations_are_those_of_the_release() -> None:
     random = np.random.default_rng(1)
     values, valid = np.full(90, 2.4), np.ones(90, dtype=bool)
     exact = released(telemetry, values, valid, plan)
-    noise = random.normal(0, plan.noise_std / plan.divisor, (20_000, 2))
+    noise = random.normal(0, plan.noise_std / plan.expected_batch_size, (20_000, 2))
     reads = [telemetry.read(exact + torch.from_numpy(n), plan, 1) for n in noise]
     means = np.array([r.mean for r in reads])
     shares = np.array([r.valid_share for r in reads])
@@ -141,7 +141,7 @@ def test_noise_alone_hardly_ever_passes_for_a_reward(z: float) -> None:
     plan = with_noise(z)
     telemetry = TelemetryCoordinates.from_plan(plan, 0.2, R)
     random = np.random.default_rng(2)
-    noise = random.normal(0, plan.noise_std / plan.divisor, (2000, 2))
+    noise = random.normal(0, plan.noise_std / plan.expected_batch_size, (2000, 2))
     reads = [telemetry.read(torch.from_numpy(n), plan, 1) for n in noise]
     assert np.mean([r.known for r in reads]) < 0.005  # P(normal > 3) = 0.00135
     assert all(r.mean is None for r in reads if not r.known)

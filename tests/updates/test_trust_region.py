@@ -33,7 +33,9 @@ def squares(norm: float, dimension: int, draws: int = 40_000) -> np.ndarray:
 @pytest.mark.parametrize("dimension", [3, 200])
 def test_l2_leaves_the_region_with_probability_beta(dimension: int) -> None:
     region = TrustRegion(trust_region="l2", alpha=0.02, beta=0.1)
-    norm = clip_norm(region, learning_rate=ETA, noise_multiplier=Z, divisor=M, dimension=dimension)
+    norm = clip_norm(
+        region, learning_rate=ETA, noise_multiplier=Z, expected_batch_size=M, dimension=dimension
+    )
     left = (squares(norm, dimension) / 2 > region.alpha).mean()
     assert abs(left - region.beta) < 4 * np.sqrt(0.1 * 0.9 / 40_000)
     further = (squares(1.02 * norm, dimension) / 2 > region.alpha).mean()
@@ -44,7 +46,7 @@ def test_markov_bounds_the_mean_square_and_is_below_the_quantile() -> None:
     settings: dict[str, Any] = {
         "learning_rate": ETA,
         "noise_multiplier": Z,
-        "divisor": M,
+        "expected_batch_size": M,
         "dimension": 200,
     }
     alpha, beta = 0.02, 0.1
@@ -58,7 +60,7 @@ def test_kl_with_the_identity_is_l2_markov() -> None:
     settings: dict[str, Any] = {
         "learning_rate": ETA,
         "noise_multiplier": Z,
-        "divisor": M,
+        "expected_batch_size": M,
         "dimension": 7,
     }
     kl, l2 = (
@@ -70,7 +72,9 @@ def test_kl_with_the_identity_is_l2_markov() -> None:
 
 def test_without_noise_the_whole_step_is_the_clip_norm() -> None:
     region = TrustRegion(trust_region="l2", alpha=0.08)
-    norm = clip_norm(region, learning_rate=0.5, noise_multiplier=0.0, divisor=M, dimension=9)
+    norm = clip_norm(
+        region, learning_rate=0.5, noise_multiplier=0.0, expected_batch_size=M, dimension=9
+    )
     assert (0.5 * norm) ** 2 / 2 == pytest.approx(region.alpha)
 
 
@@ -133,7 +137,7 @@ def test_a_run_keeps_the_clip_norm_that_was_decided(
     assert kept == result.plan.clip_norm != 1.0
     assert ("tr F" in capsys.readouterr().out) == (kind == "kl")
     if kind == "l2-markov":
-        z, m = result.plan.noise_multiplier, result.plan.divisor
+        z, m = result.plan.noise_multiplier, result.plan.expected_batch_size
         d = 2 * 96
         assert kept == pytest.approx(np.sqrt(2 * 0.01 * 0.2 / (1 + (z / m) ** 2 * d)) / 0.5)
 

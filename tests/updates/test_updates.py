@@ -24,7 +24,7 @@ from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
 from dprlhf.updates import UPDATES
 from dprlhf.updates.baselines import BASELINES, group, loo, paired
-from dprlhf.updates.pg import importance_ratio, policy_gradient, weigh
+from dprlhf.updates.pg import advantage_weights, importance_ratio, policy_gradient
 from dprlhf.updates.round import users_with_valid_scores
 from dprlhf.updates.telemetry import TelemetryCoordinates
 from gradients.test_gradients import (
@@ -141,7 +141,7 @@ def test_weights_by_hand() -> None:
     values = np.array([1, 3, 2, -2, 0.5, 1, 5, 5])
     ratio = np.array([1, 2, 1, 0.5, 1, 1, 1, 1])
     everyone = np.ones(3, dtype=bool)
-    weights = weigh(responses, scores_of(values), everyone, "loo", ratio)
+    weights = advantage_weights(responses, scores_of(values), everyone, "loo", ratio)
     expected = [-2 / 4, 2 * 2 / 4, 4 / 4, -4 * 0.5 / 4, -0.5 / 2, 0.5 / 2, 0, 0]
     np.testing.assert_allclose(weights, expected)
 
@@ -156,7 +156,7 @@ def test_an_invalid_score_makes_its_whole_user_zero_and_no_other(
     ratio = np.ones(len(values))
     everyone = users_with_valid_scores(responses, scores_of(values))
     assert everyone.all()
-    before = weigh(responses, scores_of(values), everyone, baseline, ratio)
+    before = advantage_weights(responses, scores_of(values), everyone, baseline, ratio)
     bad = int(np.flatnonzero(responses.user == 4)[0])
     valid = np.ones(len(values), dtype=bool)
     valid[bad] = False
@@ -165,7 +165,7 @@ def test_an_invalid_score_makes_its_whole_user_zero_and_no_other(
     scores = scores_of(broken, valid)
     users = users_with_valid_scores(responses, scores)
     assert users.tolist() == [True, True, True, True, False]
-    after = weigh(responses, scores, users, baseline, ratio)
+    after = advantage_weights(responses, scores, users, baseline, ratio)
     of_user = responses.user == 4
     assert not after[of_user].any()
     assert np.array_equal(after[~of_user], before[~of_user])
@@ -183,7 +183,7 @@ def test_no_users_no_weights() -> None:
     nobody = scores_of(np.empty(0))
     valid = users_with_valid_scores(empty, nobody)
     assert valid.shape == (0,)
-    assert weigh(empty, nobody, valid, "loo", np.empty(0)).shape == (0,)
+    assert advantage_weights(empty, nobody, valid, "loo", np.empty(0)).shape == (0,)
 
 
 # --- the whole contribution, from scratch ------------------------------------------------------
@@ -299,7 +299,12 @@ def test_the_unclipped_mean_is_the_gradient_of_the_batch_surrogate() -> None:
     # The optimizer ascends: by the learning rate along what was released.
     start = policy.state()
     round_, gate = round_of(
-        policy, responses, scores_of(values), clip_norm=math.inf, divisor=3, learning_rate=0.5
+        policy,
+        responses,
+        scores_of(values),
+        clip_norm=math.inf,
+        expected_batch_size=3,
+        learning_rate=0.5,
     )
     policy_gradient(round_, recipe.PG(baseline="loo"))
     flat = torch.cat([p.detach().flatten() for p in policy.parameters.values()])
@@ -414,7 +419,9 @@ def expectation(
         ratio = importance_ratio(policy, responses, 1000, largest)
     everyone = np.ones(responses.users, dtype=bool)
     critic = {} if value is None else {"values": np.full(len(answers), value), "weight": 0.7}
-    weights = weigh(responses, scores_of(rewards[answers]), everyone, baseline, ratio, **critic)
+    weights = advantage_weights(
+        responses, scores_of(rewards[answers]), everyone, baseline, ratio, **critic
+    )
     with torch.no_grad():
         current = log_probabilities(policy).exp().numpy()
         with policy.base():

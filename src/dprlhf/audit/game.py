@@ -112,7 +112,7 @@ def _run(
             )
             seen[t - 1] += float(gate.release(t, clipped.bounded).value[0])
     ledger.close()
-    return seen * plan.divisor / plan.clip_norm / plan.releases_per_round, told
+    return seen * plan.expected_batch_size / plan.clip_norm / plan.releases_per_round, told
 
 
 def _scores(plan: Plan, seen: list[tuple[Any, int | None]]) -> NDArray[np.float64]:

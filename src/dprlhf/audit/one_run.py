@@ -325,7 +325,7 @@ def _known(plan: Plan, observed: Array) -> NDArray[np.int64] | None:
         return np.zeros_like(users)  # a single sum of all rounds
     if plan.partition != "stream":
         return None
-    rounds = users // int(plan.divisor)
+    rounds = users // int(plan.expected_batch_size)
     return np.where(rounds < plan.rounds, rounds, -1)
 
 

@@ -44,7 +44,7 @@ def evaluated(recipe: AnyRecipe, public: Users | None) -> Prompts | None:
     return public.select(np.arange(min(recipe.evaluation.prompts, public.count)))
 
 
-def left_over(recipe: AnyRecipe, public: Users) -> Prompts:
+def held_out(recipe: AnyRecipe, public: Users) -> Prompts:
     """Return some rows after those (at least the last one): settings may be fitted to them."""
     assert recipe.evaluation is not None
     first = min(recipe.evaluation.prompts, public.count - 1)

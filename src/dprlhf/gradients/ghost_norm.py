@@ -37,14 +37,14 @@ class OuterProducts(NamedTuple):
     right: torch.Tensor
 
 
-def wide(x: torch.Tensor) -> torch.Tensor:
+def at_least_float32(x: torch.Tensor) -> torch.Tensor:
     """Return ``x`` in float32 or wider; integers as they are."""
     return x.to(torch.promote_types(x.dtype, torch.float32)) if x.is_floating_point() else x
 
 
 def per_user(use: OuterProducts, n: int) -> torch.Tensor:
     """Return G_u of each user, ``[users, n, m]``."""
-    left, right = wide(use.left), wide(use.right)
+    left, right = at_least_float32(use.left), at_least_float32(use.right)
     if left.is_floating_point():
         return left.mT @ right
     users = len(left)
@@ -63,7 +63,9 @@ def square_norm(uses: Sequence[OuterProducts]) -> tuple[torch.Tensor, torch.Tens
     by about ε Σ a_t² and the sum by about ε Σ a_t (1.9 and 1.4 times that at most, over the
     adversarial users tried); the bound allows 8 and 4 times.
     """
-    wide_uses = [OuterProducts(wide(left), wide(right)) for left, right in uses]
+    wide_uses = [
+        OuterProducts(at_least_float32(left), at_least_float32(right)) for left, right in uses
+    ]
     square: torch.Tensor | float = 0.0
     terms = []
     for i, (left, right) in enumerate(wide_uses):
@@ -94,7 +96,7 @@ def _inner(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def add_weighted(use: OuterProducts, factors: torch.Tensor, total: torch.Tensor) -> None:
     """Add Σ_u c_u G_u to ``total``, ``[n, m]``; a user whose c_u is zero may hold anything."""
-    left, right = wide(use.left), wide(use.right)
+    left, right = at_least_float32(use.left), at_least_float32(use.right)
     c = factors.to(right)[:, None, None]
     if not bool(c.all()):  # where, not a product: 0 · NaN is NaN and would poison the sum
         right = torch.where(c > 0, right, 0.0)

@@ -29,7 +29,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from dprlhf.errors import DprlhfError
-from dprlhf.gradients.ghost_norm import OuterProducts, add_weighted, per_user, square_norm, wide
+from dprlhf.gradients.ghost_norm import (
+    OuterProducts,
+    add_weighted,
+    at_least_float32,
+    per_user,
+    square_norm,
+)
 
 
 class PerUserGradients:
@@ -209,7 +215,7 @@ class PerUserGradients:
             else:
                 self._factors.setdefault(name, []).append(use)
         if "bias" in layer.outer:
-            self._add(layer.outer["bias"], wide(g).sum(1))
+            self._add(layer.outer["bias"], at_least_float32(g).sum(1))
 
     def _record_vectors(
         self,
@@ -220,7 +226,7 @@ class PerUserGradients:
         g: torch.Tensor,
     ) -> None:
         state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        state = {name: wide(value.detach()) for name, value in state.items()}
+        state = {name: at_least_float32(value.detach()) for name, value in state.items()}
         vectors = {local: state.pop(local) for local in layer.vectors}
 
         def of_user(inputs: tuple[torch.Tensor, ...], g: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -238,7 +244,8 @@ class PerUserGradients:
         self._recording = False
         try:
             gradients = torch.func.vmap(of_user)(
-                tuple(wide(self._by_user(x)) for x in inputs), wide(self._by_user(g))
+                tuple(at_least_float32(self._by_user(x)) for x in inputs),
+                at_least_float32(self._by_user(g)),
             )
         finally:
             self._recording = True

@@ -104,7 +104,7 @@ class CausalLMPolicy:
             encoded.append(list(ids)[-max_tokens:] or [start])
         return encoded
 
-    def check_room(self, tokens: int, what: str, name: str) -> None:
+    def check_context_length(self, tokens: int, what: str, name: str) -> None:
         """Refuse texts that are longer than the positions that the model treats alike.
 
         Past its original length, LongRoPE rescales all rows of a batch if the longest one is there:

@@ -26,7 +26,7 @@ from scipy.optimize import minimize_scalar
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy import random_allocation
 from dprlhf.privacy.gaussian import (
-    crossing,
+    find_root,
     gaussian_delta,
     gaussian_epsilon,
     gaussian_noise_multiplier,
@@ -212,7 +212,7 @@ def noise_multiplier(
     # Enough noise makes even epsilon 0 cost less than delta, so `low` exists only above zero.
     while low > 1e-3 * one and rough(low) <= delta:
         low, high = low / 2, low
-    z = crossing(
+    z = find_root(
         lambda z: _delta(with_noise(z), epsilon, rough=False), low, high, delta, rough=rough
     )
     for _ in range(50):
@@ -286,7 +286,7 @@ def _epsilon(mechanism: Mechanism, delta: float) -> tuple[float, float]:
         return single, single * (1 - 1e-7)
     z = mechanism.noise_multiplier / math.sqrt(mechanism.releases_per_round)
     if mechanism.partition == "poisson":
-        if too_little(z, delta):
+        if noise_too_small(z, delta):
             return single, 0.0
         upper = float(poisson_distribution(mechanism).get_epsilon_for_delta(delta))
         lower = float(
@@ -312,7 +312,7 @@ def _delta(mechanism: Mechanism, epsilon: float, rough: bool) -> float:
         return single
     z = mechanism.noise_multiplier / math.sqrt(mechanism.releases_per_round)
     if mechanism.partition == "poisson":
-        if too_little(z, 1e-9):
+        if noise_too_small(z, 1e-9):
             return single
         return min(
             single,
@@ -344,7 +344,7 @@ def _allocation(z: float, rounds: int, times: int, delta: float | None, rough: b
             lambda d, side: random_allocation.epsilon(z, rounds, d, side),
         )
     single = z / math.sqrt(times)
-    if too_little(z, delta or 1e-9):
+    if noise_too_small(z, delta or 1e-9):
         return Curves(
             lambda e, side, rough: gaussian_delta(single, e),
             lambda d, side: gaussian_epsilon(single, d),
@@ -356,7 +356,7 @@ def _allocation(z: float, rounds: int, times: int, delta: float | None, rough: b
     )
 
 
-def too_little(z: float, delta: float) -> bool:
+def noise_too_small(z: float, delta: float) -> bool:
     """Whether one round alone costs so much that no discretised accountant is of use."""
     return gaussian_epsilon(z, delta) > 200
 

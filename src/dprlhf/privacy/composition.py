@@ -28,10 +28,10 @@ from dprlhf.privacy.accounting import (
     Mechanism,
     epsilon,
     loss_distribution,
+    noise_too_small,
     poisson_distribution,
     replace_one_epsilon,
     single_noise,
-    too_little,
 )
 from dprlhf.privacy.gaussian import gaussian_delta, gaussian_epsilon
 from dprlhf.privacy.random_allocation import Side
@@ -105,7 +105,7 @@ def _sequential(mechanisms: Sequence[Mechanism], delta: float) -> Epsilon:
     # One Gaussian covers each run, were membership known; Gaussians compose in closed form.
     upper = gaussian_epsilon(_together(mechanisms), delta)
     cut = [m.partition in ("fixed", "stream") for m in mechanisms]
-    little = any(too_little(_round_noise(m), delta) for m in mechanisms)
+    little = any(noise_too_small(_round_noise(m), delta) for m in mechanisms)
     if not all(cut) and not little and upper > 0:
         joint = _joint(mechanisms, delta)
         if replace:

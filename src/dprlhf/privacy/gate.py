@@ -68,7 +68,7 @@ class Gate:
             for number, piece in enumerate(total.split(_PIECE)):  # type: ignore[no-untyped-call]
                 stream = self._stream(charge, self._released)
                 piece += plan.noise_std * gaussian_noise(*stream, number, count=len(piece))
-        total /= plan.divisor
+        total /= plan.expected_batch_size
         return Released(total, round_)
 
     def _stream(self, charge: Entry, number: int) -> tuple[bytes, str, int, int, str]:

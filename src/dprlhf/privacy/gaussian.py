@@ -58,7 +58,7 @@ def gaussian_epsilon(noise: float, delta: float) -> float:
     high = (0.5 / noise + math.sqrt(-2 * math.log(delta))) / noise
     while gaussian_delta(noise, high) > delta:
         high *= 2
-    return crossing(lambda e: gaussian_delta(noise, e), 0.0, high, delta, tolerance=3e-9)
+    return find_root(lambda e: gaussian_delta(noise, e), 0.0, high, delta, tolerance=3e-9)
 
 
 def gaussian_noise_multiplier(epsilon: float, delta: float) -> float:
@@ -74,7 +74,7 @@ def gaussian_noise_multiplier(epsilon: float, delta: float) -> float:
         high *= 2
     while gaussian_delta(low, epsilon) <= delta:
         low /= 2
-    return crossing(lambda z: gaussian_delta(z, epsilon), low, high, delta, tolerance=3e-9)
+    return find_root(lambda z: gaussian_delta(z, epsilon), low, high, delta, tolerance=3e-9)
 
 
 def upwards(value: float, digits: int) -> str:
@@ -100,7 +100,7 @@ def downwards(value: float, digits: int) -> str:
     return upwards(-value, digits).removeprefix("-")
 
 
-def crossing(
+def find_root(
     value: Callable[[float], float],
     low: float,
     high: float,

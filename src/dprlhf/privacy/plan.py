@@ -32,8 +32,8 @@ class Plan:
         users: N, public by assumption.
         rounds: T.
         participations: k, the rounds that a user takes part in.
-        divisor: m = kN/T (``fixed`` and ``stream``: the slots of a round), the public constant
-            that every released sum is divided by.
+        expected_batch_size: m = kN/T (``fixed`` and ``stream``: the slots of a round), the public
+            constant that every released sum is divided by.
         clip_norm: S, the L2 bound on one user's contribution; infinite only without noise.
         noise_multiplier: z; the released sum carries noise of standard deviation z·S. Zero makes
             the run a non-private baseline.
@@ -50,7 +50,7 @@ class Plan:
     participations: int
     clip_norm: float
     noise_multiplier: float
-    divisor: float
+    expected_batch_size: float
     guarantee: Epsilon
     releases_per_round: int = 1
     bands: int = 1
@@ -76,11 +76,12 @@ class Plan:
 
     def noise_to_clip_ratio(self, dimension: int) -> float:
         """Return zS√d/m over S: the norm of the released mean's noise in units of S."""
-        return self.noise_multiplier * math.sqrt(dimension) / self.divisor
+        return self.noise_multiplier * math.sqrt(dimension) / self.expected_batch_size
 
     def terms(self) -> dict[str, Any]:
         """Return the plan as JSON-ready values, for the ledger and ``privacy.json``."""
         values = asdict(self)
+        values["divisor"] = values.pop("expected_batch_size")  # the name in every stored ledger
         guarantee = values.pop("guarantee")
         for name in ("epsilon", "epsilon_lower", "delta", "accountant"):
             values[name] = guarantee[name]
@@ -161,7 +162,7 @@ def make_plan(
         participations=participations,
         clip_norm=clip_norm,
         noise_multiplier=z,
-        divisor=float(users // rounds) if cut else participations * users / rounds,
+        expected_batch_size=float(users // rounds) if cut else participations * users / rounds,
         guarantee=guarantee,
         releases_per_round=releases_per_round,
         bands=bands,
@@ -256,7 +257,7 @@ def trade_off(
                     "partition": partition,
                     "adjacency": plan.adjacency,
                     "rounds": count,
-                    "batch": plan.divisor,
+                    "batch": plan.expected_batch_size,
                     "noise_multiplier": plan.noise_multiplier,
                     "noise_to_clip_ratio": plan.noise_to_clip_ratio(dimension),
                     "kappa": kappa,

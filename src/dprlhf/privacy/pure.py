@@ -25,7 +25,7 @@ from scipy.stats import binom
 
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Adjacency, Epsilon, Partition
-from dprlhf.privacy.gaussian import crossing
+from dprlhf.privacy.gaussian import find_root
 from dprlhf.privacy.random_allocation import Side
 
 _ROUNDING = 1e-9
@@ -142,7 +142,7 @@ def epsilon(mechanism: Mechanism, delta: float) -> Epsilon:
     elif delta == 0.0:
         upper = high
     else:
-        upper = crossing(lambda e: delta_of(mechanism, e), 0.0, high, delta)
+        upper = find_root(lambda e: delta_of(mechanism, e), 0.0, high, delta)
     sampled = mechanism.partition == "random-allocation"
     return Epsilon(
         upper,

@@ -25,7 +25,7 @@ from scipy import fft
 from scipy.optimize import brentq
 from scipy.special import ndtr
 
-from dprlhf.privacy.gaussian import crossing, gaussian_delta, gaussian_epsilon
+from dprlhf.privacy.gaussian import find_root, gaussian_delta, gaussian_epsilon
 
 Side = Literal["remove", "add"]
 Floats = npt.NDArray[np.float64]
@@ -381,7 +381,7 @@ def epsilon(noise: float, rounds: int, delta_: float, side: Side) -> float:
         return high
     if low == 0 and delta(noise, rounds, 0.0, side) <= delta_:
         return 0.0
-    return crossing(
+    return find_root(
         lambda e: delta(noise, rounds, e, side),
         low,
         high,

@@ -20,7 +20,7 @@ from dprlhf.rollout.batch import Responses, Tick, padded_width
 from dprlhf.rollout.decoding import batch_size, decode
 
 
-def settled(
+def resolve_batch_size(
     spec: recipe.Rollout, policy: CausalLMPolicy, *, rows: float, max_prompt_tokens: int
 ) -> recipe.Rollout:
     """Fix once for a run what the machine decides, and start vLLM if it is to sample.
@@ -157,7 +157,9 @@ def _generate(
     of them as divide their number and fit into a micro-batch.
     """
     _, copies, length = draws.shape
-    assert spec.batch_size != "auto", "settled() turns auto into a number, once for a run"
+    assert spec.batch_size != "auto", (
+        "resolve_batch_size() turns auto into a number, once for a run"
+    )
     limit = spec.batch_size
     together = max(c for c in range(1, min(copies, limit) + 1) if copies % c == 0)
     size = limit // together

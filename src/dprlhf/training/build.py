@@ -17,7 +17,7 @@ import numpy as np
 from dprlhf import recipe as settings
 from dprlhf.boundary import open_private
 from dprlhf.data.in_memory import R, Sources, rows_of
-from dprlhf.data.public import evaluated, left_over, neutral_prompts, public_users
+from dprlhf.data.public import evaluated, held_out, neutral_prompts, public_users
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError, InterruptedRunError
 from dprlhf.policies.causal_lm import (
@@ -43,7 +43,7 @@ from dprlhf.rewards import Reward as LoadedReward
 from dprlhf.rewards import Scorer, Spread, check_reward, load_reward, spread_of
 from dprlhf.rewards.isolation import captured
 from dprlhf.rewards.private import rows_to_score
-from dprlhf.rollout import Responses, sample, settled
+from dprlhf.rollout import Responses, resolve_batch_size, sample
 from dprlhf.runs.earlier import Earlier, check_disjoint, read_earlier
 from dprlhf.runs.folder import RunFolder, write_atomically
 from dprlhf.runs.trackers import check_installed, tracked
@@ -105,7 +105,9 @@ def prepared(
             allocation=allocate(plan, held.key),
             policy=policy,
             optimizer=make_optimizer(
-                recipe.optimizer, policy.parameters.values(), plan.noise_std / plan.divisor
+                recipe.optimizer,
+                policy.parameters.values(),
+                plan.noise_std / plan.expected_batch_size,
             ),
             scorer=Scorer(parts.rewards, recipe.reward_range, sink=sink),
             public_prompts=parts.public_prompts,
@@ -186,7 +188,7 @@ def assemble(recipe: Recipe, sources: Sources, processes: Processes, *, quiet: b
     """
     hush_libraries()
     check_installed(recipe.tracking.report_to)
-    recipe = processes.on_main(lambda: resolved(recipe))
+    recipe = processes.on_main(lambda: resolve_dtype(recipe))
     earlier = processes.on_main(lambda: read_earlier(recipe))
     users = Users(rows_of(recipe.data, sources.prompts), recipe.data)
     processes.on_main(lambda: check_disjoint(recipe, users))
@@ -215,7 +217,7 @@ def assemble(recipe: Recipe, sources: Sources, processes: Processes, *, quiet: b
     return Parts(recipe, plan, earlier, users, policy, loaded, spread, prompts, critic)
 
 
-def resolved(recipe: R) -> R:
+def resolve_dtype(recipe: R) -> R:
     """Settle what the machine decides, so that a resumed run computes as it did before."""
     if isinstance(recipe, RewardRecipe) or recipe.policy.dtype != "auto":
         return recipe
@@ -225,10 +227,10 @@ def resolved(recipe: R) -> R:
 
 
 def _with_rollout(recipe: Recipe, plan: Plan, policy: CausalLMPolicy, processes: int) -> Recipe:
-    rollout = settled(
+    rollout = resolve_batch_size(
         recipe.rollout,
         policy,
-        rows=plan.divisor * recipe.rollout.responses / processes,
+        rows=plan.expected_batch_size * recipe.rollout.responses / processes,
         max_prompt_tokens=recipe.data.max_prompt_tokens,
     )
     return recipe.model_copy(update={"rollout": rollout})
@@ -267,7 +269,7 @@ def _critic(
         spec, plan, policy, recipe.reward_range, recipe.update.batch_size, longest
     )
     prompts = public.prompts if public is not None else []
-    critic.look_at(policy, policy.encode(prompts, longest))
+    critic.fit_features(policy, policy.encode(prompts, longest))
     critic.load_state(processes.from_main(critic.state()))
     return critic
 
@@ -347,7 +349,7 @@ def load(recipe: Recipe) -> CausalLMPolicy:
     """Load the recipe's policy, and check that prompts and responses fit into it."""
     policy = load_policy(recipe.policy, temperature=recipe.rollout.temperature, seed=recipe.seed)
     prompt, response = recipe.data.max_prompt_tokens, recipe.rollout.max_new_tokens
-    policy.check_room(
+    policy.check_context_length(
         prompt + response,
         f"data.max_prompt_tokens {prompt} + rollout.max_new_tokens {response} is",
         recipe.policy.model_name_or_path,
@@ -379,7 +381,7 @@ def _leftover_responses(policy: CausalLMPolicy, recipe: Recipe, public: Users) -
     one = recipe.rollout.model_copy(update={"responses": 1, "base_policy": "on-policy"})
     return sample(
         policy,
-        left_over(recipe, public),
+        held_out(recipe, public),
         one,
         key=bytes(32),
         context=("alignment", recipe.seed),
@@ -403,7 +405,7 @@ def _settle_clip_norm(
         region,
         learning_rate=recipe.optimizer.learning_rate,
         noise_multiplier=plan.noise_multiplier,
-        divisor=plan.divisor,
+        expected_batch_size=plan.expected_batch_size,
         dimension=policy.dimension,
         fisher=fisher,
     )

@@ -48,7 +48,7 @@ def dry_run(recipe: Recipe, sources: Sources | None = None) -> dict[str, Any]:
     return {
         **terms,
         "warnings": terms["warnings"] + spread.warnings,
-        "responses_a_round": plan.divisor * recipe.rollout.responses,
+        "responses_a_round": plan.expected_batch_size * recipe.rollout.responses,
         "max_prompt_tokens": recipe.data.max_prompt_tokens,
         "max_new_tokens": recipe.rollout.max_new_tokens,
         "public_prompts_cut": _share_cut(policy, parts.public_prompts, recipe),
@@ -90,7 +90,7 @@ def dry_run_stage(
         some = public.first(size)
         seconds_a_row(parts.policy, parts.task, some, size, plan.clip_norm)  # warms up
         seconds = seconds_a_row(parts.policy, parts.task, some, size, plan.clip_norm)
-        drawn = plan.rounds * plan.divisor * recipe.data.max_prompts_per_user
+        drawn = plan.rounds * plan.expected_batch_size * recipe.data.max_prompts_per_user
         # Evaluation before and after: a forward pass, about a third of a step.
         estimated = seconds * (drawn / processes.count + 2 * len(public) / 3)
     return {
@@ -108,7 +108,7 @@ def _terms(
     return {
         **plan.terms(),
         **({"total_epsilon": total(plan, earlier).epsilon} if earlier else {}),
-        "users_a_round": plan.divisor,
+        "users_a_round": plan.expected_batch_size,
         "dimension": policy.dimension,
         "noise_to_clip_ratio": ratio,
         "processes": processes.count,

@@ -49,7 +49,9 @@ class Evaluated:
         return estimate(self.rewards)
 
 
-def steering(policy: CausalLMPolicy, responses: Responses, batch_size: int) -> dict[str, float]:
+def drift_metrics(
+    policy: CausalLMPolicy, responses: Responses, batch_size: int
+) -> dict[str, float]:
     """Return what shows a policy going astray while its reward rises, of PUBLIC responses.
 
     Args:

@@ -63,7 +63,7 @@ def users_of_round(run: Stage, t: int) -> Private[np.ndarray[Any, np.dtype[np.in
     return Private(run.processes.share(open_private(run.allocation).round(t)))
 
 
-def way_out(
+def gate_for_round(
     run: Stage, t: int, interrupt: Interruptible
 ) -> Callable[[BoundedSum], Released[torch.Tensor]]:
     """Return the round's way through the gate: every process gets the main process's release."""
@@ -93,11 +93,11 @@ def released_metrics(run: Stage, t: int, released: torch.Tensor) -> dict[str, An
         "released_gradient_norm": float(released.norm()),
         "expected_noise_norm": math.sqrt(len(released))
         * run.plan.noise_std_of(t)
-        / run.plan.divisor,
+        / run.plan.expected_batch_size,
     }
 
 
-def tell(run: Stage, metrics: dict[str, Any]) -> None:
+def log_metrics(run: Stage, metrics: dict[str, Any]) -> None:
     """Write a round's public and released values, and hand them to the callbacks."""
     if run.processes.main:
         JsonLines(run.folder.metrics).write(metrics)

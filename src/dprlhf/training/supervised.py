@@ -18,7 +18,7 @@ import torch
 
 from dprlhf.boundary import Private, open_private
 from dprlhf.data.in_memory import check_overrides, from_memory, rows_of
-from dprlhf.data.public import evaluated, left_over, public_users
+from dprlhf.data.public import evaluated, held_out, public_users
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.clipping import ClippedSum, Weighted, clipped_sum
@@ -45,7 +45,7 @@ from dprlhf.training.build import (
     hush_libraries,
     opened,
     plan_of,
-    resolved,
+    resolve_dtype,
 )
 from dprlhf.training.callbacks import as_functions
 from dprlhf.training.evaluate import RewardEstimate, estimate
@@ -53,13 +53,13 @@ from dprlhf.training.interrupt import Interruptible
 from dprlhf.training.processes import Processes
 from dprlhf.training.progress import Progress
 from dprlhf.training.rounds import (
+    gate_for_round,
+    log_metrics,
     record_secret,
     released_metrics,
     remaining_rounds,
     save,
-    tell,
     users_of_round,
-    way_out,
 )
 from dprlhf.training.tasks import Task, task_of
 from dprlhf.training.timing import seconds_a_row
@@ -96,7 +96,7 @@ def run_rounds(run: StageRun) -> None:
             users = users_of_round(run, t)
             bar.start("gradients", users)
             clipped = _clipped(run, users, interrupt.checked(bar.tick))
-            released = way_out(run, t, interrupt)(clipped.bounded).value
+            released = gate_for_round(run, t, interrupt)(clipped.bounded).value
             set_learning_rate(run.optimizer, run.recipe.optimizer, t, run.plan.rounds)
             ascend(run.policy.parameters.values(), run.optimizer, released)
             save(run, t)
@@ -106,7 +106,7 @@ def run_rounds(run: StageRun) -> None:
                 for name, value in _evaluate(run, f"evaluation after round {t}").items():
                     metrics[f"public_{name}"] = value.mean
                     metrics[f"public_{name}_standard_error"] = value.standard_error
-            tell(run, metrics)
+            log_metrics(run, metrics)
             bar.stop()
             record_secret(run, t, users, clipped.norms, bar.seconds)
 
@@ -259,7 +259,9 @@ def _prepared(
             allocation=allocate(plan, held.key),
             policy=policy,
             optimizer=make_optimizer(
-                recipe.optimizer, policy.parameters.values(), plan.noise_std / plan.divisor
+                recipe.optimizer,
+                policy.parameters.values(),
+                plan.noise_std / plan.expected_batch_size,
             ),
             task=task,
             public=parts.public,
@@ -294,7 +296,7 @@ def assemble_stage(
     """Load and check everything that a recipe names; see :func:`dprlhf.training.build.assemble`."""
     hush_libraries()
     check_installed(recipe.tracking.report_to)
-    recipe = processes.on_main(lambda: resolved(recipe))
+    recipe = processes.on_main(lambda: resolve_dtype(recipe))
     earlier = processes.on_main(lambda: read_earlier(recipe))
     task = task_of(recipe)
     rows = rows_of(recipe.data, data)
@@ -318,7 +320,9 @@ def _load(recipe: StageRecipe) -> CausalLMPolicy:
     else:
         policy = load_reward_model(recipe.model, recipe.labels, seed=recipe.seed)
         longest = recipe.data.max_tokens
-    policy.check_room(longest, f"data: {longest} tokens are", recipe.trained.model_name_or_path)
+    policy.check_context_length(
+        longest, f"data: {longest} tokens are", recipe.trained.model_name_or_path
+    )
     return policy
 
 
@@ -326,7 +330,7 @@ def _align(recipe: StageRecipe, task: Task, policy: CausalLMPolicy, public: User
     """Start the adapter along the activations of public documents that the evaluation leaves."""
     if recipe.trained.adapter.init != "public-activations" or public is None:
         return
-    some: Responses = task.encode(policy, left_over(recipe, public))
+    some: Responses = task.encode(policy, held_out(recipe, public))
     align_with_activations(policy, some.tokens, some.mask, recipe.update.batch_size)
 
 
@@ -341,7 +345,7 @@ def _run(run: StageRun) -> StageResult:
         size = run.recipe.update.batch_size
         some = run.public.first(size)
         of_row = seconds_a_row(run.policy, run.task, some, size, run.plan.clip_norm)
-        rows = run.plan.divisor * run.recipe.data.max_prompts_per_user
+        rows = run.plan.expected_batch_size * run.recipe.data.max_prompts_per_user
         run.progress.expect(of_row * rows / run.processes.count)
     try:
         run_rounds(run)

@@ -77,7 +77,7 @@ def seconds_a_round(recipe: Recipe, plan: Plan, phases: dict[str, float]) -> flo
     """Return what an expected round takes on one process, from the phases of a response."""
     passes = plan.releases_per_round * getattr(recipe.update, "epochs", 1)
     of_response = phases["rollout"] + phases["reward"] + passes * phases["update"]
-    return plan.divisor * recipe.rollout.responses * of_response
+    return plan.expected_batch_size * recipe.rollout.responses * of_response
 
 
 def seconds_a_row(

@@ -26,18 +26,18 @@ from dprlhf.rewards.private import score_private
 from dprlhf.rollout import Responses, sample_responses
 from dprlhf.runs.earlier import Earlier
 from dprlhf.runs.folder import JsonLines, RunFolder
-from dprlhf.training.evaluate import Evaluated, RewardEstimate, evaluate, steering
+from dprlhf.training.evaluate import Evaluated, RewardEstimate, drift_metrics, evaluate
 from dprlhf.training.interrupt import Interruptible
 from dprlhf.training.processes import Processes
 from dprlhf.training.progress import Progress
 from dprlhf.training.rounds import (
+    gate_for_round,
+    log_metrics,
     record_secret,
     released_metrics,
     remaining_rounds,
     save,
-    tell,
     users_of_round,
-    way_out,
 )
 from dprlhf.updates import UPDATES, PrivateRound
 from dprlhf.updates.critic import Critic
@@ -101,12 +101,12 @@ def run_rounds(run: Run) -> None:
                 scores=scores,
                 clip_norm=run.plan.clip_norm,
                 noise_multiplier=run.plan.noise_multiplier,
-                divisor=run.plan.divisor,
+                expected_batch_size=run.plan.expected_batch_size,
                 telemetry=run.telemetry,
                 critic=run.critic,
                 optimizer=run.optimizer,
                 reduce=run.processes.sum,
-                gate=way_out(run, t, interrupt),
+                gate=gate_for_round(run, t, interrupt),
                 number=t,
                 tick=interrupt.checked(bar.tick),
             )
@@ -151,7 +151,7 @@ def _report(run: Run, t: int, round_: PrivateRound) -> ReleasedReward | None:
     every = run.recipe.evaluation.every if run.recipe.evaluation else None
     if every and t % every == 0 and t < run.plan.rounds and run.processes.main:
         metrics |= _public_metrics(run, t)
-    tell(run, metrics)
+    log_metrics(run, metrics)
     return reward
 
 
@@ -166,7 +166,7 @@ def _public_metrics(run: Run, t: int) -> dict[str, float]:
     return {
         "public_reward": public.estimate.mean,
         "public_reward_standard_error": public.estimate.standard_error,
-        **steering(run.policy, public.responses, run.recipe.update.batch_size),
+        **drift_metrics(run.policy, public.responses, run.recipe.update.batch_size),
     }
 
 

@@ -112,7 +112,7 @@ class Critic:
         """V of a prompt like the mean public one."""
         return float(self.w[0]) / math.sqrt(2 if self.spec.features else 1)
 
-    def look_at(self, policy: CausalLMPolicy, prompts: Sequence[list[int]]) -> None:
+    def fit_features(self, policy: CausalLMPolicy, prompts: Sequence[list[int]]) -> None:
         """Take the main directions of PUBLIC prompts, token lists.
 
         Raises:

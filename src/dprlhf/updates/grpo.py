@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from dprlhf import recipe
 from dprlhf.boundary import Private, open_private
 from dprlhf.rollout.logprobs import Array, log_ratio_to_base
-from dprlhf.updates.pg import weigh_round
+from dprlhf.updates.pg import round_advantage_weights
 from dprlhf.updates.round import PrivateRound
 
 
@@ -45,17 +45,19 @@ def grpo(round_: PrivateRound, spec: recipe.GRPO) -> None:
 def _weights(round_: PrivateRound, spec: recipe.GRPO) -> Array:
     responses = open_private(round_.responses)
     baseline = "group" if spec.scale_rewards else "centred"
-    advantages = weigh_round(round_, baseline, np.ones(len(responses.user)))
+    advantages = round_advantage_weights(round_, baseline, np.ones(len(responses.user)))
     real = responses.response_mask.numpy()
     ratio = np.ones(real.shape)
     rows = np.flatnonzero(responses.from_base)
     with np.errstate(over="ignore"):  # an infinite ratio is clipped or truncated
         ratio[rows] = np.exp(log_ratio_to_base(round_.policy, responses, spec.batch_size, rows))
-    weights: Array = slope(advantages[:, None], ratio, spec) * real / real.sum(1, keepdims=True)
+    weights: Array = (
+        surrogate_derivative(advantages[:, None], ratio, spec) * real / real.sum(1, keepdims=True)
+    )
     return weights
 
 
-def slope(advantages: Array, ratio: Array, spec: recipe.GRPO) -> NDArray[np.float64]:
+def surrogate_derivative(advantages: Array, ratio: Array, spec: recipe.GRPO) -> NDArray[np.float64]:
     """Return the derivative of min(ρÂ, clip(ρ, 1 − c, 1 + c) Â) with respect to log π_θ.
 
     Args:

@@ -24,7 +24,7 @@ import numpy as np
 
 from dprlhf import recipe
 from dprlhf.boundary import Private, open_private
-from dprlhf.updates.pg import importance_ratio, weigh
+from dprlhf.updates.pg import advantage_weights, importance_ratio
 from dprlhf.updates.privls.in_round import Examples, solve
 from dprlhf.updates.round import PrivateRound
 
@@ -40,7 +40,7 @@ def npg(round_: PrivateRound, spec: recipe.NPG) -> None:
     ratio = importance_ratio(round_.policy, responses, spec.batch_size, spec.max_importance_ratio)
     of_user = np.bincount(responses.user, minlength=responses.users)[responses.user]
     root = np.where(valid[responses.user], np.sqrt(ratio), 0.0)
-    targets = weigh(responses, scores, valid, spec.baseline, root) * of_user
+    targets = advantage_weights(responses, scores, valid, spec.baseline, root) * of_user
     w = solve(
         round_,
         Private(Examples(responses, root, targets, rows=1)),

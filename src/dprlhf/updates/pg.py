@@ -40,22 +40,22 @@ def policy_gradient(round_: PrivateRound, spec: recipe.PG) -> None:
 def _weights(round_: PrivateRound, spec: recipe.PG) -> NDArray[np.float64]:
     responses = open_private(round_.responses)
     ratio = importance_ratio(round_.policy, responses, spec.batch_size, spec.max_importance_ratio)
-    return weigh_round(round_, spec.baseline, ratio)
+    return round_advantage_weights(round_, spec.baseline, ratio)
 
 
-def weigh_round(
+def round_advantage_weights(
     round_: PrivateRound, baseline: str, ratio: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Return :func:`weigh` of a round, with a part of r − V(x) in Â where there is a critic."""
     responses, scores = open_private(round_.responses), open_private(round_.scores)
     values = None if round_.values is None else open_private(round_.values)
     weight = round_.critic.weight if round_.critic is not None else 0.0
-    return weigh(
+    return advantage_weights(
         responses, scores, open_private(round_.valid), baseline, ratio, values=values, weight=weight
     )
 
 
-def weigh(
+def advantage_weights(
     responses: Responses,
     scores: Scores,
     valid: NDArray[np.bool_],

@@ -41,7 +41,7 @@ from dprlhf.gradients.user_copies import local_copies
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import Array, log_ratio_to_base
-from dprlhf.updates.pg import weigh_round
+from dprlhf.updates.pg import round_advantage_weights
 from dprlhf.updates.round import PrivateRound
 
 _BETAS = (0.9, 0.999)
@@ -79,7 +79,7 @@ def _moves(
 def _weights(round_: PrivateRound, spec: recipe.PPO) -> Array:
     """Return Â min(π_t/μ, c) over the user's number of responses, ``[rows, response]``."""
     responses = open_private(round_.responses)
-    advantages = weigh_round(round_, spec.baseline, np.ones(len(responses.user)))
+    advantages = round_advantage_weights(round_, spec.baseline, np.ones(len(responses.user)))
     ratio = np.ones((len(responses.user), responses.length))
     rows = np.flatnonzero(responses.from_base)
     log_ratio = log_ratio_to_base(round_.policy, responses, spec.batch_size, rows)

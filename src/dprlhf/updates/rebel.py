@@ -64,7 +64,7 @@ def rebel(round_: PrivateRound, spec: recipe.REBEL) -> None:
     for step in range(spec.steps):
         if step:
             moved = _logprobs(round_, spec) - start
-        weights = Private(descent(responses, scores, valid, moved, spec.eta))
+        weights = Private(loss_weights(responses, scores, valid, moved, spec.eta))
         round_.step(round_.release(round_.clipped_sum(weights, batch_size=spec.batch_size)))
 
 
@@ -101,7 +101,7 @@ def _logprobs(round_: PrivateRound, spec: recipe.REBEL) -> Array:
     return of_rows
 
 
-def descent(
+def loss_weights(
     responses: Responses, scores: Scores, valid: NDArray[np.bool_], moved: Array, eta: float
 ) -> Array:
     """Return the weights of ∇ log π whose sum over a user's rows is −∇ of its loss, ``[rows]``.

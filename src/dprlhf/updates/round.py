@@ -41,7 +41,7 @@ class PrivateRound:
             them ``[rows, response]`` where it is taken token by token.
         clip_norm: S of the plan.
         noise_multiplier: z of the plan.
-        divisor: m of the plan.
+        expected_batch_size: m of the plan.
         telemetry: the coordinates that ride in the round's first release.
         optimizer: of the policy's parameters; it sees released values only.
         reduce: sums a tensor over all processes.
@@ -62,7 +62,7 @@ class PrivateRound:
     scores: Private[Scores]
     clip_norm: float
     noise_multiplier: float
-    divisor: float
+    expected_batch_size: float
     telemetry: TelemetryCoordinates
     optimizer: torch.optim.Optimizer
     reduce: Callable[[torch.Tensor], torch.Tensor]

@@ -58,7 +58,7 @@ class TelemetryCoordinates:
     def read(self, released: torch.Tensor, plan: Plan, round_: int) -> ReleasedReward:
         """Turn the released coordinates, ``[2]``, into a mean reward; this is post-processing."""
         reward, valid = (released / self._unit).tolist()
-        std = plan.noise_std_of(round_) / plan.divisor / self._unit
+        std = plan.noise_std_of(round_) / plan.expected_batch_size / self._unit
         known = ReleasedReward(None, None, valid, std).known  # else the ratio means nothing
         mean = float(np.clip(reward / valid, -1, 1)) * self.reward_range if known else None
         # The noise of numerator and denominator, to first order.

@@ -41,7 +41,7 @@ def clip_norm(
     *,
     learning_rate: float,
     noise_multiplier: float,
-    divisor: float,
+    expected_batch_size: float,
     dimension: int,
     fisher: tuple[float, float] | None = None,
 ) -> float:
@@ -51,11 +51,11 @@ def clip_norm(
         region: its kind, α and β.
         learning_rate: η.
         noise_multiplier: z; 0 without privacy.
-        divisor: m, what a round's sum is divided by.
+        expected_batch_size: m, what a round's sum is divided by.
         dimension: d.
         fisher: tr F and λ(F), for ``kl``.
     """
-    per_user = noise_multiplier / divisor
+    per_user = noise_multiplier / expected_batch_size
     if region.trust_region == "l2":
         if not per_user:
             return math.sqrt(2 * region.alpha) / learning_rate

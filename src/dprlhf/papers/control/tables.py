@@ -435,7 +435,7 @@ def _run_regret(row: Row, seed: int, recipes: Path, cache: Path, seeds: int) -> 
     _remove(folder)  # the watched values are not in the checkpoint: start again
     outcome = train(recipe, folder, key=_key(row, seed), seed=seed, watch=watch)
     _remove(folder)
-    m = outcome.plan.divisor
+    m = outcome.plan.expected_batch_size
     regret = np.cumsum(np.array(losses) * m)
     at = m * np.arange(1, len(losses) + 1)
     return {

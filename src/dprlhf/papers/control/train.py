@@ -84,7 +84,9 @@ def train(
         allocation = allocate(plan, key)
         theta = torch.from_numpy(policy.initial(np.random.default_rng((seed, 1))))
         theta.requires_grad_()
-        optimizer = make_optimizer(recipe.optimizer, [theta], plan.noise_std / plan.divisor)
+        optimizer = make_optimizer(
+            recipe.optimizer, [theta], plan.noise_std / plan.expected_batch_size
+        )
         memory: dict[str, float] = {}
         leak: dict[str, Array] = {}
         curve: list[tuple[float, float]] = []

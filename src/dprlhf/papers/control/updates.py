@@ -132,9 +132,9 @@ class _Release:
         return self.round_.plan.noise_multiplier / self.gain
 
     @property
-    def divisor(self) -> float:
+    def expected_batch_size(self) -> float:
         """m."""
-        return self.round_.plan.divisor
+        return self.round_.plan.expected_batch_size
 
     def __call__(self, contribution: Contribution, bound: float) -> torch.Tensor:
         """Return (Σ_u clip(gain · mean over u's steps, bound) + noise) / (m · gain)."""

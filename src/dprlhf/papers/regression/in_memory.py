@@ -28,14 +28,14 @@ class LocalRelease:
         features: ``[users, d]``, float64.
         targets: ``[users]``, float64.
         noise_multiplier: z of one call; 0 releases exact means.
-        divisor: m, a public constant.
+        expected_batch_size: m, a public constant.
         key: secret, for the noise of this fit only.
     """
 
     features: torch.Tensor
     targets: torch.Tensor
     noise_multiplier: float
-    divisor: float
+    expected_batch_size: float
     key: bytes
     _calls: int = field(default=0, init=False)
 
@@ -48,7 +48,7 @@ class LocalRelease:
         if self.noise_multiplier:
             noise = gaussian_noise(self.key, "regression", self._calls, count=len(total))
             total += self.noise_multiplier * bound * noise
-        return total / self.divisor
+        return total / self.expected_batch_size
 
 
 @dataclass(repr=False, eq=False)

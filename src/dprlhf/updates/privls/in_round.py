@@ -151,9 +151,9 @@ class RoundRelease:
         self.noise_multiplier = round_.noise_multiplier * of_radius / self.gain
 
     @property
-    def divisor(self) -> float:
+    def expected_batch_size(self) -> float:
         """m, a public constant."""
-        return self.round_.divisor
+        return self.round_.expected_batch_size
 
     def __call__(self, contribution: Contribution, bound: float) -> torch.Tensor:
         """Return (Σ_u clip(gain · mean of u's contributions, bound) + noise) / (m · gain)."""

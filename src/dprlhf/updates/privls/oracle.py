@@ -36,7 +36,7 @@ class Release(Protocol):
 
     Attributes:
         noise_multiplier: z of one call.
-        divisor: m, a public constant.
+        expected_batch_size: m, a public constant.
     """
 
     @property
@@ -44,7 +44,7 @@ class Release(Protocol):
         """z of one call."""
 
     @property
-    def divisor(self) -> float:
+    def expected_batch_size(self) -> float:
         """m, a public constant."""
 
     def __call__(self, contribution: Contribution, bound: float) -> torch.Tensor:

@@ -118,7 +118,13 @@ class SufficientStatistics:
         matrix[rows, columns] = released[: len(rows)] / weight * bound**2 / a
         matrix = matrix + matrix.triu(1).mT
         vector = released[len(rows) :] * bound * self.target_bound / b
-        edge = release.noise_multiplier / release.divisor * bound**2 / a * math.sqrt(2 * dimension)
+        edge = (
+            release.noise_multiplier
+            / release.expected_batch_size
+            * bound**2
+            / a
+            * math.sqrt(2 * dimension)
+        )
         values, vectors = torch.linalg.eigh(matrix)
         values = values + max(0.0, 2 * self.ridge * edge - float(values[0]))
         values = values + self.damping * bound**2
