@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "DprlhfError": "errors",
-    "Plan": "plan",
+    "Plan": "privacy.plan",
     "Recipe": "recipe",
     "generate": "api",
     "load_recipe": "recipe",
-    "make_plan": "plan",
+    "make_plan": "privacy.plan",
     "resume": "api",
-    "resume_stage": "supervised.stage",
+    "resume_stage": "training.supervised",
     "train": "api",
-    "train_stage": "supervised.stage",
+    "train_stage": "training.supervised",
 }
 
 __all__ = [

@@ -27,14 +27,13 @@ from dprlhf.papers.regression import (
     ProjectedSGD,
     SufficientStatistics,
     fit,
-    improper_batch_sgd,
     issp,
-    projected_sgd,
 )
 from dprlhf.papers.regression.exponential import UNITS, choose, total_units
 from dprlhf.papers.regression.in_memory import LocalRelease
 from dprlhf.privacy import pure
 from dprlhf.privacy.gaussian import gaussian_epsilon
+from dprlhf.updates.privls import improper_batch_sgd, projected_sgd
 from dprlhf.updates.privls.oracle import Contribution, project
 
 Array = NDArray[np.float64]

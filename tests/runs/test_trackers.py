@@ -11,9 +11,9 @@ import pytest
 from accelerate import tracking
 from accelerate.tracking import GeneralTracker
 
-from dprlhf import trackers
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import Tracking, make_recipe
+from dprlhf.runs import trackers
 from dprlhf.runs.folder import JsonLines, RunFolder
 from dprlhf.runs.trackers import check_installed, tracked
 from helpers import runs, tiny

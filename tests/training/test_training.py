@@ -20,10 +20,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import dprlhf
-from dprlhf import DprlhfError, api, trainer
+from dprlhf import DprlhfError, api
 from dprlhf.boundary import open_private
 from dprlhf.privacy.ledger import read_ledger
 from dprlhf.privacy.partition import allocate
+from dprlhf.training import trainer
 from helpers import tiny
 
 CANARY = "zanzibar-7319"
