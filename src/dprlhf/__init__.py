@@ -1,4 +1,22 @@
-"""Reinforcement-learning fine-tuning of language models with differential privacy for prompts."""
+"""Reinforcement-learning fine-tuning of language models with differential privacy for prompts.
+
+The folders, in the order in which a user's data pass through them (docs/architecture.md):
+
+- ``recipe/``: the settings of a run, strict and typed, from YAML, overrides or Python.
+- ``data/``: private users and public prompts, read from files, data sets and memory.
+- ``policies/``: the models that are trained: causal language models, adapters, classifiers.
+- ``rollout/``: sampled responses and their log-probabilities, the same in every micro-batch.
+- ``rewards/``: reward functions and reward models, checked for coupling between users.
+- ``gradients/``: per-user gradients from one backward pass, clipped and summed.
+- ``updates/``: one file for each algorithm: what a user contributes, and the step that follows.
+- ``privacy/``: partition, plan, accounting, ledger, and the gate that adds the noise.
+- ``training/``: the loop, and what surrounds it: assembly, evaluation, processes, dry run.
+- ``runs/``: the folder that a run leaves: checkpoint, privacy card, report, publishing.
+- ``audit/``: attacks on the guarantee, as lower bounds on ε.
+- ``assets/``: the models and data of the demo, fetched once and verified.
+- ``papers/``: the source papers' tables: control tasks and regression (extra ``papers``).
+- ``cli/``: the command line.
+"""
 
 import os
 from typing import TYPE_CHECKING, Any

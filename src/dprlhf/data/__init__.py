@@ -1,0 +1,1 @@
+"""Private users and public prompts, read from files, data sets and memory."""

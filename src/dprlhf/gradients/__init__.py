@@ -1,0 +1,1 @@
+"""Per-user gradients from one backward pass, clipped to norm S and summed."""

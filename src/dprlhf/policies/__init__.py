@@ -1,0 +1,1 @@
+"""The models that are trained: causal language models, adapters and classifiers."""

@@ -1,0 +1,1 @@
+"""The loop, and what surrounds it: assembly, evaluation, processes and the dry run."""

@@ -1,0 +1,125 @@
+"""The commands before a run: ``doctor``, ``init``, ``reward-check`` and ``assets``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dprlhf.errors import DprlhfError
+
+assets = typer.Typer(help="Models and data of the demo.", no_args_is_help=True)
+
+
+def doctor() -> None:
+    """Show what this machine has: versions, devices, disk, hub and assets. Exit status 1: a gap."""
+    from dprlhf.cli.doctor import examine
+
+    findings = examine()
+    for finding in findings:
+        mark = "ok" if finding.good else "BAD"
+        typer.echo(f"{mark:<4}{finding.name:<26}{finding.value}")
+    if not all(finding.good for finding in findings):
+        raise typer.Exit(1)
+
+
+def init(
+    model: Annotated[str, typer.Option(prompt="Model (hub id or folder)")],
+    prompts: Annotated[str, typer.Option(prompt="Private prompts (file, folder or hub id)")],
+    user_column: Annotated[
+        str, typer.Option(prompt="Column that names the user (empty: every row is a user)")
+    ] = "",
+    reward: Annotated[
+        str, typer.Option(prompt="Reward (file.py:function, or a classifier)")
+    ] = "my_rewards.py:reward",
+    public_prompts: Annotated[
+        str, typer.Option(prompt="Public prompts for the evaluation (empty: none)")
+    ] = "",
+    epsilon: Annotated[float, typer.Option(prompt="Privacy budget epsilon")] = 4.0,
+    out: Annotated[Path, typer.Option(help="The recipe to write; it must not exist yet.")] = Path(
+        "recipe.yaml"
+    ),
+) -> None:
+    """Ask six questions and write a commented recipe. An option answers its question."""
+    from dprlhf.cli.init import check_files, new_recipe, target_of, users_in
+    from dprlhf.runs.folder import write_atomically
+
+    if out.exists():
+        raise DprlhfError(f"{out}: exists; name another file with --out")
+    check_files(prompts=prompts, reward=reward, public_prompts=public_prompts)
+    text = new_recipe(
+        model=model,
+        prompts=prompts,
+        user_column=user_column,
+        reward=reward,
+        public_prompts=public_prompts,
+        epsilon=epsilon,
+        target=target_of(model),
+        users=users_in(prompts, user_column),
+    )
+    write_atomically(out, text)
+    typer.echo(f"{out}; look at it, then: dprlhf train {out} --dry-run")
+
+
+def reward_check(
+    function: Annotated[
+        str, typer.Argument(help="The reward: package.module:function, or file.py:function.")
+    ],
+    prompts: Annotated[Path, typer.Option(help="A file of PUBLIC prompts.")],
+    prompt_column: Annotated[str, typer.Option(help="Column of the prompts.")] = "prompt",
+    completion_column: Annotated[
+        str,
+        typer.Option(help="Column of completions to score; stand-ins are scored without it."),
+    ] = "completion",
+    per_user: Annotated[
+        bool, typer.Option(help="Call the reward with one user's rows at a time.")
+    ] = False,
+    reward_range: Annotated[
+        float, typer.Option(help="R: scores are clipped to [−R, R] in training.")
+    ] = 3.0,
+    limit: Annotated[int, typer.Option(help="Number of rows to use.")] = 64,
+) -> None:
+    """Check on public prompts that a reward scores each completion by itself, and how it scores."""
+    import rich
+
+    from dprlhf.cli.reward_check import explain
+    from dprlhf.cli.reward_check import reward_check as check
+
+    found, stand_ins = check(
+        function,
+        prompts,
+        prompt_column=prompt_column,
+        completion_column=completion_column,
+        per_user=per_user,
+        reward_range=reward_range,
+        limit=limit,
+    )
+    rich.print(explain(found, reward_range))
+    if stand_ins:
+        typer.echo(
+            f"There is no column '{completion_column}': stand-in texts were scored, so range and"
+            " histogram are not those of real responses."
+        )
+
+
+@assets.command("pull")
+def assets_pull(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Names of assets.", show_default="all of them")
+    ] = None,
+) -> None:
+    """Fetch the demo's models and data, and build what is made from them, once."""
+    from dprlhf.assets import pull
+
+    for name, path in pull(names).items():
+        typer.echo(f"{name}: {path}")
+
+
+@assets.command("list")
+def assets_list() -> None:
+    """List the assets, and whether they are ready."""
+    from dprlhf.assets import status
+
+    for asset in status():
+        typer.echo(f"{asset.name:<18}{'ready' if asset.ready else 'missing':<9}{asset.about}")

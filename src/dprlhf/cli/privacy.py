@@ -1,0 +1,269 @@
+"""The commands about privacy: ``plan``, ``privacy epsilon``, ``noise`` and ``total``, ``audit``."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dprlhf.cli.output import plan_table
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy import relations
+
+if TYPE_CHECKING:
+    from dprlhf.privacy.accounting import Epsilon
+
+accounting = typer.Typer(help="Privacy accounting without a recipe.", no_args_is_help=True)
+
+Users = Annotated[int, typer.Option("--users", help="N, the number of users.")]
+Rounds = Annotated[int, typer.Option("--rounds", help="T, the number of rounds.")]
+Delta = Annotated[float, typer.Option("--delta", help="δ of the guarantee.")]
+Partition = Annotated[
+    relations.Partition,
+    typer.Option("--partition", help="How users are assigned to rounds."),
+]
+Adjacency = Annotated[
+    relations.Adjacency | None,
+    typer.Option(
+        "--adjacency",
+        help="How neighbouring datasets differ.",
+        show_default="the partition's usual one",
+    ),
+]
+Participations = Annotated[
+    int, typer.Option("--participations", help="Rounds that each user takes part in.")
+]
+Releases = Annotated[
+    int, typer.Option("--releases-per-round", help="Noised sums that each round releases.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def plan(
+    users: Users,
+    epsilon: Annotated[float, typer.Option(help="ε to keep within.")],
+    delta: Delta = 1e-5,
+    dimension: Annotated[int, typer.Option(help="d, the number of trained parameters.")] = 1920,
+    rounds: Annotated[
+        list[int] | None, typer.Option(help="A number of rounds to compare; may be repeated.")
+    ] = None,
+    signal: Annotated[
+        float, typer.Option(help="Norm of the users' mean clipped gradient, over the clip norm S.")
+    ] = 0.1,
+    as_json: AsJson = False,
+) -> None:
+    """Compare numbers of rounds before there is a recipe: noise, and signal over noise."""
+    from dprlhf.privacy.plan import balanced_batch, trade_off
+
+    chosen = rounds or [t for t in (1, 4, 16, 32, 64, 100, 200, 1000) if t <= users]
+    table = trade_off(users, chosen, epsilon, delta, dimension, signal)
+    if as_json:
+        typer.echo(json.dumps(table))
+        return
+    m = balanced_batch(users, epsilon, dimension)
+    typer.echo(f"{users} users, epsilon {epsilon:g}, delta {delta:g}, d = {dimension}")
+    typer.echo(f"balanced batch size (He & Zhou, Theorem 2): m = {m:.0f}, T = {users / m:.0f}\n")
+    typer.echo(plan_table(table))
+
+
+@accounting.command("epsilon")
+def privacy_epsilon(
+    users: Users,
+    rounds: Rounds,
+    delta: Delta,
+    noise_multiplier: Annotated[
+        float | None,
+        typer.Option(help="z, the noise's standard deviation over the clip norm."),
+    ] = None,
+    round_epsilon: Annotated[
+        float | None,
+        typer.Option(help="In place of z: ε of one ε-DP round, as of the exponential mechanism."),
+    ] = None,
+    partition: Partition = "random-allocation",
+    adjacency: Adjacency = None,
+    participations: Participations = 1,
+    releases_per_round: Releases = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Compute ε, an upper bound, from the noise multiplier or from the ε of one pure round."""
+    from dprlhf.privacy.gaussian import upwards
+    from dprlhf.privacy.plan import json_ready, make_plan
+
+    if (noise_multiplier is None) == (round_epsilon is None):
+        raise DprlhfError("give one of --noise-multiplier and --round-epsilon")
+    if round_epsilon is not None:
+        if (participations, releases_per_round) != (1, 1):
+            raise DprlhfError(
+                "--round-epsilon is for users with one round and rounds with one answer"
+            )
+        guarantee = _epsilon_of_pure_rounds(round_epsilon, rounds, delta, partition, adjacency)
+    elif noise_multiplier is not None and noise_multiplier > 0:
+        guarantee = make_plan(
+            users=users,
+            rounds=rounds,
+            delta=delta,
+            noise_multiplier=noise_multiplier,
+            partition=partition,
+            adjacency=adjacency,
+            participations=participations,
+            releases_per_round=releases_per_round,
+        ).guarantee
+    else:
+        raise DprlhfError(f"--noise-multiplier must be above 0, not {noise_multiplier}")
+    _warn_delta(delta, users)
+    answer = {
+        "epsilon": json_ready(guarantee.epsilon),
+        "epsilon_lower": json_ready(guarantee.epsilon_lower),
+        "accountant": guarantee.accountant,
+        "assumptions": list(guarantee.assumptions),
+    }
+    shown = upwards(guarantee.epsilon, 6)
+    text = f"epsilon = {shown} at delta = {delta:g} ({guarantee.accountant})"
+    typer.echo(json.dumps(answer) if as_json else text)
+
+
+def _epsilon_of_pure_rounds(
+    round_epsilon: float,
+    rounds: int,
+    delta: float,
+    partition: relations.Partition,
+    adjacency: relations.Adjacency | None,
+) -> Epsilon:
+    from dprlhf.privacy import pure
+    from dprlhf.privacy.plan import default_adjacency
+
+    neighbours = adjacency or default_adjacency(partition)
+    return pure.epsilon(pure.Mechanism(round_epsilon, rounds, partition, neighbours), delta)
+
+
+@accounting.command("noise")
+def privacy_noise(
+    users: Users,
+    rounds: Rounds,
+    epsilon: Annotated[float, typer.Option(help="ε to keep within.")],
+    delta: Delta,
+    partition: Partition = "random-allocation",
+    adjacency: Adjacency = None,
+    participations: Participations = 1,
+    releases_per_round: Releases = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Find the smallest noise multiplier that keeps within ε."""
+    from dprlhf.privacy.gaussian import upwards
+    from dprlhf.privacy.plan import make_plan
+
+    if not 0 < epsilon < math.inf:
+        raise DprlhfError(f"--epsilon must be a positive number, not {epsilon}")
+    made = make_plan(
+        users=users,
+        rounds=rounds,
+        delta=delta,
+        epsilon=epsilon,
+        partition=partition,
+        adjacency=adjacency,
+        participations=participations,
+        releases_per_round=releases_per_round,
+    )
+    _warn_delta(delta, users)
+    answer = {"noise_multiplier": made.noise_multiplier, "epsilon": made.guarantee.epsilon}
+    z, cost = upwards(made.noise_multiplier, 6), upwards(made.guarantee.epsilon, 6)
+    text = f"noise multiplier = {z} (epsilon {cost})"
+    typer.echo(json.dumps(answer) if as_json else text)
+
+
+@accounting.command("total")
+def privacy_total(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
+    disjoint: Annotated[
+        bool,
+        typer.Option(help="State that no two of these runs have a user in common."),
+    ] = False,
+    delta: Annotated[
+        float | None,
+        typer.Option(help="δ of the total.", show_default="the largest of the runs'"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """State what several runs cost together: stages of a pipeline, or runs on the same users."""
+    from dprlhf.privacy.gaussian import upwards
+    from dprlhf.privacy.plan import json_ready
+    from dprlhf.runs.earlier import total_of_runs
+
+    records, cost = total_of_runs(runs, disjoint=disjoint, delta=delta)
+    if as_json:
+        answer = {
+            "epsilon": json_ready(cost.epsilon),
+            "epsilon_lower": json_ready(cost.epsilon_lower),
+            "delta": cost.delta,
+            "accountant": cost.accountant,
+            "runs": [record.name for record in records],
+        }
+        typer.echo(json.dumps(answer))
+        return
+    for record in records:
+        typer.echo(f"{record.name:<24}{record.stage:<8}{json.dumps(record.mechanism)}")
+    shown = upwards(cost.epsilon, 6)
+    typer.echo(f"total: epsilon = {shown} at delta = {cost.delta:g} ({cost.accountant})")
+
+
+def audit(
+    recipe: Annotated[
+        Path,
+        typer.Argument(help="A YAML recipe, or a run folder, whose card then states the result."),
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="With a recipe: changes to it, section.key=value.")
+    ] = None,
+    canaries: Annotated[
+        int, typer.Option(help="Number of canary users; more of them give a higher bound.")
+    ] = 1000,
+    space: Annotated[
+        relations.Space,
+        typer.Option(help="gradient takes seconds; prompt attacks the recipe's own model."),
+    ] = "gradient",
+    output_dir: Annotated[
+        str | None, typer.Option(help="The new folder of the audit; it must not exist yet.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Attack the guarantee of a recipe or a run with canary users: a lower bound on ε.
+
+    The private data are not read, and no run is charged. Exit status 1: the guarantee is refuted.
+    """
+    from dprlhf.audit.one_run import audit as attack
+    from dprlhf.audit.one_run import audit_folder, audit_run
+    from dprlhf.privacy.gaussian import upwards
+    from dprlhf.recipe import load_recipe
+
+    if recipe.is_dir() and overrides:
+        raise DprlhfError("a run is audited as it was made: leave the overrides out")
+    folder = output_dir or audit_folder()
+    options: dict[str, Any] = {"canaries": canaries, "space": space, "quiet": as_json}
+    if recipe.is_dir():
+        found = audit_run(recipe, folder, **options)
+    else:
+        found = attack(load_recipe(recipe, overrides or ()), folder, **options)
+    if as_json:
+        typer.echo((Path(folder) / "audit.json").read_text())
+    else:
+        typer.echo(
+            f"claimed: epsilon <= {upwards(found.epsilon, 4)} at delta {found.delta:.3g}\n"
+            f"audited: epsilon >= {found.bound:.4g} at confidence {found.confidence:.0%}"
+            f" ({found.right} of {found.guesses} guesses right, {found.canaries} canaries,"
+            f" {found.space} space)"
+        )
+    if not found.holds:
+        typer.echo("the claim is refuted: please report this", err=True)
+        raise typer.Exit(1)
+
+
+def _warn_delta(delta: float, users: int) -> None:
+    from dprlhf.privacy.plan import delta_warning
+
+    warning = delta_warning(delta, users)
+    if warning:
+        print(f"dprlhf: warning: {warning}", file=sys.stderr)

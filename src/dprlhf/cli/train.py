@@ -1,0 +1,133 @@
+"""The commands that train: ``train``, ``sft``, ``reward``, and ``resume`` for all three."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dprlhf.cli.output import show, show_stage
+from dprlhf.errors import DprlhfError
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Changes to the recipe: section.key=value, any number of them."),
+]
+OutputDir = Annotated[
+    str | None,
+    typer.Option("--output-dir", "--output_dir", help="The new run folder; it must not exist yet."),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print the plan; spend no privacy and write nothing.")
+]
+PlanAsJson = Annotated[bool, typer.Option("--json", help="With --dry-run: the plan as JSON.")]
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A YAML recipe.")],
+    overrides: Overrides = None,
+    output_dir: OutputDir = None,
+    dry_run: DryRun = False,
+    as_json: PlanAsJson = False,
+) -> None:
+    """Fine-tune a language model on private prompts, by reinforcement learning.
+
+    Flags named as in TRL (--learning_rate, --num_generations, ...) work beside section.key=value.
+    """
+    from dprlhf.cli.trl_flags import overrides_of
+
+    changes = overrides_of(overrides or ())
+    if dry_run:
+        from dprlhf.recipe import load_recipe
+        from dprlhf.training.dry_run import dry_run as look_ahead
+
+        _show_plan(look_ahead(load_recipe(recipe, changes)), as_json)
+        return
+    from dprlhf.api import train as run
+
+    with _interruptible():
+        show(run(recipe, overrides=changes, output_dir=output_dir))
+
+
+def sft(
+    recipe: Annotated[Path, typer.Argument(help="A YAML recipe with stage: sft.")],
+    overrides: Overrides = None,
+    output_dir: OutputDir = None,
+    dry_run: DryRun = False,
+    as_json: PlanAsJson = False,
+) -> None:
+    """Fine-tune a language model on private documents (SFT), before `dprlhf train`."""
+    _train_stage("sft", recipe, overrides, output_dir, dry_run, as_json)
+
+
+def reward(
+    recipe: Annotated[Path, typer.Argument(help="A YAML recipe with stage: reward.")],
+    overrides: Overrides = None,
+    output_dir: OutputDir = None,
+    dry_run: DryRun = False,
+    as_json: PlanAsJson = False,
+) -> None:
+    """Train a reward model on private preference pairs or labels."""
+    _train_stage("reward", recipe, overrides, output_dir, dry_run, as_json)
+
+
+def _train_stage(
+    name: str,
+    recipe: Path,
+    overrides: list[str] | None,
+    output_dir: str | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    from dprlhf.training.supervised import stage_recipe, train_stage
+
+    loaded = stage_recipe(recipe, overrides or ())
+    if loaded.stage != name:
+        raise DprlhfError(
+            f"{recipe}: a recipe of stage {loaded.stage}: run it with dprlhf {loaded.stage}"
+        )
+    if dry_run:
+        from dprlhf.training.dry_run import dry_run_stage
+
+        _show_plan(dry_run_stage(loaded), as_json)
+        return
+    with _interruptible():
+        show_stage(train_stage(loaded, output_dir=output_dir))
+
+
+def resume(run: Annotated[Path, typer.Argument(help="The folder of the run.")]) -> None:
+    """Continue a run that stopped, of any stage. A round that was charged never runs again."""
+    from dprlhf.api import resume as continue_run
+    from dprlhf.recipe import Recipe, load_any_recipe
+    from dprlhf.runs.folder import RunFolder
+    from dprlhf.training.supervised import resume_stage
+
+    kept = RunFolder(run).recipe
+    with _interruptible():
+        if kept.is_file() and not isinstance(load_any_recipe(kept), Recipe):
+            show_stage(resume_stage(run))
+        else:
+            show(continue_run(run))
+
+
+def _show_plan(plan: dict[str, Any], as_json: bool) -> None:
+    from dprlhf.training.dry_run import explain
+
+    if not int(os.environ.get("RANK", "0")):
+        typer.echo(json.dumps(plan) if as_json else explain(plan))
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    # Inside the command: typer turns a KeyboardInterrupt that reaches it into a bare "Aborted!".
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        print(f"\ndprlhf: {interrupt or 'interrupted before the first round'}", file=sys.stderr)
+        raise typer.Exit(130) from None
