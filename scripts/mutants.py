@@ -77,6 +77,7 @@ COMMON = [
         "audit/test_audit",
         "training/test_training",
         "end_to_end/test_leaks",
+        "end_to_end/test_public_files",
         "training/test_processes",
         "contracts/test_update",
     )

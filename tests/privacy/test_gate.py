@@ -187,6 +187,21 @@ def test_noise_has_std_zs_over_m(
         assert not has_std(x, wrong)
 
 
+@pytest.mark.parametrize("length", [1, 999, 1000, 1001, 2000, 2357])
+def test_every_piece_of_a_long_release_is_noised(
+    gate: Callable[..., Gate], monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """Long releases get their noise in pieces: the last, incomplete one gets it, too."""
+    monkeypatch.setattr(module, "_PIECE", 1000)
+    g = gate(plan())
+    x = g.release(1, zeros(g.plan, length)).value.numpy() / (1.5 * 0.4 / (70 / 4))
+    assert (x != 0).all()
+    assert len(set(x)) == length  # no piece repeats another
+    assert has_std(x, 1.0) or length == 1
+    if length > 2000:
+        assert has_std(x[2000:], 1.0)
+
+
 def test_noise_is_added_to_the_sum_before_the_division(gate: Callable[..., Gate]) -> None:
     total = torch.linspace(-3, 3, 7, dtype=torch.float64)
     p = plan()

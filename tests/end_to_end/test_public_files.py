@@ -1,0 +1,125 @@
+"""Which files a run folder may hold outside ``secret/``, for every stage: these and no other.
+
+Everything outside ``secret/`` is covered by the stated guarantee and may be published. A file that
+appears there is a release, so a new one needs a thought about what it was computed from, and an
+entry here. That what these files hold is public or released is for ``test_leaks.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dprlhf
+from dprlhf import DprlhfError, recipe
+from helpers import tiny
+
+ALWAYS = {
+    "recipe.yaml": "every setting, written before the first round",
+    "privacy.json": "the guarantee: plan, assumptions, commitment to the key",
+    "ledger.jsonl": "charges: rounds and the terms of the plan",
+    "metrics.jsonl": "released values and public evaluations",
+    "checkpoint/*": "parameters and optimizer state, computed from releases",
+    "policy/*": "the adapter: the last released parameters, and its model card",
+}
+REINFORCEMENT = {
+    "samples.json": "public prompts with responses of the base model and of the released policy",
+    "public-samples.jsonl": "a few of these at each evaluation",
+    "timing.json": "seconds of each phase on public prompts",
+}
+SUPERVISED = {
+    "evaluation.json": "loss on public rows",
+    "model/*": "the merged model: base model and released adapter",
+}
+PUBLIC = [f"the film was {word}" for word in ("good", "bad", "long", "short")]
+DATA = {"path": "in-memory", "user_column": "user"}
+
+
+def unexpected(folder: Path, allowed: dict[str, str]) -> list[str]:
+    """Return the files outside ``secret/`` that no pattern names."""
+    patterns = [re.escape(name).replace(r"\*", r"[^/]+") for name in allowed]
+    files = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
+    public = [name for name in files if not name.startswith("secret/")]
+    return [name for name in public if not any(re.fullmatch(x, name) for x in patterns)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.save(tmp_path_factory.mktemp("model")))
+
+
+def length(completions: list[str], **columns: Any) -> list[float]:
+    return [len(text) / 10 for text in completions]
+
+
+def reinforced(model: str, folder: Path, **changes: Any) -> Path:
+    dprlhf.train(
+        model=model,
+        prompts=[{"prompt": f"user {i} says", "user": f"u{i // 2}"} for i in range(40)],
+        data__user_column="user",
+        data__max_prompts_per_user=2,
+        reward=length,
+        evaluation_prompts=PUBLIC,
+        evaluation__every=1,
+        epsilon=4.0,
+        rounds=2,
+        rollout__max_new_tokens=4,
+        quiet=True,
+        output_dir=folder,
+        **changes,
+    )
+    return folder
+
+
+def supervised(stage: str, model: str, folder: Path) -> Path:
+    base = {"model_name_or_path": model}
+    common: dict[str, Any] = {
+        "rounds": 2, "privacy": {"epsilon": 4.0}, "output_dir": str(folder),
+    }  # fmt: skip
+    if stage == "sft":
+        rows = [{"user": f"u{i}", "prompt": "it was", "completion": " aaaa"} for i in range(20)]
+        settings: Any = recipe.SFTRecipe.model_validate({"policy": base, "data": DATA, **common})
+    else:
+        rows = [
+            {"user": f"u{i}", "prompt": "it was", "chosen": " aa", "rejected": " bbbb"}
+            for i in range(20)
+        ]
+        settings = recipe.RewardRecipe.model_validate({"model": base, "data": DATA, **common})
+    dprlhf.train_stage(settings, data=rows, evaluation_data=rows[:2].copy(), quiet=True)
+    return folder
+
+
+def test_a_reinforcement_run_writes_these_files_and_no_other(model: str, tmp_path: Path) -> None:
+    folder = reinforced(model, tmp_path / "run")
+    assert unexpected(folder, ALWAYS | REINFORCEMENT) == []
+    assert {"samples.json", "timing.json"} <= {p.name for p in folder.iterdir()}
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward"])
+def test_a_supervised_stage_writes_these_files_and_no_other(
+    model: str, tmp_path: Path, stage: str
+) -> None:
+    folder = supervised(stage, model, tmp_path / "run")
+    assert unexpected(folder, ALWAYS | SUPERVISED) == []
+    assert (folder / "evaluation.json").exists()
+
+
+def test_a_run_that_failed_adds_nothing(model: str, tmp_path: Path) -> None:
+    def stop(metrics: dict[str, Any]) -> None:
+        raise RuntimeError("its text may quote a user")
+
+    with pytest.raises(DprlhfError, match="RuntimeError during the run"):
+        reinforced(model, tmp_path / "run", callbacks=[stop])
+    assert unexpected(tmp_path / "run", ALWAYS | REINFORCEMENT) == []
+    assert (tmp_path / "run/secret/error.txt").exists()  # a file there is no one's finding
+
+
+def test_the_search_sees_another_file(model: str, tmp_path: Path) -> None:
+    folder = reinforced(model, tmp_path / "run")
+    (folder / "identities.json").write_text("[]")
+    (folder / "policy" / "deeper").mkdir()
+    (folder / "policy" / "deeper" / "x.bin").write_bytes(b"")
+    assert unexpected(folder, ALWAYS | REINFORCEMENT) == ["identities.json", "policy/deeper/x.bin"]
