@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,38 @@ def test_nothing_is_pickled_or_run_unasked(path: Path) -> None:
 )
 def test_the_search_sees(source: str) -> None:
     assert unsafe(source)
+
+
+def imported(paths: list[Path]) -> set[str]:
+    """Return the top-level packages that modules import, at their head or inside a function."""
+    found = set()
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Import(names=names):
+                    found |= {alias.name.partition(".")[0] for alias in names}
+                case ast.ImportFrom(module=str(module)):
+                    found.add(module.partition(".")[0])
+    return found - sys.stdlib_module_names - {"dprlhf"}
+
+
+def names(requirements: list[str]) -> set[str]:
+    """Return the import names of required distributions."""
+    called = {"pyyaml": "yaml"}
+    plain = [re.split(r"[<>=; \[]", line)[0].replace("-", "_") for line in requirements]
+    return {called.get(name, name) for name in plain}
+
+
+def test_what_is_required_is_what_is_imported() -> None:
+    """The papers' packages are an extra; trl, opacus and other yardsticks are for development."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    runtime, extras = names(project["dependencies"]), project["optional-dependencies"]
+    papers = [path for path in SOURCES if "papers" in path.parts]
+    core = imported([path for path in SOURCES if path not in papers])
+    assert core <= runtime
+    assert runtime - core == {"gguf"}  # transformers reads the demo's model with it
+    assert imported(papers) <= runtime | names(extras["papers"])
+    assert names(extras["papers"]) - imported(papers) == {"imageio"}  # gymnasium's MuJoCo wants it
 
 
 def test_hub_telemetry_is_off_unless_asked_for() -> None:

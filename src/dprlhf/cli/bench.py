@@ -9,6 +9,8 @@ import typer
 
 from dprlhf.errors import DprlhfError
 
+INSTALL = "pip install -e '.[papers]' in the clone"
+
 bench = typer.Typer(help="Measure the tables of the source papers.", no_args_is_help=True)
 
 
@@ -35,8 +37,11 @@ def bench_control(
     ] = False,
 ) -> None:
     """Run the control tables; write the results, a table beside the papers' figures, and plots."""
-    from dprlhf.papers.control.results import write
-    from dprlhf.papers.control.tables import TABLES, read_table, run_table
+    try:
+        from dprlhf.papers.control.results import write
+        from dprlhf.papers.control.tables import TABLES, read_table, run_table
+    except ModuleNotFoundError as missing:
+        raise DprlhfError(f"bench needs {missing.name}: {INSTALL}") from None
 
     if table != "all" and table not in TABLES:
         raise DprlhfError(f"table '{table}' is unknown: use all, {', '.join(TABLES)}")

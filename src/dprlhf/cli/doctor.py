@@ -13,7 +13,10 @@ from packaging.requirements import Requirement
 
 from dprlhf.errors import DprlhfError
 
-_OPTIONAL = ("vllm", "tensorboard", "wandb", "mlflow", "trackio")
+_OPTIONAL = (
+    "gymnasium", "mujoco", "matplotlib", "vllm", "tensorboard", "wandb", "mlflow", "trackio",
+)  # fmt: skip
+"""Of the extras ``papers`` and ``vllm``, and the trackers that ``tracking.report_to`` may name."""
 
 
 @dataclass(frozen=True)

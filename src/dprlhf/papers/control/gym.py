@@ -16,7 +16,7 @@ from dprlhf.errors import DprlhfError, one_line
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
-INSTALL = "pip install -e '.[control]' in the clone"
+INSTALL = "pip install -e '.[papers]' in the clone"
 
 
 @dataclass
