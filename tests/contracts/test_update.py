@@ -20,8 +20,8 @@ from dprlhf.rewards import Scores
 from dprlhf.training.trainer import Result
 from dprlhf.updates import UPDATES
 from dprlhf.updates.telemetry import TelemetryCoordinates
-from end_to_end.test_neighbours import SPECS, WIDE, data, fresh, run
-from gradients.test_gradients import Shape
+from helpers.batches import Shape
+from helpers.each_update import SPECS, WIDE, data, fresh, run
 from helpers.rounds import flat_parameters, round_of, some_users
 from helpers.runs import save_sharp, train
 

@@ -20,7 +20,6 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from dprlhf import recipe
 from dprlhf.boundary import Private, open_private
@@ -40,35 +39,9 @@ from dprlhf.gradients.per_user import PerUserGradients
 from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
 from dprlhf.rollout import Responses
 from helpers import tiny
-
-EOS = 0
-TARGETS = {
-    "gpt2": ["c_attn", "c_proj", "c_fc"],
-    "llama": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"],
-}
-
-
-@functools.cache
-def policy_of(
-    kind: tiny.Kind = "gpt2",
-    adapter: str = "lora",
-    dtype: torch.dtype = torch.float64,
-    temperature: float = 0.7,
-) -> CausalLMPolicy:
-    """A policy whose A and B are both away from zero."""
-    spec = recipe.Adapter.model_validate(
-        {"type": adapter, "rank": 2, "alpha": 4.0, "target_modules": TARGETS[kind]}
-    )
-    policy = make_policy(tiny.model(kind), tiny.tokenizer(), spec, temperature=temperature)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in policy.model.named_parameters():
-            if "lora_" in name:
-                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
-    policy.model.to(dtype)
-    if dtype == torch.float64:
-        exact_norms(policy.model)
-    return policy
+from helpers.autograd import gradient_of_user, relative_error
+from helpers.batches import MIXED, Shape, batch_of
+from helpers.policies import TARGETS, exact_norms, policy_of
 
 
 def lora(**settings: Any) -> Callable[[tiny.Kind], peft.PeftConfig]:
@@ -144,81 +117,6 @@ def trained_policy(
     return policy
 
 
-def exact_norms(model: nn.Module) -> None:
-    """Put float64 RMS norms in: those of transformers compute in float32 whatever the input."""
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if isinstance(child, LlamaRMSNorm):
-                norm = nn.RMSNorm(child.weight.shape, child.variance_epsilon, dtype=torch.float64)
-                norm.weight = child.weight
-                setattr(parent, name, norm)
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Of a batch: for each user the lengths of its prompts; k responses to each."""
-
-    prompts: list[list[int]]
-    k: int
-    length: int
-
-
-def batch_of(
-    shape: Shape, seed: int, shuffled: bool = False, copies: int | None = None
-) -> Responses:
-    """Random tokens in that shape, with early ends, and rubbish where there is no token.
-
-    A prompt's rows go behind one copy of it; ``copies=1`` keeps them apart.
-    """
-    random = np.random.default_rng(seed)
-    lengths = [n for user in shape.prompts for n in user]
-    width = max(lengths)
-    rows = len(lengths) * shape.k
-    tokens = random.integers(1, 257, (rows, width + shape.length))
-    tokens[:, :width] = tokens[:: shape.k, :width].repeat(shape.k, axis=0)
-    mask = np.zeros_like(tokens)
-    for row in range(rows):
-        prompt = lengths[row // shape.k]
-        response = int(random.integers(1, shape.length + 1))
-        if response < shape.length:
-            tokens[row, width + response - 1] = EOS
-        mask[row, width - prompt : width + response] = 1
-    owner = np.repeat(np.arange(len(shape.prompts)), [len(p) for p in shape.prompts])
-    if shuffled:  # a user's prompts need not stand together
-        owner = random.permutation(owner)
-    return Responses(
-        tokens=torch.from_numpy(tokens),
-        mask=torch.from_numpy(mask),
-        prompt=np.repeat(np.arange(len(lengths)), shape.k),
-        user=np.repeat(owner, shape.k),
-        from_base=np.zeros(rows, dtype=bool),
-        texts=[""] * rows,
-        prompts=Prompts([""] * len(lengths), owner, np.zeros(len(lengths), dtype=np.int64), {}),
-        users=len(shape.prompts),
-        length=shape.length,
-        longest=max(lengths),
-        copies=copies or shape.k,
-    )
-
-
-def gradient_of_user(
-    policy: CausalLMPolicy, responses: Responses, weights: NDArray[np.float64], user: int
-) -> torch.Tensor:
-    """Σ weight · ∇ log π(y|x) by autograd on one unpadded sequence after the other, ``[d]``."""
-    parameters = [p for _, p in policy.model.named_parameters() if p.requires_grad]
-    total = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
-    for row in np.flatnonzero((responses.user == user) & (weights != 0)):
-        ids = responses.tokens[row][responses.mask[row].bool()]
-        prompt = int(responses.mask[row, : -responses.length].sum())
-        logits = policy.model(input_ids=ids[None]).logits[0] / policy.temperature
-        log_probabilities = torch.log_softmax(logits, dim=-1)
-        score = sum(log_probabilities[i - 1, ids[i]] for i in range(prompt, len(ids)))
-        assert isinstance(score, torch.Tensor)
-        gradients = torch.autograd.grad(score, parameters)
-        total += float(weights[row]) * torch.cat([g.flatten() for g in gradients]).double()
-    return total
-
-
 def reference_sum(
     policy: CausalLMPolicy, weighted: Weighted, clip_norm: float
 ) -> tuple[torch.Tensor, NDArray[np.float64]]:
@@ -253,13 +151,6 @@ def run(
     return clipped_sum(
         policy, Private(weighted), clip_norm=clip_norm, batch_size=batch_size, reduce=lambda x: x
     )
-
-
-def relative_error(measured: torch.Tensor, truth: torch.Tensor) -> float:
-    return float((measured - truth).norm() / truth.norm())
-
-
-MIXED = Shape(prompts=[[5, 1, 3], [2], [7], [1, 1], [4, 6, 2]], k=3, length=5)
 
 
 # --- against plain autograd --------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Whole runs on a tiny model, for the updates."""
+"""Whole runs on a tiny model: settings, a reward, and what a run leaves in its folder."""
 
 from __future__ import annotations
 
@@ -7,10 +7,19 @@ from typing import Any
 from unittest import mock
 
 import torch
+from safetensors.torch import load_file
 
 import dprlhf
+from dprlhf.privacy.ledger import read_ledger
 from dprlhf.training.trainer import Result
 from helpers import tiny
+
+ADAPTER = {"type": "lora", "rank": 2, "target_modules": ["c_attn"]}
+
+
+def lower_case(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """Share of lower-case letters among the characters: easy to raise, one row at a time."""
+    return [4.0 * sum(c.islower() for c in text) / max(len(text), 1) for text in completions]
 
 
 def save_sharp(folder: Path) -> str:
@@ -23,9 +32,20 @@ def save_sharp(folder: Path) -> str:
     return str(folder)
 
 
-def lower_case(completions: list[str], **columns: Any) -> list[float]:
-    """Share of lower-case letters: easy to raise, one row at a time."""
-    return [4.0 * sum(c.islower() for c in text) / max(len(text), 1) for text in completions]
+def run_settings(model: str, **changes: Any) -> dict[str, Any]:
+    """Return the arguments of ``dprlhf.train`` for five short rounds of 120 users."""
+    return {
+        "model": model,
+        "prompts": [f"user {i} says" for i in range(120)],
+        "reward": lower_case,
+        "epsilon": 8.0,
+        "rounds": 5,
+        "learning_rate": 0.05,
+        "policy__adapter": ADAPTER,
+        "rollout__max_new_tokens": 6,
+        "quiet": True,
+        **changes,
+    }
 
 
 def train(model: str, folder: Path, **changes: Any) -> Result:
@@ -41,3 +61,11 @@ def train(model: str, folder: Path, **changes: Any) -> Result:
     }
     with mock.patch("dprlhf.runs.folder.new_key", return_value=bytes(range(32))):
         return dprlhf.train(**(values | changes))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoint" / "policy.safetensors")
+
+
+def charged(folder: Path) -> list[int]:
+    return [e.body["round"] for e in read_ledger(folder / "ledger.jsonl") if e.kind == "charge"]

@@ -15,10 +15,9 @@ from dprlhf import DprlhfError, recipe
 from dprlhf.policies.optimizers import learning_rate, make_optimizer, set_learning_rate
 from dprlhf.runs.checkpoint import load_checkpoint, save_checkpoint
 from dprlhf.runs.folder import RunFolder
-from gradients.test_gradients import policy_of
+from helpers.policies import policy_of
+from helpers.recipes import recipe_settings, refusal
 from helpers.runs import lower_case, save_sharp, train
-from recipe.test_recipe import refusal
-from recipe.test_recipe import settings as recipe_settings
 
 
 def spec_of(**changes: Any) -> recipe.Optimizer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import subprocess
 import sys
@@ -16,26 +15,8 @@ import dprlhf
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import Recipe, dump_recipe, load_recipe, make_recipe
 from helpers import tiny
-
-SMALL: dict[str, Any] = {
-    "policy": {"model_name_or_path": "model", "adapter": {"target_modules": ["q", "v"]}},
-    "data": {"path": "prompts.csv"},
-    "rewards": [{"function": "module:score"}, {"classifier": "folder", "weight": 0.5}],
-    "privacy": {"epsilon": 4.0},
-    "rounds": 10,
-}
-
-
-def settings(**changes: Any) -> dict[str, Any]:
-    """Return SMALL with changes written as ``a__b=value``; list items by their index."""
-    made = copy.deepcopy(SMALL)
-    for name, value in changes.items():
-        *parents, last = name.split("__")
-        node: Any = made
-        for parent in parents:
-            node = node[int(parent)] if isinstance(node, list) else node.setdefault(parent, {})
-        node[last] = value
-    return made
+from helpers.recipes import SMALL, refusal
+from helpers.recipes import recipe_settings as settings
 
 
 @pytest.fixture
@@ -43,15 +24,6 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(SMALL))
     return path
-
-
-def refusal(values: Any) -> str:
-    with pytest.raises(DprlhfError) as caught:
-        make_recipe(values)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert message.startswith("recipe: ")
-    return message.removeprefix("recipe: ")
 
 
 # ------------------------------------------------------------------------------------- keys

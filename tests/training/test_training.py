@@ -16,7 +16,6 @@ import numpy as np
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import dprlhf
@@ -26,42 +25,15 @@ from dprlhf.privacy.ledger import read_ledger
 from dprlhf.privacy.partition import allocate
 from dprlhf.training import trainer
 from helpers import tiny
+from helpers.runs import ADAPTER, charged, lower_case, weights
+from helpers.runs import run_settings as settings
 
 CANARY = "zanzibar-7319"
-ADAPTER = {"type": "lora", "rank": 2, "target_modules": ["c_attn"]}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny.save(tmp_path_factory.mktemp("model")))
-
-
-def lower_case(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    """Share of lower-case letters among the characters: easy to raise, one row at a time."""
-    return [4.0 * sum(c.islower() for c in text) / max(len(text), 1) for text in completions]
-
-
-def settings(model: str, **changes: Any) -> dict[str, Any]:
-    return {
-        "model": model,
-        "prompts": [f"user {i} says" for i in range(120)],
-        "reward": lower_case,
-        "epsilon": 8.0,
-        "rounds": 5,
-        "learning_rate": 0.05,
-        "policy__adapter": ADAPTER,
-        "rollout__max_new_tokens": 6,
-        "quiet": True,
-        **changes,
-    }
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "checkpoint" / "policy.safetensors")
-
-
-def charged(folder: Path) -> list[int]:
-    return [e.body["round"] for e in read_ledger(folder / "ledger.jsonl") if e.kind == "charge"]
 
 
 class TestLearning:

@@ -32,12 +32,12 @@ from dprlhf.updates import UPDATES
 from dprlhf.updates.critic import Critic
 from dprlhf.updates.pg import advantage_weights, round_advantage_weights
 from dprlhf.updates.telemetry import TelemetryCoordinates
-from end_to_end.test_neighbours import FixedGate
-from gradients.test_gradients import Shape, batch_of, gradient_of_user, policy_of, relative_error
-from helpers.rounds import OpenGate, round_of, some_users
+from helpers.autograd import gradient_of_user, relative_error
+from helpers.batches import Shape, batch_of
+from helpers.policies import policy_of
+from helpers.recipes import recipe_settings, refusal
+from helpers.rounds import FixedGate, OpenGate, round_of, some_users
 from helpers.runs import lower_case, save_sharp, train
-from recipe.test_recipe import refusal
-from recipe.test_recipe import settings as recipe_settings
 
 Array = NDArray[np.float64]
 R = 3.0

@@ -20,7 +20,9 @@ from dprlhf.rollout import Responses
 from dprlhf.updates import UPDATES
 from dprlhf.updates.grpo import grpo, surrogate_derivative
 from dprlhf.updates.pg import advantage_weights
-from gradients.test_gradients import Shape, batch_of, policy_of, relative_error
+from helpers.autograd import relative_error
+from helpers.batches import Shape, batch_of
+from helpers.policies import policy_of
 from helpers.rounds import flat_gradient, round_of, some_users, token_logprobs
 
 Array = NDArray[np.float64]

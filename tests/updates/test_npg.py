@@ -30,8 +30,11 @@ from dprlhf.updates.npg import npg
 from dprlhf.updates.privls import in_round as least_squares
 from dprlhf.updates.privls.in_round import Examples, RoundRelease, check_dimension
 from dprlhf.updates.telemetry import TelemetryCoordinates
-from gradients.test_gradients import Shape, batch_of, policy_of, relative_error
 from helpers import tiny
+from helpers.autograd import relative_error
+from helpers.batches import Shape, batch_of
+from helpers.policies import policy_of
+from helpers.recipes import recipe_settings, refusal
 from helpers.rounds import (
     flat_gradient,
     flat_parameters,
@@ -40,8 +43,6 @@ from helpers.rounds import (
     some_users,
     token_logprobs,
 )
-from recipe.test_recipe import refusal
-from recipe.test_recipe import settings as recipe_settings
 
 Array = NDArray[np.float64]
 SHAPE = Shape([[5, 1], [2], [18]], k=4, length=3)

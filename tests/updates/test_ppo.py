@@ -29,13 +29,13 @@ from dprlhf.runs.folder import RunFolder
 from dprlhf.updates import UPDATES, PrivateRound
 from dprlhf.updates.ppo import minibatch, ppo, project, surrogate
 from dprlhf.updates.telemetry import TelemetryCoordinates
-from gradients.test_gradients import MIXED, Shape, batch_of, policy_of, relative_error
 from helpers import tiny
+from helpers.autograd import relative_error
+from helpers.batches import MIXED, Shape, batch_of
+from helpers.policies import policy_of
+from helpers.recipes import recipe_settings, refusal
 from helpers.rounds import OpenGate, round_of
-from recipe.test_recipe import refusal
-from recipe.test_recipe import settings as recipe_settings
-from training.test_training import charged, lower_case, weights
-from training.test_training import settings as run_settings
+from helpers.runs import charged, lower_case, run_settings, weights
 
 # The package names the function, so attributes do not lead to the module.
 MODULE = importlib.import_module("dprlhf.updates.ppo")

@@ -26,7 +26,10 @@ from dprlhf.updates import UPDATES
 from dprlhf.updates.pg import policy_gradient
 from dprlhf.updates.rebel import loss_weights, rebel
 from dprlhf.updates.telemetry import TelemetryCoordinates
-from gradients.test_gradients import Shape, batch_of, policy_of, relative_error
+from helpers.autograd import relative_error
+from helpers.batches import Shape, batch_of
+from helpers.policies import policy_of
+from helpers.recipes import recipe_settings, refusal
 from helpers.rounds import (
     flat_gradient,
     flat_parameters,
@@ -34,8 +37,6 @@ from helpers.rounds import (
     set_parameters,
     token_logprobs,
 )
-from recipe.test_recipe import refusal
-from recipe.test_recipe import settings as recipe_settings
 
 Array = NDArray[np.float64]
 SHAPE = Shape([[5, 1], [2], [7]], k=4, length=4)

@@ -27,15 +27,10 @@ from dprlhf.updates.baselines import BASELINES, group, loo, paired
 from dprlhf.updates.pg import advantage_weights, importance_ratio, policy_gradient
 from dprlhf.updates.round import users_with_valid_scores
 from dprlhf.updates.telemetry import TelemetryCoordinates
-from gradients.test_gradients import (
-    MIXED,
-    Shape,
-    batch_of,
-    gradient_of_user,
-    policy_of,
-    relative_error,
-)
 from helpers import tiny
+from helpers.autograd import gradient_of_user, relative_error
+from helpers.batches import MIXED, Shape, batch_of
+from helpers.policies import policy_of
 from helpers.rounds import round_of
 
 Array = NDArray[np.float64]

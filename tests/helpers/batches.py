@@ -1,0 +1,63 @@
+"""Random batches of responses in a given shape, without a model that sampled them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from dprlhf.data.users import Prompts
+from dprlhf.rollout import Responses
+
+EOS = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Of a batch: for each user the lengths of its prompts; k responses to each."""
+
+    prompts: list[list[int]]
+    k: int
+    length: int
+
+
+def batch_of(
+    shape: Shape, seed: int, shuffled: bool = False, copies: int | None = None
+) -> Responses:
+    """Random tokens in that shape, with early ends, and rubbish where there is no token.
+
+    A prompt's rows go behind one copy of it; ``copies=1`` keeps them apart.
+    """
+    random = np.random.default_rng(seed)
+    lengths = [n for user in shape.prompts for n in user]
+    width = max(lengths)
+    rows = len(lengths) * shape.k
+    tokens = random.integers(1, 257, (rows, width + shape.length))
+    tokens[:, :width] = tokens[:: shape.k, :width].repeat(shape.k, axis=0)
+    mask = np.zeros_like(tokens)
+    for row in range(rows):
+        prompt = lengths[row // shape.k]
+        response = int(random.integers(1, shape.length + 1))
+        if response < shape.length:
+            tokens[row, width + response - 1] = EOS
+        mask[row, width - prompt : width + response] = 1
+    owner = np.repeat(np.arange(len(shape.prompts)), [len(p) for p in shape.prompts])
+    if shuffled:  # a user's prompts need not stand together
+        owner = random.permutation(owner)
+    return Responses(
+        tokens=torch.from_numpy(tokens),
+        mask=torch.from_numpy(mask),
+        prompt=np.repeat(np.arange(len(lengths)), shape.k),
+        user=np.repeat(owner, shape.k),
+        from_base=np.zeros(rows, dtype=bool),
+        texts=[""] * rows,
+        prompts=Prompts([""] * len(lengths), owner, np.zeros(len(lengths), dtype=np.int64), {}),
+        users=len(shape.prompts),
+        length=shape.length,
+        longest=max(lengths),
+        copies=copies or shape.k,
+    )
+
+
+MIXED = Shape(prompts=[[5, 1, 3], [2], [7], [1, 1], [4, 6, 2]], k=3, length=5)

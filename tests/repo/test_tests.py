@@ -1,0 +1,41 @@
+"""The tests' own order: what tests share is in ``tests/helpers``, and no test imports another."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+
+
+def imported_tests(source: str) -> list[str]:
+    """Return the test modules that a file imports, also inside functions."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [name.name for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module or ''}.{name.name}" for name in node.names]
+        found += [n for n in names if any(part.startswith("test_") for part in n.split("."))]
+    return found
+
+
+def test_no_test_imports_a_test_module() -> None:
+    found = {
+        str(path.relative_to(TESTS)): names
+        for path in sorted(TESTS.rglob("*.py"))
+        if (names := imported_tests(path.read_text()))
+    }
+    assert not found, f"move what is shared to tests/helpers: {found}"
+
+
+def test_the_reader_sees_each_form_of_import() -> None:
+    for source in (
+        "from rooms.test_a import x",
+        "from rooms import test_a",
+        "import rooms.test_a as a",
+        "def f():\n    from .test_a import x",
+    ):
+        assert len(imported_tests(source)) == 1, source
+    assert imported_tests("from helpers.runs import train") == []
