@@ -56,7 +56,7 @@ def loop(
     """Return the same by an ordinary optimizer, one user after the other."""
     parameters = list(policy.parameters.values())
     start = [p.detach().clone() for p in parameters]
-    sharing = policy.sharing(batch.copies, PROMPT, batch.length)
+    shared_rows = policy.shared_rows(batch.num_generations, PROMPT, batch.max_new_tokens)
     moves = []
     for user in range(batch.users):
         rows = np.flatnonzero(batch.user == user)
@@ -66,7 +66,7 @@ def loop(
         optimizer = torch.optim.SGD(parameters, spec.local_learning_rate, maximize=True)
         old = None
         for _ in range(spec.epochs):
-            logprobs = policy.response_logprobs(tokens, mask, batch.length, sharing)
+            logprobs = policy.response_logprobs(tokens, mask, batch.max_new_tokens, shared_rows)
             old = logprobs.detach() if old is None else old
             optimizer.zero_grad()
             ((logprobs - old).exp() * weight).sum().backward()

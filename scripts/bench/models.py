@@ -81,13 +81,13 @@ def responses(users: int, each: int, prompt: int, response: int) -> Responses:
         texts=[""] * rows,
         prompts=Prompts([""] * users, np.arange(users), np.zeros(users, dtype=np.int64), {}),
         users=users,
-        length=response,
-        longest=prompt,
-        copies=each,
+        max_new_tokens=response,
+        max_prompt_tokens=prompt,
+        num_generations=each,
     )
 
 
 def a_row_a_user(batch: Responses) -> Responses:
     """Return the same rows, each of them a user: what Opacus clips."""
     rows = len(batch.user)
-    return replace(batch, user=np.arange(rows), users=rows, copies=1)
+    return replace(batch, user=np.arange(rows), users=rows, num_generations=1)

@@ -143,9 +143,11 @@ def weighted_logprobs(
 ) -> torch.Tensor:
     """Return weight · log π(y|x) of each row, ``[rows]``, all rows in one micro-batch."""
     tokens, mask = batch.tokens.to(policy.device), batch.mask.to(policy.device)
-    sharing = policy.sharing(batch.copies, tokens.shape[1] - batch.length, batch.length)
-    logprobs = policy.response_logprobs(tokens, mask, batch.length, sharing)
-    of_rows = torch.where(mask[:, -batch.length :].bool(), logprobs, 0.0).sum(1)
+    shared_rows = policy.shared_rows(
+        batch.num_generations, tokens.shape[1] - batch.max_new_tokens, batch.max_new_tokens
+    )
+    logprobs = policy.response_logprobs(tokens, mask, batch.max_new_tokens, shared_rows)
+    of_rows = torch.where(mask[:, -batch.max_new_tokens :].bool(), logprobs, 0.0).sum(1)
     return of_rows * torch.from_numpy(weights).to(of_rows)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from bench import models
 from bench.measure import Tick, interleaved, peak_bytes, ratio
 from bench.overhead import clipped
-from dprlhf.policies.causal_lm import native_dtype
+from dprlhf.hardware import native_dtype
 from dprlhf.runs.measurements import Result
 
 ROWS = 32
@@ -30,7 +30,7 @@ def results(
         weights = np.random.default_rng(1).normal(size=ROWS)
         sides = {
             side: functools.partial(clipped, policy, rows, weights, 1.0)
-            for side, rows in {"shared": batch, "apart": replace(batch, copies=1)}.items()
+            for side, rows in {"shared": batch, "apart": replace(batch, num_generations=1)}.items()
         }
         times = interleaved(sides, repeats, tick)
         shape = f"{each} responses of {response} tokens to a prompt of {prompt}, {str(dtype)[6:]}"

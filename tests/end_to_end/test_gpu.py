@@ -62,7 +62,9 @@ def tokens_of(responses: Responses) -> dict[int, list[list[int]]]:
     found: dict[int, list[list[int]]] = {}
     for row, user in enumerate(responses.prompts.users[responses.prompt].tolist()):
         real = responses.response_mask[row].bool()
-        found.setdefault(user, []).append(responses.tokens[row, -responses.length :][real].tolist())
+        found.setdefault(user, []).append(
+            responses.tokens[row, -responses.max_new_tokens :][real].tolist()
+        )
     return found
 
 

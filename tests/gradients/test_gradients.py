@@ -455,8 +455,8 @@ def test_an_empty_batch_gives_zero() -> None:
         texts=[],
         prompts=Prompts([], np.empty(0, np.int64), np.empty(0, np.int64), {}),
         users=0,
-        length=2,
-        longest=1,
+        max_new_tokens=2,
+        max_prompt_tokens=1,
     )
     result = run(policy, Weighted(nobody, np.empty(0), np.empty((0, 2)), 0.1), 1.0)
     assert result.bounded.total.shape == (policy.dimension + 2,)

@@ -18,7 +18,7 @@ def gradient_of_user(
     total = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
     for row in np.flatnonzero((responses.user == user) & (weights != 0)):
         ids = responses.tokens[row][responses.mask[row].bool()]
-        prompt = int(responses.mask[row, : -responses.length].sum())
+        prompt = int(responses.mask[row, : -responses.max_new_tokens].sum())
         logits = policy.model(input_ids=ids[None]).logits[0] / policy.temperature
         log_probabilities = torch.log_softmax(logits, dim=-1)
         score = sum(log_probabilities[i - 1, ids[i]] for i in range(prompt, len(ids)))

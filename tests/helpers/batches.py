@@ -54,9 +54,9 @@ def batch_of(
         texts=[""] * rows,
         prompts=Prompts([""] * len(lengths), owner, np.zeros(len(lengths), dtype=np.int64), {}),
         users=len(shape.prompts),
-        length=shape.length,
-        longest=max(lengths),
-        copies=copies or shape.k,
+        max_new_tokens=shape.length,
+        max_prompt_tokens=max(lengths),
+        num_generations=copies or shape.k,
     )
 
 

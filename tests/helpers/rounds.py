@@ -80,7 +80,7 @@ def round_of(
 def token_logprobs(policy: CausalLMPolicy, responses: Responses, row: int) -> torch.Tensor:
     """log π(token | what stands before it) of one unpadded response, ``[tokens]``."""
     ids = responses.tokens[row][responses.mask[row].bool()]
-    prompt = int(responses.mask[row, : -responses.length].sum())
+    prompt = int(responses.mask[row, : -responses.max_new_tokens].sum())
     logits = policy.model(input_ids=ids[None]).logits[0] / policy.temperature
     logprobs = torch.log_softmax(logits, dim=-1)
     return logprobs[range(prompt - 1, len(ids) - 1), ids[prompt:]]

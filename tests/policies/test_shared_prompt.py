@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from dprlhf.policies import shared_prompt
 from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
-from dprlhf.policies.shared_prompt import best_sharing, supported
+from dprlhf.policies.shared_prompt import best_shared_rows, supported
 from dprlhf.recipe import Adapter
 from helpers import tiny
 
@@ -54,9 +54,11 @@ def rows_of(users: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, mask
 
 
-def value_and_gradient(policy: CausalLMPolicy, sharing: int) -> tuple[torch.Tensor, torch.Tensor]:
+def value_and_gradient(
+    policy: CausalLMPolicy, shared_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, mask = rows_of()
-    logprobs = policy.response_logprobs(tokens, mask, RESPONSE, sharing)
+    logprobs = policy.response_logprobs(tokens, mask, RESPONSE, shared_rows)
     real = torch.where(mask[:, -RESPONSE:].bool(), logprobs, 0.0)
     weights = torch.linspace(-1, 1, real.numel(), dtype=torch.float64).view_as(real)
     gradients = torch.autograd.grad((real * weights).sum(), list(policy.parameters.values()))
@@ -113,10 +115,10 @@ def test_other_models_keep_their_rows_apart(model_type: str, settings: dict[str,
 
 def test_a_policy_shares_where_its_model_can() -> None:
     policy = policy_of("llama")
-    assert policy.sharing(4, 16, 16) == 4
-    assert policy.sharing(1, 16, 16) == 1
+    assert policy.shared_rows(4, 16, 16) == 4
+    assert policy.shared_rows(1, 16, 16) == 1
     policy.model.config.sliding_window = 8
-    assert policy.sharing(4, 16, 16) == 1
+    assert policy.shared_rows(4, 16, 16) == 1
 
 
 @pytest.mark.parametrize(
@@ -134,4 +136,4 @@ def test_a_policy_shares_where_its_model_can() -> None:
 def test_sharing_goes_as_far_as_it_saves_work(
     copies: int, prompt: int, response: int, hidden: int, best: int
 ) -> None:
-    assert best_sharing(copies, prompt, response, hidden) == best
+    assert best_shared_rows(copies, prompt, response, hidden) == best

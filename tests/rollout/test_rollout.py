@@ -84,7 +84,7 @@ def answers(responses: Responses) -> dict[tuple[int, int, int], list[int]]:
     found = {}
     for row, prompt in enumerate(responses.prompt):
         mask = responses.response_mask[row].bool()
-        tokens = responses.tokens[row, -responses.length :][mask].tolist()
+        tokens = responses.tokens[row, -responses.max_new_tokens :][mask].tolist()
         key = (int(responses.prompts.users[prompt]), int(responses.prompts.slots[prompt]), row % k)
         found[key] = tokens
     return found
@@ -159,8 +159,8 @@ def test_rows_belong_to_their_prompts_and_users() -> None:
     assert len(responses.texts) == 20
     for row, prompt in enumerate(responses.prompt):
         text = TEXTS[prompt]
-        ids = responses.tokens[row, : -responses.length]
-        real = responses.mask[row, : -responses.length].bool()
+        ids = responses.tokens[row, : -responses.max_new_tokens]
+        real = responses.mask[row, : -responses.max_new_tokens].bool()
         assert isinstance(text, str)
         assert ids[real].tolist() == tiny.tokenizer()(text)["input_ids"]
         assert real.tolist() == sorted(real.tolist())  # padded on the left
@@ -181,10 +181,10 @@ def test_a_micro_batch_has_the_shape_that_is_asked_for() -> None:
     assert responses.widths[chosen].tolist() == [16, 16, 16]
     for width in (16, 32):
         tokens, mask = responses.micro_batch(chosen, width, 5)
-        assert tokens.shape == mask.shape == (5, width + responses.length)
+        assert tokens.shape == mask.shape == (5, width + responses.max_new_tokens)
         assert torch.equal(tokens[:3, -8:], responses.tokens[chosen, -8:])
         assert mask[:3].sum() == responses.mask[chosen].sum()
-        assert mask[3:].sum(1).tolist() == [1 + responses.length] * 2
+        assert mask[3:].sum(1).tolist() == [1 + responses.max_new_tokens] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -212,7 +212,7 @@ def test_one_user_moves_nobody_else_not_even_by_rounding(
         prompts = prompts_of([texts[i] for i in keep], keep.tolist())
         responses = draw(policy, prompts, batch_size=8, max_prompt_tokens=64)
         assert (len(set(responses.widths)) > 1) == (longest and absent in keep)
-        assert policy.sharing(responses.copies, 16, responses.length) == 2
+        assert policy.shared_rows(responses.num_generations, 16, responses.max_new_tokens) == 2
         weights = np.cos(2 * np.repeat(keep, 2) + np.tile([0, 1], len(keep)))
         found = [
             (users, of_users.flatten(1).clone())
@@ -406,10 +406,12 @@ def test_log_probabilities_equal_those_of_an_unpadded_forward_pass(
         if base:
             with policy.base():
                 measured = policy.response_logprobs(
-                    responses.tokens, responses.mask, responses.length
+                    responses.tokens, responses.mask, responses.max_new_tokens
                 )
         else:
-            measured = policy.response_logprobs(responses.tokens, responses.mask, responses.length)
+            measured = policy.response_logprobs(
+                responses.tokens, responses.mask, responses.max_new_tokens
+            )
     model = model_of(kind) if base else policy.model
     tolerance = 1e-10 if kind == "gpt2" else 1e-4  # Llama's norms compute in float32
     for row in range(len(responses.user)):

@@ -76,7 +76,7 @@ def update_of(name: str, **changes: Any) -> Any:
 
 def last_state(policy: CausalLMPolicy, responses: Responses, row: int) -> torch.Tensor:
     """The base model's last hidden state of one unpadded prompt."""
-    end = -responses.length
+    end = -responses.max_new_tokens
     ids = responses.tokens[row, :end][responses.mask[row, :end].bool()]
     with torch.no_grad(), policy.base():
         out = policy.model(input_ids=ids[None], output_hidden_states=True)

@@ -125,8 +125,8 @@ def every_answer() -> Responses:
         texts=[""] * len(rows),
         prompts=Prompts([""] * users, np.arange(users), np.zeros(users, dtype=np.int64), {}),
         users=users,
-        length=1,
-        longest=width,
+        max_new_tokens=1,
+        max_prompt_tokens=width,
     )
 
 

@@ -91,7 +91,7 @@ def flat(parameters: Any) -> torch.Tensor:
 def row_logprobs(policy: CausalLMPolicy, model: Any, responses: Responses, row: int) -> Any:
     """log π of each real response token of one unpadded sequence."""
     ids = responses.tokens[row][responses.mask[row].bool()]
-    prompt = int(responses.mask[row, : -responses.length].sum())
+    prompt = int(responses.mask[row, : -responses.max_new_tokens].sum())
     logprobs = (model(input_ids=ids[None]).logits[0] / policy.temperature).log_softmax(-1)
     return logprobs[torch.arange(prompt - 1, len(ids) - 1), ids[prompt:]]
 
@@ -127,7 +127,7 @@ def train_alone(
             tokens.append((row, t))
             advantages.append(advantage * float((logprobs[t] - current[t]).exp()))
             old.append(logprobs[t])
-            order.append(place * responses.length + t)
+            order.append(place * responses.max_new_tokens + t)
     if spec.local_optimizer == "sgd":
         optimizer: Any = torch.optim.SGD(parameters, spec.local_learning_rate, maximize=True)
     else:
@@ -144,7 +144,7 @@ def train_alone(
                 }
     n = len(tokens)
     for epoch in range(spec.epochs):
-        numbers = np.random.default_rng(epoch).random(responses.length * len(rows))
+        numbers = np.random.default_rng(epoch).random(responses.max_new_tokens * len(rows))
         shuffled = sorted(range(n), key=lambda i: numbers[order[i]])
         for part in range(spec.minibatches):
             first = part * n // spec.minibatches

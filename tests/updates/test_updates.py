@@ -187,7 +187,7 @@ def test_no_users_no_weights() -> None:
 def log_probability(policy: CausalLMPolicy, responses: Responses, row: int) -> torch.Tensor:
     """log π(y|x) of one unpadded sequence."""
     ids = responses.tokens[row][responses.mask[row].bool()]
-    prompt = int(responses.mask[row, : -responses.length].sum())
+    prompt = int(responses.mask[row, : -responses.max_new_tokens].sum())
     logits = policy.model(input_ids=ids[None]).logits[0] / policy.temperature
     logprobs = torch.log_softmax(logits, dim=-1)
     return sum((logprobs[i - 1, ids[i]] for i in range(prompt, len(ids))), torch.zeros(()))
@@ -391,8 +391,8 @@ def combinations(k: int, from_base: int) -> tuple[Responses, NDArray[np.int64]]:
         texts=[""] * len(answers),
         prompts=Prompts([""] * users, np.arange(users), np.zeros(users, np.int64), {}),
         users=users,
-        length=LENGTH,
-        longest=len(PROMPT),
+        max_new_tokens=LENGTH,
+        max_prompt_tokens=len(PROMPT),
     )
     return responses, answers
 

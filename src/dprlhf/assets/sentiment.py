@@ -59,7 +59,7 @@ def train_sentiment(
         get_linear_schedule_with_warmup,
     )
 
-    from dprlhf.policies.causal_lm import native_dtype
+    from dprlhf.hardware import native_dtype
 
     train, test = (pd.read_parquet(data / f"{half}.parquet") for half in ("train", "test"))
     tokenizer: Any = AutoTokenizer.from_pretrained(encoder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import shutil
 from dataclasses import dataclass
@@ -75,12 +74,11 @@ def _devices() -> list[Finding]:
     try:
         import torch
 
-        from dprlhf.policies.causal_lm import native_dtype
+        from dprlhf.hardware import native_dtype, usable_cores
     except ImportError as error:
         return [Finding("devices", f"torch cannot be imported ({error})", False)]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     native = str(native_dtype("cpu")).removeprefix("torch.")
-    found = [Finding("cpu", f"{cores} cores, {torch.get_num_threads()} threads, {native}")]
+    found = [Finding("cpu", f"{usable_cores()} cores, {torch.get_num_threads()} threads, {native}")]
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         native = str(native_dtype("cuda")).removeprefix("torch.")

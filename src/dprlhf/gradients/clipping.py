@@ -121,8 +121,10 @@ def clipped_sum(
             engine.add_weighted_sum(clip_factors(bound, gradient_norm), total)
             norms[batch.users] = norm[: len(batch.users)].numpy()
         else:
-            sharing = policy.sharing(responses.copies, batch.width, responses.length)
-            loss = _loss(policy, responses, weights, batch, sharing)
+            shared_rows = policy.shared_rows(
+                responses.num_generations, batch.width, responses.max_new_tokens
+            )
+            loss = _loss(policy, responses, weights, batch, shared_rows)
             gradients = torch.autograd.grad(loss, list(policy.parameters.values()))
             end = 0
             for gradient in gradients:
@@ -249,12 +251,12 @@ def _run(
     parts: int | None = None,
 ) -> None:
     users = parts or batch.size
-    copies = math.gcd(responses.copies, batch.height // users)
-    sharing = policy.sharing(copies, batch.width, responses.length)
+    num_generations = math.gcd(responses.num_generations, batch.height // users)
+    shared_rows = policy.shared_rows(num_generations, batch.width, responses.max_new_tokens)
     engine.run(
-        lambda: _loss(policy, responses, weights, batch, sharing),
+        lambda: _loss(policy, responses, weights, batch, shared_rows),
         users=users,
-        rows=batch.height // sharing,
+        rows=batch.height // shared_rows,
     )
 
 
@@ -263,14 +265,14 @@ def _loss(
     responses: Responses,
     weights: NDArray[np.float64],
     batch: MicroBatch,
-    sharing: int,
+    shared_rows: int,
 ) -> torch.Tensor:
     """Return Σ weight · log π over the tokens of a micro-batch, a scalar."""
     tokens, mask = responses.micro_batch(batch.rows, batch.width, batch.height)
     tokens, mask = tokens.to(policy.device), mask.to(policy.device)
-    logprobs = policy.response_logprobs(tokens, mask, responses.length, sharing)
+    logprobs = policy.response_logprobs(tokens, mask, responses.max_new_tokens, shared_rows)
     # where, not a product: what stands on padding is no response, whatever its log-probability.
-    real = torch.where(mask[:, -responses.length :].bool(), logprobs, 0.0)
+    real = torch.where(mask[:, -responses.max_new_tokens :].bool(), logprobs, 0.0)
     weight = torch.zeros_like(real)
     of_rows = torch.from_numpy(weights[batch.rows].reshape(len(batch.rows), -1))
     weight[: len(of_rows)] = of_rows.to(real)

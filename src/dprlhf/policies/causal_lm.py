@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from dprlhf import recipe
 from dprlhf.errors import DprlhfError, one_line
+from dprlhf.hardware import native_dtype
 from dprlhf.hub import pinned
 from dprlhf.policies import shared_prompt
 from dprlhf.policies.adapters import add_adapter, quiet_peft, stored_state
@@ -122,26 +123,26 @@ class CausalLMPolicy:
         if tokens > room:
             raise DprlhfError(f"{what} more than the {room} positions of {name}")
 
-    def sharing(self, copies: int, prompt: int, responses: int) -> int:
-        """Return how many rows with the same prompt this model had best compute behind one of it.
+    def shared_rows(self, num_generations: int, prompt: int, responses: int) -> int:
+        """Return how many responses this model had best compute in one row, behind one prompt.
 
         Only public numbers decide: shapes follow from it, and rounding from shapes.
 
         Args:
-            copies: adjacent rows that have a prompt in common.
+            num_generations: How many adjacent rows have a prompt in common.
             prompt: the width of the prompt part.
             responses: the length of the response part.
 
         Returns:
-            A divisor of ``copies``, for :meth:`response_logprobs`.
+            A divisor of ``num_generations``, for :meth:`response_logprobs`.
         """
-        if copies == 1 or not shared_prompt.supported(getattr(self.model, "config", None)):
+        if num_generations == 1 or not shared_prompt.supported(getattr(self.model, "config", None)):
             return 1
         hidden = self.model.get_input_embeddings().embedding_dim
-        return shared_prompt.best_sharing(copies, prompt, responses, hidden)
+        return shared_prompt.best_shared_rows(num_generations, prompt, responses, hidden)
 
     def response_logprobs(
-        self, tokens: torch.Tensor, mask: torch.Tensor, responses: int, sharing: int = 1
+        self, tokens: torch.Tensor, mask: torch.Tensor, responses: int, shared_rows: int = 1
     ) -> torch.Tensor:
         """Return log π(token | what stands before it) for the last ``responses`` tokens.
 
@@ -149,16 +150,16 @@ class CausalLMPolicy:
             tokens: ``[rows, prompt + response]``, prompts padded on the left.
             mask: 1 where a token is real, same shape.
             responses: the length of the response part.
-            sharing: so many adjacent rows each have the same prompt, and go through the model as
+            shared_rows: How many adjacent rows have the same prompt, and go through the model as
                 one row.
 
         Returns:
             ``[rows, responses]``, float32 or wider.
         """
-        if sharing > 1:
+        if shared_rows > 1:
             dtype = self.model.get_input_embeddings().weight.dtype
             inputs: dict[str, Any] = shared_prompt.behind_one_prompt(
-                tokens, mask, responses, sharing, dtype
+                tokens, mask, responses, shared_rows, dtype
             )
         else:
             # Nothing stands after the last token, so it is left out; a masked column comes in
@@ -301,24 +302,6 @@ def load_policy(spec: recipe.Policy, *, temperature: float = 1.0, seed: int = 0)
     policy = make_policy(model, tokenizer, spec.adapter, temperature=temperature, seed=seed)
     policy.model.peft_config["default"].revision = spec.revision  # stored with the adapter
     return policy
-
-
-def native_dtype(device_type: str | None = None) -> torch.dtype:
-    """Return bfloat16 where a device computes in it, else float32.
-
-    A processor that has to emulate bfloat16 takes several times as long as for float32.
-
-    Args:
-        device_type: ``cuda`` or ``cpu``; None is the GPU where there is one.
-    """
-    if device_type is None:
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    if device_type == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        abilities: Mapping[str, Any] = torch.cpu.get_capabilities()
-        native = any(abilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-    return torch.bfloat16 if native else torch.float32
 
 
 def make_policy(

@@ -20,7 +20,7 @@ class RewardModel(CausalLMPolicy):
     """
 
     def response_logprobs(
-        self, tokens: torch.Tensor, mask: torch.Tensor, responses: int, sharing: int = 1
+        self, tokens: torch.Tensor, mask: torch.Tensor, responses: int, shared_rows: int = 1
     ) -> torch.Tensor:
         """Return log p(label | text), or the score of a model with one output.
 
@@ -28,7 +28,7 @@ class RewardModel(CausalLMPolicy):
             tokens: ``[rows, text + 1]``, texts padded on the left, then the label.
             mask: 1 where a token is real, same shape.
             responses: 1.
-            sharing: 1; texts have nothing in common.
+            shared_rows: 1; texts have nothing in common.
 
         Returns:
             ``[rows, 1]``, float32 or wider.

@@ -39,7 +39,7 @@ def rows_to_score(responses: Responses) -> Rows:
     ids = [
         t[m.bool()].tolist()
         for t, m in zip(
-            responses.tokens[:, -responses.length :], responses.response_mask, strict=True
+            responses.tokens[:, -responses.max_new_tokens :], responses.response_mask, strict=True
         )
     ]
     columns = {

@@ -31,9 +31,10 @@ class Responses:
         texts: the responses as text, ``[rows]``.
         prompts: the prompts as the dataset holds them.
         users: the number of users in the batch.
-        length: the length of the response part.
-        longest: no prompt has more tokens than this public number.
-        copies: so many adjacent rows each answer one prompt, token for token; a public number.
+        max_new_tokens: Width of the response part, in tokens.
+        max_prompt_tokens: Upper bound on a prompt's length in tokens, a public number.
+        num_generations: Number of adjacent rows that answer the same prompt, token for token; a
+            public number.
     """
 
     tokens: torch.Tensor
@@ -44,27 +45,30 @@ class Responses:
     texts: list[str]
     prompts: Prompts
     users: int
-    length: int
-    longest: int
-    copies: int = 1
+    max_new_tokens: int
+    max_prompt_tokens: int
+    num_generations: int = 1
 
     @property
     def response_mask(self) -> torch.Tensor:
         """1 where a response token is real, ``[rows, response]``."""
-        return self.mask[:, -self.length :]
+        return self.mask[:, -self.max_new_tokens :]
 
     @property
     def prompt_tokens(self) -> list[list[int]]:
         """The tokens of each prompt, without padding."""
         _, first = np.unique(self.prompt, return_index=True)
-        tokens, mask = self.tokens[first, : -self.length], self.mask[first, : -self.length]
+        tokens, mask = (
+            self.tokens[first, : -self.max_new_tokens],
+            self.mask[first, : -self.max_new_tokens],
+        )
         return [t[m.bool()].tolist() for t, m in zip(tokens, mask, strict=True)]
 
     @property
     def widths(self) -> NDArray[np.int64]:
         """The width that each row's prompt is padded to, ``[rows]``; its own length decides."""
-        lengths = self.mask[:, : -self.length].sum(1).numpy()
-        widths: NDArray[np.int64] = padded_width(lengths, self.longest)
+        lengths = self.mask[:, : -self.max_new_tokens].sum(1).numpy()
+        widths: NDArray[np.int64] = padded_width(lengths, self.max_prompt_tokens)
         return widths
 
     def micro_batch(
@@ -75,7 +79,7 @@ class Responses:
         Rows from ``len(chosen)`` on are fillers: one token repeated after a prompt of one token,
         no part of any user.
         """
-        missing = (width + self.length - self.tokens.shape[1], 0)
+        missing = (width + self.max_new_tokens - self.tokens.shape[1], 0)
         filling = (0, 0, 0, size - len(chosen))
         # A negative pad cuts: the columns on the left are padding in all of these rows.
         tokens, mask = (F.pad(t[chosen], missing) for t in (self.tokens, self.mask))
@@ -87,6 +91,6 @@ class Responses:
 _WIDTH_STEP = 16
 
 
-def padded_width(length: Any, longest: int) -> Any:
+def padded_width(length: Any, max_prompt_tokens: int) -> Any:
     """Round a prompt's length up to a multiple of 16, but not beyond the longest prompt."""
-    return np.minimum(-(-length // _WIDTH_STEP) * _WIDTH_STEP, longest)
+    return np.minimum(-(-length // _WIDTH_STEP) * _WIDTH_STEP, max_prompt_tokens)

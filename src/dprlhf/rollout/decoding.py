@@ -68,18 +68,19 @@ def decode(
     Args:
         policy: the adapter is on or off as the caller left it.
         prompts: at most ``size`` token lists, none empty or longer than ``width``.
-        uniforms: ``[prompts, copies, length]``, float64; decides the tokens.
+        uniforms: ``[prompts, num_generations, max_new_tokens]``, float64; decides the tokens.
         size: prompts in the micro-batch; fillers make up the rest.
         width: prompts are padded on the left to this width and one column more.
 
     Returns:
-        ``prompts · copies`` responses of at most ``length`` tokens, the copies of a prompt
-        adjacent. A response ends with its end-of-sequence token: the policy chose that one too.
+        ``prompts · num_generations`` responses of at most ``max_new_tokens`` tokens, those to one
+        prompt adjacent. A response ends with its end-of-sequence token: the policy chose that one
+        too.
     """
-    _, copies, length = uniforms.shape
+    _, num_generations, max_new_tokens = uniforms.shape
     device, real, pad = policy.device, len(prompts), policy.tokenizer.pad_token_id
     ids = torch.full((size, 1 + width), pad)
-    mask = torch.zeros((size, 1 + width + length), dtype=torch.long)
+    mask = torch.zeros((size, 1 + width + max_new_tokens), dtype=torch.long)
     mask[:, width:] = 1  # a filler's prompt is one token
     for row, prompt in enumerate(prompts):
         ids[row, 1 + width - len(prompt) :] = torch.tensor(prompt)
@@ -87,8 +88,8 @@ def decode(
     ids, mask = ids.to(device), mask.to(device)
     ends = torch.tensor(policy.end_tokens, device=device)
     draws = F.pad(uniforms, (0, 0, 0, 0, 0, size - real), value=0.5).to(device)
-    tokens = torch.full((size * copies, length), pad, device=device)
-    ended = torch.arange(size * copies, device=device) >= real * copies
+    tokens = torch.full((size * num_generations, max_new_tokens), pad, device=device)
+    ended = torch.arange(size * num_generations, device=device) >= real * num_generations
 
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     output = policy.model(
@@ -100,15 +101,15 @@ def decode(
     )
     # A row of the first logits is a prompt with all its copies; from here on it is a response.
     logits, cache = output.logits[:, -1], output.past_key_values
-    prompt_of_row = torch.arange(size, device=device).repeat_interleave(copies)
+    prompt_of_row = torch.arange(size, device=device).repeat_interleave(num_generations)
     cache.reorder_cache(prompt_of_row)
     mask, positions = mask[prompt_of_row], positions[prompt_of_row]
-    for step in range(length):
-        now = draws.reshape(len(logits), -1, length)[:, :, step]
+    for step in range(max_new_tokens):
+        now = draws.reshape(len(logits), -1, max_new_tokens)[:, :, step]
         chosen = inverse_cdf(logits, now, policy.temperature).flatten()
         tokens[:, step] = torch.where(ended, pad, chosen)
         ended |= torch.isin(chosen, ends)
-        if step + 1 == length or bool(ended.all()):
+        if step + 1 == max_new_tokens or bool(ended.all()):
             break
         column = 1 + width + step
         logits = policy.model(
@@ -118,7 +119,7 @@ def decode(
             past_key_values=cache,
             use_cache=True,
         ).logits[:, -1]
-    return [_until_end(row, policy.end_tokens) for row in tokens[: real * copies].tolist()]
+    return [_until_end(row, policy.end_tokens) for row in tokens[: real * num_generations].tolist()]
 
 
 def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:

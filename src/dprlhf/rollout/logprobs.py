@@ -30,20 +30,21 @@ def token_logprobs(
     Returns:
         ``[rows, response]``, float64.
     """
-    copies = responses.copies if rows is None else 1  # some of a prompt's rows may be left out
+    # With chosen rows, some of a prompt's rows may be missing.
+    num_generations = responses.num_generations if rows is None else 1
     rows = np.arange(len(responses.user)) if rows is None else rows
-    found = np.zeros((len(rows), responses.length))
+    found = np.zeros((len(rows), responses.max_new_tokens))
     widths = responses.widths[rows]
     for width in np.unique(widths):
         alike = np.flatnonzero(widths == width)
-        sharing = policy.sharing(copies, int(width), responses.length)
-        size = max(1, batch_size // sharing) * sharing
+        shared_rows = policy.shared_rows(num_generations, int(width), responses.max_new_tokens)
+        size = max(1, batch_size // shared_rows) * shared_rows
         for start in range(0, len(alike), size):
             places = alike[start : start + size]
             tokens, mask = responses.micro_batch(rows[places], int(width), size)
             tokens, mask = tokens.to(policy.device), mask.to(policy.device)
-            logprobs = policy.response_logprobs(tokens, mask, responses.length, sharing)
-            real = torch.where(mask[:, -responses.length :].bool(), logprobs, 0.0)
+            logprobs = policy.response_logprobs(tokens, mask, responses.max_new_tokens, shared_rows)
+            real = torch.where(mask[:, -responses.max_new_tokens :].bool(), logprobs, 0.0)
             found[places] = real[: len(places)].double().cpu().numpy()
     return found
 

@@ -86,15 +86,17 @@ def sample(
         key: seeds the sampling; a row's draws depend on ``context``, its user, the user's prompt
             and the response's number, and on nothing else.
     """
-    k, length = spec.responses, spec.max_new_tokens
+    k, max_new_tokens = spec.responses, spec.max_new_tokens
     encoded = policy.encode(prompts.prompts, max_prompt_tokens)
     width = int(padded_width(max(map(len, encoded), default=0), max_prompt_tokens))
-    tokens = torch.full((len(prompts) * k, width + length), policy.tokenizer.pad_token_id)
+    tokens = torch.full((len(prompts) * k, width + max_new_tokens), policy.tokenizer.pad_token_id)
     mask = torch.zeros_like(tokens)
     from_base = np.arange(k) < (k // 2 if spec.base_policy == "reference" else 0)
-    draws = _draws(prompts, key, context, k, length)
+    draws = _draws(prompts, key, context, k, max_new_tokens)
     generate = (
-        vllm.generate if spec.backend == "vllm" else partial(_generate, longest=max_prompt_tokens)
+        vllm.generate
+        if spec.backend == "vllm"
+        else partial(_generate, max_prompt_tokens=max_prompt_tokens)
     )
     # Two passes, not one with PEFT's adapter_names: that costs hooks on every layer at every step,
     # and saves filler rows only.
@@ -126,21 +128,21 @@ def sample(
         texts=texts,
         prompts=prompts,
         users=len(np.unique(prompts.users)),
-        length=length,
-        longest=max_prompt_tokens,
-        copies=k,
+        max_new_tokens=max_new_tokens,
+        max_prompt_tokens=max_prompt_tokens,
+        num_generations=k,
     )
 
 
 def _draws(
-    prompts: Prompts, key: bytes, context: tuple[str | int, ...], k: int, length: int
+    prompts: Prompts, key: bytes, context: tuple[str | int, ...], k: int, max_new_tokens: int
 ) -> torch.Tensor:
-    """Return one uniform number for each token to come, ``[prompts, k, length]``."""
+    """Return one uniform number for each token to come, ``[prompts, k, max_new_tokens]``."""
     draws = [
-        uniforms(key, *context, int(user), int(slot), count=k * length)
+        uniforms(key, *context, int(user), int(slot), count=k * max_new_tokens)
         for user, slot in zip(prompts.users, prompts.slots, strict=True)
     ]
-    return torch.from_numpy(np.array(draws).reshape(-1, k, length))
+    return torch.from_numpy(np.array(draws).reshape(-1, k, max_new_tokens))
 
 
 def _generate(
@@ -149,24 +151,24 @@ def _generate(
     draws: torch.Tensor,
     spec: recipe.Rollout,
     *,
-    longest: int,
+    max_prompt_tokens: int,
 ) -> Iterator[tuple[NDArray[np.int64], list[list[int]]]]:
-    """Yield micro-batches: which of the flat ``[prompts · copies]`` rows they are, and responses.
+    """Yield the micro-batches: row numbers in the flat ``[prompts · num_generations]``, responses.
 
     Prompts of one padded width go together. All copies of a prompt share its prefill, or as many
     of them as divide their number and fit into a micro-batch.
     """
-    _, copies, length = draws.shape
+    _, num_generations, max_new_tokens = draws.shape
     assert spec.batch_size != "auto", (
         "resolve_batch_size() turns auto into a number, once for a run"
     )
     limit = spec.batch_size
-    together = max(c for c in range(1, min(copies, limit) + 1) if copies % c == 0)
+    together = max(c for c in range(1, min(num_generations, limit) + 1) if num_generations % c == 0)
     size = limit // together
-    groups = draws.reshape(-1, together, length)
-    prompt_of = np.arange(len(groups)) * together // copies
+    groups = draws.reshape(-1, together, max_new_tokens)
+    prompt_of = np.arange(len(groups)) * together // num_generations
     lengths = np.array([len(p) for p in prompts], dtype=np.int64)
-    widths = padded_width(lengths, longest)[prompt_of]
+    widths = padded_width(lengths, max_prompt_tokens)[prompt_of]
     for width in np.unique(widths):
         alike = np.flatnonzero(widths == width)
         for start in range(0, len(alike), size):

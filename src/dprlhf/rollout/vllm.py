@@ -47,16 +47,21 @@ def generate(
     draws: torch.Tensor,
     spec: recipe.Rollout,
 ) -> Iterator[tuple[NDArray[np.int64], list[list[int]]]]:
-    """Yield all flat ``[prompts · copies]`` rows and their responses, in one call of the engine.
+    """Yield all rows of the flat ``[prompts · num_generations]`` and their responses at once.
+
+    The engine gets them in one call.
 
     Raises:
         DprlhfError: vLLM cannot sample this policy; see :func:`engine`.
     """
-    count, copies, length = draws.shape
+    count, num_generations, max_new_tokens = draws.shape
     if count:
         seeds = (draws[..., 0].flatten() * 2.0**53).long().tolist()
-        rows = [prompt for prompt in prompts for _ in range(copies)]
-        yield np.arange(count * copies), _sample(engine(policy), policy, rows, seeds, length)
+        rows = [prompt for prompt in prompts for _ in range(num_generations)]
+        yield (
+            np.arange(count * num_generations),
+            _sample(engine(policy), policy, rows, seeds, max_new_tokens),
+        )
 
 
 @functools.lru_cache(maxsize=1)
@@ -141,7 +146,11 @@ def _largest_rank(policy: CausalLMPolicy) -> int:
 
 
 def _sample(
-    llm: Any, policy: CausalLMPolicy, prompts: list[list[int]], seeds: list[int], length: int
+    llm: Any,
+    policy: CausalLMPolicy,
+    prompts: list[list[int]],
+    seeds: list[int],
+    max_new_tokens: int,
 ) -> list[list[int]]:
     """Return a response for each prompt; the adapter goes along under a number of its own."""
     vllm = importlib.import_module("vllm")
@@ -155,7 +164,7 @@ def _sample(
             presence_penalty=0.0,
             frequency_penalty=0.0,
             seed=seed,
-            max_tokens=length,
+            max_tokens=max_new_tokens,
             min_tokens=0,
             ignore_eos=True,  # else vLLM adds end tokens of the checkpoint to ours
             stop_token_ids=policy.end_tokens,
@@ -175,7 +184,9 @@ def _sample(
         outputs = llm.generate(requests, settings, lora_request=adapter, use_tqdm=False)
     responses = [list(output.outputs[0].token_ids) for output in outputs]
     for response in responses:
-        if len(response) != length and (not response or response[-1] not in policy.end_tokens):
+        if len(response) != max_new_tokens and (
+            not response or response[-1] not in policy.end_tokens
+        ):
             raise DprlhfError("rollout.backend vllm: a response stopped before its end")
     return responses
 

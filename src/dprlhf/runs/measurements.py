@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import platform
 import shlex
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from dprlhf.hardware import usable_cores
 
 
 def machine() -> str:
@@ -22,8 +23,9 @@ def machine() -> str:
             if line.startswith("model name"):
                 name = line.split(":", 1)[1].strip()
                 break
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{name}, {cores} cores, {platform.system()}, Python {platform.python_version()}"
+    return (
+        f"{name}, {usable_cores()} cores, {platform.system()}, Python {platform.python_version()}"
+    )
 
 
 def command() -> str:

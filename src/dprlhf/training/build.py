@@ -20,11 +20,11 @@ from dprlhf.data.in_memory import R, Sources, rows_of
 from dprlhf.data.public import evaluated, held_out, neutral_prompts, public_users
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError, InterruptedRunError
+from dprlhf.hardware import native_dtype
 from dprlhf.policies.causal_lm import (
     CausalLMPolicy,
     align_with_activations,
     load_policy,
-    native_dtype,
 )
 from dprlhf.policies.optimizers import make_optimizer
 from dprlhf.privacy.gate import Gate

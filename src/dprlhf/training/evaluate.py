@@ -65,7 +65,7 @@ def drift_metrics(
         temperature of sampling.
     """
     lengths = responses.response_mask.sum(1)
-    last = responses.tokens[:, -responses.length :].gather(1, lengths[:, None] - 1)
+    last = responses.tokens[:, -responses.max_new_tokens :].gather(1, lengths[:, None] - 1)
     ended = torch.isin(last, torch.tensor(policy.end_tokens))
     return {
         "public_response_tokens": float(lengths.double().mean()),

@@ -234,10 +234,10 @@ def _pack(
     prompts: Sequence[list[int]],
     answers: Sequence[list[int]],
     length: int,
-    longest: int,
+    max_prompt_tokens: int,
 ) -> Responses:
     """Return rows of prompts, padded on the left, and answers, padded on the right."""
-    width = int(padded_width(max(map(len, prompts), default=0), longest))
+    width = int(padded_width(max(map(len, prompts), default=0), max_prompt_tokens))
     tokens = torch.full((len(prompts), width + length), model.tokenizer.pad_token_id)
     mask = torch.zeros_like(tokens)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
@@ -255,8 +255,8 @@ def _pack(
         texts=[""] * len(prompts),
         prompts=examples,
         users=len(own),
-        length=length,
-        longest=longest,
+        max_new_tokens=length,
+        max_prompt_tokens=max_prompt_tokens,
     )
 
 

@@ -53,7 +53,7 @@ class Critic:
         norm: √share · S, the bound on a user's coordinates.
         reward_range: R.
         batch_size: prompts that the base model sees at once.
-        longest: no prompt has more tokens than this public number.
+        max_prompt_tokens: no prompt has more tokens than this public number.
         hidden: the size of a hidden state.
 
     Attributes:
@@ -69,7 +69,7 @@ class Critic:
         norm: float,
         reward_range: float,
         batch_size: int,
-        longest: int,
+        max_prompt_tokens: int,
         hidden: int,
     ) -> None:
         self.spec = spec
@@ -79,7 +79,7 @@ class Critic:
         self.centre = torch.zeros(hidden, dtype=torch.float64)
         self.directions = torch.zeros(spec.features, hidden, dtype=torch.float64)
         self.inverse = torch.eye(1 + spec.features, dtype=torch.float64)
-        self._batch_size, self._longest = batch_size, longest
+        self._batch_size, self._max_prompt_tokens = batch_size, max_prompt_tokens
 
     @classmethod
     def from_plan(
@@ -89,13 +89,13 @@ class Critic:
         policy: CausalLMPolicy,
         reward_range: float,
         batch_size: int,
-        longest: int,
+        max_prompt_tokens: int,
     ) -> Critic:
         """Scale to the plan's clip norm (to 1 in a baseline without clipping)."""
         scale = plan.clip_norm if math.isfinite(plan.clip_norm) else 1.0
         hidden = policy.model.get_input_embeddings().embedding_dim
         norm = math.sqrt(spec.share) * scale
-        return cls(spec, norm, reward_range, batch_size, longest, hidden)
+        return cls(spec, norm, reward_range, batch_size, max_prompt_tokens, hidden)
 
     @property
     def count(self) -> int:
@@ -192,7 +192,9 @@ class Critic:
         Shapes are fixed by a prompt's own length, as everywhere: see :mod:`dprlhf.rollout`.
         """
         found = torch.zeros(len(prompts), len(self.centre), dtype=torch.float64)
-        widths = padded_width(np.array([len(p) for p in prompts], dtype=np.int64), self._longest)
+        widths = padded_width(
+            np.array([len(p) for p in prompts], dtype=np.int64), self._max_prompt_tokens
+        )
         for width in np.unique(widths):
             alike = np.flatnonzero(widths == width)
             for start in range(0, len(alike), self._batch_size):

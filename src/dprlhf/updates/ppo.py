@@ -80,7 +80,7 @@ def _weights(round_: PrivateRound, spec: recipe.PPO) -> Array:
     """Return Â min(π_t/μ, c) over the user's number of responses, ``[rows, response]``."""
     responses = open_private(round_.responses)
     advantages = round_advantage_weights(round_, spec.baseline, np.ones(len(responses.user)))
-    ratio = np.ones((len(responses.user), responses.length))
+    ratio = np.ones((len(responses.user), responses.max_new_tokens))
     rows = np.flatnonzero(responses.from_base)
     log_ratio = log_ratio_to_base(round_.policy, responses, spec.batch_size, rows)
     ratio[rows] = np.exp(np.minimum(log_ratio, np.log(spec.max_importance_ratio)))
@@ -112,7 +112,7 @@ def _train(
     """
     parameter = next(iter(policy.parameters.values()))
     tokens, mask = responses.micro_batch(batch.rows, batch.width, batch.height)
-    real = mask[:, -responses.length :].bool()
+    real = mask[:, -responses.max_new_tokens :].bool()
     real[len(batch.rows) :] = False
     weight = parameter.new_zeros(real.shape)
     weight[: len(batch.rows)] = torch.from_numpy(weights[batch.rows]).to(weight)
@@ -120,7 +120,9 @@ def _train(
     real, weight = real.view(batch.size, -1), weight.view(batch.size, -1)
     count = real.sum(1, keepdim=True).to(weight)
 
-    sharing = policy.sharing(responses.copies, batch.width, responses.length)
+    shared_rows = policy.shared_rows(
+        responses.num_generations, batch.width, responses.max_new_tokens
+    )
     moves: torch.Tensor = parameter.new_zeros(batch.size, policy.dimension)
     first = second = torch.zeros_like(moves)
     if start is not None:
@@ -131,8 +133,8 @@ def _train(
         chosen = minibatch(real, spec.minibatches, part, epoch).to(policy.device)
         of_token = torch.where(chosen, weight * count / chosen.sum(1, keepdim=True), 0.0)
         moves = project(moves, radius).requires_grad_()
-        with local_copies(policy.model, policy.parameters, moves, batch.height // sharing):
-            logprobs = policy.response_logprobs(tokens, mask, responses.length, sharing)
+        with local_copies(policy.model, policy.parameters, moves, batch.height // shared_rows):
+            logprobs = policy.response_logprobs(tokens, mask, responses.max_new_tokens, shared_rows)
         logprobs = logprobs.view(real.shape)
         old = logprobs.detach() if old is None else old  # of θ₀: no move has been made yet
         objective = surrogate(logprobs - old, of_token, spec.clip_range)

@@ -84,9 +84,9 @@ def _pairs(round_: PrivateRound) -> Examples:
         texts=[responses.texts[row] for row in rows],
         prompts=responses.prompts,
         users=responses.users,
-        length=responses.length,
-        longest=responses.longest,
-        copies=responses.copies,
+        max_new_tokens=responses.max_new_tokens,
+        max_prompt_tokens=responses.max_prompt_tokens,
+        num_generations=responses.num_generations,
     )
     counts = open_private(round_.valid)[paired.user]
     signs = np.where(np.arange(len(rows)) % 2, -1.0, 1.0)

@@ -1,0 +1,37 @@
+"""What this machine has: cores it may use, and the number format it computes in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def usable_cores() -> int:
+    """Return the number of processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def native_dtype(device_type: str | None = None) -> torch.dtype:
+    """Return bfloat16 where a device computes in it, else float32.
+
+    A processor that has to emulate bfloat16 takes several times as long as for float32.
+
+    Args:
+        device_type: ``cuda`` or ``cpu``; None means the GPU if there is one, else the CPU.
+    """
+    import torch
+
+    if device_type is None:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if device_type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        abilities: Mapping[str, Any] = torch.cpu.get_capabilities()
+        native = any(abilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    return torch.bfloat16 if native else torch.float32
