@@ -296,9 +296,9 @@ def _responses(users: Sequence[int], seed: int) -> Responses:
         texts=[""] * (k * len(made)),
         prompts=Prompts([""] * len(made), owner, slots, {}),
         users=len(users),
-        length=_LONGEST_RESPONSE,
-        longest=_LONGEST_PROMPT,
-        copies=k,
+        max_new_tokens=_LONGEST_RESPONSE,
+        max_prompt_tokens=_LONGEST_PROMPT,
+        num_generations=k,
     )
 
 
