@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from dprlhf.boundary import Private
 from dprlhf.cli.app import app
 from dprlhf.errors import DprlhfError
+from dprlhf.papers import INSTALL
 from dprlhf.papers.control import bandits, tables, trajectories
 from dprlhf.papers.control.environments import (
     Acrobot,
@@ -26,7 +27,7 @@ from dprlhf.papers.control.environments import (
     Riverswim,
     make_environment,
 )
-from dprlhf.papers.control.gym import INSTALL, Gymnasium, PlanarRobot
+from dprlhf.papers.control.gym import Gymnasium, PlanarRobot
 from dprlhf.papers.control.policies import (
     GaussianMLP,
     LogLinearSoftmax,
@@ -565,6 +566,18 @@ def test_a_missing_extra_names_the_install_command(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(DprlhfError) as caught:
         make_environment("hopper")
+    assert INSTALL.startswith("pip install 'dprlhf[papers]'")
+    assert INSTALL in str(caught.value)
+
+
+def test_missing_plots_name_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is measured: importing what writes the tables already says it."""
+    import sys
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "dprlhf.papers.control.results")
+    with pytest.raises(DprlhfError) as caught:
+        CliRunner().invoke(app, ["bench", "control"], catch_exceptions=False)
     assert INSTALL in str(caught.value)
 
 

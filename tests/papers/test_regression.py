@@ -30,7 +30,7 @@ from dprlhf.papers.regression import (
     issp,
 )
 from dprlhf.papers.regression.exponential import UNITS, choose, total_units
-from dprlhf.papers.regression.in_memory import LocalRelease
+from dprlhf.papers.regression.in_memory import InMemoryRelease
 from dprlhf.privacy import pure
 from dprlhf.privacy.gaussian import gaussian_epsilon
 from dprlhf.updates.privls import improper_batch_sgd, projected_sgd
@@ -169,13 +169,13 @@ def test_the_guarantee_of_gaussian_oracles(adjacency: Any) -> None:
     for oracle in (SufficientStatistics(1, 2, 5), ProjectedSGD(1, 2, 5, 7)):
         seen: list[float] = []
 
-        class Spy(LocalRelease):
+        class Spy(InMemoryRelease):
             def __call__(self, contribution: Contribution, bound: float) -> torch.Tensor:
                 seen.append(self.noise_multiplier)  # noqa: B023
                 return super().__call__(contribution, bound)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("dprlhf.papers.regression.on_arrays.LocalRelease", Spy)
+            patch.setattr("dprlhf.papers.regression.on_arrays.InMemoryRelease", Spy)
             found = fit(
                 oracle, x, y, epsilon=1.5, delta=1e-5, adjacency=adjacency, users=300, key=KEY
             )
@@ -190,7 +190,7 @@ def test_the_guarantee_of_gaussian_oracles(adjacency: Any) -> None:
 
 def test_the_noise_has_the_stated_scale() -> None:
     x = torch.zeros(5, 20_000, dtype=torch.float64)
-    release = LocalRelease(x, torch.zeros(5, dtype=torch.float64), 1.7, 9.0, KEY)
+    release = InMemoryRelease(x, torch.zeros(5, dtype=torch.float64), 1.7, 9.0, KEY)
     draws = [release(lambda f, _: f, 0.3).numpy() * 9 / (1.7 * 0.3) for _ in range(2)]
     for draw in draws:
         assert stats.kstest(draw, "norm").pvalue > 1e-3
@@ -246,7 +246,7 @@ class Recorder:
         self.bounds: list[float] = []
 
     def __call__(self, contribution: Contribution, bound: float) -> torch.Tensor:
-        release = LocalRelease(self.rows[:, :2], self.rows[:, 2], 0.0, 1.0, KEY)
+        release = InMemoryRelease(self.rows[:, :2], self.rows[:, 2], 0.0, 1.0, KEY)
         self.sums.append(release(contribution, bound))
         self.bounds.append(bound)
         # Neighbours are compared at the same released history.

@@ -9,8 +9,6 @@ import typer
 
 from dprlhf.errors import DprlhfError
 
-INSTALL = "pip install -e '.[papers]' in the clone"
-
 bench = typer.Typer(help="Measure the tables of the source papers.", no_args_is_help=True)
 
 
@@ -41,6 +39,8 @@ def bench_control(
         from dprlhf.papers.control.results import write
         from dprlhf.papers.control.tables import TABLES, read_table, run_table
     except ModuleNotFoundError as missing:
+        from dprlhf.papers import INSTALL
+
         raise DprlhfError(f"bench needs {missing.name}: {INSTALL}") from None
 
     if table != "all" and table not in TABLES:

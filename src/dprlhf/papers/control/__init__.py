@@ -1,1 +1,1 @@
-"""Tabular, control and dosing tasks: a user is one trajectory, the oracles are the same."""
+"""The papers' control, dosing and bandit tasks: a user is one trajectory."""

@@ -73,7 +73,7 @@ SLOPE = {
 """The slowest term of each: the exponent that must hold for large N."""
 
 SLOW = ("pg", "tabular-pg", "npg/projected-sgd")
-"""Whose steps along a gradient are short once the policy is nearly deterministic."""
+"""Updates whose gradient vanishes as the policy becomes deterministic: they get more rounds."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ class Bandit:
     """The log-linear problem.
 
     Attributes:
-        d: dimension.
-        arms: responses to choose from.
-        truth: w*, ``[d]``.
-        fresh: features of contexts to evaluate on, ``[contexts, arms, d]``.
+        d: Dimension of the features.
+        arms: Number of responses to choose from in each context.
+        truth: Parameter w* of the mean reward, ``[d]``.
+        fresh: Features of contexts to evaluate on, ``[contexts, arms, d]``.
     """
 
     d: int
@@ -141,10 +141,10 @@ def run(name: str, d: int, users: int, epsilon: float, seed: int) -> float:
 
     Args:
         name: ``pg``, ``rebel``, ``tabular-pg`` or ``npg/ORACLE``.
-        d: dimension of the log-linear problem.
-        users: N.
-        epsilon: ε; infinite for none.
-        seed: of problem, users and noise.
+        d: Dimension of the log-linear problem.
+        users: Number N of users.
+        epsilon: Privacy loss ε; infinite for a run without noise.
+        seed: Seed of the problem, its users and the noise.
     """
     if name == "tabular-pg":
         return _tabular(users, epsilon, seed)

@@ -20,19 +20,19 @@ from dprlhf.papers.control.gym import Array, Flags, Gymnasium, PlanarRobot
 
 
 class Environment(Protocol):
-    """A task."""
+    """A task whose trajectories are simulated in batches; a user is one trajectory."""
 
     @property
     def size(self) -> int:
-        """Of an observation."""
+        """The number of entries of an observation."""
 
     @property
     def actions(self) -> int:
-        """The number of actions, or of numbers in a continuous one."""
+        """The number of discrete actions, or of entries of a continuous action."""
 
     @property
     def continuous(self) -> bool:
-        """Which of the two."""
+        """Whether an action is a vector of numbers; else it is one of ``actions`` choices."""
 
     @property
     def horizon(self) -> int:
@@ -172,7 +172,7 @@ class Riverswim:
     probability p and pays 1; else it drifts back. Left at the left bank pays 5/1000.
 
     Attributes:
-        success: p.
+        success: Probability p that swimming right at the right bank stays there.
         blind: observations are constant. This is what the features of Rio et al., one-hot state and
             one-hot action side by side, leave of the state: their policy has one free parameter.
     """
@@ -189,7 +189,7 @@ class Riverswim:
 
     @property
     def size(self) -> int:
-        """Of an observation."""
+        """The number of entries of an observation."""
         return 1 if self.blind else self.states
 
     @property
@@ -224,7 +224,7 @@ class Riverswim:
         return np.ones((len(state), 1)) if self.blind else np.asarray(np.eye(self.states)[state])
 
     def step(self, state: Array, actions: Array, uniforms: Array) -> tuple[Array, Array, Flags]:
-        """Move."""
+        """Move each swimmer by one step of the Markov chain."""
         action = actions.astype(np.int64)
         ends = np.cumsum(self.transitions, -1)[state, action]
         new = np.minimum((ends < uniforms).sum(1), self.states - 1)
@@ -388,7 +388,7 @@ ENVIRONMENTS: dict[str, Callable[[], Environment]] = {
     "hopper": lambda: Gymnasium("Hopper-v5"),
     "hopper-trunk": lambda: PlanarRobot("Hopper-v5", trunk=True, stiffness=2.0),
 }
-"""By the name in a recipe."""
+"""How to make each environment, by its name in a recipe."""
 
 
 def make_environment(name: str) -> Environment:

@@ -12,11 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dprlhf.errors import DprlhfError, one_line
+from dprlhf.papers import INSTALL
 
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
-
-INSTALL = "pip install -e '.[papers]' in the clone"
 
 
 @dataclass
@@ -24,9 +23,9 @@ class Gymnasium:
     """Any Gymnasium environment, one instance a trajectory (a loop: its steps are in C).
 
     Attributes:
-        name: as registered, for example ``HalfCheetah-v5``.
-        reward_range: R.
-        horizon: the largest number of steps.
+        name: Gymnasium's registered name, for example ``HalfCheetah-v5``.
+        reward_range: Bound R on a step's reward; rewards are clipped to [−R, R].
+        horizon: Largest number of steps of an episode.
 
     Raises:
         DprlhfError: Gymnasium or MuJoCo is missing, the name is unknown, or the action space is
@@ -147,10 +146,11 @@ class PlanarRobot(Gymnasium):
     both in the place of an amplitude and a phase.
 
     Attributes:
-        trunk: whether the policy sees height, angle and three velocities of the trunk.
-        period: of the clock, in seconds of the simulation; None: no clock.
-        stiffness: torque for each radian.
-        damping: torque for each radian a second.
+        trunk: Whether the policy sees height, angle and three velocities of the trunk.
+        period: Period of the clock that the policy sees, in seconds of simulated time; None for no
+            clock.
+        stiffness: Torque for each radian between the desired and the actual joint position.
+        damping: Torque against each radian per second of joint velocity.
     """
 
     trunk: bool = False
@@ -159,7 +159,7 @@ class PlanarRobot(Gymnasium):
     damping: float = 0.05
 
     def __post_init__(self) -> None:
-        """Learn the spaces, and show a part of the observation."""
+        """Learn the robot's spaces, then narrow the observation to what the policy sees."""
         super().__post_init__()
         self.size = 5 * self.trunk + 2 * (self.period is not None)
 

@@ -23,15 +23,18 @@ Array = NDArray[np.float64]
 
 
 class TrajectoryPolicy(Protocol):
-    """π_θ(a|s). Leading axes are those of the observations: ``[users]`` or ``[users, steps]``."""
+    """A policy π_θ(a|s) that acts on numbers and knows the gradients of its log-probabilities.
+
+    Leading axes are those of the observations: ``[users]`` or ``[users, steps]``.
+    """
 
     @property
     def dimension(self) -> int:
-        """d, the number of parameters."""
+        """The number d of parameters."""
 
     @property
     def draws(self) -> int:
-        """Uniform numbers that one action takes."""
+        """The number of uniform random numbers that one action takes."""
 
     def initial(self, rng: np.random.Generator) -> Array:
         """Return the parameters that training starts from, ``[d]``; public."""
@@ -102,11 +105,11 @@ class LogLinearSoftmax:
     that have an order (a torque of −1, 0 or 1): d = size.
 
     Attributes:
-        size: of an observation.
-        actions: how many.
-        scale: public constants that observations are multiplied with, ``[size]``; what has 0 is
-            not read, and has no parameters.
-        levels: public constants, ``[actions]``.
+        size: Number of entries of an observation.
+        actions: Number of actions.
+        scale: Public constants that observations are multiplied by, ``[size]``; an entry whose
+            scale is 0 is not read, and has no parameters.
+        levels: Public constants that order the actions, ``[actions]``.
     """
 
     size: int
@@ -116,7 +119,7 @@ class LogLinearSoftmax:
 
     @property
     def dimension(self) -> int:
-        """The numbers that are read, times the actions without ``levels``."""
+        """The number of observed entries that are read, times the actions without ``levels``."""
         return len(self._read) * (1 if self.levels else self.actions)
 
     @property
@@ -125,7 +128,7 @@ class LogLinearSoftmax:
 
     @property
     def draws(self) -> int:
-        """One."""
+        """One uniform number picks one of the actions."""
         return 1
 
     def initial(self, rng: np.random.Generator) -> Array:
@@ -196,9 +199,9 @@ class TwoLayer:
     """Linear(size, hidden), ReLU or tanh, Linear(hidden, outputs); or one Linear without hidden.
 
     Attributes:
-        size: of the input.
-        hidden: units; 0 for a linear function.
-        outputs: how many.
+        size: Number of inputs.
+        hidden: Number of hidden units; 0 makes the network one linear layer.
+        outputs: Number of outputs.
         activation: ``relu`` or ``tanh``.
     """
 
@@ -209,7 +212,7 @@ class TwoLayer:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of weights and biases, in the order of θ."""
+        """The shapes of weights and biases, in the order of θ."""
         sizes = [self.size, self.hidden, self.outputs] if self.hidden else [self.size, self.outputs]
         pairs = itertools.pairwise(sizes)
         return [shape for a, b in pairs for shape in ((b, a), (b,))]
@@ -274,10 +277,10 @@ class MLPSoftmax:
     """Linear(size, hidden)-ReLU-Linear(hidden, actions)-Softmax (He & Zhou, appendix H).
 
     Attributes:
-        size: of an observation.
-        actions: how many.
-        hidden: units.
-        scale: public constants that observations are multiplied with, ``[size]``.
+        size: Number of entries of an observation.
+        actions: Number of actions.
+        hidden: Number of hidden units.
+        scale: Public constants that observations are multiplied by, ``[size]``.
     """
 
     size: int
@@ -292,12 +295,12 @@ class MLPSoftmax:
 
     @property
     def dimension(self) -> int:
-        """d."""
+        """The number d of parameters."""
         return self.net.dimension
 
     @property
     def draws(self) -> int:
-        """One."""
+        """One uniform number picks one of the actions."""
         return 1
 
     def initial(self, rng: np.random.Generator) -> Array:
@@ -338,15 +341,15 @@ class GaussianMLP:
     """N(f_θ(s), diag σ²) with f of one tanh layer, or linear; log σ is part of θ, or fixed.
 
     Attributes:
-        size: of an observation.
-        actions: numbers in one action.
-        hidden: units; 0 for a linear f.
-        std: σ at the start; 0 makes the policy deterministic, with no gradient.
-        learn_std: whether log σ is trained.
-        scale: public constants that observations are multiplied with, ``[size]``.
-        shift: public constants taken from observations before that, ``[size]``.
-        spread: actions are this times f plus noise, and ``center``.
-        center: the action where f is 0.
+        size: Number of entries of an observation.
+        actions: Number of entries of an action.
+        hidden: Number of hidden units; 0 makes f linear.
+        std: Standard deviation σ at the start; 0 makes the policy deterministic, with no gradient.
+        learn_std: Whether log σ is trained.
+        scale: Public constants that observations are multiplied by, ``[size]``.
+        shift: Public constants subtracted from observations before that, ``[size]``.
+        spread: Factor on f plus noise that gives the action's distance from ``center``.
+        center: Action where f is 0 and there is no noise.
     """
 
     size: int
@@ -361,17 +364,17 @@ class GaussianMLP:
 
     @property
     def net(self) -> TwoLayer:
-        """f."""
+        """The network f of the mean."""
         return TwoLayer(self.size, self.hidden, self.actions, "tanh")
 
     @property
     def dimension(self) -> int:
-        """d."""
+        """The number d of parameters."""
         return self.net.dimension + (self.actions if self.learn_std else 0)
 
     @property
     def draws(self) -> int:
-        """One for each number of an action."""
+        """One uniform number for each entry of an action; none for a deterministic policy."""
         return self.actions if self.std else 0
 
     def initial(self, rng: np.random.Generator) -> Array:

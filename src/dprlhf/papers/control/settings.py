@@ -32,19 +32,25 @@ LEAKS = {
 
 
 class Policy(Settings):
-    """The policy; see :mod:`dprlhf.papers.control.policies`.
+    """Which policy acts, and how it sees observations (:mod:`dprlhf.papers.control.policies`).
 
     Attributes:
-        type: ``tabular``, ``log-linear`` or ``mlp`` (softmax), or ``gaussian``.
-        hidden: units of ``mlp`` and ``gaussian``; 0: linear.
-        scale: public constants that observations are multiplied with; not of ``tabular``. With
-            ``log-linear``, numbers whose scale is 0 are not read and have no parameters.
-        levels: of ``log-linear``: public numbers of actions that have an order, ``[-1, 0, 1]``.
-        shift: of ``gaussian``: public constants taken off before that.
-        std: of ``gaussian``.
-        learn_std: of ``gaussian``.
-        spread: of ``gaussian``.
-        center: of ``gaussian``.
+        type: ``tabular``, ``log-linear`` or ``mlp`` for one of n actions (softmax), ``gaussian``
+            for a vector of numbers.
+        hidden: Units of the hidden layer of ``mlp`` and ``gaussian``; 0 makes the mean of
+            ``gaussian`` a linear function of the observation.
+        scale: Public constants that observations are multiplied by, ``[size]``; ``tabular`` takes
+            none. A 0 hides that number of the observation; ``log-linear`` then has no parameters
+            for it.
+        levels: Public numbers that order the actions of ``log-linear``, ``[actions]``, for example
+            ``[-1, 0, 1]`` for three torques: π(a|s) ∝ exp(level_a θ · x), one θ for all actions.
+        shift: Public constants subtracted from observations before they are scaled, ``[size]``;
+            ``gaussian`` only.
+        std: Standard deviation σ of ``gaussian`` before ``spread`` scales it (its start, if
+            ``learn_std``). 0 makes the policy deterministic, which only ``pgpe`` can train.
+        learn_std: Whether log σ is trained with the mean.
+        spread: Factor from the network's output to the action, in units of the action.
+        center: Action of ``gaussian`` where the network's output is 0.
     """
 
     type: Literal["tabular", "log-linear", "mlp", "gaussian"] = "log-linear"
@@ -58,11 +64,25 @@ class Policy(Settings):
     center: float = 0.0
 
     def build(self, environment: Environment) -> TrajectoryPolicy:
-        """Return the policy for an environment.
+        """Return the policy for an environment's observations and actions.
 
         Raises:
             DprlhfError: the policy cannot serve the action space.
         """
+        size, actions = environment.size, environment.actions
+        self._check(environment)
+        if self.type == "gaussian":
+            return GaussianMLP(
+                size, actions, self.hidden, self.std, self.learn_std, self.scale, self.shift,
+                self.spread, self.center,
+            )  # fmt: skip
+        if self.type == "mlp":
+            return MLPSoftmax(size, actions, self.hidden, self.scale)
+        if self.type == "tabular":
+            return TabularSoftmax(size, actions)
+        return LogLinearSoftmax(size, actions, self.scale, self.levels)
+
+    def _check(self, environment: Environment) -> None:
         size, actions = environment.size, environment.actions
         for name, constants in (("scale", self.scale), ("shift", self.shift)):
             if constants is not None and len(constants) != size:
@@ -81,32 +101,22 @@ class Policy(Settings):
             raise DprlhfError(
                 f"policy.type {self.type} cannot serve actions that are {kind}: use {wanted}"
             )
-        if self.type == "gaussian":
-            return GaussianMLP(
-                size, actions, self.hidden, self.std, self.learn_std, self.scale, self.shift,
-                self.spread, self.center,
-            )  # fmt: skip
-        if self.type == "mlp":
-            return MLPSoftmax(size, actions, self.hidden, self.scale)
-        if self.type == "tabular":
-            return TabularSoftmax(size, actions)
-        return LogLinearSoftmax(size, actions, self.scale, self.levels)
 
 
 class Advantage(Settings):
-    """Â_t = Σ_k γ^{k−t} (r_k − ρ), and −γ^{L−t} ρ/(1−γ) more where the episode ended at L.
+    """Advantage of step t: Â_t = Σ_k γ^{k−t} (r_k − ρ), and −γ^{L−t} ρ/(1−γ) for an end at step L.
 
-    That is the discounted return against the reward ρ for ever: for CartPole with ρ = 1 the blame
-    −γ^{L−t}/(1−γ) of a fall and nothing for an episode that the time limit cut. γ and ρ are public,
-    so each advantage depends on one user alone.
+    This is the discounted return, compared with a reward of ρ at every step for ever. For CartPole
+    with ρ = 1 it is the blame −γ^{L−t}/(1−γ) for a fall, and 0 in an episode that the time limit
+    cut. γ and ρ are public, so each advantage depends on one user alone.
 
     Attributes:
-        discount: γ.
-        reference: ρ.
-        baseline: ``public`` takes nothing more off; ``own`` the mean over the user's own steps.
-            ``batch`` normalises over all users of a round and ``critic`` takes off a linear value
-            function fitted, without noise, on earlier rounds: as in the papers' own runs, and
-            not private.
+        discount: Discount factor γ.
+        reference: Reference reward ρ, subtracted from the reward of every step.
+        baseline: ``public`` subtracts nothing else; ``own`` subtracts the mean over the user's own
+            steps. ``batch`` normalises over all users of a round, ``critic`` subtracts a linear
+            value function fitted, without noise, to earlier rounds: both as in the papers' own
+            runs, and both not private.
     """
 
     discount: Annotated[float, Field(ge=0, lt=1)] = 0.99
@@ -115,12 +125,13 @@ class Advantage(Settings):
 
 
 class PG(Settings):
-    """DP-PG: g_u = Σ_t Â_t ∇ log π(a_t|s_t), clipped to S.
+    """DP-PG on trajectories: a user contributes Σ_t Â_t ∇ log π(a_t|s_t), clipped to S.
 
     Attributes:
-        clip_norm: S.
-        advantage: Â.
-        log_barrier: λ of He & Zhou's J_λ, for ``tabular`` policies.
+        clip_norm: L2 bound S on a user's contribution.
+        advantage: How the advantages Â_t are computed from rewards.
+        log_barrier: Strength λ of the log-barrier regularizer in He & Zhou's J_λ (equation 10), for
+            ``tabular`` policies.
     """
 
     name: Literal["pg"] = "pg"
@@ -130,23 +141,27 @@ class PG(Settings):
 
 
 class NPG(Settings):
-    """DP-NPG: w ≈ argmin E (Â − w·φ)², φ = ∇ log π(a_t|s_t), by a PrivLS oracle; θ ← θ + η w.
+    """DP-NPG on trajectories: regress Â_t on φ_t = ∇ log π(a_t|s_t), and step along the solution w.
 
-    A user's loss is the mean over its steps, so that a user is one term of the sum.
+    A user's loss is the mean over its steps of (w · φ_t − Â_t)², so that a user is one term of the
+    sum however long its trajectory.
 
     Attributes:
-        clip_norm: B, the bound on ‖φ‖.
-        advantage: Â.
-        target_bound: Â is clipped to ± this.
-        radius: W; ‖w‖ ≤ W.
-        oracle: ``sufficient-statistics``, ``projected-sgd`` or ``improper-batch-sgd``.
-        steps: J of the last two.
-        step_size: of the last two.
-        ridge: of ``sufficient-statistics``.
-        damping: of ``sufficient-statistics``. A nearly deterministic policy has hardly any Fisher
-            information left; without damping w keeps its length there, and the policy its unrest.
-        gain: a user's contribution is so many times larger before it is clipped to what the oracle
-            allows: a mean over many steps is far smaller than the worst case that bounds it.
+        clip_norm: Bound B on ‖φ_t‖; longer scores are scaled down to it.
+        advantage: How the advantages Â_t are computed from rewards.
+        target_bound: Bound R on the targets; Â_t is clipped to [−R, R].
+        radius: Bound W on ‖w‖.
+        oracle: Private least squares: ``sufficient-statistics``, ``projected-sgd`` or
+            ``improper-batch-sgd``.
+        steps: Number J of noised gradients that the two gradient oracles release in a round.
+        step_size: Step of the two gradient oracles, in units of 1/B².
+        ridge: Regularization of ``sufficient-statistics``, in units of what its noise asks for.
+        damping: Added to every eigenvalue by ``sufficient-statistics``, in units of B². A nearly
+            deterministic policy has hardly any Fisher information left; without damping ‖w‖ stays
+            large there, and the policy never settles.
+        gain: Factor on a user's mean over its steps before it is clipped to the oracle's bound; the
+            released mean is divided by it. A mean over many steps is far smaller than the worst
+            case that bounds it, so a gain buys less noise for some clipping.
     """
 
     name: Literal["npg"] = "npg"
@@ -172,13 +187,14 @@ class PGPE(Settings):
     coordinates. The noise is that of K dimensions, not of d; the policy may be deterministic.
 
     Attributes:
-        clip_norm: S.
-        perturb: σ.
-        directions: K; None takes d.
-        center: the first b; later b follows the noised mean return.
-        spread: c.
-        share: the norm of the coordinate that releases the mean return, in units of S.
-        momentum: of the running mean b.
+        clip_norm: L2 bound S on a user's contribution.
+        perturb: Scale σ of the perturbations, for each parameter.
+        directions: Number K of directions in a round; None takes the policy's dimension d.
+        center: Baseline return b of the first round; later b follows the noised mean return.
+        spread: Unit c of returns: a return c above b, or more, contributes 1.
+        share: L2 bound of the extra coordinate that releases the mean return, as a share of S; 0
+            leaves it out, and b stays at ``center``.
+        momentum: Weight of the old b when a released mean return moves it.
     """
 
     name: Literal["pgpe"] = "pgpe"
@@ -198,15 +214,17 @@ class PGPE(Settings):
 
 
 class Privacy(Settings):
-    """The budget; see :func:`dprlhf.privacy.plan.make_plan`.
+    """The privacy budget, as :func:`dprlhf.privacy.plan.make_plan` takes it.
 
     Attributes:
-        epsilon: ε; ``inf`` for a non-private baseline. Or give ``noise_multiplier``.
-        noise_multiplier: z.
-        delta: δ.
-        partition: how users are spread over rounds.
-        adjacency: None takes the partition's own.
-        participations: k.
+        epsilon: Privacy loss ε; ``inf`` for a non-private baseline. Give this or
+            ``noise_multiplier``.
+        noise_multiplier: Noise multiplier z, the standard deviation of the noise over the clip
+            norm.
+        delta: Failure probability δ of the (ε, δ) guarantee.
+        partition: How users are assigned to rounds.
+        adjacency: What makes two data sets neighbours; None takes the partition's own.
+        participations: Number k of rounds that a user takes part in.
     """
 
     epsilon: Annotated[float, Field(gt=0)] | None = None
@@ -218,19 +236,19 @@ class Privacy(Settings):
 
 
 class ControlRecipe(Settings):
-    """A control task.
+    """The settings of a run on a control task, one YAML file of ``recipes/control``.
 
     Attributes:
-        environment: its name (:data:`dprlhf.papers.control.environments.ENVIRONMENTS`).
-        users: N; a user is one trajectory.
-        rounds: T.
-        privacy: the budget.
-        policy: what is trained.
-        update: by what.
-        optimizer: of what is released.
-        evaluation_episodes: fresh simulated trajectories of the final policy.
-        curve_episodes: the same, of the policies on the way.
-        curve_points: how many of those.
+        environment: Name of the task (:data:`dprlhf.papers.control.environments.ENVIRONMENTS`).
+        users: Number N of users; a user is one trajectory.
+        rounds: Number T of rounds.
+        privacy: The privacy budget.
+        policy: The policy that is trained.
+        update: The algorithm: ``pg``, ``npg`` or ``pgpe``.
+        optimizer: The server-side optimizer, which steps along what each round releases.
+        evaluation_episodes: Fresh simulated trajectories that evaluate the final policy.
+        curve_episodes: Fresh simulated trajectories for each point of the learning curve.
+        curve_points: Number of points of the learning curve.
     """
 
     environment: str
@@ -253,13 +271,13 @@ class ControlRecipe(Settings):
 
     @property
     def leak(self) -> str | None:
-        """Why no ε holds for this recipe, if so."""
+        """Why no ε holds for this recipe; None where one does."""
         advantage = getattr(self.update, "advantage", None)
         return LEAKS.get(advantage.baseline) if advantage is not None else None
 
 
 def load(path: str | Path, overrides: Mapping[str, Any] | None = None) -> ControlRecipe:
-    """Read a YAML recipe; ``overrides`` maps dotted keys to values.
+    """Read a YAML recipe; ``overrides`` maps dotted keys to values that replace the file's.
 
     Raises:
         DprlhfError: the file cannot be read, or a key or value is wrong.
@@ -278,7 +296,12 @@ def make(
     overrides: Mapping[str, Any] | None = None,
     source: str = "recipe",
 ) -> ControlRecipe:
-    """Validate settings.
+    """Check settings and return them as a recipe.
+
+    Args:
+        settings: What the YAML file holds.
+        overrides: Dotted keys and the values that replace those of ``settings``.
+        source: What an error message names as its origin.
 
     Raises:
         DprlhfError: a key or value is wrong.

@@ -48,13 +48,13 @@ class Row:
     """One line of a table.
 
     Attributes:
-        name: unique; ``task/algorithm/privacy``.
-        kind: what runs it.
-        settings: the recipe's file and overrides, or the arguments.
-        paper: the paper's number, as printed, and at which claimed privacy.
-        goal: what is asked for: (at least, this).
-        note: shown beside it.
-        group: the plot that it belongs to.
+        name: Unique name, ``task/algorithm/privacy``.
+        kind: What runs it: training, training with cumulative regret, UCB-VI, or a bandit.
+        settings: The recipe's file and overrides, or the arguments of ``kind``.
+        paper: The paper's figure, as printed, with the privacy that it claims.
+        goal: The least value that is asked for; None without a goal.
+        note: A remark shown beside the name.
+        group: The task, by which plots pick their rows.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Row:
     group: str = ""
 
     def digest(self, seed: int, recipes: Path) -> str:
-        """Return what names the result of one seed: it changes with the recipe's settings."""
+        """Return a digest of what one seed runs, which changes with the recipe's settings."""
         base: Any = None
         if "recipe" in self.settings:
             path = recipes / self.settings["recipe"]
@@ -80,8 +80,8 @@ class Found:
     """A row with the results of its seeds.
 
     Attributes:
-        row: what was run.
-        runs: of each seed: ``value``, and what its kind adds.
+        row: What was run.
+        runs: One result for each seed: its ``value``, and what the row's kind adds.
     """
 
     row: Row
@@ -89,7 +89,7 @@ class Found:
 
     @property
     def values(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """The value of each seed."""
+        """The value of each seed, ``[seeds]``."""
         return np.array([run["value"] for run in self.runs], dtype=np.float64)
 
 
@@ -106,17 +106,20 @@ def _dotted(changes: Mapping[str, Any]) -> dict[str, Any]:
     return {key.replace("__", "."): value for key, value in changes.items()}
 
 
+HZ_CLAIMED = {
+    ("pg", 5.0): "190.3 ± 52.9 (claimed ε = 5)",
+    ("pg", 3.0): "143.9 ± 22.9 (claimed ε = 3)",
+    ("pg", math.inf): "334.4 ± 25.3",
+    ("npg", 5.0): "478.7 ± 28.1 (claimed ε = 5)",
+    ("npg", 3.0): "400.9 ± 65.4 (claimed ε = 3)",
+    ("npg", math.inf): "492.9 ± 10.0",
+}
+"""He & Zhou's table 1 as printed, by update and the ε that they claim."""
+
+
 def hz() -> list[Row]:
     """He & Zhou, table 1 (CartPole, 1,000 users), and the sample complexity of their theorems."""
     rows = []
-    claimed = {
-        ("pg", 5.0): "190.3 ± 52.9 (claimed ε = 5)",
-        ("pg", 3.0): "143.9 ± 22.9 (claimed ε = 3)",
-        ("pg", math.inf): "334.4 ± 25.3",
-        ("npg", 5.0): "478.7 ± 28.1 (claimed ε = 5)",
-        ("npg", 3.0): "400.9 ± 65.4 (claimed ε = 3)",
-        ("npg", math.inf): "492.9 ± 10.0",
-    }
     goals = {("pg", 3.0): 300.0, ("npg", 3.0): 490.0, ("npg", 1.0): 450.0}
     epsilons = (1.0, 3.0, 5.0, math.inf)
     for policy, suffix, note in (
@@ -127,7 +130,7 @@ def hz() -> list[Row]:
             _train(
                 f"cartpole_{update}{suffix}",
                 f"cartpole/{update}/{policy}/epsilon={epsilon:g}",
-                claimed.get((update, epsilon), ""),
+                HZ_CLAIMED.get((update, epsilon), ""),
                 None if suffix else goals.get((update, epsilon)),
                 note,
                 privacy__epsilon=epsilon,
@@ -143,7 +146,7 @@ def hz() -> list[Row]:
         _train(
             "cartpole_paper",
             f"cartpole/pg/paper-setting/{baseline}",
-            claimed["pg", 3.0],
+            HZ_CLAIMED["pg", 3.0],
             None,
             note,
             update__advantage__baseline=baseline,
@@ -166,7 +169,11 @@ def hz() -> list[Row]:
 
 
 def rio() -> list[Row]:
-    """Rio et al., table 1 and figures 2 and 6: control, MuJoCo and dosing."""
+    """Rio et al., table 1 and figures 2 and 6: control, dosing and MuJoCo."""
+    return [*_rio_control(), *_rio_dosing(), *_rio_mujoco()]
+
+
+def _rio_control() -> list[Row]:
     rows = []
     # What the paper's z really costs: one Gaussian, zero-out, δ = 1e-5.
     spent = {z: round(gaussian_epsilon(z, 1e-5), 4) for z in (1.0, 3.0)}
@@ -207,11 +214,15 @@ def rio() -> list[Row]:
         for task in ("cartpole", "acrobot")
         for epsilon in (0.1, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0, math.inf)
     ]  # fmt: skip
+    return rows
+
+
+def _rio_dosing() -> list[Row]:
     dosing = {
         0: (109.9, "109.9 ± 4.8 (z = 0.1, ε = 91.8)"),
         1: (20.7, "20.7 ± 53.4 (z = 0.1, ε = 91.8)"),
     }
-    rows += [
+    return [
         _train(
             f"dosing{number}",
             f"dosing-{number}/pgpe/epsilon={epsilon:g}",
@@ -223,6 +234,10 @@ def rio() -> list[Row]:
         for number, (goal, paper) in dosing.items()
         for epsilon in (1.0, 8.0, math.inf)
     ]
+
+
+def _rio_mujoco() -> list[Row]:
+    rows = []
     mujoco = {
         "halfcheetah": (1548.9, "1548.9 ± 399.1 (z = 0.05, ε = 284)", "a clock"),
         "hopper": (645.0, "645.0 ± 176.4 (z = 0.05, ε = 284)", "its trunk"),
@@ -300,14 +315,14 @@ def run_table(
     """Run what is missing of a table and return all of it.
 
     Args:
-        table: a key of :data:`TABLES`.
-        seeds: of each row.
-        jobs: processes.
-        recipes: the folder of the recipes.
-        cache: of finished and half-finished runs.
-        only: rows whose name holds this.
-        changes: settings of every row, in place of its own; for runs in miniature.
-        quiet: show no progress bar.
+        table: A key of :data:`TABLES`.
+        seeds: Number of seeds of each row.
+        jobs: Number of parallel processes.
+        recipes: Folder of the recipes.
+        cache: Folder of finished and half-finished runs.
+        only: Run rows whose name contains this, and no others.
+        changes: Settings that replace those of every row, for runs in miniature.
+        quiet: Whether to hide the progress bar.
 
     Raises:
         DprlhfError: the table or a recipe is unknown, or a recipe cannot run.

@@ -26,19 +26,20 @@ CHUNK = 64
 
 @dataclass(frozen=True, repr=False)
 class Trajectories:
-    """A chunk: the first ``users`` rows are users, the others fillers.
+    """A chunk of trajectories of fixed shape: the first ``users`` rows are users, the rest fillers.
 
     Attributes:
-        users: how many rows count.
-        observations: ``[chunk, horizon, size]``.
-        actions: ``[chunk, horizon]`` or ``[chunk, horizon, actions]``.
-        rewards: clipped to [−R, R]; 0 where there is no step, ``[chunk, horizon]``.
-        steps: of each, ``[chunk]``; 0 for fillers and for users whose environment failed.
-        terminated: whether the episode ended by itself, not by a time limit, ``[chunk]``.
-        choice: ±1 in the place of the direction along which each user moved its parameters, else 0,
+        users: Number of rows that are users.
+        observations: What the policy saw, ``[chunk, horizon, size]``.
+        actions: What it did, ``[chunk, horizon]`` or ``[chunk, horizon, actions]``.
+        rewards: Rewards clipped to [−R, R], 0 where there is no step, ``[chunk, horizon]``.
+        steps: Length of each trajectory, ``[chunk]``; 0 for fillers and for users whose environment
+            failed.
+        terminated: Whether the episode ended by itself, not by a time limit, ``[chunk]``.
+        choice: ±1 at the direction along which a user moved its parameters and 0 elsewhere,
             ``[chunk, directions]``.
-        out_of_range: rewards outside [−R, R]. Computed from users: for secret telemetry.
-        failed: users whose environment failed. Computed from users: for secret telemetry.
+        out_of_range: Number of rewards outside [−R, R]; computed from users, for secret telemetry.
+        failed: Number of users whose environment failed; computed from users, for secret telemetry.
     """
 
     users: int
@@ -53,12 +54,12 @@ class Trajectories:
 
     @property
     def mask(self) -> NDArray[np.bool_]:
-        """Which steps were taken, ``[chunk, horizon]``."""
+        """Whether each step was taken, ``[chunk, horizon]``."""
         return np.arange(self.rewards.shape[1]) < self.steps[:, None]
 
     @property
     def returns(self) -> Array:
-        """The sum of rewards of each, ``[chunk]``."""
+        """The sum of rewards of each trajectory, ``[chunk]``."""
         return np.asarray(self.rewards.sum(1))
 
 
@@ -74,11 +75,14 @@ def collect(
     """Return the trajectories of a round's users.
 
     Args:
-        theta: ``[d]``.
-        allocation: of users to rounds.
-        round_: t, from 1.
-        seed: of the simulated population; user u's random numbers are those of (seed, u).
-        directions: ``[directions, d]``; a user then draws one and a sign, and acts with θ ± it.
+        environment: The task.
+        policy: The form of π_θ.
+        theta: Parameters θ, ``[d]``.
+        allocation: Which users take part in which round.
+        round_: Round t, from 1.
+        seed: Seed of the simulated population; user u's random numbers come from (seed, u).
+        directions: Public perturbations, ``[directions, d]``: each user draws one of them and a
+            sign, and acts with θ ± it. None: all act with θ.
     """
     users = open_private(allocation).round(round_)
     seeds = [(seed, int(user)) for user in users]
@@ -106,7 +110,7 @@ def evaluate(
     seed: tuple[int, ...],
     episodes: int,
 ) -> Array:
-    """Return the returns of fresh trajectories, ``[episodes]``: of nobody, so they are public."""
+    """Return the returns of fresh trajectories, ``[episodes]``; they are no user's, so public."""
     chunks = simulate(environment, policy, theta, [(*seed, i) for i in range(episodes)])
     return np.concatenate([chunk.returns[: chunk.users] for chunk in chunks])
 
@@ -145,46 +149,65 @@ def _chunk(
         for row, generator in enumerate(generators):
             choice[row, generator.integers(len(directions))] = generator.choice((-1.0, 1.0))
         own = theta + choice @ directions
+    seen = np.zeros((CHUNK, horizon, env.size))
+    acted = np.zeros((CHUNK, horizon, env.actions) if env.continuous else (CHUNK, horizon))
+    rewards = np.zeros((CHUNK, horizon))
+    taken = Trajectories(
+        users=users,
+        observations=seen,
+        actions=acted,
+        rewards=rewards,
+        steps=np.zeros(CHUNK, dtype=np.int64),
+        terminated=np.zeros(CHUNK, dtype=bool),
+        choice=choice,
+    )
+    _act(env, policy, own, uniforms, taken)
+    return _without_failures(taken, env.reward_range)
+
+
+def _act(
+    env: Environment, policy: TrajectoryPolicy, own: Array, uniforms: Array, into: Trajectories
+) -> None:
+    """Simulate a chunk step by step, and write it into the arrays of ``into``."""
+    users, horizon = into.users, env.horizon
     # Instances of their own need no fillers; the policy's inputs are filled up all the same.
     rows = users if isinstance(env, Gymnasium) else CHUNK
     state = env.reset(uniforms[:rows, : env.reset_draws])
     draws = uniforms[:, env.reset_draws :].reshape(CHUNK, horizon, -1)
-    seen = np.zeros((CHUNK, horizon, env.size))
-    acted = np.zeros((CHUNK, horizon, env.actions) if env.continuous else (CHUNK, horizon))
-    rewards = np.zeros((CHUNK, horizon))
-    steps = np.zeros(CHUNK, dtype=np.int64)
-    terminated = np.zeros(CHUNK, dtype=bool)
     alive = np.arange(CHUNK) < users
     for t in range(horizon):
-        now = seen[:, t]
+        now = into.observations[:, t]
         now[:rows] = env.observe(state)
         action = policy.act(own, now, draws[:, t, : policy.draws])
-        acted[:, t] = action
+        into.actions[:, t] = action
         state, reward, ended = env.step(state, action[:rows], draws[:rows, t, policy.draws :])
-        rewards[:rows, t] = np.where(alive[:rows], reward, 0.0)
-        steps += alive
-        terminated[:rows] |= alive[:rows] & ended
-        alive &= ~terminated
+        into.rewards[:rows, t] = np.where(alive[:rows], reward, 0.0)
+        into.steps[:] += alive
+        into.terminated[:rows] |= alive[:rows] & ended
+        alive &= ~into.terminated
         if isinstance(env, Gymnasium):
             alive[:rows] &= ~env.over(state)
         if not alive.any():
             break
     if isinstance(env, Gymnasium):
         env.release(state)
+
+
+def _without_failures(taken: Trajectories, limit: float) -> Trajectories:
+    """Clip rewards to [−limit, limit], and empty the trajectories whose environment failed."""
+    rewards, seen = taken.rewards, taken.observations
     finite = np.isfinite(rewards.sum(1) + seen.sum((1, 2)))  # inf − inf is not finite either
     broken: NDArray[np.bool_] = np.logical_not(finite)
-    taken = np.arange(horizon) < steps[:, None]
-    limit = env.reward_range
-    beyond = int((np.abs(rewards[~broken]) > limit).sum())
-    keep = taken & ~broken[:, None]
+    keep = taken.mask & ~broken[:, None]
+    of_entries = keep[..., None] if taken.actions.ndim == 3 else keep
     return Trajectories(
-        users=users,
+        users=taken.users,
         observations=np.where(keep[..., None], seen, 0.0),
-        actions=np.where(keep[..., None] if env.continuous else keep, acted, 0.0),
+        actions=np.where(of_entries, taken.actions, 0.0),
         rewards=np.where(keep, np.clip(np.where(keep, rewards, 0.0), -limit, limit), 0.0),
-        steps=np.where(broken, 0, steps),
-        terminated=terminated & ~broken,
-        choice=np.where(broken[:, None], 0.0, choice),
-        out_of_range=beyond,
+        steps=np.where(broken, 0, taken.steps),
+        terminated=taken.terminated & ~broken,
+        choice=np.where(broken[:, None], 0.0, taken.choice),
+        out_of_range=int((np.abs(rewards[~broken]) > limit).sum()),
         failed=int(broken.sum()),
     )

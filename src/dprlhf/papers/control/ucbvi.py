@@ -24,13 +24,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dprlhf.papers.control.environments import Riverswim
 from dprlhf.papers.control.policies import Array
 from dprlhf.privacy.gaussian import gaussian_noise_multiplier
 
 FAMILIES = 3
-"""Of counters: visits, rewards, transitions."""
+"""The number of families of counters: visits, rewards, transitions."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,9 @@ class Counting:
     """How counts are released.
 
     Attributes:
-        epsilon: ε; infinite for exact counts.
-        delta: δ, of ``gaussian``.
-        mechanism: ``laplace`` or ``gaussian``.
+        epsilon: Privacy loss ε; infinite for exact counts.
+        delta: Failure probability δ of ``gaussian``; ``laplace`` has none.
+        mechanism: ``laplace`` or ``gaussian`` noise.
     """
 
     epsilon: float
@@ -62,11 +63,11 @@ class PrivateCounts:
     """Running sums of a stream, with the noise of the binary mechanism.
 
     Args:
-        shape: of one episode's counts.
-        episodes: K, the length of the stream.
-        scale: of the noise on one partial sum.
-        mechanism: ``laplace`` or ``gaussian``.
-        rng: of the noise; of a simulation, not of a run on people.
+        shape: Shape of one episode's counts.
+        episodes: Number K of episodes in the stream.
+        scale: Scale of the noise on one partial sum.
+        mechanism: ``laplace`` or ``gaussian`` noise.
+        rng: Where the noise comes from: a simulation's generator, no secret key.
     """
 
     def __init__(
@@ -119,12 +120,13 @@ def ucbvi(
     """Return the expected regret of each episode, ``[runs, episodes]``.
 
     Args:
-        episodes: K.
-        counting: the privacy.
-        bonus: factor of the exploration bonus; 1 is the theory's.
-        seed: of states and noise.
-        runs: independent repetitions, computed together.
-        every: episodes between two plans; those between follow the last.
+        environment: The Markov chain.
+        episodes: Number K of episodes.
+        counting: How the counts are released.
+        bonus: Factor of the exploration bonus; 1 is the theory's.
+        seed: Seed of states and noise.
+        runs: Independent repetitions, computed together.
+        every: Episodes from one plan to the next; those between follow the last.
     """
     h_, s_, a_ = environment.horizon, environment.states, environment.actions
     rng = np.random.default_rng(seed)
@@ -133,35 +135,16 @@ def ucbvi(
     visits = PrivateCounts((runs, h_, s_, a_), *arguments)
     gains = PrivateCounts((runs, h_, s_, a_), *arguments)
     moves = PrivateCounts((runs, h_, s_, a_, s_), *arguments)
-    transitions, rewards = environment.transitions, environment.rewards
-    cumulative = transitions.cumsum(-1)
+    cumulative = environment.transitions.cumsum(-1)
     log = math.sqrt(2 * math.log(4 * s_ * a_ * episodes * h_ / 0.1))
-    error = visits.noise_std
     greedy = np.zeros((runs, h_, s_), dtype=np.int64)
-    best, each = environment.best, np.arange(runs)
-    expected = (transitions * rewards).sum(-1)
+    best, each, rewards = environment.best, np.arange(runs), environment.rewards
     regret = np.zeros((runs, episodes))
     for k in range(episodes):
         if k % every == 0:
-            count = np.maximum(visits.released, 1.0) + error
-            mean = np.clip(gains.released / count, 0.0, 1.0)
-            chance = np.maximum(moves.released, 0.0) / count[..., None]
-            chance /= np.maximum(chance.sum(-1, keepdims=True), 1.0)
-            width = log / np.sqrt(count) + 3 * error / count
-            long = h_ * log / np.sqrt(count) + h_ * (s_ + 2) * error / count
-            value = np.zeros((runs, s_))
-            for h in reversed(range(h_)):
-                optimism = bonus * (width[:, h] + long[:, h])
-                q = mean[:, h] + np.einsum("rsat,rt->rsa", chance[:, h], value) + optimism
-                q = np.where(visits.released[:, h] < 1, h_ - h, np.minimum(q, h_ - h))
-                greedy[:, h] = q.argmax(-1)
-                value = q.max(-1)
-            gained = np.zeros((runs, s_))
-            for h in reversed(range(h_)):
-                a = greedy[:, h]
-                ahead = np.einsum("rst,rt->rs", transitions[np.arange(s_), a], gained)
-                gained = expected[np.arange(s_), a] + ahead
-        regret[:, k] = best - gained[:, 0]
+            greedy = _optimistic_policy(visits, gains, moves, bonus, log)
+            value = _expected_return(environment, greedy)
+        regret[:, k] = best - value
         state = np.zeros(runs, dtype=np.int64)
         n, g = np.zeros((runs, h_, s_, a_)), np.zeros((runs, h_, s_, a_))
         p = np.zeros((runs, h_, s_, a_, s_))
@@ -177,3 +160,42 @@ def ucbvi(
         gains.add(g)
         moves.add(p)
     return regret
+
+
+def _optimistic_policy(
+    visits: PrivateCounts, gains: PrivateCounts, moves: PrivateCounts, bonus: float, log: float
+) -> NDArray[np.int64]:
+    """Plan on the released counts with a bonus for what they say little about.
+
+    Returns:
+        The action for each state at each step, ``[runs, H, states]``.
+    """
+    runs, h_, s_, _ = visits.released.shape
+    error = visits.noise_std
+    count = np.maximum(visits.released, 1.0) + error
+    mean = np.clip(gains.released / count, 0.0, 1.0)
+    chance = np.maximum(moves.released, 0.0) / count[..., None]
+    chance /= np.maximum(chance.sum(-1, keepdims=True), 1.0)
+    width = log / np.sqrt(count) + 3 * error / count
+    long = h_ * log / np.sqrt(count) + h_ * (s_ + 2) * error / count
+    greedy = np.zeros((runs, h_, s_), dtype=np.int64)
+    value = np.zeros((runs, s_))
+    for h in reversed(range(h_)):
+        optimism = bonus * (width[:, h] + long[:, h])
+        q = mean[:, h] + np.einsum("rsat,rt->rsa", chance[:, h], value) + optimism
+        q = np.where(visits.released[:, h] < 1, h_ - h, np.minimum(q, h_ - h))
+        greedy[:, h] = q.argmax(-1)
+        value = q.max(-1)
+    return greedy
+
+
+def _expected_return(environment: Riverswim, greedy: NDArray[np.int64]) -> Array:
+    """Return what each run's policy earns in expectation from the left bank, ``[runs]``."""
+    transitions, states = environment.transitions, np.arange(environment.states)
+    expected = (transitions * environment.rewards).sum(-1)
+    value = np.zeros((len(greedy), environment.states))
+    for h in reversed(range(environment.horizon)):
+        action = greedy[:, h]
+        ahead = np.einsum("rst,rt->rs", transitions[states, action], value)
+        value = expected[states, action] + ahead
+    return np.asarray(value[:, 0])

@@ -96,7 +96,7 @@ class Exponential:
 
     @property
     def prediction_bound(self) -> float | None:
-        """R."""
+        """The bound R: predictions are clipped to [−R, R], as the losses assume."""
         return self.target_bound
 
 

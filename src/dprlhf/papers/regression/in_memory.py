@@ -1,6 +1,7 @@
-"""Users held in this process: the callables that the oracles ask when they run by themselves.
+"""Releases over users held in memory: what an oracle asks when it runs on plain arrays.
 
-In a training round the gate takes this file's place.
+In a training round, :mod:`dprlhf.updates.privls.in_round` answers in this module's place, through
+the run's gate and ledger.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _MICRO_BATCH = 2**18
 
 
 @dataclass(repr=False, eq=False)
-class LocalRelease:
+class InMemoryRelease:
     """A Gaussian :class:`~dprlhf.updates.privls.oracle.Release` over users in memory.
 
     Attributes:
@@ -52,7 +53,7 @@ class LocalRelease:
 
 
 @dataclass(repr=False, eq=False)
-class LocalSelect:
+class InMemorySelect:
     """A :class:`~dprlhf.updates.privls.oracle.Select` over users in memory.
 
     Attributes:

@@ -54,30 +54,30 @@ LARGEST_GROWTH = math.e
 """The highest residual bound over the lowest: beyond, filters still work but noise explodes."""
 
 SMALLEST_DELTA = 1e-14
-"""Of one step between neighbours: the test is drawn with 52 bits."""
+"""The least δ for adding or removing one user: the test is drawn with 52 bits."""
 
 _STEP = 1.25
 """1/τ_j − 1/τ_{j+1}: 1 for the removal of a user, and a quarter for rounding."""
 
 _SHARES = tuple(i / 20 for i in range(1, 20))
 _COVARIANCE_SHARE = 0.05
-"""Of the release's δ, spent on the change of S; its loss is far smaller than that of β's move."""
+"""The share of the release's δ spent on the change of S, which costs far less than β's move."""
 
 
 @dataclass(frozen=True)
 class ISSP:
-    """Insufficient-statistics perturbation.
+    """Insufficient-statistics perturbation (Brown et al. 2024).
 
     Attributes:
-        feature_bound: B; features are scaled down to it. It does not scale the noise.
-        target_bound: R; targets are clipped to [−R, R].
-        residual_bound: ρ_0, which residuals of the least-squares solution are expected to keep
-            within; it scales the noise. None takes 2R, which is safe where predictions keep to
-            [−R, R].
-        leverage: expected largest leverage, in units of the mean d/m: τ_0 = leverage · d / m. It
+        feature_bound: Bound B on ‖φ‖; longer features are scaled down to it. It does not scale the
+            noise.
+        target_bound: Bound R; targets are clipped to [−R, R].
+        residual_bound: Bound ρ_0 that residuals of the least-squares solution are expected to keep;
+            it scales the noise. None takes 2R, which is safe where predictions keep to [−R, R].
+        leverage: Expected largest leverage, in units of the mean d/m: τ_0 = leverage · d / m. It
             scales the noise by its square root. Features of equal norm in no preferred direction
             have 1; 3 leaves room.
-        ridge: κ in units of mB². Directions with a smaller share of the features are shrunk.
+        ridge: Ridge κ in units of mB². Directions with a smaller share of the features are shrunk.
 
     Raises:
         DprlhfError: a value is out of range.
@@ -102,7 +102,7 @@ class ISSP:
 
     @property
     def largest_residual(self) -> float:
-        """ρ_0."""
+        """The bound ρ_0 that the residuals are expected to keep."""
         return 2 * self.target_bound if self.residual_bound is None else self.residual_bound
 
     @property
@@ -122,19 +122,19 @@ class ISSP:
         uniform: float,
         normals: torch.Tensor,
     ) -> tuple[torch.Tensor, bool]:
-        """Return w, ``[d]``, and whether the private test failed (then w is zero).
+        """Return w, ``[d]``, and whether the private test failed (w is then zero).
 
         Args:
-            features: of all users of the round, ``[users, d]``, one row a user: the filters look
-                at users together, so processes have to gather them first.
-            targets: ``[users]``.
-            users: m, a public number; it sets τ_0 and κ.
-            epsilon: of this fit; infinite adds no noise, and the test fails only for a user with
-                a leverage above τ_0 or a residual above ρ_0.
-            delta: of this fit.
-            adjacency: what a neighbouring dataset is.
-            uniform: a secret draw from (0, 1), a multiple of 2⁻⁵² plus half a step, for the test.
-            normals: secret standard normal draws, ``[d]``, for the release.
+            features: Features of all users, ``[users, d]``, one row for each: the filters compare
+                users with each other, so processes have to gather them first.
+            targets: Targets, ``[users]``.
+            users: Public number m of users; it sets τ_0 and κ.
+            epsilon: Privacy loss ε of this fit; infinite adds no noise, and the test fails only for
+                a user with a leverage above τ_0 or a residual above ρ_0.
+            delta: Failure probability δ of this fit.
+            adjacency: What makes two data sets neighbours.
+            uniform: Secret draw from (0, 1), a multiple of 2⁻⁵² plus half a step, for the test.
+            normals: Secret standard normal draws, ``[d]``, for the release.
 
         Raises:
             DprlhfError: d is above what ISSP is made for with so many users and such a budget.
@@ -167,11 +167,11 @@ class Setup:
     """The public constants of one fit, for residual bound 1.
 
     Attributes:
-        k: scores count up to it.
-        lowest_leverage: τ_0.
-        growth: ρ_{j+1} / ρ_j.
-        fail_probability: of the test, for scores 0..k.
-        noise: c, per unit of ρ_0.
+        k: Largest score; scores are 0..k.
+        lowest_leverage: Leverage bound τ_0 of the lowest level.
+        growth: Ratio ρ_{j+1} / ρ_j of the residual bounds of two levels.
+        fail_probability: Probability that the test fails, at scores 0..k.
+        noise: Scale c of the release's noise, per unit of ρ_0.
     """
 
     k: int
@@ -182,7 +182,7 @@ class Setup:
 
     @property
     def levels(self) -> int:
-        """2k + 2."""
+        """The number of levels, 2k + 2."""
         return 2 * self.k + 2
 
     def leverage_bound(self, level: int) -> float:
@@ -195,9 +195,9 @@ def make_setup(lowest: float, epsilon: float, delta: float) -> Setup | None:
     """Return the constants with the least noise for add-remove (ε, δ); None where there are none.
 
     Args:
-        lowest: τ_0.
-        epsilon: infinite for a fit without noise.
-        delta: of the fit.
+        lowest: Leverage bound τ_0 of the lowest level.
+        epsilon: Privacy loss ε of the fit; infinite for one without noise.
+        delta: Failure probability δ of the fit.
     """
     if math.isinf(epsilon):
         constants = proof_constants(lowest, 1)

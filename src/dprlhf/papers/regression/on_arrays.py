@@ -1,4 +1,4 @@
-"""Running an oracle by itself, on plain arrays."""
+"""Private regression on plain arrays: :func:`fit` runs an oracle outside of a training run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from dprlhf.errors import DprlhfError
 from dprlhf.papers.regression.exponential import Exponential
-from dprlhf.papers.regression.in_memory import LocalRelease, LocalSelect, issp_draws
+from dprlhf.papers.regression.in_memory import InMemoryRelease, InMemorySelect, issp_draws
 from dprlhf.papers.regression.issp import ISSP
 from dprlhf.privacy.accounting import Adjacency, noise_multiplier
 from dprlhf.privacy.randomness import new_key
@@ -35,14 +35,14 @@ def fit(
     """Fit w by a private oracle.
 
     Args:
-        oracle: what to run, with its public settings.
-        features: ``[users, d]``, anything that torch takes; a row that is not finite counts as
-            an absent user.
-        targets: ``[users]``.
-        epsilon: infinite for a fit without noise.
-        delta: 0 for ``exponential``, above 0 for the others.
-        adjacency: what a neighbouring dataset is. Replace-one is that of He & Zhou, Definition 2.
-        users: m, a public number of users. None takes the number of rows, which is public under
+        oracle: The algorithm with its public settings.
+        features: Features φ, ``[users, d]``, anything that torch takes; a row that is not finite
+            counts as an absent user.
+        targets: Targets A, ``[users]``.
+        epsilon: Privacy loss ε of the fit; infinite for one without noise.
+        delta: Failure probability δ: 0 for ``exponential``, above 0 for the others.
+        adjacency: What makes two data sets neighbours. He & Zhou, Definition 2, is replace-one.
+        users: Public number m of users. None takes the number of rows, which is public under
             replace-one and zero-out, and not under add-remove.
         key: 32 secret bytes, never used for another fit. None draws them.
 
@@ -58,23 +58,11 @@ def fit(
     x, y = _arrays(features, targets)
     if not epsilon > 0:
         raise DprlhfError(f"epsilon must be above 0, not {epsilon}")
-    if users is None:
-        if adjacency == "add-remove":
-            raise DprlhfError(
-                "adjacency add-remove needs users, a public number of users: the number of rows is"
-                " private under it"
-            )
-        users = float(len(y))
-    if not users > 0:
-        raise DprlhfError(f"users must be above 0, not {users:g}")
+    users = _public_users(users, len(y), adjacency)
     key = new_key() if key is None else key
     if isinstance(oracle, Exponential):
         return _exponential(oracle, x, y, epsilon, delta, adjacency, key)
-    if not (0 < delta < 1 or math.isinf(epsilon)):
-        raise DprlhfError(
-            f"delta must be above 0 and below 1 for {type(oracle).__name__}, not {delta}; only"
-            " exponential is pure"
-        )
+    _check_delta(oracle, epsilon, delta)
     if isinstance(oracle, ISSP):
         uniform, normals = issp_draws(key, x.shape[1])
         w, failed = oracle.solve(
@@ -90,8 +78,29 @@ def fit(
         guarantee = Guarantee(epsilon, delta, adjacency, "private test and shaped Gaussian noise")
         return Fit(w, guarantee, oracle.prediction_bound, failed)
     z, guarantee = gaussian_budget(epsilon, delta, adjacency, oracle.releases)
-    w = oracle.solve(LocalRelease(x, y, z, users, key), x.shape[1])
+    w = oracle.solve(InMemoryRelease(x, y, z, users, key), x.shape[1])
     return Fit(w, guarantee, oracle.prediction_bound)
+
+
+def _check_delta(oracle: Oracle, epsilon: float, delta: float) -> None:
+    if not (0 < delta < 1 or math.isinf(epsilon)):
+        raise DprlhfError(
+            f"delta must be above 0 and below 1 for {type(oracle).__name__}, not {delta}; only"
+            " exponential is pure"
+        )
+
+
+def _public_users(users: float | None, rows: int, adjacency: Adjacency) -> float:
+    """Return m, or refuse a number of users that is private under this adjacency."""
+    if users is None and adjacency == "add-remove":
+        raise DprlhfError(
+            "adjacency add-remove needs users, a public number of users: the number of rows is"
+            " private under it"
+        )
+    users = float(rows) if users is None else users
+    if not users > 0:
+        raise DprlhfError(f"users must be above 0, not {users:g}")
+    return users
 
 
 def _arrays(features: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,6 +150,6 @@ def _exponential(
             f"exponential: candidates have {oracle.candidates.shape[1]} dimensions, features"
             f" {x.shape[1]}"
         )
-    w = oracle.solve(LocalSelect(x, y, epsilon, adjacency, key))
+    w = oracle.solve(InMemorySelect(x, y, epsilon, adjacency, key))
     guarantee = Guarantee(epsilon, 0.0, adjacency, "exponential mechanism")
     return Fit(w, guarantee, oracle.prediction_bound)
