@@ -1,9 +1,9 @@
-"""Does what the README's "First steps" say, command by command, in a fresh clone and environment.
+"""Does what "First steps" (docs/index.md) say, command by command, in a fresh environment.
 
     python scripts/newcomer.py                # writes docs/results/newcomer.json
     python scripts/newcomer.py --here         # in this environment, without a new one
 
-The commands are read from README.md, so the two cannot differ. The model that they name on the hub
+The commands are read from that page, so the two cannot differ. The model that they name on the hub
 is a folder with a tiny random model here: transformers takes a folder first, and no network is
 needed. The demo's own time is the one that `make demo` measured (docs/results/demo.json).
 """
@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 from dprlhf.runs.measurements import Result, write_results  # noqa: E402
 
+PAGE = ROOT / "docs/index.md"
 MODEL = "openai-community/gpt2"
 GOAL = "works as written, within 10 minutes"
 KILLED = "# kill it"
@@ -47,9 +48,8 @@ class Task:
 
 
 def tasks() -> list[Task]:
-    """Return what the README's "First steps" say."""
-    readme = (ROOT / "README.md").read_text()
-    section = readme.partition("\n## First steps\n")[2].partition("\n## ")[0]
+    """Return what "First steps" say."""
+    section = PAGE.read_text().partition("\n## First steps\n")[2].partition("\n## ")[0]
     found = []
     for part in section.split("\n### ")[1:]:
         title, _, text = part.partition("\n")
@@ -64,7 +64,7 @@ def tasks() -> list[Task]:
 
 
 def make_model(folder: Path) -> None:
-    """Put a tiny model where the README names one on the hub."""
+    """Put a tiny model where the page names one on the hub."""
     sys.path.insert(0, str(ROOT / "tests"))
     from helpers import tiny
 
@@ -149,9 +149,8 @@ def main() -> None:
         folder = Path(temporary) / "dprlhf"
         if options.here:
             folder.mkdir()
-            for name in ("examples", "recipes", "README.md"):
-                copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-                copy(ROOT / name, folder / name)  # type: ignore[operator]
+            for name in ("examples", "recipes"):
+                shutil.copytree(ROOT / name, folder / name)
             environment = Path(sys.executable).parent
         else:
             subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder)], check=True)
@@ -174,7 +173,7 @@ def main() -> None:
             problem = run(task, folder, shell(folder, transcript))
             seconds = round(time.monotonic() - started, 1)
             print(f"{task.title}: {problem or 'works'} ({seconds:.0f} s)", flush=True)
-            command = "; ".join(task.commands) or "the Python code in README.md"
+            command = "; ".join(task.commands) or "the Python code in docs/index.md"
             holds = problem is None and seconds < 600
             rows.append(Result(f"newcomer: {task.title}", seconds, "seconds", GOAL, holds, command))
     write_results(options.results, rows)

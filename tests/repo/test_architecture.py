@@ -1,0 +1,41 @@
+"""The map of the folders: the same in docs/architecture.md, in the package's docstring, on disk."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import dprlhf
+
+PACKAGE = Path(dprlhf.__file__).parent
+PAGE = (PACKAGE.parents[1] / "docs/architecture.md").read_text()
+ROOMS = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+
+
+def test_the_page_and_the_docstring_have_the_same_map() -> None:
+    listed = re.findall(r"^- ``(\w+)/``: (.+?)\.$", dprlhf.__doc__ or "", re.MULTILINE)
+    drawn = re.findall(r"^\| `(\w+)/` \| (.+?) \|$", PAGE, re.MULTILINE)
+    assert [(name, about.replace("``", "`")) for name, about in listed] == drawn
+
+
+def test_the_map_has_every_folder_once() -> None:
+    drawn = re.findall(r"^\| `(\w+)/` \|", PAGE, re.MULTILINE)
+    assert len(drawn) == len(set(drawn))
+    assert set(drawn) == ROOMS
+
+
+def test_every_folder_says_what_it_is_for() -> None:
+    for room in PACKAGE.rglob("__init__.py"):
+        sentence = (ast.get_docstring(ast.parse(room.read_text())) or "").partition("\n")[0]
+        assert len(sentence.split()) >= 4, f"{room.parent.name}/__init__.py"
+
+
+def test_the_page_names_the_modules_at_the_root() -> None:
+    modules = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
+    assert {name for name in modules if f"`{name}`" not in PAGE} == set()
+
+
+def test_what_the_page_names_exists() -> None:
+    for name in re.findall(r"`(\w+/\w+\.py)`", PAGE):
+        assert (PACKAGE / name).is_file() or (PACKAGE.parents[1] / name).is_file(), name
