@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from dprlhf.boundary import Released
 from dprlhf.data.users import Users, load_rows
 from dprlhf.gradients.clipping import user_gradients
 from dprlhf.policies.causal_lm import load_policy
@@ -114,7 +115,8 @@ def main() -> None:
                 everyone = np.arange(len(chosen)), np.ones(len(chosen), dtype=bool)
                 mean = torch.from_numpy(critic.of_users(phi[chosen], seen, *everyone).mean(0))
                 noise = torch.randn(len(mean), generator=generator, dtype=mean.dtype)
-                critic.step(mean + plan.noise_std / plan.expected_batch_size * noise, t)
+                noised = mean + plan.noise_std / plan.expected_batch_size * noise
+                critic.step(Released(noised, t), t)
             values = critic.values(phi)[HALF:]
         own = rewards[:, HALF:]
         loo = (own - own.mean(2, keepdims=True)) * K / (K - 1)

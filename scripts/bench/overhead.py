@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from bench import models
 from bench.measure import Tick, interleaved, peak_bytes, ratio, resident_bytes, seconds
-from dprlhf.boundary import Private
+from dprlhf.boundary import Private, open_released
 from dprlhf.gradients.clipping import ClippedSum, Weighted, clipped_sum
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.gate import Gate
@@ -92,7 +92,7 @@ class Updates:
         S = self.plan.clip_norm
         bounded = clipped(self.policy, self.batch, self.weights, S).bounded
         start = time.perf_counter()
-        released = self.gate.release(self.round, bounded).value
+        released = open_released(self.gate.release(self.round, bounded), "the benchmark")
         self.release_seconds.append(time.perf_counter() - start)
         self._step_along(released)
 

@@ -1,19 +1,22 @@
 """The boundary between private and released values, visible in the types.
 
 Everything computed from users travels as :class:`Private` until the clipping code turns it into a
-:class:`BoundedSum` and the gate (``privacy/gate.py``) turns that into :class:`Released`. Python
-cannot enforce this alone: ``tests/test_boundary.py`` reads the syntax trees and pins which modules
-may open a ``Private`` or build the other two.
+:class:`BoundedSum` and the gate (``privacy/gate.py``) turns that into :class:`Released`. Only a
+``Released`` value may move a model or be written down: the functions that do so take nothing else.
+Python cannot enforce this alone: ``tests/test_boundary.py`` reads the syntax trees and pins which
+modules may open a ``Private``, build the other two, or read a ``Released``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Private(Generic[T]):
@@ -82,9 +85,100 @@ class BoundedSum:
     clip_norm: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False, eq=False)
 class Released(Generic[T]):
-    """A value that went through the gate: charged to the ledger, noised, free to use."""
+    """A value that went through the gate: charged to the ledger, noised, free to use.
 
-    value: T
-    round: int
+    Differential privacy is closed under post-processing, so a function of a released value (and of
+    public ones) is released too. The wrapper stays on all the way to the optimizer, so that a sum
+    over users which did not go through the gate cannot be passed where a released one belongs.
+
+    Attributes:
+        t: The round, from 1, in whose charge the value is included.
+    """
+
+    _value: T
+    t: int
+
+    def map(self, f: Callable[[T], U]) -> Released[U]:
+        """Return f(value), still released. ``f`` may use public and released values only."""
+        return Released(f(self._value), self.t)
+
+    def split(self: Released[torch.Tensor], sizes: Sequence[int]) -> list[Released[torch.Tensor]]:
+        """Cut a released vector into consecutive pieces of these lengths."""
+        pieces = torch.split(self._value, list(sizes))
+        return [Released(piece, self.t) for piece in pieces]
+
+
+def open_released(value: Released[T], where: str) -> T:
+    """Return the number or tensor inside a released value.
+
+    Only the modules pinned in ``tests/test_boundary.py`` may call this: the optimizer step, and
+    what writes released numbers to metrics. All others use :meth:`Released.map`.
+
+    Args:
+        value: What the gate returned, or a function of it.
+        where: Who asks, for the error message.
+
+    Raises:
+        TypeError: The value is not :class:`Released`, for example a sum that skipped the gate.
+    """
+    check_released(value, where)
+    return value._value
+
+
+def check_bounded(value: object, where: str) -> None:
+    """Refuse what the clipping code did not make.
+
+    Raises:
+        TypeError: The value is not :class:`BoundedSum`.
+    """
+    if not isinstance(value, BoundedSum):
+        raise TypeError(
+            f"{where} takes a BoundedSum, which only the clipping code makes, not"
+            f" {type(value).__name__}"
+        )
+
+
+def check_released(value: object, where: str) -> None:
+    """Refuse what the gate did not make.
+
+    Raises:
+        TypeError: The value is not :class:`Released`.
+    """
+    if not isinstance(value, Released):
+        raise TypeError(
+            f"{where} takes a Released value, which only the gate makes, not"
+            f" {type(value).__name__}: a sum over users goes through the gate first"
+        )
+
+
+Read = Callable[[Released[torch.Tensor]], torch.Tensor]
+"""Gives the tensor in a released value to a computation inside :func:`post_process`."""
+
+
+def post_process(compute: Callable[[Read], T]) -> Released[T]:
+    """Run a computation whose every input is public or released, and return its result as released.
+
+    This is :meth:`Released.map` for a computation that asks for one release after another, each
+    depending on the ones before, as an iterative solver does. Only the modules pinned in
+    ``tests/test_boundary.py`` may call it.
+
+    Args:
+        compute: Gets a function that opens released values. Everything it learns about users must
+            come through that function.
+
+    Raises:
+        TypeError: The computation read a value that is not :class:`Released`, or none at all.
+    """
+    rounds: list[int] = []
+
+    def read(value: Released[torch.Tensor]) -> torch.Tensor:
+        opened = open_released(value, "post_process")
+        rounds.append(value.t)
+        return opened
+
+    result = compute(read)
+    if not rounds:
+        raise TypeError("post_process: the computation read no Released value")
+    return Released(result, rounds[-1])

@@ -21,6 +21,7 @@ from dprlhf.privacy.plan import make_plan
 from dprlhf.rollout import Responses, sample
 from dprlhf.training.processes import Processes
 from helpers import tiny
+from helpers.rounds import value_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -124,7 +125,7 @@ def test_the_noise_is_that_of_the_cpu_to_the_bit(tmp_path: Path) -> None:
         ledger = Ledger(tmp_path / f"{device}.jsonl", plan.terms())
         # The sums differ by rounding, so what is added to nothing is compared.
         nothing = BoundedSum(torch.zeros_like(total), plan.clip_norm)
-        noise.append(Gate(plan, ledger, bytes(32)).release(1, nothing).value)
+        noise.append(value_of(Gate(plan, ledger, bytes(32)).release(1, nothing)))
         ledger.close()
     assert float(noise[0].std()) > 0
     assert torch.equal(*noise)

@@ -77,7 +77,7 @@ def test_the_harness_sees_what_outlives_a_round(monkeypatch: pytest.MonkeyPatch)
     def steps(round_: PrivateRound, spec: Any) -> None:
         weights = Private(np.ones(len(open_private(round_.responses).user)))
         raw = round_.clipped_sum(weights, batch_size=8).bounded.total
-        round_.step(raw[: round_.policy.dimension])
+        round_.step(Released(raw[: round_.policy.dimension], 1))
         real(round_, spec)
 
     for broken in (keeps, steps):

@@ -38,6 +38,7 @@ from dprlhf.recipe import RewardRecipe, SFTRecipe
 from dprlhf.training import trainer
 from dprlhf.training.processes import Processes
 from helpers import tiny
+from helpers.rounds import value_of
 
 KEY = bytes(range(32))
 PROMPTS = [f"user {i} says {'more ' * (i % 4)}" for i in range(9)]
@@ -111,7 +112,7 @@ def watch(dtype: torch.dtype) -> Seen:
     spy(
         Processes,
         "on_main",
-        lambda value: isinstance(value, Released) and seen.released.append(digest(value.value)),
+        lambda value: isinstance(value, Released) and seen.released.append(digest(value_of(value))),
     )
     return seen
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
 
-from dprlhf.boundary import BoundedSum, Private, Released
+from dprlhf.boundary import BoundedSum, Private, Released, open_released
 from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import Scores
@@ -16,6 +17,8 @@ from dprlhf.rollout import Responses
 from dprlhf.updates import PrivateRound
 from dprlhf.updates.critic import Critic
 from dprlhf.updates.telemetry import TelemetryCoordinates
+
+T = TypeVar("T")
 
 
 class OpenGate:
@@ -44,6 +47,11 @@ class FixedGate:
         size = bounded.total.shape
         bounded.total.zero_()  # it is used up: who steps along it steps nowhere
         return Released(0.01 * torch.randn(size, generator=generator, dtype=torch.float64), 1)
+
+
+def value_of(released: Released[T]) -> T:
+    """Return what a released value holds."""
+    return open_released(released, "a test")
 
 
 def round_of(

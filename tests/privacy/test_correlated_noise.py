@@ -18,6 +18,7 @@ from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.privacy.plan import Plan, make_plan
 from dprlhf.privacy.randomness import gaussian_noise
+from helpers.rounds import value_of
 
 KEY = bytes(range(32))
 ROUNDS = 8
@@ -48,7 +49,7 @@ def released_noise(p: Plan, folder: Path, dimension: int = 4000) -> np.ndarray:
     """What a run releases where every sum is zero, in units of the sum, ``[rounds, dimension]``."""
     gate = Gate(p, Ledger(folder / "ledger.jsonl", p.terms()), KEY)
     rows = [
-        gate.release(t, zeros(p, dimension)).value * p.expected_batch_size
+        value_of(gate.release(t, zeros(p, dimension))) * p.expected_batch_size
         for t in range(1, p.rounds + 1)
     ]
     return torch.stack(rows).numpy()
@@ -125,7 +126,7 @@ def test_a_resumed_run_takes_back_the_noise_of_the_rounds_before(ledgers: Any) -
     rows = []
     for t in (1, 2, 3, 5, 6, 7, 8):  # round 4 was never charged; a gate of its own for each round
         gate = Gate(p, ledgers(p), KEY)
-        rows.append((gate.release(t, zeros(p, 3000)).value * p.expected_batch_size).numpy())
+        rows.append((value_of(gate.release(t, zeros(p, 3000))) * p.expected_batch_size).numpy())
         gate.ledger.commit(t)
     noise = np.insert(np.stack(rows), 3, 0.0, axis=0)
     whitened = np.delete(dense(ROUNDS, 3) @ noise / p.noise_std, 3, axis=0)
@@ -147,7 +148,7 @@ def test_a_gate_keeps_the_rounds_that_it_reads_and_releases_the_same_bits(
             continue
         if resumed:
             gate = Gate(p, ledgers(p), KEY)
-        released = gate.release(t + 1, zeros(p, count)).value
+        released = value_of(gate.release(t + 1, zeros(p, count)))
         charge = gate.ledger.entries[-1]
         own = gaussian_noise(KEY, "noise", t + 1, 1, charge.hash, count=count)
         back = range(1, min(root.shape[1], t + 1))

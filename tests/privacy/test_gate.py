@@ -18,6 +18,7 @@ from dprlhf.privacy import gate as module
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Ledger, read_ledger
 from dprlhf.privacy.plan import Plan, make_plan
+from helpers.rounds import value_of
 
 KEY, OTHER = bytes(range(32)), bytes(32)
 
@@ -126,7 +127,7 @@ def test_a_sum_clipped_to_another_norm_is_refused(gate: Callable[..., Gate], nor
 def test_inner_releases_share_one_charge_and_no_noise(gate: Callable[..., Gate]) -> None:
     g = gate(plan(releases_per_round=3))
     n = 50_000
-    noises = [g.release(t, zeros(g.plan, n)).value for t in (1, 1, 1, 2, 2)]
+    noises = [value_of(g.release(t, zeros(g.plan, n))) for t in (1, 1, 1, 2, 2)]
     assert [e.body["round"] for e in g.ledger.entries if e.kind == "charge"] == [1, 2]
     assert g.ledger.entries[1].body["releases_per_round"] == 3
     for noise in noises:
@@ -180,7 +181,7 @@ def test_noise_has_std_zs_over_m(
 ) -> None:
     g = gate(plan(**changes))
     n = 400_000
-    x = g.release(1, zeros(g.plan, n)).value.numpy()
+    x = value_of(g.release(1, zeros(g.plan, n))).numpy()
     std = 1.5 * 0.4 / expected_batch_size
     assert has_std(x, std)
     for wrong in (1.01 * std, 0.99 * std, std / 1.5, std / 0.4, std * expected_batch_size):
@@ -208,12 +209,12 @@ def test_noise_is_added_to_the_sum_before_the_division(gate: Callable[..., Gate]
     with_sum = gate(p).release(1, BoundedSum(total.clone(), 0.4))  # it is used up
     without = gate(p).release(1, zeros(p, 7))
     # The same terms and key: the same noise, so the difference is the sum over the divisor.
-    difference = with_sum.value - without.value
+    difference = value_of(with_sum) - value_of(without)
     np.testing.assert_allclose(difference, total / 17.5, rtol=0, atol=1e-15)
     assert isinstance(with_sum, Released)
-    assert with_sum.round == 1
-    assert with_sum.value.dtype == torch.float64
-    assert with_sum.value.shape == (7,)
+    assert with_sum.t == 1
+    assert value_of(with_sum).dtype == torch.float64
+    assert value_of(with_sum).shape == (7,)
 
 
 def test_noise_is_fresh_in_every_round_run_and_key(gate: Callable[..., Gate]) -> None:
@@ -223,10 +224,10 @@ def test_noise_is_fresh_in_every_round_run_and_key(gate: Callable[..., Gate]) ->
     second = gate(p, commitment="b")  # the same key under another ledger
     left_out = gate(p, commitment="a")
     noises = [
-        *(first.release(t, zeros(p, n)).value for t in (1, 2, 3)),
-        second.release(1, zeros(p, n)).value,
-        gate(p, OTHER, commitment="a").release(1, zeros(p, n)).value,
-        left_out.release(2, zeros(p, n)).value,  # the same round with another history
+        *(value_of(first.release(t, zeros(p, n))) for t in (1, 2, 3)),
+        value_of(second.release(1, zeros(p, n))),
+        value_of(gate(p, OTHER, commitment="a").release(1, zeros(p, n))),
+        value_of(left_out.release(2, zeros(p, n))),  # the same round with another history
     ]
     correlations = np.corrcoef(np.stack(noises)) - np.eye(len(noises))
     assert np.abs(correlations).max() < 5 / math.sqrt(n)
@@ -234,7 +235,7 @@ def test_noise_is_fresh_in_every_round_run_and_key(gate: Callable[..., Gate]) ->
 
 def test_an_empty_batch_is_charged_and_noised_all_the_same(gate: Callable[..., Gate]) -> None:
     g = gate()
-    value = g.release(1, zeros(g.plan)).value
+    value = value_of(g.release(1, zeros(g.plan)))
     assert (value != 0).all()
     assert g.ledger.charged == {1}
 
@@ -249,7 +250,7 @@ def test_without_noise_the_release_is_exact_and_charged(
     total = torch.tensor([1.0, -2.5, 1e300, 0.0, 1e-300], dtype=torch.float64)
     p = make_plan(users=70, rounds=4, delta=1e-5, epsilon=math.inf, clip_norm=clip_norm)
     g = gate(p)
-    released = g.release(1, BoundedSum(total.clone(), clip_norm)).value
+    released = value_of(g.release(1, BoundedSum(total.clone(), clip_norm)))
     assert torch.equal(released, total / 17.5)
     with pytest.raises(DprlhfError, match="charged before"):
         g.release(1, BoundedSum(total.clone(), clip_norm))
@@ -264,7 +265,7 @@ def test_pieces_of_a_long_vector_have_noise_of_their_own(
 ) -> None:
     n = 20_000
     monkeypatch.setattr(module, "_PIECE", n)
-    x = gate().release(1, zeros(plan(), 3 * n)).value.numpy().reshape(3, n)
+    x = value_of(gate().release(1, zeros(plan(), 3 * n))).numpy().reshape(3, n)
     assert all(has_std(piece, 1.5 * 0.4 / 17.5) for piece in x)
     assert np.abs(np.corrcoef(x) - np.eye(3)).max() < 5 / math.sqrt(n)
 

@@ -36,7 +36,7 @@ from helpers.autograd import gradient_of_user, relative_error
 from helpers.batches import Shape, batch_of
 from helpers.policies import policy_of
 from helpers.recipes import recipe_settings, refusal
-from helpers.rounds import FixedGate, OpenGate, round_of, some_users
+from helpers.rounds import FixedGate, OpenGate, round_of, some_users, value_of
 from helpers.runs import lower_case, save_sharp, train
 
 Array = NDArray[np.float64]
@@ -131,8 +131,8 @@ def test_the_clipped_sum_from_scratch(kind: Any, seed: int) -> None:
     assert relative_error(critic.w, critic.inverse @ released) < 1e-8
     assert round_.released is not None
     assert round_.telemetry_released is not None
-    assert len(round_.released) == policy.dimension
-    assert len(round_.telemetry_released) == 2
+    assert len(value_of(round_.released)) == policy.dimension
+    assert len(value_of(round_.telemetry_released)) == 2
 
 
 @pytest.mark.parametrize("name", ["pg", "grpo", "ppo"])
@@ -250,7 +250,7 @@ def test_the_noise_in_the_critic_is_that_of_its_share(tmp_path: Path) -> None:
     critic = Critic(recipe.Critic(share=0.04, features=0), math.sqrt(0.04) * 0.5, R, 4, 64, 8)
     ledger = Ledger(tmp_path / "ledger.jsonl", plan.terms())
     nothing = BoundedSum(torch.zeros(40_000, dtype=torch.float64), 0.5)
-    released = Gate(plan, ledger, bytes(32)).release(1, nothing).value
+    released = value_of(Gate(plan, ledger, bytes(32)).release(1, nothing))
     ledger.close()
     in_units = released * plan.expected_batch_size / critic.norm
     assert float(in_units.std()) == pytest.approx(1.5 / math.sqrt(0.04), rel=0.02)
@@ -398,7 +398,7 @@ def test_without_noise_v_is_the_least_squares_fit() -> None:
     for round_ in (1, 2, 3):
         rewards = random.uniform(-R, R, 40)
         of_users = critic.of_users(features, rewards, users, np.ones(40, dtype=bool))
-        critic.step(torch.from_numpy(of_users.mean(0)), round_)
+        critic.step(Released(torch.from_numpy(of_users.mean(0)), round_), round_)
         fits.append(np.linalg.lstsq(features, rewards, rcond=None)[0])
     expected = 0.6 * (fits[0] + fits[1]) / 2 + 0.4 * fits[2]
     np.testing.assert_allclose(critic.w.numpy(), expected, rtol=1e-9)
@@ -477,7 +477,7 @@ class NoisyGate(OpenGate):
         self._std, self._generator = plan.noise_std / plan.expected_batch_size, generator
 
     def __call__(self, bounded: BoundedSum) -> Released[torch.Tensor]:
-        mean = super().__call__(bounded).value
+        mean = value_of(super().__call__(bounded))
         noise = torch.randn(mean.shape, generator=self._generator, dtype=mean.dtype)
         return Released(mean + self._std * noise, 1)
 

@@ -42,6 +42,7 @@ from helpers.rounds import (
     set_parameters,
     some_users,
     token_logprobs,
+    value_of,
 )
 
 Array = NDArray[np.float64]
@@ -356,15 +357,15 @@ def test_noise_has_the_oracles_own_sensitivity(gain: float) -> None:
 
     round_.gate = gate
     nothing = Private(Examples(responses, np.empty(0), np.empty(0), 1))
-    release = RoundRelease(round_, nothing, None, 20_000, 12, gain)
+    release = RoundRelease(round_, nothing, None, 20_000, 12, value_of, gain)
     assert release.noise_multiplier == pytest.approx(z / 0.8 / gain)
     assert release.expected_batch_size == m
     stds = [float(release(lambda x, a: x, bound).std()) for _ in range(2)]
     assert stds == pytest.approx([z / 0.8 * bound / m / gain, z * bound / m / gain], rel=0.02)
     assert round_.released is not None
     assert round_.telemetry_released is not None
-    assert len(round_.released) == 20_000
-    assert len(round_.telemetry_released) == 2
+    assert len(value_of(round_.released)) == 20_000
+    assert len(value_of(round_.telemetry_released)) == 2
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 import dprlhf
 from dprlhf import DprlhfError, recipe
-from dprlhf.boundary import Private, open_private
+from dprlhf.boundary import Private, Released, open_private
 from dprlhf.data.users import Prompts
 from dprlhf.gradients.user_copies import local_copies
 from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.policies.optimizers import remember_release
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
 from dprlhf.runs.checkpoint import load_checkpoint, save_checkpoint
@@ -195,7 +196,7 @@ def train_together(
     """
     round_, gate = round_of(policy, responses, scores, clip_norm=clip_norm, telemetry=telemetry)
     if released is not None:
-        MODULE._keep(round_, released)
+        remember_release(policy.parameters.values(), round_.optimizer, Released(released, 1))
     of_users = torch.zeros(responses.users, policy.dimension, dtype=torch.float64)
     clipped_vectors = round_.clipped_vectors
 

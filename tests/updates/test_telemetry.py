@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dprlhf.boundary import Released
 from dprlhf.privacy.plan import Plan, make_plan
 from dprlhf.updates.telemetry import ReleasedReward, TelemetryCoordinates
 
@@ -24,10 +25,10 @@ def with_noise(z: float) -> Plan:
 
 def released(
     telemetry: TelemetryCoordinates, values: np.ndarray, valid: np.ndarray, plan: Plan
-) -> torch.Tensor:
+) -> Released[torch.Tensor]:
     """What the gate makes of users with one row each, without noise."""
     coordinates = telemetry.of_users(np.arange(len(values)), values, valid)
-    return torch.from_numpy(coordinates.sum(0)) / plan.expected_batch_size
+    return Released(torch.from_numpy(coordinates.sum(0)) / plan.expected_batch_size, 1)
 
 
 def test_coordinates_by_hand() -> None:
@@ -101,7 +102,7 @@ def test_users_count_once_whatever_the_number_of_their_rows() -> None:
     telemetry = TelemetryCoordinates.from_plan(NO_NOISE, 0.14, R)
     user = np.array([0, 1, 1, 1])
     coordinates = telemetry.of_users(user, np.array([3.0, 0, 0, 0]), np.ones(2, dtype=bool))
-    read = telemetry.read(torch.from_numpy(coordinates.sum(0)) / 100, NO_NOISE, 1)
+    read = telemetry.read(Released(torch.from_numpy(coordinates.sum(0)) / 100, 1), NO_NOISE, 1)
     assert read.mean == pytest.approx(1.5)
 
 
@@ -124,7 +125,9 @@ def test_the_stated_standard_deviations_are_those_of_the_release() -> None:
     values, valid = np.full(90, 2.4), np.ones(90, dtype=bool)
     exact = released(telemetry, values, valid, plan)
     noise = random.normal(0, plan.noise_std / plan.expected_batch_size, (20_000, 2))
-    reads = [telemetry.read(exact + torch.from_numpy(n), plan, 1) for n in noise]
+    reads = [
+        telemetry.read(exact.map(lambda x, n=n: x + torch.from_numpy(n)), plan, 1) for n in noise
+    ]
     means = np.array([r.mean for r in reads])
     shares = np.array([r.valid_share for r in reads])
     at_the_truth = telemetry.read(exact, plan, 1)
@@ -142,7 +145,7 @@ def test_noise_alone_hardly_ever_passes_for_a_reward(z: float) -> None:
     telemetry = TelemetryCoordinates.from_plan(plan, 0.2, R)
     random = np.random.default_rng(2)
     noise = random.normal(0, plan.noise_std / plan.expected_batch_size, (2000, 2))
-    reads = [telemetry.read(torch.from_numpy(n), plan, 1) for n in noise]
+    reads = [telemetry.read(Released(torch.from_numpy(n), 1), plan, 1) for n in noise]
     assert np.mean([r.known for r in reads]) < 0.005  # P(normal > 3) = 0.00135
     assert all(r.mean is None for r in reads if not r.known)
     # A stop needs a count that noise does not hide.
@@ -152,7 +155,7 @@ def test_noise_alone_hardly_ever_passes_for_a_reward(z: float) -> None:
 def test_a_mean_stays_in_the_reward_range() -> None:
     telemetry = TelemetryCoordinates.from_plan(with_noise(0.3), 0.2, R)
     unit = 0.1 / math.sqrt(2)
-    read = telemetry.read(torch.tensor([5.0, 0.9]) * unit, with_noise(0.3), 1)
+    read = telemetry.read(Released(torch.tensor([5.0, 0.9]) * unit, 1), with_noise(0.3), 1)
     assert read.mean == R
 
 

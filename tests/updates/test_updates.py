@@ -31,7 +31,7 @@ from helpers import tiny
 from helpers.autograd import gradient_of_user, relative_error
 from helpers.batches import MIXED, Shape, batch_of
 from helpers.policies import policy_of
-from helpers.rounds import round_of
+from helpers.rounds import round_of, value_of
 
 Array = NDArray[np.float64]
 ON_POLICY = np.zeros(4, dtype=bool)
@@ -260,9 +260,9 @@ def test_the_sum_of_clipped_contributions_from_scratch(baseline: str, arms: str)
     assert round_.released is not None
     assert round_.telemetry_released is not None
     assert round_.norms is not None
-    both = torch.cat([round_.released, round_.telemetry_released])
+    both = torch.cat([value_of(round_.released), value_of(round_.telemetry_released)])
     assert torch.equal(both, bounded.total)
-    assert len(round_.released) == policy.dimension
+    assert len(value_of(round_.released)) == policy.dimension
     np.testing.assert_allclose(open_private(round_.norms), norms, rtol=1e-9)
     assert UPDATES["pg"] is policy_gradient
 

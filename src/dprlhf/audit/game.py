@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from dprlhf.audit.bounds import epsilon_from_errors, gaussian_epsilon_from_errors
 from dprlhf.audit.likelihood import log_likelihood_ratio
-from dprlhf.boundary import Private, open_private
+from dprlhf.boundary import Private, open_private, open_released
 from dprlhf.gradients.clipping import clipped_vectors
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Ledger
@@ -110,7 +110,7 @@ def _run(
                 clip_norm=plan.clip_norm,
                 reduce=lambda total: total,
             )
-            seen[t - 1] += float(gate.release(t, clipped.bounded).value[0])
+            seen[t - 1] += float(open_released(gate.release(t, clipped.bounded), "the game")[0])
     ledger.close()
     return seen * plan.expected_batch_size / plan.clip_norm / plan.releases_per_round, told
 

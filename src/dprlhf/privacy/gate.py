@@ -6,7 +6,7 @@ from collections import deque
 
 import torch
 
-from dprlhf.boundary import BoundedSum, Released
+from dprlhf.boundary import BoundedSum, Released, check_bounded
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.correlated_noise import square_root
 from dprlhf.privacy.ledger import Entry, Ledger
@@ -50,9 +50,11 @@ class Gate:
             never the number of users that happened to be there.
 
         Raises:
+            TypeError: the sum did not come from the clipping code.
             DprlhfError: the round was charged before, it has had all its releases, or the sum was
                 clipped to another norm than the plan's.
         """
+        check_bounded(bounded, "the gate")
         plan = self.plan
         if bounded.clip_norm != plan.clip_norm:
             raise DprlhfError(

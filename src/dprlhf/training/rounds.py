@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 
-from dprlhf.boundary import BoundedSum, Private, Released, open_private
+from dprlhf.boundary import BoundedSum, Private, Released, open_private, open_released
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.partition import Allocation
@@ -84,14 +84,19 @@ def save(run: Stage, t: int) -> None:
         run.gate.ledger.commit(t)
 
 
-def released_metrics(run: Stage, t: int, released: torch.Tensor) -> dict[str, Any]:
-    """Return what every round's line of metrics has, from its first release, ``[dimension]``."""
+def released_metrics(run: Stage, t: int, released: Released[torch.Tensor]) -> dict[str, Any]:
+    """Return what every round's line of metrics has, from its first release, ``[dimension]``.
+
+    Raises:
+        TypeError: the vector did not come from the gate.
+    """
+    vector = open_released(released, "released_metrics")
     return {
         "round": t,
         "epsilon": run.plan.terms()["epsilon"],
         "delta": run.plan.guarantee.delta,
-        "released_gradient_norm": float(released.norm()),
-        "expected_noise_norm": math.sqrt(len(released))
+        "released_gradient_norm": float(vector.norm()),
+        "expected_noise_norm": math.sqrt(len(vector))
         * run.plan.noise_std_of(t)
         / run.plan.expected_batch_size,
     }

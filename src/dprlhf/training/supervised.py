@@ -96,7 +96,7 @@ def run_rounds(run: StageRun) -> None:
             users = users_of_round(run, t)
             bar.start("gradients", users)
             clipped = _clipped(run, users, interrupt.checked(bar.tick))
-            released = gate_for_round(run, t, interrupt)(clipped.bounded).value
+            released = gate_for_round(run, t, interrupt)(clipped.bounded)
             set_learning_rate(run.optimizer, run.recipe.optimizer, t, run.plan.rounds)
             ascend(run.policy.parameters.values(), run.optimizer, released)
             save(run, t)

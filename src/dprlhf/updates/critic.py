@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from dprlhf import recipe
+from dprlhf.boundary import Released, open_released
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.plan import Plan
@@ -172,10 +173,15 @@ class Critic:
         rows = np.maximum(np.bincount(user, minlength=len(valid)), 1)
         return np.where(valid[:, None], self.norm * sums / rows[:, None], 0.0)
 
-    def step(self, released: torch.Tensor, round_: int) -> None:
-        """Move w along the released mean of the coordinates, ``[1 + p]``."""
-        solved = self.inverse @ released * (self.reward_range / self.norm)
-        self.w = self.w.lerp(solved, max(self.spec.step_size, 1 / round_))
+    def step(self, released: Released[torch.Tensor], t: int) -> None:
+        """Move w along the released mean of the coordinates, ``[1 + p]``.
+
+        Raises:
+            TypeError: the coordinates did not come from the gate.
+        """
+        mean = open_released(released, "the critic")
+        solved = self.inverse @ mean * (self.reward_range / self.norm)
+        self.w = self.w.lerp(solved, max(self.spec.step_size, 1 / t))
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return what a checkpoint keeps: released and public values."""

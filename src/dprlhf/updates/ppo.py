@@ -39,6 +39,7 @@ from dprlhf.boundary import Private, open_private
 from dprlhf.gradients.clipping import MicroBatch, micro_batches
 from dprlhf.gradients.user_copies import local_copies
 from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.optimizers import remember_release, remembered_release
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import Array, log_ratio_to_base
 from dprlhf.updates.pg import round_advantage_weights
@@ -55,7 +56,7 @@ def ppo(round_: PrivateRound, spec: recipe.PPO) -> None:
     released = round_.release(round_.clipped_vectors(Private(_moves(round_, spec))))
     round_.step(released)
     if spec.local_optimizer == "adam":
-        _keep(round_, released)
+        remember_release(round_.policy.parameters.values(), round_.optimizer, released)
 
 
 def _moves(
@@ -66,7 +67,9 @@ def _moves(
     if not responses.users:
         return
     weights = _weights(round_, spec)
-    start = _kept(round_) if spec.local_optimizer == "adam" else None
+    start = None
+    if spec.local_optimizer == "adam":
+        start = remembered_release(round_.policy.parameters.values(), round_.optimizer)
     for batch in micro_batches(responses, spec.batch_size):
         moves = _train(round_.policy, responses, weights, batch, spec, round_.radius, start)
         # A zero advantage is not enough: Adam's first moment would move the copy.
@@ -194,20 +197,3 @@ def project(moves: torch.Tensor, radius: float) -> torch.Tensor:
     scale = (radius / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1)
     projected: torch.Tensor = moves * scale
     return projected
-
-
-def _keep(round_: PrivateRound, released: torch.Tensor) -> None:
-    """Put the released vector beside the optimizer's own state, which checkpoints hold."""
-    parameters = list(round_.policy.parameters.values())
-    pieces = torch.split(released, [p.numel() for p in parameters])
-    for parameter, piece in zip(parameters, pieces, strict=True):
-        kept = piece.reshape(parameter.shape).to(parameter)
-        round_.optimizer.state[parameter]["released"] = kept
-
-
-def _kept(round_: PrivateRound) -> torch.Tensor | None:
-    """Return the last released vector, ``[dimension]``; None before the first."""
-    state = [round_.optimizer.state.get(p, {}) for p in round_.policy.parameters.values()]
-    if "released" not in state[0]:
-        return None
-    return torch.cat([s["released"].flatten() for s in state])

@@ -55,7 +55,7 @@ def rebel(round_: PrivateRound, spec: recipe.REBEL) -> None:
             target_bound=2 * round_.telemetry.reward_range,
             batch_size=spec.batch_size,
         )
-        round_.step(spec.eta * w)
+        round_.step(w.map(lambda w: spec.eta * w))
         return
     responses, scores = open_private(round_.responses), open_private(round_.scores)
     valid = open_private(round_.valid)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dprlhf.boundary import BoundedSum, Private, Released, open_private
+from dprlhf.boundary import BoundedSum, Private, Released, check_released, open_private
 from dprlhf.gradients.clipping import (
     ClippedSum,
     Weighted,
@@ -73,8 +73,8 @@ class PrivateRound:
     unpenalised: Private[Scores] = field(init=False)
     features: Private[NDArray[np.float64]] | None = None
     values: Private[NDArray[np.float64]] | None = None
-    released: torch.Tensor | None = None
-    telemetry_released: torch.Tensor | None = None
+    released: Released[torch.Tensor] | None = None
+    telemetry_released: Released[torch.Tensor] | None = None
     norms: Private[NDArray[np.float64]] | None = None
 
     def __post_init__(self) -> None:
@@ -135,12 +135,23 @@ class PrivateRound:
             reduce=self.reduce,
         )
 
-    def release(self, clipped: ClippedSum) -> torch.Tensor:
-        """Charge the round (once) and return the noised mean, float64, without what rides in it."""
-        released = self.gate(clipped.bounded).value
+    def release(self, clipped: ClippedSum) -> Released[torch.Tensor]:
+        """Charge the round (once) and return the noised mean, float64, without what rides in it.
+
+        Raises:
+            TypeError: the sum did not come from the clipping code.
+        """
+        if not isinstance(clipped, ClippedSum):
+            raise TypeError(
+                f"release takes a ClippedSum, which only the clipping code makes, not"
+                f" {type(clipped).__name__}"
+            )
+        released = self.gate(clipped.bounded)
+        check_released(released, "release")
         if self.released is None:
             ends = [self.telemetry.count, self.critic.count if self.critic else 0]
-            parts = torch.split(released, [len(released) - sum(ends), *ends])
+            length = len(clipped.bounded.total)
+            parts = released.split([length - sum(ends), *ends])
             self.released, self.telemetry_released, of_critic = parts
             released = self.released
             if self.critic is not None:
@@ -148,7 +159,7 @@ class PrivateRound:
             self.norms = clipped.norms
         return released
 
-    def step(self, direction: torch.Tensor) -> None:
+    def step(self, direction: Released[torch.Tensor]) -> None:
         """Let the optimizer ascend along a released direction, ``[dimension]``."""
         ascend(self.policy.parameters.values(), self.optimizer, direction)
 

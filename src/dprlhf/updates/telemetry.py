@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dprlhf.boundary import Released, open_released
 from dprlhf.privacy.plan import Plan
 
 
@@ -55,10 +56,14 @@ class TelemetryCoordinates:
         both = np.stack([mean / self.reward_range, np.ones(users)], axis=1)
         return (self._unit * both * valid[:, None])[:, : self.count]
 
-    def read(self, released: torch.Tensor, plan: Plan, round_: int) -> ReleasedReward:
-        """Turn the released coordinates, ``[2]``, into a mean reward; this is post-processing."""
-        reward, valid = (released / self._unit).tolist()
-        std = plan.noise_std_of(round_) / plan.expected_batch_size / self._unit
+    def read(self, released: Released[torch.Tensor], plan: Plan, t: int) -> ReleasedReward:
+        """Turn the released coordinates, ``[2]``, into a mean reward; this is post-processing.
+
+        Raises:
+            TypeError: the coordinates did not come from the gate.
+        """
+        reward, valid = (open_released(released, "telemetry") / self._unit).tolist()
+        std = plan.noise_std_of(t) / plan.expected_batch_size / self._unit
         known = ReleasedReward(None, None, valid, std).known  # else the ratio means nothing
         mean = float(np.clip(reward / valid, -1, 1)) * self.reward_range if known else None
         # The noise of numerator and denominator, to first order.

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dprlhf.boundary import Private
+from dprlhf.boundary import Private, open_released
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.clipping import clipped_vectors
 from dprlhf.papers.control.policies import Array, softmax
@@ -273,7 +273,7 @@ def _ascend(
                 extra=Private(np.zeros((m, 0))), extra_norm=0.0, clip_norm=clip_norm,
                 reduce=lambda total: total,
             )  # fmt: skip
-            step = gate.release(t, clipped.bounded).value.numpy()
+            step = open_released(gate.release(t, clipped.bounded), "the bandit").numpy()
             if regularize is not None:
                 step = step + regularize(theta)
             theta = theta + rate * step

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from dprlhf.boundary import Private, open_private
+from dprlhf.boundary import Private, Read, Released, open_private, open_released, post_process
 from dprlhf.gradients.clipping import clipped_vectors
 from dprlhf.papers.control.policies import Array, TabularSoftmax, TrajectoryPolicy
 from dprlhf.papers.control.settings import NPG, PG, PGPE, Advantage
 from dprlhf.papers.control.trajectories import Trajectories
+from dprlhf.policies.optimizers import ascend
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.plan import Plan
 from dprlhf.updates.privls import make_oracle
@@ -60,7 +61,9 @@ class Round:
         """θ as an array, ``[d]``."""
         return self.theta.detach().numpy()
 
-    def release(self, rows: Private[Array], extra: Private[Array], share: float) -> torch.Tensor:
+    def release(
+        self, rows: Private[Array], extra: Private[Array], share: float
+    ) -> Released[torch.Tensor]:
         """Release the mean of the clipped rows and, beside them, of the extra coordinates.
 
         Args:
@@ -80,7 +83,7 @@ class Round:
             clip_norm=self.plan.clip_norm,
             reduce=lambda total: total,
         )
-        return self.gate.release(self.number, clipped.bounded).value
+        return self.gate.release(self.number, clipped.bounded)
 
     def of_users(self, function: Callable[[Trajectories], Array], width: int) -> Private[Array]:
         """Return a function of each trajectory, ``[users, width]``."""
@@ -88,17 +91,17 @@ class Round:
         parts = [function(chunk)[: chunk.users, :width] for chunk in chunks]
         return Private(np.concatenate([np.zeros((0, width)), *parts]))
 
-    def mean_of_users(self, function: Callable[[Trajectories], Array], width: int) -> torch.Tensor:
+    def mean_of_users(
+        self, function: Callable[[Trajectories], Array], width: int
+    ) -> Released[torch.Tensor]:
         """Release the clipped, noised mean of a function of each trajectory, ``[width]``."""
         rows = self.of_users(function, width)
         none = Private(np.zeros((len(open_private(rows)), 0)))
         return self.release(rows, none, NO_EXTRA)
 
-    def step(self, direction: torch.Tensor) -> None:
+    def step(self, direction: Released[torch.Tensor]) -> None:
         """Let the optimizer ascend along a released direction, ``[d]``."""
-        self.theta.grad = -direction.to(self.theta)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        ascend([self.theta], self.optimizer, direction)
 
 
 def pg(round_: Round, spec: PG) -> None:
@@ -112,9 +115,8 @@ def pg(round_: Round, spec: PG) -> None:
 
     direction = round_.mean_of_users(gradient, policy.dimension)
     if spec.log_barrier and isinstance(policy, TabularSoftmax):
-        direction = direction + torch.from_numpy(
-            policy.log_barrier_gradient(theta, spec.log_barrier)
-        )
+        barrier = torch.from_numpy(policy.log_barrier_gradient(theta, spec.log_barrier))
+        direction = direction.map(lambda gradient: gradient + barrier)
     round_.step(direction)
 
 
@@ -125,6 +127,7 @@ class _Release:
     round_: Round
     advantage: Callable[[Trajectories], Array]
     gain: float
+    read: Read
 
     @property
     def noise_multiplier(self) -> float:
@@ -150,7 +153,7 @@ class _Release:
             counted = np.where(chunk.mask[..., None], parts, 0.0).sum(1)
             return np.asarray(scale * counted / np.maximum(chunk.steps, 1)[:, None])
 
-        return round_.mean_of_users(mean, width) / scale
+        return self.read(round_.mean_of_users(mean, width)) / scale
 
 
 def npg(round_: Round, spec: NPG) -> None:
@@ -165,9 +168,13 @@ def npg(round_: Round, spec: NPG) -> None:
         ridge=spec.ridge,
         damping=spec.damping,
     )
-    release = _Release(round_, advantages(round_, spec.advantage), spec.gain)
-    w = oracle.solve(release, round_.policy.dimension)
-    round_.step(project(w, spec.radius))
+    advantage = advantages(round_, spec.advantage)
+
+    def solution(read: Read) -> torch.Tensor:
+        release = _Release(round_, advantage, spec.gain, read)
+        return project(oracle.solve(release, round_.policy.dimension), spec.radius)
+
+    round_.step(post_process(solution))
 
 
 def pgpe(round_: Round, spec: PGPE) -> None:
@@ -184,11 +191,11 @@ def pgpe(round_: Round, spec: PGPE) -> None:
     rows = round_.of_users(lambda chunk: worth(chunk) * chunk.choice, count)
     size = share * round_.plan.clip_norm
     extra = round_.of_users(lambda chunk: size * worth(chunk), 1 if share else 0)
-    released = round_.release(rows, extra, share)
+    moves, of_return = round_.release(rows, extra, share).split([count, 1 if share else 0])
     if share:
-        seen = baseline + spec.spread * float(released[-1]) / size
+        seen = baseline + spec.spread * float(open_released(of_return, "pgpe")) / size
         round_.memory["return"] = spec.momentum * baseline + (1 - spec.momentum) * seen
-    round_.step(torch.from_numpy(directions).T @ released[:count] / spec.perturb)
+    round_.step(moves.map(lambda mean: torch.from_numpy(directions).T @ mean / spec.perturb))
 
 
 UPDATES: dict[str, Callable[[Round, Any], None]] = {

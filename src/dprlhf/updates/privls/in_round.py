@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from dprlhf import recipe
-from dprlhf.boundary import Private, open_private
+from dprlhf.boundary import Private, Read, Released, open_private, post_process
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.clipping import user_gradients
 from dprlhf.rollout import Responses
@@ -67,7 +67,7 @@ def solve(
     *,
     target_bound: float,
     batch_size: int,
-) -> torch.Tensor:
+) -> Released[torch.Tensor]:
     """Return w of the oracle that the recipe names, ``[dimension]``, with ‖w‖ ≤ W.
 
     Args:
@@ -91,11 +91,16 @@ def solve(
         ridge=spec.ridge,
         damping=0.0,
     )
-    release = RoundRelease(
-        round_, examples, sketch, size, batch_size, spec.gain, several=oracle.releases > 1
-    )
-    w = oracle.solve(release, size)
-    return project(w if sketch is None else sketch.lift(w), spec.radius)
+
+    def solution(read: Read) -> torch.Tensor:
+        # An oracle learns of users what the round's releases tell it, and nothing else.
+        release = RoundRelease(
+            round_, examples, sketch, size, batch_size, read, spec.gain, several=oracle.releases > 1
+        )
+        w = oracle.solve(release, size)
+        return project(w if sketch is None else sketch.lift(w), spec.radius)
+
+    return post_process(solution)
 
 
 def check_dimension(update: recipe.Update, dimension: int) -> None:
@@ -129,6 +134,7 @@ class RoundRelease:
         sketch: applied to each feature; None leaves them.
         size: the dimension that the oracle sees.
         batch_size: rows differentiated at once.
+        read: opens a release for the oracle.
         gain: what users' answers are multiplied with before they are clipped.
         several: there will be more than one call, so features are worth keeping.
         noise_multiplier: z of one call, over the gain. The first shares the clip norm with
@@ -140,6 +146,7 @@ class RoundRelease:
     sketch: CountSketch | None
     size: int
     batch_size: int
+    read: Read
     gain: float = 1.0
     several: bool = False
     noise_multiplier: float = field(init=False)
@@ -161,7 +168,7 @@ class RoundRelease:
         width = contribution(torch.zeros(0, self.size), torch.zeros(0)).shape[1]
         vectors = Private(self._vectors(contribution, scale))
         clipped = self.round_.clipped_vectors(vectors, dimension=width)
-        return self.round_.release(clipped) / scale
+        return self.read(self.round_.release(clipped)) / scale
 
     def _vectors(
         self, contribution: Contribution, scale: float
