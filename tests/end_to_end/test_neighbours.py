@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from dprlhf.boundary import Private, open_private
+from dprlhf.boundary import Private, Released, open_private
 from dprlhf.gradients.clipping import micro_batches
 from dprlhf.rewards import Scores
 from dprlhf.updates import UPDATES, PrivateRound

@@ -195,7 +195,7 @@ def test_every_piece_of_a_long_release_is_noised(
     """Long releases get their noise in pieces: the last, incomplete one gets it, too."""
     monkeypatch.setattr(module, "_PIECE", 1000)
     g = gate(plan())
-    x = g.release(1, zeros(g.plan, length)).value.numpy() / (1.5 * 0.4 / (70 / 4))
+    x = value_of(g.release(1, zeros(g.plan, length))).numpy() / (1.5 * 0.4 / (70 / 4))
     assert (x != 0).all()
     assert len(set(x)) == length  # no piece repeats another
     assert has_std(x, 1.0) or length == 1
