@@ -1,4 +1,4 @@
-"""``dprlhf doctor``: what this machine has, and what a run would miss."""
+"""``dprlhf doctor``: versions, devices and assets of this machine, and what a run would lack."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dprlhf.errors import DprlhfError
 _OPTIONAL = (
     "gymnasium", "mujoco", "matplotlib", "vllm", "tensorboard", "wandb", "mlflow", "trackio",
 )  # fmt: skip
-"""Of the extras ``papers`` and ``vllm``, and the trackers that ``tracking.report_to`` may name."""
+"""Packages of the extras ``papers`` and ``vllm``, and the trackers of ``tracking.report_to``."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Finding:
     """One line of the examination.
 
     Attributes:
-        name: what was looked at.
-        value: what was found.
-        good: False where a run would fail.
+        name: The package, device or asset that was examined.
+        value: Its version or state, as text.
+        good: False if a run would fail because of it.
     """
 
     name: str

@@ -17,11 +17,12 @@ _FEWEST_ROUNDS, _MOST_ROUNDS, _USERS_A_ROUND = 4, 16, 125
 
 @dataclass(frozen=True)
 class Target:
-    """What of a model is trained.
+    """The modules of a model that the adapter trains.
 
     Attributes:
-        module: the one kind of module; None is PEFT's choice for the type of model.
-        layers: the decoder layers.
+        module: Name of the one kind of module, as in PEFT's ``target_modules``; None takes PEFT's
+            choice for the type of model.
+        layers: Indices of the decoder layers; negative ones count from the last.
     """
 
     module: str | None = None
@@ -42,14 +43,16 @@ def new_recipe(
     """Return a commented YAML recipe that loads.
 
     Args:
-        model: hub id or folder of a causal language model.
-        prompts: the private prompts: a file, folder or hub id.
-        user_column: rows with one value of it are one user; empty makes each row a user.
-        reward: ``file.py:function`` or ``package.module:function``, else a classifier.
-        public_prompts: prompts for the evaluation; empty leaves it out.
+        model: Hub id or folder of a causal language model.
+        prompts: File, folder or hub id of the private prompts.
+        user_column: Column that names the user: rows with equal values are one user. If empty,
+            every row is a user.
+        reward: ``file.py:function`` or ``package.module:function``; anything else is the name of a
+            classifier.
+        public_prompts: File of prompts for the evaluation; if empty, there is none.
         epsilon: ε to keep within.
-        target: what of the model is trained; see :func:`target_of`.
-        users: N, which the number of rounds follows; see :func:`users_in`.
+        target: The modules to train, from :func:`target_of`.
+        users: Number of users, from :func:`users_in`; it decides the number of rounds.
 
     Raises:
         DprlhfError: an answer makes no valid recipe; the message names the key.
@@ -75,10 +78,10 @@ def new_recipe(
 
 
 def check_files(*, prompts: str, reward: str, public_prompts: str) -> None:
-    """Refuse names of files that are not there.
+    """Check that the named files exist.
 
     Raises:
-        DprlhfError: one is not.
+        DprlhfError: A file is missing, or the reward names a file without a function.
     """
     for what, path in (("prompts", prompts), ("public prompts", public_prompts)):
         is_place = path.endswith(_DATA_FILES) or path.startswith(("/", ".", "~"))
@@ -95,7 +98,7 @@ def users_in(prompts: str, user_column: str) -> int | None:
     """Return the number of users in a file of prompts; None for a folder or a hub id.
 
     Raises:
-        DprlhfError: the file cannot be read, or lacks the column.
+        DprlhfError: The file cannot be read, or lacks the column.
     """
     import datasets
 
@@ -113,10 +116,10 @@ def users_in(prompts: str, user_column: str) -> int | None:
 
 
 def target_of(model: str) -> Target:
-    """Return few layers above the middle and one module, where the model's config is on disk.
+    """Choose one kind of module and a few layers above the middle, from the config on disk.
 
-    The module is the value projection where PEFT names one for the type of model, else the first
-    that it names (of GPT-2: ``c_attn``).
+    The module is the value projection if PEFT names one for the type of model, otherwise the first
+    that PEFT names (``c_attn`` for GPT-2). Without a config on disk, the default :class:`Target`.
     """
     from peft.utils import constants
     from transformers import AutoConfig
@@ -138,7 +141,7 @@ def target_of(model: str) -> Target:
 
 
 def _rounds(users: int | None) -> int:
-    """Return as many rounds as leave each enough users against the noise, within limits."""
+    """Return 4 to 16 rounds, such that each has about 125 users to set against the noise."""
     if users is None:
         return _MOST_ROUNDS
     return min(users, max(_FEWEST_ROUNDS, min(_MOST_ROUNDS, users // _USERS_A_ROUND)))

@@ -1,4 +1,4 @@
-"""What a command prints of its result: the end of a run or of a stage, and tables."""
+"""Text that commands print: the results of a run or of a supervised stage, and tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dprlhf.errors import one_line
 
 
 def show(result: Any) -> None:
-    """Print the end of a run: the guarantee, the reward before and after, some continuations."""
+    """Print a finished run: some continuations, the guarantee, the reward before and after."""
     from dprlhf.runs.card import guarantee_sentence
 
     if int(os.environ.get("RANK", "0")):
@@ -35,7 +35,7 @@ def show(result: Any) -> None:
 
 
 def show_stage(result: Any) -> None:
-    """Print the end of a supervised stage: the guarantee, the loss, what the next stage names."""
+    """Print a finished supervised stage: the guarantee, the public loss, and the model folder."""
     from dprlhf.runs.card import guarantee_sentence
 
     if int(os.environ.get("RANK", "0")):
@@ -51,7 +51,7 @@ def show_stage(result: Any) -> None:
 
 
 def plan_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the rows of :func:`dprlhf.privacy.plan.trade_off` as a table, its header first."""
+    """Return the rows of :func:`dprlhf.privacy.plan.trade_off` as a text table with a header."""
     header = (
         f"{'partition':<18}{'rounds':>7}{'users a round':>15}{'noise multiplier':>18}"
         f"{'noise/clip':>12}{'kappa':>8}{'signal/noise':>14}"
@@ -66,5 +66,5 @@ def plan_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def flat(text: Any) -> str:
-    """Return a text, or messages, on one line."""
+    """Return a text, or the JSON of chat messages, on one line."""
     return one_line(text if isinstance(text, str) else json.dumps(text), None)

@@ -1,4 +1,4 @@
-"""``dprlhf reward-check``: the contract on public prompts of one's own, and a histogram."""
+"""``dprlhf reward-check``: the contract of a reward, checked on public prompts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STAND_INS = (
     " It was a wonderful afternoon, and nobody wanted to leave.",
     " It was a terrible afternoon, and everybody wanted to leave!!!",
 )
-"""Completions for prompts without any: short and long, empty, repetitive, pleasant and not."""
+"""Completions for files without any: empty, short, long, repetitive, pleasant, unpleasant."""
 
 _CHECKS = {
     "answer": "one finite number or None for each completion",
@@ -47,22 +47,24 @@ def reward_check(
     reward_range: float = 3.0,
     limit: int = 64,
 ) -> tuple[ContractReport, bool]:
-    """Run the reward contract on a file of PUBLIC prompts.
+    """Check a reward on a file of PUBLIC prompts, as a run does before its first round.
 
     Args:
         function: ``package.module:attribute`` or ``path/to/file.py:attribute``.
-        prompts: a file or data set, as in a recipe; its other columns reach the reward.
-        prompt_column: texts or conversations.
-        completion_column: what to score; without such a column, stand-ins are scored.
-        per_user: as in a recipe; every row of the file is then scored with the rows of its prompt.
-        reward_range: R, for the share of scores outside ±R.
-        limit: rows to use, from the start.
+        prompts: File or data set of prompts, as in a recipe; its other columns reach the reward.
+        prompt_column: Column of the prompts, texts or lists of chat messages.
+        completion_column: Column of the completions to score; if it is missing, stand-ins are
+            scored.
+        per_user: Call the reward with one user's rows at a time, as ``per_user`` in a recipe. All
+            rows with the same prompt count as one user.
+        reward_range: R, for the share of scores outside [−R, R].
+        limit: Number of rows to use, from the first.
 
     Returns:
         The report, and whether the completions are stand-ins.
 
     Raises:
-        DprlhfError: a check fails, or file or reward cannot be read; the message says which.
+        DprlhfError: A check fails, or file or reward cannot be read; the message says which.
     """
     import datasets
 
@@ -84,7 +86,7 @@ def reward_check(
 
 
 def explain(report: ContractReport, reward_range: float) -> RenderableType:
-    """Return what the contract measured, for ``rich`` to print."""
+    """Return the checks, the measurements and a histogram of the scores, for ``rich`` to print."""
     checks = Table("check", "result", "meaning", title=f"reward {report.name}")
     for name, meaning in _CHECKS.items():
         checks.add_row(name, "passed", meaning)
@@ -99,7 +101,7 @@ def explain(report: ContractReport, reward_range: float) -> RenderableType:
 
 
 def histogram(values: Sequence[float], bins: int = 10, width: int = 40) -> list[str]:
-    """Return a histogram as lines of text, each ``from to |bar count``.
+    """Return a histogram as lines of text, one for each bin: its limits, a bar, the count.
 
     >>> print(*histogram([0.0, 0.0, 1.0], bins=2, width=4), sep="\\n")
              0 to        0.5  ████ 2

@@ -1,4 +1,4 @@
-"""Command-line flags that read like TRL's, as overrides of a recipe."""
+"""Flags of ``dprlhf train`` that are named as in TRL, turned into overrides of the recipe."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KEYS = {
     "report_to": "tracking.report_to",
     "seed": "seed",
 }
-"""TRL's names (GRPOConfig, ModelConfig, ScriptArguments) and the recipe's keys."""
+"""TRL's names (GRPOConfig, ModelConfig, ScriptArguments), each with the recipe's key."""
 
 INSTEAD = {
     "max_steps": "write rounds=N: a round is one step",
@@ -78,7 +78,7 @@ INSTEAD = {
     "deepspeed": "refused: see docs/scaling.md for what shares the work",
     "fsdp": "start with recipes/accelerate/eight_gpus_sharded.yaml: see docs/scaling.md",
 }
-"""TRL's names without a key of the same meaning, and what to do in their place."""
+"""TRL's names that no key of the recipe corresponds to, each with what to do instead."""
 
 
 def overrides_of(arguments: Sequence[str]) -> list[str]:
@@ -88,7 +88,7 @@ def overrides_of(arguments: Sequence[str]) -> list[str]:
     ['rounds=4', 'policy.model_name_or_path=gpt2', 'optimizer.learning_rate=1e-3']
 
     Raises:
-        DprlhfError: a flag is unknown, has no value, or has no key of the same meaning.
+        DprlhfError: A flag is unknown, has no value, or has no key of the same meaning.
     """
     left = iter(arguments)
     return [_override(argument, left) if argument[:2] == "--" else argument for argument in left]
