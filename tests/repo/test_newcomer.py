@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import itertools
+import pkgutil
 import re
 import shlex
 import shutil
@@ -227,6 +228,18 @@ def test_the_links_lead_somewhere(page: Path) -> None:
         assert file in generated or file.exists(), target
         if anchor:
             assert anchor in anchors(generated.get(file) or file.read_text()), target
+
+
+def test_the_python_reference_names_what_exists() -> None:
+    text = (ROOT / "docs/reference/api.md").read_text()
+    entries = re.findall(
+        r"^::: ([\w.]+)\n(?:    options:\n      members: \[(.+)\])?", text, re.MULTILINE
+    )
+    assert len(entries) > 5
+    for name, members in entries:
+        found = pkgutil.resolve_name(name)
+        for member in members.split(", ") if members else []:
+            assert getattr(found, member).__doc__, f"{name}.{member}"
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -39,6 +39,9 @@ def train(
     """Fine-tune a language model on private prompts, by reinforcement learning.
 
     Flags named as in TRL (--learning_rate, --num_generations, ...) work beside section.key=value.
+
+    Experimental (no measurement shows their use yet): update.critic=noised,
+    rollout.backend=vllm, the adapters lora-xs, vera, ia3, norms and biases.
     """
     from dprlhf.cli.trl_flags import overrides_of
 
