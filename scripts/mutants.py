@@ -53,7 +53,7 @@ COMMON = [
         "privacy/test_pure",
         "privacy/test_correlated_noise",
         "runs/test_card",
-        "end_to_end/test_neighbours",
+        "contracts/test_update",
         "policies/test_optimizers",
         "recipe/test_recipe",
         "updates/test_updates",
@@ -79,7 +79,6 @@ COMMON = [
         "end_to_end/test_leaks",
         "end_to_end/test_public_files",
         "training/test_processes",
-        "contracts/test_update",
     )
 ]
 

@@ -10,19 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from dprlhf import recipe
 from dprlhf.boundary import BoundedSum, Released
+from dprlhf.gradients.clipping import micro_batches
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import read_ledger
 from dprlhf.rewards import Scores
+from dprlhf.testing import TIGHT, check_update
 from dprlhf.training.trainer import Result
 from dprlhf.updates import UPDATES
-from dprlhf.updates.telemetry import TelemetryCoordinates
-from helpers.batches import Shape
-from helpers.each_update import SPECS, WIDE, data, fresh, run
-from helpers.rounds import flat_parameters, round_of, some_users
+from helpers.batches import Shape, batch_of
+from helpers.rounds import some_users
 from helpers.runs import save_sharp, train
 
 LEARNS: dict[str, dict[str, Any]] = {
@@ -47,8 +46,55 @@ LEARNS: dict[str, dict[str, Any]] = {
 """With what an update learns in a few rounds without noise."""
 
 
+SPECS: dict[str, Any] = {
+    "pg": recipe.PG(),
+    "pg, paired": recipe.PG(baseline="paired"),
+    "grpo": recipe.GRPO(name="grpo"),
+    "ppo": recipe.PPO(name="ppo", epochs=2, local_learning_rate=1.0),
+    "ppo, adam": recipe.PPO(name="ppo", local_optimizer="adam", local_learning_rate=0.01),
+    "rebel": recipe.REBEL(name="rebel", steps=2),
+    "rebel, gauss-newton": recipe.REBEL(name="rebel", solver="gauss-newton"),
+    "npg": recipe.NPG(name="npg"),
+    "npg, statistics": recipe.NPG(
+        name="npg", oracle=recipe.Oracle(name="sufficient-statistics", sketch=16)
+    ),
+    "npg, gain": recipe.NPG(name="npg", oracle=recipe.Oracle(steps=2, gain=16.0)),
+    "npg, sketch": recipe.NPG(name="npg", oracle=recipe.Oracle(steps=2, sketch=30)),
+}
+
+
 def test_every_update_has_settings_for_this_contract() -> None:
     assert LEARNS.keys() == UPDATES.keys() == {spec.name for spec in SPECS.values()}
+
+
+# --- one round -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_an_update_keeps_the_shipped_contract(name: str) -> None:
+    spec = SPECS[name]
+    report = check_update(UPDATES[spec.name], spec, seed=list(SPECS).index(name))
+    assert report.releases == spec.releases
+    assert report.largest[TIGHT] > 0.1
+
+
+def test_the_shape_of_a_users_micro_batch_does_not_depend_on_the_others() -> None:
+    """Or one user more would change how the others' contributions round."""
+    responses = batch_of(Shape([[3], [5], [20], [4], [4]], k=4, length=4), 0)
+    scores = Scores(np.zeros(20), np.ones(20, dtype=bool), {})
+
+    def shapes(users: list[int]) -> dict[int, tuple[int, int]]:
+        chosen, _ = some_users(responses, scores, users)
+        return {
+            users[u]: (batch.size, batch.width)
+            for batch in micro_batches(chosen, 8)
+            for u in batch.users
+        }
+
+    everybody = shapes([0, 1, 2, 3, 4])
+    for user in range(5):
+        assert shapes([user])[user] == everybody[user]
+    assert len(set(everybody.values())) == 2  # two widths
 
 
 # --- whole runs ----------------------------------------------------------------------------------
@@ -119,79 +165,3 @@ def test_a_private_run(
     normals = torch.cat(noise) / (result.plan.noise_multiplier * 0.2)
     assert float(normals.square().mean()) == pytest.approx(1, abs=5 * math.sqrt(2 / len(normals)))
     assert float(normals.mean()) == pytest.approx(0, abs=5 / math.sqrt(len(normals)))
-
-
-# --- one round -----------------------------------------------------------------------------------
-
-shapes = st.builds(
-    Shape,
-    prompts=st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=2), min_size=2, max_size=3),
-    k=st.sampled_from([2, 4]),
-    length=st.integers(1, 4),
-)
-
-
-@pytest.mark.parametrize("name", SPECS)
-@settings(max_examples=3, deadline=None, derandomize=True)
-@given(shape=shapes, seed=st.integers(0, 99), clip_norm=st.floats(0.01, 2))
-def test_a_user_moves_each_sum_by_its_own_clipped_contribution(
-    name: str, shape: Shape, seed: int, clip_norm: float
-) -> None:
-    """The released values being the same, however many prompts it has; without users it is zero."""
-    responses, scores = data(seed, shape, shuffled=True)
-    everyone = list(range(responses.users))
-
-    def sums(users: list[int]) -> list[torch.Tensor]:
-        return run(*fresh(), SPECS[name], *some_users(responses, scores, users), clip_norm)
-
-    for all_, fewer, one, nobody in zip(
-        sums(everyone), sums(everyone[1:]), sums([0]), sums([]), strict=True
-    ):
-        assert float((all_ - fewer).norm()) <= clip_norm
-        torch.testing.assert_close(all_ - fewer, one, rtol=0, atol=1e-12)
-        assert not nobody.any()
-
-
-@pytest.mark.parametrize("name", SPECS)
-def test_a_user_whose_reward_failed_contributes_zero(name: str) -> None:
-    """And one whose advantages overflow does not reach the others."""
-    responses, scores = data(10, Shape([[5, 1], [2], [7]], k=4, length=4), shuffled=True)
-    valid = scores.valid.copy()
-    valid[np.flatnonzero(responses.user == 1)[3]] = False
-    broken = Scores(np.where(valid, scores.values, math.nan), valid, {})
-    broken.values[responses.user == 2] = 1e300
-    found = []
-    for users in ([0, 1, 2], [0, 2]):
-        policy, _ = fresh()
-        round_, gate = round_of(
-            policy, *some_users(responses, broken, users), clip_norm=1.0, learning_rate=0.1
-        )
-        UPDATES[SPECS[name].name](round_, SPECS[name])
-        found.append([bounded.total for bounded in gate.sums])
-    for all_, fewer in zip(*found, strict=True):
-        torch.testing.assert_close(all_, fewer, rtol=0, atol=1e-12)
-        assert float(all_.norm()) > 1e-3
-
-
-@pytest.mark.parametrize("name", SPECS)
-def test_the_size_of_the_micro_batches_changes_nothing(name: str) -> None:
-    responses, scores = data(3, Shape([[5, 1], [2], [18], [3]], k=4, length=4), shuffled=True)
-    found = [run(*fresh(), SPECS[name], responses, scores, WIDE, size) for size in (1, 8, 64)]
-    for one, some, all_ in zip(*found, strict=True):
-        torch.testing.assert_close(one, some, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(one, all_, rtol=1e-9, atol=1e-9)
-        assert one.any()
-
-
-@pytest.mark.parametrize("name", SPECS)
-def test_without_users_and_noise_the_policy_stays(name: str) -> None:
-    policy, _ = fresh()
-    before = flat_parameters(policy)
-    responses, scores = data(0, Shape([[1]], k=2, length=2))
-    round_, gate = round_of(
-        policy, *some_users(responses, scores, []), clip_norm=1.0, learning_rate=1.0,
-        telemetry=TelemetryCoordinates(0.1, 3.0),
-    )  # fmt: skip
-    UPDATES[SPECS[name].name](round_, SPECS[name])
-    assert not any(bounded.total.any() for bounded in gate.sums)
-    assert torch.equal(flat_parameters(policy), before)
