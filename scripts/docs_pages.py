@@ -42,7 +42,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, **others: Any) -> str:
     """Leave out links to files that the site does not have; mkdocs calls this."""
     return re.sub(
-        r"\[([^\]]+)\]\((?:(?:\.\./)+(?:src|recipes|scripts|tests)/|results/)[^)]*\)",
+        r"\[([^\]]+)\]\((?:(?:\.\./)+(?:src|recipes|scripts|tests|examples|Dockerfile)\b|results/)[^)]*\)",
         r"\1",
         markdown,
     )

@@ -230,6 +230,20 @@ def test_the_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(generated.get(file) or file.read_text()), target
 
 
+def test_the_site_links_to_its_own_pages_only() -> None:
+    """Links to other files of the repository become plain text: the site does not have them."""
+    import docs_pages
+
+    docs = ROOT / "docs"
+    for page in docs.rglob("*.md"):
+        if docs / "results" in page.parents:
+            continue
+        shown = docs_pages.on_page_markdown(page.read_text())
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", shown):
+            if not re.match(r"[a-z]+:", target):
+                assert (page.parent / target).resolve().is_relative_to(docs), f"{page}: {target}"
+
+
 def test_the_python_reference_names_what_exists() -> None:
     text = (ROOT / "docs/reference/api.md").read_text()
     entries = re.findall(
