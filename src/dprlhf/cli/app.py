@@ -41,7 +41,7 @@ class OneLineErrors(TyperGroup):
 
 app = typer.Typer(
     cls=OneLineErrors,
-    help="Private RLHF: tune language models on private prompts, with a guarantee.",
+    help="Fine-tune language models on private prompts, with a differential-privacy guarantee.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=True,
