@@ -59,8 +59,10 @@ import tomllib
 from packaging.requirements import Requirement
 
 with open("pyproject.toml", "rb") as file:
-    wanted = tomllib.load(file)["project"]["dependencies"]
-for text in [*wanted, "hypothesis>=6.100", "pytest>=8.3", "pytest-timeout>=2.3"]:
+    project = tomllib.load(file)["project"]
+tools = ("hypothesis>", "opacus>", "pytest>", "pytest-timeout>", "trl>")  # tests and benchmarks
+used = [text for text in project["optional-dependencies"]["dev"] if text.startswith(tools)]
+for text in [*project["dependencies"], *used]:
     requirement = Requirement(text)
     try:
         found = metadata.version(requirement.name)
