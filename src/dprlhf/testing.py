@@ -78,9 +78,9 @@ def check_update(update: Update, settings: Any, *, seed: int = 0) -> UpdateRepor
     - **failures**: a user with a failed reward (0 or NaN in its place) contributes zero, and one
       whose advantages overflow does not reach the others;
     - **micro-batches**: the sums do not depend on ``settings.batch_size``;
-    - **empty round**: without users every sum is zero, and without noise the policy stays;
     - **leftovers**: after two rounds with other users that release the same values, policy,
-      optimizer and the next round are the same: nothing but released values outlives a round.
+      optimizer and the next round are the same: nothing but released values outlives a round;
+    - **empty round**: without users every sum is zero, and without noise the policy stays.
 
     Args:
         update: The update function, for example ``dprlhf.updates.UPDATES["pg"]``.
@@ -101,8 +101,8 @@ def check_update(update: Update, settings: Any, *, seed: int = 0) -> UpdateRepor
     largest = {clip_norm: _check_influence(trial, clip_norm) for clip_norm in (TIGHT, WIDE)}
     _check_failures(trial)
     _check_micro_batches(trial)
-    _check_empty_round(trial)
     _check_leftovers(trial)
+    _check_empty_round(trial)
     return UpdateReport(settings.releases, tiny_policy().dimension, largest)
 
 
