@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import dprlhf
+from helpers import house
 
 PACKAGE = Path(dprlhf.__file__).parent
 PAGE = (PACKAGE.parents[1] / "docs/architecture.md").read_text()
@@ -39,3 +40,10 @@ def test_the_page_names_the_modules_at_the_root() -> None:
 def test_what_the_page_names_exists() -> None:
     for name in re.findall(r"`(\w+/\w+\.py)`", PAGE):
         assert (PACKAGE / name).is_file() or (PACKAGE.parents[1] / name).is_file(), name
+
+
+def test_the_page_orders_the_rooms_as_the_imports_do() -> None:
+    (order,) = re.findall(r"From low to high: ([\w,\s]+)\.", PAGE)
+    rooms = re.split(r",\s+", order)
+    assert set(rooms) == house.LEVEL.keys() - {"__main__", ""}
+    assert rooms == sorted(rooms, key=lambda room: house.LEVEL[room])
