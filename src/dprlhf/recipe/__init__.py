@@ -3,9 +3,16 @@
 An unknown key or a bad value is refused before anything is loaded, with the nearest known key.
 """
 
-from dprlhf.recipe.base import IN_MEMORY, PositiveFloat, PositiveInt, Settings
+from dprlhf.recipe.adapters import ADAPTERS
+from dprlhf.recipe.base import (
+    IN_MEMORY,
+    Experimental,
+    PositiveFloat,
+    PositiveInt,
+    Settings,
+    experimental,
+)
 from dprlhf.recipe.loading import (
-    STAGES,
     AnyRecipe,
     dump_recipe,
     known_keys,
@@ -26,12 +33,28 @@ from dprlhf.recipe.sections import (
     Privacy,
     Reward,
     Rollout,
+    Source,
     Tracking,
 )
-from dprlhf.recipe.supervised import RewardRecipe, SFTRecipe
-from dprlhf.recipe.updates import GRPO, NPG, PG, PPO, REBEL, Critic, Oracle, TrustRegion, Update
+from dprlhf.recipe.supervised import STAGES, RewardRecipe, SFTRecipe, StageRecipe
+from dprlhf.recipe.updates import (
+    GRPO,
+    NPG,
+    PG,
+    PPO,
+    REBEL,
+    UPDATE_SETTINGS,
+    Critic,
+    Oracle,
+    PrivateUpdate,
+    TrustRegion,
+    Update,
+    UpdatePlugin,
+    update_plugin,
+)
 
 __all__ = [
+    "ADAPTERS",
     "GRPO",
     "IN_MEMORY",
     "KL",
@@ -40,12 +63,14 @@ __all__ = [
     "PPO",
     "REBEL",
     "STAGES",
+    "UPDATE_SETTINGS",
     "Adapter",
     "AnyRecipe",
     "Critic",
     "Data",
     "Documents",
     "Evaluation",
+    "Experimental",
     "Optimizer",
     "Oracle",
     "Policy",
@@ -53,18 +78,24 @@ __all__ = [
     "PositiveInt",
     "Preferences",
     "Privacy",
+    "PrivateUpdate",
     "Recipe",
     "Reward",
     "RewardRecipe",
     "Rollout",
     "SFTRecipe",
     "Settings",
+    "Source",
+    "StageRecipe",
     "Tracking",
     "TrustRegion",
     "Update",
+    "UpdatePlugin",
     "dump_recipe",
+    "experimental",
     "known_keys",
     "load_any_recipe",
     "load_recipe",
     "make_recipe",
+    "update_plugin",
 ]

@@ -1,33 +1,46 @@
-"""What all settings share: strict, frozen, and no ``true`` where a number is wanted."""
+"""What all settings share: they are strict and frozen, and refuse ``true`` for a number."""
 
 from __future__ import annotations
 
+import functools
+import sys
 import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 IN_MEMORY = "in-memory"
-"""What a recipe written from Python calls data and rewards that only the program holds."""
+"""The path or function name of data and rewards that were passed from Python."""
 
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-def _is_a_number(annotation: Any) -> bool:
-    """Return whether a field takes an int or a float, perhaps among other things."""
-    return annotation in (int, float) or any(map(_is_a_number, typing.get_args(annotation)))
+@dataclass(frozen=True)
+class Experimental:
+    """Marks a field, or some of its values, as not yet measured in a published experiment.
+
+    Put it into the field's ``Annotated[...]``. Runs that use it say so in one line at their start,
+    in ``--dry-run`` and on the privacy card; the privacy guarantee covers them as any other run.
+
+    Attributes:
+        values: The experimental values; empty marks every value but the default.
+    """
+
+    values: tuple[str, ...] = ()
 
 
 class Settings(BaseModel):
-    """Base of all settings: frozen, and unknown keys are errors."""
+    """Base class of all settings: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, validate_default=True)
 
     @model_validator(mode="before")
     @classmethod
     def _no_truth_value_for_a_number(cls, values: Any) -> Any:
-        """Have ``true`` refused as a text where a number is wanted: pydantic would read 1."""
+        """Turn ``true`` into text where a number is wanted: pydantic would read it as 1."""
         if not isinstance(values, dict):
             return values
         numbers = {
@@ -37,3 +50,28 @@ class Settings(BaseModel):
             key: str(value).lower() if isinstance(value, bool) and key in numbers else value
             for key, value in values.items()
         }
+
+
+def experimental(settings: Settings, prefix: str = "") -> Iterator[str]:
+    """List the experimental features that some settings use, such as ``rollout.backend: vllm``."""
+    for name, field in type(settings).model_fields.items():
+        value = getattr(settings, name)
+        for mark in field.metadata:
+            if isinstance(mark, Experimental) and value in (mark.values or (value,)):
+                if mark.values:
+                    yield f"{prefix}{name}: {value}"
+                elif value != field.get_default():
+                    yield f"{prefix}{name}"
+        if isinstance(value, Settings):
+            yield from experimental(value, f"{prefix}{name}.")
+
+
+@functools.cache
+def note_new_name(key: str, old: str, new: str) -> None:
+    """Print, once in a process, that a value has a new name. The old one keeps working."""
+    print(f"dprlhf: {key}: {old} is now called {new}", file=sys.stderr)
+
+
+def _is_a_number(annotation: Any) -> bool:
+    """Return whether a field takes an int or a float, perhaps among other types."""
+    return annotation in (int, float) or any(map(_is_a_number, typing.get_args(annotation)))

@@ -13,19 +13,13 @@ from pydantic import BaseModel, ValidationError
 
 from dprlhf.errors import DprlhfError, nearest, one_line
 from dprlhf.recipe.rl import Recipe
-from dprlhf.recipe.supervised import RewardRecipe, SFTRecipe
-from dprlhf.recipe.updates import CLIP_NORM_KINDS
+from dprlhf.recipe.supervised import STAGES, StageRecipe
+from dprlhf.recipe.updates import CLIP_NORM_KINDS, UPDATE_SETTINGS, PrivateUpdate
 
 R = typing.TypeVar("R", bound=BaseModel)
 
-AnyRecipe = Recipe | SFTRecipe | RewardRecipe
-
-STAGES: dict[str, type[SFTRecipe] | type[RewardRecipe]] = {
-    "sft": SFTRecipe,
-    "reward": RewardRecipe,
-}
-"""The supervised stages by name; a recipe without a ``stage`` is one of private updates."""
-
+AnyRecipe = Recipe | StageRecipe
+"""The recipe of a run of private updates, or of a supervised stage before it."""
 
 _LONGEST = 80
 """Characters of an offending value that an error quotes."""
@@ -129,12 +123,7 @@ def _explain(error: ValidationError, kind: type[BaseModel] = Recipe) -> str:
     # A misspelt required key is missing and unknown at once; the second says more.
     first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     location = [str(part) for part in first["loc"]]
-    if location[:1] == ["update"] and kind is Recipe:
-        if first["type"] == "union_tag_invalid":
-            names = first["ctx"]["expected_tags"]
-            return _refused("update.name", f"Input should be {names}", first["ctx"]["tag"], names)
-        del location[1:2]  # the update's name, which pydantic puts before its keys
-        location = [part for part in location if part not in CLIP_NORM_KINDS]
+    location = [part for part in location if part not in CLIP_NORM_KINDS]
     key = ".".join(location) or "recipe"
     if first["type"] == "extra_forbidden":
         near = _nearest_key(location, kind)
@@ -161,8 +150,10 @@ def _refused(key: str, message: str, given: Any, choices: Any) -> str:
 
 
 def _shown(given: Any) -> str:
-    """Return a setting in a line; of anything but a text or a number, which may hold data, no more
-    than its type."""
+    """Return a value in one line; only the type of what is neither text nor a number.
+
+    Other objects of a program may hold data of users.
+    """
     if not isinstance(given, str | int | float | None):
         return f"a {type(given).__name__}"
     shown = repr(given)
@@ -170,7 +161,7 @@ def _shown(given: Any) -> str:
 
 
 def _nearest_key(location: list[str], kind: type[BaseModel]) -> str | None:
-    """Return the most alike key of the same section, else of any."""
+    """Return the most similar key of the same section, else of any section."""
     *section, last = location
     plain = [part for part in section if not part.isdecimal()]
     known = [key.split(".") for key in known_keys(kind)]
@@ -185,7 +176,7 @@ def _nearest_key(location: list[str], kind: type[BaseModel]) -> str | None:
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """List all keys of a recipe, of all its updates, as ``section.key``."""
+    """List all keys of a recipe as ``section.key``, with those of every update."""
     for name, field in model.model_fields.items():
         yield prefix + name
         for part in models_in(field.annotation):
@@ -193,8 +184,10 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """List the sections that a key may hold."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    """List the settings classes that a key's value can have; for ``update``, all of them."""
+    if annotation is PrivateUpdate:
+        yield from UPDATE_SETTINGS.values()
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     elif typing.get_origin(annotation) in (types.UnionType, typing.Union, Annotated, list):
         for part in typing.get_args(annotation):

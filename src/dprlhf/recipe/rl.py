@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -18,33 +17,45 @@ from dprlhf.recipe.sections import (
     Privacy,
     Reward,
     Rollout,
+    Source,
     Tracking,
     check_promise,
 )
-from dprlhf.recipe.updates import NPG, PG, REBEL, TrustRegion, Update
+from dprlhf.recipe.updates import PG, Update
 
 
 class Recipe(Settings):
-    """All settings of a run.
+    """All settings of a run of private updates, ``dprlhf train``.
 
     Attributes:
-        policy: the model that is trained.
-        data: the users' prompts.
-        rewards: one or several; their weighted sum counts.
-        reward_range: R; the sum is clipped to ±R.
-        rollout: how responses are sampled.
-        update: the algorithm.
-        kl: the penalty for leaving the base model.
-        optimizer: what steps along the released gradient.
-        privacy: what is promised.
-        rounds: T.
-        evaluation: public prompts, for the reward before, during and after.
-        tracking: experiment trackers.
-        previous: earlier runs on the same users, or whose models this one uses.
-        seed: of the adapter's start and the public continuations. Allocation, noise and the private
-            responses come from the run's own secret key, never from a seed.
-        output_dir: the run folder; None makes one under ``runs/``.
+        policy: The language model that is trained, and its adapter.
+        data: The users' prompts, which are private.
+        rewards: Reward functions or models; a response's reward is their weighted sum.
+        reward_range: Bound R; the sum of the rewards is clipped to [−R, R].
+        rollout: How responses are sampled.
+        update: The algorithm that turns a round's users into a step of the policy.
+        kl: Penalty for moving away from the base model.
+        optimizer: Server-side optimizer, which steps along the released gradient.
+        privacy: The guarantee (ε, δ), and how users are assigned to rounds.
+        rounds: Number of rounds T.
+        evaluation: Public prompts, on which the reward is measured before, during and after.
+        tracking: Experiment trackers.
+        previous: Earlier private runs on the same users, or whose models this run uses.
+        seed: Seed of the adapter's initial weights and of the continuations of public prompts. The
+            users' rounds, the noise and the responses to private prompts come from the run's own
+            secret key, never from a seed.
+        output_dir: Run folder, which must not exist; null makes one under ``runs/``.
     """
+
+    stage: ClassVar[str] = "rl"
+    trained_key: ClassVar[str] = "policy"
+    classifier: ClassVar[bool] = False
+    head_labels: ClassVar[list[str] | None] = None
+    hub_task: ClassVar[str] = "text-generation"
+    hub_tag: ClassVar[str] = "reinforcement-learning"
+    assumptions: ClassVar[tuple[str, ...]] = (
+        "a reward scores a completion alike in any batch (checked on public prompts)",
+    )
 
     policy: Policy
     data: Data
@@ -62,6 +73,47 @@ class Recipe(Settings):
     seed: int = 0
     output_dir: str | None = None
 
+    @property
+    def trained(self) -> Policy:
+        """The model that is trained."""
+        return self.policy
+
+    @property
+    def sources(self) -> list[Source]:
+        """The models that the run starts from: the base model and the rewards."""
+        return [
+            self.policy.source("policy"),
+            *(reward.source(f"rewards.{i}") for i, reward in enumerate(self.rewards)),
+        ]
+
+    @property
+    def purpose(self) -> str:
+        """How the adapter was trained, for the model card."""
+        names = ", ".join(reward.name for reward in self.rewards)
+        return (
+            f"tuned on private\nprompts by the update `{self.update.name}` with the rewards {names}"
+        )
+
+    def released(self, releases: int, noise_multiplier: float) -> list[str]:
+        """List what the run publishes of its users, for the privacy card.
+
+        Args:
+            releases: Number of noised sums that a round releases.
+            noise_multiplier: Noise multiplier z of each of them.
+        """
+        what = self.update.released.format(releases=releases)
+        lines = [f"the noised mean {what}, and what follows from it: the model"]
+        if self.privacy.reward_share:
+            where = "same release" if releases == 1 else "first of these releases"
+            lines.append(f"the noised mean reward and count of each round, in the {where}")
+        if (critic := self.update.noised_critic) is not None:
+            lines.append(
+                f"the noised step of a critic of {1 + critic.features} numbers in each round, in"
+                f" the same release: {critic.share:g} of its budget, at noise multiplier"
+                f" {noise_multiplier / critic.share**0.5:.4g}"
+            )
+        return lines
+
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
         check_promise(
@@ -70,79 +122,8 @@ class Recipe(Settings):
             optimizer=self.optimizer,
             data=self.data,
             public=self.evaluation.data if self.evaluation else None,
-            fitted=self.policy.trained_on_private_users
-            or any(r.trained_on_private_users for r in self.rewards),
+            fitted=any(source.trained_on_private_users for source in self.sources),
         )
-        regression = isinstance(self.update, NPG) or (
-            isinstance(self.update, REBEL) and self.update.solver == "gauss-newton"
-        )
-        if regression and math.isinf(self.update.radius):
-            raise ValueError(
-                "update.clip_norm bounds the features of the regression: give a finite one, also"
-                " with privacy.epsilon .inf"
-            )
-        if regression and self.optimizer.name == "adam-corrected":
-            raise ValueError(
-                "optimizer.name: adam-corrected needs the noise of a released gradient, and"
-                f" update.name {self.update.name} steps along a regression's solution: write sgd"
-            )
-        self._check_trust_region()
-        self._check_critic()
-        if self.kl.level == "token" and self.update.name != "pg":
-            raise ValueError(
-                f"kl.level: token works with update.name pg; {self.update.name} takes one reward a"
-                " response: write kl.level: sequence"
-            )
-        if self.update.name == "rebel" and self.rollout.responses % 2:
-            raise ValueError(
-                "rollout.responses must be even for update.name rebel, which pairs them, not"
-                f" {self.rollout.responses}"
-            )
-        if self.policy.adapter.init == "public-activations" and self.evaluation is None:
-            raise ValueError(
-                "policy.adapter.init: public-activations needs public prompts (evaluation.data)"
-            )
+        self.policy.adapter.check(public_rows=self.evaluation is not None)
+        self.update.check(self)
         return self
-
-    def _check_critic(self) -> None:
-        critic = getattr(self.update, "critic", None)
-        if critic is None:
-            return
-        if getattr(self.update, "scale_rewards", False) or (
-            getattr(self.update, "baseline", None) == "group"
-        ):
-            setting = "scale_rewards: false" if self.update.name == "grpo" else "baseline: loo"
-            raise ValueError(
-                "update.critic: V(x) is in the unit of rewards, and standardised advantages have"
-                f" none: write {setting}"
-            )
-        if critic.features and self.evaluation is None:
-            raise ValueError(
-                "update.critic: features come from public prompts (evaluation.data): give some, or"
-                " write features: 0"
-            )
-        if self.privacy.reward_share**2 + critic.share >= 1:
-            raise ValueError(
-                "update.critic.share and the square of privacy.reward_share leave nothing to the"
-                " gradient: lower them"
-            )
-
-    def _check_trust_region(self) -> None:
-        region = self.update.clip_norm
-        if not isinstance(region, TrustRegion):
-            return
-        if self.update.name not in ("pg", "grpo", "ppo"):
-            raise ValueError(
-                "update.clip_norm: a trust region is for the one step of pg, grpo or ppo, not for"
-                f" {self.update.name}: give a number"
-            )
-        if self.optimizer.name != "sgd" or self.optimizer.momentum:
-            raise ValueError(
-                "update.clip_norm: a trust region bounds a plain SGD step: write optimizer: {name:"
-                " sgd, learning_rate: …} without momentum, or give a number"
-            )
-        if region.trust_region == "kl" and self.evaluation is None:
-            raise ValueError(
-                "update.clip_norm: trust_region kl needs public prompts (evaluation.data); l2 and"
-                " l2-markov do not"
-            )

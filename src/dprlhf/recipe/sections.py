@@ -1,42 +1,74 @@
-"""The sections of a recipe that are not the update's."""
+"""The sections that recipes share; the section ``update`` is in :mod:`dprlhf.recipe.updates`."""
 
 from __future__ import annotations
 
 import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from dprlhf.privacy.accounting import Adjacency, Partition
-from dprlhf.recipe.base import IN_MEMORY, PositiveFloat, PositiveInt, Settings
+from dprlhf.recipe.adapters import ADAPTERS, FORMER_NAMES, AdapterType
+from dprlhf.recipe.base import (
+    IN_MEMORY,
+    Experimental,
+    PositiveFloat,
+    PositiveInt,
+    Settings,
+    note_new_name,
+)
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+_UNMEASURED = Experimental(tuple(name for name, kind in ADAPTERS.items() if kind.experimental))
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that a run starts from: what it trains, or a reward.
+
+    Attributes:
+        key: The recipe's key that names it; None where the model is not a file or hub id.
+        label: What the privacy card calls it.
+        path: Hub id or folder; empty for a reward that is a function.
+        trained_on_private_users: Whether the recipe declares that it was fitted on the same users.
+    """
+
+    key: str | None
+    label: str
+    path: str
+    trained_on_private_users: bool
 
 
 class Adapter(Settings):
     """The trainable part of the policy: a low-dimensional PEFT adapter.
 
-    The noise grows with the root of the number of trained parameters.
+    The norm of a release's noise grows with the square root of the number of trained parameters, so
+    this section decides utility first. :mod:`dprlhf.policies.adapters` has each type's paper.
 
     Attributes:
-        type: ``lora`` trains A and B; ``lora-b`` freezes A and trains B alone; ``lora-xs`` an
-            r × r matrix between singular directions; ``vera`` two vectors to each layer; ``ia3``
-            scales; ``norms`` the norm layers; ``biases`` a bias to each output (see
-            :mod:`dprlhf.policies.adapters`).
-        rank: r, of the lora types and vera.
-        alpha: of the lora types, whose scale is alpha / rank, or alpha / √rank with ``use_rslora``.
-        use_rslora: see there (rsLoRA, arXiv 2312.03732).
-        target_modules: module names as PEFT takes them; of lora types and vera also
-            ``all-linear``. None takes PEFT's choice for the type of model.
-        layers: adapt only these decoder layers (from 0; −1 is the last): fewer dimensions, and the
-            backward pass stops at the lowest of them. None adapts all.
-        init: of A: ``random`` (PEFT's), or ``public-activations``, the main directions of the
-            layer's inputs on public prompts, along which users' gradients agree more.
+        type: ``lora`` trains both factors A and B of LoRA; ``ffa-lora`` (formerly ``lora-b``)
+            freezes A and trains B alone. Experimental: ``lora-xs`` trains an r × r matrix between
+            singular directions of the weight; ``vera`` two vectors in each layer; ``ia3`` scales of
+            activations; ``norms`` the norm layers; ``biases`` a bias of each output.
+        rank: Rank r of the LoRA types and of ``vera``.
+        alpha: LoRA's alpha: the adapter's output is scaled by alpha / rank, or by alpha / √rank
+            with ``use_rslora``. For the LoRA types.
+        use_rslora: Scale the output by alpha / √rank (rsLoRA, arXiv 2312.03732). For the LoRA
+            types.
+        target_modules: Names of the adapted modules, as PEFT takes them; for the LoRA types and
+            ``vera`` also ``all-linear``. Null takes PEFT's choice for the model's architecture.
+        layers: Adapt only these decoder layers (from 0; −1 is the last): fewer dimensions, and the
+            backward pass stops at the lowest of them. Null adapts all layers.
+        init: Initial value of A: ``random`` as in PEFT, or ``public-activations``, the principal
+            directions of the layer's inputs on public prompts, along which the gradients of
+            different users agree more. For ``lora`` and ``ffa-lora``.
     """
 
-    type: Literal["lora", "lora-b", "lora-xs", "vera", "ia3", "norms", "biases"] = "lora-b"
+    type: Annotated[AdapterType, _UNMEASURED] = "ffa-lora"
     rank: PositiveInt = 1
     alpha: PositiveFloat = 1.0
     use_rslora: bool = False
@@ -44,39 +76,54 @@ class Adapter(Settings):
     layers: list[int] | None = None
     init: Literal["random", "public-activations"] = "random"
 
+    @field_validator("type", mode="before")
+    @classmethod
+    def _todays_name(cls, name: Any) -> Any:
+        if isinstance(name, str) and name in FORMER_NAMES:
+            note_new_name("policy.adapter.type", name, FORMER_NAMES[name])
+            return FORMER_NAMES[name]
+        return name
+
     @model_validator(mode="after")
     def _settings_of_type(self) -> Adapter:
-        serves = {
-            "rank": ("lora", "lora-b", "lora-xs", "vera"),
-            "alpha": ("lora", "lora-b", "lora-xs"),
-            "use_rslora": ("lora", "lora-b", "lora-xs"),
-            "init": ("lora", "lora-b"),
-        }
-        for name, types_ in serves.items():
+        for name in ("rank", "alpha", "use_rslora", "init"):
             changed = getattr(self, name) != type(self).model_fields[name].default
-            if changed and self.type not in types_:
-                raise ValueError(f"{name} is for type {', '.join(types_)}, not for {self.type}")
+            if changed and name not in ADAPTERS[self.type].takes:
+                types_ = ", ".join(t for t, kind in ADAPTERS.items() if name in kind.takes)
+                raise ValueError(f"{name} is for type {types_}, not for {self.type}")
         return self
+
+    def check(self, *, public_rows: bool) -> None:
+        """Refuse an initial value that needs public rows where the recipe has none.
+
+        Raises:
+            ValueError: Names the setting.
+        """
+        if self.init == "public-activations" and not public_rows:
+            raise ValueError(
+                "policy.adapter.init: public-activations needs public rows (evaluation.data)"
+            )
 
 
 class Policy(Settings):
     """The language model that is trained.
 
     Attributes:
-        model_name_or_path: a hub id, a folder, ``asset:…``, or an earlier stage's ``model/``.
-        revision: a branch, tag or commit of a hub id, best the commit: then a later run loads the
-            same. None takes what the hub has now.
-        dtype: of the frozen base; the adapter stays in float32. ``auto`` is bfloat16 where the
-            machine computes in it, else float32; a run keeps what it started with.
-        attn_implementation: transformers' attention; None takes its default. ``eager`` may be the
-            faster one for short texts on a CPU; its memory grows with the square of their length.
-            Flash attention's own kernels are not offered: they pack the rows of a micro-batch into
-            one, where a user's rounding would depend on who else is there.
-        trained_on_private_users: declare whether the base checkpoint was fitted on the same users
-            without a stated cost. If it was, no ε can be stated for them, and only a non-private
-            baseline will run.
-        trust_remote_code: let the checkpoint bring code of its own, as transformers does.
-        adapter: what of the model is trained.
+        model_name_or_path: Hub id, folder, ``asset:…``, or the ``model/`` of an earlier stage.
+        revision: Branch, tag or commit of a hub id. Give the commit, so that a later run loads the
+            same weights; null takes what the hub has now.
+        dtype: Data type of the frozen base model; the adapter stays in float32. ``auto`` is
+            bfloat16 where the hardware computes in it, else float32; a run keeps the type that it
+            started with.
+        attn_implementation: Attention implementation of transformers; null takes its default.
+            ``eager`` can be faster for short texts on a CPU; its memory grows with the square of
+            their length. FlashAttention is not offered: it packs the rows of a micro-batch into
+            one, where the rounding of one user's values would depend on the other users.
+        trained_on_private_users: Declares that the base checkpoint was fitted on the same users
+            without a stated privacy cost. Then no ε can be stated for them, and only a non-private
+            baseline runs.
+        trust_remote_code: Run code that the checkpoint brings, as in transformers.
+        adapter: The trainable part of the model.
     """
 
     model_name_or_path: str
@@ -87,22 +134,31 @@ class Policy(Settings):
     trust_remote_code: bool = False
     adapter: Adapter = Adapter()
 
+    def source(self, key: str) -> Source:
+        """Return where the base model comes from; ``key`` is this section's name."""
+        path = self.model_name_or_path
+        return Source(
+            f"{key}.model_name_or_path", f"base model {path}", path, self.trained_on_private_users
+        )
+
 
 class Data(Settings):
     """A prompt dataset: a hub id, a folder, a ``.csv``/``.jsonl``/``.parquet`` file, ``asset:…``.
 
     Attributes:
-        path: where the rows are.
-        name: the dataset's configuration name on the hub.
-        revision: a branch, tag or commit of it on the hub; None takes what the hub has now.
-        split: which split of it (a file's or folder's file stem counts as a split).
-        prompt_column: text, or a list of ``{"role", "content"}`` messages.
-        user_column: rows with the same value are one user; None makes every row a user.
-        max_prompts_per_user: further prompts of a user are dropped, in the order of the rows.
-        prompt_words: keep the first so many words of a text prompt; None keeps all.
-        max_prompt_tokens: keep the last so many tokens.
-        skip: leave out the first so many rows.
-        limit: use only the first so many rows of what is left.
+        path: Hub id, folder or file of the rows.
+        name: Name of the dataset's configuration on the hub.
+        revision: Branch, tag or commit of the dataset on the hub; null takes what the hub has now.
+        split: Split of the dataset. In a folder of files, the file's name without its suffix.
+        prompt_column: Column of the prompts: text, or a list of ``{"role", "content"}`` messages.
+        user_column: Column that identifies the user: rows with the same value belong to one user.
+            Null makes every row a user of its own.
+        max_prompts_per_user: Number of prompts that a user keeps: the first ones, in the order of
+            the rows. Further ones are dropped.
+        prompt_words: Keep only this many words from the start of a text prompt; null keeps all.
+        max_prompt_tokens: Keep only this many tokens from the end of a prompt.
+        skip: Number of rows at the start that are left out.
+        limit: Number of rows after these that are used; null uses all.
     """
 
     path: str
@@ -119,17 +175,17 @@ class Data(Settings):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that a row must have, but for the user's."""
+        """Names of the columns that every row must have, without the user column."""
         return (self.prompt_column,)
 
 
 class Documents(Data):
-    """Documents to learn from, in TRL's formats.
+    """Documents for supervised fine-tuning, in TRL's formats.
 
     Attributes:
-        completion_column: what is learnt, text or messages, after the prompt; None learns all of
-            ``prompt_column``.
-        max_completion_tokens: of what is learnt the first so many tokens count.
+        completion_column: Column of the completions, text or messages, on which the loss is taken.
+            Null takes the loss on the whole of ``prompt_column``, as in language modeling.
+        max_completion_tokens: Keep only this many tokens from the start of a completion.
     """
 
     completion_column: str | None = "completion"
@@ -137,19 +193,19 @@ class Documents(Data):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that a row must have, but for the user's."""
+        """Names of the columns that every row must have, without the user column."""
         return tuple(c for c in (self.prompt_column, self.completion_column) if c is not None)
 
 
 class Preferences(Data):
-    """Pairs of completions, the better one named; or texts with a label.
+    """Preference pairs (a chosen and a rejected completion), or texts with a label.
 
     Attributes:
-        chosen_column: the better completion, text or messages.
-        rejected_column: the other one.
-        label_column: in place of pairs: which of ``labels`` the text of ``prompt_column`` has, by
-            its number or its name.
-        max_tokens: of a text; a longer one loses its start, or with labels its end.
+        chosen_column: Column of the better completions, text or messages.
+        rejected_column: Column of the worse completions, text or messages.
+        label_column: Column of the labels of the texts in ``prompt_column``, each a number or a
+            name from ``labels``; given in place of pairs.
+        max_tokens: Keep only this many tokens of a text: the last ones, or with labels the first.
     """
 
     chosen_column: str = "chosen"
@@ -159,28 +215,29 @@ class Preferences(Data):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that a row must have, but for the user's."""
+        """Names of the columns that every row must have, without the user column."""
         if self.label_column is not None:
             return self.prompt_column, self.label_column
         return self.prompt_column, self.chosen_column, self.rejected_column
 
 
 class Reward(Settings):
-    """One reward: exactly one of ``function``, ``classifier`` and ``plugin``.
+    """One reward; give exactly one of ``function``, ``classifier`` and ``plugin``.
 
     Attributes:
         function: ``package.module:function`` or ``file.py:function``, with TRL's signature.
-        classifier: a hub id or folder of a sequence classifier, or ``asset:…``.
-        revision: a branch, tag or commit of a classifier's hub id; None takes what the hub has now.
-        plugin: a name in the entry-point group ``dprlhf.rewards``.
-        weight: of this reward in the sum.
-        per_user: call it for one user's rows at a time; for rewards that compare rows.
-        label: whose log-odds are a classifier's score; not with a single output.
-        text: what a classifier reads.
-        max_tokens: a classifier's texts are cut to so many.
-        batch_size: texts that a classifier scores at once.
-        trained_on_private_users: declare whether the reward was fitted on the same users without
-            a stated cost; then no ε can be stated.
+        classifier: Hub id or folder of a sequence classifier, or ``asset:…``.
+        revision: Branch, tag or commit of the classifier's hub id; null takes what the hub has now.
+        plugin: Name in the entry-point group ``dprlhf.rewards`` of an installed package.
+        weight: Weight of this reward in the sum.
+        per_user: Call the reward for one user's rows at a time; for rewards that compare rows.
+        label: Label whose log-odds are the classifier's score; not for a classifier with one
+            output.
+        text: What the classifier reads: the prompt with the completion, or the completion alone.
+        max_tokens: Number of tokens to which the classifier's texts are truncated.
+        batch_size: Number of texts that the classifier scores at once.
+        trained_on_private_users: Declares that the reward was fitted on the same users without a
+            stated privacy cost. Then no ε can be stated.
     """
 
     function: str | None = None
@@ -195,6 +252,20 @@ class Reward(Settings):
     batch_size: PositiveInt = 64
     trained_on_private_users: bool = False
 
+    @property
+    def name(self) -> str:
+        """What the recipe calls the reward."""
+        return str(self.function or self.classifier or self.plugin)
+
+    def source(self, key: str) -> Source:
+        """Return where the reward comes from; ``key`` is this section's name."""
+        return Source(
+            f"{key}.classifier" if self.classifier else None,
+            f"reward {self.name}",
+            self.classifier or "",
+            self.trained_on_private_users,
+        )
+
     @model_validator(mode="after")
     def _one_source(self) -> Reward:
         if sum(x is not None for x in (self.function, self.classifier, self.plugin)) != 1:
@@ -208,16 +279,19 @@ class Rollout(Settings):
     """How responses are sampled.
 
     Attributes:
-        base_policy: μ of He & Zhou Algorithm 1: ``on-policy`` samples all responses from π_t;
-            ``reference`` samples half of them from the base model (the adapter off).
-        responses: responses a prompt; with ``reference``, half from each policy.
-        max_new_tokens: the length of a response.
-        temperature: of both policies; log-probabilities are taken at the same temperature.
-        batch_size: responses sampled at once, always so many (fillers make up the rest): larger is
-            faster until the fillers outnumber the responses. ``auto`` settles it once for a run:
-            a round's responses, but at most 128 on a CPU and what fits into a GPU's memory.
-        backend: ``transformers``, or ``vllm`` (``pip install -e '.[vllm]'`` in the clone, a GPU,
-            one process, ``VLLM_BATCH_INVARIANT=1``); with ``vllm``, ``batch_size`` has no effect.
+        base_policy: Sampling policy μ of He & Zhou 2025, Algorithm 1: ``on-policy`` samples all
+            responses from the current policy π_t; ``reference`` samples half of them from the base
+            model (the adapter switched off).
+        responses: Number of responses to each prompt; with ``reference``, half from each policy.
+        max_new_tokens: Number of tokens of a response, at most.
+        temperature: Sampling temperature of both policies. Log-probabilities are taken at the same
+            temperature.
+        batch_size: Number of responses that are sampled at once; dummy prompts fill up an
+            incomplete batch, so that its shape says nothing about the users. Larger is faster until
+            the dummies outnumber the responses. ``auto`` determines it once for a run: a round's
+            expected responses, but at most 128 on a CPU and what fits into a GPU's memory.
+        backend: ``transformers``, or experimental ``vllm`` (``pip install -e '.[vllm]'`` in the
+            clone, a GPU, one process, ``VLLM_BATCH_INVARIANT=1``), which ignores ``batch_size``.
     """
 
     base_policy: Literal["on-policy", "reference"] = "on-policy"
@@ -225,7 +299,7 @@ class Rollout(Settings):
     max_new_tokens: PositiveInt = 16
     temperature: PositiveFloat = 1.0
     batch_size: PositiveInt | Literal["auto"] = 128
-    backend: Literal["transformers", "vllm"] = "transformers"
+    backend: Annotated[Literal["transformers", "vllm"], Experimental(("vllm",))] = "transformers"
 
     @model_validator(mode="after")
     def _even(self) -> Rollout:
@@ -235,15 +309,16 @@ class Rollout(Settings):
 
 
 class KL(Settings):
-    """The KL penalty: β (log π_t(y|x) − log π_ref(y|x)) off each response's own reward.
+    """The KL penalty: subtracts β (log π_t(y|x) − log π_ref(y|x)) from each response's reward.
 
-    π_ref is the policy with its adapter off. The rewards that a run reports stay without it.
+    The reference policy π_ref is the policy with its adapter switched off. The rewards that a run
+    reports are those without the penalty.
 
     Attributes:
-        beta: β; 0 is no penalty.
-        level: ``sequence`` takes the whole penalty off a response's reward; ``token`` (with
-            ``update.name: pg``) takes off at each token only what is still to come, which has the
-            same mean and less variance.
+        beta: Coefficient β, in units of the reward per nat; 0 for no penalty.
+        level: ``sequence`` subtracts the whole penalty from a response's reward; ``token`` (with
+            ``update.name: pg``) subtracts at each token only the penalty of the tokens from there
+            on, which has the same expectation and less variance.
     """
 
     beta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
@@ -251,20 +326,20 @@ class KL(Settings):
 
 
 class Optimizer(Settings):
-    """The server-side optimizer of the released mean gradient (post-processing).
+    """The server-side optimizer, which steps along the released gradient (post-processing).
 
     Attributes:
-        name: ``sgd``, ``adam``, or ``adam-corrected``: Adam whose second moment has the variance of
-            the noise, which is public, taken off.
-        learning_rate: its step size; the largest of the schedule.
-        momentum: of SGD.
-        betas: of Adam.
-        eps: of Adam.
-        noise_floor: of ``adam-corrected``: its corrected second moment is at least this share of
+        name: ``sgd``, ``adam``, or ``adam-corrected``: Adam with the public variance of the noise
+            subtracted from its second moment (DP-AdamBC, arXiv 2312.14334).
+        learning_rate: Step size; with a schedule, its largest value.
+        momentum: Momentum of SGD.
+        betas: Decay rates (β₁, β₂) of Adam's moments.
+        eps: Adam's ε, which keeps the denominator away from 0.
+        noise_floor: Lower bound on the corrected second moment of ``adam-corrected``, as a share of
             the noise's variance.
-        schedule: how the learning rate falls over the rounds, to nearly 0 with ``linear`` and
-            ``cosine``.
-        warmup: the share of the rounds in which the learning rate first rises, in equal steps.
+        schedule: How the learning rate falls over the rounds: not at all, or to nearly 0 along a
+            line or a cosine.
+        warmup: Share of the rounds in which the learning rate rises linearly first.
     """
 
     name: Literal["sgd", "adam", "adam-corrected"] = "adam"
@@ -278,21 +353,23 @@ class Optimizer(Settings):
 
 
 class Budget(Settings):
-    """What is promised: give ``epsilon`` or ``noise_multiplier``, not both.
+    """The privacy guarantee; give exactly one of ``epsilon`` and ``noise_multiplier``.
 
     Attributes:
-        epsilon: ε to keep within; ``.inf`` is a non-private baseline.
-        noise_multiplier: z, in place of ε, which then follows from it.
-        delta: δ; keep it well below 1 / users.
-        partition: how users are spread over the rounds.
-        adjacency: what neighbouring datasets are; None takes ``add-remove``, or ``zero-out`` for
+        epsilon: Largest ε that the run may spend; ``.inf`` is a non-private baseline.
+        noise_multiplier: Noise multiplier z, the noise's standard deviation in units of the clip
+            norm; ε then follows from it.
+        delta: δ; keep it well below 1 / (number of users).
+        partition: How users are assigned to rounds: ``random-allocation``, ``fixed``, ``stream`` or
+            ``poisson`` (Poisson subsampling).
+        adjacency: How neighbouring datasets differ; null takes ``add-remove``, or ``zero-out`` for
             ``fixed`` and ``stream``.
-        participations: rounds that a user takes part in (poisson: on average).
-        bands: above 1, with partition ``fixed`` or ``stream``, correlates the noise of so many
-            rounds (see :mod:`dprlhf.privacy.correlated_noise`).
-        tuning_runs: declares how many runs on the same users chose these settings. Each counts as a
-            run with this one's noise and rounds, so give it no less noise; name runs of other terms
-            under ``previous``. None declares nothing.
+        participations: Number of rounds in which a user takes part (with ``poisson``: on average).
+        bands: Number of rounds whose noise is correlated; above 1 only with partition ``fixed`` or
+            ``stream`` (see :mod:`dprlhf.privacy.correlated_noise`).
+        tuning_runs: Declares how many runs on the same users chose these settings. Each counts as
+            a run with this one's noise and rounds, so give it no less noise; name runs with other
+            settings under ``previous``. Null declares nothing.
     """
 
     epsilon: float | None = None
@@ -306,7 +383,7 @@ class Budget(Settings):
 
     @property
     def baseline(self) -> bool:
-        """Whether no noise is asked for."""
+        """Whether the run is a non-private baseline, without noise."""
         return self.epsilon == math.inf or self.noise_multiplier == 0
 
     @model_validator(mode="after")
@@ -323,11 +400,12 @@ class Budget(Settings):
 
 
 class Privacy(Budget):
-    """The budget of the updates, and what of it the noised reward takes.
+    """The privacy guarantee of a run of private updates.
 
     Attributes:
-        reward_share: the share of the clip norm that a scaled copy of the user's mean reward may
-            take in the released vector; 0 turns the noised reward in the metrics off.
+        reward_share: Share of the clip norm that a scaled copy of the user's mean reward takes in
+            the released vector, so that the metrics show a noised mean reward of each round; 0
+            turns it off.
     """
 
     reward_share: Annotated[float, Field(ge=0, lt=1)] = 0.14
@@ -337,9 +415,10 @@ class Evaluation(Settings):
     """Evaluation on public rows, which costs no privacy.
 
     Attributes:
-        data: the public rows.
-        prompts: how many of them, from the start; at least 2, for a standard error.
-        every: evaluate after every so many rounds; None evaluates before and after only.
+        data: The public rows.
+        prompts: Number of rows that are used, from the start; at least 2, for a standard error.
+        every: Number of rounds between evaluations during the run; null evaluates before and after
+            the run only.
     """
 
     data: Data
@@ -351,10 +430,10 @@ class Tracking(Settings):
     """Experiment trackers, which get the lines of ``metrics.jsonl`` (:mod:`dprlhf.runs.trackers`).
 
     Attributes:
-        report_to: which; each is a package of its own to install.
-        project: what the trackers file the run under.
-        live: send each round when it ends, not all at the end of the run. The service then knows
-            how long each round took, hence about how many users it had.
+        report_to: Trackers to report to; each is a package to install separately.
+        project: Project under which the trackers file the run.
+        live: Send each round's metrics when it ends, not all of them at the end of the run. The
+            service then sees how long each round took, and from that about how many users it had.
     """
 
     report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
@@ -371,10 +450,11 @@ class Previous(Settings):
     """An earlier private run that this one builds on, or that had some of the same users.
 
     Attributes:
-        run: its folder.
-        users: ``shared`` (some may be the same: the costs compose) or ``disjoint`` (nobody is in
-            both: the larger cost counts). ``disjoint`` is refused where the two runs' ``secret/``
-            shows that it is wrong; that nothing is found proves nothing, so it is your statement.
+        run: Its run folder.
+        users: ``shared`` if a user may be in both runs, so that the costs compose; ``disjoint`` if
+            nobody is, so that the larger cost counts. ``disjoint`` is refused where the ``secret/``
+            folders of the two runs refute it. That they do not refute it proves nothing: the
+            declaration is yours.
     """
 
     run: str
@@ -393,12 +473,15 @@ def check_promise(
     """Refuse what would make the stated ε wrong, or publish what is private.
 
     Args:
-        privacy: what is promised.
-        clip_norm: S.
-        optimizer: of the released gradient.
-        data: the users' rows.
-        public: the rows of the evaluation.
-        fitted: whether a model that takes part was fitted on the same users at no stated cost.
+        privacy: The promised guarantee.
+        clip_norm: Clip norm S.
+        optimizer: The server-side optimizer.
+        data: The section of the users' rows.
+        public: The section of the evaluation's rows; None without evaluation.
+        fitted: Whether a model or reward was fitted on the same users without a stated cost.
+
+    Raises:
+        ValueError: Names the setting and what would work.
     """
     if math.isinf(clip_norm) and not privacy.baseline:
         raise ValueError("update.clip_norm must be finite unless privacy.epsilon is .inf")
@@ -438,7 +521,7 @@ def _place(path: str) -> str:
 def _splits_meet(a: str, b: str) -> bool:
     """Return whether ``train`` and ``train[:90%]+test`` and the like have a split in common.
 
-    Two different slices of a split may be apart, and are taken at their word.
+    Two different slices of one split are taken to have no row in common.
     """
     for one in a.split("+"):
         for other in b.split("+"):

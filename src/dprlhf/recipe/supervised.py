@@ -1,8 +1,13 @@
-"""The recipes of the supervised stages before it."""
+"""The recipes of the supervised stages, which a pipeline runs before the private updates.
+
+A recipe class states what the rest of the project has to know about its stage. To add a stage, such
+as an offline objective on preference pairs, write a subclass of :class:`StageRecipe`, add it to
+``STAGES``, and write what it learns in :mod:`dprlhf.training.tasks`.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -16,17 +21,20 @@ from dprlhf.recipe.sections import (
     Policy,
     Preferences,
     Previous,
+    Source,
     Tracking,
     check_promise,
 )
 
 
 class Supervised(Settings):
-    """How a stage turns its users into one release a round.
+    """How a supervised stage turns a round's users into one noised release, as DP-SGD does.
 
     Attributes:
-        clip_norm: S; ``.inf`` only in a non-private baseline.
-        batch_size: rows differentiated at once.
+        clip_norm: Clip norm S, the L2 bound on the gradient of one user's mean loss. ``.inf`` only
+            in a non-private baseline.
+        batch_size: Rows in one micro-batch of the backward pass. Larger is faster until memory runs
+            out; it does not change the result beyond rounding.
     """
 
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
@@ -34,51 +42,96 @@ class Supervised(Settings):
 
     @property
     def radius(self) -> float:
-        """S."""
+        """Clip norm S."""
         return self.clip_norm
 
     @property
     def releases(self) -> int:
-        """J, the noised sums that a round takes from its users."""
+        """Number of noised sums that a round releases."""
         return 1
 
 
-class _Stage(Settings):
-    """What the supervised stages share.
+class StageRecipe(Settings):
+    """Settings and facts that every supervised stage has; base class of all of them.
 
     Attributes:
-        stage: ``sft`` or ``reward``.
-        policy: the model that is trained.
-        data: the users' rows.
-        update: clipping.
-        optimizer: what steps along the released gradient.
-        privacy: what is promised.
-        rounds: T.
-        evaluation: public rows, for the loss before, during and after.
-        tracking: experiment trackers.
-        previous: earlier runs on the same users, or whose models this one uses.
-        seed: of the adapter's (and a fresh head's) start.
-        output_dir: the run folder; None makes one under ``runs/``.
+        stage: Name of the stage.
+        data: The users' rows, which are private.
+        update: How gradients are clipped.
+        optimizer: Server-side optimizer, which steps along the released gradient.
+        privacy: The guarantee (ε, δ), and how users are assigned to rounds.
+        rounds: Number of rounds T.
+        evaluation: Public rows, on which the loss is measured before, during and after.
+        tracking: Experiment trackers.
+        previous: Earlier private runs on the same users, or whose models this run uses.
+        seed: Seed of the initial weights of the adapter, and of a new classification head.
+        output_dir: Run folder, which must not exist; null makes one under ``runs/``.
     """
 
+    trained_key: ClassVar[str] = "policy"
+    """The section of the model that is trained."""
+
+    classifier: ClassVar[bool] = False
+    """Whether the model gets a classification head in place of the language model's."""
+
+    hub_task: ClassVar[str] = "text-generation"
+    """The model card's ``pipeline_tag``."""
+
+    hub_tag: ClassVar[str]
+    """A tag of the model card."""
+
+    assumptions: ClassVar[tuple[str, ...]] = ()
+    """Assumptions of the guarantee that only this stage makes, for the privacy card."""
+
+    stage: str
+    data: Data
     update: Supervised = Supervised()
     optimizer: Optimizer = Optimizer()
     privacy: Budget
     rounds: PositiveInt
+    evaluation: Evaluation | None = None
     tracking: Tracking = Tracking()
     previous: list[Previous] = []
     seed: int = 0
     output_dir: str | None = None
 
-    def _check(self, trained: Policy, data: Data, public: Data | None) -> None:
+    @property
+    def trained(self) -> Policy:
+        """The model that is trained."""
+        trained: Policy = getattr(self, self.trained_key)
+        return trained
+
+    @property
+    def head_labels(self) -> list[str] | None:
+        """Names of a classification head's labels; None for one output, or without such a head."""
+        return None
+
+    @property
+    def sources(self) -> list[Source]:
+        """The models that the run starts from."""
+        return [self.trained.source(self.trained_key)]
+
+    @property
+    def purpose(self) -> str:
+        """How the adapter was trained, for the model card."""
+        return "fitted to private rows"
+
+    def released(self, releases: int, noise_multiplier: float) -> list[str]:
+        """List what the run publishes of its users, for the privacy card."""
+        return ["the noised mean gradient of each round, and what follows from it: the model"]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> StageRecipe:
         check_promise(
             self.privacy,
             clip_norm=self.update.clip_norm,
             optimizer=self.optimizer,
-            data=data,
-            public=public,
-            fitted=trained.trained_on_private_users,
+            data=self.data,
+            public=self.evaluation.data if self.evaluation else None,
+            fitted=any(source.trained_on_private_users for source in self.sources),
         )
+        self.trained.adapter.check(public_rows=self.evaluation is not None)
+        return self
 
 
 class DocumentsEvaluation(Evaluation):
@@ -87,8 +140,15 @@ class DocumentsEvaluation(Evaluation):
     data: Documents
 
 
-class SFTRecipe(_Stage):
-    """All settings of ``dprlhf sft``: supervised fine-tuning on the users' own documents."""
+class SFTRecipe(StageRecipe):
+    """All settings of ``dprlhf sft``: supervised fine-tuning on the users' own documents.
+
+    Attributes:
+        stage: ``sft``.
+        policy: The language model that is trained, and its adapter.
+    """
+
+    hub_tag: ClassVar[str] = "sft"
 
     stage: Literal["sft"] = "sft"
     policy: Policy
@@ -96,18 +156,9 @@ class SFTRecipe(_Stage):
     evaluation: DocumentsEvaluation | None = None
 
     @property
-    def trained(self) -> Policy:
-        """The model that is trained."""
-        return self.policy
-
-    @model_validator(mode="after")
-    def _consistent(self) -> SFTRecipe:
-        self._check(self.policy, self.data, self.evaluation.data if self.evaluation else None)
-        if self.policy.adapter.init == "public-activations" and self.evaluation is None:
-            raise ValueError(
-                "policy.adapter.init: public-activations needs public documents (evaluation.data)"
-            )
-        return self
+    def purpose(self) -> str:
+        """How the adapter was trained, for the model card."""
+        return "fitted to private documents"
 
 
 class PreferencesEvaluation(Evaluation):
@@ -116,13 +167,19 @@ class PreferencesEvaluation(Evaluation):
     data: Preferences
 
 
-class RewardRecipe(_Stage):
+class RewardRecipe(StageRecipe):
     """All settings of ``dprlhf reward``: a reward model from preference pairs or labels.
 
     Attributes:
-        model: an encoder or a causal LM, which gets a classification head.
-        labels: the names of the labels, with ``data.label_column``.
+        stage: ``reward``.
+        model: Encoder or causal language model that is trained; it gets a classification head.
+        labels: Names of the labels, together with ``data.label_column``; null for pairs.
     """
+
+    trained_key: ClassVar[str] = "model"
+    classifier: ClassVar[bool] = True
+    hub_task: ClassVar[str] = "text-classification"
+    hub_tag: ClassVar[str] = "reward-model"
 
     stage: Literal["reward"] = "reward"
     model: Policy
@@ -131,19 +188,28 @@ class RewardRecipe(_Stage):
     evaluation: PreferencesEvaluation | None = None
 
     @property
-    def trained(self) -> Policy:
-        """The model that is trained."""
-        return self.model
+    def head_labels(self) -> list[str] | None:
+        """Names of the classification head's labels; None for the one output of pairs."""
+        return self.labels
+
+    @property
+    def purpose(self) -> str:
+        """How the adapter was trained, for the model card."""
+        kind = "preference pairs" if self.labels is None else f"labels ({', '.join(self.labels)})"
+        return f"fitted to private {kind}"
 
     @model_validator(mode="after")
-    def _consistent(self) -> RewardRecipe:
-        self._check(self.model, self.data, self.evaluation.data if self.evaluation else None)
+    def _labels_or_pairs(self) -> RewardRecipe:
         if (self.data.label_column is None) != (self.labels is None):
             raise ValueError("labels and data.label_column: give both, or neither for pairs")
         if self.labels is not None and len(set(self.labels)) < max(2, len(self.labels)):
             raise ValueError("labels: give at least two, each once")
         if self.evaluation and (self.evaluation.data.label_column is None) != (self.labels is None):
             raise ValueError("evaluation.data must have what data has: labels, or else pairs")
+        return self
+
+    @model_validator(mode="after")
+    def _trained_in_float32(self) -> RewardRecipe:
         if self.model.dtype != "float32":
             raise ValueError("model.dtype: a reward model is trained in float32")
         if self.model.adapter.init != "random":
@@ -151,3 +217,7 @@ class RewardRecipe(_Stage):
                 "model.adapter.init: public-activations is for causal LMs: write random"
             )
         return self
+
+
+STAGES: dict[str, type[StageRecipe]] = {"sft": SFTRecipe, "reward": RewardRecipe}
+"""The supervised stages by name; a recipe without a ``stage`` is one of private updates."""

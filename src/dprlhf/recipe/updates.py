@@ -1,22 +1,47 @@
-"""The private updates and what is inside them: ``update`` of a recipe."""
+"""The private updates' settings: the section ``update`` of a recipe.
+
+A settings class also states what the rest of the project has to know about its update: how many
+noised sums a round releases, what they are, and which other settings it works with. To add an
+update, write a subclass of :class:`PrivateUpdate` here and add it to ``UPDATE_SETTINGS``; a package
+of its own offers one as an entry point (:class:`UpdatePlugin`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    SerializeAsAny,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
-from dprlhf.recipe.base import PositiveFloat, PositiveInt, Settings
+from dprlhf.recipe.base import Experimental, PositiveFloat, PositiveInt, Settings
+from dprlhf.recipe.plugins import load_plugin, plugin_names
+
+if TYPE_CHECKING:
+    from dprlhf.recipe.rl import Recipe
+
+ENTRY_POINT_GROUP = "dprlhf.updates"
+"""The entry-point group of updates in other packages; each names an :class:`UpdatePlugin`."""
 
 
 class TrustRegion(Settings):
-    """A clip norm that keeps an SGD step in a region (see :mod:`dprlhf.updates.trust_region`).
+    """A clip norm chosen so that an SGD step stays in a region (:mod:`dprlhf.updates.trust_region`).
 
     Attributes:
-        trust_region: ``l2``, ``l2-markov``, or ``kl``, which needs public prompts.
-        alpha: α, the size of the region: ‖Δ‖²/2, or the KL divergence of responses.
-        beta: β, the probability of leaving it.
+        trust_region: ``l2`` or ``l2-markov`` bounds the parameters' change; ``kl`` bounds the KL
+            divergence of responses and needs public prompts.
+        alpha: Size α of the region: ‖Δ‖²/2, or the KL divergence in nats.
+        beta: Probability β of a step that leaves the region.
     """
 
     trust_region: Literal["l2", "l2-markov", "kl"]
@@ -29,7 +54,7 @@ def _clip_norm_kind(value: Any) -> str:
 
 
 CLIP_NORM_KINDS = _NUMBER, _REGION = "number", "region"
-"""How pydantic names the two kinds in the place of an error."""
+"""How pydantic names the two kinds in an error's location."""
 
 ClipNorm = Annotated[
     Annotated[float, Field(gt=0), Tag(_NUMBER)] | Annotated[TrustRegion, Tag(_REGION)],
@@ -37,15 +62,24 @@ ClipNorm = Annotated[
 ]
 
 
-class _Update(Settings):
-    """What all private updates share.
+class PrivateUpdate(Settings):
+    """Settings and facts that every private update has; base class of all updates, plug-ins too.
 
     Attributes:
-        clip_norm: S, or the trust region that decides it once, before the first round; ``.inf``
-            only in a non-private baseline.
-        batch_size: responses differentiated at once; as for ``rollout.batch_size``.
+        name: Name of the update in a recipe.
+        clip_norm: Clip norm S, the L2 bound on one user's vector; or a trust region that
+            determines S once, before the first round. ``.inf`` only in a non-private baseline.
+        batch_size: Responses in one micro-batch of the backward pass. Larger is faster until memory
+            runs out; it does not change the result beyond rounding.
     """
 
+    allows_trust_region: ClassVar[bool] = False
+    """Whether the round is one step along one clipped sum, which a trust region can bound."""
+
+    token_rewards: ClassVar[bool] = False
+    """Whether the update takes one reward for each token, as ``kl.level: token`` gives."""
+
+    name: str
     clip_norm: ClipNorm = 1.0
     batch_size: PositiveInt = 64
 
@@ -60,10 +94,11 @@ class _Update(Settings):
                 return values
             if not offered or name != "noised":
                 raise ValueError(
-                    "there is no critic but critic: noised, with update.name pg, grpo or ppo: one"
-                    " fitted without noise would carry a round's users into later releases"
-                    " (docs/privacy.md, 'Rules that the code keeps'); or write baseline: loo, which"
-                    " takes the user's own other responses"
+                    "there is no critic but critic: noised, with update.name"
+                    f" {_names(lambda kind: 'critic' in kind.model_fields)}: one fitted without"
+                    " noise would carry a round's users into later releases (docs/privacy.md,"
+                    " 'Rules that the code keeps'); or write baseline: loo, which takes the user's"
+                    " own other responses"
                 )
             if critic == "noised":
                 return {**values, "critic": {}}
@@ -71,26 +106,101 @@ class _Update(Settings):
 
     @property
     def radius(self) -> float:
-        """S; 1 until the trust region has decided it."""
+        """Clip norm S; 1 as long as a trust region has not determined it."""
         return 1.0 if isinstance(self.clip_norm, TrustRegion) else self.clip_norm
 
     @property
     def releases(self) -> int:
-        """J, the noised sums that a round takes from its users."""
+        """Number J of noised sums that a round releases. The gate charges J and refuses one more."""
         return 1
+
+    @property
+    def passes(self) -> int:
+        """Backward passes over a user's tokens for one release, to estimate a run's duration."""
+        return 1
+
+    @property
+    def released(self) -> str:
+        """What a round's releases are the noised mean of, for the privacy card.
+
+        ``{releases}`` in it stands for the number of releases.
+        """
+        return f"vector that the update {self.name} takes from each user, {{releases}} in each round"
+
+    @property
+    def noised_critic(self) -> Critic | None:
+        """Settings of the critic that serves the advantages; None without one."""
+        return None
+
+    @property
+    def least_squares(self) -> Oracle | None:
+        """Settings of the regression oracle that solves the round; None if there is no regression.
+
+        With one, ``clip_norm`` bounds the regression's features.
+        """
+        return None
+
+    def check(self, recipe: Recipe) -> None:
+        """Refuse a recipe whose other sections do not work with this update.
+
+        Raises:
+            ValueError: Names the setting and what would work.
+        """
+        if isinstance(self.clip_norm, TrustRegion):
+            self._check_trust_region(self.clip_norm, recipe)
+        if self.least_squares is not None:
+            self.least_squares.check(recipe)
+        if self.noised_critic is not None:
+            self.noised_critic.check(recipe)
+        if recipe.kl.level == "token" and not self.token_rewards:
+            raise ValueError(
+                "kl.level: token works with update.name"
+                f" {_names(lambda kind: kind.token_rewards)}; {self.name} takes one reward a"
+                " response: write kl.level: sequence"
+            )
+
+    def _check_trust_region(self, region: TrustRegion, recipe: Recipe) -> None:
+        if not self.allows_trust_region:
+            raise ValueError(
+                "update.clip_norm: a trust region is for the one step of"
+                f" {_names(lambda kind: kind.allows_trust_region)}, not for {self.name}: give a"
+                " number"
+            )
+        if recipe.optimizer.name != "sgd" or recipe.optimizer.momentum:
+            raise ValueError(
+                "update.clip_norm: a trust region bounds a plain SGD step: write optimizer: {name:"
+                " sgd, learning_rate: …} without momentum, or give a number"
+            )
+        if region.trust_region == "kl" and recipe.evaluation is None:
+            raise ValueError(
+                "update.clip_norm: trust_region kl needs public prompts (evaluation.data); l2 and"
+                " l2-markov do not"
+            )
+
+    def saturated(self, *, clip_norm: float, batch_size: int, target_bound: float) -> Self:
+        """Return these settings with bounds that every canary user of an audit reaches.
+
+        Args:
+            clip_norm: Clip norm far below the norm of any user's vector.
+            batch_size: Responses in one micro-batch.
+            target_bound: Bound on a regression's targets, far below any target.
+        """
+        return self.model_copy(update={"clip_norm": clip_norm, "batch_size": batch_size})
 
 
 class Critic(Settings):
-    """A guess V(x) at a prompt's mean reward, learned from noised releases (see critic.py).
+    """A value function V(x) that predicts a prompt's mean reward, learned from noised releases.
+
+    It rides in the gradient's release (:mod:`dprlhf.updates.critic`).
 
     Attributes:
-        name: ``noised``; there is no other.
-        share: of the round's budget 1/z². The gradient's noise-to-clip ratio grows by
-            1/√(1 − share).
-        features: p, numbers that V sees of a prompt, from public prompts; 0 makes V the released
-            mean reward of earlier rounds. Noise in V grows with p.
-        weight: of r − V(x) in an advantage; the rest is the baseline's.
-        step_size: η, how much of V comes from the last round.
+        name: ``noised`` is the only kind.
+        share: Share of the round's budget 1/z² that the critic takes. The gradient's noise-to-clip
+            ratio grows by 1/√(1 − share).
+        features: Number p of features of a prompt, fitted on public prompts. With 0, V is the
+            released mean reward of earlier rounds. The noise in V grows with p.
+        weight: Weight of r − V(x) in an advantage; the baseline has the rest.
+        step_size: Step size η in (0, 1] of V's update after each round.
     """
 
     name: Literal["noised"] = "noised"
@@ -99,56 +209,141 @@ class Critic(Settings):
     weight: Annotated[float, Field(gt=0, le=1)] = 0.5
     step_size: Annotated[float, Field(gt=0, le=1)] = 0.3
 
+    def check(self, recipe: Recipe) -> None:
+        """Refuse a recipe without public prompts for the features, or without budget for both.
 
-class _Score(_Update):
-    """What the updates share that weigh ∇ log π by a ratio where y ~ μ ≠ π_t.
+        Raises:
+            ValueError: Names the setting and what would work.
+        """
+        if self.features and recipe.evaluation is None:
+            raise ValueError(
+                "update.critic: features come from public prompts (evaluation.data): give some, or"
+                " write features: 0"
+            )
+        if recipe.privacy.reward_share**2 + self.share >= 1:
+            raise ValueError(
+                "update.critic.share and the square of privacy.reward_share leave nothing to the"
+                " gradient: lower them"
+            )
+
+
+class _Score(PrivateUpdate):
+    """Updates that weight ∇ log π by the importance ratio π_t/μ where responses come from μ ≠ π_t.
 
     Attributes:
-        max_importance_ratio: truncation of π_t/μ, of a response or (grpo) of a token.
+        max_importance_ratio: Upper bound at which the ratio π_t/μ of a response (grpo: of a token)
+            is truncated.
     """
 
     max_importance_ratio: PositiveFloat = 2.0
 
 
 Baseline = Literal["paired", "loo", "group"]
-"""Advantages, all inside one user's own responses."""
+"""How advantages are computed; each uses one user's own responses only."""
 
 
 class _Advantage(_Score):
-    """What the policy gradients share, whose advantages a critic may serve.
+    """Policy gradients, whose advantages a critic can serve.
 
     Attributes:
-        critic: ``noised``, or a mapping with its settings; None has no critic.
+        critic: ``noised``, or a mapping with its settings; null for no critic.
     """
 
-    critic: Critic | None = None
+    allows_trust_region: ClassVar[bool] = True
+    unscaled: ClassVar[str] = "baseline: loo"
+    """The setting under which advantages keep the unit of rewards."""
+
+    critic: Annotated[Critic | None, Experimental()] = None
+
+    @property
+    def scaled(self) -> bool:
+        """Whether advantages are divided by a standard deviation, so that they have no unit."""
+        return False
+
+    @property
+    def noised_critic(self) -> Critic | None:
+        """Settings of the critic that serves the advantages; None without one."""
+        return self.critic
+
+    def check(self, recipe: Recipe) -> None:
+        """Refuse a recipe whose other sections do not work with this update.
+
+        Raises:
+            ValueError: Names the setting and what would work.
+        """
+        if self.critic is not None and self.scaled:
+            raise ValueError(
+                "update.critic: V(x) is in the unit of rewards, and standardised advantages have"
+                f" none: write {self.unscaled}"
+            )
+        super().check(recipe)
+
+    def saturated(self, *, clip_norm: float, batch_size: int, target_bound: float) -> Self:
+        """Return these settings with bounds that every canary user of an audit reaches.
+
+        A critic keeps its share of the release but not its features: canaries have none.
+        """
+        made = super().saturated(
+            clip_norm=clip_norm, batch_size=batch_size, target_bound=target_bound
+        )
+        if made.critic is None:
+            return made
+        critic = made.critic.model_copy(update={"features": 0})
+        return made.model_copy(update={"critic": critic})
 
 
 class PG(_Advantage):
-    """DP-PG (He & Zhou, Algorithm 2): the policy gradient.
+    """DP-PG (He & Zhou 2025, Algorithm 2): the policy gradient, REINFORCE with a baseline.
 
     Attributes:
         name: ``pg``.
-        baseline: ``loo`` takes the mean of the user's other responses off a reward, ``paired`` the
-            other half's response, ``group`` standardises within the user.
+        baseline: ``loo`` subtracts the mean reward of the user's other responses (RLOO),
+            ``paired`` the reward of the paired response of the other half, and ``group``
+            standardises the rewards within the user.
     """
+
+    token_rewards: ClassVar[bool] = True
 
     name: Literal["pg"] = "pg"
     baseline: Baseline = "loo"
 
+    @property
+    def scaled(self) -> bool:
+        """Whether advantages are divided by a standard deviation, so that they have no unit."""
+        return self.baseline == "group"
+
+    @property
+    def released(self) -> str:
+        """What a round's releases are the noised mean of, for the privacy card."""
+        return "gradient of each round"
+
 
 class GRPO(_Advantage):
-    """DP-GRPO: group-relative advantages and the clipped ratio surrogate.
+    """DP-GRPO: group-relative advantages with the clipped surrogate of PPO, token by token.
 
     Attributes:
         name: ``grpo``.
-        clip_range: the surrogate's ratio is clipped to 1 ± this.
-        scale_rewards: divide a group's advantages by its standard deviation.
+        clip_range: Half-width c of the interval [1 − c, 1 + c] to which the surrogate clips the
+            ratio π_θ/π_t.
+        scale_rewards: Whether advantages are divided by the standard deviation of the user's
+            rewards.
     """
 
-    name: Literal["grpo"]
+    unscaled: ClassVar[str] = "scale_rewards: false"
+
+    name: Literal["grpo"] = "grpo"
     clip_range: PositiveFloat = 0.2
     scale_rewards: bool = True
+
+    @property
+    def scaled(self) -> bool:
+        """Whether advantages are divided by a standard deviation, so that they have no unit."""
+        return self.scale_rewards
+
+    @property
+    def released(self) -> str:
+        """What a round's releases are the noised mean of, for the privacy card."""
+        return "gradient of the surrogate in each round"
 
 
 class PPO(_Advantage):
@@ -156,15 +351,17 @@ class PPO(_Advantage):
 
     Attributes:
         name: ``ppo``.
-        baseline: as for pg.
-        epochs: E, passes over a user's own tokens.
-        minibatches: parts that a user's tokens are split into; one local step on each.
-        local_optimizer: ``adam`` starts from the released moments and is thrown away.
-        local_learning_rate: the local step size.
-        clip_range: clip the token ratio to 1 ± this; None leaves it (Rio et al., Remark 5.2).
+        baseline: How advantages are computed: ``loo``, ``paired`` or ``group``, as with ``pg``.
+        epochs: Passes E over a user's own tokens.
+        minibatches: Number of parts that a user's tokens are split into, with one local step each.
+        local_optimizer: Optimizer of a user's copy. ``adam`` starts from the released moments, and
+            its own are thrown away afterwards.
+        local_learning_rate: Step size of the local optimizer.
+        clip_range: Half-width c of the interval [1 − c, 1 + c] to which the surrogate clips a
+            token's ratio; null leaves the ratio as it is (Rio et al., Remark 5.2).
     """
 
-    name: Literal["ppo"]
+    name: Literal["ppo"] = "ppo"
     baseline: Baseline = "loo"
     epochs: PositiveInt = 1
     minibatches: PositiveInt = 1
@@ -172,24 +369,41 @@ class PPO(_Advantage):
     local_learning_rate: PositiveFloat = 0.1
     clip_range: Annotated[float, Field(gt=0, lt=1)] | None = None
 
+    @property
+    def scaled(self) -> bool:
+        """Whether advantages are divided by a standard deviation, so that they have no unit."""
+        return self.baseline == "group"
+
+    @property
+    def passes(self) -> int:
+        """Backward passes over a user's tokens for one release, to estimate a run's duration."""
+        return self.epochs
+
+    @property
+    def released(self) -> str:
+        """What a round's releases are the noised mean of, for the privacy card."""
+        return "move of the users' copies of the policy in each round"
+
 
 class Oracle(Settings):
-    """Private least squares, for NPG and REBEL; ``update.clip_norm`` bounds the features.
+    """Private least squares, for NPG and REBEL; ``update.clip_norm`` bounds the features' norm.
 
     Attributes:
-        name: the algorithm, a file in ``regression/``.
-        steps: J of ``projected-sgd`` and ``improper-batch-sgd``: noised releases in a round.
-        step_size: of these two, in units of 1/``update.clip_norm``².
-        radius: W, the bound on ‖w‖.
-        target_bound: R; targets are clipped to ±R, and a gradient's bound is 2R times the clip
-            norm. None takes the most that an advantage can be, 2 ``reward_range`` (3 with the
-            baseline ``group``); less lowers the noise.
-        sketch: dimensions of a public random projection of the features; None takes them as they
-            are.
-        ridge: regularisation of ``sufficient-statistics``, in units of its noise.
-        gain: a user's answer is so many times larger before it is clipped to what the oracle
-            allows, and the released mean so many times smaller: a mean over responses is far below
-            the worst case that bounds it, and gets so much less noise.
+        name: Algorithm; each is a file in :mod:`dprlhf.updates.privls`.
+        steps: Number J of gradient steps of ``projected-sgd`` and ``improper-batch-sgd``, each a
+            noised release of the round.
+        step_size: Step size of these two algorithms, in units of 1/``update.clip_norm``².
+        radius: Bound W on the norm of the solution w.
+        target_bound: Bound R to which targets are clipped; a gradient's norm is then at most 2R
+            times the clip norm. Null takes the largest possible advantage, 2 ``reward_range`` (3
+            with the baseline ``group``); a smaller bound lowers the noise.
+        sketch: Dimensions of a public random projection (a count sketch) of the features; null for
+            no projection.
+        ridge: Ridge regularisation of ``sufficient-statistics``, in units of its noise.
+        gain: Factor by which a user's answer is scaled up before it is clipped to the oracle's
+            bound; the released mean is scaled down by it. A mean over responses is far below the
+            worst case that the bound allows for, so a gain above 1 lowers the noise at the price of
+            some clipping.
     """
 
     name: Literal["projected-sgd", "improper-batch-sgd", "sufficient-statistics"] = "projected-sgd"
@@ -216,26 +430,55 @@ class Oracle(Settings):
         return name
 
     @property
+    def closed_form(self) -> bool:
+        """Whether one release of sufficient statistics determines the solution."""
+        return self.name == "sufficient-statistics"
+
+    @property
     def releases(self) -> int:
-        """J, the noised sums that one regression takes."""
-        return 1 if self.name == "sufficient-statistics" else self.steps
+        """Number J of noised sums that one regression releases."""
+        return 1 if self.closed_form else self.steps
+
+    @property
+    def released(self) -> str:
+        """What the releases are the noised mean of, for the privacy card."""
+        if self.closed_form:
+            return "sufficient statistics of a regression in each round"
+        return "gradient of a regression at each step, {releases} in each round"
+
+    def check(self, recipe: Recipe) -> None:
+        """Refuse a recipe that leaves the features unbounded, or corrects for a gradient's noise.
+
+        Raises:
+            ValueError: Names the setting and what would work.
+        """
+        if recipe.update.radius == float("inf"):
+            raise ValueError(
+                "update.clip_norm bounds the features of the regression: give a finite one, also"
+                " with privacy.epsilon .inf"
+            )
+        if recipe.optimizer.name == "adam-corrected":
+            raise ValueError(
+                "optimizer.name: adam-corrected needs the noise of a released gradient, and"
+                f" update.name {recipe.update.name} steps along a regression's solution: write sgd"
+            )
 
 
-class REBEL(_Update):
-    """DP-REBEL (He & Zhou, Algorithm 5): regress relative log-ratios on relative rewards.
+class REBEL(PrivateUpdate):
+    """DP-REBEL (He & Zhou 2025, Algorithm 5): regress relative log-ratios on relative rewards.
 
     ``rollout.responses`` must be even: the two halves are paired.
 
     Attributes:
         name: ``rebel``.
-        oracle: of ``gauss-newton``.
-        eta: η of the loss ((1/η)(Δ(y) − Δ(y′)) − Â)².
-        solver: ``gradient`` takes ``steps`` noised steps on the true loss; ``gauss-newton`` solves
-            the linearised loss through ``oracle``.
-        steps: J of the gradient solver.
+        eta: Step size η in the loss ((1/η)(Δ(y) − Δ(y′)) − Â)².
+        solver: ``gradient`` takes ``steps`` noised gradient steps on the loss; ``gauss-newton``
+            solves the linearised loss through ``oracle``.
+        steps: Number J of steps of the gradient solver, each a noised release of the round.
+        oracle: How ``gauss-newton`` solves its regression.
     """
 
-    name: Literal["rebel"]
+    name: Literal["rebel"] = "rebel"
     eta: PositiveFloat = 1.0
     solver: Literal["gradient", "gauss-newton"] = "gradient"
     steps: PositiveInt = 2
@@ -243,40 +486,145 @@ class REBEL(_Update):
 
     @property
     def releases(self) -> int:
-        """J, the noised sums that a round takes from its users."""
-        return self.steps if self.solver == "gradient" else self.oracle.releases
+        """Number J of noised sums that a round releases. The gate charges J and refuses one more."""
+        return self.steps if self.least_squares is None else self.oracle.releases
+
+    @property
+    def released(self) -> str:
+        """What a round's releases are the noised mean of, for the privacy card."""
+        if self.least_squares is None:
+            return "gradient of the loss at each step, {releases} in each round"
+        return self.oracle.released
+
+    @property
+    def least_squares(self) -> Oracle | None:
+        """Settings of the regression oracle; None with the gradient solver."""
+        return self.oracle if self.solver == "gauss-newton" else None
+
+    def check(self, recipe: Recipe) -> None:
+        """Refuse a recipe whose other sections do not work with this update.
+
+        Raises:
+            ValueError: Names the setting and what would work.
+        """
+        super().check(recipe)
+        if recipe.rollout.responses % 2:
+            raise ValueError(
+                "rollout.responses must be even for update.name rebel, which pairs them, not"
+                f" {recipe.rollout.responses}"
+            )
+
+    def saturated(self, *, clip_norm: float, batch_size: int, target_bound: float) -> Self:
+        """Return these settings with bounds that every canary user of an audit reaches."""
+        made = super().saturated(
+            clip_norm=clip_norm, batch_size=batch_size, target_bound=target_bound
+        )
+        return made.model_copy(update={"oracle": _saturated(self.oracle, target_bound)})
 
 
 class NPG(_Score):
-    """DP-NPG (He & Zhou, Algorithm 3): regress advantages on ∇ log π, and step along w.
+    """DP-NPG (He & Zhou 2025, Algorithm 3): regress advantages on ∇ log π, and step along w.
 
     Attributes:
         name: ``npg``.
-        baseline: as for pg.
-        oracle: how the regression is solved.
+        baseline: How advantages are computed: ``loo``, ``paired`` or ``group``, as with ``pg``.
+        oracle: How the regression is solved.
     """
 
-    name: Literal["npg"]
+    name: Literal["npg"] = "npg"
     baseline: Baseline = "loo"
     oracle: Oracle = Oracle()
 
     @property
     def releases(self) -> int:
-        """J, the noised sums that a round takes from its users."""
+        """Number J of noised sums that a round releases. The gate charges J and refuses one more."""
         return self.oracle.releases
 
+    @property
+    def released(self) -> str:
+        """What a round's releases are the noised mean of, for the privacy card."""
+        return self.oracle.released
 
-def _update_name(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return value.get("name", "pg")
-    return getattr(value, "name", None)
+    @property
+    def least_squares(self) -> Oracle | None:
+        """Settings of the regression oracle that solves the round."""
+        return self.oracle
+
+    def saturated(self, *, clip_norm: float, batch_size: int, target_bound: float) -> Self:
+        """Return these settings with bounds that every canary user of an audit reaches."""
+        made = super().saturated(
+            clip_norm=clip_norm, batch_size=batch_size, target_bound=target_bound
+        )
+        return made.model_copy(update={"oracle": _saturated(self.oracle, target_bound)})
 
 
-Update = Annotated[
-    Annotated[PG, Tag("pg")]
-    | Annotated[GRPO, Tag("grpo")]
-    | Annotated[PPO, Tag("ppo")]
-    | Annotated[REBEL, Tag("rebel")]
-    | Annotated[NPG, Tag("npg")],
-    Discriminator(_update_name),
-]
+def _saturated(oracle: Oracle, target_bound: float) -> Oracle:
+    return oracle.model_copy(update={"target_bound": target_bound, "sketch": None})
+
+
+UPDATE_SETTINGS: dict[str, type[PrivateUpdate]] = {
+    "pg": PG,
+    "grpo": GRPO,
+    "ppo": PPO,
+    "rebel": REBEL,
+    "npg": NPG,
+}
+"""The settings class of each update of this package, by its name in a recipe."""
+
+
+def _names(fits: Callable[[type[PrivateUpdate]], bool]) -> str:
+    """Return the names of the updates that have some property: ``pg, grpo or ppo``."""
+    *first, last = [name for name, kind in UPDATE_SETTINGS.items() if fits(kind)]
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+@dataclass(frozen=True)
+class UpdatePlugin:
+    """An update of another package: the object that an entry point of ``dprlhf.updates`` names.
+
+    Attributes:
+        settings: A subclass of :class:`PrivateUpdate`, which validates the recipe's section and
+            states how many noised sums a round releases.
+        function: The update: a function of the :class:`~dprlhf.updates.PrivateRound` and of the
+            settings. It reaches the users through the round alone, as the updates of this package
+            do: the round clips, the gate adds the noise and charges the ledger.
+    """
+
+    settings: type[PrivateUpdate]
+    function: Callable[[Any, Any], None]
+
+
+def update_plugin(name: str) -> UpdatePlugin:
+    """Load the update that an installed package offers under a name.
+
+    Raises:
+        DprlhfError: No package or more than one offers it, or it cannot be imported.
+        ValueError: It is not an :class:`UpdatePlugin`.
+    """
+    plugin = load_plugin(ENTRY_POINT_GROUP, name, "update")
+    if not isinstance(plugin, UpdatePlugin) or not issubclass(plugin.settings, PrivateUpdate):
+        raise ValueError(
+            f"the update plugin {name!r} is no dprlhf.recipe.UpdatePlugin(settings, function) whose"
+            " settings are a subclass of dprlhf.recipe.PrivateUpdate"
+        )
+    return plugin
+
+
+def _of_its_class(value: Any) -> Any:
+    """Validate the section ``update`` by the settings class that its name stands for."""
+    if not isinstance(value, Mapping):
+        return value
+    name = value.get("name", "pg")
+    if name in UPDATE_SETTINGS:
+        return UPDATE_SETTINGS[name].model_validate(value)
+    if name in (offered := plugin_names(ENTRY_POINT_GROUP)):
+        return update_plugin(name).settings.model_validate(value)
+    names = ", ".join(repr(known) for known in (*UPDATE_SETTINGS, *offered))
+    wrong = PydanticCustomError("update_name", "Input should be {expected}", {"expected": names})
+    raise ValidationError.from_exception_data(
+        "update", [{"type": wrong, "loc": ("name",), "input": name}]
+    )
+
+
+Update = Annotated[SerializeAsAny[PrivateUpdate], BeforeValidator(_of_its_class)]
+"""The section ``update``: the settings of one of ``UPDATE_SETTINGS`` or of a plug-in."""

@@ -1,0 +1,53 @@
+"""The kinds of adapters by name, as far as a recipe has to know them without loading torch.
+
+:mod:`dprlhf.policies.adapters` has the PEFT configuration of each. To add an adapter, add an entry
+here and one there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+AdapterType = Literal["lora", "ffa-lora", "lora-xs", "vera", "ia3", "norms", "biases"]
+
+
+@dataclass(frozen=True)
+class AdapterKind:
+    """The facts about one kind of adapter.
+
+    Attributes:
+        description: What a model card says that ``policy/`` holds; ``{rank}`` is filled in.
+        takes: Which of ``rank``, ``alpha``, ``use_rslora`` and ``init`` have an effect.
+        experimental: Whether no published experiment measures it yet.
+    """
+
+    description: str
+    takes: frozenset[str] = frozenset()
+    experimental: bool = False
+
+
+_SCALED = frozenset({"rank", "alpha", "use_rslora"})
+
+ADAPTERS: dict[AdapterType, AdapterKind] = {
+    "lora": AdapterKind("A LoRA adapter (rank {rank})", _SCALED | {"init"}),
+    "ffa-lora": AdapterKind(
+        "A LoRA adapter (rank {rank}, A frozen at its start, B trained)", _SCALED | {"init"}
+    ),
+    "lora-xs": AdapterKind(
+        "A LoRA-XS adapter (trained {rank} x {rank} matrices, stored as LoRA)",
+        _SCALED,
+        experimental=True,
+    ),
+    "vera": AdapterKind(
+        "A VeRA adapter (rank {rank}, two trained vectors for each layer)",
+        frozenset({"rank"}),
+        experimental=True,
+    ),
+    "ia3": AdapterKind("An IA3 adapter (trained scales)", experimental=True),
+    "norms": AdapterKind("Trained norm layers (PEFT's LN tuning)", experimental=True),
+    "biases": AdapterKind("Trained biases (stored as LoRA whose B is zero)", experimental=True),
+}
+
+FORMER_NAMES = {"lora-b": "ffa-lora"}
+"""Names that recipes of earlier versions use, with today's name."""
