@@ -49,7 +49,7 @@ def main() -> None:
     scorer = Scorer([load_reward(r) for r in recipe.rewards], recipe.reward_range)
     responses, weights = None, np.empty(0)
     for name, (modules, layers, init) in ADAPTERS.items():
-        adapter = Adapter(type="lora-b", target_modules=modules, layers=layers)
+        adapter = Adapter(type="ffa-lora", target_modules=modules, layers=layers)
         policy = load_policy(recipe.policy.model_copy(update={"adapter": adapter}))
         if responses is None:  # B starts at zero: all adapters start from the same policy
             responses = sample(

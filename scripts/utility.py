@@ -111,7 +111,7 @@ def of_adapters(small: dict[str, Any] | None) -> Iterator[tuple[str, str, dict[s
     layers = {} if small is None else {"policy.adapter.layers": "null"}
     for name, changes in ADAPTERS.items():
         adapter = {f"policy.adapter.{key}": value for key, value in changes.items()}
-        if changes["type"] not in ("lora", "lora-b"):
+        if changes["type"] not in ("lora", "ffa-lora"):
             adapter["policy.adapter.init"] = "random"
         yield name, UPDATES["pg"], {**base, **layers, **adapter}
 
@@ -138,8 +138,8 @@ PARTS = {"updates": of_updates, "adapters": of_adapters, "noise": of_noise, "cri
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "lora r=4": {"type": "lora", "rank": 4, "alpha": 4},
-    "lora-b r=4": {"type": "lora-b", "rank": 4, "alpha": 4},
-    "lora-b r=1": {"type": "lora-b", "rank": 1},
+    "lora-b r=4": {"type": "ffa-lora", "rank": 4, "alpha": 4},
+    "lora-b r=1": {"type": "ffa-lora", "rank": 1},
     "lora-xs r=8": {"type": "lora-xs", "rank": 8, "alpha": 8},
     "vera r=64": {"type": "vera", "rank": 64},
     "ia3": {"type": "ia3", "target_modules": "null"},

@@ -54,7 +54,7 @@ def test_a_computation_on_released_values_is_released() -> None:
 
 
 def a_round() -> Any:
-    policy = policy_of("gpt2", "lora-b")
+    policy = policy_of("gpt2", "ffa-lora")
     responses = batch_of(Shape([[5], [2]], k=2, length=3), seed=1)
     count = len(responses.user)
     scores = Scores(np.linspace(-1, 2, count), np.ones(count, dtype=bool), {})

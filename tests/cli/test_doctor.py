@@ -119,7 +119,7 @@ class TestInit:
         adapter = load_recipe("recipe.yaml").policy.adapter
         assert adapter.target_modules == {"gpt2": ["c_attn"], "llama": ["v_proj"]}[kind]
         assert adapter.layers == [1]
-        assert (adapter.type, adapter.rank) == ("lora-b", 1)
+        assert (adapter.type, adapter.rank) == ("ffa-lora", 1)
         assert adapter.init == "public-activations"
         outputs = {"gpt2": 3 * 32, "llama": 16}[kind]
         assert load_policy(load_recipe("recipe.yaml").policy).dimension == outputs

@@ -81,7 +81,7 @@ PEFT: dict[str, Callable[[tiny.Kind], peft.PeftConfig]] = {
     "ia3": ia3,
     "norms": lambda kind: peft.LNTuningConfig(task_type="CAUSAL_LM"),
 }
-TRAINED = ["full", "tied", "lora", "lora-b", "lora-xs", *PEFT]
+TRAINED = ["full", "tied", "lora", "ffa-lora", "lora-xs", *PEFT]
 
 
 @functools.cache
@@ -156,7 +156,7 @@ def run(
 # --- against plain autograd --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("adapter", ["lora", "lora-b"])
+@pytest.mark.parametrize("adapter", ["lora", "ffa-lora"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("per_user", ["one", "three", "mixed", "apart"])
 def test_clipped_sum_equals_autograd_on_one_user_at_a_time(
@@ -877,7 +877,7 @@ def test_a_parameter_that_is_not_used_is_named() -> None:
 
 def test_switching_the_adapter_off_and_on_keeps_what_is_frozen_frozen() -> None:
     """PEFT makes lora_A trainable again when the adapter comes back."""
-    policy = make_policy(tiny.model(), tiny.tokenizer(), recipe.Adapter(type="lora-b"))
+    policy = make_policy(tiny.model(), tiny.tokenizer(), recipe.Adapter(type="ffa-lora"))
     trainable = {n for n, p in policy.model.named_parameters() if p.requires_grad}
     with policy.base():
         assert {n for n, p in policy.model.named_parameters() if p.requires_grad} <= trainable

@@ -625,7 +625,7 @@ def check_run(case: dict[str, Any]) -> None:
             rollout__batch_size=4,
             update__batch_size=4,
             policy__adapter={
-                "type": "lora-b",
+                "type": "ffa-lora",
                 "rank": 1,
                 "layers": [1],
                 "target_modules": ["c_attn"],

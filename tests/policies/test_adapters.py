@@ -19,7 +19,7 @@ HIDDEN, LAYERS = 32, 2
 
 GPT2 = {  # layers of shapes 32 → 96 (c_attn) and 32 → 128 (c_fc); 2 norms a layer and one more
     "lora": (["c_attn"], LAYERS * 2 * (32 + 96)),
-    "lora-b": (["c_attn"], LAYERS * 2 * 96),
+    "ffa-lora": (["c_attn"], LAYERS * 2 * 96),
     "lora-xs": (["c_attn"], LAYERS * 2 * 2),
     "vera": (["c_attn"], LAYERS * (2 + 96)),
     "ia3": (["c_attn", "mlp.c_proj"], LAYERS * (96 + 128)),
@@ -31,7 +31,7 @@ GPT2 = {  # layers of shapes 32 → 96 (c_attn) and 32 → 128 (c_fc); 2 norms a
 def make(
     kind: tiny.Kind, type_: str, *, dtype: torch.dtype = torch.float32, **settings: Any
 ) -> CausalLMPolicy:
-    ranked = {"rank": 2} if type_ in ("lora", "lora-b", "lora-xs", "vera") else {}
+    ranked = {"rank": 2} if type_ in ("lora", "ffa-lora", "lora-xs", "vera") else {}
     adapter = Adapter(type=type_, **{**ranked, **settings})
     return make_policy(tiny.model(kind).to(dtype), tiny.tokenizer(), adapter, seed=3)
 
@@ -114,8 +114,8 @@ def test_layers_limit_what_is_trained(type_: str) -> None:
 @pytest.mark.parametrize(
     ("type_", "settings", "message"),
     [
-        ("ia3", {"rank": 3}, "rank is for type lora, lora-b, lora-xs, vera, not for ia3"),
-        ("lora-xs", {"init": "public-activations"}, "init is for type lora, lora-b, not for"),
+        ("ia3", {"rank": 3}, "rank is for type lora, ffa-lora, lora-xs, vera, not for ia3"),
+        ("lora-xs", {"init": "public-activations"}, "init is for type lora, ffa-lora, not for"),
     ],
 )
 def test_a_setting_of_another_type_is_refused(
@@ -141,7 +141,7 @@ def test_an_adapter_that_does_not_fit_the_model_is_refused(
         make("gpt2", type_, **settings)
 
 
-@pytest.mark.parametrize("type_", [t for t in GPT2 if t not in ("lora", "lora-b")])
+@pytest.mark.parametrize("type_", [t for t in GPT2 if t not in ("lora", "ffa-lora")])
 def test_training_moves_it(type_: str, tmp_path: Path) -> None:
     targets = GPT2[type_][0]
     result = train(

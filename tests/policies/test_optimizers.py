@@ -89,7 +89,7 @@ def test_the_schedule(schedule: str, warmup: float) -> None:
 
 
 def test_the_checkpoint_has_the_corrected_adams_moments(tmp_path: Path) -> None:
-    policy = policy_of("gpt2", "lora-b")
+    policy = policy_of("gpt2", "ffa-lora")
     parameters = list(policy.parameters.values())
     before = [p.detach().clone() for p in parameters]
     spec = spec_of(name="adam-corrected")

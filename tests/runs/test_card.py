@@ -153,7 +153,7 @@ def words_on(**adapter: Any) -> str:
 
 ADAPTERS = {
     "lora": "A LoRA adapter (rank 3)",
-    "lora-b": "A LoRA adapter (rank 3, A frozen at its start, B trained)",
+    "ffa-lora": "A LoRA adapter (rank 3, A frozen at its start, B trained)",
     "lora-xs": "A LoRA-XS adapter (trained 3 x 3 matrices, stored as LoRA)",
     "vera": "A VeRA adapter (rank 3, two trained vectors for each layer)",
     "ia3": "An IA3 adapter (trained scales)",

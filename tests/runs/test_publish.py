@@ -147,7 +147,7 @@ class TestMerge:
 
     @pytest.mark.parametrize("kind", ["gpt2", "llama"])
     @pytest.mark.parametrize(
-        "adapter", ["lora", "lora-b", "lora-xs", "vera", "ia3", "norms", "biases"]
+        "adapter", ["lora", "ffa-lora", "lora-xs", "vera", "ia3", "norms", "biases"]
     )
     def test_every_adapter_is_merged_or_refused(
         self, finished: Path, tmp_path: Path, adapter: str, kind: tiny.Kind

@@ -102,7 +102,7 @@ def log_linear() -> CausalLMPolicy:
     )  # fmt: skip
     model = GPT2LMHeadModel(config)
     model.lm_head.weight.data.zero_()
-    spec = recipe.Adapter(type="lora-b", rank=2, target_modules=["lm_head"])
+    spec = recipe.Adapter(type="ffa-lora", rank=2, target_modules=["lm_head"])
     policy = make_policy(model, tiny.tokenizer(), spec)
     with torch.no_grad():
         for parameter in policy.parameters.values():
@@ -240,7 +240,7 @@ def test_descent_equals_a_plain_loop_over_users(name: str, arms: bool, gain: flo
 def test_features_are_computed_once_for_all_answers_if_they_fit(
     monkeypatch: pytest.MonkeyPatch, sketch: int | None
 ) -> None:
-    policy = policy_of("gpt2", "lora-b")
+    policy = policy_of("gpt2", "ffa-lora")
     responses, scores = round_data(SHAPE, 4)
     spec = spec_of(oracle={"steps": 3, "step_size": 12.0, "sketch": sketch})
     largest = len(responses.user) * (sketch or policy.dimension) * 8
@@ -276,7 +276,7 @@ def test_features_are_not_kept_for_a_single_answer(
         made.append(self)
 
     monkeypatch.setattr(RoundRelease, "__post_init__", noted)
-    policy = policy_of("gpt2", "lora-b")
+    policy = policy_of("gpt2", "ffa-lora")
     found(policy, *round_data(SHAPE, 4), spec_of(oracle={"steps": steps}), 0.5)
     (release,) = made
     assert (release.kept is not None) == keeps
@@ -285,7 +285,7 @@ def test_features_are_not_kept_for_a_single_answer(
 @pytest.mark.parametrize("sketch", [None, 24])
 def test_sufficient_statistics_equal_the_normal_equations(sketch: int | None) -> None:
     """Σ_u mean_rows φφᵀ w = Σ_u mean_rows φA, of least norm; users weigh alike, rows do not."""
-    policy = policy_of("gpt2", "lora-b")
+    policy = policy_of("gpt2", "ffa-lora")
     responses, scores = round_data(SHAPE, 5)
     raw = examples_by_hand(policy, responses, scores.values, 2.0)
     bound = float(torch.cat([phi.norm(dim=1) for phi, _ in raw]).median())
@@ -307,7 +307,7 @@ def test_sufficient_statistics_equal_the_normal_equations(sketch: int | None) ->
 
 
 def test_each_round_has_another_sketch() -> None:
-    policy = policy_of("gpt2", "lora-b")
+    policy = policy_of("gpt2", "ffa-lora")
     responses, scores = round_data(SHAPE, 5)
     sums = []
     for number in (1, 2):
@@ -340,7 +340,7 @@ def test_noise_has_the_oracles_own_sensitivity(gain: float) -> None:
 
     What the gate adds noise to keeps the clip norm with any gain, so that the noise may be less.
     """
-    policy = policy_of("gpt2", "lora-b")
+    policy = policy_of("gpt2", "ffa-lora")
     responses, scores = some_users(*round_data(SHAPE, 5), [])
     z, m, clip_norm, bound = 2.0, 50.0, 0.7, 30.0
     round_, _ = round_of(
@@ -374,7 +374,7 @@ def test_noise_has_the_oracles_own_sensitivity(gain: float) -> None:
 def test_the_ledger_charges_every_release(
     tmp_path: Path, oracle: dict[str, Any], planned: int
 ) -> None:
-    policy = policy_of("gpt2", "lora-b")
+    policy = policy_of("gpt2", "ffa-lora")
     theta = flat_parameters(policy)
     responses, scores = round_data(SHAPE, 8)
     spec = spec_of(oracle=oracle)
@@ -448,7 +448,7 @@ def test_the_recipe_is_valid() -> None:
 
 
 def test_norms_for_secret_telemetry_are_those_of_the_first_release() -> None:
-    policy = policy_of("gpt2", "lora-b")
+    policy = policy_of("gpt2", "ffa-lora")
     responses, scores = round_data(SHAPE, 8)
     round_, _ = round_of(policy, responses, scores, clip_norm=1.0)
     npg(round_, spec_of(oracle={"steps": 2}))

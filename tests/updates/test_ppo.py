@@ -228,9 +228,9 @@ CASES: dict[str, dict[str, Any]] = {
     ("kind", "adapter", "case"),
     [
         *(("gpt2", "lora", case) for case in CASES),
-        *(("llama", "lora-b", case) for case in ("both", "clip range", "adam from released")),
+        *(("llama", "ffa-lora", case) for case in ("both", "clip range", "adam from released")),
         ("llama", "lora", "adam"),
-        ("gpt2", "lora-b", "reference"),
+        ("gpt2", "ffa-lora", "reference"),
     ],
 )
 def test_equals_a_loop_over_users_with_policies_of_their_own(
@@ -579,7 +579,7 @@ def test_surrogate_by_hand(
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-@pytest.mark.parametrize("adapter", ["lora", "lora-b"])
+@pytest.mark.parametrize("adapter", ["lora", "ffa-lora"])
 def test_each_users_rows_see_their_own_copy(kind: tiny.Kind, adapter: str) -> None:
     policy = policy_of(kind, adapter)
     responses = batch_of(Shape([[3, 5], [2, 2], [4, 1]], k=1, length=4), seed=2)
@@ -654,7 +654,7 @@ def test_other_trainable_parameters_are_refused_by_name(trained: str, layer: str
     with pytest.raises(DprlhfError) as caught:
         ppo(round_, spec_of())
     assert f"{trained}' ({layer})" in str(caught.value)
-    assert "policy.adapter.type: lora or lora-b" in str(caught.value)
+    assert "policy.adapter.type: lora or ffa-lora" in str(caught.value)
     assert not gate.sums
 
 

@@ -287,7 +287,7 @@ def test_the_step_as_printed_does_not_minimise_and_ours_does() -> None:
 
 def test_gauss_newton_solves_the_normal_equations() -> None:
     """θ_t + η w, w the least-squares solution: k = 4, so a user has several pairs."""
-    policy = policy_of("gpt2", "lora-b")
+    policy = policy_of("gpt2", "ffa-lora")
     theta = flat_parameters(policy)
     responses, scores = round_data(SHAPE, 12)
     features, targets, share = [], [], []

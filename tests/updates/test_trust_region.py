@@ -79,7 +79,7 @@ def test_without_noise_the_whole_step_is_the_clip_norm() -> None:
 
 
 def made(prompts: int) -> tuple[CausalLMPolicy, Responses]:
-    adapter = Adapter(type="lora-b", rank=2, target_modules=["c_attn"])
+    adapter = Adapter(type="ffa-lora", rank=2, target_modules=["c_attn"])
     policy = make_policy(tiny.model().double(), tiny.tokenizer(), adapter, seed=1)
     policy.model.double()
     responses = sample(
@@ -117,7 +117,7 @@ def run(tmp_path: Path, **changes: Any) -> Any:
         "reward": lambda prompts, completions, **_: [float(len(c) % 5) for c in completions],
         "epsilon": 8.0,
         "rounds": 2,
-        "policy__adapter": {"type": "lora-b", "target_modules": ["c_attn"]},
+        "policy__adapter": {"type": "ffa-lora", "target_modules": ["c_attn"]},
         "rollout__max_new_tokens": 4,
         "optimizer": {"name": "sgd", "learning_rate": 0.5},
         "quiet": True,
@@ -150,7 +150,7 @@ def test_what_is_decided_before_the_first_round_is_decided_on_public_prompts(
     public = [f"guest {i} says" for i in range(30)]
     changes: dict[str, Any] = {"update__clip_norm": {"trust_region": "kl", "alpha": 0.01}}
     if user_of == "adapter":
-        adapter = {"type": "lora-b", "target_modules": ["c_attn"], "init": "public-activations"}
+        adapter = {"type": "ffa-lora", "target_modules": ["c_attn"], "init": "public-activations"}
         changes = {"policy__adapter": adapter}
     decided = []
     for name, prompts in (("a", [f"user {i} says" for i in range(60)]), ("b", ["xyz!"] * 60)):

@@ -212,20 +212,13 @@ def _bandit(recipe: Recipe, folder: RunFolder, signs: Array, quiet: bool) -> tup
     return plan, np.diff(torch.stack(thetas).double().numpy(), axis=0).T
 
 
-def _saturated(recipe: Recipe) -> settings.Update:
+def _saturated(recipe: Recipe) -> settings.PrivateUpdate:
     """Return the update with bounds that every canary reaches.
 
     A critic keeps its share of the release, but not its features, which the bandit has none of.
     """
-    changes: dict[str, Any] = {"clip_norm": _CLIP_NORM, "batch_size": 128}
-    oracle = getattr(recipe.update, "oracle", None)
-    if oracle is not None:
-        bound = 0.1 * recipe.reward_range
-        changes["oracle"] = oracle.model_copy(update={"target_bound": bound, "sketch": None})
-    critic = getattr(recipe.update, "critic", None)
-    if critic is not None:
-        changes["critic"] = critic.model_copy(update={"features": 0})
-    return recipe.update.model_copy(update=changes)
+    bound = 0.1 * recipe.reward_range
+    return recipe.update.saturated(clip_norm=_CLIP_NORM, batch_size=128, target_bound=bound)
 
 
 def _model(recipe: Recipe, folder: RunFolder, signs: Array, quiet: bool) -> tuple[Plan, Array]:

@@ -170,7 +170,7 @@ policy:
   model_name_or_path: {model}
   dtype: auto                   # bfloat16 where the machine computes in it, else float32
   adapter:                      # few trained parameters mean little noise
-    type: lora-b                # A frozen, B trained
+    type: ffa-lora              # A frozen, B trained
     rank: 1
     target_modules: {module:<12}# {about_module} is less noise than several
     layers: {layers}  # few; there is no backward pass below them

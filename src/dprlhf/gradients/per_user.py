@@ -365,7 +365,7 @@ def _plain_embedding(module: nn.Module) -> bool:
 def _unknown(name: str, module: nn.Module) -> DprlhfError:
     return DprlhfError(
         f"'{name}' ({type(module).__name__}) has no per-user gradient here; leave it frozen, or"
-        " train a LoRA on linear layers (policy.adapter.type: lora or lora-b)"
+        " train a LoRA on linear layers (policy.adapter.type: lora or ffa-lora)"
     )
 
 

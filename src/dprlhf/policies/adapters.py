@@ -1,17 +1,18 @@
-"""The trainable part of the policy, by name: PEFT's low-dimensional adapters.
+"""The trainable part of the policy: PEFT's low-dimensional adapters, by the name in a recipe.
 
-The noise of a release grows with √d, so what is trained decides utility first. A run stores its
-adapter as PEFT does, and ``PeftModel.from_pretrained`` loads it.
+The norm of a release's noise grows with √d, so what is trained decides utility first. A run stores
+its adapter as PEFT does, and ``PeftModel.from_pretrained`` loads it. Which settings an adapter
+takes stands in :mod:`dprlhf.recipe.adapters`, which is read without loading torch.
 
 - ``lora``: A and B of LoRA (arXiv 2106.09685).
-- ``lora-b``: B alone, A frozen (FFA-LoRA, arXiv 2403.12313).
+- ``ffa-lora``: B alone, with A frozen at its random start (FFA-LoRA, arXiv 2403.12313).
 - ``lora-xs``: an r × r matrix R between the frozen singular directions of the weight (LoRA-XS,
   arXiv 2405.17604): A holds the right ones, B the left ones times the singular values, R starts at
   zero. PEFT has no such type; it is stored as the LoRA with R A in place of A.
-- ``vera``: two vectors to each layer between shared random matrices (arXiv 2310.11454).
-- ``ia3``: one scale to each output, or input of a feed-forward layer (arXiv 2205.05638).
+- ``vera``: two vectors in each layer between shared random matrices (arXiv 2310.11454).
+- ``ia3``: one scale for each output, or input of a feed-forward layer (arXiv 2205.05638).
 - ``norms``: the gains and biases of the norm layers (LN tuning, arXiv 2312.11420).
-- ``biases``: a bias to each output of the target layers, whether the model has one there or not
+- ``biases``: a bias for each output of the target layers, whether the model has one there or not
   (compare BitFit, arXiv 2106.10199); stored as a LoRA with ``lora_bias`` whose B stays zero.
 """
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,45 +29,41 @@ from torch import nn
 
 from dprlhf import recipe
 from dprlhf.errors import DprlhfError, one_line
+from dprlhf.recipe.adapters import AdapterType
 
 
 def add_adapter(
     model: Any, adapter: recipe.Adapter, *, seed: int, task_type: str = "CAUSAL_LM"
 ) -> Any:
-    """Put a fresh adapter on a model; all of what it trains is in float32 or wider.
+    """Put a new adapter on a model; its trainable weights are in float32 or wider.
 
     Args:
-        model: of transformers.
-        adapter: the recipe's section.
-        seed: of what is drawn at random; it is public.
-        task_type: PEFT's; of ``SEQ_CLS`` the classification head is trained as well.
+        model: A transformers model.
+        adapter: The recipe's section.
+        seed: Seed of random initial weights, which are public.
+        task_type: PEFT's task type. With ``SEQ_CLS`` the classification head is trained as well.
 
     Returns:
-        The ``PeftModel``; what requires a gradient is what is trained.
+        The ``PeftModel``; its parameters that require a gradient are the trained ones.
 
     Raises:
-        DprlhfError: the adapter does not fit the model.
+        DprlhfError: The adapter does not fit the model.
     """
     import peft
 
+    built = _ADAPTERS[adapter.type]
     with torch.random.fork_rng(), quiet_peft():
         torch.manual_seed(seed)
         try:
-            config = _CONFIGS[adapter.type](model, adapter, seed)
+            config = built.config(model, adapter, seed)
             config.task_type = task_type
             adapted = peft.get_peft_model(model, config)
         except (ValueError, TypeError) as error:
             raise DprlhfError(f"policy.adapter: {one_line(error)}") from None
-    frozen = {"lora-b": (".lora_A.",), "biases": (".lora_A.", ".weight")}.get(adapter.type, ())
     for name, parameter in adapted.named_parameters():
-        if any(part in name for part in frozen):
+        if any(part in name for part in built.frozen):
             parameter.requires_grad_(False)
-    if adapter.type == "lora-xs":
-        _to_lora_xs(adapted)
-    if adapter.type == "norms":
-        for name, module in adapted.named_modules():
-            if name.endswith(".ln_tuning_layers.default"):
-                module.register_forward_hook(_as_input)
+    built.finish(adapted)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
@@ -74,14 +72,14 @@ def add_adapter(
 
 @contextlib.contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Leave out warnings that norms and some biases cannot be merged, or look like shards."""
+    """Silence PEFT's warnings that norms and some biases cannot be merged, or look like shards."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield
 
 
 def stored_state(model: Any) -> dict[str, torch.Tensor]:
-    """Return the model's state with LoRA-XS as the LoRA that it is, for ``save_pretrained``."""
+    """Return the model's state for ``save_pretrained``, with LoRA-XS written as a plain LoRA."""
     state: dict[str, torch.Tensor] = model.state_dict()
     for name, module in model.named_modules():
         if isinstance(module, _Core):
@@ -101,9 +99,14 @@ def _lora(model: Any, adapter: recipe.Adapter, seed: int) -> Any:
         use_rslora=adapter.use_rslora,
         target_modules=adapter.target_modules,
         layers_to_transform=_layers(model, adapter.layers),
-        lora_bias=adapter.type == "biases",
         fan_in_fan_out=_fan_in_fan_out(model),
     )
+
+
+def _biases(model: Any, adapter: recipe.Adapter, seed: int) -> Any:
+    config = _lora(model, adapter, seed)
+    config.lora_bias = True
+    return config
 
 
 def _vera(model: Any, adapter: recipe.Adapter, seed: int) -> Any:
@@ -147,17 +150,6 @@ def _norms(model: Any, adapter: recipe.Adapter, seed: int) -> Any:
     return peft.LNTuningConfig(task_type="CAUSAL_LM", target_modules=targets)
 
 
-_CONFIGS: dict[str, Callable[[Any, recipe.Adapter, int], Any]] = {
-    "lora": _lora,
-    "lora-b": _lora,
-    "lora-xs": _lora,
-    "vera": _vera,
-    "ia3": _ia3,
-    "norms": _norms,
-    "biases": _lora,
-}
-
-
 class _Core(nn.Module):
     """R A of LoRA-XS in the place of lora_A: x ↦ R (A x)."""
 
@@ -196,9 +188,45 @@ def _to_lora_xs(model: Any) -> None:
         layer.lora_B["default"].requires_grad_(False)
 
 
+def _keep_dtype(model: Any) -> None:
+    for name, module in model.named_modules():
+        if name.endswith(".ln_tuning_layers.default"):
+            module.register_forward_hook(_as_input)
+
+
 def _as_input(module: nn.Module, inputs: tuple[torch.Tensor, ...], out: torch.Tensor) -> Any:
-    """Keep the base's type after a norm layer whose gain is in float32."""
+    """Keep the base's data type after a norm layer whose gain is in float32."""
     return out.to(inputs[0].dtype)
+
+
+def _as_it_is(model: Any) -> None:
+    """Leave PEFT's model as it is."""
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    """How one kind of adapter is built.
+
+    Attributes:
+        config: Makes the PEFT configuration from the model, the recipe's section and the seed.
+        frozen: Parts of the names of PEFT's trainable parameters that are frozen here.
+        finish: Changes the ``PeftModel`` in place after PEFT has made it.
+    """
+
+    config: Callable[[Any, recipe.Adapter, int], Any]
+    frozen: tuple[str, ...] = ()
+    finish: Callable[[Any], None] = _as_it_is
+
+
+_ADAPTERS: dict[AdapterType, _Adapter] = {
+    "lora": _Adapter(_lora),
+    "ffa-lora": _Adapter(_lora, frozen=(".lora_A.",)),
+    "lora-xs": _Adapter(_lora, finish=_to_lora_xs),
+    "vera": _Adapter(_vera),
+    "ia3": _Adapter(_ia3),
+    "norms": _Adapter(_norms, finish=_keep_dtype),
+    "biases": _Adapter(_biases, frozen=(".lora_A.", ".weight")),
+}
 
 
 def _fan_in_fan_out(model: Any) -> bool:

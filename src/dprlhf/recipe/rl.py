@@ -53,6 +53,7 @@ class Recipe(Settings):
     head_labels: ClassVar[list[str] | None] = None
     hub_task: ClassVar[str] = "text-generation"
     hub_tag: ClassVar[str] = "reinforcement-learning"
+    public_losses: ClassVar[tuple[str, ...]] = ()
     assumptions: ClassVar[tuple[str, ...]] = (
         "a reward scores a completion alike in any batch (checked on public prompts)",
     )

@@ -74,6 +74,9 @@ class StageRecipe(Settings):
     classifier: ClassVar[bool] = False
     """Whether the model gets a classification head in place of the language model's."""
 
+    public_losses: ClassVar[tuple[str, ...]] = ("loss",)
+    """Names of what the evaluation measures on public rows."""
+
     hub_task: ClassVar[str] = "text-generation"
     """The model card's ``pipeline_tag``."""
 
@@ -178,6 +181,7 @@ class RewardRecipe(StageRecipe):
 
     trained_key: ClassVar[str] = "model"
     classifier: ClassVar[bool] = True
+    public_losses: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
     hub_task: ClassVar[str] = "text-classification"
     hub_tag: ClassVar[str] = "reward-model"
 

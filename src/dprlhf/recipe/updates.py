@@ -35,7 +35,7 @@ ENTRY_POINT_GROUP = "dprlhf.updates"
 
 
 class TrustRegion(Settings):
-    """A clip norm chosen so that an SGD step stays in a region (:mod:`dprlhf.updates.trust_region`).
+    """A clip norm that keeps an SGD step in a region (see :mod:`dprlhf.updates.trust_region`).
 
     Attributes:
         trust_region: ``l2`` or ``l2-markov`` bounds the parameters' change; ``kl`` bounds the KL
@@ -111,7 +111,7 @@ class PrivateUpdate(Settings):
 
     @property
     def releases(self) -> int:
-        """Number J of noised sums that a round releases. The gate charges J and refuses one more."""
+        """Number J of noised sums that a round releases: the gate charges J and refuses more."""
         return 1
 
     @property
@@ -125,7 +125,9 @@ class PrivateUpdate(Settings):
 
         ``{releases}`` in it stands for the number of releases.
         """
-        return f"vector that the update {self.name} takes from each user, {{releases}} in each round"
+        return (
+            f"vector that the update {self.name} takes from each user, {{releases}} in each round"
+        )
 
     @property
     def noised_critic(self) -> Critic | None:
@@ -486,7 +488,7 @@ class REBEL(PrivateUpdate):
 
     @property
     def releases(self) -> int:
-        """Number J of noised sums that a round releases. The gate charges J and refuses one more."""
+        """Number J of noised sums that a round releases: the gate charges J and refuses more."""
         return self.steps if self.least_squares is None else self.oracle.releases
 
     @property
@@ -537,7 +539,7 @@ class NPG(_Score):
 
     @property
     def releases(self) -> int:
-        """Number J of noised sums that a round releases. The gate charges J and refuses one more."""
+        """Number J of noised sums that a round releases: the gate charges J and refuses more."""
         return self.oracle.releases
 
     @property

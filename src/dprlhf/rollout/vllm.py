@@ -121,7 +121,7 @@ def _refuse(policy: CausalLMPolicy) -> None:
     config = getattr(policy.model, "peft_config", {}).get("default")
     if config is None or config.peft_type != "LORA" or config.use_dora or config.modules_to_save:
         raise DprlhfError(
-            "rollout.backend vllm loads LoRA adapters only (policy.adapter.type lora or lora-b);"
+            "rollout.backend vllm loads LoRA adapters only (policy.adapter.type lora or ffa-lora);"
             " for others take rollout.backend: transformers"
         )
     if policy.model.get_input_embeddings().weight.dtype != torch.bfloat16:

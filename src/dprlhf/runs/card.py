@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dprlhf.privacy.gaussian import downwards, upwards
 from dprlhf.privacy.plan import Plan, json_ready
 from dprlhf.privacy.randomness import commitment
-from dprlhf.recipe import AnyRecipe, Recipe, load_any_recipe
+from dprlhf.recipe import ADAPTERS, AnyRecipe, Source, experimental, load_any_recipe
 from dprlhf.runs.earlier import Earlier, run_of_model, total
 from dprlhf.runs.folder import RunFolder, write_atomically, write_json
 
@@ -31,34 +30,6 @@ _TUNING = {
     0: "declared: none on the same users",
 }
 
-_ADAPTERS = {
-    "lora": "A LoRA adapter (rank {rank})",
-    "lora-b": "A LoRA adapter (rank {rank}, A frozen at its start, B trained)",
-    "lora-xs": "A LoRA-XS adapter (trained {rank} x {rank} matrices, stored as LoRA)",
-    "vera": "A VeRA adapter (rank {rank}, two trained vectors for each layer)",
-    "ia3": "An IA3 adapter (trained scales)",
-    "norms": "Trained norm layers (PEFT's LN tuning)",
-    "biases": "Trained biases (stored as LoRA whose B is zero)",
-}
-"""By the type in the recipe: what the folder ``policy/`` holds."""
-
-_REWARDS = {
-    True: ["a reward scores a completion alike in any batch (checked on public prompts)"],
-    False: [],
-}
-_RELEASED = {
-    "pg": "gradient of each round",
-    "grpo": "gradient of the surrogate in each round",
-    "ppo": "move of the users' copies of the policy in each round",
-    "rebel": "gradient of the loss at each step, {releases} in each round",
-    "projected-sgd": "gradient of a regression at each step, {releases} in each round",
-    "improper-batch-sgd": "gradient of a regression at each step, {releases} in each round",
-    "sufficient-statistics": "sufficient statistics of a regression in each round",
-    "sft": "gradient of each round",
-    "reward": "gradient of each round",
-}
-"""By the oracle where an update asks one, else by the update or stage: the mean of what."""
-
 
 def privacy_card(
     recipe: AnyRecipe, plan: Plan, dimension: int, key: bytes, earlier: Earlier
@@ -72,18 +43,6 @@ def privacy_card(
         if recipe.data.user_column
         else "one row of the prompt dataset"
     )
-    what = _RELEASED[_released_by(recipe)].format(releases=plan.releases_per_round)
-    released = [f"the noised mean {what}, and what follows from it: the model"]
-    if isinstance(recipe, Recipe) and recipe.privacy.reward_share:
-        where = "same release" if plan.releases_per_round == 1 else "first of these releases"
-        released.append(f"the noised mean reward and count of each round, in the {where}")
-    critic = getattr(recipe.update, "critic", None)
-    if critic is not None:
-        released.append(
-            f"the noised step of a critic of {1 + critic.features} numbers in each round, in the"
-            f" same release: {critic.share:g} of its budget, at noise multiplier"
-            f" {plan.noise_multiplier / critic.share**0.5:.4g}"
-        )
     most = recipe.data.max_prompts_per_user
     return {
         "private": plan.private,
@@ -94,10 +53,9 @@ def privacy_card(
         "sensitivity": plan.sensitivity if plan.private else None,
         "dimension": dimension,
         "noise_to_clip_ratio": plan.noise_to_clip_ratio(dimension),
-        "released": released,
+        "released": recipe.released(plan.releases_per_round, plan.noise_multiplier),
         "assumed_public": [
-            f"the {name}: {_origin(path, fitted, earlier)}"
-            for name, path, fitted in _models(recipe)
+            f"the {source.label}: {_origin(source, earlier)}" for source in recipe.sources
         ]
         + [
             f"the number of users, {plan.users}",
@@ -108,9 +66,10 @@ def privacy_card(
             *plan.guarantee.assumptions,
             "secret/ stays secret: it holds the key that allocation and noise come from",
             "a row of a micro-batch, whose shape is fixed, rounds alike wherever it stands",
-            *_REWARDS[isinstance(recipe, Recipe)],
+            *recipe.assumptions,
             *([] if earlier.tuning_runs else ["the recipe was not tuned on the same users"]),
         ],
+        "experimental": list(experimental(recipe)),
         "tuning": _TUNING.get(recipe.privacy.tuning_runs)
         or f"declared: {_runs(earlier)} on the same users, which the total counts",
         "run": commitment(key),
@@ -142,34 +101,12 @@ def note_audit(folder: RunFolder, audit: dict[str, Any]) -> None:
     )
 
 
-def _released_by(recipe: AnyRecipe) -> str:
-    if not isinstance(recipe, Recipe):
-        return recipe.stage
-    oracle = getattr(recipe.update, "oracle", None)
-    if oracle is None or getattr(recipe.update, "solver", None) == "gradient":
-        return recipe.update.name
-    return str(oracle.name)
-
-
-def _models(recipe: AnyRecipe) -> Iterator[tuple[str, str, bool]]:
-    """Yield what the run starts from: its name, its place, and whether it is declared fitted."""
-    base = recipe.policy if isinstance(recipe, Recipe) else recipe.trained
-    yield (
-        f"base model {base.model_name_or_path}",
-        base.model_name_or_path,
-        base.trained_on_private_users,
-    )
-    if isinstance(recipe, Recipe):
-        for name, reward in zip(reward_names(recipe), recipe.rewards, strict=True):
-            yield f"reward {name}", reward.classifier or "", reward.trained_on_private_users
-
-
-def _origin(path: str, fitted: bool, earlier: Earlier) -> str:
-    run = run_of_model(path)
+def _origin(source: Source, earlier: Earlier) -> str:
+    run = run_of_model(source.path)
     for record in earlier.records:
         if run is not None and record.run == run:
             return f"released by the earlier run {record.name}, whose cost the total counts"
-    return _FITTED[fitted]
+    return _FITTED[source.trained_on_private_users]
 
 
 def _total(plan: Plan, earlier: Earlier) -> dict[str, Any]:
@@ -193,11 +130,6 @@ def _total(plan: Plan, earlier: Earlier) -> dict[str, Any]:
 
 def _runs(earlier: Earlier) -> str:
     return f"{earlier.tuning_runs} tuning run" + ("s" if earlier.tuning_runs > 1 else "")
-
-
-def reward_names(recipe: Recipe) -> list[str]:
-    """Return what the recipe calls its rewards."""
-    return [str(r.function or r.classifier or r.plugin) for r in recipe.rewards]
 
 
 def is_hub_id(model: str) -> bool:
@@ -234,28 +166,27 @@ def model_card(recipe: AnyRecipe, card: dict[str, Any], *, merged: bool = False)
     """
     public = "\n".join(f"- {line}" for line in card["assumed_public"])
     assumptions = "\n".join(f"- {line}" for line in card["assumptions"])
-    trained = recipe.policy if isinstance(recipe, Recipe) else recipe.trained
+    trained = recipe.trained
     base = trained.model_name_or_path
     # The hub refuses a card whose base model is no repository.
     relation = "finetune" if merged else "adapter"
     named = f"base_model: {base}\nbase_model_relation: {relation}\n" if is_hub_id(base) else ""
-    task, tag, how = _about(recipe)
-    adapter = _ADAPTERS[trained.adapter.type].format(rank=trained.adapter.rank)
+    adapter = ADAPTERS[trained.adapter.type].description.format(rank=trained.adapter.rank)
     if merged:
         adapter = f"Whole weights with the adapter merged ({adapter[0].lower()}{adapter[1:]})"
     lower = downwards(float(card["epsilon_lower"]), 4)
     return f"""---
 {named}library_name: {"transformers" if merged else "peft"}
-pipeline_tag: {task}
+pipeline_tag: {recipe.hub_task}
 tags:
 - dprlhf
 - differential-privacy
-- {tag}
+- {recipe.hub_tag}
 ---
 
 # {base} tuned with dprlhf
 
-{adapter}, {how}.
+{adapter}, {recipe.purpose}.
 
 ## Privacy
 
@@ -286,17 +217,3 @@ def _audited(card: dict[str, Any]) -> str:
         f"{word}an attack with {audit['canaries']} canary users ({audit['space']} space) shows"
         f" epsilon >= {audit['bound']:.4g} at confidence {audit['confidence']:.0%}"
     )
-
-
-def _about(recipe: AnyRecipe) -> tuple[str, str, str]:
-    """Return the hub's task, a tag, and how the adapter came to be."""
-    if isinstance(recipe, Recipe):
-        how = (
-            f"tuned on private\nprompts by the update `{recipe.update.name}` with the rewards"
-            f" {', '.join(reward_names(recipe))}"
-        )
-        return "text-generation", "reinforcement-learning", how
-    if recipe.stage == "sft":
-        return "text-generation", "sft", "fitted to private documents"
-    kind = "preference pairs" if recipe.labels is None else f"labels ({', '.join(recipe.labels)})"
-    return "text-classification", "reward-model", f"fitted to private {kind}"

@@ -23,7 +23,7 @@ from dprlhf.privacy.accounting import Epsilon, Mechanism
 from dprlhf.privacy.composition import total_epsilon
 from dprlhf.privacy.ledger import read_opened
 from dprlhf.privacy.plan import NO_PRIVACY, Plan
-from dprlhf.recipe import AnyRecipe, Recipe, load_any_recipe
+from dprlhf.recipe import AnyRecipe, load_any_recipe
 from dprlhf.runs.folder import RunFolder
 
 
@@ -124,7 +124,7 @@ def records_of(run: Path) -> list[Record]:
     own = Record(
         run=terms["key_commitment"],
         name=run.resolve().name,
-        stage="rl" if isinstance(recipe, Recipe) else recipe.stage,
+        stage=recipe.stage,
         unit=terms.get("unit", recipe.data.user_column),
         delta=terms["delta"],
         mechanism={name: terms[name] for name in ("noise_multiplier", *names)},
@@ -241,18 +241,9 @@ def _unit(column: str | None) -> str:
 
 def _check_lineage(recipe: AnyRecipe, named: dict[str, Record]) -> None:
     """Refuse a model that a private run has tuned and that the recipe does not account for."""
-    if isinstance(recipe, Recipe):
-        models = {"policy.model_name_or_path": recipe.policy.model_name_or_path}
-        models |= {
-            f"rewards.{i}.classifier": reward.classifier
-            for i, reward in enumerate(recipe.rewards)
-            if reward.classifier is not None
-        }
-    else:
-        key = "policy" if recipe.stage == "sft" else "model"
-        models = {f"{key}.model_name_or_path": recipe.trained.model_name_or_path}
-    for key, model in models.items():
-        run = run_of_model(model)
+    for source in recipe.sources:
+        key, model = source.key, source.path
+        run = run_of_model(model) if key is not None else None
         if run is None:
             continue
         if run not in named:

@@ -11,7 +11,7 @@ import torch
 from dprlhf.errors import DprlhfError, one_line
 from dprlhf.hub import pinned
 from dprlhf.policies.adapters import quiet_peft
-from dprlhf.recipe import Recipe, RewardRecipe, load_any_recipe
+from dprlhf.recipe import load_any_recipe
 from dprlhf.runs.card import model_card
 from dprlhf.runs.folder import RunFolder, replaced_folder
 
@@ -73,10 +73,11 @@ def merge(
     if out.exists() and not replace:
         raise DprlhfError(f"{out}: exists; name a new folder")
     recipe = load_any_recipe(folder.recipe)
-    spec = recipe.policy if isinstance(recipe, Recipe) else recipe.trained
+    spec = recipe.trained
     kind, head = transformers.AutoModelForCausalLM, {}
-    if isinstance(recipe, RewardRecipe):
-        kind, head = transformers.AutoModelForSequenceClassification, head_settings(recipe.labels)
+    if recipe.classifier:
+        head = head_settings(recipe.head_labels)
+        kind = transformers.AutoModelForSequenceClassification
     try:
         base = kind.from_pretrained(
             resolve(spec.model_name_or_path),

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.ledger import charged_rounds
-from dprlhf.recipe import Recipe, load_any_recipe
+from dprlhf.recipe import load_any_recipe
 from dprlhf.runs.card import guarantee_sentence
 from dprlhf.runs.folder import RunFolder, write_atomically
 from dprlhf.runs.plots import Series, line_plot
@@ -43,7 +43,8 @@ class PublishedRun:
         metrics: the lines of ``metrics.jsonl`` that can be read, in the order of rounds.
         samples: ``samples.json``.
         timing: seconds a response of each phase, measured on public prompts.
-        stage: ``sft`` or ``reward`` of a supervised stage; empty for private updates.
+        public_losses: Names of what a supervised stage measures on public rows; empty for private
+            updates.
         evaluation: of a supervised stage, its public loss (and accuracy) before and after.
         charged: the rounds whose users are spent.
         problems: what is missing, damaged or without privacy, a sentence each.
@@ -55,7 +56,7 @@ class PublishedRun:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
     timing: dict[str, float] = field(default_factory=dict)
-    stage: str = ""
+    public_losses: tuple[str, ...] = ()
     evaluation: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
     charged: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -123,7 +124,8 @@ def read_run(path: Path) -> PublishedRun:
     if not any(file.is_file() for file in files):
         folder.require()  # says so: the recipe is missing too
     run = PublishedRun(path.resolve().name)
-    run.recipe, run.stage = _attempt(run, folder.recipe, _recipe_text, ("", ""))
+    read = _attempt(run, folder.recipe, _recipe_text, _Recipe())
+    run.recipe, run.public_losses = read.text, read.public_losses
     run.card = _attempt(run, folder.privacy, _json_of(dict), {})
     run.charged = _attempt(run, folder.ledger, charged_rounds, [])
     run.metrics = _metrics(run, folder.metrics)
@@ -190,11 +192,16 @@ def _json_of(kind: type[T]) -> Callable[[Path], T]:
     return read
 
 
-def _recipe_text(file: Path) -> tuple[str, str]:
-    """Return the recipe and its stage."""
+class _Recipe(NamedTuple):
+    text: str = ""
+    public_losses: tuple[str, ...] = ()
+
+
+def _recipe_text(file: Path) -> _Recipe:
+    """Return the recipe, and the names of what it measures on public rows."""
     text = file.read_text()
     recipe = load_any_recipe(file)  # a cut-off recipe is often still YAML
-    return text, "" if isinstance(recipe, Recipe) else recipe.stage
+    return _Recipe(text, recipe.public_losses)
 
 
 def _estimates(file: Path) -> dict[str, dict[str, tuple[float, float]]]:
@@ -283,7 +290,7 @@ def _figures(run: PublishedRun) -> list[Figure]:
                 points.append((float(line["round"]), y, None if e is None else _Z95 * e))
         return points
 
-    if run.stage:
+    if run.public_losses:
         learnt = [
             Figure(
                 f"{name.capitalize()} on public rows",
@@ -293,7 +300,7 @@ def _figures(run: PublishedRun) -> list[Figure]:
                 name,
                 [Series(name, _public_curve(run, name))],
             )
-            for name in (["loss", "accuracy"] if run.stage == "reward" else ["loss"])
+            for name in run.public_losses
         ]
         return [*learnt, *_budget_figures(run, column)]
     return [

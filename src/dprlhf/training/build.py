@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,9 +37,10 @@ from dprlhf.recipe import (
     IN_MEMORY,
     AnyRecipe,
     Recipe,
-    RewardRecipe,
     dump_recipe,
+    experimental,
 )
+from dprlhf.recipe.adapters import FORMER_NAMES
 from dprlhf.rewards import Reward as LoadedReward
 from dprlhf.rewards import Scorer, Spread, check_reward, load_reward, spread_of
 from dprlhf.rewards.isolation import captured
@@ -157,6 +159,8 @@ def opened(
     with _one_line_errors(folder), contextlib.ExitStack() as stack:
         gate, trackers = None, []
         if processes.main:
+            for feature in experimental(recipe):
+                print(f"dprlhf: experimental: {feature}", file=sys.stderr)
             ledger = _ledger(recipe, plan, folder, key, users, earlier)
             stack.callback(ledger.close)
             gate = Gate(plan, ledger, key)
@@ -219,11 +223,11 @@ def assemble(recipe: Recipe, sources: Sources, processes: Processes, *, quiet: b
 
 def resolve_dtype(recipe: R) -> R:
     """Settle what the machine decides, so that a resumed run computes as it did before."""
-    if isinstance(recipe, RewardRecipe) or recipe.policy.dtype != "auto":
+    if recipe.trained.dtype != "auto":
         return recipe
     dtype = str(native_dtype()).removeprefix("torch.")
-    policy = recipe.policy.model_copy(update={"dtype": dtype})
-    return cast(R, recipe.model_copy(update={"policy": policy}))
+    trained = recipe.trained.model_copy(update={"dtype": dtype})
+    return cast(R, recipe.model_copy(update={recipe.trained_key: trained}))
 
 
 def _with_rollout(recipe: Recipe, plan: Plan, policy: CausalLMPolicy, processes: int) -> Recipe:
@@ -261,7 +265,7 @@ def _critic(
     processes: Processes,
     public: Prompts | None,
 ) -> Critic | None:
-    spec = getattr(recipe.update, "critic", None)
+    spec = recipe.update.noised_critic
     if spec is None:
         return None
     longest = recipe.data.max_prompt_tokens
@@ -321,9 +325,11 @@ def _ledger(
 def _digest(recipe: AnyRecipe) -> str:
     """Return a digest of what a run must not change.
 
-    Newer keys that are not set are left out: runs from before there were these keep their digest.
+    Newer keys that are not set are left out, and values have the name that they had first, so that
+    the runs of earlier versions keep their digest.
     """
     newer = ("revision", "attn_implementation")
+    former = {today: old for old, today in FORMER_NAMES.items()}
 
     def without_unset(values: Any) -> Any:
         if isinstance(values, dict):
@@ -332,6 +338,8 @@ def _digest(recipe: AnyRecipe) -> str:
         return [without_unset(v) for v in values] if isinstance(values, list) else values
 
     fixed = without_unset(recipe.model_dump(mode="json", exclude={"output_dir", "tracking"}))
+    adapter = fixed[recipe.trained_key]["adapter"]
+    adapter["type"] = former.get(adapter["type"], adapter["type"])
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
 
 

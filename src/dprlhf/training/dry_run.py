@@ -13,7 +13,7 @@ from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.gaussian import upwards
 from dprlhf.privacy.plan import Plan, delta_warning, noise_warning
-from dprlhf.recipe import Recipe
+from dprlhf.recipe import AnyRecipe, Recipe, experimental
 from dprlhf.rewards import Scorer
 from dprlhf.runs.earlier import Earlier, total
 from dprlhf.training.build import Parts, assemble
@@ -43,7 +43,7 @@ def dry_run(recipe: Recipe, sources: Sources | None = None) -> dict[str, Any]:
     scorer = Scorer(parts.rewards, recipe.reward_range)
     seconds_a_response(policy, scorer, public, recipe)  # the first pass also warms up
     phases = seconds_a_response(policy, scorer, public, recipe)
-    terms = _terms(plan, parts.earlier, policy, processes)
+    terms = _terms(recipe, plan, parts.earlier, policy, processes)
     spread = parts.spread
     return {
         **terms,
@@ -94,14 +94,18 @@ def dry_run_stage(
         # Evaluation before and after: a forward pass, about a third of a step.
         estimated = seconds * (drawn / processes.count + 2 * len(public) / 3)
     return {
-        **_terms(plan, parts.earlier, parts.policy, processes),
+        **_terms(recipe, plan, parts.earlier, parts.policy, processes),
         "seconds_a_row": seconds,
         "estimated_seconds": estimated,
     }
 
 
 def _terms(
-    plan: Plan, earlier: Earlier, policy: CausalLMPolicy, processes: Processes
+    recipe: AnyRecipe,
+    plan: Plan,
+    earlier: Earlier,
+    policy: CausalLMPolicy,
+    processes: Processes,
 ) -> dict[str, Any]:
     ratio = plan.noise_to_clip_ratio(policy.dimension)
     warnings = [delta_warning(plan.guarantee.delta, plan.users), noise_warning(ratio)]
@@ -114,6 +118,7 @@ def _terms(
         "processes": processes.count,
         "device": str(policy.device),
         "memory_bytes": _memory(policy.device),
+        "experimental": list(experimental(recipe)),
         "warnings": [w for w in warnings if w],
     }
 
@@ -162,6 +167,7 @@ def explain(plan: dict[str, Any]) -> str:
         *([("time for a row", _ms(plan["seconds_a_row"]))] if plan.get("seconds_a_row") else []),
         ("estimated time", duration),
         ("memory", f"{gib:.3g} GiB at the largest, with one micro-batch"),
+        *(("experimental", feature) for feature in plan["experimental"]),
         *(("warning", w) for w in plan["warnings"]),
     ]
     return "\n".join(f"{name:<21}{value}" for name, value in rows)

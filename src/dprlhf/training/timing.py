@@ -75,7 +75,7 @@ def seconds_a_response(
 
 def seconds_a_round(recipe: Recipe, plan: Plan, phases: dict[str, float]) -> float:
     """Return what an expected round takes on one process, from the phases of a response."""
-    passes = plan.releases_per_round * getattr(recipe.update, "epochs", 1)
+    passes = plan.releases_per_round * recipe.update.passes
     of_response = phases["rollout"] + phases["reward"] + passes * phases["update"]
     return plan.expected_batch_size * recipe.rollout.responses * of_response
 

@@ -39,7 +39,7 @@ from dprlhf.training.rounds import (
     save,
     users_of_round,
 )
-from dprlhf.updates import UPDATES, PrivateRound
+from dprlhf.updates import PrivateRound, find_update
 from dprlhf.updates.critic import Critic
 from dprlhf.updates.kl import subtract_kl
 from dprlhf.updates.telemetry import ReleasedReward, TelemetryCoordinates
@@ -76,7 +76,7 @@ class Run:
 def run_rounds(run: Run) -> None:
     """Run all remaining rounds."""
     recipe, policy = run.recipe, run.policy
-    update = UPDATES[recipe.update.name]
+    update = find_update(recipe.update)
     failed_rounds = 0
     for t in remaining_rounds(run):
         with Interruptible() as interrupt, run.progress.round(t) as bar:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from dprlhf.recipe import PrivateUpdate, update_plugin
 from dprlhf.updates.grpo import grpo
 from dprlhf.updates.npg import npg
 from dprlhf.updates.pg import policy_gradient
@@ -10,13 +11,22 @@ from dprlhf.updates.ppo import ppo
 from dprlhf.updates.rebel import rebel
 from dprlhf.updates.round import PrivateRound
 
-UPDATES: dict[str, Callable[[PrivateRound, Any], None]] = {
+UpdateFunction = Callable[[PrivateRound, Any], None]
+"""One round of an update: it takes the round and the recipe's section ``update``."""
+
+UPDATES: dict[str, UpdateFunction] = {
     "pg": policy_gradient,
     "grpo": grpo,
     "ppo": ppo,
     "rebel": rebel,
     "npg": npg,
 }
-"""By the name in the recipe: each takes the round and the recipe's ``update`` section."""
+"""The updates of this package, by their names in a recipe."""
 
-__all__ = ["UPDATES", "PrivateRound"]
+
+def find_update(spec: PrivateUpdate) -> UpdateFunction:
+    """Return the function of the update that a recipe names, of this package or of a plug-in."""
+    return UPDATES[spec.name] if spec.name in UPDATES else update_plugin(spec.name).function
+
+
+__all__ = ["UPDATES", "PrivateRound", "UpdateFunction", "find_update"]

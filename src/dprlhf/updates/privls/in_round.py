@@ -103,14 +103,14 @@ def solve(
     return post_process(solution)
 
 
-def check_dimension(update: recipe.Update, dimension: int) -> None:
+def check_dimension(update: recipe.PrivateUpdate, dimension: int) -> None:
     """Refuse a recipe whose oracle is not made for an adapter of this size.
 
     Raises:
         DprlhfError: names what would work.
     """
-    spec = getattr(update, "oracle", None)
-    if spec is None or getattr(update, "solver", None) == "gradient":
+    spec = update.least_squares
+    if spec is None:
         return
     if spec.sketch is not None and spec.sketch > dimension:
         raise DprlhfError(
