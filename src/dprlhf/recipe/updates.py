@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 
 from pydantic import (
     BeforeValidator,
@@ -26,12 +26,25 @@ from pydantic_core import PydanticCustomError
 
 from dprlhf.recipe.base import Experimental, PositiveFloat, PositiveInt, Settings
 from dprlhf.recipe.plugins import load_plugin, plugin_names
-
-if TYPE_CHECKING:
-    from dprlhf.recipe.rl import Recipe
+from dprlhf.recipe.sections import KL, Evaluation, Optimizer, Privacy, Rollout
 
 ENTRY_POINT_GROUP = "dprlhf.updates"
 """The entry-point group of updates in other packages; each names an :class:`UpdatePlugin`."""
+
+
+class Sections(Protocol):
+    """The sections of a :class:`~dprlhf.recipe.Recipe` that an update's checks look at."""
+
+    @property
+    def rollout(self) -> Rollout: ...
+    @property
+    def kl(self) -> KL: ...
+    @property
+    def optimizer(self) -> Optimizer: ...
+    @property
+    def privacy(self) -> Privacy: ...
+    @property
+    def evaluation(self) -> Evaluation | None: ...
 
 
 class TrustRegion(Settings):
@@ -142,7 +155,7 @@ class PrivateUpdate(Settings):
         """
         return None
 
-    def check(self, recipe: Recipe) -> None:
+    def check(self, recipe: Sections) -> None:
         """Refuse a recipe whose other sections do not work with this update.
 
         Raises:
@@ -151,7 +164,7 @@ class PrivateUpdate(Settings):
         if isinstance(self.clip_norm, TrustRegion):
             self._check_trust_region(self.clip_norm, recipe)
         if self.least_squares is not None:
-            self.least_squares.check(recipe)
+            self._check_least_squares(recipe)
         if self.noised_critic is not None:
             self.noised_critic.check(recipe)
         if recipe.kl.level == "token" and not self.token_rewards:
@@ -161,7 +174,7 @@ class PrivateUpdate(Settings):
                 " response: write kl.level: sequence"
             )
 
-    def _check_trust_region(self, region: TrustRegion, recipe: Recipe) -> None:
+    def _check_trust_region(self, region: TrustRegion, recipe: Sections) -> None:
         if not self.allows_trust_region:
             raise ValueError(
                 "update.clip_norm: a trust region is for the one step of"
@@ -177,6 +190,18 @@ class PrivateUpdate(Settings):
             raise ValueError(
                 "update.clip_norm: trust_region kl needs public prompts (evaluation.data); l2 and"
                 " l2-markov do not"
+            )
+
+    def _check_least_squares(self, recipe: Sections) -> None:
+        if self.radius == float("inf"):
+            raise ValueError(
+                "update.clip_norm bounds the features of the regression: give a finite one, also"
+                " with privacy.epsilon .inf"
+            )
+        if recipe.optimizer.name == "adam-corrected":
+            raise ValueError(
+                "optimizer.name: adam-corrected needs the noise of a released gradient, and"
+                f" update.name {self.name} steps along a regression's solution: write sgd"
             )
 
     def saturated(self, *, clip_norm: float, batch_size: int, target_bound: float) -> Self:
@@ -211,7 +236,7 @@ class Critic(Settings):
     weight: Annotated[float, Field(gt=0, le=1)] = 0.5
     step_size: Annotated[float, Field(gt=0, le=1)] = 0.3
 
-    def check(self, recipe: Recipe) -> None:
+    def check(self, recipe: Sections) -> None:
         """Refuse a recipe without public prompts for the features, or without budget for both.
 
         Raises:
@@ -267,7 +292,7 @@ class _Advantage(_Score):
         """Settings of the critic that serves the advantages; None without one."""
         return self.critic
 
-    def check(self, recipe: Recipe) -> None:
+    def check(self, recipe: Sections) -> None:
         """Refuse a recipe whose other sections do not work with this update.
 
         Raises:
@@ -448,23 +473,6 @@ class Oracle(Settings):
             return "sufficient statistics of a regression in each round"
         return "gradient of a regression at each step, {releases} in each round"
 
-    def check(self, recipe: Recipe) -> None:
-        """Refuse a recipe that leaves the features unbounded, or corrects for a gradient's noise.
-
-        Raises:
-            ValueError: Names the setting and what would work.
-        """
-        if recipe.update.radius == float("inf"):
-            raise ValueError(
-                "update.clip_norm bounds the features of the regression: give a finite one, also"
-                " with privacy.epsilon .inf"
-            )
-        if recipe.optimizer.name == "adam-corrected":
-            raise ValueError(
-                "optimizer.name: adam-corrected needs the noise of a released gradient, and"
-                f" update.name {recipe.update.name} steps along a regression's solution: write sgd"
-            )
-
 
 class REBEL(PrivateUpdate):
     """DP-REBEL (He & Zhou 2025, Algorithm 5): regress relative log-ratios on relative rewards.
@@ -503,7 +511,7 @@ class REBEL(PrivateUpdate):
         """Settings of the regression oracle; None with the gradient solver."""
         return self.oracle if self.solver == "gauss-newton" else None
 
-    def check(self, recipe: Recipe) -> None:
+    def check(self, recipe: Sections) -> None:
         """Refuse a recipe whose other sections do not work with this update.
 
         Raises:
