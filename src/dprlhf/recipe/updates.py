@@ -36,15 +36,29 @@ class Sections(Protocol):
     """The sections of a :class:`~dprlhf.recipe.Recipe` that an update's checks look at."""
 
     @property
-    def rollout(self) -> Rollout: ...
+    def rollout(self) -> Rollout:
+        """How responses are sampled."""
+        ...
+
     @property
-    def kl(self) -> KL: ...
+    def kl(self) -> KL:
+        """The KL penalty."""
+        ...
+
     @property
-    def optimizer(self) -> Optimizer: ...
+    def optimizer(self) -> Optimizer:
+        """The server-side optimizer."""
+        ...
+
     @property
-    def privacy(self) -> Privacy: ...
+    def privacy(self) -> Privacy:
+        """The privacy guarantee."""
+        ...
+
     @property
-    def evaluation(self) -> Evaluation | None: ...
+    def evaluation(self) -> Evaluation | None:
+        """The public prompts; None without evaluation."""
+        ...
 
 
 class TrustRegion(Settings):
