@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dprlhf.data.users import Users, load_rows
+from dprlhf.data.loading import load_rows
+from dprlhf.data.users import Users
 from dprlhf.gradients.clipping import user_gradients
 from dprlhf.policies.causal_lm import align_with_activations, load_policy
 from dprlhf.recipe import Adapter, load_recipe

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from dprlhf.boundary import Released
-from dprlhf.data.users import Users, load_rows
+from dprlhf.data.loading import load_rows
+from dprlhf.data.users import Users
 from dprlhf.gradients.clipping import user_gradients
 from dprlhf.policies.causal_lm import load_policy
 from dprlhf.privacy.plan import make_plan

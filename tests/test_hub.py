@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from dprlhf import recipe
 from dprlhf.cli.trl_flags import overrides_of
-from dprlhf.data.users import load_rows
+from dprlhf.data.loading import load_rows
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import load_policy
 from dprlhf.policies.classifier import load_reward_model
@@ -149,6 +149,8 @@ def test_runs_from_before_the_keys_keep_their_digest() -> None:
     for section in (older["policy"], older["data"], *older["rewards"], older["evaluation"]["data"]):
         assert section.pop("revision") is None
     assert older["policy"].pop("attn_implementation") is None
+    assert older["policy"]["adapter"]["type"] == "ffa-lora"
+    older["policy"]["adapter"]["type"] = "lora-b"
     digest = hashlib.sha256(json.dumps(older, sort_keys=True).encode()).hexdigest()
     assert build._digest(made) == digest
     pinned = make_recipe({**settings, "data": {"path": "org/prompts", "revision": COMMIT}})

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dprlhf.boundary import Private, open_private
-from dprlhf.data.users import Prompts, Users, load_rows, rows_from
+from dprlhf.data.loading import load_rows, rows_from
+from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import Data
 

@@ -13,7 +13,8 @@ from transformers import AutoTokenizer, TrainerCallback
 
 import dprlhf
 from dprlhf import DprlhfError
-from dprlhf.data.users import load_rows, rows_from
+from dprlhf.data.loading import load_rows, rows_from
+from dprlhf.data.users import Users
 from dprlhf.recipe import Data
 from helpers import tiny
 
@@ -206,7 +207,7 @@ def test_rows_without_a_user_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("prompt,who\na,x\nb,\nc,y\nd,\n")
     data = Data(path=str(tmp_path / "a.csv"), user_column="who")
     with pytest.raises(DprlhfError, match=r"in every row \(rows 2, 4 have none\)"):
-        dprlhf.data.users.Users(load_rows(data), data)
+        Users(load_rows(data), data)
 
 
 def test_a_part_of_a_file(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ import pytest
 
 from dprlhf.boundary import open_private
 from dprlhf.data import users
-from dprlhf.data.users import Users, load_rows
+from dprlhf.data.loading import load_rows
+from dprlhf.data.users import Users
 from dprlhf.privacy import partition
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.privacy.partition import allocate

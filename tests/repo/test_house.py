@@ -18,13 +18,12 @@ FUNCTIONS = house.read_functions(MODULES)
 MOST_LINES, MOST_BRANCHES = 60, 10
 
 # What is not yet as it should be. May shrink, never grow.
-STILL_UPWARD = {("dprlhf.data.in_memory", "dprlhf.policies.causal_lm")}
+STILL_UPWARD: set[tuple[str, str]] = set()
 STILL_CIRCLES = [
     ["dprlhf.rewards.classifier", "dprlhf.rewards.loading", "dprlhf.rewards.scoring"],
 ]
 STILL_LARGE = {
     "dprlhf.assets.sentiment.train_sentiment",
-    "dprlhf.data.users.load_rows",
     "dprlhf.privacy.accounting.Mechanism.__post_init__",
     "dprlhf.privacy.random_allocation._payoff",
     "dprlhf.rewards.check.check_reward",

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from dprlhf.data.users import Users, rows_from
+from dprlhf.data.loading import rows_from
+from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.privacy.plan import make_plan

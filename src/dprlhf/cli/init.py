@@ -102,7 +102,8 @@ def users_in(prompts: str, user_column: str) -> int | None:
     """
     import datasets
 
-    from dprlhf.data.users import Users, load_rows
+    from dprlhf.data.loading import load_rows
+    from dprlhf.data.users import Users
 
     if not prompts.endswith(_DATA_FILES):
         return None

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from dprlhf import recipe
-from dprlhf.data.users import load_rows
+from dprlhf.data.loading import load_rows
 from dprlhf.errors import DprlhfError
 from dprlhf.rewards.check import ContractReport, check_reward
 from dprlhf.rewards.loading import load_reward

@@ -1,1 +1,1 @@
-"""Private users and public prompts, read from files, data sets and memory."""
+"""The users' rows: read from files, the hub or memory, and grouped by user."""

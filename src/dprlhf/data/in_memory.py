@@ -1,4 +1,4 @@
-"""What a program gives in memory in place of what a recipe names: prompts, rewards, rows."""
+"""Prompts, rewards and rows that a program passes in place of those that a recipe names."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from dprlhf import recipe as settings
-from dprlhf.data.users import load_rows, rows_from
+from dprlhf.data.loading import load_rows, rows_from
 from dprlhf.errors import DprlhfError
-from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, Recipe, load_recipe, make_recipe
 
 R = TypeVar("R", bound=AnyRecipe)
@@ -27,14 +26,24 @@ _PLACE = {
 
 
 class Sources:
-    """What the program holds in memory in place of the recipe's data, rewards (and policy)."""
+    """Objects in memory that replace the recipe's data, rewards and policy; None replaces nothing.
+
+    Args:
+        prompts: The users' prompts, as :func:`rows_from` takes them.
+        reward: A callable, or several, with TRL's signature.
+        evaluation_prompts: Public prompts.
+        policy: The policy, of any type that the training loop takes.
+
+    Raises:
+        DprlhfError: The public prompts are the private ones.
+    """
 
     def __init__(
         self,
         prompts: Any,
         reward: Any,
         evaluation_prompts: Any,
-        policy: CausalLMPolicy | None = None,
+        policy: Any = None,
     ) -> None:
         if prompts is not None and evaluation_prompts is prompts:
             raise DprlhfError(
@@ -58,7 +67,7 @@ def recipe_of(
     """Build the recipe from the arguments of :func:`dprlhf.train`.
 
     Raises:
-        DprlhfError: an argument would have no effect, or a setting is wrong.
+        DprlhfError: An argument would have no effect, or a setting is wrong.
     """
     if recipe is not None and flat:
         raise DprlhfError(
@@ -97,10 +106,10 @@ def recipe_of(
 
 
 def check_overrides(recipe: Any, overrides: Sequence[str]) -> None:
-    """Refuse overrides that no file is there for.
+    """Refuse overrides of a recipe that is not a file.
 
     Raises:
-        DprlhfError: there are some, and the recipe is no file.
+        DprlhfError: There are overrides, which would have no effect.
     """
     if overrides and not isinstance(recipe, str | Path):
         raise DprlhfError(
@@ -110,10 +119,17 @@ def check_overrides(recipe: Any, overrides: Sequence[str]) -> None:
 
 
 def from_memory(recipe: R, *, data: bool, rewards: bool = False, evaluation: bool) -> R:
-    """Say in a recipe what the program gives in its place.
+    """Replace the paths in a recipe by ``in-memory`` where the program passes objects instead.
 
     The run's recipe and cards then name nothing that was not used, and a resumed run asks for the
-    same again. Public rows for a recipe without ``evaluation`` are read as the private ones are.
+    same objects again. Public rows for a recipe without ``evaluation`` are read like the private
+    ones.
+
+    Args:
+        recipe: The recipe of a run of any stage.
+        data: Whether the users' rows are in memory.
+        rewards: Whether the rewards are.
+        evaluation: Whether the public rows are.
     """
     values = recipe.model_dump()
     if evaluation:
@@ -127,10 +143,10 @@ def from_memory(recipe: R, *, data: bool, rewards: bool = False, evaluation: boo
 
 
 def rows_of(data: settings.Data, given: Any) -> Any:
-    """Return the rows that the program holds, or else those that the recipe names.
+    """Return the rows in memory if there are any, else load those that the recipe names.
 
     Raises:
-        DprlhfError: they cannot be read, or have to be given again.
+        DprlhfError: The rows cannot be read; or a resumed run needs rows from memory again.
     """
     if given is not None:
         return rows_from(given, data.prompt_column)

@@ -1,4 +1,4 @@
-"""Public rows: those that the evaluation takes, those that it leaves over, and stand-ins."""
+"""Public rows: for the evaluation, for fitting settings, and neutral prompts in their place."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from dprlhf.data.in_memory import rows_of
-from dprlhf.data.users import FORMATS, Prompts, Users, load_rows
+from dprlhf.data.loading import FORMATS, load_rows
+from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import AnyRecipe, Data
 
-_LEFT_OVER = 64
+_HELD_OUT = 64
 
-# Stand-ins where a recipe names no public prompts.
+# Used where a recipe names no public prompts.
 _NEUTRAL = [
     "The weather today is",
     "My favourite meal to cook at home is",
@@ -25,11 +26,11 @@ _NEUTRAL = [
 
 
 def public_users(recipe: AnyRecipe, given: Any) -> Users | None:
-    """Load the evaluation's rows, each a user of its own; None where the recipe has none.
+    """Load the evaluation's rows, each a user of its own; None without evaluation.
 
     Args:
-        recipe: of any stage.
-        given: rows that the program holds in their place.
+        recipe: The recipe of a run of any stage.
+        given: Rows in memory that replace the recipe's; None for none.
     """
     if recipe.evaluation is None:
         return None
@@ -38,31 +39,34 @@ def public_users(recipe: AnyRecipe, given: Any) -> Users | None:
 
 
 def evaluated(recipe: AnyRecipe, public: Users | None) -> Prompts | None:
-    """Return the rows that the evaluation takes: the first so many."""
+    """Return the rows of the evaluation, the first ``evaluation.prompts``; None without any."""
     if public is None or recipe.evaluation is None:
         return None
     return public.select(np.arange(min(recipe.evaluation.prompts, public.count)))
 
 
 def held_out(recipe: AnyRecipe, public: Users) -> Prompts:
-    """Return some rows after those (at least the last one): settings may be fitted to them."""
+    """Return up to 64 public rows after those of the evaluation, to which settings may be fitted.
+
+    Where the evaluation takes all rows, this is the last one.
+    """
     assert recipe.evaluation is not None
     first = min(recipe.evaluation.prompts, public.count - 1)
-    return public.select(np.arange(first, min(first + _LEFT_OVER, public.count)))
+    return public.select(np.arange(first, min(first + _HELD_OUT, public.count)))
 
 
 def in_memory_prompts(prompts: Sequence[Any]) -> Prompts:
-    """Return public prompts that the program holds, one for each user."""
+    """Return public prompts in memory, each of a user of its own."""
     return Prompts(
         list(prompts), np.arange(len(prompts)), np.zeros(len(prompts), dtype=np.int64), {}
     )
 
 
 def prompts_in(file: Path, column: str) -> list[Any]:
-    """Read a file of prompts: a data set with such a column, else one prompt a line.
+    """Read prompts from a column of a dataset file, or from the lines of any other text file.
 
     Raises:
-        DprlhfError: it cannot be read, or has no such column.
+        DprlhfError: The file cannot be read, or has no such column.
     """
     if file.suffix not in FORMATS:
         try:
@@ -78,5 +82,5 @@ def prompts_in(file: Path, column: str) -> list[Any]:
 
 
 def neutral_prompts() -> Prompts:
-    """Return stand-ins for a recipe without public prompts."""
+    """Return a few neutral prompts, for a recipe without public ones."""
     return in_memory_prompts(_NEUTRAL)

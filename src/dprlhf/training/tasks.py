@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from dprlhf import recipe
-from dprlhf.data.users import Prompts, check_present
+from dprlhf.data.loading import check_present
+from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards.classifier import classifier_tokens

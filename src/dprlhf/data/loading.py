@@ -1,0 +1,281 @@
+"""Rows from wherever a recipe or a program has them: files, folders, the hub, memory.
+
+To read another kind of file, add an entry to ``FORMATS``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import logging
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dprlhf import recipe
+from dprlhf.errors import DprlhfError, one_line
+from dprlhf.hub import pinned
+
+ROWS_AT_ONCE = 10_000
+"""Rows of a column that are read into memory together."""
+
+_SHOWN = 5
+
+
+def _with_datasets(builder: str) -> Callable[[str], Any]:
+    """Return a reader of files by one of the builders of ``datasets.load_dataset``."""
+
+    def read(file: str) -> Any:
+        import datasets
+
+        return datasets.load_dataset(builder, data_files={"train": file}, split="train")
+
+    return read
+
+
+def _broken_json_lines(file: Path) -> list[int]:
+    """Return the lines (from 1) that hold no JSON object."""
+    broken: list[int] = []
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        try:
+            if line.strip() and not isinstance(json.loads(line), dict):
+                broken.append(number)
+        except ValueError:
+            broken.append(number)
+    return broken
+
+
+def _broken_csv_lines(file: Path) -> list[int]:
+    """Return the lines (from 1) with another number of fields than the header, or no UTF-8."""
+    broken: list[int] = []
+    width, start = None, 1
+    with open(file, encoding="utf-8", errors="replace", newline="") as lines:
+        reader = csv.reader(lines)
+        try:
+            for fields in reader:
+                width = width or len(fields)
+                if (fields and len(fields) != width) or any("\ufffd" in f for f in fields):
+                    broken.append(start)
+                start = reader.line_num + 1
+        except csv.Error:
+            broken.append(start)
+    return broken
+
+
+def _no_lines(file: Path) -> list[int]:
+    return []
+
+
+@dataclass(frozen=True)
+class Format:
+    """How one kind of file is read.
+
+    Attributes:
+        read: Returns the ``datasets.Dataset`` of a file, given its path.
+        broken_lines: Returns the lines of a file (from 1) that cannot be read, for the error
+            message, which quotes none of them; empty where a file has no lines.
+    """
+
+    read: Callable[[str], Any]
+    broken_lines: Callable[[Path], list[int]] = _no_lines
+
+
+FORMATS = {
+    ".csv": Format(_with_datasets("csv"), _broken_csv_lines),
+    ".json": Format(_with_datasets("json"), _broken_json_lines),
+    ".jsonl": Format(_with_datasets("json"), _broken_json_lines),
+    ".parquet": Format(_with_datasets("parquet")),
+}
+"""The kinds of files that are read, by their suffix."""
+
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+_FILE_SUFFIXES = {
+    *FORMATS, ".tsv", ".txt", ".ndjson", ".arrow", ".feather", ".xls", ".xlsx", ".db", ".sqlite",
+    ".pkl", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz",
+}  # fmt: skip
+"""Suffixes of files of one's own, readable or not: no dataset on the hub has one of them."""
+
+
+def load_rows(spec: recipe.Data) -> Any:
+    """Load the rows that a recipe names as a ``datasets.Dataset``.
+
+    A name that can only be that of a file of one's own is not looked up on the hub, which would
+    reveal it.
+
+    Raises:
+        DprlhfError: The rows cannot be found or read. The message quotes no row.
+    """
+    from dprlhf.assets import resolve
+
+    path = resolve(spec.path)
+    with _silent_datasets():
+        try:
+            rows = _read(path, spec)
+        except DprlhfError:
+            raise
+        except OSError as error:  # no such dataset, no connection: names places, not rows
+            raise DprlhfError(
+                f"data {spec.path!r}: could not be loaded ({one_line(error, 200)})"
+            ) from None
+        except Exception as error:  # a parser's message may quote a row
+            broken = _broken_lines(Path(path))
+            where = f"; broken: {listed(broken, 'line')}" if broken else ""
+            raise DprlhfError(
+                f"data {spec.path!r}: could not be loaded ({type(error).__name__}){where}; check"
+                f" the file, its format, and the split {spec.split!r}"
+            ) from None
+    return _skip_and_limit(rows, spec)
+
+
+@contextlib.contextmanager
+def _silent_datasets() -> Iterator[None]:
+    """Silence the log of ``datasets``, which quotes the value that a parser fails at."""
+    logger = logging.getLogger("datasets")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _read(path: str, spec: recipe.Data) -> Any:
+    """Read a folder, a file, or a dataset on the hub."""
+    import datasets
+
+    revision = pinned(spec.path, spec.revision, "data.revision")
+    place = Path(path)
+    if place.is_dir():
+        return _load_folder(place, spec)
+    if place.suffix in FORMATS:
+        if not place.is_file():
+            raise DprlhfError(f"data {spec.path!r}: there is no such file")
+        return FORMATS[place.suffix].read(path)
+    if place.exists():
+        raise DprlhfError(
+            f"data {spec.path!r}: not a kind of file that is read: use {', '.join(FORMATS)}"
+        )
+    if not _HUB_ID.fullmatch(path) or place.suffix.lower() in _FILE_SUFFIXES:
+        raise DprlhfError(f"data {spec.path!r}: there is no such file or folder")
+    return datasets.load_dataset(path, spec.name, split=spec.split, **revision)
+
+
+def _load_folder(folder: Path, spec: recipe.Data) -> Any:
+    import datasets
+
+    if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
+        loaded = datasets.load_from_disk(str(folder))
+        return loaded[spec.split] if isinstance(loaded, datasets.DatasetDict) else loaded
+    for file in sorted(folder.glob(f"{spec.split}.*")):
+        if file.suffix in FORMATS:
+            return FORMATS[file.suffix].read(str(file))
+    return datasets.load_dataset(str(folder), spec.name, split=spec.split)
+
+
+def _skip_and_limit(rows: Any, spec: recipe.Data) -> Any:
+    if not spec.skip and spec.limit is None:
+        return rows
+    end = len(rows) if spec.limit is None else min(spec.skip + spec.limit, len(rows))
+    if spec.skip and spec.skip >= end:
+        raise DprlhfError(f"data {spec.path!r}: skip {spec.skip} leaves none of {len(rows)} rows")
+    return rows.select(range(spec.skip, end))
+
+
+def _broken_lines(file: Path) -> list[int]:
+    return FORMATS[file.suffix].broken_lines(file) if file.is_file() else []
+
+
+def check_present(rows: Any, spec: recipe.Data) -> None:
+    """Refuse rows that lack a value in a column of the training data.
+
+    Raises:
+        DprlhfError: A value is missing; the message gives the rows' numbers (from 1).
+    """
+    for name in spec.columns:
+        batches = rows.select_columns([name]).with_format("arrow").iter(ROWS_AT_ONCE)
+        column = pa.chunked_array([chunk for batch in batches for chunk in batch.column(0).chunks])
+        if missing := rows_without_value(column):
+            raise DprlhfError(
+                f"data {spec.path!r}: column {name!r} is empty in {listed(missing, 'row')}: fill"
+                " or drop them"
+            )
+
+
+def rows_without_value(column: pa.ChunkedArray) -> list[int]:
+    """Return the numbers (from 1) of the rows without a value in a column."""
+    found: list[int] = pc.indices_nonzero(pc.is_null(column, nan_is_null=True)).to_pylist()
+    return [row + 1 for row in found]
+
+
+def listed(numbers: Sequence[int], what: str) -> str:
+    """Return numbers as text for an error message: ``lines 3, 7 and 12 more``."""
+    shown = ", ".join(map(str, numbers[:_SHOWN]))
+    more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
+    return f"{what}{'s' if len(numbers) > 1 else ''} {shown}{more}"
+
+
+def rows_from(prompts: Any, column: str) -> Any:
+    """Turn prompts in memory into a ``datasets.Dataset``.
+
+    Args:
+        prompts: A list of texts, conversations or dicts; or a ``datasets.Dataset``, which is
+            returned as it is. A streaming ``IterableDataset``, a generator, or a function that
+            returns one is read to its end once and kept on disk as long as the process lives.
+        column: Name of the column of texts and conversations.
+
+    Raises:
+        DprlhfError: It is none of these, or the items differ in kind.
+    """
+    import datasets
+
+    if isinstance(prompts, datasets.Dataset):
+        return prompts
+    if callable(prompts) and not isinstance(prompts, datasets.IterableDataset):
+        prompts = prompts()
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
+        raise DprlhfError(
+            "prompts: give a list of prompts, a generator, a datasets.Dataset or IterableDataset"
+        )
+    try:
+        if not isinstance(prompts, Sequence):
+            return _kept_on_disk(prompts, column)
+        if prompts and isinstance(prompts[0], dict):
+            return datasets.Dataset.from_list(list(prompts))
+        return datasets.Dataset.from_dict({column: list(prompts)})
+    except Exception as error:  # Arrow quotes the value that it could not convert
+        raise DprlhfError(
+            f"prompts: could not be read as rows of one kind ({type(error).__name__}): give texts,"
+            " conversations or dicts, not a mixture"
+        ) from None
+
+
+def _kept_on_disk(prompts: Iterable[Any], column: str) -> Any:
+    import datasets
+    from datasets.arrow_writer import ArrowWriter
+
+    folder = tempfile.TemporaryDirectory(prefix="dprlhf-")  # mode 0700
+    _FOLDERS.append(folder)
+    file = Path(folder.name) / "rows.arrow"
+    features = getattr(prompts, "features", None)
+    kinds = set()
+    with ArrowWriter(path=str(file), features=features) as writer:
+        for prompt in prompts:
+            kinds.add(tuple(sorted(prompt)) if isinstance(prompt, dict) else type(prompt))
+            if len(kinds) > 1:
+                raise TypeError("a mixture")
+            writer.write(prompt if isinstance(prompt, dict) else {column: prompt})
+        if kinds:
+            writer.finalize()
+    return datasets.Dataset.from_file(str(file)) if kinds else datasets.Dataset.from_dict({})
+
+
+_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
+"""Temporary folders, which are removed when the process ends."""
