@@ -77,7 +77,7 @@ def section(prefix: str, kind: type[BaseModel], seen: set[type]) -> str:
             shown = "see below"
         else:
             shown = f"`{spelt(default)}`"
-        meaning = about.get(name, "").replace("|", "\\|")
+        meaning = about.get(name, "").replace("|", "\\|") + mark(field.metadata)
         rows.append(f"| `{prefix}{name}` | {type_name(field.annotation)} | {shown} | {meaning} |")
         inner += [(f"{prefix}{name}", model, len(models) > 1) for model in models]
     text = f"{summary(kind)}\n\n| key | type | default | |\n|---|---|---|---|\n"
@@ -90,6 +90,13 @@ def section(prefix: str, kind: type[BaseModel], seen: set[type]) -> str:
         name = f": {model.__name__}" if one_of_several else ""
         text += f"### `{path}`{name}\n\n" + section(f"{path}.", model, seen)
     return text
+
+
+def mark(metadata: list[Any]) -> str:
+    """Return what of a key is experimental, for the end of its description."""
+    kinds = [kind for kind in metadata if isinstance(kind, recipe.Experimental)]
+    values = "".join(f", `{value}`" for kind in kinds for value in kind.values)
+    return f" (**experimental**{values})" if kinds else ""
 
 
 def type_name(annotation: Any) -> str:

@@ -265,6 +265,23 @@ def test_every_page_is_in_the_navigation() -> None:
     assert named == {f for f in files if not f.startswith("results/")} | docs_pages.pages().keys()
 
 
+def test_what_is_experimental_is_marked_everywhere() -> None:
+    """In the reference, in the guide and in the help, from the marks on the settings classes."""
+    import docs_pages
+
+    table = docs_pages.pages()["reference/recipes.md"]
+    marked = re.findall(r"^\| `([\w.]+)` .*\(\*\*experimental\*\*(.*)\) \|$", table, re.MULTILINE)
+    assert {key for key, _ in marked} == {"policy.adapter.type", "rollout.backend", "update.critic"}
+    guide = (ROOT / "docs/performance.md").read_text().partition("\n## Experimental\n")[2]
+    told = typer.main.get_command(app).commands["train"].help  # type: ignore[attr-defined]
+    told = told.partition("Experimental")[2]
+    for key, values in marked:
+        assert f"`{key}" in guide
+        names = re.findall(r"`(.+?)`", values)
+        assert all(f"{name}`" in guide and name in told for name in names)
+        assert names or key in told
+
+
 def test_the_reference_names_every_key_and_command() -> None:
     import docs_pages
 
