@@ -113,11 +113,11 @@ def main() -> None:
             for t in range(1, 5):  # rounds of this size, as a run has them half-way
                 chosen = random.choice(HALF, int(plan.expected_batch_size), replace=False)
                 seen = rewards[0, chosen].mean(1)
-                everyone = np.arange(len(chosen)), np.ones(len(chosen), dtype=bool)
-                mean = torch.from_numpy(critic.of_users(phi[chosen], seen, *everyone).mean(0))
+                users, valid = np.arange(len(chosen)), np.ones(len(chosen), dtype=bool)
+                mean = torch.from_numpy(critic.of_users(users, seen, valid, phi[chosen]).mean(0))
                 noise = torch.randn(len(mean), generator=generator, dtype=mean.dtype)
                 noised = mean + plan.noise_std / plan.expected_batch_size * noise
-                critic.step(Released(noised, t), t)
+                critic.read(Released(noised, t), t)
             values = critic.values(phi)[HALF:]
         own = rewards[:, HALF:]
         loo = (own - own.mean(2, keepdims=True)) * K / (K - 1)

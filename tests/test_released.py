@@ -69,8 +69,8 @@ TAKES_RELEASED: dict[str, Callable[[Any], Any]] = {
     "ascend": lambda x: ascend([PARAMETER], OPTIMIZER, x),
     "remember_release": lambda x: remember_release([PARAMETER], OPTIMIZER, x),
     "step": lambda x: a_round().step(x),
-    "telemetry": lambda x: TelemetryCoordinates(0.1, 3.0).read(x, PLAN, 1),
-    "critic": lambda x: critic().step(x, 1),
+    "telemetry": lambda x: TelemetryCoordinates(0.1, 3.0).read(x, 1),
+    "critic": lambda x: critic().read(x, 1),
     "released_metrics": lambda x: released_metrics(SimpleNamespace(plan=PLAN), 1, x),  # type: ignore[arg-type]
     "open_released": lambda x: open_released(x, "a test"),
     "post_process": lambda x: post_process(lambda read: read(x)),
@@ -161,8 +161,8 @@ def f(
     ascend(parameters, optimizer, raw)
     remember_release(parameters, optimizer, raw)
     round_.step(raw)
-    telemetry.read(raw, plan, 1)
-    critic.step(raw, 1)
+    telemetry.read(raw, 1)
+    critic.read(raw, 1)
     released_metrics(stage, 1, raw)
     open_released(raw, "here")
     post_process(lambda read: read(raw))

@@ -11,19 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar, overload
 
 import torch
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 U = TypeVar("U")
+V = TypeVar("V")
+W = TypeVar("W")
+R = TypeVar("R")
 
 
-class Private(Generic[T]):
+class Private(Generic[T_co]):
     """A value computed from users that must not leave except through the gate.
 
     It refuses everything that would turn it into text, a number, a truth value or bytes, so that
-    an accidental log line fails instead of leaking.
+    an accidental log line fails instead of leaking. :meth:`map` computes with it, and what comes
+    out is private again.
 
     >>> Private("a secret")
     Traceback (most recent call last):
@@ -33,8 +38,43 @@ class Private(Generic[T]):
 
     __slots__ = ("__value",)
 
-    def __init__(self, value: T) -> None:
+    def __init__(self, value: T_co) -> None:
         self.__value = value
+
+    @overload
+    def map(self, f: Callable[[T_co], R]) -> Private[R]: ...
+    @overload
+    def map(self, f: Callable[[T_co, U], R], second: Private[U], /) -> Private[R]: ...
+    @overload
+    def map(
+        self, f: Callable[[T_co, U, V], R], second: Private[U], third: Private[V], /
+    ) -> Private[R]: ...
+    @overload
+    def map(
+        self,
+        f: Callable[[T_co, U, V, W], R],
+        second: Private[U],
+        third: Private[V],
+        fourth: Private[W],
+        /,
+    ) -> Private[R]: ...
+    def map(self, f: Callable[..., Any], *others: Private[Any]) -> Private[Any]:
+        """Return f(value, other values), which stays private.
+
+        It is for pure functions: ``f`` returns what it computed and does nothing else with its
+        arguments. A function that writes, prints, logs or keeps any of them elsewhere opens the
+        private value, and belongs in a module that ``tests/test_boundary.py`` allows to call
+        :func:`open_private`.
+
+        Args:
+            f: A pure function of the values.
+            *others: Further private values, passed to ``f`` after this one.
+
+        >>> doubled = Private(2).map(lambda number, factor: factor * number, Private(10))
+        >>> open_private(doubled)
+        20
+        """
+        return Private(f(self.__value, *(open_private(other) for other in others)))
 
     def _refuse(self, operation: str) -> NoReturn:
         raise TypeError(f"a Private value refuses {operation}: it was computed from users")

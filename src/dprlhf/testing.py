@@ -205,14 +205,12 @@ class _Trial:
             policy=policy,
             responses=Private(responses),
             scores=Private(scores),
-            clip_norm=plan.clip_norm,
-            noise_multiplier=plan.noise_multiplier,
-            expected_batch_size=plan.expected_batch_size,
+            plan=plan,
             telemetry=TelemetryCoordinates.from_plan(plan, share, 3.0),
             optimizer=optimizer,
             reduce=lambda x: x,
             gate=functools.partial(gate.release, t),
-            number=t,
+            t=t,
         )
         subtract_kl(round_, recipe.KL(beta=0.2), batch_size)
         changes = {"clip_norm": plan.clip_norm, "batch_size": batch_size}

@@ -16,6 +16,7 @@ from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
 from dprlhf.updates import PrivateRound
 from dprlhf.updates.critic import Critic
+from dprlhf.updates.round import Terms
 from dprlhf.updates.telemetry import TelemetryCoordinates
 
 T = TypeVar("T")
@@ -61,6 +62,7 @@ def round_of(
     *,
     clip_norm: float,
     telemetry: TelemetryCoordinates | None = None,
+    noise_multiplier: float = 0.0,
     expected_batch_size: float = 1.0,
     learning_rate: float = 0.0,
     critic: Critic | None = None,
@@ -72,14 +74,12 @@ def round_of(
         policy=policy,
         responses=Private(responses),
         scores=Private(scores),
-        clip_norm=clip_norm,
-        noise_multiplier=0.0,
-        expected_batch_size=expected_batch_size,
+        plan=Terms(clip_norm, noise_multiplier, expected_batch_size),
         telemetry=telemetry or TelemetryCoordinates(0.0, 3.0),
         optimizer=torch.optim.SGD(policy.parameters.values(), lr=learning_rate),
         reduce=lambda x: x,
         gate=gate,
-        number=1,
+        t=1,
         critic=critic,
     )
     return made, gate

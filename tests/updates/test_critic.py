@@ -130,9 +130,8 @@ def test_the_clipped_sum_from_scratch(kind: Any, seed: int) -> None:
     released = expected[-4:] / (math.sqrt(share) * clip_norm) * R
     assert relative_error(critic.w, critic.inverse @ released) < 1e-8
     assert round_.released is not None
-    assert round_.telemetry_released is not None
     assert len(value_of(round_.released)) == policy.dimension
-    assert len(value_of(round_.telemetry_released)) == 2
+    assert round_.reward is not None
 
 
 @pytest.mark.parametrize("name", ["pg", "grpo", "ppo"])
@@ -170,11 +169,11 @@ def test_the_bound_of_the_coordinates_is_reached_and_never_passed() -> None:
     features /= np.maximum(1, np.linalg.norm(features, axis=1, keepdims=True))
     user = random.integers(0, 9, 60)
     rewards = random.choice([-100.0, -R, 0, R, 100.0], 60)
-    coordinates = critic.of_users(features, rewards, user, random.random(10) < 0.7)
+    coordinates = critic.of_users(user, rewards, random.random(10) < 0.7, features)
     norms = np.linalg.norm(coordinates, axis=1)
     assert norms.max() <= critic.norm * (1 + 1e-12)
     assert norms[9] == 0  # a user without rows
-    one = critic.of_users(np.eye(1, 4), np.array([R]), np.zeros(1, int), np.ones(1, bool))
+    one = critic.of_users(np.zeros(1, int), np.array([R]), np.ones(1, bool), np.eye(1, 4))
     assert np.linalg.norm(one) == pytest.approx(math.sqrt(0.2) * 0.5, rel=1e-12)
 
 
@@ -397,8 +396,8 @@ def test_without_noise_v_is_the_least_squares_fit() -> None:
     fits, users = [], np.arange(40)
     for round_ in (1, 2, 3):
         rewards = random.uniform(-R, R, 40)
-        of_users = critic.of_users(features, rewards, users, np.ones(40, dtype=bool))
-        critic.step(Released(torch.from_numpy(of_users.mean(0)), round_), round_)
+        of_users = critic.of_users(users, rewards, np.ones(40, dtype=bool), features)
+        critic.read(Released(torch.from_numpy(of_users.mean(0)), round_), round_)
         fits.append(np.linalg.lstsq(features, rewards, rcond=None)[0])
     expected = 0.6 * (fits[0] + fits[1]) / 2 + 0.4 * fits[2]
     np.testing.assert_allclose(critic.w.numpy(), expected, rtol=1e-9)
@@ -414,10 +413,10 @@ def test_before_its_first_release_it_has_no_part_in_the_advantages() -> None:
     for w in (torch.zeros(4, dtype=torch.float64), critic.w):
         critic.w = w
         round_, _ = round_of(policy, responses, scores, clip_norm=0.5, critic=critic)
-        weights.append(round_advantage_weights(round_, "loo", ones))
+        weights.append(open_private(round_advantage_weights(round_, "loo")))
     valid = open_private(round_.valid)
     np.testing.assert_array_equal(
-        weights[0], advantage_weights(responses, scores, valid, "loo", ones)
+        weights[0], advantage_weights(responses, scores, valid, ones, baseline="loo")
     )
     assert (weights[0] != weights[1]).all()
 
@@ -464,7 +463,7 @@ def learned(policy: CausalLMPolicy, k: int, features: int) -> Critic:
         round_, _ = round_of(
             policy, responses, scores, clip_norm=0.5, critic=critic, gate=NoisyGate(plan, generator)
         )
-        round_.number = t
+        round_.t = t
         UPDATES["pg"](round_, update_of("pg", batch_size=120))
     return critic
 
@@ -492,14 +491,14 @@ def test_on_rewards_that_prompts_decide_it_lowers_the_variance_of_the_update(
     nothing = np.zeros(len(responses.user))
     of = {
         "none": advantage_weights(
-            responses, scores, everyone, "loo", ones, values=nothing, weight=1.0
+            responses, scores, everyone, ones, baseline="loo", values=nothing, weight=1.0
         ),
-        "loo": advantage_weights(responses, scores, everyone, "loo", ones),
+        "loo": advantage_weights(responses, scores, everyone, ones, baseline="loo"),
     }
     for name, features in (("mean", 0), ("critic", 3)):
         critic = learned(sharp, k, features)
         round_, _ = round_of(sharp, responses, scores, clip_norm=0.5, critic=critic)
-        of[name] = round_advantage_weights(round_, "loo", ones)
+        of[name] = open_private(round_advantage_weights(round_, "loo"))
     measured = {name: variance(sharp, responses, weights) for name, weights in of.items()}
     assert measured["critic"] < 0.4 * measured["none"]
     assert measured["mean"] > 0.8 * measured["none"]  # the mean reward is about 0 here

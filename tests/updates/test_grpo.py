@@ -100,7 +100,9 @@ def test_on_policy_it_is_the_policy_gradient_over_lengths(scale: bool, baseline:
     round_, gate = round_of(policy, responses, scores, clip_norm=0.5)
     grpo(round_, spec_of(scale_rewards=scale))
     everyone = np.ones(4, dtype=bool)
-    weights = advantage_weights(responses, scores, everyone, baseline, np.ones(len(scores.values)))
+    weights = advantage_weights(
+        responses, scores, everyone, np.ones(len(scores.values)), baseline=baseline
+    )
     lengths = responses.response_mask.sum(1).numpy()
     assert len(set(lengths)) > 2
     other, _ = round_of(policy, responses, scores, clip_norm=0.5)

@@ -203,7 +203,7 @@ def train_together(
     def seen(vectors: Private[Any]) -> Any:
         batches = list(open_private(vectors))
         for users, moves in batches:
-            of_users[users] = project(moves.double(), round_.radius)
+            of_users[users] = project(moves.double(), round_.vector_clip_norm)
         return clipped_vectors(Private(batches))
 
     round_.clipped_vectors = seen  # type: ignore[method-assign]
@@ -407,7 +407,7 @@ def test_the_joint_vector_keeps_within_the_clip_norm() -> None:
     telemetry = TelemetryCoordinates(0.6, 3.0)
     spec = spec_of(epochs=3, local_learning_rate=100.0)
     _, round_, gate = train_together(policy, responses, scores, spec, 1.0, telemetry=telemetry)
-    assert round_.radius == 1.0  # after the release the telemetry is out
+    assert round_.vector_clip_norm == 1.0  # after the release the telemetry is out
     total = gate.sums[0].total
     assert 0.99 < float(total.norm()) <= 1.0
     assert 0.8 * (1 - 1e-8) < float(total[:-2].norm()) <= 0.8

@@ -90,7 +90,7 @@ def test_without_noise_mean_and_share_are_read_exactly() -> None:
     telemetry = TelemetryCoordinates.from_plan(NO_NOISE, 0.14, R)
     random = np.random.default_rng(0)
     values, valid = random.uniform(-R, R, 80), random.random(80) < 0.75
-    read = telemetry.read(released(telemetry, values, valid, NO_NOISE), NO_NOISE, 1)
+    read = telemetry.read(released(telemetry, values, valid, NO_NOISE), 1)
     assert read.mean == pytest.approx(values[valid].mean(), rel=1e-12)
     assert read.valid_share == pytest.approx(valid.sum() / 100, rel=1e-12)  # 1000 users, 10 rounds
     assert read.noise_std == read.valid_std == 0
@@ -102,7 +102,7 @@ def test_users_count_once_whatever_the_number_of_their_rows() -> None:
     telemetry = TelemetryCoordinates.from_plan(NO_NOISE, 0.14, R)
     user = np.array([0, 1, 1, 1])
     coordinates = telemetry.of_users(user, np.array([3.0, 0, 0, 0]), np.ones(2, dtype=bool))
-    read = telemetry.read(Released(torch.from_numpy(coordinates.sum(0)) / 100, 1), NO_NOISE, 1)
+    read = telemetry.read(Released(torch.from_numpy(coordinates.sum(0)) / 100, 1), 1)
     assert read.mean == pytest.approx(1.5)
 
 
@@ -111,7 +111,7 @@ def test_all_failed_only_where_nobody_was_valid() -> None:
     values = np.full(100, 2.0)
     for valid_users, failed in ((0, True), (1, False), (100, False)):
         valid = np.arange(100) < valid_users
-        read = telemetry.read(released(telemetry, values, valid, NO_NOISE), NO_NOISE, 1)
+        read = telemetry.read(released(telemetry, values, valid, NO_NOISE), 1)
         assert read.all_failed is failed
         assert (read.mean is None) is failed
         assert (read.noise_std is None) is failed
@@ -125,12 +125,10 @@ def test_the_stated_standard_deviations_are_those_of_the_release() -> None:
     values, valid = np.full(90, 2.4), np.ones(90, dtype=bool)
     exact = released(telemetry, values, valid, plan)
     noise = random.normal(0, plan.noise_std / plan.expected_batch_size, (20_000, 2))
-    reads = [
-        telemetry.read(exact.map(lambda x, n=n: x + torch.from_numpy(n)), plan, 1) for n in noise
-    ]
+    reads = [telemetry.read(exact.map(lambda x, n=n: x + torch.from_numpy(n)), 1) for n in noise]
     means = np.array([r.mean for r in reads])
     shares = np.array([r.valid_share for r in reads])
-    at_the_truth = telemetry.read(exact, plan, 1)
+    at_the_truth = telemetry.read(exact, 1)
     assert at_the_truth.noise_std is not None
     assert at_the_truth.valid_std == pytest.approx(0.3 * 0.5 / 100 / (0.1 / math.sqrt(2)))
     assert shares.mean() == pytest.approx(0.9, abs=0.001)
@@ -145,7 +143,7 @@ def test_noise_alone_hardly_ever_passes_for_a_reward(z: float) -> None:
     telemetry = TelemetryCoordinates.from_plan(plan, 0.2, R)
     random = np.random.default_rng(2)
     noise = random.normal(0, plan.noise_std / plan.expected_batch_size, (2000, 2))
-    reads = [telemetry.read(Released(torch.from_numpy(n), 1), plan, 1) for n in noise]
+    reads = [telemetry.read(Released(torch.from_numpy(n), 1), 1) for n in noise]
     assert np.mean([r.known for r in reads]) < 0.005  # P(normal > 3) = 0.00135
     assert all(r.mean is None for r in reads if not r.known)
     # A stop needs a count that noise does not hide.
@@ -155,7 +153,7 @@ def test_noise_alone_hardly_ever_passes_for_a_reward(z: float) -> None:
 def test_a_mean_stays_in_the_reward_range() -> None:
     telemetry = TelemetryCoordinates.from_plan(with_noise(0.3), 0.2, R)
     unit = 0.1 / math.sqrt(2)
-    read = telemetry.read(Released(torch.tensor([5.0, 0.9]) * unit, 1), with_noise(0.3), 1)
+    read = telemetry.read(Released(torch.tensor([5.0, 0.9]) * unit, 1), 1)
     assert read.mean == R
 
 

@@ -71,6 +71,26 @@ class Responses:
         widths: NDArray[np.int64] = padded_width(lengths, self.max_prompt_tokens)
         return widths
 
+    def take(self, rows: NDArray[np.int64]) -> Responses:
+        """Return these rows, in this order; users, prompts and shapes stay as they are.
+
+        ``num_generations`` is kept: the caller takes either all rows of a prompt or, of each
+        prompt, the same number of adjacent ones.
+        """
+        return Responses(
+            tokens=self.tokens[rows],
+            mask=self.mask[rows],
+            prompt=self.prompt[rows],
+            user=self.user[rows],
+            from_base=self.from_base[rows],
+            texts=[self.texts[row] for row in rows],
+            prompts=self.prompts,
+            users=self.users,
+            max_new_tokens=self.max_new_tokens,
+            max_prompt_tokens=self.max_prompt_tokens,
+            num_generations=self.num_generations,
+        )
+
     def micro_batch(
         self, chosen: NDArray[np.int64], width: int, size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -117,7 +117,7 @@ def record_secret(
     users: Private[Any],
     norms: Private[np.ndarray[Any, np.dtype[np.float64]]],
     seconds: dict[str, float],
-    **more: Any,
+    more: Private[dict[str, Any]] | None = None,
 ) -> None:
     """Keep the raw values of this process's users in ``secret/``, for the operator alone.
 
@@ -125,11 +125,12 @@ def record_secret(
         users: this process's, of round t.
         norms: of their contributions before clipping, ``[users]``; empty where none were taken.
         seconds: of each phase.
-        **more: further values, JSON-ready.
+        more: further values, JSON-ready.
     """
     taken = open_private(norms)
     finite = taken[np.isfinite(taken)]
     quartiles = np.quantile(finite, [0.25, 0.5, 0.75]).tolist() if len(finite) else None
+    told: dict[str, Any] = {} if more is None else open_private(more)
     name = f"telemetry-{run.processes.accelerator.process_index}.jsonl"
     JsonLines(run.folder.secret / name, mode=0o600).write(
         {
@@ -137,7 +138,7 @@ def record_secret(
             "time": time.time(),
             "users": len(open_private(users)),
             "users_not_readable": len(open_private(users)) - len(taken) if len(taken) else None,
-            **more,
+            **told,
             "gradient_norm_quartiles": quartiles,
             "clipped_share": float((taken > run.plan.clip_norm).mean()) if len(taken) else None,
             "not_finite": int((~np.isfinite(taken)).sum()),

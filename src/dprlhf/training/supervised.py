@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dprlhf.boundary import Private, open_private
+from dprlhf.boundary import Private
 from dprlhf.data.in_memory import check_overrides, from_memory, rows_of
 from dprlhf.data.public import evaluated, held_out, public_users
 from dprlhf.data.users import Prompts, Users
@@ -114,15 +114,16 @@ def run_rounds(run: StageRun) -> None:
 def _clipped(run: StageRun, users: Private[Any], tick: Callable[[int], None]) -> ClippedSum:
     """Return the clipped sum of the users' (ascent) directions, over all processes."""
     update = run.recipe.update
-    examples = run.users.readable(
-        open_private(users), lambda some: run.task.encode(run.policy, some)
-    )
-    encoded = run.task.encode(run.policy, examples)
-    weights = run.task.weights(run.policy, encoded, update.batch_size)
-    none = np.zeros((encoded.users, 0))
+
+    def weighted(some: Any) -> Weighted:
+        examples = run.users.readable(some, lambda read: run.task.encode(run.policy, read))
+        encoded = run.task.encode(run.policy, examples)
+        weights = run.task.weights(run.policy, encoded, update.batch_size)
+        return Weighted(encoded, weights, np.zeros((encoded.users, 0)), 0.0)
+
     return clipped_sum(
         run.policy,
-        Private(Weighted(encoded, weights, none, 0.0)),
+        users.map(weighted),
         clip_norm=run.plan.clip_norm,
         batch_size=update.batch_size,
         reduce=run.processes.sum,

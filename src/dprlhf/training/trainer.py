@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dprlhf.boundary import Private, open_private
+from dprlhf.boundary import Private
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
@@ -82,7 +82,7 @@ def run_rounds(run: Run) -> None:
         with Interruptible() as interrupt, run.progress.round(t) as bar:
             users = users_of_round(run, t)
             bar.start("sampling", users)
-            prompts = Private(_readable(run, users))
+            prompts = _readable(run, users)
             responses: Private[Responses] = sample_responses(
                 policy,
                 prompts,
@@ -99,15 +99,13 @@ def run_rounds(run: Run) -> None:
                 policy=policy,
                 responses=responses,
                 scores=scores,
-                clip_norm=run.plan.clip_norm,
-                noise_multiplier=run.plan.noise_multiplier,
-                expected_batch_size=run.plan.expected_batch_size,
+                plan=run.plan,
                 telemetry=run.telemetry,
                 critic=run.critic,
                 optimizer=run.optimizer,
                 reduce=run.processes.sum,
                 gate=gate_for_round(run, t, interrupt),
-                number=t,
+                t=t,
                 tick=interrupt.checked(bar.tick),
             )
             set_learning_rate(run.optimizer, recipe.optimizer, t, run.plan.rounds)
@@ -117,7 +115,7 @@ def run_rounds(run: Run) -> None:
             reward = _report(run, t, round_)
             bar.stop()
             assert round_.norms is not None
-            record_secret(run, t, users, round_.norms, bar.seconds, **_rewards(round_))
+            record_secret(run, t, users, round_.norms, bar.seconds, _rewards(round_))
         failed_rounds = failed_rounds + 1 if reward is not None and reward.all_failed else 0
         if failed_rounds == MAX_FAILED_ROUNDS:
             raise DprlhfError(
@@ -127,11 +125,11 @@ def run_rounds(run: Run) -> None:
             )
 
 
-def _readable(run: Run, users: Private[Any]) -> Prompts:
+def _readable(run: Run, users: Private[Any]) -> Private[Prompts]:
     """Return the prompts of those users whose prompts the policy can read."""
     longest = run.recipe.data.max_prompt_tokens
-    return run.users.readable(
-        open_private(users), lambda some: run.policy.encode(some.prompts, longest)
+    return users.map(
+        lambda some: run.users.readable(some, lambda read: run.policy.encode(read.prompts, longest))
     )
 
 
@@ -139,10 +137,8 @@ def _report(run: Run, t: int, round_: PrivateRound) -> ReleasedReward | None:
     """Write the round's line of public and released values, and tell the callbacks."""
     assert round_.released is not None
     metrics = released_metrics(run, t, round_.released)
-    reward = None
-    if run.telemetry.count:
-        assert round_.telemetry_released is not None
-        reward = run.telemetry.read(round_.telemetry_released, run.plan, t)
+    reward = round_.reward
+    if reward is not None:
         metrics["private_reward_noised"] = reward.mean
         metrics["private_reward_noise_std"] = reward.noise_std
         metrics["valid_share_noised"] = reward.valid_share
@@ -187,13 +183,14 @@ def evaluate_policy(run: Run, description: str, *, base: bool = False) -> Evalua
         )
 
 
-def _rewards(round_: PrivateRound) -> dict[str, Any]:
+def _rewards(round_: PrivateRound) -> Private[dict[str, Any]]:
     """Return what ``secret/`` keeps of this process's rewards."""
-    scored = open_private(round_.unpenalised)
-    return {
-        "reward_mean": float(scored.values.mean()) if len(scored.values) else None,
-        "reward_failures": dict(scored.failures),
-    }
+    return round_.unpenalised.map(
+        lambda scored: {
+            "reward_mean": float(scored.values.mean()) if len(scored.values) else None,
+            "reward_failures": dict(scored.failures),
+        }
+    )
 
 
 @dataclass(frozen=True)

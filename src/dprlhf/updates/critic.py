@@ -47,7 +47,7 @@ _STATE = ("w", "centre", "directions", "inverse")
 
 
 class Critic:
-    """V, and how a user's contribution to it is bounded.
+    """V, and how a user's contribution to it is bounded: a :class:`~dprlhf.updates.rider.Rider`.
 
     Args:
         spec: the recipe's ``update.critic``.
@@ -63,6 +63,9 @@ class Critic:
         directions: ``[p, hidden]``; ``directions @ (h − centre)`` has mean square norm 1 on them.
         inverse: G⁻¹, ``[1 + p, 1 + p]``.
     """
+
+    penalised = True
+    """V is that of the rewards which the update sees."""
 
     def __init__(
         self,
@@ -157,23 +160,28 @@ class Critic:
         return found
 
     def of_users(
-        self, features: Array, rewards: Array, user: NDArray[np.int64], valid: NDArray[np.bool_]
+        self,
+        user: NDArray[np.int64],
+        rewards: Array,
+        valid: NDArray[np.bool_],
+        features: Array | None,
     ) -> Array:
         """Return each user's coordinates, ``[users, 1 + p]``, of norm at most ``norm``.
 
         Args:
+            user: Index of each row's user, ``[rows]``, from 0.
+            rewards: r, less the KL penalty, ``[rows]``.
+            valid: Which users count, ``[users]``; the others are zero.
             features: φ of each row's prompt, ``[rows, 1 + p]``.
-            rewards: r, ``[rows]``.
-            user: which user a row belongs to, ``[rows]``, counted from 0.
-            valid: which users count, ``[users]``; the others are zero.
         """
+        assert features is not None
         scaled = rewards.clip(-self.reward_range, self.reward_range) / self.reward_range
         sums = np.zeros((len(valid), self.count))
         np.add.at(sums, user, features * scaled[:, None])
         rows = np.maximum(np.bincount(user, minlength=len(valid)), 1)
         return np.where(valid[:, None], self.norm * sums / rows[:, None], 0.0)
 
-    def step(self, released: Released[torch.Tensor], t: int) -> None:
+    def read(self, released: Released[torch.Tensor], t: int) -> None:
         """Move w along the released mean of the coordinates, ``[1 + p]``.
 
         Raises:

@@ -26,31 +26,42 @@ it gives prompts whose responses score almost alike as much weight as the others
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from numpy.typing import NDArray
 
 from dprlhf import recipe
-from dprlhf.boundary import Private, open_private
-from dprlhf.rollout.logprobs import Array, log_ratio_to_base
+from dprlhf.rollout import Responses
+from dprlhf.rollout.logprobs import Array
 from dprlhf.updates.pg import round_advantage_weights
 from dprlhf.updates.round import PrivateRound
 
 
 def grpo(round_: PrivateRound, spec: recipe.GRPO) -> None:
     """Release the mean clipped gradient of the surrogate, and step along it."""
-    weights = Private(_weights(round_, spec))
+    weights = round_.responses.map(
+        partial(token_weights, spec=spec),
+        round_advantage_weights(round_, "group" if spec.scale_rewards else "centred"),
+        round_.log_ratio(spec.batch_size),
+    )
     round_.step(round_.release(round_.clipped_sum(weights, batch_size=spec.batch_size)))
 
 
-def _weights(round_: PrivateRound, spec: recipe.GRPO) -> Array:
-    responses = open_private(round_.responses)
-    baseline = "group" if spec.scale_rewards else "centred"
-    advantages = round_advantage_weights(round_, baseline, np.ones(len(responses.user)))
+def token_weights(
+    responses: Responses, advantages: Array, log_ratio: Array, spec: recipe.GRPO
+) -> Array:
+    """Return the weight of each token's ∇ log π, ``[rows, response]``.
+
+    Args:
+        responses: the rows.
+        advantages: Â over the user's number of responses, ``[rows]``.
+        log_ratio: log π_t − log μ of each response token, ``[rows, response]``.
+        spec: the recipe's ``update`` section.
+    """
     real = responses.response_mask.numpy()
-    ratio = np.ones(real.shape)
-    rows = np.flatnonzero(responses.from_base)
     with np.errstate(over="ignore"):  # an infinite ratio is clipped or truncated
-        ratio[rows] = np.exp(log_ratio_to_base(round_.policy, responses, spec.batch_size, rows))
+        ratio = np.where(responses.from_base[:, None], np.exp(log_ratio), 1.0)
     weights: Array = (
         surrogate_derivative(advantages[:, None], ratio, spec) * real / real.sum(1, keepdims=True)
     )

@@ -14,9 +14,8 @@ so ``scale_rewards`` scales it with the reward.
 from __future__ import annotations
 
 from dprlhf import recipe
-from dprlhf.boundary import Private, open_private
 from dprlhf.rewards import Scores
-from dprlhf.rollout.logprobs import Array, log_ratio_to_base
+from dprlhf.rollout.logprobs import Array
 from dprlhf.updates.round import PrivateRound
 
 
@@ -29,10 +28,13 @@ def subtract_kl(round_: PrivateRound, spec: recipe.KL, batch_size: int) -> None:
     """
     if not spec.beta:
         return
-    responses, scores = open_private(round_.responses), open_private(round_.scores)
-    log_ratio = log_ratio_to_base(round_.policy, responses, batch_size)
-    values = penalised(scores.values, log_ratio, spec, round_.telemetry.reward_range)
-    round_.scores = Private(Scores(values, scores.valid, scores.failures))
+    bound = round_.telemetry.reward_range
+
+    def less_penalty(scores: Scores, log_ratio: Array) -> Scores:
+        values = penalised(scores.values, log_ratio, spec, bound)
+        return Scores(values, scores.valid, scores.failures)
+
+    round_.scores = round_.scores.map(less_penalty, round_.log_ratio(batch_size, every_row=True))
 
 
 def penalised(rewards: Array, log_ratio: Array, spec: recipe.KL, bound: float) -> Array:

@@ -20,11 +20,15 @@ Departures from the paper:
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
+from numpy.typing import NDArray
 
 from dprlhf import recipe
-from dprlhf.boundary import Private, open_private
-from dprlhf.updates.pg import advantage_weights, importance_ratio
+from dprlhf.rewards import Scores
+from dprlhf.rollout import Responses
+from dprlhf.updates.pg import advantage_weights, importance_ratios
 from dprlhf.updates.privls.in_round import Examples, solve
 from dprlhf.updates.round import PrivateRound
 
@@ -34,18 +38,40 @@ LARGEST_SCORE = 3.0
 
 def npg(round_: PrivateRound, spec: recipe.NPG) -> None:
     """Find w through the oracle, and step along it."""
-    responses, scores = open_private(round_.responses), open_private(round_.scores)
-    valid = open_private(round_.valid)
     reward_range = round_.telemetry.reward_range
-    ratio = importance_ratio(round_.policy, responses, spec.batch_size, spec.max_importance_ratio)
-    of_user = np.bincount(responses.user, minlength=responses.users)[responses.user]
-    root = np.where(valid[responses.user], np.sqrt(ratio), 0.0)
-    targets = advantage_weights(responses, scores, valid, spec.baseline, root) * of_user
+    examples = round_.responses.map(
+        partial(response_examples, baseline=spec.baseline),
+        round_.scores,
+        round_.valid,
+        importance_ratios(round_, spec.batch_size, spec.max_importance_ratio),
+    )
     w = solve(
         round_,
-        Private(Examples(responses, root, targets, rows=1)),
+        examples,
         spec.oracle,
         target_bound=LARGEST_SCORE if spec.baseline == "group" else 2 * reward_range,
         batch_size=spec.batch_size,
     )
     round_.step(w)
+
+
+def response_examples(
+    responses: Responses,
+    scores: Scores,
+    valid: NDArray[np.bool_],
+    ratio: NDArray[np.float64],
+    baseline: str,
+) -> Examples:
+    """Return one example of each response: feature √ρ ∇ log π(y|x) and target √ρ Â.
+
+    Args:
+        responses: the rows.
+        scores: their rewards, ``[rows]``.
+        valid: ``[users]``; the examples of a user that is not valid are zero.
+        ratio: ρ, ``[rows]``.
+        baseline: a name in :data:`~dprlhf.updates.baselines.BASELINES`.
+    """
+    of_user = np.bincount(responses.user, minlength=responses.users)[responses.user]
+    root = np.where(valid[responses.user], np.sqrt(ratio), 0.0)
+    targets = advantage_weights(responses, scores, valid, root, baseline=baseline) * of_user
+    return Examples(responses, root, targets, rows=1)

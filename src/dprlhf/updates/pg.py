@@ -17,61 +17,96 @@ Departures from the paper:
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dprlhf import recipe
-from dprlhf.boundary import Private, open_private
-from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.boundary import Private
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
-from dprlhf.rollout.logprobs import log_ratio_to_base
 from dprlhf.updates.baselines import BASELINES
 from dprlhf.updates.round import PrivateRound
 
 
 def policy_gradient(round_: PrivateRound, spec: recipe.PG) -> None:
-    """Release the mean clipped policy gradient, and step along it."""
-    weights = Private(_weights(round_, spec))
+    """Release the mean of the users' clipped policy gradients, and take a step along it."""
+    ratio = importance_ratios(round_, spec.batch_size, spec.max_importance_ratio)
+    weights = round_advantage_weights(round_, spec.baseline, ratio)
     round_.step(round_.release(round_.clipped_sum(weights, batch_size=spec.batch_size)))
 
 
-def _weights(round_: PrivateRound, spec: recipe.PG) -> NDArray[np.float64]:
-    responses = open_private(round_.responses)
-    ratio = importance_ratio(round_.policy, responses, spec.batch_size, spec.max_importance_ratio)
-    return round_advantage_weights(round_, spec.baseline, ratio)
+def importance_ratios(
+    round_: PrivateRound, batch_size: int, largest: float
+) -> Private[NDArray[np.float64]]:
+    """Return :func:`importance_ratio` of each row of a round, ``[rows]``."""
+    return round_.responses.map(
+        lambda responses, log_ratio: importance_ratio(responses, log_ratio, largest),
+        round_.log_ratio(batch_size),
+    )
 
 
 def round_advantage_weights(
-    round_: PrivateRound, baseline: str, ratio: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Return :func:`weigh` of a round, with a part of r − V(x) in Â where there is a critic."""
-    responses, scores = open_private(round_.responses), open_private(round_.scores)
-    values = None if round_.values is None else open_private(round_.values)
-    weight = round_.critic.weight if round_.critic is not None else 0.0
-    return advantage_weights(
-        responses, scores, open_private(round_.valid), baseline, ratio, values=values, weight=weight
-    )
+    round_: PrivateRound, baseline: str, ratio: Private[NDArray[np.float64]] | None = None
+) -> Private[NDArray[np.float64]]:
+    """Return :func:`advantage_weights` of a round, ``[rows]`` or ``[rows, response]``.
+
+    Args:
+        round_: its responses, scores and, with a critic, the values V(x).
+        baseline: a name in :data:`~dprlhf.updates.baselines.BASELINES`.
+        ratio: the importance ratio of each row, ``[rows]``; None means 1.
+    """
+    if ratio is None:
+        ratio = round_.responses.map(lambda responses: np.ones(len(responses.user)))
+    if round_.critic is None or round_.values is None:
+        return round_.responses.map(
+            partial(advantage_weights, baseline=baseline),
+            round_.scores,
+            round_.valid,
+            ratio,
+        )
+    weight = round_.critic.weight
+
+    def weighted(
+        responses: Responses,
+        scores: Scores,
+        valid: NDArray[np.bool_],
+        given: tuple[NDArray[np.float64], NDArray[np.float64]],
+    ) -> NDArray[np.float64]:
+        ratio, values = given
+        return advantage_weights(
+            responses, scores, valid, ratio, baseline=baseline, values=values, weight=weight
+        )
+
+    both = ratio.map(lambda ratio, values: (ratio, values), round_.values)
+    return round_.responses.map(weighted, round_.scores, round_.valid, both)
 
 
 def advantage_weights(
     responses: Responses,
     scores: Scores,
     valid: NDArray[np.bool_],
-    baseline: str,
     ratio: NDArray[np.float64],
     *,
+    baseline: str,
     values: NDArray[np.float64] | None = None,
     weight: float = 0.0,
 ) -> NDArray[np.float64]:
     """Return each row's weight: advantage × importance ratio / the user's number of responses.
 
-    Scores of each token, ``[rows, response]``, give weights of each token: at a token the baseline
-    is that of the other responses' rewards-to-go. A user that is not ``valid`` contributes zero.
+    Args:
+        responses: the rows; each prompt has the same number of them.
+        scores: rewards, ``[rows]``; or rewards-to-go of each token, ``[rows, response]``, which
+            give weights of each token, with the baseline of the other responses' rewards-to-go.
+        valid: ``[users]``; a user that is not valid contributes zero.
+        ratio: the importance ratio of each row, ``[rows]``.
+        baseline: a name in :data:`~dprlhf.updates.baselines.BASELINES`.
+        values: the critic's V(x) of each row's prompt, ``[rows]``.
+        weight: the share of r − V(x) in an advantage; the rest is the baseline's.
 
-    With V(x) of each row, ``values``, ``[rows]``, an advantage is so much (``weight``) of r − V(x)
-    and the rest of the baseline's.
+    Returns:
+        An array of the shape of the scores.
     """
     if not len(responses.user):
         return np.empty_like(scores.values)
@@ -88,11 +123,14 @@ def advantage_weights(
 
 
 def importance_ratio(
-    policy: CausalLMPolicy, responses: Responses, batch_size: int, largest: float
+    responses: Responses, log_ratio: NDArray[np.float64], largest: float
 ) -> NDArray[np.float64]:
-    """Return min(π_t(y|x)/μ(y|x), largest) for rows from μ, and 1 for rows from π_t, ``[rows]``."""
-    ratio = np.ones(len(responses.user))
-    rows = np.flatnonzero(responses.from_base)
-    log_ratio = log_ratio_to_base(policy, responses, batch_size, rows).sum(1)
-    ratio[rows] = np.exp(np.minimum(log_ratio, math.log(largest)))
-    return ratio
+    """Return min(π_t(y|x)/μ(y|x), largest) for rows from μ, and 1 for rows from π_t, ``[rows]``.
+
+    Args:
+        responses: the rows, and which of them came from μ.
+        log_ratio: log π_t − log μ of each response token, ``[rows, response]``.
+        largest: the truncation.
+    """
+    ratio = np.exp(np.minimum(log_ratio.sum(1), math.log(largest)))
+    return np.where(responses.from_base, ratio, 1.0)

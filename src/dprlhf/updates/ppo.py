@@ -29,19 +29,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from dprlhf import recipe
-from dprlhf.boundary import Private, open_private
 from dprlhf.gradients.clipping import MicroBatch, micro_batches
 from dprlhf.gradients.user_copies import local_copies
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.optimizers import remember_release, remembered_release
 from dprlhf.rollout import Responses
-from dprlhf.rollout.logprobs import Array, log_ratio_to_base
+from dprlhf.rollout.logprobs import Array
 from dprlhf.updates.pg import round_advantage_weights
 from dprlhf.updates.round import PrivateRound
 
@@ -53,25 +53,35 @@ _EPS = 1e-5
 
 def ppo(round_: PrivateRound, spec: recipe.PPO) -> None:
     """Release the mean of the users' clipped moves, and step along it."""
-    released = round_.release(round_.clipped_vectors(Private(_moves(round_, spec))))
+    start = None
+    if spec.local_optimizer == "adam":
+        start = remembered_release(round_.policy.parameters.values(), round_.optimizer)
+    weights = round_.responses.map(
+        partial(token_weights, largest=spec.max_importance_ratio),
+        round_advantage_weights(round_, spec.baseline),
+        round_.log_ratio(spec.batch_size),
+    )
+    moves = round_.responses.map(partial(_moves, round_, spec, start), round_.valid, weights)
+    released = round_.release(round_.clipped_vectors(moves))
     round_.step(released)
     if spec.local_optimizer == "adam":
         remember_release(round_.policy.parameters.values(), round_.optimizer, released)
 
 
 def _moves(
-    round_: PrivateRound, spec: recipe.PPO
+    round_: PrivateRound,
+    spec: recipe.PPO,
+    start: torch.Tensor | None,
+    responses: Responses,
+    valid: NDArray[np.bool_],
+    weights: Array,
 ) -> Iterator[tuple[NDArray[np.int64], torch.Tensor]]:
     """Train the copies of one micro-batch of users after the other; yield users and moves."""
-    responses, valid = open_private(round_.responses), open_private(round_.valid)
     if not responses.users:
         return
-    weights = _weights(round_, spec)
-    start = None
-    if spec.local_optimizer == "adam":
-        start = remembered_release(round_.policy.parameters.values(), round_.optimizer)
+    bound = round_.vector_clip_norm
     for batch in micro_batches(responses, spec.batch_size):
-        moves = _train(round_.policy, responses, weights, batch, spec, round_.radius, start)
+        moves = _train(round_.policy, responses, weights, batch, spec, bound, start)
         # A zero advantage is not enough: Adam's first moment would move the copy.
         of_users = torch.from_numpy(valid[batch.users]).to(moves.device)
         yield batch.users, torch.where(of_users[:, None], moves[: len(of_users)], 0.0)
@@ -79,14 +89,19 @@ def _moves(
             round_.tick(len(batch.rows))
 
 
-def _weights(round_: PrivateRound, spec: recipe.PPO) -> Array:
-    """Return Â min(π_t/μ, c) over the user's number of responses, ``[rows, response]``."""
-    responses = open_private(round_.responses)
-    advantages = round_advantage_weights(round_, spec.baseline, np.ones(len(responses.user)))
-    ratio = np.ones((len(responses.user), responses.max_new_tokens))
-    rows = np.flatnonzero(responses.from_base)
-    log_ratio = log_ratio_to_base(round_.policy, responses, spec.batch_size, rows)
-    ratio[rows] = np.exp(np.minimum(log_ratio, np.log(spec.max_importance_ratio)))
+def token_weights(
+    responses: Responses, advantages: Array, log_ratio: Array, largest: float
+) -> Array:
+    """Return Â min(π_t/μ, largest) over the user's number of responses, ``[rows, response]``.
+
+    Args:
+        responses: the rows, and which of them came from μ.
+        advantages: Â over the user's number of responses, ``[rows]`` or ``[rows, response]``.
+        log_ratio: log π_t − log μ of each response token, ``[rows, response]``.
+        largest: the truncation of π_t/μ.
+    """
+    ratio = np.exp(np.minimum(log_ratio, np.log(largest)))
+    ratio = np.where(responses.from_base[:, None], ratio, 1.0)
     return advantages.reshape(len(advantages), -1) * ratio
 
 
@@ -96,7 +111,7 @@ def _train(
     weights: Array,
     batch: MicroBatch,
     spec: recipe.PPO,
-    radius: float,
+    bound: float,
     start: torch.Tensor | None,
 ) -> torch.Tensor:
     """Train a copy for each user of a micro-batch, fillers included.
@@ -107,7 +122,7 @@ def _train(
         weights: of each response token, ``[all rows, response]``.
         batch: which users and rows.
         spec: the local optimizer and its steps.
-        radius: of the projection.
+        bound: the most that ‖θ − θ₀‖ may be.
         start: of both moments, ``[dimension]``.
 
     Returns:
@@ -135,7 +150,7 @@ def _train(
     for step, (epoch, part) in enumerate(steps, 1):
         chosen = minibatch(real, spec.minibatches, part, epoch).to(policy.device)
         of_token = torch.where(chosen, weight * count / chosen.sum(1, keepdim=True), 0.0)
-        moves = project(moves, radius).requires_grad_()
+        moves = project(moves, bound).requires_grad_()
         with local_copies(policy.model, policy.parameters, moves, batch.height // shared_rows):
             logprobs = policy.response_logprobs(tokens, mask, responses.max_new_tokens, shared_rows)
         logprobs = logprobs.view(real.shape)
@@ -191,9 +206,9 @@ def minibatch(real: torch.Tensor, count: int, part: int, epoch: int) -> torch.Te
     return real & (rank >= first) & (rank < last)
 
 
-def project(moves: torch.Tensor, radius: float) -> torch.Tensor:
-    """Scale each row to L2 norm at most ``radius``, up to rounding."""
+def project(moves: torch.Tensor, bound: float) -> torch.Tensor:
+    """Scale each row to L2 norm at most ``bound``, up to rounding."""
     norms = moves.norm(dim=1, keepdim=True)
-    scale = (radius / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1)
+    scale = (bound / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1)
     projected: torch.Tensor = moves * scale
     return projected

@@ -33,11 +33,13 @@ S. Its four epochs on each batch would be ``steps: 4`` here.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from numpy.typing import NDArray
 
 from dprlhf import recipe
-from dprlhf.boundary import Private, open_private
+from dprlhf.boundary import Private
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import Array, token_logprobs
@@ -50,55 +52,48 @@ def rebel(round_: PrivateRound, spec: recipe.REBEL) -> None:
     if spec.solver == "gauss-newton":
         w = solve(
             round_,
-            Private(_pairs(round_)),
+            round_.responses.map(response_pairs, round_.scores, round_.valid),
             spec.oracle,
             target_bound=2 * round_.telemetry.reward_range,
             batch_size=spec.batch_size,
         )
         round_.step(w.map(lambda w: spec.eta * w))
         return
-    responses, scores = open_private(round_.responses), open_private(round_.scores)
-    valid = open_private(round_.valid)
-    moved = np.zeros(len(responses.user))  # Δ at θ_t
+    moved = round_.responses.map(lambda responses: np.zeros(len(responses.user)))  # Δ at θ_t
     start = _logprobs(round_, spec) if spec.steps > 1 else moved
     for step in range(spec.steps):
         if step:
-            moved = _logprobs(round_, spec) - start
-        weights = Private(loss_weights(responses, scores, valid, moved, spec.eta))
+            moved = _logprobs(round_, spec).map(lambda now, before: now - before, start)
+        weights = round_.responses.map(
+            partial(loss_weights, eta=spec.eta), round_.scores, round_.valid, moved
+        )
         round_.step(round_.release(round_.clipped_sum(weights, batch_size=spec.batch_size)))
 
 
-def _pairs(round_: PrivateRound) -> Examples:
-    """Return the pairs: rows y, y′, y, y′, …, and targets r(x, y) − r(x, y′)."""
-    responses, scores = open_private(round_.responses), open_private(round_.scores)
+def response_pairs(responses: Responses, scores: Scores, valid: NDArray[np.bool_]) -> Examples:
+    """Return the pairs: rows y, y′, y, y′, …, and targets r(x, y) − r(x, y′).
+
+    Args:
+        responses: an even number to each prompt.
+        scores: r, ``[rows]``.
+        valid: ``[users]``; the pairs of a user that is not valid are zero.
+    """
     rows = np.arange(len(responses.user))
     if len(rows):
         k = len(rows) // len(responses.prompts)
         rows = rows.reshape(-1, 2, k // 2).transpose(0, 2, 1).ravel()
-    paired = Responses(
-        tokens=responses.tokens[rows],
-        mask=responses.mask[rows],
-        prompt=responses.prompt[rows],
-        user=responses.user[rows],
-        from_base=responses.from_base[rows],
-        texts=[responses.texts[row] for row in rows],
-        prompts=responses.prompts,
-        users=responses.users,
-        max_new_tokens=responses.max_new_tokens,
-        max_prompt_tokens=responses.max_prompt_tokens,
-        num_generations=responses.num_generations,
-    )
-    counts = open_private(round_.valid)[paired.user]
+    paired = responses.take(rows)
+    counts = valid[paired.user]
     signs = np.where(np.arange(len(rows)) % 2, -1.0, 1.0)
     rewards = np.where(counts, signs * scores.values[rows], 0.0)
     return Examples(paired, np.where(counts, signs, 0.0), rewards.reshape(-1, 2).sum(1), rows=2)
 
 
-def _logprobs(round_: PrivateRound, spec: recipe.REBEL) -> Array:
-    """Return log π_θ(y|x), ``[rows]``."""
-    logprobs = token_logprobs(round_.policy, open_private(round_.responses), spec.batch_size)
-    of_rows: Array = logprobs.sum(1)
-    return of_rows
+def _logprobs(round_: PrivateRound, spec: recipe.REBEL) -> Private[Array]:
+    """Return log π_θ(y|x) at the current parameters, ``[rows]``."""
+    return round_.responses.map(
+        lambda responses: token_logprobs(round_.policy, responses, spec.batch_size).sum(1)
+    )
 
 
 def loss_weights(

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dprlhf.boundary import BoundedSum, Private, Released, check_released, open_private
+from dprlhf.boundary import BoundedSum, Private, Released, check_released
 from dprlhf.gradients.clipping import (
     ClippedSum,
     Weighted,
@@ -24,72 +25,113 @@ from dprlhf.gradients.clipping import (
 )
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.optimizers import ascend
+from dprlhf.privacy.plan import Plan
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses, Tick
+from dprlhf.rollout.logprobs import log_ratio_to_base
 from dprlhf.updates.critic import Critic
-from dprlhf.updates.telemetry import TelemetryCoordinates
+from dprlhf.updates.rider import Rider
+from dprlhf.updates.telemetry import ReleasedReward, TelemetryCoordinates
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What an update needs to know of the plan; a :class:`~dprlhf.privacy.plan.Plan` has it too.
+
+    Attributes:
+        clip_norm: S, the L2 bound on one user's contribution to a release.
+        noise_multiplier: z; the noise in a sum has standard deviation zS.
+        expected_batch_size: m, the public constant that a released sum is divided by.
+    """
+
+    clip_norm: float
+    noise_multiplier: float
+    expected_batch_size: float
 
 
 @dataclass(repr=False, eq=False)
 class PrivateRound:
-    """The users of one round on this process, and the tools of an update.
+    """The users of one round on this process, and the way from them to the policy.
 
     Attributes:
         policy: π_t; :meth:`step` moves it.
-        responses: all responses of the round's users.
-        scores: their rewards as the update sees them, ``[rows]``; less the KL penalty, which makes
+        responses: All responses of the round's users.
+        scores: Their rewards as the update sees them, ``[rows]``; less the KL penalty, which makes
             them ``[rows, response]`` where it is taken token by token.
-        clip_norm: S of the plan.
-        noise_multiplier: z of the plan.
-        expected_batch_size: m of the plan.
-        telemetry: the coordinates that ride in the round's first release.
-        optimizer: of the policy's parameters; it sees released values only.
-        reduce: sums a tensor over all processes.
-        gate: turns the sum over all processes into a released mean.
-        number: t, from 1.
-        tick: told the number of rows done.
-        critic: V as the rounds before left it; the first release moves it.
-        features: φ of each prompt, ``[prompts, 1 + p]``; with a critic only.
-        values: V of each row's prompt before this round, ``[rows]``; with a critic only.
-        unpenalised: the scores without a KL penalty, for telemetry.
-        released: the first release without telemetry; ``[dimension]`` where it is a gradient.
-        telemetry_released: the telemetry coordinates of the first release, ``[count]``.
-        norms: each user's norm before clipping in the first release, for secret telemetry.
+        plan: Clip norm, noise multiplier and divisor of every release.
+        telemetry: The rider that releases the mean reward.
+        optimizer: The server-side optimizer of the policy's parameters.
+        reduce: Sums a tensor over all processes.
+        gate: Turns the sum over all processes into a released mean.
+        t: The round, from 1.
+        tick: Called with the number of rows done since the last call; for progress bars.
+        critic: The rider that guesses a prompt's mean reward; None without a critic.
+        unpenalised: The scores without a KL penalty, for telemetry.
+        values: The critic's V of each row's prompt before this round, ``[rows]``.
+        released: The first release without its riders; ``[dimension]`` where it is a gradient.
+        reward: What telemetry read from the first release; None before it or without telemetry.
+        norms: Each user's norm before clipping in the first release, for secret telemetry.
     """
 
     policy: CausalLMPolicy
     responses: Private[Responses]
     scores: Private[Scores]
-    clip_norm: float
-    noise_multiplier: float
-    expected_batch_size: float
+    plan: Plan | Terms
     telemetry: TelemetryCoordinates
     optimizer: torch.optim.Optimizer
     reduce: Callable[[torch.Tensor], torch.Tensor]
     gate: Callable[[BoundedSum], Released[torch.Tensor]]
-    number: int
+    t: int
     tick: Tick | None = None
     critic: Critic | None = None
     unpenalised: Private[Scores] = field(init=False)
-    features: Private[NDArray[np.float64]] | None = None
-    values: Private[NDArray[np.float64]] | None = None
-    released: Released[torch.Tensor] | None = None
-    telemetry_released: Released[torch.Tensor] | None = None
-    norms: Private[NDArray[np.float64]] | None = None
+    values: Private[Array] | None = field(default=None, init=False)
+    released: Released[torch.Tensor] | None = field(default=None, init=False)
+    reward: ReleasedReward | None = field(default=None, init=False)
+    norms: Private[Array] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.unpenalised = self.scores
+        self._features: Private[Array] | None = None
+        self._log_ratio: tuple[bool, Private[Array]] | None = None
         if self.critic is not None:
-            given = open_private(self.responses)
-            features = self.critic.features(self.policy, given.prompt_tokens)
-            self.features = Private(features)
-            self.values = Private(self.critic.values(features)[given.prompt])
+            critic = self.critic
+            self._features = self.responses.map(
+                lambda given: critic.features(self.policy, given.prompt_tokens)[given.prompt]
+            )
+            self.values = self._features.map(critic.values)
+
+    @property
+    def riders(self) -> list[Rider]:
+        """What rides in the first release, in this order."""
+        return [self.telemetry, self.critic] if self.critic is not None else [self.telemetry]
 
     @property
     def valid(self) -> Private[NDArray[np.bool_]]:
         """Which users have a valid score for every response, ``[users]``; others contribute 0."""
-        responses, scores = open_private(self.responses), open_private(self.scores)
-        return Private(users_with_valid_scores(responses, scores))
+        return self.responses.map(users_with_valid_scores, self.scores)
+
+    def log_ratio(self, batch_size: int, *, every_row: bool = False) -> Private[Array]:
+        """Return log π_t − log π_ref of each response token, ``[rows, response]``; 0 on padding.
+
+        π_ref is the policy with its adapter off, and μ wherever μ ≠ π_t. The result is kept until
+        :meth:`step` moves the policy: KL penalty and importance ratios share it.
+
+        Args:
+            batch_size: Rows computed at once.
+            every_row: Else the rows of π_t may be left out, which then are 0.
+        """
+        if self._log_ratio is None or every_row > self._log_ratio[0]:
+            rows = self.responses.map(
+                lambda given: np.flatnonzero(given.from_base | every_row).astype(np.int64)
+            )
+            found = self.responses.map(
+                lambda given, rows: _log_ratio(self.policy, given, batch_size, rows), rows
+            )
+            self._log_ratio = every_row, found
+        return self._log_ratio[1]
 
     def clipped_sum(self, weights: Private[NDArray[np.float64]], *, batch_size: int) -> ClippedSum:
         """Return Σ_u clip(Σ_rows weight · ∇ log π(y|x), S), over all processes.
@@ -98,22 +140,20 @@ class PrivateRound:
             weights: of each row, ``[rows]``, or of each response token, ``[rows, response]``.
             batch_size: rows differentiated at once.
         """
-        given = Weighted(
-            open_private(self.responses), open_private(weights), self._extra(), self._extra_norm
-        )
+        norm = self._extra_norm
         return clipped_sum(
             self.policy,
-            Private(given),
-            clip_norm=self.clip_norm,
+            self.responses.map(partial(Weighted, extra_norm=norm), weights, self._extra()),
+            clip_norm=self.plan.clip_norm,
             batch_size=batch_size,
             reduce=self.reduce,
             tick=self.tick,
         )
 
     @property
-    def radius(self) -> float:
-        """√(S² − e²), the bound on a user's vector beside its telemetry coordinates."""
-        return vector_norm(self.clip_norm, self._extra_norm)
+    def vector_clip_norm(self) -> float:
+        """√(S² − e²), the bound on a user's vector beside the coordinates of the riders."""
+        return vector_norm(self.plan.clip_norm, self._extra_norm)
 
     def clipped_vectors(
         self,
@@ -129,9 +169,9 @@ class PrivateRound:
         return clipped_vectors(
             vectors,
             self.policy.dimension if dimension is None else dimension,
-            extra=Private(self._extra()),
+            extra=self._extra(),
             extra_norm=self._extra_norm,
-            clip_norm=self.clip_norm,
+            clip_norm=self.plan.clip_norm,
             reduce=self.reduce,
         )
 
@@ -149,42 +189,67 @@ class PrivateRound:
         released = self.gate(clipped.bounded)
         check_released(released, "release")
         if self.released is None:
-            ends = [self.telemetry.count, self.critic.count if self.critic else 0]
+            counts = [rider.count for rider in self.riders]
             length = len(clipped.bounded.total)
-            parts = released.split([length - sum(ends), *ends])
-            self.released, self.telemetry_released, of_critic = parts
+            self.released, of_telemetry, *of_others = released.split(
+                [length - sum(counts), *counts]
+            )
             released = self.released
+            if self.telemetry.count:
+                self.reward = self.telemetry.read(of_telemetry, self.t)
             if self.critic is not None:
-                self.critic.step(of_critic, self.number)
+                self.critic.read(of_others[0], self.t)
             self.norms = clipped.norms
         return released
 
     def step(self, direction: Released[torch.Tensor]) -> None:
         """Let the optimizer ascend along a released direction, ``[dimension]``."""
+        self._log_ratio = None
         ascend(self.policy.parameters.values(), self.optimizer, direction)
 
     @property
     def _extra_norm(self) -> float:
         """e, the public bound on what rides in the first release beside a user's vector."""
-        if self.released is not None:
-            return 0.0
-        return math.hypot(self.telemetry.norm, self.critic.norm if self.critic else 0.0)
+        return 0.0 if self.released is not None else math.hypot(*(r.norm for r in self.riders))
 
-    def _extra(self) -> NDArray[np.float64]:
-        """Return each user's telemetry and critic coordinates, ``[users, e]``; later none."""
-        responses, scores = open_private(self.responses), open_private(self.unpenalised)
+    def _extra(self) -> Private[Array]:
+        """Return the riders' coordinates of each user, ``[users, e]``; none after a release."""
+        extra = self.responses.map(lambda responses: np.zeros((responses.users, 0)))
         if self.released is not None:
-            return np.zeros((responses.users, 0))
-        valid = open_private(self.valid)
-        extra = self.telemetry.of_users(responses.user, scores.values, valid)
-        if self.critic is None:
             return extra
-        assert self.features is not None
-        features = open_private(self.features)[responses.prompt]
-        rewards = open_private(self.scores).values
-        rewards = rewards if rewards.ndim == 1 else rewards[:, 0]  # the first token's is the whole
-        steps = self.critic.of_users(features, rewards, responses.user, valid)
-        return np.concatenate([extra, steps], axis=1)
+        features = self._features if self._features is not None else Private(None)
+        for rider in self.riders:
+            of_users = self.responses.map(
+                partial(_coordinates, rider),
+                self.scores if rider.penalised else self.unpenalised,
+                self.valid,
+                features,
+            )
+            extra = extra.map(lambda *parts: np.concatenate(parts, axis=1), of_users)
+        return extra
+
+
+def _coordinates(
+    rider: Rider,
+    responses: Responses,
+    scores: Scores,
+    valid: NDArray[np.bool_],
+    features: Array | None,
+) -> Array:
+    rewards = scores.values
+    rewards = rewards if rewards.ndim == 1 else rewards[:, 0]  # the first token's is the whole
+    return rider.of_users(responses.user, rewards, valid, features)
+
+
+def _log_ratio(
+    policy: CausalLMPolicy, responses: Responses, batch_size: int, rows: NDArray[np.int64]
+) -> Array:
+    """Return the log-ratios of some rows, and 0 for the others, ``[rows, response]``."""
+    found = np.zeros(tuple(responses.response_mask.shape))
+    if len(rows):
+        of_all = None if len(rows) == len(found) else rows  # all rows may share their prompts
+        found[rows] = log_ratio_to_base(policy, responses, batch_size, of_all)
+    return found
 
 
 def users_with_valid_scores(responses: Responses, scores: Scores) -> NDArray[np.bool_]:

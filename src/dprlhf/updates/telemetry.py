@@ -7,7 +7,9 @@ by the same noise: the user's mean reward, and the constant 1 for "all my reward
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -19,15 +21,19 @@ from dprlhf.privacy.plan import Plan
 
 @dataclass(frozen=True)
 class TelemetryCoordinates:
-    """The scaled mean reward and validity of each user, and how to read their release.
+    """The scaled mean reward and validity of each user, a :class:`~dprlhf.updates.rider.Rider`.
 
     Attributes:
-        norm: the bound on the two coordinates together, reward_share · S; 0 leaves them out.
-        reward_range: R.
+        norm: Bound on the two coordinates together, reward_share · S; 0 leaves them out.
+        reward_range: R; rewards are in [−R, R].
+        noise_std: Standard deviation of the noise in a coordinate released in round t.
+        penalised: False: the reward is published as the reward functions gave it.
     """
 
     norm: float
     reward_range: float
+    noise_std: Callable[[int], float] = lambda t: 0.0
+    penalised: ClassVar[bool] = False
 
     @classmethod
     def from_plan(
@@ -35,7 +41,8 @@ class TelemetryCoordinates:
     ) -> TelemetryCoordinates:
         """Scale to the plan's clip norm (to 1 in a baseline without clipping)."""
         scale = plan.clip_norm if math.isfinite(plan.clip_norm) else 1.0
-        return cls(reward_share * scale, reward_range)
+        size = plan.expected_batch_size
+        return cls(reward_share * scale, reward_range, lambda t: plan.noise_std_of(t) / size)
 
     @property
     def count(self) -> int:
@@ -47,7 +54,11 @@ class TelemetryCoordinates:
         return self.norm / math.sqrt(2)
 
     def of_users(
-        self, user: NDArray[np.int64], rewards: NDArray[np.float64], valid: NDArray[np.bool_]
+        self,
+        user: NDArray[np.int64],
+        rewards: NDArray[np.float64],
+        valid: NDArray[np.bool_],
+        features: NDArray[np.float64] | None = None,
     ) -> NDArray[np.float64]:
         """Return the coordinates of each user, ``[users, count]``, from its rows' rewards."""
         users = len(valid)
@@ -56,14 +67,14 @@ class TelemetryCoordinates:
         both = np.stack([mean / self.reward_range, np.ones(users)], axis=1)
         return (self._unit * both * valid[:, None])[:, : self.count]
 
-    def read(self, released: Released[torch.Tensor], plan: Plan, t: int) -> ReleasedReward:
+    def read(self, released: Released[torch.Tensor], t: int) -> ReleasedReward:
         """Turn the released coordinates, ``[2]``, into a mean reward; this is post-processing.
 
         Raises:
             TypeError: the coordinates did not come from the gate.
         """
         reward, valid = (open_released(released, "telemetry") / self._unit).tolist()
-        std = plan.noise_std_of(t) / plan.expected_batch_size / self._unit
+        std = self.noise_std(t) / self._unit
         known = ReleasedReward(None, None, valid, std).known  # else the ratio means nothing
         mean = float(np.clip(reward / valid, -1, 1)) * self.reward_range if known else None
         # The noise of numerator and denominator, to first order.

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from dprlhf import recipe
-from dprlhf.boundary import Private, Read, Released, open_private, post_process
+from dprlhf.boundary import Private, Read, Released, post_process
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.clipping import user_gradients
 from dprlhf.rollout import Responses
@@ -51,13 +51,15 @@ class Examples:
         responses: the rows; those of an example are adjacent, and of one user.
         weights: of each row's ∇ log π, ``[rows]``.
         targets: A, ``[examples]``.
-        rows: of an example.
+        rows: the number of rows of an example.
+        kept: the batches of features that later answers use again.
     """
 
     responses: Responses
     weights: Array
     targets: Array
     rows: int
+    kept: list[Batch] = field(default_factory=list)
 
 
 def solve(
@@ -80,10 +82,10 @@ def solve(
     dimension = round_.policy.dimension
     size = spec.sketch or dimension
     # Another projection each round, or the policy would never leave one subspace.
-    sketch = CountSketch(dimension, size, f"round {round_.number}") if spec.sketch else None
+    sketch = CountSketch(dimension, size, f"round {round_.t}") if spec.sketch else None
     oracle = make_oracle(
         spec.name,
-        feature_bound=round_.clip_norm,
+        feature_bound=round_.plan.clip_norm,
         target_bound=spec.target_bound or target_bound,
         radius=spec.radius * math.sqrt(size / dimension),  # lifting makes w longer by √(d/p) or so
         steps=spec.steps,
@@ -150,41 +152,38 @@ class RoundRelease:
     gain: float = 1.0
     several: bool = False
     noise_multiplier: float = field(init=False)
-    kept: Private[list[Batch]] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         round_ = self.round_
-        of_radius = round_.clip_norm / round_.radius
-        self.noise_multiplier = round_.noise_multiplier * of_radius / self.gain
+        share = round_.plan.clip_norm / round_.vector_clip_norm
+        self.noise_multiplier = round_.plan.noise_multiplier * share / self.gain
 
     @property
     def expected_batch_size(self) -> float:
         """m, a public constant."""
-        return self.round_.expected_batch_size
+        return self.round_.plan.expected_batch_size
 
     def __call__(self, contribution: Contribution, bound: float) -> torch.Tensor:
         """Return (Σ_u clip(gain · mean of u's contributions, bound) + noise) / (m · gain)."""
-        scale = self.gain * self.round_.radius / bound
+        scale = self.gain * self.round_.vector_clip_norm / bound
         width = contribution(torch.zeros(0, self.size), torch.zeros(0)).shape[1]
-        vectors = Private(self._vectors(contribution, scale))
+        vectors = self.examples.map(lambda given: self._vectors(given, contribution, scale))
         clipped = self.round_.clipped_vectors(vectors, dimension=width)
         return self.read(self.round_.release(clipped)) / scale
 
     def _vectors(
-        self, contribution: Contribution, scale: float
+        self, given: Examples, contribution: Contribution, scale: float
     ) -> Iterable[tuple[NDArray[np.int64], torch.Tensor]]:
-        rows = open_private(self.examples).rows
-        for users, each, features, targets in self._batches():
+        for users, each, features, targets in self._batches(given):
             parts = contribution(features, targets)
             yield users, scale * parts.view(-1, each, parts.shape[1]).mean(1)[: len(users)]
             if self.round_.tick is not None:
-                self.round_.tick(len(users) * each * rows)
+                self.round_.tick(len(users) * each * given.rows)
 
-    def _batches(self) -> Iterable[Batch]:
-        if self.kept is not None:
-            yield from open_private(self.kept)
+    def _batches(self, given: Examples) -> Iterable[Batch]:
+        if given.kept:
+            yield from given.kept
             return
-        given = open_private(self.examples)
         owner = given.responses.user[:: given.rows]
         ends = np.cumsum(np.bincount(owner, minlength=given.responses.users))[:-1]
         of_user = np.split(given.targets[np.argsort(owner, kind="stable")], ends)
@@ -213,5 +212,4 @@ class RoundRelease:
             if self.several and needed <= KEPT_BYTES:
                 keep.append(batch)
             yield batch
-        if keep:
-            self.kept = Private(keep)
+        given.kept.extend(keep)
