@@ -133,19 +133,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "training/progress": "shows a share of a round, on a terminal only",
         "rewards/private": "hands each user's responses to the rewards",
         "rollout/sampling": "samples the users' responses",
-        "training/rounds": "hands each process its users of a round",
-        "training/supervised": "gives each user's rows their weights for the clipping code, and"
-        " writes"
-        " secret/ telemetry",
-        "training/trainer": "selects a round's users and writes secret/ telemetry",
-        "updates/grpo": "weighs each user's response tokens",
-        "updates/privls/in_round": "hands each user's examples to the clipping code",
-        "updates/npg": "weighs each user's responses, and takes their advantages as targets",
-        "updates/kl": "takes the KL penalty off each user's rewards",
-        "updates/pg": "weighs each user's responses",
-        "updates/rebel": "weighs each user's pairs of responses",
-        "updates/ppo": "trains each user's copy on its own responses",
-        "updates/round": "puts weights, responses and telemetry together for clipping",
+        "training/rounds": "hands each process its users of a round, and writes secret/ telemetry",
     },
     "open_released": {
         "policies/optimizers": "moves the model",

@@ -124,11 +124,8 @@ class PrivateRound:
             every_row: Else the rows of π_t may be left out, which then are 0.
         """
         if self._log_ratio is None or every_row > self._log_ratio[0]:
-            rows = self.responses.map(
-                lambda given: np.flatnonzero(given.from_base | every_row).astype(np.int64)
-            )
             found = self.responses.map(
-                lambda given, rows: _log_ratio(self.policy, given, batch_size, rows), rows
+                lambda given: _log_ratio(self.policy, given, batch_size, every_row=every_row)
             )
             self._log_ratio = every_row, found
         return self._log_ratio[1]
@@ -242,13 +239,15 @@ def _coordinates(
 
 
 def _log_ratio(
-    policy: CausalLMPolicy, responses: Responses, batch_size: int, rows: NDArray[np.int64]
+    policy: CausalLMPolicy, responses: Responses, batch_size: int, *, every_row: bool
 ) -> Array:
-    """Return the log-ratios of some rows, and 0 for the others, ``[rows, response]``."""
+    """Return the log-ratios of all rows, or of those from μ and else 0, ``[rows, response]``."""
+    if every_row:
+        return log_ratio_to_base(policy, responses, batch_size)
     found = np.zeros(tuple(responses.response_mask.shape))
+    rows = np.flatnonzero(responses.from_base)
     if len(rows):
-        of_all = None if len(rows) == len(found) else rows  # all rows may share their prompts
-        found[rows] = log_ratio_to_base(policy, responses, batch_size, of_all)
+        found[rows] = log_ratio_to_base(policy, responses, batch_size, rows)
     return found
 
 
