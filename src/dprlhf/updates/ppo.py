@@ -102,7 +102,7 @@ def token_weights(
     """
     ratio = np.exp(np.minimum(log_ratio, np.log(largest)))
     ratio = np.where(responses.from_base[:, None], ratio, 1.0)
-    return advantages.reshape(len(advantages), -1) * ratio
+    return (advantages if advantages.ndim == 2 else advantages[:, None]) * ratio
 
 
 def _train(
