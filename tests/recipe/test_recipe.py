@@ -6,14 +6,24 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
 import dprlhf
 from dprlhf.errors import DprlhfError
-from dprlhf.recipe import Recipe, dump_recipe, load_recipe, make_recipe
+from dprlhf.recipe import (
+    ADAPTERS,
+    STAGES,
+    Recipe,
+    dump_recipe,
+    experimental,
+    load_recipe,
+    make_recipe,
+)
+from dprlhf.recipe.adapters import FORMER_NAMES, AdapterType
+from dprlhf.recipe.base import note_new_name
 from helpers import tiny
 from helpers.recipes import SMALL, refusal
 from helpers.recipes import recipe_settings as settings
@@ -414,3 +424,48 @@ def test_evaluation_on_other_rows_is_not(key: str) -> None:
     make_recipe(settings(data=PEOPLE, evaluation={"data": {**PEOPLE, key: "other"}}))
     sliced = {**PEOPLE, "split": "train[:90%]"}
     make_recipe(settings(data=sliced, evaluation={"data": {**PEOPLE, "split": "train[90%:]"}}))
+
+
+# -------------------------------------------------------------- names of before, experiments
+
+
+def test_the_former_name_of_an_adapter_is_read_and_the_new_one_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    note_new_name.cache_clear()
+    made = [make_recipe(settings(policy__adapter__type="lora-b")) for _ in range(2)]
+    assert [recipe.policy.adapter.type for recipe in made] == ["ffa-lora"] * 2
+    told = capsys.readouterr().err
+    assert told == "dprlhf: policy.adapter.type: lora-b is now called ffa-lora\n"
+    assert "lora-b" not in dump_recipe(made[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({}, []),
+        ({"policy__adapter__type": "lora"}, []),
+        ({"policy__adapter__type": "vera"}, ["policy.adapter.type: vera"]),
+        ({"rollout__backend": "vllm"}, ["rollout.backend: vllm"]),
+        ({"update": {"critic": {"features": 0}}}, ["update.critic"]),
+    ],
+    ids=str,
+)
+def test_what_nobody_measured_is_named(changes: dict[str, Any], named: list[str]) -> None:
+    assert list(experimental(make_recipe(settings(**changes)))) == named
+
+
+def test_every_adapter_has_its_facts() -> None:
+    assert tuple(ADAPTERS) == get_args(AdapterType)
+    assert set(FORMER_NAMES.values()) <= ADAPTERS.keys()
+    assert not FORMER_NAMES.keys() & ADAPTERS.keys()
+
+
+@pytest.mark.parametrize("kind", [Recipe, *STAGES.values()])
+def test_a_recipe_class_states_what_it_is(kind: Any) -> None:
+    """What card, report, lineage and publishing ask of a stage, none of them by its name."""
+    assert kind.trained_key in kind.model_fields
+    facts = ("stage", "sources", "purpose", "released", "trained", "head_labels", "classifier")
+    more = ("public_losses", "hub_task", "hub_tag", "assumptions")
+    for fact in facts + more:
+        assert hasattr(kind, fact) or fact in kind.model_fields
