@@ -1,0 +1,86 @@
+"""``dprlhf`` commands, each in a process of its own that does not import torch anew.
+
+A server imports the libraries once, without starting a thread; each command is a fork of it, with
+its own arguments, folder and streams, and ends as a Python program does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """Start the server of this process; it ends with it, when its standard input does."""
+    words = [sys.executable, __file__]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def dprlhf(
+    *arguments: str, cwd: Path | None = None, timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """Run ``dprlhf`` with these arguments, and return what it wrote and its exit status."""
+    server = _server()
+    assert server.stdin
+    assert server.stdout
+    with tempfile.TemporaryDirectory() as folder:
+        order = {"arguments": arguments, "cwd": str(cwd or Path.cwd()), "folder": folder}
+        server.stdin.write(json.dumps(order) + "\n")
+        server.stdin.flush()
+        if not select.select([server.stdout], [], [], timeout)[0]:
+            server.kill()
+            _server.cache_clear()
+            raise subprocess.TimeoutExpired(arguments, timeout)
+        code = int(server.stdout.readline())
+        out, err = (Path(folder, name).read_text() for name in ("stdout", "stderr"))
+    return subprocess.CompletedProcess(["dprlhf", *arguments], code, out, err)
+
+
+def _serve() -> None:
+    import accelerate.utils  # noqa: F401
+    import datasets  # noqa: F401
+    import peft  # noqa: F401
+    from transformers import GPT2LMHeadModel  # noqa: F401
+
+    from dprlhf.cli.app import main
+
+    gc.freeze()
+    for line in iter(sys.stdin.readline, ""):
+        order = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            os.chdir(order["cwd"])
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            for stream, name in ((1, "stdout"), (2, "stderr")):
+                os.dup2(os.open(Path(order["folder"], name), os.O_WRONLY | os.O_CREAT), stream)
+            sys.argv = ["dprlhf", *order["arguments"]]
+            sys.path[0] = ""  # as under python -m
+            try:
+                main()
+                code: object = 0
+            except SystemExit as end:
+                code = end.code or 0
+            except BaseException:
+                traceback.print_exc()
+                code = 1
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # Without taking the interpreter down, whose every page would be copied.
+            os._exit(code if isinstance(code, int) else 1)
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()
