@@ -16,11 +16,14 @@ as a control.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import hashlib
 import importlib
+import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -38,47 +41,64 @@ TABLE = ROOT / "docs" / "mutants.md"
 RESULTS = ROOT / "docs" / "results" / "attack.json"
 CONTROL = "unchanged source"
 
+
+class MutantError(Exception):
+    """A mutant is not of the form that is asked for, or the source no longer matches it."""
+
+
+def test_file(name: str) -> str:
+    """Return the path of a test file below the root, wherever below ``tests`` it is.
+
+    Raises:
+        MutantError: there are several of that name.
+    """
+    found = sorted((ROOT / "tests").rglob(name))
+    if len(found) > 1:
+        raise MutantError(f"{name}: several test files are called so; give the folder, too")
+    return str(found[0].relative_to(ROOT)) if found else f"tests/{name}"
+
+
 # The fast suite: what a mutant goes through when none of the tests that it names fails.
 COMMON = [
-    f"tests/{name}.py"
+    test_file(f"{name}.py")
     for name in (
         "test_boundary",
-        "privacy/test_gate",
-        "privacy/test_ledger",
-        "privacy/test_randomness",
-        "privacy/test_partition",
-        "privacy/test_plan",
-        "updates/test_telemetry",
-        "data/test_users",
-        "privacy/test_pure",
-        "privacy/test_correlated_noise",
-        "runs/test_card",
-        "contracts/test_update",
-        "policies/test_optimizers",
-        "recipe/test_recipe",
-        "updates/test_updates",
-        "updates/test_grpo",
-        "runs/test_folder",
-        "gradients/test_gradients",
-        "papers/test_regression",
-        "updates/test_npg",
-        "updates/test_rebel",
-        "updates/test_ppo",
-        "rollout/test_rollout",
-        "rewards/test_rewards",
-        "updates/test_trust_region",
-        "runs/test_trackers",
-        "runs/test_publish",
-        "runs/test_report",
-        "privacy/test_accounting",
-        "updates/test_critic",
-        "privacy/test_composition",
-        "training/test_supervised",
-        "audit/test_audit",
-        "training/test_training",
-        "end_to_end/test_leaks",
-        "end_to_end/test_public_files",
-        "training/test_processes",
+        "test_gate",
+        "test_ledger",
+        "test_randomness",
+        "test_partition",
+        "test_plan",
+        "test_telemetry",
+        "test_users",
+        "test_pure",
+        "test_correlated_noise",
+        "test_card",
+        "test_update",
+        "test_optimizers",
+        "test_recipe",
+        "test_updates",
+        "test_grpo",
+        "test_folder",
+        "test_gradients",
+        "test_regression",
+        "test_npg",
+        "test_rebel",
+        "test_ppo",
+        "test_rollout",
+        "test_rewards",
+        "test_trust_region",
+        "test_trackers",
+        "test_publish",
+        "test_report",
+        "test_accounting",
+        "test_critic",
+        "test_composition",
+        "test_supervised",
+        "test_audit",
+        "test_training",
+        "test_leaks",
+        "test_public_files",
+        "test_processes",
     )
 ]
 
@@ -86,8 +106,44 @@ BROKEN = ("ImportError", "ModuleNotFoundError", "SyntaxError", "NameError", "Unb
 """A mutant that raises one of these was badly planted: no test has caught a privacy bug."""
 
 
-class MutantError(Exception):
-    """A mutant is not of the form that is asked for, or the source no longer matches it."""
+def address(name: str, root: Path) -> tuple[str, str]:
+    """Split ``dprlhf.room.module.Class.function`` into the file and ``Class.function``.
+
+    Raises:
+        MutantError: no module has this name.
+    """
+    parts = name.split(".")
+    for n in range(len(parts), 0, -1):
+        for file in (
+            Path("src", *parts[:n]).with_suffix(".py"),
+            Path("src", *parts[:n], "__init__.py"),
+        ):
+            if (root / file).is_file():
+                return str(file), ".".join(parts[n:])
+    raise MutantError(f"{name}: no such module below src")
+
+
+def spans(source: str, name: str) -> list[tuple[int, int]]:
+    """Return where a function or class is in a file, as offsets; "" is the whole file.
+
+    One name may be there several times, as a property and its setter.
+    """
+    starts = [0, *itertools.accumulate(len(line) for line in source.splitlines(keepends=True))]
+    found = [(0, len(source))] if not name else []
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                dotted = f"{prefix}{child.name}"
+                if dotted == name:
+                    first = min([child.lineno, *(d.lineno for d in child.decorator_list)])
+                    found.append((starts[first - 1], starts[child.end_lineno or first]))
+                visit(child, f"{dotted}.")
+            else:
+                visit(child, prefix)
+
+    visit(ast.parse(source), "")
+    return found
 
 
 @dataclass(frozen=True)
@@ -98,7 +154,8 @@ class Mutant:
         name: of its file.
         bug: in a sentence.
         tests: files of ``tests`` that should catch it, the likeliest first.
-        changes: file below the root, lines that stand there once, lines in their place.
+        changes: function as ``module.Class.function`` (or module, or class), lines that stand
+            in it once, lines in their place.
     """
 
     name: str
@@ -107,25 +164,43 @@ class Mutant:
     changes: tuple[tuple[str, str, str], ...]
 
     def applied(self, root: Path) -> dict[str, str]:
-        """Return the changed files.
+        """Return the changed files, by path below the root.
 
         Raises:
-            MutantError: lines that it changes are not there exactly once.
+            MutantError: lines that it changes are not in their function exactly once.
         """
-        files: dict[str, str] = {}
-        for path, old, new in self.changes:
-            source = files.get(path) or (root / path).read_text()
-            if source.count(old) != 1:
+        edits: dict[str, list[tuple[int, str, str]]] = {}
+        for place, old, new in self.changes:
+            file, function = address(place, root)
+            source = (root / file).read_text()
+            at = [
+                start + match.start()
+                for start, end in spans(source, function)
+                for match in re.finditer(re.escape(old), source[start:end])
+            ]
+            if len(at) != 1:
                 raise MutantError(
-                    f"{self.name}: {path} has these lines {source.count(old)} times, not once;"
+                    f"{self.name}: {place} has these lines {len(at)} times, not once;"
                     f" write the mutant anew:\n{old}"
                 )
-            files[path] = source.replace(old, new)
+            edits.setdefault(file, []).append((at[0], old, new))
+        files = {}
+        for file, of_file in edits.items():
+            source, before = (root / file).read_text(), len((root / file).read_text())
+            for start, old, new in sorted(of_file, reverse=True):
+                if start + len(old) > before:
+                    raise MutantError(f"{self.name}: two hunks change the same lines of {file}")
+                source, before = source[:start] + new + source[start + len(old) :], start
+            files[file] = source
         return files
 
 
 def read_mutant(path: Path) -> Mutant:
     """Read a mutant: two lines of comment (the bug, its tests), then hunks as in a diff.
+
+    A hunk starts with ``@@ dprlhf.privacy.gate.Gate.release``, the function that it changes, so
+    that a mutant does not mind where the function's file or its other lines go. A test file needs
+    no folder either, where its name is the only one.
 
     Raises:
         MutantError: it is not of this form.
@@ -146,7 +221,8 @@ def read_mutant(path: Path) -> Mutant:
             raise MutantError(f"{path.name}: '{line}' is no line of a hunk")
     if not changes or any(not old or old == new for _, old, new in changes):
         raise MutantError(f"{path.name}: a hunk changes nothing, or there is none")
-    tests = tuple(f"tests/{name}" for name in head[1].removeprefix("# tests: ").split())
+    named = [name.partition("::") for name in head[1].removeprefix("# tests: ").split()]
+    tests = tuple(test_file(file) + mark + test for file, mark, test in named)
     return Mutant(path.stem, head[0].removeprefix("# "), tests, tuple(changes))
 
 
@@ -285,15 +361,13 @@ def run_tests(copy: Path, tests: tuple[str, ...], named: int, report: Path) -> N
         "no:cacheprovider",
         "-p",
         "no:xdist",
-        "-m",
-        "not slow and not gpu",
     ]
     options += [f"--basetemp={copy / 'tmp'}"]
     code = 0
     # By themselves first: pytest drops a test from its list where its whole file comes later.
-    for chosen in (tests[:named], tests[named:]):
+    for chosen, which in ((tests[:named], "not gpu"), (tests[named:], "not slow and not gpu")):
         if chosen and code == 0:
-            code = int(pytest.main([*options, *chosen], plugins=[verdict]))
+            code = int(pytest.main([*options, "-m", which, *chosen], plugins=[verdict]))
     verdict.write(test="", when="", error="" if code == 0 else f"pytest exit {code}")
 
 
@@ -395,9 +469,7 @@ def table(mutants: list[Mutant], found: dict[str, Any]) -> str:
     """Return ``docs/mutants.md``."""
     rows = []
     for mutant in mutants:
-        files = ", ".join(
-            sorted({path.removeprefix("src/dprlhf/") for path, _, _ in mutant.changes})
-        )
+        files = ", ".join(sorted({place.removeprefix("dprlhf.") for place, _, _ in mutant.changes}))
         kind = outcome(found[mutant.name])
         test = found[mutant.name]["test"].removeprefix("tests/")
         shown = f"`{test}`" if kind == "caught" else f"**{kind}**"

@@ -29,11 +29,66 @@ def test_it_fits_the_source(mutant: mutants.Mutant) -> None:
 
 
 def test_what_no_longer_fits_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("x = 1\nx = 1\n")
-    for line, message in (("x = 1", "2 times"), ("x = 2", "0 times")):
-        (tmp_path / "m.diff").write_text(f"# Bug.\n# tests: test_a.py\n@@ a.py\n-{line}\n+y\n")
+    module = tmp_path / "src/room/a.py"
+    module.parent.mkdir(parents=True)
+    module.write_text("x = 1\nx = 1\n")
+    for place, line, message in (
+        ("room.a", "x = 1", "2 times"),
+        ("room.a", "x = 2", "0 times"),
+        ("room.a.f", "x = 1", "0 times"),
+        ("rooms.a", "x = 1", "no such module"),
+    ):
+        (tmp_path / "m.diff").write_text(f"# Bug.\n# tests: test_a.py\n@@ {place}\n-{line}\n+y\n")
         with pytest.raises(mutants.MutantError, match=message):
             mutants.read_mutant(tmp_path / "m.diff").applied(tmp_path)
+
+
+def test_lines_are_looked_for_in_their_function_only(tmp_path: Path) -> None:
+    source = """class A:
+    @property
+    def f(self):
+        return 1
+
+    def g(self):
+        return 1
+
+
+def f():
+    def g():
+        return 1
+    return 2
+"""
+    (tmp_path / "src/room").mkdir(parents=True)
+    (tmp_path / "src/room/__init__.py").write_text(source)
+    for place, index in (("A.f", 0), ("A.g", 1), ("f", 2), ("f.g", 2)):
+        (tmp_path / "m.diff").write_text(
+            f"# Bug.\n# tests: test_a.py\n@@ room.{place}\n-        return 1\n+        return 5\n"
+        )
+        changed = mutants.read_mutant(tmp_path / "m.diff").applied(tmp_path)
+        pieces = source.split("return 1")
+        expected = (
+            "return 1".join(pieces[: index + 1]) + "return 5" + "return 1".join(pieces[index + 1 :])
+        )
+        assert changed == {"src/room/__init__.py": expected}
+
+
+def test_hunks_of_one_file_are_found_in_the_unchanged_one(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/a.py").write_text("def f():\n    if x:\n        y\n        z\n")
+    head = "# Bug.\n# tests: test_a.py\n"
+    hunks = "@@ a.f\n-        z\n+    z\n@@ a.f\n-    if x:\n-        y\n"
+    (tmp_path / "m.diff").write_text(head + hunks)
+    changed = mutants.read_mutant(tmp_path / "m.diff").applied(tmp_path)
+    assert changed == {"src/a.py": "def f():\n    z\n"}
+    (tmp_path / "m.diff").write_text(head + "@@ a.f\n-        y\n-        z\n@@ a.f\n-        z\n")
+    with pytest.raises(mutants.MutantError, match="two hunks"):
+        mutants.read_mutant(tmp_path / "m.diff").applied(tmp_path)
+
+
+def test_a_test_file_is_found_wherever_it_is() -> None:
+    assert mutants.test_file("test_mutants.py") == "tests/repo/test_mutants.py"
+    assert mutants.test_file("repo/test_mutants.py") == "tests/repo/test_mutants.py"
+    assert mutants.test_file("test_nothing.py") == "tests/test_nothing.py"
 
 
 @pytest.mark.parametrize(
