@@ -7,8 +7,11 @@ added and taken away. ``tests/repo/test_extend.py`` builds all examples and runs
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +20,7 @@ PAGE = ROOT / "docs" / "extend.md"
 
 GOALS = {
     "An online update": 7,
-    "An offline objective": 4,
     "An adapter": 2,
-    "A partition with its accountant": 2,
     "A file format": 1,
     "A reward": 1,
 }
@@ -45,6 +46,11 @@ class Block:
     language: str
     path: str
     text: str
+
+    @property
+    def is_test(self) -> bool:
+        """Whether the block is the example's own test, a new file."""
+        return self.path.startswith("tests/") and self.language != "diff"
 
     def write(self, root: Path) -> None:
         """Write or change the file below ``root``.
@@ -89,20 +95,28 @@ def examples(page: Path = PAGE) -> dict[str, list[Block]]:
 
 
 def places(blocks: list[Block]) -> list[str]:
-    """Return the files that an example adds or changes, beside its test."""
-    return sorted({b.path for b in blocks if not b.path.startswith("tests/")})
+    """Return the files that an example adds or changes, beside its own new test."""
+    return sorted({b.path for b in blocks if not b.is_test})
 
 
 def build(blocks: list[Block], root: Path) -> list[Path]:
     """Write an example into a copy of the source; return its tests."""
     for block in blocks:
         block.write(root)
-    return [root / block.path for block in blocks if block.path.startswith("tests/")]
+    return [root / block.path for block in blocks if block.is_test]
 
 
 def copy_source(root: Path) -> None:
     """Copy what the examples change, and nothing else."""
-    for name in ("src", "recipes", "docs"):
-        shutil.copytree(
-            ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "results")
-        )
+    for name in ("src", "tests"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def run_tests(root: Path, tests: list[Path]) -> subprocess.CompletedProcess[str]:
+    """Run the tests of examples that were built in a copy of the source."""
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-c", os.devnull, "-p", "no:cacheprovider",
+         f"--rootdir={root}", "--import-mode=importlib", *map(str, tests)],
+        cwd=root, env={**os.environ, "PYTHONPATH": str(root / "src")}, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip

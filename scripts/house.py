@@ -7,24 +7,25 @@ Writes ``docs/results/house.json``. Takes a minute; ``--times`` also runs ``make
 from __future__ import annotations
 
 import argparse
-import os
-import re
+import importlib
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import extend_page
-import house_graph
 from dprlhf.runs.measurements import Result, write_results
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "docs" / "results" / "house.json"
 
-TRAIN = ("api", "cli.train")
+TRAIN = ("dprlhf.api", "dprlhf.cli.train")
 """What ``dprlhf train`` starts from."""
+
+sys.path.insert(0, str(ROOT / "tests"))  # what reads the structure, and the scan of the boundary
+house, test_boundary = map(importlib.import_module, ("helpers.house", "test_boundary"))
 
 
 def at_most(name: str, value: float, unit: str, goal: float) -> Result:
@@ -32,17 +33,16 @@ def at_most(name: str, value: float, unit: str, goal: float) -> Result:
 
 
 def imports() -> Iterator[Result]:
-    yield at_most("modules at the root", len(house_graph.at_the_root()), "modules", 9)
-    yield at_most("circles of imports", len(house_graph.circles()), "groups of modules", 0)
-    yield at_most("imports from a lower to a higher room", len(house_graph.upward()), "imports", 0)
+    arrows = house.read_arrows(house.read_modules())
+    root = len(list(house.SOURCE.glob("*.py")))
+    yield at_most("modules at the root", root, "modules", 9)
+    yield at_most("circles of imports", len(house.circles(arrows)), "circles", 0)
+    yield at_most("imports to a higher room", len(house.upward(arrows)), "imports", 0)
     yield at_most("modules that open Private", len(openers()), "modules", 9)
 
 
 def openers() -> list[str]:
-    """Return the modules of the scan in ``tests/test_boundary.py`` that open Private."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    import test_boundary
-
+    """Return the modules that open Private, by the scan in ``tests/test_boundary.py``."""
     return [
         module
         for module, source in test_boundary.modules().items()
@@ -50,31 +50,44 @@ def openers() -> list[str]:
     ]
 
 
+def reach(starts: Iterable[str]) -> set[str]:
+    """Return the modules that some modules load, imports inside functions and packages included.
+
+    The package's own ``__init__`` counts as a module, but not what it offers lazily.
+    """
+    modules = house.read_modules()
+    needs: dict[str, set[str]] = {name: set() for name in modules}
+    for arrow in house.read_arrows(modules):
+        needs[arrow.importer].add(arrow.imported)
+    for name in modules:
+        needs[name].add(name.rpartition(".")[0] or name)
+    needs["dprlhf"] = set()
+    seen, waiting = set(starts), list(starts)
+    while waiting:
+        new = needs[waiting.pop()] - seen
+        seen |= new
+        waiting += new
+    return seen
+
+
 def sizes() -> Iterator[Result]:
-    files = house_graph.modules()
-    lines = {name: len(path.read_text().splitlines()) for name, path in files.items()}
-    core = house_graph.reach(TRAIN)
-    reached = sum(lines[name] for name in core)
+    lines = {}
+    for path in house.SOURCE.rglob("*.py"):
+        parts = path.relative_to(house.SOURCE.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        lines[name] = len(path.read_text().splitlines())
+    reached = sum(lines[name] for name in reach(TRAIN))
     yield at_most("lines that dprlhf train can reach, with docstrings", reached, "lines", 11_000)
     yield Result("lines of the package, with docstrings", sum(lines.values()), "lines")
-    lengths = house_graph.functions().values()
-    longest = max(without for _, without in lengths)
+    functions = house.read_functions(house.read_modules())
+    longest = max(f.lines for f in functions)
     yield at_most("longest function, without its docstring", longest, "lines", 60)
-    longest = max(with_ for with_, _ in lengths)
+    longest = max(f.with_docstring for f in functions)
     yield at_most("longest function, with its docstring", longest, "lines", 60)
-    yield at_most("most branches in a function", most_branches(), "branches", 10)
+    most = max(f.branches for f in functions)
+    yield at_most("most branches in a function", most, "branches", 10)
     words = len((ROOT / "README.md").read_text().split())
     yield at_most("words in README.md", words, "words", 700)
-
-
-def most_branches() -> int:
-    """Return the largest number of branches in a function, as ruff counts them."""
-    told = subprocess.run(
-        [sys.executable, "-m", "ruff", "check", "src", "--select", "PLR0912", "--no-cache",
-         "--config", "lint.pylint.max-branches=0", "--output-format", "concise"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    ).stdout  # fmt: skip
-    return max(int(count) for count in re.findall(r"Too many branches \((\d+) > 0\)", told))
 
 
 def extensions() -> Iterator[Result]:
@@ -83,7 +96,7 @@ def extensions() -> Iterator[Result]:
         with tempfile.TemporaryDirectory(prefix="extend-") as folder:
             extend_page.copy_source(Path(folder))
             tests = extend_page.build(blocks, Path(folder))
-            works = run_tests(Path(folder), tests)
+            works = extend_page.run_tests(Path(folder), tests).returncode == 0
         count, goal = len(extend_page.places(blocks)), extend_page.GOALS[title]
         yield Result(
             f"places touched: {title[0].lower()}{title[1:]}, beside its test",
@@ -92,16 +105,6 @@ def extensions() -> Iterator[Result]:
             f"at most {goal}, and its test passes",
             works and count <= goal,
         )
-
-
-def run_tests(root: Path, tests: list[Path]) -> bool:
-    """Run the tests of examples that were built in a copy of the source."""
-    environment = {**os.environ, "PYTHONPATH": str(root / "src")}
-    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "-p", "no:cacheprovider"]
-    ran = subprocess.run(
-        [*command, f"--rootdir={root}", *map(str, tests)], cwd=root, env=environment, check=False
-    )
-    return ran.returncode == 0
 
 
 def times() -> Iterator[Result]:

@@ -36,7 +36,14 @@ from dprlhf.updates import PrivateRound
 from dprlhf.updates.kl import subtract_kl
 from dprlhf.updates.telemetry import TelemetryCoordinates
 
-__all__ = ["ContractReport", "UpdateReport", "check_reward", "check_update", "tiny_policy"]
+__all__ = [
+    "ContractReport",
+    "UpdateReport",
+    "check_reward",
+    "check_update",
+    "save_tiny_model",
+    "tiny_policy",
+]
 
 Update = Callable[[PrivateRound, Any], None]
 """An update: it gets the round and its own settings, releases, and steps."""
@@ -65,7 +72,9 @@ class UpdateReport:
     largest: dict[float, float]
 
 
-def check_update(update: Update, settings: Any, *, seed: int = 0) -> UpdateReport:
+def check_update(
+    update: Update, settings: Any, *, adapter: recipe.Adapter | None = None, seed: int = 0
+) -> UpdateReport:
     """Check an update's contract with the privacy accountant on made-up users.
 
     The checks, each on rounds of a tiny language model in float64:
@@ -86,7 +95,8 @@ def check_update(update: Update, settings: Any, *, seed: int = 0) -> UpdateRepor
         update: The update function, for example ``dprlhf.updates.UPDATES["pg"]``.
         settings: Its settings, a subclass of the recipe's update section; ``clip_norm`` and
             ``batch_size`` are set by the checks.
-        seed: Of the made-up responses and rewards.
+        adapter: What the tiny policy trains; LoRA of rank 2 on the attention by default.
+        seed: Seed of the made-up responses and rewards.
 
     Raises:
         AssertionError: A check fails; the message names it.
@@ -97,13 +107,13 @@ def check_update(update: Update, settings: Any, *, seed: int = 0) -> UpdateRepor
     1
     """
     name = getattr(settings, "name", update)
-    trial = _Trial(update, settings, f"update {name!r} fails the check", seed)
+    trial = _Trial(update, settings, f"update {name!r} fails the check", adapter, seed)
     largest = {clip_norm: _check_influence(trial, clip_norm) for clip_norm in (TIGHT, WIDE)}
     _check_failures(trial)
     _check_micro_batches(trial)
     _check_leftovers(trial)
     _check_empty_round(trial)
-    return UpdateReport(settings.releases, tiny_policy().dimension, largest)
+    return UpdateReport(settings.releases, trial.policy().dimension, largest)
 
 
 def tiny_policy(adapter: recipe.Adapter | None = None) -> CausalLMPolicy:
@@ -114,33 +124,40 @@ def tiny_policy(adapter: recipe.Adapter | None = None) -> CausalLMPolicy:
     Args:
         adapter: LoRA of rank 2 on the attention by default.
     """
-    if adapter is not None:
-        return _make_policy(adapter)
-    return copy.deepcopy(_default_policy())
+    adapter = adapter or recipe.Adapter(type="lora", rank=2, target_modules=["c_attn"])
+    return copy.deepcopy(_policy_with(adapter.model_dump_json()))
+
+
+def save_tiny_model(folder: Path) -> str:
+    """Save the model and the tokenizer of :func:`tiny_policy`, and return the folder's path."""
+    _tiny_model().save_pretrained(folder)
+    _byte_tokenizer().save_pretrained(folder)
+    return str(folder)
 
 
 @functools.cache
-def _default_policy() -> CausalLMPolicy:
-    return _make_policy(recipe.Adapter(type="lora", rank=2, target_modules=["c_attn"]))
+def _policy_with(adapter: str) -> CausalLMPolicy:
+    spec = recipe.Adapter.model_validate_json(adapter)
+    policy = make_policy(_tiny_model(), _byte_tokenizer(), spec, temperature=0.7)
+    policy.model.to(torch.float64)
+    policy.parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.parameters.values():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return policy
 
 
-def _make_policy(adapter: recipe.Adapter) -> CausalLMPolicy:
+def _tiny_model() -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = GPT2Config(
-            vocab_size=257, n_positions=64, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0,
+            vocab_size=257, n_positions=128, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0,
             embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
         )  # fmt: skip
-        model: Any = GPT2LMHeadModel(config)
-        policy = make_policy(model, _byte_tokenizer(), adapter, temperature=0.7)
-        policy.model.to(torch.float64)
-        policy.parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
-        with torch.no_grad():
-            for parameter in policy.parameters.values():
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    return policy
+        return GPT2LMHeadModel(config)
 
 
 def _byte_tokenizer() -> Any:
@@ -168,19 +185,25 @@ class _Trial:
         update: The update under test.
         settings: Its settings.
         fails: How an error message begins.
-        seed: Of the made-up responses and rewards.
+        adapter: What the policy trains.
+        seed: Seed of the made-up responses and rewards.
     """
 
     update: Update
     settings: Any
     fails: str
+    adapter: recipe.Adapter | None
     seed: int
+
+    def policy(self) -> CausalLMPolicy:
+        """Return the policy that every round starts from."""
+        return tiny_policy(self.adapter)
 
     def sums(
         self, clip_norm: float, users: Sequence[int] = _USERS, batch_size: int = 8, **scores: Any
     ) -> list[torch.Tensor]:
         """Run one round from the same start, and return the sums that the gate was given."""
-        policy = tiny_policy()
+        policy = self.policy()
         with _RecordingGate(clip_norm, self.settings.releases) as gate:
             responses = _responses(users, self.seed)
             given = _scores(responses, users, self.seed, **scores)
@@ -376,7 +399,7 @@ def _check_micro_batches(trial: _Trial) -> None:
 
 
 def _check_empty_round(trial: _Trial) -> None:
-    policy = tiny_policy()
+    policy = trial.policy()
     before = {name: parameter.clone() for name, parameter in policy.parameters.items()}
     responses = _responses([], trial.seed)
     with _RecordingGate(1.0, trial.settings.releases, noise_multiplier=0.0) as gate:
@@ -395,7 +418,7 @@ def _check_empty_round(trial: _Trial) -> None:
 def _check_leftovers(trial: _Trial) -> None:
     outcomes = []
     for first, seed in (((0, 2, 3), trial.seed + 1), ((1, 4), trial.seed + 2)):
-        policy = tiny_policy()
+        policy = trial.policy()
         optimizer = _optimizer(policy)
         with _RecordingGate(WIDE, trial.settings.releases) as gate:
             for t, users, drawn in ((1, first, seed), (2, _USERS, trial.seed)):
