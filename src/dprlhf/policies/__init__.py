@@ -1,1 +1,1 @@
-"""The models that are trained: causal language models, adapters and classifiers."""
+"""The policy that is trained: a language model with an adapter, and its optimizer."""

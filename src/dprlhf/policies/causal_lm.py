@@ -1,4 +1,4 @@
-"""A causal language model with a trainable adapter: the policy π_θ, with μ inside it."""
+"""A causal language model with a trainable PEFT adapter: the policy π_θ."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from dprlhf.policies.adapters import add_adapter, quiet_peft, stored_state
 
 
 class CausalLMPolicy:
-    """π_θ as a PEFT model; the base policy is the same network with its adapter off.
+    """The policy π_θ as a PEFT model; with its adapter off, the same network is the base policy.
 
     Args:
-        model: the PEFT model, in evaluation mode (dropout would be a second source of randomness).
-        tokenizer: with a padding token, padding on the left.
-        temperature: of sampling; log-probabilities are taken at the same temperature.
+        model: The PEFT model. It is put into evaluation mode: dropout would be a second source of
+            randomness.
+        tokenizer: A tokenizer with a padding token that pads on the left.
+        temperature: Sampling temperature. Log-probabilities are taken at the same temperature.
 
     Attributes:
-        parameters: the trainable parameters by name, in a fixed order.
-        dimension: d, their number.
-        end_tokens: a response ends with any of these; the tokenizer's end-of-sequence token and
-            those of the checkpoint's generation config. Nothing else of that config is used: a
+        parameters: The trainable parameters by name, in a fixed order.
+        dimension: Number d of trainable parameters.
+        end_tokens: Tokens at which a response ends: the tokenizer's end-of-sequence token and those
+            of the checkpoint's generation config. Nothing else of that config is used: a
             repetition penalty would sample from another distribution than π_θ.
-        is_base: True inside :meth:`base`.
+        is_base: Whether the adapter is off, inside :meth:`base`.
     """
 
     def __init__(self, model: Any, tokenizer: Any, temperature: float = 1.0) -> None:
@@ -55,13 +56,13 @@ class CausalLMPolicy:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """Device of the model's parameters."""
         device: torch.device = next(self.model.parameters()).device
         return device
 
     @contextlib.contextmanager
     def base(self) -> Iterator[None]:
-        """Switch the adapter off: inside, the network is the base policy."""
+        """Switch the adapter off within the context, where the network is the base policy."""
         outer, self.is_base = self.is_base, True
         try:
             with self.model.disable_adapter():
@@ -73,13 +74,13 @@ class CausalLMPolicy:
                 parameter.requires_grad_(name in self.parameters)
 
     def encode(self, prompts: Sequence[Any], max_tokens: int) -> list[list[int]]:
-        """Tokenize prompts, each by itself: text as it is, conversations by the chat template.
+        """Tokenize prompts one by one: text as it is, conversations by the chat template.
 
         A prompt longer than ``max_tokens`` keeps its last tokens; an empty one becomes the
         beginning-of-sequence (or end-of-sequence) token.
 
         Raises:
-            DprlhfError: the chat template refuses a conversation, which the message does not quote.
+            DprlhfError: The chat template refuses a conversation. The message does not quote it.
         """
         tokenizer = self.tokenizer
         start = tokenizer.bos_token_id
@@ -106,13 +107,18 @@ class CausalLMPolicy:
         return encoded
 
     def check_context_length(self, tokens: int, what: str, name: str) -> None:
-        """Refuse texts that are longer than the positions that the model treats alike.
+        """Refuse texts that are longer than the model's context.
 
-        Past its original length, LongRoPE rescales all rows of a batch if the longest one is there:
-        one user would move the others.
+        Past its original length, LongRoPE rescales all rows of a batch if one of them is longer:
+        one user would change the values of the others.
+
+        Args:
+            tokens: Length of the longest text.
+            what: Start of the error message, which names the setting.
+            name: Name of the model, for the error message.
 
         Raises:
-            DprlhfError: they are; it begins with ``what``, and says that ``name`` has fewer.
+            DprlhfError: The texts are longer.
         """
         config = self.model.config.get_text_config()
         room = getattr(config, "max_position_embeddings", math.inf)
@@ -124,14 +130,15 @@ class CausalLMPolicy:
             raise DprlhfError(f"{what} more than the {room} positions of {name}")
 
     def shared_rows(self, num_generations: int, prompt: int, responses: int) -> int:
-        """Return how many responses this model had best compute in one row, behind one prompt.
+        """Return the fastest number of responses to compute in one row, behind one prompt.
 
-        Only public numbers decide: shapes follow from it, and rounding from shapes.
+        It depends on public numbers alone: it decides the shape of a batch, and rounding depends on
+        the shape.
 
         Args:
-            num_generations: How many adjacent rows have a prompt in common.
-            prompt: the width of the prompt part.
-            responses: the length of the response part.
+            num_generations: Number of adjacent rows that share a prompt.
+            prompt: Width of the prompt part, in tokens.
+            responses: Width of the response part, in tokens.
 
         Returns:
             A divisor of ``num_generations``, for :meth:`response_logprobs`.
@@ -144,13 +151,13 @@ class CausalLMPolicy:
     def response_logprobs(
         self, tokens: torch.Tensor, mask: torch.Tensor, responses: int, shared_rows: int = 1
     ) -> torch.Tensor:
-        """Return log π(token | what stands before it) for the last ``responses`` tokens.
+        """Return log π(token | all tokens before it) of the last ``responses`` tokens of each row.
 
         Args:
             tokens: ``[rows, prompt + response]``, prompts padded on the left.
-            mask: 1 where a token is real, same shape.
-            responses: the length of the response part.
-            shared_rows: How many adjacent rows have the same prompt, and go through the model as
+            mask: 1 for real tokens and 0 for padding, same shape.
+            responses: Width of the response part, in tokens.
+            shared_rows: Number of adjacent rows that share a prompt and go through the model as
                 one row.
 
         Returns:
@@ -162,9 +169,8 @@ class CausalLMPolicy:
                 tokens, mask, responses, shared_rows, dtype
             )
         else:
-            # Nothing stands after the last token, so it is left out; a masked column comes in
-            # front, without which the attention kernel would depend on who is there (see
-            # dprlhf.rollout).
+            # The last token predicts nothing, so it is left out. A masked column comes in front:
+            # without it, the attention kernel would depend on the batch's users (dprlhf.rollout).
             ids, seen = F.pad(tokens[:, :-1], (1, 0)), F.pad(mask[:, :-1], (1, 0))
             positions = (seen.cumsum(1) - 1).clamp(min=0)
             inputs = {"input_ids": ids, "attention_mask": seen, "position_ids": positions}
@@ -180,7 +186,7 @@ class CausalLMPolicy:
 
         Args:
             tokens: ``[rows, tokens]``, padded on the left.
-            mask: 1 where a token is real, same shape.
+            mask: 1 for real tokens and 0 for padding, same shape.
         """
         ids, seen = F.pad(tokens, (1, 0)), F.pad(mask, (1, 0))  # as in response_logprobs
         states: torch.Tensor = self.model.get_base_model().base_model(
@@ -200,7 +206,7 @@ class CausalLMPolicy:
         return {name: weight.detach().cpu().clone() for name, weight in weights.items()}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Put back what :meth:`state` returned."""
+        """Load adapter weights that :meth:`state` returned."""
         import peft
 
         peft.set_peft_model_state_dict(self.model, state)
@@ -216,23 +222,23 @@ def chosen_logprobs(logits: torch.Tensor, chosen: torch.Tensor, temperature: flo
     """Return log softmax(logits / temperature) at one token a row, in float32 or wider.
 
     Args:
-        logits: ``[rows, vocabulary]``; what the backward pass keeps.
-        chosen: the tokens, ``[rows]``.
-        temperature: of the distribution.
+        logits: The model's output, ``[rows, vocabulary]``. The backward pass keeps it as it is.
+        chosen: One token for each row, ``[rows]``.
+        temperature: Temperature that the logits are divided by.
 
     Returns:
-        ``[rows]``.
+        Log-probabilities, ``[rows]``.
     """
     found: torch.Tensor = _ChosenLogProbs.apply(logits, chosen, temperature)  # type: ignore[no-untyped-call]
     return found
 
 
 class _ChosenLogProbs(torch.autograd.Function):
-    """See :func:`chosen_logprobs`.
+    """The function behind :func:`chosen_logprobs`, with little memory.
 
-    A part of the rows at a time: the vocabulary's float32 copies stay in the processor's cache, and
-    what is kept for the backward pass is the logits as the model gave them. ``cross_entropy`` makes
-    three copies of all of them in float32.
+    It takes some of the rows at a time: their float32 copies stay in the processor's cache, and the
+    backward pass keeps the logits as the model gave them. ``cross_entropy`` makes three float32
+    copies of all rows.
     """
 
     @staticmethod
@@ -270,12 +276,15 @@ def _parts(logits: torch.Tensor) -> Iterator[slice]:
 
 
 def load_policy(spec: recipe.Policy, *, temperature: float = 1.0, seed: int = 0) -> CausalLMPolicy:
-    """Load a base model through transformers and put a fresh adapter on it.
+    """Load a base model through transformers and put a new adapter on it.
 
-    The adapter's starting point is drawn from ``seed``; it is public.
+    Args:
+        spec: The recipe's section.
+        temperature: Sampling temperature of the policy.
+        seed: Seed of the adapter's initial weights, which are public.
 
     Raises:
-        DprlhfError: the model cannot be loaded, or the adapter does not fit it.
+        DprlhfError: The model cannot be loaded, or the adapter does not fit it.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -312,7 +321,15 @@ def make_policy(
     temperature: float = 1.0,
     seed: int = 0,
 ) -> CausalLMPolicy:
-    """Put a fresh adapter on a loaded model."""
+    """Put a new adapter on a loaded transformers model, and prepare its tokenizer.
+
+    Args:
+        model: A causal language model.
+        tokenizer: Its tokenizer; it is set to pad on the left.
+        adapter: The recipe's section.
+        temperature: Sampling temperature of the policy.
+        seed: Seed of the adapter's initial weights, which are public.
+    """
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"
@@ -324,16 +341,18 @@ def make_policy(
 def align_with_activations(
     policy: CausalLMPolicy, tokens: torch.Tensor, mask: torch.Tensor, batch_size: int
 ) -> None:
-    """Point each lora_A along the main directions of its layer's inputs on PUBLIC text.
+    """Set each ``lora_A`` to the principal directions of its layer's inputs on PUBLIC text.
 
-    The rows of A become the leading right singular vectors of the inputs, not centred, at the
-    length that the random start has (compare EVA, arXiv 2410.07170). A random direction is seen
-    by few tokens; the leading one is common to nearly all, so the gradients of different users
+    The rows of A become the leading right singular vectors of the inputs, not centred, with the
+    norms of the random initial rows (compare EVA, arXiv 2410.07170). Few tokens have a component
+    along a random direction, nearly all along the leading one, so the gradients of different users
     agree more and stand out more from the noise.
 
     Args:
-        tokens: public text, ``[rows, tokens]``.
-        mask: 1 where a token is real, same shape.
+        policy: A policy whose adapter has ``lora_A``; it is changed in place.
+        tokens: Public text, ``[rows, tokens]``.
+        mask: 1 for real tokens and 0 for padding, same shape.
+        batch_size: Rows in one forward pass.
     """
     second_moments: dict[str, torch.Tensor] = {}
     real = torch.empty(0)

@@ -13,10 +13,10 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 
 
 class RewardModel(CausalLMPolicy):
-    """A classifier seen as a policy that answers a text with one token, the number of a label.
+    """A classifier as a policy that answers a text with one token, the number of a label.
 
-    What clips and sums the gradients of log π then serves the reward model too: a row is a text
-    and its answer. With one output there is no label, and the "log-probability" is the score.
+    The code that clips and sums the gradients of log π then serves reward models too: a row is a
+    text and its answer. A model with one output has no labels; its "log-probability" is the score.
     """
 
     def response_logprobs(
@@ -26,9 +26,9 @@ class RewardModel(CausalLMPolicy):
 
         Args:
             tokens: ``[rows, text + 1]``, texts padded on the left, then the label.
-            mask: 1 where a token is real, same shape.
-            responses: 1.
-            shared_rows: 1; texts have nothing in common.
+            mask: 1 for real tokens and 0 for padding, same shape.
+            responses: Always 1.
+            shared_rows: Always 1; texts share no prompt.
 
         Returns:
             ``[rows, 1]``, float32 or wider.
@@ -56,14 +56,13 @@ def load_reward_model(
 ) -> RewardModel:
     """Load an encoder or a causal LM through transformers with a classification head.
 
-    A head that the checkpoint lacks, and the adapter's start, are drawn from ``seed``; both are
-    public.
-
     Args:
-        labels: their names; None for the one output of a reward learnt from pairs.
+        spec: The recipe's section.
+        labels: Names of the labels; None for the one output of a reward trained on pairs.
+        seed: Seed of a new head's and the adapter's initial weights, which are public.
 
     Raises:
-        DprlhfError: the model cannot be loaded, or the adapter does not fit it.
+        DprlhfError: The model cannot be loaded, or the adapter does not fit it.
     """
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -100,7 +99,11 @@ def load_reward_model(
 
 
 def head_settings(labels: list[str] | None) -> dict[str, object]:
-    """Return what ``from_pretrained`` is told about the head."""
+    """Return the arguments of ``from_pretrained`` for the classification head.
+
+    Args:
+        labels: Names of the labels; None for one output.
+    """
     if labels is None:
         return {"num_labels": 1}
     return {

@@ -1,9 +1,9 @@
-"""Several responses to one prompt behind a single copy of it, in one row of the model's input.
+"""Several responses behind a single copy of their prompt, in one row of the model's input.
 
-Rows that answer one prompt repeat its tokens. In the order prompt, y₁, y₂, …, with each response's
-positions counted on from the prompt's end and an attention mask under which no response sees
-another, the model computes exactly what it computes for the rows one by one, and the prompt once.
-A row belongs to one user as before.
+The rows of responses to one prompt repeat its tokens. Here one row has the order prompt, y₁, y₂, …;
+the positions of each response continue from the prompt's end, and an attention mask hides the
+responses from one another. The model then computes what it computes for separate rows, and the
+prompt only once. A row still belongs to one user.
 """
 
 from __future__ import annotations
@@ -15,30 +15,31 @@ import torch
 _MODELS = frozenset(
     {"gemma", "gpt2", "gpt_neox", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3"}
 )
-"""Model types that are tested to take positions and a mask of one's own as they are. Others count
+"""Model types that are tested to use the positions and the mask that they are given. Others count
 positions from the mask, keep a state from token to token, or look back a fixed distance only."""
 
 
 def supported(config: Any) -> bool:
     """Return whether a model with this configuration computes the same behind a shared prompt.
 
-    A checkpoint that brings code of its own may do so under any name.
+    A checkpoint with code of its own is not supported, whatever its name.
     """
     known = getattr(config, "model_type", None) in _MODELS
     return known and not any(getattr(config, n, None) for n in ("sliding_window", "auto_map"))
 
 
 def best_shared_rows(num_generations: int, prompt: int, response: int, hidden: int) -> int:
-    """Return how many of the responses to a prompt go behind one copy of it: a divisor of them.
+    """Return the fastest number of responses behind one copy of their prompt.
 
-    Each more saves a pass over the prompt and lengthens what attention goes over. In the same units
-    a token costs 6 · hidden in a layer's matrix products and its row's length in attention.
+    One more response saves a pass over the prompt and makes the row longer for attention. In the
+    same units, a token costs 6 · hidden in a layer's matrix products and its row's length in
+    attention.
 
     Args:
-        num_generations: The number of responses to each prompt.
-        prompt: tokens of a padded prompt.
-        response: tokens of a response.
-        hidden: the size of a hidden state.
+        num_generations: Number of responses to each prompt; the result divides it.
+        prompt: Tokens of a padded prompt.
+        response: Tokens of a response.
+        hidden: Size of a hidden state.
     """
 
     def cost(shared_rows: int) -> float:
@@ -51,14 +52,14 @@ def best_shared_rows(num_generations: int, prompt: int, response: int, hidden: i
 def behind_one_prompt(
     tokens: torch.Tensor, mask: torch.Tensor, responses: int, shared_rows: int, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Return the model's inputs, of ``rows / shared_rows`` rows.
+    """Return the model's inputs, with ``rows / shared_rows`` rows.
 
     Args:
-        tokens: ``[rows, prompt + response]``; so many adjacent rows each have one prompt.
-        mask: 1 where a token is real, same shape.
-        responses: the length of the response part.
-        shared_rows: rows that go behind one prompt.
-        dtype: of the attention mask.
+        tokens: ``[rows, prompt + response]``; ``shared_rows`` adjacent rows share a prompt.
+        mask: 1 for real tokens and 0 for padding, same shape.
+        responses: Width of the response part, in tokens.
+        shared_rows: Number of rows that go behind one copy of their prompt.
+        dtype: Data type of the attention mask.
     """
     rows, width = tokens.shape
     prompt, own = width - responses, responses - 1  # nothing stands after the last token
