@@ -1,6 +1,6 @@
-# make setup | demo | test | check | docs | bench | mutants | results | clean
+# make setup | demo | test | test-fast | check | docs | bench | mutants | results | clean
 # make demo RESULTS=docs/results/demo.json keeps the figures that it measures.
-.PHONY: setup demo test check docs bench mutants results clean
+.PHONY: setup demo test test-fast check docs bench mutants results clean
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -18,6 +18,10 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -q -n 2
+
+# Without what takes seconds a test: processes, kills, leaks, whole runs, drawn calibrations.
+test-fast: setup
+	$(BIN)/python -m pytest -q -n 2 -m "not slow"
 
 check: setup
 	$(BIN)/ruff check src tests scripts

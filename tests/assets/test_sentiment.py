@@ -18,6 +18,8 @@ from transformers import (
 
 from dprlhf.assets import sentiment
 
+pytestmark = pytest.mark.slow
+
 GOOD, BAD = ("superb", "moving"), ("dull", "awful")
 FILLER = ("the", "film", "is", "a", "story", "of", "two", "men", "and", "their", "car")
 

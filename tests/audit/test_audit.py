@@ -441,6 +441,7 @@ def length(prompts: list[str], completions: list[str]) -> list[float]:
     return [float(len(c)) for c in completions]
 
 
+@pytest.mark.slow
 def test_a_runs_card_states_its_audit_and_keeps_it(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     prompts = ["a", "b", "c", "d"]

@@ -113,6 +113,7 @@ def check_ledger(result: Result, releases: int) -> None:
     assert {e.body["releases_per_round"] for e in entries if e.kind == "charge"} == {releases}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UPDATES)
 def test_a_run_without_noise_learns(model: str, tmp_path: Path, name: str) -> None:
     fixed = {"rounds": 20, "learning_rate": 0.1, "update__name": name}
@@ -132,6 +133,7 @@ def test_a_run_without_noise_learns(model: str, tmp_path: Path, name: str) -> No
     assert card["epsilon"] == "infinity"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPECS)
 def test_a_private_run(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

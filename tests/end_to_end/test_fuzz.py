@@ -18,6 +18,7 @@ def _one_model(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", fuzz.TARGETS)
 @pytest.mark.filterwarnings("default")
 def test_a_clear_error_or_a_correct_result(target: str) -> None:

@@ -20,6 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from helpers import kills
 
+pytestmark = pytest.mark.slow
+
 CASES: list[dict[str, Any]] = [
     {"kill": [["point", "ledger opened", 1]]},
     {"kill": [["point", "noise drawn", 2]]},

@@ -20,6 +20,8 @@ from dprlhf.boundary import Private
 from dprlhf.training.progress import Progress
 from helpers import leaks
 
+pytestmark = pytest.mark.slow
+
 SILENT = ["a-careless-reward", *leaks.BAD_DATA, *leaks.CARRIED_ON, *leaks.FAILURES]
 
 

@@ -315,6 +315,7 @@ shapes = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     shape=shapes,
@@ -599,6 +600,7 @@ def replaced(weighted: Weighted, user: int, how: str, seed: int) -> Weighted:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     shape=shapes.filter(lambda s: len(s.prompts) > 1),

@@ -665,6 +665,7 @@ def test_every_recipe_runs(path: Path, tmp_path: Path) -> None:
     assert outcome.plan.private
 
 
+@pytest.mark.slow
 def test_cartpole_learns_at_epsilon_three(tmp_path: Path) -> None:
     tiny = {"evaluation_episodes": 32, "curve_points": 0}
     # A random policy falls after some twenty steps. Five keys gave pg 302 to 500, npg 186 to 494.
@@ -675,6 +676,7 @@ def test_cartpole_learns_at_epsilon_three(tmp_path: Path) -> None:
         assert outcome.returns.mean() > least
 
 
+@pytest.mark.slow
 def test_the_tables_run_in_miniature_and_write_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

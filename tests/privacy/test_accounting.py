@@ -247,6 +247,7 @@ def test_bracket_of_pld_accounting() -> None:
 # ---- random allocation: bounds -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(st.floats(0, 4), st.floats(math.log10(0.2), math.log10(8)), st.floats(-9, -3))
 @settings(max_examples=60, deadline=None)
 def test_bounds_are_within_one_percent(log_t: float, log_z: float, log_delta: float) -> None:
@@ -256,6 +257,7 @@ def test_bounds_are_within_one_percent(log_t: float, log_z: float, log_delta: fl
         assert cost.epsilon <= 1.01 * cost.epsilon_lower
 
 
+@pytest.mark.slow
 @given(st.integers(1, 300), st.floats(0.3, 5), st.floats(1.001, 2), st.floats(-9, -3))
 @settings(max_examples=25, deadline=None)
 def test_epsilon_falls_with_noise_rounds_and_delta(
@@ -411,6 +413,7 @@ def test_poisson_against_sampling() -> None:
 # ---- calibration -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_calibrate_then_account_250_times(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -432,6 +435,7 @@ def test_calibrate_then_account_250_times(seed: int) -> None:
         assert 0.999 * eps <= again.epsilon <= eps, (partition, rounds, eps, delta)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("partition", "adjacency", "rounds", "k"),
     [

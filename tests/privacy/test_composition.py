@@ -47,6 +47,7 @@ def golden(z_allocated: float, z_gaussian: float, eps: float) -> float:
     return float(max(remove, add))
 
 
+@pytest.mark.slow
 def test_allocation_then_gaussian_equals_the_quadrature() -> None:
     gaussian = Mechanism(2.0, 5, "fixed", "zero-out")
     allocated = Mechanism(1.0, 2, adjacency="zero-out")
@@ -69,12 +70,14 @@ def test_gaussians_compose_in_closed_form() -> None:
     assert total_epsilon(runs, DELTA).epsilon == pytest.approx(gaussian_epsilon(1.2, DELTA))
 
 
+@pytest.mark.slow
 def test_two_equal_allocations_cost_what_two_participations_do() -> None:
     twice = Mechanism(1.0, 32, participations=2)
     pair = total_epsilon([Mechanism(1.0, 16)] * 2, DELTA).epsilon
     assert pair == pytest.approx(epsilon(twice, DELTA).epsilon, rel=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adjacency", ["add-remove", "replace-one"])
 def test_more_runs_cost_more_and_never_more_than_their_sum(adjacency: str) -> None:
     first, second = (Mechanism(z, 8, adjacency=adjacency) for z in (1.0, 1.5))  # type: ignore[arg-type]
@@ -83,6 +86,7 @@ def test_more_runs_cost_more_and_never_more_than_their_sum(adjacency: str) -> No
     assert max(epsilon(m, 2e-5).epsilon for m in (first, second)) < both < sum(alone)
 
 
+@pytest.mark.slow
 def test_poisson_runs_compose_too() -> None:
     sampled = Mechanism(1.0, 8, "poisson")
     both = total_epsilon([sampled, Mechanism(1.0, 8)], DELTA)
@@ -105,6 +109,7 @@ def test_disjoint_users_pay_for_the_dearest_run_only() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_was_made_several_times_counts_as_often() -> None:
     repeated = total_epsilon([ALLOCATED, Mechanism(2.0, 4)], DELTA, times=[3, 1]).epsilon
     one_by_one = total_epsilon([ALLOCATED] * 3 + [Mechanism(2.0, 4)], DELTA).epsilon

@@ -66,6 +66,7 @@ def test_noise_sensitivity_and_divisor_by_hand() -> None:
     assert baseline.expected_batch_size == pytest.approx(3 * 1003 / 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("terms", ALL, ids=str)
 def test_the_guarantee_is_that_of_the_planned_mechanism(terms: dict[str, Any]) -> None:
     p = ask(noise_multiplier=1.0, **terms)
@@ -92,6 +93,7 @@ def test_fixed_costs_are_the_tables_of_one_gaussian() -> None:
     assert ask(rounds=80).guarantee.epsilon < 0.5 * ask().guarantee.epsilon
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(
     target=st.floats(0.3, 8),
@@ -114,6 +116,7 @@ def test_the_cost_of_several_passes_never_exceeds_what_was_asked_for() -> None:
     assert 1.98 < p.guarantee.epsilon <= 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("terms", ALL, ids=str)
 @pytest.mark.parametrize("off", [{"epsilon": math.inf}, {"noise_multiplier": 0}], ids=str)
 def test_a_baseline_changes_nothing_but_the_noise(

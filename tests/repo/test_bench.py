@@ -81,6 +81,7 @@ def least_peak() -> float:
     return min(peak_bytes(call, resident=mebibyte) for _ in range(5)) / mebibyte
 
 
+@pytest.mark.slow
 def test_peak_memory_counts_what_exists_at_once() -> None:
     # In a process of its own: what other tests freed may be handed out again.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -114,6 +115,7 @@ def test_both_updates_do_the_same_work(kind: models.Kind, full: bool) -> None:
     torch.testing.assert_close(total, gradients.double(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_comparison_with_trl_runs_and_all_sides_do_the_same_work(
     monkeypatch: pytest.MonkeyPatch,
@@ -139,6 +141,7 @@ def test_the_comparison_with_trl_runs_and_all_sides_do_the_same_work(
     assert {scored.count(prompt) for prompt in scored} == {5 * 2}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_other_comparisons_run(monkeypatch: pytest.MonkeyPatch) -> None:
     case: Any = ("llama", "LoRA")

@@ -123,6 +123,7 @@ def test_only_a_failing_test_counts(report: dict[str, str], expected: str) -> No
     assert mutants.outcome(report) == expected
 
 
+@pytest.mark.slow
 def test_planted_bugs_are_caught_and_the_source_is_not(tmp_path: Path) -> None:
     """Three of them, each against the first test file that it names, in processes of their own."""
     import subprocess

@@ -102,6 +102,7 @@ def take(home: Path) -> Callable[[str], None]:
     return take
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title", NEEDS)
 def test_a_first_step(take: Callable[[str], None], title: str) -> None:
     take(title)
@@ -188,6 +189,7 @@ def test_the_yaml_in_the_docs_is_yaml(page: Path) -> None:
         yaml.safe_load(block)
 
 
+@pytest.mark.slow
 def test_the_pipeline_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.save(tmp_path / newcomer.MODEL)
     monkeypatch.chdir(tmp_path)

@@ -25,6 +25,8 @@ from dprlhf.training import processes
 from dprlhf.training.processes import Processes
 from helpers import launched
 
+pytestmark = pytest.mark.slow
+
 CONFIGS = Path(__file__).parents[2] / "recipes/accelerate"
 ENVIRONMENT = {
     **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path),
