@@ -124,12 +124,11 @@ def test_boundary_types_are_frozen() -> None:
 
 ALLOWED: dict[str, dict[str, str]] = {
     "open_private": {
-        "training/build": "compares the digest of the users with the one in secret/",
         "audit/game": "plays with synthetic users of its own, and tells the adversary their rounds",
         "papers/control/trajectories": "simulates a round's users, and writes secret/ telemetry",
         "papers/control/updates": "computes each user's contribution from its own trajectory",
         "gradients/clipping": "clips each user and sums",
-        "runs/earlier": "looks for users that two runs share, in what secret/ holds of them",
+        "runs/opening": "compares the users with those that the run, or an earlier one, had",
         "training/progress": "shows a share of a round, on a terminal only",
         "rewards/private": "hands each user's responses to the rewards",
         "rollout/sampling": "samples the users' responses",

@@ -21,7 +21,7 @@ from dprlhf.policies.causal_lm import load_policy
 from dprlhf.policies.classifier import load_reward_model
 from dprlhf.recipe import Data, Policy, make_recipe
 from dprlhf.rewards import load_reward
-from dprlhf.training import build
+from dprlhf.runs.opening import recipe_digest
 from helpers import tiny
 
 COMMIT = "0" * 40
@@ -152,6 +152,6 @@ def test_runs_from_before_the_keys_keep_their_digest() -> None:
     assert older["policy"]["adapter"]["type"] == "ffa-lora"
     older["policy"]["adapter"]["type"] = "lora-b"
     digest = hashlib.sha256(json.dumps(older, sort_keys=True).encode()).hexdigest()
-    assert build._digest(made) == digest
+    assert recipe_digest(made) == digest
     pinned = make_recipe({**settings, "data": {"path": "org/prompts", "revision": COMMIT}})
-    assert build._digest(pinned) != digest
+    assert recipe_digest(pinned) != digest

@@ -26,11 +26,10 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:
-    from dprlhf.api import generate, resume, train
+    from dprlhf.api import generate, resume, resume_stage, train, train_stage
     from dprlhf.errors import DprlhfError
     from dprlhf.privacy.plan import Plan, make_plan
     from dprlhf.recipe import Recipe, load_recipe
-    from dprlhf.training.supervised import resume_stage, train_stage
 
 _HOMES = {
     "DprlhfError": "errors",
@@ -40,9 +39,9 @@ _HOMES = {
     "load_recipe": "recipe",
     "make_plan": "privacy.plan",
     "resume": "api",
-    "resume_stage": "training.supervised",
+    "resume_stage": "api",
     "train": "api",
-    "train_stage": "training.supervised",
+    "train_stage": "api",
 }
 
 __all__ = [

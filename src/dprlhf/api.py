@@ -1,28 +1,27 @@
-"""Train, resume, generate: the three calls behind the command line and the Python API."""
+"""Train, resume and generate: the calls behind the command line and the Python API."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 
-from dprlhf.data.in_memory import Reward, Sources, recipe_of
+from dprlhf.data.in_memory import Reward, Sources, check_overrides, from_memory, recipe_of
 from dprlhf.data.public import in_memory_prompts, prompts_in
 from dprlhf.errors import DprlhfError
-from dprlhf.recipe import Recipe, load_any_recipe
+from dprlhf.recipe import AnyRecipe, Recipe, load_any_recipe
+from dprlhf.recipe.supervised import StageRecipe
 from dprlhf.rollout import sample
-from dprlhf.runs.card import audit_of, model_card, privacy_card
 from dprlhf.runs.checkpoint import last_checkpoint
-from dprlhf.runs.folder import RunFolder, replaced_folder, time_stamp, write_json
-from dprlhf.training.build import Callback, hush_libraries, load, prepared
-from dprlhf.training.evaluate import Evaluated, estimate
+from dprlhf.runs.folder import RunFolder, time_stamp
+from dprlhf.training.build import Callback, hush_libraries, open_run
 from dprlhf.training.processes import Processes
-from dprlhf.training.timing import seconds_a_response, seconds_a_round
-from dprlhf.training.trainer import Result, Run, evaluate_policy, run_rounds
+from dprlhf.training.reinforcement import Result, load_policy_of
+from dprlhf.training.supervised import StageResult
+from dprlhf.training.trainer import complete
 
 
 def train(
@@ -61,13 +60,8 @@ def train(
     """
     sources = Sources(prompts, reward, evaluation_prompts)
     recipe = recipe_of(recipe, overrides, flat, sources)
-    if output_dir is not None:
-        recipe = recipe.model_copy(update={"output_dir": str(output_dir)})
-    # One name for all processes of a launch, whose clocks may stand on either side of a second.
-    name = Processes.connect().from_main(recipe.output_dir or f"runs/{time_stamp()}")
-    folder = RunFolder(Path(name))
-    with prepared(recipe, folder, sources, create=True, callbacks=callbacks, quiet=quiet) as run:
-        return _run(run)
+    result: Result = _train(recipe, sources, output_dir, "", callbacks, quiet)
+    return result
 
 
 def resume(
@@ -87,12 +81,80 @@ def resume(
         DprlhfError: the folder is no run, was altered, or its data or recipe changed.
     """
     run_folder = RunFolder(Path(folder))
-    recipe = _recipe_in(run_folder)
     sources = Sources(prompts, reward, evaluation_prompts)
-    with prepared(
-        recipe, run_folder, sources, create=False, callbacks=callbacks, quiet=quiet
-    ) as run:
-        return _run(run)
+    result: Result = _resume(_recipe_in(run_folder), run_folder, sources, callbacks, quiet)
+    return result
+
+
+def train_stage(
+    recipe: StageRecipe | str | Path,
+    *,
+    data: Sequence[Any] | Any | None = None,
+    evaluation_data: Sequence[Any] | Any | None = None,
+    overrides: Sequence[str] = (),
+    output_dir: str | Path | None = None,
+    callbacks: Sequence[Callback] = (),
+    quiet: bool = False,
+) -> StageResult:
+    """Fit a policy to private documents (SFT), or a reward model to private preferences.
+
+    Args:
+        recipe: The settings of the stage, or their YAML file.
+        data: Private rows in memory, a list of dicts or a ``datasets.Dataset``. Replaces the
+            recipe's data.
+        evaluation_data: Public rows in memory, for the loss before and after.
+        overrides: ``section.key=value`` texts, applied to a YAML file.
+        output_dir: The run folder; must not exist.
+        callbacks: Called after every round with its public and released metrics.
+        quiet: Show no progress bars.
+
+    Raises:
+        DprlhfError: a setting or the data are wrong; the message names it.
+    """
+    if evaluation_data is not None and evaluation_data is data:
+        raise DprlhfError("evaluation_data are the private rows: evaluation needs public ones")
+    check_overrides(recipe, overrides)
+    if isinstance(recipe, str | Path):
+        recipe = load_stage_recipe(recipe, overrides)
+    recipe = from_memory(recipe, data=data is not None, evaluation=evaluation_data is not None)
+    sources = Sources(data, None, evaluation_data)
+    suffix = f"-{recipe.stage}"
+    result: StageResult = _train(recipe, sources, output_dir, suffix, callbacks, quiet)
+    return result
+
+
+def resume_stage(
+    folder: str | Path,
+    *,
+    data: Sequence[Any] | Any | None = None,
+    evaluation_data: Sequence[Any] | Any | None = None,
+    callbacks: Sequence[Callback] = (),
+    quiet: bool = False,
+) -> StageResult:
+    """Continue a supervised stage that was interrupted, with the same recipe and the same users.
+
+    Raises:
+        DprlhfError: the folder is no run of a stage, was altered, or its data changed.
+    """
+    run_folder = RunFolder(Path(folder))
+    recipe = load_stage_recipe(run_folder.recipe)
+    sources = Sources(data, None, evaluation_data)
+    result: StageResult = _resume(recipe, run_folder, sources, callbacks, quiet)
+    return result
+
+
+def load_stage_recipe(path: str | Path, overrides: Sequence[str] = ()) -> StageRecipe:
+    """Read the YAML recipe of a supervised stage.
+
+    Raises:
+        DprlhfError: the file cannot be read, is of another kind, or a key or value is wrong.
+    """
+    recipe = load_any_recipe(path, overrides)
+    if not isinstance(recipe, StageRecipe):
+        raise DprlhfError(
+            f"{path}: not a recipe of a supervised stage: it needs stage: sft or stage: reward"
+        )
+    return recipe
 
 
 def generate(
@@ -130,7 +192,7 @@ def generate(
     checkpoint = last_checkpoint(run_folder)
     if checkpoint is None:
         raise DprlhfError(f"{folder}: no policy yet; finish the run with: dprlhf resume {folder}")
-    policy = load(recipe)
+    policy = load_policy_of(recipe)
     policy.load_state(load_file(checkpoint / "policy.safetensors"))
     asked = in_memory_prompts(prompts)
     one = recipe.rollout.model_copy(
@@ -164,70 +226,35 @@ def _recipe_in(folder: RunFolder) -> Recipe:
     return recipe
 
 
-def _run(run: Run) -> Result:
-    card = privacy_card(run.recipe, run.plan, run.policy.dimension, run.key, run.earlier)
-    card |= audit_of(run.folder)
-    if run.processes.main:
-        write_json(run.folder.privacy, card)
-        for warning in run.spread.warnings:
-            print(f"dprlhf: warning: {warning}", file=sys.stderr)
-    before = _evaluate(run, "evaluation before", base=True)
-    public, timing = run.public_prompts, {}
-    if public is not None:
-        timing = seconds_a_response(run.policy, run.scorer, public, run.recipe)
-        of_round = seconds_a_round(run.recipe, run.plan, timing)
-        run.progress.expect(of_round / run.processes.count)
-    try:
-        run_rounds(run)
-    finally:
-        run.progress.close()
-    after = _evaluate(run, "evaluation after", base=False)
-    samples = _samples(before, after)
-    if run.processes.main:
-        with replaced_folder(run.folder.policy) as fresh:
-            run.policy.save(fresh)
-            (fresh / "README.md").write_text(model_card(run.recipe, card))
-        if after is not None:
-            write_json(run.folder.samples, samples)
-            write_json(run.folder.timing, timing)
-    run.processes.wait()
-    return Result(
-        folder=run.folder,
-        plan=run.plan,
-        before=before.estimate if before else None,
-        after=after.estimate if after else None,
-        difference=estimate(after.rewards - before.rewards) if before and after else None,
-        samples=samples,
-        policy=run.policy,
-    )
+def _train(
+    recipe: AnyRecipe,
+    sources: Sources,
+    output_dir: str | Path | None,
+    suffix: str,
+    callbacks: Sequence[Callback],
+    quiet: bool,
+) -> Any:
+    """Start a run of any stage and return its result; ``suffix`` ends the default folder's name."""
+    if output_dir is not None:
+        recipe = recipe.model_copy(update={"output_dir": str(output_dir)})
+    # One name for all processes of a launch, whose clocks may stand on either side of a second.
+    name = Processes.connect().from_main(recipe.output_dir or f"runs/{time_stamp()}{suffix}")
+    with open_run(
+        recipe, RunFolder(Path(name)), sources, create=True, callbacks=callbacks, quiet=quiet
+    ) as run:
+        return complete(run)
 
 
-def _evaluate(run: Run, description: str, *, base: bool) -> Evaluated | None:
-    if run.public_prompts is None:
-        return None
-    return evaluate_policy(run, description, base=base)
+def _resume(
+    recipe: AnyRecipe,
+    folder: RunFolder,
+    sources: Sources,
+    callbacks: Sequence[Callback],
+    quiet: bool,
+) -> Any:
+    """Continue a run of any stage and return its result."""
+    with open_run(recipe, folder, sources, create=False, callbacks=callbacks, quiet=quiet) as run:
+        return complete(run)
 
 
-def _samples(before: Evaluated | None, after: Evaluated | None) -> list[dict[str, Any]]:
-    if before is None or after is None:
-        return []
-    return [
-        {
-            "prompt": prompt,
-            "before": old,
-            "reward_before": float(r_old),
-            "after": new,
-            "reward_after": float(r_new),
-        }
-        for prompt, old, r_old, new, r_new in zip(
-            after.responses.prompts.prompts,
-            before.responses.texts,
-            before.rewards,
-            after.responses.texts,
-            after.rewards,
-            strict=True,
-        )
-    ]
-
-
-__all__ = ["generate", "resume", "train"]
+__all__ = ["generate", "resume", "resume_stage", "train", "train_stage"]

@@ -18,7 +18,7 @@ from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import read_ledger
 from dprlhf.rewards import Scores
 from dprlhf.testing import TIGHT, check_update
-from dprlhf.training.trainer import Result
+from dprlhf.training.reinforcement import Result
 from dprlhf.updates import UPDATES
 from helpers.batches import Shape, batch_of
 from helpers.rounds import some_users, value_of

@@ -10,9 +10,9 @@ import yaml
 
 import dprlhf
 from dprlhf import DprlhfError
+from dprlhf.api import train_stage
 from dprlhf.data.in_memory import Sources, recipe_of
 from dprlhf.recipe import IN_MEMORY, Recipe, SFTRecipe, load_recipe, make_recipe
-from dprlhf.training.supervised import train_stage
 from helpers import tiny
 
 PUBLIC = [f"public {i}" for i in range(8)]

@@ -40,6 +40,7 @@ import dprlhf.api
 import dprlhf.runs.checkpoint
 import dprlhf.runs.folder
 import dprlhf.training.build
+import dprlhf.training.reinforcement
 import dprlhf.training.rounds
 import dprlhf.training.trainer
 from dprlhf import DprlhfError
@@ -58,12 +59,12 @@ ROUNDS = 3
 # name: (what holds the function, its name, whether to kill before or after it)
 POINTS: dict[str, tuple[Any, str, str]] = {
     "run folder made": (dprlhf.runs.folder.RunFolder, "create", "after"),
-    "recipe written": (dprlhf.training.build, "_ledger", "before"),
-    "ledger opened": (dprlhf.training.build, "_ledger", "after"),
-    "card written": (dprlhf.api, "write_json", "after"),
-    "users selected": (dprlhf.training.trainer, "sample_responses", "before"),
-    "responses sampled": (dprlhf.training.trainer, "sample_responses", "after"),
-    "rewards scored": (dprlhf.training.trainer, "score_private", "after"),
+    "recipe written": (dprlhf.training.build, "open_ledger", "before"),
+    "ledger opened": (dprlhf.training.build, "open_ledger", "after"),
+    "card written": (dprlhf.training.trainer, "write_json", "after"),
+    "users selected": (dprlhf.training.reinforcement, "sample_responses", "before"),
+    "responses sampled": (dprlhf.training.reinforcement, "sample_responses", "after"),
+    "rewards scored": (dprlhf.training.reinforcement, "score_private", "after"),
     "before the charge": (Ledger, "charge", "before"),
     "after the charge": (Ledger, "charge", "after"),
     "noise drawn": (randomness, "uniforms", "after"),
@@ -77,7 +78,7 @@ POINTS: dict[str, tuple[Any, str, str]] = {
     "after the commit": (Ledger, "commit", "after"),
     "metrics to come": (JsonLines, "write", "before"),
     "metrics written": (JsonLines, "write", "after"),
-    "run ended": (dprlhf.api, "model_card", "before"),
+    "run ended": (dprlhf.training.trainer, "model_card", "before"),
 }
 
 

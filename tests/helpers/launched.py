@@ -29,13 +29,13 @@ from transformers import GPT2LMHeadModel  # noqa: F401
 
 import dprlhf
 import dprlhf.runs.folder
-import dprlhf.training.build
+import dprlhf.training.reinforcement
 from dprlhf import DprlhfError
 from dprlhf.boundary import Released
 from dprlhf.privacy import gate
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.recipe import RewardRecipe, SFTRecipe
-from dprlhf.training import trainer
+from dprlhf.training import reinforcement
 from dprlhf.training.processes import Processes
 from helpers import tiny
 from helpers.rounds import value_of
@@ -104,7 +104,7 @@ def watch(dtype: torch.dtype) -> Seen:
     """Fix the key, compute in ``dtype``, and note what passes."""
     seen = Seen()
     dprlhf.runs.folder.new_key = lambda: KEY
-    spy(dprlhf.training.build, "load", lambda policy: policy.model.to(dtype))
+    spy(dprlhf.training.reinforcement, "load_policy_of", lambda policy: policy.model.to(dtype))
     spy(Ledger, "__init__", lambda _: setattr(seen, "ledgers", seen.ledgers + 1))
     spy(Processes, "share", lambda users: seen.shares.append(len(users)))
     spy(Processes, "sum", lambda total: seen.sums.append(total.clone()))
@@ -239,7 +239,7 @@ def main(folder: Path) -> None:
     launch(2, folder, "sharded-2", lambda: train(folder, "sharded-2"))
     del os.environ["ACCELERATE_USE_FSDP"]
     for name, processes, rank, owner, function in (
-        ("worker-killed", 3, "2", trainer, "score_private"),  # before the sum of round 2
+        ("worker-killed", 3, "2", reinforcement, "score_private"),  # before the sum of round 2
         ("main-killed", 2, "0", gate, "gaussian_noise"),  # charged, and its noise not yet drawn
     ):
         launch(

@@ -34,6 +34,7 @@ import dprlhf.cli.app
 import dprlhf.runs.checkpoint
 import dprlhf.runs.folder
 import dprlhf.training.build
+import dprlhf.training.reinforcement
 import dprlhf.training.rounds
 import dprlhf.training.trainer
 from dprlhf.boundary import open_private
@@ -168,8 +169,8 @@ def no_prompt_can_be_read() -> None:
 CARRIED_ON: dict[str, Callable[[], None]] = {"no-prompt-can-be-read": no_prompt_can_be_read}
 
 FAILURES: dict[str, Callable[[], None]] = {
-    "fails-in-sampling": fails_in(dprlhf.training.trainer, "sample_responses"),
-    "fails-in-scoring": fails_in(dprlhf.training.trainer, "score_private"),
+    "fails-in-sampling": fails_in(dprlhf.training.reinforcement, "sample_responses"),
+    "fails-in-scoring": fails_in(dprlhf.training.reinforcement, "score_private"),
     "fails-in-checkpoint": fails_in(dprlhf.training.rounds, "save_checkpoint"),
     "fails-in-selecting": fails_in(Users, "select"),
 }
@@ -182,12 +183,19 @@ def in_round(leak: Callable[[Any], None]) -> Callable[[], None]:
     """Leak from the place that has a round's prompts and scores open."""
 
     def plant() -> None:
-        real = dprlhf.training.trainer._report
+        real, rounds = dprlhf.training.trainer._report, []
+        made = dprlhf.training.reinforcement.PrivateRound
 
-        def report(run: Any, t: int, round_: Any) -> Any:
-            found = real(run, t, round_)
+        def make(**parts: Any) -> Any:
+            rounds.append(made(**parts))
+            return rounds[-1]
+
+        def report(run: Any, t: int, outcome: Any) -> None:
+            real(run, t, outcome)
+            round_ = rounds[-1]
             leak((run, t, open_private(round_.responses), open_private(round_.unpenalised)))
-            return found
+
+        dprlhf.training.reinforcement.PrivateRound = make
 
         dprlhf.training.trainer._report = report
 
@@ -232,10 +240,10 @@ PLANTED: dict[str, Callable[[], None]] = {
     ),
     "an-exception-with-its-text": lambda: (
         setattr(dprlhf.training.build, "_one_line_errors", __import__("contextlib").nullcontext)
-        or fails_in(dprlhf.training.trainer, "score_private")()
+        or fails_in(dprlhf.training.reinforcement, "score_private")()
     ),
     "a-model-card-that-quotes": lambda: setattr(
-        dprlhf.api, "model_card", lambda *_: f"tuned on {TEXT}"
+        dprlhf.training.trainer, "model_card", lambda *_: f"tuned on {TEXT}"
     ),
 }
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import dprlhf
 from dprlhf.privacy.ledger import read_ledger
-from dprlhf.training.trainer import Result
+from dprlhf.training.reinforcement import Result
 from helpers import tiny
 
 ADAPTER = {"type": "lora", "rank": 2, "target_modules": ["c_attn"]}

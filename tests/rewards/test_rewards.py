@@ -38,8 +38,9 @@ from dprlhf.errors import DprlhfError
 from dprlhf.rewards import Reward, Scorer, Scores, check_reward, load_reward
 from dprlhf.rewards.classifier import ClassifierReward
 from dprlhf.rewards.summary import Spread, spread_of
-from dprlhf.training.build import Parts, assemble
+from dprlhf.training.build import load_parts
 from dprlhf.training.processes import Processes
+from dprlhf.training.run import Parts
 from helpers import tiny
 
 CANARY = "CANARY-my-private-prompt"
@@ -886,7 +887,7 @@ def test_classifier_from_an_asset(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert isinstance(load_reward(recipe.Reward(classifier="asset:toy")).function, ClassifierReward)
 
 
-def assembled(tmp_path: Path, reward: dict[str, Any], given: Any) -> Parts:
+def assembled(tmp_path: Path, reward: dict[str, Any], given: Any) -> tuple[Any, Parts]:
     made = recipe.make_recipe(
         {
             "policy": {"model_name_or_path": str(tiny.save(tmp_path / "model"))},
@@ -897,7 +898,7 @@ def assembled(tmp_path: Path, reward: dict[str, Any], given: Any) -> Parts:
         }
     )
     sources = Sources([f"user {i}" for i in range(40)], given, None)
-    return assemble(made, sources, Processes(Accelerator(cpu=True)), quiet=True)
+    return load_parts(made, sources, Processes(Accelerator(cpu=True)), quiet=True)
 
 
 def test_a_reward_that_rounds_with_its_batch_is_called_for_one_user_at_a_time(
@@ -915,9 +916,9 @@ def test_a_reward_that_rounds_with_its_batch_is_called_for_one_user_at_a_time(
         1e-6 * len(PROMPTS), rel=1e-3
     )
     assert check_reward(exact, PROMPTS, COMPLETIONS).moved == 0.0
-    parts = assembled(tmp_path, {"function": recipe.IN_MEMORY}, [rounding, exact])
-    assert [r.per_user for r in parts.rewards] == [True, False]
-    [slow] = [w for w in parts.spread.warnings if "rounding" in w]
+    stage, _ = assembled(tmp_path, {"function": recipe.IN_MEMORY}, [rounding, exact])
+    assert [r.per_user for r in stage.rewards] == [True, False]
+    [slow] = [w for w in stage.spread.warnings if "rounding" in w]
     assert "called for one user at a time" in slow
 
 
@@ -926,9 +927,9 @@ def test_a_run_scores_on_its_own_device(tmp_path: Path, monkeypatch: pytest.Monk
     folder, _, _ = bert(tmp_path, ["reward"])
     monkeypatch.setattr(Processes, "device", torch.device("meta"))
     unchecked = Spread(responses=0, mean=0.0, spread=1.0, clipped=0.0, bound=1.0, rounded={})
-    monkeypatch.setattr("dprlhf.training.build._check_rewards", lambda *_: unchecked)
-    parts = assembled(tmp_path, {"classifier": str(folder)}, None)
-    [reward] = parts.rewards
+    monkeypatch.setattr("dprlhf.training.reinforcement._check_rewards", lambda *_: unchecked)
+    stage, parts = assembled(tmp_path, {"classifier": str(folder)}, None)
+    [reward] = stage.rewards
     function: Any = reward.function
     assert function._model.device == parts.policy.device == torch.device("meta")
 

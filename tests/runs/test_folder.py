@@ -470,10 +470,10 @@ SETTINGS = make_recipe(
 
 def open_ledger(folder: RunFolder, prompts: list[str], key: bytes | None = None) -> Ledger:
     from dprlhf.runs.earlier import Earlier
-    from dprlhf.training.build import _ledger
+    from dprlhf.runs.opening import open_ledger as opened
 
     users = Users(rows_from(prompts, "prompt"), SETTINGS.data)
-    return _ledger(SETTINGS, PLAN, folder, key or folder.open(), users, Earlier())
+    return opened(SETTINGS, PLAN, folder, key or folder.open(), users, Earlier())
 
 
 def test_a_resumed_run_has_the_same_users_key_and_ledger(folder: RunFolder) -> None:
@@ -511,7 +511,7 @@ def remaining(folder: RunFolder, ledger: Ledger) -> list[int]:
         processes=SimpleNamespace(on_main=lambda action: action()),
         progress=SimpleNamespace(total=lambda rounds, done: None),
         gate=SimpleNamespace(ledger=ledger),
-        critic=None,
+        stage=SimpleNamespace(critic=None),
         plan=PLAN,
     )
     return list(remaining_rounds(run))

@@ -42,7 +42,7 @@ from dprlhf.privacy.relations import Space
 from dprlhf.recipe import IN_MEMORY, Recipe, load_any_recipe
 from dprlhf.runs.card import note_audit
 from dprlhf.runs.folder import RunFolder, time_stamp, write_json
-from dprlhf.training.build import prepared
+from dprlhf.training.build import open_run
 from dprlhf.training.trainer import run_rounds
 
 Array = NDArray[np.float64]
@@ -267,7 +267,7 @@ def _train(
     }
     audited = recipe.model_copy(update=common | changes)
     sources = Sources(rows, reward, None, policy)
-    with prepared(
+    with open_run(
         audited, folder, sources, create=True, callbacks=[after_round], quiet=quiet
     ) as run:
         run_rounds(run)

@@ -88,9 +88,9 @@ def _train_stage(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    from dprlhf.training.supervised import stage_recipe, train_stage
+    from dprlhf.api import load_stage_recipe, train_stage
 
-    loaded = stage_recipe(recipe, overrides or ())
+    loaded = load_stage_recipe(recipe, overrides or ())
     if loaded.stage != name:
         raise DprlhfError(
             f"{recipe}: a recipe of stage {loaded.stage}: run it with dprlhf {loaded.stage}"
@@ -107,9 +107,9 @@ def _train_stage(
 def resume(run: Annotated[Path, typer.Argument(help="The folder of the run.")]) -> None:
     """Continue a run that stopped, of any stage. A round that was charged never runs again."""
     from dprlhf.api import resume as continue_run
+    from dprlhf.api import resume_stage
     from dprlhf.recipe import Recipe, load_any_recipe
     from dprlhf.runs.folder import RunFolder
-    from dprlhf.training.supervised import resume_stage
 
     kept = RunFolder(run).recipe
     with _interruptible():

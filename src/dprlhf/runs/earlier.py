@@ -16,8 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from dprlhf.boundary import open_private
-from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Epsilon, Mechanism
 from dprlhf.privacy.composition import total_epsilon
@@ -134,20 +132,6 @@ def records_of(run: Path) -> list[Record]:
     return [own, *(Record(**record) for record in terms.get("previous", []))]
 
 
-def check_disjoint(recipe: AnyRecipe, users: Users) -> None:
-    """Refuse runs declared disjoint that have a user of the same name or with the same row.
-
-    Raises:
-        DprlhfError: two runs overlap. It names the runs, not the users.
-    """
-    declared = [Path(p.run) for p in recipe.previous if p.users == "disjoint"]
-    own = open_private(users.identities()) if declared else np.empty(0, dtype=np.uint64)
-    for run in declared:
-        held = RunFolder(run).identities
-        if held.is_file() and np.isin(own, np.load(held)).any():
-            raise _overlap(run.name, "this run")
-
-
 def total(plan: Plan, earlier: Earlier) -> Epsilon:
     """Return what a run and all that counts before it cost together, at the largest δ of all."""
     names = ("noise_multiplier", "rounds", "partition", "adjacency", "participations")
@@ -224,10 +208,11 @@ def _check_apart(runs: Sequence[Path]) -> None:
     for i, (first, users) in enumerate(read):
         for second, others in read[i + 1 :]:
             if np.isin(users, others).any():
-                raise _overlap(first.name, second.name)
+                raise overlap(first.name, second.name)
 
 
-def _overlap(first: str, second: str) -> DprlhfError:
+def overlap(first: str, second: str) -> DprlhfError:
+    """Return the error that names two runs which are declared disjoint and share a user."""
     return DprlhfError(
         f"{first} and {second} are declared to have no users in common, but they have: their costs"
         " compose; write users: shared (without a data.user_column, rows with the same prompt count"

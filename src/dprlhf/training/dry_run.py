@@ -14,11 +14,13 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.gaussian import upwards
 from dprlhf.privacy.plan import Plan, delta_warning, noise_warning
 from dprlhf.recipe import AnyRecipe, Recipe, experimental
-from dprlhf.rewards import Scorer
-from dprlhf.runs.earlier import Earlier, total
-from dprlhf.training.build import Parts, assemble
+from dprlhf.recipe.supervised import StageRecipe
+from dprlhf.runs.earlier import total
+from dprlhf.training.build import load_parts
 from dprlhf.training.processes import Processes
-from dprlhf.training.supervised import StageRecipe, assemble_stage
+from dprlhf.training.reinforcement import Reinforcement
+from dprlhf.training.run import Parts
+from dprlhf.training.supervised import Supervised
 from dprlhf.training.timing import seconds_a_response, seconds_a_round, seconds_a_row
 
 
@@ -37,30 +39,31 @@ def dry_run(recipe: Recipe, sources: Sources | None = None) -> dict[str, Any]:
         DprlhfError: as the run would.
     """
     processes = Processes.connect()
-    parts = assemble(recipe, sources or Sources(None, None, None), processes, quiet=True)
-    recipe, plan, policy = parts.recipe, parts.plan, parts.policy
-    public = parts.public_prompts or neutral_prompts()
-    scorer = Scorer(parts.rewards, recipe.reward_range)
-    seconds_a_response(policy, scorer, public, recipe)  # the first pass also warms up
-    phases = seconds_a_response(policy, scorer, public, recipe)
-    terms = _terms(recipe, plan, parts.earlier, policy, processes)
-    spread = parts.spread
+    sources = sources or Sources(None, None, None)
+    stage, parts = load_parts(recipe, sources, processes, quiet=True)
+    assert isinstance(stage, Reinforcement)
+    recipe, plan, policy = stage.recipe, parts.plan, parts.policy
+    public = stage.public or neutral_prompts()
+    seconds_a_response(policy, stage.scorer, public, recipe)  # the first pass also warms up
+    phases = seconds_a_response(policy, stage.scorer, public, recipe)
+    terms = _terms(recipe, parts)
+    spread = stage.spread
     return {
         **terms,
         "warnings": terms["warnings"] + spread.warnings,
         "responses_a_round": plan.expected_batch_size * recipe.rollout.responses,
         "max_prompt_tokens": recipe.data.max_prompt_tokens,
         "max_new_tokens": recipe.rollout.max_new_tokens,
-        "public_prompts_cut": _share_cut(policy, parts.public_prompts, recipe),
+        "public_prompts_cut": _share_cut(policy, stage.public, recipe),
         "reward": {
             "mean": spread.mean,
             "spread": spread.spread,
             "clipped": spread.clipped,
             "responses": spread.responses,
-            "stand_ins": parts.public_prompts is None,
+            "stand_ins": stage.public is None,
         },
         "seconds_a_response": phases,
-        "estimated_seconds": _seconds(parts, phases) / processes.count,
+        "estimated_seconds": _seconds(stage, plan, phases) / processes.count,
     }
 
 
@@ -82,40 +85,37 @@ def dry_run_stage(
         DprlhfError: as the stage would.
     """
     processes = Processes.connect()
-    parts = assemble_stage(recipe, data, evaluation_data, processes)
-    recipe, plan, public = parts.recipe, parts.plan, parts.public
+    sources = Sources(data, None, evaluation_data)
+    stage, parts = load_parts(recipe, sources, processes, quiet=True)
+    assert isinstance(stage, Supervised)
+    recipe, plan, public = stage.recipe, parts.plan, stage.public
     seconds = estimated = None
     if public is not None:
         size = recipe.update.batch_size
         some = public.first(size)
-        seconds_a_row(parts.policy, parts.task, some, size, plan.clip_norm)  # warms up
-        seconds = seconds_a_row(parts.policy, parts.task, some, size, plan.clip_norm)
+        seconds_a_row(parts.policy, stage.task, some, size, plan.clip_norm)  # warms up
+        seconds = seconds_a_row(parts.policy, stage.task, some, size, plan.clip_norm)
         drawn = plan.rounds * plan.expected_batch_size * recipe.data.max_prompts_per_user
         # Evaluation before and after: a forward pass, about a third of a step.
         estimated = seconds * (drawn / processes.count + 2 * len(public) / 3)
     return {
-        **_terms(recipe, plan, parts.earlier, parts.policy, processes),
+        **_terms(recipe, parts),
         "seconds_a_row": seconds,
         "estimated_seconds": estimated,
     }
 
 
-def _terms(
-    recipe: AnyRecipe,
-    plan: Plan,
-    earlier: Earlier,
-    policy: CausalLMPolicy,
-    processes: Processes,
-) -> dict[str, Any]:
+def _terms(recipe: AnyRecipe, parts: Parts) -> dict[str, Any]:
+    plan, policy = parts.plan, parts.policy
     ratio = plan.noise_to_clip_ratio(policy.dimension)
     warnings = [delta_warning(plan.guarantee.delta, plan.users), noise_warning(ratio)]
     return {
         **plan.terms(),
-        **({"total_epsilon": total(plan, earlier).epsilon} if earlier else {}),
+        **({"total_epsilon": total(plan, parts.earlier).epsilon} if parts.earlier else {}),
         "users_a_round": plan.expected_batch_size,
         "dimension": policy.dimension,
         "noise_to_clip_ratio": ratio,
-        "processes": processes.count,
+        "processes": parts.processes.count,
         "device": str(policy.device),
         "memory_bytes": _memory(policy.device),
         "experimental": list(experimental(recipe)),
@@ -201,9 +201,9 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms"
 
 
-def _seconds(parts: Parts, phases: dict[str, float]) -> float:
-    rounds = parts.plan.rounds * seconds_a_round(parts.recipe, parts.plan, phases)
-    evaluated = 2 * len(parts.public_prompts) if parts.public_prompts is not None else 0
+def _seconds(stage: Reinforcement, plan: Plan, phases: dict[str, float]) -> float:
+    rounds = plan.rounds * seconds_a_round(stage.recipe, plan, phases)
+    evaluated = 2 * len(stage.public) if stage.public is not None else 0
     return rounds + evaluated * (phases["rollout"] + phases["reward"])
 
 

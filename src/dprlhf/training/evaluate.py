@@ -94,7 +94,14 @@ def evaluate(
     """Sample one continuation of each public prompt and score it.
 
     Args:
-        base: evaluate the base model (the adapter off) instead of the policy.
+        policy: The policy.
+        scorer: The rewards.
+        prompts: Public prompts.
+        rollout: How responses are sampled.
+        seed: Seed of the draws: with the same seed, two policies can be compared draw by draw.
+        max_prompt_tokens: Longer prompts are cut on the left.
+        base: Evaluate the base model (the adapter switched off) in place of the policy.
+        tick: Called with the number of rows done.
     """
     one = rollout.model_copy(update={"responses": 1, "base_policy": "on-policy"})
     with policy.base() if base else contextlib.nullcontext():

@@ -1,52 +1,30 @@
-"""What all stages do around a round: which are left, whose turn it is, the gate, the checkpoint."""
+"""What every stage does around a round: which are left, whose turn it is, gate, checkpoint."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dprlhf.boundary import BoundedSum, Private, Released, open_private, open_released
-from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.gate import Gate
-from dprlhf.privacy.partition import Allocation
-from dprlhf.privacy.plan import Plan
 from dprlhf.runs.checkpoint import load_checkpoint, save_checkpoint
-from dprlhf.runs.folder import JsonLines, RunFolder
+from dprlhf.runs.folder import JsonLines
 from dprlhf.training.interrupt import Interruptible
-from dprlhf.training.processes import Processes
-from dprlhf.training.progress import Progress
-from dprlhf.updates.critic import Critic
+from dprlhf.training.run import Outcome, Run
 
 
-class Stage(Protocol):
-    """What the rounds of a run need, whatever it learns from its users."""
-
-    plan: Plan
-    folder: RunFolder
-    processes: Processes
-    allocation: Private[Allocation]
-    policy: CausalLMPolicy
-    optimizer: torch.optim.Optimizer
-    gate: Gate | None  # on the main process only: one writer of the ledger
-    progress: Progress
-    callbacks: list[Callable[[dict[str, Any]], None]]
-
-    @property
-    def critic(self) -> Critic | None:
-        """What guesses a prompt's mean reward."""
-
-
-def remaining_rounds(run: Stage) -> Iterator[int]:
+def remaining_rounds(run: Run) -> Iterator[int]:
     """Yield the rounds that were never charged; the checkpoint fixes policy and optimizer.
 
     The users of a round that was charged but not saved are spent: it is left out, never redone.
     """
-    saved = load_checkpoint(run.folder, run.policy, run.optimizer, run.critic)
+    saved = load_checkpoint(run.folder, run.policy, run.optimizer, run.stage.critic)
 
     def confirmed() -> int:
         assert run.gate is not None
@@ -58,13 +36,13 @@ def remaining_rounds(run: Stage) -> Iterator[int]:
     yield from range(first, run.plan.rounds + 1)
 
 
-def users_of_round(run: Stage, t: int) -> Private[np.ndarray[Any, np.dtype[np.int64]]]:
+def users_of_round(run: Run, t: int) -> Private[NDArray[np.int64]]:
     """Return this process's users of round t."""
     return Private(run.processes.share(open_private(run.allocation).round(t)))
 
 
 def gate_for_round(
-    run: Stage, t: int, interrupt: Interruptible
+    run: Run, t: int, interrupt: Interruptible
 ) -> Callable[[BoundedSum], Released[torch.Tensor]]:
     """Return the round's way through the gate: every process gets the main process's release."""
 
@@ -77,14 +55,14 @@ def gate_for_round(
     return release
 
 
-def save(run: Stage, t: int) -> None:
+def save(run: Run, t: int) -> None:
     """Write the checkpoint of round t, then its commit."""
     if run.gate is not None:
-        save_checkpoint(run.folder, t, run.policy, run.optimizer, run.critic)
+        save_checkpoint(run.folder, t, run.policy, run.optimizer, run.stage.critic)
         run.gate.ledger.commit(t)
 
 
-def released_metrics(run: Stage, t: int, released: Released[torch.Tensor]) -> dict[str, Any]:
+def released_metrics(run: Run, t: int, released: Released[torch.Tensor]) -> dict[str, Any]:
     """Return what every round's line of metrics has, from its first release, ``[dimension]``.
 
     Raises:
@@ -102,7 +80,7 @@ def released_metrics(run: Stage, t: int, released: Released[torch.Tensor]) -> di
     }
 
 
-def log_metrics(run: Stage, metrics: dict[str, Any]) -> None:
+def log_metrics(run: Run, metrics: dict[str, Any]) -> None:
     """Write a round's public and released values, and hand them to the callbacks."""
     if run.processes.main:
         JsonLines(run.folder.metrics).write(metrics)
@@ -112,25 +90,22 @@ def log_metrics(run: Stage, metrics: dict[str, Any]) -> None:
 
 
 def record_secret(
-    run: Stage,
+    run: Run,
     t: int,
-    users: Private[Any],
-    norms: Private[np.ndarray[Any, np.dtype[np.float64]]],
+    users: Private[NDArray[np.int64]],
+    outcome: Outcome,
     seconds: dict[str, float],
-    more: Private[dict[str, Any]] | None = None,
 ) -> None:
     """Keep the raw values of this process's users in ``secret/``, for the operator alone.
 
     Args:
-        users: this process's, of round t.
-        norms: of their contributions before clipping, ``[users]``; empty where none were taken.
-        seconds: of each phase.
-        more: further values, JSON-ready.
+        users: Indices of this process's users of round t, ``[users]``.
+        outcome: What the stage did with them; its norms are empty where none were taken.
+        seconds: Duration of each phase.
     """
-    taken = open_private(norms)
+    taken = open_private(outcome.norms)
     finite = taken[np.isfinite(taken)]
     quartiles = np.quantile(finite, [0.25, 0.5, 0.75]).tolist() if len(finite) else None
-    told: dict[str, Any] = {} if more is None else open_private(more)
     name = f"telemetry-{run.processes.accelerator.process_index}.jsonl"
     JsonLines(run.folder.secret / name, mode=0o600).write(
         {
@@ -138,7 +113,7 @@ def record_secret(
             "time": time.time(),
             "users": len(open_private(users)),
             "users_not_readable": len(open_private(users)) - len(taken) if len(taken) else None,
-            **told,
+            **open_private(outcome.secret),
             "gradient_norm_quartiles": quartiles,
             "clipped_share": float((taken > run.plan.clip_norm).mean()) if len(taken) else None,
             "not_finite": int((~np.isfinite(taken)).sum()),

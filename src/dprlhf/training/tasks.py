@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dprlhf import recipe
 from dprlhf.data.loading import check_present
-from dprlhf.data.users import Prompts
+from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards.classifier import classifier_tokens
@@ -205,11 +205,17 @@ class Labels:
         return token_logprobs(model, asked, batch_size)[:, 0]
 
 
-def task_of(spec: recipe.SFTRecipe | recipe.RewardRecipe) -> Task:
-    """Return what a recipe's stage learns."""
-    if isinstance(spec, recipe.SFTRecipe):
-        return NextTokens(spec.data)
-    return Pairs(spec.data) if spec.labels is None else Labels(spec.data, spec.labels)
+def check_template(data: recipe.Data, users: Users, policy: CausalLMPolicy) -> None:
+    """Refuse conversations where the tokenizer cannot write them as text.
+
+    Raises:
+        DprlhfError: it has no chat template.
+    """
+    if users.conversations and policy.tokenizer.chat_template is None:
+        raise DprlhfError(
+            f"data.prompt_column {data.prompt_column!r} holds conversations, and the policy's"
+            " tokenizer has no chat template: take an instruction-tuned model, or give text"
+        )
 
 
 def _completion(model: CausalLMPolicy, prompt: Any, completion: Any) -> list[int]:

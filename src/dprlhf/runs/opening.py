@@ -1,0 +1,115 @@
+"""Opening a run folder: its key, its ledger, and the check that its users are the right ones.
+
+Who the users are is kept in ``secret/`` only: a digest of the data, so that a run is continued with
+the same users, and hashes of the users, so that a later run can check that it has others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dprlhf.boundary import open_private
+from dprlhf.data.users import Users
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.ledger import Ledger
+from dprlhf.privacy.plan import Plan
+from dprlhf.privacy.randomness import commitment
+from dprlhf.recipe import AnyRecipe, dump_recipe
+from dprlhf.recipe.adapters import FORMER_NAMES
+from dprlhf.runs.earlier import Earlier, overlap
+from dprlhf.runs.folder import RunFolder, write_atomically
+
+
+def open_folder(folder: RunFolder, recipe: AnyRecipe, *, create: bool) -> bytes:
+    """Return the secret key of a run; a new run gets its folder, key and recipe first.
+
+    Raises:
+        DprlhfError: a new run's folder exists, or an existing run has lost its key.
+    """
+    if not create:
+        return folder.open()
+    key = folder.create()
+    write_atomically(folder.recipe, dump_recipe(recipe))
+    return key
+
+
+def open_ledger(
+    recipe: AnyRecipe, plan: Plan, folder: RunFolder, key: bytes, users: Users, earlier: Earlier
+) -> Ledger:
+    """Open the ledger of a run, a new one or that of a run which is continued.
+
+    Raises:
+        DprlhfError: the users are not those that the run started with, what it spent is no longer
+            known, or the ledger opened with other terms.
+    """
+    # The digest of the data stays in secret/: published, it would confirm a guess at the data.
+    digest_file = folder.secret / "data-digest"
+    digest = open_private(users.digest())
+    held = digest_file.read_text() if digest_file.exists() else None
+    if (held is None) == folder.ledger.exists():
+        lost = digest_file if held is None else folder.ledger
+        raise DprlhfError(
+            f"{lost}: missing; this run cannot be continued, because what it spent is no longer"
+            " known. Start a new run"
+        )
+    if held is None:
+        hashes = io.BytesIO()
+        np.save(hashes, open_private(users.identities()))
+        write_atomically(folder.identities, hashes.getvalue(), mode=0o600)
+        write_atomically(digest_file, digest, mode=0o600)
+    elif held != digest:
+        raise DprlhfError(
+            f"data {recipe.data.path!r}: the users are not the ones that this run started with;"
+            " some would be drawn twice. Start a new run"
+        )
+    return Ledger(
+        folder.ledger,
+        {
+            **plan.terms(),
+            **earlier.terms(),
+            "unit": recipe.data.user_column,
+            "recipe_sha256": recipe_digest(recipe),
+            "key_commitment": commitment(key),
+        },
+    )
+
+
+def recipe_digest(recipe: AnyRecipe) -> str:
+    """Return a digest of what a run must not change.
+
+    Newer keys that are not set are left out, and values have the name that they had first, so that
+    the runs of earlier versions keep their digest.
+    """
+    newer = ("revision", "attn_implementation")
+    former = {today: old for old, today in FORMER_NAMES.items()}
+
+    def without_unset(values: Any) -> Any:
+        if isinstance(values, dict):
+            kept = {k: v for k, v in values.items() if v is not None or k not in newer}
+            return {k: without_unset(v) for k, v in kept.items()}
+        return [without_unset(v) for v in values] if isinstance(values, list) else values
+
+    fixed = without_unset(recipe.model_dump(mode="json", exclude={"output_dir", "tracking"}))
+    adapter = fixed[recipe.trained_key]["adapter"]
+    adapter["type"] = former.get(adapter["type"], adapter["type"])
+    return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
+
+
+def check_disjoint(recipe: AnyRecipe, users: Users) -> None:
+    """Refuse runs declared disjoint that have a user of the same name or with the same row.
+
+    Raises:
+        DprlhfError: two runs overlap. It names the runs, not the users.
+    """
+    declared = [Path(p.run) for p in recipe.previous if p.users == "disjoint"]
+    own = open_private(users.identities()) if declared else np.empty(0, dtype=np.uint64)
+    for run in declared:
+        held = RunFolder(run).identities
+        if held.is_file() and np.isin(own, np.load(held)).any():
+            raise overlap(run.name, "this run")

@@ -1,0 +1,455 @@
+"""Private updates: the stage of ``dprlhf train``.
+
+A round samples responses to its users' prompts, scores them, and hands both to one of the updates
+in :mod:`dprlhf.updates`, which clips, releases through the gate, and moves the policy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dprlhf.boundary import Private
+from dprlhf.data.in_memory import Sources
+from dprlhf.data.public import evaluated, held_out, neutral_prompts
+from dprlhf.data.users import Prompts, Users
+from dprlhf.errors import DprlhfError
+from dprlhf.policies.causal_lm import CausalLMPolicy, align_with_activations, load_policy
+from dprlhf.privacy.plan import Plan
+from dprlhf.recipe import IN_MEMORY, Recipe, TrustRegion
+from dprlhf.recipe import Reward as RewardSettings
+from dprlhf.rewards import Reward, Scorer, Scores, Spread, check_reward, load_reward, spread_of
+from dprlhf.rewards.isolation import captured
+from dprlhf.rewards.private import rows_to_score, score_private
+from dprlhf.rollout import Responses, resolve_batch_size, sample, sample_responses
+from dprlhf.runs.folder import JsonLines, RunFolder, write_json
+from dprlhf.training.evaluate import (
+    Evaluated,
+    RewardEstimate,
+    drift_metrics,
+    estimate,
+    evaluate,
+)
+from dprlhf.training.processes import Processes
+from dprlhf.training.run import Batch, Outcome, Parts, Run
+from dprlhf.training.tasks import check_template
+from dprlhf.training.timing import seconds_a_response, seconds_a_round
+from dprlhf.updates import PrivateRound, find_update
+from dprlhf.updates.critic import Critic
+from dprlhf.updates.kl import subtract_kl
+from dprlhf.updates.privls.in_round import check_dimension
+from dprlhf.updates.telemetry import ReleasedReward, TelemetryCoordinates
+from dprlhf.updates.trust_region import clip_norm, fisher_trace_and_top
+
+MAX_FAILED_ROUNDS = 3
+SAMPLES = 5
+"""Public responses that an evaluation during the run keeps."""
+
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished run of private updates leaves.
+
+    Attributes:
+        folder: The run folder.
+        plan: The privacy plan, with the guarantee.
+        before: Mean reward of the base model on the public prompts; None without evaluation.
+        after: Mean reward of the tuned policy on the same prompts.
+        difference: The mean of after − before on the same prompts and draws.
+        samples: Public prompts with both continuations and their rewards.
+        policy: The tuned policy.
+    """
+
+    folder: RunFolder
+    plan: Plan
+    before: RewardEstimate | None
+    after: RewardEstimate | None
+    difference: RewardEstimate | None
+    samples: list[dict[str, Any]]
+    policy: CausalLMPolicy
+
+
+class Reinforcement:
+    """The stage of private updates; see :class:`dprlhf.training.run.Stage` for its methods.
+
+    Args:
+        recipe: The settings.
+        sources: What the program holds in memory in place of the recipe's data and rewards.
+
+    Attributes:
+        recipe: The settings; :meth:`settle` replaces what they leave open.
+        public: The public prompts that evaluation takes; None without evaluation.
+        critic: The critic that guesses a prompt's mean reward; None without one.
+        rewards: The recipe's rewards, loaded.
+        spread: How the rewards of responses to public prompts are distributed.
+        scorer: The weighted sum of the rewards, clipped to ± ``reward_range``.
+        telemetry: The coordinates that carry the mean reward in each round's first release.
+        timing: Seconds a response of each phase, measured on public prompts.
+    """
+
+    rewards: list[Reward]
+    spread: Spread
+    scorer: Scorer
+    telemetry: TelemetryCoordinates
+
+    def __init__(self, recipe: Recipe, sources: Sources) -> None:
+        self.recipe = recipe
+        self.public: Prompts | None = None
+        self.critic: Critic | None = None
+        self.timing: dict[str, float] = {}
+        self._sources = sources
+        self._failed_rounds = 0
+        self._last_reward: ReleasedReward | None = None
+
+    @property
+    def rows_a_user(self) -> int:
+        """The responses to a user's prompt."""
+        return self.recipe.rollout.responses
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the check of the rewards on public prompts found."""
+        return self.spread.warnings
+
+    # --- before the run ---------------------------------------------------------------------
+
+    def load_policy(self) -> CausalLMPolicy:
+        """Return the program's own policy, or load the recipe's."""
+        return self._sources.policy or load_policy_of(self.recipe)
+
+    def check_rows(self, rows: Any) -> None:
+        """Prompts are checked as they are read: whatever cannot be read contributes nothing."""
+
+    def check_policy(self, users: Users, policy: CausalLMPolicy) -> None:
+        """Refuse a tokenizer without a template, or a policy too large for the recipe's oracle."""
+        check_template(self.recipe.data, users, policy)
+        check_dimension(self.recipe.update, policy.dimension)
+
+    def settle(self, parts: Parts) -> None:
+        """Decide the rollout's batch size, the adapter's start and the clip norm."""
+        plan, policy, public, processes = parts.plan, parts.policy, parts.public, parts.processes
+        self.recipe = processes.on_main(
+            lambda: _with_batch_size(self.recipe, plan, policy, processes.count)
+        )
+        recipe = self.recipe
+        self.public = evaluated(recipe, public)
+        if public is not None and recipe.policy.adapter.init == "public-activations":
+            some = _leftover_responses(policy, recipe, public)
+            align_with_activations(policy, some.tokens, some.mask, recipe.update.batch_size)
+        self.recipe = processes.from_main(
+            _settle_clip_norm(recipe, plan, policy, public, quiet=parts.quiet or not processes.main)
+        )
+
+    def load(self, parts: Parts) -> None:
+        """Load and check the rewards; make the critic and the telemetry coordinates."""
+        recipe, plan, policy, processes = self.recipe, parts.plan, parts.policy, parts.processes
+        given: Sequence[Any] = self._sources.rewards or [_loadable(r) for r in recipe.rewards]
+        loaded = [load_reward(reward, device=processes.device) for reward in given]
+        self.spread = _check_rewards(loaded, policy, recipe, self.public or neutral_prompts())
+        # Users must not be coupled, not even by rounding; and all processes score alike.
+        rounded = processes.from_main(self.spread.rounded)
+        self.rewards = [r.one_user_at_a_time() if r.name in rounded else r for r in loaded]
+        self.scorer = Scorer(self.rewards, recipe.reward_range)
+        self.critic = _critic(recipe, plan, policy, processes, self.public)
+        self.telemetry = TelemetryCoordinates.from_plan(
+            plan, recipe.privacy.reward_share, recipe.reward_range
+        )
+
+    @contextlib.contextmanager
+    def opened(self, folder: RunFolder) -> Iterator[None]:
+        """Send what the rewards print to a file in ``secret/``."""
+        file = os.open(folder.secret / "reward-output.txt", _APPEND, 0o600)
+        with os.fdopen(file, "a") as sink:
+            self.scorer = Scorer(self.rewards, self.recipe.reward_range, sink=sink)
+            yield
+
+    # --- the rounds -------------------------------------------------------------------------
+
+    def update(self, run: Run, batch: Batch) -> Outcome:
+        """Sample responses to the users' prompts, score them, and update the policy."""
+        recipe, longest = self.recipe, self.recipe.data.max_prompt_tokens
+
+        def readable(users: NDArray[np.int64]) -> Prompts:
+            return run.users.readable(users, lambda p: run.policy.encode(p.prompts, longest))
+
+        batch.bar.start("sampling", batch.users)
+        responses: Private[Responses] = sample_responses(
+            run.policy,
+            batch.users.map(readable),
+            recipe.rollout,
+            key=run.key,
+            round_=batch.t,
+            max_prompt_tokens=longest,
+            tick=batch.tick,
+        )
+        batch.bar.start("rewards", batch.users)
+        scores: Private[Scores] = score_private(self.scorer, responses)
+        batch.bar.start("gradients", batch.users)
+        round_ = PrivateRound(
+            policy=run.policy,
+            responses=responses,
+            scores=scores,
+            plan=run.plan,
+            telemetry=self.telemetry,
+            critic=self.critic,
+            optimizer=run.optimizer,
+            reduce=run.processes.sum,
+            gate=batch.release,
+            t=batch.t,
+            tick=batch.tick,
+        )
+        subtract_kl(round_, recipe.kl, recipe.update.batch_size)
+        find_update(recipe.update)(round_, recipe.update)
+        return self._outcome(round_)
+
+    def _outcome(self, round_: PrivateRound) -> Outcome:
+        """Read what rode in the round's first release."""
+        assert round_.released is not None
+        assert round_.norms is not None
+        metrics: dict[str, Any] = {}
+        self._last_reward = reward = round_.reward
+        if reward is not None:
+            metrics["private_reward_noised"] = reward.mean
+            metrics["private_reward_noise_std"] = reward.noise_std
+            metrics["valid_share_noised"] = reward.valid_share
+        if self.critic is not None:
+            metrics["critic_value_noised"] = self.critic.mean_value
+        secret = round_.unpenalised.map(_rewards)
+        return Outcome(round_.released, round_.norms, metrics, secret)
+
+    def check_round(self, run: Run, t: int) -> None:
+        """Stop after three rounds in a row without a valid reward, as the noised count says."""
+        reward = self._last_reward
+        failed = self._failed_rounds + 1 if reward is not None and reward.all_failed else 0
+        self._failed_rounds = failed
+        if failed == MAX_FAILED_ROUNDS:
+            raise DprlhfError(
+                f"the noised count of valid rewards is zero for {MAX_FAILED_ROUNDS} rounds in a"
+                f" row: check the reward (details in {run.folder.secret}); nothing is lost, but"
+                f" the users of the first {t} rounds are spent"
+            )
+
+    # --- evaluation, and what the run leaves ------------------------------------------------
+
+    def evaluate(self, run: Run, description: str) -> Evaluated | None:
+        """Sample and score one continuation of each public prompt; None without such prompts."""
+        if self.public is None:
+            return None
+        assert self.recipe.evaluation is not None
+        with run.progress.bar(description, len(self.public)) as tick:
+            return evaluate(
+                run.policy,
+                self.scorer,
+                self.public,
+                self.recipe.rollout,
+                seed=self.recipe.seed,
+                max_prompt_tokens=self.recipe.evaluation.data.max_prompt_tokens,
+                tick=tick,
+            )
+
+    def seconds_a_round(self, run: Run) -> float | None:
+        """Time the phases of a response on public prompts."""
+        if self.public is None:
+            return None
+        self.timing = seconds_a_response(run.policy, self.scorer, self.public, self.recipe)
+        return seconds_a_round(self.recipe, run.plan, self.timing)
+
+    def public_metrics(self, run: Run, t: int) -> dict[str, float]:
+        """Evaluate on the public prompts after round t, and keep a few of the responses."""
+        public = self.evaluate(run, f"evaluation after round {t}")
+        assert public is not None
+        kept = JsonLines(run.folder.public_samples)
+        prompts, texts = public.responses.prompts.prompts, public.responses.texts
+        for prompt, text, reward in list(zip(prompts, texts, public.rewards, strict=True))[
+            :SAMPLES
+        ]:
+            line = {"round": t, "prompt": prompt, "response": text, "reward": float(reward)}
+            kept.write(line)
+        return {
+            "public_reward": public.estimate.mean,
+            "public_reward_standard_error": public.estimate.standard_error,
+            **drift_metrics(run.policy, public.responses, self.recipe.update.batch_size),
+        }
+
+    def write(self, run: Run, before: Evaluated | None, after: Evaluated | None) -> None:
+        """Write ``samples.json`` and ``timing.json``, both from public prompts."""
+        if after is not None:
+            write_json(run.folder.samples, _samples(before, after))
+            write_json(run.folder.timing, self.timing)
+
+    def result(self, run: Run, before: Evaluated | None, after: Evaluated | None) -> Result:
+        """Return the tuned policy, the guarantee and the public rewards."""
+        return Result(
+            folder=run.folder,
+            plan=run.plan,
+            before=before.estimate if before else None,
+            after=after.estimate if after else None,
+            difference=estimate(after.rewards - before.rewards) if before and after else None,
+            samples=_samples(before, after),
+            policy=run.policy,
+        )
+
+
+def load_policy_of(recipe: Recipe) -> CausalLMPolicy:
+    """Load the recipe's policy, and check that prompts and responses fit into its context.
+
+    Raises:
+        DprlhfError: it cannot be loaded, or its context is too short.
+    """
+    policy = load_policy(recipe.policy, temperature=recipe.rollout.temperature, seed=recipe.seed)
+    prompt, response = recipe.data.max_prompt_tokens, recipe.rollout.max_new_tokens
+    policy.check_context_length(
+        prompt + response,
+        f"data.max_prompt_tokens {prompt} + rollout.max_new_tokens {response} is",
+        recipe.policy.model_name_or_path,
+    )
+    return policy
+
+
+def _with_batch_size(recipe: Recipe, plan: Plan, policy: CausalLMPolicy, processes: int) -> Recipe:
+    rollout = resolve_batch_size(
+        recipe.rollout,
+        policy,
+        rows=plan.expected_batch_size * recipe.rollout.responses / processes,
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+    )
+    return recipe.model_copy(update={"rollout": rollout})
+
+
+def _leftover_responses(policy: CausalLMPolicy, recipe: Recipe, public: Users) -> Responses:
+    """Sample one response to each of some public prompts that the evaluation leaves over."""
+    one = recipe.rollout.model_copy(update={"responses": 1, "base_policy": "on-policy"})
+    return sample(
+        policy,
+        held_out(recipe, public),
+        one,
+        key=bytes(32),
+        context=("alignment", recipe.seed),
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+    )
+
+
+def _settle_clip_norm(
+    recipe: Recipe, plan: Plan, policy: CausalLMPolicy, public: Users | None, *, quiet: bool
+) -> Recipe:
+    """Let the trust region decide the clip norm; the noise multiplier does not depend on it."""
+    region = recipe.update.clip_norm
+    if not isinstance(region, TrustRegion):
+        return recipe
+    fisher = None
+    if region.trust_region == "kl":
+        assert public is not None
+        responses = _leftover_responses(policy, recipe, public)
+        fisher = fisher_trace_and_top(policy, responses, recipe.update.batch_size)
+    norm = clip_norm(
+        region,
+        learning_rate=recipe.optimizer.learning_rate,
+        noise_multiplier=plan.noise_multiplier,
+        expected_batch_size=plan.expected_batch_size,
+        dimension=policy.dimension,
+        fisher=fisher,
+    )
+    if not quiet:
+        of_fisher = f", tr F = {fisher[0]:.4g}, top eigenvalue {fisher[1]:.4g}" if fisher else ""
+        print(
+            f"clip norm {norm:.4g} from trust region {region.trust_region}, alpha {region.alpha:g},"
+            f" beta {region.beta:g}: d = {policy.dimension:,}{of_fisher}"
+        )
+    update = recipe.update.model_copy(update={"clip_norm": norm})
+    return recipe.model_copy(update={"update": update})
+
+
+def _loadable(spec: RewardSettings) -> RewardSettings:
+    if spec.function == IN_MEMORY:
+        raise DprlhfError("this run's reward was given in Python: give it again to resume()")
+    return spec
+
+
+def _check_rewards(
+    rewards: Sequence[Reward], policy: CausalLMPolicy, recipe: Recipe, public: Prompts
+) -> Spread:
+    """Check on public prompts that no reward couples users, and see how rewards are distributed."""
+    per_user = any(reward.per_user for reward in rewards)
+    # A reward that compares a user's responses cannot be checked on one response alone.
+    responses = recipe.rollout.responses if per_user else 1
+    sampled = sample(
+        policy,
+        public.first(max(2, 16 // responses)),
+        recipe.rollout.model_copy(update={"responses": responses, "base_policy": "on-policy"}),
+        key=bytes(32),
+        context=("evaluation", recipe.seed),
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+    )
+    rows = rows_to_score(sampled)
+    with captured(None):  # a reward that prints would spoil a plan that is printed as JSON
+        reports = [
+            check_reward(
+                reward,
+                rows.prompts,
+                rows.completions,
+                rows.columns,
+                completion_ids=rows.completion_ids,
+                users=sampled.user.tolist(),
+                bound=recipe.reward_range,
+            )
+            for reward in rewards
+        ]
+    return spread_of(rewards, reports, recipe.reward_range)
+
+
+def _critic(
+    recipe: Recipe,
+    plan: Plan,
+    policy: CausalLMPolicy,
+    processes: Processes,
+    public: Prompts | None,
+) -> Critic | None:
+    spec = recipe.update.noised_critic
+    if spec is None:
+        return None
+    longest = recipe.data.max_prompt_tokens
+    critic = Critic.from_plan(
+        spec, plan, policy, recipe.reward_range, recipe.update.batch_size, longest
+    )
+    prompts = public.prompts if public is not None else []
+    critic.fit_features(policy, policy.encode(prompts, longest))
+    critic.load_state(processes.from_main(critic.state()))
+    return critic
+
+
+def _rewards(scored: Scores) -> dict[str, Any]:
+    """Return what ``secret/`` keeps of this process's rewards."""
+    return {
+        "reward_mean": float(scored.values.mean()) if len(scored.values) else None,
+        "reward_failures": dict(scored.failures),
+    }
+
+
+def _samples(before: Evaluated | None, after: Evaluated | None) -> list[dict[str, Any]]:
+    if before is None or after is None:
+        return []
+    return [
+        {
+            "prompt": prompt,
+            "before": old,
+            "reward_before": float(r_old),
+            "after": new,
+            "reward_after": float(r_new),
+        }
+        for prompt, old, r_old, new, r_new in zip(
+            after.responses.prompts.prompts,
+            before.responses.texts,
+            before.rewards,
+            after.responses.texts,
+            after.rewards,
+            strict=True,
+        )
+    ]
