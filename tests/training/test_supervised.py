@@ -504,7 +504,7 @@ def test_the_commands(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"rollout": {}}, "Extra inputs"),
         ({"policy": {"model_name_or_path": "x", "trained_on_private_users": True}}, "no epsilon"),
         ({"policy": {"model_name_or_path": "x", "adapter": {"init": "public-activations"}}},
-         "needs public documents"),
+         "needs public rows"),
         ({"data": {"path": "same"}, "evaluation": {"data": {"path": "same"}}}, "private users"),
     ],
 )  # fmt: skip
