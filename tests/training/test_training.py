@@ -23,7 +23,7 @@ from dprlhf import DprlhfError, api
 from dprlhf.boundary import open_private
 from dprlhf.privacy.ledger import read_ledger
 from dprlhf.privacy.partition import allocate
-from dprlhf.training import trainer
+from dprlhf.training import reinforcement
 from helpers import tiny
 from helpers.runs import ADAPTER, charged, lower_case, weights
 from helpers.runs import run_settings as settings
@@ -241,7 +241,7 @@ class TestLeaks:
         def broken(*_: Any, **__: Any) -> Any:
             raise RuntimeError(CANARY)
 
-        monkeypatch.setattr(trainer, "score_private", broken)
+        monkeypatch.setattr(reinforcement, "score_private", broken)
         with pytest.raises(DprlhfError) as caught:
             dprlhf.train(**settings(model), output_dir=tmp_path / "run")
         assert CANARY not in str(caught.value)
