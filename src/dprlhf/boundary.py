@@ -108,7 +108,11 @@ class Private(Generic[T_co]):
 
 
 def open_private(value: Private[T]) -> T:
-    """Open a private value. Only the modules pinned in ``tests/test_boundary.py`` may call this."""
+    """Return what a private value holds.
+
+    Only the modules pinned in ``tests/test_boundary.py`` may call this. All others compute with
+    :meth:`Private.map`.
+    """
     return value._Private__value  # type: ignore[attr-defined, no-any-return]
 
 
@@ -117,8 +121,8 @@ class BoundedSum:
     """A sum over users in which each user's contribution has L2 norm at most ``clip_norm``.
 
     Attributes:
-        total: ``[dimension]``, float64 on the CPU.
-        clip_norm: S, the bound on one user's contribution.
+        total: The sum, ``[dimension]``, float64 on the CPU.
+        clip_norm: S, the L2 bound on one user's contribution.
     """
 
     total: torch.Tensor

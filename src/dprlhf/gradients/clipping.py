@@ -55,8 +55,8 @@ def clip_users(contributions: torch.Tensor, clip_norm: float) -> tuple[torch.Ten
     """Scale each row to L2 norm at most ``clip_norm``; a row whose norm is not finite becomes zero.
 
     Args:
-        contributions: ``[users, dimension]``.
-        clip_norm: S.
+        contributions: One vector of each user, ``[users, dimension]``.
+        clip_norm: S, the L2 bound.
 
     Returns:
         The clipped rows in float64, and their norms before clipping, ``[users]``.
@@ -94,11 +94,12 @@ def clipped_sum(
 
     Args:
         policy: π_θ; its gradients are taken at the current parameters.
-        weighted: this process's users.
-        clip_norm: S.
-        batch_size: rows differentiated at once; a user is never split, so one with more rows has a
-            micro-batch of its own.
-        reduce: sums a tensor over all processes. Each user must be on one process only.
+        weighted: The rows of this process's users, and their weights.
+        clip_norm: S, the L2 bound on a user's contribution.
+        batch_size: Number of rows differentiated at once. A user is never split: one with more rows
+            is a micro-batch by itself.
+        reduce: Sums a tensor over all processes. Each user must be on one process only.
+        tick: Called with the number of rows done since the last call.
     """
     opened = open_private(weighted)
     responses, weights = opened.responses, opened.weights
@@ -149,13 +150,16 @@ def clipped_vectors(
     """Return Σ_u clip(v_u, S) of vectors that are not gradients of one loss.
 
     Args:
-        vectors: some users, ``[n]``, and their vectors, ``[n, dimension]``, until no user is left.
-            No user may come twice; one that does not come contributes its extra coordinates only.
-        dimension: of a vector.
-        extra: as in :class:`Weighted`.
-        extra_norm: as in :class:`Weighted`.
+        vectors: Batches of users, ``[n]``, and their vectors, ``[n, dimension]``. A user without a
+            vector contributes its extra coordinates only.
+        dimension: Length of a vector.
+        extra: Further coordinates of each user, ``[users, e]``, appended to its vector.
+        extra_norm: The L2 bound on the extra coordinates of a user.
         clip_norm: S; vector and extra coordinates are clipped apart, as in :func:`clipped_sum`.
-        reduce: sums a tensor over all processes.
+        reduce: Sums a tensor over all processes.
+
+    Raises:
+        ValueError: A user came twice.
     """
     coordinates = open_private(extra)
     total = torch.zeros(dimension, dtype=torch.float64)
@@ -172,7 +176,7 @@ def clipped_vectors(
 
 
 def vector_norm(clip_norm: float, extra_norm: float) -> float:
-    """Return √(S² − e²), the bound on what the extra coordinates stand beside."""
+    """Return √(S² − e²), the L2 bound on a user's vector beside its extra coordinates."""
     return math.sqrt(clip_norm**2 - extra_norm**2)
 
 
@@ -187,9 +191,12 @@ def user_gradients(
     """Yield each micro-batch's users and the gradients of parts of their rows, not clipped.
 
     Args:
-        weights: as in :class:`Weighted`.
-        batch_size: rows differentiated at once.
-        rows: of a part; a user's rows are cut in their order.
+        policy: π_θ; its gradients are taken at the current parameters.
+        responses: The rows.
+        weights: Weight of each response token's ∇ log π, ``[rows, response]``, or of each row's,
+            ``[rows]``.
+        batch_size: Number of rows differentiated at once.
+        rows: Number of rows in a part; a user's rows are cut in their order.
 
     Yields:
         The users, ``[users]``, and Σ weight · ∇ log π of each part, ``[users, parts, dimension]``,
@@ -211,10 +218,10 @@ class MicroBatch:
     :mod:`dprlhf.rollout`).
 
     Attributes:
-        users: ``[users]``.
-        rows: those of the first user, of the second, ...
-        width: of the padded prompts.
-        size: the number of users with fillers.
+        users: Indices of the users, ``[users]``.
+        rows: The rows of the first user, then of the second, and so on, ``[rows]``.
+        width: Number of tokens that prompts are padded to.
+        size: The number of users, fillers included.
     """
 
     users: NDArray[np.int64]
@@ -224,7 +231,7 @@ class MicroBatch:
 
     @property
     def height(self) -> int:
-        """The number of rows with fillers."""
+        """The number of rows, fillers included."""
         return self.size * (len(self.rows) // len(self.users))
 
 

@@ -24,17 +24,18 @@ from dprlhf.errors import DprlhfError
 def local_copies(
     model: nn.Module, parameters: Mapping[str, nn.Parameter], moves: torch.Tensor, rows: int
 ) -> Iterator[None]:
-    """Inside, the rows of user u in a batch see the parameters θ + moves[u].
+    """Inside this context, the rows of user u in a batch see the parameters θ + moves[u].
 
     Args:
-        model: owns the parameters θ, which stay as they are.
-        parameters: the trainable ones, by their name in ``model``.
-        moves: ``[users, dimension]``: parameters in order and flattened.
-        rows: of the batch: as many for each user, side by side. A pass over any other number of
-            rows sees θ, as when processes help each other under FSDP.
+        model: The module that owns the parameters θ, which stay as they are.
+        parameters: The trainable parameters, by their name in ``model``.
+        moves: Each user's difference from θ, ``[users, dimension]``: parameters in order and
+            flattened.
+        rows: Number of rows of the batch: the same number for each user, side by side. A pass over
+            any other number of rows sees θ, as when processes help each other under FSDP.
 
     Raises:
-        DprlhfError: a trainable parameter is not the weight of a linear layer, as those of LoRA
+        DprlhfError: A trainable parameter is not the weight of a linear layer, as those of LoRA
             are.
     """
     sizes = [p.numel() for p in parameters.values()]
@@ -53,7 +54,7 @@ def linear_layer(model: nn.Module, name: str) -> nn.Linear:
     """Return the linear layer that a parameter is the weight of.
 
     Raises:
-        DprlhfError: it is anything else.
+        DprlhfError: The parameter belongs to anything else.
     """
     path, _, local = name.rpartition(".")
     layer = model.get_submodule(path)

@@ -14,12 +14,12 @@ from dprlhf.boundary import Released, open_released
 def make_optimizer(
     spec: recipe.Optimizer, parameters: Iterable[torch.Tensor], noise_std: float
 ) -> torch.optim.Optimizer:
-    """Build the recipe's optimizer.
+    """Return the server-side optimizer that a recipe names.
 
     Args:
-        spec: the recipe's ``optimizer`` section.
-        parameters: of the policy.
-        noise_std: σ = zS/m, the noise of each coordinate of a released mean.
+        spec: The recipe's ``optimizer`` section.
+        parameters: The trained parameters of the policy.
+        noise_std: σ = zS/m, the standard deviation of the noise in each released coordinate.
     """
     if spec.name == "sgd":
         return torch.optim.SGD(parameters, lr=spec.learning_rate, momentum=spec.momentum)
@@ -33,12 +33,12 @@ class NoiseCorrectedAdam(torch.optim.Optimizer):
 
     Where noise outweighs the gradient, Adam's v is σ² in every coordinate, and Adam is SGD with
     momentum and a step of lr/σ. The estimate v̂ − σ² brings the gradient's own scale back. It is
-    held above ``noise_floor`` · σ², where the paper has a constant of the gradient's unit.
+    held above ``noise_floor`` · σ², where the paper has a constant in the unit of the gradient.
 
     Args:
-        parameters: to optimize.
-        spec: ``learning_rate``, ``betas``, ``eps`` and ``noise_floor``.
-        noise_std: σ.
+        parameters: The trained parameters.
+        spec: Its ``learning_rate``, ``betas``, ``eps`` and ``noise_floor`` are used.
+        noise_std: σ, the standard deviation of the noise in each coordinate of the gradients.
     """
 
     def __init__(
@@ -130,27 +130,27 @@ def _pieces(
 
 
 def set_learning_rate(
-    optimizer: torch.optim.Optimizer, spec: recipe.Optimizer, round_: int, rounds: int
+    optimizer: torch.optim.Optimizer, spec: recipe.Optimizer, t: int, rounds: int
 ) -> None:
     """Set the learning rate of a round. No state is kept, so that a resumed run needs none."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(spec, round_, rounds)
+        group["lr"] = learning_rate(spec, t, rounds)
 
 
-def learning_rate(spec: recipe.Optimizer, round_: int, rounds: int) -> float:
-    """Return the learning rate of round t = 1..T.
+def learning_rate(spec: recipe.Optimizer, t: int, rounds: int) -> float:
+    """Return the learning rate of round t = 1..T: linear warm-up, then the schedule.
 
-    It rises in equal steps over the first ``warmup`` share of the rounds, the last of which has all
-    of it, and falls from the round after them on.
+    It rises in equal steps over the first ``warmup`` share of the rounds, reaches the recipe's
+    ``learning_rate`` in the last of them, and falls from the round after.
 
     >>> spec = recipe.Optimizer(learning_rate=1.0, schedule="linear", warmup=0.5)
     >>> [learning_rate(spec, t, 8) for t in range(1, 9)]
     [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
     warm = round(spec.warmup * rounds)
-    if round_ <= warm:
-        return spec.learning_rate * round_ / warm
-    done = (round_ - 1 - warm) / (rounds - warm)
+    if t <= warm:
+        return spec.learning_rate * t / warm
+    done = (t - 1 - warm) / (rounds - warm)
     if spec.schedule == "linear":
         return spec.learning_rate * (1 - done)
     if spec.schedule == "cosine":

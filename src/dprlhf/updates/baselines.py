@@ -30,14 +30,14 @@ def paired(rewards: Array, from_base: NDArray[np.bool_]) -> Array:
 
 
 def loo(rewards: Array, from_base: NDArray[np.bool_]) -> Array:
-    """Leave one out: each response against the mean of the prompt's other responses."""
+    """Leave one out (RLOO): subtract the mean reward of the prompt's other responses."""
     others = rewards.shape[1] - 1
     advantages: Array = (rewards - rewards.mean(1, keepdims=True)) * (others + 1) / others
     return advantages
 
 
 def centred(rewards: Array, from_base: NDArray[np.bool_]) -> Array:
-    """Each response against the mean of all, itself included: GRPO without ``scale_rewards``."""
+    """Center on the mean of all of the prompt's responses: GRPO without ``scale_rewards``."""
     advantages: Array = rewards - rewards.mean(1, keepdims=True)
     return advantages
 

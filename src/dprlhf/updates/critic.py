@@ -14,7 +14,8 @@ public prompts and η_t = max(η, 1/t), which keeps up with a policy whose rewar
 post-processing. Where users' prompts are unlike the public ones, V is a worse guess, and no more.
 
 A round's advantages take V as the rounds before left it. V(x) is then independent of the round's
-responses, so it does not bias the gradient, and it tells of earlier users only what was released.
+responses, so it does not bias the gradient, and all that it contains about earlier users was
+released.
 Rio et al. (arXiv 2501.19080, appendix C.2.1) fit their critic without noise: it carries the users
 of one round into the releases of the next.
 
@@ -50,18 +51,19 @@ class Critic:
     """V, and how a user's contribution to it is bounded: a :class:`~dprlhf.updates.rider.Rider`.
 
     Args:
-        spec: the recipe's ``update.critic``.
-        norm: √share · S, the bound on a user's coordinates.
-        reward_range: R.
-        batch_size: prompts that the base model sees at once.
+        spec: The recipe's ``update.critic``.
+        norm: √share · S, the L2 bound on a user's coordinates.
+        reward_range: R; rewards are in [−R, R].
+        batch_size: Number of prompts in a forward pass of the base model.
         max_prompt_tokens: no prompt has more tokens than this public number.
         hidden: the size of a hidden state.
 
     Attributes:
-        w: ``[1 + p]``, float64; computed from released values only.
-        centre: of the public hidden states, ``[hidden]``.
-        directions: ``[p, hidden]``; ``directions @ (h − centre)`` has mean square norm 1 on them.
-        inverse: G⁻¹, ``[1 + p, 1 + p]``.
+        w: The weights of V, ``[1 + p]``, float64; computed from released values only.
+        centre: Mean hidden state of the public prompts, ``[hidden]``.
+        directions: Principal directions of the public hidden states h, ``[p, hidden]``, scaled so
+            that ``directions @ (h − centre)`` has mean square norm 1.
+        inverse: G⁻¹, the inverse second-moment matrix of public features, ``[1 + p, 1 + p]``.
     """
 
     penalised = True
@@ -108,19 +110,19 @@ class Critic:
 
     @property
     def weight(self) -> float:
-        """How much of an advantage is r − V(x): none before the first release."""
+        """The share of r − V(x) in an advantage; 0 before the first release."""
         return self.spec.weight if bool(self.w.any()) else 0.0
 
     @property
     def mean_value(self) -> float:
-        """V of a prompt like the mean public one."""
+        """V of a prompt whose features are the mean of the public ones."""
         return float(self.w[0]) / math.sqrt(2 if self.spec.features else 1)
 
     def fit_features(self, policy: CausalLMPolicy, prompts: Sequence[list[int]]) -> None:
-        """Take the main directions of PUBLIC prompts, token lists.
+        """Fit ``centre``, ``directions`` and ``inverse`` to PUBLIC prompts, given as token lists.
 
         Raises:
-            DprlhfError: there are not enough prompts for the features.
+            DprlhfError: There are fewer than four prompts for each feature.
         """
         size = self.spec.features
         if not size:
@@ -192,11 +194,11 @@ class Critic:
         self.w = self.w.lerp(solved, max(self.spec.step_size, 1 / t))
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return what a checkpoint keeps: released and public values."""
+        """Return the tensors that a checkpoint keeps, all of them released or public."""
         return {name: getattr(self, name).contiguous() for name in _STATE}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Put back what :meth:`state` returned."""
+        """Restore what :meth:`state` returned."""
         for name in _STATE:
             setattr(self, name, state[name])
 

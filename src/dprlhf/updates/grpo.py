@@ -39,7 +39,7 @@ from dprlhf.updates.round import PrivateRound
 
 
 def grpo(round_: PrivateRound, spec: recipe.GRPO) -> None:
-    """Release the mean clipped gradient of the surrogate, and step along it."""
+    """Release the mean of the users' clipped surrogate gradients, and take a step along it."""
     weights = round_.responses.map(
         partial(token_weights, spec=spec),
         round_advantage_weights(round_, "group" if spec.scale_rewards else "centred"),
@@ -74,7 +74,7 @@ def surrogate_derivative(advantages: Array, ratio: Array, spec: recipe.GRPO) -> 
     Args:
         advantages: Â, ``[rows, 1]``.
         ratio: ρ of each token, ``[rows, response]``.
-        spec: c is ``clip_range``; ρ in the derivative is at most ``max_importance_ratio``.
+        spec: ``clip_range`` is c; ``max_importance_ratio`` truncates ρ in the derivative.
     """
     flat = np.where(advantages > 0, ratio > 1 + spec.clip_range, ratio < 1 - spec.clip_range)
     return np.where(flat, 0.0, advantages * np.minimum(ratio, spec.max_importance_ratio))

@@ -20,9 +20,9 @@ from dprlhf.updates.round import PrivateRound
 
 
 def subtract_kl(round_: PrivateRound, spec: recipe.KL, batch_size: int) -> None:
-    """Take the penalty off the rewards that the update will see; telemetry keeps them whole.
+    """Subtract the penalty from the rewards that the update will see; telemetry keeps them whole.
 
-    The score lies in [−R, R] already, so that the penalty counts where it is clipped; the
+    The score is in [−R, R] already, so that the penalty counts where the score was clipped; the
     difference is clipped to [−R, R] again. With ``level: token`` the rewards become
     ``[rows, response]``: see :func:`penalised`.
     """
@@ -41,10 +41,10 @@ def penalised(rewards: Array, log_ratio: Array, spec: recipe.KL, bound: float) -
     """Return the rewards less the penalty, clipped to [−bound, bound].
 
     Args:
-        rewards: ``[rows]``.
+        rewards: The reward of each response, ``[rows]``.
         log_ratio: log π_t − log π_ref of each response token, 0 on padding, ``[rows, response]``.
-        spec: β and the level.
-        bound: R.
+        spec: The coefficient β, and whether the penalty is taken by sequence or by token.
+        bound: R, the bound on a reward.
 
     Returns:
         ``[rows]``, or with ``level: token`` ``[rows, response]``: at each token the reward-to-go,

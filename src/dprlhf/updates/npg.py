@@ -14,7 +14,7 @@ Departures from the paper:
 - Features are scaled down to norm S = ``clip_norm`` in place of the assumption ‖∇ log π‖ ≤ G.
 - Algorithm 4, the exponential mechanism, needs a finite candidate set and is not offered for
   language models; by itself it is :class:`dprlhf.papers.regression.Exponential`. Its printed
-  exponent is too large for |Â| ≤ 2R (see there).
+  exponent is too large for |Â| ≤ 2R, as that class explains.
 - One user is one unit of privacy and one term of the sum, however many examples it has.
 """
 

@@ -117,13 +117,13 @@ def _train(
     """Train a copy for each user of a micro-batch, fillers included.
 
     Args:
-        policy: π_t, at θ₀.
-        responses: of all of the round's users.
-        weights: of each response token, ``[all rows, response]``.
-        batch: which users and rows.
-        spec: the local optimizer and its steps.
-        bound: the most that ‖θ − θ₀‖ may be.
-        start: of both moments, ``[dimension]``.
+        policy: π_t, whose parameters are θ₀.
+        responses: The responses of all of the round's users.
+        weights: Weight of each response token in the surrogate, ``[all rows, response]``.
+        batch: The users and rows of the micro-batch.
+        spec: The local optimizer and its number of steps.
+        bound: Largest ‖θ − θ₀‖ after the projection.
+        start: The released vector that Adam's moments start from, ``[dimension]``; None for 0.
 
     Returns:
         θ − θ₀, not yet projected after the last step, ``[users, dimension]``.
@@ -173,8 +173,8 @@ def surrogate(
 
     Args:
         log_ratio: log r = log π_θ − log π_t of each token.
-        weight: w, of the same shape; a token of weight zero has no part, whatever its ratio.
-        clip_range: c.
+        weight: w, in the same shape; a token of weight 0 adds 0, whatever its ratio.
+        clip_range: Half-width c of the interval [1 − c, 1 + c]; None does not clip.
     """
     ratio = torch.where(weight != 0, log_ratio, 0.0).exp()
     if clip_range is None:
@@ -184,16 +184,16 @@ def surrogate(
 
 
 def minibatch(real: torch.Tensor, count: int, part: int, epoch: int) -> torch.Tensor:
-    """Return which of each user's tokens are in one of its ``count`` minibatches.
+    """Return a mask of each user's tokens that are in one of its ``count`` minibatches.
 
-    The minibatches of an epoch cut a public permutation of the user's own tokens. One with fewer
+    The minibatches of an epoch cut a public permutation of the user's own tokens. A user with fewer
     tokens than minibatches has tokens in several, and none of its minibatches is empty.
 
     Args:
-        real: which are the user's tokens, ``[users, places]``, on the CPU.
-        count: of minibatches.
-        part: which of them, from 0.
-        epoch: seeds the permutation.
+        real: Mask of the user's tokens, ``[users, places]``, on the CPU.
+        count: Number of minibatches in an epoch.
+        part: Index of the minibatch, from 0.
+        epoch: Seed of the permutation.
 
     Returns:
         ``[users, places]``.

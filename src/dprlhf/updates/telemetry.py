@@ -39,7 +39,13 @@ class TelemetryCoordinates:
     def from_plan(
         cls, plan: Plan, reward_share: float, reward_range: float
     ) -> TelemetryCoordinates:
-        """Scale to the plan's clip norm (to 1 in a baseline without clipping)."""
+        """Return the rider whose norm is a share of the plan's clip norm.
+
+        Args:
+            plan: Clip norm S (1 takes its place in a baseline without clipping) and noise.
+            reward_share: The share of S that the coordinates may have.
+            reward_range: R.
+        """
         scale = plan.clip_norm if math.isfinite(plan.clip_norm) else 1.0
         size = plan.expected_batch_size
         return cls(reward_share * scale, reward_range, lambda t: plan.noise_std_of(t) / size)
@@ -60,7 +66,10 @@ class TelemetryCoordinates:
         valid: NDArray[np.bool_],
         features: NDArray[np.float64] | None = None,
     ) -> NDArray[np.float64]:
-        """Return the coordinates of each user, ``[users, count]``, from its rows' rewards."""
+        """Return each user's scaled mean reward and validity, ``[users, count]``.
+
+        See :meth:`Rider.of_users <dprlhf.updates.rider.Rider.of_users>`; features are not used.
+        """
         users = len(valid)
         rows = np.bincount(user, minlength=users)
         mean = np.bincount(user, rewards, minlength=users) / np.maximum(rows, 1)
@@ -68,10 +77,10 @@ class TelemetryCoordinates:
         return (self._unit * both * valid[:, None])[:, : self.count]
 
     def read(self, released: Released[torch.Tensor], t: int) -> ReleasedReward:
-        """Turn the released coordinates, ``[2]``, into a mean reward; this is post-processing.
+        """Return the noised mean reward, from the released coordinates, ``[2]``, of round t.
 
         Raises:
-            TypeError: the coordinates did not come from the gate.
+            TypeError: The coordinates did not come from the gate.
         """
         reward, valid = (open_released(released, "telemetry") / self._unit).tolist()
         std = self.noise_std(t) / self._unit
@@ -87,10 +96,10 @@ class ReleasedReward:
     """The noised mean reward of a round's private users.
 
     Attributes:
-        mean: None where noise hides it.
-        noise_std: standard deviation of the noise in ``mean`` (sampling error comes on top).
-        valid_share: users with valid rewards, over the expected users; noised.
-        valid_std: the standard deviation of the noise in ``valid_share``.
+        mean: The noised mean reward; None where the noise hides it.
+        noise_std: Standard deviation of the noise in ``mean``. Sampling error comes on top.
+        valid_share: Noised number of users with valid rewards, over the expected batch size.
+        valid_std: Standard deviation of the noise in ``valid_share``.
     """
 
     mean: float | None
@@ -103,7 +112,7 @@ class ReleasedReward:
         """Whether the release shows that no user had a valid reward.
 
         A stop must be decided on released values alone: a rule that looked at the rewards
-        themselves would tell whether one user's reward was valid.
+        themselves would reveal whether one user's reward was valid.
         """
         return self.valid_std < 0.1 and not self.known
 

@@ -45,15 +45,15 @@ def clip_norm(
     dimension: int,
     fisher: tuple[float, float] | None = None,
 ) -> float:
-    """Return S.
+    """Return S, the largest clip norm whose step stays in the trust region.
 
     Args:
-        region: its kind, α and β.
-        learning_rate: η.
+        region: Kind of region, its size α and the probability β of leaving it.
+        learning_rate: η of the SGD step.
         noise_multiplier: z; 0 without privacy.
-        expected_batch_size: m, what a round's sum is divided by.
-        dimension: d.
-        fisher: tr F and λ(F), for ``kl``.
+        expected_batch_size: m, the divisor of a round's sum.
+        dimension: d, the number of trained parameters.
+        fisher: tr F and λ(F), for the kind ``kl``.
     """
     per_user = noise_multiplier / expected_batch_size
     if region.trust_region == "l2":
@@ -73,8 +73,8 @@ def fisher_trace_and_top(
 
     Args:
         policy: π_θ.
-        responses: to PUBLIC prompts, sampled from π_θ, one a prompt.
-        batch_size: rows differentiated at once.
+        responses: One response to each of some PUBLIC prompts, sampled from π_θ.
+        batch_size: Number of rows differentiated at once.
     """
     ones = np.ones(len(responses.user))
     gradients = user_gradients(policy, responses, ones, batch_size=batch_size, rows=1)

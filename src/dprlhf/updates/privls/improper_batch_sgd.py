@@ -40,13 +40,13 @@ class ImproperBatchSGD:
     """Noisy gradient descent without projection; predictions are clipped.
 
     Attributes:
-        feature_bound: B; features are scaled down to it.
+        feature_bound: B; a feature of larger L2 norm is scaled down to it.
         target_bound: R; targets and predictions are clipped to [−R, R].
-        steps: J, the releases.
-        step_size: in units of 1/B².
+        steps: J, the number of releases.
+        step_size: Step size of the descent, in units of 1/B².
 
     Raises:
-        DprlhfError: a value is out of range.
+        DprlhfError: A value is out of range.
     """
 
     feature_bound: float
@@ -55,7 +55,7 @@ class ImproperBatchSGD:
     step_size: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot run."""
+        """Check the settings."""
         check_positive(
             "improper-batch-sgd",
             feature_bound=self.feature_bound,
@@ -66,12 +66,12 @@ class ImproperBatchSGD:
 
     @property
     def releases(self) -> int:
-        """J."""
+        """J, the number of releases that a fit takes."""
         return self.steps
 
     @property
     def prediction_bound(self) -> float | None:
-        """R."""
+        """R: predictions are clipped to [−R, R]."""
         return self.target_bound
 
     def solve(self, release: Release, dimension: int) -> torch.Tensor:
@@ -104,7 +104,7 @@ def balanced_steps(
         feature_bound: B.
         target_bound: R.
         radius: W, a guess of ‖w*‖; it only sets J.
-        step_size: in units of 1/B²; both terms depend on J · step_size alone.
+        step_size: Step size in units of 1/B²; both terms depend on J · step_size alone.
         most: a limit on the work.
     """
     signal = radius * feature_bound / target_bound

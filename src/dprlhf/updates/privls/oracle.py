@@ -35,24 +35,26 @@ class Release(Protocol):
     """Answers with (Σ_u clip(contribution_u, bound) + N(0, (z · bound)² I)) / m.
 
     Attributes:
-        noise_multiplier: z of one call.
-        expected_batch_size: m, a public constant.
+        noise_multiplier: z, the standard deviation of the noise of one call over its bound.
+        expected_batch_size: m, the public constant that a sum is divided by.
     """
 
     @property
     def noise_multiplier(self) -> float:
-        """z of one call."""
+        """z, the standard deviation of the noise of one call over its bound."""
 
     @property
     def expected_batch_size(self) -> float:
-        """m, a public constant."""
+        """m, the public constant that a sum is divided by."""
 
     def __call__(self, contribution: Contribution, bound: float) -> torch.Tensor:
         """Return the noised mean, ``[p]``, float64.
 
         Args:
-            contribution: of one user, ``[users, p]``; applied to micro-batches of any size.
-            bound: its L2 bound. The implementation clips each user to it all the same.
+            contribution: Computes each user's vector, ``[users, p]``; called on micro-batches of
+                any size.
+            bound: L2 bound on a user's vector. The implementation clips each user to it all the
+                same.
         """
 
 
@@ -60,11 +62,11 @@ class Select(Protocol):
     """Answers with the index of a candidate, chosen by the exponential mechanism."""
 
     def __call__(self, loss: Contribution, largest: float) -> int:
-        """Return the index.
+        """Return the index of the chosen candidate.
 
         Args:
-            loss: of one user under each candidate, ``[users, candidates]``.
-            largest: each loss lies in [0, largest]. The implementation
+            loss: Computes each user's loss under each candidate, ``[users, candidates]``.
+            largest: Each loss is in [0, largest]. The implementation
                 (:mod:`dprlhf.papers.regression.exponential`) sums by ``total_units``, which clamps
                 it all the same, and draws by ``choose``.
         """
@@ -100,8 +102,8 @@ class Fit:
         w: ``[d]``, float64.
         guarantee: the privacy of ``w``, and so of every prediction.
         prediction_bound: predictions are clipped to ± this; None leaves them.
-        failed: ISSP only: its private test said no, and ``w`` is zero. Released, so it may be
-            shown.
+        failed: Whether the private test of ISSP failed, so that ``w`` is zero. This too is
+            released.
     """
 
     w: torch.Tensor

@@ -48,14 +48,14 @@ class ProjectedSGD:
     """Projected noisy gradient descent.
 
     Attributes:
-        feature_bound: B; features are scaled down to it.
+        feature_bound: B; a feature of larger L2 norm is scaled down to it.
         target_bound: R; targets and predictions are clipped to [−R, R].
-        radius: W; ‖w‖ ≤ W.
-        steps: J, the releases.
-        step_size: in units of 1/B².
+        radius: W; w is projected to ‖w‖ ≤ W.
+        steps: J, the number of releases.
+        step_size: Step size of the descent, in units of 1/B².
 
     Raises:
-        DprlhfError: a value is out of range.
+        DprlhfError: A value is out of range.
     """
 
     feature_bound: float
@@ -65,7 +65,7 @@ class ProjectedSGD:
     step_size: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot run."""
+        """Check the settings."""
         check_positive(
             "projected-sgd",
             feature_bound=self.feature_bound,
@@ -77,7 +77,7 @@ class ProjectedSGD:
 
     @property
     def releases(self) -> int:
-        """J."""
+        """J, the number of releases that a fit takes."""
         return self.steps
 
     @property
@@ -127,12 +127,12 @@ def balanced_steps(
     Args:
         users: m, the public number of users.
         noise_multiplier: z₁ of a single release at the whole budget; J releases each have z₁√J.
-        dimension: d.
+        dimension: d, the number of features.
         feature_bound: B.
         target_bound: R.
         radius: W.
-        step_size: in units of 1/B²; both terms of the error depend on J · step_size alone.
-        most: a limit on the work: once converged, more steps neither help nor hurt.
+        step_size: In units of 1/B²; both terms of the error depend on J · step_size alone.
+        most: Upper limit on J: once converged, more steps neither help nor hurt.
     """
     work = 2 * target_bound * noise_multiplier * math.sqrt(dimension)
     balanced = radius * feature_bound * users / work if work else math.inf

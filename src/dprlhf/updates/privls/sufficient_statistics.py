@@ -38,15 +38,15 @@ class SufficientStatistics:
     """Noise on ΦᵀΦ and ΦᵀA.
 
     Attributes:
-        feature_bound: B; features are scaled down to it.
+        feature_bound: B; a feature of larger L2 norm is scaled down to it.
         target_bound: R; targets are clipped to [−R, R].
-        radius: W; ‖w‖ ≤ W.
-        ridge: of the regularisation, in units of what the noise alone asks for.
+        radius: W; w is projected to ‖w‖ ≤ W.
+        ridge: Strength of the ridge penalty, in units of the one that the noise alone calls for.
         damping: added to every eigenvalue besides, in units of B²: with it w falls with the
             targets even where features have all but vanished.
 
     Raises:
-        DprlhfError: a value is out of range.
+        DprlhfError: A value is out of range.
     """
 
     feature_bound: float
@@ -56,7 +56,7 @@ class SufficientStatistics:
     damping: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot run."""
+        """Check the settings."""
         check_positive(
             "sufficient-statistics",
             feature_bound=self.feature_bound,
@@ -71,7 +71,7 @@ class SufficientStatistics:
 
     @property
     def releases(self) -> int:
-        """One."""
+        """1: all statistics are released together."""
         return 1
 
     @property
