@@ -308,7 +308,7 @@ def test_clipping_rows_in_place_of_users_is_found(
         held = open_private(self.responses)
         split = dataclasses.replace(held, user=np.arange(len(held.user)), users=len(held.user))
         kept, self.responses = self.responses, Private(split)
-        monkeypatch.setattr(PrivateRound, "_extra", lambda _: np.zeros((split.users, 2)))
+        monkeypatch.setattr(PrivateRound, "_extra", lambda _: Private(np.zeros((split.users, 2))))
         try:
             return real(self, weights, batch_size=batch_size)
         finally:
