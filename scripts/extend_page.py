@@ -20,6 +20,7 @@ PAGE = ROOT / "docs" / "extend.md"
 
 GOALS = {
     "An online update": 7,
+    "An offline objective": 4,
     "An adapter": 2,
     "A file format": 1,
     "A reward": 1,

@@ -317,14 +317,14 @@ def test_a_document_that_cannot_be_encoded_stops_nobody(
 ) -> None:
     from dprlhf.training import tasks
 
-    real = tasks._completion
+    real = tasks.completion_tokens
 
     def picky(policy: Any, prompt: Any, completion: Any) -> list[int]:
         if completion == " zzzz":
             raise ValueError(completion)
         return real(policy, prompt, completion)
 
-    monkeypatch.setattr(tasks, "_completion", picky)
+    monkeypatch.setattr(tasks, "completion_tokens", picky)
     bad = {"user": "u0", "prompt": "it was", "completion": " zzzz"}
     stage = sft(model, tmp_path / "run", data={**DATA, "max_prompts_per_user": 2})
     dprlhf.train_stage(stage, data=[*people(0, 40), bad], quiet=True)

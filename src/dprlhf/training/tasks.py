@@ -81,11 +81,11 @@ class NextTokens:
         else:
             given, learnt = examples.prompts, examples.columns[data.completion_column]
         prompts = model.encode(given, data.max_prompt_tokens)
-        completions = [_completion(model, p, c) for p, c in zip(given, learnt, strict=True)]
+        completions = [completion_tokens(model, p, c) for p, c in zip(given, learnt, strict=True)]
         length = data.max_completion_tokens
         end = [model.tokenizer.eos_token_id]
         answers = [(c + end)[:length] for c in completions]
-        return _pack(model, examples, prompts, answers, length, data.max_prompt_tokens)
+        return pack(model, examples, prompts, answers, length, data.max_prompt_tokens)
 
     def weights(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
         """Return 1 / (the user's documents × the document's learnt tokens)."""
@@ -127,7 +127,7 @@ class Pairs:
             for column in (data.chosen_column, data.rejected_column)
         ]
         both = [tokens for pair in zip(*texts, strict=True) for tokens in pair]
-        return _pack(model, examples, both, [[0]] * len(both), 1, data.max_tokens)
+        return pack(model, examples, both, [[0]] * len(both), 1, data.max_tokens)
 
     def weights(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
         """Return ± σ(r(rejected) − r(chosen)) / the user's pairs, the derivative of the loss."""
@@ -164,7 +164,7 @@ class Labels:
             max_tokens=self._data.max_tokens,
         )
         answers = [[self.number(label)] for label in given]
-        return _pack(model, examples, texts, answers, 1, self._data.max_tokens)
+        return pack(model, examples, texts, answers, 1, self._data.max_tokens)
 
     def check(self, rows: Any) -> None:
         """Refuse unknown labels."""
@@ -218,7 +218,7 @@ def check_template(data: recipe.Data, users: Users, policy: CausalLMPolicy) -> N
         )
 
 
-def _completion(model: CausalLMPolicy, prompt: Any, completion: Any) -> list[int]:
+def completion_tokens(model: CausalLMPolicy, prompt: Any, completion: Any) -> list[int]:
     """Return the tokens that follow the prompt's, without an end token."""
     if completion is None:
         return []
@@ -235,7 +235,7 @@ def _completion(model: CausalLMPolicy, prompt: Any, completion: Any) -> list[int
     return list(ids)
 
 
-def _pack(
+def pack(
     model: CausalLMPolicy,
     examples: Prompts,
     prompts: Sequence[list[int]],
