@@ -21,19 +21,19 @@ from dprlhf.updates.critic import Critic
 
 def save_checkpoint(
     folder: RunFolder,
-    round_: int,
+    t: int,
     policy: CausalLMPolicy,
     optimizer: torch.optim.Optimizer,
     critic: Critic | None = None,
 ) -> None:
-    """Replace the run's checkpoint by the state after ``round_``, atomically."""
+    """Replace the run's checkpoint by the state after round t, atomically."""
     moments = moments_of(optimizer, list(policy.parameters))
     with replaced_folder(folder.checkpoint) as fresh:
         save_file(policy.state(), fresh / "policy.safetensors")
         save_file(moments, fresh / "optimizer.safetensors")
         if critic is not None:
             save_file(critic.state(), fresh / "critic.safetensors")
-        (fresh / "state.json").write_text(json.dumps({"round": round_}))
+        (fresh / "state.json").write_text(json.dumps({"round": t}))
 
 
 def last_checkpoint(folder: RunFolder) -> Path | None:
@@ -59,7 +59,7 @@ def load_checkpoint(
     if source is None:
         return 0
     try:
-        round_ = int(json.loads((source / "state.json").read_text())["round"])
+        t = int(json.loads((source / "state.json").read_text())["round"])
         policy.load_state(load_file(source / "policy.safetensors"))
         moments = load_file(source / "optimizer.safetensors")
         if critic is not None:
@@ -69,7 +69,7 @@ def load_checkpoint(
             f"{source}: damaged ({type(error).__name__}); it cannot be used"
         ) from None
     load_moments(optimizer, list(policy.parameters), moments)
-    return round_
+    return t
 
 
 def moments_of(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, torch.Tensor]:

@@ -174,7 +174,7 @@ def total_of_runs(
     Args:
         runs: run folders.
         disjoint: you state that no two of the named runs have a user in common.
-        delta: as for :func:`total_of`.
+        delta: δ of the total; None takes the largest of the runs' own.
 
     Raises:
         DprlhfError: a run cannot be read, the runs protect different units or neighbours, or two

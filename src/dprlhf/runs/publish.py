@@ -11,7 +11,7 @@ import torch
 from dprlhf.errors import DprlhfError, one_line
 from dprlhf.hub import pinned
 from dprlhf.policies.adapters import quiet_peft
-from dprlhf.recipe import load_any_recipe
+from dprlhf.recipe import AnyRecipe, load_any_recipe
 from dprlhf.runs.card import model_card
 from dprlhf.runs.folder import RunFolder, replaced_folder
 
@@ -55,57 +55,30 @@ def merge(
     """Write base model and adapter as one model that needs no PEFT.
 
     Args:
-        run: the run folder.
-        out: the new folder; must not exist.
-        dtype: of the merged weights. A small change of a weight may get lost in bfloat16.
-        replace: the folder may exist.
+        run: The run folder.
+        out: The new folder; must not exist, unless ``replace`` is set.
+        dtype: Dtype of the merged weights; bfloat16 may round a small change of a weight away.
+        replace: Replace ``out`` where it exists.
 
     Raises:
         DprlhfError: the run has no policy yet, the folder exists, or the adapter cannot be merged.
     """
-    import peft
-    import transformers
-
-    from dprlhf.assets import resolve
-    from dprlhf.policies.classifier import head_settings
-
     folder, out = _finished(run), Path(out)
     if out.exists() and not replace:
         raise DprlhfError(f"{out}: exists; name a new folder")
     recipe = load_any_recipe(folder.recipe)
-    spec = recipe.trained
-    kind, head = transformers.AutoModelForCausalLM, {}
-    if recipe.classifier:
-        head = head_settings(recipe.head_labels)
-        kind = transformers.AutoModelForSequenceClassification
+    adapter = recipe.trained.adapter.type
     try:
-        base = kind.from_pretrained(
-            resolve(spec.model_name_or_path),
-            dtype=torch.float32,
-            trust_remote_code=spec.trust_remote_code,
-            **pinned(spec.model_name_or_path, spec.revision, "revision"),
-            **({**head, "ignore_mismatched_sizes": True} if head else {}),
-        )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder.policy)
-        if head:
-            base.config.pad_token_id = tokenizer.pad_token_id
-        probe = torch.arange(1, 17)[None] % base.config.get_text_config().vocab_size
-        with quiet_peft():
-            tuned = peft.PeftModel.from_pretrained(base, str(folder.policy)).eval()
-            wanted = _logits(tuned, probe)
-            with tuned.disable_adapter():
-                untuned = _logits(tuned, probe)
-            merged = tuned.merge_and_unload()
+        base, tokenizer = _base_and_tokenizer(recipe, folder)
+        merged, right = _merged(base, folder)
     except (OSError, ValueError, RuntimeError, AttributeError) as error:
         raise DprlhfError(
-            f"{run}: the adapter ({spec.adapter.type}) cannot be merged"
+            f"{run}: the adapter ({adapter}) cannot be merged"
             f" ({one_line(error)}); load it with PeftModel.from_pretrained"
         ) from None
-    # A merge that leaves a part of the adapter out is off by a good part of what it changed.
-    off = (_logits(merged, probe) - wanted).abs().max()
-    if off > 0.05 * (wanted - untuned).abs().max() + 1e-5 * wanted.abs().max():
+    if not right:
         raise DprlhfError(
-            f"{run}: merged, the adapter ({spec.adapter.type}) computes something else; load it"
+            f"{run}: merged, the adapter ({adapter}) computes something else; load it"
             " with PeftModel.from_pretrained"
         )
     with replaced_folder(out) as fresh:
@@ -116,6 +89,47 @@ def merge(
         # A run that starts from this model finds out which run to account for.
         (fresh / "privacy.json").write_text(folder.privacy.read_text())
     return out
+
+
+def _base_and_tokenizer(recipe: AnyRecipe, folder: RunFolder) -> tuple[Any, Any]:
+    """Load the model that a run started from, in float32, and the tokenizer of its policy."""
+    import transformers
+
+    from dprlhf.assets import resolve
+    from dprlhf.policies.classifier import head_settings
+
+    spec, kind, head = recipe.trained, transformers.AutoModelForCausalLM, {}
+    if recipe.classifier:
+        head = head_settings(recipe.head_labels) | {"ignore_mismatched_sizes": True}
+        kind = transformers.AutoModelForSequenceClassification
+    base = kind.from_pretrained(
+        resolve(spec.model_name_or_path),
+        dtype=torch.float32,
+        trust_remote_code=spec.trust_remote_code,
+        **pinned(spec.model_name_or_path, spec.revision, "revision"),
+        **head,
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder.policy)
+    if recipe.classifier:
+        base.config.pad_token_id = tokenizer.pad_token_id
+    return base, tokenizer
+
+
+def _merged(base: Any, folder: RunFolder) -> tuple[Any, bool]:
+    """Merge a run's adapter into its base model; return whether it computes what the two did."""
+    import peft
+
+    probe = torch.arange(1, 17)[None] % base.config.get_text_config().vocab_size
+    with quiet_peft():
+        tuned = peft.PeftModel.from_pretrained(base, str(folder.policy)).eval()
+        wanted = _logits(tuned, probe)
+        with tuned.disable_adapter():
+            untuned = _logits(tuned, probe)
+        merged = tuned.merge_and_unload()
+    # A merge that drops some of the adapter's weights is off by much of what the adapter changed.
+    off = (_logits(merged, probe) - wanted).abs().max()
+    allowed = 0.05 * (wanted - untuned).abs().max() + 1e-5 * wanted.abs().max()
+    return merged, bool(off <= allowed)
 
 
 def _finished(run: str | Path) -> RunFolder:

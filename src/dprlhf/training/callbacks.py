@@ -18,8 +18,8 @@ def as_functions(callbacks: Sequence[Any], folder: Path, rounds: int) -> list[Fu
 
     Args:
         callbacks: functions, or ``transformers.TrainerCallback`` objects.
-        folder: of the run.
-        rounds: T.
+        folder: The run folder.
+        rounds: The number of rounds T.
     """
     from transformers import TrainerCallback
 

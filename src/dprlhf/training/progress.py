@@ -30,10 +30,10 @@ class RoundBar:
     """The bar of one round, and the seconds of its phases (for secret telemetry).
 
     Args:
-        bar: of tqdm, of 100 percent.
-        label: what stands before the phase.
-        rows_a_user: to do in each phase.
-        moves: whether it shows a share; on a terminal only.
+        bar: A ``tqdm`` bar from 0 to 100 percent.
+        label: The text before the phase's name.
+        rows_a_user: Rows of one user in each phase.
+        moves: Whether it shows the share that is done, which only a terminal may.
     """
 
     def __init__(self, bar: Any, label: str, rows_a_user: int, *, moves: bool) -> None:
@@ -55,7 +55,7 @@ class RoundBar:
         self._bar.set_description(f"{self._label}: {phase}")
 
     def tick(self, rows: int) -> None:
-        """Move on by so many rows."""
+        """Count some rows as done."""
         self._done += rows
         if not self._moves:
             return
@@ -99,8 +99,8 @@ class Progress:
         )
 
     @contextlib.contextmanager
-    def round(self, number: int) -> Iterator[RoundBar]:
-        """Show one round."""
+    def round(self, t: int) -> Iterator[RoundBar]:
+        """Show the bar of round t."""
         moves = sys.stderr.isatty()
         with tqdm(
             total=100,
@@ -109,7 +109,7 @@ class Progress:
             position=1,
             disable=self._disable,
         ) as bar:
-            shown = RoundBar(bar, f"round {number}", self._rows_a_user, moves=moves)
+            shown = RoundBar(bar, f"round {t}", self._rows_a_user, moves=moves)
             yield shown
             shown.stop()
         if self._rounds is not None and not self._disable:

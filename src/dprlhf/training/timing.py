@@ -30,9 +30,9 @@ def seconds_a_response(
     The gradient is thrown away: nothing is released and the policy does not move.
 
     Args:
-        policy: π_t.
-        scorer: of the recipe's rewards.
-        prompts: public; repeated until they fill a micro-batch.
+        policy: The policy.
+        scorer: The recipe's rewards.
+        prompts: Public prompts, repeated until they fill a micro-batch.
         recipe: settled, so that ``rollout.batch_size`` is a number.
 
     Returns:
@@ -87,10 +87,10 @@ def seconds_a_row(
 
     Args:
         policy: the model that is fitted.
-        task: of the stage.
-        rows: public.
-        batch_size: sequences in a micro-batch.
-        clip_norm: S.
+        task: How the stage's rows become tokens and losses.
+        rows: Public rows.
+        batch_size: Sequences in a micro-batch.
+        clip_norm: The clip norm S.
 
     Returns:
         Seconds a row, two sequences where a row is a pair.
