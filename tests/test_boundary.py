@@ -126,7 +126,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     "open_private": {
         "audit/game": "plays with synthetic users of its own, and tells the adversary their rounds",
         "papers/control/trajectories": "simulates a round's users, and writes secret/ telemetry",
-        "papers/control/updates": "computes each user's contribution from its own trajectory",
         "gradients/clipping": "clips each user and sums",
         "runs/opening": "compares the users with those that the run, or an earlier one, had",
         "training/progress": "shows a share of a round, on a terminal only",
@@ -145,7 +144,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
     "post_process": {
         "updates/privls/in_round": "runs an oracle that learns of users what was released",
-        "papers/control/updates": "runs an oracle that learns of users what was released",
     },
     "BoundedSum": {"gradients/clipping": "the only place that bounds a user's influence"},
     "Released": {"privacy/gate": "the only exit"},

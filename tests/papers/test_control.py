@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dprlhf.boundary import Private
+from dprlhf.boundary import Private, open_private
 from dprlhf.cli.app import app
 from dprlhf.errors import DprlhfError
 from dprlhf.papers import INSTALL
@@ -432,14 +432,15 @@ def test_the_papers_own_baselines_state_no_epsilon(baseline: str, tmp_path: Path
 
 def contributions(chunks: list[Trajectories], baseline: str) -> np.ndarray[Any, Any]:
     """Each user's gradient, as the update computes it."""
-    from dprlhf.papers.control.updates import Round, advantages
+    from dprlhf.papers.control.updates import ControlRound, advantages
 
     policy = LogLinearSoftmax(4, 2)
-    round_ = Round(1, policy, torch.zeros(8), Private(chunks), None, None, None, {})  # type: ignore[arg-type]
-    weigh = advantages(round_, Advantage(discount=0.9, reference=1.0, baseline=baseline))  # type: ignore[arg-type]
+    round_ = ControlRound(1, policy, torch.zeros(8), Private(chunks), None, None, None, {})  # type: ignore[arg-type]
+    spec = Advantage(discount=0.9, reference=1.0, baseline=baseline)  # type: ignore[arg-type]
+    weights = open_private(advantages(round_, spec))
     rows = [
-        policy.weighted_scores(np.zeros(8), c.observations, c.actions, weigh(c))[: c.users]
-        for c in chunks
+        policy.weighted_scores(np.zeros(8), c.observations, c.actions, w)[: c.users]
+        for c, w in zip(chunks, weights, strict=True)
     ]
     return np.concatenate(rows)
 
@@ -457,7 +458,7 @@ def test_a_contribution_depends_on_one_user_alone_unless_it_is_labelled(
 
 
 def test_a_critic_carries_users_into_later_rounds_and_the_public_baseline_does_not() -> None:
-    from dprlhf.papers.control.updates import Round, advantages
+    from dprlhf.papers.control.updates import ControlRound, advantages
 
     policy = LogLinearSoftmax(4, 2)
     later = simulate(CartPole(), policy, np.zeros(8), [(0, 0)])
@@ -466,11 +467,11 @@ def test_a_critic_carries_users_into_later_rounds_and_the_public_baseline_does_n
         leak: dict[str, Any] = {}
         spec = Advantage(discount=0.9, reference=1.0, baseline=baseline)  # type: ignore[arg-type]
         for chunks in (simulate(CartPole(), policy, np.zeros(8), [first]), later):
-            round_ = Round(
+            round_ = ControlRound(
                 1, policy, torch.zeros(8), Private(chunks), None, None, None, {}, None, leak
             )  # type: ignore[arg-type]
-            weigh = advantages(round_, spec)
-        return weigh(later[0])
+            found = open_private(advantages(round_, spec))
+        return found[0]
 
     assert np.array_equal(weights("public", (0, 5)), weights("public", (0, 6)))
     assert not np.array_equal(weights("critic", (0, 5)), weights("critic", (0, 6)))

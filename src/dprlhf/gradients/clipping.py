@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from dprlhf.boundary import BoundedSum, Private, open_private
 from dprlhf.gradients.per_user import PerUserGradients
 from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.protocol import ExplicitPolicy, Rows
 from dprlhf.rollout import Responses, Tick
 
 # Keeps the clipped norm below S after rounding: float64 products and sums of up to 10⁹ terms err
@@ -22,19 +23,19 @@ _MARGIN = 1e-9
 
 @dataclass(frozen=True, repr=False)
 class Weighted:
-    """Responses with the weight of each ∇ log π, and extra coordinates of each user.
+    """Rows with the weight of each ∇ log π, and extra coordinates of each user.
 
     A user's contribution is (Σ_rows Σ_tokens weight · ∇ log π_θ(token|before), extra_u).
 
     Attributes:
-        responses: the rows.
+        responses: the rows: responses, or those of an :class:`ExplicitPolicy`.
         weights: of each response token, ``[rows, response]``, or one for all of a row's,
             ``[rows]``; float64. A NaN makes its user's gradient zero.
         extra: ``[users, e]``, float64, appended to the gradient (``e`` may be 0).
         extra_norm: the L2 bound on ``extra``; below the clip norm.
     """
 
-    responses: Responses
+    responses: Rows
     weights: NDArray[np.float64]
     extra: NDArray[np.float64]
     extra_norm: float
@@ -76,7 +77,7 @@ def clip_factors(norms: torch.Tensor, clip_norm: float) -> torch.Tensor:
 
 
 def clipped_sum(
-    policy: CausalLMPolicy,
+    policy: CausalLMPolicy | ExplicitPolicy,
     weighted: Private[Weighted],
     *,
     clip_norm: float,
@@ -103,6 +104,17 @@ def clipped_sum(
     """
     opened = open_private(weighted)
     responses, weights = opened.responses, opened.weights
+    if isinstance(policy, ExplicitPolicy):
+        given = policy.user_scores(responses, weights)
+        return clipped_vectors(
+            Private((users, scores.sum(1)) for users, scores in given),
+            policy.dimension,
+            extra=Private(opened.extra),
+            extra_norm=opened.extra_norm,
+            clip_norm=clip_norm,
+            reduce=reduce,
+        )
+    responses = language_model_rows(responses)
     private = math.isfinite(clip_norm)
     if not private:
         finite = np.isfinite(weights.reshape(len(weights), -1)).all(1)
@@ -180,9 +192,20 @@ def vector_norm(clip_norm: float, extra_norm: float) -> float:
     return math.sqrt(clip_norm**2 - extra_norm**2)
 
 
+def language_model_rows(rows: Rows) -> Responses:
+    """Return the rows of a language model's policy, which are responses.
+
+    Raises:
+        TypeError: they are not.
+    """
+    if not isinstance(rows, Responses):
+        raise TypeError(f"a language model's rows are Responses, not {type(rows).__name__}")
+    return rows
+
+
 def user_gradients(
-    policy: CausalLMPolicy,
-    responses: Responses,
+    policy: CausalLMPolicy | ExplicitPolicy,
+    responses: Rows,
     weights: NDArray[np.float64],
     *,
     batch_size: int,
@@ -202,6 +225,11 @@ def user_gradients(
         The users, ``[users]``, and Σ weight · ∇ log π of each part, ``[users, parts, dimension]``,
         float32 or wider, on the policy's device, in the order of ``policy.parameters``.
     """
+    if isinstance(policy, ExplicitPolicy):
+        for users, scores in policy.user_scores(responses, weights):
+            yield users, scores.view(len(users), -1, rows, policy.dimension).sum(2)
+        return
+    responses = language_model_rows(responses)
     engine = PerUserGradients(policy.model, policy.parameters, whole=True)
     for batch in micro_batches(responses, batch_size):
         _run(engine, policy, responses, weights, batch, parts=batch.height // rows)

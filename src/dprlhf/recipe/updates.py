@@ -441,6 +441,9 @@ class Oracle(Settings):
         sketch: Dimensions of a public random projection (a count sketch) of the features; null for
             no projection.
         ridge: Ridge regularisation of ``sufficient-statistics``, in units of its noise.
+        damping: Added to every eigenvalue by ``sufficient-statistics``, in units of
+            ``update.clip_norm``²: the solution then shrinks where a nearly deterministic policy
+            leaves hardly any Fisher information. Null adds nothing.
         gain: Factor by which a user's answer is scaled up before it is clipped to the oracle's
             bound; the released mean is scaled down by it. A mean over responses is far below the
             worst case that the bound allows for, so a gain above 1 lowers the noise at the price of
@@ -454,6 +457,7 @@ class Oracle(Settings):
     target_bound: PositiveFloat | None = None
     sketch: PositiveInt | None = None
     ridge: PositiveFloat = 1.0
+    damping: Annotated[float, Field(ge=0)] | None = None
     gain: PositiveFloat = 1.0
 
     @field_validator("name", mode="before")

@@ -86,7 +86,7 @@ def recipe_digest(recipe: AnyRecipe) -> str:
     Newer keys that are not set are left out, and values have the name that they had first, so that
     the runs of earlier versions keep their digest.
     """
-    newer = ("revision", "attn_implementation")
+    newer = ("revision", "attn_implementation", "damping")
     former = {today: old for old, today in FORMER_NAMES.items()}
 
     def without_unset(values: Any) -> Any:

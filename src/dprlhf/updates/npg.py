@@ -26,17 +26,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dprlhf import recipe
+from dprlhf.policies.protocol import Rows
 from dprlhf.rewards import Scores
-from dprlhf.rollout import Responses
 from dprlhf.updates.pg import advantage_weights, importance_ratios
 from dprlhf.updates.privls.in_round import Examples, solve
-from dprlhf.updates.round import PrivateRound
+from dprlhf.updates.round import P, PrivateRound, R
 
 LARGEST_SCORE = 3.0
 """R for the baseline ``group``, whose |Â| is at most (k − 1)/√k: 2.5 at k = 8 responses."""
 
 
-def npg(round_: PrivateRound, spec: recipe.NPG) -> None:
+def npg(round_: PrivateRound[P, R], spec: recipe.NPG) -> None:
     """Find w through the oracle, and step along it."""
     reward_range = round_.telemetry.reward_range
     examples = round_.responses.map(
@@ -56,7 +56,7 @@ def npg(round_: PrivateRound, spec: recipe.NPG) -> None:
 
 
 def response_examples(
-    responses: Responses,
+    responses: Rows,
     scores: Scores,
     valid: NDArray[np.bool_],
     ratio: NDArray[np.float64],

@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 
 from dprlhf import recipe
 from dprlhf.boundary import Private
+from dprlhf.policies.protocol import Rows
 from dprlhf.rewards import Scores
-from dprlhf.rollout import Responses
 from dprlhf.updates.baselines import BASELINES
-from dprlhf.updates.round import PrivateRound
+from dprlhf.updates.round import P, PrivateRound, R
 
 
-def policy_gradient(round_: PrivateRound, spec: recipe.PG) -> None:
+def policy_gradient(round_: PrivateRound[P, R], spec: recipe.PG) -> None:
     """Release the mean of the users' clipped policy gradients, and take a step along it."""
     ratio = importance_ratios(round_, spec.batch_size, spec.max_importance_ratio)
     weights = round_advantage_weights(round_, spec.baseline, ratio)
@@ -38,7 +38,7 @@ def policy_gradient(round_: PrivateRound, spec: recipe.PG) -> None:
 
 
 def importance_ratios(
-    round_: PrivateRound, batch_size: int, largest: float
+    round_: PrivateRound[P, R], batch_size: int, largest: float
 ) -> Private[NDArray[np.float64]]:
     """Return :func:`importance_ratio` of each row of a round, ``[rows]``."""
     return round_.responses.map(
@@ -48,7 +48,7 @@ def importance_ratios(
 
 
 def round_advantage_weights(
-    round_: PrivateRound, baseline: str, ratio: Private[NDArray[np.float64]] | None = None
+    round_: PrivateRound[P, R], baseline: str, ratio: Private[NDArray[np.float64]] | None = None
 ) -> Private[NDArray[np.float64]]:
     """Return :func:`advantage_weights` of a round, ``[rows]`` or ``[rows, response]``.
 
@@ -69,7 +69,7 @@ def round_advantage_weights(
     weight = round_.critic.weight
 
     def weighted(
-        responses: Responses,
+        responses: Rows,
         scores: Scores,
         valid: NDArray[np.bool_],
         given: tuple[NDArray[np.float64], NDArray[np.float64]],
@@ -84,7 +84,7 @@ def round_advantage_weights(
 
 
 def advantage_weights(
-    responses: Responses,
+    responses: Rows,
     scores: Scores,
     valid: NDArray[np.bool_],
     ratio: NDArray[np.float64],
@@ -123,7 +123,7 @@ def advantage_weights(
 
 
 def importance_ratio(
-    responses: Responses, log_ratio: NDArray[np.float64], largest: float
+    responses: Rows, log_ratio: NDArray[np.float64], largest: float
 ) -> NDArray[np.float64]:
     """Return min(π_t(y|x)/μ(y|x), largest) for rows from μ, and 1 for rows from π_t, ``[rows]``.
 

@@ -10,10 +10,12 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Generic
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import TypeVar
 
 from dprlhf.boundary import BoundedSum, Private, Released, check_released
 from dprlhf.gradients.clipping import (
@@ -21,10 +23,12 @@ from dprlhf.gradients.clipping import (
     Weighted,
     clipped_sum,
     clipped_vectors,
+    language_model_rows,
     vector_norm,
 )
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.optimizers import ascend
+from dprlhf.policies.protocol import ExplicitPolicy, Rows
 from dprlhf.privacy.plan import Plan
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses, Tick
@@ -34,6 +38,8 @@ from dprlhf.updates.rider import Rider
 from dprlhf.updates.telemetry import ReleasedReward, TelemetryCoordinates
 
 Array = NDArray[np.float64]
+P = TypeVar("P", bound=CausalLMPolicy | ExplicitPolicy, default=CausalLMPolicy)
+R = TypeVar("R", bound=Rows, default=Responses)
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class Terms:
 
 
 @dataclass(repr=False, eq=False)
-class PrivateRound:
+class PrivateRound(Generic[P, R]):
     """The users of one round on this process, and the way from them to the policy.
 
     Attributes:
@@ -75,8 +81,8 @@ class PrivateRound:
         norms: Each user's norm before clipping in the first release, for secret telemetry.
     """
 
-    policy: CausalLMPolicy
-    responses: Private[Responses]
+    policy: P
+    responses: Private[R]
     scores: Private[Scores]
     plan: Plan | Terms
     telemetry: TelemetryCoordinates
@@ -98,9 +104,7 @@ class PrivateRound:
         self._log_ratio: tuple[bool, Private[Array]] | None = None
         if self.critic is not None:
             critic = self.critic
-            self._features = self.responses.map(
-                lambda given: critic.features(self.policy, given.prompt_tokens)[given.prompt]
-            )
+            self._features = self.responses.map(partial(_features, critic, self.policy))
             self.values = self._features.map(critic.values)
 
     @property
@@ -226,9 +230,17 @@ class PrivateRound:
         return extra
 
 
+def _features(critic: Critic, policy: CausalLMPolicy | ExplicitPolicy, responses: Rows) -> Array:
+    """Return the critic's features of each row's prompt, ``[rows, 1 + p]``."""
+    if isinstance(policy, ExplicitPolicy):
+        raise TypeError("the noised critic sees prompts, which only a language model's rows have")
+    given = language_model_rows(responses)
+    return critic.features(policy, given.prompt_tokens)[given.prompt]
+
+
 def _coordinates(
     rider: Rider,
-    responses: Responses,
+    responses: Rows,
     scores: Scores,
     valid: NDArray[np.bool_],
     features: Array | None,
@@ -239,19 +251,24 @@ def _coordinates(
 
 
 def _log_ratio(
-    policy: CausalLMPolicy, responses: Responses, batch_size: int, *, every_row: bool
+    policy: CausalLMPolicy | ExplicitPolicy, rows: Rows, batch_size: int, *, every_row: bool
 ) -> Array:
     """Return the log-ratios of all rows, or of those from μ and else 0, ``[rows, response]``."""
+    if isinstance(policy, ExplicitPolicy):
+        if every_row or rows.from_base.any():
+            raise TypeError("only a language model's policy has log-ratios to a base policy")
+        return np.zeros((len(rows.user), 1))
+    responses = language_model_rows(rows)
     if every_row:
         return log_ratio_to_base(policy, responses, batch_size)
     found = np.zeros(tuple(responses.response_mask.shape))
-    rows = np.flatnonzero(responses.from_base)
-    if len(rows):
-        found[rows] = log_ratio_to_base(policy, responses, batch_size, rows)
+    chosen = np.flatnonzero(responses.from_base)
+    if len(chosen):
+        found[chosen] = log_ratio_to_base(policy, responses, batch_size, chosen)
     return found
 
 
-def users_with_valid_scores(responses: Responses, scores: Scores) -> NDArray[np.bool_]:
+def users_with_valid_scores(responses: Rows, scores: Scores) -> NDArray[np.bool_]:
     """Return which users have a valid score for every response, ``[users]``."""
     broken = np.bincount(responses.user, ~scores.valid, minlength=responses.users)
     valid: NDArray[np.bool_] = broken == 0

@@ -8,17 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
+from dprlhf.boundary import Private
 from dprlhf.papers.control.environments import Environment, make_environment
 from dprlhf.papers.control.policies import Array
 from dprlhf.papers.control.settings import PGPE, ControlRecipe
 from dprlhf.papers.control.trajectories import collect, evaluate, record
-from dprlhf.papers.control.updates import UPDATES, Round
+from dprlhf.papers.control.updates import UPDATES, ControlRound
 from dprlhf.policies.optimizers import make_optimizer, set_learning_rate
 from dprlhf.privacy.accounting import Epsilon
 from dprlhf.privacy.gate import Gate
@@ -88,7 +90,7 @@ def train(
             recipe.optimizer, [theta], plan.noise_std / plan.expected_batch_size
         )
         memory: dict[str, float] = {}
-        leak: dict[str, Array] = {}
+        leak: dict[str, Private[Any]] = {}
         curve: list[tuple[float, float]] = []
         saved = _load(folder, theta, optimizer, memory, curve)
         ledger.confirm(saved)
@@ -99,7 +101,9 @@ def train(
             directions = _directions(recipe, len(now), seed, t)
             users = collect(environment, policy, now, allocation, t, seed, directions)
             record(folder, t, users)
-            round_ = Round(t, policy, theta, users, plan, gate, optimizer, memory, directions, leak)
+            round_ = ControlRound(
+                t, policy, theta, users, plan, gate, optimizer, memory, directions, leak
+            )
             set_learning_rate(optimizer, recipe.optimizer, t, plan.rounds)
             UPDATES[recipe.update.name](round_, recipe.update)
             if recipe.curve_points and t % max(1, plan.rounds // recipe.curve_points) == 0:

@@ -1,48 +1,86 @@
-"""The private updates of small policies, with the shared clipping, gate and oracles.
+"""The private updates of control tasks: the language models' DP-PG and DP-NPG, and PGPE.
 
-Each takes a :class:`Round` and moves its policy along what the gate released. A user's contribution
-is computed from its own trajectory and released values only, except with the baselines ``batch``
-and ``critic``, whose runs state no ε.
+:func:`pg` and :func:`npg` give trajectories to :mod:`dprlhf.updates.pg` and
+:mod:`dprlhf.updates.npg`, which clip, release and step; :func:`pgpe` is for control tasks only.
+A user's contribution is computed from its own trajectory and released values only, except with the
+baselines ``batch`` and ``critic``, whose runs state no ε.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from dprlhf.boundary import Private, Read, Released, open_private, open_released, post_process
+from dprlhf import recipe
+from dprlhf.boundary import Private, Released, open_released
 from dprlhf.gradients.clipping import clipped_vectors
 from dprlhf.papers.control.policies import Array, TabularSoftmax, TrajectoryPolicy
+from dprlhf.papers.control.rows import ControlPolicy, TrajectoryRows
 from dprlhf.papers.control.settings import NPG, PG, PGPE, Advantage
 from dprlhf.papers.control.trajectories import Trajectories
 from dprlhf.policies.optimizers import ascend
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.plan import Plan
-from dprlhf.updates.privls import make_oracle
-from dprlhf.updates.privls.oracle import Contribution, project
+from dprlhf.rewards import Scores
+from dprlhf.updates.npg import npg as npg_on_rows
+from dprlhf.updates.pg import policy_gradient
+from dprlhf.updates.round import PrivateRound
+from dprlhf.updates.telemetry import TelemetryCoordinates
 
-NO_EXTRA = 0.0
+NO_TELEMETRY = TelemetryCoordinates(norm=0.0, reward_range=1.0)
+"""A control task's release has no coordinates but the update's own."""
+
+
+class AdvantagesPG(recipe.PG):
+    """The settings of DP-PG where the scores of rows are advantages already."""
+
+    baseline: Literal["none"] = "none"  # type: ignore[assignment]
+
+
+class AdvantagesNPG(recipe.NPG):
+    """The settings of DP-NPG where the scores of rows are advantages already."""
+
+    baseline: Literal["none"] = "none"  # type: ignore[assignment]
+
+
+class TrajectoryRound(PrivateRound[ControlPolicy, TrajectoryRows]):
+    """A round as the language models' updates take it, over trajectories.
+
+    Attributes:
+        regularizer: Gradient of a regularizer that depends on no user, ``[d]``; the step adds it to
+            what was released.
+    """
+
+    regularizer: torch.Tensor | None = None
+
+    def step(self, direction: Released[torch.Tensor]) -> None:
+        """Let the optimizer ascend along a released direction, ``[d]``."""
+        public = self.regularizer
+        if public is not None:
+            direction = direction.map(lambda released: released + public)
+        super().step(direction)
 
 
 @dataclass(repr=False, eq=False)
-class Round:
-    """One round as an update sees it.
+class ControlRound:
+    """One round of a control task: the trajectories of its users, and the way to the policy.
 
     Attributes:
-        number: t, from 1.
-        policy: its form.
-        theta: θ_t, ``[d]``, float64; :meth:`step` moves it.
-        trajectories: of the round's users.
-        plan: the clip norm and the divisor.
-        gate: of the run.
-        optimizer: of θ; it sees released values only.
-        memory: released values that later rounds use, by name.
-        directions: of ``pgpe``, ``[K, d]``; public.
-        leak: what a non-private critic remembers; empty in private runs.
+        number: Round t, from 1.
+        policy: The form of π_θ.
+        theta: Parameters θ_t, ``[d]``, float64; the update moves them.
+        trajectories: Trajectories of the round's users.
+        plan: The clip norm S, the noise multiplier and the expected batch size.
+        gate: The run's way from a clipped sum to a released mean.
+        optimizer: The optimizer of θ, which sees released values only.
+        memory: Released values that later rounds use, by name.
+        directions: Public perturbations of ``pgpe``, ``[K, d]``.
+        leak: What a critic without noise remembers; empty in private runs.
     """
 
     number: int
@@ -54,30 +92,39 @@ class Round:
     optimizer: torch.optim.Optimizer
     memory: dict[str, float]
     directions: Array | None = None
-    leak: dict[str, Array] = field(default_factory=dict)
+    leak: dict[str, Private[Any]] = field(default_factory=dict)
 
     @property
     def parameters(self) -> Array:
         """θ as an array, ``[d]``."""
         return self.theta.detach().numpy()
 
+    def of_users(self, function: Callable[[Trajectories], Array], width: int) -> Private[Array]:
+        """Return a function of each trajectory, ``[users, width]``."""
+
+        def of_chunks(chunks: list[Trajectories]) -> Array:
+            parts = [function(chunk)[: chunk.users, :width] for chunk in chunks]
+            return np.concatenate([np.zeros((0, width)), *parts])
+
+        return self.trajectories.map(of_chunks)
+
     def release(
-        self, rows: Private[Array], extra: Private[Array], share: float
+        self, rows: Private[Array], dimension: int, extra: Private[Array], share: float
     ) -> Released[torch.Tensor]:
         """Release the mean of the clipped rows and, beside them, of the extra coordinates.
 
         Args:
-            rows: a vector of each user, ``[users, p]``.
-            extra: further coordinates of each, of norm at most share · S, ``[users, e]``.
-            share: of the clip norm that the extra coordinates may have.
+            rows: A vector of each user, ``[users, dimension]``.
+            dimension: Length of such a vector.
+            extra: Further coordinates of each, of norm at most share · S, ``[users, e]``.
+            share: Part of the clip norm S that the extra coordinates may have.
 
         Returns:
-            The noised mean, ``[p + e]``.
+            The noised mean, ``[dimension + e]``.
         """
-        vectors = open_private(rows)
         clipped = clipped_vectors(
-            Private([(np.arange(len(vectors)), torch.from_numpy(vectors))]),
-            vectors.shape[1],
+            rows.map(lambda vectors: [(np.arange(len(vectors)), torch.from_numpy(vectors))]),
+            dimension,
             extra=extra,
             extra_norm=share * self.plan.clip_norm,
             clip_norm=self.plan.clip_norm,
@@ -85,99 +132,53 @@ class Round:
         )
         return self.gate.release(self.number, clipped.bounded)
 
-    def of_users(self, function: Callable[[Trajectories], Array], width: int) -> Private[Array]:
-        """Return a function of each trajectory, ``[users, width]``."""
-        chunks = open_private(self.trajectories)
-        parts = [function(chunk)[: chunk.users, :width] for chunk in chunks]
-        return Private(np.concatenate([np.zeros((0, width)), *parts]))
-
-    def mean_of_users(
-        self, function: Callable[[Trajectories], Array], width: int
-    ) -> Released[torch.Tensor]:
-        """Release the clipped, noised mean of a function of each trajectory, ``[width]``."""
-        rows = self.of_users(function, width)
-        none = Private(np.zeros((len(open_private(rows)), 0)))
-        return self.release(rows, none, NO_EXTRA)
-
-    def step(self, direction: Released[torch.Tensor]) -> None:
-        """Let the optimizer ascend along a released direction, ``[d]``."""
-        ascend([self.theta], self.optimizer, direction)
+    def as_rows(self, spec: Advantage, *, by_step: bool) -> TrajectoryRound:
+        """Return the round as the language models' updates take it, with advantages as scores."""
+        rows = self.trajectories.map(lambda chunks: TrajectoryRows(chunks, by_step))
+        return TrajectoryRound(
+            policy=ControlPolicy(self.policy, self.theta),
+            responses=rows,
+            scores=rows.map(_scores, advantages(self, spec)),
+            plan=self.plan,
+            telemetry=NO_TELEMETRY,
+            optimizer=self.optimizer,
+            reduce=lambda total: total,
+            gate=lambda bounded: self.gate.release(self.number, bounded),
+            t=self.number,
+        )
 
 
-def pg(round_: Round, spec: PG) -> None:
-    """DP-PG (He & Zhou, Algorithm 2): one released gradient."""
-    policy, theta = round_.policy, round_.parameters
-    advantage = advantages(round_, spec.advantage)
-
-    def gradient(chunk: Trajectories) -> Array:
-        weights = advantage(chunk)
-        return policy.weighted_scores(theta, chunk.observations, chunk.actions, weights)
-
-    direction = round_.mean_of_users(gradient, policy.dimension)
-    if spec.log_barrier and isinstance(policy, TabularSoftmax):
-        barrier = torch.from_numpy(policy.log_barrier_gradient(theta, spec.log_barrier))
-        direction = direction.map(lambda gradient: gradient + barrier)
-    round_.step(direction)
+def _scores(rows: TrajectoryRows, values: list[Array]) -> Scores:
+    """Return advantages, ``[chunk, horizon]`` each, as the scores of rows, all valid."""
+    return Scores(rows.take(values), np.ones(len(rows.user), dtype=bool), {})
 
 
-@dataclass(repr=False, eq=False)
-class _Release:
-    """A :class:`~dprlhf.updates.privls.oracle.Release` over the steps of a round's users."""
-
-    round_: Round
-    advantage: Callable[[Trajectories], Array]
-    gain: float
-    read: Read
-
-    @property
-    def noise_multiplier(self) -> float:
-        """z over the gain: of an answer, in units of the bound."""
-        return self.round_.plan.noise_multiplier / self.gain
-
-    @property
-    def expected_batch_size(self) -> float:
-        """m."""
-        return self.round_.plan.expected_batch_size
-
-    def __call__(self, contribution: Contribution, bound: float) -> torch.Tensor:
-        """Return (Σ_u clip(gain · mean over u's steps, bound) + noise) / (m · gain)."""
-        round_, policy = self.round_, self.round_.policy
-        scale = self.gain * round_.plan.clip_norm / bound
-        width = contribution(torch.zeros(0, policy.dimension), torch.zeros(0)).shape[1]
-
-        def mean(chunk: Trajectories) -> Array:
-            features = policy.scores(round_.parameters, chunk.observations, chunk.actions)
-            targets = torch.from_numpy(self.advantage(chunk).ravel())
-            flat = torch.from_numpy(features.reshape(-1, policy.dimension))
-            parts = contribution(flat, targets).numpy().reshape(*features.shape[:2], width)
-            counted = np.where(chunk.mask[..., None], parts, 0.0).sum(1)
-            return np.asarray(scale * counted / np.maximum(chunk.steps, 1)[:, None])
-
-        return self.read(round_.mean_of_users(mean, width)) / scale
+def pg(round_: ControlRound, spec: PG) -> None:
+    """Run DP-PG (He & Zhou, Algorithm 2), each user with the sum over its trajectory's steps."""
+    rows = round_.as_rows(spec.advantage, by_step=False)
+    if spec.log_barrier and isinstance(round_.policy, TabularSoftmax):
+        barrier = round_.policy.log_barrier_gradient(round_.parameters, spec.log_barrier)
+        rows.regularizer = torch.from_numpy(barrier)
+    policy_gradient(rows, AdvantagesPG(clip_norm=spec.clip_norm))
 
 
-def npg(round_: Round, spec: NPG) -> None:
-    """DP-NPG (He & Zhou, Algorithm 3): regress advantages on scores, and step along w."""
-    oracle = make_oracle(
-        spec.oracle,
-        feature_bound=spec.clip_norm,
-        target_bound=spec.target_bound,
-        radius=spec.radius,
+def npg(round_: ControlRound, spec: NPG) -> None:
+    """Run DP-NPG (He & Zhou, Algorithm 3), each user with the mean over its trajectory's steps."""
+    oracle = recipe.Oracle(
+        name=spec.oracle,
         steps=spec.steps,
         step_size=spec.step_size,
+        radius=spec.radius,
+        target_bound=spec.target_bound,
         ridge=spec.ridge,
         damping=spec.damping,
+        gain=spec.gain,
     )
-    advantage = advantages(round_, spec.advantage)
-
-    def solution(read: Read) -> torch.Tensor:
-        release = _Release(round_, advantage, spec.gain, read)
-        return project(oracle.solve(release, round_.policy.dimension), spec.radius)
-
-    round_.step(post_process(solution))
+    settings = AdvantagesNPG(name="npg", clip_norm=spec.clip_norm, oracle=oracle)
+    npg_on_rows(round_.as_rows(spec.advantage, by_step=True), settings)
 
 
-def pgpe(round_: Round, spec: PGPE) -> None:
+def pgpe(round_: ControlRound, spec: PGPE) -> None:
     """Move along the directions in proportion to the noised mean of ± (return − b)."""
     directions = round_.directions
     assert directions is not None
@@ -191,59 +192,71 @@ def pgpe(round_: Round, spec: PGPE) -> None:
     rows = round_.of_users(lambda chunk: worth(chunk) * chunk.choice, count)
     size = share * round_.plan.clip_norm
     extra = round_.of_users(lambda chunk: size * worth(chunk), 1 if share else 0)
-    moves, of_return = round_.release(rows, extra, share).split([count, 1 if share else 0])
+    moves, of_return = round_.release(rows, count, extra, share).split([count, 1 if share else 0])
     if share:
         seen = baseline + spec.spread * float(open_released(of_return, "pgpe")) / size
         round_.memory["return"] = spec.momentum * baseline + (1 - spec.momentum) * seen
-    round_.step(moves.map(lambda mean: torch.from_numpy(directions).T @ mean / spec.perturb))
+    direction = moves.map(lambda mean: torch.from_numpy(directions).T @ mean / spec.perturb)
+    ascend([round_.theta], round_.optimizer, direction)
 
 
-UPDATES: dict[str, Callable[[Round, Any], None]] = {
+UPDATES: dict[str, Callable[[ControlRound, Any], None]] = {
     "pg": pg,
     "npg": npg,
     "pgpe": pgpe,
 }
-"""By the name in a recipe."""
+"""The updates by their name in a recipe; each takes the round and its own settings."""
 
 
-def advantages(round_: Round, spec: Advantage) -> Callable[[Trajectories], Array]:
-    """Return the function of a chunk to its advantages, ``[chunk, horizon]``."""
-
-    def returns(chunk: Trajectories) -> Array:
-        return discounted(chunk, spec.discount, spec.reference)
-
-    if spec.baseline == "public":
-        return returns
-    if spec.baseline == "own":
-
-        def own(chunk: Trajectories) -> Array:
-            value = returns(chunk)
-            mean = value.sum(1, keepdims=True) / np.maximum(chunk.steps, 1)[:, None]
-            return np.where(chunk.mask, value - mean, 0.0)
-
-        return own
-    chunks = open_private(round_.trajectories)
-    if spec.baseline == "batch":  # not private: one user's return moves all others' advantages
-        steps = [returns(chunk)[chunk.mask] for chunk in chunks]
-        taken = np.concatenate(steps) if steps else np.zeros(0)
-        middle, width = (taken.mean(), taken.std() + 1e-8) if len(taken) else (0.0, 1.0)
-        return lambda chunk: np.where(chunk.mask, (returns(chunk) - middle) / width, 0.0)
+def advantages(round_: ControlRound, spec: Advantage) -> Private[list[Array]]:
+    """Return the advantages of each chunk's steps, ``[chunk, horizon]``; 0 where there is none."""
+    if spec.baseline != "critic":
+        return round_.trajectories.map(lambda chunks: _advantages(chunks, spec))
     # Not private: the critic was fitted, without noise, on the users of earlier rounds.
-    size = chunks[0].observations.shape[2] if chunks else 1
-    weights = round_.leak.get("critic", np.zeros(2 * size + 1))
-    gram = round_.leak.setdefault("gram", np.eye(2 * size + 1))
-    moment = round_.leak.setdefault("moment", np.zeros(2 * size + 1))
+    fitted = round_.leak.get("critic", Private(None))
+    round_.leak["critic"] = round_.trajectories.map(partial(_refitted, spec), fitted)
+    return round_.trajectories.map(partial(_beyond_critic, spec), fitted)
+
+
+def _advantages(chunks: list[Trajectories], spec: Advantage) -> list[Array]:
+    values = [discounted(chunk, spec.discount, spec.reference) for chunk in chunks]
+    pairs = list(zip(chunks, values, strict=True))
+    if spec.baseline == "own":
+        means = [v.sum(1, keepdims=True) / np.maximum(c.steps, 1)[:, None] for c, v in pairs]
+        return [np.where(c.mask, v - m, 0.0) for (c, v), m in zip(pairs, means, strict=True)]
+    if spec.baseline == "batch":  # not private: one user's return moves all others' advantages
+        taken = np.concatenate([np.zeros(0), *(value[chunk.mask] for chunk, value in pairs)])
+        middle, width = (taken.mean(), taken.std() + 1e-8) if len(taken) else (0.0, 1.0)
+        return [np.where(chunk.mask, (value - middle) / width, 0.0) for chunk, value in pairs]
+    return values
+
+
+Fitted = tuple[Array, Array]
+"""Gram matrix and moments of the linear value function, over the users of earlier rounds."""
+
+
+def _refitted(spec: Advantage, chunks: list[Trajectories], fitted: Fitted | None) -> Fitted | None:
+    """Return the critic's normal equations with a round's users added, without noise."""
     for chunk in chunks:
         inputs = _critic_inputs(chunk.observations)[chunk.mask]
-        gram += inputs.T @ inputs
-        moment += inputs.T @ returns(chunk)[chunk.mask]
-    round_.leak["critic"] = np.asarray(np.linalg.solve(gram, moment), dtype=np.float64)
+        gram, moment = fitted or (np.eye(inputs.shape[1]), np.zeros(inputs.shape[1]))
+        returns = discounted(chunk, spec.discount, spec.reference)[chunk.mask]
+        fitted = gram + inputs.T @ inputs, moment + inputs.T @ returns
+    return fitted
 
-    def beyond(chunk: Trajectories) -> Array:
-        value = _critic_inputs(chunk.observations) @ weights
-        return np.where(chunk.mask, returns(chunk) - value, 0.0)
 
-    return beyond
+def _beyond_critic(
+    spec: Advantage, chunks: list[Trajectories], fitted: Fitted | None
+) -> list[Array]:
+    """Return what each step's discounted return exceeds the critic's value by."""
+    values = [discounted(chunk, spec.discount, spec.reference) for chunk in chunks]
+    if fitted is None:
+        return values
+    weights = np.linalg.solve(*fitted)
+    return [
+        np.where(chunk.mask, value - _critic_inputs(chunk.observations) @ weights, 0.0)
+        for chunk, value in zip(chunks, values, strict=True)
+    ]
 
 
 def _critic_inputs(observations: Array) -> Array:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,12 +30,12 @@ from dprlhf import recipe
 from dprlhf.boundary import Private, Read, Released, post_process
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.clipping import user_gradients
-from dprlhf.rollout import Responses
+from dprlhf.policies.protocol import Rows
 from dprlhf.rollout.logprobs import Array
 from dprlhf.updates.privls import Contribution, CountSketch, make_oracle
 from dprlhf.updates.privls.oracle import project
 from dprlhf.updates.privls.sufficient_statistics import LARGEST_DIMENSION
-from dprlhf.updates.round import PrivateRound
+from dprlhf.updates.round import P, PrivateRound, R
 
 KEPT_BYTES = 2**30
 """The most memory of a process that the features of a round may take between two answers."""
@@ -55,7 +56,7 @@ class Examples:
         kept: the batches of features that later answers use again.
     """
 
-    responses: Responses
+    responses: Rows
     weights: Array
     targets: Array
     rows: int
@@ -63,7 +64,7 @@ class Examples:
 
 
 def solve(
-    round_: PrivateRound,
+    round_: PrivateRound[P, R],
     examples: Private[Examples],
     spec: recipe.Oracle,
     *,
@@ -91,7 +92,7 @@ def solve(
         steps=spec.steps,
         step_size=spec.step_size,
         ridge=spec.ridge,
-        damping=0.0,
+        damping=spec.damping or 0.0,
     )
 
     def solution(read: Read) -> torch.Tensor:
@@ -143,7 +144,7 @@ class RoundRelease:
             telemetry, so its noise is larger by S/√(S² − e²); the others have a little less.
     """
 
-    round_: PrivateRound
+    round_: PrivateRound[Any, Any]
     examples: Private[Examples]
     sketch: CountSketch | None
     size: int
