@@ -98,6 +98,18 @@ def test_private_says_nothing_in_a_log(capsys: pytest.CaptureFixture[str]) -> No
     assert "Private value refuses" in shown
 
 
+def test_map_keeps_what_it_computes_private() -> None:
+    """Of up to four private values, in their order; what f raises comes out, nothing else does."""
+    a, b = Private(CANARY), Private(3)
+    both = a.map(lambda text, n: text * n, b)
+    assert isinstance(both, Private)
+    assert open_private(both) == CANARY * 3
+    four = b.map(lambda *given: given, Private(4), Private(5), Private(6))
+    assert open_private(four) == (3, 4, 5, 6)
+    with pytest.raises(TypeError, match="Private value refuses"):
+        str(both)
+
+
 def test_open_private_returns_the_very_value() -> None:
     value = ["anything"]
     assert open_private(Private(value)) is value
@@ -130,7 +142,6 @@ ALLOWED: dict[str, dict[str, str]] = {
         "runs/opening": "compares the users with those that the run, or an earlier one, had",
         "training/progress": "shows a share of a round, on a terminal only",
         "rewards/private": "hands each user's responses to the rewards",
-        "rollout/sampling": "samples the users' responses",
         "training/rounds": "hands each process its users of a round, and writes secret/ telemetry",
     },
     "open_released": {
@@ -243,6 +254,10 @@ def modules() -> dict[str, str]:
         path.relative_to(root).with_suffix("").as_posix(): path.read_text()
         for path in sorted(root.rglob("*.py"))
     }
+
+
+def test_fewer_than_ten_modules_open_a_private_value() -> None:
+    assert len(ALLOWED["open_private"]) < 10
 
 
 @pytest.mark.parametrize("name", ALLOWED)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from dprlhf import recipe
-from dprlhf.boundary import Private, open_private
+from dprlhf.boundary import Private
 from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.randomness import uniforms
@@ -53,11 +53,10 @@ def sample_responses(
     tick: Tick | None = None,
 ) -> Private[Responses]:
     """Sample this round's responses for the private users' prompts."""
-    opened = open_private(prompts)
-    return Private(
-        sample(
+    return prompts.map(
+        lambda some: sample(
             policy,
-            opened,
+            some,
             spec,
             key=key,
             context=("rollout", round_),
