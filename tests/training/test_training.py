@@ -66,7 +66,9 @@ class TestLearning:
         assert "## Privacy" in card
         assert "differential privacy where neighbouring" in card
 
-    @pytest.mark.parametrize("partition", ["fixed", "stream", "poisson"])
+    @pytest.mark.parametrize(
+        "partition", ["fixed", "stream", pytest.param("poisson", marks=pytest.mark.slow)]
+    )
     @pytest.mark.parametrize("base_policy", ["on-policy", "reference"])
     def test_every_partition_and_base_policy_runs(
         self, model: str, tmp_path: Path, partition: str, base_policy: str
