@@ -16,6 +16,9 @@ demo: setup
 	$(BIN)/dprlhf assets pull
 	$(BIN)/python scripts/demo.py $(if $(RESULTS),--results $(RESULTS) --started $(STARTED))
 
+# Two processes on two cores: a second thread in each only waits for the other's.
+test test-fast check: export OMP_NUM_THREADS ?= 1
+
 test: setup
 	$(BIN)/python -m pytest -q -n 2
 

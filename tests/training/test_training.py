@@ -443,6 +443,7 @@ class TestResume:
         with pytest.raises(DprlhfError, match="drawn twice"):
             dprlhf.resume(tmp_path / "run", prompts=others, reward=lower_case, quiet=True)
 
+    @pytest.mark.slow
     def test_ctrl_c_and_resume_from_the_command_line(self, model: str, tmp_path: Path) -> None:
         prompts = tmp_path / "prompts.csv"
         prompts.write_text("prompt\n" + "\n".join(f"user {i}" for i in range(400)))
