@@ -148,14 +148,15 @@ from dprlhf.policies.optimizers import ascend, remember_release
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.plan import Plan
 from dprlhf.rewards import Scores
-from dprlhf.training.rounds import Stage, released_metrics
+from dprlhf.training.rounds import released_metrics
+from dprlhf.training.run import Run
 from dprlhf.updates.critic import Critic
 from dprlhf.updates.round import PrivateRound
 from dprlhf.updates.telemetry import TelemetryCoordinates
 
 def f(
     raw: RAW, summed: SUMMED, clipped: CLIPPED, round_: PrivateRound, gate: Gate, plan: Plan,
-    critic: Critic, telemetry: TelemetryCoordinates, stage: Stage,
+    critic: Critic, telemetry: TelemetryCoordinates, run: Run,
     parameters: list[torch.Tensor], optimizer: torch.optim.Optimizer,
 ) -> None:
     ascend(parameters, optimizer, raw)
@@ -163,7 +164,7 @@ def f(
     round_.step(raw)
     telemetry.read(raw, 1)
     critic.read(raw, 1)
-    released_metrics(stage, 1, raw)
+    released_metrics(run, 1, raw)
     open_released(raw, "here")
     post_process(lambda read: read(raw))
     gate.release(1, summed)
