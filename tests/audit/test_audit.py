@@ -142,7 +142,8 @@ def test_the_likelihood_ratio_averages_to_one_without_the_user(
     if partition == "fixed" and participations > 1:
         pytest.skip("a user of a fixed partition has one round")
     plan = make_plan(users=8, rounds=4, delta=1e-5, noise_multiplier=1.5, partition=partition)
-    plan = dataclasses.replace(plan, participations=participations)  # its ε does not matter here
+    mechanism = dataclasses.replace(plan.mechanism, participations=participations)
+    plan = dataclasses.replace(plan, mechanism=mechanism)  # its ε does not matter here
     noise = 1.5 * np.random.default_rng(0).standard_normal((50_000, 4))
     ratio = np.exp(log_likelihood_ratio(noise, plan))
     assert ratio.mean() == pytest.approx(1, abs=4 * ratio.std() / math.sqrt(len(ratio)))

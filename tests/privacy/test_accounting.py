@@ -25,7 +25,7 @@ from scipy.integrate import quad
 from scipy.special import ndtr
 
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy import accounting, random_allocation
+from dprlhf.privacy import random_allocation
 from dprlhf.privacy.accounting import (
     Adjacency,
     Mechanism,
@@ -37,6 +37,7 @@ from dprlhf.privacy.accounting import (
     gaussian_noise_multiplier,
     noise_multiplier,
 )
+from dprlhf.privacy.partitions.random_allocation import compose_blocks
 from dprlhf.privacy.random_allocation import Side
 from dprlhf.runs.measurements import Result, write_results
 
@@ -357,7 +358,7 @@ def test_releases_per_round_are_one_gaussian_with_less_noise() -> None:
 
 def test_composition_of_whole_gaussians_is_exact() -> None:
     # One round per pass: k passes are k Gaussians, that is one with noise z / sqrt(k).
-    composed = accounting._compose_allocation(3.0, 1, 10, rough=False)
+    composed = compose_blocks(3.0, 1, 10, rough=False)
     true = gaussian_epsilon(3.0 / math.sqrt(10), 1e-6)
     for side in ("remove", "add"):
         found = composed[side].get_epsilon_for_delta(1e-6)
@@ -490,7 +491,7 @@ def test_ten_thousand_rounds_are_evaluated_directly(eps: float) -> None:
 )
 def test_refusals_name_the_key_and_the_value(arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises(DprlhfError, match=message) as refused:
-        Mechanism(*arguments)  # type: ignore[arg-type]
+        epsilon(Mechanism(*arguments), 1e-5)  # type: ignore[arg-type]
     assert "\n" not in str(refused.value)
 
 

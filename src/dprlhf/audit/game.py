@@ -51,7 +51,7 @@ class Game:
         """
         of = (
             gaussian_epsilon_from_errors
-            if self.plan.partition in ("fixed", "stream")
+            if self.plan.mechanism.spec.disjoint
             else epsilon_from_errors
         )
         runs = len(self.without)
@@ -99,7 +99,7 @@ def _run(
         vectors[:, 1:] = _FAR * plan.clip_norm
         vectors[users == 0] = 0.0
         vectors[users == 0, 0] = sign * _FAR * plan.clip_norm
-        if plan.partition in ("fixed", "stream") and (users == 0).any():
+        if plan.mechanism.spec.disjoint and (users == 0).any():
             told = t - 1
         for _ in range(plan.releases_per_round):
             clipped = clipped_vectors(

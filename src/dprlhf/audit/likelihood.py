@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import logsumexp
 
 from dprlhf.privacy.plan import Plan
 
@@ -47,11 +46,4 @@ def _took_part(
     if known_round is not None and (known_round >= 0).any():
         mine = of_round[np.arange(len(of_round)), known_round]
         return np.where(known_round >= 0, mine, 0.0)
-    if plan.partition == "poisson":
-        q = plan.participations / plan.rounds
-        joined = np.logaddexp(math.log(q) + of_round, np.log1p(-q) if q < 1 else -np.inf)
-        total: Array = joined.sum(1)
-        return total
-    blocks = of_round.reshape(len(of_round), plan.participations, -1)
-    means: Array = (logsumexp(blocks, axis=2) - math.log(blocks.shape[2])).sum(1)
-    return means
+    return plan.mechanism.spec.log_likelihood(of_round, plan.participations)

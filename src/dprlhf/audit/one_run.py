@@ -316,7 +316,7 @@ def _known(plan: Plan, observed: Array) -> NDArray[np.int64] | None:
     users = np.arange(len(observed))
     if observed.shape[1] == 1:
         return np.zeros_like(users)  # a single sum of all rounds
-    if plan.partition != "stream":
+    if not plan.mechanism.spec.in_order:
         return None
     rounds = users // int(plan.expected_batch_size)
     return np.where(rounds < plan.rounds, rounds, -1)
@@ -348,12 +348,12 @@ def _best_guesses(plan: Plan, canaries: int, delta: float, confidence: float) ->
         included = random.random(canaries) < 0.5
         rounds = np.arange(canaries) * plan.rounds // canaries
         joins = np.arange(plan.rounds) == rounds[:, None]
-        if plan.partition == "poisson":
+        if plan.mechanism.spec.independent_rounds:
             joins = random.random(joins.shape) < plan.participations / plan.rounds
         absent = -1.0 if plan.adjacency == "replace-one" else 0.0
         moves = joins * np.where(included, 1.0, absent)[:, None]
         observed = moves + noise_of(plan) * random.standard_normal(joins.shape)
-        known = rounds if plan.partition == "stream" else None
+        known = rounds if plan.mechanism.spec.in_order else None
         scores = log_likelihood_ratio(observed, plan, known)
         for option in right:
             right[option] += _guess(scores, included, option)[1]

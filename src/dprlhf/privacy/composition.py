@@ -21,19 +21,10 @@ from typing import Any
 import numpy as np
 
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy import random_allocation
-from dprlhf.privacy.accounting import (
-    Curves,
-    Epsilon,
-    Mechanism,
-    epsilon,
-    loss_distribution,
-    noise_too_small,
-    poisson_distribution,
-    replace_one_epsilon,
-    single_noise,
-)
-from dprlhf.privacy.gaussian import gaussian_delta, gaussian_epsilon
+from dprlhf.privacy.accounting import Epsilon, Mechanism, epsilon, single_noise
+from dprlhf.privacy.curves import SIDES, Curves, loss_distribution, replace_one_epsilon
+from dprlhf.privacy.gaussian import gaussian_epsilon, noise_too_small
+from dprlhf.privacy.partitions.base import round_noise
 from dprlhf.privacy.random_allocation import Side
 
 _POINTS = 500
@@ -104,9 +95,9 @@ def _sequential(mechanisms: Sequence[Mechanism], delta: float) -> Epsilon:
     replace = mechanisms[0].adjacency == "replace-one"
     # One Gaussian covers each run, were membership known; Gaussians compose in closed form.
     upper = gaussian_epsilon(_together(mechanisms), delta)
-    cut = [m.partition in ("fixed", "stream") for m in mechanisms]
-    little = any(noise_too_small(_round_noise(m), delta) for m in mechanisms)
-    if not all(cut) and not little and upper > 0:
+    disjoint = all(m.spec.disjoint for m in mechanisms)
+    little = any(noise_too_small(round_noise(m), delta) for m in mechanisms)
+    if not disjoint and not little and upper > 0:
         joint = _joint(mechanisms, delta)
         if replace:
             curves = Curves(
@@ -120,7 +111,7 @@ def _sequential(mechanisms: Sequence[Mechanism], delta: float) -> Epsilon:
         upper,
         min(upper, max(cost.epsilon_lower for cost in alone)),
         delta,
-        JOINT if not all(cut) else "analytic Gaussian mechanism, composed over the runs",
+        JOINT if not disjoint else "analytic Gaussian mechanism, composed over the runs",
         tuple(dict.fromkeys(a for cost in alone for a in cost.assumptions)),
     )
 
@@ -134,59 +125,23 @@ def _together(mechanisms: Sequence[Mechanism]) -> float:
 def _joint(mechanisms: Sequence[Mechanism], delta: float) -> dict[Side, Any]:
     """Return pessimistic loss distributions of all runs, with a user taken out and put in."""
     tail = delta * _CUT / len(mechanisms)
-    sides: tuple[Side, Side] = ("remove", "add")
-    reach = {side: max(_reach(m, tail, side) for m in mechanisms) for side in sides}
+    reach = {side: max(m.spec.reach(m, tail, side) for m in mechanisms) for side in SIDES}
     step = max(max(reach.values()), 1e-6) / _POINTS
     composed: dict[Side, Any] = {}
     for mechanism, times in Counter(mechanisms).items():
+        spec = mechanism.spec
         curve = {
-            side: _curve(
+            side: spec.curve(
                 mechanism,
-                step * np.arange(math.ceil(_reach(mechanism, tail, side) / step) + 2),
+                step * np.arange(math.ceil(spec.reach(mechanism, tail, side) / step) + 2),
                 side,
             )
-            for side in sides
+            for side in SIDES
         }
-        for side, other in (sides, sides[::-1]):
+        for side, other in (SIDES, SIDES[::-1]):
             one = loss_distribution(step, curve[side], curve[other])
-            if mechanism.partition == "random-allocation":
-                one = one.self_compose(mechanism.participations)
+            if spec.factors is not None:
+                one = one.self_compose(spec.factors(mechanism))
             one = one.self_compose(times)
             composed[side] = composed[side].compose(one) if side in composed else one
     return composed
-
-
-def _round_noise(mechanism: Mechanism) -> float:
-    return mechanism.noise_multiplier / math.sqrt(mechanism.releases_per_round)
-
-
-def _slots(mechanism: Mechanism) -> int:
-    return mechanism.rounds // mechanism.participations
-
-
-def _reach(mechanism: Mechanism, tail: float, side: Side) -> float:
-    """Return an ε at which one allocation's, or else the whole run's, δ is at most ``tail``."""
-    if mechanism.partition == "random-allocation":
-        return random_allocation.epsilon(_round_noise(mechanism), _slots(mechanism), tail, side)
-    single = gaussian_epsilon(_zero_out_noise(mechanism), tail)
-    if mechanism.partition == "poisson":
-        return min(single, float(poisson_distribution(mechanism).get_epsilon_for_delta(tail)))
-    return single
-
-
-def _curve(mechanism: Mechanism, epsilons: Any, side: Side) -> Any:
-    """Return upper bounds on δ at some ε where one user is taken out or put in, ``[points]``."""
-    if mechanism.partition == "random-allocation":
-        z, slots = _round_noise(mechanism), _slots(mechanism)
-        medium = random_allocation.MEDIUM
-        return np.array([random_allocation.delta(z, slots, e, side, medium) for e in epsilons])
-    single = np.array([gaussian_delta(_zero_out_noise(mechanism), e) for e in epsilons])
-    if mechanism.partition == "poisson":  # the larger of both sides
-        sampled = poisson_distribution(mechanism).get_delta_for_epsilon(list(epsilons))
-        return np.minimum(single, sampled)
-    return single
-
-
-def _zero_out_noise(mechanism: Mechanism) -> float:
-    """Return the noise of one Gaussian that covers one half of a replacement."""
-    return single_noise(mechanism) * (2 if mechanism.adjacency == "replace-one" else 1)

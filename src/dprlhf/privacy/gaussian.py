@@ -77,6 +77,11 @@ def gaussian_noise_multiplier(epsilon: float, delta: float) -> float:
     return find_root(lambda z: gaussian_delta(z, epsilon), low, high, delta, tolerance=3e-9)
 
 
+def noise_too_small(z: float, delta: float) -> bool:
+    """Whether one round alone costs so much that no discretised accountant is of use."""
+    return gaussian_epsilon(z, delta) > 200
+
+
 def upwards(value: float, digits: int) -> str:
     """Return a bound with so many significant digits, rounded up, so that it still is one.
 

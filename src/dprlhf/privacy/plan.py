@@ -9,19 +9,14 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy.accounting import (
-    Adjacency,
-    Epsilon,
-    Mechanism,
-    Partition,
-    epsilon,
-    noise_multiplier,
-)
+from dprlhf.privacy import accounting
+from dprlhf.privacy.accounting import Adjacency, Epsilon, Mechanism, Partition
 from dprlhf.privacy.correlated_noise import noise_gain
+from dprlhf.privacy.partitions import PARTITIONS
 
 
 @dataclass(frozen=True)
@@ -29,31 +24,53 @@ class Plan:
     """What a run will release, and what that costs.
 
     Attributes:
-        users: N, public by assumption.
-        rounds: T.
-        participations: k, the rounds that a user takes part in.
+        users: Number of users N, public by assumption.
+        mechanism: Rounds T, partition, adjacency, participations k, releases J in a round, and the
+            noise multiplier z, as the accountant reads them. The noise on a released sum has
+            standard deviation z·S; zero makes the run a non-private baseline.
+        clip_norm: S, the L2 bound on one user's contribution; infinite only without noise.
         expected_batch_size: m = kN/T (``fixed`` and ``stream``: the slots of a round), the public
             constant that every released sum is divided by.
-        clip_norm: S, the L2 bound on one user's contribution; infinite only without noise.
-        noise_multiplier: z; the released sum carries noise of standard deviation z·S. Zero makes
-            the run a non-private baseline.
-        releases_per_round: J, the noised sums that one round takes from the same users, each with
-            z; the round then costs what one Gaussian with z/√J costs.
-        bands: b of :mod:`dprlhf.privacy.correlated_noise`; 1 draws each round's noise by itself.
         guarantee: ε (an upper bound; infinite for a baseline), δ and the accountant.
+        bands: b of :mod:`dprlhf.privacy.correlated_noise`; 1 draws each round's noise by itself.
     """
 
     users: int
-    rounds: int
-    partition: Partition
-    adjacency: Adjacency
-    participations: int
+    mechanism: Mechanism
     clip_norm: float
-    noise_multiplier: float
     expected_batch_size: float
     guarantee: Epsilon
-    releases_per_round: int = 1
     bands: int = 1
+
+    @property
+    def rounds(self) -> int:
+        """The number of rounds T."""
+        return self.mechanism.rounds
+
+    @property
+    def partition(self) -> Partition:
+        """How users are spread over the rounds."""
+        return self.mechanism.partition
+
+    @property
+    def adjacency(self) -> Adjacency:
+        """What a neighbouring dataset is."""
+        return self.mechanism.adjacency
+
+    @property
+    def participations(self) -> int:
+        """The number k of rounds that a user takes part in."""
+        return self.mechanism.participations
+
+    @property
+    def releases_per_round(self) -> int:
+        """The number J of noised sums that one round takes from the same users."""
+        return self.mechanism.releases_per_round
+
+    @property
+    def noise_multiplier(self) -> float:
+        """The noise multiplier z of each release; 0 for a non-private baseline."""
+        return self.mechanism.noise_multiplier
 
     @property
     def private(self) -> bool:
@@ -80,9 +97,14 @@ class Plan:
 
     def terms(self) -> dict[str, Any]:
         """Return the plan as JSON-ready values, for the ledger and ``privacy.json``."""
-        values = asdict(self)
-        values["divisor"] = values.pop("expected_batch_size")  # the name in every stored ledger
-        guarantee = values.pop("guarantee")
+        guarantee = asdict(self.guarantee)
+        values: dict[str, Any] = {
+            "users": self.users,
+            **asdict(self.mechanism),
+            "clip_norm": self.clip_norm,
+            "bands": self.bands,
+            "divisor": self.expected_batch_size,  # the name in every stored ledger
+        }
         for name in ("epsilon", "epsilon_lower", "delta", "accountant"):
             values[name] = guarantee[name]
         terms: dict[str, Any] = json_ready(values)
@@ -124,6 +146,43 @@ def make_plan(
     """
     if (epsilon is None) == (noise_multiplier is None):
         raise DprlhfError("privacy: give exactly one of epsilon and noise_multiplier")
+    baseline = noise_multiplier == 0 or epsilon == math.inf
+    _check_sizes(users, rounds, delta)
+    if not clip_norm > 0 or (math.isinf(clip_norm) and not baseline):
+        raise DprlhfError(f"clip_norm must be a positive number, not {clip_norm}")
+    cut = partition in PARTITIONS and PARTITIONS[partition].disjoint
+    if bands > 1 and (not cut or participations > 1 or releases_per_round > 1):
+        raise DprlhfError(
+            "privacy.bands: correlated noise is accounted for one release to disjoint batches:"
+            " use partition fixed or stream with one participation and one release a round, or"
+            " bands 1"
+        )
+    mechanism = Mechanism(
+        noise_multiplier or 0.0,
+        rounds,
+        partition,
+        adjacency or default_adjacency(partition),
+        participations,
+        releases_per_round,
+    )
+    mechanism, guarantee = _cost(mechanism, math.inf if baseline else epsilon, delta)
+    z = mechanism.noise_multiplier
+    if not baseline and not sys.float_info.min <= z * clip_norm < math.inf:
+        raise DprlhfError(
+            f"clip_norm {clip_norm}: its noise, {z:g} times as much, is no ordinary number; scale"
+            " the reward or the learning rate instead"
+        )
+    return Plan(
+        users=users,
+        mechanism=mechanism,
+        clip_norm=clip_norm,
+        expected_batch_size=float(users // rounds) if cut else participations * users / rounds,
+        guarantee=guarantee,
+        bands=bands,
+    )
+
+
+def _check_sizes(users: int, rounds: int, delta: float) -> None:
     if users < 1:
         raise DprlhfError("the dataset has no users")
     if rounds < 1:
@@ -132,71 +191,36 @@ def make_plan(
         raise DprlhfError(f"{users} users cannot fill {rounds} rounds: lower rounds to {users}")
     if not 0 < delta < 1:
         raise DprlhfError(f"delta must be above 0 and below 1, not {delta}")
-    baseline = noise_multiplier == 0 or epsilon == math.inf
-    if not clip_norm > 0 or (math.isinf(clip_norm) and not baseline):
-        raise DprlhfError(f"clip_norm must be a positive number, not {clip_norm}")
-    cut = partition in ("fixed", "stream")
-    if bands > 1 and (not cut or participations > 1 or releases_per_round > 1):
-        raise DprlhfError(
-            "privacy.bands: correlated noise is accounted for one release to disjoint batches:"
-            " use partition fixed or stream with one participation and one release a round, or"
-            " bands 1"
-        )
-    adjacency = adjacency or default_adjacency(partition)
-    z, guarantee = _cost(
-        epsilon,
-        noise_multiplier,
-        delta,
-        (rounds, partition, adjacency, participations, releases_per_round),
-    )
-    if not baseline and not sys.float_info.min <= z * clip_norm < math.inf:
-        raise DprlhfError(
-            f"clip_norm {clip_norm}: its noise, {z:g} times as much, is no ordinary number; scale"
-            " the reward or the learning rate instead"
-        )
-    return Plan(
-        users=users,
-        rounds=rounds,
-        partition=partition,
-        adjacency=adjacency,
-        participations=participations,
-        clip_norm=clip_norm,
-        noise_multiplier=z,
-        expected_batch_size=float(users // rounds) if cut else participations * users / rounds,
-        guarantee=guarantee,
-        releases_per_round=releases_per_round,
-        bands=bands,
-    )
 
 
 def default_adjacency(partition: Partition) -> Adjacency:
     """Return the adjacency that a partition is usually accounted under."""
-    return "zero-out" if partition in ("fixed", "stream") else "add-remove"
+    return PARTITIONS[partition].adjacency if partition in PARTITIONS else "add-remove"
 
 
-def _cost(
-    target: float | None,
-    z: float | None,
-    delta: float,
-    composition: tuple[int, Partition, Adjacency, int, int],
-) -> tuple[float, Epsilon]:
-    rounds, partition, adjacency, participations, releases = composition
-    if z == 0 or target == math.inf:
-        # The mechanism is still validated, so that a baseline is comparable to a private run.
-        Mechanism(1.0, *composition)
-        return 0.0, Epsilon(math.inf, math.inf, delta, NO_PRIVACY, ())
-    if z is not None:
-        return z, epsilon(Mechanism(z, *composition), delta)
-    assert target is not None
-    return noise_multiplier(
+def _cost(mechanism: Mechanism, target: float | None, delta: float) -> tuple[Mechanism, Epsilon]:
+    """Return the mechanism with its noise, and its cost.
+
+    Args:
+        mechanism: With its own noise, unless there is a target.
+        target: The ε to stay below; infinite for a baseline; None to keep the noise.
+        delta: δ.
+    """
+    if target == math.inf:
+        none = Epsilon(math.inf, math.inf, delta, NO_PRIVACY, ())
+        return replace(mechanism, noise_multiplier=0.0), none
+    if target is None:
+        return mechanism, accounting.epsilon(mechanism, delta)
+    z, guarantee = accounting.noise_multiplier(
         target,
         delta,
-        rounds=rounds,
-        partition=partition,
-        adjacency=adjacency,
-        participations=participations,
-        releases_per_round=releases,
+        rounds=mechanism.rounds,
+        partition=mechanism.partition,
+        adjacency=mechanism.adjacency,
+        participations=mechanism.participations,
+        releases_per_round=mechanism.releases_per_round,
     )
+    return replace(mechanism, noise_multiplier=z), guarantee
 
 
 def delta_warning(delta: float, users: int) -> str | None:

@@ -1,0 +1,99 @@
+"""Disjoint batches of a fixed size: shuffled by the secret key, or in the order of arrival.
+
+A user is in one batch, so the run costs what one round costs (parallel composition), also against
+those who know the batches. The proof is in ``docs/proofs/disjoint_batches.md``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.gaussian import gaussian_epsilon
+from dprlhf.privacy.partitions.base import (
+    Allocation,
+    Array,
+    PartitionSpec,
+    Stream,
+    Terms,
+    half_noise,
+    one_round_each,
+    single_curve,
+)
+from dprlhf.privacy.random_allocation import Side
+
+
+def _check(terms: Terms) -> None:
+    if terms.adjacency == "add-remove":
+        raise DprlhfError(
+            f"partition {terms.partition} does not carry adjacency add-remove, because "
+            "removing one user shifts every later batch: use adjacency zero-out or "
+            "replace-one, or partition random-allocation"
+        )
+    if terms.participations != 1:
+        raise DprlhfError(
+            f"participations must be 1 with partition {terms.partition}, not "
+            f"{terms.participations}: use partition random-allocation or poisson for "
+            "several passes"
+        )
+
+
+def _fixed(users: int, rounds: int, participations: int, stream: Stream) -> Allocation:
+    permutation = np.argsort(stream(count=users), kind="stable")
+    return cut(permutation, users, rounds)
+
+
+def _stream(users: int, rounds: int, participations: int, stream: Stream) -> Allocation:
+    return cut(np.arange(users), users, rounds)
+
+
+def cut(order: NDArray[np.int64], users: int, rounds: int) -> Allocation:
+    """Cut an order of the users into rounds of exactly ⌊N/T⌋; those left over stay out."""
+    size = users // rounds
+    starts = size * np.arange(rounds + 1)
+    return Allocation(order[: starts[-1]].astype(np.int64), starts)
+
+
+def _epsilon(terms: Terms, delta: float, single: float) -> tuple[float, float]:
+    return single, single * (1 - 1e-7)
+
+
+def _delta(terms: Terms, epsilon: float, single: float, rough: bool) -> float:
+    return single
+
+
+def _curve(terms: Terms, epsilons: Any, side: Side) -> Array:
+    return single_curve(half_noise(terms, 1), epsilons)
+
+
+def _reach(terms: Terms, tail: float, side: Side) -> float:
+    return gaussian_epsilon(half_noise(terms, 1), tail)
+
+
+FIXED = PartitionSpec(
+    accountant="analytic Gaussian mechanism (Balle & Wang 2018), parallel composition over rounds",
+    assumption="batches are disjoint, and a user's slot does not depend on any other user's data",
+    adjacency="zero-out",
+    check=_check,
+    draw=_fixed,
+    epsilon=_epsilon,
+    delta=_delta,
+    curve=_curve,
+    reach=_reach,
+    log_likelihood=one_round_each,
+    disjoint=True,
+)
+"""A random permutation, cut into rounds of exactly m users; those left over stay out."""
+
+STREAM = replace(
+    FIXED,
+    assumption="batches are disjoint, and a user's place in the order does not depend on any other "
+    "user's data",
+    draw=_stream,
+    in_order=True,
+)
+"""In the order of arrival, every m users make a round; those left over stay out."""

@@ -1,0 +1,154 @@
+"""Random allocation: each user draws its own secret round, uniformly and independently.
+
+With k participations, the rounds are k blocks of T/k, and a user draws one round from each. The
+curve of one block is that of :mod:`dprlhf.privacy.random_allocation`; k blocks are composed by
+their privacy loss distributions.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy import random_allocation as block
+from dprlhf.privacy.curves import (
+    SIDES,
+    Curves,
+    loss_distribution,
+    replace_one_delta,
+    replace_one_epsilon,
+)
+from dprlhf.privacy.gaussian import gaussian_delta, gaussian_epsilon, noise_too_small
+from dprlhf.privacy.partitions.base import (
+    Allocation,
+    Array,
+    PartitionSpec,
+    Stream,
+    Terms,
+    one_round_each,
+    round_noise,
+)
+from dprlhf.privacy.random_allocation import Side
+
+
+def _check(terms: Terms) -> None:
+    if terms.rounds % terms.participations:
+        raise DprlhfError(
+            f"rounds {terms.rounds} must be a multiple of participations "
+            f"{terms.participations} with partition random-allocation"
+        )
+
+
+def draw(users: int, rounds: int, participations: int, stream: Stream) -> Allocation:
+    """Draw each user's rounds, one from each block, independently of all other users."""
+    size = rounds // participations
+    draws = stream(count=users * participations)
+    draws = draws.reshape(participations, users)
+    # The remainder's bias is below T/2⁶⁴.
+    blocks = np.arange(participations)[:, None]
+    chosen = (draws % np.uint64(size)).astype(np.int64) + size * blocks
+    owners = np.broadcast_to(np.arange(users), chosen.shape)
+    return _sorted_by_round(chosen.ravel(), owners.ravel(), rounds)
+
+
+def _sorted_by_round(rounds: NDArray[np.int64], users: NDArray[np.int64], count: int) -> Allocation:
+    order = np.argsort(rounds, kind="stable")
+    starts = np.searchsorted(rounds[order], np.arange(count + 1))
+    return Allocation(users[order], starts)
+
+
+def _epsilon(terms: Terms, delta: float, single: float) -> tuple[float, float]:
+    z, slots = round_noise(terms), _slots(terms)
+    curves = _curves(terms, delta, rough=False)
+    upper = curves.epsilon(delta, "remove")
+    if curves.delta(upper, "add", False) > delta:
+        upper = max(upper, curves.epsilon(delta, "add"))
+    # One participation, and one user against none, cost no more than the run does.
+    once = block.epsilon(z, slots, delta, "remove")
+    lower = block.epsilon_lower(z, slots, delta, once)
+    if terms.adjacency == "replace-one":
+        upper = replace_one_epsilon(curves, delta)
+    return upper, lower
+
+
+def _delta(terms: Terms, epsilon: float, single: float, rough: bool) -> float:
+    curves = _curves(terms, None, rough)
+    if terms.adjacency == "replace-one":
+        return replace_one_delta(curves, epsilon, rough)
+    return max(curves.delta(epsilon, "remove", rough), curves.delta(epsilon, "add", rough))
+
+
+def _slots(terms: Terms) -> int:
+    """Return the number of rounds in a block."""
+    return terms.rounds // terms.participations
+
+
+def _curves(terms: Terms, delta: float | None, rough: bool) -> Curves:
+    """Return both sides' curves of the run: k one-out-of-T/k allocations, composed."""
+    z, slots, times = round_noise(terms), _slots(terms), terms.participations
+    if times == 1:
+        precision = {False: block.FINE, True: block.ROUGH}
+        return Curves(
+            lambda e, side, rough: block.delta(z, slots, e, side, precision[rough]),
+            lambda d, side: block.epsilon(z, slots, d, side),
+        )
+    single = z / math.sqrt(times)
+    if noise_too_small(z, delta or 1e-9):
+        return Curves(
+            lambda e, side, rough: gaussian_delta(single, e),
+            lambda d, side: gaussian_epsilon(single, d),
+        )
+    composed = compose_blocks(z, slots, times, rough)
+    return Curves(
+        lambda e, side, rough: float(composed[side].get_delta_for_epsilon(e)),
+        lambda d, side: float(composed[side].get_epsilon_for_delta(d)),
+    )
+
+
+def compose_blocks(z: float, slots: int, times: int, rough: bool) -> dict[Side, Any]:
+    """Return pessimistic loss distributions of ``times`` one-out-of-``slots`` allocations."""
+    points = 80 if rough else 400
+    reach = {side: block.epsilon(z, slots, 1e-12, side) for side in SIDES}
+    step = max(max(reach.values()), 1e-6) / points
+    last = {side: max(1, math.ceil(reach[side] / step)) for side in SIDES}
+    curve = {
+        side: np.array(
+            [block.delta(z, slots, i * step, side, block.MEDIUM) for i in range(last[side] + 1)]
+        )
+        for side in SIDES
+    }
+    return {
+        side: loss_distribution(step, curve[side], curve[other]).self_compose(times)
+        for side, other in (SIDES, SIDES[::-1])
+    }
+
+
+def _curve(terms: Terms, epsilons: Any, side: Side) -> Array:
+    z, slots = round_noise(terms), _slots(terms)
+    return np.array([block.delta(z, slots, e, side, block.MEDIUM) for e in epsilons])
+
+
+def _reach(terms: Terms, tail: float, side: Side) -> float:
+    return block.epsilon(round_noise(terms), _slots(terms), tail, side)
+
+
+RANDOM_ALLOCATION = PartitionSpec(
+    accountant="random allocation of the Gaussian mechanism (arXiv 2502.08202, Theorem 3.1), "
+    "rigorous bounds on both privacy curves",
+    assumption="each user draws its rounds uniformly and independently of all others, and the draw "
+    "stays secret",
+    adjacency="add-remove",
+    check=_check,
+    draw=draw,
+    epsilon=_epsilon,
+    delta=_delta,
+    curve=_curve,
+    reach=_reach,
+    log_likelihood=one_round_each,
+    factors=lambda terms: terms.participations,
+)
+"""Each user draws its round uniformly from 1..T; k participations, one in each block."""
