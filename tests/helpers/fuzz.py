@@ -45,7 +45,7 @@ from dprlhf.recipe import (
     load_recipe,
     make_recipe,
 )
-from dprlhf.rewards import Reward, Scorer, check_reward
+from dprlhf.rewards import LoadedReward, Scorer, check_reward
 from dprlhf.runs.card import guarantee_sentence, model_card, privacy_card
 from dprlhf.runs.earlier import Earlier
 from dprlhf.runs.report import write_report
@@ -461,7 +461,7 @@ def check_scorer(case: tuple[Any, Any, bool, float, list[int]]) -> None:
             answers.append(answer)
         return shape(answers)
 
-    scorer = Scorer([Reward("fuzzed", reward, weight=weight, per_user=per_user)], 3.0)
+    scorer = Scorer([LoadedReward("fuzzed", reward, weight=weight, per_user=per_user)], 3.0)
 
     def score(rows: list[int]) -> Any:
         chosen = [prompts[i] for i in rows]

@@ -35,9 +35,9 @@ from transformers import (
 from dprlhf import recipe
 from dprlhf.data.in_memory import Sources
 from dprlhf.errors import DprlhfError
-from dprlhf.rewards import Reward, Scorer, Scores, check_reward, load_reward
+from dprlhf.rewards import LoadedReward, Scorer, Scores, check_reward, load_reward
 from dprlhf.rewards.classifier import ClassifierReward
-from dprlhf.rewards.summary import Spread, spread_of
+from dprlhf.rewards.summary import RewardSummary, summarize_rewards
 from dprlhf.training.build import load_parts
 from dprlhf.training.processes import Processes
 from dprlhf.training.run import Parts
@@ -83,7 +83,7 @@ def test_weights_add_none_drops_its_term_and_the_bound_clips() -> None:
         return [None if c.startswith("n") else 100.0 for c in completions]
 
     result = score(
-        [Reward(length, "length", -0.5), Reward(sparse, "sparse", 0.25)],
+        [LoadedReward(length, "length", -0.5), LoadedReward(sparse, "sparse", 0.25)],
         ["na", "abcd", "n" * 90, "n"],
         bound=20.0,
     )
@@ -132,7 +132,7 @@ def test_a_sum_that_overflows_is_invalid() -> None:
     def huge(completions: list[str]) -> list[float]:
         return [1e300] * len(completions)
 
-    result = score([Reward(huge, "a", 1e300), length], ["a"])
+    result = score([LoadedReward(huge, "a", 1e300), length], ["a"])
     assert result.valid.tolist() == [False]
     assert result.failures == {"overflow": 1}
 
@@ -183,12 +183,12 @@ def test_a_user_scores_the_same_whoever_else_is_in_the_batch(rows: list[tuple[in
 
     users = np.array([user for user, _ in rows])
     completions = [completion for _, completion in rows]
-    together = score([reward, Reward(length, "length", 0.5)], completions, users=users)
+    together = score([reward, LoadedReward(length, "length", 0.5)], completions, users=users)
     total: dict[str, int] = {}
     for user in set(users.tolist()):
         mine = np.flatnonzero(users == user)
         alone = score(
-            [reward, Reward(length, "length", 0.5)],
+            [reward, LoadedReward(length, "length", 0.5)],
             [completions[i] for i in mine],
             users=[user] * len(mine),
         )
@@ -208,7 +208,7 @@ def test_retrying_happens_only_after_a_failure() -> None:
 
     score(counting, ["a", "b", "c"], users=[0, 0, 1])
     assert sizes == [3]
-    score(Reward(counting, "counting", per_user=True), ["a", "b", "c"], users=[0, 1, 0])
+    score(LoadedReward(counting, "counting", per_user=True), ["a", "b", "c"], users=[0, 1, 0])
     assert sizes == [3, 2, 1]
 
 
@@ -216,7 +216,9 @@ def test_a_per_user_reward_does_not_see_the_neighbours() -> None:
     mine = ["a", "abc"]
     for neighbours in (["b"], ["a long neighbour", "x"]):
         users = [0, 0] + [1] * len(neighbours)
-        safe = score(Reward(batch_normalised, "r", per_user=True), mine + neighbours, users=users)
+        safe = score(
+            LoadedReward(batch_normalised, "r", per_user=True), mine + neighbours, users=users
+        )
         assert safe.values[:2].tolist() == batch_normalised(mine)
         unsafe = score(batch_normalised, mine + neighbours, users=users)
         assert unsafe.values[:2].tolist() != batch_normalised(mine)
@@ -282,7 +284,7 @@ def test_scores_do_not_print_themselves() -> None:
 
 
 def test_users_may_come_as_a_tensor() -> None:
-    reward = Reward(batch_normalised, "r", per_user=True)
+    reward = LoadedReward(batch_normalised, "r", per_user=True)
     expected = score(reward, ["a", "bcd", "b"], users=[0, 0, 1])
     result = score(reward, ["a", "bcd", "b"], users=torch.tensor([0, 0, 1]))
     assert result.values.tolist() == expected.values.tolist() != [0.0, 0.0, 0.0]
@@ -457,7 +459,7 @@ def test_report_of_a_good_reward() -> None:
     def partly(completions: list[str]) -> list[float | None]:
         return [None if c == "a" else float(len(c)) for c in completions]
 
-    report = check_reward(Reward(partly, "partly", -1.0), PROMPTS, COMPLETIONS, bound=8.0)
+    report = check_reward(LoadedReward(partly, "partly", -1.0), PROMPTS, COMPLETIONS, bound=8.0)
     assert (report.name, report.per_user, report.rows, report.users) == ("partly", False, 4, 3)
     assert (report.minimum, report.maximum) == (3.0, 9.0)
     assert report.mean == pytest.approx(19 / 3, rel=1e-15)
@@ -547,11 +549,11 @@ def test_declared_per_user_a_batch_normalising_reward_passes() -> None:
     declared.dprlhf_per_user = True  # type: ignore[attr-defined]
     assert check_reward(declared, PROMPTS, COMPLETIONS).per_user
     assert load_reward(functools.partial(declared)).per_user
-    check_reward(Reward(batch_normalised, "b", per_user=True), PROMPTS, COMPLETIONS)
+    check_reward(LoadedReward(batch_normalised, "b", per_user=True), PROMPTS, COMPLETIONS)
     # The rows of a user stay together and in order, so a ranking within a user may use positions.
-    check_reward(Reward(position, "position", per_user=True), PROMPTS, COMPLETIONS)
+    check_reward(LoadedReward(position, "position", per_user=True), PROMPTS, COMPLETIONS)
     with pytest.raises(DprlhfError, match="check 'repeat'"):
-        check_reward(Reward(RunningMean(0.5), "s", per_user=True), PROMPTS, COMPLETIONS)
+        check_reward(LoadedReward(RunningMean(0.5), "s", per_user=True), PROMPTS, COMPLETIONS)
 
 
 class Alternating:
@@ -567,7 +569,9 @@ class Alternating:
 
 def test_a_state_with_the_period_of_the_batch_is_found_by_the_users_alone() -> None:
     with pytest.raises(DprlhfError, match="check 'order'") as caught:
-        check_reward(Reward(Alternating(), "alternating", per_user=True), PROMPTS, COMPLETIONS)
+        check_reward(
+            LoadedReward(Alternating(), "alternating", per_user=True), PROMPTS, COMPLETIONS
+        )
     assert "from call to call" in str(caught.value)
 
 
@@ -595,7 +599,7 @@ def test_contract_needs_something_to_compare() -> None:
     with pytest.raises(DprlhfError, match="on 1 completions"):
         check_reward(length, ["p"], ["a"])
     with pytest.raises(DprlhfError, match="on 1 users"):
-        check_reward(Reward(length, "length", per_user=True), ["p", "p"], ["a", "b"])
+        check_reward(LoadedReward(length, "length", per_user=True), ["p", "p"], ["a", "b"])
 
 
 # --- TRL's own rewards --------------------------------------------------------------------------
@@ -644,7 +648,7 @@ def test_accuracy_rewards_of_trl(name: str) -> None:
 
 def test_a_function_with_its_settings() -> None:
     spec = recipe.Reward(function="os.path:lexists", weight=0.5, per_user=True)
-    assert load_reward(spec) == Reward(os.path.lexists, "os.path:lexists", 0.5, True)
+    assert load_reward(spec) == LoadedReward(os.path.lexists, "os.path:lexists", 0.5, True)
 
 
 def test_function_from_a_file(tmp_path: Path) -> None:
@@ -926,7 +930,7 @@ def test_a_run_scores_on_its_own_device(tmp_path: Path, monkeypatch: pytest.Monk
     """The meta device stands for a GPU: it is there everywhere, and is not the CPU."""
     folder, _, _ = bert(tmp_path, ["reward"])
     monkeypatch.setattr(Processes, "device", torch.device("meta"))
-    unchecked = Spread(responses=0, mean=0.0, spread=1.0, clipped=0.0, bound=1.0, rounded={})
+    unchecked = RewardSummary(responses=0, mean=0.0, std=1.0, clipped=0.0, bound=1.0, rounded={})
     monkeypatch.setattr("dprlhf.training.reinforcement._check_rewards", lambda *_: unchecked)
     stage, parts = assembled(tmp_path, {"classifier": str(folder)}, None)
     [reward] = stage.rewards
@@ -952,12 +956,15 @@ def test_the_spread_is_that_of_the_bounded_sum_of_all_rewards() -> None:
     def known(completions: list[str]) -> list[float | None]:
         return [1.0 if "b" in c else None for c in completions]
 
-    rewards = [Reward(length, "length", weight=0.5), Reward(known, "known", weight=-2.0)]
+    rewards = [
+        LoadedReward(length, "length", weight=0.5),
+        LoadedReward(known, "known", weight=-2.0),
+    ]
     texts = ["a", "bb", "ccccccc", ""]
     reports = [check_reward(r, ["p", "q", "r", "s"], texts) for r in rewards]
-    found = spread_of(rewards, reports, bound=2.0)
+    found = summarize_rewards(rewards, reports, bound=2.0)
     scored = Scorer(rewards, 2.0).score(["p"] * 4, texts, [[]] * 4, {}, users=range(4)).values
     assert scored.tolist() == [0.5, -1.0, 2.0, 0.0]
-    assert (found.mean, found.spread) == pytest.approx((scored.mean(), scored.std()))
+    assert (found.mean, found.std) == pytest.approx((scored.mean(), scored.std()))
     assert (found.responses, found.clipped) == (4, 0.25)
     assert found.warnings == []

@@ -137,9 +137,9 @@ def convert_gguf(gguf: Path, out: Path, *, quiet: bool = False) -> None:
     on the left and a padding token (the end-of-sequence token where it has none).
 
     Args:
-        gguf: the GGUF file.
-        out: folder to write.
-        quiet: show no progress bar.
+        gguf: The GGUF file.
+        out: Folder to write.
+        quiet: Show no progress bar.
 
     Raises:
         DprlhfError: the saved model does not give the logits of the loaded one.
@@ -182,13 +182,20 @@ def convert_gguf(gguf: Path, out: Path, *, quiet: bool = False) -> None:
 
         bar.set_postfix_str("checking")
         saved: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-        generator = torch.Generator().manual_seed(0)
-        probe = torch.randint(loaded.config.vocab_size, (1, 32), generator=generator)
-        with torch.no_grad():
-            expected, found = (m.eval()(input_ids=probe).logits for m in (loaded, saved))
-        if not torch.allclose(expected, found, rtol=0.0, atol=1e-4):
+        if not _same_logits(loaded, saved):
             raise DprlhfError(f"the conversion of {gguf.name} changed the model's logits")
         bar.update()
+
+
+def _same_logits(one: Any, other: Any) -> bool:
+    """Whether two models agree on a sequence of random tokens."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randint(one.config.vocab_size, (1, 32), generator=generator)
+    with torch.no_grad():
+        expected, found = (m.eval()(input_ids=probe).logits for m in (one, other))
+    return torch.allclose(expected, found, rtol=0.0, atol=1e-4)
 
 
 def _build_minilm(sources: dict[str, Path], out: Path, quiet: bool) -> None:

@@ -9,10 +9,13 @@ difference ±ln(0.95 / 0.05) = ±2.94 instead of ±infinity.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+
+from dprlhf.hardware import native_dtype
 
 LABELS = ("NEGATIVE", "POSITIVE")
 MAX_TOKENS = 64
@@ -36,36 +39,29 @@ def train_sentiment(
     state of torch is left as it was.
 
     Args:
-        encoder: folder of a BERT encoder and its tokenizer.
-        data: folder with ``train.parquet`` and ``test.parquet`` (columns ``text``, ``label``;
+        encoder: Folder of a BERT encoder and its tokenizer.
+        data: Folder with ``train.parquet`` and ``test.parquet`` (columns ``text``, ``label``;
             label 0 is negative, 1 is positive).
-        out: folder to write: model and tokenizer for ``AutoModelForSequenceClassification`` and
+        out: Folder to write: model and tokenizer for ``AutoModelForSequenceClassification`` and
             ``AutoTokenizer``, and ``metrics.json`` with the accuracy and the distribution of
             logit(POSITIVE) − logit(NEGATIVE) on the test sentences.
-        seed: of the new head, the dropout and the order of the batches.
-        epochs: passes over the training sentences.
-        batch_size: sentences per step.
-        learning_rate: of AdamW at its peak, after 10% of the steps; from there linear to zero.
-        quiet: show no progress bar.
+        seed: Seeds the new head, the dropout and the order of the batches.
+        epochs: Number of passes over the training sentences.
+        batch_size: Sentences per step.
+        learning_rate: Peak learning rate of AdamW, reached after 10% of the steps; it falls from
+            there linearly to zero.
+        quiet: Show no progress bar.
 
     Returns:
         The accuracy on the test sentences, in [0, 1].
     """
     import pandas as pd
     import torch
-    from transformers import (
-        AutoModelForSequenceClassification,
-        AutoTokenizer,
-        get_linear_schedule_with_warmup,
-    )
-
-    from dprlhf.hardware import native_dtype
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     train, test = (pd.read_parquet(data / f"{half}.parquet") for half in ("train", "test"))
     tokenizer: Any = AutoTokenizer.from_pretrained(encoder)
     tokens = tokenizer(train["text"].tolist(), truncation=True, max_length=MAX_TOKENS)["input_ids"]
-    labels = torch.tensor(train["label"].tolist())
-
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         shuffler = torch.Generator().manual_seed(seed)
@@ -76,53 +72,75 @@ def train_sentiment(
             label2id={label: i for i, label in enumerate(LABELS)},
             dtype=torch.float32,
         )
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=learning_rate, weight_decay=0.01, fused=True
-        )
+        lengths = [len(t) for t in tokens]
+        batches = (rows for _ in range(epochs) for rows in _batches(lengths, batch_size, shuffler))
         steps = epochs * -(-len(tokens) // batch_size)
-        schedule: Any = get_linear_schedule_with_warmup(optimizer, steps // 10, steps)
-        loss_function = torch.nn.CrossEntropyLoss(label_smoothing=LABEL_SMOOTHING)
-        bf16 = native_dtype("cpu") == torch.bfloat16
-        model.train()
-        shown = float("nan")
-        with tqdm(total=steps, desc="sentiment-minilm", unit="step", disable=quiet) as bar:
-            for _ in range(epochs):
-                for rows in _batches([len(t) for t in tokens], batch_size, shuffler):
-                    batch = tokenizer.pad(
-                        {"input_ids": [tokens[i] for i in rows]}, return_tensors="pt"
-                    )
-                    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
-                        logits = model(**batch).logits
-                    loss = loss_function(logits.float(), labels[rows])
-                    optimizer.zero_grad()
-                    loss.backward()
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                    optimizer.step()
-                    schedule.step()
-                    value = loss.item()
-                    shown = value if shown != shown else 0.95 * shown + 0.05 * value
-                    bar.set_postfix(loss=f"{shown:.3f}", refresh=False)
-                    bar.update()
-
-    scores = logit_difference(model, tokenizer, test["text"].tolist())
-    accuracy = float(((scores > 0) == torch.tensor(test["label"].tolist()).bool()).float().mean())
-    quantiles = [0.0, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0]
-    metrics = {
-        "accuracy": round(accuracy, 4),
-        "test_sentences": len(test),
-        "train_sentences": len(train),
-        "seed": seed,
-        "epochs": epochs,
-        "logit_difference_quantiles": {
-            f"{q:g}": round(float(torch.quantile(scores, q)), 3) for q in quantiles
-        },
-    }
+        labels = torch.tensor(train["label"].tolist())
+        _fit(model, tokenizer, tokens, labels, batches, steps, learning_rate, quiet)
+    metrics = _measure(model, tokenizer, test["text"].tolist(), test["label"].tolist())
+    accuracy: float = metrics["accuracy"]
+    metrics |= {"accuracy": round(accuracy, 4), "train_sentences": len(train)}
+    metrics |= {"seed": seed, "epochs": epochs}
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     (out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
     if not quiet:
         print(f"sentiment-minilm: accuracy {accuracy:.3f} on {len(test)} held-out sentences")
     return accuracy
+
+
+def _fit(
+    model: Any,
+    tokenizer: Any,
+    tokens: list[list[int]],
+    labels: Any,
+    batches: Iterable[list[int]],
+    steps: int,
+    learning_rate: float,
+    quiet: bool,
+) -> None:
+    """Fine-tune the classifier in place on batches of rows, one AdamW step for each."""
+    import torch
+    from transformers import get_linear_schedule_with_warmup
+
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=learning_rate, weight_decay=0.01, fused=True
+    )
+    schedule: Any = get_linear_schedule_with_warmup(optimizer, steps // 10, steps)
+    loss_function = torch.nn.CrossEntropyLoss(label_smoothing=LABEL_SMOOTHING)
+    bf16 = native_dtype("cpu") == torch.bfloat16
+    model.train()
+    shown = float("nan")
+    with tqdm(total=steps, desc="sentiment-minilm", unit="step", disable=quiet) as bar:
+        for rows in batches:
+            batch = tokenizer.pad({"input_ids": [tokens[i] for i in rows]}, return_tensors="pt")
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+                logits = model(**batch).logits
+            loss = loss_function(logits.float(), labels[rows])
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            value = loss.item()
+            shown = value if shown != shown else 0.95 * shown + 0.05 * value
+            bar.set_postfix(loss=f"{shown:.3f}", refresh=False)
+            bar.update()
+
+
+def _measure(model: Any, tokenizer: Any, texts: list[str], labels: list[int]) -> dict[str, Any]:
+    """Return the accuracy on held-out sentences, and the quantiles of the logit difference."""
+    import torch
+
+    scores = logit_difference(model, tokenizer, texts)
+    quantiles = [0.0, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0]
+    return {
+        "accuracy": float(((scores > 0) == torch.tensor(labels).bool()).float().mean()),
+        "test_sentences": len(texts),
+        "logit_difference_quantiles": {
+            f"{q:g}": round(float(torch.quantile(scores, q)), 3) for q in quantiles
+        },
+    }
 
 
 def _batches(lengths: list[int], batch_size: int, shuffler: Any) -> list[list[int]]:

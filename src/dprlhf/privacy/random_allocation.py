@@ -16,6 +16,7 @@ exponentially tilted FFT, and what is cut off, wrapped around or rounded is boun
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -250,19 +251,11 @@ def _payoff(
     if side == "add" and positions[0] == 0:
         beyond = 0.0
 
-    def chernoff(bound: float, direction: float) -> float:
-        """P(S' beyond bound) under the tilted law; direction +1 above, -1 below."""
-        best = 0.0
-        for step in (0.1, 0.2, 0.4, 0.8, 1.6, 3.2):
-            extra = direction * step * theta
-            best = min(best, rounds * (log_moment(sign * theta + extra) - log_m) - extra * bound)
-        return math.exp(best)
-
     wrapped = 0.0
     if side == "remove":  # only this side reports a lower bound
-        wrapped = chernoff(1 + plan.window, 1.0)
+        wrapped = _chernoff(log_moment, rounds, theta, 1 + plan.window, 1.0)
         if 1 + plan.reach - plan.window > 0:
-            wrapped += chernoff(1 + plan.reach - plan.window, -1.0)
+            wrapped += _chernoff(log_moment, rounds, theta, 1 + plan.reach - plan.window, -1.0)
     log_front = rounds * log_m - sign * theta
     if log_front > 600:  # no use, and out of range
         return math.inf, 0.0, math.inf
@@ -274,6 +267,17 @@ def _payoff(
         front * (rounding + beyond + slack * value),
         front * (rounding + peak * wrapped + slack * value),
     )
+
+
+def _chernoff(
+    log_moment: Callable[[float], float], rounds: int, tilt: float, bound: float, direction: float
+) -> float:
+    """P(S' beyond bound) under the law tilted by ``tilt``; direction +1 above, -1 below."""
+    best, log_m = 0.0, log_moment(tilt)
+    for step in (0.1, 0.2, 0.4, 0.8, 1.6, 3.2):
+        extra = direction * step * tilt
+        best = min(best, rounds * (log_moment(tilt + extra) - log_m) - extra * bound)
+    return math.exp(best)
 
 
 def _log_tail(sigma: float, bound: float | Floats) -> tuple[Floats, Floats]:

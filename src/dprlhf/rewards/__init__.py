@@ -1,17 +1,18 @@
 """Rewards: any callable with TRL's signature, checked on public prompts and bounded by ±R."""
 
 from dprlhf.rewards.check import ContractReport, check_reward
-from dprlhf.rewards.loading import Reward, load_reward
+from dprlhf.rewards.loading import load_reward
+from dprlhf.rewards.reward import LoadedReward
 from dprlhf.rewards.scoring import Scorer, Scores
-from dprlhf.rewards.summary import Spread, spread_of
+from dprlhf.rewards.summary import RewardSummary, summarize_rewards
 
 __all__ = [
     "ContractReport",
-    "Reward",
+    "LoadedReward",
+    "RewardSummary",
     "Scorer",
     "Scores",
-    "Spread",
     "check_reward",
     "load_reward",
-    "spread_of",
+    "summarize_rewards",
 ]

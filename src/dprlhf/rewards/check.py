@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dprlhf.errors import DprlhfError
-from dprlhf.rewards.loading import Reward, RewardFunction, load_reward, type_and_message
-from dprlhf.rewards.scoring import (
+from dprlhf.rewards.reward import (
     Failure,
+    LoadedReward,
+    RewardFunction,
     Rows,
+    as_reward,
     call_reward,
     group_rows,
     keywords_for,
     keywords_of,
     parse_answer,
     text_of,
+    type_and_message,
 )
 
 _ALONE = 32  # units scored alone at most: a slow reward should not delay the start by minutes
@@ -29,19 +32,20 @@ class ContractReport:
     """What :func:`check_reward` measured: public values.
 
     Attributes:
-        name: the reward's name.
-        per_user: whether the reward is called once per user.
-        rows: completions scored.
-        users: how many users they belong to.
-        rows_per_second: speed of one call with all rows (of one call per user when ``per_user``).
-        minimum: smallest score, without weight and clipping.
-        mean: mean score.
-        maximum: largest score.
-        missing: share of rows that the reward answers with None.
-        clipped: share of rows where |weight · score| is above R.
-        scores: of each row, without weight and clipping; None where the reward does not apply.
-        moved: by how much a score differed at most with what else was in the call: rounding, if
-            anything, for more is refused.
+        name: Name of the reward.
+        per_user: Whether the reward is called once per user.
+        rows: Number of completions scored.
+        users: Number of users that they belong to.
+        rows_per_second: Speed of one call with all rows (with ``per_user``: one call per user).
+        minimum: Smallest score, before weight and clipping.
+        mean: Mean score.
+        maximum: Largest score.
+        missing: Share of rows that the reward answers with None.
+        clipped: Share of rows where |weight · score| is above R.
+        scores: Score of each row, before weight and clipping, ``[rows]``; None where the reward
+            does not apply.
+        moved: Largest difference that the rest of the batch made to a score: rounding, since a
+            larger one is refused.
     """
 
     name: str
@@ -59,7 +63,7 @@ class ContractReport:
 
 
 def check_reward(
-    reward: Reward | RewardFunction,
+    reward: LoadedReward | RewardFunction,
     prompts: Sequence[Any],
     completions: Sequence[Any],
     columns: Mapping[str, Sequence[Any]] | None = None,
@@ -105,82 +109,133 @@ def check_reward(
     >>> check_reward(brevity, ["a", "b"], ["short", "rather long"]).minimum
     -1.1
     """
-    reward = reward if isinstance(reward, Reward) else load_reward(reward)
-    if completion_ids is None:
-        completion_ids = [list(text_of(completion).encode()) for completion in completions]
-    rows = Rows(prompts, completions, completion_ids, columns or {})
-    users = [text_of(prompt) for prompt in prompts] if users is None else list(users)
-    if len(users) != len(rows):
-        raise ValueError(f"{len(users)} user ids for {len(rows)} rows to check")
-    groups = group_rows(users)
-    units = groups if reward.per_user else [[i] for i in range(len(rows))]
-    unit = "users" if reward.per_user else "completions"
-    if len(units) < 2:
-        raise DprlhfError(
-            f"reward {reward.name!r} cannot be checked on {len(units)} {unit}: give at least 2"
-        )
-    _check_columns(reward, rows)
-
-    everything = range(len(units))
-    batch = _evaluate(reward, rows, units, everything)
-    values = [value for value in batch.values() if value is not None]
-    if not values:
-        raise DprlhfError(
-            f"reward {reward.name!r} fails the check 'answer': it answers None for all "
-            f"{len(rows)} completions, so it never applies"
-        )
-
+    batch = _Batch.of(as_reward(reward), prompts, completions, columns, completion_ids, users)
+    _check_columns(batch.reward, batch.rows)
+    scores = batch.scores(range(len(batch.units)))
+    values = _answered(batch, scores)
     start = time.perf_counter()
-    again = _evaluate(reward, rows, units, everything)
+    again = batch.scores(range(len(batch.units)))
     seconds = time.perf_counter() - start
 
-    moved = 0.0
+    def moved(check: str, other: Mapping[int, float | None], situation: str) -> float:
+        return _largest_move(batch.reward, scores, other, check, situation, rtol, atol)
 
-    def compare(check: str, other: Mapping[int, float | None], situation: str) -> None:
-        nonlocal moved
-        for i, value in other.items():
-            if not _close(value, batch[i], rtol, atol):
-                raise DprlhfError(
-                    f"reward {reward.name!r} fails the check {check!r}: completion {i} scores "
-                    f"{batch[i]!r} in the batch and {value!r} {situation}; "
-                    + _remedy(check, reward.per_user)
-                )
-            moved = max(moved, abs((value or 0.0) - (batch[i] or 0.0)))
-
-    compare("repeat", again, "when called again with the same batch")
-    step = max(1, math.ceil(len(units) / _ALONE))
-    for u in everything[::step]:
-        compare("alone", _evaluate(reward, rows, units, [u]), "alone")
-    compare("order", _evaluate(reward, rows, units, everything[::-1]), "in reversed order")
-    # Two copies need row numbers of their own, or the second would hide the first.
-    doubled = rows.take([*range(len(rows)), *range(len(rows))])
-    copies = [[i + len(rows) for i in members] for members in units]
-    company = _evaluate(reward, doubled, [*units, *copies], range(2 * len(units)))
-    for offset in (0, len(rows)):
-        compare(
-            "company",
-            {i: company[i + offset] for i in range(len(rows))},
-            "in a batch with a copy of every completion",
-        )
-    compare("repeat", _evaluate(reward, rows, units, everything), "after some more calls")
-
+    moves = [
+        moved("repeat", again, "when called again with the same batch"),
+        *(moved("alone", one, "alone") for one in _each_alone(batch)),
+        moved("order", batch.scores(range(len(batch.units))[::-1]), "in reversed order"),
+        *(
+            moved("company", half, "in a batch with a copy of every completion")
+            for half in _in_company(batch)
+        ),
+        moved("repeat", batch.scores(range(len(batch.units))), "after some more calls"),
+    ]
+    rows = len(batch.rows)
     return ContractReport(
-        name=reward.name,
-        per_user=reward.per_user,
-        rows=len(rows),
-        users=len(groups),
-        rows_per_second=len(rows) / max(seconds, 1e-9),
+        name=batch.reward.name,
+        per_user=batch.reward.per_user,
+        rows=rows,
+        users=batch.users,
+        rows_per_second=rows / max(seconds, 1e-9),
         minimum=min(values),
         mean=math.fsum(values) / len(values),
         maximum=max(values),
-        missing=1 - len(values) / len(rows),
-        clipped=sum(abs(reward.weight * value) > bound for value in values) / len(rows),
-        scores=tuple(batch[i] for i in range(len(rows))),
-        moved=moved,
+        missing=1 - len(values) / rows,
+        clipped=sum(abs(batch.reward.weight * value) > bound for value in values) / rows,
+        scores=tuple(scores[i] for i in range(rows)),
+        moved=max(moves),
     )
 
 
-def _check_columns(reward: Reward, rows: Rows) -> None:
+@dataclass(frozen=True)
+class _Batch:
+    """What the checks score: a unit is one row, or a user's rows for a reward declared per-user."""
+
+    reward: LoadedReward
+    rows: Rows
+    units: list[list[int]]  # row numbers of each unit
+    users: int
+
+    @classmethod
+    def of(
+        cls,
+        reward: LoadedReward,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        columns: Mapping[str, Sequence[Any]] | None,
+        completion_ids: Sequence[Sequence[int]] | None,
+        users: Sequence[Any] | None,
+    ) -> _Batch:
+        if completion_ids is None:
+            completion_ids = [list(text_of(completion).encode()) for completion in completions]
+        rows = Rows(prompts, completions, completion_ids, columns or {})
+        owners = [text_of(prompt) for prompt in prompts] if users is None else list(users)
+        if len(owners) != len(rows):
+            raise ValueError(f"{len(owners)} user ids for {len(rows)} rows to check")
+        groups = group_rows(owners)
+        units = groups if reward.per_user else [[i] for i in range(len(rows))]
+        if len(units) < 2:
+            unit = "users" if reward.per_user else "completions"
+            raise DprlhfError(
+                f"reward {reward.name!r} cannot be checked on {len(units)} {unit}: give at least 2"
+            )
+        return cls(reward, rows, units, len(groups))
+
+    def scores(self, chosen: Sequence[int]) -> dict[int, float | None]:
+        """Return the scores of the chosen units by row number, called as the Scorer calls."""
+        return _evaluate(self.reward, self.rows, self.units, chosen)
+
+
+def _answered(batch: _Batch, scores: Mapping[int, float | None]) -> list[float]:
+    values = [value for value in scores.values() if value is not None]
+    if not values:
+        raise DprlhfError(
+            f"reward {batch.reward.name!r} fails the check 'answer': it answers None for all "
+            f"{len(batch.rows)} completions, so it never applies"
+        )
+    return values
+
+
+def _each_alone(batch: _Batch) -> Iterator[dict[int, float | None]]:
+    step = max(1, math.ceil(len(batch.units) / _ALONE))
+    for unit in range(len(batch.units))[::step]:
+        yield batch.scores([unit])
+
+
+def _in_company(batch: _Batch) -> Iterator[dict[int, float | None]]:
+    """Score the batch followed by a copy of itself; yield the scores of each of the two."""
+    # Two copies need row numbers of their own, or the second would hide the first.
+    count = len(batch.rows)
+    doubled = batch.rows.take([*range(count), *range(count)])
+    copies = [[i + count for i in members] for members in batch.units]
+    both = _evaluate(batch.reward, doubled, [*batch.units, *copies], range(2 * len(batch.units)))
+    for offset in (0, count):
+        yield {i: both[i + offset] for i in range(count)}
+
+
+def _largest_move(
+    reward: LoadedReward,
+    expected: Mapping[int, float | None],
+    other: Mapping[int, float | None],
+    check: str,
+    situation: str,
+    rtol: float,
+    atol: float,
+) -> float:
+    """Return the largest difference between two scores of a row; refuse more than rounding."""
+    largest = 0.0
+    for i, value in other.items():
+        if not _close(value, expected[i], rtol, atol):
+            raise DprlhfError(
+                f"reward {reward.name!r} fails the check {check!r}: completion {i} scores "
+                f"{expected[i]!r} in the batch and {value!r} {situation}; "
+                + _remedy(check, reward.per_user)
+            )
+        largest = max(largest, abs((value or 0.0) - (expected[i] or 0.0)))
+    return largest
+
+
+def _check_columns(reward: LoadedReward, rows: Rows) -> None:
     _, needs = keywords_of(reward.function)
     lacking = sorted(needs - set(keywords_for(rows)))
     if lacking:
@@ -192,9 +247,9 @@ def _check_columns(reward: Reward, rows: Rows) -> None:
 
 
 def _evaluate(
-    reward: Reward, rows: Rows, units: Sequence[Sequence[int]], chosen: Sequence[int]
+    reward: LoadedReward, rows: Rows, units: Sequence[Sequence[int]], chosen: Sequence[int]
 ) -> dict[int, float | None]:
-    """Scores by row number of the chosen units, in one call or one per user, as the Scorer does."""
+    """Return scores by row number of the chosen units, in one call or one call per user."""
     members = [list(units[u]) for u in chosen]
     calls = members if reward.per_user else [[i for group in members for i in group]]
     scores: dict[int, float | None] = {}

@@ -11,8 +11,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from dprlhf.assets import resolve
 from dprlhf.errors import DprlhfError
 from dprlhf.hub import pinned
-from dprlhf.rewards.loading import suggestion, type_and_message
-from dprlhf.rewards.scoring import text_of
+from dprlhf.rewards.reward import suggestion, text_of, type_and_message
 
 Text = Literal["prompt+completion", "completion"]
 
@@ -50,13 +49,13 @@ class ClassifierReward:
         """Load the classifier.
 
         Args:
-            source: hub id, folder, or ``"asset:NAME"`` for an asset of this package.
-            label: the label to reward; required with two or more labels.
-            max_tokens: truncate to this many tokens, or to the model's limit if that is less.
-            batch_size: texts in one forward pass.
-            text: read the prompt and the completion, or the completion alone.
-            device: torch device.
-            revision: a branch, tag or commit of a hub id.
+            source: Hub id, folder, or ``"asset:NAME"`` for an asset of this package.
+            label: Label to reward; required with two or more labels.
+            max_tokens: Longest text in tokens; the model's own limit counts if that is less.
+            batch_size: Number of texts in one forward pass.
+            text: Whether to read the prompt and the completion, or the completion alone.
+            device: Torch device.
+            revision: Branch, tag or commit of a hub id.
 
         Raises:
             DprlhfError: the source cannot be loaded, has no trained classification head, or does
@@ -89,12 +88,8 @@ class ClassifierReward:
             raise DprlhfError(f"classifier {source!r}: its tokenizer has no padding token")
         # Decoders find a text's last token by it.
         model.config.pad_token_id = self._tokenizer.pad_token_id
-        limits = (
-            max_tokens,
-            self._tokenizer.model_max_length,
-            getattr(model.config, "max_position_embeddings", None) or max_tokens,
-        )
-        self._max_tokens = int(min(limits))
+        positions = getattr(model.config, "max_position_embeddings", None) or max_tokens
+        self._max_tokens = int(min(max_tokens, self._tokenizer.model_max_length, positions))
         self._model: Any = model.eval().requires_grad_(False).to(device)
         self._device = device
 
@@ -152,14 +147,14 @@ def classifier_tokens(
     whole: bool,
     max_tokens: int,
 ) -> list[list[int]]:
-    """Tokenize ``[rows]`` texts as a classifier reads them; no text is without a token.
+    """Tokenize texts as a classifier reads them; an empty text becomes one padding token.
 
     Args:
-        tokenizer: its ``truncation_side`` says which end of a long text goes.
-        prompts: texts or conversations.
-        completions: texts or lists of messages.
-        whole: read prompt and completion, or the completion alone.
-        max_tokens: of a text.
+        tokenizer: Its ``truncation_side`` says which end of a long text is cut.
+        prompts: Texts or conversations, ``[rows]``.
+        completions: Texts or lists of messages, ``[rows]``.
+        whole: Whether to read the prompt too, not the completion alone.
+        max_tokens: Longest text in tokens.
     """
     templated = (
         whole

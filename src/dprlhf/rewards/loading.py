@@ -2,54 +2,36 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
 import operator
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dprlhf import recipe
-from dprlhf.errors import DprlhfError, nearest, one_line
+from dprlhf.errors import DprlhfError
+from dprlhf.rewards.reward import (
+    LoadedReward,
+    RewardFunction,
+    as_reward,
+    declared_per_user,
+    suggestion,
+    type_and_message,
+)
 
 if TYPE_CHECKING:
     import torch
 
 ENTRY_POINT_GROUP = "dprlhf.rewards"
 
-RewardFunction = Callable[..., Any]
-"""TRL's reward signature, sync or async::
-
-    reward(prompts, completions, **columns) -> list[float | None]
-
-All arguments are keywords and lists with one entry per completion; so is the answer. ``None``
-means that the reward does not apply to that completion.
-"""
-
-
-@dataclass(frozen=True)
-class Reward:
-    """A reward callable with its name, weight and whether it must be called once per user."""
-
-    function: RewardFunction
-    name: str
-    weight: float = 1.0
-    per_user: bool = False
-
-    def one_user_at_a_time(self) -> Reward:
-        """Return the same reward, called once per user."""
-        return Reward(self.function, self.name, self.weight, per_user=True)
-
 
 def load_reward(
     spec: recipe.Reward | RewardFunction, *, device: str | torch.device = "cpu"
-) -> Reward:
+) -> LoadedReward:
     """Load the reward that ``spec`` names, or wrap a callable that is already in memory.
 
     Args:
@@ -66,7 +48,7 @@ def load_reward(
     'shouting'
     """
     if callable(spec):
-        return Reward(spec, _name(spec), per_user=_declared_per_user(spec))
+        return as_reward(spec)
     function: object
     if spec.function is not None:
         source, function = spec.function, _load_function(spec.function)
@@ -97,33 +79,8 @@ def load_reward(
             f"reward {source!r} is a {type(function).__name__}, not a callable: name a function "
             "reward(prompts, completions, **columns)"
         )
-    per_user = spec.per_user or _declared_per_user(function)
-    return Reward(function, source, spec.weight, per_user)
-
-
-def type_and_message(problem: BaseException) -> str:
-    """An exception's type and message on one line, for problems with public inputs only."""
-    message = one_line(problem, None)
-    return f"{type(problem).__name__}: {message}" if message else type(problem).__name__
-
-
-def suggestion(name: str, known: Sequence[str], what: str) -> str:
-    """The nearest known name and the list of all, as the end of an error message."""
-    near = nearest(name, known)
-    hint = f"did you mean {near!r}? " if near else ""
-    return f"{hint}{what}: {', '.join(known) or 'none'}"
-
-
-def _name(function: object) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return str(getattr(function, "__name__", type(function).__name__))
-
-
-def _declared_per_user(function: object) -> bool:
-    while isinstance(function, functools.partial) and not hasattr(function, "dprlhf_per_user"):
-        function = function.func
-    return bool(getattr(function, "dprlhf_per_user", False))
+    per_user = spec.per_user or declared_per_user(function)
+    return LoadedReward(function, source, spec.weight, per_user)
 
 
 def _load_function(source: str) -> object:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from dprlhf.boundary import Private, open_private
-from dprlhf.rewards.scoring import Rows, Scorer, Scores
+from dprlhf.rewards.reward import Rows
+from dprlhf.rewards.scoring import Scorer, Scores
 from dprlhf.rollout import Responses
 
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import functools
-import inspect
 import math
-import threading
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,55 +15,16 @@ from numpy.typing import NDArray
 
 from dprlhf.errors import DprlhfError
 from dprlhf.rewards.isolation import SecretSink, captured
-from dprlhf.rewards.loading import Reward, RewardFunction, load_reward
-
-_RESERVED = frozenset(
-    {"prompt", "completion", "prompts", "completions", "completion_ids"}
-    | {"trainer_state", "log_extra", "log_metric"}
+from dprlhf.rewards.reward import (
+    Failure,
+    LoadedReward,
+    RewardFunction,
+    Rows,
+    as_reward,
+    call_reward,
+    group_rows,
+    parse_answer,
 )
-
-
-class AnswerError(Exception):
-    """A reward's answer is not a list with one value per completion."""
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class Rows:
-    """Completions to score, each with its prompt, token ids and dataset columns.
-
-    Attributes:
-        prompts: ``[rows]``, texts or lists of messages.
-        completions: ``[rows]``, texts or lists of messages.
-        completion_ids: ``[rows][tokens]``.
-        columns: dataset columns by name, each ``[rows]``.
-    """
-
-    prompts: Sequence[Any]
-    completions: Sequence[Any]
-    completion_ids: Sequence[Sequence[int]]
-    columns: Mapping[str, Sequence[Any]]
-
-    def __post_init__(self) -> None:
-        lengths = {
-            "prompts": len(self.prompts),
-            "completions": len(self.completions),
-            "completion_ids": len(self.completion_ids),
-            **{f"columns[{name!r}]": len(column) for name, column in self.columns.items()},
-        }
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"rows to score differ in length: {lengths}")
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    def take(self, indices: Sequence[int]) -> Rows:
-        """The rows at ``indices``, in that order."""
-        return Rows(
-            [self.prompts[i] for i in indices],
-            [self.completions[i] for i in indices],
-            [self.completion_ids[i] for i in indices],
-            {name: [column[i] for i in indices] for name, column in self.columns.items()},
-        )
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -84,13 +41,6 @@ class Scores:
     values: NDArray[np.float64]
     valid: NDArray[np.bool_]
     failures: Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why an answer is no number: the name of a type, ``"nan"`` or ``"infinity"``."""
-
-    kind: str
 
 
 class Scorer:
@@ -118,7 +68,7 @@ class Scorer:
 
     def __init__(
         self,
-        rewards: Sequence[Reward | RewardFunction],
+        rewards: Sequence[LoadedReward | RewardFunction],
         bound: float,
         *,
         sink: SecretSink | None = None,
@@ -134,9 +84,7 @@ class Scorer:
             DprlhfError: no reward, a weight that is not finite, or a bound that is not positive
                 and finite.
         """
-        self.rewards = tuple(
-            reward if isinstance(reward, Reward) else load_reward(reward) for reward in rewards
-        )
+        self.rewards = tuple(as_reward(reward) for reward in rewards)
         self.bound = float(bound)
         self._sink = sink
         if not self.rewards:
@@ -202,104 +150,8 @@ class Scorer:
         return Scores(values, valid, {kind: n for kind, n in failures.items() if n})
 
 
-def group_rows(users: Sequence[Any] | NDArray[Any]) -> list[list[int]]:
-    """Row numbers of each user, users and rows in order of appearance.
-
-    >>> group_rows(["a", "b", "a"])
-    [[0, 2], [1]]
-    """
-    groups: dict[Any, list[int]] = {}
-    # Elements of a tensor would each be a user of their own: they hash by identity.
-    for i, user in enumerate(users.tolist() if hasattr(users, "tolist") else users):
-        groups.setdefault(user, []).append(i)
-    return list(groups.values())
-
-
-def text_of(value: Any) -> str:
-    """A text as it stands; of a list of messages the contents, joined by line breaks.
-
-    >>> text_of([{"role": "user", "content": "Well?"}, {"role": "assistant", "content": "Yes."}])
-    'Well?\\nYes.'
-    """
-    if isinstance(value, str):
-        return value
-    return "\n".join(text_of(part.get("content") or part.get("text") or "") for part in value)
-
-
-def keywords_of(function: RewardFunction) -> tuple[frozenset[str] | None, frozenset[str]]:
-    """The keywords that ``function`` takes (None: any), and those that it cannot do without.
-
-    >>> takes, needs = keywords_of(lambda completions, solution, scale=1.0: ...)
-    >>> sorted(takes), sorted(needs)
-    (['completions', 'scale', 'solution'], ['completions', 'solution'])
-    """
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some builtins have no signature
-        return None, frozenset()
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    needs = frozenset(p.name for p in named if p.default is p.empty)
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return None, needs
-    return frozenset(p.name for p in named), needs
-
-
-def keywords_for(rows: Rows) -> dict[str, Any]:
-    """All keywords that TRL 1.16 passes to a reward; its logging functions drop everything."""
-    return {
-        **{name: list(values) for name, values in rows.columns.items() if name not in _RESERVED},
-        # Fresh lists: a reward that changes its arguments must not change the caller's.
-        "prompts": list(rows.prompts),
-        "completions": list(rows.completions),
-        "completion_ids": [list(ids) for ids in rows.completion_ids],
-        "trainer_state": None,
-        "log_extra": _drop,
-        "log_metric": _drop,
-    }
-
-
-def call_reward(function: RewardFunction, rows: Rows) -> list[Any]:
-    """Call a reward as TRL does and return its answers, one per row, not yet parsed.
-
-    Raises:
-        AnswerError: the answer is not a list, tuple or array with one value per row.
-        BaseException: whatever the reward raises.
-    """
-    takes, _ = keywords_of(function)
-    keywords = keywords_for(rows)
-    answer = function(**{k: v for k, v in keywords.items() if takes is None or k in takes})
-    if inspect.isawaitable(answer):
-        answer = _wait_for(answer)
-    if hasattr(answer, "tolist"):  # numpy arrays and torch tensors
-        answer = answer.tolist()
-    if not isinstance(answer, list | tuple):
-        raise AnswerError(f"answered a {type(answer).__name__}, not a list")
-    if len(answer) != len(rows):
-        raise AnswerError(f"answered {len(answer)} values for {len(rows)} completions")
-    return list(answer)
-
-
-def parse_answer(answer: object) -> float | Failure | None:
-    """One answer as a finite number, as None (does not apply), or as the reason why it is neither.
-
-    >>> parse_answer(True), parse_answer(None), parse_answer("1.0"), parse_answer(float("nan"))
-    (1.0, None, Failure(kind='str'), Failure(kind='nan'))
-    """
-    if answer is None or isinstance(answer, Failure):
-        return answer
-    if isinstance(answer, str | bytes | bytearray):  # float() would read digits
-        return Failure(type(answer).__name__)
-    try:
-        value = float(answer)  # type: ignore[arg-type]
-    except Exception:
-        return Failure(type(answer).__name__)
-    if not math.isfinite(value):
-        return Failure("nan" if math.isnan(value) else "infinity")
-    return value
-
-
 def _answers(
-    reward: Reward, rows: Rows, groups: Sequence[Sequence[int]], *, private: bool
+    reward: LoadedReward, rows: Rows, groups: Sequence[Sequence[int]], *, private: bool
 ) -> list[Any]:
     if not reward.per_user and len(groups) > 1:
         together = _attempt(reward.function, rows, private=private)
@@ -325,37 +177,3 @@ def _attempt(function: RewardFunction, rows: Rows, *, private: bool) -> list[Any
         with contextlib.suppress(Exception):
             traceback.print_exc()
         return Failure(type(problem).__name__)
-
-
-def _drop(*_: object, **__: object) -> None:
-    """Stand in for TRL's ``log_extra`` and ``log_metric``, which would leak."""
-
-
-@functools.cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    # One loop for the whole process, as in TRL: asynchronous clients belong to their first loop.
-    # In a thread, because a notebook's thread already runs a loop.
-    loop = asyncio.new_event_loop()
-    # The default handler logs exceptions of forgotten tasks, with their text, at any later time.
-    loop.set_exception_handler(lambda *_: None)
-
-    def run() -> None:
-        while True:  # an exit raised in a task stops run_forever; the caller still needs its answer
-            with contextlib.suppress(BaseException):
-                loop.run_forever()
-
-    threading.Thread(target=run, name="dprlhf-async-rewards", daemon=True).start()
-    return loop
-
-
-def _wait_for(answer: Awaitable[Any]) -> Any:
-    async def guarded() -> tuple[Any, BaseException | None]:
-        try:
-            return await answer, None
-        except BaseException as problem:
-            return None, problem
-
-    value, problem = asyncio.run_coroutine_threadsafe(guarded(), _event_loop()).result()
-    if problem is not None:
-        raise problem
-    return value

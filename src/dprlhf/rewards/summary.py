@@ -1,4 +1,4 @@
-"""How a recipe's reward lies on public responses, before any of the budget is spent."""
+"""Summary of a recipe's reward on public responses, before any of the budget is spent."""
 
 from __future__ import annotations
 
@@ -8,34 +8,35 @@ from dataclasses import dataclass
 import numpy as np
 
 from dprlhf.rewards.check import ContractReport
-from dprlhf.rewards.loading import Reward
+from dprlhf.rewards.reward import LoadedReward
 
 _MOSTLY = 0.9
 
 
 @dataclass(frozen=True)
-class Spread:
+class RewardSummary:
     """The weighted sum of the rewards on some public responses, clipped to ±R: public values.
 
     Attributes:
-        responses: how many were scored.
-        mean: of the clipped sums; a row to which no reward applies counts as 0, as in training.
-        spread: their standard deviation.
-        clipped: the share whose sum is outside ±R.
+        responses: Number of responses scored.
+        mean: Mean of the clipped sums; a row to which no reward applies counts as 0, as in
+            training.
+        std: Standard deviation of the clipped sums.
+        clipped: Share of responses whose sum is outside ±R.
         bound: R.
-        rounded: the rewards whose scores rounding moved with their batch, and by how much.
+        rounded: For each reward whose scores rounding moves with their batch, the largest move.
     """
 
     responses: int
     mean: float
-    spread: float
+    std: float
     clipped: float
     bound: float
     rounded: dict[str, float]
 
     @property
     def warnings(self) -> list[str]:
-        """Why this reward is slow or could hardly teach; the run would spend its ε all the same."""
+        """Why this reward is slow or gives no signal; the run would spend its ε all the same."""
         return self._slow + self._idle
 
     @property
@@ -55,7 +56,7 @@ class Spread:
                 f" {self.responses} public responses: clipped, it teaches little, and the run"
                 " spends its epsilon all the same; raise reward_range or lower the weights"
             ]
-        if self.spread <= 1e-6 * self.bound:
+        if self.std <= 1e-6 * self.bound:
             return [
                 f"the reward is {self.mean:.4g} on all {self.responses} public responses: a reward"
                 " that never differs cannot teach, and the run spends its epsilon all the same"
@@ -63,21 +64,23 @@ class Spread:
         return []
 
 
-def spread_of(rewards: Sequence[Reward], reports: Sequence[ContractReport], bound: float) -> Spread:
-    """Add up what the contract check of each reward measured on the same rows.
+def summarize_rewards(
+    rewards: Sequence[LoadedReward], reports: Sequence[ContractReport], bound: float
+) -> RewardSummary:
+    """Summarize the weighted sum of the rewards from their contract checks on the same rows.
 
     Args:
-        rewards: with their weights.
-        reports: of each reward, of the same rows.
-        bound: R.
+        rewards: The rewards, with their weights.
+        reports: The report of :func:`~dprlhf.rewards.check_reward` for each reward.
+        bound: R, at which the sum is clipped.
     """
     scores = [[0.0 if s is None else s for s in report.scores] for report in reports]
     sums = np.array([reward.weight for reward in rewards]) @ np.array(scores)
     bounded = sums.clip(-bound, bound)
-    return Spread(
+    return RewardSummary(
         responses=len(sums),
         mean=float(bounded.mean()),
-        spread=float(bounded.std()),
+        std=float(bounded.std()),
         clipped=float((abs(sums) > bound).mean()),
         bound=bound,
         rounded={r.name: r.moved for r in reports if r.moved and not r.per_user},

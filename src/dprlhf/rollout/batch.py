@@ -22,15 +22,15 @@ class Responses:
     """All responses of one round (or of an evaluation). A row is one response.
 
     Attributes:
-        tokens: prompt and response, ``[rows, prompt + response]``; prompts are padded on the left,
+        tokens: Prompt and response, ``[rows, prompt + response]``; prompts are padded on the left,
             responses on the right.
-        mask: 1 where a token is real, same shape.
-        prompt: which prompt a row answers, ``[rows]``; rows of a prompt are adjacent.
-        user: which user a row belongs to, ``[rows]``, counted from 0 within the batch.
+        mask: 1 where a token is real, ``[rows, prompt + response]``.
+        prompt: Number of the prompt that a row answers, ``[rows]``; rows of a prompt are adjacent.
+        user: Number of the user that a row belongs to within the batch, ``[rows]``.
         from_base: True where the row was sampled from μ, ``[rows]``.
-        texts: the responses as text, ``[rows]``.
-        prompts: the prompts as the dataset holds them.
-        users: the number of users in the batch.
+        texts: The responses as text, ``[rows]``.
+        prompts: The prompts in the form that the dataset has them.
+        users: Number of users in the batch.
         max_new_tokens: Width of the response part, in tokens.
         max_prompt_tokens: Upper bound on a prompt's length in tokens, a public number.
         num_generations: Number of adjacent rows that answer the same prompt, token for token; a
@@ -66,7 +66,7 @@ class Responses:
 
     @property
     def widths(self) -> NDArray[np.int64]:
-        """The width that each row's prompt is padded to, ``[rows]``; its own length decides."""
+        """Width that each row's prompt is padded to, ``[rows]``; its own length alone decides."""
         lengths = self.mask[:, : -self.max_new_tokens].sum(1).numpy()
         widths: NDArray[np.int64] = padded_width(lengths, self.max_prompt_tokens)
         return widths
@@ -96,8 +96,13 @@ class Responses:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens and mask of some rows at a fixed shape, ``[size, width + response]``.
 
-        Rows from ``len(chosen)`` on are fillers: one token repeated after a prompt of one token,
-        no part of any user.
+        Rows from ``len(chosen)`` on are fillers, which belong to no user: one token repeated after
+        a prompt of one token.
+
+        Args:
+            chosen: Row numbers, at most ``size``.
+            width: Width of the prompt part.
+            size: Number of rows of the micro-batch.
         """
         missing = (width + self.max_new_tokens - self.tokens.shape[1], 0)
         filling = (0, 0, 0, size - len(chosen))

@@ -1,4 +1,4 @@
-"""A compact decoding loop: one prefill for each prompt, then one token a step for all its copies.
+"""A compact decoding loop: one prefill for each prompt, then one token a step for each response.
 
 Each row has its own uniform number for each step and takes the token at which its cumulative
 probability passes that number (inverse CDF). What a user samples then does not depend on who else
@@ -28,9 +28,9 @@ def inverse_cdf(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
     can round to 1. A block's own mass is summed in float32, which errs no more than the softmax.
 
     Args:
-        logits: ``[rows, vocabulary]``.
-        uniforms: in (0, 1), float64, ``[rows, draws]``.
-        temperature: divides the logits.
+        logits: Logits, ``[rows, vocabulary]``.
+        uniforms: Uniform random numbers in (0, 1), float64, ``[rows, draws]``.
+        temperature: Divides the logits.
 
     Returns:
         Token numbers, ``[rows, draws]``; never one of probability zero.
@@ -66,11 +66,12 @@ def decode(
     """Sample several responses for each prompt, at shapes that ``size`` and ``width`` alone fix.
 
     Args:
-        policy: the adapter is on or off as the caller left it.
-        prompts: at most ``size`` token lists, none empty or longer than ``width``.
-        uniforms: ``[prompts, num_generations, max_new_tokens]``, float64; decides the tokens.
-        size: prompts in the micro-batch; fillers make up the rest.
-        width: prompts are padded on the left to this width and one column more.
+        policy: The policy; its adapter is on or off as the caller left it.
+        prompts: At most ``size`` token lists, none empty or longer than ``width``.
+        uniforms: Uniform random numbers that decide the tokens,
+            ``[prompts, num_generations, max_new_tokens]``, float64.
+        size: Number of prompts in the micro-batch; fillers make up the rest.
+        width: Width that prompts are padded to on the left, before one column more.
 
     Returns:
         ``prompts · num_generations`` responses of at most ``max_new_tokens`` tokens, those to one
@@ -79,13 +80,7 @@ def decode(
     """
     _, num_generations, max_new_tokens = uniforms.shape
     device, real, pad = policy.device, len(prompts), policy.tokenizer.pad_token_id
-    ids = torch.full((size, 1 + width), pad)
-    mask = torch.zeros((size, 1 + width + max_new_tokens), dtype=torch.long)
-    mask[:, width:] = 1  # a filler's prompt is one token
-    for row, prompt in enumerate(prompts):
-        ids[row, 1 + width - len(prompt) :] = torch.tensor(prompt)
-        mask[row, 1 + width - len(prompt) :] = 1
-    ids, mask = ids.to(device), mask.to(device)
+    ids, mask = (t.to(device) for t in _padded(prompts, size, width, max_new_tokens, pad))
     ends = torch.tensor(policy.end_tokens, device=device)
     draws = F.pad(uniforms, (0, 0, 0, 0, 0, size - real), value=0.5).to(device)
     tokens = torch.full((size * num_generations, max_new_tokens), pad, device=device)
@@ -99,7 +94,7 @@ def decode(
         use_cache=True,
         logits_to_keep=1,
     )
-    # A row of the first logits is a prompt with all its copies; from here on it is a response.
+    # A row of the first logits is a prompt; from here on, a row is a response.
     logits, cache = output.logits[:, -1], output.past_key_values
     prompt_of_row = torch.arange(size, device=device).repeat_interleave(num_generations)
     cache.reorder_cache(prompt_of_row)
@@ -122,6 +117,19 @@ def decode(
     return [_until_end(row, policy.end_tokens) for row in tokens[: real * num_generations].tolist()]
 
 
+def _padded(
+    prompts: Sequence[list[int]], size: int, width: int, max_new_tokens: int, pad: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return prompts padded on the left, ``[size, 1 + width]``, and a mask with room to respond."""
+    ids = torch.full((size, 1 + width), pad)
+    mask = torch.zeros((size, 1 + width + max_new_tokens), dtype=torch.long)
+    mask[:, width:] = 1  # a filler's prompt is one token
+    for row, prompt in enumerate(prompts):
+        ids[row, 1 + width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, 1 + width - len(prompt) :] = 1
+    return ids, mask
+
+
 def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
     for position, token in enumerate(tokens):
         if token in ends:
@@ -137,9 +145,10 @@ def batch_size(policy: CausalLMPolicy, *, prompt: int, response: int, rows: floa
     more than all rows of a round need.
 
     Args:
-        prompt: the longest prompt, in tokens.
-        response: the length of a response.
-        rows: the responses that a process expects in a round.
+        policy: Its model's size and device decide what fits.
+        prompt: Upper bound on a prompt's length, in tokens.
+        response: Upper bound on a response's length, in tokens.
+        rows: Number of responses that a process expects in a round.
     """
     most = _CPU_ROWS
     if policy.device.type == "cuda":

@@ -22,10 +22,10 @@ def token_logprobs(
     """Return log π_θ(token | what stands before it) of the response tokens; 0 on padding.
 
     Args:
-        policy: π_θ; inside ``policy.base()`` it is the reference.
-        responses: of all of the round's users.
-        batch_size: rows computed at once. Shapes are fixed, so no row depends on the others.
-        rows: which rows, and in which order; None takes all.
+        policy: π_θ; inside ``policy.base()`` it is the reference policy.
+        responses: Responses of all users of the round.
+        batch_size: Rows computed at once. Shapes are fixed, so no row depends on the others.
+        rows: Row numbers to compute, in order; None takes all.
 
     Returns:
         ``[rows, response]``, float64.

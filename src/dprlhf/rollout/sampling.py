@@ -26,10 +26,10 @@ def resolve_batch_size(
     """Fix once for a run what the machine decides, and start vLLM if it is to sample.
 
     Args:
-        spec: ``batch_size: auto`` becomes a number, which the run keeps.
-        policy: where it will compute.
-        rows: the responses that a process expects in a round, a public number.
-        max_prompt_tokens: the longest prompt.
+        spec: Settings; ``batch_size: auto`` becomes a number, which the run keeps.
+        policy: The policy, on the device where it will sample.
+        rows: Number of responses that a process expects in a round, a public number.
+        max_prompt_tokens: Upper bound on a prompt's length, in tokens.
 
     Raises:
         DprlhfError: vLLM cannot sample this policy.
@@ -82,8 +82,14 @@ def sample(
     off) and the rest from π_t; with ``on-policy`` all come from π_t.
 
     Args:
-        key: seeds the sampling; a row's draws depend on ``context``, its user, the user's prompt
+        policy: π_t, with its adapter on.
+        prompts: The users' prompts.
+        spec: Settings; ``batch_size`` is a number.
+        key: Seeds the sampling; a row's draws depend on ``context``, its user, the user's prompt
             and the response's number, and on nothing else.
+        context: Names the use, so that no two uses share random numbers.
+        max_prompt_tokens: Longer prompts keep their last tokens.
+        tick: Called with the number of rows done since the last call.
     """
     k, max_new_tokens = spec.responses, spec.max_new_tokens
     encoded = policy.encode(prompts.prompts, max_prompt_tokens)
@@ -92,25 +98,21 @@ def sample(
     mask = torch.zeros_like(tokens)
     from_base = np.arange(k) < (k // 2 if spec.base_policy == "reference" else 0)
     draws = _draws(prompts, key, context, k, max_new_tokens)
-    generate = (
-        vllm.generate
-        if spec.backend == "vllm"
-        else partial(_generate, max_prompt_tokens=max_prompt_tokens)
-    )
+    generate = vllm.generate
+    if spec.backend != "vllm":
+        generate = partial(_generate, max_prompt_tokens=max_prompt_tokens)
     # Two passes, not one with PEFT's adapter_names: that costs hooks on every layer at every step,
     # and saves filler rows only.
     for base in np.unique(from_base):
-        copies = np.flatnonzero(from_base == base)
-        row_of = (k * np.arange(len(prompts))[:, None] + copies).ravel()
+        numbers = np.flatnonzero(from_base == base)
+        row_of = (k * np.arange(len(prompts))[:, None] + numbers).ravel()
         with policy.base() if base else contextlib.nullcontext():
-            done = generate(policy, encoded, draws[:, copies], spec)
-            for positions, responses in done:
-                for position, response in zip(positions, responses, strict=True):
-                    row = row_of[position]
+            for positions, responses in generate(policy, encoded, draws[:, numbers], spec):
+                for row, response in zip(row_of[positions], responses, strict=True):
                     prompt = encoded[row // k]
-                    start, end = width - len(prompt), width + len(response)
-                    tokens[row, start:end] = torch.tensor(prompt + response)
-                    mask[row, start:end] = 1
+                    columns = slice(width - len(prompt), width + len(response))
+                    tokens[row, columns] = torch.tensor(prompt + response)
+                    mask[row, columns] = 1
                 if tick is not None:
                     tick(len(positions))
     _, user = np.unique(prompts.users, return_inverse=True)
@@ -154,8 +156,8 @@ def _generate(
 ) -> Iterator[tuple[NDArray[np.int64], list[list[int]]]]:
     """Yield the micro-batches: row numbers in the flat ``[prompts · num_generations]``, responses.
 
-    Prompts of one padded width go together. All copies of a prompt share its prefill, or as many
-    of them as divide their number and fit into a micro-batch.
+    Prompts of one padded width go together. All responses to a prompt share its prefill, or the
+    largest divisor of their number that fits into a micro-batch.
     """
     _, num_generations, max_new_tokens = draws.shape
     assert spec.batch_size != "auto", (

@@ -57,7 +57,7 @@ def dry_run(recipe: Recipe, sources: Sources | None = None) -> dict[str, Any]:
         "public_prompts_cut": _share_cut(policy, stage.public, recipe),
         "reward": {
             "mean": spread.mean,
-            "spread": spread.spread,
+            "spread": spread.std,
             "clipped": spread.clipped,
             "responses": spread.responses,
             "stand_ins": stage.public is None,

@@ -24,7 +24,15 @@ from dprlhf.policies.causal_lm import CausalLMPolicy, align_with_activations, lo
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import IN_MEMORY, Recipe, TrustRegion
 from dprlhf.recipe import Reward as RewardSettings
-from dprlhf.rewards import Reward, Scorer, Scores, Spread, check_reward, load_reward, spread_of
+from dprlhf.rewards import (
+    LoadedReward,
+    RewardSummary,
+    Scorer,
+    Scores,
+    check_reward,
+    load_reward,
+    summarize_rewards,
+)
 from dprlhf.rewards.isolation import captured
 from dprlhf.rewards.private import rows_to_score, score_private
 from dprlhf.rollout import Responses, resolve_batch_size, sample, sample_responses
@@ -95,8 +103,8 @@ class Reinforcement:
         timing: Seconds a response of each phase, measured on public prompts.
     """
 
-    rewards: list[Reward]
-    spread: Spread
+    rewards: list[LoadedReward]
+    spread: RewardSummary
     scorer: Scorer
     telemetry: TelemetryCoordinates
 
@@ -374,8 +382,8 @@ def _loadable(spec: RewardSettings) -> RewardSettings:
 
 
 def _check_rewards(
-    rewards: Sequence[Reward], policy: CausalLMPolicy, recipe: Recipe, public: Prompts
-) -> Spread:
+    rewards: Sequence[LoadedReward], policy: CausalLMPolicy, recipe: Recipe, public: Prompts
+) -> RewardSummary:
     """Check on public prompts that no reward couples users, and see how rewards are distributed."""
     per_user = any(reward.per_user for reward in rewards)
     # A reward that compares a user's responses cannot be checked on one response alone.
@@ -402,7 +410,7 @@ def _check_rewards(
             )
             for reward in rewards
         ]
-    return spread_of(rewards, reports, recipe.reward_range)
+    return summarize_rewards(rewards, reports, recipe.reward_range)
 
 
 def _critic(
