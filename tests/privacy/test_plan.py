@@ -126,7 +126,8 @@ def test_a_baseline_changes_nothing_but_the_noise(
     assert (p.noise_multiplier, p.noise_std, p.private) == (0.0, 0.0, False)
     assert p.guarantee.epsilon == p.guarantee.epsilon_lower == math.inf
     assert p.guarantee.accountant == NO_PRIVACY
-    assert replace(p, noise_multiplier=1.0, guarantee=private.guarantee) == private
+    mechanism = replace(p.mechanism, noise_multiplier=1.0)
+    assert replace(p, mechanism=mechanism, guarantee=private.guarantee) == private
 
 
 def test_a_baseline_may_leave_the_clip_norm_out() -> None:
