@@ -99,6 +99,17 @@ class Mechanism:
         """The draw and the accountant of the mechanism's partition."""
         return PARTITIONS[self.partition]
 
+    def with_noise(self, noise_multiplier: float) -> Mechanism:
+        """Return the same mechanism with another noise multiplier."""
+        return Mechanism(
+            noise_multiplier,
+            self.rounds,
+            self.partition,
+            self.adjacency,
+            self.participations,
+            self.releases_per_round,
+        )
+
 
 @dataclass(frozen=True)
 class Epsilon:

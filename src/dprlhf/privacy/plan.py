@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from dprlhf.errors import DprlhfError
@@ -208,7 +208,7 @@ def _cost(mechanism: Mechanism, target: float | None, delta: float) -> tuple[Mec
     """
     if target == math.inf:
         none = Epsilon(math.inf, math.inf, delta, NO_PRIVACY, ())
-        return replace(mechanism, noise_multiplier=0.0), none
+        return mechanism.with_noise(0.0), none
     if target is None:
         return mechanism, accounting.epsilon(mechanism, delta)
     z, guarantee = accounting.noise_multiplier(
@@ -220,7 +220,7 @@ def _cost(mechanism: Mechanism, target: float | None, delta: float) -> tuple[Mec
         participations=mechanism.participations,
         releases_per_round=mechanism.releases_per_round,
     )
-    return replace(mechanism, noise_multiplier=z), guarantee
+    return mechanism.with_noise(z), guarantee
 
 
 def delta_warning(delta: float, users: int) -> str | None:

@@ -9,7 +9,7 @@ import inspect
 import math
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from numpy.typing import NDArray
@@ -43,7 +43,7 @@ class LoadedReward:
 
     def one_user_at_a_time(self) -> LoadedReward:
         """Return the same reward, called once per user."""
-        return replace(self, per_user=True)
+        return LoadedReward(self.function, self.name, self.weight, per_user=True)
 
 
 def as_reward(reward: LoadedReward | RewardFunction) -> LoadedReward:

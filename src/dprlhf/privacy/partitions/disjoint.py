@@ -6,7 +6,6 @@ those who know the batches. The proof is in ``docs/proofs/disjoint_batches.md``.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -89,11 +88,19 @@ FIXED = PartitionSpec(
 )
 """A random permutation, cut into rounds of exactly m users; those left over stay out."""
 
-STREAM = replace(
-    FIXED,
+STREAM = PartitionSpec(
+    accountant=FIXED.accountant,
     assumption="batches are disjoint, and a user's place in the order does not depend on any other "
     "user's data",
+    adjacency="zero-out",
+    check=_check,
     draw=_stream,
+    epsilon=_epsilon,
+    delta=_delta,
+    curve=_curve,
+    reach=_reach,
+    log_likelihood=one_round_each,
+    disjoint=True,
     in_order=True,
 )
 """In the order of arrival, every m users make a round; those left over stay out."""
