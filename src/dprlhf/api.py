@@ -170,8 +170,8 @@ def generate(
         folder: the run folder.
         prompts: texts or conversations; or a file of them, one a line, or a ``.csv``, ``.json``,
             ``.jsonl`` or ``.parquet`` with the recipe's ``data.prompt_column``.
-        seed: of the sampling.
-        max_new_tokens: of a continuation; None is the recipe's ``rollout.max_new_tokens``.
+        seed: Seed of the sampling.
+        max_new_tokens: Longest continuation; None is the recipe's ``rollout.max_new_tokens``.
 
     Returns:
         For each prompt: ``prompt``, ``base`` and ``tuned``.

@@ -60,9 +60,9 @@ def epsilon_from_errors(
     Clopper-Pearson bounds, each at half of what the confidence leaves.
 
     Args:
-        false_positives: of ``runs`` runs without the user.
-        false_negatives: of ``runs`` runs with the user.
-        runs: of each kind.
+        false_positives: How many of ``runs`` runs without the user were called positive.
+        false_negatives: How many of ``runs`` runs with the user were called negative.
+        runs: Number of runs with the user, and again as many without.
         delta: δ of the claim.
         confidence: as in :func:`epsilon_lower_bound`.
     """

@@ -65,7 +65,7 @@ def play(plan: Plan, runs: int, seed: int, *, others: int = 1) -> Game:
 
     Args:
         plan: small: each run draws ``plan.users`` rounds and releases ``plan.rounds`` sums.
-        runs: of each kind.
+        runs: Number of runs with the user, and again as many without.
         seed: decides the keys of the runs.
         others: coordinates that the other users point along, besides the first.
     """

@@ -60,14 +60,14 @@ class Audit:
         bound: the lower bound on ε.
         epsilon: what the recipe claims, without what earlier runs cost; infinite for a baseline
             without noise.
-        delta: of both.
+        delta: The δ at which both ε are stated.
         canaries: m.
         guesses: r.
         right: v, of them.
         space: see :mod:`dprlhf.audit.one_run`.
-        partition: of the recipe.
-        update: of the recipe.
-        confidence: of the bound.
+        partition: The recipe's partition.
+        update: The recipe's update.
+        confidence: Probability with which the lower bound holds.
     """
 
     bound: float
@@ -106,10 +106,11 @@ def audit(
 
     Args:
         recipe: its update, rounds, partition and noise are audited; its data are not read.
-        folder: of the audit; must not exist. It is no run folder to publish or to continue.
+        folder: Where the audit is written; must not exist. It is no run folder to publish or to
+            continue.
         canaries: m; more give a higher bound.
         space: where the canaries are.
-        confidence: of the bound.
+        confidence: Probability with which the lower bound holds.
         seed: decides who is included; None draws from the operating system.
         quiet: no progress bars.
 

@@ -29,7 +29,7 @@ class Weighted:
 
     Attributes:
         responses: the rows: responses, or those of an :class:`ExplicitPolicy`.
-        weights: of each response token, ``[rows, response]``, or one for all of a row's,
+        weights: One for each response token, ``[rows, response]``, or one for all of a row's,
             ``[rows]``; float64. A NaN makes its user's gradient zero.
         extra: ``[users, e]``, float64, appended to the gradient (``e`` may be 0).
         extra_norm: the L2 bound on ``extra``; below the clip norm.

@@ -160,9 +160,9 @@ def model_card(recipe: AnyRecipe, card: dict[str, Any], *, merged: bool = False)
     """Return the model's README with the standard metadata and a privacy section.
 
     Args:
-        recipe: of the run.
-        card: of the run, from :func:`privacy_card`.
-        merged: of whole weights, not of the adapter.
+        recipe: The run's recipe.
+        card: The run's privacy card, from :func:`privacy_card`.
+        merged: Whether the card is for whole weights, not for the adapter.
     """
     public = "\n".join(f"- {line}" for line in card["assumed_public"])
     assumptions = "\n".join(f"- {line}" for line in card["assumptions"])

@@ -31,7 +31,7 @@ class Record:
 
     Attributes:
         run: the commitment to its key, which names it.
-        name: of its folder.
+        name: Name of the run's folder.
         stage: ``sft``, ``reward``, or ``rl`` for private updates.
         unit: its user column; None where a row is a user.
         delta: δ that it was planned at.
@@ -56,7 +56,7 @@ class Earlier:
     """The earlier runs that count.
 
     Attributes:
-        records: of the runs that the recipe names, and of those before them.
+        records: The runs that the recipe names, and the runs before them.
         disjoint: the runs (by commitment) that this one shares no user with.
         tuning_runs: how many runs of this one's terms on its users chose its settings.
     """
@@ -153,8 +153,8 @@ def total_of(records: Sequence[Record], delta: float | None = None) -> Epsilon:
     """Return what some runs cost together; infinite if one of them has no privacy.
 
     Args:
-        records: of the runs; two may share users unless one declares the other disjoint.
-        delta: of the total; None takes the largest of the runs' own.
+        records: The runs' releases; two may share users unless one declares the other disjoint.
+        delta: The total's δ; None takes the largest of the runs' own.
     """
     delta = max(r.delta for r in records) if delta is None else delta
     if any(not r.mechanism["noise_multiplier"] for r in records):

@@ -37,8 +37,8 @@ def line_plot(
 
     Args:
         series: the lines.
-        x_label: of the horizontal axis.
-        y_label: of the vertical axis.
+        x_label: Label of the horizontal axis.
+        y_label: Label of the vertical axis.
         from_zero: let the vertical axis include 0.
     """
     points = [p for line in series for p in line.points]

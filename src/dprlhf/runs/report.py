@@ -37,7 +37,7 @@ class PublishedRun:
     """What a run folder publishes, as far as it can be read.
 
     Attributes:
-        name: of the folder.
+        name: Name of the run's folder.
         card: ``privacy.json``; empty where it cannot be read.
         recipe: the text of ``recipe.yaml``.
         metrics: the lines of ``metrics.jsonl`` that can be read, in the order of rounds.
@@ -45,7 +45,7 @@ class PublishedRun:
         timing: seconds a response of each phase, measured on public prompts.
         public_losses: Names of what a supervised stage measures on public rows; empty for private
             updates.
-        evaluation: of a supervised stage, its public loss (and accuracy) before and after.
+        evaluation: A supervised stage's public loss (and accuracy) before and after.
         charged: the rounds whose users are spent.
         problems: what is missing, damaged or without privacy, a sentence each.
     """

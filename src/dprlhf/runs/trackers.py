@@ -46,7 +46,7 @@ def tracked(
 
     Args:
         spec: which trackers.
-        folder: of the run; its name is the trackers' run name.
+        folder: The run's folder; its name is the trackers' run name.
         config: public settings, shown as the run's hyperparameters.
     """
     live = [n for n in spec.report_to if n == "tensorboard" or spec.live]

@@ -73,7 +73,7 @@ def dry_run_stage(
     """Do the same for a supervised stage.
 
     Args:
-        recipe: of the stage.
+        recipe: The stage's recipe.
         data: as for :func:`dprlhf.training.supervised.train_stage`.
         evaluation_data: likewise.
 

@@ -56,7 +56,7 @@ def drift_metrics(
 
     Args:
         policy: which sampled them.
-        responses: of an evaluation.
+        responses: Responses to the prompts of an evaluation.
         batch_size: rows of a forward pass.
 
     Returns:

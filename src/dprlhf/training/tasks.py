@@ -32,7 +32,7 @@ class Task(Protocol):
     """What a stage learns from its users.
 
     Attributes:
-        rows: of tokens that one row of data makes.
+        rows: How many rows of tokens one row of data makes.
         metrics: names of what :meth:`losses` measures.
     """
 

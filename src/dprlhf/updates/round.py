@@ -138,7 +138,7 @@ class PrivateRound(Generic[P, R]):
         """Return Σ_u clip(Σ_rows weight · ∇ log π(y|x), S), over all processes.
 
         Args:
-            weights: of each row, ``[rows]``, or of each response token, ``[rows, response]``.
+            weights: One for each row, ``[rows]``, or of each response token, ``[rows, response]``.
             batch_size: rows differentiated at once.
         """
         norm = self._extra_norm
@@ -165,7 +165,7 @@ class PrivateRound(Generic[P, R]):
 
         Args:
             vectors: some users and their vectors, ``[n, dimension]``, until no user is left.
-            dimension: of a vector; None for that of the policy.
+            dimension: Length of a vector; None for that of the policy's parameters.
         """
         return clipped_vectors(
             vectors,

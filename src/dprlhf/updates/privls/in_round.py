@@ -50,7 +50,7 @@ class Examples:
 
     Attributes:
         responses: the rows; those of an example are adjacent, and of one user.
-        weights: of each row's ∇ log π, ``[rows]``.
+        weights: Weight of each row's ∇ log π, ``[rows]``.
         targets: A, ``[examples]``.
         rows: the number of rows of an example.
         kept: the batches of features that later answers use again.
@@ -75,7 +75,7 @@ def solve(
 
     Args:
         round_: the users, and the way through the gate.
-        examples: of these users.
+        examples: The users' examples.
         spec: the oracle; W is its ``radius``.
         target_bound: R, the most that a target can be; ``spec.target_bound`` goes before it.
         batch_size: rows differentiated at once.
