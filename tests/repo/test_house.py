@@ -17,18 +17,8 @@ ARROWS = house.read_arrows(MODULES)
 FUNCTIONS = house.read_functions(MODULES)
 MOST_LINES, MOST_BRANCHES = 60, 10
 
-# What is not yet as it should be. May shrink, never grow.
-STILL_UPWARD: set[tuple[str, str]] = set()
-STILL_CIRCLES = [
-    ["dprlhf.rewards.classifier", "dprlhf.rewards.loading", "dprlhf.rewards.scoring"],
-]
-STILL_LARGE = {
-    "dprlhf.assets.sentiment.train_sentiment",
-    "dprlhf.privacy.accounting.Mechanism.__post_init__",
-    "dprlhf.privacy.random_allocation._payoff",
-    "dprlhf.rewards.check.check_reward",
-}
-STILL_POOR = {"assets": 3, "papers": 10, "privacy": 5, "rewards": 5, "rollout": 1}
+# Phrases that are not yet sentences, by room. May shrink, never grow.
+STILL_POOR = {"assets": 1, "papers": 4, "privacy": 4, "rewards": 1}
 
 
 def test_few_modules_stand_at_the_root() -> None:
@@ -44,19 +34,18 @@ def test_every_room_has_a_level_and_says_what_it_is_for() -> None:
 
 
 def test_no_import_goes_from_a_lower_room_to_a_higher_one() -> None:
-    found = [a for a in house.upward(ARROWS) if (a.importer, a.imported) not in STILL_UPWARD]
+    found = house.upward(ARROWS)
     assert not found, "upward: " + "; ".join(map(str, found))
 
 
 def test_no_modules_import_one_another_in_a_circle() -> None:
     for circle in house.circles(ARROWS):
         within = [str(a) for a in ARROWS if a.importer in circle and a.imported in circle]
-        assert circle in STILL_CIRCLES, "circle: " + "; ".join(within)
+        pytest.fail("circle: " + "; ".join(within))
 
 
 def test_functions_are_short_and_branch_little() -> None:
-    found = [f for f in FUNCTIONS if f.lines > MOST_LINES or f.branches > MOST_BRANCHES]
-    assert not [f for f in found if f.name not in STILL_LARGE]
+    assert not [f for f in FUNCTIONS if f.lines > MOST_LINES or f.branches > MOST_BRANCHES]
 
 
 def test_docstrings_are_sentences() -> None:
