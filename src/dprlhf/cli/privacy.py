@@ -12,7 +12,7 @@ import typer
 
 from dprlhf.cli.output import plan_table
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy import relations
+from dprlhf.privacy import partitions, relations
 
 if TYPE_CHECKING:
     from dprlhf.privacy.accounting import Epsilon
@@ -23,7 +23,7 @@ Users = Annotated[int, typer.Option("--users", help="N, the number of users.")]
 Rounds = Annotated[int, typer.Option("--rounds", help="T, the number of rounds.")]
 Delta = Annotated[float, typer.Option("--delta", help="δ of the guarantee.")]
 Partition = Annotated[
-    relations.Partition,
+    partitions.Partition,
     typer.Option("--partition", help="How users are assigned to rounds."),
 ]
 Adjacency = Annotated[
@@ -130,7 +130,7 @@ def _epsilon_of_pure_rounds(
     round_epsilon: float,
     rounds: int,
     delta: float,
-    partition: relations.Partition,
+    partition: partitions.Partition,
     adjacency: relations.Adjacency | None,
 ) -> Epsilon:
     from dprlhf.privacy import pure

@@ -28,9 +28,9 @@ from dprlhf.privacy.gaussian import (
     gaussian_epsilon,
     gaussian_noise_multiplier,
 )
-from dprlhf.privacy.partitions import PARTITIONS, PartitionSpec
-from dprlhf.privacy.partitions.base import half_noise
-from dprlhf.privacy.relations import Adjacency, Partition
+from dprlhf.privacy.partitions import Partition, all_partitions
+from dprlhf.privacy.partitions.base import PartitionSpec, half_noise
+from dprlhf.privacy.relations import Adjacency
 
 __all__ = [
     "Adjacency",
@@ -97,7 +97,7 @@ class Mechanism:
     @property
     def spec(self) -> PartitionSpec:
         """The draw and the accountant of the mechanism's partition."""
-        return PARTITIONS[self.partition]
+        return all_partitions()[self.partition]
 
     def with_noise(self, noise_multiplier: float) -> Mechanism:
         """Return the same mechanism with another noise multiplier."""

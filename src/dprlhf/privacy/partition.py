@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 from dprlhf.boundary import Private
-from dprlhf.privacy.partitions import Allocation
+from dprlhf.privacy.partitions.base import Allocation
 from dprlhf.privacy.plan import Plan
 from dprlhf.privacy.randomness import uint64_stream
 

@@ -16,7 +16,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.privacy import accounting
 from dprlhf.privacy.accounting import Adjacency, Epsilon, Mechanism, Partition
 from dprlhf.privacy.correlated_noise import noise_gain
-from dprlhf.privacy.partitions import PARTITIONS
+from dprlhf.privacy.partitions import all_partitions
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def make_plan(
     _check_sizes(users, rounds, delta)
     if not clip_norm > 0 or (math.isinf(clip_norm) and not baseline):
         raise DprlhfError(f"clip_norm must be a positive number, not {clip_norm}")
-    cut = partition in PARTITIONS and PARTITIONS[partition].disjoint
+    cut = partition in all_partitions() and all_partitions()[partition].disjoint
     if bands > 1 and (not cut or participations > 1 or releases_per_round > 1):
         raise DprlhfError(
             "privacy.bands: correlated noise is accounted for one release to disjoint batches:"
@@ -195,7 +195,7 @@ def _check_sizes(users: int, rounds: int, delta: float) -> None:
 
 def default_adjacency(partition: Partition) -> Adjacency:
     """Return the adjacency that a partition is usually accounted under."""
-    return PARTITIONS[partition].adjacency if partition in PARTITIONS else "add-remove"
+    return all_partitions()[partition].adjacency if partition in all_partitions() else "add-remove"
 
 
 def _cost(mechanism: Mechanism, target: float | None, delta: float) -> tuple[Mechanism, Epsilon]:

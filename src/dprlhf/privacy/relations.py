@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-Partition = Literal["random-allocation", "fixed", "stream", "poisson"]
-"""How users are spread over rounds: each draws its own secret round; disjoint batches of a fixed
-size; disjoint batches in order of arrival; or each joins each round with probability q."""
-
 Adjacency = Literal["add-remove", "zero-out", "replace-one"]
 """How two neighbouring datasets differ: a user added or removed, a user's slot emptied, or a
 user's data replaced by another's."""

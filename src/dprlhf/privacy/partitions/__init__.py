@@ -1,21 +1,38 @@
 """The partitions: how users are spread over rounds, and what that costs.
 
 One file holds a partition's draw, accountant, composition and likelihood ratio as a
-:class:`~dprlhf.privacy.partitions.base.PartitionSpec`; the table below names them. A new partition
-is such a file, a line in the table, and its name in :mod:`dprlhf.privacy.relations`.
+:class:`~dprlhf.privacy.partitions.base.PartitionSpec`. To add a partition, write such a file, and
+add its name and its entry below.
 """
 
-from dprlhf.privacy.partitions.base import Allocation, PartitionSpec
-from dprlhf.privacy.partitions.disjoint import FIXED, STREAM
-from dprlhf.privacy.partitions.poisson import POISSON
-from dprlhf.privacy.partitions.random_allocation import RANDOM_ALLOCATION
-from dprlhf.privacy.relations import Partition
+from __future__ import annotations
 
-__all__ = ["PARTITIONS", "Allocation", "PartitionSpec"]
+import functools
+from typing import TYPE_CHECKING, Literal
 
-PARTITIONS: dict[Partition, PartitionSpec] = {
-    "random-allocation": RANDOM_ALLOCATION,
-    "fixed": FIXED,
-    "stream": STREAM,
-    "poisson": POISSON,
-}
+if TYPE_CHECKING:
+    from dprlhf.privacy.partitions.base import PartitionSpec
+
+__all__ = ["Partition", "all_partitions"]
+
+Partition = Literal["random-allocation", "fixed", "stream", "poisson"]
+"""How users are spread over rounds: each draws its own secret round; disjoint batches of a fixed
+size; disjoint batches in order of arrival; or each joins each round with probability q."""
+
+
+@functools.cache
+def all_partitions() -> dict[Partition, PartitionSpec]:
+    """Return every partition by its name.
+
+    They are loaded on the first call: the command line needs the names alone.
+    """
+    from dprlhf.privacy.partitions.disjoint import FIXED, STREAM
+    from dprlhf.privacy.partitions.poisson import POISSON
+    from dprlhf.privacy.partitions.random_allocation import RANDOM_ALLOCATION
+
+    return {
+        "random-allocation": RANDOM_ALLOCATION,
+        "fixed": FIXED,
+        "stream": STREAM,
+        "poisson": POISSON,
+    }

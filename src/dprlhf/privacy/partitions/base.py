@@ -13,7 +13,7 @@ from scipy.special import logsumexp
 
 from dprlhf.privacy.gaussian import gaussian_delta
 from dprlhf.privacy.random_allocation import Side
-from dprlhf.privacy.relations import Adjacency, Partition
+from dprlhf.privacy.relations import Adjacency
 
 Array = NDArray[np.float64]
 
@@ -26,7 +26,7 @@ class Terms(Protocol):
     """What a partition reads of a :class:`~dprlhf.privacy.accounting.Mechanism`."""
 
     @property
-    def partition(self) -> Partition:
+    def partition(self) -> str:
         """Name of the partition."""
 
     @property
