@@ -70,7 +70,7 @@ def split(
     Args:
         frame: columns ``text`` and ``label``, in the order of the source.
         small: rows of the small part.
-        seed: of the permutation.
+        seed: Seed of the permutation.
 
     Returns:
         The small and the large part, columns ``text`` and ``label``, in permuted order.

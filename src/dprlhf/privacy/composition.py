@@ -28,7 +28,7 @@ from dprlhf.privacy.partitions.base import round_noise
 from dprlhf.privacy.random_allocation import Side
 
 _POINTS = 500
-"""Of the grid of privacy losses, up to the largest loss that matters."""
+"""Points of the grid of privacy losses, up to the largest loss that matters."""
 _CUT = 1e-5
 """Losses beyond the grid count as infinite; they have this share of δ in all runs together."""
 
@@ -44,8 +44,8 @@ def total_epsilon(
     """Return what some runs cost together at ``delta``, as an upper bound.
 
     Args:
-        mechanisms: of the runs, all under one adjacency.
-        delta: of the total; each run's own δ plays no part.
+        mechanisms: Those of the runs, all under one adjacency.
+        delta: The total's δ; each run's own δ plays no part.
         shared: whether runs i and j may have a user in common, ``[runs][runs]``; None: all may.
         times: how often each was run on the same users, ``[runs]``; None: once.
 

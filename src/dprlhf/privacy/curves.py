@@ -34,7 +34,7 @@ def loss_distribution(step: float, curve: Any, opposite: Any) -> Any:
     dots", Doroshenko et al., arXiv 2207.04380).
 
     Args:
-        step: of the grid 0, step, 2 step, ... of epsilons.
+        step: Spacing of the grid 0, step, 2 step, ... of epsilons.
         curve: upper bounds on delta there, against the neighbour, ``[points]``.
         opposite: the same with the two neighbours exchanged, on a grid of its own length.
     """

@@ -36,7 +36,7 @@ def load_reward(
 
     Args:
         spec: settings, or a callable (weight 1).
-        device: of a classifier.
+        device: Where a classifier runs.
 
     Raises:
         DprlhfError: a source cannot be found or is not a callable. Nothing private exists at this

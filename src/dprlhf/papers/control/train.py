@@ -43,7 +43,7 @@ class Outcome:
     Attributes:
         theta: the final parameters, ``[d]``.
         plan: with the guarantee.
-        returns: of the final policy on fresh simulated trajectories, ``[episodes]``.
+        returns: Returns of the final policy on fresh simulated trajectories, ``[episodes]``.
         curve: (users so far, mean return) of the policies on the way.
     """
 
@@ -66,9 +66,9 @@ def train(
 
     Args:
         recipe: what to run.
-        folder: of the ledger, the checkpoint and ``secret/``.
+        folder: Where the ledger, the checkpoint and ``secret/`` go.
         key: 32 secret bytes: allocation and noise come from it.
-        seed: of the simulated users, and of the fresh trajectories that evaluate.
+        seed: Seed of the simulated users, and of the fresh trajectories that evaluate.
         environment: in place of the recipe's name.
         watch: told each round t and the released θ_t that its users meet.
 

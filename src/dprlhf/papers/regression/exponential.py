@@ -35,7 +35,7 @@ UNITS = 2**30
 """Steps of one user's loss; float64 adds integers exactly for up to 2²³ users of so many."""
 
 _ROUNDING = 1e-8
-"""Of ε, kept back: scores of 2²³ users err by less than this, relatively."""
+"""Share of ε that is kept back: scores of 2²³ users err by less than this, relatively."""
 
 _WORDS = 4
 """64-bit words in one uniform draw."""
