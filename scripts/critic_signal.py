@@ -106,7 +106,7 @@ def main() -> None:
             spec = Settings(features=features)
             share = spec.share
             critic = Critic.from_plan(
-                spec, plan, policy, recipe.reward_range, 128, recipe.data.max_prompt_tokens
+                spec, plan, policy, recipe.reward_range, recipe.data.max_prompt_tokens
             )
             critic.fit_features(policy, tokens[:256])
             phi = critic.features(policy, tokens)

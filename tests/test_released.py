@@ -62,7 +62,7 @@ def a_round() -> Any:
 
 
 def critic() -> Critic:
-    return Critic(recipe.Critic(features=1), 0.1, 3.0, 4, 64, 8)
+    return Critic(recipe.Critic(features=1), 0.1, 3.0, 64, 8)
 
 
 TAKES_RELEASED: dict[str, Callable[[Any], Any]] = {

@@ -54,7 +54,7 @@ def public_prompts(count: int, seed: int = 0) -> list[list[int]]:
 def critic_of(policy: CausalLMPolicy, plan: Plan = NO_NOISE, **changes: Any) -> Critic:
     """A critic that has looked at forty public prompts and has some w."""
     spec = recipe.Critic.model_validate({"features": 3, "share": 0.2, **changes})
-    critic = Critic.from_plan(spec, plan, policy, R, 8, 64)
+    critic = Critic.from_plan(spec, plan, policy, R, 64)
     critic.fit_features(policy, public_prompts(40))
     critic.w = torch.linspace(1.5, -1, critic.count, dtype=torch.float64)
     return critic
@@ -246,7 +246,7 @@ def test_two_gaussians_of_the_shares_are_the_one_that_is_charged() -> None:
 
 def test_the_noise_in_the_critic_is_that_of_its_share(tmp_path: Path) -> None:
     plan = dataclasses.replace(NO_NOISE, noise_multiplier=1.5)
-    critic = Critic(recipe.Critic(share=0.04, features=0), math.sqrt(0.04) * 0.5, R, 4, 64, 8)
+    critic = Critic(recipe.Critic(share=0.04, features=0), math.sqrt(0.04) * 0.5, R, 64, 8)
     ledger = Ledger(tmp_path / "ledger.jsonl", plan.terms())
     nothing = BoundedSum(torch.zeros(40_000, dtype=torch.float64), 0.5)
     released = value_of(Gate(plan, ledger, bytes(32)).release(1, nothing))
@@ -321,7 +321,7 @@ def test_noised_is_short_for_its_defaults_and_a_dumped_recipe_reads_back() -> No
 
 
 def test_too_few_public_prompts_are_refused() -> None:
-    critic = Critic.from_plan(recipe.Critic(features=4), NO_NOISE, policy_of(), R, 4, 64)
+    critic = Critic.from_plan(recipe.Critic(features=4), NO_NOISE, policy_of(), R, 64)
     with pytest.raises(DprlhfError, match=r"features 4 needs at least 16 .* gives 15"):
         critic.fit_features(policy_of(), public_prompts(15))
 
@@ -454,7 +454,7 @@ def learned(policy: CausalLMPolicy, k: int, features: int) -> Critic:
         users=360, rounds=3, delta=1e-3, noise_multiplier=1.0, clip_norm=0.5, partition="fixed"
     )
     spec = recipe.Critic(features=features, share=0.1, weight=1.0)
-    critic = Critic.from_plan(spec, plan, policy, R, 40, 64)
+    critic = Critic.from_plan(spec, plan, policy, R, 64)
     public = [f"{i} {'aaaa' if i % 2 else 'zzzz'}" for i in range(40, 80)]
     critic.fit_features(policy, policy.encode(public, 16))
     generator = torch.Generator().manual_seed(0)

@@ -424,9 +424,7 @@ def _critic(
     if spec is None:
         return None
     longest = recipe.data.max_prompt_tokens
-    critic = Critic.from_plan(
-        spec, plan, policy, recipe.reward_range, recipe.update.batch_size, longest
-    )
+    critic = Critic.from_plan(spec, plan, policy, recipe.reward_range, longest)
     prompts = public.prompts if public is not None else []
     critic.fit_features(policy, policy.encode(prompts, longest))
     critic.load_state(processes.from_main(critic.state()))

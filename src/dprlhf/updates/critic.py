@@ -54,9 +54,8 @@ class Critic:
         spec: The recipe's ``update.critic``.
         norm: √share · S, the L2 bound on a user's coordinates.
         reward_range: R; rewards are in [−R, R].
-        batch_size: Number of prompts in a forward pass of the base model.
-        max_prompt_tokens: no prompt has more tokens than this public number.
-        hidden: the size of a hidden state.
+        max_prompt_tokens: Public bound on the tokens of a prompt.
+        hidden: Size of a hidden state.
 
     Attributes:
         w: The weights of V, ``[1 + p]``, float64; computed from released values only.
@@ -74,7 +73,6 @@ class Critic:
         spec: recipe.Critic,
         norm: float,
         reward_range: float,
-        batch_size: int,
         max_prompt_tokens: int,
         hidden: int,
     ) -> None:
@@ -85,7 +83,7 @@ class Critic:
         self.centre = torch.zeros(hidden, dtype=torch.float64)
         self.directions = torch.zeros(spec.features, hidden, dtype=torch.float64)
         self.inverse = torch.eye(1 + spec.features, dtype=torch.float64)
-        self._batch_size, self._max_prompt_tokens = batch_size, max_prompt_tokens
+        self._max_prompt_tokens = max_prompt_tokens
 
     @classmethod
     def from_plan(
@@ -94,14 +92,13 @@ class Critic:
         plan: Plan,
         policy: CausalLMPolicy,
         reward_range: float,
-        batch_size: int,
         max_prompt_tokens: int,
     ) -> Critic:
         """Scale to the plan's clip norm (to 1 in a baseline without clipping)."""
         scale = plan.clip_norm if math.isfinite(plan.clip_norm) else 1.0
         hidden = policy.model.get_input_embeddings().embedding_dim
         norm = math.sqrt(spec.share) * scale
-        return cls(spec, norm, reward_range, batch_size, max_prompt_tokens, hidden)
+        return cls(spec, norm, reward_range, max_prompt_tokens, hidden)
 
     @property
     def count(self) -> int:
@@ -205,23 +202,18 @@ class Critic:
     def _states(self, policy: CausalLMPolicy, prompts: Sequence[list[int]]) -> torch.Tensor:
         """Return the base model's last hidden state of each prompt, ``[prompts, hidden]``.
 
-        Shapes are fixed by a prompt's own length, as everywhere: see :mod:`dprlhf.rollout`.
+        Each prompt is read alone, in a shape fixed by its own length: on several threads, even a
+        batch of fixed shape rounds a row by its place, which other users decide.
         """
         found = torch.zeros(len(prompts), len(self.centre), dtype=torch.float64)
-        widths = padded_width(
-            np.array([len(p) for p in prompts], dtype=np.int64), self._max_prompt_tokens
-        )
-        for width in np.unique(widths):
-            alike = np.flatnonzero(widths == width)
-            for start in range(0, len(alike), self._batch_size):
-                chosen = alike[start : start + self._batch_size]
-                tokens = torch.zeros((self._batch_size, int(width)), dtype=torch.long)
-                mask = torch.zeros_like(tokens)
-                mask[:, -1] = 1  # a filler's prompt is one token
-                for row, prompt in enumerate(prompts[i] for i in chosen):
-                    tokens[row, -len(prompt) :] = torch.tensor(prompt)
-                    mask[row, -len(prompt) :] = 1
-                with policy.base():
-                    states = policy.last_states(tokens.to(policy.device), mask.to(policy.device))
-                found[chosen] = states[: len(chosen)].double().cpu()
+        lengths = np.array([len(p) for p in prompts], dtype=np.int64)
+        widths = padded_width(lengths, self._max_prompt_tokens)
+        for row, (prompt, width) in enumerate(zip(prompts, widths, strict=True)):
+            tokens = torch.zeros((1, int(width)), dtype=torch.long)
+            mask = torch.zeros_like(tokens)
+            tokens[0, -len(prompt) :] = torch.tensor(prompt)
+            mask[0, -len(prompt) :] = 1
+            with policy.base():
+                states = policy.last_states(tokens.to(policy.device), mask.to(policy.device))
+            found[row] = states[0].double().cpu()
         return found
