@@ -245,7 +245,8 @@ def test_two_gaussians_of_the_shares_are_the_one_that_is_charged() -> None:
 
 
 def test_the_noise_in_the_critic_is_that_of_its_share(tmp_path: Path) -> None:
-    plan = dataclasses.replace(NO_NOISE, noise_multiplier=1.5)
+    noised = dataclasses.replace(NO_NOISE.mechanism, noise_multiplier=1.5)
+    plan = dataclasses.replace(NO_NOISE, mechanism=noised)
     critic = Critic(recipe.Critic(share=0.04, features=0), math.sqrt(0.04) * 0.5, R, 64, 8)
     ledger = Ledger(tmp_path / "ledger.jsonl", plan.terms())
     nothing = BoundedSum(torch.zeros(40_000, dtype=torch.float64), 0.5)

@@ -20,7 +20,8 @@ NO_NOISE = make_plan(users=1000, rounds=10, delta=1e-5, epsilon=math.inf, clip_n
 
 
 def with_noise(z: float) -> Plan:
-    return dataclasses.replace(NO_NOISE, noise_multiplier=z)
+    mechanism = dataclasses.replace(NO_NOISE.mechanism, noise_multiplier=z)
+    return dataclasses.replace(NO_NOISE, mechanism=mechanism)
 
 
 def released(
