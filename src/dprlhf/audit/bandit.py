@@ -1,11 +1,10 @@
-"""A policy whose per-user gradients are known directions: gradient-space canaries without a hook.
+"""A bandit policy whose per-user gradients point in known directions: gradient-space canaries.
 
 One number θ_u for each canary prompt u decides between two answers: log π(a|u) − log π(b|u) = θ_u.
 So ∇ log π(·|u) lies along the coordinate of u alone, and a reward for one of the answers makes
 every update move θ_u in a known direction. With a clip norm far below the gradients, each canary
-contributes exactly the unit direction times S, as the strongest adversary would. Sampling,
-rewards, advantages, per-user gradients, clipping, gate, optimizer and checkpoint are those of any
-run.
+contributes exactly the unit direction times S, as the strongest adversary would. All else is the
+code of an ordinary run, from sampling and rewards to clipping, the gate and the optimizer.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import nn
 from dprlhf.policies.causal_lm import CausalLMPolicy
 
 ANSWERS = ("a", "b")
-_END, _FIRST_PROMPT = 0, 3  # between them the two answers
+_END, _FIRST_PROMPT = 0, 3  # tokens 1 and 2 are the two answers
 
 
 class _Bandit(nn.Module):
@@ -33,12 +32,12 @@ class _Bandit(nn.Module):
         nn.init.zeros_(self.table.weight)
         with torch.no_grad():
             self.head.weight.copy_(torch.tensor([[0.0], [0.5], [-0.5]]))
-            self.head.bias.copy_(torch.tensor([-50.0, 0.0, 0.0]))  # never the end
+            self.head.bias.copy_(torch.tensor([-50.0, 0.0, 0.0]))  # the end is never sampled
         self.head.requires_grad_(False)
         self._adapted = True
 
     def get_input_embeddings(self) -> Any:
-        return SimpleNamespace(embedding_dim=self.head.in_features)  # hidden states are θ alone
+        return SimpleNamespace(embedding_dim=self.head.in_features)  # the hidden state is θ
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head
@@ -71,10 +70,10 @@ class _Tokenizer:
 
 
 class BanditPolicy(CausalLMPolicy):
-    """A policy over the prompts "0", "1", …, of which each has one parameter.
+    """A policy over the prompts "0", "1", …, with one trainable parameter each.
 
     Args:
-        contexts: the number of prompts, and of parameters.
+        contexts: Number of prompts, and of parameters.
     """
 
     def __init__(self, contexts: int) -> None:
@@ -86,6 +85,6 @@ class BanditPolicy(CausalLMPolicy):
 
     @torch.no_grad()
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Put back what :meth:`state` returned."""
+        """Load parameters that :meth:`state` returned."""
         for name, p in self.parameters.items():
             p.copy_(state[name])

@@ -1,4 +1,4 @@
-"""Lower bounds on ε from how often an attack was right, each with a confidence."""
+"""Statistical lower bounds on ε from the successes and errors of an attack."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _LARGEST = 100.0
 
 
 def epsilon_lower_bound(m: int, r: int, v: int, delta: float, confidence: float = 0.95) -> float:
-    """Return what one run shows of ε (Steinke et al. 2023, arXiv 2305.08846, Theorem 5.2).
+    """Return a lower bound on ε from one run (Steinke et al. 2023, arXiv 2305.08846, Theorem 5.2).
 
-    m canaries were each included with probability 1/2, independently. An attack that saw what the
-    run released guessed for r of them whether they were; v guesses were right. Under
+    Each of m canaries was included with probability 1/2, independently. An attack on the run's
+    releases guessed for r of them whether they were included; v guesses were right. Under
     (ε, δ)-differential privacy, with q = 1/(1 + e^{-ε}), that many right guesses have probability
     at most p(ε) = P[Bin(r, q) ≥ v] + 2mδ max_{1≤i≤v} P[v > Bin(r, q) ≥ v − i] / i. The bound is
     the largest ε with p(ε) below 1 − confidence. The guesses may depend on all that was released;
@@ -28,11 +28,11 @@ def epsilon_lower_bound(m: int, r: int, v: int, delta: float, confidence: float 
     0.673
 
     Args:
-        m: canaries.
-        r: guesses, at most m.
-        v: right guesses, at most r.
-        delta: δ of the claim.
-        confidence: the bound is above the true ε with probability at most 1 − this.
+        m: Number of canaries.
+        r: Number of guesses, at most m.
+        v: Number of right guesses, at most r.
+        delta: Claimed δ.
+        confidence: Probability, at least, with which the bound is at most the true ε.
     """
     if not 0 <= v <= r <= m:
         raise ValueError(f"{v} right of {r} guesses on {m} canaries")
@@ -53,18 +53,18 @@ def epsilon_from_errors(
     delta: float,
     confidence: float = 0.95,
 ) -> float:
-    """Return what the errors of a distinguishing game show of ε, whatever the mechanism.
+    """Return a lower bound on ε from the errors of a distinguishing game, for any mechanism.
 
     Any attack on an (ε, δ)-private mechanism has FNR ≥ 1 − δ − e^ε FPR, and the same with the two
     exchanged (Kairouz et al. 2015, arXiv 1311.0776). Both rates are replaced by their upper
-    Clopper-Pearson bounds, each at half of what the confidence leaves.
+    Clopper-Pearson bounds, each with error probability (1 − confidence)/2.
 
     Args:
-        false_positives: How many of ``runs`` runs without the user were called positive.
-        false_negatives: How many of ``runs`` runs with the user were called negative.
-        runs: Number of runs with the user, and again as many without.
-        delta: δ of the claim.
-        confidence: as in :func:`epsilon_lower_bound`.
+        false_positives: Number of runs without the user that were called positive.
+        false_negatives: Number of runs with the user that were called negative.
+        runs: Number of runs with the user, and the same number without.
+        delta: Claimed δ.
+        confidence: Probability with which the bound holds, as in :func:`epsilon_lower_bound`.
     """
     fpr, fnr = (_upper(n, runs, (1 + confidence) / 2) for n in (false_positives, false_negatives))
     gains = [math.log(max(1 - delta - a, 1e-300) / b) for a, b in ((fnr, fpr), (fpr, fnr))]
@@ -78,12 +78,14 @@ def gaussian_epsilon_from_errors(
     delta: float,
     confidence: float = 0.95,
 ) -> float:
-    """Return what the errors show of ε if the mechanism is a Gaussian (Nasr et al. 2023).
+    """Return a lower bound on ε from the errors, if the mechanism is μ-GDP (Nasr et al. 2023).
 
     arXiv 2302.07956, section 4: a μ-GDP mechanism has Φ⁻¹(1 − FPR) − Φ⁻¹(FNR) ≤ μ for every attack.
     With the upper Clopper-Pearson bounds that gives a lower bound on μ, and μ-GDP is exactly
-    (ε, δ) with ε = gaussian_epsilon(1/μ, δ). Much tighter than :func:`epsilon_from_errors`, which
-    has to see events as rare as δ; it says nothing of a mechanism that is not GDP.
+    (ε, δ) with ε = gaussian_epsilon(1/μ, δ). This is much tighter than :func:`epsilon_from_errors`,
+    which has to see events as rare as δ, and invalid for a mechanism that is not GDP.
+
+    Arguments are those of :func:`epsilon_from_errors`.
     """
     fpr, fnr = (_upper(n, runs, (1 + confidence) / 2) for n in (false_positives, false_negatives))
     mu = float(ndtri(1 - fpr) - ndtri(fnr))
@@ -96,7 +98,7 @@ def _upper(count: int, trials: int, confidence: float) -> float:
 
 
 def _largest_refuted(likely: Callable[[float], bool]) -> float:
-    """Return the largest ε that is not likely, or 0; likely ε lie above all others."""
+    """Return the largest ε for which ``likely`` is false, or 0; ``likely`` is increasing in ε."""
     low, high = 0.0, _LARGEST
     if likely(low):
         return 0.0

@@ -1,10 +1,10 @@
 """A distinguishing game: many runs of the mechanism, with and without one worst-case user.
 
-A run is the partition, the clipping, the ledger and the gate of this project, with given vectors
-in place of gradients. The user's vector lies along the first coordinate, far outside the clip norm;
-the others' vectors are known to the adversary. Each run has a key of its own, drawn from the game's
-seed. The adversary sees every released vector and computes the likelihood ratio of the two cases,
-which no attack beats (Neyman & Pearson): if ε were too small, this is where it would show.
+A run uses the real partition, clipping, ledger and gate, with given vectors in place of gradients.
+The user's vector points along the first coordinate and is far longer than the clip norm; the
+adversary knows the others' vectors. Each run has its own key, derived from the game's seed. The
+adversary sees every released vector and computes the likelihood ratio of the two cases, which is
+the most powerful test (Neyman & Pearson), so this test would expose an ε that is too small.
 """
 
 from __future__ import annotations
@@ -33,21 +33,27 @@ _FAR = 100.0
 
 @dataclass(frozen=True)
 class Game:
-    """The adversary's scores of runs without and with the user, each ``[runs]``."""
+    """Outcome of a distinguishing game.
+
+    Attributes:
+        plan: Plan of the runs, with the claimed ε and δ.
+        without: Log-likelihood ratio of each run without the user, ``[runs]``.
+        with_user: Log-likelihood ratio of each run with the user, ``[runs]``.
+    """
 
     plan: Plan
     without: NDArray[np.float64]
     with_user: NDArray[np.float64]
 
     def errors(self, threshold: float = 0.0) -> tuple[int, int]:
-        """Return how many scores without the user exceed the threshold, and with it do not."""
+        """Return the numbers of false positives and false negatives at ``threshold``."""
         return int((self.without > threshold).sum()), int((self.with_user <= threshold).sum())
 
     def bound(self, confidence: float = 0.95, threshold: float = 0.0) -> float:
-        """Return a lower bound on ε, for one threshold that is fixed before the game.
+        """Return a lower bound on ε, for a threshold that was fixed before the game.
 
-        ``fixed`` and ``stream`` are one Gaussian, so there the tight bound for Gaussians holds; for
-        the others only the general one.
+        ``fixed`` and ``stream`` amount to one Gaussian release, so the tight bound for GDP holds;
+        other partitions get the general one.
         """
         of = (
             gaussian_epsilon_from_errors
@@ -59,15 +65,16 @@ class Game:
 
 
 def play(plan: Plan, runs: int, seed: int, *, others: int = 1) -> Game:
-    """Run the mechanism ``runs`` times without the user and as often with it.
+    """Run the mechanism ``runs`` times without the user and ``runs`` times with it.
 
-    Under replace-one the user is replaced by one with the opposite vector instead.
+    Under replace-one, "without" means that another user with the opposite vector takes its place.
 
     Args:
-        plan: small: each run draws ``plan.users`` rounds and releases ``plan.rounds`` sums.
-        runs: Number of runs with the user, and again as many without.
-        seed: decides the keys of the runs.
-        others: coordinates that the other users point along, besides the first.
+        plan: Plan of the runs, small: each allocates ``plan.users`` users and releases
+            ``plan.rounds`` · ``plan.releases_per_round`` sums.
+        runs: Number of runs with the user, and the same number without.
+        seed: Seed of the runs' keys.
+        others: Number of further coordinates; the other users' vectors are constant over them.
     """
     scores = []
     memory = Path("/dev/shm")
@@ -84,9 +91,10 @@ def play(plan: Plan, runs: int, seed: int, *, others: int = 1) -> Game:
 def _run(
     plan: Plan, key: bytes, sign: float, others: int, path: Path
 ) -> tuple[NDArray[np.float64], int | None]:
-    """Return what the adversary sees: the first coordinate of each release, and the user's round.
+    """Return the adversary's view: the first coordinate per round (in units of S), and the round.
 
-    A fixed partition promises ε also to those who know it; then the round is told.
+    Fixed partitions guarantee ε against those who know the user's round, so they are given it,
+    from 0; for the others it is None.
     """
     allocation = open_private(allocate(plan, key))
     path.unlink(missing_ok=True)

@@ -17,15 +17,15 @@ def log_likelihood_ratio(
 ) -> Array:
     """Return log P(observed | took part) − log P(observed | did not), ``[users]``.
 
-    Under replace-one, "did not" is "another one with the opposite vector did".
+    Under replace-one, "did not" means that a user with the opposite vector took part instead.
 
     Args:
-        observed: the released sum along the user's direction in units of S, the mean over a round's
-            releases: normal around 0, or around 1 in a round that the user takes part in, with
-            standard deviation z/√J; ``[users, rounds]``.
-        plan: the partition, z and J.
-        known_round: the user's round from 0, where the adversary knows it; −1 where it has no
-            round; ``[users]``. None: it only knows how rounds are drawn.
+        observed: Released sum along the user's direction, in units of S and averaged over the
+            round's J releases, ``[users, rounds]``: normal with standard deviation z/√J and mean
+            1 in the user's rounds, 0 in the others.
+        plan: Plan with the partition, z and J.
+        known_round: Each user's round, from 0, ``[users]``; −1 for a user without one. None: the
+            adversary only knows how rounds are drawn.
     """
     noise = noise_of(plan)
     return _took_part(observed, noise, plan, known_round) - (
@@ -34,7 +34,7 @@ def log_likelihood_ratio(
 
 
 def noise_of(plan: Plan) -> float:
-    """Return z/√J, the noise of the mean of a round's releases; a baseline's is nearly nothing."""
+    """Return z/√J, the noise of the mean of a round's releases; 1e-3/√J for a baseline, z = 0."""
     return (plan.noise_multiplier or 1e-3) / math.sqrt(plan.releases_per_round)
 
 

@@ -19,12 +19,12 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Roc:
-    """The trade-off of a score, from the strictest threshold on.
+    """The ROC curve of a membership score, from the strictest threshold to the loosest.
 
     Attributes:
-        fpr: share of non-members above the threshold, ``[thresholds]``.
-        tpr: share of members above it.
-        auc: the probability that a member scores above a non-member; ½ is chance.
+        fpr: Share of non-members at or above the threshold, ``[1 + thresholds]``, from 0.
+        tpr: Share of members at or above the threshold, ``[1 + thresholds]``, from 0.
+        auc: Area under the curve: the probability that a member scores above a non-member.
     """
 
     fpr: Array
@@ -33,7 +33,7 @@ class Roc:
 
 
 def roc(members: Array, others: Array) -> Roc:
-    """Return the ROC of scores ``[members]`` and ``[others]``; ties count half."""
+    """Return the ROC of the scores ``[members]`` against ``[others]``; a tie counts half."""
     thresholds = np.unique(np.concatenate([members, others]))[::-1]
     rates = [
         np.concatenate([[0.0], (scores[:, None] >= thresholds).mean(0)])
@@ -52,12 +52,12 @@ def membership_scores(
     responses: int = 8,
     max_prompt_tokens: int = 64,
 ) -> dict[str, Array]:
-    """Score how far tuning moved the policy at each prompt, ``[prompts]`` each.
+    """Return two membership scores per prompt: how far tuning moved the policy there.
 
     Returns:
-        ``loss``: the mean of log π(y|x) − log μ(y|x) over responses y ~ π: how much better the
-        tuned policy predicts its own answers than the base does. ``reward``: the rise of the
-        reward, with the same draws before and after.
+        ``loss``: mean of log π(y|x) − log μ(y|x) over responses y ~ π, ``[prompts]``; μ is the base
+        model. ``reward``: mean reward of π minus that of μ, with the same random draws,
+        ``[prompts]``.
     """
     loss, reward = np.zeros(len(prompts)), np.zeros(len(prompts))
     for draw in range(responses):

@@ -1,19 +1,20 @@
 """A one-run audit (Steinke et al. 2023, arXiv 2305.08846): many canary users in a single run.
 
-Each canary is included with probability ½, by the audit's own randomness. One that is left out is
-an absent user: its rewards are NaN, so it contributes zero. Under replace-one it is replaced by
-another user instead, whose reward asks for the opposite. The run is an ordinary run of the recipe's
-update, partition and noise over the canaries alone; no private data are read, and the ledger is
-that of a folder of its own. The attack then sees the released policies, and guesses.
+Each canary is included with probability ½, by the audit's own randomness. An excluded canary is an
+absent user: its rewards are NaN, so it contributes zero. Under replace-one another user takes its
+place, whose reward asks for the opposite. The run uses the recipe's update, partition and noise on
+the canaries alone; it reads no private data and keeps its ledger in its own folder. The attack then
+sees the released policies and guesses who was included.
 
 - ``gradient``: on :class:`~dprlhf.audit.bandit.BanditPolicy` each canary moves one known coordinate
-  of the policy by S, whatever else happens. Seconds, and the strongest adversary.
-- ``prompt``: on the recipe's own model, each canary is a prompt nobody else has, with a reward for
-  first letters chosen by a hash. The attack asks the released policy how likely those letters are
-  after each prompt. Takes as long as training on so many users with responses of one token.
+  of the policy by S. This takes seconds, and is the strongest adversary.
+- ``prompt``: on the recipe's own model, each canary is a unique prompt whose reward depends on a
+  hash of the prompt and the response's first letter. The attack computes how likely the rewarded
+  letters are under the released policy. This takes as long as training on that many users with
+  responses of one token.
 
-The optimizer is plain SGD, under which the released policies show every released sum: any other
-optimizer's policies are computed from these.
+The optimizer is plain SGD, so that the released policies reveal every released sum. The policies of
+any other optimizer are computed from those sums.
 """
 
 from __future__ import annotations
@@ -48,23 +49,22 @@ from dprlhf.training.trainer import run_rounds
 Array = NDArray[np.float64]
 Bits = NDArray[np.bool_]
 
-_CLIP_NORM = 1e-3  # far below any gradient of the bandit, so that a canary contributes all of it
+_CLIP_NORM = 1e-3  # far below the bandit's gradient norms: each canary contributes norm S
 _SHARES = (0.1, 0.2, 0.5, 1.0)
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What an audit found.
+    """Result of an audit.
 
     Attributes:
-        bound: the lower bound on ε.
-        epsilon: what the recipe claims, without what earlier runs cost; infinite for a baseline
-            without noise.
+        bound: Lower bound on ε.
+        epsilon: Claimed ε of this run alone, without earlier runs; infinite without noise.
         delta: The δ at which both ε are stated.
-        canaries: m.
-        guesses: r.
-        right: v, of them.
-        space: see :mod:`dprlhf.audit.one_run`.
+        canaries: Number m of canaries.
+        guesses: Number r of guesses.
+        right: Number v of right guesses.
+        space: Attack, ``gradient`` or ``prompt``; see :mod:`dprlhf.audit.one_run`.
         partition: The recipe's partition.
         update: The recipe's update.
         confidence: Probability with which the lower bound holds.
@@ -83,11 +83,11 @@ class Audit:
 
     @property
     def holds(self) -> bool:
-        """Whether the claim survived."""
+        """Whether the lower bound is consistent with the claimed ε."""
         return self.bound <= self.epsilon
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it, JSON-ready."""
+        """Return all fields, JSON-ready."""
         shown: dict[str, Any] = json_ready({**asdict(self), "holds": self.holds})
         return shown
 
@@ -102,17 +102,17 @@ def audit(
     seed: int | None = None,
     quiet: bool = False,
 ) -> Audit:
-    """Audit what a recipe claims, in one run over canaries; see :mod:`dprlhf.audit.one_run`.
+    """Audit the ε of a recipe in one run on canaries; see :mod:`dprlhf.audit.one_run`.
 
     Args:
-        recipe: its update, rounds, partition and noise are audited; its data are not read.
-        folder: Where the audit is written; must not exist. It is no run folder to publish or to
-            continue.
-        canaries: m; more give a higher bound.
-        space: where the canaries are.
+        recipe: Recipe whose update, rounds, partition and noise are audited; its data are not
+            read.
+        folder: Folder to write, which must not exist. It cannot be published or resumed.
+        canaries: Number m of canaries; more of them give a higher bound.
+        space: Attack, ``gradient`` or ``prompt``.
         confidence: Probability with which the lower bound holds.
-        seed: decides who is included; None draws from the operating system.
-        quiet: no progress bars.
+        seed: Seed of who is included; None draws from the operating system.
+        quiet: Show no progress bars.
 
     Raises:
         DprlhfError: fewer canaries than rounds, or a setting is out of range.
@@ -155,12 +155,12 @@ def audit(
 
 
 def audit_run(run: str | Path, folder: str | Path, **options: Any) -> Audit:
-    """Audit what a finished run claims, as :func:`audit` does, and note the result on its card.
+    """Audit the ε of a finished run, as :func:`audit` does, and add the result to its card.
 
-    The run itself is not touched: the canaries take part in a run of the same recipe.
+    The canaries take part in a new run of the same recipe; the policy does not change.
 
     Raises:
-        DprlhfError: the run is not finished, or not of private updates.
+        DprlhfError: the run is not finished, or its update is not private.
     """
     audited = RunFolder(Path(run))
     audited.require()
@@ -175,7 +175,7 @@ def audit_run(run: str | Path, folder: str | Path, **options: Any) -> Audit:
 
 
 def audit_folder() -> Path:
-    """Return a new name for an audit's folder."""
+    """Return the path of a new audit folder."""
     return Path(f"runs/audit-{time_stamp()}")
 
 
@@ -183,7 +183,7 @@ def audit_folder() -> Path:
 
 
 def _bandit(recipe: Recipe, folder: RunFolder, signs: Array, quiet: bool) -> tuple[Plan, Array]:
-    """Return the plan and how each round moved each canary's parameter, ``[canaries, rounds]``."""
+    """Return the plan and each round's change of each canary's θ, ``[canaries, rounds]``."""
     sign_of = {str(i): sign for i, sign in enumerate(signs)}
 
     def reward(prompts: list[str], completions: list[str]) -> list[float]:
@@ -214,16 +214,16 @@ def _bandit(recipe: Recipe, folder: RunFolder, signs: Array, quiet: bool) -> tup
 
 
 def _saturated(recipe: Recipe) -> settings.PrivateUpdate:
-    """Return the update with bounds that every canary reaches.
+    """Return the update with a clip norm that every canary's gradient exceeds.
 
-    A critic keeps its share of the release, but not its features, which the bandit has none of.
+    A critic keeps its share of the release but not its features, since the bandit has none.
     """
     bound = 0.1 * recipe.reward_range
     return recipe.update.saturated(clip_norm=_CLIP_NORM, batch_size=128, target_bound=bound)
 
 
 def _model(recipe: Recipe, folder: RunFolder, signs: Array, quiet: bool) -> tuple[Plan, Array]:
-    """Return the plan and how the run moved each canary's expected reward, ``[canaries, 1]``."""
+    """Return the plan and the change of each canary's expected reward, ``[canaries, 1]``."""
     prompts = [f"{i} {hashlib.sha256(b'%d' % i).hexdigest()[:12]}" for i in range(len(signs))]
     sign_of = dict(zip(prompts, signs.tolist(), strict=True))
 
@@ -257,13 +257,13 @@ def _train(
     quiet: bool,
     kept: list[CausalLMPolicy] | None = None,
 ) -> Plan:
-    column = recipe.data.user_column  # kept, so that the unit is that of the runs before
+    column = recipe.data.user_column  # kept, so that the privacy unit is that of the earlier runs
     rows = [{"prompt": p} | ({} if column is None else {column: p}) for p in prompts]
     common = {
         "data": settings.Data(path=IN_MEMORY, user_column=column),
         "rewards": [settings.Reward(function=IN_MEMORY)],
         "optimizer": settings.Optimizer(name="sgd", learning_rate=1.0),
-        "tracking": settings.Tracking(),  # canaries are none of the user's experiments
+        "tracking": settings.Tracking(),  # do not log the audit among the user's experiments
         "output_dir": str(folder.path),
     }
     audited = recipe.model_copy(update=common | changes)
@@ -279,13 +279,13 @@ def _train(
 
 
 def _likes(prompt: str, first: str) -> bool:
-    """Whether a canary is rewarded for this first letter: by a hash, for half of the letters."""
+    """Return whether this first letter is rewarded for this canary: a hash picks half of them."""
     return bool(hashlib.sha256(f"{prompt}\n{first}".encode()).digest()[0] & 1)
 
 
 @torch.no_grad()
 def _expected(policy: CausalLMPolicy, prompts: list[str]) -> Array:
-    """Return the probability of a liked first letter after each prompt, ``[prompts]``."""
+    """Return the probability of a rewarded first letter after each prompt, ``[prompts]``."""
     size = policy.model.get_output_embeddings().weight.shape[0]
     letters = [policy.tokenizer.decode([token])[:1] for token in range(size)]
     distinct, of_token = np.unique(letters, return_inverse=True)
@@ -304,8 +304,8 @@ def _expected(policy: CausalLMPolicy, prompts: list[str]) -> Array:
 def _in_units_of_noise(observed: Array, plan: Plan) -> Array:
     """Scale each round's moves so that their noise has the standard deviation z/√J.
 
-    The noise is read off the moves themselves, most of which are noise alone: what an update makes
-    of a released sum may be any multiple of it.
+    An update may move the policy by any multiple of the released sum. The scale is therefore
+    estimated from the moves, most of which are noise alone, by their median absolute value.
     """
     spread = 1.4826 * np.median(np.abs(observed), axis=0)
     scaled: Array = observed * (noise_of(plan) / np.maximum(spread, 1e-300))
@@ -313,10 +313,10 @@ def _in_units_of_noise(observed: Array, plan: Plan) -> Array:
 
 
 def _known(plan: Plan, observed: Array) -> NDArray[np.int64] | None:
-    """Return the canaries' rounds, where anybody knows them: those of a stream."""
+    """Return the canaries' rounds, from 0, if they are public (``stream``); otherwise None."""
     users = np.arange(len(observed))
     if observed.shape[1] == 1:
-        return np.zeros_like(users)  # a single sum of all rounds
+        return np.zeros_like(users)  # one column: the moves of all rounds together
     if not plan.mechanism.spec.in_order:
         return None
     rounds = users // int(plan.expected_batch_size)
@@ -324,7 +324,7 @@ def _known(plan: Plan, observed: Array) -> NDArray[np.int64] | None:
 
 
 def _guess(scores: Array, included: Bits, best: tuple[int, int]) -> tuple[int, int]:
-    """Guess that the highest scores are in and the lowest out; return guesses and right ones."""
+    """Guess the highest scores in and the lowest out; return the guesses and right guesses made."""
     order = np.argsort(scores, kind="stable")
     lowest, highest = best
     out, in_ = order[:lowest], order[len(order) - highest :]
@@ -332,7 +332,7 @@ def _guess(scores: Array, included: Bits, best: tuple[int, int]) -> tuple[int, i
 
 
 def _options(canaries: int) -> Iterator[tuple[int, int]]:
-    """Yield how many to call out, and how many in; fewer in all would not show a broken run."""
+    """Yield numbers of canaries to guess out and in; fewer in all could not expose a broken run."""
     for share in _SHARES:
         guesses = max(2, int(share * canaries))
         yield guesses // 2, guesses - guesses // 2
@@ -341,7 +341,7 @@ def _options(canaries: int) -> Iterator[tuple[int, int]]:
 
 
 def _best_guesses(plan: Plan, canaries: int, delta: float, confidence: float) -> tuple[int, int]:
-    """Choose how many to guess in a simulation of what is to be expected; no real bit is used."""
+    """Choose the numbers of guesses by simulation, independently of who is really included."""
     random = np.random.default_rng(0)
     simulations = 3
     right = dict.fromkeys(_options(canaries), 0)
@@ -361,7 +361,7 @@ def _best_guesses(plan: Plan, canaries: int, delta: float, confidence: float) ->
 
     def expected(option: tuple[int, int]) -> tuple[float, float]:
         r, v = sum(option), right[option] // simulations
-        # Where no bound above 0 is to be expected: the most significant number of right ones.
+        # The second entry decides where no bound is above 0: the significance of the right guesses.
         bound = epsilon_lower_bound(canaries, r, v, delta, confidence)
         return bound, (v - r / 2) / math.sqrt(r)
 

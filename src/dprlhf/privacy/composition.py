@@ -1,13 +1,13 @@
-"""What several runs over the same users cost together: one ε from the joint loss distribution.
+"""Joint cost of several runs on the same users: one ε from the composed privacy losses.
 
 A later run may depend on all that the earlier ones released (adaptive composition). Each run is
 dominated by a pair of distributions whatever came before it, so all together are dominated by the
-product of the pairs (Zhu, Dong & Wang, arXiv 2106.08567, Theorem 10). Their privacy losses add up,
-one side (a user is taken out, or put in) at a time: ε and δ of the runs are never added where the
-losses are known.
+product of the pairs (Zhu, Dong & Wang, arXiv 2106.08567, Theorem 10). Their privacy losses are
+added, separately for a removed and for an added user. This is tighter than adding the ε and δ of
+the runs.
 
-Runs whose users are disjoint compose in parallel: a user is in one of them, and the others see that
-run's release only. The total is then the largest of their costs, at the same δ.
+Runs whose users are disjoint compose in parallel: a user is in one of them, and the others see
+only that run's release. The total is then the largest of their costs, at the same δ.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from dprlhf.privacy.partitions.base import round_noise
 from dprlhf.privacy.random_allocation import Side
 
 _POINTS = 500
-"""Points of the grid of privacy losses, up to the largest loss that matters."""
+"""Number of grid points between zero and the largest privacy loss of one run."""
 _CUT = 1e-5
-"""Losses beyond the grid count as infinite; they have this share of δ in all runs together."""
+"""Share of δ, over all runs, spent on losses beyond the grid; they count as infinite."""
 
 JOINT = "joint privacy loss distribution of the runs, on a grid that rounds up"
 
@@ -41,13 +41,13 @@ def total_epsilon(
     shared: Sequence[Sequence[bool]] | None = None,
     times: Sequence[int] | None = None,
 ) -> Epsilon:
-    """Return what some runs cost together at ``delta``, as an upper bound.
+    """Return an upper bound on the joint ε of several runs at ``delta``.
 
     Args:
-        mechanisms: Those of the runs, all under one adjacency.
-        delta: The total's δ; each run's own δ plays no part.
-        shared: whether runs i and j may have a user in common, ``[runs][runs]``; None: all may.
-        times: how often each was run on the same users, ``[runs]``; None: once.
+        mechanisms: One mechanism per run, all under the same adjacency.
+        delta: Total δ; each run's own δ is not used.
+        shared: Whether runs i and j may have a user in common, ``[runs][runs]``; None: all may.
+        times: Number of times each was run on the same users, ``[runs]``; None: once each.
 
     Raises:
         DprlhfError: no run, or the runs differ in their adjacency.
@@ -88,7 +88,7 @@ def total_epsilon(
 
 
 def _sequential(mechanisms: Sequence[Mechanism], delta: float) -> Epsilon:
-    """Return the cost of runs that may all have the same user."""
+    """Return the cost of runs that may all contain the same user."""
     alone = [epsilon(mechanism, delta) for mechanism in dict.fromkeys(mechanisms)]
     if len(mechanisms) == 1:
         return alone[0]
@@ -117,13 +117,16 @@ def _sequential(mechanisms: Sequence[Mechanism], delta: float) -> Epsilon:
 
 
 def _together(mechanisms: Sequence[Mechanism]) -> float:
-    """Return the noise of the one Gaussian that costs what these runs' single Gaussians do."""
+    """Return the noise multiplier of the Gaussian release that costs as much as all these runs.
+
+    Each run is bounded by one Gaussian release; z⁻² of the composition is the sum of theirs.
+    """
     precision = sum(single_noise(m) ** -2 for m in mechanisms)
     return precision**-0.5 if precision > 0 else math.inf
 
 
 def _joint(mechanisms: Sequence[Mechanism], delta: float) -> dict[Side, Any]:
-    """Return pessimistic loss distributions of all runs, with a user taken out and put in."""
+    """Return the pessimistic loss distribution of all runs, for a user removed and added."""
     tail = delta * _CUT / len(mechanisms)
     reach = {side: max(m.spec.reach(m, tail, side) for m in mechanisms) for side in SIDES}
     step = max(max(reach.values()), 1e-6) / _POINTS

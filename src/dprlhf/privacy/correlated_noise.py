@@ -2,10 +2,10 @@
 
 Where each user takes part in one round, the rounds' sums x_1..x_T may be released as rows of
 C⁻¹(Cx + zSξ) with C lower triangular: each round gets noise (C⁻¹ξ)_t in place of ξ_t, and later
-rounds take back some of what earlier ones added, so that the sum over rounds, which is what SGD
-moves by, carries less. One user enters Cx through one column, whose norm is 1 here. So this costs
-what ξ_t on each round costs, with zS the same: one Gaussian mechanism (Denisov et al., arXiv
-2202.08312, section 2, adaptive x included; Choquette-Choo et al., arXiv 2306.08153, for bands).
+rounds cancel some of the noise of earlier ones, so that the sum over rounds, by which SGD moves,
+has less. One user enters Cx through one column, whose norm is 1 here. So the privacy cost is that
+of independent noise with the same zS: one Gaussian mechanism (Denisov et al., arXiv 2202.08312,
+section 2, adaptive x included; Choquette-Choo et al., arXiv 2306.08153, for bands).
 
 C is the Toeplitz square root of the prefix-sum matrix, with c_k = binom(2k, k)/4^k (Fichtenberger
 et al., arXiv 2202.11205), cut to b bands (Kalinin and Lampert, arXiv 2405.13763), its columns
@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 
 @functools.cache
 def square_root(rounds: int, bands: int) -> NDArray[np.float64]:
-    """Return C by its bands: entry ``[t, k]`` is C[t, t − k], 0 where t < k.
+    """Return the bands of C: entry ``[t, k]`` is C[t, t − k], and 0 where t < k.
 
     Args:
-        rounds: T.
-        bands: b; at most T are used.
+        rounds: Number T of rounds.
+        bands: Number b of bands; at most T are used.
 
     Returns:
         ``[rounds, bands]``; each column of C has norm 1.
@@ -48,7 +48,7 @@ def square_root(rounds: int, bands: int) -> NDArray[np.float64]:
 
 @functools.cache
 def noise_gain(rounds: int, bands: int, round_: int) -> float:
-    """Return the norm of row t of C⁻¹: what correlation multiplies a round's noise by."""
+    """Return the norm of row t of C⁻¹: the factor by which correlation scales round t's noise."""
     root = square_root(rounds, bands)
     row = np.zeros(round_)
     row[-1] = 1.0

@@ -1,4 +1,4 @@
-"""One Gaussian release, exactly, and the root finder that the accountants share."""
+"""Exact (ε, δ) of the Gaussian mechanism, and the root finder that the accountants share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _UNIT = 2.0**-53
 
 
 def log_gaussian_delta(noise: float, epsilon: float) -> float:
-    """Log of :func:`gaussian_delta`, rounded up; finite where delta itself underflows."""
+    """Return ln of :func:`gaussian_delta`, rounded up; finite where δ itself underflows."""
     if math.isinf(noise):
         return -math.inf
     middle, half = epsilon * noise, 0.5 / noise
@@ -29,11 +29,11 @@ def log_gaussian_delta(noise: float, epsilon: float) -> float:
 
 
 def gaussian_delta(noise: float, epsilon: float) -> float:
-    """Delta of one Gaussian release, rounded up (Balle & Wang 2018, Theorem 8).
+    """Return δ of one Gaussian release, rounded up (Balle & Wang 2018, Theorem 8).
 
     Args:
-        noise: standard deviation of the noise divided by the sensitivity, above 0.
-        epsilon: at least 0.
+        noise: Noise multiplier: the standard deviation divided by the sensitivity, above 0.
+        epsilon: Target ε, at least 0.
 
     >>> f"{gaussian_delta(1.0, 1.0):.6f}"
     '0.126937'
@@ -42,10 +42,14 @@ def gaussian_delta(noise: float, epsilon: float) -> float:
 
 
 def gaussian_epsilon(noise: float, delta: float) -> float:
-    """Epsilon of one Gaussian release at ``delta``, rounded up by at most 1e-8 relative.
+    """Return ε of one Gaussian release at ``delta``, rounded up by at most 1e-8 relative.
 
-    ``noise`` is the standard deviation of the noise divided by the sensitivity. Infinite where
-    the value overflows.
+    Args:
+        noise: Noise multiplier: the standard deviation divided by the sensitivity, above 0.
+        delta: Target δ, in (0, 1).
+
+    Returns:
+        ε; infinite where the value overflows.
 
     >>> f"{gaussian_epsilon(1.0, 1e-5):.4f}"
     '4.3772'
@@ -62,9 +66,9 @@ def gaussian_epsilon(noise: float, delta: float) -> float:
 
 
 def gaussian_noise_multiplier(epsilon: float, delta: float) -> float:
-    """Smallest noise / sensitivity with which one Gaussian release is (epsilon, delta)-DP.
+    """Return the smallest noise multiplier with which one Gaussian release is (ε, δ)-DP.
 
-    Rounded up by at most 1e-8 relative.
+    It is rounded up by at most 1e-8 relative.
 
     >>> f"{gaussian_noise_multiplier(1.0, 1e-5):.4f}"
     '3.7306'
@@ -78,12 +82,12 @@ def gaussian_noise_multiplier(epsilon: float, delta: float) -> float:
 
 
 def noise_too_small(z: float, delta: float) -> bool:
-    """Whether one round alone costs so much that no discretised accountant is of use."""
+    """Return whether one round costs ε > 200, too much for the discretised accountants."""
     return gaussian_epsilon(z, delta) > 200
 
 
 def upwards(value: float, digits: int) -> str:
-    """Return a bound with so many significant digits, rounded up, so that it still is one.
+    """Format an upper bound with ``digits`` significant digits, rounded up so that it stays one.
 
     >>> upwards(0.62141, 4), upwards(4.0, 4), upwards(1e-5, 3)
     ('0.6215', '4', '1e-05')
@@ -97,7 +101,7 @@ def upwards(value: float, digits: int) -> str:
 
 
 def downwards(value: float, digits: int) -> str:
-    """Return a lower bound, at least 0, in the same way: rounded down.
+    """Format a lower bound with ``digits`` significant digits, rounded down, at least 0.
 
     >>> downwards(3.998904377, 4), downwards(4.0, 4)
     ('3.998', '4')
@@ -114,18 +118,18 @@ def find_root(
     rough: Callable[[float], float] | None = None,
     tolerance: float = 1e-5,
 ) -> float:
-    """Find about the smallest x in [low, high] with ``value(x) <= target``; checked on return.
+    """Return nearly the smallest x in [low, high] with ``value(x) <= target``.
 
-    ``value`` falls in x; it may wobble by numerical error, because the x that is returned was
-    itself evaluated. ``high`` is returned unchecked when nothing below it passes.
+    ``value`` decreases in x, up to numerical error: the returned x was itself evaluated and found
+    to satisfy the bound. Only ``high`` is returned without evaluation, when nothing below passes.
 
     Args:
-        value: a probability, such as a delta.
-        low: where ``value`` is above ``target``, at least 0.
-        high: known by other means to satisfy ``value(high) <= target``.
-        target: in (0, 1).
-        rough: a cheaper estimate of ``value`` for the first steps.
-        tolerance: relative distance to the crossing that is good enough.
+        value: Function of x with values in [0, 1], such as δ(ε).
+        low: Left end, at least 0, where ``value`` is above ``target``.
+        high: Right end, known by other means to satisfy ``value(high) <= target``.
+        target: Probability in (0, 1).
+        rough: Cheaper estimate of ``value`` for the first steps.
+        tolerance: Relative distance to the crossing at which the search stops.
     """
     goal = math.sqrt(-2 * math.log(target))
 

@@ -1,9 +1,9 @@
 """The privacy ledger: an append-only, hash-chained file, written before anything is released.
 
-``ledger.jsonl`` holds one entry a line. Each carries the hash of the one before it, and each is
-fsynced before :meth:`Ledger.charge` returns, so noise is never drawn for a round that the file does
-not know. Entries hold only values that the recipe made public: no times (a round's duration tells
-its realised batch size) and nothing computed from users.
+``ledger.jsonl`` holds one JSON entry per line. Each entry contains the SHA-256 hash of the one
+before it and is fsynced before :meth:`Ledger.charge` returns, so noise is never drawn for a round
+that is not recorded. Entries hold only values that the recipe made public: no times (a round's
+duration reveals its realised batch size) and nothing computed from users.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ _GENESIS = "0" * 64
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the ledger; ``hash`` covers all the rest."""
+    """One line of the ledger.
+
+    Attributes:
+        sequence: Line number, from 0.
+        kind: Type of the entry: ``open``, ``charge`` or ``commit``.
+        body: Values of the entry, JSON-ready.
+        previous: Hash of the entry before; 64 zeros for the first.
+        hash: SHA-256 of the four other fields, in hexadecimal.
+    """
 
     sequence: int
     kind: str
@@ -35,18 +43,18 @@ class Entry:
 
     @classmethod
     def make(cls, sequence: int, kind: str, body: dict[str, Any], previous: str) -> Self:
-        """Build an entry and its hash."""
+        """Return an entry with the hash of its fields."""
         text = json.dumps([sequence, kind, body, previous], sort_keys=True)
         return cls(sequence, kind, body, previous, hashlib.sha256(text.encode()).hexdigest())
 
 
 class Ledger:
-    """The charges of one run.
+    """The privacy charges of one run; the file stays locked until :meth:`close`.
 
     Args:
-        path: the ledger file.
-        terms: what the run promises (its plan, a digest of its recipe, a commitment to its key).
-            A new ledger records them; an existing one refuses other terms.
+        path: Ledger file, created if it does not exist.
+        terms: Promises of the run: its plan, a digest of its recipe, a commitment to its key. A
+            new ledger records them; an existing one refuses other terms.
 
     Raises:
         DprlhfError: the file was altered, belongs to other terms, or another process has it open.
@@ -115,14 +123,14 @@ class Ledger:
         return entry
 
     def _undo(self, start: int) -> None:
-        with contextlib.suppress(OSError):  # what did not fit is lost, as it should be
+        with contextlib.suppress(OSError):  # the entry that did not fit is discarded on purpose
             self._file.close()
         if self.path.stat().st_size > start:
             os.truncate(self.path, start)
 
     @property
     def charged(self) -> Set[int]:
-        """The rounds whose users are spent."""
+        """The numbers of all charged rounds; their users are spent."""
         return self._charged
 
     @property
@@ -141,10 +149,10 @@ class Ledger:
         """Charge one round, durably, before its noise is drawn.
 
         Args:
-            round_: above every round that was charged before.
-            noise_multiplier: z, as in the terms.
-            clip_norm: S, as in the terms.
-            releases_per_round: J, as in the terms: the charge covers so many noised sums.
+            round_: Number of the round, from 1; above every round charged before.
+            noise_multiplier: Noise multiplier z; must equal that of the terms.
+            clip_norm: Clip norm S; must equal that of the terms.
+            releases_per_round: Number J of noised sums that the charge covers, as in the terms.
 
         Raises:
             DprlhfError: the round was charged before or lies outside the plan, or the mechanism is
@@ -173,13 +181,16 @@ class Ledger:
         self._append("commit", {"round": round_})
 
     def confirm(self, saved: int) -> None:
-        """Check the checkpoint's round (0: none) against the ledger.
+        """Check the round of the latest checkpoint against the ledger.
 
-        A crash may have kept a commit out of the ledger; it is made up for here.
+        A commit that a crash kept out of the ledger is appended here.
+
+        Args:
+            saved: Round of the checkpoint; 0 if there is none.
 
         Raises:
-            DprlhfError: the checkpoint is ahead of the ledger, so lines at its end were lost (which
-                the chain of hashes cannot tell), or behind it, so it is not this run's last.
+            DprlhfError: the checkpoint is ahead of the ledger, so lines at the ledger's end were
+                lost (which the hash chain cannot detect), or behind it, so it is not the latest.
         """
         committed = max((e.body["round"] for e in self.entries if e.kind == "commit"), default=0)
         if saved and saved not in self.charged:
@@ -224,10 +235,10 @@ def read_ledger(path: Path) -> list[Entry]:
 
 
 def read_opened(path: Path) -> list[Entry]:
-    """Read the ledger file of a run that has begun: the first entry holds its terms.
+    """Read and verify the ledger file of a started run, whose first entry holds its terms.
 
     Raises:
-        DprlhfError: as :func:`read_ledger`, or the file lacks the terms that a ledger opens with.
+        DprlhfError: as :func:`read_ledger`, or the first entry does not hold the terms.
     """
     entries = read_ledger(path)
     if not entries:
@@ -236,7 +247,7 @@ def read_opened(path: Path) -> list[Entry]:
 
 
 def charged_rounds(path: Path) -> list[int]:
-    """Return the rounds whose users are spent, in order, from a ledger file.
+    """Return the numbers of the charged rounds in a ledger file, in order.
 
     Raises:
         DprlhfError: as :func:`read_opened`.
@@ -245,7 +256,7 @@ def charged_rounds(path: Path) -> list[int]:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, as a file's own fsync does not."""
+    """Fsync a folder, so that its file names are durable; fsync of a file does not cover them."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,7 @@
-"""What a run costs whose rounds are not Gaussian: each is (ε₀, δ₀)-DP, most often with δ₀ = 0.
+"""Privacy cost of a run whose rounds are (ε₀, δ₀)-DP mechanisms other than the Gaussian.
 
-The exponential mechanism is pure ε₀-DP; ISSP is (ε₀, δ₀)-DP. A user takes part in one of T rounds.
+The exponential mechanism is pure (δ₀ = 0); ISSP is (ε₀, δ₀)-DP. Each user takes part in one of T
+rounds.
 Every (ε₀, δ₀)-DP round is a post-processing of leaky randomised response, so the run is bounded by
 random allocation of that, whose privacy curve is a finite sum: no grid, no FFT. Every ε and δ is an
 upper bound. The proof is in ``docs/proofs/pure_allocation.md``.
@@ -29,28 +30,28 @@ from dprlhf.privacy.gaussian import find_root
 from dprlhf.privacy.random_allocation import Side
 
 _ROUNDING = 1e-9
-"""Added to every delta, relatively: the binomial weights are exact to about 1e-12."""
+"""Relative margin added to every δ; the binomial weights are exact to about 1e-12."""
 
 _LARGEST = 500.0
-"""The largest epsilon of a round that exponentials can carry; far past any privacy."""
+"""Largest ε₀ of a round; exp of it stays in the range of double precision."""
 
 _TAIL = 1e-40
-"""Probability of more leaks than are enumerated; added."""
+"""Bound on the probability of more leaks than the sum enumerates; added to δ."""
 
 _SIDES: tuple[Side, Side] = ("remove", "add")
 
 
 @dataclass(frozen=True)
 class Mechanism:
-    """What a whole run of such rounds releases.
+    """A run of T rounds, each (ε₀, δ₀)-DP for the users who take part in it.
 
     Attributes:
-        epsilon: ε₀, what a round costs a user who takes part in it. With random allocation: when
-            the user is added or removed; with fixed or stream: under ``adjacency``.
-        rounds: T; each user takes part in one.
-        partition: how users are spread over the rounds; not ``poisson``.
-        adjacency: what a neighbouring dataset is.
-        delta: δ₀ of a round, 0 for a pure mechanism.
+        epsilon: Cost ε₀ of one round to a user who takes part in it. With random allocation it
+            holds when the user is added or removed; with fixed or stream, under ``adjacency``.
+        rounds: Number T of rounds; each user takes part in one.
+        partition: Assignment of users to rounds; any except ``poisson``.
+        adjacency: Neighbouring relation between datasets.
+        delta: Failure probability δ₀ of one round; 0 for a pure mechanism.
 
     Raises:
         DprlhfError: a value is out of range, or the partition does not carry the adjacency.
@@ -63,7 +64,7 @@ class Mechanism:
     delta: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be accounted for."""
+        """Refuse values and combinations that have no accountant."""
         if not 0 < self.epsilon <= _LARGEST:
             raise DprlhfError(
                 f"epsilon of a round must be above 0 and at most {_LARGEST:g}, not {self.epsilon}"
@@ -89,7 +90,7 @@ class Mechanism:
 
 
 def delta_of(mechanism: Mechanism, epsilon: float) -> float:
-    """Return an upper bound on delta at ``epsilon >= 0``.
+    """Return an upper bound on the run's δ at ``epsilon >= 0``.
 
     >>> delta_of(Mechanism(epsilon=1.0, rounds=1), 1.0)
     0.0
@@ -114,12 +115,12 @@ def delta_of(mechanism: Mechanism, epsilon: float) -> float:
 
 
 def epsilon(mechanism: Mechanism, delta: float) -> Epsilon:
-    """Return the cost of a run at ``delta``, as an upper bound.
+    """Return an upper bound on the run's ε at ``delta``.
 
-    ``delta`` may be 0 for a pure mechanism: then the run is pure, too.
+    For a pure mechanism ``delta`` may be 0; the run is then pure ε-DP as well.
 
     Raises:
-        DprlhfError: ``delta`` is not in [0, 1), or below what one round's δ₀ allows.
+        DprlhfError: ``delta`` is not in [0, 1), or is below the δ that δ₀ already spends.
 
     >>> epsilon(Mechanism(epsilon=1.0, rounds=16), delta=0.0).epsilon
     1.0
@@ -172,13 +173,21 @@ def round_epsilon(
     adjacency: Adjacency = "add-remove",
     round_delta: float = 0.0,
 ) -> tuple[float, Epsilon]:
-    """Return about the largest ε₀ of a round with which the run costs at most ``epsilon_``.
+    """Return the largest ε₀ of a round (to 1e-6 relative) that keeps the run within ``epsilon_``.
+
+    Args:
+        epsilon_: Total ε of the run, above 0.
+        delta: Total δ of the run, in [0, 1).
+        rounds: Number T of rounds.
+        partition: Assignment of users to rounds.
+        adjacency: Neighbouring relation between datasets.
+        round_delta: Failure probability δ₀ of one round.
 
     Returns:
-        ε₀, and the cost of the run, computed by :func:`epsilon` and never above ``epsilon_``.
+        ε₀ and the cost of the run, computed by :func:`epsilon` and never above ``epsilon_``.
 
     Raises:
-        DprlhfError: a value is out of range.
+        DprlhfError: a value is out of range, or no ε₀ meets the target.
 
     >>> e0, cost = round_epsilon(1.0, 1e-5, rounds=100)
     >>> f"{e0:.2f}", cost.epsilon <= 1.0
@@ -208,7 +217,7 @@ def round_epsilon(
 
 
 def _allocation(e0: float, d0: float, rounds: int, epsilon_: float, side: Side) -> float:
-    """Delta of one-out-of-``rounds`` allocation of leaky randomised response, rounded up.
+    """Return δ of one-out-of-``rounds`` allocation of leaky randomised response, rounded up.
 
     Under Q (without the user) a round's likelihood ratio is 0 with probability δ₀, and otherwise
     e^ε₀ with probability 1/(1 + e^ε₀), else e^−ε₀; the run's ratio S is their mean. Under P the

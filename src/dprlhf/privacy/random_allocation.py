@@ -1,6 +1,6 @@
-"""The exact privacy curve of one-out-of-T random allocation with Gaussian noise, in milliseconds.
+"""Tight privacy curve of one-out-of-T random allocation with Gaussian noise.
 
-Each user takes part in one round, drawn uniformly and secretly from T. By Feldman & Shenfeld
+Each user takes part in one of T rounds, drawn uniformly and in secret. By Feldman & Shenfeld
 (arXiv 2502.08202, Theorem 3.1; arXiv 2602.17284) the run is dominated, under add/remove, by
 P = (1/T) Σ_i N(e_i, z² I) against Q = N(0, z² I). With X_1..X_T independent and log-normal,
 log X ~ N(-1/(2z²), 1/z²), and S = ΣX_i, the two curves are
@@ -59,8 +59,11 @@ _NODES, _NODE_WEIGHTS = (_GAUSS_NODES + 1) / 2, _GAUSS_WEIGHTS / 2  # on [0, 1]
 class Bracket:
     """Certified bounds on one value of a privacy curve.
 
-    ``delta(epsilon) <= upper`` and ``delta(epsilon_lower) >= lower``, with ``epsilon_lower``
-    slightly below ``epsilon`` (minus infinity where no lower bound was certified).
+    Attributes:
+        upper: Upper bound on δ(ε).
+        lower: Lower bound on δ at ``epsilon_lower``.
+        epsilon_lower: Value slightly below ε where ``lower`` holds; minus infinity where no lower
+            bound was certified.
     """
 
     upper: float
@@ -70,7 +73,7 @@ class Bracket:
 
 @dataclass(frozen=True)
 class _Lattice:
-    """X rounded to multiples of ``step``: atoms, their weights, and the cells they came from."""
+    """The distribution of X rounded to multiples of ``step``: atoms and their weights."""
 
     step: float
     atoms: Ints
@@ -80,7 +83,7 @@ class _Lattice:
 
 
 def _lattice(sigma: float, step: float, top: int) -> _Lattice:
-    """Split X, up to ``top * step``, to the ends of its cells, keeping each cell's mass and mean.
+    """Move X, up to ``top * step``, to the ends of its cells, keeping each cell's mass and mean.
 
     Cells are one step wide near zero and grow in proportion to X further out.
     """
@@ -140,7 +143,7 @@ class _Plan:
     """The tilt and the window for one evaluation, in units of the threshold C."""
 
     tilt: float
-    reach: float  # how far the payoff is summed beyond C
+    reach: float  # distance beyond C over which the payoff is summed
     window: float
     size: int
 
@@ -150,7 +153,7 @@ def _plan(
 ) -> _Plan:
     """Choose the tilt, the window and the FFT length from a rough quadrature of X.
 
-    Nothing here needs to be exact: every choice gives a valid bound, a good one a tight bound.
+    Every choice gives a valid bound, and a good one a tight bound, so rough values are enough.
     """
     sign = 1.0 if side == "remove" else -1.0
     top = min(_REACH, math.log(cap) / sigma + sigma / 2)
@@ -199,7 +202,7 @@ def _plan(
 
 
 def _power(base: npt.NDArray[np.complex128], exponent: int) -> npt.NDArray[np.complex128]:
-    """``base ** exponent`` by repeated squaring; relative error at most 5 * exponent units."""
+    """Return ``base ** exponent``, with a relative error of at most 5 · exponent units."""
     result = np.ones_like(base)
     while exponent:
         if exponent & 1:
@@ -213,9 +216,10 @@ def _power(base: npt.NDArray[np.complex128], exponent: int) -> npt.NDArray[np.co
 def _payoff(
     lattice: _Lattice, rounds: int, threshold: float, plan: _Plan, side: Side
 ) -> tuple[float, float, float]:
-    """E[(S' - C)_+] (remove) or E[(C - S')_+] (add) over the lattice atoms, divided by C.
+    """Return E[(S' - C)_+] (remove) or E[(C - S')_+] (add) over the lattice atoms, divided by C.
 
-    Returns the value, what may have to be added to it, and what may have to be subtracted.
+    Returns:
+        The value, and the largest errors by which it may be too small and too large.
     """
     sign = 1.0 if side == "remove" else -1.0
     n, theta, h = plan.size, plan.tilt, lattice.step / threshold
@@ -257,7 +261,7 @@ def _payoff(
         if 1 + plan.reach - plan.window > 0:
             wrapped += _chernoff(log_moment, rounds, theta, 1 + plan.reach - plan.window, -1.0)
     log_front = rounds * log_m - sign * theta
-    if log_front > 600:  # no use, and out of range
+    if log_front > 600:  # a useless bound, and out of range
         return math.inf, 0.0, math.inf
     front = math.exp(log_front)
     slack = math.expm1(2 * rounds * _WEIGHT_ERROR)
@@ -272,7 +276,7 @@ def _payoff(
 def _chernoff(
     log_moment: Callable[[float], float], rounds: int, tilt: float, bound: float, direction: float
 ) -> float:
-    """P(S' beyond bound) under the law tilted by ``tilt``; direction +1 above, -1 below."""
+    """Bound P(S' beyond bound) under the law tilted by ``tilt``; direction +1 above, -1 below."""
     best, log_m = 0.0, log_moment(tilt)
     for step in (0.1, 0.2, 0.4, 0.8, 1.6, 3.2):
         extra = direction * step * tilt
@@ -281,7 +285,7 @@ def _chernoff(
 
 
 def _log_tail(sigma: float, bound: float | Floats) -> tuple[Floats, Floats]:
-    """P(X > bound) and E[X; X > bound]."""
+    """Return P(X > bound) and E[X; X > bound]."""
     t = np.log(bound) / sigma + sigma / 2
     return ndtr(-t), ndtr(sigma - t)
 
@@ -289,7 +293,7 @@ def _log_tail(sigma: float, bound: float | Floats) -> tuple[Floats, Floats]:
 def _jumps(
     sigma: float, rounds: int, threshold: float, cap: float | Floats
 ) -> tuple[Floats, Floats]:
-    """E[S - C; some X_i > cap] in closed form, and its rounding error."""
+    """Return E[S - C; some X_i > cap] in closed form, and its rounding error."""
     p, q = _log_tail(sigma, cap)
     p, q = np.minimum(p, 1 - 1e-16), np.minimum(q, 1 - 1e-16)
     mean = -rounds * np.expm1(np.log1p(-q) + (rounds - 1) * np.log1p(-p))
@@ -303,15 +307,15 @@ def bracket(
     """Bound one point of the privacy curve of one-out-of-``rounds`` random allocation.
 
     Args:
-        noise: z, the noise multiplier, from ``SMALLEST_NOISE`` to ``LARGEST_NOISE``.
-        rounds: T, at least 2.
-        epsilon: at least 0 and at most ``LARGEST_EPSILON``.
-        side: ``"remove"`` for E[(S/T - e^eps)_+], ``"add"`` for E[(1 - e^eps S/T)_+].
-        precision: about the relative rise of epsilon that the lattice may cause. The bound is
+        noise: Noise multiplier z, from ``SMALLEST_NOISE`` to ``LARGEST_NOISE``.
+        rounds: Number T of rounds, at least 2.
+        epsilon: Argument ε of the curve, at least 0 and at most ``LARGEST_EPSILON``.
+        side: Direction: ``"remove"`` for E[(S/T - e^eps)_+], ``"add"`` for E[(1 - e^eps S/T)_+].
+        precision: Relative increase of ε that the lattice may cause, as an estimate. The bound is
             rigorous at any value.
 
     Returns:
-        ``upper``, a rigorous upper bound, and for ``"remove"`` a certified lower bound.
+        Rigorous upper bound on δ, and for ``"remove"`` a certified lower bound.
     """
     sigma = 1 / noise
     if side == "add":
@@ -350,7 +354,7 @@ def bracket(
 
 
 def _lower(value: float, c: float, rounds: int, lattice: _Lattice) -> tuple[float, float]:
-    """From ``value <= E[(S'/T - c)_+]``, a lower bound on delta, and the epsilon where it holds."""
+    """Return a lower bound on δ from ``value <= E[(S'/T - c)_+]``, and the ε where it holds."""
     if value <= 0:
         return 0.0, -math.inf
     # Either every cell moves down by `shift`, or the narrow cells' rounding D, whose T terms have
@@ -367,7 +371,7 @@ def _lower(value: float, c: float, rounds: int, lattice: _Lattice) -> tuple[floa
 
 
 def delta(noise: float, rounds: int, epsilon: float, side: Side, precision: float = FINE) -> float:
-    """Upper bound on one side's delta at ``epsilon >= 0``, for any ``noise`` and ``rounds``."""
+    """Return an upper bound on δ of one side at ``epsilon >= 0``, at any noise multiplier."""
     # Both payoffs are convex in S/T, so a single Gaussian release is never cheaper.
     single = gaussian_delta(noise, epsilon)
     if _only_single(noise, rounds) or epsilon > LARGEST_EPSILON or single < 1e-200:
@@ -376,7 +380,7 @@ def delta(noise: float, rounds: int, epsilon: float, side: Side, precision: floa
 
 
 def epsilon(noise: float, rounds: int, delta_: float, side: Side) -> float:
-    """Upper bound on one side's epsilon at ``delta_``; 0 where delta(0) is already enough."""
+    """Return an upper bound on ε of one side at ``delta_``; 0 where δ(0) <= ``delta_`` already."""
     high = gaussian_epsilon(noise, delta_)
     if _only_single(noise, rounds) or high == 0:
         return high
@@ -395,19 +399,19 @@ def epsilon(noise: float, rounds: int, delta_: float, side: Side) -> float:
 
 
 def _only_single(noise: float, rounds: int) -> bool:
-    """Whether the curve of a single Gaussian release, an upper bound, is all there is."""
+    """Return whether the only bound available is the curve of a single Gaussian release."""
     return rounds == 1 or not SMALLEST_NOISE <= noise <= LARGEST_NOISE
 
 
 def _single_jump(noise: float, rounds: int, delta_: float) -> float:
-    """A lower bound on the remove side: S >= X_1 gives delta(eps) >= G(eps + ln T) / T."""
+    """Return a lower bound on ε of the remove side: S >= X_1 gives δ(ε) >= G(ε + ln T) / T."""
     if rounds * delta_ >= 1:
         return 0.0
     return max(0.0, gaussian_epsilon(noise, rounds * delta_) * (1 - 1e-7) - math.log(rounds))
 
 
 def epsilon_lower(noise: float, rounds: int, delta_: float, upper: float) -> float:
-    """A certified lower bound on epsilon at ``delta_``, given the upper bound ``upper``."""
+    """Return a certified lower bound on ε at ``delta_``, given the upper bound ``upper``."""
     best = _single_jump(noise, rounds, delta_)
     if _only_single(noise, rounds) or not 0 < upper <= LARGEST_EPSILON:
         return min(best, upper)

@@ -1,9 +1,9 @@
-"""Secret randomness: one 32-byte key from the operating system, one stream for each purpose.
+"""Secret randomness: one 32-byte key from the operating system, one stream for each use.
 
-Every stream is ChaCha20 (RFC 8439) under a key of its own: SHAKE-256 of the run's key and a context
-that names the stream's single use. So the same numbers come out on every process and whatever the
-micro-batch size, and no two uses share a stream. SHAKE-256 alone would do as well, at a tenth of
-the speed. The key decides allocation and noise: it lives in ``secret/`` and nowhere else.
+Every stream is ChaCha20 (RFC 8439) under its own key: SHAKE-256 of the run's key and a context that
+names the use. So every process draws the same numbers at any micro-batch size, and no two uses
+share a stream. SHAKE-256 alone would do as well, at a tenth of the speed. The key determines
+allocation and noise: it is stored in ``secret/`` and nowhere else.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from numpy.typing import NDArray
 
 KEY_BYTES = 32
-_NONCE = bytes(16)  # a key is used for one stream, which starts at its first block
+_NONCE = bytes(16)  # constant: each key is used for one stream only
 _DRAWS_PER_NORMAL = 4
 _BLOCK = 2**16
 
@@ -31,7 +31,7 @@ def new_key() -> bytes:
 
 
 def uint64_stream(key: bytes, *context: str | int, count: int) -> NDArray[np.uint64]:
-    """Return ``count`` uniform 64-bit integers for the use that ``context`` names.
+    """Return ``[count]`` uniform 64-bit integers for the use that ``context`` names.
 
     The context is JSON-encoded, so that ``("a", "b")`` and ``("ab",)`` are different streams.
     """
@@ -43,7 +43,7 @@ def uint64_stream(key: bytes, *context: str | int, count: int) -> NDArray[np.uin
 
 
 def uniforms(key: bytes, *context: str | int, count: int) -> NDArray[np.float64]:
-    """Return ``count`` numbers in the open interval (0, 1), multiples of 2⁻⁵² plus half a step."""
+    """Return ``[count]`` uniform draws in the open interval (0, 1): k · 2⁻⁵² + 2⁻⁵³."""
     # 52 bits, not 53: the half step must not be rounded away, or the largest number would be 1.
     words = uint64_stream(key, *context, count=count) >> np.uint64(12)
     draws = words.view(np.int64).astype(np.float64)  # signed numbers convert faster
@@ -55,12 +55,11 @@ def uniforms(key: bytes, *context: str | int, count: int) -> NDArray[np.float64]
 def gaussian_noise(key: bytes, *context: str | int, count: int) -> torch.Tensor:
     """Return ``[count]`` standard normal draws in float64.
 
-    Each is the sum of four inverse-CDF draws over two. One float64 draw takes values on a grid
+    Each is the sum of four inverse-CDF draws, divided by 2. One float64 draw takes values on a grid
     that an observer of (value + noise) can invert (Mironov 2012); with four, the preimage of an
     output is far too large to search (Holohan & Braghin 2021, arXiv 2107.10138).
 
-    Blocks of draws have streams of their own, so that only the block at work takes memory beyond
-    what is returned.
+    Each block of draws has its own stream, so that only one block needs memory beyond the result.
     """
     noise = torch.empty(count, dtype=torch.float64)
     for block, part in enumerate(noise.split(_BLOCK)):  # type: ignore[no-untyped-call]
@@ -72,5 +71,5 @@ def gaussian_noise(key: bytes, *context: str | int, count: int) -> torch.Tensor:
 
 
 def commitment(key: bytes, *context: str | int) -> str:
-    """Return a digest that binds to the key without revealing it: safe to publish."""
+    """Return a cryptographic commitment to the key, in hexadecimal: safe to publish."""
     return uint64_stream(key, "commitment", *context, count=4).tobytes().hex()

@@ -24,12 +24,12 @@ from dprlhf.rewards.reward import (
     type_and_message,
 )
 
-_ALONE = 32  # units scored alone at most: a slow reward should not delay the start by minutes
+_ALONE = 32  # limit on units scored alone, so that a slow reward does not delay the start
 
 
 @dataclass(frozen=True)
 class ContractReport:
-    """What :func:`check_reward` measured: public values.
+    """Measurements of :func:`check_reward`, on public prompts.
 
     Attributes:
         name: Name of the reward.
@@ -44,8 +44,8 @@ class ContractReport:
         clipped: Share of rows where |weight · score| is above R.
         scores: Score of each row, before weight and clipping, ``[rows]``; None where the reward
             does not apply.
-        moved: Largest difference that the rest of the batch made to a score: rounding, since a
-            larger one is refused.
+        moved: Largest change of a score with the rest of its batch: rounding, since a larger one
+            is refused.
     """
 
     name: str
@@ -89,15 +89,15 @@ def check_reward(
     can behave differently on other texts. Use several different prompts and completions.
 
     Args:
-        reward: a loaded reward or a callable.
-        prompts: ``[rows]``, texts or lists of messages.
-        completions: ``[rows]``, texts or lists of messages.
-        columns: dataset columns by name, each ``[rows]``.
-        completion_ids: ``[rows][tokens]``; by default the UTF-8 bytes of the completion's text.
-        users: ``[rows]``, any hashable ids; by default rows with the same prompt are one user.
-        bound: R, for the share of scores outside ±R.
-        rtol: tolerance relative to the score in the batch.
-        atol: absolute tolerance, added to the relative one.
+        reward: Loaded reward or callable.
+        prompts: Texts or lists of messages, ``[rows]``.
+        completions: Texts or lists of messages, ``[rows]``.
+        columns: Dataset columns by name, each ``[rows]``.
+        completion_ids: Token ids, ``[rows][tokens]``; by default the UTF-8 bytes of the text.
+        users: Hashable user ids, ``[rows]``; by default rows with the same prompt are one user.
+        bound: Bound R, for the share of scores outside ±R.
+        rtol: Tolerance relative to the score in the batch.
+        atol: Absolute tolerance, added to the relative one.
 
     Raises:
         DprlhfError: a check fails; or there are fewer than two rows (users, when declared
@@ -149,7 +149,7 @@ def check_reward(
 
 @dataclass(frozen=True)
 class _Batch:
-    """What the checks score: a unit is one row, or a user's rows for a reward declared per-user."""
+    """Rows under test: a unit is one row, or a user's rows for a reward declared per-user."""
 
     reward: LoadedReward
     rows: Rows
@@ -182,7 +182,7 @@ class _Batch:
         return cls(reward, rows, units, len(groups))
 
     def scores(self, chosen: Sequence[int]) -> dict[int, float | None]:
-        """Return the scores of the chosen units by row number, called as the Scorer calls."""
+        """Return the scores of the chosen units by row number, with the calls of a Scorer."""
         return _evaluate(self.reward, self.rows, self.units, chosen)
 
 
@@ -203,7 +203,7 @@ def _each_alone(batch: _Batch) -> Iterator[dict[int, float | None]]:
 
 
 def _in_company(batch: _Batch) -> Iterator[dict[int, float | None]]:
-    """Score the batch followed by a copy of itself; yield the scores of each of the two."""
+    """Score the batch followed by a copy of itself; yield the scores of either half."""
     # Two copies need row numbers of their own, or the second would hide the first.
     count = len(batch.rows)
     doubled = batch.rows.take([*range(count), *range(count)])
@@ -222,7 +222,7 @@ def _largest_move(
     rtol: float,
     atol: float,
 ) -> float:
-    """Return the largest difference between two scores of a row; refuse more than rounding."""
+    """Return the largest difference between two scores of a row; raise beyond the tolerance."""
     largest = 0.0
     for i, value in other.items():
         if not _close(value, expected[i], rtol, atol):

@@ -20,7 +20,7 @@ _WIDTH_STEP = 16
 
 
 class ClassifierReward:
-    """Scores texts with a frozen sequence classifier, in float32.
+    """Score texts with a frozen sequence classifier, in float32.
 
     With several labels the score of a text is the chosen label's logit minus the logsumexp of the
     other labels' logits: the log-odds of the label under the softmax, and with two labels the
@@ -29,10 +29,10 @@ class ClassifierReward:
     Batches hold texts of similar length, padded and masked, so a score depends on its neighbours
     by float32 rounding only (about 1e-6); declare the reward per-user to remove even that.
 
-    The text of a plain prompt is prompt + completion, joined as they stand. Messages go through
+    The text of a plain prompt is prompt + completion, without a separator. Messages go through
     the tokenizer's chat template if it has one, else their contents are joined by line breaks.
-    A text that is too long loses its end if only the completion is read, else its start, since the
-    completion stands at the end.
+    A text that is too long is truncated at its end if it is the completion alone, and otherwise at
+    its start, since the completion comes last.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class ClassifierReward:
         Args:
             source: Hub id, folder, or ``"asset:NAME"`` for an asset of this package.
             label: Label to reward; required with two or more labels.
-            max_tokens: Longest text in tokens; the model's own limit counts if that is less.
+            max_tokens: Longest text in tokens, or the model's own limit if that is less.
             batch_size: Number of texts in one forward pass.
             text: Whether to read the prompt and the completion, or the completion alone.
             device: Torch device.
-            revision: Branch, tag or commit of a hub id.
+            revision: Branch, tag or commit on the Hub.
 
         Raises:
             DprlhfError: the source cannot be loaded, has no trained classification head, or does
@@ -96,7 +96,7 @@ class ClassifierReward:
     def __call__(
         self, prompts: list[Any], completions: list[Any], **_: object
     ) -> list[float | None]:
-        """Score ``[rows]`` completions; plain texts or lists of messages."""
+        """Return the scores ``[rows]`` of completions, which are texts or lists of messages."""
         tokens = self._tokens(prompts, completions)
         scores: list[float | None] = [None] * len(tokens)
         # Fixed shapes, so that rounding cannot couple users: see dprlhf.rollout.
@@ -150,7 +150,7 @@ def classifier_tokens(
     """Tokenize texts as a classifier reads them; an empty text becomes one padding token.
 
     Args:
-        tokenizer: Its ``truncation_side`` says which end of a long text is cut.
+        tokenizer: Tokenizer; its ``truncation_side`` is the end at which long texts are cut.
         prompts: Texts or conversations, ``[rows]``.
         completions: Texts or lists of messages, ``[rows]``.
         whole: Whether to read the prompt too, not the completion alone.

@@ -13,14 +13,14 @@ from typing import Protocol
 
 
 class Writable(Protocol):
-    """An open text file, or anything else with its ``write``."""
+    """An open text file, or any object with the same ``write`` method."""
 
     def write(self, text: str, /) -> object:
-        """Write ``text``."""
+        """Write ``text``; the return value is ignored."""
 
 
 SecretSink = Callable[[str], object] | Writable
-"""Where captured text goes: a function of the text or an open text file, inside ``secret/``."""
+"""Destination of captured text inside ``secret/``: a function of the text or an open file."""
 
 
 @contextlib.contextmanager

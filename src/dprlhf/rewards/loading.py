@@ -35,8 +35,8 @@ def load_reward(
     """Load the reward that ``spec`` names, or wrap a callable that is already in memory.
 
     Args:
-        spec: settings, or a callable (weight 1).
-        device: Where a classifier runs.
+        spec: Settings of the reward, or a callable, which gets weight 1.
+        device: Torch device of a classifier.
 
     Raises:
         DprlhfError: a source cannot be found or is not a callable. Nothing private exists at this

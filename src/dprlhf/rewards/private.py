@@ -1,4 +1,4 @@
-"""Score sampled responses, in the form in which the dataset has its prompts."""
+"""Score sampled responses as texts or as conversations, whichever the dataset's prompts are."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from dprlhf.rollout import Responses
 
 
 def score_private(scorer: Scorer, responses: Private[Responses]) -> Private[Scores]:
-    """Score this round's responses of the private users; nothing that a reward raises gets out."""
+    """Score this round's responses of the private users; a reward's exceptions do not get out."""
     return Private(score_responses(scorer, open_private(responses), private=True))
 
 
 def score_responses(scorer: Scorer, responses: Responses, *, private: bool = False) -> Scores:
-    """Score every row, prompts and completions in the form that the dataset has them.
+    """Return the scores of all responses, ``[rows]``.
 
     Args:
-        private: as for :meth:`Scorer.score`.
+        scorer: Combined rewards.
+        responses: Sampled responses with their prompts.
+        private: Whether the responses belong to private users, as in :meth:`Scorer.score`.
     """
     rows = rows_to_score(responses)
     return scorer.score(
@@ -34,7 +36,7 @@ def score_responses(scorer: Scorer, responses: Responses, *, private: bool = Fal
 
 
 def rows_to_score(responses: Responses) -> Rows:
-    """Return what a reward gets of every row."""
+    """Return the prompts, completions, token ids and columns that a reward is called with."""
     owner = responses.prompt.tolist()
     prompts = [responses.prompts.prompts[p] for p in owner]
     ids = [
@@ -50,7 +52,7 @@ def rows_to_score(responses: Responses) -> Rows:
 
 
 def in_form_of(prompts: Sequence[Any], texts: Sequence[str]) -> list[Any]:
-    """Return completions as TRL gives them: text, or an assistant's message to a conversation."""
+    """Return completions in TRL's format: a text, or for a conversation an assistant message."""
     return [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         for prompt, text in zip(prompts, texts, strict=True)

@@ -1,4 +1,4 @@
-"""A reward: a callable with TRL's signature, the rows it is called with, and what it answers."""
+"""TRL's reward signature: how a reward is called, and how its answers are read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,14 @@ means that the reward does not apply to that completion.
 
 @dataclass(frozen=True)
 class LoadedReward:
-    """A reward callable with its name, weight and whether it must be called once per user."""
+    """A reward callable with its settings.
+
+    Attributes:
+        function: Callable with TRL's reward signature.
+        name: Name in messages and logs.
+        weight: Factor of the reward in the weighted sum.
+        per_user: Whether the reward must be called once per user.
+    """
 
     function: RewardFunction
     name: str
@@ -62,10 +69,10 @@ class Rows:
     """Completions to score, each with its prompt, token ids and dataset columns.
 
     Attributes:
-        prompts: ``[rows]``, texts or lists of messages.
-        completions: ``[rows]``, texts or lists of messages.
-        completion_ids: ``[rows][tokens]``.
-        columns: dataset columns by name, each ``[rows]``.
+        prompts: Texts or lists of messages, ``[rows]``.
+        completions: Texts or lists of messages, ``[rows]``.
+        completion_ids: Token ids, ``[rows][tokens]``.
+        columns: Dataset columns by name, each ``[rows]``.
     """
 
     prompts: Sequence[Any]
@@ -87,7 +94,7 @@ class Rows:
         return len(self.prompts)
 
     def take(self, indices: Sequence[int]) -> Rows:
-        """The rows at ``indices``, in that order."""
+        """Return the rows at ``indices``, in that order."""
         return Rows(
             [self.prompts[i] for i in indices],
             [self.completions[i] for i in indices],
@@ -98,13 +105,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an answer is no number: the name of a type, ``"nan"`` or ``"infinity"``."""
+    """The reason why an answer is no finite number: a type's name, ``"nan"`` or ``"infinity"``."""
 
     kind: str
 
 
 def group_rows(users: Sequence[Any] | NDArray[Any]) -> list[list[int]]:
-    """Row numbers of each user, users and rows in order of appearance.
+    """Return the row numbers of each user, users and rows in order of appearance.
 
     >>> group_rows(["a", "b", "a"])
     [[0, 2], [1]]
@@ -117,7 +124,7 @@ def group_rows(users: Sequence[Any] | NDArray[Any]) -> list[list[int]]:
 
 
 def text_of(value: Any) -> str:
-    """A text as it stands; of a list of messages the contents, joined by line breaks.
+    """Return a text unchanged, or the contents of a list of messages joined by line breaks.
 
     >>> text_of([{"role": "user", "content": "Well?"}, {"role": "assistant", "content": "Yes."}])
     'Well?\\nYes.'
@@ -128,7 +135,7 @@ def text_of(value: Any) -> str:
 
 
 def keywords_of(function: RewardFunction) -> tuple[frozenset[str] | None, frozenset[str]]:
-    """The keywords that ``function`` takes (None: any), and those that it cannot do without.
+    """Return the keywords that ``function`` accepts (None: any), and those that it requires.
 
     >>> takes, needs = keywords_of(lambda completions, solution, scale=1.0: ...)
     >>> sorted(takes), sorted(needs)
@@ -146,7 +153,7 @@ def keywords_of(function: RewardFunction) -> tuple[frozenset[str] | None, frozen
 
 
 def keywords_for(rows: Rows) -> dict[str, Any]:
-    """All keywords that TRL 1.16 passes to a reward; its logging functions drop everything."""
+    """Return all keywords that TRL 1.16 passes; the logging functions among them do nothing."""
     return {
         **{name: list(values) for name, values in rows.columns.items() if name not in _RESERVED},
         # Fresh lists: a reward that changes its arguments must not change the caller's.
@@ -181,7 +188,7 @@ def call_reward(function: RewardFunction, rows: Rows) -> list[Any]:
 
 
 def parse_answer(answer: object) -> float | Failure | None:
-    """One answer as a finite number, as None (does not apply), or as the reason why it is neither.
+    """Return an answer as a finite number, None (does not apply), or the reason for neither.
 
     >>> parse_answer(True), parse_answer(None), parse_answer("1.0"), parse_answer(float("nan"))
     (1.0, None, Failure(kind='str'), Failure(kind='nan'))
@@ -200,13 +207,13 @@ def parse_answer(answer: object) -> float | Failure | None:
 
 
 def type_and_message(problem: BaseException) -> str:
-    """An exception's type and message on one line, for problems with public inputs only."""
+    """Return an exception's type and message on one line; for public inputs only."""
     message = one_line(problem, None)
     return f"{type(problem).__name__}: {message}" if message else type(problem).__name__
 
 
 def suggestion(name: str, known: Sequence[str], what: str) -> str:
-    """The nearest known name and the list of all, as the end of an error message."""
+    """Return the end of an error message: the nearest known name and the list of all."""
     near = nearest(name, known)
     hint = f"did you mean {near!r}? " if near else ""
     return f"{hint}{what}: {', '.join(known) or 'none'}"
@@ -220,7 +227,7 @@ def name_of(function: object) -> str:
 
 
 def declared_per_user(function: object) -> bool:
-    """Whether a callable, or what a ``functools.partial`` wraps, has ``dprlhf_per_user`` set."""
+    """Return whether a callable, also inside ``functools.partial``, sets ``dprlhf_per_user``."""
     while isinstance(function, functools.partial) and not hasattr(function, "dprlhf_per_user"):
         function = function.func
     return bool(getattr(function, "dprlhf_per_user", False))

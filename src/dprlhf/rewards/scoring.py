@@ -1,4 +1,4 @@
-"""Weigh, add and bound the rewards of private completions, and survive what a reward does."""
+"""Weighted sum of rewards, clipped to ±R, for private completions."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Scores:
     """Bounded scores of private completions: private values, without a repr.
 
     Attributes:
-        values: ``[rows]``, float64, in [−R, R]; 0.0 where not valid.
-        valid: ``[rows]``, bool.
-        failures: why rows are not valid, by kind (``"nan"``, ``"ValueError"``, …): how often each
-            kind hit a row. Computed from users: for ``secret/`` only.
+        values: Scores in [−R, R], ``[rows]``, float64; 0.0 where not valid.
+        valid: Whether each row has a score, ``[rows]``, bool.
+        failures: Number of rows by kind of failure (``"nan"``, ``"ValueError"``, …). It is computed
+            from users, so it is for ``secret/`` only.
     """
 
     values: NDArray[np.float64]
@@ -44,7 +44,7 @@ class Scores:
 
 
 class Scorer:
-    """Combines rewards into one score in [−R, R] per completion.
+    """Combine rewards into one score in [−R, R] per completion.
 
     A row's score is the sum of weight · reward over the rewards that answer a number, clipped to
     ±R; ``None`` drops that reward's term. A row is not valid where a reward answers NaN, infinity
@@ -76,9 +76,9 @@ class Scorer:
         """Combine ``rewards`` with their weights.
 
         Args:
-            rewards: at least one.
-            bound: R > 0, finite.
-            sink: receives the captured text of each call of :meth:`score` that produced some.
+            rewards: Rewards to combine, at least one.
+            bound: Bound R on the score, above 0 and finite.
+            sink: Receiver of the text captured during :meth:`score`.
 
         Raises:
             DprlhfError: no reward, a weight that is not finite, or a bound that is not positive
@@ -108,15 +108,15 @@ class Scorer:
         """Score completions.
 
         Args:
-            prompts: ``[rows]``, texts or lists of messages ``{"role", "content"}``.
-            completions: ``[rows]``, texts or lists of messages.
-            completion_ids: ``[rows][tokens]``.
-            columns: dataset columns by name, each ``[rows]``; a reward without ``**kwargs`` gets
+            prompts: Texts or lists of messages ``{"role", "content"}``, ``[rows]``.
+            completions: Texts or lists of messages, ``[rows]``.
+            completion_ids: Token ids, ``[rows][tokens]``.
+            columns: Dataset columns by name, each ``[rows]``; a reward without ``**kwargs`` gets
                 only those that it names.
-            users: ``[rows]``, which user each row belongs to: any hashable ids.
-            private: a reward that exits or raises ``KeyboardInterrupt`` fails like any other, for
-                else one user's text could end the run; signals are not meant, which
-                :class:`~dprlhf.training.interrupt.Interruptible` holds back during a round.
+            users: User id of each row, any hashable, ``[rows]``.
+            private: Whether a reward that exits or raises ``KeyboardInterrupt`` fails like any
+                other, so that no user's text can end the run. Signals are held back during a round
+                by :class:`~dprlhf.training.interrupt.Interruptible`.
 
         Returns:
             Private scores, ``[rows]``.
@@ -166,8 +166,8 @@ def _answers(
 
 
 def _attempt(function: RewardFunction, rows: Rows, *, private: bool) -> list[Any] | Failure:
-    # A raised exception keeps its text, which may quote a prompt: it goes to the captured stderr,
-    # and what has to leave (an interrupt, an exit) leaves as a new exception without a text.
+    # The text of an exception may quote a prompt: it goes to the captured stderr, and an interrupt
+    # or an exit that must propagate does so as a new exception without text.
     try:
         return call_reward(function, rows)
     except BaseException as problem:

@@ -23,8 +23,8 @@ class RewardSummary:
             training.
         std: Standard deviation of the clipped sums.
         clipped: Share of responses whose sum is outside ±R.
-        bound: R.
-        rounded: For each reward whose scores rounding moves with their batch, the largest move.
+        bound: Bound R on the sum.
+        rounded: Largest change of a score with its batch, by reward; only rewards that change.
     """
 
     responses: int
@@ -36,7 +36,7 @@ class RewardSummary:
 
     @property
     def warnings(self) -> list[str]:
-        """Why this reward is slow or gives no signal; the run would spend its ε all the same."""
+        """Warnings that the reward is slow, or gives no signal although the run spends ε."""
         return self._slow + self._idle
 
     @property
@@ -72,7 +72,7 @@ def summarize_rewards(
     Args:
         rewards: The rewards, with their weights.
         reports: The report of :func:`~dprlhf.rewards.check_reward` for each reward.
-        bound: R, at which the sum is clipped.
+        bound: Bound R to which the sum is clipped.
     """
     scores = [[0.0 if s is None else s for s in report.scores] for report in reports]
     sums = np.array([reward.weight for reward in rewards]) @ np.array(scores)

@@ -1,4 +1,4 @@
-"""A compact decoding loop: one prefill for each prompt, then one token a step for each response.
+"""A compact decoding loop: one prefill per prompt, then one token per step and response.
 
 Each row has its own uniform number for each step and takes the token at which its cumulative
 probability passes that number (inverse CDF). What a user samples then does not depend on who else
@@ -33,7 +33,7 @@ def inverse_cdf(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
         temperature: Divides the logits.
 
     Returns:
-        Token numbers, ``[rows, draws]``; never one of probability zero.
+        Token ids, ``[rows, draws]``; never one of probability zero.
     """
     scaled = logits.float() if temperature == 1 else logits.float() / temperature
     mass = scaled.softmax(1)
@@ -71,12 +71,11 @@ def decode(
         uniforms: Uniform random numbers that decide the tokens,
             ``[prompts, num_generations, max_new_tokens]``, float64.
         size: Number of prompts in the micro-batch; fillers make up the rest.
-        width: Width that prompts are padded to on the left, before one column more.
+        width: Number of columns for prompts, padded on the left; one padding column comes before.
 
     Returns:
         ``prompts · num_generations`` responses of at most ``max_new_tokens`` tokens, those to one
-        prompt adjacent. A response ends with its end-of-sequence token: the policy chose that one
-        too.
+        prompt adjacent. A response includes its end-of-sequence token, which was sampled too.
     """
     _, num_generations, max_new_tokens = uniforms.shape
     device, real, pad = policy.device, len(prompts), policy.tokenizer.pad_token_id
@@ -120,7 +119,7 @@ def decode(
 def _padded(
     prompts: Sequence[list[int]], size: int, width: int, max_new_tokens: int, pad: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return prompts padded on the left, ``[size, 1 + width]``, and a mask with room to respond."""
+    """Return prompts padded on the left, ``[size, 1 + width]``, and the mask of the whole rows."""
     ids = torch.full((size, 1 + width), pad)
     mask = torch.zeros((size, 1 + width + max_new_tokens), dtype=torch.long)
     mask[:, width:] = 1  # a filler's prompt is one token
@@ -140,12 +139,12 @@ def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
 def batch_size(policy: CausalLMPolicy, *, prompt: int, response: int, rows: float) -> int:
     """Return how many responses to sample at once, a power of two.
 
-    Only public numbers enter: a batch size decides shapes, and shapes decide rounding. On a GPU it
-    is what fits into half of the free memory, on a CPU at most 128 (more was not faster), and never
-    more than all rows of a round need.
+    It depends on public numbers only, because a batch size decides shapes and shapes decide
+    rounding. On a GPU it is what fits into half of the free memory, on a CPU at most 128 (more was
+    not faster), and never more than all rows of a round need.
 
     Args:
-        policy: Its model's size and device decide what fits.
+        policy: Policy whose model size and device decide what fits.
         prompt: Upper bound on a prompt's length, in tokens.
         response: Upper bound on a response's length, in tokens.
         rows: Number of responses that a process expects in a round.
@@ -159,7 +158,7 @@ def batch_size(policy: CausalLMPolicy, *, prompt: int, response: int, rows: floa
 
 
 def bytes_per_row(policy: CausalLMPolicy, tokens: int) -> int:
-    """Estimate from above what sampling one row of so many tokens keeps at once."""
+    """Return an upper estimate of the memory in bytes for one row of ``tokens`` tokens."""
     config = policy.model.config.get_text_config()
     weight = policy.model.get_input_embeddings().weight
     vocabulary, hidden = weight.shape

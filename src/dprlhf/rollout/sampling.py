@@ -23,10 +23,10 @@ from dprlhf.rollout.decoding import batch_size, decode
 def resolve_batch_size(
     spec: recipe.Rollout, policy: CausalLMPolicy, *, rows: float, max_prompt_tokens: int
 ) -> recipe.Rollout:
-    """Fix once for a run what the machine decides, and start vLLM if it is to sample.
+    """Choose the batch size of a run for this machine, and start vLLM if the recipe asks for it.
 
     Args:
-        spec: Settings; ``batch_size: auto`` becomes a number, which the run keeps.
+        spec: Rollout settings; ``batch_size: auto`` becomes a number that the run keeps.
         policy: The policy, on the device where it will sample.
         rows: Number of responses that a process expects in a round, a public number.
         max_prompt_tokens: Upper bound on a prompt's length, in tokens.
@@ -82,14 +82,14 @@ def sample(
     off) and the rest from π_t; with ``on-policy`` all come from π_t.
 
     Args:
-        policy: π_t, with its adapter on.
+        policy: Policy π_t, with its adapter on.
         prompts: The users' prompts.
-        spec: Settings; ``batch_size`` is a number.
-        key: Seeds the sampling; a row's draws depend on ``context``, its user, the user's prompt
-            and the response's number, and on nothing else.
-        context: Names the use, so that no two uses share random numbers.
-        max_prompt_tokens: Longer prompts keep their last tokens.
-        tick: Called with the number of rows done since the last call.
+        spec: Rollout settings; ``batch_size`` is a number.
+        key: Key of the random stream; a row's draws depend on the key, ``context``, its user, the
+            prompt and the response's number, and on nothing else.
+        context: Name of the use, so that no two uses share random numbers.
+        max_prompt_tokens: Longest prompt in tokens; a longer one keeps its last tokens.
+        tick: Progress callback, called with the number of rows done since the last call.
     """
     k, max_new_tokens = spec.responses, spec.max_new_tokens
     encoded = policy.encode(prompts.prompts, max_prompt_tokens)
@@ -138,7 +138,7 @@ def sample(
 def _draws(
     prompts: Prompts, key: bytes, context: tuple[str | int, ...], k: int, max_new_tokens: int
 ) -> torch.Tensor:
-    """Return one uniform number for each token to come, ``[prompts, k, max_new_tokens]``."""
+    """Return one uniform draw in (0, 1) per token, ``[prompts, k, max_new_tokens]``."""
     draws = [
         uniforms(key, *context, int(user), int(slot), count=k * max_new_tokens)
         for user, slot in zip(prompts.users, prompts.slots, strict=True)
@@ -154,7 +154,7 @@ def _generate(
     *,
     max_prompt_tokens: int,
 ) -> Iterator[tuple[NDArray[np.int64], list[list[int]]]]:
-    """Yield the micro-batches: row numbers in the flat ``[prompts · num_generations]``, responses.
+    """Yield row numbers in the flat ``[prompts · num_generations]``, with their responses.
 
     Prompts of one padded width go together. All responses to a prompt share its prefill, or the
     largest divisor of their number that fits into a micro-batch.

@@ -1,12 +1,12 @@
-"""Sampling by vLLM, for long responses on a GPU: the base in an engine, the adapter sent each time.
+"""Sampling by vLLM, for long responses on a GPU; the adapter is sent as a LoRA request.
 
 Nothing here was measured, or run on a GPU: the tests put a stand-in in vLLM's place.
 
-vLLM computes whatever requests there are in one batch, so its shapes follow from who is there. Only
-its batch-invariant mode makes a row's tokens independent of the others. Without it one user could
-move what others contribute, and the sensitivity would be wrong; so the mode is required, and public
-tokens must get the same answers alone and together. That is a check and no proof: vLLM calls the
-mode beta, and tests it on a list of models.
+vLLM batches the requests that are present, so its shapes depend on the users of the round. Only its
+batch-invariant mode makes a row's tokens independent of the others. Without it one user could
+change what others contribute, and the sensitivity would be wrong. So the mode is required, and
+public tokens must get the same responses alone and together. That is a check and no proof: vLLM
+calls the mode beta, and tests it on a list of models.
 
 Differences from :mod:`dprlhf.rollout.decoding`:
 
@@ -36,8 +36,8 @@ from dprlhf.errors import DprlhfError, one_line
 from dprlhf.policies.causal_lm import CausalLMPolicy
 
 _INSTALL = "pip install -e '.[vllm]' in the clone"
-_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM takes as a largest rank
-_COOLEST = 0.01  # vLLM samples colder policies at this temperature, or takes the likeliest token
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM accepts for max_lora_rank
+_COOLEST = 0.01  # below it vLLM raises the temperature to it, or decodes greedily
 _adapter_ids = itertools.count(1)
 
 
@@ -47,9 +47,9 @@ def generate(
     draws: torch.Tensor,
     spec: recipe.Rollout,
 ) -> Iterator[tuple[NDArray[np.int64], list[list[int]]]]:
-    """Yield all rows of the flat ``[prompts · num_generations]`` and their responses at once.
+    """Yield once: all row numbers of the flat ``[prompts · num_generations]``, and the responses.
 
-    The engine gets them in one call.
+    vLLM gets all rows in one call.
 
     Raises:
         DprlhfError: vLLM cannot sample this policy; see :func:`engine`.
@@ -66,7 +66,7 @@ def generate(
 
 @functools.lru_cache(maxsize=1)
 def engine(policy: CausalLMPolicy) -> Any:
-    """Start vLLM beside the policy, on half of the GPU's free memory; once for a policy.
+    """Start vLLM on half of the GPU's free memory, once per policy.
 
     Raises:
         DprlhfError: vLLM is not installed, cannot load this policy, or does not promise that a
@@ -105,8 +105,8 @@ def engine(policy: CausalLMPolicy) -> Any:
             enable_lora=True,
             max_loras=1,
             max_lora_rank=_largest_rank(policy),
-            enable_prefix_caching=False,  # shared prefixes would be another way to meet others
-            generation_config="vllm",  # not the checkpoint's penalties
+            enable_prefix_caching=False,  # a shared prefix would couple users
+            generation_config="vllm",  # ignore the checkpoint's penalties
             disable_log_stats=True,
             seed=0,
         )
@@ -117,7 +117,7 @@ def engine(policy: CausalLMPolicy) -> Any:
 
 
 def _refuse(policy: CausalLMPolicy) -> None:
-    """Refuse what vLLM cannot sample, before it is loaded."""
+    """Refuse policies that vLLM cannot sample, before it is loaded."""
     config = getattr(policy.model, "peft_config", {}).get("default")
     if config is None or config.peft_type != "LORA" or config.use_dora or config.modules_to_save:
         raise DprlhfError(
@@ -152,7 +152,7 @@ def _sample(
     seeds: list[int],
     max_new_tokens: int,
 ) -> list[list[int]]:
-    """Return a response for each prompt; the adapter goes along under a number of its own."""
+    """Return one response per prompt; the adapter is sent under a new LoRA id at each call."""
     vllm = importlib.import_module("vllm")
     settings = [
         vllm.SamplingParams(
@@ -177,10 +177,10 @@ def _sample(
         adapter = None
         if not policy.is_base:
             policy.save(Path(folder))
-            number = next(_adapter_ids)  # vLLM keeps what it loaded under a number
+            number = next(_adapter_ids)  # vLLM caches adapters by id
             request = importlib.import_module("vllm.lora.request").LoRARequest
             adapter = request(f"round-{number}", number, folder)
-        # A progress bar would tell the number of requests.
+        # A progress bar would reveal the number of requests.
         outputs = llm.generate(requests, settings, lora_request=adapter, use_tqdm=False)
     responses = [list(output.outputs[0].token_ids) for output in outputs]
     for response in responses:
@@ -192,7 +192,7 @@ def _sample(
 
 
 def _check_invariance(llm: Any, policy: CausalLMPolicy) -> None:
-    """Sample continuations of public tokens alone and together; they must be the same."""
+    """Refuse an engine whose responses to public tokens differ alone and in a batch."""
     vocabulary = policy.model.get_input_embeddings().weight.shape[0]
     prompts = [[(31 * i + 7 * j) % vocabulary for j in range(5 * i + 1)] for i in range(8)]
     together = _sample(llm, policy, prompts, list(range(8)), 16)
