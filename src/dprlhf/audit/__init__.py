@@ -1,4 +1,4 @@
-"""Attacks on the guarantee, as lower bounds on ε beside the upper bound that a run states."""
+"""Privacy auditing: attacks that give empirical lower bounds on ε and membership inference."""
 
 from dprlhf.audit.bandit import BanditPolicy
 from dprlhf.audit.bounds import (

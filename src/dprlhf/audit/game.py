@@ -93,8 +93,8 @@ def _run(
 ) -> tuple[NDArray[np.float64], int | None]:
     """Return the adversary's view: the first coordinate per round (in units of S), and the round.
 
-    Fixed partitions guarantee ε against those who know the user's round, so they are given it,
-    from 0; for the others it is None.
+    With ``fixed`` and ``stream``, ε also holds against those who know the user's round, so it is
+    returned, from 0; with the other partitions it is None.
     """
     allocation = open_private(allocate(plan, key))
     path.unlink(missing_ok=True)

@@ -54,10 +54,18 @@ def membership_scores(
 ) -> dict[str, Array]:
     """Return two membership scores per prompt: how far tuning moved the policy there.
 
+    Args:
+        policy: Tuned policy π; with its adapter off it is the base model μ.
+        scorer: Combined rewards.
+        prompts: Prompts of members and non-members.
+        rollout: Rollout settings.
+        seed: Seed of the responses.
+        responses: Number of responses per prompt.
+        max_prompt_tokens: Longest prompt in tokens.
+
     Returns:
-        ``loss``: mean of log π(y|x) − log μ(y|x) over responses y ~ π, ``[prompts]``; μ is the base
-        model. ``reward``: mean reward of π minus that of μ, with the same random draws,
-        ``[prompts]``.
+        ``loss``: mean of log π(y|x) − log μ(y|x) over responses y ~ π, ``[prompts]``.
+        ``reward``: mean reward of π minus that of μ, with the same random draws, ``[prompts]``.
     """
     loss, reward = np.zeros(len(prompts)), np.zeros(len(prompts))
     for draw in range(responses):

@@ -107,7 +107,7 @@ def audit(
     Args:
         recipe: Recipe whose update, rounds, partition and noise are audited; its data are not
             read.
-        folder: Folder to write, which must not exist. It cannot be published or resumed.
+        folder: Folder to write, which must not exist. Do not publish or resume it.
         canaries: Number m of canaries; more of them give a higher bound.
         space: Attack, ``gradient`` or ``prompt``.
         confidence: Probability with which the lower bound holds.
@@ -158,6 +158,11 @@ def audit_run(run: str | Path, folder: str | Path, **options: Any) -> Audit:
     """Audit the ε of a finished run, as :func:`audit` does, and add the result to its card.
 
     The canaries take part in a new run of the same recipe; the policy does not change.
+
+    Args:
+        run: Folder of the finished run.
+        folder: Folder to write, as for :func:`audit`.
+        options: Other keyword arguments of :func:`audit`.
 
     Raises:
         DprlhfError: the run is not finished, or its update is not private.
@@ -214,7 +219,7 @@ def _bandit(recipe: Recipe, folder: RunFolder, signs: Array, quiet: bool) -> tup
 
 
 def _saturated(recipe: Recipe) -> settings.PrivateUpdate:
-    """Return the update with a clip norm that every canary's gradient exceeds.
+    """Return the update with a clip norm and a target bound that every canary reaches.
 
     A critic keeps its share of the release but not its features, since the bandit has none.
     """

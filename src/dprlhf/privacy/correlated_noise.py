@@ -48,7 +48,13 @@ def square_root(rounds: int, bands: int) -> NDArray[np.float64]:
 
 @functools.cache
 def noise_gain(rounds: int, bands: int, round_: int) -> float:
-    """Return the norm of row t of C⁻¹: the factor by which correlation scales round t's noise."""
+    """Return the norm of row t of C⁻¹: the factor by which correlation scales round t's noise.
+
+    Args:
+        rounds: Number T of rounds.
+        bands: Number b of bands; at most T are used.
+        round_: Row t, from 1.
+    """
     root = square_root(rounds, bands)
     row = np.zeros(round_)
     row[-1] = 1.0

@@ -1,4 +1,4 @@
-"""Rewards: any callable with TRL's signature, checked on public prompts and bounded by ±R."""
+"""Rewards: any callable with TRL's signature, checked on public prompts and clipped to ±R."""
 
 from dprlhf.rewards.check import ContractReport, check_reward
 from dprlhf.rewards.loading import load_reward

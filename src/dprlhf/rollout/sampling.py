@@ -52,7 +52,7 @@ def sample_responses(
     max_prompt_tokens: int,
     tick: Tick | None = None,
 ) -> Private[Responses]:
-    """Sample this round's responses for the private users' prompts."""
+    """Sample this round's responses to the private users' prompts, as :func:`sample` does."""
     return prompts.map(
         lambda some: sample(
             policy,

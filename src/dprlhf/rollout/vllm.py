@@ -1,6 +1,6 @@
 """Sampling by vLLM, for long responses on a GPU; the adapter is sent as a LoRA request.
 
-Nothing here was measured, or run on a GPU: the tests put a stand-in in vLLM's place.
+This code has not been run on a GPU or measured: the tests replace vLLM by a fake.
 
 vLLM batches the requests that are present, so its shapes depend on the users of the round. Only its
 batch-invariant mode makes a row's tokens independent of the others. Without it one user could
@@ -13,7 +13,7 @@ Differences from :mod:`dprlhf.rollout.decoding`:
 - The distribution is the same, the draws are not: vLLM has a generator for each request, seeded
   here with the row's own first uniform number.
 - vLLM has its own kernels and rounds the adapter to bfloat16, while log-probabilities are
-  transformers'. π_t is sampled up to rounding; this touches utility and not privacy.
+  those of transformers. π_t is sampled up to rounding, which affects utility and not privacy.
 """
 
 from __future__ import annotations
