@@ -36,27 +36,27 @@ def train(
     quiet: bool = False,
     **flat: Any,
 ) -> Result:
-    """Tune a policy on private prompts.
+    """Fine-tune a policy on private prompts by reinforcement learning.
 
     Args:
-        recipe: a :class:`~dprlhf.recipe.Recipe`, a YAML file, or None to build one from ``flat``.
-        prompts: private prompts in memory: a list of texts, conversations or rows, a generator, or
+        recipe: A :class:`~dprlhf.recipe.Recipe`, a YAML file, or None to build one from ``flat``.
+        prompts: Private prompts in memory: a list of texts, conversations or rows, a generator, or
             a ``datasets.Dataset`` or ``IterableDataset``. Replaces the recipe's data.
-        reward: a callable or several with TRL's signature. Replaces the recipe's rewards.
-        evaluation_prompts: public prompts in memory, for the reward before and after.
-        overrides: ``section.key=value`` texts, applied to a YAML file.
-        output_dir: the run folder; must not exist.
-        callbacks: called after every round with its public and released metrics: functions, or
+        reward: One or several reward functions with TRL's signature. Replaces the recipe's rewards.
+        evaluation_prompts: Public prompts in memory, for the reward before and after.
+        overrides: Changes ``section.key=value``, applied to a YAML file.
+        output_dir: The run folder; must not exist.
+        callbacks: Called after every round with its public and released metrics: functions, or
             ``transformers.TrainerCallback`` objects (:mod:`dprlhf.training.callbacks`).
-        quiet: no progress bars.
-        **flat: without a recipe, settings by name: ``model``, ``epsilon``, ``rounds``, or any key
-            with ``__`` for the dot (``update__clip_norm=0.5``).
+        quiet: Show no progress bars.
+        **flat: Settings by name in place of a recipe: ``model``, ``epsilon``, ``rounds``, or any
+            key with ``__`` for the dot (``update__clip_norm=0.5``).
 
     Returns:
         The tuned policy, the guarantee and the public rewards.
 
     Raises:
-        DprlhfError: a setting, the data or a reward is wrong; the message names it.
+        DprlhfError: A setting, the data or a reward is wrong; the message names it.
     """
     sources = Sources(prompts, reward, evaluation_prompts)
     recipe = recipe_of(recipe, overrides, flat, sources)
@@ -78,7 +78,7 @@ def resume(
     Rounds that were charged stay spent: their users are never drawn again.
 
     Raises:
-        DprlhfError: the folder is no run, was altered, or its data or recipe changed.
+        DprlhfError: The folder is no run folder, was altered, or its data or recipe changed.
     """
     run_folder = RunFolder(Path(folder))
     sources = Sources(prompts, reward, evaluation_prompts)
@@ -103,13 +103,13 @@ def train_stage(
         data: Private rows in memory, a list of dicts or a ``datasets.Dataset``. Replaces the
             recipe's data.
         evaluation_data: Public rows in memory, for the loss before and after.
-        overrides: ``section.key=value`` texts, applied to a YAML file.
+        overrides: Changes ``section.key=value``, applied to a YAML file.
         output_dir: The run folder; must not exist.
         callbacks: Called after every round with its public and released metrics.
         quiet: Show no progress bars.
 
     Raises:
-        DprlhfError: a setting or the data are wrong; the message names it.
+        DprlhfError: A setting or the data are wrong; the message names it.
     """
     if evaluation_data is not None and evaluation_data is data:
         raise DprlhfError("evaluation_data are the private rows: evaluation needs public ones")
@@ -134,7 +134,7 @@ def resume_stage(
     """Continue a supervised stage that was interrupted, with the same recipe and the same users.
 
     Raises:
-        DprlhfError: the folder is no run of a stage, was altered, or its data changed.
+        DprlhfError: The folder is no supervised stage's, was altered, or its data changed.
     """
     run_folder = RunFolder(Path(folder))
     recipe = load_stage_recipe(run_folder.recipe)
@@ -147,7 +147,7 @@ def load_stage_recipe(path: str | Path, overrides: Sequence[str] = ()) -> StageR
     """Read the YAML recipe of a supervised stage.
 
     Raises:
-        DprlhfError: the file cannot be read, is of another kind, or a key or value is wrong.
+        DprlhfError: The file cannot be read, is of another kind, or a key or value is wrong.
     """
     recipe = load_any_recipe(path, overrides)
     if not isinstance(recipe, StageRecipe):
@@ -164,20 +164,21 @@ def generate(
     *,
     max_new_tokens: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Continue prompts with the base and with the tuned policy of a run.
+    """Generate continuations of prompts with the base and with the tuned policy of a run.
 
     Args:
-        folder: the run folder.
-        prompts: texts or conversations; or a file of them, one a line, or a ``.csv``, ``.json``,
+        folder: The run folder.
+        prompts: Texts or conversations; or a file of them: one a line, or a ``.csv``, ``.json``,
             ``.jsonl`` or ``.parquet`` with the recipe's ``data.prompt_column``.
         seed: Seed of the sampling.
-        max_new_tokens: Longest continuation; None is the recipe's ``rollout.max_new_tokens``.
+        max_new_tokens: Longest continuation, in tokens; None takes the recipe's
+            ``rollout.max_new_tokens``.
 
     Returns:
-        For each prompt: ``prompt``, ``base`` and ``tuned``.
+        A dictionary for each prompt, with the keys ``prompt``, ``base`` and ``tuned``.
 
     Raises:
-        DprlhfError: there is no policy or no such file, or the continuations do not fit the model.
+        DprlhfError: There is no policy or no such file, or the continuations exceed the context.
     """
     hush_libraries()
     run_folder = RunFolder(Path(folder))

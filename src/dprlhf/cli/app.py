@@ -1,4 +1,4 @@
-"""The command ``dprlhf``: which commands there are, and how an error ends one.
+"""The command ``dprlhf``: the list of its commands, and its error handling.
 
 The functions behind the commands are in the files beside this one, by topic. They import torch and
 the other heavy libraries in their bodies, so that help and the accounting commands start fast.
@@ -25,13 +25,13 @@ warnings.simplefilter("ignore", FutureWarning)
 
 
 class OneLineErrors(TyperGroup):
-    """A group of commands that reports a wrong value as other known problems: in one line."""
+    """A group of commands that reports a wrong option value in one line, like other errors."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command.
 
         Raises:
-            DprlhfError: a value is missing or wrong; the line names the option.
+            DprlhfError: A value is missing or wrong; the message names the option.
         """
         try:
             return super().invoke(ctx)

@@ -20,7 +20,7 @@ _OPTIONAL = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the examination.
+    """One line of the examination of this machine.
 
     Attributes:
         name: The package, device or asset that was examined.
@@ -34,7 +34,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Look at versions, devices, number formats, processes, disk, hub and assets.
+    """Examine versions, devices, number formats, processes, disk, hub and assets.
 
     Nothing is downloaded or written, and no token is shown.
     """

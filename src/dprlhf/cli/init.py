@@ -47,15 +47,15 @@ def new_recipe(
         prompts: File, folder or hub id of the private prompts.
         user_column: Column that names the user: rows with equal values are one user. If empty,
             every row is a user.
-        reward: ``file.py:function`` or ``package.module:function``; anything else is the name of a
-            classifier.
+        reward: Reward as ``file.py:function`` or ``package.module:function``; anything else is the
+            name of a classifier.
         public_prompts: File of prompts for the evaluation; if empty, there is none.
-        epsilon: ε to keep within.
+        epsilon: Privacy budget ε.
         target: The modules to train, from :func:`target_of`.
         users: Number of users, from :func:`users_in`; it decides the number of rounds.
 
     Raises:
-        DprlhfError: an answer makes no valid recipe; the message names the key.
+        DprlhfError: An answer makes no valid recipe; the message names the key.
     """
     target = target or Target()
     text = _TEMPLATE.format(

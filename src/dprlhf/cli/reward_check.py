@@ -50,7 +50,7 @@ def reward_check(
     """Check a reward on a file of PUBLIC prompts, as a run does before its first round.
 
     Args:
-        function: ``package.module:attribute`` or ``path/to/file.py:attribute``.
+        function: The reward, ``package.module:attribute`` or ``path/to/file.py:attribute``.
         prompts: File or data set of prompts, as in a recipe; its other columns reach the reward.
         prompt_column: Column of the prompts, texts or lists of chat messages.
         completion_column: Column of the completions to score; if it is missing, stand-ins are

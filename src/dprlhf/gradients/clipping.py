@@ -23,16 +23,16 @@ _MARGIN = 1e-9
 
 @dataclass(frozen=True, repr=False)
 class Weighted:
-    """Rows with the weight of each ∇ log π, and extra coordinates of each user.
+    """Rows, the weight of each row's ∇ log π, and extra coordinates for each user.
 
     A user's contribution is (Σ_rows Σ_tokens weight · ∇ log π_θ(token|before), extra_u).
 
     Attributes:
-        responses: the rows: responses, or those of an :class:`ExplicitPolicy`.
-        weights: One for each response token, ``[rows, response]``, or one for all of a row's,
-            ``[rows]``; float64. A NaN makes its user's gradient zero.
-        extra: ``[users, e]``, float64, appended to the gradient (``e`` may be 0).
-        extra_norm: the L2 bound on ``extra``; below the clip norm.
+        responses: The rows: sampled responses, or the actions of an :class:`ExplicitPolicy`.
+        weights: Weight of ∇ log π for each response token, ``[rows, response]``, or for a whole
+            response, ``[rows]``; float64. A NaN makes its user's gradient zero.
+        extra: Coordinates appended to each user's gradient, ``[users, e]``, float64; e may be 0.
+        extra_norm: The L2 bound on a user's row of ``extra``; below the clip norm.
     """
 
     responses: Rows
@@ -43,9 +43,11 @@ class Weighted:
 
 @dataclass(frozen=True)
 class ClippedSum:
-    """A bounded sum, and the norms before clipping for secret telemetry.
+    """A clipped sum over users, and the users' gradient norms before clipping.
 
-    The norms are ``[users]``, or empty where the clip norm is infinite and none are taken.
+    Attributes:
+        bounded: The sum and the L2 bound on each user's contribution to it.
+        norms: The norms, ``[users]``, for secret telemetry; empty where the clip norm is infinite.
     """
 
     bounded: BoundedSum
@@ -56,7 +58,7 @@ def clip_users(contributions: torch.Tensor, clip_norm: float) -> tuple[torch.Ten
     """Scale each row to L2 norm at most ``clip_norm``; a row whose norm is not finite becomes zero.
 
     Args:
-        contributions: One vector of each user, ``[users, dimension]``.
+        contributions: One vector for each user, ``[users, dimension]``.
         clip_norm: S, the L2 bound.
 
     Returns:
@@ -87,14 +89,14 @@ def clipped_sum(
 ) -> ClippedSum:
     """Return Σ_u clip(g_u, S) over all users of the round.
 
-    Gradient and extra coordinates are clipped apart, to √(S² − e²) and e, so the joint vector
-    keeps within S and the extra coordinates are not shrunk with a large gradient.
+    The gradient is clipped to √(S² − e²) and the extra coordinates to e, so the joint vector has
+    norm at most S, and a large gradient does not shrink the extra coordinates.
 
-    With an infinite clip norm (a non-private baseline) autograd takes the ordinary gradient of the
-    same micro-batches; a user with a weight that is not finite is left out of it all the same.
+    With an infinite clip norm (a non-private baseline) autograd computes the ordinary gradient of
+    the same micro-batches; a user with a weight that is not finite is left out here, too.
 
     Args:
-        policy: π_θ; its gradients are taken at the current parameters.
+        policy: The policy π_θ, differentiated at its current parameters.
         weighted: The rows of this process's users, and their weights.
         clip_norm: S, the L2 bound on a user's contribution.
         batch_size: Number of rows differentiated at once. A user is never split: one with more rows
@@ -196,7 +198,7 @@ def language_model_rows(rows: Rows) -> Responses:
     """Return the rows of a language model's policy, which are responses.
 
     Raises:
-        TypeError: they are not.
+        TypeError: They are the actions of an :class:`ExplicitPolicy`.
     """
     if not isinstance(rows, Responses):
         raise TypeError(f"a language model's rows are Responses, not {type(rows).__name__}")
@@ -214,7 +216,7 @@ def user_gradients(
     """Yield each micro-batch's users and the gradients of parts of their rows, not clipped.
 
     Args:
-        policy: π_θ; its gradients are taken at the current parameters.
+        policy: The policy π_θ, differentiated at its current parameters.
         responses: The rows.
         weights: Weight of each response token's ∇ log π, ``[rows, response]``, or of each row's,
             ``[rows]``.
@@ -239,15 +241,15 @@ def user_gradients(
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some users, all with the same number of rows and the same padded width.
+    """Users that are differentiated together: equal numbers of rows, equal padded width.
 
-    Fillers, users of no one with weight 0, complete it to a shape that the width and the number of
-    rows decide: what a user contributes does not depend on the others, not even by rounding (see
-    :mod:`dprlhf.rollout`).
+    Fillers (dummy users of weight 0) complete it to a shape that depends on the width and the
+    number of rows alone, so that no user's contribution depends on the others, not even by rounding
+    (see :mod:`dprlhf.rollout`).
 
     Attributes:
         users: Indices of the users, ``[users]``.
-        rows: The rows of the first user, then of the second, and so on, ``[rows]``.
+        rows: Indices of their rows, ``[rows]``; the rows of a user are adjacent.
         width: Number of tokens that prompts are padded to.
         size: The number of users, fillers included.
     """
@@ -306,7 +308,7 @@ def _loss(
     tokens, mask = responses.micro_batch(batch.rows, batch.width, batch.height)
     tokens, mask = tokens.to(policy.device), mask.to(policy.device)
     logprobs = policy.response_logprobs(tokens, mask, responses.max_new_tokens, shared_rows)
-    # where, not a product: what stands on padding is no response, whatever its log-probability.
+    # where, not a product: a log-probability on padding may be −∞, and 0 · ∞ is NaN.
     real = torch.where(mask[:, -responses.max_new_tokens :].bool(), logprobs, 0.0)
     weight = torch.zeros_like(real)
     of_rows = torch.from_numpy(weights[batch.rows].reshape(len(batch.rows), -1))

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-# Numbers of a product that are there at once: a whole one, and its copy in float64 while it is
-# added up, would take more memory than the parameters.
+# The most elements of a product to hold at once: a whole product and its float64 copy would take
+# more memory than the parameters.
 _BLOCK = 2**20
 
 
@@ -29,8 +29,9 @@ class OuterProducts(NamedTuple):
     """The factors of one use of a weight ``[n, m]``.
 
     Attributes:
-        left: ``[users, tokens, n]``, or ``[users, tokens]``: the indices of one-hot rows.
-        right: ``[users, tokens, m]``.
+        left: The factors l, ``[users, tokens, n]``; or the indices of one-hot rows,
+            ``[users, tokens]``, for an embedding.
+        right: The factors r, ``[users, tokens, m]``.
     """
 
     left: torch.Tensor

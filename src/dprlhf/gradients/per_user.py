@@ -1,16 +1,16 @@
 """Per-user gradients of the trainable layers, from one forward and one backward pass.
 
-A layer's input and the gradient of its output are enough for the gradient of its weight. Both pass
-by during an ordinary backward pass over a whole micro-batch, so there is no loop over users and no
-second pass; autograd's own weight gradients, which are sums over all users, are never computed.
+The gradient of a layer's weight follows from the layer's input and the gradient of its output. Both
+occur during an ordinary backward pass over a whole micro-batch, so there is no loop over users and
+no second pass; autograd's own weight gradients, which are sums over all users, are never computed.
 
-Until the norm over all layers, and with it a user's clip factor, is known, it keeps
+A user's clip factor depends on its norm over all layers. Until that is known, the engine keeps
 
-- of the weight of a linear layer or an embedding, the factors of each user's gradient
-  (:mod:`dprlhf.gradients.ghost_norm`), or the gradient itself where it has fewer numbers than
-  the factors. Only shapes decide: LoRA's are always kept themselves, those of full fine-tuning
-  nearly never;
-- of a vector (a bias, the gain of a norm, IA3's scales), each user's gradient. If it is not the
+- for the weight of a linear layer or an embedding: the factors of each user's gradient
+  (:mod:`dprlhf.gradients.ghost_norm`), or the gradient itself where it has fewer elements than the
+  factors. Shapes alone decide: with LoRA it is always the gradient, with full fine-tuning nearly
+  always the factors;
+- for a vector (a bias, the gain of a norm, IA3's scales): each user's gradient. If it is not the
   bias of a linear layer, its layer runs again on each user's own rows and is differentiated (vmap).
 
 Rows are summed **within a user before any norm is taken**: all responses to all prompts of a user
@@ -39,19 +39,19 @@ from dprlhf.gradients.ghost_norm import (
 
 
 class PerUserGradients:
-    """Norms and weighted sums of per-user gradients.
+    """Norms and weighted sums of per-user gradients; per-sample gradients with a user as sample.
 
     The loss must be a **sum** over rows, and no layer may mix rows. A module may be called several
     times in one forward pass, and modules may share a parameter: all uses add up.
 
     Args:
-        model: the module that owns the parameters.
-        parameters: the trainable ones, by their name in ``model``.
-        whole: keep the gradients of all weights themselves, for :meth:`gradients`.
+        model: The module that owns the parameters.
+        parameters: The trainable parameters, by their name in ``model``.
+        whole: Whether to keep each weight's gradient, not its factors, for :meth:`gradients`.
 
     Raises:
-        DprlhfError: a trainable parameter belongs to a layer whose per-user gradient this engine
-            does not know, or the model has a layer that mixes users.
+        DprlhfError: A trainable parameter belongs to a layer without a per-user gradient rule, or
+            the model has a layer that mixes users.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class PerUserGradients:
         """Run the forward and the backward pass of one micro-batch.
 
         Args:
-            loss: computes the loss; the first dimension of whatever a trainable layer works on must
-                be the rows.
-            users: the number of users in the micro-batch.
-            rows: a multiple of ``users``, which have as many adjacent rows each.
+            loss: Computes the loss; the first dimension of every trainable layer's input must be
+                the rows.
+            users: Number of users in the micro-batch.
+            rows: Number of rows, a multiple of ``users``: each user has rows / users adjacent rows.
 
         Raises:
-            DprlhfError: a trainable layer is not called, or its first dimension is not the rows.
+            DprlhfError: A trainable layer is not called, or its first dimension is not the rows.
         """
         self._forget()
         self._users, self._rows = users, rows
@@ -95,10 +95,10 @@ class PerUserGradients:
                 )
 
     def norms(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each user's norm, and the bound to clip by, both ``[users]``, float64.
+        """Return each user's gradient norm, and an upper bound to clip by; ``[users]``, float64.
 
-        The bound is on what the user's part of the sum is in floating point; it equals the norm
-        but for the rounding of those layers that are kept as factors.
+        The bound holds for the user's summand as computed in floating point. It exceeds the norm
+        only by the rounding of layers that are kept as factors.
         """
         square, bound = torch.zeros(2, self._users, dtype=torch.float64)
         for gradient in self._gradients.values():
@@ -111,11 +111,11 @@ class PerUserGradients:
         return square.sqrt(), bound.sqrt()
 
     def add_weighted_sum(self, factors: torch.Tensor, total: torch.Tensor) -> None:
-        """Add Σ_u factor_u g_u to ``total``, and forget the micro-batch.
+        """Add Σ_u factor_u g_u to ``total``, and drop the micro-batch.
 
         Args:
-            factors: ``[users]``, float64, not negative; a user with factor 0 adds exactly 0.
-            total: ``[dimension]``, float64, parameters in order and flattened.
+            factors: Clip factors, ``[users]``, float64, ≥ 0; a user with factor 0 adds exactly 0.
+            total: The running sum, ``[dimension]``, float64; parameters in order, flattened.
         """
         factors = factors.to(total.device)
         end = 0
@@ -137,7 +137,7 @@ class PerUserGradients:
         """
         return torch.cat([self._gradients[name].flatten(1) for name in self._parameters], dim=1)
 
-    # --- seeing what passes by ---------------------------------------------------------------
+    # --- hooks: recording inputs and output gradients ----------------------------------------
 
     def _forget(self) -> None:
         self._users = self._rows = 0
@@ -196,7 +196,7 @@ class PerUserGradients:
         return tapped
 
     def _by_user(self, x: torch.Tensor) -> torch.Tensor:
-        """``[rows, ...]`` as ``[users, rows of a user, ...]``."""
+        """Reshape ``[rows, ...]`` to ``[users, rows of a user, ...]``."""
         return x.view(self._users, -1, *x.shape[1:])
 
     def _record_outer(self, module: Any, layer: _Layer, x: torch.Tensor, g: torch.Tensor) -> None:
@@ -258,7 +258,7 @@ class PerUserGradients:
 
 
 class _Tap(torch.autograd.Function):
-    """The identity on a layer's output; shows the layer's inputs and the gradient that comes back.
+    """The identity on a layer's output, whose backward records inputs and output gradient.
 
     The inputs go through ``save_for_backward``, so that gradient checkpointing keeps none of them.
     """
@@ -281,7 +281,7 @@ class _Tap(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _exact(device: torch.device) -> Iterator[None]:
-    """Switch off autocast and TF32 (and their likes): norms that round like that bound nothing."""
+    """Switch off autocast, TF32 and the like: the clip bound does not allow for their rounding."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -296,12 +296,12 @@ def _exact(device: torch.device) -> Iterator[None]:
 
 @dataclass
 class _Layer:
-    """What a module trains: local parameter names to names in the model.
+    """The trainable parameters of one module, as local names mapped to names in the model.
 
     Attributes:
-        outer: weight and bias of a linear layer or an embedding.
-        output_first: whether that weight is ``[outputs, inputs]``, as ``nn.Linear`` has it.
-        vectors: all other vectors.
+        outer: Weight and bias of a linear layer or an embedding.
+        output_first: Whether that weight is ``[outputs, inputs]``, as in ``nn.Linear``.
+        vectors: All other trainable vectors.
     """
 
     outer: dict[str, str] = field(default_factory=dict)
@@ -317,7 +317,7 @@ _CONTAINERS = (nn.ParameterDict, nn.ParameterList, nn.ModuleDict, nn.ModuleList)
 
 
 def _layers(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[nn.Module, _Layer]:
-    """Return what each module with trainable parameters trains."""
+    """Return the modules with trainable parameters, each with those parameters."""
     from peft import PromptEmbedding, PromptEncoder
     from transformers.pytorch_utils import Conv1D
 

@@ -85,7 +85,7 @@ def _selection(recipe: AnyRecipe) -> list[str]:
 
 
 def audit_of(folder: RunFolder) -> dict[str, Any]:
-    """Return what a run's card says of an audit, for the card to be written; nothing if nothing."""
+    """Return the audit entry of a run's existing card, to keep it in a new one; empty without."""
     if not folder.privacy.is_file():
         return {}
     card = json.loads(folder.privacy.read_text())
@@ -133,7 +133,7 @@ def _runs(earlier: Earlier) -> str:
 
 
 def is_hub_id(model: str) -> bool:
-    """Return whether a model's name is that of a hub repository, not a folder or an asset."""
+    """Return whether a model's name is a hub repository's, and not a folder's or an asset's."""
     return bool(re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", model)) and not Path(model).exists()
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: policy, optimizer and critic (released values only), and the round they are of.
+"""Checkpoints: policy, optimizer and critic (released values only), and the number of the round.
 
 Nothing here is secret: no key, no random state, no batch.
 """
@@ -50,10 +50,10 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer,
     critic: Critic | None = None,
 ) -> int:
-    """Put the last checkpoint back into its parts; return its round (0: none).
+    """Load the last checkpoint into policy, optimizer and critic; return its round, 0 without one.
 
     Raises:
-        DprlhfError: the checkpoint is damaged.
+        DprlhfError: The checkpoint is damaged.
     """
     source = last_checkpoint(folder)
     if source is None:
@@ -73,7 +73,7 @@ def load_checkpoint(
 
 
 def moments_of(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Return the optimizer's state as named tensors; ``names`` are those of its parameters."""
+    """Return the optimizer's state as named tensors; ``names`` are its parameters' names."""
     state = optimizer.state_dict()["state"]
     return {
         f"{names[index]}/{entry}": torch.as_tensor(value)
@@ -85,7 +85,7 @@ def moments_of(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[s
 def load_moments(
     optimizer: torch.optim.Optimizer, names: Sequence[str], moments: Mapping[str, torch.Tensor]
 ) -> None:
-    """Put back what :func:`moments_of` returned."""
+    """Restore the optimizer's state from what :func:`moments_of` returned."""
     state: dict[int, dict[str, Any]] = {}
     for full, value in moments.items():
         name, entry = full.rsplit("/", 1)

@@ -1,8 +1,8 @@
-"""Earlier private runs that a run builds on, and what they all cost together.
+"""Earlier private runs that a run builds on, and the total privacy cost (composition) of all.
 
-A run's ledger opens with its own terms and, of every earlier run that counts, a record: what its
-ledger opened with. So the last ledger alone states the total of all stages. An earlier run counts
-in full, whether it was finished or not.
+A run's ledger opens with its own terms and a record of every earlier run that counts: the terms
+that its ledger opened with. So the last ledger alone states the total of all stages. An earlier run
+counts in full, whether it was finished or not.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from dprlhf.runs.folder import RunFolder
 
 @dataclass(frozen=True)
 class Record:
-    """What an earlier run promised.
+    """The privacy terms of an earlier run, from its ledger.
 
     Attributes:
-        run: the commitment to its key, which names it.
+        run: Commitment to the run's key, which identifies the run.
         name: Name of the run's folder.
-        stage: ``sft``, ``reward``, or ``rl`` for private updates.
-        unit: its user column; None where a row is a user.
-        delta: δ that it was planned at.
-        mechanism: the fields of its :class:`~dprlhf.privacy.accounting.Mechanism`; a noise
-            multiplier of 0 is a run without privacy.
-        disjoint: the runs (by commitment) that it was declared to have no user in common with.
-        tuning_runs: how many runs of the same terms on its users chose its settings.
+        stage: Kind of run: ``sft``, ``reward``, or ``rl`` for private updates.
+        unit: The column that names the user; None where each row is a user.
+        delta: The δ that it was planned at.
+        mechanism: Fields of its :class:`~dprlhf.privacy.accounting.Mechanism`; a noise multiplier
+            of 0 is a run without privacy.
+        disjoint: The runs (by commitment) that it was declared to have no user in common with.
+        tuning_runs: Number of runs with the same terms on its users that chose its settings.
     """
 
     run: str
@@ -53,12 +53,12 @@ class Record:
 
 @dataclass(frozen=True)
 class Earlier:
-    """The earlier runs that count.
+    """The earlier runs whose privacy cost counts towards a run's total.
 
     Attributes:
         records: The runs that the recipe names, and the runs before them.
-        disjoint: the runs (by commitment) that this one shares no user with.
-        tuning_runs: how many runs of this one's terms on its users chose its settings.
+        disjoint: The runs (by commitment) that this one is declared to share no user with.
+        tuning_runs: Number of runs with this one's terms on its users that chose its settings.
     """
 
     records: list[Record] = field(default_factory=list)
@@ -66,11 +66,11 @@ class Earlier:
     tuning_runs: int = 0
 
     def __bool__(self) -> bool:
-        """Return whether this run is not all that its users pay for."""
+        """Return whether anything beside this run counts towards the total."""
         return bool(self.records or self.tuning_runs)
 
     def terms(self) -> dict[str, Any]:
-        """Return what the ledger opens with beside the plan; nothing without earlier runs."""
+        """Return the terms for the ledger's first entry beside the plan; empty without any."""
         named = {"previous": [asdict(r) for r in self.records], "disjoint": self.disjoint}
         return (named if self.records else {}) | (
             {"tuning_runs": self.tuning_runs} if self.tuning_runs else {}
@@ -81,7 +81,7 @@ def read_earlier(recipe: AnyRecipe) -> Earlier:
     """Read the runs that a recipe names under ``previous``, and those that they name.
 
     Raises:
-        DprlhfError: a run cannot be read, protects another unit, or has no privacy while this one
+        DprlhfError: A run cannot be read, protects another unit, or has no privacy while this one
             asks for some; or the recipe's models come from a private run that it does not name.
     """
     found: dict[str, Record] = {}
@@ -112,7 +112,7 @@ def records_of(run: Path) -> list[Record]:
     """Return the record of a run, and of all runs that came before it, from its ledger.
 
     Raises:
-        DprlhfError: this is no run folder, or its ledger was altered or is empty.
+        DprlhfError: This is no run folder, or its ledger was altered or is empty.
     """
     folder = RunFolder(run)
     if not folder.recipe.is_file() or not folder.ledger.is_file():
@@ -133,7 +133,7 @@ def records_of(run: Path) -> list[Record]:
 
 
 def total(plan: Plan, earlier: Earlier) -> Epsilon:
-    """Return what a run and all that counts before it cost together, at the largest δ of all."""
+    """Return the total ε of a run and its earlier runs, at the largest δ of all."""
     names = ("noise_multiplier", "rounds", "partition", "adjacency", "participations")
     mechanism = {name: getattr(plan, name) for name in (*names, "releases_per_round")}
     own = Record(
@@ -150,11 +150,11 @@ def total(plan: Plan, earlier: Earlier) -> Epsilon:
 
 
 def total_of(records: Sequence[Record], delta: float | None = None) -> Epsilon:
-    """Return what some runs cost together; infinite if one of them has no privacy.
+    """Return the total ε of several runs; infinite if one of them has no privacy.
 
     Args:
-        records: The runs' releases; two may share users unless one declares the other disjoint.
-        delta: The total's δ; None takes the largest of the runs' own.
+        records: The runs' terms; two may share users unless one declares the other disjoint.
+        delta: The δ of the total; None takes the largest of the runs' own.
     """
     delta = max(r.delta for r in records) if delta is None else delta
     if any(not r.mechanism["noise_multiplier"] for r in records):
@@ -169,16 +169,16 @@ def total_of(records: Sequence[Record], delta: float | None = None) -> Epsilon:
 def total_of_runs(
     runs: Iterable[Path], *, disjoint: bool = False, delta: float | None = None
 ) -> tuple[list[Record], Epsilon]:
-    """Return the records of some runs and of what came before them, and what they cost together.
+    """Return the records of several runs and of their earlier runs, and the total ε.
 
     Args:
-        runs: run folders.
-        disjoint: you state that no two of the named runs have a user in common.
-        delta: δ of the total; None takes the largest of the runs' own.
+        runs: Run folders.
+        disjoint: Whether the caller declares that no two of the named runs share a user.
+        delta: The δ of the total; None takes the largest of the runs' own.
 
     Raises:
-        DprlhfError: a run cannot be read, the runs protect different units or neighbours, or two
-            that are said to be disjoint overlap.
+        DprlhfError: A run cannot be read, the runs protect different units or neighbours, or two
+            that are declared disjoint share a user.
     """
     runs = list(runs)
     read = [records_of(run) for run in runs]
@@ -225,7 +225,7 @@ def _unit(column: str | None) -> str:
 
 
 def _check_lineage(recipe: AnyRecipe, named: dict[str, Record]) -> None:
-    """Refuse a model that a private run has tuned and that the recipe does not account for."""
+    """Check that the recipe accounts for every private run that tuned one of its models."""
     for source in recipe.sources:
         key, model = source.key, source.path
         run = run_of_model(model) if key is not None else None
@@ -244,7 +244,7 @@ def _check_lineage(recipe: AnyRecipe, named: dict[str, Record]) -> None:
 
 
 def run_of_model(model: str) -> str | None:
-    """Return the run that tuned a model, as the model's folder or the one above it says."""
+    """Return the run that tuned a model, as stated in the model's folder or the one above it."""
     place = Path(model)
     if not place.is_dir():
         return None

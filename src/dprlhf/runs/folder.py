@@ -1,4 +1,4 @@
-"""The run folder: what is where, atomic writes, and files of JSON lines.
+"""The run folder: its layout, atomic writes, and files of JSON lines.
 
 Everything outside ``secret/`` is covered by the stated guarantee and may be published together:
 
@@ -6,10 +6,10 @@ Everything outside ``secret/`` is covered by the stated guarantee and may be pub
   ``public-samples.jsonl``, ``timing.json``
 - ``checkpoint/``: what ``dprlhf resume`` needs, after the last finished round
 - ``policy/``: the final adapter, as ``PeftModel.from_pretrained`` loads it
-- ``model/``, ``evaluation.json``: of a supervised stage, the whole model for the next stage, and
-  the public loss before and after
+- ``model/``, ``evaluation.json`` (supervised stages): the whole model for the next stage, and the
+  public loss before and after
 
-``secret/`` (mode 0700) holds the key that allocation and noise come from, and raw telemetry.
+``secret/`` (mode 0700) holds the key that allocation and noise are derived from, and raw telemetry.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dprlhf.privacy.randomness import KEY_BYTES, new_key
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of one run."""
+    """The paths in a run's folder, and the means to make and open one."""
 
     path: Path
 
@@ -67,7 +67,7 @@ class RunFolder:
 
     @property
     def timing(self) -> Path:
-        """Seconds a response of each phase, measured on public prompts."""
+        """The duration of each phase in seconds per response, measured on public prompts."""
         return self.path / "timing.json"
 
     @property
@@ -92,12 +92,12 @@ class RunFolder:
 
     @property
     def secret(self) -> Path:
-        """Values computed from users, and the key; never to be published."""
+        """The folder of the secret key and of values computed from users; never to be published."""
         return self.path / "secret"
 
     @property
     def identities(self) -> Path:
-        """Hashes of who the users are, for later runs that say to have others."""
+        """Hashes of the users' identities, for later runs that declare to have other users."""
         return self.secret / "users.npy"
 
     @property
@@ -122,7 +122,7 @@ class RunFolder:
         """Make the folder and its secret key.
 
         Raises:
-            DprlhfError: the folder exists and is not empty, or cannot be written.
+            DprlhfError: The folder exists and is not empty, or cannot be written.
         """
         self.refuse_to_overwrite()
         try:
@@ -138,7 +138,7 @@ class RunFolder:
         """Return the secret key of an existing run.
 
         Raises:
-            DprlhfError: this is no run folder, or its key is lost.
+            DprlhfError: This is no run folder, or its key is lost.
         """
         self.require()
         key = self.key.read_bytes() if self.key.is_file() else b""
@@ -151,12 +151,12 @@ class RunFolder:
 
 
 def time_stamp() -> str:
-    """Return the time now as the default name of a run folder says it, ``20260131-235959``."""
+    """Return the current time as in a run folder's default name, ``20260131-235959``."""
     return f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
 
 
 def write_atomically(path: Path, content: bytes | str, mode: int = 0o644) -> None:
-    """Write a file so that a crash leaves the old content or the new, durable on return."""
+    """Write a file atomically: a crash leaves the old content or the new; durable on return."""
     temporary = path.with_name(path.name + ".tmp")
     data = content.encode() if isinstance(content, str) else content
     try:
@@ -185,10 +185,10 @@ class JsonLines:
         self.path = path
         path.touch(mode=mode)
         whole = path.read_bytes().rfind(b"\n") + 1
-        os.truncate(path, whole)  # a torn last line would spoil the next one
+        os.truncate(path, whole)  # a torn last line would make the next one unreadable
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Append one object."""
+        """Append one JSON object as a line."""
         try:
             with open(self.path, "a") as file:
                 file.write(json.dumps(values) + "\n")

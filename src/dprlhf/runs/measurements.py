@@ -31,7 +31,7 @@ def machine() -> str:
 def command() -> str:
     """Return the command line of this process, with the script relative to the current folder.
 
-    ``--write-only`` is left out: it measures nothing.
+    ``--write-only`` is left out, because it measures nothing.
     """
     script = Path(sys.argv[0])
     try:
@@ -47,14 +47,14 @@ class Result:
     """One measured figure.
 
     Attributes:
-        name: unique within its file.
-        value: the figure.
-        unit: its unit, ``"1"`` for a ratio.
-        goal: what was asked for, in words, or an empty string.
-        holds: whether the goal was met; None without a goal.
-        command: how to measure it again.
-        machine: where it was measured.
-        date: when, ISO 8601.
+        name: Name of the figure, unique within its file.
+        value: The measured value.
+        unit: Unit of the value, ``"1"`` for a ratio.
+        goal: The goal in words; an empty string without one.
+        holds: Whether the goal was met; None without a goal.
+        command: Command line that measures it again.
+        machine: Description of the machine it was measured on.
+        date: Date of the measurement, ISO 8601.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Opening a run folder: its key, its ledger, and the check that its users are the right ones.
+"""Opening a run folder: its key, its ledger, and the check that the users are the same as before.
 
-Who the users are is kept in ``secret/`` only: a digest of the data, so that a run is continued with
-the same users, and hashes of the users, so that a later run can check that it has others.
+Users are identified in ``secret/`` only: by a digest of the data, so that a run is continued with
+the same users, and by hashes of the users, so that a later run can check that it shares none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def open_folder(folder: RunFolder, recipe: AnyRecipe, *, create: bool) -> bytes:
     """Return the secret key of a run; a new run gets its folder, key and recipe first.
 
     Raises:
-        DprlhfError: a new run's folder exists, or an existing run has lost its key.
+        DprlhfError: A new run's folder exists, or an existing run has lost its key.
     """
     if not create:
         return folder.open()
@@ -42,11 +42,11 @@ def open_folder(folder: RunFolder, recipe: AnyRecipe, *, create: bool) -> bytes:
 def open_ledger(
     recipe: AnyRecipe, plan: Plan, folder: RunFolder, key: bytes, users: Users, earlier: Earlier
 ) -> Ledger:
-    """Open the ledger of a run, a new one or that of a run which is continued.
+    """Open the ledger of a new run or of one that is continued.
 
     Raises:
-        DprlhfError: the users are not those that the run started with, what it spent is no longer
-            known, or the ledger opened with other terms.
+        DprlhfError: The users are not those that the run started with, its earlier charges are no
+            longer known, or the ledger opened with other terms.
     """
     # The digest of the data stays in secret/: published, it would confirm a guess at the data.
     digest_file = folder.secret / "data-digest"
@@ -81,10 +81,10 @@ def open_ledger(
 
 
 def recipe_digest(recipe: AnyRecipe) -> str:
-    """Return a digest of what a run must not change.
+    """Return a digest of the settings that must stay the same when a run is continued.
 
-    Newer keys that are not set are left out, and values have the name that they had first, so that
-    the runs of earlier versions keep their digest.
+    Newer keys that are not set are left out, and values keep their oldest name, so that runs of
+    earlier versions keep their digest.
     """
     newer = ("revision", "attn_implementation", "damping")
     former = {today: old for old, today in FORMER_NAMES.items()}
@@ -102,10 +102,10 @@ def recipe_digest(recipe: AnyRecipe) -> str:
 
 
 def check_disjoint(recipe: AnyRecipe, users: Users) -> None:
-    """Refuse runs declared disjoint that have a user of the same name or with the same row.
+    """Check that runs declared disjoint have no user of the same name or with the same row.
 
     Raises:
-        DprlhfError: two runs overlap. It names the runs, not the users.
+        DprlhfError: Two runs overlap. The message names the runs, not the users.
     """
     declared = [Path(p.run) for p in recipe.previous if p.users == "disjoint"]
     own = open_private(users.identities()) if declared else np.empty(0, dtype=np.uint64)

@@ -22,8 +22,8 @@ class Series:
     """A line of a plot.
 
     Attributes:
-        name: for the legend.
-        points: x, y and the half-width of the band around y (None: no band), in order of x.
+        name: Name in the legend.
+        points: Points (x, y, half-width of the band around y, or None for no band), by rising x.
     """
 
     name: str
@@ -33,13 +33,13 @@ class Series:
 def line_plot(
     series: Sequence[Series], x_label: str, y_label: str, *, from_zero: bool = False
 ) -> str | None:
-    """Return an SVG element that is as wide as its place; None where there is no point.
+    """Return an SVG element that fills the width of its container; None without any point.
 
     Args:
-        series: the lines.
+        series: The lines of the plot.
         x_label: Label of the horizontal axis.
         y_label: Label of the vertical axis.
-        from_zero: let the vertical axis include 0.
+        from_zero: Whether the vertical axis includes 0.
     """
     points = [p for line in series for p in line.points]
     if not points:

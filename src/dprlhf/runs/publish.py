@@ -19,15 +19,15 @@ from dprlhf.runs.folder import RunFolder, replaced_folder
 def push(run: str | Path, repo: str, *, private: bool = False) -> str:
     """Upload a run's adapter with its model card, and return the address.
 
-    Only ``policy/`` travels. A failed upload changes nothing in the run folder.
+    Only ``policy/`` is uploaded. A failed upload changes nothing in the run folder.
 
     Args:
-        run: the run folder.
-        repo: ``owner/name``; made if it is not there.
-        private: make it a private repository.
+        run: The run folder.
+        repo: The repository, ``owner/name``; created if it does not exist.
+        private: Whether to create a private repository.
 
     Raises:
-        DprlhfError: the run has no policy yet, or the hub did not take it.
+        DprlhfError: The run has no policy yet, or the hub refused the upload.
     """
     from huggingface_hub import HfApi
 
@@ -61,7 +61,7 @@ def merge(
         replace: Replace ``out`` where it exists.
 
     Raises:
-        DprlhfError: the run has no policy yet, the folder exists, or the adapter cannot be merged.
+        DprlhfError: The run has no policy yet, the folder exists, or the adapter cannot be merged.
     """
     folder, out = _finished(run), Path(out)
     if out.exists() and not replace:
@@ -116,7 +116,7 @@ def _base_and_tokenizer(recipe: AnyRecipe, folder: RunFolder) -> tuple[Any, Any]
 
 
 def _merged(base: Any, folder: RunFolder) -> tuple[Any, bool]:
-    """Merge a run's adapter into its base model; return whether it computes what the two did."""
+    """Return the base model with the adapter merged, and whether its logits stayed the same."""
     import peft
 
     probe = torch.arange(1, 17)[None] % base.config.get_text_config().vocab_size
@@ -126,7 +126,7 @@ def _merged(base: Any, folder: RunFolder) -> tuple[Any, bool]:
         with tuned.disable_adapter():
             untuned = _logits(tuned, probe)
         merged = tuned.merge_and_unload()
-    # A merge that drops some of the adapter's weights is off by much of what the adapter changed.
+    # A merge that drops some of the adapter's weights loses a large part of the adapter's change.
     off = (_logits(merged, probe) - wanted).abs().max()
     allowed = 0.05 * (wanted - untuned).abs().max() + 1e-5 * wanted.abs().max()
     return merged, bool(off <= allowed)

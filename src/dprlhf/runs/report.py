@@ -1,7 +1,7 @@
-"""The report of one or several runs: one HTML file, from what a run publishes.
+"""The report of one or several runs: one HTML file, from a run's published files.
 
-Nothing is read from ``secret/``, and no clock: how long a private round took tells how many users
-it had. Files that are missing or damaged are named at the top; the rest is still shown.
+Nothing is read from ``secret/``, and no time stamps: the duration of a private round reveals its
+number of users. Files that are missing or damaged are named at the top; the rest is still shown.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ _ABSURD = 1e100
 
 @dataclass
 class PublishedRun:
-    """What a run folder publishes, as far as it can be read.
+    """The published files of a run folder, as far as they can be read.
 
     Attributes:
         name: Name of the run's folder.
-        card: ``privacy.json``; empty where it cannot be read.
-        recipe: the text of ``recipe.yaml``.
-        metrics: the lines of ``metrics.jsonl`` that can be read, in the order of rounds.
-        samples: ``samples.json``.
-        timing: seconds a response of each phase, measured on public prompts.
-        public_losses: Names of what a supervised stage measures on public rows; empty for private
+        card: Content of ``privacy.json``; empty where it cannot be read.
+        recipe: Text of ``recipe.yaml``.
+        metrics: Readable lines of ``metrics.jsonl``, in the order of rounds.
+        samples: Content of ``samples.json``: public prompts with continuations.
+        timing: Duration of each phase in seconds per response, measured on public prompts.
+        public_losses: Names of a supervised stage's metrics on public rows; empty for private
             updates.
         evaluation: A supervised stage's public loss (and accuracy) before and after.
-        charged: the rounds whose users are spent.
-        problems: what is missing, damaged or without privacy, a sentence each.
+        charged: The rounds that the ledger has charged.
+        problems: Sentences that say what is missing, damaged or without privacy.
     """
 
     name: str
@@ -63,7 +63,7 @@ class PublishedRun:
 
     @property
     def rounds(self) -> int:
-        """T, the planned rounds; what was charged where the plan is unknown."""
+        """The planned number of rounds T, or the last round charged where that is larger."""
         planned = _number(self.card.get("rounds"))
         return max([int(planned or 0), *self.charged])
 
@@ -95,14 +95,15 @@ class PublishedRun:
 
 
 def write_report(folders: Sequence[str | Path], out: str | Path | None = None) -> Path:
-    """Write the report of some runs as one HTML file, and return its path.
+    """Write the report of one or several runs as one HTML file, and return its path.
 
     Args:
-        folders: run folders; of several, the report starts with a comparison.
-        out: the file; by default ``report.html`` in the only run's folder, or in the current one.
+        folders: Run folders; with several, the report starts with a comparison.
+        out: The HTML file; None takes ``report.html`` in the only run's folder, or for several runs
+            in the current folder.
 
     Raises:
-        DprlhfError: a folder is no run folder, or the file cannot be written.
+        DprlhfError: A folder is no run folder, or the file cannot be written.
     """
     runs = [read_run(Path(folder)) for folder in folders]
     if out is None:
@@ -114,10 +115,10 @@ def write_report(folders: Sequence[str | Path], out: str | Path | None = None) -
 
 
 def read_run(path: Path) -> PublishedRun:
-    """Read what a run folder publishes; what cannot be read becomes a problem.
+    """Read a run folder's published files; an unreadable one becomes an entry in ``problems``.
 
     Raises:
-        DprlhfError: the folder has none of a run's files.
+        DprlhfError: The folder has none of a run's files.
     """
     folder = RunFolder(path)
     files = [folder.recipe, folder.privacy, folder.ledger, folder.metrics, folder.samples]
@@ -143,7 +144,7 @@ def read_run(path: Path) -> PublishedRun:
 
 
 def render(runs: Sequence[PublishedRun]) -> str:
-    """Return the report as HTML that loads nothing."""
+    """Return the report as self-contained HTML, which loads no other file."""
     compared = [s for run in runs if (s := Series(run.name, _public_reward(run))).points]
     html: str = _template().render(
         runs=runs,
@@ -198,7 +199,7 @@ class _Recipe(NamedTuple):
 
 
 def _recipe_text(file: Path) -> _Recipe:
-    """Return the recipe, and the names of what it measures on public rows."""
+    """Return the recipe's text, and the names of its stage's metrics on public rows."""
     text = file.read_text()
     recipe = load_any_recipe(file)  # a cut-off recipe is often still YAML
     return _Recipe(text, recipe.public_losses)
@@ -233,7 +234,7 @@ def _metrics(run: PublishedRun, file: Path) -> list[dict[str, Any]]:
 
 
 def _judge(run: PublishedRun, *, finished: bool) -> None:
-    """Add what a reader has to know before the numbers."""
+    """Add the problems that a reader has to know before reading the numbers."""
     if run.card and not run.card.get("private"):
         run.problems.insert(0, "No privacy: this run added no noise. It is for comparison only.")
     if not finished:
@@ -266,7 +267,7 @@ def _mean(values: Sequence[float | None]) -> tuple[float, float] | None:
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot with its title and what it says."""
+    """A plot with its title and an explanation."""
 
     title: str
     about: str
@@ -277,7 +278,7 @@ class Figure:
 
     @property
     def svg(self) -> str | None:
-        """The plot; None without points."""
+        """The plot as an SVG element; None without points."""
         return line_plot(self.series, self.x, self.y, from_zero=self.from_zero)
 
 
@@ -398,7 +399,7 @@ def _public_curve(run: PublishedRun, name: str) -> list[tuple[float, float, floa
 
 
 def _phases(run: PublishedRun) -> list[tuple[str, float, float]]:
-    """Return each phase with its seconds a response and its share in percent."""
+    """Return each phase with its seconds per response and its share in percent."""
     total = sum(run.timing.values())
     return [(name, s, 100 * s / total) for name, s in run.timing.items()] if total > 0 else []
 
@@ -417,7 +418,7 @@ def _estimate(value: tuple[float, float] | None) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a text as it is, and a conversation as its messages, a line each."""
+    """Return a text unchanged, and a conversation as its messages, one a line."""
     if isinstance(value, list):
         return "\n".join(
             f"{m.get('role', '')}: {m.get('content', '')}" if isinstance(m, dict) else str(m)

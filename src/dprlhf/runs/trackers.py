@@ -1,8 +1,8 @@
-"""Experiment trackers, through accelerate: they get each round's line of ``metrics.jsonl``.
+"""Experiment trackers, through accelerate: they log each round's line of ``metrics.jsonl``.
 
-A tracker stamps what it gets with the time, and the time between two rounds tells how many users
+A tracker stamps what it logs with the time, and the time between two rounds reveals how many users
 the second one had. So a tracker gets all rounds together when the run ends, whatever ends it;
-TensorBoard, whose stamps are ours to choose, gets each round at once, stamped with its number.
+TensorBoard accepts a chosen time stamp and gets each round at once, stamped with its number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dprlhf.runs.folder import JsonLines, RunFolder
 Metrics = Mapping[str, Any]
 
 _SETTINGS: dict[str, dict[str, Any]] = {
-    # The curve of a machine's load and the lines of its terminal have times too.
+    # The tracker's system metrics and console output would carry time stamps, too.
     "wandb": {"settings": {"x_disable_stats": True, "console": "off"}},
 }
 
@@ -40,14 +40,14 @@ def check_installed(names: Sequence[str]) -> None:
 def tracked(
     spec: Tracking, folder: RunFolder, config: Mapping[str, Any]
 ) -> Iterator[list[Callable[[dict[str, Any]], None]]]:
-    """Give a callback for each live tracker; the others get all rounds when the block ends.
+    """Yield a callback for each live tracker; the others get all rounds when the block ends.
 
-    A tracker that fails is named once and left alone: it never stops a run.
+    A tracker that fails is reported once and then ignored: it never stops a run.
 
     Args:
-        spec: which trackers.
+        spec: The recipe's trackers.
         folder: The run's folder; its name is the trackers' run name.
-        config: public settings, shown as the run's hyperparameters.
+        config: Public settings, logged as the run's hyperparameters.
     """
     live = [n for n in spec.report_to if n == "tensorboard" or spec.live]
     trackers = [_Tracker(name, spec.project, folder, config) for name in live]
@@ -63,7 +63,7 @@ def tracked(
 
 
 class _Tracker:
-    """One of accelerate's trackers, and whether it has failed."""
+    """One of accelerate's trackers, which is switched off after its first failure."""
 
     def __init__(
         self, name: str, project: str, folder: RunFolder, config: Mapping[str, Any]
@@ -80,7 +80,7 @@ class _Tracker:
         self._attempt(start)
 
     def log(self, metrics: Metrics) -> None:
-        """Send the numbers of one round."""
+        """Log the numbers of one round."""
         step = metrics["round"]
         numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
         stamp = {"walltime": float(step)} if self._name == "tensorboard" else {}
@@ -88,7 +88,7 @@ class _Tracker:
             self._attempt(lambda: self._tracker.log(numbers, step=step, **stamp))
 
     def finish(self) -> None:
-        """Send what is left, and close."""
+        """Let the tracker send what it has buffered, and close it."""
         if self._tracker is not None:
             self._attempt(self._tracker.finish)
 

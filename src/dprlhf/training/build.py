@@ -1,8 +1,8 @@
-"""Everything between a recipe and its first round, for every stage.
+"""The assembly of a run from its recipe, up to the first round, for every stage.
 
 :func:`load_parts` reads and checks what a recipe names and writes nothing; :func:`open_run` then
-makes or opens the run folder. So what can fail on account of the recipe, the data, the model or a
-reward fails before a folder exists.
+makes or opens the run folder. So an error in the recipe, the data, the model or a reward occurs
+before a folder exists.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def load_parts(
 
     Args:
         recipe: The settings.
-        sources: What the program holds in memory in place of the recipe's data, rewards, policy.
+        sources: Objects in memory that replace the recipe's data, rewards or policy.
         processes: This process among those of the launch.
         quiet: Print nothing.
 
     Raises:
-        DprlhfError: a setting, the data, the model or a reward is wrong.
+        DprlhfError: A setting, the data, the model or a reward is wrong.
     """
     hush_libraries()
     check_installed(recipe.tracking.report_to)
@@ -90,20 +90,20 @@ def open_run(
     callbacks: Sequence[Callback] = (),
     quiet: bool = False,
 ) -> Iterator[Run]:
-    """Give a run that is ready for its next round, and close its files afterwards.
+    """Yield a run that is ready for its next round, and close its files afterwards.
 
-    An error inside becomes one line that quotes no user.
+    An unexpected error inside the block becomes one line that quotes no user's data.
 
     Args:
         recipe: The settings; a new run writes them to its folder.
         folder: The run folder; with ``create`` it must not exist.
-        sources: What the program holds in memory.
+        sources: Objects in memory that replace the recipe's data, rewards or policy.
         create: Start a new run; otherwise continue the one in ``folder``.
         callbacks: Called after every round with its public and released metrics.
         quiet: Show no progress bars.
 
     Raises:
-        DprlhfError: what the recipe names is wrong, or the folder is of another run.
+        DprlhfError: Something that the recipe names is wrong, or the folder is another run's.
     """
     processes = Processes.connect()
     if create:
@@ -180,7 +180,7 @@ def plan_of(recipe: AnyRecipe, users: Users) -> Plan:
 
 
 def hush_libraries() -> None:
-    """Leave the terminal to this project's own bars and lines."""
+    """Switch off other libraries' progress bars and notices."""
     import datasets
     from transformers.utils import logging
 
@@ -191,7 +191,7 @@ def hush_libraries() -> None:
 
 @contextlib.contextmanager
 def _one_line_errors(folder: RunFolder) -> Iterator[None]:
-    """Keep what an unexpected error says out of sight: its text may quote a user."""
+    """Hide the text of an unexpected error, which may quote a user's data."""
     try:
         yield
     except DprlhfError:

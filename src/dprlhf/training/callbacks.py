@@ -1,6 +1,6 @@
 """Callbacks: plain functions, or objects as transformers' ``Trainer`` takes them.
 
-Both see what a round published, and nothing else: no model, no batch, no data loader.
+Both receive a round's published metrics and nothing else: no model, no batch, no data loader.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def as_functions(callbacks: Sequence[Any], folder: Path, rounds: int) -> list[Fu
     """Return the callbacks as functions of a round's metrics.
 
     Args:
-        callbacks: functions, or ``transformers.TrainerCallback`` objects.
+        callbacks: Functions, or ``transformers.TrainerCallback`` objects.
         folder: The run folder.
         rounds: The number of rounds T.
     """
@@ -27,13 +27,13 @@ def as_functions(callbacks: Sequence[Any], folder: Path, rounds: int) -> list[Fu
 
 
 class _Events:
-    """Calls a ``TrainerCallback``: a round is a step.
+    """Calls the events of a ``TrainerCallback``; a round is a step.
 
-    ``on_train_begin`` comes first; each round ``on_step_begin``, ``on_step_end`` and ``on_log``
-    with the round's metrics, as it ends; ``on_train_end`` after the last. ``args`` has
+    ``on_train_begin`` comes first. At the end of each round come ``on_step_begin``, ``on_step_end``
+    and ``on_log`` with the round's metrics; after the last, ``on_train_end``. ``args`` has
     ``output_dir`` and ``max_steps``; ``state`` is a ``TrainerState`` with ``global_step``,
-    ``max_steps`` and ``log_history``. What a callback writes into ``control`` is not read: whatever
-    should stop a run may raise ``KeyboardInterrupt``, and ``dprlhf resume`` goes on.
+    ``max_steps`` and ``log_history``. Changes to ``control`` are ignored: a callback stops a run by
+    raising ``KeyboardInterrupt``, and ``dprlhf resume`` continues it.
     """
 
     def __init__(self, callback: Any, folder: Path, rounds: int) -> None:

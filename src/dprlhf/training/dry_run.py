@@ -1,4 +1,4 @@
-"""``--dry-run``: what a recipe of any stage would do and cost; nothing is charged or written."""
+"""``--dry-run``: the plan and the cost of a recipe of any stage; nothing is charged or written."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def dry_run(recipe: Recipe, sources: Sources | None = None) -> dict[str, Any]:
     No folder is made, no user's prompt is drawn and nothing is charged.
 
     Returns:
-        The plan, JSON-ready: what is released and at which ε, the noise, the memory of the timed
+        The plan, JSON-ready: the releases and their ε, the noise, the memory of the timed
         micro-batch (bytes), the reward on public responses, and the estimated time (seconds). The
         estimate leaves out the KL penalty and the importance ratio, a forward pass each, and
         evaluation during the run.
 
     Raises:
-        DprlhfError: as the run would.
+        DprlhfError: The run itself would fail for the same reason before its first round.
     """
     processes = Processes.connect()
     sources = sources or Sources(None, None, None)
@@ -70,19 +70,19 @@ def dry_run(recipe: Recipe, sources: Sources | None = None) -> dict[str, Any]:
 def dry_run_stage(
     recipe: StageRecipe, data: Any = None, evaluation_data: Any = None
 ) -> dict[str, Any]:
-    """Do the same for a supervised stage.
+    """Load and check everything that a supervised stage would, and time some public rows.
 
     Args:
         recipe: The stage's recipe.
-        data: as for :func:`dprlhf.training.supervised.train_stage`.
-        evaluation_data: likewise.
+        data: Private rows in memory, as for :func:`dprlhf.train_stage`.
+        evaluation_data: Public rows in memory, as for :func:`dprlhf.train_stage`.
 
     Returns:
-        As :func:`dry_run`, with ``seconds_a_row``; without public rows to time, that and the
-        estimate are None.
+        The plan as :func:`dry_run` returns it, with ``seconds_a_row``; without public rows to time,
+        that and the estimate are None.
 
     Raises:
-        DprlhfError: as the stage would.
+        DprlhfError: The stage itself would fail for the same reason before its first round.
     """
     processes = Processes.connect()
     sources = Sources(data, None, evaluation_data)

@@ -38,31 +38,31 @@ class RewardEstimate:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Rewards ``[prompts]`` and continuations of one policy on the public prompts."""
+    """One policy's continuations of the public prompts, and their rewards, ``[prompts]``."""
 
     rewards: NDArray[np.float64]
     responses: Responses
 
     @property
     def estimate(self) -> RewardEstimate:
-        """Mean and standard error."""
+        """Return the mean reward and its standard error."""
         return estimate(self.rewards)
 
 
 def drift_metrics(
     policy: CausalLMPolicy, responses: Responses, batch_size: int
 ) -> dict[str, float]:
-    """Return what shows a policy going astray while its reward rises, of PUBLIC responses.
+    """Return metrics of PUBLIC responses that reveal reward hacking while the reward rises.
 
     Args:
-        policy: which sampled them.
+        policy: The policy that sampled the responses.
         responses: Responses to the prompts of an evaluation.
-        batch_size: rows of a forward pass.
+        batch_size: Number of rows in a forward pass.
 
     Returns:
-        The mean length in tokens; the share that ended by themselves, not by the limit; and the
-        mean of log π_t(y|x) − log μ(y|x) in nats, an estimate of KL(π_t ‖ μ) for a response at the
-        temperature of sampling.
+        The mean length in tokens; the share of responses that ended before the length limit; and
+        the mean of log π_t(y|x) − log μ(y|x) in nats, an estimate of KL(π_t ‖ μ) for a response at
+        the sampling temperature.
     """
     lengths = responses.response_mask.sum(1)
     last = responses.tokens[:, -responses.max_new_tokens :].gather(1, lengths[:, None] - 1)
@@ -75,7 +75,7 @@ def drift_metrics(
 
 
 def estimate(values: NDArray[np.float64]) -> RewardEstimate:
-    """Return the mean of ``[prompts]`` values and its standard error."""
+    """Return the mean of values, ``[prompts]``, and its standard error."""
     error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return RewardEstimate(float(values.mean()), error, len(values))
 
@@ -94,14 +94,14 @@ def evaluate(
     """Sample one continuation of each public prompt and score it.
 
     Args:
-        policy: The policy.
-        scorer: The rewards.
+        policy: The policy that samples the continuations.
+        scorer: The rewards that score them.
         prompts: Public prompts.
-        rollout: How responses are sampled.
+        rollout: The recipe's sampling settings.
         seed: Seed of the draws: with the same seed, two policies can be compared draw by draw.
         max_prompt_tokens: Longer prompts are cut on the left.
         base: Evaluate the base model (the adapter switched off) in place of the policy.
-        tick: Called with the number of rows done.
+        tick: Called with the number of rows done since the last call.
     """
     one = rollout.model_copy(update={"responses": 1, "base_policy": "on-policy"})
     with policy.base() if base else contextlib.nullcontext():

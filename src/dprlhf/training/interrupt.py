@@ -41,7 +41,7 @@ class Interruptible:
         self._pending = True
 
     def defer(self) -> None:
-        """From here on, wait for the end of the block."""
+        """Raise an interrupt that is pending, and defer later ones to the end of the block."""
         if self._pending:
             raise KeyboardInterrupt
         self._deferred = True

@@ -1,7 +1,7 @@
-"""Several processes as one: thin functions over accelerate.
+"""Data-parallel processes: thin functions over accelerate.
 
-Users are shared out by this project's own rule, and sums are sums: accelerate's samplers may repeat
-a sample, and its gradient reduction averages. Launch files are in ``recipes/accelerate``;
+Users are distributed by this project's own rule, and tensors are summed: accelerate's samplers may
+repeat a sample, and its gradient reduction averages. Launch files are in ``recipes/accelerate``;
 ``docs/scaling.md`` says what each way of launching costs.
 """
 
@@ -24,9 +24,9 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 
 T = TypeVar("T")
 
-# A process that dies closes its connections, which the others notice at once (gloo), or is noticed
-# by the launcher (nccl). This bounds the wait for one that hangs; rewards and evaluation may take
-# long on one process while the others wait.
+# This bounds the wait for a process that hangs; it is long, because rewards and evaluation may keep
+# one process busy while the others wait. A process that dies is noticed at once: by the others, as
+# its connections close (gloo), or by the launcher (nccl).
 _PATIENCE = timedelta(hours=1)
 
 
@@ -38,18 +38,18 @@ def _leave() -> None:
 
 @dataclass
 class Processes:
-    """This process among all of the launch."""
+    """The processes of one launch, as seen from this process."""
 
     accelerator: Any
     _lock_step: _LockStep | None = None
 
     @classmethod
     def connect(cls) -> Processes:
-        """Join the launch; a plain start is a launch of one.
+        """Join the launch; without a launcher, it is a launch of one process.
 
         Raises:
-            DprlhfError: fewer processes joined than the launch was asked for, or it asks for a
-                way of sharding that is not supported.
+            DprlhfError: Fewer processes joined than were launched, or the launch asks for a
+                sharding strategy that is not supported.
         """
         from accelerate import Accelerator
         from accelerate.utils import InitProcessGroupKwargs
@@ -85,7 +85,7 @@ class Processes:
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """The device of this process."""
         device: torch.device = self.accelerator.device
         return device
 
@@ -96,11 +96,11 @@ class Processes:
     def place(self, policy: CausalLMPolicy) -> None:
         """Move the policy to this process's device.
 
-        Launched with FSDP, the processes of one machine share the frozen weights of the decoder
-        layers out among them (FSDP2); adapter, embeddings and head stay whole on each.
+        Launched with FSDP, the frozen weights of the decoder layers are sharded over the processes
+        of one machine (FSDP2); adapter, embeddings and head stay whole on each.
 
         Raises:
-            DprlhfError: transformers does not say which modules are the model's layers.
+            DprlhfError: The model's class in transformers does not name its layer modules.
         """
         if _flag("ACCELERATE_USE_FSDP") and self.count > 1:
             self._lock_step = _shard(policy, self.device, self._together)
@@ -130,7 +130,7 @@ class Processes:
     def on_main(self, action: Callable[[], T]) -> T:
         """Run an action on the main process; every process gets its value, or its error.
 
-        The others wait for it: they must learn of a failure too, or they wait for ever.
+        The others wait for it, so they must learn of a failure, too, or they would wait for ever.
         """
         value, problem = None, None
         if self.main:
@@ -171,7 +171,7 @@ def _flag(name: str) -> bool:
 
 
 def _check_count(joined: int) -> None:
-    """Compare the number of processes with what the launcher's environment asks for."""
+    """Check the number of processes against the one in the launcher's environment."""
     names = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
     name = next((n for n in names if os.environ.get(n, "").isdigit()), None)
     if name is not None and int(os.environ[name]) != joined:
@@ -191,17 +191,18 @@ def _check_count(joined: int) -> None:
         )
 
 
-# What a process wants next, in the order in which all processes do it.
+# The next operation of a process, in the order in which all processes perform them.
 _FORWARD, _BACKWARD, _MEET = 0, 1, 2
 
 
 class _LockStep:
-    """Keeps processes that hold parts of one model in step.
+    """Keeps processes that hold shards of one model in step.
 
-    A pass through sharded layers gathers their weights from all processes, so all must make the
-    same passes in the same order. But users differ, and with them the number of micro-batches and
-    of sampled tokens. So before each pass the processes compare what they want next, and do the
-    least of it together; who wants something later helps with a pass over one token.
+    A pass through sharded layers gathers their weights from all processes, so all must run the same
+    passes in the same order. But the number of micro-batches and of sampled tokens depends on each
+    process's users. So before each pass the processes compare their next operations and run the
+    earliest of them together; a process whose own operation is a later one takes part with a pass
+    over one token.
 
     A pass that records gradients must be followed by its backward pass.
     """
@@ -266,7 +267,7 @@ def _shard(
     )
     mesh = DeviceMesh.from_group(group, device.type)
     for layer in layers:
-        # Said outright: each layer is a root here, and the default leaves a root's weights whole.
+        # Set explicitly: each layer is a root here, and the default leaves a root's weights whole.
         fully_shard(
             layer,
             mesh=mesh,

@@ -1,6 +1,6 @@
-"""Progress bars. Inside a round, what moves tells how many users it has, and that is private.
+"""Progress bars. Within a round, visible progress reveals its number of users, which is private.
 
-A terminal shows the operator, who holds the data, tens of percent. Anything else that takes the
+A terminal shows the operator, who holds the data, progress in steps of ten percent. Any other
 output (a job's log, a notebook's file) outlives the run and is passed on: it gets the names of the
 phases only.
 """
@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 
 from dprlhf.boundary import Private, open_private
 
-# No count, no rate, no clock: how long a round takes tells how many users it has.
+# No count, no rate, no clock: the duration of a round reveals its number of users.
 _SHARE_ONLY = "{desc}{percentage:3.0f}%|{bar}|"
 _PHASE_ONLY = "{desc}"
 _ROUNDS = "{desc}: {n_fmt}/{total_fmt}|{bar}|{postfix}"
@@ -32,8 +32,8 @@ class RoundBar:
     Args:
         bar: A ``tqdm`` bar from 0 to 100 percent.
         label: The text before the phase's name.
-        rows_a_user: Rows of one user in each phase.
-        moves: Whether it shows the share that is done, which only a terminal may.
+        rows_a_user: Number of rows of one user in each phase.
+        moves: Whether it shows the share of work done, which only a terminal may.
     """
 
     def __init__(self, bar: Any, label: str, rows_a_user: int, *, moves: bool) -> None:
@@ -55,7 +55,7 @@ class RoundBar:
         self._bar.set_description(f"{self._label}: {phase}")
 
     def tick(self, rows: int) -> None:
-        """Count some rows as done."""
+        """Count this number of rows as done."""
         self._done += rows
         if not self._moves:
             return
@@ -71,7 +71,7 @@ class RoundBar:
 
 
 class Progress:
-    """All bars of a run; silent on processes other than the main one."""
+    """All progress bars of a run; silent on processes other than the main one."""
 
     def __init__(self, rows_a_user: int, *, disable: bool = False) -> None:
         self._rows_a_user = rows_a_user
@@ -81,9 +81,9 @@ class Progress:
         self._shown: dict[str, str] = {}
 
     def expect(self, seconds_a_round: float) -> None:
-        """Show the time left, from what PUBLIC rows took; the clock of a private round is private.
+        """Show the remaining time, estimated on PUBLIC rows: a private round's time is private.
 
-        Without this, no time left is shown.
+        Without this call, no remaining time is shown.
         """
         self._seconds_a_round = seconds_a_round
 
@@ -130,7 +130,7 @@ class Progress:
             yield tick
 
     def show(self, metrics: dict[str, Any]) -> None:
-        """Put released values beside the bar over rounds."""
+        """Show released values beside the bar over rounds."""
         for key, label in (
             ("private_reward_noised", "reward (noised)"),
             ("public_reward", "public reward"),
@@ -141,6 +141,6 @@ class Progress:
             self._rounds.set_postfix(self._shown)
 
     def close(self) -> None:
-        """Take the bars down."""
+        """Close all bars."""
         if self._rounds is not None:
             self._rounds.close()

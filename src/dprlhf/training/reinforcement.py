@@ -64,7 +64,7 @@ _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished run of private updates leaves.
+    """The result of a finished run of private updates.
 
     Attributes:
         folder: The run folder.
@@ -90,17 +90,17 @@ class Reinforcement:
 
     Args:
         recipe: The settings.
-        sources: What the program holds in memory in place of the recipe's data and rewards.
+        sources: Objects in memory that replace the recipe's data, rewards or policy.
 
     Attributes:
         recipe: The settings; :meth:`settle` replaces what they leave open.
-        public: The public prompts that evaluation takes; None without evaluation.
-        critic: The critic that guesses a prompt's mean reward; None without one.
+        public: The public prompts of the evaluation; None without evaluation.
+        critic: The value function V(x); None without a critic.
         rewards: The recipe's rewards, loaded.
-        spread: How the rewards of responses to public prompts are distributed.
+        spread: Summary of the distribution of rewards of responses to public prompts.
         scorer: The weighted sum of the rewards, clipped to ± ``reward_range``.
         telemetry: The coordinates that carry the mean reward in each round's first release.
-        timing: Seconds a response of each phase, measured on public prompts.
+        timing: Duration of each phase in seconds per response, measured on public prompts.
     """
 
     rewards: list[LoadedReward]
@@ -119,12 +119,12 @@ class Reinforcement:
 
     @property
     def rows_a_user(self) -> int:
-        """The responses to a user's prompt."""
+        """The number of responses to a user's prompt."""
         return self.recipe.rollout.responses
 
     @property
     def warnings(self) -> list[str]:
-        """What the check of the rewards on public prompts found."""
+        """Warnings from the check of the rewards on public prompts."""
         return self.spread.warnings
 
     # --- before the run ---------------------------------------------------------------------
@@ -134,7 +134,7 @@ class Reinforcement:
         return self._sources.policy or load_policy_of(self.recipe)
 
     def check_rows(self, rows: Any) -> None:
-        """Prompts are checked as they are read: whatever cannot be read contributes nothing."""
+        """Check nothing: an unreadable prompt is found as it is read, and contributes nothing."""
 
     def check_policy(self, users: Users, policy: CausalLMPolicy) -> None:
         """Refuse a tokenizer without a template, or a policy too large for the recipe's oracle."""
@@ -219,7 +219,7 @@ class Reinforcement:
         return self._outcome(round_)
 
     def _outcome(self, round_: PrivateRound) -> Outcome:
-        """Read what rode in the round's first release."""
+        """Return the round's metrics, among them the noised mean reward from the first release."""
         assert round_.released is not None
         assert round_.norms is not None
         metrics: dict[str, Any] = {}
@@ -310,7 +310,7 @@ def load_policy_of(recipe: Recipe) -> CausalLMPolicy:
     """Load the recipe's policy, and check that prompts and responses fit into its context.
 
     Raises:
-        DprlhfError: it cannot be loaded, or its context is too short.
+        DprlhfError: The policy cannot be loaded, or its context is too short.
     """
     policy = load_policy(recipe.policy, temperature=recipe.rollout.temperature, seed=recipe.seed)
     prompt, response = recipe.data.max_prompt_tokens, recipe.rollout.max_new_tokens
@@ -333,7 +333,7 @@ def _with_batch_size(recipe: Recipe, plan: Plan, policy: CausalLMPolicy, process
 
 
 def _leftover_responses(policy: CausalLMPolicy, recipe: Recipe, public: Users) -> Responses:
-    """Sample one response to each of some public prompts that the evaluation leaves over."""
+    """Sample one response to each of several public prompts that the evaluation does not use."""
     one = recipe.rollout.model_copy(update={"responses": 1, "base_policy": "on-policy"})
     return sample(
         policy,
@@ -348,7 +348,7 @@ def _leftover_responses(policy: CausalLMPolicy, recipe: Recipe, public: Users) -
 def _settle_clip_norm(
     recipe: Recipe, plan: Plan, policy: CausalLMPolicy, public: Users | None, *, quiet: bool
 ) -> Recipe:
-    """Let the trust region decide the clip norm; the noise multiplier does not depend on it."""
+    """Set the clip norm from the trust region; the noise multiplier does not depend on it."""
     region = recipe.update.clip_norm
     if not isinstance(region, TrustRegion):
         return recipe
@@ -384,7 +384,7 @@ def _loadable(spec: RewardSettings) -> RewardSettings:
 def _check_rewards(
     rewards: Sequence[LoadedReward], policy: CausalLMPolicy, recipe: Recipe, public: Prompts
 ) -> RewardSummary:
-    """Check on public prompts that no reward couples users, and see how rewards are distributed."""
+    """Check on public prompts that no reward couples users, and summarise their distribution."""
     per_user = any(reward.per_user for reward in rewards)
     # A reward that compares a user's responses cannot be checked on one response alone.
     responses = recipe.rollout.responses if per_user else 1
@@ -432,7 +432,7 @@ def _critic(
 
 
 def _rewards(scored: Scores) -> dict[str, Any]:
-    """Return what ``secret/`` keeps of this process's rewards."""
+    """Return this process's raw rewards for ``secret/``, JSON-ready."""
     return {
         "reward_mean": float(scored.values.mean()) if len(scored.values) else None,
         "reward_failures": dict(scored.failures),

@@ -1,4 +1,4 @@
-"""What every stage does around a round: which are left, whose turn it is, gate, checkpoint."""
+"""The steps around a round in every stage: remaining rounds, users, gate, checkpoint, metrics."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from dprlhf.training.run import Outcome, Run
 
 
 def remaining_rounds(run: Run) -> Iterator[int]:
-    """Yield the rounds that were never charged; the checkpoint fixes policy and optimizer.
+    """Load the last checkpoint of policy, optimizer and critic; yield the rounds not yet charged.
 
-    The users of a round that was charged but not saved are spent: it is left out, never redone.
+    A round that was charged but not saved is skipped, never repeated: its users are spent.
     """
     saved = load_checkpoint(run.folder, run.policy, run.optimizer, run.stage.critic)
 
@@ -44,7 +44,7 @@ def users_of_round(run: Run, t: int) -> Private[NDArray[np.int64]]:
 def gate_for_round(
     run: Run, t: int, interrupt: Interruptible
 ) -> Callable[[BoundedSum], Released[torch.Tensor]]:
-    """Return the round's way through the gate: every process gets the main process's release."""
+    """Return the round's release function; every process gets the main process's release."""
 
     def release(bounded: BoundedSum) -> Released[torch.Tensor]:
         # From the charge to the checkpoint the round is finished whatever the user presses: a
@@ -56,17 +56,17 @@ def gate_for_round(
 
 
 def save(run: Run, t: int) -> None:
-    """Write the checkpoint of round t, then its commit."""
+    """Write the checkpoint of round t, then commit the round in the ledger."""
     if run.gate is not None:
         save_checkpoint(run.folder, t, run.policy, run.optimizer, run.stage.critic)
         run.gate.ledger.commit(t)
 
 
 def released_metrics(run: Run, t: int, released: Released[torch.Tensor]) -> dict[str, Any]:
-    """Return what every round's line of metrics has, from its first release, ``[dimension]``.
+    """Return the metrics that every stage logs, from a round's first release, ``[dimension]``.
 
     Raises:
-        TypeError: the vector did not come from the gate.
+        TypeError: The vector did not come from the gate.
     """
     vector = open_released(released, "released_metrics")
     return {
@@ -100,7 +100,7 @@ def record_secret(
 
     Args:
         users: Indices of this process's users of round t, ``[users]``.
-        outcome: What the stage did with them; its norms are empty where none were taken.
+        outcome: The stage's result of the round; its norms are empty without clipping.
         seconds: Duration of each phase.
     """
     taken = open_private(outcome.norms)

@@ -1,4 +1,4 @@
-"""A run of any stage: what it is made of, and the protocol for what differs between stages."""
+"""A run of any stage: its parts, and the protocol of a stage, :class:`Stage`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dprlhf.updates.critic import Critic
 
 @dataclass(repr=False)
 class Parts:
-    """A run before anything is written: settings, data and models, loaded and checked.
+    """The parts of a run before anything is written: plan, data and model, loaded and checked.
 
     Attributes:
         plan: The privacy plan; :meth:`Stage.settle` may change its clip norm.
@@ -50,20 +50,20 @@ class Parts:
 
 @dataclass(repr=False)
 class Run:
-    """A run that can train: its parts, its folder, and the only way to release anything.
+    """A run that is ready to train: its parts, its folder, and the gate for releases.
 
-    :func:`dprlhf.training.build.open_run` makes it.
+    :func:`dprlhf.training.build.open_run` creates it.
 
     Attributes:
         recipe: The settings, with nothing left open.
-        stage: What this kind of run learns from its users.
+        stage: The part of the training that differs by kind of run.
         plan: The privacy plan: partition, noise and guarantee.
         earlier: The earlier runs whose privacy cost counts towards the total.
-        folder: Where the run writes.
-        key: The secret key that allocation and noise come from.
+        folder: The run folder.
+        key: The secret key that allocation and noise are derived from.
         processes: This process among those of the launch.
         users: The private users.
-        allocation: Which users each round has.
+        allocation: The assignment of users to rounds.
         policy: The model that is trained.
         optimizer: The server-side optimizer of the policy's parameters.
         gate: The only exit for values computed from users. Only the main process has it, so that
@@ -90,7 +90,7 @@ class Run:
 
 @dataclass(frozen=True, repr=False)
 class Batch:
-    """A round's users on this process, and the tools to work on them.
+    """A round's users on this process, with the round's release function and progress bar.
 
     Attributes:
         t: The round, from 1.
@@ -110,7 +110,7 @@ class Batch:
 
 @dataclass(frozen=True, repr=False)
 class Outcome:
-    """What a stage did in a round, after the policy moved.
+    """The result of a round, after the policy moved.
 
     Attributes:
         released: The round's first release, ``[dimension]`` where it is a gradient.
@@ -126,14 +126,14 @@ class Outcome:
 
 
 class Stage(Protocol):
-    """What one kind of run does differently from another: private updates, SFT, a reward model.
+    """One kind of training run: private updates (RL), SFT, or a reward model.
 
-    The methods are called in the order in which they stand here. A stage keeps the recipe, because
-    :meth:`settle` replaces what the recipe leaves open to the machine and the data.
+    The methods are called in the order in which they are defined here. A stage keeps the recipe,
+    because :meth:`settle` replaces what the recipe leaves open to the machine and the data.
 
     Attributes:
-        rows_a_user: Rows of a user in each phase of a round, for the progress bar.
-        warnings: What the operator should know before the first round, a sentence each.
+        rows_a_user: Number of rows of a user in each phase of a round, for the progress bar.
+        warnings: Sentences that the operator should read before the first round.
     """
 
     @property
@@ -142,11 +142,11 @@ class Stage(Protocol):
 
     @property
     def critic(self) -> Critic | None:
-        """The critic, whose state belongs into the checkpoint; None without one."""
+        """The critic, whose state is saved in the checkpoint; None without one."""
 
     @property
     def public(self) -> Prompts | None:
-        """The public rows that evaluation takes; None without evaluation."""
+        """The public rows of the evaluation; None without evaluation."""
 
     @property
     def rows_a_user(self) -> int:
@@ -154,27 +154,28 @@ class Stage(Protocol):
 
     @property
     def warnings(self) -> list[str]:
-        """What the operator should know before the first round, a sentence each."""
+        """Sentences that the operator should read before the first round."""
 
     def load_policy(self) -> CausalLMPolicy:
         """Load the model that is trained.
 
         Raises:
-            DprlhfError: it cannot be loaded, or the recipe's rows do not fit into its context.
+            DprlhfError: It cannot be loaded, or the recipe's rows do not fit into its context.
         """
 
     def check_rows(self, rows: Any) -> None:
-        """Refuse private rows that cannot be learnt from; the error quotes none of them.
+        """Check that the stage can train on the private rows; an error quotes none of them.
 
         Raises:
-            DprlhfError: a row lacks a value or has one that the stage does not know.
+            DprlhfError: A row lacks a value or has one that the stage does not know.
         """
 
     def check_policy(self, users: Users, policy: CausalLMPolicy) -> None:
-        """Refuse a model that cannot do what the recipe asks.
+        """Check that the model supports what the recipe asks for.
 
         Raises:
-            DprlhfError: for example, it has no chat template, and the prompts are conversations.
+            DprlhfError: It does not; for example, the prompts are conversations and the tokenizer
+                has no chat template.
         """
 
     def settle(self, parts: Parts) -> None:
@@ -184,33 +185,33 @@ class Stage(Protocol):
         """Load and check what else the stage needs, such as rewards.
 
         Args:
-            parts: With the plan of the settled recipe.
+            parts: The parts of the run, with the plan of the settled recipe.
         """
 
     def opened(self, folder: RunFolder) -> AbstractContextManager[None]:
         """Hold open the stage's own files in the run folder."""
 
     def evaluate(self, run: Run, description: str) -> Any:
-        """Evaluate the policy on public rows; something false without any."""
+        """Return the evaluation of the policy on public rows; a falsy value without such rows."""
 
     def seconds_a_round(self, run: Run) -> float | None:
-        """Measure on PUBLIC rows how long a round takes one process; None without such rows."""
+        """Return the seconds of a round on one process, timed on PUBLIC rows; None without them."""
 
     def update(self, run: Run, batch: Batch) -> Outcome:
-        """Do a round's private work, release its sum through the gate, and move the policy."""
+        """Compute a round's clipped sum, release it through the gate, and move the policy."""
 
     def public_metrics(self, run: Run, t: int) -> dict[str, float]:
-        """Evaluate on public rows after round t; the main process alone does so."""
+        """Evaluate on public rows after round t; called on the main process only."""
 
     def check_round(self, run: Run, t: int) -> None:
-        """Stop the run where what was RELEASED shows that it cannot succeed.
+        """Stop the run if the RELEASED values show that it cannot succeed.
 
         Raises:
-            DprlhfError: what to look at before the run goes on.
+            DprlhfError: It cannot; the message says what to check before resuming.
         """
 
     def write(self, run: Run, before: Any, after: Any) -> None:
-        """Write what the stage leaves beside the policy; the main process alone does so."""
+        """Write the stage's files beside the policy; called on the main process only."""
 
     def result(self, run: Run, before: Any, after: Any) -> Any:
-        """Return what the caller of :func:`dprlhf.train` or ``train_stage`` gets."""
+        """Return the value that :func:`dprlhf.train` or ``train_stage`` returns."""

@@ -40,14 +40,14 @@ Losses = dict[str, RewardEstimate]
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a finished supervised stage leaves.
+    """The result of a finished supervised stage.
 
     Attributes:
-        folder: The run folder; its ``model/`` is what the next stage names.
+        folder: The run folder; its ``model/`` is the base model for the next stage's recipe.
         plan: The privacy plan of this stage alone; ``privacy.json`` also has the total.
         before: The loss (and accuracy) of the untouched model on public rows; empty without
             evaluation.
-        after: The same of the tuned model.
+        after: The loss (and accuracy) of the tuned model on the same rows.
         policy: The tuned model.
     """
 
@@ -84,12 +84,12 @@ class Supervised:
 
     Args:
         recipe: The settings.
-        task: How rows of data become tokens and losses.
-        tokens: The most tokens that a row of data becomes.
+        task: The task, which turns rows of data into tokens and losses.
+        tokens: The largest number of tokens in a row of data.
         load: Loads the model that is trained.
     """
 
-    critic = None  # there are no responses whose mean reward it could guess
+    critic = None  # there are no responses whose mean reward it could predict
 
     def __init__(
         self, recipe: StageRecipe, task: Task, *, tokens: int, load: Callable[[], CausalLMPolicy]
@@ -102,12 +102,12 @@ class Supervised:
 
     @property
     def rows_a_user(self) -> int:
-        """The rows of tokens that a user's rows of data become."""
+        """The number of rows of tokens from a user's rows of data."""
         return self.task.rows * self.recipe.data.max_prompts_per_user
 
     @property
     def warnings(self) -> list[str]:
-        """A supervised stage has no rewards that could be out of range."""
+        """Warnings for the operator: none, because there are no rewards to be out of range."""
         return []
 
     # --- before the run ---------------------------------------------------------------------
@@ -123,16 +123,16 @@ class Supervised:
         return policy
 
     def check_rows(self, rows: Any) -> None:
-        """Refuse rows without a value or with an unknown label."""
+        """Check that no row lacks a value or has an unknown label."""
         self.task.check(rows)
 
     def check_policy(self, users: Users, policy: CausalLMPolicy) -> None:
-        """Refuse a language model whose tokenizer cannot write conversations as text."""
+        """Check that the tokenizer has a chat template where the rows are conversations."""
         if not self.recipe.classifier:
             check_template(self.recipe.data, users, policy)
 
     def settle(self, parts: Parts) -> None:
-        """Start the adapter along the activations of public rows, where the recipe says so."""
+        """Initialise the adapter from activations on public rows, where the recipe says so."""
         recipe, public = self.recipe, parts.public
         self.public = evaluated(recipe, public)
         if recipe.trained.adapter.init == "public-activations" and public is not None:
@@ -140,10 +140,10 @@ class Supervised:
             align_with_activations(parts.policy, some.tokens, some.mask, recipe.update.batch_size)
 
     def load(self, parts: Parts) -> None:
-        """A supervised stage needs nothing beyond its model and rows."""
+        """Load nothing: a supervised stage needs only its model and rows."""
 
     def opened(self, folder: RunFolder) -> contextlib.AbstractContextManager[None]:
-        """A supervised stage keeps no file open."""
+        """Return an empty context: a supervised stage keeps no file open."""
         return contextlib.nullcontext()
 
     # --- the rounds -------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class Supervised:
         )
 
     def check_round(self, run: Run, t: int) -> None:
-        """Nothing that a supervised round releases shows that the run cannot succeed."""
+        """Check nothing: a supervised release does not show that the run cannot succeed."""
 
     # --- evaluation, and what the run leaves ------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What the supervised stages learn: documents, preference pairs, labels.
+"""The tasks of the supervised stages: next-token prediction, preference pairs, labels.
 
 Each task turns rows of data into tokens and gives every row a weight, so that Σ weight · ∇ log π
 over a user's rows is minus the gradient of that user's mean loss. The clipping code, which knows
@@ -29,11 +29,11 @@ Array = NDArray[np.float64]
 
 
 class Task(Protocol):
-    """What a stage learns from its users.
+    """A supervised learning task: the encoding of rows and the weights of their log-probabilities.
 
     Attributes:
-        rows: How many rows of tokens one row of data makes.
-        metrics: names of what :meth:`losses` measures.
+        rows: Number of rows of tokens for one row of data.
+        metrics: Names of the metrics that :meth:`losses` returns.
     """
 
     rows: int
@@ -44,7 +44,7 @@ class Task(Protocol):
         ...
 
     def check(self, rows: Any) -> None:
-        """Raise a :class:`DprlhfError`, which quotes no row, where the data cannot be learnt."""
+        """Raise a :class:`DprlhfError`, which quotes no row, if the task cannot use the data."""
         ...
 
     def weights(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
@@ -52,7 +52,7 @@ class Task(Protocol):
         ...
 
     def losses(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> list[Array]:
-        """Return each example's metrics, ``[examples]`` each; for public examples."""
+        """Return the metrics of PUBLIC examples, an array ``[examples]`` for each metric."""
         ...
 
 
@@ -70,9 +70,9 @@ class NextTokens:
         check_present(rows, self._data)
 
     def encode(self, model: CausalLMPolicy, examples: Prompts) -> Responses:
-        """Return a row for each document: what is given, padded on the left, and what is learnt.
+        """Return a row for each document: its prompt, padded on the left, and its learnt tokens.
 
-        The end-of-sequence token is learnt where the document is not cut.
+        The end-of-sequence token is learnt unless the document is truncated.
         """
         data = self._data
         if data.completion_column is None:
@@ -88,14 +88,14 @@ class NextTokens:
         return pack(model, examples, prompts, answers, length, data.max_prompt_tokens)
 
     def weights(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
-        """Return 1 / (the user's documents × the document's learnt tokens)."""
+        """Return 1 / (the user's number of documents × the document's learnt tokens)."""
         tokens = encoded.response_mask.sum(1).numpy()
         of_user = np.bincount(encoded.user, minlength=encoded.users)
         shares: Array = 1.0 / (of_user[encoded.user] * np.maximum(tokens, 1))
         return shares
 
     def losses(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> list[Array]:
-        """Return the loss of each document."""
+        """Return the loss of each document, ``[documents]``."""
         tokens = np.maximum(encoded.response_mask.sum(1).numpy(), 1)
         return [-token_logprobs(model, encoded, batch_size).sum(1) / tokens]
 
@@ -130,14 +130,14 @@ class Pairs:
         return pack(model, examples, both, [[0]] * len(both), 1, data.max_tokens)
 
     def weights(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
-        """Return ± σ(r(rejected) − r(chosen)) / the user's pairs, the derivative of the loss."""
+        """Return minus the loss's derivative, ± σ(r(rejected) − r(chosen)) / the user's pairs."""
         slope = 1 - _sigmoid(_margins(model, encoded, batch_size))
         pairs = np.bincount(encoded.user, minlength=encoded.users)[encoded.user] / 2
         signed: Array = np.stack([slope, -slope], 1).ravel() / pairs
         return signed
 
     def losses(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> list[Array]:
-        """Return the loss of each pair, and 1 where the chosen one scores higher (½: alike)."""
+        """Return each pair's loss, and 1 where the chosen answer scores higher (½ for a tie)."""
         margins = _margins(model, encoded, batch_size)
         return [np.logaddexp(0, -margins), (np.sign(margins) + 1) / 2]
 
@@ -153,7 +153,7 @@ class Labels:
         self._labels = labels
 
     def encode(self, model: CausalLMPolicy, examples: Prompts) -> Responses:
-        """Return a row for each text, its label's number as the answer."""
+        """Return a row for each text, with the index of its label as the answer."""
         assert self._data.label_column is not None
         given = examples.columns[self._data.label_column]
         texts = classifier_tokens(
@@ -167,12 +167,12 @@ class Labels:
         return pack(model, examples, texts, answers, 1, self._data.max_tokens)
 
     def check(self, rows: Any) -> None:
-        """Refuse unknown labels."""
+        """Check that every label is known."""
         for label in {*rows[self._data.label_column]}:
             self.number(label)
 
     def number(self, label: Any) -> int:
-        """Return the number of a label that is given by its number or its name."""
+        """Return the index of a label that is given by its index or its name."""
         if label in self._labels:
             return self._labels.index(label)
         if isinstance(label, int) and 0 <= label < len(self._labels):
@@ -183,13 +183,13 @@ class Labels:
         )
 
     def weights(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
-        """Return 1 / the user's texts."""
+        """Return 1 / number of the user's texts, ``[rows]``."""
         of_user = np.bincount(encoded.user, minlength=encoded.users)
         shares: Array = 1.0 / of_user[encoded.user]
         return shares
 
     def losses(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> list[Array]:
-        """Return the loss of each text, and 1 where its label is the likeliest."""
+        """Return each text's loss, and 1 where its label is the most likely one."""
         own = encoded.tokens[:, -1].numpy()
         every = np.stack(
             [self._logprobs(model, encoded, n, batch_size) for n in range(len(self._labels))]
@@ -206,10 +206,10 @@ class Labels:
 
 
 def check_template(data: recipe.Data, users: Users, policy: CausalLMPolicy) -> None:
-    """Refuse conversations where the tokenizer cannot write them as text.
+    """Check that the tokenizer has a chat template if the data are conversations.
 
     Raises:
-        DprlhfError: it has no chat template.
+        DprlhfError: It has none.
     """
     if users.conversations and policy.tokenizer.chat_template is None:
         raise DprlhfError(
@@ -219,13 +219,13 @@ def check_template(data: recipe.Data, users: Users, policy: CausalLMPolicy) -> N
 
 
 def completion_tokens(model: CausalLMPolicy, prompt: Any, completion: Any) -> list[int]:
-    """Return the tokens that follow the prompt's, without an end token."""
+    """Return the completion's tokens after the prompt's, without an end-of-sequence token."""
     if completion is None:
         return []
     if isinstance(completion, str):
         ids = model.tokenizer(completion, add_special_tokens=False, verbose=False)["input_ids"]
         return list(ids)
-    # A conversation: what its template writes after the prompt's part.
+    # A conversation: the text that its template adds after the prompt.
     messages = prompt if isinstance(prompt, list) else []
     template = model.tokenizer.apply_chat_template
     whole = template([*messages, *completion], tokenize=False)
@@ -243,7 +243,7 @@ def pack(
     length: int,
     max_prompt_tokens: int,
 ) -> Responses:
-    """Return rows of prompts, padded on the left, and answers, padded on the right."""
+    """Pack prompts, padded on the left, and answers, padded on the right, into rows of tokens."""
     width = int(padded_width(max(map(len, prompts), default=0), max_prompt_tokens))
     tokens = torch.full((len(prompts), width + length), model.tokenizer.pad_token_id)
     mask = torch.zeros_like(tokens)
@@ -268,7 +268,7 @@ def pack(
 
 
 def _margins(model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
-    """Return r(chosen) − r(rejected) of each pair."""
+    """Return the margin r(chosen) − r(rejected) of each pair, ``[pairs]``."""
     scores = token_logprobs(model, encoded, batch_size)[:, 0]
     margins: Array = scores[0::2] - scores[1::2]
     return margins

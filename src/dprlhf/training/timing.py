@@ -1,7 +1,7 @@
-"""How long each phase takes, measured on public prompts.
+"""The duration of each phase, measured on public prompts.
 
-The clock of a private round is itself private: it tells how many users the round had. What a run
-publishes about time is therefore measured on public prompts.
+The duration of a private round is itself private, because it reveals the round's number of users.
+So every duration that a run publishes is measured on public prompts.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def seconds_a_response(
 ) -> dict[str, float]:
     """Sample, score and differentiate one micro-batch of PUBLIC prompts.
 
-    The gradient is thrown away: nothing is released and the policy does not move.
+    The gradient is discarded: nothing is released and the policy does not move.
 
     Args:
         policy: The policy.
         scorer: The recipe's rewards.
         prompts: Public prompts, repeated until they fill a micro-batch.
-        recipe: settled, so that ``rollout.batch_size`` is a number.
+        recipe: The settled recipe, in which ``rollout.batch_size`` is a number.
 
     Returns:
-        Seconds a response of the phases ``rollout``, ``reward`` and ``update`` (one pass).
+        Seconds per response of the phases ``rollout``, ``reward`` and ``update`` (one pass).
     """
     rollout, update = recipe.rollout, recipe.update
     rows = max(int(rollout.batch_size), update.batch_size)
@@ -74,7 +74,7 @@ def seconds_a_response(
 
 
 def seconds_a_round(recipe: Recipe, plan: Plan, phases: dict[str, float]) -> float:
-    """Return what an expected round takes on one process, from the phases of a response."""
+    """Return the seconds of a round of expected size on one process, from those per response."""
     passes = plan.releases_per_round * recipe.update.passes
     of_response = phases["rollout"] + phases["reward"] + passes * phases["update"]
     return plan.expected_batch_size * recipe.rollout.responses * of_response
@@ -83,17 +83,17 @@ def seconds_a_round(recipe: Recipe, plan: Plan, phases: dict[str, float]) -> flo
 def seconds_a_row(
     policy: CausalLMPolicy, task: Task, rows: Prompts, batch_size: int, clip_norm: float
 ) -> float:
-    """Differentiate some PUBLIC rows of a supervised stage; the gradient is thrown away.
+    """Time the gradient of some PUBLIC rows of a supervised stage; the gradient is discarded.
 
     Args:
-        policy: the model that is fitted.
-        task: How the stage's rows become tokens and losses.
+        policy: The model that is trained.
+        task: The stage's task, which turns rows into tokens and losses.
         rows: Public rows.
         batch_size: Sequences in a micro-batch.
         clip_norm: The clip norm S.
 
     Returns:
-        Seconds a row, two sequences where a row is a pair.
+        Seconds per row of data; a preference pair is one row with two sequences.
     """
     encoded = task.encode(policy, rows)
     start = time.perf_counter()

@@ -1,7 +1,7 @@
-"""The loop: the one-pass meta-algorithm of He & Zhou (2025, Algorithm 1), for every stage.
+"""The training loop: the one-pass meta-algorithm of He & Zhou (2025, Algorithm 1), for every stage.
 
-Every user's rows are drawn once (or k times, as the plan says). What is computed from them is
-``Private`` until the gate releases it; only released values reach policy and optimizer.
+Every user's rows are drawn once (or k times, as planned). Values computed from them are ``Private``
+until the gate releases them; only released values reach policy and optimizer.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _report(run: Run, t: int, outcome: Outcome) -> None:
 
 
 def complete(run: Run) -> Any:
-    """Evaluate, run the remaining rounds, evaluate again, and write what the run leaves.
+    """Evaluate, run the remaining rounds, evaluate again, and write policy and results.
 
     Returns:
         The stage's result, such as :class:`dprlhf.training.reinforcement.Result`.

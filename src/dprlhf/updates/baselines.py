@@ -1,7 +1,7 @@
 """Advantages from one user's own responses: no baseline here looks at another user.
 
-Each function takes rewards ``[prompts, responses]`` (the responses to one prompt in a row) and
-``from_base``, which of the responses came from μ, and returns advantages of the same shape.
+Each function takes rewards ``[prompts, responses]`` and ``from_base``, a mask of the responses that
+were sampled from μ, and returns advantages of the same shape.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _GROUP_EPSILON = 1e-4
 
 
 def paired(rewards: Array, from_base: NDArray[np.bool_]) -> Array:
-    """Â(x, y) = r(x, y) − r(x, y′) (He & Zhou, Algorithm 1), averaged over the other arm.
+    """Subtract the mean of the other arm: r(x, y) − r(x, y′) (He & Zhou, Algorithm 1).
 
     The arms are μ and π_t; on-policy, the first and the second half of the responses.
     """
@@ -50,7 +50,7 @@ def group(rewards: Array, from_base: NDArray[np.bool_]) -> Array:
 
 
 def none(rewards: Array, from_base: NDArray[np.bool_]) -> Array:
-    """No baseline: for rewards that are advantages already, as those of a control task."""
+    """Return the rewards as they are; for rewards that are advantages already (control tasks)."""
     return rewards
 
 

@@ -1,27 +1,28 @@
-"""A critic that costs what it takes: V(x) = w · φ(x), and w moves by noised releases alone.
+"""A differentially private critic: V(x) = w · φ(x), and w is computed from noised releases alone.
 
-φ(x) ∈ R^{1+p}, ‖φ‖ ≤ 1, is a constant beside p features of the prompt: the last hidden state that
-the frozen base model has for it, along the p main directions of PUBLIC prompts, scaled alike. No
-user decides φ, and it stays the same in all rounds.
+φ(x) ∈ R^{1+p}, ‖φ‖ ≤ 1, is a constant and p features of the prompt: the frozen base model's last
+hidden state, projected on the p principal directions of PUBLIC prompts and scaled equally. No user
+influences φ, and it is the same in all rounds.
 
 Once a round, user u contributes its part of the least-squares normal equations, the mean over its
 responses of φ(x) r(x, y)/R, of norm at most 1. Scaled to √share · S it rides in the round's release
 beside the gradient, which is clipped to what is left of S. One joint Gaussian with noise multiplier
-z is then two: the critic's, with z/√share, and that of all else, with z/√(1 − share); the inverse
-squares add up to 1/z². The ledger's charge covers the joint vector, so a round costs what it costs
-without a critic. The server keeps w ← (1 − η_t) w + η_t G⁻¹ (released mean) R with G = E φφᵀ over
-public prompts and η_t = max(η, 1/t), which keeps up with a policy whose rewards rise. That is
-post-processing. Where users' prompts are unlike the public ones, V is a worse guess, and no more.
+z is then two: the critic's, with z/√share, and that of the rest, with z/√(1 − share); the inverse
+squares add up to 1/z². The ledger's charge covers the joint vector, so a round costs no more than
+one without a critic. The server updates w ← (1 − η_t) w + η_t G⁻¹ (released mean) R with G = E φφᵀ
+over public prompts and η_t = max(η, 1/t), which follows a policy whose rewards rise. That is
+post-processing. Where users' prompts are unlike the public ones, V is less accurate, but privacy is
+not affected.
 
-A round's advantages take V as the rounds before left it. V(x) is then independent of the round's
-responses, so it does not bias the gradient, and all that it contains about earlier users was
-released.
+A round's advantages use V from before the round. V(x) is then independent of the round's responses,
+so it does not bias the gradient, and it depends on earlier users through released values only.
 Rio et al. (arXiv 2501.19080, appendix C.2.1) fit their critic without noise: it carries the users
 of one round into the releases of the next.
 
-Within a prompt V(x) is a constant, which ``loo`` and ``paired`` would take off again. So it stands
-beside them: Â = (1 − weight)(r − baseline) + weight (r − V(x)). With k responses of variance σ² and
-V off by e, loo's advantage has variance σ²k/(k − 1), and r − V(x) has mean square σ² + e².
+Within a prompt V(x) is a constant, which ``loo`` and ``paired`` would subtract again. So the two
+advantages are averaged: Â = (1 − weight)(r − baseline) + weight (r − V(x)). With k responses of
+variance σ² and V off by e, loo's advantage has variance σ²k/(k − 1), and r − V(x) has mean square
+σ² + e².
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ _STATE = ("w", "centre", "directions", "inverse")
 
 
 class Critic:
-    """V, and how a user's contribution to it is bounded: a :class:`~dprlhf.updates.rider.Rider`.
+    """The value function V as a :class:`~dprlhf.updates.rider.Rider`: bounded, noised releases.
 
     Args:
         spec: The recipe's ``update.critic``.
-        norm: √share · S, the L2 bound on a user's coordinates.
-        reward_range: R; rewards are in [−R, R].
+        norm: The L2 bound √share · S on a user's coordinates.
+        reward_range: The bound R on rewards, which are in [−R, R].
         max_prompt_tokens: Public bound on the tokens of a prompt.
         hidden: Size of a hidden state.
 
@@ -94,7 +95,7 @@ class Critic:
         reward_range: float,
         max_prompt_tokens: int,
     ) -> Critic:
-        """Scale to the plan's clip norm (to 1 in a baseline without clipping)."""
+        """Return a critic whose norm is √share of the plan's clip norm (of 1 without clipping)."""
         scale = plan.clip_norm if math.isfinite(plan.clip_norm) else 1.0
         hidden = policy.model.get_input_embeddings().embedding_dim
         norm = math.sqrt(spec.share) * scale
@@ -102,7 +103,7 @@ class Critic:
 
     @property
     def count(self) -> int:
-        """1 + p, the number of coordinates."""
+        """The number of coordinates, 1 + p."""
         return len(self.w)
 
     @property
@@ -112,11 +113,11 @@ class Critic:
 
     @property
     def mean_value(self) -> float:
-        """V of a prompt whose features are the mean of the public ones."""
+        """The value V at the mean of the public prompts' features."""
         return float(self.w[0]) / math.sqrt(2 if self.spec.features else 1)
 
     def fit_features(self, policy: CausalLMPolicy, prompts: Sequence[list[int]]) -> None:
-        """Fit ``centre``, ``directions`` and ``inverse`` to PUBLIC prompts, given as token lists.
+        """Fit ``centre``, ``directions`` and ``inverse`` to PUBLIC prompts, given as token ids.
 
         Raises:
             DprlhfError: There are fewer than four prompts for each feature.
@@ -139,13 +140,13 @@ class Critic:
         self.inverse = torch.linalg.pinv(public.T @ public / len(public), hermitian=True)
 
     def features(self, policy: CausalLMPolicy, prompts: Sequence[list[int]]) -> Array:
-        """Return φ of each prompt (token lists), ``[prompts, 1 + p]``, of norm at most 1."""
+        """Return the features φ of each prompt (token ids), ``[prompts, 1 + p]``, of norm ≤ 1."""
         if not self.spec.features:
             return np.ones((len(prompts), 1))
         return self._features_of(self._states(policy, prompts))
 
     def _features_of(self, states: torch.Tensor) -> Array:
-        # Not a matrix product: how that rounds a row depends on the number of rows.
+        # Not a matrix product: its rounding of a row depends on the number of rows.
         centred = states - self.centre
         x = torch.stack([(centred * d).sum(1) for d in self.directions], dim=1).nan_to_num()
         u, _ = bounded_rows(x, x[:, 0], 1.0, 1.0)
@@ -169,9 +170,9 @@ class Critic:
 
         Args:
             user: Index of each row's user, ``[rows]``, from 0.
-            rewards: r, less the KL penalty, ``[rows]``.
-            valid: Which users count, ``[users]``; the others are zero.
-            features: φ of each row's prompt, ``[rows, 1 + p]``.
+            rewards: Rewards less the KL penalty, ``[rows]``.
+            valid: Mask of the users with valid rewards, ``[users]``; the others are zero.
+            features: The features φ of each row's prompt, ``[rows, 1 + p]``.
         """
         assert features is not None
         scaled = rewards.clip(-self.reward_range, self.reward_range) / self.reward_range
@@ -181,10 +182,10 @@ class Critic:
         return np.where(valid[:, None], self.norm * sums / rows[:, None], 0.0)
 
     def read(self, released: Released[torch.Tensor], t: int) -> None:
-        """Move w along the released mean of the coordinates, ``[1 + p]``.
+        """Update w by the released mean of the coordinates, ``[1 + p]``, of round t.
 
         Raises:
-            TypeError: the coordinates did not come from the gate.
+            TypeError: The coordinates did not come from the gate.
         """
         mean = open_released(released, "the critic")
         solved = self.inverse @ mean * (self.reward_range / self.norm)
@@ -202,8 +203,8 @@ class Critic:
     def _states(self, policy: CausalLMPolicy, prompts: Sequence[list[int]]) -> torch.Tensor:
         """Return the base model's last hidden state of each prompt, ``[prompts, hidden]``.
 
-        Each prompt is read alone, in a shape fixed by its own length: on several threads, even a
-        batch of fixed shape rounds a row by its place, which other users decide.
+        Each prompt is its own forward pass, in a shape fixed by its own length: on several threads,
+        the rounding of a row depends on its place in the batch, which other users decide.
         """
         found = torch.zeros(len(prompts), len(self.centre), dtype=torch.float64)
         lengths = np.array([len(p) for p in prompts], dtype=np.int64)

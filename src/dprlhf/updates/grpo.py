@@ -54,10 +54,10 @@ def token_weights(
     """Return the weight of each token's ∇ log π, ``[rows, response]``.
 
     Args:
-        responses: the rows.
-        advantages: Â over the user's number of responses, ``[rows]``.
-        log_ratio: log π_t − log μ of each response token, ``[rows, response]``.
-        spec: the recipe's ``update`` section.
+        responses: The round's responses.
+        advantages: Advantages divided by the user's number of responses, ``[rows]``.
+        log_ratio: Log-ratio log π_t − log μ of each response token, ``[rows, response]``.
+        spec: The recipe's ``update`` section.
     """
     real = responses.response_mask.numpy()
     with np.errstate(over="ignore"):  # an infinite ratio is clipped or truncated
@@ -72,9 +72,10 @@ def surrogate_derivative(advantages: Array, ratio: Array, spec: recipe.GRPO) -> 
     """Return the derivative of min(ρÂ, clip(ρ, 1 − c, 1 + c) Â) with respect to log π_θ.
 
     Args:
-        advantages: Â, ``[rows, 1]``.
-        ratio: ρ of each token, ``[rows, response]``.
-        spec: ``clip_range`` is c; ``max_importance_ratio`` truncates ρ in the derivative.
+        advantages: Advantages Â, ``[rows, 1]``.
+        ratio: Importance ratio ρ of each token, ``[rows, response]``.
+        spec: The settings: ``clip_range`` is c, ``max_importance_ratio`` truncates ρ in the
+            derivative.
     """
     flat = np.where(advantages > 0, ratio > 1 + spec.clip_range, ratio < 1 - spec.clip_range)
     return np.where(flat, 0.0, advantages * np.minimum(ratio, spec.max_importance_ratio))

@@ -1,6 +1,6 @@
-"""The KL penalty: what it costs a response to be likelier under π_t than under the reference.
+"""The KL penalty in the reward, which keeps the policy close to the reference policy.
 
-β (log π_t(y|x) − log π_ref(y|x)) is taken off the response's own reward, as in RLHF (arXiv
+β (log π_t(y|x) − log π_ref(y|x)) is subtracted from the response's own reward, as in RLHF (arXiv
 2203.02155) and TRL's RLOO. Its mean over y ~ π_t is β KL(π_t ‖ π_ref), and where π_t and the reward
 are not clipped, the policy gradient of the penalised reward is the gradient of E r − β KL: the
 derivative of the log-ratio itself has mean zero. π_ref is the network with its adapter off, both
@@ -20,10 +20,10 @@ from dprlhf.updates.round import PrivateRound
 
 
 def subtract_kl(round_: PrivateRound, spec: recipe.KL, batch_size: int) -> None:
-    """Subtract the penalty from the rewards that the update will see; telemetry keeps them whole.
+    """Subtract the penalty from the rewards that the update sees, not from those of telemetry.
 
-    The score is in [−R, R] already, so that the penalty counts where the score was clipped; the
-    difference is clipped to [−R, R] again. With ``level: token`` the rewards become
+    The score is clipped to [−R, R] before, so that the penalty counts even where the score was
+    clipped; the difference is clipped to [−R, R] again. With ``level: token`` the rewards become
     ``[rows, response]``: see :func:`penalised`.
     """
     if not spec.beta:
@@ -42,14 +42,15 @@ def penalised(rewards: Array, log_ratio: Array, spec: recipe.KL, bound: float) -
 
     Args:
         rewards: The reward of each response, ``[rows]``.
-        log_ratio: log π_t − log π_ref of each response token, 0 on padding, ``[rows, response]``.
+        log_ratio: Log-ratio log π_t − log π_ref of each response token, ``[rows, response]``; 0 on
+            padding.
         spec: The coefficient β, and whether the penalty is taken by sequence or by token.
-        bound: R, the bound on a reward.
+        bound: The bound R on a reward.
 
     Returns:
-        ``[rows]``, or with ``level: token`` ``[rows, response]``: at each token the reward-to-go,
-        that is the reward less the penalties of this token and those after it. An earlier penalty
-        does not depend on this token, so it would only add variance.
+        Penalised rewards, ``[rows]``; or with ``level: token`` the reward-to-go at each token,
+        ``[rows, response]``: the reward less the penalties of this token and those after it. An
+        earlier penalty does not depend on this token, so it would only add variance.
     """
     if spec.level == "sequence":
         less = rewards - spec.beta * log_ratio.sum(1)

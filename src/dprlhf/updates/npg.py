@@ -37,7 +37,7 @@ LARGEST_SCORE = 3.0
 
 
 def npg(round_: PrivateRound[P, R], spec: recipe.NPG) -> None:
-    """Find w through the oracle, and step along it."""
+    """Let the regression oracle find w (its answers are the round's releases), and step along w."""
     reward_range = round_.telemetry.reward_range
     examples = round_.responses.map(
         partial(response_examples, baseline=spec.baseline),
@@ -62,14 +62,14 @@ def response_examples(
     ratio: NDArray[np.float64],
     baseline: str,
 ) -> Examples:
-    """Return one example of each response: feature √ρ ∇ log π(y|x) and target √ρ Â.
+    """Return one example for each response: feature √ρ ∇ log π(y|x) and target √ρ Â.
 
     Args:
-        responses: the rows.
-        scores: their rewards, ``[rows]``.
-        valid: ``[users]``; the examples of a user that is not valid are zero.
-        ratio: ρ, ``[rows]``.
-        baseline: a name in :data:`~dprlhf.updates.baselines.BASELINES`.
+        responses: The round's responses.
+        scores: Rewards, ``[rows]``.
+        valid: Mask of the users with valid rewards, ``[users]``; the examples of others are zero.
+        ratio: Truncated importance ratio ρ of each row, ``[rows]``.
+        baseline: A name in :data:`~dprlhf.updates.baselines.BASELINES`.
     """
     of_user = np.bincount(responses.user, minlength=responses.users)[responses.user]
     root = np.where(valid[responses.user], np.sqrt(ratio), 0.0)

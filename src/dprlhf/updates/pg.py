@@ -53,9 +53,9 @@ def round_advantage_weights(
     """Return :func:`advantage_weights` of a round, ``[rows]`` or ``[rows, response]``.
 
     Args:
-        round_: its responses, scores and, with a critic, the values V(x).
-        baseline: a name in :data:`~dprlhf.updates.baselines.BASELINES`.
-        ratio: the importance ratio of each row, ``[rows]``; None means 1.
+        round_: The round: its responses, scores and, with a critic, the values V(x).
+        baseline: A name in :data:`~dprlhf.updates.baselines.BASELINES`.
+        ratio: The importance ratio of each row, ``[rows]``; None means 1.
     """
     if ratio is None:
         ratio = round_.responses.map(lambda responses: np.ones(len(responses.user)))
@@ -96,17 +96,17 @@ def advantage_weights(
     """Return each row's weight: advantage × importance ratio / the user's number of responses.
 
     Args:
-        responses: the rows; each prompt has the same number of them.
-        scores: rewards, ``[rows]``; or rewards-to-go of each token, ``[rows, response]``, which
-            give weights of each token, with the baseline of the other responses' rewards-to-go.
-        valid: ``[users]``; a user that is not valid contributes zero.
-        ratio: the importance ratio of each row, ``[rows]``.
-        baseline: a name in :data:`~dprlhf.updates.baselines.BASELINES`.
-        values: the critic's V(x) of each row's prompt, ``[rows]``.
-        weight: the share of r − V(x) in an advantage; the rest is the baseline's.
+        responses: The round's responses; each prompt has the same number of them.
+        scores: Rewards, ``[rows]``; or each token's reward-to-go, ``[rows, response]``, which gives
+            a weight for each token, with a baseline from the other responses' rewards-to-go.
+        valid: Mask of the users with valid rewards, ``[users]``; the others contribute zero.
+        ratio: The importance ratio of each row, ``[rows]``.
+        baseline: A name in :data:`~dprlhf.updates.baselines.BASELINES`.
+        values: The critic's V(x) of each row's prompt, ``[rows]``.
+        weight: The share of r − V(x) in an advantage; the rest is the baseline's.
 
     Returns:
-        An array of the shape of the scores.
+        The weights, in the shape of the scores.
     """
     if not len(responses.user):
         return np.empty_like(scores.values)
@@ -128,9 +128,9 @@ def importance_ratio(
     """Return min(π_t(y|x)/μ(y|x), largest) for rows from μ, and 1 for rows from π_t, ``[rows]``.
 
     Args:
-        responses: the rows, and which of them came from μ.
-        log_ratio: log π_t − log μ of each response token, ``[rows, response]``.
-        largest: the truncation.
+        responses: The round's responses, with the mask of those that were sampled from μ.
+        log_ratio: Log-ratio log π_t − log μ of each response token, ``[rows, response]``.
+        largest: Upper limit at which the ratio is truncated.
     """
     ratio = np.exp(np.minimum(log_ratio.sum(1), math.log(largest)))
     return np.where(responses.from_base, ratio, 1.0)

@@ -19,7 +19,7 @@ Departures from the paper:
   all tokens is the learning rate times DP-PG's gradient.
 - A row from μ ≠ π_t has the token ratio π_θ/μ = (π_t/μ)(π_θ/π_t). The first factor stays fixed and
   is truncated at ``max_importance_ratio``. ``clip_range`` applies to the second (as arXiv
-  2110.00641 does), or it would shut out tokens for where they came from.
+  2110.00641 does), or it would exclude tokens because of the policy that sampled them.
 - The local Adam starts from the last released vector and its square, as in appendix C.2.3; they are
   estimates already, so no bias is corrected. Before the first release it starts from zero.
 - No entropy bonus. The noise and what it costs are those of the run's plan, not of appendix B.1.
@@ -46,13 +46,13 @@ from dprlhf.updates.pg import round_advantage_weights
 from dprlhf.updates.round import PrivateRound
 
 _BETAS = (0.9, 0.999)
-# As in CleanRL's PPO, which the paper builds on. Much smaller, and Adam would make full steps of
-# gradients that are nothing but rounding.
+# As in CleanRL's PPO, which the paper builds on. With a much smaller value, Adam would make full
+# steps along gradients that are only rounding errors.
 _EPS = 1e-5
 
 
 def ppo(round_: PrivateRound, spec: recipe.PPO) -> None:
-    """Release the mean of the users' clipped moves, and step along it."""
+    """Release the mean of the users' clipped moves θ − θ₀, and take a step along it."""
     start = None
     if spec.local_optimizer == "adam":
         start = remembered_release(round_.policy.parameters.values(), round_.optimizer)
@@ -76,7 +76,7 @@ def _moves(
     valid: NDArray[np.bool_],
     weights: Array,
 ) -> Iterator[tuple[NDArray[np.int64], torch.Tensor]]:
-    """Train the copies of one micro-batch of users after the other; yield users and moves."""
+    """Yield each micro-batch's users, ``[n]``, and their moves θ − θ₀, ``[n, dimension]``."""
     if not responses.users:
         return
     bound = round_.vector_clip_norm
@@ -95,10 +95,11 @@ def token_weights(
     """Return Â min(π_t/μ, largest) over the user's number of responses, ``[rows, response]``.
 
     Args:
-        responses: the rows, and which of them came from μ.
-        advantages: Â over the user's number of responses, ``[rows]`` or ``[rows, response]``.
-        log_ratio: log π_t − log μ of each response token, ``[rows, response]``.
-        largest: the truncation of π_t/μ.
+        responses: The round's responses, with the mask of those that were sampled from μ.
+        advantages: Advantages divided by the user's number of responses, ``[rows]`` or
+            ``[rows, response]``.
+        log_ratio: Log-ratio log π_t − log μ of each response token, ``[rows, response]``.
+        largest: Upper limit at which π_t/μ is truncated.
     """
     ratio = np.exp(np.minimum(log_ratio, np.log(largest)))
     ratio = np.where(responses.from_base[:, None], ratio, 1.0)
@@ -117,7 +118,7 @@ def _train(
     """Train a copy for each user of a micro-batch, fillers included.
 
     Args:
-        policy: π_t, whose parameters are θ₀.
+        policy: The policy π_t, whose parameters are θ₀.
         responses: The responses of all of the round's users.
         weights: Weight of each response token in the surrogate, ``[all rows, response]``.
         batch: The users and rows of the micro-batch.
@@ -126,7 +127,7 @@ def _train(
         start: The released vector that Adam's moments start from, ``[dimension]``; None for 0.
 
     Returns:
-        θ − θ₀, not yet projected after the last step, ``[users, dimension]``.
+        The moves θ − θ₀, ``[users, dimension]``, not yet projected after the last step.
     """
     parameter = next(iter(policy.parameters.values()))
     tokens, mask = responses.micro_batch(batch.rows, batch.width, batch.height)
@@ -172,8 +173,8 @@ def surrogate(
     """Return Σ min(r w, clip(r, 1 − c, 1 + c) w), or Σ r w without a clip range.
 
     Args:
-        log_ratio: log r = log π_θ − log π_t of each token.
-        weight: w, in the same shape; a token of weight 0 adds 0, whatever its ratio.
+        log_ratio: Log-ratio log r = log π_θ − log π_t of each token, in any shape.
+        weight: Weight w of each token, in the same shape; weight 0 adds 0, whatever the ratio.
         clip_range: Half-width c of the interval [1 − c, 1 + c]; None does not clip.
     """
     ratio = torch.where(weight != 0, log_ratio, 0.0).exp()
@@ -196,7 +197,7 @@ def minibatch(real: torch.Tensor, count: int, part: int, epoch: int) -> torch.Te
         epoch: Seed of the permutation.
 
     Returns:
-        ``[users, places]``.
+        The mask, ``[users, places]``.
     """
     order = torch.from_numpy(np.random.default_rng(epoch).random(real.shape[1]))
     rank = torch.where(real, order, 2.0).argsort(1).argsort(1)  # the user's tokens come first

@@ -27,8 +27,8 @@ Departures from the paper, and why:
   loss only up to clipping, as in DP-SGD. With ``gauss-newton``, S bounds ‖φ‖.
 
 The code that accompanies REBEL (arXiv 2404.16767) has (Δ(y) − Δ(y′) − ηÂ)²: η multiplies the
-reward. That is η² times this loss, with the same minimiser; its gradient stands in another ratio to
-S. Its four epochs on each batch would be ``steps: 4`` here.
+reward. That is η² times this loss, with the same minimiser; only the gradient's size relative to S
+differs. Its four epochs on each batch would be ``steps: 4`` here.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def response_pairs(responses: Responses, scores: Scores, valid: NDArray[np.bool_
     """Return the pairs: rows y, y′, y, y′, …, and targets r(x, y) − r(x, y′).
 
     Args:
-        responses: an even number to each prompt.
-        scores: r, ``[rows]``.
-        valid: ``[users]``; the pairs of a user that is not valid are zero.
+        responses: The round's responses, an even number for each prompt.
+        scores: Rewards, ``[rows]``.
+        valid: Mask of the users with valid rewards, ``[users]``; the pairs of others are zero.
     """
     rows = np.arange(len(responses.user))
     if len(rows):
@@ -102,11 +102,11 @@ def loss_weights(
     """Return the weights of ∇ log π whose sum over a user's rows is −∇ of its loss, ``[rows]``.
 
     Args:
-        responses: an even number to each prompt.
-        scores: r, ``[rows]``.
-        valid: which users count, ``[users]``; the others contribute zero.
-        moved: Δ = log π_θ(y|x) − log π_t(y|x), ``[rows]``.
-        eta: η.
+        responses: The round's responses, an even number for each prompt.
+        scores: Rewards, ``[rows]``.
+        valid: Mask of the users with valid rewards, ``[users]``; the others contribute zero.
+        moved: Log-ratio Δ = log π_θ(y|x) − log π_t(y|x) of each response, ``[rows]``.
+        eta: The step size η of the loss.
     """
     if not len(responses.user):
         return np.empty(0)

@@ -1,9 +1,9 @@
-"""Further coordinates of each user that ride in a round's first release, beside the gradient.
+"""Extra coordinates for each user in a round's first release, beside the gradient.
 
-A rider is a small public question about each user (its mean reward, its part of the critic's normal
-equations). Its answer is appended to the user's vector and clipped to a share of the clip norm S:
-with riders of norms e₁, e₂ the vector itself keeps √(S² − e₁² − e₂²), so the joint vector has norm
-at most S. The noise and the charge of the one release cover all of it.
+A rider is a small statistic of each user with a public definition (its mean reward, its summand of
+the critic's normal equations). It is appended to the user's vector and clipped to a share of the
+clip norm S: with riders of norms e₁, e₂ the vector itself is clipped to √(S² − e₁² − e₂²), so the
+joint vector has norm at most S. The noise and the charge of the one release cover all of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Rider(Protocol):
 
     @property
     def norm(self) -> float:
-        """e, the L2 bound on each user's coordinates; public, below the clip norm."""
+        """The public L2 bound e on each user's coordinates, below the clip norm."""
 
     @property
     def count(self) -> int:
@@ -32,7 +32,7 @@ class Rider(Protocol):
 
     @property
     def penalised(self) -> bool:
-        """Whether it sees the rewards less the KL penalty, or as the reward functions gave them."""
+        """Whether the rewards have the KL penalty subtracted, or are the reward functions' own."""
 
     def of_users(
         self,
@@ -46,13 +46,13 @@ class Rider(Protocol):
         Args:
             user: Index of each row's user, ``[rows]``, from 0.
             rewards: The reward of each row, ``[rows]``.
-            valid: Which users have valid rewards, ``[users]``; the others are zero.
+            valid: Mask of the users with valid rewards, ``[users]``; the others are zero.
             features: The critic's features of each row's prompt, ``[rows, 1 + p]``; None without a
                 critic.
         """
 
     def read(self, released: Released[torch.Tensor], t: int) -> Any:
-        """Take in the released mean of the coordinates, ``[count]``, of round t.
+        """Process the released mean of the coordinates, ``[count]``, of round t.
 
         Raises:
             TypeError: The coordinates did not come from the gate.

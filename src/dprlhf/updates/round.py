@@ -1,4 +1,4 @@
-"""One round as an update sees it: the users' batch, and the only way from there to the policy.
+"""One training round: its users' batch, the private sum over them, and the policy's step.
 
 An update turns the batch into a clipped sum over users, releases it through the gate, and moves the
 policy along what was released; some updates do this several times in a round.
@@ -44,12 +44,12 @@ R = TypeVar("R", bound=Rows, default=Responses)
 
 @dataclass(frozen=True)
 class Terms:
-    """What an update needs to know of the plan; a :class:`~dprlhf.privacy.plan.Plan` has it too.
+    """The fields of a :class:`~dprlhf.privacy.plan.Plan` that an update reads.
 
     Attributes:
-        clip_norm: S, the L2 bound on one user's contribution to a release.
-        noise_multiplier: z; the noise in a sum has standard deviation zS.
-        expected_batch_size: m, the public constant that a released sum is divided by.
+        clip_norm: The L2 bound S on one user's contribution to a release.
+        noise_multiplier: Standard deviation z of the noise in a sum, in units of S.
+        expected_batch_size: The public constant m that a released sum is divided by.
     """
 
     clip_norm: float
@@ -59,13 +59,13 @@ class Terms:
 
 @dataclass(repr=False, eq=False)
 class PrivateRound(Generic[P, R]):
-    """The users of one round on this process, and the way from them to the policy.
+    """This process's users of one round, and the operations that an update performs on them.
 
     Attributes:
-        policy: π_t; :meth:`step` moves it.
+        policy: The policy π_t; :meth:`step` moves it.
         responses: All responses of the round's users.
-        scores: Their rewards as the update sees them, ``[rows]``; less the KL penalty, which makes
-            them ``[rows, response]`` where it is taken token by token.
+        scores: Rewards less the KL penalty, ``[rows]``; ``[rows, response]`` where the penalty is
+            taken token by token.
         plan: Clip norm, noise multiplier and divisor of every release.
         telemetry: The rider that releases the mean reward.
         optimizer: The server-side optimizer of the policy's parameters.
@@ -73,11 +73,11 @@ class PrivateRound(Generic[P, R]):
         gate: Turns the sum over all processes into a released mean.
         t: The round, from 1.
         tick: Called with the number of rows done since the last call; for progress bars.
-        critic: The rider that guesses a prompt's mean reward; None without a critic.
-        unpenalised: The scores without a KL penalty, for telemetry.
-        values: The critic's V of each row's prompt before this round, ``[rows]``.
+        critic: The value function V(x), which is also a rider; None without a critic.
+        unpenalised: The rewards without the KL penalty, for telemetry.
+        values: The critic's V(x) of each row's prompt, from before this round, ``[rows]``.
         released: The first release without its riders; ``[dimension]`` where it is a gradient.
-        reward: What telemetry read from the first release; None before it or without telemetry.
+        reward: The noised mean reward from the first release; None before it or without telemetry.
         norms: Each user's norm before clipping in the first release, for secret telemetry.
     """
 
@@ -109,12 +109,12 @@ class PrivateRound(Generic[P, R]):
 
     @property
     def riders(self) -> list[Rider]:
-        """What rides in the first release, in this order."""
+        """The riders of the first release, in this order."""
         return [self.telemetry, self.critic] if self.critic is not None else [self.telemetry]
 
     @property
     def valid(self) -> Private[NDArray[np.bool_]]:
-        """Which users have a valid score for every response, ``[users]``; others contribute 0."""
+        """Mask of the users whose every response has a valid score, ``[users]``; others add 0."""
         return self.responses.map(users_with_valid_scores, self.scores)
 
     def log_ratio(self, batch_size: int, *, every_row: bool = False) -> Private[Array]:
@@ -124,8 +124,8 @@ class PrivateRound(Generic[P, R]):
         :meth:`step` moves the policy: KL penalty and importance ratios share it.
 
         Args:
-            batch_size: Rows computed at once.
-            every_row: Else the rows of π_t may be left out, which then are 0.
+            batch_size: Number of rows computed at once.
+            every_row: Compute all rows. Otherwise rows sampled from π_t may be left at 0.
         """
         if self._log_ratio is None or every_row > self._log_ratio[0]:
             found = self.responses.map(
@@ -138,8 +138,9 @@ class PrivateRound(Generic[P, R]):
         """Return Σ_u clip(Σ_rows weight · ∇ log π(y|x), S), over all processes.
 
         Args:
-            weights: One for each row, ``[rows]``, or of each response token, ``[rows, response]``.
-            batch_size: rows differentiated at once.
+            weights: Weight of each row's ∇ log π, ``[rows]``, or of each response token's,
+                ``[rows, response]``.
+            batch_size: Number of rows differentiated at once.
         """
         norm = self._extra_norm
         return clipped_sum(
@@ -153,7 +154,7 @@ class PrivateRound(Generic[P, R]):
 
     @property
     def vector_clip_norm(self) -> float:
-        """√(S² − e²), the bound on a user's vector beside the coordinates of the riders."""
+        """The L2 bound √(S² − e²) on a user's vector without the riders' coordinates."""
         return vector_norm(self.plan.clip_norm, self._extra_norm)
 
     def clipped_vectors(
@@ -164,8 +165,8 @@ class PrivateRound(Generic[P, R]):
         """Return Σ_u clip(v_u, S) over all processes.
 
         Args:
-            vectors: some users and their vectors, ``[n, dimension]``, until no user is left.
-            dimension: Length of a vector; None for that of the policy's parameters.
+            vectors: Batches of users, ``[n]``, and their vectors, ``[n, dimension]``.
+            dimension: Length of a vector; None takes the number of the policy's parameters.
         """
         return clipped_vectors(
             vectors,
@@ -177,10 +178,10 @@ class PrivateRound(Generic[P, R]):
         )
 
     def release(self, clipped: ClippedSum) -> Released[torch.Tensor]:
-        """Charge the round (once) and return the noised mean, float64, without what rides in it.
+        """Charge the round (once) and return the noised mean, float64, without the riders' part.
 
         Raises:
-            TypeError: the sum did not come from the clipping code.
+            TypeError: The sum did not come from the clipping code.
         """
         if not isinstance(clipped, ClippedSum):
             raise TypeError(
@@ -210,7 +211,7 @@ class PrivateRound(Generic[P, R]):
 
     @property
     def _extra_norm(self) -> float:
-        """e, the public bound on what rides in the first release beside a user's vector."""
+        """The public L2 bound e on a user's coordinates of all riders together."""
         return 0.0 if self.released is not None else math.hypot(*(r.norm for r in self.riders))
 
     def _extra(self) -> Private[Array]:
@@ -253,7 +254,7 @@ def _coordinates(
 def _log_ratio(
     policy: CausalLMPolicy | ExplicitPolicy, rows: Rows, batch_size: int, *, every_row: bool
 ) -> Array:
-    """Return the log-ratios of all rows, or of those from μ and else 0, ``[rows, response]``."""
+    """Return log π_t − log π_ref, ``[rows, response]``; 0 for rows from π_t unless every row."""
     if isinstance(policy, ExplicitPolicy):
         if every_row or rows.from_base.any():
             raise TypeError("only a language model's policy has log-ratios to a base policy")
@@ -269,7 +270,7 @@ def _log_ratio(
 
 
 def users_with_valid_scores(responses: Rows, scores: Scores) -> NDArray[np.bool_]:
-    """Return which users have a valid score for every response, ``[users]``."""
+    """Return a mask of the users whose every response has a valid score, ``[users]``."""
     broken = np.bincount(responses.user, ~scores.valid, minlength=responses.users)
     valid: NDArray[np.bool_] = broken == 0
     return valid

@@ -1,4 +1,4 @@
-"""What a run says about itself: released coordinates, public metrics, secret raw values.
+"""Telemetry of private rewards: two released coordinates, which give a noised mean reward.
 
 Two coordinates ride in the released vector beside the gradient, inside the same clip norm and paid
 by the same noise: the user's mean reward, and the constant 1 for "all my rewards were valid".
@@ -25,9 +25,9 @@ class TelemetryCoordinates:
 
     Attributes:
         norm: Bound on the two coordinates together, reward_share · S; 0 leaves them out.
-        reward_range: R; rewards are in [−R, R].
+        reward_range: The bound R on rewards, which are in [−R, R].
         noise_std: Standard deviation of the noise in a coordinate released in round t.
-        penalised: False: the reward is published as the reward functions gave it.
+        penalised: Always False: the mean reward is published without the KL penalty.
     """
 
     norm: float
@@ -42,9 +42,9 @@ class TelemetryCoordinates:
         """Return the rider whose norm is a share of the plan's clip norm.
 
         Args:
-            plan: Clip norm S (1 takes its place in a baseline without clipping) and noise.
-            reward_share: The share of S that the coordinates may have.
-            reward_range: R.
+            plan: The clip norm S (1 in a baseline without clipping) and the noise.
+            reward_share: The share of S that bounds the coordinates.
+            reward_range: The bound R on rewards.
         """
         scale = plan.clip_norm if math.isfinite(plan.clip_norm) else 1.0
         size = plan.expected_batch_size
@@ -118,5 +118,5 @@ class ReleasedReward:
 
     @property
     def known(self) -> bool:
-        """Whether the noised number of users with valid rewards stands clear of its noise."""
+        """Whether the noised number of users with valid rewards is well above its noise."""
         return self.valid_share > max(3 * self.valid_std, 1e-9)

@@ -49,11 +49,11 @@ def clip_norm(
 
     Args:
         region: Kind of region, its size α and the probability β of leaving it.
-        learning_rate: η of the SGD step.
-        noise_multiplier: z; 0 without privacy.
-        expected_batch_size: m, the divisor of a round's sum.
-        dimension: d, the number of trained parameters.
-        fisher: tr F and λ(F), for the kind ``kl``.
+        learning_rate: Learning rate η of the SGD step.
+        noise_multiplier: Noise multiplier z; 0 without privacy.
+        expected_batch_size: The divisor m of a round's sum.
+        dimension: Number d of trained parameters.
+        fisher: Trace tr F and top eigenvalue λ(F) of the Fisher matrix; needed for the kind ``kl``.
     """
     per_user = noise_multiplier / expected_batch_size
     if region.trust_region == "l2":
@@ -72,8 +72,8 @@ def fisher_trace_and_top(
     """Return tr F and λ(F) at the current parameters.
 
     Args:
-        policy: π_θ.
-        responses: One response to each of some PUBLIC prompts, sampled from π_θ.
+        policy: The policy π_θ.
+        responses: One response to each of several PUBLIC prompts, sampled from π_θ.
         batch_size: Number of rows differentiated at once.
     """
     ones = np.ones(len(responses.user))

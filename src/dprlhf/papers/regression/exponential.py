@@ -46,20 +46,20 @@ class Exponential:
     """The exponential mechanism over a finite, public candidate set.
 
     Attributes:
-        candidates: W, ``[candidates, d]``, anything that torch takes, chosen without looking at
-            users.
-        target_bound: R: targets and predictions are clipped to [−R, R]. For advantages
+        candidates: The public candidate set W, array-like, ``[candidates, d]``; it must not depend
+            on users' data.
+        target_bound: Bound R; targets and predictions are clipped to [−R, R]. For advantages
             r(x, y) − r(x, y′) of rewards in [−R_max, R_max] it is 2 R_max.
 
     Raises:
-        DprlhfError: the candidate set is missing, empty or not finite, or R is out of range.
+        DprlhfError: The candidate set is missing, empty or not finite, or R is out of range.
     """
 
     candidates: torch.Tensor
     target_bound: float
 
     def __post_init__(self) -> None:
-        """Refuse what the mechanism is not made for."""
+        """Check the candidates and the bound."""
         check_positive("exponential", target_bound=self.target_bound)
         try:
             candidates = torch.as_tensor(self.candidates, dtype=torch.float64)
@@ -79,7 +79,7 @@ class Exponential:
     def losses(self, features: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return each user's squared error under each candidate, ``[users, candidates]``.
 
-        In [0, 4R²], because prediction and target lie in [−R, R].
+        It is in [0, 4R²], because prediction and target are in [−R, R].
         """
         bound = self.target_bound
         guesses = predictions(features, self.candidates.mT, bound)
@@ -87,7 +87,7 @@ class Exponential:
 
     @property
     def largest_loss(self) -> float:
-        """4R², the range of one user's loss."""
+        """The upper bound 4R² of one user's loss."""
         return 4 * self.target_bound**2
 
     def solve(self, select: Select) -> torch.Tensor:
@@ -103,12 +103,12 @@ class Exponential:
 def total_units(losses: torch.Tensor, largest: float) -> torch.Tensor:
     """Sum users' losses exactly, in units of ``largest`` / 2³⁰, ``[candidates]``, float64 integers.
 
-    Sums of such sums are exact, too, whatever their order. A user whose losses are not all finite
-    counts zero under every candidate, like one who is absent.
+    Sums of such sums are exact, too, in any order. A user whose losses are not all finite has loss
+    zero under every candidate, like an absent user.
 
     Args:
-        losses: ``[users, candidates]``; clamped to [0, largest].
-        largest: the range of one user's loss.
+        losses: Losses, ``[users, candidates]``; clamped to [0, largest].
+        largest: Upper bound of one user's loss.
     """
     shares = losses.double() / largest
     finite = shares.isfinite().all(dim=1, keepdim=True)
@@ -132,14 +132,14 @@ def choose(
     key: bytes,
     *context: str | int,
 ) -> int:
-    """Draw a candidate by Gumbel-max.
+    """Draw the index of a candidate by the Gumbel-max trick.
 
     Args:
-        units: L(w) as :func:`total_units` gives it, summed over all processes, ``[candidates]``.
-        epsilon: ε; infinite takes the smallest loss.
-        adjacency: what a neighbouring dataset is.
-        key: secret; a key and a context are used for one choice only.
-        context: names this use.
+        units: Losses L(w) from :func:`total_units`, summed over all processes, ``[candidates]``.
+        epsilon: Privacy loss ε of the choice; infinite takes the smallest loss.
+        adjacency: The neighbouring relation of datasets.
+        key: Secret key; a pair of key and context is used for one choice only.
+        context: Name of this use of the key.
     """
     total = units.double().cpu().numpy()
     if math.isinf(epsilon):

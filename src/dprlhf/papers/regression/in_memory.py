@@ -1,4 +1,4 @@
-"""Releases over users held in memory: what an oracle asks when it runs on plain arrays.
+"""Releases over users held in memory, for an oracle that runs on plain arrays.
 
 In a training round, :mod:`dprlhf.updates.privls.in_round` answers in this module's place, through
 the run's gate and ledger.
@@ -26,11 +26,11 @@ class InMemoryRelease:
     """A Gaussian :class:`~dprlhf.updates.privls.oracle.Release` over users in memory.
 
     Attributes:
-        features: ``[users, d]``, float64.
-        targets: ``[users]``, float64.
-        noise_multiplier: z of one call; 0 releases exact means.
-        expected_batch_size: m, a public constant.
-        key: secret, for the noise of this fit only.
+        features: Features φ, ``[users, d]``, float64.
+        targets: Targets A, ``[users]``, float64.
+        noise_multiplier: Noise multiplier z of one call; 0 releases exact means.
+        expected_batch_size: The divisor m of a sum, a public constant.
+        key: Secret key, for the noise of this fit only.
     """
 
     features: torch.Tensor
@@ -57,11 +57,11 @@ class InMemorySelect:
     """A :class:`~dprlhf.updates.privls.oracle.Select` over users in memory.
 
     Attributes:
-        features: ``[users, d]``, float64.
-        targets: ``[users]``, float64.
-        epsilon: pure ε of the choice.
-        adjacency: what a neighbouring dataset is.
-        key: secret, for this choice only.
+        features: Features φ, ``[users, d]``, float64.
+        targets: Targets A, ``[users]``, float64.
+        epsilon: Privacy loss ε of the choice, with δ = 0.
+        adjacency: The neighbouring relation of datasets.
+        key: Secret key, for this choice only.
     """
 
     features: torch.Tensor
@@ -71,7 +71,7 @@ class InMemorySelect:
     key: bytes
 
     def __call__(self, loss: Contribution, largest: float) -> int:
-        """Return the chosen index."""
+        """Return the index of the chosen candidate."""
         total = _zeros(loss, self.features)
         for features, targets in micro_batches(self.features, self.targets, len(total)):
             total += total_units(loss(features, targets), largest)
@@ -87,10 +87,10 @@ def issp_draws(key: bytes, dimension: int) -> tuple[float, torch.Tensor]:
 def micro_batches(
     features: torch.Tensor, targets: torch.Tensor, width: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield users whose contributions of this width fit a cache together.
+    """Yield features and targets in micro-batches whose contributions fit the processor's cache.
 
-    Absent users, zero in both, fill up the last: with one shape, no user's contribution depends on
-    the number of the others by rounding.
+    Rows of zeros (absent users) pad the last one: with a single shape, the rounding of a user's
+    contribution does not depend on the number of the others.
     """
     size = min(1024, 2 ** max(0, (_MICRO_BATCH // max(1, width)).bit_length() - 1))
     for start in range(0, len(targets), size):

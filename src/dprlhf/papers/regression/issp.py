@@ -28,7 +28,7 @@ Departures from the paper, each proved in ``docs/proofs/issp.md``:
   with the least noise on a public grid.
 - Features are scaled down to norm B and targets clipped to [−R, R], user by user, and a public
   ridge κ is added to every matrix. Every step of the proof holds with them, and no data can make a
-  matrix singular in floating point: an error would tell about the data.
+  matrix singular in floating point: an error would reveal something about the data.
 - Neighbours differ by adding, removing or zeroing one user; replace-one is two such steps, each
   with (ε/2, δ/(1 + e^(ε/2))).
 
@@ -80,7 +80,7 @@ class ISSP:
         ridge: Ridge κ in units of mB². Directions with a smaller share of the features are shrunk.
 
     Raises:
-        DprlhfError: a value is out of range.
+        DprlhfError: A value is out of range.
     """
 
     feature_bound: float
@@ -90,7 +90,7 @@ class ISSP:
     ridge: float = 1e-6
 
     def __post_init__(self) -> None:
-        """Refuse what cannot run."""
+        """Check the settings."""
         check_positive(
             "issp",
             feature_bound=self.feature_bound,
@@ -137,7 +137,7 @@ class ISSP:
             normals: Secret standard normal draws, ``[d]``, for the release.
 
         Raises:
-            DprlhfError: d is above what ISSP is made for with so many users and such a budget.
+            DprlhfError: The dimension d is too large for this number of users and this budget.
         """
         d = features.shape[1]
         step = _one_step(epsilon, delta, adjacency)
@@ -255,7 +255,7 @@ def proof_constants(lowest: float, k: int) -> tuple[float, float, float] | None:
 
 
 def release_noise(leverage: float, epsilon: float, delta: float) -> float | None:
-    """Return noise over ‖β − β′‖_S with which N(β, c²S⁻¹) is (ε, δ)-DP; None if ε is too small.
+    """Return c in units of ‖β − β′‖_S with which N(β, c²S⁻¹) is (ε, δ)-DP; None if ε is too small.
 
     From N(β, c²S⁻¹) to N(β′, c²S⁻¹) by the analytic Gaussian mechanism, and from there to
     N(β′, c²S′⁻¹) by a tail bound of the privacy loss.
@@ -268,7 +268,7 @@ def release_noise(leverage: float, epsilon: float, delta: float) -> float | None
 
 
 def covariance_epsilon(trace: float, log_delta: float) -> float:
-    """Return an ε that N(0, S⁻¹) against N(0, S′⁻¹) keeps but with probability e^log_delta.
+    """Return an ε that the loss of N(0, S⁻¹), N(0, S′⁻¹) exceeds with probability ≤ e^log_delta.
 
     With λ the eigenvalues of S^−½ S′ S^−½ and Σ|λ_i − 1| ≤ ``trace``, the loss L has
     log E e^{sL} = Σ f(λ_i), f(λ) = −(s ln λ + ln(1 − s(λ − 1)))/2, convex with f(1) = 0. So a
@@ -286,11 +286,11 @@ def covariance_epsilon(trace: float, log_delta: float) -> float:
 
 @dataclass(frozen=True)
 class System:
-    """Weighted normal equations with the ridge.
+    """Weighted normal equations with a ridge, and their solution.
 
     Attributes:
-        cholesky: L of S = Σ w φφᵀ + κI = L Lᵀ, ``[d, d]``.
-        solution: β = S⁻¹ Σ w φA, ``[d]``.
+        cholesky: Cholesky factor L of S = Σ w φφᵀ + κI = L Lᵀ, ``[d, d]``.
+        solution: Weighted least-squares solution β = S⁻¹ Σ w φA, ``[d]``.
     """
 
     cholesky: torch.Tensor
@@ -300,7 +300,7 @@ class System:
     def of(
         cls, features: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, ridge: float
     ) -> System:
-        """Build and solve; ``weights`` is ``[users]``."""
+        """Build the normal equations and solve them; ``weights`` is ``[users]``."""
         weighted = features * weights[:, None]
         matrix = features.mT @ weighted
         matrix.diagonal().add_(ridge)
@@ -317,11 +317,11 @@ class System:
 
 @dataclass(frozen=True)
 class Found:
-    """What the filters find.
+    """The result of the filters.
 
     Attributes:
-        score: 0..k; at k the test fails for certain, and the weights mean nothing.
-        weights: ``[users]``, in [0, 1].
+        score: Score of the private test, 0..k; at k the test always fails and weights are unused.
+        weights: Weight of each user in the normal equations, ``[users]``, in [0, 1].
     """
 
     score: int
@@ -331,7 +331,7 @@ class Found:
 def find_weights(
     features: torch.Tensor, targets: torch.Tensor, setup: Setup, residual_bound: float, ridge: float
 ) -> Found:
-    """Run the filters at all levels, ``[users, d]`` and ``[users]`` in float64."""
+    """Run the filters at all levels on features ``[users, d]`` and targets ``[users]``, float64."""
     k = setup.k
     score, weights = k, torch.zeros(len(targets), dtype=torch.float64)
     for level, kept in kept_sets(features, targets, setup, residual_bound, ridge):
@@ -345,12 +345,12 @@ def find_weights(
 def kept_sets(
     features: torch.Tensor, targets: torch.Tensor, setup: Setup, residual_bound: float, ridge: float
 ) -> Iterator[tuple[int, torch.Tensor | None]]:
-    """Yield each level, the highest first, and whom it keeps; None where too many residuals go."""
+    """Yield each level, the highest first, and its kept users; None where it removes too many."""
     kept = torch.ones(len(targets), dtype=torch.bool)
     removals: list[tuple[float, int]] | None = None
     for level in reversed(range(setup.levels)):
         before = int(kept.sum())
-        # A lower level's set lies inside a higher one's, so the search goes on from there.
+        # A lower level's set is a subset of a higher one's, so the search goes on from there.
         kept = filter_leverage(features, kept, setup.leverage_bound(level), ridge)
         if removals is None or int(kept.sum()) != before:
             removals = remove_residuals(features, targets, kept, setup.k, residual_bound, ridge)
@@ -388,7 +388,7 @@ def remove_residuals(
     lowest_bound: float,
     ridge: float,
 ) -> list[tuple[float, int]]:
-    """Return (largest residual, its user) again and again, removing that user in between.
+    """Return a list of (largest residual, its user), removing that user after each.
 
     Ends when the largest residual is at most ``lowest_bound``, or ``most`` users are gone.
     """

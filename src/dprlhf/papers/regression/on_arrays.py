@@ -32,22 +32,22 @@ def fit(
     users: float | None = None,
     key: bytes | None = None,
 ) -> Fit:
-    """Fit w by a private oracle.
+    """Fit the coefficients w of a linear model by a private least-squares oracle.
 
     Args:
         oracle: The algorithm with its public settings.
-        features: Features φ, ``[users, d]``, anything that torch takes; a row that is not finite
-            counts as an absent user.
+        features: Features φ, array-like, ``[users, d]``; a row that is not finite counts as an
+            absent user.
         targets: Targets A, ``[users]``.
         epsilon: Privacy loss ε of the fit; infinite for one without noise.
         delta: Failure probability δ: 0 for ``exponential``, above 0 for the others.
         adjacency: What makes two data sets neighbours. He & Zhou, Definition 2, is replace-one.
         users: Public number m of users. None takes the number of rows, which is public under
             replace-one and zero-out, and not under add-remove.
-        key: 32 secret bytes, never used for another fit. None draws them.
+        key: Secret key of 32 bytes, never used for another fit. None draws one.
 
     Raises:
-        DprlhfError: shapes or budget do not suit the oracle.
+        DprlhfError: The shapes or the budget do not suit the oracle.
 
     >>> x = torch.eye(2).repeat(500, 1)
     >>> oracle = SufficientStatistics(feature_bound=1.0, target_bound=1.0, radius=1.0)
@@ -91,7 +91,7 @@ def _check_delta(oracle: Oracle, epsilon: float, delta: float) -> None:
 
 
 def _public_users(users: float | None, rows: int, adjacency: Adjacency) -> float:
-    """Return m, or refuse a number of users that is private under this adjacency."""
+    """Return the public number of users m; under add-remove it has to be given."""
     if users is None and adjacency == "add-remove":
         raise DprlhfError(
             "adjacency add-remove needs users, a public number of users: the number of rows is"
@@ -119,7 +119,7 @@ def _arrays(features: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def gaussian_budget(
     epsilon: float, delta: float, adjacency: Adjacency, releases: int
 ) -> tuple[float, Guarantee]:
-    """Return z of each of J releases of the same users, and what they cost together."""
+    """Return the noise multiplier of each of J releases of the same users, and their guarantee."""
     if math.isinf(epsilon):
         return 0.0, Guarantee(math.inf, delta, adjacency, "none: no noise is added")
     z, cost = noise_multiplier(

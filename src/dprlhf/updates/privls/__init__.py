@@ -25,7 +25,7 @@ ORACLES: dict[str, type[GaussianOracle]] = {
 
 
 def make_oracle(name: str, **settings: Any) -> GaussianOracle:
-    """Return the oracle of a recipe, which takes of all oracles' settings its own."""
+    """Return the oracle of this name; settings that it does not have are ignored."""
     kind = ORACLES[name]
     return kind(**{field.name: settings[field.name] for field in fields(kind)})
 

@@ -37,12 +37,12 @@ from dprlhf.updates.privls.projected_sgd import released_gradient
 
 @dataclass(frozen=True)
 class ImproperBatchSGD:
-    """Noisy gradient descent without projection; predictions are clipped.
+    """Noisy gradient descent on the square loss, without projection; predictions are clipped.
 
     Attributes:
-        feature_bound: B; a feature of larger L2 norm is scaled down to it.
-        target_bound: R; targets and predictions are clipped to [−R, R].
-        steps: J, the number of releases.
+        feature_bound: Bound B on ‖φ‖; a feature of larger L2 norm is scaled down to it.
+        target_bound: Bound R; targets and predictions are clipped to [−R, R].
+        steps: The number of releases J.
         step_size: Step size of the descent, in units of 1/B².
 
     Raises:
@@ -66,12 +66,12 @@ class ImproperBatchSGD:
 
     @property
     def releases(self) -> int:
-        """J, the number of releases that a fit takes."""
+        """The number of releases J of one fit."""
         return self.steps
 
     @property
     def prediction_bound(self) -> float | None:
-        """R: predictions are clipped to [−R, R]."""
+        """The bound R: predictions are clipped to [−R, R]."""
         return self.target_bound
 
     def solve(self, release: Release, dimension: int) -> torch.Tensor:
@@ -99,13 +99,14 @@ def balanced_steps(
     """Return J = min((W²B²m² / (8R²z₁²))^(1/3), (WB/R)√m) / step_size, from 1 to ``most``.
 
     Args:
-        users: m, the public number of users.
-        noise_multiplier: z₁ of a single release at the whole budget; J releases each have z₁√J.
-        feature_bound: B.
-        target_bound: R.
-        radius: W, a guess of ‖w*‖; it only sets J.
+        users: The public number of users m.
+        noise_multiplier: Noise multiplier z₁ of a single release at the whole budget; each of J
+            releases then has z₁√J.
+        feature_bound: Bound B on ‖φ‖.
+        target_bound: Bound R on targets.
+        radius: Estimate W of ‖w*‖; it only sets J.
         step_size: Step size in units of 1/B²; both terms depend on J · step_size alone.
-        most: a limit on the work.
+        most: Upper limit on J, which bounds the work.
     """
     signal = radius * feature_bound / target_bound
     early = signal * math.sqrt(users)

@@ -1,17 +1,17 @@
-"""Private least squares over a round's users: how DP-NPG and DP-REBEL ask a regression oracle.
+"""Private least squares over a round's users: the regression oracle of DP-NPG and DP-REBEL.
 
-An example of a user is some of its rows, with a feature φ = Σ_rows weight · ∇ log π(y|x) and a
+An example is one or several rows of a user, with a feature φ = Σ_rows weight · ∇ log π(y|x) and a
 target A. A user's loss is the mean over its examples of (w · φ − A)². The oracles
 (:mod:`dprlhf.updates.privls`) ask for noised means over users of a function of φ and A. Each answer
 is one release through the round's gate. The policy stands still meanwhile, so features are computed
 once and kept for the later answers, if they take no more than ``KEPT_BYTES``; larger ones exist for
 one micro-batch at a time, and each answer has a forward and a backward pass of its own.
 
-``update.clip_norm`` is the oracles' B, the bound on ‖φ‖. What an oracle bounds by b (at most 2BR
-for a gradient, 1 for sufficient statistics) is scaled to the clip norm, clipped, summed, released,
-and scaled back. With a ``gain`` it is scaled to more than the clip norm and clipping bites: the
-sensitivity is the same, and the noise is smaller beside what is left. A user is one vector in that
-sum, however many examples it has.
+``update.clip_norm`` is the oracles' B, the bound on ‖φ‖. A contribution with L2 bound b (at most
+2BR for a gradient, 1 for sufficient statistics) is scaled to the clip norm, clipped, summed,
+released, and scaled back. A ``gain`` above 1 scales it beyond the clip norm, so that large
+contributions are clipped: the sensitivity is the same, and the noise is smaller relative to the
+rest. A user is one vector in that sum, however many examples it has.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Examples:
     """The examples of a round's users.
 
     Attributes:
-        responses: the rows; those of an example are adjacent, and of one user.
+        responses: The round's responses; the rows of an example are adjacent and of one user.
         weights: Weight of each row's ∇ log π, ``[rows]``.
-        targets: A, ``[examples]``.
-        rows: the number of rows of an example.
-        kept: the batches of features that later answers use again.
+        targets: Targets A, ``[examples]``.
+        rows: Number of rows in an example.
+        kept: Cached batches of features, which later answers use again.
     """
 
     responses: Rows
@@ -71,18 +71,18 @@ def solve(
     target_bound: float,
     batch_size: int,
 ) -> Released[torch.Tensor]:
-    """Return w of the oracle that the recipe names, ``[dimension]``, with ‖w‖ ≤ W.
+    """Return the oracle's solution w, ``[dimension]``, with ‖w‖ ≤ W.
 
     Args:
-        round_: the users, and the way through the gate.
+        round_: The round, whose users are asked and whose gate releases the answers.
         examples: The users' examples.
-        spec: the oracle; W is its ``radius``.
-        target_bound: R, the most that a target can be; ``spec.target_bound`` goes before it.
-        batch_size: rows differentiated at once.
+        spec: The recipe's oracle and its settings; W is its ``radius``.
+        target_bound: Bound R on a target; ``spec.target_bound`` takes precedence.
+        batch_size: Number of rows differentiated at once.
     """
     dimension = round_.policy.dimension
     size = spec.sketch or dimension
-    # Another projection each round, or the policy would never leave one subspace.
+    # Each round has its own projection; with one for all, the policy would stay in a subspace.
     sketch = CountSketch(dimension, size, f"round {round_.t}") if spec.sketch else None
     oracle = make_oracle(
         spec.name,
@@ -96,7 +96,7 @@ def solve(
     )
 
     def solution(read: Read) -> torch.Tensor:
-        # An oracle learns of users what the round's releases tell it, and nothing else.
+        # An oracle reads released values and nothing else about users.
         release = RoundRelease(
             round_, examples, sketch, size, batch_size, read, spec.gain, several=oracle.releases > 1
         )
@@ -107,10 +107,10 @@ def solve(
 
 
 def check_dimension(update: recipe.PrivateUpdate, dimension: int) -> None:
-    """Refuse a recipe whose oracle is not made for an adapter of this size.
+    """Check that the recipe's oracle can solve for as many parameters as the adapter has.
 
     Raises:
-        DprlhfError: names what would work.
+        DprlhfError: There are too many; the message names what would work.
     """
     spec = update.least_squares
     if spec is None:
@@ -132,16 +132,17 @@ class RoundRelease:
     """A :class:`~dprlhf.updates.privls.oracle.Release` over a round's users, through its gate.
 
     Attributes:
-        round_: the users.
-        examples: their features and targets.
-        sketch: applied to each feature; None leaves them.
-        size: the dimension that the oracle sees.
-        batch_size: rows differentiated at once.
-        read: opens a release for the oracle.
-        gain: what users' answers are multiplied with before they are clipped.
-        several: there will be more than one call, so features are worth keeping.
-        noise_multiplier: z of one call, over the gain. The first shares the clip norm with
-            telemetry, so its noise is larger by S/√(S² − e²); the others have a little less.
+        round_: The round, whose gate releases the answers.
+        examples: The users' features and targets.
+        sketch: Random projection of each feature; None leaves features as they are.
+        size: Dimension of the features after the projection.
+        batch_size: Number of rows differentiated at once.
+        read: Returns the tensor inside a ``Released`` for the oracle.
+        gain: Factor on users' contributions before they are clipped.
+        several: Whether there will be more than one call, so that features are worth caching.
+        noise_multiplier: Noise multiplier z of one call, divided by the gain. The first call shares
+            the clip norm with telemetry, so its noise is larger by S/√(S² − e²); the later calls
+            have slightly less than is stated here.
     """
 
     round_: PrivateRound[Any, Any]
@@ -161,7 +162,7 @@ class RoundRelease:
 
     @property
     def expected_batch_size(self) -> float:
-        """m, a public constant."""
+        """The divisor m of a sum, a public constant."""
         return self.round_.plan.expected_batch_size
 
     def __call__(self, contribution: Contribution, bound: float) -> torch.Tensor:
@@ -200,7 +201,7 @@ class RoundRelease:
             if self.sketch is not None:
                 features = self.sketch(features)
             targets = torch.from_numpy(np.concatenate([of_user[user] for user in users]))
-            # Fixed shapes, as in the micro-batches: no user rounds another's contribution.
+            # Fixed shapes, as in the micro-batches: no user affects the rounding of another.
             each = gradients.shape[1]
             missing = each * (max(1, self.batch_size // (each * given.rows)) - len(users))
             batch = (

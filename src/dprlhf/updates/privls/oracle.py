@@ -1,6 +1,6 @@
-"""What private least-squares oracles have in common: how they ask for users, and what they return.
+"""The interface of private least-squares oracles: their access to users' data, and their result.
 
-An oracle never holds a user. It asks questions about them through a callable that its caller owns:
+An oracle never holds users' data. It queries them through a callable that its caller provides:
 
 - :class:`Release`, for the Gaussian oracles, answers with a noised mean over the users of a
   function of one user; J calls are J releases of the same users.
@@ -32,20 +32,20 @@ results, which keeps the bound.
 
 
 class Release(Protocol):
-    """Answers with (Σ_u clip(contribution_u, bound) + N(0, (z · bound)² I)) / m.
+    """A Gaussian mechanism: (Σ_u clip(contribution_u, bound) + N(0, (z · bound)² I)) / m.
 
     Attributes:
-        noise_multiplier: z, the standard deviation of the noise of one call over its bound.
-        expected_batch_size: m, the public constant that a sum is divided by.
+        noise_multiplier: Standard deviation z of the noise of one call, in units of its bound.
+        expected_batch_size: The public constant m that a sum is divided by.
     """
 
     @property
     def noise_multiplier(self) -> float:
-        """z, the standard deviation of the noise of one call over its bound."""
+        """The standard deviation z of the noise of one call, in units of its bound."""
 
     @property
     def expected_batch_size(self) -> float:
-        """m, the public constant that a sum is divided by."""
+        """The public constant m that a sum is divided by."""
 
     def __call__(self, contribution: Contribution, bound: float) -> torch.Tensor:
         """Return the noised mean, ``[p]``, float64.
@@ -53,22 +53,22 @@ class Release(Protocol):
         Args:
             contribution: Computes each user's vector, ``[users, p]``; called on micro-batches of
                 any size.
-            bound: L2 bound on a user's vector. The implementation clips each user to it all the
-                same.
+            bound: L2 bound on a user's vector. The implementation does not rely on it, but clips
+                each user to it.
         """
 
 
 class Select(Protocol):
-    """Answers with the index of a candidate, chosen by the exponential mechanism."""
+    """The exponential mechanism over a finite set of candidates."""
 
     def __call__(self, loss: Contribution, largest: float) -> int:
         """Return the index of the chosen candidate.
 
         Args:
             loss: Computes each user's loss under each candidate, ``[users, candidates]``.
-            largest: Each loss is in [0, largest]. The implementation
+            largest: Upper bound of a loss, which is in [0, largest]. The implementation
                 (:mod:`dprlhf.papers.regression.exponential`) sums by ``total_units``, which clamps
-                it all the same, and draws by ``choose``.
+                losses to it, and draws by ``choose``.
         """
 
 
@@ -77,10 +77,10 @@ class Guarantee:
     """(ε, δ)-differential privacy of one fit, as an upper bound.
 
     Attributes:
-        epsilon: infinite for a fit without noise.
-        delta: 0 for a pure guarantee.
-        adjacency: what a neighbouring dataset is.
-        mechanism: what gives the guarantee, in words.
+        epsilon: Upper bound ε; infinite for a fit without noise.
+        delta: Failure probability δ; 0 for pure differential privacy.
+        adjacency: The neighbouring relation of datasets.
+        mechanism: Description of the mechanism, in words.
     """
 
     epsilon: float
@@ -96,14 +96,14 @@ class Guarantee:
 
 @dataclass(frozen=True)
 class Fit:
-    """What a fit releases.
+    """The released result of a private least-squares fit.
 
     Attributes:
-        w: ``[d]``, float64.
-        guarantee: the privacy of ``w``, and so of every prediction.
-        prediction_bound: predictions are clipped to ± this; None leaves them.
-        failed: Whether the private test of ISSP failed, so that ``w`` is zero. This too is
-            released.
+        w: Coefficients, ``[d]``, float64.
+        guarantee: The privacy guarantee of ``w``, and so of every prediction.
+        prediction_bound: Bound R to clip predictions to, [−R, R]; None leaves them as they are.
+        failed: Whether the private test of ISSP failed, so that ``w`` is zero. The guarantee covers
+            this value, too.
     """
 
     w: torch.Tensor
@@ -112,7 +112,7 @@ class Fit:
     failed: bool = False
 
     def predict(self, features: Any) -> torch.Tensor:
-        """Return the predictions, ``[users]``, for features ``[users, d]``, as an array."""
+        """Return the predictions, ``[users]``, for array-like features, ``[users, d]``."""
         return predictions(torch.as_tensor(features), self.w, self.prediction_bound)
 
 
@@ -125,14 +125,14 @@ def predictions(features: torch.Tensor, w: torch.Tensor, bound: float | None) ->
 def bounded_rows(
     features: torch.Tensor, targets: torch.Tensor, feature_bound: float, target_bound: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale each φ to norm at most B and clamp each target to [−R, R]; a rule of one row alone."""
+    """Scale each φ to norm at most B and clamp each target to [−R, R], row by row."""
     norms = features.norm(dim=1, keepdim=True)
     scale = (feature_bound / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1)
     return features * scale, targets.clamp(-target_bound, target_bound)
 
 
 def finite_rows(features: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make a row that is not finite an absent user: zero in both."""
+    """Set feature and target of every row that is not finite to zero, as for an absent user."""
     finite = features.isfinite().all(dim=1) & targets.isfinite()
     # where, not a product: 0 · NaN is NaN.
     return torch.where(finite[:, None], features, 0.0), torch.where(finite, targets, 0.0)
@@ -144,10 +144,10 @@ def project(w: torch.Tensor, radius: float) -> torch.Tensor:
 
 
 def check_positive(oracle: str, **values: float) -> None:
-    """Refuse a bound that is not a positive, finite number.
+    """Check that each bound is a positive, finite number.
 
     Raises:
-        DprlhfError: names the oracle and the setting.
+        DprlhfError: A bound is not; the message names the oracle and the setting.
     """
     for name, value in values.items():
         if not (value > 0 and math.isfinite(value)):
@@ -155,10 +155,10 @@ def check_positive(oracle: str, **values: float) -> None:
 
 
 def check_steps(oracle: str, steps: int) -> None:
-    """Refuse a number of releases below 1.
+    """Check that there is at least one release.
 
     Raises:
-        DprlhfError: names the oracle.
+        DprlhfError: There is none; the message names the oracle.
     """
     if not (isinstance(steps, int) and steps >= 1):
         raise DprlhfError(

@@ -45,13 +45,13 @@ from dprlhf.updates.privls.oracle import (
 
 @dataclass(frozen=True)
 class ProjectedSGD:
-    """Projected noisy gradient descent.
+    """Projected noisy gradient descent on the square loss.
 
     Attributes:
-        feature_bound: B; a feature of larger L2 norm is scaled down to it.
-        target_bound: R; targets and predictions are clipped to [−R, R].
-        radius: W; w is projected to ‖w‖ ≤ W.
-        steps: J, the number of releases.
+        feature_bound: Bound B on ‖φ‖; a feature of larger L2 norm is scaled down to it.
+        target_bound: Bound R; targets and predictions are clipped to [−R, R].
+        radius: Radius W; w is projected to ‖w‖ ≤ W.
+        steps: The number of releases J.
         step_size: Step size of the descent, in units of 1/B².
 
     Raises:
@@ -77,7 +77,7 @@ class ProjectedSGD:
 
     @property
     def releases(self) -> int:
-        """J, the number of releases that a fit takes."""
+        """The number of releases J of one fit."""
         return self.steps
 
     @property
@@ -125,13 +125,15 @@ def balanced_steps(
     """Return J = WBm / (2R z₁ √d) / step_size, from 1 to ``most``.
 
     Args:
-        users: m, the public number of users.
-        noise_multiplier: z₁ of a single release at the whole budget; J releases each have z₁√J.
-        dimension: d, the number of features.
-        feature_bound: B.
-        target_bound: R.
-        radius: W.
-        step_size: In units of 1/B²; both terms of the error depend on J · step_size alone.
+        users: The public number of users m.
+        noise_multiplier: Noise multiplier z₁ of a single release at the whole budget; each of J
+            releases then has z₁√J.
+        dimension: Dimension d of the features.
+        feature_bound: Bound B on ‖φ‖.
+        target_bound: Bound R on targets.
+        radius: Radius W of the ball that w is projected to.
+        step_size: Step size in units of 1/B²; both terms of the error depend on J · step_size
+            alone.
         most: Upper limit on J: once converged, more steps neither help nor hurt.
     """
     work = 2 * target_bound * noise_multiplier * math.sqrt(dimension)

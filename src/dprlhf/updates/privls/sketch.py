@@ -18,15 +18,15 @@ from dprlhf.privacy.randomness import uint64_stream
 
 
 class CountSketch:
-    """Ω, ``[size, dimension]``, with one ±1 in each column.
+    """A count sketch Ω, ``[size, dimension]``: a random matrix with one ±1 in each column.
 
     Args:
-        dimension: d.
-        size: p, the dimension of the sketch.
-        seed: public, and fixed before any user is seen.
+        dimension: Dimension d of the features.
+        size: Dimension p of the sketched features.
+        seed: Public seed, fixed before any user's data is read.
 
     Raises:
-        DprlhfError: the size is out of range.
+        DprlhfError: The size is out of range.
     """
 
     def __init__(self, dimension: int, size: int, seed: str) -> None:

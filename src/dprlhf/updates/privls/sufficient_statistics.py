@@ -35,15 +35,15 @@ LARGEST_DIMENSION = 2000
 
 @dataclass(frozen=True)
 class SufficientStatistics:
-    """Noise on ΦᵀΦ and ΦᵀA.
+    """Least squares from one noised release of ΦᵀΦ and ΦᵀA together.
 
     Attributes:
-        feature_bound: B; a feature of larger L2 norm is scaled down to it.
-        target_bound: R; targets are clipped to [−R, R].
-        radius: W; w is projected to ‖w‖ ≤ W.
+        feature_bound: Bound B on ‖φ‖; a feature of larger L2 norm is scaled down to it.
+        target_bound: Bound R; targets are clipped to [−R, R].
+        radius: Radius W; w is projected to ‖w‖ ≤ W.
         ridge: Strength of the ridge penalty, in units of the one that the noise alone calls for.
-        damping: added to every eigenvalue besides, in units of B²: with it w falls with the
-            targets even where features have all but vanished.
+        damping: Constant added to every eigenvalue besides, in units of B²: with it, w shrinks with
+            the targets even where features have almost vanished.
 
     Raises:
         DprlhfError: A value is out of range.
@@ -71,7 +71,7 @@ class SufficientStatistics:
 
     @property
     def releases(self) -> int:
-        """1: all statistics are released together."""
+        """The number of releases of one fit: 1, for all statistics together."""
         return 1
 
     @property
@@ -81,7 +81,7 @@ class SufficientStatistics:
 
     @property
     def shares(self) -> tuple[float, float]:
-        """a and b, the norms of the matrix and of the vector in a contribution; a² + b² = 1."""
+        """The norms a of the matrix and b of the vector in a contribution; a² + b² = 1."""
         alpha = self.radius * self.feature_bound**2 / math.sqrt(2)
         gamma = self.feature_bound * self.target_bound
         a = math.sqrt(alpha / (alpha + gamma))
@@ -104,7 +104,7 @@ class SufficientStatistics:
         """Return w, ``[dimension]``, after one release.
 
         Raises:
-            DprlhfError: the dimension is above :data:`LARGEST_DIMENSION`.
+            DprlhfError: The dimension is above :data:`LARGEST_DIMENSION`.
         """
         if dimension > LARGEST_DIMENSION:
             raise DprlhfError(
