@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import numpy as np
 import pytest
@@ -107,6 +108,36 @@ def test_disjoint_users_pay_for_the_dearest_run_only() -> None:
     assert total_epsilon([cheap, dear, other], DELTA, mixed).epsilon == pytest.approx(
         max(together, found.epsilon)
     )
+
+
+def test_two_hundred_runs_have_a_total_at_once() -> None:
+    """Sets of runs are not enumerated: those of 25 disjoint runs would be 2²⁵."""
+    runs = [Mechanism(1.0 + i / 100, 4, "fixed", "zero-out") for i in range(200)]
+    apart = [[i == j for j in range(200)] for i in range(200)]
+    started = time.perf_counter()
+    assert total_epsilon(runs, DELTA, apart).epsilon == epsilon(runs[0], DELTA).epsilon
+    assert time.perf_counter() - started < 5  # 0.3 s on a quiet machine
+    equal = total_epsilon([GAUSSIAN] * 200, DELTA, apart)
+    assert equal.epsilon == epsilon(GAUSSIAN, DELTA).epsilon
+    assert "parallel" in equal.accountant
+
+
+def test_more_sets_of_runs_than_can_be_looked_at_cost_what_covers_them_all() -> None:
+    """Thirty pairs of disjoint runs: 2³⁰ sets of thirty runs may have one user in common."""
+    runs = [GAUSSIAN] * 60
+    shared = [[i == j or i // 2 != j // 2 for j in range(60)] for i in range(60)]
+    found = total_epsilon(runs, DELTA, shared).epsilon
+    assert gaussian_epsilon(2.0 / 30**0.5, DELTA) <= found
+    assert found == pytest.approx(gaussian_epsilon(2.0 / 60**0.5, DELTA))
+    few = [row[:8] for row in shared[:8]]  # 2⁴ sets of four runs are looked at one by one
+    exact = total_epsilon(runs[:8], DELTA, few).epsilon
+    assert exact == pytest.approx(gaussian_epsilon(2.0 / 4**0.5, DELTA))
+
+
+def test_a_pair_that_either_side_calls_shared_is_shared() -> None:
+    half = [[True, False], [True, True]]
+    found = total_epsilon([GAUSSIAN, GAUSSIAN], DELTA, half).epsilon
+    assert found == pytest.approx(gaussian_epsilon(2.0 / 2**0.5, DELTA))
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import networkx
 import numpy as np
 
 from dprlhf.errors import DprlhfError
@@ -31,6 +32,9 @@ _POINTS = 500
 """Number of grid points between zero and the largest privacy loss of one run."""
 _CUT = 1e-5
 """Share of δ, over all runs, spent on losses beyond the grid; they count as infinite."""
+
+_CLIQUES = 1000
+"""Sets of runs that may share users which are looked at one by one."""
 
 JOINT = "joint privacy loss distribution of the runs, on a grid that rounds up"
 
@@ -60,23 +64,16 @@ def total_epsilon(
             f"the runs protect against different neighbours ({' and '.join(adjacencies)}), so there"
             " is no one statement for them together: give all the same privacy.adjacency"
         )
-    runs = range(len(mechanisms))
-    groups = [tuple(runs)]
-    if shared is not None and not all(map(all, shared)):
-        groups = [
-            group
-            for size in runs
-            for group in itertools.combinations(runs, size + 1)
-            if all(shared[i][j] for i, j in itertools.combinations(group, 2))
-        ]
-    # A group inside another costs no more than that one.
-    largest = [g for g in groups if not any(set(g) < set(other) for other in groups)]
-    costs = [
-        _sequential([mechanisms[i] for i in group for _ in range(times[i] if times else 1)], delta)
-        for group in largest
-    ]
+    repeated = [[m] * (times[i] if times else 1) for i, m in enumerate(mechanisms)]
+    # Sets of equal mechanisms cost the same.
+    sets = {
+        frozenset(Counter(together).items()): together
+        for group in _groups(len(mechanisms), shared)
+        for together in [[m for i in group for m in repeated[i]]]
+    }
+    costs = [_sequential(together, delta) for together in sets.values()]
     worst = max(costs, key=lambda cost: cost.epsilon)
-    if len(costs) == 1:
+    if shared is None or all(map(all, shared)):
         return worst
     return Epsilon(
         worst.epsilon,
@@ -85,6 +82,26 @@ def total_epsilon(
         f"parallel composition over disjoint users; the most expensive of them: {worst.accountant}",
         tuple(dict.fromkeys(a for cost in costs for a in cost.assumptions)),
     )
+
+
+def _groups(runs: int, shared: Sequence[Sequence[bool]] | None) -> list[list[int]]:
+    """Return sets of runs such that the runs of any one user all stand in one of them.
+
+    Any two of a user's runs share that user, so they form a clique of the relation, inside a
+    maximal clique. There can be exponentially many of those: beyond ``_CLIQUES`` the connected
+    components stand for them, which cost at least as much.
+    """
+    graph = networkx.Graph()
+    graph.add_nodes_from(range(runs))
+    graph.add_edges_from(
+        (i, j)
+        for i, j in itertools.combinations(range(runs), 2)
+        if shared is None or shared[i][j] or shared[j][i]
+    )
+    cliques = list(itertools.islice(networkx.find_cliques(graph), _CLIQUES + 1))
+    if len(cliques) > _CLIQUES:
+        cliques = list(networkx.connected_components(graph))
+    return [sorted(group) for group in cliques]
 
 
 def _sequential(mechanisms: Sequence[Mechanism], delta: float) -> Epsilon:
