@@ -238,7 +238,7 @@ def _train(
     """Start a run of any stage and return its result; ``suffix`` ends the default folder's name."""
     if output_dir is not None:
         recipe = recipe.model_copy(update={"output_dir": str(output_dir)})
-    # One name for all processes of a launch, whose clocks may stand on either side of a second.
+    # One name for all processes of a launch, whose clocks may differ by a second.
     name = Processes.connect().from_main(recipe.output_dir or f"runs/{time_stamp()}{suffix}")
     with open_run(
         recipe, RunFolder(Path(name)), sources, create=True, callbacks=callbacks, quiet=quiet

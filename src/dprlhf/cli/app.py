@@ -20,7 +20,7 @@ from dprlhf.errors import DprlhfError, one_line
 # Idle threads that spin starve each other when cores are busy: a training step on two busy cores
 # was measured ten times slower. Read by the OpenMP runtime when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Libraries' notices of what will change are for developers.
+# Libraries' deprecation warnings are for developers.
 warnings.simplefilter("ignore", FutureWarning)
 
 

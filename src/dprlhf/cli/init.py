@@ -132,7 +132,7 @@ def target_of(model: str) -> Target:
             resolve(model), trust_remote_code=False, local_files_only=True
         ).get_text_config()
         kind, count = config.model_type, int(config.num_hidden_layers)
-    except Exception:  # not on disk, or of another kind: the dry run says what is wrong with it
+    except Exception:  # not on disk, or of another kind: the dry run reports the reason
         return Target()
     names = sorted(constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind, ()))
     values = [name for name in names if name.startswith("v")]

@@ -82,8 +82,8 @@ class PerUserGradients:
         with self._attached():
             scalar = loss()
             with _exact(scalar.device):
-                # The anchor stands before every trainable layer and nothing else requires a
-                # gradient: only what leads to one is differentiated, and no .grad is filled.
+                # The anchor is an input of every trainable layer, and nothing else requires a
+                # gradient: only the path to these layers is differentiated, and no .grad is set.
                 # (autograd.grad would not allow reentrant checkpointing.)
                 if scalar.requires_grad:
                     scalar.backward()  # type: ignore[no-untyped-call]
@@ -291,7 +291,7 @@ def _exact(device: torch.device) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-# --- which layers ------------------------------------------------------------------------------
+# --- the layers and their parameters -----------------------------------------------------------
 
 
 @dataclass
@@ -324,7 +324,7 @@ def _layers(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[nn
     _refuse_mixing(model)
     names = {id(parameter): name for name, parameter in parameters.items()}
     modules = dict(model.named_modules())
-    # PEFT evaluates these once for all rows.
+    # PEFT evaluates these modules once for all rows, so users' gradients cannot be separated.
     prompts = [m for m in modules.values() if isinstance(m, (PromptEmbedding, PromptEncoder))]
     of_prompts = {id(parameter): prompt for prompt in prompts for parameter in prompt.parameters()}
     layers: dict[nn.Module, _Layer] = {}
@@ -335,7 +335,7 @@ def _layers(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[nn
             name = f"{path}.{local}" if path else local
             if id(parameter) in of_prompts:
                 raise _unknown(name, of_prompts[id(parameter)])
-            forward = type(module).forward  # a subclass may do anything in its own
+            forward = type(module).forward  # a subclass may compute something else in its own
             if local in ("weight", "bias") and (
                 forward in (nn.Linear.forward, Conv1D.forward) or _plain_embedding(module)
             ):

@@ -1,11 +1,11 @@
-"""Many users' own copies of the trainable layers, evaluated together in one pass.
+"""Per-user copies of the trainable layers, evaluated together in one batched pass.
 
 A batch holds the same number of rows for each of its users. Inside :func:`local_copies` every
 trainable layer multiplies a user's rows by that user's weight: one batched matrix product in place
 of one pass for each user. The frozen layers see an ordinary batch, and autograd returns the
 gradient of each copy, so local training needs no loop over users.
 
-A batched product keeps its members apart: a user whose copy overflows spoils nobody else's.
+A batched product does not mix its members: a copy that overflows affects no other user's.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from dprlhf.errors import DprlhfError
 def local_copies(
     model: nn.Module, parameters: Mapping[str, nn.Parameter], moves: torch.Tensor, rows: int
 ) -> Iterator[None]:
-    """Inside this context, the rows of user u in a batch see the parameters θ + moves[u].
+    """Use the parameters θ + moves[u] for the rows of user u in every batch, inside this context.
 
     Args:
         model: The module that owns the parameters θ, which stay as they are.
         parameters: The trainable parameters, by their name in ``model``.
-        moves: Each user's difference from θ, ``[users, dimension]``: parameters in order and
+        moves: Each user's difference from θ, ``[users, dimension]``; parameters in order,
             flattened.
-        rows: Number of rows of the batch: the same number for each user, side by side. A pass over
-            any other number of rows sees θ, as when processes help each other under FSDP.
+        rows: Number of rows of the batch, a multiple of the number of users; a user's rows are
+            adjacent. A pass over another number of rows uses θ, as when processes help each other
+            under FSDP.
 
     Raises:
-        DprlhfError: A trainable parameter is not the weight of a linear layer, as those of LoRA
-            are.
+        DprlhfError: A trainable parameter is not the weight of a linear layer (LoRA's all are).
     """
     sizes = [p.numel() for p in parameters.values()]
     pieces = zip(parameters.items(), torch.split(moves, sizes, dim=1), strict=True)
@@ -44,7 +44,7 @@ def local_copies(
         for (name, parameter), piece in pieces:
             weights = parameter + piece.view(-1, *parameter.shape)
             layer = linear_layer(model, name)
-            # A hook would come after the layer's own product, which nobody uses then.
+            # Not a hook: it would run after the layer's own product, whose result is not needed.
             stack.callback(setattr, layer, "forward", layer.forward)
             layer.forward = _of_copies(layer, weights, rows)  # type: ignore[method-assign]
         yield

@@ -80,7 +80,8 @@ def _selection(recipe: AnyRecipe) -> list[str]:
     data = recipe.data
     if not data.skip and data.limit is None:
         return []
-    # If a row went and the limit let another one in, two users would have changed.
+    # Removing a row would let another one in under the limit and so change two users, unless
+    # neighbouring datasets differ among the selected rows only.
     return ["which rows data.skip and data.limit select: neighbouring datasets differ among these"]
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 _WIDTH, _HEIGHT = 420, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 10, 22, 38
 STYLES = 6
-"""The number of line styles; more series start again."""
+"""Number of line styles; further series use them again from the first."""
 
 
 @dataclass(frozen=True)

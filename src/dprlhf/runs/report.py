@@ -29,7 +29,7 @@ _Z95 = 1.96
 """Half-width of a 95% confidence band, in standard errors."""
 _SHOWN_SAMPLES = 8
 _ABSURD = 1e100
-"""Beyond this a number is damaged, and could not be drawn."""
+"""A larger number is treated as damaged, because it could not be drawn."""
 
 
 @dataclass
@@ -123,7 +123,7 @@ def read_run(path: Path) -> PublishedRun:
     folder = RunFolder(path)
     files = [folder.recipe, folder.privacy, folder.ledger, folder.metrics, folder.samples]
     if not any(file.is_file() for file in files):
-        folder.require()  # says so: the recipe is missing too
+        folder.require()  # raises: the recipe is missing, too
     run = PublishedRun(path.resolve().name)
     read = _attempt(run, folder.recipe, _recipe_text, _Recipe())
     run.recipe, run.public_losses = read.text, read.public_losses
@@ -262,7 +262,7 @@ def _mean(values: Sequence[float | None]) -> tuple[float, float] | None:
     return statistics.fmean(known), statistics.stdev(known) / math.sqrt(len(known))
 
 
-# --- showing -----------------------------------------------------------------------------------
+# --- rendering ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

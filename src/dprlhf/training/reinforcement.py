@@ -57,7 +57,7 @@ from dprlhf.updates.trust_region import clip_norm, fisher_trace_and_top
 
 MAX_FAILED_ROUNDS = 3
 SAMPLES = 5
-"""Public responses that an evaluation during the run keeps."""
+"""Number of public responses that each evaluation during the run keeps."""
 
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
@@ -162,7 +162,8 @@ class Reinforcement:
         given: Sequence[Any] = self._sources.rewards or [_loadable(r) for r in recipe.rewards]
         loaded = [load_reward(reward, device=processes.device) for reward in given]
         self.spread = _check_rewards(loaded, policy, recipe, self.public or neutral_prompts())
-        # Users must not be coupled, not even by rounding; and all processes score alike.
+        # One user's scores must not depend on another's rows, not even by rounding, and all
+        # processes must score alike.
         rounded = processes.from_main(self.spread.rounded)
         self.rewards = [r.one_user_at_a_time() if r.name in rounded else r for r in loaded]
         self.scorer = Scorer(self.rewards, recipe.reward_range)
@@ -234,7 +235,7 @@ class Reinforcement:
         return Outcome(round_.released, round_.norms, metrics, secret)
 
     def check_round(self, run: Run, t: int) -> None:
-        """Stop after three rounds in a row without a valid reward, as the noised count says."""
+        """Stop after three rounds in a row whose noised count shows no valid reward."""
         reward = self._last_reward
         failed = self._failed_rounds + 1 if reward is not None and reward.all_failed else 0
         self._failed_rounds = failed
@@ -397,7 +398,7 @@ def _check_rewards(
         max_prompt_tokens=recipe.data.max_prompt_tokens,
     )
     rows = rows_to_score(sampled)
-    with captured(None):  # a reward that prints would spoil a plan that is printed as JSON
+    with captured(None):  # a reward's own output would corrupt a plan that is printed as JSON
         reports = [
             check_reward(
                 reward,

@@ -47,8 +47,8 @@ def gate_for_round(
     """Return the round's release function; every process gets the main process's release."""
 
     def release(bounded: BoundedSum) -> Released[torch.Tensor]:
-        # From the charge to the checkpoint the round is finished whatever the user presses: a
-        # charged round that is not saved is spent for nothing.
+        # From the charge to the checkpoint, Ctrl-C is deferred: a charged round that is not saved
+        # has spent its users' budget without an update.
         interrupt.defer()
         return run.processes.on_main(lambda: cast("Gate", run.gate).release(t, bounded))
 

@@ -2,7 +2,7 @@
 
 The gradient of a user's loss, over all of its rows, is clipped to the norm S; a round releases the
 noised sum over its users through the same gate, charged to the same kind of ledger, as a private
-update (DP-SGD with one user as the unit). What comes out is an adapter, and the whole model
+update (DP-SGD with one user as the unit). The result is an adapter, and the merged model
 (``model/``) for the next stage.
 """
 

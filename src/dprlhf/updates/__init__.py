@@ -12,7 +12,7 @@ from dprlhf.updates.rebel import rebel
 from dprlhf.updates.round import PrivateRound
 
 UpdateFunction = Callable[[PrivateRound, Any], None]
-"""One round of an update: it takes the round and the recipe's section ``update``."""
+"""A function that performs one round of an update, given the round and the recipe's ``update``."""
 
 UPDATES: dict[str, UpdateFunction] = {
     "pg": policy_gradient,

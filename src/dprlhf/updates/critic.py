@@ -67,7 +67,7 @@ class Critic:
     """
 
     penalised = True
-    """V is that of the rewards which the update sees."""
+    """V predicts the rewards that the update sees, with the KL penalty subtracted."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ from dprlhf.updates.privls.in_round import Examples, solve
 from dprlhf.updates.round import P, PrivateRound, R
 
 LARGEST_SCORE = 3.0
-"""R for the baseline ``group``, whose |Â| is at most (k − 1)/√k: 2.5 at k = 8 responses."""
+"""Bound R for the baseline ``group``, whose |Â| is at most (k − 1)/√k: 2.5 at k = 8 responses."""
 
 
 def npg(round_: PrivateRound[P, R], spec: recipe.NPG) -> None:

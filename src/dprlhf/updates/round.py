@@ -247,7 +247,7 @@ def _coordinates(
     features: Array | None,
 ) -> Array:
     rewards = scores.values
-    rewards = rewards if rewards.ndim == 1 else rewards[:, 0]  # the first token's is the whole
+    rewards = rewards if rewards.ndim == 1 else rewards[:, 0]  # the first reward-to-go is the sum
     return rider.of_users(responses.user, rewards, valid, features)
 
 

@@ -84,7 +84,7 @@ class TelemetryCoordinates:
         """
         reward, valid = (open_released(released, "telemetry") / self._unit).tolist()
         std = self.noise_std(t) / self._unit
-        known = ReleasedReward(None, None, valid, std).known  # else the ratio means nothing
+        known = ReleasedReward(None, None, valid, std).known  # otherwise the ratio is mere noise
         mean = float(np.clip(reward / valid, -1, 1)) * self.reward_range if known else None
         # The noise of numerator and denominator, to first order.
         error = std / valid * math.hypot(1, reward / valid) * self.reward_range if known else None

@@ -32,10 +32,10 @@ from dprlhf.privacy.randomness import uint64_stream
 from dprlhf.updates.privls.oracle import Select, check_positive, predictions
 
 UNITS = 2**30
-"""Steps of one user's loss; float64 adds integers exactly for up to 2²³ users of so many."""
+"""Number of steps in the range of a user's loss; float64 sums are exact for up to 2²³ users."""
 
 _ROUNDING = 1e-8
-"""Share of ε that is kept back: scores of 2²³ users err by less than this, relatively."""
+"""Share of ε reserved for rounding: the relative error of 2²³ users' scores is smaller."""
 
 _WORDS = 4
 """64-bit words in one uniform draw."""

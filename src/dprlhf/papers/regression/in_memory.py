@@ -18,7 +18,7 @@ from dprlhf.privacy.randomness import gaussian_noise, uniforms
 from dprlhf.updates.privls.oracle import Contribution
 
 _MICRO_BATCH = 2**18
-"""Numbers in one micro-batch of contributions: as many as a cache holds."""
+"""Number of elements in a micro-batch of contributions, which fit a processor's cache."""
 
 
 @dataclass(repr=False, eq=False)

@@ -51,7 +51,7 @@ from dprlhf.privacy.gaussian import gaussian_noise_multiplier
 from dprlhf.updates.privls.oracle import bounded_rows, check_positive, finite_rows
 
 LARGEST_GROWTH = math.e
-"""The highest residual bound over the lowest: beyond, filters still work but noise explodes."""
+"""Limit on the ratio of highest to lowest residual bound; beyond it the noise is excessive."""
 
 SMALLEST_DELTA = 1e-14
 """The least δ for adding or removing one user: the test is drawn with 52 bits."""
@@ -61,7 +61,7 @@ _STEP = 1.25
 
 _SHARES = tuple(i / 20 for i in range(1, 20))
 _COVARIANCE_SHARE = 0.05
-"""The share of the release's δ spent on the change of S, which costs far less than β's move."""
+"""The share of the release's δ for the change of S, which costs far less than that of β."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class ISSP:
             epsilon: Privacy loss ε of this fit; infinite adds no noise, and the test fails only for
                 a user with a leverage above τ_0 or a residual above ρ_0.
             delta: Failure probability δ of this fit.
-            adjacency: What makes two data sets neighbours.
+            adjacency: The neighbouring relation of datasets.
             uniform: Secret draw from (0, 1), a multiple of 2⁻⁵² plus half a step, for the test.
             normals: Secret standard normal draws, ``[d]``, for the release.
 
@@ -369,7 +369,7 @@ def filter_leverage(
 ) -> torch.Tensor:
     """Return the largest subset of ``kept`` in which every leverage is at most ``bound``.
 
-    Whoever exceeds the bound exceeds it in every smaller set, so all are removed at once.
+    A user above the bound is above it in every smaller set, so all are removed at once.
     """
     zero = torch.zeros(len(features), dtype=torch.float64)
     while True:
@@ -416,7 +416,7 @@ def _one_step(epsilon: float, delta: float, adjacency: Adjacency) -> tuple[float
 def _too_many(
     d: int, leverage: float, users: float, epsilon: float, delta: float, adjacency: Adjacency
 ) -> str:
-    low, high = 0.0, leverage * d / users  # τ_0 that is fine, and that is not
+    low, high = 0.0, leverage * d / users  # values of τ_0 that are feasible and infeasible
     while high - low > 1e-3 * high:
         middle = 0.5 * (low + high)
         fine = make_setup(middle, *_one_step(epsilon, delta, adjacency)) is not None

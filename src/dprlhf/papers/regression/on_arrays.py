@@ -41,7 +41,7 @@ def fit(
         targets: Targets A, ``[users]``.
         epsilon: Privacy loss ε of the fit; infinite for one without noise.
         delta: Failure probability δ: 0 for ``exponential``, above 0 for the others.
-        adjacency: What makes two data sets neighbours. He & Zhou, Definition 2, is replace-one.
+        adjacency: The neighbouring relation of datasets; replace-one in He & Zhou, Definition 2.
         users: Public number m of users. None takes the number of rows, which is public under
             replace-one and zero-out, and not under add-remove.
         key: Secret key of 32 bytes, never used for another fit. None draws one.

@@ -21,7 +21,7 @@ ORACLES: dict[str, type[GaussianOracle]] = {
     "improper-batch-sgd": ImproperBatchSGD,
     "projected-sgd": ProjectedSGD,
 }
-"""Those of a training round, by the name in a recipe."""
+"""The oracles for training rounds, by their names in a recipe."""
 
 
 def make_oracle(name: str, **settings: Any) -> GaussianOracle:

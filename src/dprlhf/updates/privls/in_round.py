@@ -3,9 +3,9 @@
 An example is one or several rows of a user, with a feature φ = Σ_rows weight · ∇ log π(y|x) and a
 target A. A user's loss is the mean over its examples of (w · φ − A)². The oracles
 (:mod:`dprlhf.updates.privls`) ask for noised means over users of a function of φ and A. Each answer
-is one release through the round's gate. The policy stands still meanwhile, so features are computed
-once and kept for the later answers, if they take no more than ``KEPT_BYTES``; larger ones exist for
-one micro-batch at a time, and each answer has a forward and a backward pass of its own.
+is one release through the round's gate. The policy does not move meanwhile, so features are
+computed once and cached for the later answers, if they take no more than ``KEPT_BYTES``; otherwise
+they exist for one micro-batch at a time, and each answer takes a forward and a backward pass.
 
 ``update.clip_norm`` is the oracles' B, the bound on ‖φ‖. A contribution with L2 bound b (at most
 2BR for a gradient, 1 for sufficient statistics) is scaled to the clip norm, clipped, summed,
@@ -38,10 +38,10 @@ from dprlhf.updates.privls.sufficient_statistics import LARGEST_DIMENSION
 from dprlhf.updates.round import P, PrivateRound, R
 
 KEPT_BYTES = 2**30
-"""The most memory of a process that the features of a round may take between two answers."""
+"""The largest memory of a round's cached features on one process, in bytes."""
 
 Batch = tuple[NDArray[np.int64], int, torch.Tensor, torch.Tensor]
-"""Users, how many examples each has, and features and targets, padded to the fixed shape."""
+"""Users, the number of examples of each, and features and targets, padded to a fixed shape."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,7 +82,7 @@ def solve(
     """
     dimension = round_.policy.dimension
     size = spec.sketch or dimension
-    # Each round has its own projection; with one for all, the policy would stay in a subspace.
+    # Each round has its own projection; with a single one, the policy would stay in a subspace.
     sketch = CountSketch(dimension, size, f"round {round_.t}") if spec.sketch else None
     oracle = make_oracle(
         spec.name,

@@ -26,8 +26,8 @@ from dprlhf.privacy.accounting import Adjacency
 Contribution = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """A function of features ``[users, d]`` and targets ``[users]``, row by row, to ``[users, p]``.
 
-A row's result depends on that row alone. A user with several rows counts as the mean of its rows'
-results, which keeps the bound.
+A row's result depends on that row alone. A user with several rows contributes the mean of its rows'
+results, which satisfies the same bound.
 """
 
 
