@@ -294,8 +294,10 @@ def shorter(completions: list[str], **columns: Any) -> list[float]:
 def test_without_noise_sft_learns_and_noise_alone_teaches_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The same noise every time: it follows from the key and from the recipe, paths included.
     monkeypatch.setattr("dprlhf.runs.folder.new_key", lambda: bytes(range(32)))
-    model = runs.save_sharp(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    model = runs.save_sharp(Path("model"))
     common = {
         "rounds": 10,
         "optimizer": {"learning_rate": 0.1},
@@ -304,7 +306,7 @@ def test_without_noise_sft_learns_and_noise_alone_teaches_nothing(
     public = [{"prompt": "it was", "completion": " aaaa"}] * 4
     gains = {}
     for name, privacy in (("none", {"epsilon": float("inf")}), ("much", {"noise_multiplier": 1e3})):
-        stage = sft(model, tmp_path / name, privacy=privacy, **common)
+        stage = sft(model, Path(name), privacy=privacy, **common)
         run = dprlhf.train_stage(stage, data=people(0, 64), evaluation_data=public, quiet=True)
         gains[name] = run.before["loss"].mean - run.after["loss"].mean
         assert json.loads(run.folder.evaluation.read_text())["after"]["loss"]["prompts"] == 4
