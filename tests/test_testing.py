@@ -83,6 +83,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.__name__)
 def test_a_bad_update_is_refused_by_the_check_that_is_there_for_it(bad: Any) -> None:
     with pytest.raises(AssertionError, match=BAD[bad]):

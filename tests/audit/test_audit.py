@@ -165,11 +165,13 @@ def plan_of(epsilon: float, **changes: Any) -> Plan:
     return make_plan(epsilon=epsilon, **(values | changes))
 
 
+@pytest.mark.slow
 def test_the_worst_case_user_comes_near_the_claim_and_stays_below() -> None:
     game = play(plan_of(4.0), 1500, seed=1)
     assert 0.7 * 4 <= game.bound() <= 4
 
 
+@pytest.mark.slow
 def test_replacing_a_user_comes_near_the_claim_and_stays_below() -> None:
     game = play(plan_of(4.0, adjacency="replace-one", users=4, rounds=2), 600, seed=2)
     assert 0.6 * 4 <= game.bound() <= 4
@@ -235,6 +237,7 @@ def test_no_update_is_refuted(update: str, tmp_path: Path) -> None:
     assert found.holds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "privacy",
     [

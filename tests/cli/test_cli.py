@@ -173,6 +173,7 @@ class TestBadRuns:
         path.write_text(RECIPE.format(model=model, data=data, folder=tmp_path))
         return path
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("override", "named"),
         [

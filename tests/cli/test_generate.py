@@ -48,6 +48,7 @@ def test_the_length_of_a_continuation(run: Path) -> None:
         generate(run, ["One"], max_new_tokens=500)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "content"),
     [

@@ -14,6 +14,7 @@ from dprlhf.testing import check_partition
 SHIPPED = all_partitions()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHIPPED)
 def test_draw_and_accountant_agree(name: Any) -> None:
     report = check_partition(name)
@@ -52,6 +53,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", BAD)
 def test_a_bad_partition_is_refused(bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changes, message = BAD[bad]

@@ -89,6 +89,7 @@ def test_the_shape_of_a_users_micro_batch_does_not_depend_on_the_others() -> Non
     assert len(set(everybody.values())) == 2  # two widths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPECS)
 def test_an_update_keeps_the_shipped_contract(name: str) -> None:
     spec = SPECS[name]

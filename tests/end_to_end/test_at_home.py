@@ -122,6 +122,7 @@ def streaming(folder: Path) -> Any:
 SOURCES = (csv, jsonl, parquet, local_folder, generator, generator_function, streaming)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES)
 def test_prompts_from_anywhere(model: str, tmp_path: Path, source: Callable[[Path], Any]) -> None:
     given = source(tmp_path)

@@ -193,6 +193,7 @@ def test_clipped_sum_equals_autograd_on_one_user_at_a_time(
     assert measured.bounded.total.dtype == torch.float64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", TRAINED)
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_clipped_sum_equals_autograd_whatever_is_trained(kind: tiny.Kind, trained: str) -> None:

@@ -653,6 +653,7 @@ def test_outside_a_clone_the_tables_say_what_is_missing(
 # ----------------------------------------------------------------------------- tables in miniature
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_recipe_runs(path: Path, tmp_path: Path) -> None:
     tiny = {"users": 6, "rounds": 2, "evaluation_episodes": 2, "curve_points": 0}
@@ -705,6 +706,7 @@ def test_the_tables_run_in_miniature_and_write_everything(
     assert {"control_curves.png", "control_regret.png", "control_epsilon_of_z.png"} <= images
 
 
+@pytest.mark.slow
 def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"seeds": 2, "recipes": RECIPES, "quiet": True}
     one = run_table("hz", only="npg/exponential/epsilon=4/users=500", cache=tmp_path, **arguments)

@@ -54,6 +54,7 @@ def test_dimensions(type_: str) -> None:
     assert make("gpt2", type_, target_modules=targets).dimension == dimension
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, where it loads them
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("type_", GPT2)

@@ -176,6 +176,7 @@ def test_required_noise(eps: int) -> None:
         assert 0.99 * coarse < found <= coarse
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rounds", "eps", "tilt"), [(16, 1, 0.3), (64, 1, 0.1), (200, 2, 0.03), (100, 4, 0.0)]
 )
@@ -212,6 +213,7 @@ def test_two_rounds_against_quadrature(z: float, side: Side) -> None:
             assert found.lower <= two_rounds(z, max(found.epsilon_lower, 0.0), side) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("z", "rounds", "eps", "side", "tilt"),
     [
@@ -233,6 +235,7 @@ def test_curves_against_sampling(
     assert abs(random_allocation.bracket(z, rounds, eps, side).upper - mean) < 4 * error
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:numba is not installed:ImportWarning")
 def test_bracket_of_pld_accounting() -> None:
     from PLD_accounting import gaussian_allocation_epsilon_range
@@ -382,6 +385,7 @@ def test_poisson_at_rate_one_is_the_composed_gaussian() -> None:
     assert true * (1 - 1e-3) < cost.epsilon_lower <= cost.epsilon <= true * (1 + 1e-8)
 
 
+@pytest.mark.slow
 def test_poisson_with_little_noise_keeps_its_grid_small(monkeypatch: pytest.MonkeyPatch) -> None:
     z = 0.1
     real, sizes = DensePLDPmf.__init__, []

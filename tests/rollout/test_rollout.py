@@ -305,6 +305,7 @@ def many(kind: tiny.Kind) -> Responses:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_first_tokens_come_from_the_right_distribution(kind: tiny.Kind) -> None:
     policy, responses = policy_of(kind), many(kind)
@@ -721,6 +722,7 @@ def test_vllm_must_not_let_requests_move_each_other(fake: type[FakeLLM]) -> None
         )
 
 
+@pytest.mark.slow
 def test_a_response_that_stops_without_an_end_is_an_error(fake: type[FakeLLM]) -> None:
     policy = bfloat16_policy()
     backend.engine(policy)

@@ -145,6 +145,7 @@ class TestMerge:
         with pytest.raises(DprlhfError, match="exists"):
             merge(finished, tmp_path)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["gpt2", "llama"])
     @pytest.mark.parametrize(
         "adapter", ["lora", "ffa-lora", "lora-xs", "vera", "ia3", "norms", "biases"]

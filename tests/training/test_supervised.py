@@ -334,6 +334,7 @@ def test_a_document_that_cannot_be_encoded_stops_nobody(
     assert sum(json.loads(line)["users_not_readable"] or 0 for line in lines) == 1
 
 
+@pytest.mark.slow
 def test_a_pipeline_states_one_total(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -365,6 +365,7 @@ CRASH_POINTS = {
 
 
 class TestResume:
+    @pytest.mark.slow
     @pytest.mark.parametrize("point", CRASH_POINTS)
     def test_after_a_crash(
         self, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
@@ -510,6 +511,7 @@ def _find(dotted: str) -> Any:
 
 
 class TestProcesses:
+    @pytest.mark.slow
     def test_two_and_three_processes_equal_one(self, model: str, tmp_path: Path) -> None:
         script = tmp_path / "launched.py"
         script.write_text(

@@ -335,6 +335,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_sharp(tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_unbroken_one(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -482,6 +483,7 @@ class NoisyGate(OpenGate):
         return Released(mean + self._std * noise, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [2, 8])
 def test_on_rewards_that_prompts_decide_it_lowers_the_variance_of_the_update(
     sharp: CausalLMPolicy, k: int

@@ -224,6 +224,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "adapter", "case"),
     [
@@ -702,6 +703,7 @@ def settings_of(model: str, **changes: Any) -> dict[str, Any]:
     return run_settings(model, **{**fixed, **changes})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server", ["sgd", "adam"])
 def test_a_resumed_run_equals_an_unbroken_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str

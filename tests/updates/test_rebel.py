@@ -285,6 +285,7 @@ def test_the_step_as_printed_does_not_minimise_and_ours_does() -> None:
         set_parameters(policy, theta)
 
 
+@pytest.mark.slow
 def test_gauss_newton_solves_the_normal_equations() -> None:
     """θ_t + η w, w the least-squares solution: k = 4, so a user has several pairs."""
     policy = policy_of("gpt2", "ffa-lora")

@@ -126,6 +126,7 @@ def run(tmp_path: Path, **changes: Any) -> Any:
     return train(**settings, output_dir=tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["l2", "l2-markov", "kl"])
 def test_a_run_keeps_the_clip_norm_that_was_decided(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -142,6 +143,7 @@ def test_a_run_keeps_the_clip_norm_that_was_decided(
         assert kept == pytest.approx(np.sqrt(2 * 0.01 * 0.2 / (1 + (z / m) ** 2 * d)) / 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("user_of", ["trust region", "adapter"])
 def test_what_is_decided_before_the_first_round_is_decided_on_public_prompts(
     user_of: str, tmp_path: Path
