@@ -116,7 +116,7 @@ def test_two_hundred_runs_have_a_total_at_once() -> None:
     apart = [[i == j for j in range(200)] for i in range(200)]
     started = time.perf_counter()
     assert total_epsilon(runs, DELTA, apart).epsilon == epsilon(runs[0], DELTA).epsilon
-    assert time.perf_counter() - started < 5  # 0.3 s on a quiet machine
+    assert time.perf_counter() - started < 5  # 0.01 s on a quiet machine
     equal = total_epsilon([GAUSSIAN] * 200, DELTA, apart)
     assert equal.epsilon == epsilon(GAUSSIAN, DELTA).epsilon
     assert "parallel" in equal.accountant
