@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
+from unittest import mock
 
 import numpy as np
 import torch
@@ -289,7 +290,9 @@ class _RecordingGate:
     def release(self, t: int, bounded: BoundedSum) -> Released[torch.Tensor]:
         self.sums.append(bounded.total.clone())
         bounded.total.zero_()
-        return self._gate.release(t, bounded)
+        # A charge draws its noise afresh; here both runs of a comparison must get the same.
+        with mock.patch("dprlhf.privacy.ledger.new_nonce", return_value="the same noise"):
+            return self._gate.release(t, bounded)
 
 
 def _optimizer(policy: CausalLMPolicy) -> torch.optim.Optimizer:

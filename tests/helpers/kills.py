@@ -51,8 +51,8 @@ from dprlhf.privacy.ledger import Ledger, read_ledger
 from dprlhf.runs.folder import JsonLines
 from dprlhf.updates import PrivateRound
 from helpers import tiny
+from helpers.fixed import fix_randomness
 
-KEY = bytes(range(32))
 PROMPTS = [f"user {i} says" for i in range(9)]
 ROUNDS = 3
 
@@ -98,7 +98,7 @@ class Life:
 
     def watch(self) -> None:
         """Note which users a released sum is over, and which noise it got."""
-        dprlhf.runs.folder.new_key = lambda: KEY
+        fix_randomness()
         uniforms, drawn = randomness.uniforms, dprlhf.training.trainer.users_of_round
         release = gate.Gate.release
         total = ""

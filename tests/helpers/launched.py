@@ -28,7 +28,6 @@ from torch.distributed.fsdp import fully_shard  # noqa: F401
 from transformers import GPT2LMHeadModel  # noqa: F401
 
 import dprlhf
-import dprlhf.runs.folder
 import dprlhf.training.reinforcement
 from dprlhf import DprlhfError
 from dprlhf.boundary import Released
@@ -38,9 +37,9 @@ from dprlhf.recipe import RewardRecipe, SFTRecipe
 from dprlhf.training import reinforcement
 from dprlhf.training.processes import Processes
 from helpers import tiny
+from helpers.fixed import fix_randomness
 from helpers.rounds import value_of
 
-KEY = bytes(range(32))
 PROMPTS = [f"user {i} says {'more ' * (i % 4)}" for i in range(9)]
 ROUNDS = 4
 
@@ -103,7 +102,7 @@ def spy(owner: Any, name: str, note: Callable[[Any], object]) -> None:
 def watch(dtype: torch.dtype) -> Seen:
     """Fix the key, compute in ``dtype``, and note what passes."""
     seen = Seen()
-    dprlhf.runs.folder.new_key = lambda: KEY
+    fix_randomness()
     spy(dprlhf.training.reinforcement, "load_policy_of", lambda policy: policy.model.to(dtype))
     spy(Ledger, "__init__", lambda _: setattr(seen, "ledgers", seen.ledgers + 1))
     spy(Processes, "share", lambda users: seen.shares.append(len(users)))
@@ -158,7 +157,7 @@ def stage_settings(folder: Path, trained: str) -> dict[str, Any]:
 
 
 def train_stage(stage: Any, data: list[dict[str, str]], folder: Path, run: str) -> None:
-    dprlhf.runs.folder.new_key = lambda: KEY
+    fix_randomness()
     dprlhf.train_stage(stage, data=data, output_dir=folder / run, quiet=True)
 
 

@@ -32,7 +32,6 @@ from transformers import GPT2LMHeadModel  # noqa: F401
 import dprlhf.api
 import dprlhf.cli.app
 import dprlhf.runs.checkpoint
-import dprlhf.runs.folder
 import dprlhf.training.build
 import dprlhf.training.reinforcement
 import dprlhf.training.rounds
@@ -41,6 +40,7 @@ from dprlhf.boundary import open_private
 from dprlhf.data.users import Users
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from helpers import tiny
+from helpers.fixed import fix_randomness
 
 TEXT = "zanzibar-7319"
 NUMBER = 1.61803398875
@@ -261,7 +261,7 @@ def scenario(folder: Path, name: str, prepare: Callable[[], None] | None = None)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
         code: Any = 1
         try:
-            dprlhf.runs.folder.new_key = lambda: bytes(range(32))
+            fix_randomness()
             datasets.config.HF_DATASETS_CACHE = here / "data/cache"
             if prepare is not None:
                 prepare()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ from scipy import stats
 from dprlhf.boundary import BoundedSum, Released
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy import gate as module
+from dprlhf.privacy.correlated_noise import square_root
 from dprlhf.privacy.gate import Gate
-from dprlhf.privacy.ledger import Ledger, read_ledger
+from dprlhf.privacy.ledger import Entry, Ledger, new_nonce, read_ledger
 from dprlhf.privacy.plan import Plan, make_plan
 from helpers.rounds import value_of
 
@@ -153,6 +156,57 @@ def test_a_round_cut_short_is_spent(gate: Callable[..., Gate]) -> None:
     again = Gate(g.plan, Ledger(g.ledger.path, g.plan.terms()), KEY)
     with pytest.raises(DprlhfError, match="charged before"):
         again.release(1, zeros(g.plan))
+
+
+# ------------------------------------------------------------------------ a restored run folder
+
+
+def difference_after_restoring(
+    folder: Path, first: torch.Tensor, second: torch.Tensor, p: Plan
+) -> np.ndarray[Any, Any]:
+    """Release round 2 in a run, and again in a copy of its folder made before; subtract."""
+    ledger = Ledger(folder / "run.jsonl", p.terms())
+    Gate(p, ledger, KEY).release(1, zeros(p, len(first)))
+    ledger.close()
+    shutil.copy(folder / "run.jsonl", folder / "backup.jsonl")
+    released = []
+    for name, total in (("run", first), ("backup", second)):
+        ledger = Ledger(folder / f"{name}.jsonl", p.terms())
+        released.append(value_of(Gate(p, ledger, KEY).release(2, BoundedSum(total, p.clip_norm))))
+        ledger.close()
+    return ((released[0] - released[1]) * p.expected_batch_size).numpy()
+
+
+@pytest.mark.parametrize("changes", [{}, {"partition": "fixed", "bands": 3}], ids=str)
+def test_a_restored_run_folder_draws_fresh_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    """Else subtracting the two releases of a round would show how the sums differ, exactly."""
+    p, n = plan(**changes), 20_000
+    one, other = torch.zeros(2, n, dtype=torch.float64)
+    other[3] = 0.4  # what a user adds
+    (repeated := tmp_path / "repeated").mkdir()
+    shown = difference_after_restoring(repeated, one.clone(), other.clone(), p)
+    np.testing.assert_allclose(shown, (one - other).numpy(), rtol=0, atol=1e-12)  # the control
+    monkeypatch.setattr("dprlhf.privacy.ledger.new_nonce", new_nonce)
+    shown = difference_after_restoring(tmp_path, one.clone(), other.clone(), p)
+    assert has_std(shown, math.sqrt(2) * 1.5 * 0.4 / (square_root(4, p.bands)[1, 0]))
+
+
+def test_a_ledger_from_before_nonces_goes_on(tmp_path: Path) -> None:
+    p = plan()
+    body = {"round": 1, "noise_multiplier": 1.5, "clip_norm": 0.4, "releases_per_round": 1}
+    opened = Entry.make(0, "open", p.terms(), 64 * "0")
+    charge = Entry.make(1, "charge", body, opened.hash)
+    lines = [json.dumps(vars(entry), sort_keys=True) + "\n" for entry in (opened, charge)]
+    (tmp_path / "ledger.jsonl").write_text("".join(lines))
+    gate = Gate(p, Ledger(tmp_path / "ledger.jsonl", p.terms()), KEY)
+    with pytest.raises(DprlhfError, match="charged before"):
+        gate.release(1, zeros(p))
+    gate.release(2, zeros(p))
+    gate.ledger.close()
+    charges = [e for e in read_ledger(tmp_path / "ledger.jsonl") if e.kind == "charge"]
+    assert ["nonce" in e.body for e in charges] == [False, True]
 
 
 # --------------------------------------------------------------------------------- the noise

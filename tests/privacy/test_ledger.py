@@ -17,7 +17,7 @@ import pytest
 
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy import ledger as module
-from dprlhf.privacy.ledger import Entry, Ledger, charged_rounds, read_ledger
+from dprlhf.privacy.ledger import Entry, Ledger, charged_rounds, new_nonce, read_ledger
 from dprlhf.runs.earlier import records_of
 
 TERMS: dict[str, Any] = {
@@ -50,6 +50,38 @@ def written(path: Path, rounds: int = 3) -> bytes:
 
 def reopened(path: Path, terms: dict[str, Any] | None = None) -> Ledger:
     return Ledger(path, TERMS if terms is None else terms)
+
+
+# ------------------------------------------------------------------------------------ nonces
+
+
+def test_every_charge_has_a_nonce_of_the_operating_system(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "new_nonce", new_nonce)
+    written(path)
+    nonces = [e.body["nonce"] for e in read_ledger(path) if e.kind == "charge"]
+    asked: list[int] = []
+    monkeypatch.setattr(
+        "secrets.token_hex", lambda size: asked.append(size) or f"{len(asked):064x}"
+    )
+    assert new_nonce() == f"{1:064x}"
+    assert asked == [32]
+    assert len(set(nonces)) == 3
+    assert all(len(bytes.fromhex(nonce)) == 32 for nonce in nonces)
+
+
+def test_the_hash_of_a_charge_follows_from_its_nonce(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashes = []
+    for nonce in ("one", "another"):
+        monkeypatch.setattr(module, "new_nonce", lambda nonce=nonce: nonce)
+        path.unlink(missing_ok=True)
+        ledger = Ledger(path, TERMS)
+        hashes.append(charge(ledger, 1).hash)
+        ledger.close()
+    assert hashes[0] != hashes[1]
 
 
 # ------------------------------------------------------------------------------- durability
@@ -404,7 +436,7 @@ def test_entries_hold_public_values_only(path: Path) -> None:
     # Nothing else: a time would tell a round's duration, and with it the size of its batch.
     for t in (1, 2):
         charge = {"noise_multiplier": 0.8, "clip_norm": 1.0, "releases_per_round": 1}
-        assert entries[2 * t - 1].body == {"round": t, **charge}
+        assert entries[2 * t - 1].body == {"round": t, **charge, "nonce": "a test"}
         assert entries[2 * t].body == {"round": t}
     for line in path.read_text().splitlines():
         assert set(json.loads(line)) == {"sequence", "kind", "body", "previous", "hash"}

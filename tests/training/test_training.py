@@ -204,7 +204,7 @@ class TestLeaks:
             }  # fmt: skip
         kinds = {e.kind: set(e.body) for e in read_ledger(tmp_path / "run/ledger.jsonl")}
         assert kinds["charge"] == {
-            "round", "noise_multiplier", "clip_norm", "releases_per_round",
+            "round", "noise_multiplier", "clip_norm", "releases_per_round", "nonce",
         }  # fmt: skip
         assert kinds["commit"] == {"round"}
         plan = set(json.loads((tmp_path / "run/privacy.json").read_text())) & kinds["open"]
@@ -521,6 +521,8 @@ class TestProcesses:
             torch.set_num_threads(1)
             import dprlhf.runs.folder
             dprlhf.runs.folder.new_key = lambda: bytes(range(32))
+            import dprlhf.privacy.ledger
+            dprlhf.privacy.ledger.new_nonce = lambda: "a test"
             from accelerate import PartialState
             import dprlhf
             def reward(prompts, completions):

@@ -76,7 +76,7 @@ class Gate:
         return Released(total, t)
 
     def _stream(self, charge: Entry, number: int) -> tuple[bytes, str, int, int, str]:
-        """Return the name of a release's noise stream; the charge's hash ties it to one ledger."""
+        """Return the name of a release's noise stream; the charge's hash holds a fresh nonce."""
         return self._key, "noise", charge.body["round"], number, charge.hash
 
     def _correlated(self, last: int, dimension: int) -> torch.Tensor:

@@ -3,7 +3,9 @@
 ``ledger.jsonl`` holds one JSON entry per line. Each entry contains the SHA-256 hash of the one
 before it and is fsynced before :meth:`Ledger.charge` returns, so noise is never drawn for a round
 that is not recorded. Entries hold only values that the recipe made public: no times (a round's
-duration reveals its realised batch size) and nothing computed from users.
+duration reveals its realised batch size) and nothing computed from users. Each charge also holds a
+nonce. Its hash, which names the noise's stream, is therefore new even where a folder was restored
+from a backup and a round is charged once more.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +49,11 @@ class Entry:
         """Return an entry with the hash of its fields."""
         text = json.dumps([sequence, kind, body, previous], sort_keys=True)
         return cls(sequence, kind, body, previous, hashlib.sha256(text.encode()).hexdigest())
+
+
+def new_nonce() -> str:
+    """Return 32 fresh random bytes of the operating system, in hexadecimal."""
+    return secrets.token_hex(32)
 
 
 class Ledger:
@@ -148,6 +156,9 @@ class Ledger:
     ) -> Entry:
         """Charge one round, durably, before its noise is drawn.
 
+        The charge holds a fresh nonce, so that its hash, and the noise drawn under it, are new in
+        every copy of the run folder.
+
         Args:
             round_: Number of the round, from 1; above every round charged before.
             noise_multiplier: Noise multiplier z; must equal that of the terms.
@@ -174,7 +185,7 @@ class Ledger:
                     f"round {round_}: {name} {value} is not the planned {terms[name]}, which the"
                     " stated epsilon was computed for"
                 )
-        return self._append("charge", {"round": round_, **asked})
+        return self._append("charge", {"round": round_, **asked, "nonce": new_nonce()})
 
     def commit(self, round_: int) -> None:
         """Record that the policy after ``round_`` is safely on disk."""

@@ -65,6 +65,8 @@ def privacy_card(
         "assumptions": [
             *plan.guarantee.assumptions,
             "secret/ stays secret: it holds the key that allocation and noise come from",
+            "no copy or backup of the run folder is run on: each time, the rounds that run again"
+            " release once more about their users",
             "a row of a micro-batch, whose shape is fixed, rounds alike wherever it stands",
             *recipe.assumptions,
             *([] if earlier.tuning_runs else ["the recipe was not tuned on the same users"]),
