@@ -3,6 +3,10 @@
 import difflib
 from collections.abc import Iterable
 
+EXITS = (KeyboardInterrupt, SystemExit)
+"""The exceptions that end a program on purpose. Any other may come from a user's data, also one
+that is no ``Exception``: code compiled from Rust, such as ``tokenizers``, raises such panics."""
+
 
 class DprlhfError(Exception):
     """A problem that the user can mend: one line that names the offender and what to do.

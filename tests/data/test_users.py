@@ -177,6 +177,30 @@ def test_one_unreadable_prompt_leaves_out_its_user_and_nobody_else() -> None:
     assert made.readable(everyone, lambda some: 1 / 0).prompts == []
 
 
+def test_a_panic_in_compiled_code_leaves_out_its_user_and_nobody_else() -> None:
+    """What PyO3 raises for a panic in Rust, as in ``tokenizers``, is no ``Exception``."""
+
+    class PanicError(BaseException):
+        pass
+
+    made = users({"prompt": ["a", "bad", "c"]})
+
+    def encode(some: Prompts) -> None:
+        if "bad" in some.prompts:
+            raise PanicError(some.prompts)
+
+    assert made.readable(np.arange(3), encode).prompts == ["a", "c"]
+
+
+@pytest.mark.parametrize("exit_", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_is_no_unreadable_prompt(exit_: type[BaseException]) -> None:
+    def encode(some: Prompts) -> None:
+        raise exit_
+
+    with pytest.raises(exit_):
+        users({"prompt": ["a"]}).readable(np.arange(1), encode)
+
+
 def test_a_row_that_does_not_decode_leaves_out_its_user_and_nobody_else() -> None:
     def decode(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         if 2 in batch["name"]:

@@ -8,10 +8,12 @@ from typing import Any
 import peft
 import pytest
 import torch
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from dprlhf import DprlhfError, train
-from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
-from dprlhf.recipe import Adapter
+from dprlhf.policies.causal_lm import CausalLMPolicy, load_policy, make_policy
+from dprlhf.policies.classifier import load_reward_model
+from dprlhf.recipe import Adapter, Policy
 from helpers import tiny
 
 KINDS = ("gpt2", "llama")
@@ -34,6 +36,26 @@ def make(
     ranked = {"rank": 2} if type_ in ("lora", "ffa-lora", "lora-xs", "vera") else {}
     adapter = Adapter(type=type_, **{**ranked, **settings})
     return make_policy(tiny.model(kind).to(dtype), tiny.tokenizer(), adapter, seed=3)
+
+
+def test_a_mixture_of_experts_is_refused_as_it_is_loaded(tmp_path: Path) -> None:
+    """Whatever trains it: a user's tokens decide the shapes of the experts' products."""
+    moe = MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=257, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+            num_attention_heads=1, num_key_value_heads=1, num_local_experts=2,
+        )
+    )  # fmt: skip
+    adapter = Adapter(type="lora", target_modules=["q_proj"])
+    with pytest.raises(DprlhfError, match=r"layers\.0\.mlp' .* mixes the users of a batch"):
+        make_policy(moe, tiny.tokenizer(), adapter)
+    moe.save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    spec = Policy(model_name_or_path=str(tmp_path), adapter=adapter)
+    with pytest.raises(DprlhfError, match="mixes the users of a batch"):
+        load_policy(spec)
+    with pytest.raises(DprlhfError, match="mixes the users of a batch"):
+        load_reward_model(spec, None)
 
 
 def logprobs(policy: CausalLMPolicy) -> torch.Tensor:

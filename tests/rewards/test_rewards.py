@@ -147,7 +147,8 @@ def raising_for(trigger: str, problem: BaseException) -> Callable[..., list[floa
 
 
 @pytest.mark.parametrize(
-    "problem", [ValueError("x"), MemoryError(), asyncio.CancelledError(), GeneratorExit()]
+    "problem",
+    [ValueError("x"), MemoryError(), asyncio.CancelledError(), GeneratorExit(), BaseException()],
 )
 def test_a_raise_costs_the_rows_of_its_user_only(problem: BaseException) -> None:
     reward = raising_for("bad", problem)
@@ -210,6 +211,76 @@ def test_retrying_happens_only_after_a_failure() -> None:
     assert sizes == [3]
     score(LoadedReward(counting, "counting", per_user=True), ["a", "b", "c"], users=[0, 1, 0])
     assert sizes == [3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("checked", "sizes"), [(0, [2] * 7), (4, [4, 4, 4, 2]), (256, [8, 4, 2]), (1, [1] * 14)]
+)
+def test_private_rows_come_in_calls_of_checked_sizes(checked: int, sizes: list[int]) -> None:
+    called: list[int] = []
+
+    def counting(completions: list[str]) -> list[float]:
+        called.append(len(completions))
+        return length(completions)
+
+    users = np.repeat(np.arange(7), 2)
+    texts = ["x" * i for i in range(14)]
+    reward = LoadedReward(counting, "counting", checked_rows=checked)
+    made = Scorer([reward], 100.0)
+    scores = made.score(["p"] * 14, texts, [[]] * 14, {}, users, private=True)
+    assert called == sizes
+    assert scores.values.tolist() == list(range(14))
+
+
+def test_a_call_of_private_rows_that_fails_costs_its_failing_user_only() -> None:
+    reward = LoadedReward(raising_for("xxx", ValueError()), "r", checked_rows=2)
+    texts = ["x" * i for i in range(9)]
+    users = np.repeat(np.arange(3), 3)  # calls of two rows cut users
+    made = Scorer([reward], 100.0)
+    scores = made.score(["p"] * 9, texts, [[]] * 9, {}, users, private=True)
+    assert scores.valid.tolist() == [True] * 3 + [False] * 3 + [True] * 3
+    assert scores.values.tolist() == [0, 1, 2, 0, 0, 0, 6, 7, 8]
+
+
+def test_the_check_finds_the_largest_call_that_changes_no_score() -> None:
+    def up_to_20(completions: list[str]) -> list[float]:
+        return [len(c) + 1e-9 * (len(completions) > 20) for c in completions]
+
+    def at_the_end_of_64(completions: list[str]) -> list[float]:
+        moved = [1e-9 if i == 63 else 0.0 for i in range(len(completions))]
+        return [len(c) + more for c, more in zip(completions, moved, strict=True)]
+
+    sizes = [
+        check_reward(reward, PROMPTS, COMPLETIONS, most_rows=128).checked_rows
+        for reward in (length, up_to_20, at_the_end_of_64, LoadedReward(length, "l", 1, True))
+    ]
+    assert sizes == [128, 16, 32, 0]
+
+    def couples_forty(completions: list[str]) -> list[float]:
+        return [len(c) + len(completions) // 40 for c in completions]
+
+    with pytest.raises(DprlhfError, match=r"fails the check 'size'.* in a call of 64"):
+        check_reward(couples_forty, PROMPTS, COMPLETIONS)
+
+
+def test_a_run_calls_its_reward_with_sizes_that_were_checked(tmp_path: Path) -> None:
+    called: list[int] = []
+
+    def counting(completions: list[str], **_: Any) -> list[float]:
+        called.append(len(completions))
+        return length(completions)
+
+    stage, _ = assembled(tmp_path, {"function": recipe.IN_MEMORY}, [counting])
+    [reward] = stage.rewards
+    assert reward.checked_rows == max(called) == 64  # 40 users in 2 rounds, 2 responses each
+
+
+def test_a_classifier_with_experts_is_called_for_one_user_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _, _ = bert(tmp_path, ["reward"])
+    monkeypatch.setattr("dprlhf.rewards.classifier.mixing_layer", lambda model: ("'moe'", "mixes"))
+    assert load_reward(recipe.Reward(classifier=str(folder))).per_user
 
 
 def test_a_per_user_reward_does_not_see_the_neighbours() -> None:
@@ -931,7 +1002,7 @@ def test_a_run_scores_on_its_own_device(tmp_path: Path, monkeypatch: pytest.Monk
     folder, _, _ = bert(tmp_path, ["reward"])
     monkeypatch.setattr(Processes, "device", torch.device("meta"))
     unchecked = RewardSummary(responses=0, mean=0.0, std=1.0, clipped=0.0, bound=1.0, rounded={})
-    monkeypatch.setattr("dprlhf.training.reinforcement._check_rewards", lambda *_: unchecked)
+    monkeypatch.setattr("dprlhf.training.reinforcement._check_rewards", lambda *_, **__: unchecked)
     stage, parts = assembled(tmp_path, {"classifier": str(folder)}, None)
     [reward] = stage.rewards
     function: Any = reward.function

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from dprlhf import recipe
 from dprlhf.boundary import Private
 from dprlhf.data.loading import ROWS_AT_ONCE, listed, rows_without_value
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import EXITS, DprlhfError
 
 _NAMES = (
     pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view,
@@ -153,7 +153,9 @@ class Users:
             try:
                 prompts = self.select(some)
                 encode(prompts)
-            except Exception:
+            except EXITS:
+                raise
+            except BaseException:  # a panic in a tokenizer's compiled code is no Exception
                 return None
             return prompts
 

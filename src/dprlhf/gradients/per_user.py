@@ -36,6 +36,7 @@ from dprlhf.gradients.ghost_norm import (
     per_user,
     square_norm,
 )
+from dprlhf.policies.mixing import refuse_mixing
 
 
 class PerUserGradients:
@@ -321,7 +322,7 @@ def _layers(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[nn
     from peft import PromptEmbedding, PromptEncoder
     from transformers.pytorch_utils import Conv1D
 
-    _refuse_mixing(model)
+    refuse_mixing(model)
     names = {id(parameter): name for name, parameter in parameters.items()}
     modules = dict(model.named_modules())
     # PEFT evaluates these modules once for all rows, so users' gradients cannot be separated.
@@ -367,17 +368,3 @@ def _unknown(name: str, module: nn.Module) -> DprlhfError:
         f"'{name}' ({type(module).__name__}) has no per-user gradient here; leave it frozen, or"
         " train a LoRA on linear layers (policy.adapter.type: lora or ffa-lora)"
     )
-
-
-def _refuse_mixing(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        how = None
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            how = "normalises by the batch"
-        if "experts" in dict(module.named_children()) or "Experts" in type(module).__name__:
-            how = "sends the tokens of a batch through its experts together"
-        if how:
-            raise DprlhfError(
-                f"'{path}' ({type(module).__name__}) mixes the users of a batch: it {how}, so one"
-                " user's influence cannot be bounded; choose a model without such layers"
-            )

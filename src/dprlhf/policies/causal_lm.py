@@ -17,6 +17,7 @@ from dprlhf.hardware import native_dtype
 from dprlhf.hub import pinned
 from dprlhf.policies import shared_prompt
 from dprlhf.policies.adapters import add_adapter, quiet_peft, stored_state
+from dprlhf.policies.mixing import refuse_mixing
 
 
 class CausalLMPolicy:
@@ -35,9 +36,13 @@ class CausalLMPolicy:
             of the checkpoint's generation config. Nothing else of that config is used: a
             repetition penalty would sample from another distribution than π_θ.
         is_base: Whether the adapter is off, inside :meth:`base`.
+
+    Raises:
+        DprlhfError: Nothing is trainable, or the model has a layer that mixes the rows of a batch.
     """
 
     def __init__(self, model: Any, tokenizer: Any, temperature: float = 1.0) -> None:
+        refuse_mixing(model)
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.temperature = temperature

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from dprlhf.rewards.reward import (
 )
 
 _ALONE = 32  # limit on units scored alone, so that a slow reward does not delay the start
+_SECONDS = 2.0  # limit on larger calls, for the same reason
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ class ContractReport:
             does not apply.
         moved: Largest change of a score with the rest of its batch: rounding, since a larger one
             is refused.
+        checked_rows: The largest number of rows, a power of two, for which calls of it and of all
+            smaller powers of two gave the same scores bit for bit, at every place; 0 where no call
+            may have several users' rows.
     """
 
     name: str
@@ -60,6 +64,7 @@ class ContractReport:
     clipped: float
     scores: tuple[float | None, ...] = field(repr=False)
     moved: float
+    checked_rows: int = 0
 
 
 def check_reward(
@@ -73,6 +78,7 @@ def check_reward(
     bound: float = math.inf,
     rtol: float = 1e-3,
     atol: float = 1e-3,
+    most_rows: int = 2 * _ALONE,
 ) -> ContractReport:
     """Check a reward on PUBLIC prompts: messages may quote scores and exceptions.
 
@@ -82,7 +88,10 @@ def check_reward(
     - **repeat**: the same call again, at once and after all other checks, gives the same;
     - **alone**: each completion alone scores as in the batch;
     - **order**: the reversed batch gives the same;
-    - **company**: the batch followed by a copy of itself gives the same, twice.
+    - **company**: the batch followed by a copy of itself gives the same, twice;
+    - **size**: calls with 2, 4, 8, … rows, up to ``most_rows``, give the same in both orders. Above
+      32 rows it stops at the size at which the calls have taken two seconds, and where rounding
+      moves a score.
 
     For a reward declared per-user, a unit is a user's rows instead of a row, and the reward is
     called as the :class:`~dprlhf.rewards.Scorer` does. Passing is evidence, not a proof: a reward
@@ -98,6 +107,7 @@ def check_reward(
         bound: Bound R, for the share of scores outside ±R.
         rtol: Tolerance relative to the score in the batch.
         atol: Absolute tolerance, added to the relative one.
+        most_rows: Largest number of rows of several users that a call will have.
 
     Raises:
         DprlhfError: a check fails; or there are fewer than two rows (users, when declared
@@ -130,6 +140,16 @@ def check_reward(
         ),
         moved("repeat", batch.scores(range(len(batch.units))), "after some more calls"),
     ]
+    checked_rows = 0
+    if not batch.reward.per_user and not max(moves):
+        checked_rows = _largest_size(
+            batch.of_rows,
+            len(batch.rows),
+            most_rows,
+            lambda some, size: moved("size", some, f"in a call of {size}"),
+        )
+    end = batch.scores(range(len(batch.units)))
+    moves.append(moved("repeat", end, "after calls of other sizes"))
     rows = len(batch.rows)
     return ContractReport(
         name=batch.reward.name,
@@ -144,6 +164,7 @@ def check_reward(
         clipped=sum(abs(batch.reward.weight * value) > bound for value in values) / rows,
         scores=tuple(scores[i] for i in range(rows)),
         moved=max(moves),
+        checked_rows=checked_rows if not max(moves) else 0,
     )
 
 
@@ -184,6 +205,45 @@ class _Batch:
     def scores(self, chosen: Sequence[int]) -> dict[int, float | None]:
         """Return the scores of the chosen units by row number, with the calls of a Scorer."""
         return _evaluate(self.reward, self.rows, self.units, chosen)
+
+    def of_rows(self, numbers: Sequence[int]) -> Iterator[dict[int, float | None]]:
+        """Call the reward once with the rows of these numbers; yield each score by its number.
+
+        A number may come several times, so the scores come one by one.
+        """
+        some = self.rows.take(numbers)
+        units = [[place] for place in range(len(numbers))]
+        found = _evaluate(self.reward, some, units, range(len(numbers)))
+        for place, i in enumerate(numbers):
+            yield {i: found[place]}
+
+
+def _largest_size(
+    call: Callable[[Sequence[int]], Iterator[dict[int, float | None]]],
+    rows: int,
+    most: int,
+    moved: Callable[[Mapping[int, float | None], int], float],
+) -> int:
+    """Return the largest power of two, up to ``most``, whose calls give the same scores.
+
+    Every place of a call is taken by some row in its order and, reversed, by another.
+
+    Args:
+        call: Calls the reward with rows by number and yields their scores.
+        rows: Number of different rows.
+        most: Largest size to try.
+        moved: Returns how far a row's score differs, and refuses more than rounding.
+    """
+    size, start = 1, time.perf_counter()
+    while 2 * size <= most:
+        if size >= _ALONE and time.perf_counter() - start > _SECONDS:
+            break
+        numbers = [i % rows for i in range(2 * size)]
+        orders = (numbers, [(i + 1) % rows for i in numbers[::-1]])
+        if max(moved(score, 2 * size) for order in orders for score in call(order)):
+            break
+        size *= 2
+    return size
 
 
 def _answered(batch: _Batch, scores: Mapping[int, float | None]) -> list[float]:

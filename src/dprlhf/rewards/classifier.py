@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from dprlhf.assets import resolve
 from dprlhf.errors import DprlhfError
 from dprlhf.hub import pinned
+from dprlhf.policies.mixing import mixing_layer
 from dprlhf.rewards.reward import suggestion, text_of, type_and_message
 
 Text = Literal["prompt+completion", "completion"]
@@ -78,6 +79,8 @@ class ClassifierReward:
                 f"{', '.join(sorted(loading['missing_keys']))}: name a fine-tuned classifier"
             )
         self.__name__ = source
+        # A mixture of experts couples the texts of a batch.
+        self.dprlhf_per_user = mixing_layer(model) is not None
         self._label = _label_index(model.config, source, label)
         self._text: Text = text
         self._batch_size = batch_size

@@ -14,7 +14,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from dprlhf.errors import nearest, one_line
+from dprlhf.errors import EXITS, nearest, one_line
 
 _RESERVED = frozenset(
     {"prompt", "completion", "prompts", "completions", "completion_ids"}
@@ -41,16 +41,24 @@ class LoadedReward:
         name: Name in messages and logs.
         weight: Factor of the reward in the weighted sum.
         per_user: Whether the reward must be called once per user.
+        checked_rows: The most rows of several private users in one call; a call has 1, 2, 4, … of
+            them, sizes at which :func:`~dprlhf.rewards.check_reward` found every row's score to be
+            the same as alone. 0, without a check, calls it for one private user at a time.
     """
 
     function: RewardFunction
     name: str
     weight: float = 1.0
     per_user: bool = False
+    checked_rows: int = 0
 
     def one_user_at_a_time(self) -> LoadedReward:
         """Return the same reward, called once per user."""
         return LoadedReward(self.function, self.name, self.weight, per_user=True)
+
+    def in_calls_of(self, rows: int) -> LoadedReward:
+        """Return the same reward, called with at most so many rows of private users."""
+        return LoadedReward(self.function, self.name, self.weight, self.per_user, rows)
 
 
 def as_reward(reward: LoadedReward | RewardFunction) -> LoadedReward:
@@ -199,7 +207,9 @@ def parse_answer(answer: object) -> float | Failure | None:
         return Failure(type(answer).__name__)
     try:
         value = float(answer)  # type: ignore[arg-type]
-    except Exception:
+    except EXITS:
+        raise
+    except BaseException:
         return Failure(type(answer).__name__)
     if not math.isfinite(value):
         return Failure("nan" if math.isnan(value) else "infinity")

@@ -53,8 +53,10 @@ class Scorer:
     **No user's score may depend on another user**, or the sensitivity of the sum over users is
     lost. The score that counts is the one that a user gets when the reward is called with that
     user's rows alone. A call with many users is an optimisation, allowed where the contract
-    check (:func:`dprlhf.rewards.check_reward`) found that it gives the same values, bit for bit.
-    When such a call raises or answers with the wrong length, every user is called alone: the
+    check (:func:`dprlhf.rewards.check_reward`) found that it gives the same values, bit for bit;
+    and only with a number of rows at which that was checked: see
+    :attr:`~dprlhf.rewards.LoadedReward.checked_rows`.
+    When such a call raises or answers with the wrong length, each of its users is called alone: the
     failure of one user then costs only that user's rows, and the others get what defines their
     score anyway. Giving all users of the failed call an invalid score instead would let one user
     zero the others' contributions. A reward declared per-user is always called with one user's
@@ -153,16 +155,58 @@ class Scorer:
 def _answers(
     reward: LoadedReward, rows: Rows, groups: Sequence[Sequence[int]], *, private: bool
 ) -> list[Any]:
-    if not reward.per_user and len(groups) > 1:
-        together = _attempt(reward.function, rows, private=private)
-        if not isinstance(together, Failure):
-            return together
     answers: list[Any] = [None] * len(rows)
-    for group in groups:
-        alone = _attempt(reward.function, rows.take(group), private=private)
+    alone = list(groups)
+    if not reward.per_user and len(groups) > 1:
+        left = _call_together(reward, rows, groups, answers, private=private)
+        alone = [group for group in groups if not left.isdisjoint(group)]
+    for group in alone:
+        found = _attempt(reward.function, rows.take(group), private=private)
         for place, i in enumerate(group):
-            answers[i] = alone if isinstance(alone, Failure) else alone[place]
+            answers[i] = found if isinstance(found, Failure) else found[place]
     return answers
+
+
+def _call_together(
+    reward: LoadedReward,
+    rows: Rows,
+    groups: Sequence[Sequence[int]],
+    answers: list[Any],
+    *,
+    private: bool,
+) -> set[int]:
+    """Call a reward with several users' rows, and return the rows that are left without an answer.
+
+    Private users' rows go in calls of sizes that were checked; public ones all in one call.
+    """
+    order = [i for group in groups for i in group] if private else list(range(len(rows)))
+    sizes = checked_sizes(len(rows), reward.checked_rows) if private else [len(rows)]
+    left, start = set(order[sum(sizes) :]), 0
+    for size in sizes:
+        chosen = order[start : start + size]
+        start += size
+        found = _attempt(reward.function, rows.take(chosen), private=private)
+        if isinstance(found, Failure):
+            left.update(chosen)
+            continue
+        for place, i in enumerate(chosen):
+            answers[i] = found[place]
+    return left
+
+
+def checked_sizes(rows: int, most: int) -> list[int]:
+    """Cut a number of rows into powers of two up to ``most``, the largest first.
+
+    >>> checked_sizes(77, 32), checked_sizes(77, 0)
+    ([32, 32, 8, 4, 1], [])
+    """
+    sizes: list[int] = []
+    size = 1 << (most.bit_length() - 1) if most > 0 else 0
+    while size:
+        sizes += [size] * (rows // size)
+        rows %= size
+        size //= 2
+    return sizes
 
 
 def _attempt(function: RewardFunction, rows: Rows, *, private: bool) -> list[Any] | Failure:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,6 +25,7 @@ class RewardSummary:
         clipped: Share of responses whose sum is outside ±R.
         bound: Bound R on the sum.
         rounded: Largest change of a score with its batch, by reward; only rewards that change.
+        checked_rows: The most rows of several users in a call, by reward.
     """
 
     responses: int
@@ -33,6 +34,7 @@ class RewardSummary:
     clipped: float
     bound: float
     rounded: dict[str, float]
+    checked_rows: dict[str, int] = field(default_factory=dict)
 
     @property
     def warnings(self) -> list[str]:
@@ -84,4 +86,9 @@ def summarize_rewards(
         clipped=float((abs(sums) > bound).mean()),
         bound=bound,
         rounded={r.name: r.moved for r in reports if r.moved and not r.per_user},
+        # Two rewards may have one name.
+        checked_rows={
+            name: min(r.checked_rows for r in reports if r.name == name)
+            for name in {r.name for r in reports}
+        },
     )

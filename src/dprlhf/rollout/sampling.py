@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from dprlhf import recipe
 from dprlhf.boundary import Private
 from dprlhf.data.users import Prompts
+from dprlhf.errors import EXITS
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.randomness import uniforms
 from dprlhf.rollout import vllm
@@ -117,8 +118,7 @@ def sample(
                     tick(len(positions))
     _, user = np.unique(prompts.users, return_inverse=True)
     texts = [
-        policy.tokenizer.decode(t[m.bool()], skip_special_tokens=True)
-        for t, m in zip(tokens[:, width:], mask[:, width:], strict=True)
+        _text(policy, t[m.bool()]) for t, m in zip(tokens[:, width:], mask[:, width:], strict=True)
     ]
     return Responses(
         tokens=tokens,
@@ -133,6 +133,15 @@ def sample(
         max_prompt_tokens=max_prompt_tokens,
         num_generations=k,
     )
+
+
+def _text(policy: CausalLMPolicy, tokens: torch.Tensor) -> str:
+    try:
+        return str(policy.tokenizer.decode(tokens, skip_special_tokens=True))
+    except EXITS:
+        raise
+    except BaseException:  # tokens that have no text must not end the run of everybody
+        return ""
 
 
 def _draws(

@@ -16,7 +16,7 @@ from typing import Any, cast
 from dprlhf.data.in_memory import R, Sources, rows_of
 from dprlhf.data.public import public_users
 from dprlhf.data.users import Users
-from dprlhf.errors import DprlhfError, InterruptedRunError
+from dprlhf.errors import EXITS, DprlhfError, InterruptedRunError
 from dprlhf.hardware import native_dtype
 from dprlhf.policies.optimizers import make_optimizer
 from dprlhf.privacy.gate import Gate
@@ -200,7 +200,9 @@ def _one_line_errors(folder: RunFolder) -> Iterator[None]:
         raise InterruptedRunError(
             f"interrupted at a safe point; continue with: dprlhf resume {folder.path}"
         ) from None
-    except Exception as error:
+    except (*EXITS, GeneratorExit):
+        raise
+    except BaseException as error:  # a panic in compiled code is no Exception
         report = folder.secret / "error.txt"
         write_atomically(report, traceback.format_exc(), mode=0o600)
         raise DprlhfError(

@@ -7,6 +7,7 @@ in :mod:`dprlhf.updates`, which clips, releases through the gate, and moves the 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,9 @@ from dprlhf.updates.trust_region import clip_norm, fisher_trace_and_top
 MAX_FAILED_ROUNDS = 3
 SAMPLES = 5
 """Number of public responses that each evaluation during the run keeps."""
+
+_LARGEST_CALL = 256
+"""The most rows in a call of a reward, all of which are tried on public prompts first."""
 
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
@@ -161,11 +165,19 @@ class Reinforcement:
         recipe, plan, policy, processes = self.recipe, parts.plan, parts.policy, parts.processes
         given: Sequence[Any] = self._sources.rewards or [_loadable(r) for r in recipe.rewards]
         loaded = [load_reward(reward, device=processes.device) for reward in given]
-        self.spread = _check_rewards(loaded, policy, recipe, self.public or neutral_prompts())
+        rows = plan.expected_batch_size * recipe.rollout.responses / processes.count
+        self.spread = _check_rewards(
+            loaded, policy, recipe, self.public or neutral_prompts(), most_rows=call_size(rows)
+        )
         # One user's scores must not depend on another's rows, not even by rounding, and all
         # processes must score alike.
-        rounded = processes.from_main(self.spread.rounded)
-        self.rewards = [r.one_user_at_a_time() if r.name in rounded else r for r in loaded]
+        rounded = processes.from_main(self.spread.rounded) | self.spread.rounded
+        self.rewards = [
+            r.one_user_at_a_time()
+            if r.name in rounded
+            else r.in_calls_of(self.spread.checked_rows.get(r.name, 0))
+            for r in loaded
+        ]
         self.scorer = Scorer(self.rewards, recipe.reward_range)
         self.critic = _critic(recipe, plan, policy, processes, self.public)
         self.telemetry = TelemetryCoordinates.from_plan(
@@ -187,7 +199,8 @@ class Reinforcement:
         recipe, longest = self.recipe, self.recipe.data.max_prompt_tokens
 
         def readable(users: NDArray[np.int64]) -> Prompts:
-            return run.users.readable(users, lambda p: run.policy.encode(p.prompts, longest))
+            with captured(None):  # a panic in compiled code prints the text that it failed on
+                return run.users.readable(users, lambda p: run.policy.encode(p.prompts, longest))
 
         batch.bar.start("sampling", batch.users)
         responses: Private[Responses] = sample_responses(
@@ -382,8 +395,18 @@ def _loadable(spec: RewardSettings) -> RewardSettings:
     return spec
 
 
+def call_size(rows: float) -> int:
+    """Return the size of a reward's calls, a power of two, from the rows expected in a round."""
+    return min(_LARGEST_CALL, 1 << max(0, math.ceil(rows) - 1).bit_length())
+
+
 def _check_rewards(
-    rewards: Sequence[LoadedReward], policy: CausalLMPolicy, recipe: Recipe, public: Prompts
+    rewards: Sequence[LoadedReward],
+    policy: CausalLMPolicy,
+    recipe: Recipe,
+    public: Prompts,
+    *,
+    most_rows: int,
 ) -> RewardSummary:
     """Check on public prompts that no reward couples users, and summarise their distribution."""
     per_user = any(reward.per_user for reward in rewards)
@@ -408,6 +431,7 @@ def _check_rewards(
                 completion_ids=rows.completion_ids,
                 users=sampled.user.tolist(),
                 bound=recipe.reward_range,
+                most_rows=most_rows,
             )
             for reward in rewards
         ]

@@ -27,6 +27,7 @@ from dprlhf.policies.optimizers import ascend
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import RewardRecipe, SFTRecipe
 from dprlhf.recipe.supervised import StageRecipe
+from dprlhf.rewards.isolation import captured
 from dprlhf.runs.folder import RunFolder, write_json
 from dprlhf.runs.publish import merge
 from dprlhf.training.evaluate import RewardEstimate, estimate
@@ -161,7 +162,8 @@ class Supervised:
         batch_size = self.recipe.update.batch_size
 
         def weighted(users: NDArray[np.int64]) -> Weighted:
-            rows = run.users.readable(users, lambda some: self.task.encode(run.policy, some))
+            with captured(None):  # a panic in compiled code prints the text that it failed on
+                rows = run.users.readable(users, lambda some: self.task.encode(run.policy, some))
             encoded = self.task.encode(run.policy, rows)
             weights = self.task.weights(run.policy, encoded, batch_size)
             return Weighted(encoded, weights, np.zeros((encoded.users, 0)), 0.0)
