@@ -88,19 +88,17 @@ def test_sizes_lines_and_keys_do_not_depend_on_the_data(runs: Path) -> None:
     assert one == other
 
 
-FRAMES = re.compile(
-    r"rounds: \d/2\|[^|]*\|(, (reward \(noised\)=-?[\d.]+|left=about \d+ min))*"
-    r"|(evaluation|scoring|Writing model shards|Loading weights)[^|]*\|[^|]*\|.*"  # public
+FRAMES = re.compile(  # public work, before the first round or after the last
+    r"(evaluation|scoring|Writing model shards|Loading weights)[^|]*\|[^|]*\|.*"
 )
 
 
 @pytest.mark.parametrize("name", ["a-careless-reward", "other-data"])
-def test_bars_name_phases_and_released_values_only(name: str, runs: Path) -> None:
-    """Which frames are drawn depends on the clock; nothing else may stand in one."""
+def test_a_log_has_no_bar_of_private_work(name: str, runs: Path) -> None:
     output = re.sub(r"\x1b\[A", "\r", (runs / name / "output").read_text())
     frames = [f.rstrip() for f in re.split(r"[\r\n]", output) if "|" in f]
-    assert len(frames) > 5
     assert [f for f in frames if not FRAMES.fullmatch(f)] == []
+    assert "dprlhf: rounds 1 to 2; the next line comes when they have ended" in output
 
 
 def shown(monkeypatch: pytest.MonkeyPatch, capsys: Any, users: int, *, terminal: bool) -> str:
@@ -121,8 +119,36 @@ def test_a_log_does_not_show_how_many_users_a_round_has(
 ) -> None:
     """In tens of percent 11 users show 30, 70, 100 and 12 users 30, 60, 100."""
     logs = {shown(monkeypatch, capsys, users, terminal=False) for users in (0, 1, 11, 12, 97)}
-    assert len(logs) == 1
-    assert "round 1: gradients" in logs.pop()
+    assert logs == {""}
+
+
+def test_a_log_gets_no_line_between_the_first_round_and_the_last(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not even of public work: a collector's time of that line is when the round before ended."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
+    every_step = functools.partial(tqdm, mininterval=0)
+    monkeypatch.setattr("dprlhf.training.progress.tqdm", every_step)
+
+    def evaluation(when: str) -> str:
+        with progress.bar(f"evaluation {when}", 4) as tick:
+            tick(4)
+        return str(capsys.readouterr().err)
+
+    progress = Progress(1)
+    progress.expect(90.0)
+    assert "evaluation before" in evaluation("before")
+    progress.total(2, done=0)
+    assert "rounds 1 to 2" in capsys.readouterr().err
+    for t in (1, 2):
+        with progress.round(t) as bar:
+            bar.start("sampling", Private(np.zeros(3)))
+            bar.tick(3)
+            assert evaluation(f"after round {t}") == ""
+            progress.show({"public_reward": 1.0})
+        assert capsys.readouterr().err == ""
+    progress.close()
+    assert "evaluation after" in evaluation("after")
 
 
 def test_a_terminal_shows_tens_of_percent_only(
@@ -137,6 +163,7 @@ def test_the_time_left_is_not_from_the_clock_of_private_rounds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A slow round is a large one: what is left is told from public prompts, or not at all."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     clock = itertools.count(step=10_000)
     monkeypatch.setattr("dprlhf.training.progress.time.perf_counter", lambda: float(next(clock)))
     left = {}

@@ -8,6 +8,9 @@ entry here. That what these files hold is public or released is for ``test_leaks
 from __future__ import annotations
 
 import re
+import shutil
+import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ SUPERVISED = {
     "model/*": "the merged model: base model and released adapter",
 }
 PUBLIC = [f"the film was {word}" for word in ("good", "bad", "long", "short")]
+DAY = 86_400  # seconds
 DATA = {"path": "in-memory", "user_column": "user"}
 
 
@@ -92,19 +96,69 @@ def supervised(stage: str, model: str, folder: Path) -> Path:
     return folder
 
 
-def test_a_reinforcement_run_writes_these_files_and_no_other(model: str, tmp_path: Path) -> None:
-    folder = reinforced(model, tmp_path / "run")
+@pytest.fixture(scope="module")
+def folders(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A finished run of each stage."""
+    place = tmp_path_factory.mktemp("runs")
+    return {"rl": reinforced(model, place / "rl")} | {
+        stage: supervised(stage, model, place / stage) for stage in ("sft", "reward")
+    }
+
+
+def test_a_reinforcement_run_writes_these_files_and_no_other(folders: dict[str, Path]) -> None:
+    folder = folders["rl"]
     assert unexpected(folder, ALWAYS | REINFORCEMENT) == []
     assert {"samples.json", "timing.json"} <= {p.name for p in folder.iterdir()}
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward"])
 def test_a_supervised_stage_writes_these_files_and_no_other(
-    model: str, tmp_path: Path, stage: str
+    folders: dict[str, Path], stage: str
 ) -> None:
-    folder = supervised(stage, model, tmp_path / "run")
-    assert unexpected(folder, ALWAYS | SUPERVISED) == []
-    assert (folder / "evaluation.json").exists()
+    assert unexpected(folders[stage], ALWAYS | SUPERVISED) == []
+    assert (folders[stage] / "evaluation.json").exists()
+
+
+def not_public(folder: Path) -> list[str]:
+    """Return what can be seen of a run folder and has a time of the clock: all but secret/'s own.
+
+    A public time is the day before the run, and a checksum of the content as the time of day.
+    """
+    day = folder.joinpath("recipe.yaml").stat().st_mtime // DAY * DAY
+    assert time.time() - 3 * DAY < day < time.time() - DAY
+    wrong = []
+    for path in (folder, *folder.rglob("*")):
+        if path.parent == folder / "secret":
+            continue
+        expected = day
+        if path.is_file():
+            content = path.read_bytes()
+            expected += zlib.crc32(content[: 1 << 22], len(content)) % DAY
+        if path.stat().st_mtime != expected:
+            wrong.append(path.relative_to(folder).as_posix())
+    return wrong
+
+
+@pytest.mark.parametrize("stage", ["rl", "sft", "reward"])
+def test_the_times_of_files_are_public(folders: dict[str, Path], stage: str) -> None:
+    assert not_public(folders[stage]) == []
+
+
+def test_the_times_are_public_after_each_round_and_after_a_failure(
+    model: str, tmp_path: Path
+) -> None:
+    seen: list[list[str]] = []
+
+    def look(metrics: dict[str, Any]) -> None:
+        seen.append(not_public(tmp_path / "run"))
+        if metrics["round"] == 2:
+            raise RuntimeError
+
+    with pytest.raises(DprlhfError, match="RuntimeError during the run"):
+        reinforced(model, tmp_path / "run", callbacks=[look])
+    assert [*seen, not_public(tmp_path / "run")] == [[], [], []]
+    (tmp_path / "run/samples.json").write_text("[]")
+    assert not_public(tmp_path / "run") == [".", "samples.json"]
 
 
 def test_a_run_that_failed_adds_nothing(model: str, tmp_path: Path) -> None:
@@ -117,8 +171,8 @@ def test_a_run_that_failed_adds_nothing(model: str, tmp_path: Path) -> None:
     assert (tmp_path / "run/secret/error.txt").exists()  # a file there is no one's finding
 
 
-def test_the_search_sees_another_file(model: str, tmp_path: Path) -> None:
-    folder = reinforced(model, tmp_path / "run")
+def test_the_search_sees_another_file(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders["rl"], tmp_path / "run")
     (folder / "identities.json").write_text("[]")
     (folder / "policy" / "deeper").mkdir()
     (folder / "policy" / "deeper" / "x.bin").write_bytes(b"")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,16 @@ class TestWhatTheyGet:
         assert seen == [1, 2, 3]
         assert [k for _, _, k in logged(kind)] == [{"walltime": float(t)} for t in (1, 2, 3)]
         assert kind.got[0] == ("init", "dprlhf", {"logging_dir": str(folder.path / "tracking")})
+
+    def test_tensorboard_sees_a_clock_that_stands_still(
+        self, fake: Callable[..., type[Fake]], folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It puts the time into names of files and folders, and into each file's first event."""
+        kind, clocks = fake("tensorboard"), []
+        monkeypatch.setattr(kind, "_take", lambda self, *_: clocks.append(time.time()))
+        three_rounds(Tracking(report_to="tensorboard"), folder, lambda: None)
+        assert set(clocks) == {0.0}
+        assert time.time() > 0
 
     def test_tensorboard_itself(self, folder: RunFolder) -> None:
         pytest.importorskip("tensorboard", reason="tensorboard is missing")

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from dprlhf.errors import DprlhfError
+from dprlhf.privacy.file_times import stamp
 
 _GENESIS = "0" * 64
 
@@ -117,6 +118,7 @@ class Ledger:
         try:
             self._file.write(json.dumps(vars(entry), sort_keys=True).encode() + b"\n")
             self._file.flush()
+            stamp(self.path)
             os.fsync(self._file.fileno())
         except OSError as error:
             self._undo(start)

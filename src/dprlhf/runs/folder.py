@@ -10,6 +10,8 @@ Everything outside ``secret/`` is covered by the stated guarantee and may be pub
   public loss before and after
 
 ``secret/`` (mode 0700) holds the key that allocation and noise are derived from, and raw telemetry.
+
+Every file outside of it has a public modification time (:mod:`dprlhf.privacy.file_times`).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from dprlhf.errors import DprlhfError
+from dprlhf.privacy.file_times import stamp
 from dprlhf.privacy.ledger import fsync_folder
 from dprlhf.privacy.randomness import KEY_BYTES, new_key
 
@@ -164,8 +167,10 @@ def write_atomically(path: Path, content: bytes | str, mode: int = 0o644) -> Non
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
+            stamp(temporary)
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        stamp(path)
         fsync_folder(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -186,12 +191,15 @@ class JsonLines:
         path.touch(mode=mode)
         whole = path.read_bytes().rfind(b"\n") + 1
         os.truncate(path, whole)  # a torn last line would make the next one unreadable
+        stamp(path)
 
     def write(self, values: Mapping[str, Any]) -> None:
         """Append one JSON object as a line."""
         try:
             with open(self.path, "a") as file:
                 file.write(json.dumps(values) + "\n")
+                file.flush()
+                stamp(self.path)
         except OSError as error:
             raise DprlhfError(f"{self.path}: could not be written ({error.strerror})") from None
 
@@ -214,6 +222,7 @@ def replaced_folder(path: Path) -> Iterator[Path]:
         fresh.mkdir(parents=True)
         yield fresh
         for file in fresh.rglob("*"):
+            stamp(file)
             if file.is_file():
                 with open(file, "rb") as handle:
                     os.fsync(handle.fileno())
@@ -226,3 +235,4 @@ def replaced_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(fresh, ignore_errors=True)
         raise DprlhfError(f"{path}: could not be written ({error.strerror or error})") from None
     shutil.rmtree(old, ignore_errors=True)
+    stamp(path)

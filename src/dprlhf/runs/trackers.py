@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dprlhf.errors import DprlhfError, one_line
+from dprlhf.privacy.file_times import stamp_run
 from dprlhf.recipe import Tracking
 from dprlhf.runs.folder import JsonLines, RunFolder
 
@@ -69,7 +71,9 @@ class _Tracker:
         self, name: str, project: str, folder: RunFolder, config: Mapping[str, Any]
     ) -> None:
         self._name = name
+        self._folder = folder.path / "tracking"
         self._tracker: Any = None
+        self._warning: str | None = None
 
         def start() -> None:
             tracker = _make(name, project, folder)
@@ -88,21 +92,39 @@ class _Tracker:
             self._attempt(lambda: self._tracker.log(numbers, step=step, **stamp))
 
     def finish(self) -> None:
-        """Let the tracker send what it has buffered, and close it."""
+        """Let the tracker send what it has buffered, and close it; report a failure now, at last.
+
+        A line in the middle of the run would show when a round ended.
+        """
         if self._tracker is not None:
             self._attempt(self._tracker.finish)
+        if self._warning is not None:
+            print(self._warning, file=sys.stderr)
 
     def _attempt(self, action: Callable[[], object]) -> None:
         try:
-            action()
+            with _stopped_clock() if self._name == "tensorboard" else contextlib.nullcontext():
+                action()
+            if self._folder.is_dir():
+                stamp_run(self._folder)
         except (Exception, SystemExit) as error:
             self._tracker = None
             reason = one_line(error, 200)
-            print(
+            self._warning = (
                 f"dprlhf: warning: tracker {self._name} failed ({type(error).__name__}: {reason});"
-                " the run goes on without it, and metrics.jsonl has every round",
-                file=sys.stderr,
+                " the run went on without it, and metrics.jsonl has every round"
             )
+
+
+@contextlib.contextmanager
+def _stopped_clock() -> Iterator[None]:
+    """Make ``time.time`` return 0: TensorBoard puts it into names of files and first events."""
+    clock = time.time
+    setattr(time, "time", lambda: 0.0)  # noqa: B010 - to mypy a function cannot be assigned
+    try:
+        yield
+    finally:
+        setattr(time, "time", clock)  # noqa: B010
 
 
 def _make(name: str, project: str, folder: RunFolder) -> Any:

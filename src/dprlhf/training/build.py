@@ -19,6 +19,7 @@ from dprlhf.data.users import Users
 from dprlhf.errors import EXITS, DprlhfError, InterruptedRunError
 from dprlhf.hardware import native_dtype
 from dprlhf.policies.optimizers import make_optimizer
+from dprlhf.privacy.file_times import stamp_run
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.partition import allocate
 from dprlhf.privacy.plan import Plan, make_plan
@@ -115,8 +116,11 @@ def open_run(
         gate: Gate | None = None
         trackers: list[Callback] = []
         if processes.main:
+            stack.callback(stamp_run, folder.path)
             gate, trackers = _open_gate(stage.recipe, parts, folder, key, stack)
         stack.enter_context(stage.opened(folder))
+        if processes.main:
+            stamp_run(folder.path)  # after a kill, a file may have the time at which it was written
         yield Run(
             recipe=stage.recipe,
             stage=stage,

@@ -1,8 +1,9 @@
 """Progress bars. Within a round, visible progress reveals its number of users, which is private.
 
 A terminal shows the operator, who holds the data, progress in steps of ten percent. Any other
-output (a job's log, a notebook's file) outlives the run and is passed on: it gets the names of the
-phases only.
+output (a job's log, a notebook's file) outlives the run and is passed on, and whatever collects it
+stamps each line with the time. It gets no line from the first private round to the end of the last:
+not even those of public work in between, which would show when the round before them ended.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from dprlhf.boundary import Private, open_private
 
 # No count, no rate, no clock: the duration of a round reveals its number of users.
 _SHARE_ONLY = "{desc}{percentage:3.0f}%|{bar}|"
-_PHASE_ONLY = "{desc}"
 _ROUNDS = "{desc}: {n_fmt}/{total_fmt}|{bar}|{postfix}"
 _STEP = 10
 """Percent; finer steps would show a micro-batch's share of the round, hence the round's size."""
@@ -30,17 +30,15 @@ class RoundBar:
     """The bar of one round, and the seconds of its phases (for secret telemetry).
 
     Args:
-        bar: A ``tqdm`` bar from 0 to 100 percent.
+        bar: A ``tqdm`` bar from 0 to 100 percent; disabled where no terminal shows it.
         label: The text before the phase's name.
         rows_a_user: Number of rows of one user in each phase.
-        moves: Whether it shows the share of work done, which only a terminal may.
     """
 
-    def __init__(self, bar: Any, label: str, rows_a_user: int, *, moves: bool) -> None:
+    def __init__(self, bar: Any, label: str, rows_a_user: int) -> None:
         self._bar = bar
         self._label = label
         self._rows_a_user = rows_a_user
-        self._moves = moves
         self._rows, self._done = 1, 0
         self._phase = ""
         self._since = time.perf_counter()
@@ -57,8 +55,6 @@ class RoundBar:
     def tick(self, rows: int) -> None:
         """Count this number of rows as done."""
         self._done += rows
-        if not self._moves:
-            return
         shown = min(100, 100 * self._done // self._rows // _STEP * _STEP)
         self._bar.update(shown - self._bar.n)
 
@@ -78,6 +74,7 @@ class Progress:
         self._seconds_a_round: float | None = None
         self._disable = disable
         self._rounds: Any = None
+        self._running = False
         self._shown: dict[str, str] = {}
 
     def expect(self, seconds_a_round: float) -> None:
@@ -88,31 +85,40 @@ class Progress:
         self._seconds_a_round = seconds_a_round
 
     def total(self, rounds: int, done: int) -> None:
-        """Show the bar over rounds."""
+        """Show the bar over rounds; where there is no terminal, one line before the first."""
+        self._running = True
         self._rounds = tqdm(
             total=rounds,
             initial=done,
             desc="rounds",
             bar_format=_ROUNDS,
-            disable=self._disable,
+            disable=self._hidden,
             position=0,
         )
+        if self._hidden and not self._disable and done < rounds:
+            print(
+                f"dprlhf: rounds {done + 1} to {rounds}; the next line comes when they have ended,"
+                " since the time of a round would tell how many users it had",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    @property
+    def _hidden(self) -> bool:
+        """Whether nothing may be shown now: between the first round and the last, in a log."""
+        return self._disable or (self._running and not sys.stderr.isatty())
 
     @contextlib.contextmanager
     def round(self, t: int) -> Iterator[RoundBar]:
         """Show the bar of round t."""
-        moves = sys.stderr.isatty()
+        self._running = True
         with tqdm(
-            total=100,
-            bar_format=_SHARE_ONLY if moves else _PHASE_ONLY,
-            leave=False,
-            position=1,
-            disable=self._disable,
+            total=100, bar_format=_SHARE_ONLY, leave=False, position=1, disable=self._hidden
         ) as bar:
-            shown = RoundBar(bar, f"round {t}", self._rows_a_user, moves=moves)
+            shown = RoundBar(bar, f"round {t}", self._rows_a_user)
             yield shown
             shown.stop()
-        if self._rounds is not None and not self._disable:
+        if self._rounds is not None and not self._hidden:
             self._rounds.update(1)
             if self._seconds_a_round is not None:
                 left = (self._rounds.total - self._rounds.n) * self._seconds_a_round
@@ -122,7 +128,7 @@ class Progress:
     @contextlib.contextmanager
     def bar(self, description: str, total: int) -> Iterator[Callable[[int], None]]:
         """Show a bar over public work."""
-        with tqdm(total=total, desc=description, leave=False, disable=self._disable) as bar:
+        with tqdm(total=total, desc=description, leave=False, disable=self._hidden) as bar:
 
             def tick(rows: int) -> None:
                 bar.update(rows)
@@ -141,6 +147,7 @@ class Progress:
             self._rounds.set_postfix(self._shown)
 
     def close(self) -> None:
-        """Close all bars."""
+        """Close all bars; the rounds have ended, and public work is shown again."""
         if self._rounds is not None:
             self._rounds.close()
+        self._running = False

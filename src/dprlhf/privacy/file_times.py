@@ -1,0 +1,76 @@
+"""Modification times (mtime) of a run's public files, which say nothing about how long it took.
+
+The duration of a private round reveals how many users it had. Left to the operating system, the
+times of ``metrics.jsonl``, of the ledger and of each checkpoint would publish it. So every writer
+of a run folder calls :func:`stamp`. The date is that of the day before the run began; the time of
+day is a checksum of the content, so that a tool that copies what changed since it last looked
+(``rsync``) sees each change.
+
+The time of the last change of an inode (ctime) and of its creation belong to the operating system
+and cannot be set: a copy or an archive of a run has public times only, the folder itself has not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import zlib
+from pathlib import Path
+
+_DAY = 86_400  # seconds
+_HEAD = 1 << 22
+"""Bytes at a file's start that its checksum covers: each release changes all trained weights."""
+
+_STARTED = time.time()
+"""When the program was loaded, which is before it read any user's row."""
+
+
+def run_of(path: Path) -> Path | None:
+    """Return the run folder that a file or folder belongs to; None where it belongs to none."""
+    found = (p for p in (path, *path.parents) if (p / "secret" / "key").exists())
+    return next(found, None)
+
+
+def public_time(path: Path, root: Path) -> float:
+    """Return the modification time of a file or folder of a run, in seconds since 1970.
+
+    Args:
+        path: The file or folder.
+        root: The folder of its run.
+    """
+    try:
+        # The recipe is the first file that a run writes, and is stamped like all others.
+        first = (root / "recipe.yaml").stat().st_mtime
+    except OSError:
+        first = _STARTED - _DAY
+    day = first // _DAY * _DAY
+    if path.is_dir():
+        return day
+    with open(path, "rb") as file:
+        return day + zlib.crc32(file.read(_HEAD), path.stat().st_size & 0xFFFFFFFF) % _DAY
+
+
+def stamp(path: Path) -> None:
+    """Give a file or folder of a run its public time, and also the folder that it is in.
+
+    A file in ``secret/`` keeps its own; the folder ``secret/`` can be seen from outside and gets a
+    public one. What belongs to no run is left as it is.
+    """
+    root = run_of(path)
+    if root is None:
+        return
+    for place in (path, path.parent):
+        inside = place.relative_to(root).parts if place.is_relative_to(root) else ("..",)
+        if inside[:1] == ("..",) or (inside[:1] == ("secret",) and len(inside) > 1):
+            continue
+        with contextlib.suppress(OSError):  # another process replaced it, or it is not ours
+            seconds = public_time(place, root)
+            os.utime(place, (seconds, seconds))
+
+
+def stamp_run(root: Path) -> None:
+    """Give everything in a run folder its public time, deepest first."""
+    for place in sorted(root.rglob("*"), key=lambda p: -len(p.parts)):
+        stamp(place)
+    stamp(root)
