@@ -25,6 +25,13 @@ def _hub_ids_are_local_folders(
 
 
 @pytest.fixture(autouse=True)
+def _no_budget_book(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the runs of tests out of the budget book of whoever runs them."""
+    for name in ("DPRLHF_BOOK", "DPRLHF_BOOK_KEY", "DPRLHF_BOOK_KEY_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
 def _keys_follow_from_the_test(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

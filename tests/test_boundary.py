@@ -139,6 +139,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "audit/game": "plays with synthetic users of its own, and tells the adversary their rounds",
         "papers/control/trajectories": "simulates a round's users, and writes secret/ telemetry",
         "gradients/clipping": "clips each user and sums",
+        "runs/budget": "hashes the users' names under the budget book's key",
         "runs/opening": "compares the users with those that the run, or an earlier one, had",
         "training/progress": "shows a share of a round, on a terminal only",
         "rewards/private": "hands each user's responses to the rewards",

@@ -10,6 +10,7 @@ The folders, in the order in which a user's data pass through them (docs/archite
 - ``gradients/``: per-user gradients from one backward pass, clipped and summed.
 - ``updates/``: one file for each algorithm: what a user contributes, and the step that follows.
 - ``privacy/``: partition, plan, accounting, ledger, and the gate that adds the noise.
+- ``budget/``: the budget book: what each user has spent, over all runs.
 - ``training/``: the loop, and what surrounds it: assembly, evaluation, processes, dry run.
 - ``runs/``: the folder that a run leaves: checkpoint, privacy card, report, publishing.
 - ``audit/``: attacks on the guarantee, as lower bounds on ε.

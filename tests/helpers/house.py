@@ -17,8 +17,9 @@ SOURCE = Path(__file__).parents[2] / "src" / "dprlhf"
 LEVELS = [
     {"errors", "boundary", "hardware", "hub"},
     *({room} for room in (
-        "privacy", "assets", "recipe", "data", "policies", "rollout", "rewards", "gradients",
-        "updates", "runs", "training", "audit", "papers", "testing", "api", "cli", "__main__", "",
+        "privacy", "budget", "assets", "recipe", "data", "policies", "rollout", "rewards",
+        "gradients", "updates", "runs", "training", "audit", "papers", "testing", "api", "cli",
+        "__main__", "",
     )),
 ]  # fmt: skip
 """The rooms from low to high; a module may import what is at its own level or below.

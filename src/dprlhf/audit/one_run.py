@@ -274,7 +274,13 @@ def _train(
     audited = recipe.model_copy(update=common | changes)
     sources = Sources(rows, reward, None, policy)
     with open_run(
-        audited, folder, sources, create=True, callbacks=[after_round], quiet=quiet
+        audited,
+        folder,
+        sources,
+        create=True,
+        callbacks=[after_round],
+        quiet=quiet,
+        counted=False,  # its users are canaries
     ) as run:
         run_rounds(run)
         run.progress.close()

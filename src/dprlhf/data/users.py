@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,6 +128,20 @@ class Users:
             found.append(hash_array(np.array(names, dtype=object), categorize=False))
         return Private(np.unique(np.concatenate(found)))
 
+    def hashed(self, by: Callable[[Iterable[str]], set[bytes]]) -> Private[set[bytes]]:
+        """Return the keyed hash of each user's name (without a user column: of its prompt).
+
+        A user has the same name as text or as a number, whichever file it comes from.
+
+        Args:
+            by: Hashes names under a budget book's key.
+        """
+        column = self._spec.user_column or self._spec.prompt_column
+        found: set[bytes] = set()
+        for batch in self._rows.select_columns([column]).iter(batch_size=ROWS_AT_ONCE):
+            found |= by({_written(value) for value in batch[column]})
+        return Private(found)
+
     def select(self, users: NDArray[np.int64]) -> Prompts:
         """Return the prompts of some users, of each the first ``max_prompts_per_user``.
 
@@ -163,6 +178,14 @@ class Users:
         if everyone is not None:
             return everyone
         return self.select(np.array([u for u in users if read(np.array([u]))], dtype=np.int64))
+
+
+def _written(value: Any) -> str:
+    """Return a name as text: 17, 17.0 (a column with gaps) and "17" are the same user."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return unicodedata.normalize("NFC", text).strip()
 
 
 def _group(rows: Any, spec: recipe.Data) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

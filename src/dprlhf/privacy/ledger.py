@@ -33,7 +33,7 @@ class Entry:
 
     Attributes:
         sequence: Line number, from 0.
-        kind: Type of the entry: ``open``, ``charge`` or ``commit``.
+        kind: Type of the entry: ``open``, ``book``, ``charge`` or ``commit``.
         body: Values of the entry, JSON-ready.
         previous: Hash of the entry before; 64 zeros for the first.
         hash: SHA-256 of the four other fields, in hexadecimal.
@@ -192,6 +192,16 @@ class Ledger:
     def commit(self, round_: int) -> None:
         """Record that the policy after ``round_`` is safely on disk."""
         self._append("commit", {"round": round_})
+
+    def note_book(self, entry: dict[str, Any]) -> None:
+        """Record the run's place in a budget book, before the first charge and when it is resumed.
+
+        Args:
+            entry: The book's identifier, the reservation's number, the book's counter. The counter
+                only rises, so a book that was restored from a backup is behind some ledger.
+        """
+        if entry not in [e.body for e in self.entries if e.kind == "book"][-1:]:
+            self._append("book", entry)
 
     def confirm(self, saved: int) -> None:
         """Check the round of the latest checkpoint against the ledger.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import urllib.parse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -370,6 +371,10 @@ class Budget(Settings):
         tuning_runs: Declares how many runs on the same users chose these settings. Each counts as
             a run with this one's noise and rounds, so give it no less noise; name runs with other
             settings under ``previous``. Null declares nothing.
+        book: Budget book that counts what the users spend over all runs: a SQLite file, or
+            ``postgresql://HOST/DATABASE`` without a password. Null takes the environment variable
+            ``DPRLHF_BOOK``; ``none`` is no book.
+        dataset: Name of the users' data set in the book; null takes the book's only one.
     """
 
     epsilon: float | None = None
@@ -380,6 +385,8 @@ class Budget(Settings):
     participations: PositiveInt = 1
     bands: PositiveInt = 1
     tuning_runs: Annotated[int, Field(ge=0)] | None = None
+    book: str | None = None
+    dataset: str | None = None
 
     @property
     def baseline(self) -> bool:
@@ -396,7 +403,17 @@ class Budget(Settings):
             raise ValueError(f"noise_multiplier must be at least 0, not {self.noise_multiplier}")
         if not 0 < self.delta < 1:
             raise ValueError(f"delta must lie between 0 and 1, not {self.delta}")
+        if self.book is not None and _has_password(self.book):
+            raise ValueError(
+                "book: a recipe is public, so the book's URL must have no password here: set"
+                " DPRLHF_BOOK or PGPASSWORD, or use ~/.pgpass"
+            )
         return self
+
+
+def _has_password(url: str) -> bool:
+    parts = urllib.parse.urlsplit(url) if "://" in url else None
+    return parts is not None and (parts.password is not None or "password" in parts.query)
 
 
 class Privacy(Budget):

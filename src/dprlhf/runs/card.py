@@ -201,6 +201,8 @@ Hyperparameter tuning: {card["tuning"]}.
 
 Audit: {_audited(card)}.
 
+Budget book: {_counted(card)}.
+
 Assumed public:
 
 {public}
@@ -209,6 +211,16 @@ Assumptions:
 
 {assumptions}
 """
+
+
+def _counted(card: dict[str, Any]) -> str:
+    if "book" not in card:
+        return "none; other runs on the same users count only where they are named above"
+    book = card["book"]
+    return (
+        f"reservation {book['number']} in book {book['book']}; each user's budget over all runs is"
+        f" epsilon {upwards(book['epsilon'], 4)} at delta {upwards(book['delta'], 3)}"
+    )
 
 
 def _audited(card: dict[str, Any]) -> str:

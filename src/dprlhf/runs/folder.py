@@ -137,6 +137,15 @@ class RunFolder:
         write_atomically(self.key, key, mode=0o600)
         return key
 
+    def discard(self) -> None:
+        """Remove the folder of a run that was refused before its ledger was opened."""
+        if not self.ledger.exists():
+            self.key.unlink(missing_ok=True)
+            self.recipe.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # something else is in it
+                self.secret.rmdir()
+                self.path.rmdir()
+
     def open(self) -> bytes:
         """Return the secret key of an existing run.
 

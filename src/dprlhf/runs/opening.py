@@ -95,7 +95,8 @@ def recipe_digest(recipe: AnyRecipe) -> str:
             return {k: without_unset(v) for k, v in kept.items()}
         return [without_unset(v) for v in values] if isinstance(values, list) else values
 
-    fixed = without_unset(recipe.model_dump(mode="json", exclude={"output_dir", "tracking"}))
+    free: Any = {"output_dir": True, "tracking": True, "privacy": {"book", "dataset"}}
+    fixed = without_unset(recipe.model_dump(mode="json", exclude=free))
     adapter = fixed[recipe.trained_key]["adapter"]
     adapter["type"] = former.get(adapter["type"], adapter["type"])
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()

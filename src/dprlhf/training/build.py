@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
+from dprlhf.budget import BrokenOffError, Reservation
 from dprlhf.data.in_memory import R, Sources, rows_of
 from dprlhf.data.public import public_users
 from dprlhf.data.users import Users
@@ -24,6 +25,7 @@ from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.partition import allocate
 from dprlhf.privacy.plan import Plan, make_plan
 from dprlhf.recipe import AnyRecipe, experimental
+from dprlhf.runs.budget import NO_BOOK, reserve
 from dprlhf.runs.earlier import read_earlier
 from dprlhf.runs.folder import RunFolder, write_atomically
 from dprlhf.runs.opening import check_disjoint, open_folder, open_ledger
@@ -47,7 +49,13 @@ STAGES: dict[str, Callable[[Any, Sources], Stage]] = {
 
 
 def load_parts(
-    recipe: AnyRecipe, sources: Sources, processes: Processes, *, quiet: bool
+    recipe: AnyRecipe,
+    sources: Sources,
+    processes: Processes,
+    *,
+    quiet: bool,
+    folder: RunFolder | None = None,
+    counted: bool = True,
 ) -> tuple[Stage, Parts]:
     """Load and check everything that a recipe names, and settle what it leaves open.
 
@@ -56,6 +64,8 @@ def load_parts(
         sources: Objects in memory that replace the recipe's data, rewards or policy.
         processes: This process among those of the launch.
         quiet: Print nothing.
+        folder: The run folder, new or to be continued; None for a dry run.
+        counted: Ask the budget book, if there is one, whether it would refuse the run.
 
     Raises:
         DprlhfError: A setting, the data, the model or a reward is wrong.
@@ -70,6 +80,8 @@ def load_parts(
     stage.check_rows(rows)
     processes.on_main(lambda: check_disjoint(recipe, users))
     plan = plan_of(recipe, users)
+    if counted:  # before the model is loaded, which may take long
+        processes.on_main(lambda: reserve(recipe, plan, users, earlier, folder, commit=False))
     policy = stage.load_policy()
     stage.check_policy(users, policy)
     processes.place(policy)
@@ -90,6 +102,7 @@ def open_run(
     create: bool,
     callbacks: Sequence[Callback] = (),
     quiet: bool = False,
+    counted: bool = True,
 ) -> Iterator[Run]:
     """Yield a run that is ready for its next round, and close its files afterwards.
 
@@ -102,6 +115,8 @@ def open_run(
         create: Start a new run; otherwise continue the one in ``folder``.
         callbacks: Called after every round with its public and released metrics.
         quiet: Show no progress bars.
+        counted: Reserve the cost in the budget book, if there is one; False for a run on made-up
+            users.
 
     Raises:
         DprlhfError: Something that the recipe names is wrong, or the folder is another run's.
@@ -109,15 +124,21 @@ def open_run(
     processes = Processes.connect()
     if create:
         processes.on_main(folder.refuse_to_overwrite)
-    stage, parts = load_parts(recipe, sources, processes, quiet=quiet)
+    stage, parts = load_parts(
+        recipe, sources, processes, quiet=quiet, folder=folder, counted=counted
+    )
     plan, policy = parts.plan, parts.policy
-    key = processes.on_main(lambda: open_folder(folder, stage.recipe, create=create))
+    key, reservation = processes.on_main(
+        lambda: _start(stage.recipe, parts, folder, create=create, counted=counted)
+    )
     with _one_line_errors(folder), contextlib.ExitStack() as stack:
         gate: Gate | None = None
         trackers: list[Callback] = []
         if processes.main:
             stack.callback(stamp_run, folder.path)
             gate, trackers = _open_gate(stage.recipe, parts, folder, key, stack)
+            if reservation is not None:
+                gate.ledger.note_book(reservation.entry())
         stack.enter_context(stage.opened(folder))
         if processes.main:
             stamp_run(folder.path)  # after a kill, a file may have the time at which it was written
@@ -126,6 +147,7 @@ def open_run(
             stage=stage,
             plan=plan,
             earlier=parts.earlier,
+            reservation=reservation,
             folder=folder,
             key=key,
             processes=processes,
@@ -141,6 +163,26 @@ def open_run(
             progress=Progress(stage.rows_a_user, disable=quiet or not processes.main),
             callbacks=[*trackers, *as_functions(callbacks, folder.path, plan.rounds)],
         )
+
+
+def _start(
+    recipe: AnyRecipe, parts: Parts, folder: RunFolder, *, create: bool, counted: bool
+) -> tuple[bytes, Reservation | None]:
+    """Make or open the folder and reserve the run's cost; a refused new run leaves no folder."""
+    key = open_folder(folder, recipe, create=create)
+    if not counted:
+        return key, None
+    try:
+        reservation = reserve(recipe, parts.plan, parts.users, parts.earlier, folder, commit=True)
+    except BrokenOffError:  # it may have been written down: the folder has the key to find it by
+        raise
+    except DprlhfError:
+        if create:
+            folder.discard()
+        raise
+    if reservation is None and parts.plan.private:
+        print(f"dprlhf: {NO_BOOK}", file=sys.stderr)
+    return key, reservation
 
 
 def _open_gate(

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from dprlhf.boundary import BoundedSum, Private, Released
+from dprlhf.budget import Reservation
 from dprlhf.data.users import Prompts, Users
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.gate import Gate
@@ -59,6 +60,7 @@ class Run:
         stage: The part of the training that differs by kind of run.
         plan: The privacy plan: partition, noise and guarantee.
         earlier: The earlier runs whose privacy cost counts towards the total.
+        reservation: The run's place in the budget book; None without a book.
         folder: The run folder.
         key: The secret key that allocation and noise are derived from.
         processes: This process among those of the launch.
@@ -76,6 +78,7 @@ class Run:
     stage: Stage
     plan: Plan
     earlier: Earlier
+    reservation: Reservation | None
     folder: RunFolder
     key: bytes
     processes: Processes

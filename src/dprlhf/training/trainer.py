@@ -7,6 +7,7 @@ until the gate releases them; only released values reach policy and optimizer.
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from dprlhf.policies.optimizers import set_learning_rate
@@ -66,6 +67,8 @@ def complete(run: Run) -> Any:
     stage, main = run.stage, run.processes.main
     card = privacy_card(run.recipe, run.plan, run.policy.dimension, run.key, run.earlier)
     card |= audit_of(run.folder)
+    if run.reservation is not None:
+        card["book"] = asdict(run.reservation)
     if main:
         write_json(run.folder.privacy, card)
         for warning in stage.warnings:

@@ -1,0 +1,324 @@
+"""Where a budget book is stored: its place, its key, and transactions that never overlap.
+
+A book is a SQLite file or a PostgreSQL database. A writing transaction holds the whole book: in
+SQLite through ``BEGIN IMMEDIATE``, in PostgreSQL through a lock on the book's one row. So what a
+reservation has read is still true when it commits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import sqlalchemy as sa
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
+
+from dprlhf.budget.tables import BOOK
+from dprlhf.errors import DprlhfError, one_line
+
+T = TypeVar("T")
+
+KEY_BYTES = 32
+PATIENCE = 60.0
+"""Seconds to wait for other runs that write to the book."""
+_ATTEMPTS = 5
+_IDLE = 600
+"""Seconds after which PostgreSQL ends a transaction whose client hangs."""
+
+BOOK_VARIABLE = "DPRLHF_BOOK"
+KEY_VARIABLE = "DPRLHF_BOOK_KEY"
+KEY_FILE_VARIABLE = "DPRLHF_BOOK_KEY_FILE"
+
+
+class BookError(DprlhfError):
+    """A problem of the book itself; nothing was reserved and nothing was spent."""
+
+
+def book_name(setting: str | None) -> str | None:
+    """Return the place of the book: the recipe's, else that of the environment, else None.
+
+    Args:
+        setting: The recipe's ``privacy.book``; ``none`` asks for no book, whatever the environment
+            says.
+    """
+    if setting == "none":
+        return None
+    return setting or os.environ.get(BOOK_VARIABLE) or None
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A book's database.
+
+    Attributes:
+        engine: The database, without a pool: each transaction has a connection of its own.
+        label: The place for messages: a path, or a URL without user and password.
+        path: The SQLite file; None for PostgreSQL.
+    """
+
+    engine: sa.Engine
+    label: str
+    path: Path | None
+
+    @contextlib.contextmanager
+    def transaction(self, *, write: bool, commit: bool = True) -> Iterator[sa.Connection]:
+        """Yield a connection whose changes are committed at the end, all of them or none.
+
+        Args:
+            write: Take SQLite's lock at once; in PostgreSQL, :func:`lock` takes it.
+            commit: Keep the changes; False takes them back at the end.
+
+        Raises:
+            BookError: The database does not answer, is locked, read-only or damaged.
+        """
+        with self._one_line(), self.engine.connect() as connection:
+            if self.path is not None:
+                connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+            else:
+                milliseconds = round(1000 * PATIENCE)
+                for setting in (
+                    f"lock_timeout = {milliseconds}",
+                    f"idle_in_transaction_session_timeout = {1000 * _IDLE}",
+                    "synchronous_commit = on",
+                ):
+                    connection.exec_driver_sql(f"SET LOCAL {setting}")
+            try:
+                yield connection
+                self._end(connection, "COMMIT" if commit else "ROLLBACK")
+            except BaseException:
+                with contextlib.suppress(SQLAlchemyError):
+                    self._end(connection, "ROLLBACK")
+                raise
+
+    def _end(self, connection: sa.Connection, word: str) -> None:
+        if self.path is not None:
+            connection.exec_driver_sql(word)
+        elif word == "COMMIT":
+            connection.commit()
+        else:
+            connection.rollback()
+
+    def check_pages(self, connection: sa.Connection) -> None:
+        """Read a SQLite file through, so that a damaged page is found before it is needed.
+
+        Raises:
+            BookError: A page is damaged.
+        """
+        found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
+        if found != "ok":
+            raise BookError(
+                f"budget book {self.label}: damaged; restore it from its newest backup. Nothing was"
+                " spent"
+            )
+
+    def attempt(self, action: Callable[[], T]) -> T:
+        """Repeat a transaction that another one upset, or that lost its connection.
+
+        Args:
+            action: May be repeated even where it is not known whether it committed.
+        """
+        for attempt in range(_ATTEMPTS):
+            try:
+                return action()
+            except BookError as error:
+                if attempt == _ATTEMPTS - 1 or not isinstance(error, BrokenOffError):
+                    raise
+                time.sleep(random.uniform(0, 0.2 * 2**attempt))
+        raise AssertionError("the last attempt returns or raises")
+
+    @contextlib.contextmanager
+    def _one_line(self) -> Iterator[None]:
+        try:
+            yield
+        except SQLAlchemyError as error:
+            raise problem(error, self.label) from None
+
+
+class BrokenOffError(BookError):
+    """The database broke off: it may have committed, and another attempt may succeed."""
+
+
+def problem(error: SQLAlchemyError, label: str) -> BookError:
+    """Return the one line for a database's error; it quotes neither values nor a password."""
+    cause = getattr(error, "orig", None)
+    state = getattr(cause, "sqlstate", None) or ""
+    text = one_line(cause if cause is not None else type(error).__name__, 200).lower()
+    if "locked" in text or "busy" in text or state == "55P03":
+        said = f"locked by another process for more than {PATIENCE:g} s; try again later"
+    elif "readonly" in text or "read-only" in text or state in ("25006", "42501"):
+        said = "read-only; a run must be able to write down what it spends"
+    elif "unable to open" in text:
+        said = "cannot be opened"
+    elif state.startswith(("40", "57", "08")):
+        return BrokenOffError(f"budget book {label}: the database broke off, try again")
+    elif isinstance(error, DBAPIError) and error.connection_invalidated:
+        return BrokenOffError(f"budget book {label}: the connection was lost, try again")
+    elif state == "42P01" or "no such table" in text:
+        said = "there is no book in it; make one with: dprlhf budget create"
+    elif state.startswith("28") or "authentication" in text:
+        said = "the database refuses this user or password"
+    elif isinstance(error, sa.exc.OperationalError) and not state and "sqlite" not in text:
+        said = "the database does not answer" if "://" in label else "cannot be read"
+    else:
+        said = f"damaged ({type(cause or error).__name__}); restore it, or ask who keeps it"
+    return BookError(f"budget book {label}: {said}. Nothing was spent")
+
+
+def open_storage(name: str, *, create: bool = False) -> Storage:
+    """Return the database of a book.
+
+    Args:
+        name: Path of a SQLite file, or a URL ``postgresql://HOST/DATABASE``.
+        create: Make the SQLite file if there is none.
+
+    Raises:
+        BookError: The name is not that of a book, there is no such file, or the driver is missing.
+    """
+    if "://" not in name:
+        return _sqlite(Path(name), create)
+    try:
+        url = make_url(name)
+    except ArgumentError:
+        raise BookError("budget book: the URL cannot be read (postgresql://HOST/NAME)") from None
+    if url.get_backend_name() == "sqlite" and url.database:
+        return _sqlite(Path(url.database), create)
+    if url.get_backend_name() != "postgresql":
+        raise BookError(
+            f"budget book: {url.get_backend_name()} is not supported: give the path of a SQLite"
+            " file, or postgresql://HOST/NAME"
+        )
+    try:
+        engine = sa.create_engine(
+            url.set(drivername="postgresql+psycopg"),
+            poolclass=sa.pool.NullPool,
+            isolation_level="READ COMMITTED",
+            hide_parameters=True,
+            connect_args={"connect_timeout": 10},
+        )
+    except ImportError:
+        raise BookError(
+            "budget book: PostgreSQL needs a driver: pip install 'dprlhf[postgres]'"
+        ) from None
+    return Storage(engine, f"postgresql://{url.host or 'localhost'}/{url.database or ''}", None)
+
+
+def _sqlite(path: Path, create: bool) -> Storage:
+    if create and not path.exists():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        except OSError as error:
+            raise BookError(f"budget book {path}: {error.strerror}") from None
+    if not path.is_file():
+        raise BookError(
+            f"budget book {path}: there is no such file; make a book with: dprlhf budget create,"
+            " or restore the one that was there"
+        )
+    check_mode(path)
+    where = URL.create(
+        "sqlite",
+        database=f"file:{quote(str(path.absolute()))}",
+        query={"mode": "rw", "uri": "true"},  # never made by accident
+    )
+    engine = sa.create_engine(
+        where,
+        poolclass=sa.pool.NullPool,
+        isolation_level="AUTOCOMMIT",  # transactions are begun and ended here, in so many words
+        hide_parameters=True,
+        connect_args={"timeout": PATIENCE},
+    )
+    sa.event.listen(engine, "connect", _careful)
+    return Storage(engine, str(path), path)
+
+
+def _careful(connection: Any, _: Any) -> None:
+    for setting in ("foreign_keys = ON", "synchronous = FULL"):
+        connection.execute(f"PRAGMA {setting}")
+
+
+def lock(connection: sa.Connection) -> sa.Row[Any]:
+    """Lock the book's row until the transaction ends, and return it.
+
+    Raises:
+        BookError: There is no such row.
+    """
+    row = connection.execute(sa.select(BOOK).with_for_update()).one_or_none()
+    if row is None:
+        raise BookError("budget book: damaged (it has no number). Nothing was spent")
+    return row
+
+
+# --- the key ------------------------------------------------------------------------------------
+
+
+def read_key(storage: Storage, *, create: bool = False) -> bytes:
+    """Return the key that users are hashed with.
+
+    It is in ``DPRLHF_BOOK_KEY`` (64 hexadecimal digits), in the file that ``DPRLHF_BOOK_KEY_FILE``
+    names, or beside a SQLite book, with ``.key`` added to its name.
+
+    Args:
+        storage: The book's database.
+        create: Make a key file if there is none.
+
+    Raises:
+        BookError: There is no key, it is damaged, or everybody on the machine can read it.
+    """
+    given = os.environ.get(KEY_VARIABLE)
+    if given:
+        return _from_hex(given, KEY_VARIABLE)
+    named = os.environ.get(KEY_FILE_VARIABLE)
+    if named is None and storage.path is None:
+        raise BookError(
+            f"budget book {storage.label}: its key is missing; name its file in"
+            f" {KEY_FILE_VARIABLE}, or give its {2 * KEY_BYTES} hexadecimal digits in"
+            f" {KEY_VARIABLE}"
+        )
+    path = Path(named) if named else Path(f"{storage.path}.key")
+    if create and not path.exists():
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(secrets.token_hex(KEY_BYTES) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except FileExistsError:
+            pass  # another process was first
+        except OSError as error:
+            raise BookError(f"{path}: {error.strerror}") from None
+    if not path.is_file():
+        raise BookError(
+            f"{path}: the key of the budget book is missing; without it nobody can tell who its"
+            " users are. Restore it from a backup"
+        )
+    check_mode(path)
+    return _from_hex(path.read_text().strip(), str(path))
+
+
+def check_mode(path: Path) -> None:
+    """Refuse a file that everybody on the machine can read.
+
+    Raises:
+        BookError: Others have a right to it.
+    """
+    if path.stat().st_mode & 0o007:
+        raise BookError(f"{path}: everybody can read it, and it is secret: chmod 600 {path}")
+
+
+def _from_hex(text: str, place: str) -> bytes:
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise BookError(f"{place}: not a key ({2 * KEY_BYTES} hexadecimal digits)")
+    return key

@@ -1,0 +1,134 @@
+"""A run's reservation in the budget book, and what ledgers on disk say of the book.
+
+The whole planned cost is reserved before the ledger has its first charge. The ledger then records
+the book's counter, which only rises. A book that is behind a ledger, be it the run's own, that of
+a run beside it or of an earlier run, was restored from a backup and is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from dprlhf.boundary import open_private
+from dprlhf.budget import Book, Mark, Reservation, Spending, book_name
+from dprlhf.data.users import Users
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.accounting import Mechanism
+from dprlhf.privacy.plan import Plan
+from dprlhf.privacy.randomness import commitment
+from dprlhf.recipe import AnyRecipe
+from dprlhf.runs.earlier import Earlier
+from dprlhf.runs.folder import RunFolder
+
+NO_BOOK = (
+    "no budget book (privacy.book or DPRLHF_BOOK): nobody counts what these users spend in other"
+    " runs"
+)
+
+
+def reserve(
+    recipe: AnyRecipe,
+    plan: Plan,
+    users: Users,
+    earlier: Earlier,
+    folder: RunFolder | None,
+    *,
+    commit: bool,
+) -> Reservation | None:
+    """Reserve a run's whole planned cost for each of its users; None without a budget book.
+
+    A resumed run finds the reservation that it has and pays nothing.
+
+    Args:
+        recipe: The settings.
+        plan: The privacy plan.
+        users: The private users.
+        earlier: Runs that the recipe names; those which the book does not know are written down
+            in it for these users, unless they are declared to have other users.
+        folder: The run folder; None for a dry run.
+        commit: Write the reservation; False only asks whether it would be refused.
+
+    Raises:
+        DprlhfError: A user would exceed a budget, the run has no privacy, the book cannot be used,
+            or it is not the one that the run's ledger names.
+    """
+    name = book_name(recipe.privacy.book)
+    own = list(_marks([folder.path])) if folder is not None else []
+    if name is None:
+        if own:
+            raise DprlhfError(
+                f"{own[0].path}: this run's cost is reserved in budget book {own[0].mark.book}:"
+                " name that book in DPRLHF_BOOK to continue"
+            )
+        return None
+    if not plan.private:
+        raise DprlhfError(
+            "budget book: a run without privacy (epsilon = infinity) would exceed any budget; run"
+            " baselines on other people's data, with privacy.book=none"
+        )
+    book = Book(name)
+    if own and own[-1].mark.book != book.id:
+        raise DprlhfError(
+            f"{own[-1].path}: this run's cost is reserved in budget book {own[-1].mark.book}, and"
+            f" privacy.book or DPRLHF_BOOK names book {book.id}"
+        )
+    near = list(folder.path.parent.glob("*/")) if folder is not None else []
+    marks = [at.mark for at in _marks([*near, *(Path(p.run) for p in recipe.previous)])]
+    held = folder is not None and folder.key.is_file()
+    spending = Spending(
+        run=commitment(folder.open()) if folder is not None and held else "",
+        name=folder.path.resolve().name if folder is not None else "",
+        stage=recipe.stage,
+        mechanism=plan.mechanism,
+        times=1 + earlier.tuning_runs,
+    )
+    return book.reserve(
+        spending,
+        open_private(users.hashed(book.hashed)),
+        dataset=recipe.privacy.dataset,
+        unit=recipe.data.user_column,
+        earlier=[
+            Spending(r.run, r.name, r.stage, Mechanism(**r.mechanism), 1 + r.tuning_runs)
+            for r in earlier.records
+            if r.run not in earlier.disjoint
+        ],
+        marks=[*(at.mark for at in own), *marks],
+        commit=commit,
+    )
+
+
+class _At:
+    """A mark and the ledger file that it is from."""
+
+    def __init__(self, path: Path, mark: Mark) -> None:
+        self.path, self.mark = path, mark
+
+
+def _marks(runs: Iterable[Path]) -> Iterator[_At]:
+    """Yield the entries about budget books in the ledgers of some runs, of each in its order.
+
+    The runs may be in progress, so lines that cannot be read are passed over: a run's own ledger is
+    verified when it is opened, and what others say can only refuse a book.
+    """
+    for run in runs:
+        path = RunFolder(run).ledger
+        try:
+            lines = path.read_text().splitlines() if path.is_file() else []
+        except (OSError, UnicodeDecodeError):
+            continue
+        opened = None
+        for line in lines:
+            if '"kind": "book"' not in line and opened is not None:
+                continue
+            try:
+                entry = json.loads(line)
+                if entry["kind"] == "open":
+                    opened = entry["body"]["key_commitment"]
+                elif opened is not None and entry["kind"] == "book":
+                    body = entry["body"]
+                    mark = Mark(opened, body["book"], body["reservation"], body["counter"])
+                    yield _At(path, mark)
+            except (ValueError, KeyError, TypeError):
+                continue

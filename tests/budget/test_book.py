@@ -1,0 +1,386 @@
+"""The budget book on SQLite and PostgreSQL: what is refused, what is kept, what is noticed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from dprlhf.budget import Book, BookError, Mark, Reservation, Spending
+from dprlhf.budget.storage import open_storage
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.accounting import Mechanism
+from dprlhf.privacy.composition import total_epsilon
+from helpers import postgres
+
+DELTA = 1e-5
+
+
+def mechanism(noise: float = 8.0) -> Mechanism:
+    """Of closed form, so that a test takes no time."""
+    return Mechanism(noise, 10, "fixed", "zero-out")
+
+
+ONE = total_epsilon([mechanism()], DELTA).epsilon
+TWO = total_epsilon([mechanism()] * 2, DELTA).epsilon
+THREE = total_epsilon([mechanism()] * 3, DELTA).epsilon
+
+
+@pytest.fixture(scope="session")
+def databases() -> Iterator[Callable[[], str]]:
+    if reason := postgres.missing():
+        pytest.skip(reason)
+    with postgres.server() as new:
+        yield new
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "sqlite":
+        return str(tmp_path / "book.db")
+    monkeypatch.setenv("DPRLHF_BOOK_KEY_FILE", str(tmp_path / "key"))
+    new: Callable[[], str] = request.getfixturevalue("databases")
+    return new()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "book.db"
+
+
+def make(place: str | Path, name: str = "clinic", epsilon: float = 4.0, **more: Any) -> Book:
+    values = {"epsilon": epsilon, "delta": DELTA, "unit": "user"} | more
+    return Book.create(str(place), name, **values)
+
+
+def ask(book: Book, run: str, users: range, dataset: str | None = None, **more: Any) -> Reservation:
+    unit = more.pop("unit", "user")
+    spending = Spending(run, run, "rl", more.pop("mechanism", mechanism()), more.pop("times", 1))
+    names = book.hashed(f"user {i}" for i in users)
+    return book.reserve(spending, names, dataset=dataset, unit=unit, **more)
+
+
+def spent(book: Book) -> dict[str, float]:
+    return {d["name"]: d["spent"] for d in book.read()["datasets"]}
+
+
+# --- what is counted ------------------------------------------------------------------------------
+
+
+def test_runs_on_the_same_users_compose_until_the_budget_is_spent(place: str) -> None:
+    book = make(place, epsilon=TWO)
+    first = ask(book, "a", range(20))
+    second = ask(book, "b", range(20))
+    assert (first.number, second.number) == (1, 2)
+    assert first.counter < second.counter
+    before = book.read()
+    with pytest.raises(DprlhfError, match=r"refused: .* exceed the budget of data set 'clinic'"):
+        ask(book, "c", range(20))
+    assert book.read() == before  # a refusal leaves nothing
+    assert spent(book) == {"clinic": pytest.approx(TWO)}
+    ask(book, "d", range(20, 40))  # others have their own budget
+
+
+def test_overlapping_data_sets_compose_for_those_whom_they_share(place: str) -> None:
+    book = make(place, "left", TWO)
+    make(place, "right", TWO)
+    ask(book, "a", range(0, 20), "left")
+    ask(book, "b", range(10, 30), "right")
+    assert spent(book) == {"left": pytest.approx(TWO), "right": pytest.approx(TWO)}
+    with pytest.raises(DprlhfError, match="refused"):
+        ask(book, "c", range(19, 21), "right")  # user 19 is in both
+    ask(book, "d", range(20, 30), "right")
+    with pytest.raises(DprlhfError, match="refused"):
+        ask(book, "e", range(1), "left", times=2)
+    ask(book, "f", range(10), "left")
+    groups = {d["name"]: d["users"] for d in book.read()["datasets"]}
+    assert groups == {"left": 20, "right": 20}
+
+
+def test_whoever_is_in_two_data_sets_keeps_to_the_smaller_budget(place: str) -> None:
+    book = make(place, "small", ONE)
+    make(place, "large", THREE)
+    ask(book, "a", range(10), "small")
+    ask(book, "b", range(10, 20), "large")
+    with pytest.raises(DprlhfError, match="'small'"):
+        ask(book, "c", range(9, 20), "large")
+    ask(book, "c", range(10, 20), "large")
+    with pytest.raises(DprlhfError, match="'small'"):
+        ask(book, "d", range(10, 11), "small")  # has spent more elsewhere already
+
+
+def test_a_run_that_comes_back_finds_its_reservation_and_pays_once(place: str) -> None:
+    book = make(place, epsilon=ONE)
+    first = ask(book, "a", range(20))
+    again = ask(Book(place), "a", range(20))
+    assert again == first
+    assert len(book.read()["reservations"]) == 1
+    for changed in ({"users": range(21)}, {"users": range(19)}, {"mechanism": mechanism(9)}):
+        with pytest.raises(DprlhfError, match="reserved another cost"):
+            ask(book, "a", **({"users": range(20)} | changed))
+
+
+def test_a_question_writes_nothing(place: str) -> None:
+    book = make(place, epsilon=ONE)
+    before = book.read()
+    ask(book, "", range(20), commit=False)
+    assert book.read() == before
+    ask(book, "a", range(20))
+    with pytest.raises(DprlhfError, match="refused"):
+        ask(book, "", range(20), commit=False)
+    ask(book, "a", range(20), commit=False)  # the run that has it
+
+
+def test_tuning_runs_and_earlier_runs_are_paid_for_once(place: str) -> None:
+    book = make(place, epsilon=THREE)
+    old = Spending("old", "old", "sft", mechanism())
+    ask(book, "a", range(20), earlier=[old])
+    assert spent(book)["clinic"] == pytest.approx(TWO)
+    ask(book, "b", range(10, 30), earlier=[old, Spending("a", "a", "rl", mechanism())])
+    assert spent(book)["clinic"] == pytest.approx(THREE)  # old, a, b for users 10 to 19
+    found = {r["run"]: (r["users"], r["earlier"]) for r in book.read()["reservations"]}
+    assert found == {"old": (30, True), "a": (20, False), "b": (20, False)}
+    with pytest.raises(DprlhfError, match="refused"):
+        ask(book, "c", range(30, 40), times=4)
+    ask(book, "c", range(30, 40), times=3)
+
+
+def test_an_earlier_run_that_is_resumed_pays_for_the_users_who_have_not(place: str) -> None:
+    book = make(place, epsilon=THREE)
+    ask(book, "a", range(20), earlier=[Spending("old", "old", "sft", mechanism())])
+    ask(book, "old", range(10, 30))
+    found = {r["run"]: (r["users"], r["earlier"]) for r in book.read()["reservations"]}
+    assert found == {"old": (30, False), "a": (20, False)}
+    assert spent(book)["clinic"] == pytest.approx(TWO)
+
+
+def test_runs_with_other_neighbours_are_refused(place: str) -> None:
+    book = make(place)
+    ask(book, "a", range(20))
+    other = Mechanism(8.0, 10, "random-allocation", "add-remove")
+    with pytest.raises(DprlhfError, match="different neighbours"):
+        ask(book, "b", range(20), mechanism=other)
+
+
+def test_users_are_kept_as_keyed_hashes(file: Path) -> None:
+    book = make(file)
+    ask(book, "a", range(20))
+    content = file.read_bytes()
+    assert b"user 7" not in content
+    for plain in (b"user 7", b"user\0user 7"):
+        assert hashlib.sha256(plain).digest() not in content
+        assert next(iter(book.hashed([plain.decode()]))) not in {hashlib.sha256(plain).digest()}
+    assert next(iter(book.hashed(["user 7"]))) in content
+    other = make(file.with_name("other.db"))
+    assert book.hashed(["user 7"]).isdisjoint(other.hashed(["user 7"]))
+    assert b"user" not in json.dumps(book.read()["reservations"]).encode().replace(b'"users"', b"")
+
+
+# --- the key and the file -----------------------------------------------------------------------
+
+
+def test_book_and_key_are_the_owners_alone(file: Path) -> None:
+    make(file)
+    assert {p.name: p.stat().st_mode & 0o777 for p in file.parent.iterdir()} == {
+        "book.db": 0o600,
+        "book.db.key": 0o600,
+    }
+    for path in (file, Path(f"{file}.key")):
+        path.chmod(0o604)
+        with pytest.raises(BookError, match="everybody can read it"):
+            Book(str(file))
+        path.chmod(0o600)
+
+
+def test_a_wrong_or_lost_key_is_refused(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(place)
+    monkeypatch.setenv("DPRLHF_BOOK_KEY", "ab" * 32)
+    with pytest.raises(BookError, match="not its key"):
+        Book(place)
+    with pytest.raises(BookError, match="not its key"):
+        make(place, "other")
+    monkeypatch.setenv("DPRLHF_BOOK_KEY", "ab")
+    with pytest.raises(BookError, match="not a key"):
+        Book(place)
+    monkeypatch.delenv("DPRLHF_BOOK_KEY")
+    monkeypatch.setenv("DPRLHF_BOOK_KEY_FILE", "/nowhere/key")
+    with pytest.raises(BookError, match="missing"):
+        Book(place)
+    monkeypatch.delenv("DPRLHF_BOOK_KEY_FILE")
+    if "://" in place:
+        with pytest.raises(BookError, match="DPRLHF_BOOK_KEY_FILE"):
+            Book(place)
+
+
+def test_values_out_of_range_are_refused(file: Path) -> None:
+    for bad in ({"epsilon": 0.0}, {"epsilon": float("inf")}, {"delta": 0.0}, {"name": " "}):
+        with pytest.raises(DprlhfError):
+            make(file, **bad)
+    make(file)
+    with pytest.raises(DprlhfError, match="for life"):
+        make(file)
+    with pytest.raises(DprlhfError, match="has no such data set"):
+        ask(Book(str(file)), "a", range(3), "clinci")
+    with pytest.raises(DprlhfError, match=r"data\.user_column"):
+        ask(Book(str(file)), "a", range(3), unit=None)
+    make(file, "second")
+    with pytest.raises(DprlhfError, match=r"privacy\.dataset: say which"):
+        ask(Book(str(file)), "a", range(3))
+
+
+# --- a book that cannot be trusted --------------------------------------------------------------
+
+
+def test_there_is_no_such_book(tmp_path: Path, databases: Callable[[], str]) -> None:
+    with pytest.raises(BookError, match="no such file"):
+        Book(str(tmp_path / "none.db"))
+    for url, said in (("mysql://h/n", "not supported"), ("://", "cannot be read")):
+        with pytest.raises(BookError, match=said):
+            Book(url)
+
+
+def test_a_database_that_is_down_or_empty_stops_in_one_line(
+    databases: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DPRLHF_BOOK_KEY", "ab" * 32)
+    with pytest.raises(BookError, match="there is no book in it"):
+        Book(databases())
+    for url in (
+        "postgresql://me:hunter2@127.0.0.1:9/book",
+        "postgresql://me:hunter2@no-such-host.invalid/book",
+    ):
+        with pytest.raises(BookError, match="does not answer") as caught:
+            Book(url)
+        assert "hunter2" not in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_book_that_is_locked_too_long(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dprlhf.budget.storage.PATIENCE", 0.3)
+    book = make(place)
+    holder = open_storage(place)
+    with holder.transaction(write=True, commit=False) as connection:
+        connection.execute(sa.text("UPDATE dprlhf_book SET counter = counter + 1"))
+        with pytest.raises(BookError, match="locked by another process"):
+            ask(book, "a", range(20))
+    ask(book, "a", range(20))
+
+
+def test_a_read_only_file(file: Path) -> None:
+    make(file)
+    file.chmod(0o400)
+    (file.parent).chmod(0o555 if os.geteuid() else 0o755)
+    try:
+        if os.geteuid() == 0:  # root writes whatever the mode
+            for path in (file, Path(f"{file}.key"), file.parent):
+                shutil.chown(path, "nobody")
+            parents = [p for p in file.parents if not p.stat().st_mode & 0o001]
+            modes = {p: p.stat().st_mode for p in parents}
+            for path in parents:
+                path.chmod(0o755)
+            os.seteuid(65534)
+        with pytest.raises(BookError, match="read-only"):
+            ask(Book(str(file)), "a", range(20))
+    finally:
+        if os.getuid() == 0:
+            os.seteuid(0)
+            for path, mode in modes.items():
+                path.chmod(mode)
+        file.parent.chmod(0o755)
+
+
+def test_a_read_only_database(
+    databases: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DPRLHF_BOOK_KEY_FILE", str(tmp_path / "key"))
+    url = databases()
+    book = make(url)
+    name = url.split("/")[3].split("?")[0]
+    with open_storage(url).transaction(write=True) as connection:
+        connection.execute(sa.text(f"ALTER DATABASE {name} SET default_transaction_read_only = on"))
+    with pytest.raises(BookError, match="read-only"):
+        ask(book, "a", range(20))
+
+
+def test_damage_is_noticed(file: Path) -> None:
+    book = make(file)
+    for n in range(3):
+        ask(book, f"run {n}", range(300))
+    good = file.read_bytes()
+
+    def refused() -> None:
+        with pytest.raises(BookError, match=r"damaged|layout") as caught:
+            ask(Book(str(file)), "next", range(300))
+        assert "\n" not in str(caught.value)
+
+    file.write_bytes(b"not a database at all" * 100)
+    refused()
+    file.write_bytes(good[: len(good) // 2])
+    refused()
+    middle = len(good) // 2
+    file.write_bytes(good[:middle] + bytes(4096) + good[middle + 4096 :])
+    refused()
+    for statement in (
+        "DELETE FROM dprlhf_reservations WHERE number = 2",
+        "DELETE FROM dprlhf_reservations",
+        "DELETE FROM dprlhf_people WHERE rowid = 1",
+        "DELETE FROM dprlhf_histories",
+        "UPDATE dprlhf_histories SET reservations = 'x' WHERE number = 1",
+        "UPDATE dprlhf_reservations SET users = 1",
+        "DELETE FROM dprlhf_book",
+        "DROP TABLE dprlhf_datasets",
+        "UPDATE dprlhf_book SET version = 2",
+    ):
+        file.write_bytes(good)
+        with sqlite3.connect(file) as connection:
+            connection.execute(statement)
+        connection.close()
+        if "DROP" in statement:
+            with pytest.raises(BookError):
+                Book(str(file))
+        else:
+            refused()
+    file.write_bytes(good)
+    ask(Book(str(file)), "next", range(300))
+
+
+# --- a book from a backup -----------------------------------------------------------------------
+
+
+def mark(run: str, found: Reservation) -> Mark:
+    return Mark(run, found.book, found.number, found.counter)
+
+
+def test_a_book_from_a_backup_is_refused(file: Path) -> None:
+    book = make(file)
+    marks = [mark("a", ask(book, "a", range(20)))]
+    backup = file.read_bytes()
+    marks.append(mark("b", ask(book, "b", range(20), marks=marks)))
+    file.write_bytes(backup)
+    ask(book, "c", range(20), commit=False)  # nobody told
+    with pytest.raises(BookError, match="restored from a backup"):
+        ask(book, "c", range(20), marks=marks)
+    ask(book, "d", range(20))  # by somebody without ledgers: the counter is as high as it was
+    with pytest.raises(BookError, match="older than a run's ledger"):
+        ask(book, "c", range(20), marks=marks)
+    ask(book, "c", range(20), marks=[Mark("x", "another book", 9, 99)])
+
+
+def test_the_counter_alone_shows_a_backup(file: Path) -> None:
+    """A run that was resumed has seen a counter above that of its own reservation."""
+    book = make(file)
+    ask(book, "a", range(20))
+    backup = file.read_bytes()
+    ask(book, "b", range(20))
+    seen = mark("a", ask(book, "a", range(20)))
+    file.write_bytes(backup)
+    with pytest.raises(BookError, match="older than a run's ledger"):
+        ask(book, "a", range(20), marks=[seen])
