@@ -11,6 +11,7 @@ Passing is evidence and not a proof: the argument why an update is private belon
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import hashlib
@@ -496,8 +497,8 @@ def check_partition(
 
     - **draw**: rounds hold users that exist, each at most once; the key decides the draw alone;
     - **batch size**: the mean batch is the public constant that released sums are divided by;
-    - **independence**: where the accountant states an add-remove guarantee, one user more leaves
-      the law of the other users' rounds as it is;
+    - **independence**: where the accountant carries add-remove, one user more leaves the law of
+      the other users' rounds as it is;
     - **likelihood**: the partition's ``log_likelihood`` is the one of its draws;
     - **epsilon**: at the stated ε, the likelihood-ratio test between runs with and without a user
       (or with its opposite, for replace-one) attains no more than δ. The test is computed from the
@@ -515,16 +516,14 @@ def check_partition(
     spec, fails = all_partitions()[name], f"partition {name!r} fails the check"
     draws = _Draws(spec, rounds, participations)
     _check_draw(draws, fails)
-    if spec.adjacency == "add-remove":
+    carried = _carried(name, rounds, participations, noise_multiplier)
+    if "add-remove" in carried:
         _check_independence(draws, fails)
     patterns = draws.patterns(2 * rounds)
     delta = 0.02
-    stated, attained = {}, {}
-    for adjacency in get_args(Adjacency):
-        try:
-            mechanism = Mechanism(noise_multiplier, rounds, name, adjacency, participations)
-        except DprlhfError:
-            continue  # a relation that the partition does not carry
+    stated: dict[str, float] = {}
+    attained: dict[str, tuple[float, float]] = {}
+    for adjacency, mechanism in carried.items():
         stated[adjacency] = epsilon(mechanism, delta).epsilon
         attained[adjacency] = _attained_delta(
             patterns, noise_multiplier, stated[adjacency], adjacency == "replace-one"
@@ -538,6 +537,19 @@ def check_partition(
     assert stated, f"{fails} 'epsilon': it carries no adjacency"
     _check_likelihood(spec, patterns, participations, noise_multiplier, fails)
     return PartitionReport(stated, delta, attained)
+
+
+def _carried(
+    name: Partition, rounds: int, participations: int, noise_multiplier: float
+) -> dict[Adjacency, Mechanism]:
+    """Return the mechanism under each neighbouring relation that the partition carries."""
+    carried: dict[Adjacency, Mechanism] = {}
+    for adjacency in get_args(Adjacency):
+        with contextlib.suppress(DprlhfError):
+            carried[adjacency] = Mechanism(
+                noise_multiplier, rounds, name, adjacency, participations
+            )
+    return carried
 
 
 @dataclass(frozen=True)

@@ -409,7 +409,7 @@ def small(**changes: Any) -> Any:
 
 def test_the_plan_is_the_shared_one_and_releases_are_counted() -> None:
     plan = plan_of(small())
-    assert plan.adjacency == "add-remove"
+    assert plan.adjacency == "zero-out"
     assert plan.guarantee.epsilon <= 3.0
     assert "random allocation" in plan.guarantee.accountant
     npg = {"name": "npg", "oracle": "projected-sgd", "steps": 3}

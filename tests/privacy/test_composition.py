@@ -157,8 +157,19 @@ def test_a_run_that_was_made_several_times_counts_as_often() -> None:
     assert many.epsilon == pytest.approx(gaussian_epsilon(0.25, DELTA))
 
 
+def test_runs_of_earlier_versions_under_add_remove_count_as_zero_out() -> None:
+    old = Mechanism(1.0, 2, adjacency="add-remove")
+    apart = [[True, False], [False, True]]
+    for shared in (None, apart):
+        found = total_epsilon([old, GAUSSIAN], DELTA, shared)
+        assert found == total_epsilon([ALLOCATED, GAUSSIAN], DELTA, shared)
+        assert any("zero-out" in line for line in found.assumptions)
+    assert total_epsilon([old], DELTA).epsilon == epsilon(ALLOCATED, DELTA).epsilon
+
+
 def test_runs_for_different_neighbours_have_no_total() -> None:
-    with pytest.raises(DprlhfError, match=r"add-remove and zero-out.*privacy\.adjacency"):
-        total_epsilon([ALLOCATED, GAUSSIAN], DELTA)
+    replaced = Mechanism(2.0, 5, "fixed", "replace-one")
+    with pytest.raises(DprlhfError, match=r"replace-one and zero-out.*privacy\.adjacency"):
+        total_epsilon([ALLOCATED, replaced], DELTA)
     with pytest.raises(DprlhfError, match="no run"):
         total_epsilon([], DELTA)

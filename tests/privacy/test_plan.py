@@ -52,7 +52,8 @@ def test_noise_sensitivity_and_divisor_by_hand() -> None:
     p = ask(clip_norm=0.5, noise_multiplier=1.25)
     assert (p.noise_std, p.sensitivity, p.expected_batch_size) == (0.625, 0.5, 1003 / 8)
     assert p.noise_to_clip_ratio(400) == pytest.approx(1.25 * 20 / (1003 / 8), rel=1e-15)
-    assert p.adjacency == "add-remove"
+    assert p.adjacency == "zero-out"
+    assert ask(partition="poisson", epsilon=math.inf).adjacency == "zero-out"
     p = ask(clip_norm=0.5, partition="fixed", adjacency="replace-one")
     assert (p.noise_std, p.sensitivity, p.expected_batch_size) == (
         0.5,
@@ -145,7 +146,7 @@ def test_terms_are_json_and_hold_the_whole_plan(off: dict[str, Any]) -> None:
         "users": 1003,
         "rounds": 8,
         "partition": "random-allocation",
-        "adjacency": "add-remove",
+        "adjacency": "zero-out",
         "participations": 1,
         "clip_norm": "infinity" if off else 1.0,
         "noise_multiplier": p.noise_multiplier,

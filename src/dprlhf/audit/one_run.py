@@ -174,6 +174,9 @@ def audit_run(run: str | Path, folder: str | Path, **options: Any) -> Audit:
         raise DprlhfError(f"{run}: a run of stage {recipe.stage}; only private updates are audited")
     if not audited.privacy.is_file() or not audited.policy.is_dir():
         raise DprlhfError(f"{run}: not finished; finish it first with: dprlhf resume {run}")
+    if recipe.privacy.adjacency == "add-remove":  # an earlier version's; the same ε as zero-out
+        privacy = recipe.privacy.model_copy(update={"adjacency": "zero-out"})
+        recipe = recipe.model_copy(update={"privacy": privacy})
     found = audit(recipe, folder, **options)
     note_audit(audited, found.as_dict())
     return found

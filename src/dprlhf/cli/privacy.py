@@ -31,7 +31,7 @@ Adjacency = Annotated[
     typer.Option(
         "--adjacency",
         help="How neighbouring datasets differ.",
-        show_default="the partition's usual one",
+        show_default="zero-out",
     ),
 ]
 Participations = Annotated[
@@ -134,9 +134,8 @@ def _epsilon_of_pure_rounds(
     adjacency: relations.Adjacency | None,
 ) -> Epsilon:
     from dprlhf.privacy import pure
-    from dprlhf.privacy.plan import default_adjacency
 
-    neighbours = adjacency or default_adjacency(partition)
+    neighbours = adjacency or relations.DEFAULT_ADJACENCY
     return pure.epsilon(pure.Mechanism(round_epsilon, rounds, partition, neighbours), delta)
 
 

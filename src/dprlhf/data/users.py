@@ -142,22 +142,34 @@ class Users:
             found |= by({_written(value) for value in batch[column]})
         return Private(found)
 
-    def select(self, users: NDArray[np.int64]) -> Prompts:
+    def select(self, users: NDArray[np.int64], *, missing: bool = True) -> Prompts:
         """Return the prompts of some users, of each the first ``max_prompts_per_user``.
 
         Which prompts a user keeps depends on that user's own rows alone.
+
+        Args:
+            users: Indices of users, ``[users]``.
+            missing: Whether a row without a prompt is read as an empty one.
+
+        Raises:
+            ValueError: A row has no prompt, and ``missing`` is false.
         """
         slots = _counting_up(self._kept[users])
         owners = np.repeat(users, self._kept[users])
         rows = self._rows[self._order[self._starts[owners] + slots].tolist()]
-        prompts = [_shorten(p, self._spec) for p in rows.pop(self._spec.prompt_column)]
+        given = rows.pop(self._spec.prompt_column)
+        if not missing and any(prompt is None for prompt in given):
+            raise ValueError("a row has no prompt")
+        prompts = [_shorten(p, self._spec) for p in given]
         return Prompts(prompts, owners, slots, rows)
 
     def readable(self, users: NDArray[np.int64], encode: Callable[[Prompts], Any]) -> Prompts:
-        """Return the prompts of some users, without the users who have an unreadable prompt.
+        """Return the prompts of some users, without the users who have no prompt or cannot be read.
 
-        A chat template can refuse a conversation, and a row may not decode. If that ended a run,
-        one user would decide whether there is a result, and its round would be known.
+        Such a user contributes zero to its round and still counts in N: the null user of zero-out
+        adjacency. A row whose prompt is null makes one on purpose. A chat template can refuse a
+        conversation, and a row may not decode. If that ended a run, one user would decide whether
+        there is a result, and its round would be known.
 
         Args:
             users: Indices of users, ``[users]``.
@@ -166,7 +178,7 @@ class Users:
 
         def read(some: NDArray[np.int64]) -> Prompts | None:
             try:
-                prompts = self.select(some)
+                prompts = self.select(some, missing=False)
                 encode(prompts)
             except EXITS:
                 raise

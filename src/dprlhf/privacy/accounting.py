@@ -7,12 +7,15 @@ special to a partition stands in its file in :mod:`dprlhf.privacy.partitions`.
 ===================  ================================  ==========================================
 partition            adjacency                         accountant
 ===================  ================================  ==========================================
-random-allocation    add-remove, zero-out              exact curves of random allocation
+random-allocation    zero-out, add-remove              exact curves of random allocation
 random-allocation    replace-one                       the smaller of one Gaussian with
                                                        sensitivity 2S and a two-step bound
 fixed, stream        zero-out, replace-one             one Gaussian with sensitivity S or 2S
-poisson              add-remove, zero-out              PLD of the Poisson-sampled Gaussian
+poisson              zero-out, add-remove              PLD of the Poisson-sampled Gaussian
 ===================  ================================  ==========================================
+
+A run publishes its number of users and is therefore planned under zero-out or replace-one;
+add-remove is for calculations (:func:`dprlhf.privacy.plan.check_promise`).
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from dprlhf.privacy.gaussian import (
 )
 from dprlhf.privacy.partitions import Partition, all_partitions
 from dprlhf.privacy.partitions.base import PartitionSpec, half_noise
-from dprlhf.privacy.relations import Adjacency
+from dprlhf.privacy.relations import DEFAULT_ADJACENCY, Adjacency
 
 __all__ = [
     "Adjacency",
@@ -67,7 +70,7 @@ class Mechanism:
     noise_multiplier: float
     rounds: int
     partition: Partition = "random-allocation"
-    adjacency: Adjacency = "add-remove"
+    adjacency: Adjacency = DEFAULT_ADJACENCY
     participations: int = 1
     releases_per_round: int = 1
 
@@ -169,7 +172,7 @@ def noise_multiplier(
     *,
     rounds: int,
     partition: Partition = "random-allocation",
-    adjacency: Adjacency = "add-remove",
+    adjacency: Adjacency = DEFAULT_ADJACENCY,
     participations: int = 1,
     releases_per_round: int = 1,
 ) -> tuple[float, Epsilon]:

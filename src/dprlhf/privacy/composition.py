@@ -48,7 +48,8 @@ def total_epsilon(
     """Return an upper bound on the joint ε of several runs at ``delta``.
 
     Args:
-        mechanisms: One mechanism per run, all under the same adjacency.
+        mechanisms: One mechanism per run, all under the same adjacency; add-remove beside zero-out
+            is read as zero-out, at the same cost.
         delta: Total δ; each run's own δ is not used.
         shared: Whether runs i and j may have a user in common, ``[runs][runs]``; None: all may.
         times: Number of times each was run on the same users, ``[runs]``; None: once each.
@@ -58,6 +59,9 @@ def total_epsilon(
     """
     if not mechanisms:
         raise DprlhfError("there is no run to state a total of")
+    if {m.adjacency for m in mechanisms} == {"add-remove", "zero-out"}:
+        # What dominates a run under add-remove dominates it under zero-out too.
+        mechanisms = [Mechanism(**{**vars(m), "adjacency": "zero-out"}) for m in mechanisms]
     adjacencies = sorted({m.adjacency for m in mechanisms})
     if len(adjacencies) > 1:
         raise DprlhfError(

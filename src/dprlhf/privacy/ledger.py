@@ -269,6 +269,20 @@ def read_opened(path: Path) -> list[Entry]:
     return entries
 
 
+def opened_adjacency(path: Path) -> str | None:
+    """Return the adjacency that a run's ledger opened with; None without a readable first entry.
+
+    A run of an earlier version goes on under its own terms, whatever the default is today. Nothing
+    is verified here: opening the ledger does that.
+    """
+    try:
+        with open(path, "rb") as file:
+            stated: str = json.loads(file.readline())["body"]["adjacency"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return stated
+
+
 def charged_rounds(path: Path) -> list[int]:
     """Return the numbers of the charged rounds in a ledger file, in order.
 

@@ -17,6 +17,7 @@ from dprlhf.privacy import accounting
 from dprlhf.privacy.accounting import Adjacency, Epsilon, Mechanism, Partition
 from dprlhf.privacy.correlated_noise import noise_gain
 from dprlhf.privacy.partitions import all_partitions
+from dprlhf.privacy.relations import DEFAULT_ADJACENCY
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def make_plan(
         noise_multiplier or 0.0,
         rounds,
         partition,
-        adjacency or default_adjacency(partition),
+        adjacency or DEFAULT_ADJACENCY,
         participations,
         releases_per_round,
     )
@@ -193,9 +194,20 @@ def _check_sizes(users: int, rounds: int, delta: float) -> None:
         raise DprlhfError(f"delta must be above 0 and below 1, not {delta}")
 
 
-def default_adjacency(partition: Partition) -> Adjacency:
-    """Return the adjacency that a partition is usually accounted under."""
-    return all_partitions()[partition].adjacency if partition in all_partitions() else "add-remove"
+def check_promise(adjacency: Adjacency | None) -> None:
+    """Refuse add-remove for a run: a run publishes N, in which such neighbours differ.
+
+    N is in the ledger and on the privacy card, and the divisor kN/T follows from it. Whoever knows
+    all users but one would tell from N alone whether that one took part.
+
+    Raises:
+        DprlhfError: The adjacency is add-remove.
+    """
+    if adjacency == "add-remove":
+        raise DprlhfError(
+            "privacy.adjacency add-remove: a run publishes its number of users, which tells whether"
+            " one was added or removed; write zero-out (the default), which costs the same epsilon"
+        )
 
 
 def _cost(mechanism: Mechanism, target: float | None, delta: float) -> tuple[Mechanism, Epsilon]:

@@ -9,7 +9,7 @@ upper bound. The proof is in ``docs/proofs/pure_allocation.md``.
 ===================  ================================  ==========================================
 partition            adjacency                         accountant
 ===================  ================================  ==========================================
-random-allocation    add-remove, zero-out              random allocation of randomised response
+random-allocation    zero-out, add-remove              random allocation of randomised response
 random-allocation    replace-one                       the smaller of two steps through the run
                                                        without the user, and both in one round
 fixed, stream        zero-out, replace-one             randomised response, parallel composition
@@ -28,6 +28,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Adjacency, Epsilon, Partition
 from dprlhf.privacy.gaussian import find_root
 from dprlhf.privacy.random_allocation import Side
+from dprlhf.privacy.relations import DEFAULT_ADJACENCY
 
 _ROUNDING = 1e-9
 """Relative margin added to every δ; the binomial weights are exact to about 1e-12."""
@@ -60,7 +61,7 @@ class Mechanism:
     epsilon: float
     rounds: int
     partition: Partition = "random-allocation"
-    adjacency: Adjacency = "add-remove"
+    adjacency: Adjacency = DEFAULT_ADJACENCY
     delta: float = 0.0
 
     def __post_init__(self) -> None:
@@ -170,7 +171,7 @@ def round_epsilon(
     *,
     rounds: int,
     partition: Partition = "random-allocation",
-    adjacency: Adjacency = "add-remove",
+    adjacency: Adjacency = DEFAULT_ADJACENCY,
     round_delta: float = 0.0,
 ) -> tuple[float, Epsilon]:
     """Return the largest ε₀ of a round (to 1e-6 relative) that keeps the run within ``epsilon_``.

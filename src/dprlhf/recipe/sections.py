@@ -363,8 +363,9 @@ class Budget(Settings):
         delta: δ; keep it well below 1 / (number of users).
         partition: How users are assigned to rounds: ``random-allocation``, ``fixed``, ``stream`` or
             ``poisson`` (Poisson subsampling).
-        adjacency: How neighbouring datasets differ; null takes ``add-remove``, or ``zero-out`` for
-            ``fixed`` and ``stream``.
+        adjacency: How neighbouring datasets differ: ``zero-out`` (null takes it), a user's data
+            replaced by nothing, or ``replace-one``, by another user's. ``add-remove`` is refused
+            for a run, which publishes its number of users.
         participations: Number of rounds in which a user takes part (with ``poisson``: on average).
         bands: Number of rounds whose noise is correlated; above 1 only with partition ``fixed`` or
             ``stream`` (see :mod:`dprlhf.privacy.correlated_noise`).

@@ -20,6 +20,12 @@ _NEIGHBOURS = {
     "replace-one": "one user's data is replaced by another user's",
 }
 
+KNOWN_NUMBER = (
+    "the number of users is published, which tells whether one was added or removed: the same"
+    " (epsilon, delta) holds where one user's data is replaced by nothing"
+)
+"""The line beside the guarantee of a run of an earlier version that was stated for add-remove."""
+
 _FITTED = {
     False: "it was not fitted on the users",
     True: "declared as fitted on the users, at a privacy cost that is not counted here",
@@ -150,6 +156,8 @@ def guarantee_sentence(card: dict[str, Any]) -> str:
         f" {card['partition']}, {card['rounds']} rounds, noise multiplier"
         f" {card['noise_multiplier']:.4g}."
     )
+    if card.get("adjacency") == "add-remove":
+        alone += f" Note: {KNOWN_NUMBER}."
     if "total" not in card:
         return alone
     whole = card["total"]

@@ -22,8 +22,10 @@ from dprlhf.hardware import native_dtype
 from dprlhf.policies.optimizers import make_optimizer
 from dprlhf.privacy.file_times import stamp_run
 from dprlhf.privacy.gate import Gate
+from dprlhf.privacy.ledger import opened_adjacency
 from dprlhf.privacy.partition import allocate
-from dprlhf.privacy.plan import Plan, make_plan
+from dprlhf.privacy.plan import Plan, check_promise, make_plan
+from dprlhf.privacy.relations import Adjacency
 from dprlhf.recipe import AnyRecipe, experimental
 from dprlhf.runs.budget import NO_BOOK, reserve
 from dprlhf.runs.earlier import read_earlier
@@ -79,7 +81,8 @@ def load_parts(
     users = Users(rows, recipe.data)
     stage.check_rows(rows)
     processes.on_main(lambda: check_disjoint(recipe, users))
-    plan = plan_of(recipe, users)
+    stated = processes.on_main(lambda: opened_adjacency(folder.ledger) if folder else None)
+    plan = plan_of(recipe, users, stated)
     if counted:  # before the model is loaded, which may take long
         processes.on_main(lambda: reserve(recipe, plan, users, earlier, folder, commit=False))
     policy = stage.load_policy()
@@ -88,7 +91,7 @@ def load_parts(
     public = public_users(recipe, sources.evaluation_prompts)
     parts = Parts(plan, earlier, users, policy, public, processes, quiet)
     stage.settle(parts)
-    parts.plan = plan_of(stage.recipe, users)
+    parts.plan = plan_of(stage.recipe, users, stated)
     stage.load(parts)
     return stage, parts
 
@@ -207,9 +210,21 @@ def resolve_dtype(recipe: R) -> R:
     return cast(R, recipe.model_copy(update={recipe.trained_key: trained}))
 
 
-def plan_of(recipe: AnyRecipe, users: Users) -> Plan:
-    """Return the privacy plan of a recipe of any stage."""
+def plan_of(recipe: AnyRecipe, users: Users, stated: str | None = None) -> Plan:
+    """Return the privacy plan of a recipe of any stage.
+
+    Args:
+        recipe: The settings.
+        users: The private users.
+        stated: The adjacency that the ledger of a continued run states, which it keeps; None for a
+            new run, to which add-remove is refused.
+
+    Raises:
+        DprlhfError: A setting is out of range, or there are fewer users than rounds.
+    """
     privacy = recipe.privacy
+    if stated is None:
+        check_promise(privacy.adjacency)
     return make_plan(
         users=users.count,
         rounds=recipe.rounds,
@@ -218,7 +233,7 @@ def plan_of(recipe: AnyRecipe, users: Users) -> Plan:
         noise_multiplier=privacy.noise_multiplier,
         clip_norm=recipe.update.radius,
         partition=privacy.partition,
-        adjacency=privacy.adjacency,
+        adjacency=cast(Adjacency | None, stated) or privacy.adjacency,
         participations=privacy.participations,
         releases_per_round=recipe.update.releases,
         bands=privacy.bands,

@@ -157,8 +157,9 @@ def markdown(found: dict[str, list[Found]], seeds: int) -> str:
         "",
         f"Written by `dprlhf bench control`: mean ± standard deviation over {seeds} seeds of the"
         " final released policy on fresh simulated trajectories. ε is an upper bound at the δ and"
-        " adjacency beside it. Settings were tuned on fresh simulated users (other seeds), not on"
-        " those of the table.",
+        " adjacency beside it. Rows that say add-remove were measured before zero-out became the"
+        " default; the same ε holds under zero-out. Settings were tuned on fresh simulated users"
+        " (other seeds), not on those of the table.",
     ]
     for table, rows in found.items():
         shown = [row for row in rows if row.row.group != "bandit" and row.runs]

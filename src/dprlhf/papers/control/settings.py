@@ -223,7 +223,7 @@ class Privacy(Settings):
             norm.
         delta: Failure probability δ of the (ε, δ) guarantee.
         partition: How users are assigned to rounds.
-        adjacency: What makes two data sets neighbours; None takes the partition's own.
+        adjacency: What makes two data sets neighbours; None takes zero-out.
         participations: Number k of rounds that a user takes part in.
     """
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,10 +24,11 @@ from dprlhf.papers.control.updates import UPDATES, ControlRound
 from dprlhf.policies.optimizers import make_optimizer, set_learning_rate
 from dprlhf.privacy.accounting import Epsilon
 from dprlhf.privacy.gate import Gate
-from dprlhf.privacy.ledger import Ledger
+from dprlhf.privacy.ledger import Ledger, opened_adjacency
 from dprlhf.privacy.partition import allocate
-from dprlhf.privacy.plan import Plan, make_plan
+from dprlhf.privacy.plan import Plan, check_promise, make_plan
 from dprlhf.privacy.randomness import commitment
+from dprlhf.privacy.relations import Adjacency
 from dprlhf.runs.checkpoint import load_moments, moments_of
 from dprlhf.runs.folder import write_atomically
 
@@ -77,7 +78,7 @@ def train(
     """
     environment = environment or make_environment(recipe.environment)
     policy = recipe.policy.build(environment)
-    plan = plan_of(recipe)
+    plan = plan_of(recipe, opened_adjacency(folder / "ledger.jsonl"))
     folder.mkdir(parents=True, exist_ok=True)
     terms = {**plan.terms(), "recipe": _digest(recipe), "key": commitment(key, "control")}
     ledger = Ledger(folder / "ledger.jsonl", terms)
@@ -119,9 +120,19 @@ def train(
 
 
 @lru_cache
-def plan_of(recipe: ControlRecipe) -> Plan:
-    """Return the plan of a recipe; one that leaks keeps its noise and states no ε."""
+def plan_of(recipe: ControlRecipe, stated: str | None = None) -> Plan:
+    """Return the plan of a recipe; one that leaks keeps its noise and states no ε.
+
+    Args:
+        recipe: The settings.
+        stated: The adjacency that the ledger of a continued run states, which it keeps.
+
+    Raises:
+        DprlhfError: A new run asks for add-remove, or a setting is out of range.
+    """
     privacy = recipe.privacy
+    if stated is None:
+        check_promise(privacy.adjacency)
     plan = make_plan(
         users=recipe.users,
         rounds=recipe.rounds,
@@ -130,7 +141,7 @@ def plan_of(recipe: ControlRecipe) -> Plan:
         noise_multiplier=privacy.noise_multiplier,
         clip_norm=recipe.update.clip_norm,
         partition=privacy.partition,
-        adjacency=privacy.adjacency,
+        adjacency=cast(Adjacency | None, stated) or privacy.adjacency,
         participations=privacy.participations,
         releases_per_round=releases(recipe),
     )

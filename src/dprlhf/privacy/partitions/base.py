@@ -78,7 +78,6 @@ class PartitionSpec:
     Attributes:
         accountant: Name of the method, for reports.
         assumption: What must hold of the draw for the stated ε.
-        adjacency: Neighbouring relation that is used unless another one is asked for.
         check: Raises DprlhfError for terms that the partition does not carry.
         draw: ``draw(users, rounds, participations, stream)`` returns who is in which round; its
             only randomness is the stream, which the run's secret key seeds.
@@ -102,7 +101,6 @@ class PartitionSpec:
 
     accountant: str
     assumption: str
-    adjacency: Adjacency
     check: Callable[[Terms], None]
     draw: Callable[[int, int, int, Stream], Allocation]
     epsilon: Callable[[Terms, float, float], tuple[float, float]]

@@ -76,7 +76,6 @@ def _reach(terms: Terms, tail: float, side: Side) -> float:
 FIXED = PartitionSpec(
     accountant="analytic Gaussian mechanism (Balle & Wang 2018), parallel composition over rounds",
     assumption="batches are disjoint, and a user's slot does not depend on any other user's data",
-    adjacency="zero-out",
     check=_check,
     draw=_fixed,
     epsilon=_epsilon,
@@ -92,7 +91,6 @@ STREAM = PartitionSpec(
     accountant=FIXED.accountant,
     assumption="batches are disjoint, and a user's place in the order does not depend on any other "
     "user's data",
-    adjacency="zero-out",
     check=_check,
     draw=_stream,
     epsilon=_epsilon,

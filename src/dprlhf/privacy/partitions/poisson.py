@@ -36,7 +36,7 @@ def _check(terms: Terms) -> None:
     if terms.adjacency == "replace-one":
         raise DprlhfError(
             "partition poisson does not carry adjacency replace-one: use adjacency "
-            "add-remove, or partition random-allocation"
+            "zero-out, or partition random-allocation"
         )
 
 
@@ -127,7 +127,6 @@ POISSON = PartitionSpec(
     "(dp-accounting)",
     assumption="each user joins each round independently with probability participations / rounds, "
     "and membership stays secret",
-    adjacency="add-remove",
     check=_check,
     draw=_draw,
     epsilon=_epsilon,

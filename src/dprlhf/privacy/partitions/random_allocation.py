@@ -141,7 +141,6 @@ RANDOM_ALLOCATION = PartitionSpec(
     "rigorous bounds on both privacy curves",
     assumption="each user draws its rounds uniformly and independently of all others, and the draw "
     "stays secret",
-    adjacency="add-remove",
     check=_check,
     draw=draw,
     epsilon=_epsilon,
