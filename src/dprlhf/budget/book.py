@@ -159,7 +159,7 @@ class Book:
 
     def __init__(self, name: str) -> None:
         self.storage = open_storage(name)
-        self.key = read_key(self.storage)
+        self.key, self.key_file = read_key(self.storage)
         with self.storage.transaction(write=False) as connection:
             if self.storage.path is not None:
                 self.storage.check_pages(connection)
@@ -190,7 +190,7 @@ class Book:
         if not dataset.strip() or len(dataset) > 200:
             raise DprlhfError("the name of a data set has 1 to 200 characters")
         storage = open_storage(name, create=True)
-        key = read_key(storage, create=True)
+        key, _ = read_key(storage, create=True)
         with storage.transaction(write=True) as connection:
             if storage.path is None:
                 connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_CREATING)))

@@ -84,6 +84,8 @@ class Storage:
             if self.path is not None:
                 connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
             else:
+                if not write:  # one snapshot, or a reader would see half of a reservation
+                    connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
                 milliseconds = round(1000 * PATIENCE)
                 for setting in (
                     f"lock_timeout = {milliseconds}",
@@ -213,6 +215,11 @@ def open_storage(name: str, *, create: bool = False) -> Storage:
 
 def _sqlite(path: Path, create: bool) -> Storage:
     if create and not path.exists():
+        if Path(f"{path}.key").exists():
+            raise BookError(
+                f"budget book {path}: gone, and its key is still there. Restore the book; to start"
+                " another one, which knows nothing of what was spent, take another name"
+            )
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
@@ -260,8 +267,8 @@ def lock(connection: sa.Connection) -> sa.Row[Any]:
 # --- the key ------------------------------------------------------------------------------------
 
 
-def read_key(storage: Storage, *, create: bool = False) -> bytes:
-    """Return the key that users are hashed with.
+def read_key(storage: Storage, *, create: bool = False) -> tuple[bytes, Path | None]:
+    """Return the key that users are hashed with, and the file that it is from.
 
     It is in ``DPRLHF_BOOK_KEY`` (64 hexadecimal digits), in the file that ``DPRLHF_BOOK_KEY_FILE``
     names, or beside a SQLite book, with ``.key`` added to its name.
@@ -275,7 +282,7 @@ def read_key(storage: Storage, *, create: bool = False) -> bytes:
     """
     given = os.environ.get(KEY_VARIABLE)
     if given:
-        return _from_hex(given, KEY_VARIABLE)
+        return _from_hex(given, KEY_VARIABLE), None
     named = os.environ.get(KEY_FILE_VARIABLE)
     if named is None and storage.path is None:
         raise BookError(
@@ -285,23 +292,30 @@ def read_key(storage: Storage, *, create: bool = False) -> bytes:
         )
     path = Path(named) if named else Path(f"{storage.path}.key")
     if create and not path.exists():
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(secrets.token_hex(KEY_BYTES) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except FileExistsError:
-            pass  # another process was first
-        except OSError as error:
-            raise BookError(f"{path}: {error.strerror}") from None
+        _write_key(path)
     if not path.is_file():
         raise BookError(
             f"{path}: the key of the budget book is missing; without it nobody can tell who its"
             " users are. Restore it from a backup"
         )
     check_mode(path)
-    return _from_hex(path.read_text().strip(), str(path))
+    return _from_hex(path.read_text().strip(), str(path)), path
+
+
+def _write_key(path: Path) -> None:
+    """Write a new key to a file; another process that was first has made it already."""
+    fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    try:
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(KEY_BYTES) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(fresh, path)  # whole or not at all
+        fresh.unlink()
+    except OSError as error:
+        raise BookError(f"{path}: {error.strerror}") from None
 
 
 def check_mode(path: Path) -> None:

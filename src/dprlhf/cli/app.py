@@ -14,7 +14,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from dprlhf.cli import bench, folders, prepare, privacy, train
+from dprlhf.cli import bench, budget, folders, prepare, privacy, train
 from dprlhf.errors import DprlhfError, one_line
 
 # Idle threads that spin starve each other when cores are busy: a training step on two busy cores
@@ -67,6 +67,7 @@ app.command(rich_help_panel=_FOLDERS)(folders.push)
 app.command(rich_help_panel=_PRIVACY)(privacy.plan)
 app.add_typer(privacy.accounting, name="privacy", rich_help_panel=_PRIVACY)
 app.command(rich_help_panel=_PRIVACY)(privacy.audit)
+app.add_typer(budget.budget, name="budget", rich_help_panel=_PRIVACY)
 app.add_typer(bench.bench, name="bench", rich_help_panel=_PAPERS)
 
 
