@@ -137,6 +137,8 @@ def test_boundary_types_are_frozen() -> None:
 ALLOWED: dict[str, dict[str, str]] = {
     "open_private": {
         "audit/game": "plays with synthetic users of its own, and tells the adversary their rounds",
+        "audit/canaries": "the users are canaries; tells the attack their rounds where epsilon"
+        " holds against those who know them",
         "papers/control/trajectories": "simulates a round's users, and writes secret/ telemetry",
         "gradients/clipping": "clips each user and sums",
         "runs/budget": "hashes the users' names under the budget book's key",
@@ -151,6 +153,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "updates/telemetry": "reads the noised mean reward",
         "updates/critic": "moves the critic",
         "audit/game": "shows the adversary what was released",
+        "audit/watched_gate": "shows the auditor what was released of its canaries",
         "papers/control/updates": "keeps the noised mean return for later rounds",
         "papers/control/bandits": "moves the bandit's policy",
     },

@@ -31,10 +31,10 @@ from dprlhf.audit import (
     play,
     roc,
 )
+from dprlhf.audit.canaries import prompt_run
 from dprlhf.audit.likelihood import log_likelihood_ratio
 from dprlhf.cli.app import app
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy import randomness
 from dprlhf.privacy.gaussian import gaussian_delta
 from dprlhf.privacy.ledger import Ledger, read_ledger
 from dprlhf.privacy.plan import Plan, make_plan
@@ -43,11 +43,19 @@ from dprlhf.runs.earlier import records_of, total_of_runs
 from dprlhf.runs.folder import RunFolder
 from dprlhf.updates import UPDATES, PrivateRound
 from helpers import tiny
+from helpers.broken_gates import BROKEN, Noise, break_gate
 
 
 @pytest.fixture(autouse=True)
 def _the_same_noise_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dprlhf.runs.folder.new_key", lambda: bytes(range(32)))
+
+
+@pytest.fixture(autouse=True)
+def _no_false_alarms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the usual confidence one audit in twenty may refute a claim that is true."""
+    monkeypatch.setitem(one_run.audit.__kwdefaults__, "confidence", 1 - 1e-4)
+    monkeypatch.setitem(one_run.audit_plan.__kwdefaults__, "confidence", 1 - 1e-4)
 
 
 # --------------------------------------------------------------------------------------- bounds
@@ -332,22 +340,14 @@ def test_too_little_noise_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not found.holds
 
 
-def test_reused_noise_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same noise in every round cancels in differences of rounds."""
-    real = randomness.uniforms
-    monkeypatch.setattr(
-        "dprlhf.privacy.randomness.uniforms",
-        lambda key, *context, count: real(bytes(32), count=count),
-    )
-    seen: list[Any] = []
-    monkeypatch.setattr(
-        "dprlhf.audit.one_run._in_units_of_noise",
-        lambda observed, plan: seen.append(observed) or observed,
-    )
-    run_audit(tmp_path, canaries=40, privacy={"partition": "stream", "epsilon": 1.0})
-    (moves,) = seen
-    later = np.abs(moves[:, 2] - moves[:, 3])
-    assert np.median(later) < 1e-3 * np.median(np.abs(moves[:, 2]))
+@pytest.mark.parametrize("fault", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("partition", ["random-allocation", "fixed"])
+def test_broken_noise_is_found_through_the_trainer(
+    fault: Noise, partition: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_gate(monkeypatch, fault)
+    found = run_audit(tmp_path, privacy={"partition": partition, "epsilon": 4.0})
+    assert found.verdict == "refuted"
 
 
 def test_the_bits_are_not_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +359,7 @@ def test_the_bits_are_not_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     for name, seed in (("a", 7), ("b", None), ("c", None)):
         audit(recipe_of(rounds=1), tmp_path / name, canaries=4, seed=seed, quiet=True)
-    drawn = [s for s in asked if s != 0]  # 0: the simulation that chooses the number of guesses
+    drawn = [s for s in asked if s != 0]  # 0: the simulation of the power
     assert drawn[0] == 7
     assert drawn[1] != drawn[2]
     assert min(drawn[1:]) > 2**64
@@ -409,8 +409,10 @@ def test_prompt_canaries_go_through_the_recipes_own_model(tmp_path: Path) -> Non
     included = np.random.default_rng(2).random(40) < 0.5
     recipe = recipe_of(policy=policy, privacy=WITHOUT_NOISE, rounds=1, rollout={"responses": 16})
     signs = np.where(included, 1.0, np.nan)
-    _, moved = one_run._model(recipe, RunFolder(tmp_path / "baseline"), signs, True)
-    assert roc(moved[included, 0], moved[~included, 0]).auc > 0.65
+    folder = RunFolder(tmp_path / "baseline")
+    moved = prompt_run(recipe, folder, signs, True, lambda plan, released: None).gains
+    assert moved is not None
+    assert roc(moved[included], moved[~included]).auc > 0.65
 
 
 # ---------------------------------------------------------------------------- the command line
@@ -431,14 +433,25 @@ def test_the_command_prints_the_bound_next_to_the_claim(tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     assert "claimed: epsilon <= 4 at delta 1e-05" in shown.output
     assert "audited: epsilon >= " in shown.output
+    assert shown.output.startswith("power: would see noise ")
+    assert "verdict: consistent" in shown.output
     held = CliRunner().invoke(app, [*command, str(tmp_path / "b"), "--json"])
     assert json.loads(held.output)["canaries"] == 40
 
 
 def test_a_refuted_claim_is_an_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dprlhf.audit.one_run.epsilon_lower_bound", lambda *_: 5.0)
-    command = ["audit", write_recipe(tmp_path), "--canaries", "9", "--output-dir"]
-    assert CliRunner().invoke(app, [*command, str(tmp_path / "a")]).exit_code == 1
+    break_gate(monkeypatch, BROKEN["none"])
+    command = ["audit", write_recipe(tmp_path), "--canaries", "40", "--output-dir"]
+    shown = CliRunner().invoke(app, [*command, str(tmp_path / "a")])
+    assert shown.exit_code == 1
+    assert "verdict: refuted: the noise is smaller than planned" in shown.output
+
+
+def test_a_claim_that_cannot_be_refuted_is_another_exit_status(tmp_path: Path) -> None:
+    command = ["audit", write_recipe(tmp_path), "privacy.epsilon=200", "--canaries", "4"]
+    shown = CliRunner().invoke(app, [*command, "--output-dir", str(tmp_path / "a")])
+    assert shown.exit_code == 3, shown.output
+    assert "verdict: cannot refute at this size: even 4 right guesses" in shown.output
 
 
 def length(prompts: list[str], completions: list[str]) -> list[float]:

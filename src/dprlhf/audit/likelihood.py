@@ -13,7 +13,10 @@ Array = NDArray[np.float64]
 
 
 def log_likelihood_ratio(
-    observed: Array, plan: Plan, known_round: NDArray[np.int64] | None = None
+    observed: Array,
+    plan: Plan,
+    known_round: NDArray[np.int64] | None = None,
+    noise: float | None = None,
 ) -> Array:
     """Return log P(observed | took part) − log P(observed | did not), ``[users]``.
 
@@ -26,8 +29,9 @@ def log_likelihood_ratio(
         plan: Plan with the partition, z and J.
         known_round: Each user's round, from 0, ``[users]``; −1 for a user without one. None: the
             adversary only knows how rounds are drawn.
+        noise: Standard deviation in place of z/√J, where a user moves a release by less than S.
     """
-    noise = noise_of(plan)
+    noise = noise_of(plan) if noise is None else noise
     return _took_part(observed, noise, plan, known_round) - (
         _took_part(-observed, noise, plan, known_round) if plan.adjacency == "replace-one" else 0.0
     )

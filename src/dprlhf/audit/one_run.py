@@ -1,56 +1,74 @@
-"""A one-run audit (Steinke et al. 2023, arXiv 2305.08846): many canary users in a single run.
+"""A one-run audit: many canary users in a single run, and tests that can refute its ε.
 
-Each canary is included with probability ½, by the audit's own randomness. An excluded canary is an
-absent user: its rewards are NaN, so it contributes zero. Under replace-one another user takes its
-place, whose reward asks for the opposite. The run uses the recipe's update, partition and noise on
-the canaries alone; it reads no private data and keeps its ledger in its own folder. The attack then
-sees the released policies and guesses who was included.
+Each canary is included with probability ½, by the audit's own randomness. The run uses the recipe's
+stage, update, partition and noise on the canaries alone; it reads no private data and keeps its
+ledger in its own folder (:mod:`dprlhf.audit.canaries`). Two kinds of test follow:
 
-- ``gradient``: on :class:`~dprlhf.audit.bandit.BanditPolicy` each canary moves one known coordinate
-  of the policy by S. This takes seconds, and is the strongest adversary.
+- Guesses: the attack sees what was released and guesses who was included
+  (:mod:`dprlhf.audit.guesses`). Many right guesses are unlikely under a small ε.
+- Noise: the audit knows the noise in every released coordinate, and tests whether it is as large
+  and as independent as the plan says (:mod:`dprlhf.audit.noise_tests`).
+
+Where the canaries stand:
+
+- ``gradient``: on a small model (:mod:`dprlhf.audit.bandit`) each canary moves one known coordinate
+  of a release by S. This takes seconds, and is the strongest adversary.
 - ``prompt``: on the recipe's own model, each canary is a unique prompt whose reward depends on a
   hash of the prompt and the response's first letter. The attack computes how likely the rewarded
   letters are under the released policy. This takes as long as training on that many users with
-  responses of one token.
+  responses of one token. Canaries share the model's parameters here, so the bound is that of
+  Steinke et al. 2023 (arXiv 2305.08846, Theorem 5.2), which no dependence between them invalidates.
 
-The optimizer is plain SGD, so that the released policies reveal every released sum. The policies of
-any other optimizer are computed from those sums.
+All tests together refute a claim that is true with probability at most 1 − confidence: each has a
+share of that (Bonferroni).
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import secrets
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from dprlhf import recipe as settings
-from dprlhf.audit.bandit import ANSWERS, BanditPolicy
 from dprlhf.audit.bounds import epsilon_lower_bound
-from dprlhf.audit.likelihood import log_likelihood_ratio, noise_of
-from dprlhf.data.in_memory import Sources
+from dprlhf.audit.canaries import Record, gradient_run, prompt_run, vector_run
+from dprlhf.audit.guesses import (
+    bound_from_guesses,
+    fewest_right,
+    noise_refuted,
+    planned_guesses,
+    right_guesses,
+    surest_guesses,
+)
+from dprlhf.audit.likelihood import log_likelihood_ratio
+from dprlhf.audit.noise_tests import SENTENCES, SHARES, in_units, noise_tests, smallest_shortfall
 from dprlhf.errors import DprlhfError
-from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.privacy.correlated_noise import square_root
+from dprlhf.privacy.gaussian import upwards
 from dprlhf.privacy.plan import Plan, json_ready
 from dprlhf.privacy.relations import Space
-from dprlhf.recipe import IN_MEMORY, Recipe, load_any_recipe
+from dprlhf.recipe import AnyRecipe, Recipe, load_any_recipe
 from dprlhf.runs.card import note_audit
 from dprlhf.runs.folder import RunFolder, time_stamp, write_json
-from dprlhf.training.build import open_run
-from dprlhf.training.trainer import run_rounds
 
 Array = NDArray[np.float64]
 Bits = NDArray[np.bool_]
 
-_CLIP_NORM = 1e-3  # far below the bandit's gradient norms: each canary contributes norm S
-_SHARES = (0.1, 0.2, 0.5, 1.0)
+CANARIES = 8000
+"""Number of canaries unless another one is asked for: they take about 20 seconds."""
+
+_FEW = 1000  # where an update releases a number for each pair of parameters
+_PROBES = 64
+_GUESSES = 0.25
+_ANY_GUESSES = 0.05
+_PROBABILITY = 0.9
+_LEAST_NOISE = 1e-3  # of the attack's model of the noise, in units of S
 
 
 @dataclass(frozen=True)
@@ -58,65 +76,97 @@ class Audit:
     """Result of an audit.
 
     Attributes:
-        bound: Lower bound on ε.
+        bound: Lower bound on ε. In gradient space it holds if the noise of different coordinates is
+            independent, which the audit tests.
+        bound_any: Lower bound on ε that holds whatever the dependence between canaries.
         epsilon: Claimed ε of this run alone, without earlier runs; infinite without noise.
-        delta: The δ at which both ε are stated.
-        canaries: Number m of canaries.
-        guesses: Number r of guesses.
-        right: Number v of right guesses.
-        space: Attack, ``gradient`` or ``prompt``; see :mod:`dprlhf.audit.one_run`.
+        delta: The δ at which all ε are stated.
+        canaries: Number of canaries.
+        guesses: Number of guesses.
+        right: Number of right guesses.
+        space: Where the canaries stand, ``gradient`` or ``prompt``; see this module.
+        stage: The recipe's stage: ``rl``, ``sft`` or ``reward``.
         partition: The recipe's partition.
-        update: The recipe's update.
-        confidence: Probability with which the lower bound holds.
+        update: The recipe's update, or its stage where that is supervised.
+        confidence: Probability, at least, with which no test refutes a claim that is true and both
+            lower bounds hold.
+        tests: The p-value of each test of the noise; empty for a run without noise.
+        released: Number of released values whose noise was tested.
+        power: ``probability``; by which share the noise must be too small for the test of its
+            variance to see it with that probability, ``noise``; and by which share for the guesses
+            to, ``guesses`` (None where no noise is too small for them). Stated before the run.
+        refuted_by: What refutes the claim, in words; empty where nothing does.
+        can_refute: Whether guesses of this number could refute the claim.
     """
 
     bound: float
+    bound_any: float
     epsilon: float
     delta: float
     canaries: int
     guesses: int
     right: int
     space: str
+    stage: str
     partition: str
     update: str
     confidence: float
+    tests: dict[str, float]
+    released: int
+    power: dict[str, float | None]
+    refuted_by: tuple[str, ...]
+    can_refute: bool
 
     @property
     def holds(self) -> bool:
-        """Whether the lower bound is consistent with the claimed ε."""
-        return self.bound <= self.epsilon
+        """Whether no test refutes the claimed ε."""
+        return not self.refuted_by
+
+    @property
+    def verdict(self) -> str:
+        """``refuted``, ``consistent``, or ``cannot refute at this size``."""
+        if self.refuted_by:
+            return "refuted"
+        return "consistent" if self.can_refute else "cannot refute at this size"
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields, JSON-ready."""
-        shown: dict[str, Any] = json_ready({**asdict(self), "holds": self.holds})
+        shown: dict[str, Any] = json_ready(
+            {**asdict(self), "holds": self.holds, "verdict": self.verdict}
+        )
         return shown
 
 
 def audit(
-    recipe: Recipe,
+    recipe: AnyRecipe,
     folder: str | Path,
     *,
-    canaries: int = 1000,
+    canaries: int | None = None,
     space: Space | str = "gradient",
     confidence: float = 0.95,
     seed: int | None = None,
     quiet: bool = False,
+    announce: Callable[[str], None] | None = None,
 ) -> Audit:
     """Audit the ε of a recipe in one run on canaries; see :mod:`dprlhf.audit.one_run`.
 
     Args:
-        recipe: Recipe whose update, rounds, partition and noise are audited; its data are not
-            read.
+        recipe: Recipe, of private updates or a supervised stage, whose rounds, partition and noise
+            are audited; its data are not read.
         folder: Folder to write, which must not exist. Do not publish or resume it.
-        canaries: Number m of canaries; more of them give a higher bound.
-        space: Attack, ``gradient`` or ``prompt``.
-        confidence: Probability with which the lower bound holds.
+        canaries: Number of canaries; more of them see smaller faults and give a higher bound. None:
+            :data:`CANARIES`, or 1,000 for an update with sufficient statistics.
+        space: Where the canaries stand, ``gradient`` or ``prompt``.
+        confidence: Probability, at least, with which a claim that is true is not refuted.
         seed: Seed of who is included; None draws from the operating system.
         quiet: Show no progress bars.
+        announce: Called before the first round with the power of the audit, in words.
 
     Raises:
         DprlhfError: fewer canaries than rounds, or a setting is out of range.
     """
+    if canaries is None:
+        canaries = max(_default_canaries(recipe), recipe.rounds)
     if canaries < recipe.rounds:
         raise DprlhfError(
             f"{canaries} canaries cannot fill {recipe.rounds} rounds: give --canaries"
@@ -124,29 +174,25 @@ def audit(
         )
     if space not in get_args(Space):
         raise DprlhfError(f"--space must be gradient or prompt, not {space!r}")
-    random = np.random.default_rng(secrets.randbits(128) if seed is None else seed)
-    included: Bits = random.random(canaries) < 0.5
-    signs = np.where(included, 1.0, np.nan)
-    if recipe.privacy.adjacency == "replace-one":
-        signs = np.where(included, 1.0, -1.0)
+    if space == "prompt" and not isinstance(recipe, Recipe):
+        raise DprlhfError(
+            f"--space prompt plants rewards, and stage {recipe.stage} has none: use gradient"
+        )
+    included = _coins(canaries, seed)
+    probes = _probes(canaries, recipe.rounds) if space == "gradient" else 0
+    signs = _signs(included, probes, recipe.privacy.adjacency == "replace-one")
+    power: dict[str, float | None] = {}
+
+    def started(plan: Plan, released: int) -> None:
+        power.update(power_of(plan, canaries, released, space, confidence))
+        if announce is not None:
+            announce(power_sentence(power))
+
     run_folder = RunFolder(Path(folder))
-    train = _bandit if space == "gradient" else _model
-    plan, observed = train(recipe, run_folder, signs, quiet)
-    scores = log_likelihood_ratio(_in_units_of_noise(observed, plan), plan, _known(plan, observed))
-    best = _best_guesses(plan, canaries, recipe.privacy.delta, confidence)
-    r, v = _guess(scores, included, best)
-    found = Audit(
-        bound=epsilon_lower_bound(canaries, r, v, recipe.privacy.delta, confidence),
-        epsilon=plan.guarantee.epsilon,
-        delta=recipe.privacy.delta,
-        canaries=canaries,
-        guesses=r,
-        right=v,
-        space=space,
-        partition=plan.partition,
-        update=recipe.update.name,
-        confidence=confidence,
-    )
+    run = gradient_run if space == "gradient" else prompt_run
+    record = run(recipe, run_folder, signs, quiet, started)
+    update = recipe.update.name if isinstance(recipe, Recipe) else recipe.stage
+    found = judge(record, included, space, confidence, power, recipe.stage, update)
     write_json(
         run_folder.path / "audit.json",
         {"audit": "canaries only, no private data", **found.as_dict()},
@@ -154,8 +200,34 @@ def audit(
     return found
 
 
+def audit_plan(
+    plan: Plan, key: bytes, *, confidence: float = 0.95, seed: int | None = None, state: bool = True
+) -> Audit:
+    """Audit partition, clipping, ledger and gate of a plan on given vectors, without a model.
+
+    This is :func:`audit` in ``gradient`` space without sampling, rewards and gradients: it takes
+    milliseconds, so that the audit's own error rates can be measured.
+
+    Args:
+        plan: The plan; of its users, 64 or a few more are probes.
+        key: The run's key.
+        confidence: As for :func:`audit`.
+        seed: Seed of who is included; None draws from the operating system.
+        state: Whether to state the bounds and the power, which takes longer than the run; without,
+            they are 0 and empty.
+    """
+    canaries = plan.users - _PROBES - (plan.users - _PROBES) % plan.rounds
+    included = _coins(canaries, seed)
+    signs = _signs(included, plan.users - canaries, plan.adjacency == "replace-one")
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as at:
+        record = vector_run(plan, Path(at), key, signs)
+    released = plan.users * plan.rounds * plan.releases_per_round
+    power = power_of(plan, canaries, released, "gradient", confidence) if state else {}
+    return judge(record, included, "gradient", confidence, power, "none", "vectors", bounds=state)
+
+
 def audit_run(run: str | Path, folder: str | Path, **options: Any) -> Audit:
-    """Audit the ε of a finished run, as :func:`audit` does, and add the result to its card.
+    """Audit the ε of a finished run of any stage, as :func:`audit` does; add it to its card.
 
     The canaries take part in a new run of the same recipe; the policy does not change.
 
@@ -165,13 +237,11 @@ def audit_run(run: str | Path, folder: str | Path, **options: Any) -> Audit:
         options: Other keyword arguments of :func:`audit`.
 
     Raises:
-        DprlhfError: the run is not finished, or its update is not private.
+        DprlhfError: the run is not finished.
     """
     audited = RunFolder(Path(run))
     audited.require()
     recipe = load_any_recipe(audited.recipe)
-    if not isinstance(recipe, Recipe):
-        raise DprlhfError(f"{run}: a run of stage {recipe.stage}; only private updates are audited")
     if not audited.privacy.is_file() or not audited.policy.is_dir():
         raise DprlhfError(f"{run}: not finished; finish it first with: dprlhf resume {run}")
     if recipe.privacy.adjacency == "add-remove":  # an earlier version's; the same ε as zero-out
@@ -187,196 +257,210 @@ def audit_folder() -> Path:
     return Path(f"runs/audit-{time_stamp()}")
 
 
-# --- the run ------------------------------------------------------------------------------------
+# --- before the run, and in words ---------------------------------------------------------------
 
 
-def _bandit(recipe: Recipe, folder: RunFolder, signs: Array, quiet: bool) -> tuple[Plan, Array]:
-    """Return the plan and each round's change of each canary's θ, ``[canaries, rounds]``."""
-    sign_of = {str(i): sign for i, sign in enumerate(signs)}
-
-    def reward(prompts: list[str], completions: list[str]) -> list[float]:
-        return [
-            sign_of.get(p, 1.0)
-            * (recipe.reward_range if text == ANSWERS[0] else -recipe.reward_range)
-            for p, text in zip(prompts, completions, strict=True)
-        ]
-
-    changes: dict[str, Any] = {
-        "evaluation": None,
-        "previous": [],
-        "policy": settings.Policy(model_name_or_path="bandit"),
-        "update": _saturated(recipe),
-        "rollout": recipe.rollout.model_copy(
-            update={"responses": 8, "max_new_tokens": 1, "temperature": 1.0, "batch_size": 128}
-            | {"backend": "transformers"}
-        ),
+def power_of(
+    plan: Plan, canaries: int, released: int, space: str, confidence: float
+) -> dict[str, float | None]:
+    """Return what an audit would see, from its plan and size alone; see :attr:`Audit.power`."""
+    if not plan.private:
+        return {}
+    alpha = 1 - confidence
+    power: dict[str, float | None] = {
+        "probability": _PROBABILITY,
+        "noise": smallest_shortfall(released, alpha * SHARES["variance"], _PROBABILITY),
     }
-    policy = BanditPolicy(len(signs))
-    thetas = [torch.zeros(policy.dimension)]
-
-    def after_round(_: Any) -> None:
-        thetas.append(policy.state()["table.weight"].flatten())
-
-    plan = _train(recipe, changes, folder, list(sign_of), reward, policy, after_round, quiet)
-    return plan, np.diff(torch.stack(thetas).double().numpy(), axis=0).T
+    if space == "gradient":
+        power["guesses"] = noise_refuted(canaries, plan, alpha * _GUESSES, _PROBABILITY)
+    return power
 
 
-def _saturated(recipe: Recipe) -> settings.PrivateUpdate:
-    """Return the update with a clip norm and a target bound that every canary reaches.
+def power_sentence(power: dict[str, float | None]) -> str:
+    """Return the power of an audit in words."""
+    if not power:
+        return "no claim to refute: the run adds no noise"
+    seen = f"noise {power['noise']:.2%} too small"
+    guesses = power.get("guesses")
+    if guesses is not None:
+        seen += f", or {guesses:.0%} too small by the guesses alone,"
+    return f"would see {seen} with probability {power['probability']:g}"
 
-    A critic keeps its share of the release but not its features, since the bandit has none.
+
+def report(found: Audit) -> str:
+    """Return an audit's result as lines of text."""
+    lines = [
+        f"claimed: epsilon <= {upwards(found.epsilon, 4)} at delta {found.delta:.3g}",
+        f"audited: epsilon >= {found.bound:.4g} at confidence {found.confidence:.0%}"
+        f" ({found.right} of {found.guesses} guesses right, {found.canaries} canaries,"
+        f" {found.space} space); >= {found.bound_any:.4g} whatever depends on what",
+    ]
+    if found.tests:
+        name, p = min(found.tests.items(), key=lambda test: test[1] / SHARES[test[0]])
+        lines.append(
+            f"noise: {found.released:,} released values in {len(found.tests)} tests; the nearest"
+            f" to failing is {name}, p = {p:.2g} (fails below"
+            f" {(1 - found.confidence) * SHARES[name]:.2g})"
+        )
+    reasons = "; ".join(found.refuted_by)
+    if found.verdict == "cannot refute at this size":
+        reasons = (
+            f"even {found.guesses} right guesses would not be enough: give more canaries"
+            if math.isfinite(found.epsilon)
+            else "the run adds no noise, so it claims nothing"
+        )
+    return "\n".join([*lines, f"verdict: {found.verdict}" + (f": {reasons}" if reasons else "")])
+
+
+def _coins(canaries: int, seed: int | None) -> Bits:
+    random = np.random.default_rng(secrets.randbits(128) if seed is None else seed)
+    included: Bits = random.random(canaries) < 0.5
+    return included
+
+
+def _probes(canaries: int, rounds: int) -> int:
+    """Return a number of probes with which all users fill the rounds."""
+    return _PROBES + -(canaries + _PROBES) % rounds
+
+
+def _signs(included: Bits, probes: int, replace: bool) -> Array:
+    signs = np.where(included, 1.0, -1.0 if replace else np.nan)
+    return np.concatenate([signs, np.ones(probes)])
+
+
+def _default_canaries(recipe: AnyRecipe) -> int:
+    oracle = recipe.update.least_squares if isinstance(recipe, Recipe) else None
+    return _FEW if oracle is not None and oracle.name == "sufficient-statistics" else CANARIES
+
+
+# --- after the run ------------------------------------------------------------------------------
+
+
+def judge(
+    record: Record,
+    included: Bits,
+    space: str,
+    confidence: float,
+    power: dict[str, float | None],
+    stage: str,
+    update: str,
+    *,
+    bounds: bool = True,
+) -> Audit:
+    """Return what a run's releases prove against its plan.
+
+    Args:
+        record: What the run released.
+        included: Whether each canary was in, ``[canaries]``; further users are probes.
+        space: Where the canaries stand.
+        confidence: Confidence of all tests together.
+        power: What :func:`power_of` returned.
+        stage: The run's stage.
+        update: The run's update.
+        bounds: Whether to compute the lower bounds.
     """
-    bound = 0.1 * recipe.reward_range
-    return recipe.update.saturated(clip_norm=_CLIP_NORM, batch_size=128, target_bound=bound)
+    plan, alpha, canaries = record.plan, 1 - confidence, len(included)
+    epsilon, delta = plan.guarantee.epsilon, plan.guarantee.delta
+    tests: dict[str, float] = {}
+    refuted = []
+    if plan.private:
+        tests = noise_tests(in_units([[s.noise for s in r] for r in record.rounds], plan))
+        refuted = [SENTENCES[name] for name, p in tests.items() if p < alpha * SHARES[name]]
+    refuted += _broken_rules(record)
+    if record.gains is None:
+        scores = attack_scores(record, canaries)
+        level, any_level = alpha * _GUESSES, alpha * _ANY_GUESSES
+        guesses, right = canaries, right_guesses(scores, included)
+        fewest = fewest_right(canaries, plan, level)
+        if right >= fewest:
+            refuted.append("more canaries were recognised than the claim allows")
+        can_refute = fewest <= canaries
+    else:
+        scores = record.gains[:canaries]
+        any_level = alpha * (_GUESSES + _ANY_GUESSES)
+    planned = planned_guesses(canaries, epsilon, delta, 1 - any_level)
+    surest = surest_guesses(scores, included, planned)
+    bound_any = epsilon_lower_bound(canaries, planned, surest, delta, 1 - any_level)
+    if bound_any > epsilon:
+        refuted.append("the surest guesses are right more often than the claim allows")
+    if record.gains is not None:
+        guesses, right, bound = planned, surest, bound_any
+        most = epsilon_lower_bound(canaries, planned, planned, delta, 1 - any_level)
+        can_refute = most > epsilon
+    else:
+        bound = bound_from_guesses(right, canaries, plan, level) if bounds else 0.0
+    return Audit(
+        bound=bound,
+        bound_any=bound_any,
+        epsilon=epsilon,
+        delta=delta,
+        canaries=canaries,
+        guesses=guesses,
+        right=right,
+        space=space,
+        stage=stage,
+        partition=plan.partition,
+        update=update,
+        confidence=confidence,
+        tests=tests,
+        released=sum(len(s.noise) for r in record.rounds for s in r),
+        power=power,
+        refuted_by=tuple(refuted),
+        can_refute=can_refute,
+    )
 
 
-def _model(recipe: Recipe, folder: RunFolder, signs: Array, quiet: bool) -> tuple[Plan, Array]:
-    """Return the plan and the change of each canary's expected reward, ``[canaries, 1]``."""
-    prompts = [f"{i} {hashlib.sha256(b'%d' % i).hexdigest()[:12]}" for i in range(len(signs))]
-    sign_of = dict(zip(prompts, signs.tolist(), strict=True))
+def attack_scores(record: Record, canaries: int) -> Array:
+    """Return the log-likelihood ratio of "in" against "out" of each canary, ``[canaries]``.
 
-    def reward(prompts: list[str], completions: list[str]) -> list[float]:
-        return [
-            sign_of.get(p, 1.0) * recipe.reward_range * _likes(p, text[:1])
-            for p, text in zip(prompts, completions, strict=True)
-        ]
+    How far a user moves each release, and how large the noise is, is learned from the probes. They
+    come behind the canaries, have coordinates of their own, and are not guessed.
 
-    evaluation = recipe.evaluation and recipe.evaluation.model_copy(update={"every": None})
-    changes: dict[str, Any] = {
-        "evaluation": evaluation,
-        "rollout": recipe.rollout.model_copy(update={"max_new_tokens": 1}),
-    }
-    kept: list[CausalLMPolicy] = []
-    plan = _train(recipe, changes, folder, prompts, reward, None, lambda _: None, quiet, kept)
-    policy = kept[0]
-    with policy.base():
-        before = _expected(policy, prompts)
-    return plan, (_expected(policy, prompts) - before)[:, None]
-
-
-def _train(
-    recipe: Recipe,
-    changes: dict[str, Any],
-    folder: RunFolder,
-    prompts: list[str],
-    reward: Any,
-    policy: CausalLMPolicy | None,
-    after_round: Callable[[Any], None],
-    quiet: bool,
-    kept: list[CausalLMPolicy] | None = None,
-) -> Plan:
-    column = recipe.data.user_column  # kept, so that the privacy unit is that of the earlier runs
-    rows = [{"prompt": p} | ({} if column is None else {column: p}) for p in prompts]
-    common = {
-        "data": settings.Data(path=IN_MEMORY, user_column=column),
-        "rewards": [settings.Reward(function=IN_MEMORY)],
-        "optimizer": settings.Optimizer(name="sgd", learning_rate=1.0),
-        "tracking": settings.Tracking(),  # do not log the audit among the user's experiments
-        "output_dir": str(folder.path),
-    }
-    audited = recipe.model_copy(update=common | changes)
-    sources = Sources(rows, reward, None, policy)
-    with open_run(
-        audited,
-        folder,
-        sources,
-        create=True,
-        callbacks=[after_round],
-        quiet=quiet,
-        counted=False,  # its users are canaries
-    ) as run:
-        run_rounds(run)
-        run.progress.close()
-        if kept is not None:
-            kept.append(run.policy)
-    return run.plan
-
-
-def _likes(prompt: str, first: str) -> bool:
-    """Return whether this first letter is rewarded for this canary: a hash picks half of them."""
-    return bool(hashlib.sha256(f"{prompt}\n{first}".encode()).digest()[0] & 1)
-
-
-@torch.no_grad()
-def _expected(policy: CausalLMPolicy, prompts: list[str]) -> Array:
-    """Return the probability of a rewarded first letter after each prompt, ``[prompts]``."""
-    size = policy.model.get_output_embeddings().weight.shape[0]
-    letters = [policy.tokenizer.decode([token])[:1] for token in range(size)]
-    distinct, of_token = np.unique(letters, return_inverse=True)
-    found = []
-    for prompt, ids in zip(prompts, policy.encode(prompts, 64), strict=True):
-        logits = policy.model(input_ids=torch.tensor([ids], device=policy.device)).logits[0, -1]
-        mass = (logits.double() / policy.temperature).softmax(0).cpu().numpy()[:size]
-        of_letter = np.bincount(of_token, mass)
-        found.append(sum(p for p, x in zip(of_letter, distinct, strict=True) if _likes(prompt, x)))
-    return np.array(found)
-
-
-# --- the attack ---------------------------------------------------------------------------------
-
-
-def _in_units_of_noise(observed: Array, plan: Plan) -> Array:
-    """Scale each round's moves so that their noise has the standard deviation z/√J.
-
-    An update may move the policy by any multiple of the released sum. The scale is therefore
-    estimated from the moves, most of which are noise alone, by their median absolute value.
+    Args:
+        record: What a run in gradient space released.
+        canaries: Number of canaries.
     """
-    spread = 1.4826 * np.median(np.abs(observed), axis=0)
-    scaled: Array = observed * (noise_of(plan) / np.maximum(spread, 1e-300))
-    return scaled
+    plan = record.plan
+    given = np.array([[s.given for s in round_] for round_ in record.rounds])  # [T, J, users]
+    released = np.array([[s.released for s in round_] for round_ in record.rounds])
+    moves = _moves(given[:, :, canaries:])
+    seen = np.einsum("tju,j->tu", released, moves) / (moves @ moves)
+    noise = seen - np.einsum("tju,j->tu", given, moves) / (moves @ moves)
+    if plan.bands > 1:
+        seen, noise = (_matched(x, plan) for x in (seen, noise))
+    size = max(_LEAST_NOISE, float(noise[:, canaries:].std()))
+    known = None if record.known is None else record.known[:canaries]
+    return log_likelihood_ratio(seen[:, :canaries].T, plan, known, size)
 
 
-def _known(plan: Plan, observed: Array) -> NDArray[np.int64] | None:
-    """Return the canaries' rounds, from 0, if they are public (``stream``); otherwise None."""
-    users = np.arange(len(observed))
-    if observed.shape[1] == 1:
-        return np.zeros_like(users)  # one column: the moves of all rounds together
-    if not plan.mechanism.spec.in_order:
-        return None
-    rounds = users // int(plan.expected_batch_size)
-    return np.where(rounds < plan.rounds, rounds, -1)
+def _moves(probes: Array) -> Array:
+    """Return by how much of S a user moves each release of its rounds, ``[releases]``."""
+    joined = probes != 0
+    mean: Array = probes.sum((0, 2)) / np.maximum(joined.sum((0, 2)), 1)
+    return mean if mean.any() else np.ones_like(mean)
 
 
-def _guess(scores: Array, included: Bits, best: tuple[int, int]) -> tuple[int, int]:
-    """Guess the highest scores in and the lowest out; return the guesses and right guesses made."""
-    order = np.argsort(scores, kind="stable")
-    lowest, highest = best
-    out, in_ = order[:lowest], order[len(order) - highest :]
-    return lowest + highest, int((~included[out]).sum() + included[in_].sum())
+def _matched(observed: Array, plan: Plan) -> Array:
+    """Undo the correlation of the noise, and add up what one round's user moved, ``[T, users]``."""
+    root = square_root(plan.rounds, plan.bands)
+    matrix = np.zeros((plan.rounds, plan.rounds))
+    for t in range(plan.rounds):
+        for k in range(min(root.shape[1], t + 1)):
+            matrix[t, t - k] = root[t, k]
+    matched: Array = matrix.T @ (matrix @ observed)
+    return matched
 
 
-def _options(canaries: int) -> Iterator[tuple[int, int]]:
-    """Yield numbers of canaries to guess out and in; fewer in all could not expose a broken run."""
-    for share in _SHARES:
-        guesses = max(2, int(share * canaries))
-        yield guesses // 2, guesses - guesses // 2
-        if share <= 0.5:
-            yield 0, guesses
-
-
-def _best_guesses(plan: Plan, canaries: int, delta: float, confidence: float) -> tuple[int, int]:
-    """Choose the numbers of guesses by simulation, independently of who is really included."""
-    random = np.random.default_rng(0)
-    simulations = 3
-    right = dict.fromkeys(_options(canaries), 0)
-    for _ in range(simulations):
-        included = random.random(canaries) < 0.5
-        rounds = np.arange(canaries) * plan.rounds // canaries
-        joins = np.arange(plan.rounds) == rounds[:, None]
-        if plan.mechanism.spec.independent_rounds:
-            joins = random.random(joins.shape) < plan.participations / plan.rounds
-        absent = -1.0 if plan.adjacency == "replace-one" else 0.0
-        moves = joins * np.where(included, 1.0, absent)[:, None]
-        observed = moves + noise_of(plan) * random.standard_normal(joins.shape)
-        known = rounds if plan.mechanism.spec.in_order else None
-        scores = log_likelihood_ratio(observed, plan, known)
-        for option in right:
-            right[option] += _guess(scores, included, option)[1]
-
-    def expected(option: tuple[int, int]) -> tuple[float, float]:
-        r, v = sum(option), right[option] // simulations
-        # The second entry decides where no bound is above 0: the significance of the right guesses.
-        bound = epsilon_lower_bound(canaries, r, v, delta, confidence)
-        return bound, (v - r / 2) / math.sqrt(r)
-
-    return max(right, key=expected)
+def _broken_rules(record: Record) -> list[str]:
+    """Return what no chance explains: a canary above S, a policy moved by what was not released."""
+    broken = []
+    largest = max((np.abs(s.given).max(initial=0.0) for r in record.rounds for s in r), default=0.0)
+    if largest > 1 + 1e-6:
+        broken.append(f"a canary moved a sum by {largest:.3g} times the clip norm")
+    if record.moved is not None:
+        scale = record.plan.clip_norm / record.plan.expected_batch_size
+        sums = np.array([sum(s.released for s in r) for r in record.rounds]) * scale
+        error = np.abs(record.moved - sums).max()
+        if error > 1e-4 * max(np.abs(sums).max(), 1e-300):
+            broken.append("the policy moved by something that was not released")
+    return broken

@@ -218,8 +218,9 @@ def audit(
         list[str] | None, typer.Argument(help="With a recipe: changes to it, section.key=value.")
     ] = None,
     canaries: Annotated[
-        int, typer.Option(help="Number of canary users; more of them give a higher bound.")
-    ] = 1000,
+        int | None,
+        typer.Option(help="Number of canary users; more see smaller faults.", show_default="8000"),
+    ] = None,
     space: Annotated[
         relations.Space,
         typer.Option(help="gradient takes seconds; prompt attacks the recipe's own model."),
@@ -231,33 +232,29 @@ def audit(
 ) -> None:
     """Attack the guarantee of a recipe or a run with canary users: a lower bound on ε.
 
-    The private data are not read, and no run is charged. Exit status 1: the guarantee is refuted.
+    The private data are not read, and no run is charged. Exit status 1: the guarantee is refuted;
+    3: so few canaries cannot refute it.
     """
     from dprlhf.audit.one_run import audit as attack
-    from dprlhf.audit.one_run import audit_folder, audit_run
-    from dprlhf.privacy.gaussian import upwards
-    from dprlhf.recipe import load_recipe
+    from dprlhf.audit.one_run import audit_folder, audit_run, report
+    from dprlhf.recipe import load_any_recipe
 
     if recipe.is_dir() and overrides:
         raise DprlhfError("a run is audited as it was made: leave the overrides out")
     folder = output_dir or audit_folder()
     options: dict[str, Any] = {"canaries": canaries, "space": space, "quiet": as_json}
+    if not as_json:
+        options["announce"] = lambda line: typer.echo(f"power: {line}")
     if recipe.is_dir():
         found = audit_run(recipe, folder, **options)
     else:
-        found = attack(load_recipe(recipe, overrides or ()), folder, **options)
-    if as_json:
-        typer.echo((Path(folder) / "audit.json").read_text())
-    else:
-        typer.echo(
-            f"claimed: epsilon <= {upwards(found.epsilon, 4)} at delta {found.delta:.3g}\n"
-            f"audited: epsilon >= {found.bound:.4g} at confidence {found.confidence:.0%}"
-            f" ({found.right} of {found.guesses} guesses right, {found.canaries} canaries,"
-            f" {found.space} space)"
-        )
+        found = attack(load_any_recipe(recipe, overrides or ()), folder, **options)
+    typer.echo((Path(folder) / "audit.json").read_text() if as_json else report(found))
     if not found.holds:
         typer.echo("the claim is refuted: please report this", err=True)
         raise typer.Exit(1)
+    if not found.can_refute:
+        raise typer.Exit(3)
 
 
 def _warn_delta(delta: float, users: int) -> None:

@@ -236,7 +236,16 @@ def _audited(card: dict[str, Any]) -> str:
         return "not run"
     audit = card["audit"]
     word = "refuted: " if not audit["holds"] else ""
-    return (
+    shown = (
         f"{word}an attack with {audit['canaries']} canary users ({audit['space']} space) shows"
         f" epsilon >= {audit['bound']:.4g} at confidence {audit['confidence']:.0%}"
     )
+    power = audit.get("power")  # an audit of an earlier version did not state it
+    if power:
+        shown += (
+            f"; it would have seen noise {power['noise']:.2%} too small with probability"
+            f" {power['probability']:g}"
+        )
+    if not audit.get("can_refute", True):
+        shown += "; with so few canaries its guesses could not refute the claim"
+    return shown

@@ -65,7 +65,7 @@ def fine_tuning(recipe: SFTRecipe, sources: Sources) -> Supervised:
         recipe,
         NextTokens(recipe.data),
         tokens=recipe.data.max_prompt_tokens + recipe.data.max_completion_tokens,
-        load=lambda: load_policy(recipe.policy, seed=recipe.seed),
+        load=lambda: sources.policy or load_policy(recipe.policy, seed=recipe.seed),
     )
 
 
@@ -76,7 +76,7 @@ def reward_modelling(recipe: RewardRecipe, sources: Sources) -> Supervised:
         recipe,
         Pairs(data) if labels is None else Labels(data, labels),
         tokens=data.max_tokens,
-        load=lambda: load_reward_model(recipe.model, labels, seed=recipe.seed),
+        load=lambda: sources.policy or load_reward_model(recipe.model, labels, seed=recipe.seed),
     )
 
 

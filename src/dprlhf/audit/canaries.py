@@ -1,0 +1,351 @@
+"""Runs whose users are all canaries, through the code of an ordinary run.
+
+A canary that is out is an absent user: its rewards are NaN, or its row moves no parameter, so it
+contributes zero. Under replace-one another user takes its place, who asks for the opposite.
+
+Besides the canaries there are probes: users of the same kind that are always in. The attack learns
+from them how far a user moves a release and how large the noise is, from no canary that it will
+guess.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dprlhf import recipe as settings
+from dprlhf.audit.bandit import ANSWERS, NOWHERE, BanditPolicy, BanditRewardModel
+from dprlhf.audit.watched_gate import Seen, WatchedGate
+from dprlhf.boundary import Private, open_private
+from dprlhf.data.in_memory import Sources
+from dprlhf.gradients.clipping import clipped_vectors
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.privacy.gate import Gate
+from dprlhf.privacy.ledger import Ledger
+from dprlhf.privacy.partition import Allocation, allocate
+from dprlhf.privacy.plan import Plan
+from dprlhf.recipe import IN_MEMORY, AnyRecipe, Recipe, RewardRecipe
+from dprlhf.runs.folder import RunFolder
+from dprlhf.training.build import open_run
+from dprlhf.training.run import Run
+from dprlhf.training.trainer import run_rounds
+from dprlhf.updates import UPDATES
+
+Array = NDArray[np.float64]
+Started = Callable[[Plan, int], None]
+"""Called before the first round, with the plan and the number of values that will be released."""
+
+CLIP_NORM = 1e-3  # far below the bandit's gradient norms: each canary contributes norm S
+_FAR = 100.0
+_AT_ONCE = 128
+
+
+@dataclass(frozen=True, repr=False)
+class Record:
+    """What an audited run released.
+
+    Attributes:
+        plan: The run's plan.
+        rounds: The releases of each round 1..T.
+        known: The round of each user, from 0, ``[users]``, −1 without one; None where ε only holds
+            against those who do not know the rounds.
+        moved: How far each round moved the policy, ``[rounds, dimension]``; None where that is not
+            plainly the sum of the round's releases.
+        gains: How far the run moved each user's expected reward, ``[users]``, where the canaries
+            are prompts of the recipe's own model; None in gradient space.
+    """
+
+    plan: Plan
+    rounds: list[list[Seen]]
+    known: NDArray[np.int64] | None
+    moved: Array | None = None
+    gains: Array | None = None
+
+
+def gradient_run(
+    recipe: AnyRecipe, folder: RunFolder, signs: Array, quiet: bool, started: Started
+) -> Record:
+    """Run a recipe's stage on the small model that fits it, with one direction for each user.
+
+    Args:
+        recipe: Recipe of private updates or of a supervised stage; its data are not read.
+        folder: Folder of the run.
+        signs: 1 for a user that is in, NaN for one that is absent, −1 for its opposite.
+        quiet: Show no progress bars.
+        started: Called before the first round.
+    """
+    changes, rows, reward, policy = _STAGES[recipe.stage](recipe, signs)
+    thetas = [torch.zeros(policy.dimension)]
+
+    def after_round(_: Any) -> None:
+        thetas.append(policy.state()["table.weight"].flatten())
+
+    def begin(run: Run) -> None:
+        started(run.plan, run.plan.rounds * run.plan.releases_per_round * policy.dimension)
+
+    run, gate = _train(
+        recipe, changes, folder, Sources(rows, reward, None, policy), after_round, quiet, begin
+    )
+    moved = np.diff(torch.stack(thetas).double().numpy(), axis=0)
+    plain = recipe.stage != "rl" or _plain(recipe)
+    return Record(run.plan, list(gate.rounds.values()), _known(run), moved if plain else None)
+
+
+def prompt_run(
+    recipe: AnyRecipe, folder: RunFolder, signs: Array, quiet: bool, started: Started
+) -> Record:
+    """Run private updates of the recipe's own model on unique prompts with planted rewards.
+
+    Arguments are those of :func:`gradient_run`.
+    """
+    recipe = cast(Recipe, recipe)
+    prompts = [f"{i} {hashlib.sha256(b'%d' % i).hexdigest()[:12]}" for i in range(len(signs))]
+    sign_of = dict(zip(prompts, signs.tolist(), strict=True))
+
+    def reward(prompts: list[str], completions: list[str]) -> list[float]:
+        return [
+            sign_of.get(p, 1.0) * recipe.reward_range * _likes(p, text[:1])
+            for p, text in zip(prompts, completions, strict=True)
+        ]
+
+    evaluation = recipe.evaluation and recipe.evaluation.model_copy(update={"every": None})
+    changes: dict[str, Any] = {
+        "evaluation": evaluation,
+        "rollout": recipe.rollout.model_copy(update={"max_new_tokens": 1}),
+        "data": _data(recipe.data),
+    }
+
+    def begin(run: Run) -> None:
+        started(run.plan, run.plan.rounds * run.plan.releases_per_round * run.policy.dimension)
+
+    sources = Sources(_rows(recipe.data, prompts), reward, None, None)
+    run, gate = _train(recipe, changes, folder, sources, lambda _: None, quiet, begin)
+    with run.policy.base():
+        before = _expected(run.policy, prompts)
+    gains = _expected(run.policy, prompts) - before
+    return Record(run.plan, list(gate.rounds.values()), None, gains=gains)
+
+
+def vector_run(plan: Plan, folder: Path, key: bytes, signs: Array) -> Record:
+    """Run partition, clipping, ledger and gate on given vectors, without a model: milliseconds.
+
+    Args:
+        plan: Plan of as many users as there are signs.
+        folder: Folder for the ledger.
+        key: The run's key.
+        signs: As in :func:`gradient_run`.
+    """
+    ledger = Ledger(folder / "ledger.jsonl", plan.terms())
+    users = len(signs)
+    gate = WatchedGate(Gate(plan, ledger, key), plan, users, 0)
+    allocation = open_private(allocate(plan, key))
+    far = torch.from_numpy(signs) * _FAR * plan.clip_norm
+    for t in range(1, plan.rounds + 1):
+        members = allocation.round(t)
+        for _ in range(plan.releases_per_round):
+            clipped = clipped_vectors(
+                Private(_directions(members, far)),
+                users,
+                extra=Private(np.zeros((len(members), 0))),
+                extra_norm=0.0,
+                clip_norm=plan.clip_norm,
+                reduce=lambda total: total,
+            )
+            gate.release(t, clipped.bounded)
+    ledger.close()
+    return Record(plan, list(gate.rounds.values()), _told(plan, allocation))
+
+
+def _directions(members: NDArray[np.int64], far: torch.Tensor) -> Any:
+    for start in range(0, len(members), _AT_ONCE):
+        chosen = members[start : start + _AT_ONCE]
+        vectors = torch.zeros(len(chosen), len(far), dtype=torch.float64)
+        vectors[np.arange(len(chosen)), chosen] = far[chosen]
+        yield np.arange(start, start + len(chosen)), vectors
+
+
+# --- the stages in gradient space ---------------------------------------------------------------
+
+
+def _updates(recipe: AnyRecipe, signs: Array) -> tuple[dict[str, Any], Any, Any, CausalLMPolicy]:
+    recipe = cast(Recipe, recipe)
+    sign_of = {str(i): sign for i, sign in enumerate(signs)}
+
+    def reward(prompts: list[str], completions: list[str]) -> list[float]:
+        return [
+            sign_of.get(p, 1.0)
+            * (recipe.reward_range if text == ANSWERS[0] else -recipe.reward_range)
+            for p, text in zip(prompts, completions, strict=True)
+        ]
+
+    rollout = {"responses": 8, "max_new_tokens": 1, "temperature": 1.0, "batch_size": _AT_ONCE}
+    changes = {
+        "rewards": [settings.Reward(function=IN_MEMORY)],
+        "policy": settings.Policy(model_name_or_path="bandit"),
+        # A critic keeps its share of the release but not its features: the bandit has none.
+        "update": recipe.update.saturated(
+            clip_norm=CLIP_NORM, batch_size=_AT_ONCE, target_bound=0.1 * recipe.reward_range
+        ),
+        "rollout": recipe.rollout.model_copy(update=rollout | {"backend": "transformers"}),
+        "data": _data(recipe.data),
+    }
+    return changes, _rows(recipe.data, list(sign_of)), reward, BanditPolicy(len(signs))
+
+
+def _fine_tuning(
+    recipe: AnyRecipe, signs: Array
+) -> tuple[dict[str, Any], Any, Any, CausalLMPolicy]:
+    texts = _texts(signs)
+    learnt = [ANSWERS[1] if sign < 0 else ANSWERS[0] for sign in signs]
+    changes = {
+        "policy": settings.Policy(model_name_or_path="bandit"),
+        "update": _saturated(recipe),
+        "data": settings.Documents(
+            path=IN_MEMORY, user_column=recipe.data.user_column, max_completion_tokens=1
+        ),
+    }
+    rows = _rows(recipe.data, texts, completion=learnt)
+    return changes, rows, None, BanditPolicy(len(signs))
+
+
+def _reward_model(
+    recipe: AnyRecipe, signs: Array
+) -> tuple[dict[str, Any], Any, Any, CausalLMPolicy]:
+    labels = cast(RewardRecipe, recipe).labels
+    texts = _texts(signs)
+    other = [f"{NOWHERE}{i}" for i in range(len(signs))]
+    column = None if labels is None else "label"
+    if labels is None:
+        rows = _rows(
+            recipe.data,
+            [f"{text} " for text in other],
+            chosen=[b if sign < 0 else a for a, b, sign in zip(texts, other, signs, strict=True)],
+            rejected=[a if sign < 0 else b for a, b, sign in zip(texts, other, signs, strict=True)],
+        )
+    else:
+        rows = _rows(recipe.data, texts, label=[int(sign < 0) for sign in signs])
+    changes = {
+        "model": settings.Policy(model_name_or_path="bandit", dtype="float32"),
+        "update": _saturated(recipe),
+        "data": settings.Preferences(
+            path=IN_MEMORY, user_column=recipe.data.user_column, label_column=column
+        ),
+    }
+    count = None if labels is None else len(labels)
+    return changes, rows, None, BanditRewardModel(len(signs), count)
+
+
+_STAGES: dict[str, Callable[[AnyRecipe, Array], tuple[dict[str, Any], Any, Any, CausalLMPolicy]]]
+_STAGES = {"rl": _updates, "sft": _fine_tuning, "reward": _reward_model}
+"""The settings, rows, reward and small model of each stage, by the ``stage`` of its recipe."""
+
+
+def _saturated(recipe: AnyRecipe) -> Any:
+    bounds = {"clip_norm": CLIP_NORM, "batch_size": _AT_ONCE}
+    return recipe.update.model_copy(update=bounds)
+
+
+def _texts(signs: Array) -> list[str]:
+    return [f"{NOWHERE if np.isnan(sign) else ''}{i}" for i, sign in enumerate(signs)]
+
+
+def _plain(recipe: AnyRecipe) -> bool:
+    """Return whether an update moves the policy by the sum of its releases, as far as is known."""
+    update = cast(Recipe, recipe).update
+    return update.name in UPDATES and update.least_squares is None
+
+
+def _data(data: settings.Data) -> settings.Data:
+    # The column is kept, so that the privacy unit is that of the earlier runs.
+    return settings.Data(path=IN_MEMORY, user_column=data.user_column)
+
+
+def _rows(data: settings.Data, prompts: list[str], **columns: list[Any]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for i, prompt in enumerate(prompts):
+        row = {"prompt": prompt} | {name: values[i] for name, values in columns.items()}
+        name = data.user_column
+        rows.append(row if name is None or name in row else {**row, name: str(i)})
+    return rows
+
+
+# --- the run ------------------------------------------------------------------------------------
+
+
+def _train(
+    recipe: AnyRecipe,
+    changes: Mapping[str, Any],
+    folder: RunFolder,
+    sources: Sources,
+    after_round: Callable[[Any], None],
+    quiet: bool,
+    begin: Callable[[Run], None],
+) -> tuple[Run, WatchedGate]:
+    common = {
+        "optimizer": settings.Optimizer(name="sgd", learning_rate=1.0),
+        "tracking": settings.Tracking(),  # do not log the audit among the user's experiments
+        "output_dir": str(folder.path),
+    }
+    alone: dict[str, Any] = (
+        {"evaluation": None, "previous": []} if sources.policy is not None else {}
+    )
+    reward = {"rewards": [settings.Reward(function=IN_MEMORY)]} if recipe.stage == "rl" else {}
+    audited = recipe.model_copy(update={**common, **alone, **reward, **changes})
+    with open_run(
+        audited,
+        folder,
+        sources,
+        create=True,
+        callbacks=[after_round],
+        quiet=quiet,
+        counted=False,  # its users are canaries
+    ) as run:
+        riders = [getattr(run.stage, "telemetry", None), run.stage.critic]
+        count = sum(rider.count for rider in riders if rider is not None)
+        gate = WatchedGate(cast(Gate, run.gate), run.plan, run.policy.dimension, count)
+        run.gate = cast(Gate, gate)
+        begin(run)
+        run_rounds(run)
+        run.progress.close()
+    return run, gate
+
+
+def _known(run: Run) -> NDArray[np.int64] | None:
+    return _told(run.plan, open_private(run.allocation))
+
+
+def _told(plan: Plan, allocation: Allocation) -> NDArray[np.int64] | None:
+    """Return the users' rounds, from 0, where ε holds against those who know them."""
+    if not plan.mechanism.spec.disjoint:
+        return None
+    rounds = np.full(plan.users, -1)
+    for t in range(plan.rounds):
+        rounds[allocation.round(t + 1)] = t
+    return rounds
+
+
+def _likes(prompt: str, first: str) -> bool:
+    """Return whether this first letter is rewarded for this canary: a hash picks half of them."""
+    return bool(hashlib.sha256(f"{prompt}\n{first}".encode()).digest()[0] & 1)
+
+
+@torch.no_grad()
+def _expected(policy: CausalLMPolicy, prompts: list[str]) -> Array:
+    """Return the probability of a rewarded first letter after each prompt, ``[prompts]``."""
+    size = policy.model.get_output_embeddings().weight.shape[0]
+    letters = [policy.tokenizer.decode([token])[:1] for token in range(size)]
+    distinct, of_token = np.unique(letters, return_inverse=True)
+    found = []
+    for prompt, ids in zip(prompts, policy.encode(prompts, 64), strict=True):
+        logits = policy.model(input_ids=torch.tensor([ids], device=policy.device)).logits[0, -1]
+        mass = (logits.double() / policy.temperature).softmax(0).cpu().numpy()[:size]
+        of_letter = np.bincount(of_token, mass)
+        found.append(sum(p for p, x in zip(of_letter, distinct, strict=True) if _likes(prompt, x)))
+    return np.array(found)

@@ -1,0 +1,73 @@
+"""The gate of an audited run, with a record of every sum before it and every value after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dprlhf.boundary import BoundedSum, Released, open_released
+from dprlhf.privacy.gate import Gate
+from dprlhf.privacy.plan import Plan
+
+Array = NDArray[np.float64]
+
+_KEPT = 2**16
+
+
+@dataclass(frozen=True, repr=False)
+class Seen:
+    """One release of an audited run.
+
+    Attributes:
+        given: The sum before the gate at the policy's coordinates, in units of S, ``[dimension]``;
+            empty where these are too many to be canaries.
+        released: The same after the gate, ``[dimension]``.
+        noise: The noise on the sum, ``[coordinates]``: all of them, or the first and the last
+            32,768 of a longer release.
+    """
+
+    given: Array
+    released: Array
+    noise: Array
+
+
+class WatchedGate:
+    """Passes sums on to the gate of a run whose users are all canaries, and keeps what it sees.
+
+    Args:
+        gate: The run's gate.
+        plan: The run's plan.
+        dimension: Number of the policy's coordinates. They are the last ones of a release, but for
+            the riders of a round's first release.
+        riders: Number of coordinates that ride behind them in a round's first release.
+
+    Attributes:
+        ledger: The gate's ledger.
+        rounds: The releases of each round, by its number.
+    """
+
+    def __init__(self, gate: Gate, plan: Plan, dimension: int, riders: int) -> None:
+        self.ledger = gate.ledger
+        self.rounds: dict[int, list[Seen]] = {}
+        self._gate, self._plan = gate, plan
+        self._dimension, self._riders = dimension, riders
+
+    def release(self, t: int, bounded: BoundedSum) -> Released[torch.Tensor]:
+        """Release a sum as the gate does, and keep it and its noise."""
+        before = bounded.total.numpy().copy()  # the gate adds the noise in place
+        released = self._gate.release(t, bounded)
+        after = open_released(released, "the audit").numpy() * self._plan.expected_batch_size
+        end = len(before) - (0 if t in self.rounds else self._riders)
+        place = slice(max(0, end - self._dimension), end if self._dimension <= _KEPT else 0)
+        scale = self._plan.clip_norm
+        seen = Seen(before[place] / scale, after[place] / scale, _kept(after - before))
+        self.rounds.setdefault(t, []).append(seen)
+        return released
+
+
+def _kept(noise: Array) -> Array:
+    half = _KEPT // 2
+    return noise if len(noise) <= _KEPT else np.concatenate([noise[:half], noise[-half:]])
