@@ -11,14 +11,40 @@ import torch
 from numpy.typing import NDArray
 
 from dprlhf.boundary import BoundedSum, Private, open_private
+from dprlhf.errors import DprlhfError
+from dprlhf.gradients.ghost_norm import rounding
 from dprlhf.gradients.per_user import PerUserGradients
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.protocol import ExplicitPolicy, Rows
 from dprlhf.rollout import Responses, Tick
 
-# Keeps the clipped norm below S after rounding: float64 products and sums of up to 10⁹ terms err
-# by far less than this.
-_MARGIN = 1e-9
+MOST_USERS = 2**16
+"""The largest number of users in a round where the caller states no bound of its own."""
+
+_PROCESSES = 2**12  # more than a sum over processes will ever have
+_MARGIN = 2.0**-31  # float64 products, roots and factors of one user err by far less
+
+
+def rounding_margin(users: int) -> float:
+    """Return the part of the clip norm that is kept for the rounding of float64 sums over users.
+
+    With N users, each of norm at most R, any order of summation errs by at most γ_n N R in L2 norm,
+    n = N + processes. Two neighbouring sums differ by at most R + 2 γ_n N R, which is at most S for
+    R = S (1 − margin): ``docs/proofs/floating_point_sums.md``.
+
+    Args:
+        users: A public upper bound on the number of users in a round.
+
+    Raises:
+        DprlhfError: There are so many that half the clip norm would not be enough.
+    """
+    margin = 2 * (users + 1) * rounding(users + 1 + _PROCESSES, torch.float64) + _MARGIN
+    if margin > 0.5:
+        raise DprlhfError(
+            f"{users} users in a round are more than a float64 sum can bound: choose more rounds or"
+            " fewer users"
+        )
+    return margin
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,27 +80,37 @@ class ClippedSum:
     norms: Private[NDArray[np.float64]]
 
 
-def clip_users(contributions: torch.Tensor, clip_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
+def clip_users(
+    contributions: torch.Tensor, clip_norm: float, *, most_users: int = MOST_USERS
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale each row to L2 norm at most ``clip_norm``; a row whose norm is not finite becomes zero.
 
     Args:
         contributions: One vector for each user, ``[users, dimension]``.
         clip_norm: S, the L2 bound.
+        most_users: A public upper bound on the number of users in the round.
 
     Returns:
         The clipped rows in float64, and their norms before clipping, ``[users]``.
     """
     wide = contributions.double()
-    norms = wide.norm(dim=1)
-    factors = clip_factors(norms, clip_norm)
+    # One row at a time: how a norm over all rows rounds may depend on their number.
+    norms = torch.stack([row.norm() for row in wide]) if len(wide) else wide.new_zeros(0)
+    bounds = norms * (1 + rounding(wide.shape[1] + 8, torch.float64))
+    factors = clip_factors(bounds, clip_norm, most_users=most_users)
     # where, not a product: 0 · NaN is NaN and would poison the sum.
     return torch.where(factors[:, None] > 0, wide * factors[:, None], 0.0), norms
 
 
-def clip_factors(norms: torch.Tensor, clip_norm: float) -> torch.Tensor:
-    """Return min(1, S/norm) for each user, 0 where the norm is not finite, ``[users]``."""
+def clip_factors(
+    norms: torch.Tensor, clip_norm: float, *, most_users: int = MOST_USERS
+) -> torch.Tensor:
+    """Return min(1, S/norm) for each user, 0 where the norm is not finite, ``[users]``.
+
+    S is made smaller by :func:`rounding_margin` first.
+    """
     tiny = torch.finfo(norms.dtype).tiny
-    factors = (clip_norm * (1 - _MARGIN) / norms.clamp(min=tiny)).clamp(max=1)
+    factors = (clip_norm * (1 - rounding_margin(most_users)) / norms.clamp(min=tiny)).clamp(max=1)
     return torch.where(norms.isfinite(), factors, 0.0)
 
 
@@ -85,6 +121,7 @@ def clipped_sum(
     clip_norm: float,
     batch_size: int,
     reduce: Callable[[torch.Tensor], torch.Tensor],
+    most_users: int = MOST_USERS,
     tick: Tick | None = None,
 ) -> ClippedSum:
     """Return Σ_u clip(g_u, S) over all users of the round.
@@ -102,6 +139,8 @@ def clipped_sum(
         batch_size: Number of rows differentiated at once. A user is never split: one with more rows
             is a micro-batch by itself.
         reduce: Sums a tensor over all processes. Each user must be on one process only.
+        most_users: A public upper bound on the number of users in the round; it decides the margin
+            for rounding.
         tick: Called with the number of rows done since the last call.
     """
     opened = open_private(weighted)
@@ -115,6 +154,7 @@ def clipped_sum(
             extra_norm=opened.extra_norm,
             clip_norm=clip_norm,
             reduce=reduce,
+            most_users=most_users,
         )
     responses = language_model_rows(responses)
     private = math.isfinite(clip_norm)
@@ -128,12 +168,14 @@ def clipped_sum(
     both = torch.zeros(policy.dimension + opened.extra.shape[1], dtype=torch.float64, device=device)
     total = both[: policy.dimension]
     norms = np.zeros(responses.users if private else 0)
+    _check_number(responses.users, most_users)
     engine = PerUserGradients(policy.model, policy.parameters)
     for batch in micro_batches(responses, batch_size):
         if private:
             _run(engine, policy, responses, weights, batch)
             norm, bound = engine.norms()
-            engine.add_weighted_sum(clip_factors(bound, gradient_norm), total)
+            factors = clip_factors(bound, gradient_norm, most_users=most_users)
+            engine.add_weighted_sum(factors, total)
             norms[batch.users] = norm[: len(batch.users)].numpy()
         else:
             shared_rows = policy.shared_rows(
@@ -147,7 +189,8 @@ def clipped_sum(
                 total[start:end] += gradient.flatten()
         if tick is not None:
             tick(len(batch.rows))
-    extra, _ = clip_users(torch.from_numpy(opened.extra), opened.extra_norm)
+    extra = torch.from_numpy(opened.extra)
+    extra, _ = clip_users(extra, opened.extra_norm, most_users=most_users)
     both[policy.dimension :] = extra.sum(0)
     return ClippedSum(BoundedSum(reduce(both.cpu()), clip_norm), Private(norms))
 
@@ -160,6 +203,7 @@ def clipped_vectors(
     extra_norm: float,
     clip_norm: float,
     reduce: Callable[[torch.Tensor], torch.Tensor],
+    most_users: int = MOST_USERS,
 ) -> ClippedSum:
     """Return Σ_u clip(v_u, S) of vectors that are not gradients of one loss.
 
@@ -171,22 +215,31 @@ def clipped_vectors(
         extra_norm: The L2 bound on the extra coordinates of a user.
         clip_norm: S; vector and extra coordinates are clipped apart, as in :func:`clipped_sum`.
         reduce: Sums a tensor over all processes.
+        most_users: A public upper bound on the number of users in the round.
 
     Raises:
         ValueError: A user came twice.
     """
     coordinates = open_private(extra)
+    _check_number(len(coordinates), most_users)
+    vector_bound = vector_norm(clip_norm, extra_norm)
     total = torch.zeros(dimension, dtype=torch.float64)
     norms, seen = np.zeros(len(coordinates)), np.zeros(len(coordinates), dtype=int)
     for users, of_users in open_private(vectors):
         np.add.at(seen, users, 1)
         if seen.max(initial=0) > 1:
             raise ValueError("a user came twice: its contribution would be clipped twice")
-        clipped, norm = clip_users(of_users.cpu(), vector_norm(clip_norm, extra_norm))
+        clipped, norm = clip_users(of_users.cpu(), vector_bound, most_users=most_users)
         total += clipped.sum(0)
         norms[users] = norm.numpy()
-    both = torch.cat([total, clip_users(torch.from_numpy(coordinates), extra_norm)[0].sum(0)])
+    of_extra, _ = clip_users(torch.from_numpy(coordinates), extra_norm, most_users=most_users)
+    both = torch.cat([total, of_extra.sum(0)])
     return ClippedSum(BoundedSum(reduce(both), clip_norm), Private(norms))
+
+
+def _check_number(users: int, most_users: int) -> None:
+    if users > most_users + 1:  # one more: a neighbour of the largest round
+        raise ValueError(f"more users in a round than the {most_users} that the caller promised")
 
 
 def vector_norm(clip_norm: float, extra_norm: float) -> float:

@@ -2,27 +2,39 @@
 
 The weight of a linear layer with input x and output gradient g has the gradient G_u = Σ_t l_t r_tᵀ
 over the tokens t of user u, with l = g and r = x. An embedding is a linear layer whose inputs are
-one-hot rows. Clipping needs two sums over such factors, and never G_u itself:
+one-hot rows. Clipping needs two sums over such factors, and never all G_u at once:
 
 - ‖G_u‖² = Σ_{s,t} ⟨l_s, l_t⟩ ⟨r_s, r_t⟩, from two T × T Gram matrices (the ghost norm of
   Goodfellow, arXiv 1510.01799, and Li et al., arXiv 2110.05679);
-- Σ_u c_u G_u, one matrix product over all tokens of all users: the size of what an ordinary
-  backward pass does (book-keeping, Bu et al., arXiv 2210.00038).
+- Σ_u c_u G_u, with as many multiplications as an ordinary backward pass (book-keeping, Bu et al.,
+  arXiv 2210.00038). Not one product over the tokens of all users, as there: one user's presence
+  would change how the others' terms round, by more than any bound on that user. Each user has a
+  product of its own, a block of rows at a time, and blocks are added up in float64.
 
 A parameter that is used several times (a module called twice, an embedding tied to the output
 layer) has the tokens of all uses side by side: its norm has the cross terms, its sum adds up.
+
+The bound on rounding is proven in ``docs/proofs/floating_point_sums.md``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-# The most elements of a product to hold at once: a whole product and its float64 copy would take
-# more memory than the parameters.
-_BLOCK = 2**20
+# The most elements of a product to hold at once: a block of one user's product and its float64 sum
+# stay in a core's cache; an accelerator works on the blocks of all users together.
+_BLOCK = 2**18
+_BLOCK_ON_ACCELERATOR = 2**24
+# Gram matrices in float32 are summed up in float64 after so many terms.
+_CHUNK = 64
+# Larger factors could underflow when they are scaled to the clip norm: their user counts as not
+# finite. Ordinary factors are below 10⁶.
+_LARGEST = 2.0**40
+_SMALLEST_SQUARE = 2.0**-100  # of an element, in upper bounds: it covers underflow
 
 
 class OuterProducts(NamedTuple):
@@ -43,6 +55,20 @@ def at_least_float32(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32)) if x.is_floating_point() else x
 
 
+def rounding(operations: int, dtype: torch.dtype) -> float:
+    """Return γ_n = n u/(1 − n u), Higham's bound on the relative error of n roundings.
+
+    A sum of n products errs by at most γ_n Σ |a_i b_i| in any order, with or without fused
+    multiplication (Accuracy and Stability of Numerical Algorithms, section 3.1).
+
+    Args:
+        operations: The number n of roundings.
+        dtype: The floating-point type; u is half its machine epsilon.
+    """
+    product = operations * torch.finfo(dtype).eps / 2
+    return product / (1 - product) if product < 1 else math.inf
+
+
 def per_user(use: OuterProducts, n: int) -> torch.Tensor:
     """Return G_u of each user, ``[users, n, m]``."""
     left, right = at_least_float32(use.left), at_least_float32(use.right)
@@ -51,65 +77,153 @@ def per_user(use: OuterProducts, n: int) -> torch.Tensor:
     users = len(left)
     own_rows = n * torch.arange(users, device=left.device)[:, None]
     out = right.new_zeros(users * n, right.shape[2])
-    out.index_add_(0, (left + own_rows).flatten(), right.flatten(0, 1))
+    rows = _summed_by_token(left, right)
+    out.index_add_(0, (left + own_rows).flatten(), rows.flatten(0, 1))
     return out.view(users, n, -1)
 
 
 def square_norm(uses: Sequence[OuterProducts]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ‖Σ_uses G_u‖², and an upper bound on it with rounding, each ``[users]``, float64.
 
-    G_u exists only inside matrix products. Their rounding grows with the terms a_t = ‖l_t‖ ‖r_t‖,
-    not with ‖G_u‖: a user whose terms cancel could shrink its norm to nothing and still move the
-    sum by a rounding error above any clip norm. With ε the machine epsilon, the Gram matrices err
-    by about ε Σ a_t² and the sum by about ε Σ a_t (1.9 and 1.4 times that at most, over the
-    adversarial users tried); the bound allows 8 and 4 times.
+    The second is (‖G_u‖ + error)², where the error covers the Gram matrices' rounding and that of
+    the user's part of :func:`add_weighted`. Both grow with A = Σ_t ‖l_t‖ ‖r_t‖, not with ‖G_u‖: a
+    user whose terms cancel could shrink its norm to nothing and still move the sum by a rounding
+    error above any clip norm. Infinite for factors that are too large to be scaled without
+    underflow, and not a number where they are not finite.
     """
-    wide_uses = [
-        OuterProducts(at_least_float32(left), at_least_float32(right)) for left, right in uses
+    wide = [OuterProducts(at_least_float32(left), at_least_float32(right)) for left, right in uses]
+    users, tokens = len(wide[0].right), sum(use.right.shape[1] for use in wide)
+    group = max(1, _block(wide[0].right) // tokens**2)
+    groups = [
+        _square_norm([OuterProducts(*(f[i : i + group] for f in use)) for use in wide])
+        for i in range(0, users, group)
     ]
+    square, bound = (torch.cat(parts) for parts in zip(*groups, strict=True))
+    return square, bound
+
+
+def _square_norm(uses: Sequence[OuterProducts]) -> tuple[torch.Tensor, torch.Tensor]:
     square: torch.Tensor | float = 0.0
-    terms = []
-    for i, (left, right) in enumerate(wide_uses):
-        gram = _inner(left, left) * _inner(right, right)
-        terms.append(gram.diagonal(dim1=1, dim2=2).double().sqrt())
-        square = square + gram.sum((1, 2), dtype=torch.float64)
-        for earlier_left, earlier_right in wide_uses[:i]:
-            cross = _inner(left, earlier_left) * _inner(right, earlier_right)
-            square = square + 2 * cross.sum((1, 2), dtype=torch.float64)
+    lengths: list[tuple[torch.Tensor, torch.Tensor]] = []
+    dtype = uses[0].right.dtype
+    widest = max(factor.shape[2] for use in uses for factor in use if factor.dim() == 3)
+    of_inner = rounding(_CHUNK, dtype) + rounding(widest // _CHUNK + 4, torch.float64)
+    for i, use in enumerate(uses):
+        for other in uses[:i]:
+            cross = _inner(use.left, other.left) * _inner(use.right, other.right)
+            square = square + 2 * cross.sum((1, 2))
+        grams = _inner(use.left, use.left), _inner(use.right, use.right)
+        square = square + (grams[0] * grams[1]).sum((1, 2))
+        left, right = (
+            _upper_lengths(gram, factor, of_inner) for gram, factor in zip(grams, use, strict=True)
+        )
+        lengths.append((left, right))
     assert isinstance(square, torch.Tensor)
+    left, right = (torch.cat(of_uses, dim=1) for of_uses in zip(*lengths, strict=True))
+    a, tokens = (left * right).sum(1), left.shape[1]
+    of_square = 2 * of_inner + of_inner**2 + 2 * rounding(tokens**2 + 4, torch.float64)
     square = square.clamp(min=0)
-    a = torch.cat(terms, dim=1)
-    epsilon = torch.finfo(wide_uses[0].right.dtype).eps
-    of_sum = square.sqrt() + 4 * epsilon * a.sum(1)
-    return square, of_sum.square() + 8 * epsilon * a.square().sum(1)
+    upper = (square + of_square * a.square()).sqrt() + rounding(tokens + 2, dtype) * a
+    too_large = (left.sum(1) > _LARGEST) | (right.sum(1) > _LARGEST)
+    return square, torch.where(too_large, math.inf, upper.square())
+
+
+def _upper_lengths(gram: torch.Tensor, factor: torch.Tensor, error: float) -> torch.Tensor:
+    """Return upper bounds on the factors' lengths, ``[users, tokens]``, from their Gram matrix."""
+    squares = gram.diagonal(dim1=1, dim2=2)
+    if not factor.is_floating_point():
+        return squares  # one-hot rows have length 1
+    return ((squares + factor.shape[2] * _SMALLEST_SQUARE) / (1 - error)).sqrt()
 
 
 def _inner(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return ⟨a_s, b_t⟩, ``[users, tokens of a, tokens of b]``."""
+    """Return ⟨a_s, b_t⟩, ``[users, tokens of a, tokens of b]``, float64."""
     if a.is_floating_point() and b.is_floating_point():
-        return a @ b.mT
+        users, length = len(a), a.shape[2]
+        whole = length // _CHUNK * _CHUNK
+        at_once = _CHUNK * max(1, _block(a) // (users * a.shape[1] * b.shape[1]))
+        total = a[:, :, whole:].double() @ b[:, :, whole:].double().mT
+        for start in range(0, whole, at_once):
+            one, other = (
+                x[:, :, start : min(start + at_once, whole)].unflatten(2, (-1, _CHUNK))
+                for x in (a, b)
+            )
+            chunks = one.transpose(1, 2) @ other.permute(0, 2, 3, 1)
+            total += chunks.sum(1, dtype=torch.float64)
+        return total
     if a.is_floating_point():
-        return a.gather(2, b[:, None, :].expand(-1, a.shape[1], -1))
+        return a.gather(2, b[:, None, :].expand(-1, a.shape[1], -1)).double()
     if b.is_floating_point():
         return _inner(b, a).mT
-    return a[:, :, None] == b[:, None, :]
+    return (a[:, :, None] == b[:, None, :]).double()
 
 
-def add_weighted(use: OuterProducts, factors: torch.Tensor, total: torch.Tensor) -> None:
-    """Add Σ_u c_u G_u to ``total``, ``[n, m]``; a user whose c_u is zero may hold anything."""
+def add_weighted(uses: Sequence[OuterProducts], factors: torch.Tensor, total: torch.Tensor) -> None:
+    """Add Σ_u c_u G_u to ``total``; a user whose c_u is zero may hold anything.
+
+    A user's uses are one block before they are added to the total: apart, they could be huge and
+    cancel, and the total would round with them.
+
+    Args:
+        uses: The uses of one weight ``[n, m]``.
+        factors: The c_u ≥ 0, ``[users]``, float64.
+        total: The running sum, ``[n, m]``, float64.
+    """
+    scaled = [_scaled(use, factors) for use in uses]
+    dense = [use for use in scaled if use.left.is_floating_point()]
+    one_hot = [use for use in scaled if not use.left.is_floating_point()]
+    tokens = torch.cat([use.left for use in one_hot], dim=1) if one_hot else None
+    of_tokens = torch.cat([use.right for use in one_hot], dim=1) if one_hot else None
+    if tokens is not None and of_tokens is not None:
+        of_tokens = _summed_by_token(tokens, of_tokens)
+        if not dense:
+            total.index_add_(0, tokens.flatten(), of_tokens.flatten(0, 1).to(total))
+            return
+    users, rows = len(factors), max(1, _BLOCK // total.shape[1])
+    group = 1 if total.device.type == "cpu" else users
+    if group > 1:
+        rows = max(1, _BLOCK_ON_ACCELERATOR // (users * total.shape[1]))
+    for start in range(0, len(total), rows):
+        part = total[start : start + rows]
+        for first in range(0, users, group):
+            some = slice(first, first + group)
+            own = dense[0].left[some, :, start : start + rows].mT @ dense[0].right[some]
+            for left, right in dense[1:]:
+                own.baddbmm_(left[some, :, start : start + rows].mT, right[some])
+            if tokens is not None and of_tokens is not None:
+                inside = (tokens[some] >= start) & (tokens[some] < start + rows)
+                user, place = inside.nonzero(as_tuple=True)
+                row = tokens[some][user, place] - start
+                own.index_put_((user, row), of_tokens[some][user, place], accumulate=True)
+            part += own[0] if group == 1 else own.sum(0, dtype=total.dtype)
+
+
+def _scaled(use: OuterProducts, factors: torch.Tensor) -> OuterProducts:
+    """Return factors of c_u G_u in float32 or wider, zero where c_u is zero."""
     left, right = at_least_float32(use.left), at_least_float32(use.right)
     c = factors.to(right)[:, None, None]
     if not bool(c.all()):  # where, not a product: 0 · NaN is NaN and would poison the sum
         right = torch.where(c > 0, right, 0.0)
         left = torch.where(c > 0, left, 0.0) if left.is_floating_point() else left
-    if not left.is_floating_point():
-        total.index_add_(0, left.flatten(), (right * c).flatten(0, 1).to(total))
-        return
-    if left.shape[2] < right.shape[2]:
-        left = left * c
-    else:
-        right = right * c
-    left, right = left.flatten(0, 1), right.flatten(0, 1)
-    rows = max(1, _BLOCK // right.shape[1])
-    for start in range(0, left.shape[1], rows):
-        total[start : start + rows] += left[:, start : start + rows].T @ right
+    if left.is_floating_point() and left.shape[2] < right.shape[2]:
+        return OuterProducts(left * c, right)
+    return OuterProducts(left, right * c)
+
+
+def _summed_by_token(tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return a user's rows with those of equal tokens summed up at the first of them, 0 elsewhere.
+
+    Afterwards a user adds to each row of an embedding once: the sum over users is the only sum.
+
+    Args:
+        tokens: Indices, ``[users, tokens]``.
+        rows: A row for each, ``[users, tokens, m]``.
+    """
+    equal = tokens[:, :, None] == tokens[:, None, :]
+    first = ~equal.tril(-1).any(2)
+    return torch.where(first[:, :, None], equal.to(rows) @ rows, 0.0)
+
+
+def _block(like: torch.Tensor) -> int:
+    """Return the number of elements to work on at once on a tensor's device."""
+    return _BLOCK if like.device.type == "cpu" else _BLOCK_ON_ACCELERATOR

@@ -34,6 +34,7 @@ from dprlhf.gradients.ghost_norm import (
     add_weighted,
     at_least_float32,
     per_user,
+    rounding,
     square_norm,
 )
 from dprlhf.policies.mixing import refuse_mixing
@@ -104,7 +105,8 @@ class PerUserGradients:
         square, bound = torch.zeros(2, self._users, dtype=torch.float64)
         for gradient in self._gradients.values():
             exact = gradient.flatten(1).double().square().sum(1).cpu()
-            square, bound = square + exact, bound + exact
+            error = rounding(gradient[0].numel() + 4, torch.float64)
+            square, bound = square + exact, bound + (1 + error) * exact
         for uses in self._factors.values():
             with _exact(uses[0].right.device):
                 rounded, upper = (x.cpu() for x in square_norm(uses))
@@ -128,8 +130,8 @@ class PerUserGradients:
                 # where, not a product: 0 · NaN is NaN and would poison the sum.
                 part += factors @ torch.where(factors[:, None] > 0, gradient, 0.0)
             with _exact(parameter.device):
-                for use in self._factors.pop(name, []):
-                    add_weighted(use, factors, part.view(parameter.shape))
+                if name in self._factors:
+                    add_weighted(self._factors.pop(name), factors, part.view(parameter.shape))
 
     def gradients(self) -> torch.Tensor:
         """Return the gradients, ``[users, dimension]``, float32 or wider; needs ``whole``.

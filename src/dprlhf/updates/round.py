@@ -19,6 +19,7 @@ from typing_extensions import TypeVar
 
 from dprlhf.boundary import BoundedSum, Private, Released, check_released
 from dprlhf.gradients.clipping import (
+    MOST_USERS,
     ClippedSum,
     Weighted,
     clipped_sum,
@@ -50,11 +51,13 @@ class Terms:
         clip_norm: The L2 bound S on one user's contribution to a release.
         noise_multiplier: Standard deviation z of the noise in a sum, in units of S.
         expected_batch_size: The public constant m that a released sum is divided by.
+        users: A public upper bound on the number of users in a round.
     """
 
     clip_norm: float
     noise_multiplier: float
     expected_batch_size: float
+    users: int = MOST_USERS
 
 
 @dataclass(repr=False, eq=False)
@@ -149,6 +152,7 @@ class PrivateRound(Generic[P, R]):
             clip_norm=self.plan.clip_norm,
             batch_size=batch_size,
             reduce=self.reduce,
+            most_users=self.plan.users,
             tick=self.tick,
         )
 
@@ -175,6 +179,7 @@ class PrivateRound(Generic[P, R]):
             extra_norm=self._extra_norm,
             clip_norm=self.plan.clip_norm,
             reduce=self.reduce,
+            most_users=self.plan.users,
         )
 
     def release(self, clipped: ClippedSum) -> Released[torch.Tensor]:
