@@ -139,13 +139,12 @@ def _upper_lengths(gram: torch.Tensor, factor: torch.Tensor, error: float) -> to
 def _inner(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return ⟨a_s, b_t⟩, ``[users, tokens of a, tokens of b]``, float64."""
     if a.is_floating_point() and b.is_floating_point():
-        users, length = len(a), a.shape[2]
-        whole = length // _CHUNK * _CHUNK
-        at_once = _CHUNK * max(1, _block(a) // (users * a.shape[1] * b.shape[1]))
+        whole = a.shape[2] // _CHUNK * _CHUNK
+        at_once = _CHUNK * max(1, _block(a) // (len(a) * a.shape[1] * b.shape[1]))
         total = a[:, :, whole:].double() @ b[:, :, whole:].double().mT
         for start in range(0, whole, at_once):
             one, other = (
-                x[:, :, start : min(start + at_once, whole)].unflatten(2, (-1, _CHUNK))
+                x[:, :, start : min(start + at_once, whole)].reshape(*x.shape[:2], -1, _CHUNK)
                 for x in (a, b)
             )
             chunks = one.transpose(1, 2) @ other.permute(0, 2, 3, 1)
