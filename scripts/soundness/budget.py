@@ -1,10 +1,9 @@
 """Measure that a budget book is never overspent: many processes at once, killed at random.
 
 A trial is one process that tries to reserve a run's cost. In each race twenty of them start at once
-on one book, for two data sets that share users, and eight get SIGKILL at a random moment.
-Afterwards
-the tables are read past the book's own code: no user may have more runs than the budget allows, and
-no reservation may be there in part, or be lost after it was confirmed.
+on one book, for two data sets that share users, and eight get SIGKILL at a random moment. Then the
+tables are read past the book's own code: no user may have more runs than the budget allows, and no
+reservation may be there in part, or be lost after it was confirmed.
 
     python scripts/soundness/budget.py [--races 50] [--users 100000] [--only sqlite]
 """

@@ -126,6 +126,10 @@ def test_a_run_that_comes_back_finds_its_reservation_and_pays_once(place: str) -
     for changed in ({"users": range(21)}, {"users": range(19)}, {"mechanism": mechanism(9)}):
         with pytest.raises(DprlhfError, match="reserved another cost"):
             ask(book, "a", **({"users": range(20)} | changed))
+    make(place, "second")
+    assert ask(book, "a", range(20)).dataset == "clinic"  # which of them need not be said again
+    with pytest.raises(DprlhfError, match="reserved another cost"):
+        ask(book, "a", range(20), "second")
 
 
 def test_a_question_writes_nothing(place: str) -> None:

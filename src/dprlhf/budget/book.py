@@ -330,12 +330,14 @@ class Book:
 
     def _dataset(self, state: _State, question: _Question) -> sa.Row[Any]:
         label, names = self.storage.label, ", ".join(sorted(state.datasets)) or "none"
-        if question.dataset is None and len(state.datasets) != 1:
+        held = state.numbers.get(question.spending.run)
+        asked = question.dataset or (state.reservations[held].dataset if held else None)
+        if asked is None and len(state.datasets) != 1:
             raise DprlhfError(
                 f"privacy.dataset: say which data set of the budget book {label} the users are in"
                 f" ({names})"
             )
-        name = question.dataset or next(iter(state.datasets))
+        name = asked or next(iter(state.datasets))
         if name not in state.datasets:
             raise DprlhfError(
                 f"privacy.dataset {name!r}: the budget book {label} has no such data set (it has:"
@@ -377,11 +379,12 @@ class Book:
         """Check that a run which has a reservation is the one that made it, with its users."""
         row, spending = state.reservations[number], question.spending
         users = sum(count for h, count in groups.items() if number in state.histories[h])
-        held = (Mechanism(**json.loads(row.mechanism)), row.times, row.users, row.users)
-        if held != (spending.mechanism, spending.times, users, sum(groups.values())):
+        asked = (spending.mechanism, spending.times, question.dataset or row.dataset)
+        same = (Mechanism(**json.loads(row.mechanism)), row.times, row.dataset) == asked
+        if not same or not row.users == users == sum(groups.values()):
             raise DprlhfError(
                 f"this run reserved another cost in the budget book (reservation {number}): its"
-                " users or its plan changed. Start a new run"
+                " data set, users or plan changed. Start a new run"
             )
 
     # --- what is in it --------------------------------------------------------------------------
