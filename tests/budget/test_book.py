@@ -169,7 +169,7 @@ def test_an_earlier_run_that_is_resumed_pays_for_the_users_who_have_not(place: s
 def test_runs_with_other_neighbours_are_refused(place: str) -> None:
     book = make(place)
     ask(book, "a", range(20))
-    other = Mechanism(8.0, 10, "random-allocation", "add-remove")
+    other = Mechanism(8.0, 10, "fixed", "replace-one")
     with pytest.raises(DprlhfError, match="different neighbours"):
         ask(book, "b", range(20), mechanism=other)
 
