@@ -314,6 +314,27 @@ def test_a_read_only_database(
         ask(book, "a", range(20))
 
 
+def test_a_role_that_trains_needs_few_rights(
+    databases: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As docs/budget.md lists them."""
+    monkeypatch.setenv("DPRLHF_BOOK_KEY_FILE", str(tmp_path / "key"))
+    url = databases()
+    make(url)
+    with open_storage(url).transaction(write=True) as connection:
+        connection.execute(sa.text("CREATE ROLE trainer LOGIN"))
+        for table in ("book", "datasets", "reservations", "histories", "people"):
+            rights = f"GRANT SELECT, INSERT, UPDATE ON dprlhf_{table} TO trainer"
+            connection.execute(sa.text(rights))
+    book = Book(url.replace("dprlhf@", "trainer@"))
+    assert ask(book, "a", range(20)).number == 1
+    with (
+        pytest.raises(sa.exc.ProgrammingError),
+        open_storage(url.replace("dprlhf@", "trainer@")).engine.begin() as connection,
+    ):
+        connection.execute(sa.text("DELETE FROM dprlhf_people"))
+
+
 def test_damage_is_noticed(file: Path) -> None:
     book = make(file)
     for n in range(3):
