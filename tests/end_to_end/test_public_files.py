@@ -84,15 +84,15 @@ def supervised(stage: str, model: str, folder: Path) -> Path:
         "rounds": 2, "privacy": {"epsilon": 4.0}, "output_dir": str(folder),
     }  # fmt: skip
     if stage == "sft":
-        rows = [{"user": f"u{i}", "prompt": "it was", "completion": " aaaa"} for i in range(20)]
+        rows = [{"user": f"u{i}", "prompt": f"it {i}", "completion": " aaaa"} for i in range(20)]
         settings: Any = recipe.SFTRecipe.model_validate({"policy": base, "data": DATA, **common})
     else:
         rows = [
-            {"user": f"u{i}", "prompt": "it was", "chosen": " aa", "rejected": " bbbb"}
+            {"user": f"u{i}", "prompt": f"it {i}", "chosen": " aa", "rejected": " bbbb"}
             for i in range(20)
         ]
         settings = recipe.RewardRecipe.model_validate({"model": base, "data": DATA, **common})
-    dprlhf.train_stage(settings, data=rows, evaluation_data=rows[:2].copy(), quiet=True)
+    dprlhf.train_stage(settings, data=rows[2:], evaluation_data=rows[:2], quiet=True)
     return folder
 
 

@@ -301,7 +301,11 @@ def test_without_noise_sft_learns_and_noise_alone_teaches_nothing(
     common = {
         "rounds": 10,
         "optimizer": {"learning_rate": 0.1},
-        "evaluation": {"data": {"path": "in-memory", "max_completion_tokens": 8}, "prompts": 4},
+        "evaluation": {
+            "data": {"path": "in-memory", "max_completion_tokens": 8},
+            "prompts": 4,
+            "declared_public": True,
+        },
     }
     public = [{"prompt": "it was", "completion": " aaaa"}] * 4
     gains = {}

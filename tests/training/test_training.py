@@ -103,11 +103,11 @@ class TestLearning:
             return [float(w) for w in wish]
 
         rows = [
-            {"prompt": [{"role": "user", "content": f"hi {i}"}], "wish": i % 3} for i in range(40)
+            {"prompt": [{"role": "user", "content": f"hi {i}"}], "wish": i % 3} for i in range(48)
         ]
         dprlhf.train(
             **settings(
-                str(folder), prompts=rows, reward=reward, evaluation_prompts=rows[:8], rounds=2
+                str(folder), prompts=rows[8:], reward=reward, evaluation_prompts=rows[:8], rounds=2
             ),
             output_dir=tmp_path / "run",
         )
@@ -139,7 +139,7 @@ class TestLearning:
         assert charged(tmp_path / "run") == [1, 2, 3, 4, 5]
         lines = (tmp_path / "run/secret/telemetry-0.jsonl").read_text().splitlines()
         assert sum(json.loads(line)["users_not_readable"] or 0 for line in lines) == 1
-        public = [*rows[:3], [{"role": "tool", "content": CANARY}]]
+        public = [[{"role": r, "content": CANARY}] for r in ("user", "user", "user", "tool")]
         with pytest.raises(DprlhfError, match="chat template refuses conversation 4 of 4"):
             dprlhf.train(
                 **settings(str(folder), prompts=rows, evaluation_prompts=public),

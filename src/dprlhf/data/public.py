@@ -55,6 +55,11 @@ def held_out(recipe: AnyRecipe, public: Users) -> Prompts:
     return public.select(np.arange(first, min(first + _HELD_OUT, public.count)))
 
 
+def used_rows(recipe: AnyRecipe) -> int:
+    """Return how many rows, from the start, :func:`evaluated` and :func:`held_out` may take."""
+    return recipe.evaluation.prompts + _HELD_OUT if recipe.evaluation is not None else 0
+
+
 def in_memory_prompts(prompts: Sequence[Any]) -> Prompts:
     """Return public prompts in memory, each of a user of its own."""
     return Prompts(

@@ -142,6 +142,43 @@ class Users:
             found |= by({_written(value) for value in batch[column]})
         return Private(found)
 
+    def traces(
+        self, user_column: str | None, first: int | None = None
+    ) -> Private[dict[str, NDArray[np.uint64]]]:
+        """Return hashes by which rows are recognised in another source.
+
+        Case and white space are ignored, and a conversation counts as the text of its messages.
+
+        Args:
+            user_column: Column of the users' names; ignored where the rows have no such column.
+            first: Number of rows from the start; None for all.
+
+        Returns:
+            Hashes of each row's ``text`` (prompt and completions), of its ``prompt`` cut to
+            ``prompt_words`` (none without that setting), and of its ``user``, each in an array
+            without order or repetition.
+        """
+        from pandas.util import hash_array
+
+        spec, rows = self._spec, self._rows
+        if first is not None:
+            rows = rows.select(range(min(first, len(rows))))
+        texts = [c for c in spec.columns if c != getattr(spec, "label_column", None)]
+        named = [user_column] if user_column in rows.column_names else []
+        found: dict[str, list[NDArray[np.uint64]]] = {"text": [], "prompt": [], "user": []}
+        for batch in rows.select_columns([*texts, *named]).iter(batch_size=ROWS_AT_ONCE):
+            whole = zip(*(batch[c] for c in texts), strict=True)
+            seen = {"text": [_plain(list(row)) for row in whole]}
+            if spec.prompt_words is not None:
+                seen["prompt"] = [_plain(_shorten(p, spec)) for p in batch[spec.prompt_column]]
+            if named:
+                seen["user"] = [_written(name) for name in batch[named[0]]]
+            for kind, values in seen.items():
+                some = np.array([v for v in values if v], dtype=object)  # "" is nobody's text
+                found[kind].append(np.unique(hash_array(some, categorize=False)))
+        empty = np.empty(0, dtype=np.uint64)
+        return Private({k: np.unique(np.concatenate([empty, *v])) for k, v in found.items()})
+
     def select(self, users: NDArray[np.int64], *, missing: bool = True) -> Prompts:
         """Return the prompts of some users, of each the first ``max_prompts_per_user``.
 
@@ -198,6 +235,15 @@ def _written(value: Any) -> str:
         value = int(value)
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return unicodedata.normalize("NFC", text).strip()
+
+
+def _plain(value: Any) -> str:
+    """Return the words of a text, a conversation, or a list of these, in lower case."""
+    if isinstance(value, dict):
+        return _plain(value.get("content"))
+    if isinstance(value, list | tuple):
+        return " ".join(filter(None, map(_plain, value)))
+    return "" if value is None else " ".join(str(value).casefold().split())
 
 
 def _group(rows: Any, spec: recipe.Data) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

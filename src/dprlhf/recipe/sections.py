@@ -437,11 +437,14 @@ class Evaluation(Settings):
         prompts: Number of rows that are used, from the start; at least 2, for a standard error.
         every: Number of rounds between evaluations during the run; null evaluates before and after
             the run only.
+        declared_public: Declare that these rows were public before, and were chosen without a look
+            at the users. A row that a user has as well is then no reason to refuse the run.
     """
 
     data: Data
     prompts: Annotated[int, Field(ge=2)] = 256
     every: PositiveInt | None = None
+    declared_public: bool = False
 
 
 class Tracking(Settings):

@@ -65,7 +65,7 @@ def privacy_card(
         ]
         + [
             f"the number of users, {plan.users}",
-            "the recipe, its seed, and the public evaluation prompts",
+            f"the recipe, its seed, and the public evaluation prompts{_declared(recipe)}",
             *_selection(recipe),
         ],
         "assumptions": [
@@ -91,6 +91,12 @@ def _selection(recipe: AnyRecipe) -> list[str]:
     # Removing a row would let another one in under the limit and so change two users, unless
     # neighbouring datasets differ among the selected rows only.
     return ["which rows data.skip and data.limit select: neighbouring datasets differ among these"]
+
+
+def _declared(recipe: AnyRecipe) -> str:
+    if recipe.evaluation is None or not recipe.evaluation.declared_public:
+        return ""
+    return " (declared to be public even where a user has the same text)"
 
 
 def audit_of(folder: RunFolder) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dprlhf.boundary import open_private
+from dprlhf.data.public import used_rows
 from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.ledger import Ledger
@@ -84,7 +85,7 @@ def recipe_digest(recipe: AnyRecipe) -> str:
     """Return a digest of the settings that must stay the same when a run is continued.
 
     Newer keys that are not set are left out, and values keep their oldest name, so that runs of
-    earlier versions keep their digest.
+    earlier versions keep their digest. A declaration about the evaluation may be added later.
     """
     newer = ("revision", "attn_implementation", "damping")
     former = {today: old for old, today in FORMER_NAMES.items()}
@@ -95,7 +96,12 @@ def recipe_digest(recipe: AnyRecipe) -> str:
             return {k: without_unset(v) for k, v in kept.items()}
         return [without_unset(v) for v in values] if isinstance(values, list) else values
 
-    free: Any = {"output_dir": True, "tracking": True, "privacy": {"book", "dataset"}}
+    free: Any = {
+        "output_dir": True,
+        "tracking": True,
+        "evaluation": {"declared_public"},
+        "privacy": {"book", "dataset"},
+    }
     fixed = without_unset(recipe.model_dump(mode="json", exclude=free))
     adapter = fixed[recipe.trained_key]["adapter"]
     adapter["type"] = former.get(adapter["type"], adapter["type"])
@@ -114,3 +120,31 @@ def check_disjoint(recipe: AnyRecipe, users: Users) -> None:
         held = RunFolder(run).identities
         if held.is_file() and np.isin(own, np.load(held)).any():
             raise overlap(run.name, "this run")
+
+
+def check_public(recipe: AnyRecipe, users: Users, public: Users | None) -> None:
+    """Check that no row of the evaluation is a user's, whatever the two sources are called.
+
+    Rows are the same if their texts are (with the completions, in a supervised stage), and also if
+    they name the same user in ``data.user_column``. One bit about the users is shown: whether the
+    run is refused. ``evaluation.declared_public`` skips the check.
+
+    Raises:
+        DprlhfError: Some row is. The message does not say which, or how many.
+    """
+    if public is None or recipe.evaluation is None or recipe.evaluation.declared_public:
+        return
+    column = recipe.data.user_column
+    private = open_private(users.traces(column))
+    shown = open_private(
+        public.traces(recipe.evaluation.data.user_column or column, used_rows(recipe))
+    )
+    # A prompt that was cut is compared with whole texts alone: many texts begin alike.
+    pairs = (("text", "text"), ("text", "prompt"), ("prompt", "text"), ("user", "user"))
+    if any(np.isin(shown[a], private[b]).any() for a, b in pairs):
+        raise DprlhfError(
+            "evaluation.data: some of its rows are users' rows, too (the same text"
+            + (f", or the same {column}" if column else "")
+            + "), and evaluation writes prompts and scores in the open: take rows of nobody among"
+            " the users; or set evaluation.declared_public=true if they were public before"
+        )

@@ -30,7 +30,7 @@ from dprlhf.recipe import AnyRecipe, experimental
 from dprlhf.runs.budget import NO_BOOK, reserve
 from dprlhf.runs.earlier import read_earlier
 from dprlhf.runs.folder import RunFolder, write_atomically
-from dprlhf.runs.opening import check_disjoint, open_folder, open_ledger
+from dprlhf.runs.opening import check_disjoint, check_public, open_folder, open_ledger
 from dprlhf.runs.trackers import check_installed, tracked
 from dprlhf.training.callbacks import as_functions
 from dprlhf.training.processes import Processes
@@ -81,6 +81,8 @@ def load_parts(
     users = Users(rows, recipe.data)
     stage.check_rows(rows)
     processes.on_main(lambda: check_disjoint(recipe, users))
+    public = public_users(recipe, sources.evaluation_prompts)
+    processes.on_main(lambda: check_public(recipe, users, public))
     stated = processes.on_main(lambda: opened_adjacency(folder.ledger) if folder else None)
     plan = plan_of(recipe, users, stated)
     if counted:  # before the model is loaded, which may take long
@@ -88,7 +90,6 @@ def load_parts(
     policy = stage.load_policy()
     stage.check_policy(users, policy)
     processes.place(policy)
-    public = public_users(recipe, sources.evaluation_prompts)
     parts = Parts(plan, earlier, users, policy, public, processes, quiet)
     stage.settle(parts)
     parts.plan = plan_of(stage.recipe, users, stated)

@@ -1,0 +1,153 @@
+"""No row of a user is evaluated in the open, whatever its source is called."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+import dprlhf
+from dprlhf.data.loading import rows_from
+from dprlhf.data.users import Users
+from dprlhf.errors import DprlhfError
+from dprlhf.recipe import AnyRecipe, RewardRecipe, SFTRecipe, make_recipe
+from dprlhf.runs.opening import check_public, recipe_digest
+from helpers.recipes import recipe_settings
+
+ABSENT = "/absent/folder/model"
+"""A model that is never looked for: a run is refused before."""
+REFUSED = "some of its rows are users' rows, too"
+
+
+def recipe(**changes: Any) -> AnyRecipe:
+    return make_recipe(recipe_settings(evaluation={"data": {"path": "other.csv"}}, **changes))
+
+
+def refused(private: Any, public: Any, **changes: Any) -> bool:
+    """Return whether a run on the users' prompts is refused these prompts for its evaluation."""
+    made = recipe(**changes)
+    assert made.evaluation is not None
+    users = Users(rows_from(private, "prompt"), made.data)
+    rows = made.evaluation.data.model_copy(update={"user_column": None})
+    try:
+        check_public(made, users, Users(rows_from(public, "prompt"), rows))
+    except DprlhfError as error:
+        message = str(error)
+        # No count, and no place.
+        return REFUSED in message and not any(str(digit) in message for digit in range(10))
+    return False
+
+
+PROMPTS = [f"user {i} says" for i in range(30)]
+OTHERS = [f"guest {i} says" for i in range(30)]
+
+
+@pytest.mark.parametrize(
+    ("public", "expected"),
+    [
+        (OTHERS, False),
+        ([*OTHERS, PROMPTS[7]], True),
+        (list(PROMPTS), True),
+        ([*OTHERS, "  User 7\n SAYS "], True),
+        ([{"prompt": text} for text in (*OTHERS, PROMPTS[7])], True),
+        ([[{"role": "user", "content": PROMPTS[7]}]], True),
+        (["", *OTHERS], False),
+    ],
+    ids=["others", "one", "equal", "spelt-otherwise", "dicts", "a-conversation", "empty"],
+)
+def test_rows_are_recognised_by_their_text(public: Any, expected: bool) -> None:
+    assert refused(["", *PROMPTS], public) is expected
+
+
+def test_rows_that_are_not_evaluated_do_not_matter() -> None:
+    """The evaluation takes rows from the start, and 64 more to fit settings to."""
+    public = [f"guest {i}" for i in range(80)]
+    for place, expected in ((65, True), (66, False)):
+        mixed = [*public[:place], PROMPTS[0], *public[place:]]
+        assert refused(PROMPTS, mixed, evaluation__prompts=2) is expected
+
+
+def test_a_cut_prompt_is_the_one_that_it_was_cut_from_but_a_common_beginning_is_not() -> None:
+    private = [f"it was one of the best films number {i}" for i in range(20)]
+    cut = {"data__prompt_words": 8, "evaluation__data__prompt_words": 8}
+    assert refused(private, ["it was one of the best films number"], **cut)
+    assert not refused(private, [f"it was one of the best films of {i}" for i in range(9)], **cut)
+    assert refused(["a b c"], ["a b c d"], evaluation__data__prompt_words=3)
+
+
+@pytest.mark.parametrize("named_by", ["data", "evaluation"])
+def test_users_are_recognised_by_their_names(named_by: str) -> None:
+    private = [{"prompt": p, "author": f"a{i}"} for i, p in enumerate(PROMPTS)]
+    column = "author" if named_by == "data" else "by"
+    changes = {"data__user_column": "author"}
+    if named_by == "evaluation":
+        changes["evaluation__data__user_column"] = "by"
+    for name, expected in (("a3", True), ("b3", False)):
+        assert refused(private, [{"prompt": "a new text", column: name}], **changes) is expected
+
+
+def test_what_is_declared_to_be_public_passes_and_the_digest_stays() -> None:
+    assert not refused(PROMPTS, PROMPTS, evaluation__declared_public=True)
+    assert recipe_digest(recipe()) == recipe_digest(recipe(evaluation__declared_public=True))
+
+
+def test_twenty_five_thousand_texts_on_either_side_take_seconds() -> None:
+    texts = datasets.Dataset.from_dict({"prompt": [f"{i} " * 50 for i in range(25_000)]})
+    others = datasets.Dataset.from_dict({"prompt": [f"x{i} " * 50 for i in range(25_000)]})
+    start = time.process_time()
+    assert not refused(texts, others, evaluation__prompts=25_000)
+    assert time.process_time() - start < 60  # pairs would take hours
+
+
+# --- through the front door, for every stage -------------------------------------------------
+
+
+def file(folder: Path, rows: list[dict[str, Any]]) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_slices_of_one_split_that_overlap_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.csv").write_text("prompt\n" + "\n".join(PROMPTS) + "\n")
+    for split, wanted in (("train[50%:]", REFUSED), ("train[90%:]", ABSENT)):
+        with pytest.raises(DprlhfError, match=wanted):
+            dprlhf.train(
+                model=ABSENT,
+                data={"path": str(tmp_path / "set"), "split": "train[:90%]"},
+                evaluation={"data": {"path": str(tmp_path / "set"), "split": split}},
+                rewards=[{"function": "builtins:len"}],
+                epsilon=4.0,
+                rounds=2,
+                output_dir=tmp_path / "run",
+            )
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_equal_list_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DprlhfError, match=REFUSED):
+        dprlhf.train(
+            model=ABSENT, prompts=PROMPTS, evaluation_prompts=list(PROMPTS), reward=len,
+            epsilon=4.0, rounds=2, output_dir=tmp_path / "run",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward"])
+def test_a_supervised_stage_compares_prompt_and_completions(stage: str, tmp_path: Path) -> None:
+    """Many documents have one prompt, so a shared prompt alone is no shared row."""
+    kind, answers = (
+        (SFTRecipe, ("completion",)) if stage == "sft" else (RewardRecipe, ("chosen", "rejected"))
+    )
+    rows = [{"prompt": "Sum up:", **{a: f"{a} {i}" for a in answers}} for i in range(20)]
+    others = [{"prompt": "Sum up:", **{a: f"{a} {i}" for a in answers}} for i in range(50, 60)]
+    model = {"policy" if stage == "sft" else "model": {"model_name_or_path": ABSENT}}
+    values = {"data": {"path": file(tmp_path, rows)}, "rounds": 2, "privacy": {"epsilon": 4.0}}
+    made = kind.model_validate({**values, **model})
+    for public, wanted in ((others, ABSENT), ([*others, rows[3]], REFUSED)):
+        with pytest.raises(DprlhfError, match=wanted):
+            dprlhf.train_stage(made, evaluation_data=public, output_dir=tmp_path / "run")
