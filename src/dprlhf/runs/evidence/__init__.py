@@ -1,0 +1,1 @@
+"""Evidence for an assessor: a signed page on what a run promised, and what shows it."""

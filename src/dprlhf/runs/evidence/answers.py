@@ -1,0 +1,480 @@
+"""The answers to the five requirements, drawn from a run's public records.
+
+Each answer says what is shown, what is missing with the command that would supply it, and which
+files it rests on. Alerts are what a reader has to know before relying on any answer.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from scipy.stats import binom
+
+from dprlhf.privacy.gaussian import upwards
+from dprlhf.privacy.plan import delta_warning, json_ready
+from dprlhf.recipe import Source
+from dprlhf.runs.card import guarantee_sentence
+from dprlhf.runs.evidence.records import Records
+from dprlhf.runs.evidence.requirements import REQUIREMENTS, Requirement
+from dprlhf.runs.evidence.words import at_least, of_hundred, pair, right_guesses
+
+SHOWN, PARTLY, MISSING = "shown", "partly shown", "missing"
+CONTRADICTED, NONE = "contradicted", "no guarantee"
+
+_PROOFS = {
+    "random-allocation": "random_allocation_accounting",
+    "fixed": "disjoint_batches",
+    "stream": "disjoint_batches",
+}
+_CHANCE = 0.05
+"""An attack counts as better than guessing if chance alone does so well less often than this."""
+
+Answer = dict[str, Any]
+
+
+def alerts_of(records: Records, limit: float | None) -> list[dict[str, str]]:
+    """Return what has to be known before any answer, each with what to do about it."""
+    found: list[dict[str, str]] = []
+
+    def alert(what: str, do: str) -> None:
+        found.append({"what": what, "do": do})
+
+    for sentence in records.contradictions:
+        alert(sentence, "Do not rely on this run's ε until the cause is known.")
+    if not records.private:
+        alert(
+            "No guarantee: this run, or one that it builds on, added no noise.",
+            "Do not publish what it left if its users expect privacy.",
+        )
+    threshold = _crossed(records, limit)
+    if threshold is not None:
+        alert(threshold, "Decide whether the result may be used at all; noise cannot be added now.")
+    asked = records.recipe.privacy.epsilon
+    if asked is not None and records.alone.epsilon > asked * (1 + 1e-6) and records.private:
+        alert(
+            f"This run alone costs {pair(records.alone.epsilon, records.alone.delta)}, more than"
+            f" the ε of {asked:g} that its recipe asks for.",
+            "Do not rely on this run's ε until the cause is known.",
+        )
+    if not records.finished:
+        alert(
+            f"The run is not finished: {len(records.numbers('commit'))} of {records.rounds} rounds"
+            " are saved.",
+            f"dprlhf resume {records.name}",
+        )
+    for source in records.recipe.sources:
+        problem = _lineage_problem(source, records)
+        if problem:
+            alert(problem, "Establish what it was trained on, by whom, and on whose data.")
+    warning = delta_warning(records.total.delta, int(records.terms.get("users") or 1))
+    if warning and records.private:
+        alert(f"{warning}.", "Train with a smaller privacy.delta.")
+    audit = audit_facts(records)
+    if audit is not None and audit["refuted"]:
+        alert("An audit refuted the stated ε.", "Do not rely on this run's ε; report it.")
+    return found
+
+
+def rounds_of(records: Records) -> list[dict[str, Any]]:
+    """Return each planned round with its charge, and ε and δ spent up to it.
+
+    The whole plan's ε is owed from the first charge on: under random allocation nobody may know
+    which round a user was in, and with known batches the users of the first round have spent all of
+    it. So the sum steps up once, and never down.
+    """
+    charged, saved = set(records.numbers("charge")), set(records.numbers("commit"))
+    before = records.before
+    spent: dict[str, Any] = {
+        "epsilon": before.epsilon if before else 0.0,
+        "delta": before.delta if before else 0.0,
+    }
+    rows = [{"round": 0, "charged": False, "saved": False, **spent}]
+    for t in range(1, max([records.rounds, *charged, *saved]) + 1):
+        if t in charged:
+            spent = {"epsilon": records.total.epsilon, "delta": records.total.delta}
+        rows.append({"round": t, "charged": t in charged, "saved": t in saved, **spent})
+    return [json_ready(row) for row in rows]
+
+
+def runs_of(records: Records) -> list[dict[str, Any]]:
+    """Return this run and the earlier ones that count towards the total, latest first."""
+    return [
+        {
+            "name": record.name,
+            "stage": record.stage,
+            "this": index == 0,
+            "commitment": record.run,
+            "noise_multiplier": record.mechanism["noise_multiplier"],
+            "rounds": record.mechanism["rounds"],
+            "partition": record.mechanism["partition"],
+            "tuning_runs": record.tuning_runs,
+        }
+        for index, record in enumerate(records.runs)
+    ]
+
+
+def answers_of(records: Records, limit: float | None) -> list[Answer]:
+    """Return the answer to each requirement, in their order."""
+    given = (
+        _documented(records),
+        _attacked(records),
+        _by_round(records, limit),
+        _audited(records),
+        _all_covered(records),
+    )
+    return [
+        _quoted(requirement) | answer
+        for requirement, answer in zip(REQUIREMENTS, given, strict=True)
+    ]
+
+
+def audit_facts(records: Records) -> dict[str, Any] | None:
+    """Return what the card says of an audit, whichever version wrote it; None without one.
+
+    Whether the claim is refuted is decided here again from the numbers, not only read.
+    """
+    audit = records.card.get("audit")
+    if not isinstance(audit, dict):
+        return None
+
+    def number(name: str) -> float | None:
+        value = audit.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        return float(value) if math.isfinite(value) else None
+
+    bound = number("bound")
+    return {
+        "bound": bound,
+        "confidence": number("confidence"),
+        "canaries": number("canaries"),
+        "guesses": number("guesses"),
+        "right": number("right"),
+        "space": audit.get("space"),
+        "refuted": audit.get("holds") is False
+        or (bound is not None and bound > records.alone.epsilon),
+    }
+
+
+# --- the five answers ----------------------------------------------------------------------------
+
+
+def _quoted(requirement: Requirement) -> Answer:
+    return {
+        "title": requirement.title,
+        "number": requirement.number,
+        "draft_number": requirement.draft,
+        "level": requirement.level,
+        "text": requirement.text,
+        "source": requirement.source,
+        "draft_text": requirement.draft_text,
+        "draft_source": requirement.draft_source,
+    }
+
+
+def _answer(
+    status: str,
+    said: list[str],
+    files: list[str],
+    facts: list[tuple[str, str]] | None = None,
+    missing: list[tuple[str, str]] | None = None,
+) -> Answer:
+    return {
+        "status": status,
+        "answer": said,
+        "facts": [list(fact) for fact in facts or []],
+        "missing": [{"what": what, "command": command} for what, command in missing or []],
+        "files": files,
+    }
+
+
+def _standing(records: Records, otherwise: str) -> str:
+    """Return the status of an answer that rests on the stated ε."""
+    if records.contradictions:
+        return CONTRADICTED
+    return otherwise if records.private else NONE
+
+
+def _documented(records: Records) -> Answer:
+    files = ["privacy.json", "ledger.jsonl", "recipe.yaml"]
+    status = _standing(records, SHOWN)
+    if status == NONE:
+        return _answer(
+            NONE,
+            [
+                "No. The run added no noise, or builds on one that added none. It is a baseline for"
+                " comparison, and nothing limits what it gives away about a person."
+            ],
+            files,
+        )
+    if status == CONTRADICTED:
+        return _answer(
+            CONTRADICTED,
+            ["The run's records contradict one another (see the alerts), so no ε is confirmed."],
+            files,
+        )
+    unit = records.runs[0].unit
+    said = [
+        "Yes. The run was trained with differential privacy, and its ε is recorded twice: on its"
+        " privacy card, and in the first line of its ledger, written before training began. For"
+        " this page ε was computed again from the recorded noise, and nothing smaller is stated"
+        " here than was found.",
+        "One person is one row of the training data. Somebody with several rows is not protected"
+        " as a whole, but row by row."
+        if unit is None
+        else f"One person is everybody's rows with the same value in the column '{unit}', taken"
+        " together.",
+    ]
+    facts = [
+        ("In total", pair(records.total.epsilon, records.total.delta)),
+        ("This run alone", pair(records.alone.epsilon, records.alone.delta)),
+        ("Compared are", f"data sets in which {records.card['neighbouring']}"),
+        ("Unit", str(records.card["unit"])),
+        ("Method", records.alone.accountant),
+        ("Statement", guarantee_sentence(records.card)),
+    ]
+    return _answer(SHOWN, said, files, facts)
+
+
+def _attacked(records: Records) -> Answer:
+    run, audit = records.name, audit_facts(records)
+    own = (
+        "An attack on this very model with its own people's data. Its result depends on them"
+        " without protection, so it must not be published; it is no file of the run folder.",
+        "in Python: dprlhf.audit.membership_scores and dprlhf.audit.roc; keep the result secret",
+    )
+    if audit is None or not audit["guesses"]:
+        return _answer(
+            MISSING,
+            [
+                "No attack on this run is on record. What is there is the promise itself, which"
+                f" limits every attack: {_limit_on_attacks(records)}."
+            ],
+            ["privacy.json"],
+            missing=[
+                ("A simulated attack with invented users.", f"dprlhf audit {run} --space prompt"),
+                own,
+            ],
+        )
+    guesses, right = int(audit["guesses"]), int(audit["right"] or 0)
+    better = bool(binom.sf(right - 1, guesses, 0.5) < _CHANCE)
+    said = [
+        f"In part. In a simulated attack on the same training procedure, {_thousands(audit)}"
+        " invented users were put in or left out by a coin, and the attacker, who chose the cases"
+        f" that he was surest of, was right in {right} of {guesses} guesses; blind guessing gives"
+        f" about {guesses // 2}.",
+        "That is more than chance explains, so the requirement in its strict wording, no better"
+        " than guessing, is not met by this attack. The attacker here is far stronger than a real"
+        f" one: he designed the users that he looks for. The promise allows {_allowed(records)}."
+        if better
+        else "That is no more than chance explains.",
+    ]
+    missing = [own]
+    if audit["space"] != "prompt":
+        missing.insert(
+            0,
+            (
+                "An attack through the recipe's own model; the one on record is on a small model"
+                " of known weights.",
+                f"dprlhf audit {run} --space prompt",
+            ),
+        )
+    return _answer(
+        CONTRADICTED if audit["refuted"] else PARTLY,
+        said,
+        ["privacy.json"],
+        [("Right guesses", f"{right} of {guesses}"), ("Kind of attack", _kind(audit))],
+        missing,
+    )
+
+
+def _by_round(records: Records, limit: float | None) -> Answer:
+    charged = records.numbers("charge")
+    said = [
+        "Yes. Each round is written to the ledger before anything computed from people leaves the"
+        " run. Each line holds the fingerprint of the one before it; the chain was checked for this"
+        " page and is unbroken.",
+        "The budget is spent as a whole: ε and δ of the full plan are owed from the first round"
+        " on, and further rounds of the plan add nothing. That is the cautious reading: a run that"
+        " stops early has no smaller ε.",
+        "A round that is not in the plan, or was recorded before, is refused while training.",
+    ]
+    crossed = _crossed(records, limit)
+    if crossed:
+        said.append(f"Alert: {crossed}")
+    elif limit is not None:
+        said.append(f"The threshold of ε = {limit:g} was not crossed in any round.")
+    missing = []
+    if limit is None:
+        missing.append(
+            (
+                "Your organisation's threshold for ε. Without one, this page can only compare with"
+                " the run's own plan.",
+                f"dprlhf comply {records.name} --limit EPSILON",
+            )
+        )
+    lost = sorted(set(charged) - set(records.numbers("commit")))
+    facts = [
+        ("Rounds recorded", f"{len(charged)} of {records.rounds} planned"),
+        ("Spent before this run", pair(*_spent(records.before)) if records.before else "nothing"),
+        ("Spent now", pair(*_spent(records.total)) if charged else "nothing by this run"),
+    ]
+    if lost:
+        facts.append(
+            ("Recorded, then lost in a crash", f"round {', '.join(map(str, lost))}; counted fully")
+        )
+    status = _standing(records, SHOWN if limit is not None else PARTLY)
+    if status in (CONTRADICTED, NONE):
+        said = ["No. See the alerts."] if status == CONTRADICTED else [
+            "The rounds are recorded, but without noise there is no ε to add up."
+        ]  # fmt: skip
+    return _answer(status, said, ["ledger.jsonl", "metrics.jsonl"], facts, missing)
+
+
+def _audited(records: Records) -> Answer:
+    run, audit = records.name, audit_facts(records)
+    if audit is None or audit["bound"] is None:
+        return _answer(
+            MISSING,
+            ["No. Nobody has audited this run, or the result is not on its privacy card."],
+            ["privacy.json"],
+            missing=[("An audit.", f"dprlhf audit {run}")],
+        )
+    confidence = audit["confidence"]
+    sure = "a confidence that is not on record" if confidence is None else f"{confidence:.0%}"
+    if audit["refuted"]:
+        verdict = "It is larger than the stated ε: the statement is refuted."
+    else:
+        verdict = (
+            "It is not larger than the stated ε, so the two are consistent. An audit can refute a"
+            " statement, but it cannot prove one: a small value means that this attack saw little."
+        )
+    said = [
+        f"An audit found that the true ε is at least {at_least(audit['bound'])}, at {sure}.",
+        verdict,
+        "The tolerance is zero: any value above the stated ε counts as a refutation.",
+    ]
+    missing = []
+    if audit["space"] != "prompt":
+        said.append(
+            "The attack was not black-box but stronger: it saw every released number, not only the"
+            " model's answers."
+        )
+        missing.append(("An attack that asks the model.", f"dprlhf audit {run} --space prompt"))
+    facts = [
+        ("Measured from below", f"ε ≥ {at_least(audit['bound'])}"),
+        ("Confidence", sure),
+        ("Stated for this run", pair(*_spent(records.alone))),
+        ("Invented users", _thousands(audit)),
+    ]
+    status = CONTRADICTED if audit["refuted"] else _standing(records, SHOWN)
+    return _answer(status, said, ["privacy.json"], facts, missing)
+
+
+def _all_covered(records: Records) -> Answer:
+    own, *earlier = records.runs
+    names = ", ".join(f"{r.name} ({r.stage})" for r in earlier) or "none"
+    proofs = sorted({_PROOFS.get(str(r.mechanism["partition"]), "") for r in records.runs} - {""})
+    notes = ["users_and_clipping", "resume", *proofs, *(["composition"] if earlier else [])]
+    tuning = str(records.card.get("tuning", "not on record"))
+    doubtful = [p for s in records.recipe.sources if (p := _lineage_problem(s, records))]
+    said = [
+        "The total counts this run, all earlier runs that it names, and the trial runs that its"
+        " recipe declares. The proofs for each kind of run, and for adding them up, are in the"
+        " software's documentation (docs/proofs).",
+        "What this page cannot see: a run on the same people that this one does not name. dprlhf"
+        " makes no embeddings of private data that outlast a run.",
+        *doubtful,
+    ]
+    missing = []
+    if own.tuning_runs == 0 and not tuning.startswith("declared"):
+        missing.append(
+            (
+                "A statement on trial runs: how many runs on the same people chose the settings.",
+                "privacy.tuning_runs=NUMBER in the recipe of the next run",
+            )
+        )
+    missing.append(
+        (
+            "Other runs on the same people, if there are any: their sum.",
+            f"dprlhf privacy total {records.name} OTHER_RUN",
+        )
+    )
+    facts = [
+        ("In total", pair(*_spent(records.total)) if records.private else "no guarantee"),
+        ("Earlier runs counted", names),
+        ("Trial runs", tuning),
+        ("Models it starts from", "; ".join(source.label for source in records.recipe.sources)),
+        ("Proofs", ", ".join(f"docs/proofs/{note}.md" for note in notes)),
+    ]
+    status = _standing(records, PARTLY)
+    return _answer(status, said, ["ledger.jsonl", "recipe.yaml", "privacy.json"], facts, missing)
+
+
+# --- parts of answers ----------------------------------------------------------------------------
+
+
+def _spent(cost: Any) -> tuple[float, float]:
+    return cost.epsilon, cost.delta
+
+
+def _crossed(records: Records, limit: float | None) -> str | None:
+    """Return a sentence on the first round at which ε was above the threshold."""
+    if limit is None or not records.private:
+        return None
+    for row in rounds_of(records):
+        if row["epsilon"] > limit:
+            when = "before this run began" if row["round"] == 0 else f"in round {row['round']}"
+            return (
+                f"ε rose above the threshold of {limit:g} {when}: it is"
+                f" {upwards(row['epsilon'], 4)}."
+            )
+    return None
+
+
+def _limit_on_attacks(records: Records) -> str:
+    if not records.private or records.contradictions:
+        return "here, however, there is no confirmed ε"
+    return f"somebody who has to say whether a person's data were used is {_allowed(records)}"
+
+
+def _allowed(records: Records) -> str:
+    if not records.private:
+        return "any number of right guesses"
+    share = right_guesses(records.total.epsilon, records.total.delta)
+    return f"right in at most {of_hundred(share)} of 100 cases where a coin decided"
+
+
+def _thousands(audit: dict[str, Any]) -> str:
+    count = audit["canaries"]
+    return "an unknown number of" if count is None else f"{int(count):,}"
+
+
+def _kind(audit: dict[str, Any]) -> str:
+    kinds = {
+        "gradient": "sees every released number, knows what each invented user adds to it",
+        "prompt": "asks the recipe's own model how likely certain answers are",
+    }
+    return kinds.get(str(audit["space"]), str(audit["space"] or "not on record"))
+
+
+def _lineage_problem(source: Source, records: Records) -> str | None:
+    """Return a sentence if nobody can say what a model that the run starts from was trained on."""
+    if source.trained_on_private_users:
+        return (
+            f"The {source.label} was declared as trained on the same people, at a cost that no"
+            " total counts."
+        )
+    if source.key is None or not source.path or source.path.startswith("asset:"):
+        return None
+    told = f"the {source.label}: released by the earlier run "
+    if any(str(line).startswith(told) for line in records.card.get("assumed_public", [])):
+        return None
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source.path):
+        return None  # a name on the Hugging Face hub; the recipe declares it public
+    return (
+        f"The {source.label} comes from a folder, not from a public place; that it never saw the"
+        " same people's data is the operator's word alone."
+    )

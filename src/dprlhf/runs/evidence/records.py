@@ -1,0 +1,234 @@
+"""A run's public records, read and checked against one another for the evidence.
+
+Nothing here reads ``secret/``, and nothing outside the run folder. A record that contradicts
+another one is reported, never mended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.accounting import Epsilon, Mechanism, epsilon
+from dprlhf.privacy.ledger import Entry, read_opened
+from dprlhf.recipe import AnyRecipe, load_any_recipe
+from dprlhf.runs.card import guarantee_sentence
+from dprlhf.runs.checkpoint import last_checkpoint
+from dprlhf.runs.earlier import Record, records_of, total_of
+from dprlhf.runs.folder import RunFolder
+from dprlhf.runs.opening import recipe_digest
+
+_WEIGHTS = ("policy", "model", "checkpoint")
+
+
+@dataclass
+class Records:
+    """The public records of one run.
+
+    Attributes:
+        folder: The run folder.
+        recipe: Its recipe.
+        card: Content of ``privacy.json``; empty where it is missing or damaged.
+        entries: The ledger's entries, verified by their chain of hashes.
+        runs: The terms of this run, then those of the earlier runs that it names.
+        alone: Cost of this run by itself; ε is infinite without noise.
+        total: Cost with all earlier runs and declared tuning runs.
+        before: Cost of everything that ran before this run; None if nothing did.
+        finished: Whether the run left a final policy.
+        saved: Round of the checkpoint; None without one.
+        contradictions: Sentences on records that disagree, so that no ε can be relied on.
+    """
+
+    folder: RunFolder
+    recipe: AnyRecipe
+    card: dict[str, Any]
+    entries: list[Entry]
+    runs: list[Record]
+    alone: Epsilon
+    total: Epsilon
+    before: Epsilon | None
+    finished: bool
+    saved: int | None
+    contradictions: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The name of the run's folder."""
+        return self.runs[0].name
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """The terms that the ledger opened with."""
+        return self.entries[0].body
+
+    @property
+    def rounds(self) -> int:
+        """The planned number of rounds T."""
+        return int(self.terms["rounds"])
+
+    @property
+    def private(self) -> bool:
+        """Whether a finite total ε is stated."""
+        return math.isfinite(self.total.epsilon)
+
+    def numbers(self, kind: str) -> list[int]:
+        """Return the rounds of the ledger's entries of a kind, ``charge`` or ``commit``."""
+        return [int(e.body["round"]) for e in self.entries if e.kind == kind]
+
+
+def read_records(path: Path) -> Records:
+    """Read and check a run's public records.
+
+    Raises:
+        DprlhfError: This is no run folder, its ledger is missing, altered or empty, or its runs
+            have no common statement.
+    """
+    folder = RunFolder(path)
+    folder.require()
+    if not folder.ledger.is_file():
+        raise DprlhfError(f"{folder.ledger}: missing; what this run spent is not known")
+    entries = read_opened(folder.ledger)
+    try:
+        runs, recipe = records_of(path), load_any_recipe(folder.recipe)
+        card, damaged = _card(folder)
+        alone, total, before = _costs(runs)
+        records = Records(
+            folder=folder,
+            recipe=recipe,
+            card=card,
+            entries=entries,
+            runs=runs,
+            alone=_no_smaller(alone, entries[0].body.get("epsilon")),
+            total=_no_smaller(total, card.get("total", {}).get("epsilon")),
+            before=before,
+            finished=(folder.policy / "README.md").is_file(),
+            saved=_saved(folder),
+        )
+        records.contradictions = [*damaged, *_contradictions(records, alone, total)]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DprlhfError(
+            f"{path}: the run's records lack or misstate {error}; no evidence can be drawn from"
+            " them"
+        ) from None
+    return records
+
+
+def hashes(folder: RunFolder) -> dict[str, str]:
+    """Return the SHA-256 hash of each public file that the evidence is about, by its path.
+
+    Links are left out, because they could lead into ``secret/``.
+    """
+    named = [folder.recipe, folder.privacy, folder.ledger, folder.metrics, folder.evaluation]
+    weights = [file for name in _WEIGHTS for file in sorted((folder.path / name).rglob("*"))]
+    found = {}
+    for file in [*named, *weights]:
+        inside = [file, *list(file.parents)[: len(file.relative_to(folder.path).parts) - 1]]
+        if file.is_file() and not any(place.is_symlink() for place in inside):
+            with open(file, "rb") as content:
+                found[file.relative_to(folder.path).as_posix()] = hashlib.file_digest(
+                    content, "sha256"
+                ).hexdigest()
+    return found
+
+
+def _card(folder: RunFolder) -> tuple[dict[str, Any], list[str]]:
+    try:
+        card = json.loads(folder.privacy.read_text())
+        if guarantee_sentence(card) and card["unit"]:
+            return card, []
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return {}, ["The privacy card (privacy.json) is missing or damaged."]
+
+
+def _costs(runs: list[Record]) -> tuple[Epsilon, Epsilon, Epsilon | None]:
+    """Compute again what the run costs alone, with all others, and what was spent before it."""
+    own, *earlier = runs
+    total = total_of(runs)
+    if own.mechanism["noise_multiplier"]:
+        alone = epsilon(Mechanism(**own.mechanism), own.delta)
+    else:
+        alone = total
+    tuned = [replace(own, tuning_runs=own.tuning_runs - 1)] if own.tuning_runs else []
+    before = [*earlier, *tuned]
+    return alone, total, total_of(before) if before else None
+
+
+def _no_smaller(computed: Epsilon, stated: Any) -> Epsilon:
+    """Return the cost, with the stated ε where that is larger."""
+    if isinstance(stated, int | float) and stated > computed.epsilon:
+        return replace(computed, epsilon=float(stated))
+    return computed
+
+
+def _saved(folder: RunFolder) -> int | None:
+    place = last_checkpoint(folder)
+    if place is None or not (place / "state.json").is_file():
+        return None
+    return int(json.loads((place / "state.json").read_text())["round"])
+
+
+def _contradictions(records: Records, alone: Epsilon, total: Epsilon) -> list[str]:
+    terms, card = records.terms, records.card
+    found = _charges(records)
+    # A page that asks for trust must not repeat a number that is certainly too small.
+    for stated, computed, of in (
+        (terms.get("epsilon"), alone, "the ledger"),
+        (card.get("total", {}).get("epsilon"), total, "the total on the privacy card"),
+    ):
+        if isinstance(stated, int | float) and stated < computed.epsilon_lower * (1 - 1e-6):
+            found.append(
+                f"The ε in {of} is {stated:.4g}, but the recorded noise costs at least"
+                f" {computed.epsilon_lower:.4g}."
+            )
+    shared = (terms.keys() & card.keys()) - {"unit"}  # the card says the unit in words
+    differing = sorted(name for name in shared if terms[name] != card[name])
+    if differing:
+        found.append(f"Ledger and privacy card disagree on: {', '.join(differing)}.")
+    if card and card.get("run") != terms["key_commitment"]:
+        found.append("The privacy card belongs to another run than the ledger.")
+    if recipe_digest(records.recipe) != terms.get("recipe_sha256"):
+        found.append("recipe.yaml is not the recipe that the ledger was opened with.")
+    return found
+
+
+def _charges(records: Records) -> list[str]:
+    """Compare the charges with the plan, and with what the run left after its rounds."""
+    charged, committed = records.numbers("charge"), records.numbers("commit")
+    planned = ("noise_multiplier", "clip_norm", "releases_per_round")
+    found = []
+    if charged != sorted(set(charged)) or any(not 1 <= t <= records.rounds for t in charged):
+        found.append("The ledger charges a round twice, out of order or beyond the plan.")
+    if any(
+        entry.kind == "charge" and entry.body.get(name) != records.terms[name]
+        for entry in records.entries
+        for name in planned
+    ):
+        found.append("The ledger charges a round with other noise or another limit than planned.")
+    shown = {"metrics.jsonl": _metric_rounds(records.folder.metrics), "the ledger": committed}
+    if records.saved:
+        shown["the checkpoint"] = [records.saved]
+    for name, rounds in shown.items():
+        unpaid = sorted(set(rounds) - set(charged))
+        if unpaid:
+            found.append(
+                f"Round {', '.join(map(str, unpaid))} stands in {name}, but the ledger has no"
+                " charge for it."
+            )
+    if records.saved is not None and records.saved < max(committed, default=0):
+        found.append("The checkpoint is older than the last round that the ledger has as saved.")
+    if records.finished and not charged:
+        found.append("There is a final policy, but the ledger has no charge.")
+    return found
+
+
+def _metric_rounds(file: Path) -> list[int]:
+    if not file.is_file():
+        return []
+    lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+    return [int(line["round"]) for line in lines]
