@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +154,8 @@ def _costs(runs: list[Record]) -> tuple[Epsilon, Epsilon, Epsilon | None]:
         alone = epsilon(Mechanism(**own.mechanism), own.delta)
     else:
         alone = total
-    tuned = [replace(own, tuning_runs=own.tuning_runs - 1)] if own.tuning_runs else []
+    trials = own.tuning_runs - 1  # beside the one that stands for itself
+    tuned = [Record(**{**asdict(own), "tuning_runs": trials})] if own.tuning_runs else []
     before = [*earlier, *tuned]
     return alone, total, total_of(before) if before else None
 
@@ -162,7 +163,7 @@ def _costs(runs: list[Record]) -> tuple[Epsilon, Epsilon, Epsilon | None]:
 def _no_smaller(computed: Epsilon, stated: Any) -> Epsilon:
     """Return the cost, with the stated ε where that is larger."""
     if isinstance(stated, int | float) and stated > computed.epsilon:
-        return replace(computed, epsilon=float(stated))
+        return Epsilon(**{**asdict(computed), "epsilon": float(stated)})
     return computed
 
 
