@@ -45,6 +45,11 @@ class Entry:
     previous: str
     hash: str
 
+    @property
+    def is_charge(self) -> bool:
+        """Whether the entry charges a round."""
+        return self.kind == "charge"
+
     @classmethod
     def make(cls, sequence: int, kind: str, body: dict[str, Any], previous: str) -> Self:
         """Return an entry with the hash of its fields."""

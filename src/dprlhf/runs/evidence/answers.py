@@ -84,7 +84,7 @@ def rounds_of(records: Records) -> list[dict[str, Any]]:
     which round a user was in, and with known batches the users of the first round have spent all of
     it. So the sum steps up once, and never down.
     """
-    charged, saved = set(records.numbers("charge")), set(records.numbers("commit"))
+    charged, saved = set(records.charged), set(records.committed)
     before = records.before
     spent: dict[str, Any] = {
         "epsilon": before.epsilon if before else 0.0,
@@ -291,7 +291,7 @@ def _attacked(records: Records) -> Answer:
 
 
 def _by_round(records: Records, limit: float | None) -> Answer:
-    charged = records.numbers("charge")
+    charged = records.charged
     said = [
         "Yes. Each round is written to the ledger before anything computed from people leaves the"
         " run. Each line holds the fingerprint of the one before it; the chain was checked for this"
@@ -315,7 +315,7 @@ def _by_round(records: Records, limit: float | None) -> Answer:
                 f"dprlhf comply {records.name} --limit EPSILON",
             )
         )
-    lost = sorted(set(charged) - set(records.numbers("commit")))
+    lost = sorted(set(charged) - set(records.committed))
     facts = [
         ("Rounds recorded", f"{len(charged)} of {records.rounds} planned"),
         ("Spent before this run", pair(*_spent(records.before)) if records.before else "nothing"),

@@ -76,9 +76,15 @@ class Records:
         """Whether a finite total ε is stated."""
         return math.isfinite(self.total.epsilon)
 
-    def numbers(self, kind: str) -> list[int]:
-        """Return the rounds of the ledger's entries of a kind, ``charge`` or ``commit``."""
-        return [int(e.body["round"]) for e in self.entries if e.kind == kind]
+    @property
+    def charged(self) -> list[int]:
+        """The charged rounds, in the ledger's order."""
+        return [int(entry.body["round"]) for entry in self.entries if entry.is_charge]
+
+    @property
+    def committed(self) -> list[int]:
+        """The rounds that the ledger has as saved, in its order."""
+        return [int(entry.body["round"]) for entry in self.entries if entry.kind == "commit"]
 
 
 def read_records(path: Path) -> Records:
@@ -200,13 +206,13 @@ def _contradictions(records: Records, alone: Epsilon, total: Epsilon) -> list[st
 
 def _charges(records: Records) -> list[str]:
     """Compare the charges with the plan, and with what the run left after its rounds."""
-    charged, committed = records.numbers("charge"), records.numbers("commit")
+    charged, committed = records.charged, records.committed
     planned = ("noise_multiplier", "clip_norm", "releases_per_round")
     found = []
     if charged != sorted(set(charged)) or any(not 1 <= t <= records.rounds for t in charged):
         found.append("The ledger charges a round twice, out of order or beyond the plan.")
     if any(
-        entry.kind == "charge" and entry.body.get(name) != records.terms[name]
+        entry.is_charge and entry.body.get(name) != records.terms[name]
         for entry in records.entries
         for name in planned
     ):
