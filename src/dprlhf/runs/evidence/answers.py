@@ -60,7 +60,7 @@ def alerts_of(records: Records, limit: float | None) -> list[dict[str, str]]:
         )
     if not records.finished:
         alert(
-            f"The run is not finished: {len(records.numbers('commit'))} of {records.rounds} rounds"
+            f"The run is not finished: {len(records.committed)} of {records.rounds} rounds"
             " are saved.",
             f"dprlhf resume {records.name}",
         )
