@@ -141,9 +141,10 @@ def plan(users: int, rounds: int) -> dict[str, float]:
 
 
 def noise(dimension: int) -> dict[str, float]:
-    from dprlhf.privacy.randomness import gaussian_noise
+    from dprlhf.privacy.rounded_gaussian import grid_of, rounded_gaussian
 
-    return measure(lambda: gaussian_noise(bytes(32), "noise", 1, count=dimension))
+    std = grid_of(1.0, 1.0, dimension).std
+    return measure(lambda: rounded_gaussian(bytes(32), "noise", 1, std=std, count=dimension))
 
 
 def apart(function: Callable[..., Any], *args: Any) -> Any:

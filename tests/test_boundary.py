@@ -162,10 +162,13 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
     "BoundedSum": {"gradients/clipping": "the only place that bounds a user's influence"},
     "Released": {"privacy/gate": "the only exit"},
-    "gaussian_noise": {
+    "rounded_gaussian": {
         "privacy/gate": "noise is drawn once for each charge",
         "papers/regression/in_memory": "an oracle run by itself, without a ledger: its"
         " result states its cost",
+    },
+    "gaussian_noise": {
+        "papers/regression/in_memory": "the shaped noise of ISSP, run by itself, without a ledger",
     },
     "charge": {"privacy/gate": "noise follows the charge in the same function"},
     "_Private__value": {"boundary": "open_private is the only way in"},
@@ -177,6 +180,8 @@ WHY = {
     " go through the gate",
     "BoundedSum": "claims that every user's contribution was clipped; the noise rests on it",
     "Released": "claims that a value was charged and noised",
+    "rounded_gaussian": "draws privacy noise; drawn outside the gate, it can be used twice or"
+    " without a charge",
     "gaussian_noise": "draws privacy noise; drawn outside the gate, it can be used twice or"
     " without a charge",
     "charge": "spends a round's users; whatever charges must also be what releases",
@@ -191,6 +196,7 @@ DEFINED_IN = {
     "open_private": "boundary",
     "BoundedSum": "boundary",
     "Released": "boundary",
+    "rounded_gaussian": "privacy/rounded_gaussian",
     "gaussian_noise": "privacy/randomness",
     "charge": "privacy/ledger",
     "_Private__value": "",
@@ -295,6 +301,10 @@ def test_only_the_pinned_modules(name: str) -> None:
         ("BoundedSum", "from dataclasses import replace"),
         ("Released", "from dprlhf.boundary import Released\nReleased[int](1, 1)"),
         ("Released", "from dprlhf.boundary import Released\nf(Released)"),
+        (
+            "rounded_gaussian",
+            "from dprlhf.privacy import rounded_gaussian as r\nr.rounded_gaussian(k)",
+        ),
         ("gaussian_noise", "from dprlhf.privacy.randomness import gaussian_noise as g"),
         ("gaussian_noise", "from dprlhf.privacy import randomness as r\nr.gaussian_noise(k)"),
         ("charge", "def f(run):\n    run.ledger.charge(1)"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import dprlhf.privacy.ledger
 import dprlhf.runs.folder
+from dprlhf.privacy.rounded_gaussian import rounded_gaussian
 
 KEY = bytes(range(32))
 NONCE = "a test"
@@ -16,3 +19,8 @@ def fix_randomness() -> None:
     """
     dprlhf.runs.folder.new_key = lambda: KEY
     dprlhf.privacy.ledger.new_nonce = lambda: NONCE
+
+
+def make_tables() -> None:
+    """Compute the tables of the gate's noise, 0.2 s, before a process forks many times."""
+    rounded_gaussian(KEY, "tables", std=Fraction(1), count=1)

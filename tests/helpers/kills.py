@@ -45,13 +45,13 @@ import dprlhf.training.rounds
 import dprlhf.training.trainer
 from dprlhf import DprlhfError
 from dprlhf.boundary import open_private
-from dprlhf.privacy import gate, randomness
+from dprlhf.privacy import gate, rounded_gaussian
 from dprlhf.privacy.accounting import Mechanism, epsilon
 from dprlhf.privacy.ledger import Ledger, read_ledger
 from dprlhf.runs.folder import JsonLines
 from dprlhf.updates import PrivateRound
 from helpers import tiny
-from helpers.fixed import fix_randomness
+from helpers.fixed import fix_randomness, make_tables
 
 PROMPTS = [f"user {i} says" for i in range(9)]
 ROUNDS = 3
@@ -67,7 +67,7 @@ POINTS: dict[str, tuple[Any, str, str]] = {
     "rewards scored": (dprlhf.training.reinforcement, "score_private", "after"),
     "before the charge": (Ledger, "charge", "before"),
     "after the charge": (Ledger, "charge", "after"),
-    "noise drawn": (randomness, "uniforms", "after"),
+    "noise drawn": (rounded_gaussian, "uint64_stream", "after"),
     "released": (gate.Gate, "release", "after"),
     "policy stepped": (PrivateRound, "step", "after"),
     "before the checkpoint": (dprlhf.training.rounds, "save_checkpoint", "before"),
@@ -99,7 +99,7 @@ class Life:
     def watch(self) -> None:
         """Note which users a released sum is over, and which noise it got."""
         fix_randomness()
-        uniforms, drawn = randomness.uniforms, dprlhf.training.trainer.users_of_round
+        stream, drawn = rounded_gaussian.uint64_stream, dprlhf.training.trainer.users_of_round
         release = gate.Gate.release
         total = ""
 
@@ -111,7 +111,7 @@ class Life:
         def noted(key: bytes, *context: Any, count: int) -> Any:
             assert context[0] == "noise", context  # all that a gate draws is noise
             self.note("noise", context, total, self._users)
-            return uniforms(key, *context, count=count)
+            return stream(key, *context, count=count)
 
         def released(self_: Any, round_: int, bounded: Any) -> Any:
             nonlocal total
@@ -119,7 +119,7 @@ class Life:
             return release(self_, round_, bounded)
 
         dprlhf.training.trainer.users_of_round = users_of_round
-        randomness.uniforms = noted
+        rounded_gaussian.uint64_stream = noted
         gate.Gate.release = released
 
 
@@ -316,6 +316,7 @@ def undisturbed(folder: Path) -> dict[str, Any]:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
+    make_tables()
     tiny.save(folder / "model")
     whole = undisturbed(folder)
     report = {}

@@ -37,7 +37,7 @@ from dprlhf.recipe import RewardRecipe, SFTRecipe
 from dprlhf.training import reinforcement
 from dprlhf.training.processes import Processes
 from helpers import tiny
-from helpers.fixed import fix_randomness
+from helpers.fixed import fix_randomness, make_tables
 from helpers.rounds import value_of
 
 PROMPTS = [f"user {i} says {'more ' * (i % 4)}" for i in range(9)]
@@ -107,7 +107,7 @@ def watch(dtype: torch.dtype) -> Seen:
     spy(Ledger, "__init__", lambda _: setattr(seen, "ledgers", seen.ledgers + 1))
     spy(Processes, "share", lambda users: seen.shares.append(len(users)))
     spy(Processes, "sum", lambda total: seen.sums.append(total.clone()))
-    spy(gate, "gaussian_noise", lambda noise: seen.noise.append(digest(noise)))
+    spy(gate, "rounded_gaussian", lambda noise: seen.noise.append(digest(noise)))
     spy(
         Processes,
         "on_main",
@@ -226,6 +226,7 @@ def status(action: Callable[[], None]) -> int:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
+    make_tables()
     tiny.save(folder / "model")
     for count in (1, 2, 3):
         launch(count, folder, f"run-{count}", lambda n=count: train(folder, f"run-{n}"))
@@ -239,7 +240,7 @@ def main(folder: Path) -> None:
     del os.environ["ACCELERATE_USE_FSDP"]
     for name, processes, rank, owner, function in (
         ("worker-killed", 3, "2", reinforcement, "score_private"),  # before the sum of round 2
-        ("main-killed", 2, "0", gate, "gaussian_noise"),  # charged, and its noise not yet drawn
+        ("main-killed", 2, "0", gate, "rounded_gaussian"),  # charged, and its noise not yet drawn
     ):
         launch(
             processes,

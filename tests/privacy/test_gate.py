@@ -17,10 +17,12 @@ from scipy import stats
 from dprlhf.boundary import BoundedSum, Released
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy import gate as module
+from dprlhf.privacy import rounded_gaussian
 from dprlhf.privacy.correlated_noise import square_root
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Entry, Ledger, new_nonce, read_ledger
 from dprlhf.privacy.plan import Plan, make_plan
+from dprlhf.privacy.rounded_gaussian import grid_of
 from helpers.rounds import value_of
 
 KEY, OTHER = bytes(range(32)), bytes(32)
@@ -62,7 +64,7 @@ def test_the_ledger_is_charged_on_disk_before_noise_is_drawn(
     gate: Callable[..., Gate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     g = gate()
-    real = module.gaussian_noise
+    real = module.rounded_gaussian
     seen: list[list[int]] = []
 
     def noise(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -70,7 +72,7 @@ def test_the_ledger_is_charged_on_disk_before_noise_is_drawn(
         seen.append([e.body["round"] for e in on_disk if e.kind == "charge"])
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(module, "gaussian_noise", noise)
+    monkeypatch.setattr(module, "rounded_gaussian", noise)
     g.release(1, zeros(g.plan))
     g.release(3, zeros(g.plan))
     assert seen == [[1], [1, 3]]  # once for each release, after its own charge
@@ -84,7 +86,7 @@ def test_nothing_is_drawn_when_the_charge_fails(
     g.release(1, zeros(g.plan))
     before = g.ledger.path.read_bytes()
     drawn: list[int] = []
-    monkeypatch.setattr(module, "gaussian_noise", lambda *a, **k: drawn.append(1))
+    monkeypatch.setattr(module, "rounded_gaussian", lambda *a, **k: drawn.append(1))
     round_, bounded = 2, zeros(g.plan)
     if problem == "spent":
         round_ = 1
@@ -187,7 +189,7 @@ def test_a_restored_run_folder_draws_fresh_noise(
     other[3] = 0.4  # what a user adds
     (repeated := tmp_path / "repeated").mkdir()
     shown = difference_after_restoring(repeated, one.clone(), other.clone(), p)
-    np.testing.assert_allclose(shown, (one - other).numpy(), rtol=0, atol=1e-12)  # the control
+    np.testing.assert_allclose(shown, (one - other).numpy(), rtol=0, atol=1e-9)  # the control
     monkeypatch.setattr("dprlhf.privacy.ledger.new_nonce", new_nonce)
     shown = difference_after_restoring(tmp_path, one.clone(), other.clone(), p)
     assert has_std(shown, math.sqrt(2) * 1.5 * 0.4 / (square_root(4, p.bands)[1, 0]))
@@ -264,7 +266,7 @@ def test_noise_is_added_to_the_sum_before_the_division(gate: Callable[..., Gate]
     without = gate(p).release(1, zeros(p, 7))
     # The same terms and key: the same noise, so the difference is the sum over the divisor.
     difference = value_of(with_sum) - value_of(without)
-    np.testing.assert_allclose(difference, total / 17.5, rtol=0, atol=1e-15)
+    np.testing.assert_allclose(difference, total / 17.5, rtol=0, atol=1e-10)
     assert isinstance(with_sum, Released)
     assert with_sum.t == 1
     assert value_of(with_sum).dtype == torch.float64
@@ -285,6 +287,35 @@ def test_noise_is_fresh_in_every_round_run_and_key(gate: Callable[..., Gate]) ->
     ]
     correlations = np.corrcoef(np.stack(noises)) - np.eye(len(noises))
     assert np.abs(correlations).max() < 5 / math.sqrt(n)
+
+
+def test_what_is_released_lies_on_a_grid_that_no_user_decides(gate: Callable[..., Gate]) -> None:
+    """A rest of the sum beside the grid would show through integer noise."""
+    p, n = plan(), 999
+    spacing = grid_of(p.noise_multiplier, p.clip_norm, n).spacing
+    for total in (torch.zeros(n), torch.linspace(-3, 3, n), torch.linspace(-3, 3, n) * 1e5 / 7):
+        value = value_of(gate(p).release(1, BoundedSum(total.double(), p.clip_norm)))
+        points = value.numpy() * 17.5 / spacing
+        np.testing.assert_allclose(points, np.rint(points), rtol=2.0**-50, atol=1e-5)
+        if total.abs().max() < 4:
+            assert np.abs(points - np.rint(points)).max() < 1e-4
+
+
+def test_the_noise_covers_the_rounding_of_the_sum(
+    gate: Callable[..., Gate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a coarse grid of 2⁴ points to a standard deviation its share of the noise is seen."""
+    monkeypatch.setattr(rounded_gaussian, "BITS", 4)
+    grid_of.cache_clear()
+    try:
+        p, n = plan(), 10_000
+        x = value_of(gate(p).release(1, zeros(p, n))).numpy()
+        spacing = grid_of(p.noise_multiplier, p.clip_norm, n).spacing
+    finally:
+        grid_of.cache_clear()
+    margin = 1.5 * (0.4 + spacing * 100)
+    assert margin > 5 * 1.5 * 0.4
+    assert np.std(x) == pytest.approx(margin / 17.5, rel=0.05)
 
 
 def test_an_empty_batch_is_charged_and_noised_all_the_same(gate: Callable[..., Gate]) -> None:

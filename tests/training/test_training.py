@@ -367,7 +367,7 @@ class TestFailingRewards:
 
 CRASH_POINTS = {
     "before the charge": ("dprlhf.privacy.gate.Gate.release", False),
-    "before the noise": ("dprlhf.privacy.gate.gaussian_noise", True),
+    "before the noise": ("dprlhf.privacy.gate.rounded_gaussian", True),
     "before the checkpoint": ("dprlhf.training.rounds.save_checkpoint", True),
     "after the checkpoint": ("dprlhf.privacy.ledger.Ledger.commit", None),
 }

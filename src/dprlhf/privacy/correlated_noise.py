@@ -9,8 +9,9 @@ section 2, adaptive x included; Choquette-Choo et al., arXiv 2306.08153, for ban
 
 C is the Toeplitz square root of the prefix-sum matrix, with c_k = binom(2k, k)/4^k (Fichtenberger
 et al., arXiv 2202.11205), cut to b bands (Kalinin and Lampert, arXiv 2405.13763), its columns
-scaled to norm 1; b = 1 is independent noise. McKenna (arXiv 2405.15913) optimizes the bands
-numerically; the square root needs no solver.
+scaled to norm 1 and its entries rounded down to multiples of 2⁻²⁰, so that the gate can take back
+noise without rounding errors; b = 1 is independent noise. McKenna (arXiv 2405.15913) optimizes the
+bands numerically; the square root needs no solver.
 
 The accounting holds for disjoint batches (``fixed``, ``stream``). Users that draw their own secret
 rounds are not covered: random allocation amplifies rounds with independent noise.
@@ -23,6 +24,9 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
+UNITS = 2**20
+"""The entries of C are multiples of 1 / UNITS."""
+
 
 @functools.cache
 def square_root(rounds: int, bands: int) -> NDArray[np.float64]:
@@ -30,12 +34,12 @@ def square_root(rounds: int, bands: int) -> NDArray[np.float64]:
 
     Args:
         rounds: Number T of rounds.
-        bands: Number b of bands; at most T are used.
+        bands: Number b of bands; at most T are used, and at most 1,024.
 
     Returns:
-        ``[rounds, bands]``; each column of C has norm 1.
+        ``[rounds, bands]``; each column of C has a norm of at most 1, and of 1 but for rounding.
     """
-    bands = min(bands, rounds)
+    bands = min(bands, rounds, 1024)
     k = np.arange(1, bands)
     coefficients = np.cumprod(np.append(1.0, (2 * k - 1) / (2 * k)))
     # Column s holds c_0, c_1, ... down to the last round.
@@ -43,6 +47,8 @@ def square_root(rounds: int, bands: int) -> NDArray[np.float64]:
     norms = np.sqrt(np.cumsum(coefficients**2))[lengths - 1]
     column = np.arange(rounds)[:, None] - np.arange(bands)
     scaled = coefficients / norms[np.maximum(column, 0)]
+    if bands > 1:  # down, and by more than float64 arithmetic errs
+        scaled = np.floor(scaled * (1 - 2.0**-40) * UNITS) / UNITS
     return np.where(column >= 0, scaled, 0.0)
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
+from fractions import Fraction
 
 import torch
 
 from dprlhf.boundary import BoundedSum, Released, check_bounded
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy.correlated_noise import square_root
+from dprlhf.privacy.correlated_noise import UNITS, square_root
 from dprlhf.privacy.ledger import Entry, Ledger
 from dprlhf.privacy.plan import Plan
-from dprlhf.privacy.randomness import gaussian_noise
+from dprlhf.privacy.rounded_gaussian import grid_of, rounded_gaussian
 
 _PIECE = 2**22
 
@@ -37,6 +38,10 @@ class Gate:
 
     def release(self, t: int, bounded: BoundedSum) -> Released[torch.Tensor]:
         """Release (Σ g_u + N(0, (zS)² I)) / m, the Gaussian mechanism on a clipped sum.
+
+        Sum and noise are rounded to multiples of a power of two γ, about 2⁻³⁰ zS, and the noise is
+        drawn exactly. Its standard deviation is z(S + γ⌈√d⌉), since rounding can move the sums of
+        neighbours apart by γ in each of d coordinates.
 
         The first release of a round charges it; the plan's ``releases_per_round`` is the number of
         releases that this charge covers. A round that a crash cut short is spent: it is never taken
@@ -66,12 +71,18 @@ class Gate:
         charge = self._charge_of(t)
         self._released += 1
         total = bounded.total
-        if plan.bands > 1:
-            total += plan.noise_std * self._correlated(t, total.numel())
-        elif plan.noise_std:  # in pieces: a vector as long as the model exists once, not twice
-            for number, piece in enumerate(total.split(_PIECE)):  # type: ignore[no-untyped-call]
-                stream = self._stream(charge, self._released)
-                piece += plan.noise_std * gaussian_noise(*stream, number, count=len(piece))
+        if plan.noise_std:
+            grid = grid_of(plan.noise_multiplier, plan.clip_norm, len(total))
+            total /= grid.spacing  # exact: a power of two
+            total.round_()
+            if plan.bands > 1:
+                total += self._correlated(t, len(total), grid.std)
+            else:  # in pieces: a vector as long as the model exists once, not twice
+                pieces = total.split(_PIECE)  # type: ignore[no-untyped-call]
+                for number, piece in enumerate(pieces):
+                    stream = self._stream(charge, self._released)
+                    piece += rounded_gaussian(*stream, number, std=grid.std, count=len(piece))
+            total *= grid.spacing
         total /= plan.expected_batch_size
         return Released(total, t)
 
@@ -79,20 +90,32 @@ class Gate:
         """Return the name of a release's noise stream; the charge's hash holds a fresh nonce."""
         return self._key, "noise", charge.body["round"], number, charge.hash
 
-    def _correlated(self, last: int, dimension: int) -> torch.Tensor:
-        """Return row ``last`` of C⁻¹ξ, ``[dimension]``: the correlated noise of that round.
+    def _correlated(self, last: int, dimension: int, std: Fraction) -> torch.Tensor:
+        """Return row ``last`` of C⁻¹σξ, rounded row by row: the noise of that round, ``[d]``.
 
-        A resumed run draws the noise of the rounds before it again.
+        Row t is n_t = round((σξ_t − Σ_k C[t, t−k] n_{t−k}) / C[t, t]) with the integers n of the
+        rows before it, and that sum is exact. A resumed run draws the rows before it again.
         """
-        root = square_root(self.plan.rounds, self.plan.bands)
+        root = (square_root(self.plan.rounds, self.plan.bands) * UNITS).astype(int)
         charges = {e.body["round"]: e for e in self.ledger.entries if e.kind == "charge"}
         for t in range(self._last, last):
-            noise = torch.zeros(dimension, dtype=torch.float64)
-            if t + 1 in charges:  # else left out, never released: there is nothing to take back
-                own = gaussian_noise(*self._stream(charges[t + 1], 1), count=dimension)
-                back = range(1, min(root.shape[1], t + 1))
-                taken = sum((float(root[t, k]) * self._noises[-k] for k in back), torch.zeros(()))
-                noise = (own - taken) / float(root[t, 0])
+            noise = torch.zeros(dimension, dtype=torch.int64)
+            charge = charges.get(t + 1)
+            # A round that was left out has nothing to take back. Nor has one of before charges had
+            # nonces, whose noise was drawn otherwise.
+            if charge is not None and "nonce" in charge.body:
+                own = int(root[t, 0])
+                for k in range(1, min(root.shape[1], t + 1)):
+                    noise += int(root[t, k]) * self._noises[-k]
+                rest = noise % own
+                noise -= rest
+                noise //= -own
+                offset = (rest.numpy(), own)
+                stream = self._stream(charge, 1)
+                drawn = rounded_gaussian(
+                    *stream, std=std * UNITS / own, count=dimension, offset=offset
+                )
+                noise += drawn.long()
             self._noises.append(noise)
             self._last = t + 1
         return self._noises[-1]

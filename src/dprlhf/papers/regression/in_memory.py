@@ -15,6 +15,7 @@ from dprlhf.gradients.clipping import clip_users
 from dprlhf.papers.regression.exponential import choose, total_units
 from dprlhf.privacy.accounting import Adjacency
 from dprlhf.privacy.randomness import gaussian_noise, uniforms
+from dprlhf.privacy.rounded_gaussian import grid_of, rounded_gaussian
 from dprlhf.updates.privls.oracle import Contribution
 
 _MICRO_BATCH = 2**18
@@ -47,8 +48,12 @@ class InMemoryRelease:
             total += clip_users(contribution(features, targets), bound)[0].sum(0)
         self._calls += 1
         if self.noise_multiplier:
-            noise = gaussian_noise(self.key, "regression", self._calls, count=len(total))
-            total += self.noise_multiplier * bound * noise
+            grid = grid_of(self.noise_multiplier, bound, len(total))
+            total = (total / grid.spacing).round_()
+            total += rounded_gaussian(
+                self.key, "regression", self._calls, std=grid.std, count=len(total)
+            )
+            total *= grid.spacing
         return total / self.expected_batch_size
 
 

@@ -1,0 +1,274 @@
+"""Gaussian noise on an integer grid, drawn exactly: round(σξ − f) for a standard normal ξ.
+
+A sum s is divided by the grid's spacing γ, a power of two, and rounded to integers; then integer
+noise round(N(0, σ²)) is added. As round(s) + round(N) = round(round(s) + N), what is released is a
+post-processing of the Gaussian mechanism over the real numbers, whose accounting therefore holds as
+it is: no distance to a Gaussian enters δ. Rounding moves neighbouring sums apart by at most one
+more unit in each of d coordinates, so that σ = z(S/γ + √d) in place of zS/γ.
+
+The noise is drawn by inversion. A uniform V in (0, ½), given by 63 random bits and as many further
+ones as it takes, and a random sign determine ξ = ±Q(V), where Q(V) = −Φ⁻¹(V). Float64 arithmetic
+gives σQ(V) − f with a proven error: a Taylor polynomial of Q around the middle of one of 1,280
+intervals, with coefficients from 100-bit arithmetic. Only additions, multiplications and roundings
+of IEEE 754 are used on the way. Where the error leaves open to which integer a value rounds (about
+3 in a million), more bits and multiple-precision arithmetic decide.
+
+The proof is in ``docs/proofs/floating_point_noise.md``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from fractions import Fraction
+
+import mpmath
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.special import ndtri
+
+from dprlhf.privacy.randomness import uint64_stream
+
+Integers = NDArray[np.int64]
+Array = NDArray[np.float64]
+
+BITS = 30
+"""The noise has standard deviation 2³⁰ to 2³¹ in units of the grid, before its margin."""
+
+_BLOCK = 2**15
+_BINADES = 20  # V from 2⁻²¹ to ½ by the polynomials; below, by multiple-precision arithmetic
+_SPLIT = 6  # 2⁶ intervals in a binade
+_INTERVALS = _BINADES << _SPLIT
+_DEGREE = 7
+_PRECISION = 100  # binary digits after the point of Q at the intervals' middles
+
+# The bits of a float64 V · 2⁶⁴ without the last 46 number its interval, from that of 2⁴³ on.
+_DROPPED = 52 - _SPLIT
+_FIRST = (1023 + 63 - _BINADES) << _SPLIT
+
+_MARGIN = 2.0**-32  # of V's last digit; the multiple-precision arithmetic errs by less than 2⁻⁵⁰
+
+_ERROR = 2.0**-50
+"""Bound on the rounding errors of σQ(V) − f over σ + 4; the proof shows less than half of it."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The grid on which a sum is released.
+
+    Attributes:
+        spacing: Distance γ of its points, a power of two.
+        std: Standard deviation σ of the noise before its rounding, in units of γ.
+    """
+
+    spacing: float
+    std: Fraction
+
+
+@functools.lru_cache(64)
+def grid_of(noise_multiplier: float, clip_norm: float, dimension: int) -> Grid:
+    """Return the grid for sums of ``dimension`` coordinates, and its noise.
+
+    The noise covers the rounding: sums of neighbours that are at most S apart in L2 norm are at
+    most S/γ + √d units apart when each coordinate is rounded, hence σ = z(S/γ + ⌈√d⌉).
+
+    Args:
+        noise_multiplier: Noise multiplier z, above 0.
+        clip_norm: Clip norm S.
+        dimension: Number d of coordinates.
+    """
+    spacing = math.ldexp(1.0, math.frexp(noise_multiplier * clip_norm)[1] - 1 - BITS)
+    root = math.isqrt(max(0, dimension - 1)) + 1
+    moved = Fraction(clip_norm) / Fraction(spacing) + root
+    return Grid(spacing, Fraction(noise_multiplier) * moved)
+
+
+def rounded_gaussian(
+    key: bytes,
+    *context: str | int,
+    std: Fraction,
+    count: int,
+    offset: tuple[Integers, int] | None = None,
+) -> torch.Tensor:
+    """Return ``[count]`` exact draws of round(σξ − f), ξ standard normal, as float64 integers.
+
+    Each block of 2¹⁵ coordinates has a stream of its own, so that several threads draw the same
+    numbers as one.
+
+    Args:
+        key: Secret key of the stream.
+        context: Name of this use of the key.
+        std: Standard deviation σ before rounding, in units of the grid.
+        count: Number of draws.
+        offset: Numerators, ``[count]``, and common denominator of f in [0, 1); None for f = 0.
+    """
+    table = _table(std)
+    noise = np.empty(count)
+
+    def draw(block: int) -> None:
+        part = slice(block * _BLOCK, min(count, (block + 1) * _BLOCK))
+        own = offset and (offset[0][part], offset[1])
+        noise[part] = _draw(table, own, part.stop - part.start, key, *context, block)
+
+    blocks = range(-(-count // _BLOCK))
+    threads = min(len(blocks), torch.get_num_threads())
+    if threads <= 1:
+        for block in blocks:
+            draw(block)
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(draw, blocks))
+    return torch.from_numpy(noise)
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """The Taylor polynomials of σQ(V), one for each interval of V, from the smallest V on.
+
+    Attributes:
+        std: σ.
+        whole: The nearest integer to σQ at the interval's middle, ``[intervals]``.
+        powers: Taylor coefficients of σQ − ``whole`` in the distance from the middle, in units of
+            2⁻⁶⁴, ``[degree + 1, intervals]``.
+        slack: Bound on the error of all float64 arithmetic in the interval, ``[intervals]``.
+    """
+
+    std: Fraction
+    whole: Array
+    powers: Array
+    slack: Array
+
+
+@functools.lru_cache(64)
+def _table(std: Fraction) -> _Table:
+    exact, x, density = _middles()
+    top, bottom = std.numerator, std.denominator << _PRECISION
+    whole = [(2 * top * q + bottom) // (2 * bottom) for q in exact[1:]]
+    rest = [(top * q - w * bottom) / bottom for q, w in zip(exact[1:], whole, strict=True)]
+    sigma, unit = float(std), 2.0**-64 / density
+    derivatives = _derivatives(_DEGREE + 1)
+    series = [
+        sigma * (-1) ** n * derivatives[n - 1](x[1:]) * unit[1:] ** n / math.factorial(n)
+        for n in range(1, _DEGREE + 1)
+    ]
+    # The derivative in the remainder grows as V falls: in an interval it is below its value at the
+    # middle of the interval before.
+    half = 2.0 ** (np.arange(_INTERVALS) // 2**_SPLIT + 62 - _BINADES - _SPLIT)
+    remainder = derivatives[_DEGREE](x[:-1]) * (unit[:-1] * half) ** (_DEGREE + 1)
+    slack = sigma * (remainder / math.factorial(_DEGREE + 1) + unit[:-1]) + _ERROR * (sigma + 4)
+    return _Table(std, np.array(whole, dtype=np.float64), np.stack([rest, *series]), slack)
+
+
+@functools.cache
+def _middles() -> tuple[list[int], Array, Array]:
+    """Return Q at the middle of each interval, and of one before, in units of 2⁻¹⁰⁰.
+
+    Beside it Q and φ(Q) in float64. scipy's Φ⁻¹ is a first guess; one step of Halley's method
+    takes its error to the third power.
+    """
+    bits = (np.arange(_FIRST - 1, _FIRST + _INTERVALS) << _DROPPED) + (1 << (_DROPPED - 1))
+    middles = bits.view(np.float64) * 2.0**-64
+    exact, x, density = [], [], []
+    with mpmath.workprec(_PRECISION + 20):
+        for v, guess in zip(middles.tolist(), (-ndtri(middles)).tolist(), strict=True):
+            phi = mpmath.npdf(guess)
+            step = (mpmath.ncdf(-guess) - v) / phi
+            assert abs(step) < 2.0**-40, "scipy's normal quantile is off"
+            q = guess + step * (1 + guess * step / 2)
+            exact.append(int(mpmath.nint(mpmath.ldexp(q, _PRECISION))))
+            x.append(float(q))
+            density.append(float(phi * (1 - guess * step)))
+    return exact, np.array(x), np.array(density)
+
+
+def _derivatives(count: int) -> list[np.polynomial.Polynomial]:
+    """Return P₁, …, P_count, with non-negative coefficients: Q⁽ⁿ⁾ = (−1)ⁿ Pₙ(Q) / φ(Q)ⁿ."""
+    found = [np.polynomial.Polynomial([1.0])]
+    for n in range(1, count):
+        found.append(found[-1].deriv() + n * np.polynomial.Polynomial([0.0, 1.0]) * found[-1])
+    return found
+
+
+def _draw(
+    table: _Table,
+    offset: tuple[Integers, int] | None,
+    count: int,
+    key: bytes,
+    *context: str | int,
+) -> Array:
+    """Return one block of draws, ``[count]``."""
+    words = uint64_stream(key, *context, count=count).astype(np.uint64)
+    sign = ((words.view(np.int64) >> 63) | 1).astype(np.float64)
+    words &= np.uint64(2**63 - 1)
+    v = words.view(np.int64).astype(np.float64)
+    bits = v.view(np.int64)
+    interval = (bits >> _DROPPED) - _FIRST
+    middle = ((bits & -(1 << _DROPPED)) | 1 << (_DROPPED - 1)).view(np.float64)
+    v -= middle
+    taken = middle  # its memory
+    value = np.take(table.powers[_DEGREE], interval, mode="clip")
+    for coefficients in table.powers[-2::-1]:
+        value *= v
+        value += np.take(coefficients, interval, mode="clip", out=taken)
+    value *= sign
+    if offset is not None:
+        value -= offset[0] / offset[1]
+    noise: Array = np.rint(value)
+    value -= noise
+    unsure = 0.5 - np.abs(value) <= table.slack.max()
+    unsure |= interval.view(np.uint64) >= _INTERVALS
+    noise += sign * np.take(table.whole, interval, mode="clip", out=taken)
+    for i in np.flatnonzero(unsure).tolist():
+        inside = 0 <= interval[i] < _INTERVALS
+        if inside and 0.5 - abs(value[i]) > table.slack[interval[i]]:
+            continue
+        own = Fraction(0) if offset is None else Fraction(int(offset[0][i]), offset[1])
+        side = int(sign[i])
+        more = _words(key, *context, "more", i)
+        noise[i] = side * _settle(table.std, side * own, int(words[i]), more)
+    return noise
+
+
+def _words(key: bytes, *context: str | int) -> Iterator[int]:
+    """Yield further random words of a draw, without end."""
+    number = 0
+    while True:
+        yield int(uint64_stream(key, *context, number, count=1)[0])
+        number += 1
+
+
+def _settle(std: Fraction, offset: Fraction, v: int, more: Iterator[int]) -> int:
+    """Return round(σQ(V) − f) by multiple-precision arithmetic, from as many bits as it takes.
+
+    It is the integer k with Φ(−(k + ½ + f)/σ) ≤ V < Φ(−(k − ½ + f)/σ).
+
+    Args:
+        std: Standard deviation σ.
+        offset: The offset f.
+        v: The first 64 binary digits of V.
+        more: Further words of binary digits.
+    """
+    digits = 64
+    while True:
+        v, digits = (v << 64) + next(more), digits + 64
+        with mpmath.workprec(digits + 64):
+
+            def below(k: int, digits: int = digits) -> mpmath.mpf:
+                """Return V · 2^digits where σQ(V) − f = k − ½."""
+                edge = (k - Fraction(1, 2) + offset) / std
+                cut = mpmath.ncdf(-mpmath.mpf(edge.numerator) / edge.denominator)
+                return mpmath.ldexp(cut, digits)
+
+            k = round(
+                std * Fraction(-float(ndtri(float(Fraction(2 * v + 1, 2 << digits))))) - offset
+            )
+            while v > below(k) + _MARGIN:
+                k -= 1
+            while v + 1 < (low := below(k + 1)) - _MARGIN:
+                k += 1
+            if low + _MARGIN <= v and v + 1 <= below(k) - _MARGIN:
+                return k
