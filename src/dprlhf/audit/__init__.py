@@ -8,7 +8,7 @@ from dprlhf.audit.bounds import (
 )
 from dprlhf.audit.game import Game, play
 from dprlhf.audit.membership import Roc, membership_scores, roc
-from dprlhf.audit.one_run import Audit, audit, audit_run
+from dprlhf.audit.one_run import Audit, audit, audit_plan, audit_run
 
 __all__ = [
     "Audit",
@@ -16,6 +16,7 @@ __all__ = [
     "Game",
     "Roc",
     "audit",
+    "audit_plan",
     "audit_run",
     "epsilon_from_errors",
     "epsilon_lower_bound",

@@ -59,10 +59,11 @@ def in_units(noise: Sequence[Sequence[Array]], plan: Plan) -> list[Array]:
         noise: Noise on the sum of each release of each round 1..T, in that order.
         plan: The plan, whose z and S state the standard deviation.
     """
+    std = plan.noise_multiplier * plan.clip_norm  # what ε was computed for, not what was drawn
     if plan.bands == 1:
-        return [release / plan.noise_std for round_ in noise for release in round_]
+        return [release / std for round_ in noise for release in round_]
     root = square_root(plan.rounds, plan.bands)
-    single = [round_[0] / plan.noise_std for round_ in noise]
+    single = [round_[0] / std for round_ in noise]
     back = range(root.shape[1])
     return [
         np.sum([root[t, k] * single[t - k] for k in back if k <= t], axis=0)

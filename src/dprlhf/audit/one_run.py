@@ -63,6 +63,9 @@ Bits = NDArray[np.bool_]
 CANARIES = 8000
 """Number of canaries unless another one is asked for: they take about 20 seconds."""
 
+CONFIDENCE = 0.97
+"""Probability, at least, with which a claim that is true is not refuted."""
+
 _FEW = 1000  # where an update releases a number for each pair of parameters
 _PROBES = 64
 _GUESSES = 0.25
@@ -143,7 +146,7 @@ def audit(
     *,
     canaries: int | None = None,
     space: Space | str = "gradient",
-    confidence: float = 0.95,
+    confidence: float = CONFIDENCE,
     seed: int | None = None,
     quiet: bool = False,
     announce: Callable[[str], None] | None = None,
@@ -201,7 +204,12 @@ def audit(
 
 
 def audit_plan(
-    plan: Plan, key: bytes, *, confidence: float = 0.95, seed: int | None = None, state: bool = True
+    plan: Plan,
+    key: bytes,
+    *,
+    confidence: float = CONFIDENCE,
+    seed: int | None = None,
+    state: bool = True,
 ) -> Audit:
     """Audit partition, clipping, ledger and gate of a plan on given vectors, without a model.
 
@@ -293,7 +301,7 @@ def report(found: Audit) -> str:
         f"claimed: epsilon <= {upwards(found.epsilon, 4)} at delta {found.delta:.3g}",
         f"audited: epsilon >= {found.bound:.4g} at confidence {found.confidence:.0%}"
         f" ({found.right} of {found.guesses} guesses right, {found.canaries} canaries,"
-        f" {found.space} space); >= {found.bound_any:.4g} whatever depends on what",
+        f" {found.space} space), >= {found.bound_any:.4g} however canaries depend on one another",
     ]
     if found.tests:
         name, p = min(found.tests.items(), key=lambda test: test[1] / SHARES[test[0]])

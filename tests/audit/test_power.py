@@ -1,0 +1,328 @@
+"""An audit that can fail: it sees broken gates under every partition, and seldom a sound one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import secrets
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dprlhf.audit import Audit, audit, audit_plan, one_run
+from dprlhf.audit.canaries import Record, gradient_run, vector_run
+from dprlhf.audit.guesses import (
+    advantage,
+    bound_from_guesses,
+    fewest_right,
+    noise_refuted,
+    planned_guesses,
+    right_guesses,
+)
+from dprlhf.audit.noise_tests import SENTENCES, SHARES
+from dprlhf.audit.watched_gate import Seen, _kept
+from dprlhf.errors import DprlhfError
+from dprlhf.policies import optimizers
+from dprlhf.privacy.plan import Plan, make_plan
+from dprlhf.recipe import AnyRecipe, RewardRecipe, SFTRecipe
+from dprlhf.runs.folder import RunFolder
+from helpers.broken_gates import BROKEN, SMALL, Noise, break_gate
+
+PARTITIONS = ("random-allocation", "fixed", "stream", "poisson")
+# The noise of epsilon 8 and 1 at 8 rounds and delta 1e-5: a search for it takes seconds.
+NOISE = {"random-allocation": (0.5, 1.6), "fixed": (0.6, 3.73), "stream": (0.6, 3.73)}
+NOISE["poisson"] = (0.64, 1.9)
+
+
+@cache
+def plan_of(partition: Any, z: float, users: int = 568, releases: int = 1) -> Plan:
+    disjoint = partition != "random-allocation"
+    made = make_plan(
+        users=users, rounds=8, delta=1e-5, noise_multiplier=z, releases_per_round=releases,
+        partition="stream" if disjoint else partition,
+    )  # fmt: skip
+    if not disjoint:
+        return made
+    # The ε of poisson takes seconds, and no test here reads it.
+    mechanism = dataclasses.replace(made.mechanism, partition=partition)
+    return dataclasses.replace(made, mechanism=mechanism)
+
+
+def audited(plan: Plan, **options: Any) -> Audit:
+    return audit_plan(plan, secrets.token_bytes(32), **{"state": False, **options})
+
+
+@pytest.mark.parametrize("fault", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_broken_noise_is_refuted(
+    fault: Noise, partition: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_gate(monkeypatch, fault)
+    for z in NOISE[partition]:
+        for _ in range(3):
+            assert audited(plan_of(partition, z)).verdict == "refuted"
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_sound_noise_is_not(partition: str) -> None:
+    refuted = sum(not audited(plan_of(partition, NOISE[partition][0])).holds for _ in range(20))
+    assert refuted <= 5  # 3% each; the chance of six is about 2e-6
+
+
+@pytest.mark.parametrize("fault", SMALL.values(), ids=SMALL)
+def test_small_faults_of_a_larger_audit_are_refuted(
+    fault: Noise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_gate(monkeypatch, fault)
+    plan = plan_of("fixed", 1.08, 1064)
+    assert sum(not audited(plan).holds for _ in range(10)) >= 7
+
+
+def test_the_same_noise_in_two_releases_of_a_round_is_refuted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = plan_of("fixed", 2.0, releases=2)
+    assert audited(plan, confidence=0.9999).holds
+    break_gate(monkeypatch, BROKEN["the same in every round"])
+    assert "the noise of two releases is correlated" in audited(plan).refuted_by
+
+
+def test_bounds_come_near_the_claim() -> None:
+    for partition, z, share in (("fixed", 1.08, 0.7), ("random-allocation", 0.757, 0.5)):
+        found = audited(plan_of(partition, z, 4064), state=True, seed=1)
+        assert share * found.epsilon <= found.bound <= 1.2 * found.epsilon
+        assert found.bound_any <= found.bound
+
+
+# ------------------------------------------------------------------------------- guesses
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_right_guesses_are_as_many_as_the_plan_allows_and_no_more(partition: str) -> None:
+    """The share of right guesses is (1 + δ(0))/2, which is what the bound rests on."""
+    from dprlhf.audit.guesses import _simulated
+    from dprlhf.audit.likelihood import log_likelihood_ratio
+
+    plan = plan_of(partition, NOISE[partition][0])
+    observed, noise, included, known = _simulated(plan)
+    right = right_guesses(log_likelihood_ratio(observed + noise, plan, known), included)
+    likely = (1 + advantage(plan.mechanism)) / 2
+    assert right / len(included) == pytest.approx(likely, abs=4 * 0.5 / math.sqrt(4000))
+    assert likely > 0.55
+
+
+def test_guesses_refute_where_their_bound_is_above_the_claim() -> None:
+    plan = plan_of("fixed", 1.08)
+    fewest = fewest_right(500, plan, 0.01)
+    assert bound_from_guesses(fewest, 500, plan, 0.01) > plan.guarantee.epsilon * 0.998
+    assert bound_from_guesses(fewest - 1, 500, plan, 0.01) < plan.guarantee.epsilon * 1.002
+    assert bound_from_guesses(0, 500, plan, 0.01) == 0.0
+    assert bound_from_guesses(250, 500, plan, 0.01) == 0.0
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0])
+def test_guesses_that_know_nothing_are_right_half_of_the_time(spread: float) -> None:
+    random = np.random.default_rng(0)
+    right = [
+        right_guesses(spread * random.standard_normal(50), random.random(50) < 0.5)
+        for _ in range(400)
+    ]
+    assert np.mean(right) == pytest.approx(25, abs=4 * math.sqrt(50 / 4 / 400))
+
+
+def test_the_confidence_is_split_over_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of("fixed", 1.08)
+
+    def judged(share: float) -> Audit:
+        monkeypatch.setattr(
+            one_run, "noise_tests", lambda draws: dict.fromkeys(SHARES, 0.03 * share)
+        )
+        return audited(plan, seed=1)
+
+    assert judged(0.41).refuted_by == ()
+    assert judged(0.39).refuted_by == (SENTENCES["variance"],)
+    assert len(judged(0.04).refuted_by) == len(SHARES)
+
+
+def test_the_end_of_a_long_release_is_kept() -> None:
+    noise = np.arange(2**17, dtype=np.float64)
+    kept = _kept(noise)
+    assert len(kept) == 2**16
+    assert kept[[0, -1]].tolist() == [0, 2**17 - 1]
+    assert _kept(noise[:100]) is not None
+    assert len(_kept(noise[: 2**16])) == 2**16
+
+
+def test_a_stricter_level_needs_more_right_guesses() -> None:
+    plan = plan_of("fixed", 1.08)
+    assert fewest_right(500, plan, 0.0005) > fewest_right(500, plan, 0.05)
+
+
+def test_what_the_guesses_would_see_is_what_they_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of("random-allocation", 0.757, 1064)
+    level = 0.03 * one_run._GUESSES
+    shortfall = noise_refuted(1000, plan, level, 0.9)
+    assert shortfall is not None
+    factor = 1 - shortfall
+    break_gate(monkeypatch, lambda noise, t, kept: factor * noise)
+    fewest = fewest_right(1000, plan, level)
+    assert sum(audited(plan).right >= fewest for _ in range(20)) >= 13
+
+
+def test_enough_guesses_are_planned_to_refute_the_claim() -> None:
+    from dprlhf.audit import epsilon_lower_bound
+
+    for canaries, claim in ((1000, 1.0), (1000, 4.0), (8000, 4.0)):
+        r = planned_guesses(canaries, claim, 1e-5, 0.99)
+        assert epsilon_lower_bound(canaries, r, r, 1e-5, 0.99) > claim
+    assert planned_guesses(300, 8.0, 1e-5, 0.99) == 300  # none is enough
+
+
+def test_a_claim_far_too_large_cannot_be_refuted() -> None:
+    found = audited(plan_of("fixed", 0.08, 120))
+    assert found.verdict == "cannot refute at this size"
+    assert not found.can_refute
+
+
+def test_no_guess_depends_on_who_is_in() -> None:
+    """The scores of all canaries but one stay what they are if that one's coin falls otherwise."""
+    plan = plan_of("random-allocation", 0.757)
+    canaries = plan.users - one_run._PROBES - (plan.users - one_run._PROBES) % 8
+    included = np.random.default_rng(0).random(canaries) < 0.5
+
+    def scores(bits: Any, folder: Path) -> Any:
+        folder.mkdir()
+        signs = np.concatenate([np.where(bits, 1.0, np.nan), np.ones(plan.users - canaries)])
+        return one_run.attack_scores(vector_run(plan, folder, bytes(32), signs), canaries)
+
+    import tempfile
+
+    other = included.copy()
+    other[7] ^= True
+    with (
+        tempfile.TemporaryDirectory() as at,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        break_gate(patch, _fixed_noise)
+        one, two = scores(included, Path(at) / "a"), scores(other, Path(at) / "b")
+    assert one[7] != two[7]
+    assert np.delete(one, 7) == pytest.approx(np.delete(two, 7), abs=1e-9)
+
+
+def _fixed_noise(noise: torch.Tensor, t: int, kept: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(t).standard_normal(len(noise))) * 0.757
+
+
+# ------------------------------------------------------------- rules without chance, and stages
+
+
+def record_of(plan: Plan, given: float, moved: float) -> Record:
+    seen = [[Seen(np.full(9, given), np.full(9, 2.0), np.ones(9))] for _ in range(plan.rounds)]
+    return Record(plan, seen, None, np.full((plan.rounds, 9), moved))
+
+
+def test_a_canary_above_the_clip_norm_and_a_step_beside_the_gate_are_seen() -> None:
+    plan = plan_of("fixed", 1.08)
+    step = 2.0 * plan.clip_norm / plan.expected_batch_size
+    assert one_run._broken_rules(record_of(plan, 1.0, step)) == []
+    assert "1.1 times the clip norm" in one_run._broken_rules(record_of(plan, 1.1, step))[0]
+    assert "not released" in one_run._broken_rules(record_of(plan, 1.0, 1.1 * step))[0]
+
+
+PRIVACY = {"epsilon": 4.0, "delta": 1e-5, "partition": "stream"}
+MODEL = {"model_name_or_path": "nowhere", "dtype": "float32"}
+
+
+def stage_recipes(privacy: dict[str, Any]) -> dict[str, AnyRecipe]:
+    common: dict[str, Any] = {"privacy": privacy, "rounds": 4}
+    data = {"path": "nowhere"}
+    labelled = {"path": "nowhere", "label_column": "stars", "user_column": "prompt"}
+    return {
+        "sft": SFTRecipe(policy=MODEL, data=data, **common),
+        "pairs": RewardRecipe(model=MODEL, data=data, **common),
+        "labels": RewardRecipe(model=MODEL, data=labelled, labels=["x", "y", "z"], **common),
+    }
+
+
+@pytest.mark.parametrize("adjacency", ["zero-out", "replace-one"])
+@pytest.mark.parametrize("stage", ["sft", "pairs", "labels"])
+def test_supervised_stages_move_each_canary_where_the_attack_looks(
+    stage: str, adjacency: str, tmp_path: Path
+) -> None:
+    """The negative control: without noise every guess is right."""
+    recipe = stage_recipes(PRIVACY | {"epsilon": math.inf, "adjacency": adjacency})[stage]
+    found = audit(recipe, tmp_path / "a", canaries=60, seed=0, quiet=True)
+    assert found.right == found.guesses == 60
+    assert (found.stage, found.holds) == ("sft" if stage == "sft" else "reward", True)
+
+
+@pytest.mark.parametrize("stage", ["sft", "pairs"])
+def test_supervised_stages_are_refuted_where_their_gate_is_broken(
+    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = stage_recipes(PRIVACY)[stage]
+    sound = audit(recipe, tmp_path / "a", canaries=100, confidence=0.9999, quiet=True)
+    assert sound.verdict == "consistent"
+    break_gate(monkeypatch, BROKEN["halved"])
+    assert audit(recipe, tmp_path / "b", canaries=100, quiet=True).verdict == "refuted"
+
+
+def test_supervised_stages_have_no_reward_to_plant(tmp_path: Path) -> None:
+    with pytest.raises(DprlhfError, match="stage sft has none: use gradient"):
+        audit(stage_recipes(PRIVACY)["sft"], tmp_path / "a", space="prompt")
+
+
+def test_a_step_beside_the_gate_is_seen_through_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = optimizers._pieces
+
+    def nudged(*given: Any) -> Any:
+        return [piece * 1.01 for piece in real(*given)]
+
+    monkeypatch.setattr(optimizers, "_pieces", nudged)
+    recipe = stage_recipes(PRIVACY)["sft"]
+    found = audit(recipe, tmp_path / "a", canaries=40, confidence=0.9999, quiet=True)
+    assert found.refuted_by == ("the policy moved by something that was not released",)
+
+
+def test_correlated_noise_is_audited(tmp_path: Path) -> None:
+    recipe = stage_recipes(PRIVACY | {"bands": 3})["sft"]
+    found = audit(recipe, tmp_path / "a", canaries=300, seed=3, confidence=0.9999, quiet=True)
+    assert found.verdict == "consistent"
+    assert found.right > 0.6 * found.guesses  # 0.68 is expected, were the noise independent
+
+
+def test_the_power_is_announced_before_the_first_round(tmp_path: Path) -> None:
+    told: list[str] = []
+    recipe = stage_recipes(PRIVACY)["sft"]
+
+    def signs_of_life(line: str) -> None:
+        assert not (tmp_path / "a/metrics.jsonl").exists()
+        told.append(line)
+
+    found = audit(recipe, tmp_path / "a", canaries=60, quiet=True, announce=signs_of_life)
+    assert told == [one_run.power_sentence(found.power)]
+    assert "too small by the guesses alone, with probability 0.9" in told[0]
+
+
+def test_probes_fill_the_rounds() -> None:
+    for canaries, rounds in ((100, 7), (64, 64), (1000, 1)):
+        probes = one_run._probes(canaries, rounds)
+        assert probes >= 64
+        assert (canaries + probes) % rounds == 0
+
+
+def test_each_process_of_a_sum_is_seen_once(tmp_path: Path) -> None:
+    """The auditor's record holds J releases a round, of the length of the small model."""
+    recipe = stage_recipes(PRIVACY)["sft"]
+    signs = np.ones(20)
+    record = gradient_run(recipe, RunFolder(tmp_path / "a"), signs, True, lambda *_: None)
+    assert [len(r) for r in record.rounds] == [1] * 4
+    assert all(len(s.noise) == len(s.given) == 20 for r in record.rounds for s in r)
+    assert sum(s.given.sum() for r in record.rounds for s in r) == pytest.approx(20, rel=1e-6)
+    assert dataclasses.is_dataclass(record)
