@@ -31,6 +31,7 @@ import dprlhf
 import dprlhf.training.reinforcement
 from dprlhf import DprlhfError
 from dprlhf.boundary import Released
+from dprlhf.budget import Book
 from dprlhf.privacy import gate
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.recipe import RewardRecipe, SFTRecipe
@@ -233,6 +234,11 @@ def main(folder: Path) -> None:
     for count in (1, 3):
         launch(count, folder, f"sft-{count}", lambda n=count: fit(folder, f"sft-{n}"))
         launch(count, folder, f"reward-{count}", lambda n=count: judge(folder, f"reward-{n}"))
+    os.environ["DPRLHF_BOOK"] = str(folder / "book.db")
+    Book.create(os.environ["DPRLHF_BOOK"], "all", epsilon=9.0, delta=1e-2, unit=None)
+    for name in ("counted-2", "refused-2"):
+        launch(2, folder, name, lambda n=name: fit(folder, n))
+    del os.environ["DPRLHF_BOOK"]
     launch(2, folder, "single-2", lambda: train(folder, "single-2", torch.float32))
     launch(1, folder, "single-1", lambda: train(folder, "single-1", torch.float32))
     os.environ["ACCELERATE_USE_FSDP"] = "true"

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 import dprlhf
 from dprlhf import DprlhfError
+from dprlhf.budget import Book
 from dprlhf.privacy.ledger import read_ledger
 from dprlhf.training import processes
 from dprlhf.training.processes import Processes
@@ -123,6 +124,17 @@ def test_a_supervised_stage_in_three_processes_equals_that_of_one(stage: str, fo
         torch.testing.assert_close(three[name], expected, rtol=1e-5, atol=1e-8)
     ledgers = [(folder / f"{stage}-{n}/ledger.jsonl").read_bytes() for n in (1, 3)]
     assert ledgers[0] == ledgers[1]
+
+
+def test_one_process_reserves_and_all_hear_of_a_refusal(folder: Path) -> None:
+    assert set(codes(folder, "counted-2")) == {0}
+    (row,) = Book(str(folder / "book.db")).read()["reservations"]
+    assert (row["name"], row["users"]) == ("counted-2", len(launched.PROMPTS))
+    assert [e.kind for e in read_ledger(folder / "counted-2/ledger.jsonl")].count("book") == 1
+    assert codes(folder, "refused-2") == [2, 2]
+    for rank in range(2):
+        assert "refused: with this run" in (folder / f"refused-2-output-{rank}").read_text()
+    assert not (folder / "refused-2").exists()
 
 
 def test_a_sharded_process_holds_half_of_the_frozen_layers(folder: Path) -> None:
