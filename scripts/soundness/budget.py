@@ -39,6 +39,7 @@ class Count:
     reserved: int = 0
     refused: int = 0
     failed: int = 0
+    killed_after_commit: int = 0
     overspent: int = 0
     half_written: int = 0
     lost: int = 0
@@ -50,7 +51,7 @@ def overlapping(index: int) -> tuple[str, range]:
 
 
 def run_races(new: Callable[[], str], number: int) -> Count:
-    found = Count()
+    found, seconds = Count(), 1.0
     for seed in range(number):
         place = new()
         for name in ("clinic", "ward"):
@@ -58,7 +59,8 @@ def run_races(new: Callable[[], str], number: int) -> Count:
                 place, name, epsilon=races.cost(ALLOWED), delta=races.DELTA, unit="user"
             )
         names = [f"run {n}" for n in range(PROCESSES)]
-        race = races.race(place, names, overlapping, kills=KILLS, seed=seed, within=0.6)
+        race = races.race(place, names, overlapping, kills=KILLS, seed=seed, within=seconds)
+        seconds = race.seconds  # the kills are spread over as long as the last race took
         found.trials += PROCESSES
         for kind in ("killed", "reserved", "refused", "failed"):
             setattr(found, kind, getattr(found, kind) + len(getattr(race, kind)))
@@ -69,6 +71,7 @@ def run_races(new: Callable[[], str], number: int) -> Count:
             found.half_written += 1
             continue
         found.half_written += sum(users != 20 for users in held.values())
+        found.killed_after_commit += len(held.keys() & set(race.killed))
         found.lost += len(set(race.reserved) - held.keys())
     return found
 
@@ -87,6 +90,8 @@ def rows_of(engine: str, found: Count, number: int) -> list[Result]:
         Result(f"budget: attempts that ended otherwise than reserved, refused or killed, {engine}",
                found.failed, "attempts", "0", found.failed == 0),
         Result(f"budget: attempts killed before their answer, {engine}", found.killed, "attempts"),
+        Result(f"budget: of these, killed when their reservation was written, {engine}",
+               found.killed_after_commit, "attempts"),
     ]  # fmt: skip
 
 

@@ -117,6 +117,23 @@ def test_whoever_is_in_two_data_sets_keeps_to_the_smaller_budget(place: str) -> 
         ask(book, "d", range(10, 11), "small")  # has spent more elsewhere already
 
 
+def test_enrolled_users_are_protected_in_other_data_sets_from_the_start(place: str) -> None:
+    book = make(place, "small", ONE)
+    make(place, "large", THREE)
+    people = book.hashed(f"user {i}" for i in range(10))
+    book.enrol(people, "recipe.yaml", dataset="small", unit="user")
+    ask(book, "a", range(5, 15), "large")
+    with pytest.raises(DprlhfError, match="'small'"):
+        ask(book, "b", range(9, 15), "large")
+    ask(book, "b", range(10, 15), "large")
+    with pytest.raises(DprlhfError, match="has spent more than the budget of data set 'small'"):
+        book.enrol(book.hashed(["user 12"]), "more.yaml", dataset="small", unit="user")
+    book.enrol(book.hashed(["user 30"]), "more.yaml", dataset="small", unit="user")
+    found = {d["name"]: (d["runs"], d["users"]) for d in book.read()["datasets"]}
+    assert found == {"small": (0, 11), "large": (2, 10)}
+    assert spent(book) == {"small": pytest.approx(ONE), "large": pytest.approx(TWO)}
+
+
 def test_a_run_that_comes_back_finds_its_reservation_and_pays_once(place: str) -> None:
     book = make(place, epsilon=ONE)
     first = ask(book, "a", range(20))

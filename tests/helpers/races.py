@@ -40,12 +40,13 @@ def cost(runs: int, noise: float = 8.0) -> float:
 
 @dataclass
 class Race:
-    """What became of the processes of a race, by number of process."""
+    """What became of the processes of a race, and how long it took."""
 
     reserved: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     killed: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    seconds: float = 0.0
 
 
 def race(
@@ -55,7 +56,7 @@ def race(
     *,
     kills: int,
     seed: int,
-    within: float = 0.3,
+    within: float = 2.0,
 ) -> Race:
     """Let a process for each name reserve in a book at once, and kill some at random moments.
 
@@ -91,6 +92,7 @@ def race(
     for pid, name in children.items():
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         lists.get(code, found.failed).append(name)
+    found.seconds = time.monotonic() - start
     return found
 
 

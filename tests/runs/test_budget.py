@@ -323,6 +323,21 @@ def test_the_commands_show_what_is_spent_and_no_hashes(model: str) -> None:
 
     made = call("create", "clinic", "--epsilon", "2", "--delta", "1e-5")
     assert "book.db.key" in made
+    rows = [{"text": f"user {i} says"} for i in range(USERS)]
+    Path("users.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = json.dumps(
+        {
+            "policy": {"model_name_or_path": model, "adapter": ADAPTER},
+            "data": {"path": "users.jsonl", "prompt_column": "text"},
+            "rewards": [{"function": "module:score"}],
+            "privacy": {"epsilon": 1.0},
+            "rounds": 2,
+        }
+    )
+    Path("recipe.yaml").write_text(text)
+    call("enrol", "clinic", "recipe.yaml")
+    assert json.loads(call("show", "--json"))["datasets"][0]["users"] == USERS
+    assert "users enrolled" in call("history")
     train(model, "one", privacy__tuning_runs=1)
     shown = call("show")
     assert "clinic" in shown
@@ -334,7 +349,7 @@ def test_the_commands_show_what_is_spent_and_no_hashes(model: str) -> None:
     assert "one" in listed
     assert "fixed, zero-out, T 2, z 8" in listed
     assert "(2 runs)" in listed
-    assert json.loads(call("history", "clinic", "--json"))[0]["times"] == 2
+    assert json.loads(call("history", "clinic", "--json"))[1]["times"] == 2
     exported = call("export")
     assert json.loads(exported)["book"] == book.id
     for name in book.hashed(f"user {i} says" for i in range(USERS)):

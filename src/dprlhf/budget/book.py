@@ -49,14 +49,15 @@ class Spending:
         run: Commitment to the run's key, which identifies the run.
         name: Name of the run's folder.
         stage: Kind of run: ``rl``, ``sft``, ``reward``.
-        mechanism: What the whole run releases.
-        times: Number of runs with these terms: 1, and the tuning runs that the recipe declares.
+        mechanism: What the whole run releases; None where users are only enrolled.
+        times: Number of runs with these terms: 1, and the tuning runs that the recipe declares; 0
+            where users are only enrolled.
     """
 
     run: str
     name: str
     stage: str
-    mechanism: Mechanism
+    mechanism: Mechanism | None
     times: int = 1
 
 
@@ -133,9 +134,11 @@ class _State:
         terms: Counter[Mechanism] = Counter()
         for number in taken:
             row = self.reservations[number]
-            terms[Mechanism(**json.loads(row.mechanism))] += row.times
+            if (held := _mechanism(row)) is not None:
+                terms[held] += row.times
         for spending in more:
-            terms[spending.mechanism] += spending.times
+            if spending.mechanism is not None:
+                terms[spending.mechanism] += spending.times
         return joint_epsilon(frozenset(terms.items()), delta)
 
 
@@ -219,6 +222,24 @@ class Book:
         """Return the keyed hashes (HMAC-SHA256) of users' names."""
         key = self.key
         return {hmac.digest(key, b"user\0" + name.encode(), "sha256") for name in names}
+
+    def enrol(
+        self, users: Collection[bytes], name: str, *, dataset: str | None, unit: str | None
+    ) -> Reservation:
+        """Make users known as a data set's before its first run, so that its budget protects them.
+
+        Args:
+            users: Keyed hashes of the users, from :meth:`hashed`.
+            name: Name of their source, for the history.
+            dataset: Name of the data set; None takes the only one of the book.
+            unit: The column that names the user; None where each row is a user.
+
+        Raises:
+            BookError: As for :meth:`reserve`.
+            DprlhfError: A user has spent more than the budget in other data sets already.
+        """
+        enrolled = Spending(f"users {secrets.token_hex(16)}", name, "users", None, times=0)
+        return self.reserve(enrolled, users, dataset=dataset, unit=unit)
 
     # --- reservations ---------------------------------------------------------------------------
 
@@ -367,6 +388,12 @@ class Book:
             except DprlhfError as error:
                 raise DprlhfError(f"budget of data set {name!r}: {error}") from None
             if not cost <= budget.epsilon:
+                if not sum(spending.times for spending in owed):
+                    raise DprlhfError(
+                        f"refused: a user has spent more than the budget of data set {name!r}"
+                        f" (epsilon {budget.epsilon:g} at delta {budget.delta:g}) already, in other"
+                        " data sets"
+                    )
                 raise DprlhfError(
                     f"refused: with this run a user would exceed the budget of data set {name!r}"
                     f" (epsilon {budget.epsilon:g} at delta {budget.delta:g}, for all runs"
@@ -380,7 +407,7 @@ class Book:
         row, spending = state.reservations[number], question.spending
         users = sum(count for h, count in groups.items() if number in state.histories[h])
         asked = (spending.mechanism, spending.times, question.dataset or row.dataset)
-        same = (Mechanism(**json.loads(row.mechanism)), row.times, row.dataset) == asked
+        same = (_mechanism(row), row.times, row.dataset) == asked
         if not same or not row.users == users == sum(groups.values()):
             raise DprlhfError(
                 f"this run reserved another cost in the budget book (reservation {number}): its"
@@ -430,7 +457,7 @@ class Book:
             "unit": row.unit,
             "spent": spent,
             "remaining": max(0.0, row.epsilon - spent),
-            "runs": len(runs),
+            "runs": sum(state.reservations[n].times > 0 for n in runs),
             "users": sum(n for h, n in state.sizes.items() if state.histories[h] & runs),
             "date": row.date,
         }
@@ -481,7 +508,7 @@ def _write(
                 name=spending.name,
                 stage=spending.stage,
                 dataset=dataset.name,
-                mechanism=json.dumps(asdict(spending.mechanism), sort_keys=True),
+                mechanism=_as_json(spending.mechanism),
                 times=spending.times,
                 epsilon=state.epsilon((), [spending], dataset.delta),
                 users=added,
@@ -536,6 +563,15 @@ def _damaged(label: str) -> BookError:
         f"budget book {label}: damaged (its tables contradict one another); restore it from its"
         " newest backup. Nothing was spent"
     )
+
+
+def _mechanism(row: sa.Row[Any]) -> Mechanism | None:
+    terms = json.loads(row.mechanism)
+    return None if terms is None else Mechanism(**terms)
+
+
+def _as_json(mechanism: Mechanism | None) -> str:
+    return json.dumps(None if mechanism is None else asdict(mechanism), sort_keys=True)
 
 
 def _unit(column: str | None) -> str:

@@ -1,8 +1,9 @@
-"""The commands about budget books: ``budget create``, ``show``, ``history`` and ``export``."""
+"""The commands about budget books: ``create``, ``enrol``, ``show``, ``history``, ``export``."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -52,6 +53,20 @@ def create(
     )
     if made.key_file is not None:
         typer.echo(f"its key: {made.key_file}; keep a copy of the key and of the book, both secret")
+
+
+@budget.command()
+def enrol(
+    dataset: Annotated[str, typer.Argument(help="Name of the data set.")],
+    recipe: Annotated[Path, typer.Argument(help="A YAML recipe: its data and user column count.")],
+    book: Name = None,
+) -> None:
+    """Make a data set's users known before its first run: its budget then holds everywhere."""
+    from dprlhf.recipe import load_any_recipe
+    from dprlhf.runs.budget import enrol as make_known
+
+    made = make_known(load_any_recipe(recipe), _named(book), recipe.name, dataset)
+    typer.echo(f"data set {made.dataset}: its users are known to book {made.book}")
 
 
 @budget.command()
@@ -124,7 +139,9 @@ def _repeated(row: dict[str, Any]) -> str:
     return f" ({', '.join(extra)})" if extra else ""
 
 
-def _mechanism(terms: dict[str, Any]) -> str:
+def _mechanism(terms: dict[str, Any] | None) -> str:
+    if terms is None:
+        return "users enrolled"
     text = f"{terms['partition']}, {terms['adjacency']}, T {terms['rounds']}"
     text += f", z {terms['noise_multiplier']:.4g}"
     for name, short in (("participations", "k"), ("releases_per_round", "J")):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from dprlhf.boundary import open_private
 from dprlhf.budget import Book, Mark, Reservation, Spending, book_name
+from dprlhf.data.in_memory import rows_of
 from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Mechanism
@@ -97,6 +98,24 @@ def reserve(
         marks=[*(at.mark for at in own), *marks],
         commit=commit,
     )
+
+
+def enrol(recipe: AnyRecipe, name: str, source: str, dataset: str) -> Reservation:
+    """Make the users of a recipe's data known to a budget book before their first run.
+
+    Args:
+        recipe: The recipe, whose data and user column count.
+        name: Path or URL of the book.
+        source: Name of the recipe, for the book's history.
+        dataset: Name of the data set.
+
+    Raises:
+        DprlhfError: The data or the book cannot be read, or a user has spent too much already.
+    """
+    users = Users(rows_of(recipe.data, None), recipe.data)
+    book = Book(name)
+    hashes = open_private(users.hashed(book.hashed))
+    return book.enrol(hashes, source, dataset=dataset, unit=recipe.data.user_column)
 
 
 class _At:
