@@ -66,7 +66,8 @@ def supervised(stage: str, model: str, folder: Path) -> None:
         if stage == "sft"
         else recipe.RewardRecipe.model_validate({"model": base, **common})
     )
-    dprlhf.train_stage(made, data=rows, evaluation_data=rows[:2].copy(), quiet=True)
+    public = [{"user": f"p{i}", "prompt": f"that was {i}", **answers} for i in range(2)]
+    dprlhf.train_stage(made, data=rows, evaluation_data=public, quiet=True)
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +271,18 @@ def test_an_audit_that_holds(run: Path, tmp_path: Path) -> None:
     assert "no more than chance" in fair["answer"][1]
 
 
-@pytest.mark.parametrize("changes", [{"bound": 4.01}, {"holds": False}])
+def test_an_audit_that_could_refute_nothing_shows_half(run: Path, tmp_path: Path) -> None:
+    power = {"probability": 0.9, "noise": 0.031, "guesses": None}
+    edit_json(run / "privacy.json", audit=AUDIT | {"can_refute": False, "power": power})
+    audit = statement_of(run, tmp_path / "out")["answers"][3]
+    assert audit["status"] == "partly shown"
+    assert ["It would have noticed", "noise 3.1% too small, with probability 0.9"] in audit["facts"]
+    assert any("--canaries" in gap["command"] for gap in audit["missing"])
+
+
+@pytest.mark.parametrize(
+    "changes", [{"bound": 4.01}, {"holds": False}, {"refuted_by": ["variance"]}]
+)
 def test_a_refuted_claim_is_contradicted(
     run: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:

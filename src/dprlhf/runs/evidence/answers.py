@@ -153,7 +153,10 @@ def audit_facts(records: Records) -> dict[str, Any] | None:
         "guesses": number("guesses"),
         "right": number("right"),
         "space": audit.get("space"),
+        "can_refute": audit.get("can_refute") is not False,
+        "power": _power(audit.get("power")),
         "refuted": audit.get("holds") is False
+        or bool(audit.get("refuted_by"))
         or (bound is not None and bound > records.alone.epsilon),
     }
 
@@ -357,6 +360,9 @@ def _audited(records: Records) -> Answer:
         "The tolerance is zero: any value above the stated ε counts as a refutation.",
     ]
     missing = []
+    if not audit["can_refute"]:
+        said.append("With so few invented users its guesses could not have refuted the statement.")
+        missing.append(("An audit with more of them.", f"dprlhf audit {run} --canaries 4000"))
     if audit["space"] != "prompt":
         said.append(
             "The attack was not black-box but stronger: it saw every released number, not only the"
@@ -368,8 +374,10 @@ def _audited(records: Records) -> Answer:
         ("Confidence", sure),
         ("Stated for this run", pair(*_spent(records.alone))),
         ("Invented users", _thousands(audit)),
+        *([("It would have noticed", audit["power"])] if audit["power"] else []),
     ]
-    status = CONTRADICTED if audit["refuted"] else _standing(records, SHOWN)
+    whole = SHOWN if audit["can_refute"] else PARTLY
+    status = CONTRADICTED if audit["refuted"] else _standing(records, whole)
     return _answer(status, said, ["privacy.json"], facts, missing)
 
 
@@ -402,10 +410,19 @@ def _all_covered(records: Records) -> Answer:
             f"dprlhf privacy total {records.name} OTHER_RUN",
         )
     )
+    if "book" not in records.card:
+        missing.append(
+            (
+                "A budget book, which counts what each person spends over all runs and refuses a"
+                " run that would exceed it.",
+                "dprlhf budget create, then privacy.book in the recipe of the next run",
+            )
+        )
     facts = [
         ("In total", pair(*_spent(records.total)) if records.private else "no guarantee"),
         ("Earlier runs counted", names),
         ("Trial runs", tuning),
+        ("Counted over all runs by", _counted(records)),
         ("Models it starts from", "; ".join(source.label for source in records.recipe.sources)),
         ("Proofs", ", ".join(f"docs/proofs/{note}.md" for note in notes)),
     ]
@@ -450,6 +467,22 @@ def _allowed(records: Records) -> str:
 def _thousands(audit: dict[str, Any]) -> str:
     count = audit["canaries"]
     return "an unknown number of" if count is None else f"{int(count):,}"
+
+
+def _power(power: Any) -> str | None:
+    """Return what the audit stated beforehand that it would notice; None if it stated nothing."""
+    try:
+        return f"noise {power['noise']:.1%} too small, with probability {power['probability']:g}"
+    except (TypeError, KeyError, ValueError):
+        return None  # an audit of an earlier version, or of a run without noise
+
+
+def _counted(records: Records) -> str:
+    """Return who counts what the same people spend in other runs."""
+    book = records.card.get("book")
+    if not isinstance(book, dict):
+        return "nobody, but for the runs named here"
+    return f"budget book {book.get('book')}, reservation {book.get('number')}"
 
 
 def _kind(audit: dict[str, Any]) -> str:
