@@ -471,7 +471,8 @@ class Previous(Settings):
     """An earlier private run that this one builds on, or that had some of the same users.
 
     Attributes:
-        run: Its run folder.
+        run: Its run folder; or a model that it left, in a folder or on the hub, which carries its
+            record.
         users: ``shared`` if a user may be in both runs, so that the costs compose; ``disjoint`` if
             nobody is, so that the larger cost counts. ``disjoint`` is refused where the ``secret/``
             folders of the two runs refute it. That they do not refute it proves nothing: the

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ from dprlhf.privacy.gaussian import downwards, upwards
 from dprlhf.privacy.plan import Plan, json_ready
 from dprlhf.privacy.randomness import commitment
 from dprlhf.recipe import ADAPTERS, AnyRecipe, Source, experimental, load_any_recipe
-from dprlhf.runs.earlier import Earlier, run_of_model, total
+from dprlhf.runs.earlier import Earlier, Record, runs_of_model, total
 from dprlhf.runs.folder import RunFolder, write_atomically, write_json
+from dprlhf.runs.lineage import FILE, Carried, in_card
 
 _NEIGHBOURS = {
     "add-remove": "one user is added or removed",
@@ -111,15 +114,26 @@ def note_audit(folder: RunFolder, audit: dict[str, Any]) -> None:
     """Write an audit's result onto the card of a finished run, and into its model card."""
     card = json.loads(folder.privacy.read_text()) | {"audit": audit}
     write_json(folder.privacy, card)
-    write_atomically(
-        folder.policy / "README.md", model_card(load_any_recipe(folder.recipe), card).encode()
-    )
+    text = model_card(load_any_recipe(folder.recipe), card)
+    if (folder.policy / FILE).is_file():
+        text = in_card(text, json.loads((folder.policy / FILE).read_text()))
+    write_atomically(folder.policy / "README.md", text.encode())
+
+
+def carried_with(card: dict[str, Any], records: Sequence[Record]) -> Carried:
+    """Return the record that travels with the weights: the guarantee, and the terms of all runs.
+
+    Args:
+        card: The run's privacy card.
+        records: The run's own terms, then those of the runs before it.
+    """
+    return {"statement": guarantee_sentence(card), "runs": [asdict(r) for r in records]}
 
 
 def _origin(source: Source, earlier: Earlier) -> str:
-    run = run_of_model(source.path)
+    runs = runs_of_model(source.path) if source.key is not None else set()
     for record in earlier.records:
-        if run is not None and record.run == run:
+        if record.run in runs:
             return f"released by the earlier run {record.name}, whose cost the total counts"
     return _FITTED[source.trained_on_private_users]
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.runs.folder import RunFolder, replaced_folder
+from dprlhf.runs.lineage import Carried, metadata
 from dprlhf.updates.critic import Critic
 
 
@@ -25,11 +26,22 @@ def save_checkpoint(
     policy: CausalLMPolicy,
     optimizer: torch.optim.Optimizer,
     critic: Critic | None = None,
+    carried: Carried | None = None,
 ) -> None:
-    """Replace the run's checkpoint by the state after round t, atomically."""
+    """Replace the run's checkpoint by the state after round t, atomically.
+
+    Args:
+        folder: The run folder.
+        t: The round.
+        policy: The policy after the round.
+        optimizer: The optimizer after the round.
+        critic: The critic after the round; None without one.
+        carried: The privacy record that travels with the policy's weights.
+    """
     moments = moments_of(optimizer, list(policy.parameters))
     with replaced_folder(folder.checkpoint) as fresh:
-        save_file(policy.state(), fresh / "policy.safetensors")
+        told = metadata(carried) if carried is not None else None
+        save_file(policy.state(), fresh / "policy.safetensors", metadata=told)
         save_file(moments, fresh / "optimizer.safetensors")
         if critic is not None:
             save_file(critic.state(), fresh / "critic.safetensors")

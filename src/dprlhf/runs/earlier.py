@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from dprlhf.privacy.ledger import read_opened
 from dprlhf.privacy.plan import NO_PRIVACY, Plan
 from dprlhf.recipe import AnyRecipe, load_any_recipe
 from dprlhf.runs.folder import RunFolder
+from dprlhf.runs.lineage import carried_by, is_adapter
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def read_earlier(recipe: AnyRecipe) -> Earlier:
             found.setdefault(record.run, record)
         said.setdefault(own.run, set()).add(previous.users)
     disjoint = [run for run, users in said.items() if users == {"disjoint"}]
-    _check_lineage(recipe, found)
+    check_lineage(recipe, found)
     for record in found.values():
         if record.unit != recipe.data.user_column:
             raise DprlhfError(
@@ -109,19 +110,53 @@ def read_earlier(recipe: AnyRecipe) -> Earlier:
 
 
 def records_of(run: Path) -> list[Record]:
-    """Return the record of a run, and of all runs that came before it, from its ledger.
+    """Return the record of a run, and of all runs that came before it.
+
+    Args:
+        run: The run folder, whose ledger is read; or a model that the run left, in a folder or on
+            the hub, which carries the same record (:mod:`dprlhf.runs.lineage`).
 
     Raises:
-        DprlhfError: This is no run folder, or its ledger was altered or is empty.
+        DprlhfError: This is neither, or the ledger or the record was altered or is empty.
     """
     folder = RunFolder(run)
     if not folder.recipe.is_file() or not folder.ledger.is_file():
-        raise DprlhfError(f"{run}: not the folder of a private run (recipe.yaml, ledger.jsonl)")
-    recipe, terms = load_any_recipe(folder.recipe), read_opened(folder.ledger)[0].body
+        carried = carried_by(str(run), fetch=True)
+        if not carried:
+            raise DprlhfError(
+                f"{run}: not the folder of a private run (recipe.yaml, ledger.jsonl), nor a model"
+                " that carries the record of one"
+            )
+        return [_record(r, str(run)) for told in carried for r in told["runs"]]
+    return records_in(
+        read_opened(folder.ledger)[0].body, load_any_recipe(folder.recipe), run.resolve().name
+    )
+
+
+def _record(values: Any, source: str) -> Record:
+    try:
+        record = Record(**values)
+        float(record.delta), float(record.mechanism["noise_multiplier"])
+    except (TypeError, ValueError, KeyError):
+        raise DprlhfError(
+            f"{source}: its privacy record was altered, or is of a newer version of dprlhf; name"
+            " the run's own folder"
+        ) from None
+    return record
+
+
+def records_in(terms: dict[str, Any], recipe: AnyRecipe, name: str) -> list[Record]:
+    """Return the record of a run, and of all runs before it, from its ledger's first entry.
+
+    Args:
+        terms: The body of the entry.
+        recipe: The run's recipe.
+        name: The name of its folder.
+    """
     names = ("rounds", "partition", "adjacency", "participations", "releases_per_round")
     own = Record(
         run=terms["key_commitment"],
-        name=run.resolve().name,
+        name=name,
         stage=recipe.stage,
         unit=terms.get("unit", recipe.data.user_column),
         delta=terms["delta"],
@@ -224,32 +259,50 @@ def _unit(column: str | None) -> str:
     return "rows" if column is None else f"users by the column {column!r}"
 
 
-def _check_lineage(recipe: AnyRecipe, named: dict[str, Record]) -> None:
-    """Check that the recipe accounts for every private run that tuned one of its models."""
+def check_lineage(recipe: AnyRecipe, named: Collection[str]) -> None:
+    """Check that the recipe accounts for every private run that tuned one of its models.
+
+    Called before the models are loaded, and again when those from the hub are on this machine.
+
+    Args:
+        recipe: The recipe.
+        named: The runs (by commitment) whose cost counts.
+
+    Raises:
+        DprlhfError: A model comes from another private run, or is an adapter.
+    """
+    named = set(named)
     for source in recipe.sources:
         key, model = source.key, source.path
-        run = run_of_model(model) if key is not None else None
-        if run is None:
+        runs = runs_of_model(model) if key is not None else set()
+        if not runs:
             continue
-        if run not in named:
+        if not runs <= named:
             raise DprlhfError(
                 f"{key} {model!r} was tuned by a private run on users of its own: name that run"
-                " under previous, so that its cost is counted"
+                " under previous, so that its cost is counted (the run's folder, or the model:"
+                f" previous: [{{run: {model}}}])"
             )
-        if (Path(model) / "adapter_config.json").is_file():
+        if is_adapter(model):
             raise DprlhfError(
                 f"{key} {model!r} is an adapter: name the whole model that dprlhf merge (or the"
                 " stage itself, in its folder model/) writes"
             )
 
 
-def run_of_model(model: str) -> str | None:
-    """Return the run that tuned a model, as stated in the model's folder or the one above it."""
+def runs_of_model(model: str) -> set[str]:
+    """Return the runs (by commitment) that tuned a model, as its record or its run's card says.
+
+    Args:
+        model: A folder, or a hub id, of which only what is on this machine is read.
+    """
+    found = {carried["runs"][0]["run"] for carried in carried_by(model)}
     place = Path(model)
-    if not place.is_dir():
-        return None
+    if found or not place.is_dir():
+        return found
+    # Earlier versions left a card alone, in the model's folder or the one above it.
     for card in (place / "privacy.json", place.parent / "privacy.json"):
         if card.is_file():
-            run: str | None = json.loads(card.read_text()).get("run")
-            return run
-    return None
+            run = json.loads(card.read_text()).get("run")
+            return set() if run is None else {run}
+    return set()

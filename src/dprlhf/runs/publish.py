@@ -12,8 +12,10 @@ from dprlhf.errors import DprlhfError, one_line
 from dprlhf.hub import pinned
 from dprlhf.policies.adapters import quiet_peft
 from dprlhf.recipe import AnyRecipe, load_any_recipe
-from dprlhf.runs.card import model_card
+from dprlhf.runs.card import carried_with, model_card
+from dprlhf.runs.earlier import records_of
 from dprlhf.runs.folder import RunFolder, replaced_folder
+from dprlhf.runs.lineage import FILE, attach
 
 
 def push(run: str | Path, repo: str, *, private: bool = False) -> str:
@@ -32,6 +34,9 @@ def push(run: str | Path, repo: str, *, private: bool = False) -> str:
     from huggingface_hub import HfApi
 
     folder = _finished(run)
+    if not (folder.policy / FILE).is_file():  # a run of an earlier version
+        card = json.loads(folder.privacy.read_text())
+        attach(folder.policy, carried_with(card, records_of(folder.path)))
     try:
         api = HfApi()
         api.create_repo(repo, private=private, exist_ok=True)
@@ -88,6 +93,7 @@ def merge(
         (fresh / "README.md").write_text(model_card(recipe, card, merged=True))
         # A run that starts from this model finds out which run to account for.
         (fresh / "privacy.json").write_text(folder.privacy.read_text())
+        attach(fresh, carried_with(card, records_of(folder.path)))
     return out
 
 

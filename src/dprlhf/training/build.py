@@ -28,7 +28,7 @@ from dprlhf.privacy.plan import Plan, check_promise, make_plan
 from dprlhf.privacy.relations import Adjacency
 from dprlhf.recipe import AnyRecipe, experimental
 from dprlhf.runs.budget import NO_BOOK, reserve
-from dprlhf.runs.earlier import read_earlier
+from dprlhf.runs.earlier import check_lineage, read_earlier
 from dprlhf.runs.folder import RunFolder, write_atomically
 from dprlhf.runs.opening import check_disjoint, check_public, open_folder, open_ledger
 from dprlhf.runs.trackers import check_installed, tracked
@@ -94,6 +94,8 @@ def load_parts(
     stage.settle(parts)
     parts.plan = plan_of(stage.recipe, users, stated)
     stage.load(parts)
+    # What came from the hub is on this machine now, and with it the records that it carries.
+    processes.on_main(lambda: check_lineage(recipe, [r.run for r in earlier.records]))
     return stage, parts
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any, cast
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from dprlhf.boundary import BoundedSum, Private, Released, open_private, open_released
 from dprlhf.privacy.gate import Gate
 from dprlhf.runs.checkpoint import load_checkpoint, save_checkpoint
+from dprlhf.runs.earlier import Record, records_in
 from dprlhf.runs.folder import JsonLines
 from dprlhf.training.interrupt import Interruptible
 from dprlhf.training.run import Outcome, Run
@@ -55,10 +57,18 @@ def gate_for_round(
     return release
 
 
+def records_of_run(run: Run) -> list[Record]:
+    """Return the run's own privacy terms and those of the runs before it; main process only."""
+    assert run.gate is not None
+    terms = run.gate.ledger.entries[0].body
+    return records_in(terms, run.recipe, run.folder.path.resolve().name)
+
+
 def save(run: Run, t: int) -> None:
     """Write the checkpoint of round t, then commit the round in the ledger."""
     if run.gate is not None:
-        save_checkpoint(run.folder, t, run.policy, run.optimizer, run.stage.critic)
+        carried = {"runs": [asdict(record) for record in records_of_run(run)]}
+        save_checkpoint(run.folder, t, run.policy, run.optimizer, run.stage.critic, carried)
         run.gate.ledger.commit(t)
 
 

@@ -11,13 +11,15 @@ from dataclasses import asdict
 from typing import Any
 
 from dprlhf.policies.optimizers import set_learning_rate
-from dprlhf.runs.card import audit_of, model_card, privacy_card
+from dprlhf.runs.card import audit_of, carried_with, model_card, privacy_card
 from dprlhf.runs.folder import replaced_folder, write_json
+from dprlhf.runs.lineage import attach
 from dprlhf.training.interrupt import Interruptible
 from dprlhf.training.rounds import (
     gate_for_round,
     log_metrics,
     record_secret,
+    records_of_run,
     released_metrics,
     remaining_rounds,
     save,
@@ -87,6 +89,7 @@ def complete(run: Run) -> Any:
         with replaced_folder(run.folder.policy) as fresh:
             run.policy.save(fresh)
             (fresh / "README.md").write_text(model_card(run.recipe, card))
+            attach(fresh, carried_with(card, records_of_run(run)))
         stage.write(run, before, after)
     run.processes.wait()
     return stage.result(run, before, after)

@@ -1,0 +1,160 @@
+"""The privacy record that travels with a model's weights: which private runs it came from.
+
+A model that is pushed, merged, copied or renamed leaves its run folder behind. What it cost its
+users must not be forgotten when another run starts from it, so the record is written several times:
+as a file beside the weights, in the metadata of each safetensors file, in ``config.json`` (which
+transformers keeps when it saves the model again) and in the model card. One of them is enough.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dprlhf.errors import DprlhfError
+
+FILE = "dprlhf_privacy.json"
+KEY = "dprlhf_privacy"
+"""The key in ``config.json``, in a safetensors file's metadata and in a model card."""
+
+_WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
+_COPIED_AT_ONCE = 1 << 24  # bytes
+
+Carried = dict[str, Any]
+"""A record: ``statement``, the guarantee in a sentence; ``runs``, the run's terms and then those of
+the runs before it, each as :class:`dprlhf.runs.earlier.Record` has them."""
+
+
+def attach(folder: Path, carried: Carried) -> None:
+    """Write a record into a folder of weights, wherever it can be.
+
+    Args:
+        folder: A folder that ``save_pretrained`` has written, with or without a model card.
+        carried: The record.
+    """
+    (folder / FILE).write_text(json.dumps(carried, indent=2) + "\n")
+    config, card = folder / "config.json", folder / "README.md"
+    if config.is_file():
+        settings = {**json.loads(config.read_text()), KEY: carried}
+        config.write_text(json.dumps(settings, indent=2) + "\n")
+    if card.is_file():
+        card.write_text(in_card(card.read_text(), carried))
+    for weights in folder.glob("*.safetensors"):
+        _mark(weights, metadata(carried)[KEY])
+
+
+def metadata(carried: Carried) -> dict[str, str]:
+    """Return a record as the metadata of a safetensors file."""
+    return {KEY: json.dumps(carried)}
+
+
+def in_card(card: str, carried: Carried) -> str:
+    """Return a model card with a record among its metadata."""
+    start, line = "---\n", f"{KEY}: {json.dumps(carried)}\n"  # JSON is YAML
+    return start + line + card.removeprefix(start) if card.startswith(start) else card
+
+
+def carried_by(model: str, revision: str | None = None, *, fetch: bool = False) -> list[Carried]:
+    """Return the records that a model carries, each once; none for one that dprlhf did not write.
+
+    Args:
+        model: A folder, or an id on the Hugging Face hub.
+        revision: Branch, tag or commit of a hub id.
+        fetch: Whether to ask the hub for files that are not on this machine yet.
+
+    Raises:
+        DprlhfError: A record cannot be read, so that the cost of the model is not known.
+    """
+    found: list[Carried] = []
+    for text in _texts(model, revision, fetch):
+        try:
+            carried = json.loads(text) if isinstance(text, str) else text
+            known = [record["run"] for record in carried["runs"]]
+        except (ValueError, TypeError, KeyError):
+            known = []
+        if not known:
+            raise DprlhfError(
+                f"{model}: its privacy record ({KEY}) was altered, so what it cost its users is not"
+                " known; take the model from its run's folder again"
+            )
+        if all(known != [record["run"] for record in other["runs"]] for other in found):
+            found.append(carried)
+    return found
+
+
+def is_adapter(model: str) -> bool:
+    """Return whether a model, in a folder or in the hub's cache, is a PEFT adapter."""
+    return any(True for _ in _files(model, "adapter_config.json", None, False))
+
+
+def _texts(model: str, revision: str | None, fetch: bool) -> Iterator[Any]:
+    """Yield what each place says where a record may be, as text or already parsed."""
+    for file in _files(model, FILE, revision, fetch):
+        yield file.read_text()
+    for file in _files(model, "config.json", revision, fetch):
+        with contextlib.suppress(ValueError):  # whoever loads the model will say so
+            settings = json.loads(file.read_text())
+            if isinstance(settings, dict) and KEY in settings:
+                yield settings[KEY]
+    for file in _files(model, "README.md", revision, False):
+        yield from _front_matter(file.read_text(errors="replace"))
+    names = ["*.safetensors"] if Path(model).is_dir() else _WEIGHTS
+    for file in (f for name in names for f in _files(model, name, revision, False)):
+        with contextlib.suppress(ValueError, OSError):
+            told = _header(file)[1].get("__metadata__", {})
+            if KEY in told:
+                yield told[KEY]
+
+
+def _front_matter(card: str) -> Iterator[Any]:
+    if not card.startswith("---\n"):
+        return
+    with contextlib.suppress(yaml.YAMLError):
+        told = yaml.safe_load(card[4:].split("\n---", 1)[0])
+        if isinstance(told, dict) and KEY in told:
+            yield told[KEY]
+
+
+def _files(model: str, name: str, revision: str | None, fetch: bool) -> list[Path]:
+    """Return the files of a name or pattern in a model's folder, or in the hub's cache."""
+    if Path(model).is_dir():
+        return sorted(Path(model).glob(name))
+    if model.startswith("asset:") or model.count("/") > 1 or Path(model).is_absolute():
+        return []
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return [Path(hf_hub_download(model, name, revision=revision, local_files_only=not fetch))]
+    except Exception:  # no such file, no connection, no such name: loading the model says which
+        return []
+
+
+def _header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Return the length in bytes of a safetensors file's header, and the header."""
+    with open(file, "rb") as held:
+        length = int.from_bytes(held.read(8), "little")
+        if length > file.stat().st_size:
+            raise ValueError(f"{file}: no safetensors file")
+        header: dict[str, Any] = json.loads(held.read(length))
+    return length, header
+
+
+def _mark(file: Path, text: str) -> None:
+    """Add a text to the metadata of a safetensors file; the tensors are copied as they are."""
+    length, header = _header(file)
+    header["__metadata__"] = {**header.get("__metadata__", {}), KEY: text}
+    data = json.dumps(header, separators=(",", ":")).encode()
+    data += b" " * (-len(data) % 8)  # the format aligns the tensors to 8 bytes
+    fresh = file.with_name(file.name + ".tmp")
+    with open(file, "rb") as old, open(fresh, "wb") as new:
+        old.seek(8 + length)
+        new.write(len(data).to_bytes(8, "little") + data)
+        shutil.copyfileobj(old, new, _COPIED_AT_ONCE)
+    os.replace(fresh, file)

@@ -1,0 +1,263 @@
+"""What a model cost its users travels with its weights: pushed, merged, copied or renamed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+import yaml
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import dprlhf
+from dprlhf.errors import DprlhfError
+from dprlhf.recipe import AnyRecipe, make_recipe
+from dprlhf.runs.card import note_audit
+from dprlhf.runs.earlier import Earlier, read_earlier, records_of, total_of_runs
+from dprlhf.runs.folder import RunFolder
+from dprlhf.runs.lineage import FILE, KEY, attach, carried_by
+from dprlhf.runs.publish import merge, push
+from helpers import runs, tiny
+from helpers.recipes import recipe_settings
+
+TUNED = "was tuned by a private run on users of its own"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in ``run``, its merged model in ``merged``, and a run from that in ``second``."""
+    base = tmp_path_factory.mktemp("lineage")
+    settings: dict[str, Any] = {
+        "rounds": 1, "epsilon": 8.0, "delta": 1e-3, "policy__adapter": runs.ADAPTER,
+    }  # fmt: skip
+    runs.train(str(tiny.save(base / "model")), base / "run", **settings)
+    merge(base / "run", base / "merged")
+    previous = [{"run": str(base / "run")}]
+    second = runs.run_settings(str(base / "merged"), previous=previous, **settings)
+    dprlhf.train(**second, output_dir=base / "second")
+    return base
+
+
+def recipe(model: Any, *previous: Any, reward: bool = False) -> AnyRecipe:
+    place = "rewards__1__classifier" if reward else "policy__model_name_or_path"
+    names = [{"run": str(run)} for run in previous]
+    return make_recipe(recipe_settings(**{place: str(model)}, previous=names))
+
+
+def run_id(folder: Path) -> str:
+    return records_of(folder)[0].run
+
+
+def told(weights: Path) -> Any:
+    with safe_open(weights, "pt") as held:
+        return json.loads((held.metadata() or {})[KEY])
+
+
+def front_matter(card: Path) -> Any:
+    return yaml.safe_load(card.read_text()[4:].split("\n---", 1)[0])[KEY]
+
+
+# --- what is written ------------------------------------------------------------------------------
+
+
+def test_each_writer_of_weights_writes_it_everywhere(place: Path) -> None:
+    run = run_id(place / "run")
+    said = [
+        json.loads((place / "run/policy" / FILE).read_text()),
+        told(place / "run/policy/adapter_model.safetensors"),
+        front_matter(place / "run/policy/README.md"),
+        told(place / "run/checkpoint/policy.safetensors"),
+        json.loads((place / "merged" / FILE).read_text()),
+        json.loads((place / "merged/config.json").read_text())[KEY],
+        told(place / "merged/model.safetensors"),
+        front_matter(place / "merged/README.md"),
+    ]
+    assert [carried["runs"][0]["run"] for carried in said] == [run] * len(said)
+    assert "(8, 0.001)-differential privacy" in said[0]["statement"]
+    assert {r.run for r in records_of(place / "merged")} == {run}
+
+
+def test_a_chain_of_runs_travels_as_a_whole(place: Path) -> None:
+    wanted = [run_id(place / "second"), run_id(place / "run")]
+    assert len(set(wanted)) == 2
+    for said in (
+        json.loads((place / "second/policy" / FILE).read_text()),
+        told(place / "second/checkpoint/policy.safetensors"),
+    ):
+        assert [record["run"] for record in said["runs"]] == wanted
+    assert records_of(place / "second/policy") == records_of(place / "second")
+
+
+def test_the_weights_are_the_same_and_load(place: Path, tmp_path: Path) -> None:
+    weights = {"odd": torch.arange(7, dtype=torch.bfloat16), "w": torch.randn(3, 5)}
+    for metadata in (None, {"format": "pt"}):
+        save_file(weights, tmp_path / "x.safetensors", metadata=metadata)
+        attach(tmp_path, {"statement": "", "runs": [{"run": "an id that is long"}]})
+        assert all(
+            (v == weights[k]).all() for k, v in load_file(tmp_path / "x.safetensors").items()
+        )
+        with safe_open(tmp_path / "x.safetensors", "pt") as held:
+            assert held.metadata() == {**(metadata or {}), KEY: held.metadata()[KEY]}
+    loaded = AutoModelForCausalLM.from_pretrained(place / "merged")
+    loaded.save_pretrained(tmp_path / "again")  # by transformers alone
+    assert carried_by(str(tmp_path / "again"))[0]["runs"][0]["run"] == run_id(place / "run")
+
+
+def test_an_audit_leaves_it_in_the_card(place: Path, tmp_path: Path) -> None:
+    folder = RunFolder(shutil.copytree(place / "run", tmp_path / "run"))
+    before = front_matter(folder.policy / "README.md")
+    found = json.loads(folder.privacy.read_text()).get("audit")
+    assert found is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dprlhf.runs.card._audited", lambda card: "run")
+        note_audit(folder, {"holds": True})
+    assert front_matter(folder.policy / "README.md") == before
+
+
+def test_a_run_of_an_earlier_version_gets_it_when_it_is_pushed(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = shutil.copytree(place / "run", tmp_path / "run")
+    (run / "policy" / FILE).unlink()
+    uploaded = []
+
+    class Hub:
+        def create_repo(self, *_: Any, **__: Any) -> None: ...
+
+        def upload_folder(self, folder_path: Path, **_: Any) -> None:
+            uploaded.append(json.loads((folder_path / FILE).read_text()))
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    push(run, "me/mine")
+    assert uploaded[0]["runs"][0]["run"] == run_id(place / "run")
+
+
+# --- what is read ---------------------------------------------------------------------------------
+
+
+def only_file(folder: Path) -> None:
+    """Keep the file beside the weights alone."""
+    settings = json.loads((folder / "config.json").read_text())
+    del settings[KEY]
+    (folder / "config.json").write_text(json.dumps(settings))
+    save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors")
+    (folder / "README.md").unlink()
+
+
+def only_config(folder: Path) -> None:
+    kept = (folder / "config.json").read_text()
+    only_file(folder)
+    (folder / "config.json").write_text(kept)
+    (folder / FILE).unlink()
+
+
+def only_weights(folder: Path) -> None:
+    kept = (folder / "model.safetensors").read_bytes()
+    only_file(folder)
+    (folder / "model.safetensors").write_bytes(kept)
+    (folder / FILE).unlink()
+
+
+def only_card(folder: Path) -> None:
+    kept = (folder / "README.md").read_text()
+    only_file(folder)
+    (folder / "README.md").write_text(kept)
+    (folder / FILE).unlink()
+
+
+@pytest.mark.parametrize("left", [only_file, only_config, only_weights, only_card])
+@pytest.mark.parametrize("reward", [False, True], ids=["policy", "reward"])
+def test_a_copied_model_is_refused_unless_its_run_is_named(
+    place: Path, tmp_path: Path, left: Callable[[Path], None], reward: bool
+) -> None:
+    model = shutil.copytree(place / "merged", tmp_path / "another name")
+    (model / "privacy.json").unlink()
+    left(model)
+    with pytest.raises(DprlhfError, match=TUNED) as refusal:
+        read_earlier(recipe(model, reward=reward))
+    assert f"previous: [{{run: {model}}}]" in str(refusal.value)  # what to write
+    by_model = read_earlier(recipe(model, model, reward=reward))
+    by_folder = read_earlier(recipe(model, place / "run", reward=reward))
+    assert by_model.records[0].mechanism == by_folder.records[0].mechanism
+    assert {r.run for r in by_model.records} == {run_id(place / "run")}
+
+
+def test_a_copied_adapter_is_known_and_refused(place: Path, tmp_path: Path) -> None:
+    adapter = shutil.copytree(place / "run/policy", tmp_path / "adapter")
+    (adapter / FILE).unlink()
+    (adapter / "README.md").unlink()
+    with pytest.raises(DprlhfError, match=TUNED):
+        read_earlier(recipe(adapter))
+    with pytest.raises(DprlhfError, match="is an adapter: name the whole model"):
+        read_earlier(recipe(adapter, place / "run"))
+
+
+@pytest.mark.parametrize("name", ["merged", "run/policy"])
+def test_a_pushed_model_is_known_once_it_is_on_this_machine(
+    place: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    here = {"config.json", "adapter_config.json", "model.safetensors", "adapter_model.safetensors"}
+
+    def download(repo: str, file: str, *, revision: Any, local_files_only: bool) -> str:
+        found = place / name / file
+        if repo != "me/mine" or not found.is_file() or (local_files_only and file not in here):
+            raise OSError(file)
+        return str(found)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    with pytest.raises(DprlhfError, match=TUNED):
+        read_earlier(recipe("me/mine"))
+    assert records_of(Path("me/mine"))[0].run == run_id(place / "run")
+    if name == "merged":
+        assert len(read_earlier(recipe("me/mine", "me/mine")).records) == 1
+    here.clear()  # before it was loaded, nothing is known of it, and the hub is not asked
+    assert not read_earlier(recipe("me/mine")).records
+
+
+def test_what_is_known_only_after_loading_is_refused_before_the_first_charge(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dprlhf.training.build.read_earlier", lambda recipe: Earlier())
+    settings = runs.run_settings(str(place / "merged"), rounds=1, rollout__max_new_tokens=2)
+    with pytest.raises(DprlhfError, match=TUNED):
+        dprlhf.train(**settings, output_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_total_of_models_is_the_total_of_their_runs(place: Path) -> None:
+    runs_, cost = total_of_runs([place / "run", place / "second"])
+    models, same = total_of_runs([place / "merged", place / "second/policy"])
+    assert (len(models), same.epsilon) == (len(runs_), cost.epsilon)
+
+
+@pytest.mark.parametrize("change", [lambda c: [], lambda c: {"runs": []}, lambda c: {"runs": "x"}])
+def test_an_altered_record_is_refused(
+    place: Path, tmp_path: Path, change: Callable[[Any], Any]
+) -> None:
+    model = shutil.copytree(place / "merged", tmp_path / "model")
+    (model / FILE).write_text(json.dumps(change(json.loads((model / FILE).read_text()))))
+    with pytest.raises(DprlhfError, match=r"its privacy record \(dprlhf_privacy\) was altered"):
+        read_earlier(recipe(model))
+
+
+def test_a_record_without_terms_is_refused(place: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(place / "merged", tmp_path / "model")
+    carried = json.loads((model / FILE).read_text())
+    del carried["runs"][0]["mechanism"]
+    (model / FILE).write_text(json.dumps(carried))
+    with pytest.raises(DprlhfError, match="altered, or is of a newer version"):
+        read_earlier(recipe(model, model))
+
+
+def test_a_model_of_somebody_else_carries_none(place: Path) -> None:
+    assert carried_by(str(place / "model")) == []
+    assert not read_earlier(recipe(place / "model")).records
+    with pytest.raises(DprlhfError, match="nor a model that carries the record of one"):
+        records_of(place / "model")
