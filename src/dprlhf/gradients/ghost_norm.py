@@ -9,7 +9,7 @@ one-hot rows. Clipping needs two sums over such factors, and never all G_u at on
 - Σ_u c_u G_u, with as many multiplications as an ordinary backward pass (book-keeping, Bu et al.,
   arXiv 2210.00038). Not one product over the tokens of all users, as there: one user's presence
   would change how the others' terms round, by more than any bound on that user. Each user has a
-  product of its own, a block of rows at a time, and blocks are added up in float64.
+  product of its own, block by block, and blocks are added up in float64.
 
 A parameter that is used several times (a module called twice, an embedding tied to the output
 layer) has the tokens of all uses side by side: its norm has the cross terms, its sum adds up.
@@ -25,10 +25,12 @@ from typing import NamedTuple
 
 import torch
 
-# The most elements of a product to hold at once: a block of one user's product and its float64 sum
-# stay in a core's cache; an accelerator works on the blocks of all users together.
-_BLOCK = 2**18
+# The side of a block of one user's product: it and its float64 sum stay in a core's cache. On an
+# accelerator: the most elements of the blocks of all users together.
+_SIDE = 384
 _BLOCK_ON_ACCELERATOR = 2**24
+# The most elements of the users' Gram matrices to hold at once.
+_GRAM = 2**22
 # Gram matrices in float32 are summed up in float64 after so many terms.
 _CHUNK = 64
 # Larger factors could underflow when they are scaled to the clip norm: their user counts as not
@@ -93,7 +95,7 @@ def square_norm(uses: Sequence[OuterProducts]) -> tuple[torch.Tensor, torch.Tens
     """
     wide = [OuterProducts(at_least_float32(left), at_least_float32(right)) for left, right in uses]
     users, tokens = len(wide[0].right), sum(use.right.shape[1] for use in wide)
-    group = max(1, _block(wide[0].right) // tokens**2)
+    group = max(1, _GRAM // tokens**2)
     groups = [
         _square_norm([OuterProducts(*(f[i : i + group] for f in use)) for use in wide])
         for i in range(0, users, group)
@@ -139,16 +141,9 @@ def _upper_lengths(gram: torch.Tensor, factor: torch.Tensor, error: float) -> to
 def _inner(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return ⟨a_s, b_t⟩, ``[users, tokens of a, tokens of b]``, float64."""
     if a.is_floating_point() and b.is_floating_point():
-        whole = a.shape[2] // _CHUNK * _CHUNK
-        at_once = _CHUNK * max(1, _block(a) // (len(a) * a.shape[1] * b.shape[1]))
-        total = a[:, :, whole:].double() @ b[:, :, whole:].double().mT
-        for start in range(0, whole, at_once):
-            one, other = (
-                x[:, :, start : min(start + at_once, whole)].reshape(*x.shape[:2], -1, _CHUNK)
-                for x in (a, b)
-            )
-            chunks = one.transpose(1, 2) @ other.permute(0, 2, 3, 1)
-            total += chunks.sum(1, dtype=torch.float64)
+        total = a.new_zeros(len(a), a.shape[1], b.shape[1], dtype=torch.float64)
+        for start in range(0, a.shape[2], _CHUNK):
+            total += a[:, :, start : start + _CHUNK] @ b[:, :, start : start + _CHUNK].mT
         return total
     if a.is_floating_point():
         return a.gather(2, b[:, None, :].expand(-1, a.shape[1], -1)).double()
@@ -178,23 +173,44 @@ def add_weighted(uses: Sequence[OuterProducts], factors: torch.Tensor, total: to
         if not dense:
             total.index_add_(0, tokens.flatten(), of_tokens.flatten(0, 1).to(total))
             return
-    users, rows = len(factors), max(1, _BLOCK // total.shape[1])
-    group = 1 if total.device.type == "cpu" else users
-    if group > 1:
-        rows = max(1, _BLOCK_ON_ACCELERATOR // (users * total.shape[1]))
-    for start in range(0, len(total), rows):
-        part = total[start : start + rows]
-        for first in range(0, users, group):
-            some = slice(first, first + group)
-            own = dense[0].left[some, :, start : start + rows].mT @ dense[0].right[some]
-            for left, right in dense[1:]:
-                own.baddbmm_(left[some, :, start : start + rows].mT, right[some])
-            if tokens is not None and of_tokens is not None:
-                inside = (tokens[some] >= start) & (tokens[some] < start + rows)
-                user, place = inside.nonzero(as_tuple=True)
-                row = tokens[some][user, place] - start
-                own.index_put_((user, row), of_tokens[some][user, place], accumulate=True)
-            part += own[0] if group == 1 else own.sum(0, dtype=total.dtype)
+    if total.device.type != "cpu":
+        rows = max(1, _BLOCK_ON_ACCELERATOR // (len(factors) * total.shape[1]))
+        for start in range(0, len(total), rows):
+            block = slice(start, start + rows), slice(None)
+            own = _block_of_users(dense, tokens, of_tokens, slice(None), block)
+            total[block] += own.sum(0, dtype=total.dtype)
+        return
+    for start in range(0, len(total), _SIDE):
+        for column in range(0, total.shape[1], _SIDE):
+            block = slice(start, start + _SIDE), slice(column, column + _SIDE)
+            part = torch.zeros_like(total[block])
+            wide = torch.empty_like(part)
+            for user in range(len(factors)):
+                own = _block_of_users(dense, tokens, of_tokens, slice(user, user + 1), block)
+                part += wide.copy_(own[0])
+            total[block] += part
+
+
+def _block_of_users(
+    dense: Sequence[OuterProducts],
+    tokens: torch.Tensor | None,
+    of_tokens: torch.Tensor | None,
+    users: slice,
+    block: tuple[slice, slice],
+) -> torch.Tensor:
+    """Return a block of each user's Σ_uses l_t r_tᵀ, ``[users, rows, columns]``."""
+    rows, columns = block
+    own = dense[0].left[users, :, rows].mT @ dense[0].right[users, :, columns]
+    for left, right in dense[1:]:
+        own.baddbmm_(left[users, :, rows].mT, right[users, :, columns])
+    if tokens is not None and of_tokens is not None:
+        inside = (tokens[users] >= rows.start) & (tokens[users] < rows.stop)
+        user, place = inside.nonzero(as_tuple=True)
+        if len(user):
+            row = tokens[users][user, place] - rows.start
+            values = of_tokens[users][user, place][:, columns]
+            own.index_put_((user, row), values, accumulate=True)
+    return own
 
 
 def _scaled(use: OuterProducts, factors: torch.Tensor) -> OuterProducts:
@@ -221,8 +237,3 @@ def _summed_by_token(tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     equal = tokens[:, :, None] == tokens[:, None, :]
     first = ~equal.tril(-1).any(2)
     return torch.where(first[:, :, None], equal.to(rows) @ rows, 0.0)
-
-
-def _block(like: torch.Tensor) -> int:
-    """Return the number of elements to work on at once on a tensor's device."""
-    return _BLOCK if like.device.type == "cpu" else _BLOCK_ON_ACCELERATOR
