@@ -277,10 +277,14 @@ def test_a_database_that_is_down_or_empty_stops_in_one_line(
     for url in (
         "postgresql://me:hunter2@127.0.0.1:9/book",
         "postgresql://me:hunter2@no-such-host.invalid/book",
+        "postgresql://me:hun@ter2@127.0.0.1:9/book",
+        "postgresql://me:hunter2@127.0.0.1:port/book",
+        "postgresql://me@127.0.0.1:9/book?passwort=hunter2",
     ):
-        with pytest.raises(BookError, match="does not answer") as caught:
+        said = "does not answer|cannot be read|does not know"
+        with pytest.raises(BookError, match=said) as caught:
             Book(url)
-        assert "hunter2" not in str(caught.value)
+        assert "ter2" not in str(caught.value)
         assert "\n" not in str(caught.value)
 
 

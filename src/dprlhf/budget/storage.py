@@ -168,6 +168,8 @@ def problem(error: SQLAlchemyError, label: str) -> BookError:
         said = "there is no book in it; make one with: dprlhf budget create"
     elif state.startswith("28") or "authentication" in text:
         said = "the database refuses this user or password"
+    elif isinstance(error, sa.exc.ProgrammingError) and not state and "://" in label:
+        said = "its URL has an option that PostgreSQL does not know"
     elif isinstance(error, sa.exc.OperationalError) and not state and "sqlite" not in text:
         said = "the database does not answer" if "://" in label else "cannot be read"
     else:
@@ -189,7 +191,7 @@ def open_storage(name: str, *, create: bool = False) -> Storage:
         return _sqlite(Path(name), create)
     try:
         url = make_url(name)
-    except ArgumentError:
+    except (ArgumentError, ValueError):
         raise BookError("budget book: the URL cannot be read (postgresql://HOST/NAME)") from None
     if url.get_backend_name() == "sqlite" and url.database:
         return _sqlite(Path(url.database), create)
@@ -210,7 +212,8 @@ def open_storage(name: str, *, create: bool = False) -> Storage:
         raise BookError(
             "budget book: PostgreSQL needs a driver: pip install 'dprlhf[postgres]'"
         ) from None
-    return Storage(engine, f"postgresql://{url.host or 'localhost'}/{url.database or ''}", None)
+    host = (url.host or "localhost").rpartition("@")[2]  # a password may hold a stray @
+    return Storage(engine, f"postgresql://{host}/{url.database or ''}", None)
 
 
 def _sqlite(path: Path, create: bool) -> Storage:
