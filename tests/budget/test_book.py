@@ -19,6 +19,7 @@ from dprlhf.budget.storage import open_storage
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Mechanism
 from dprlhf.privacy.composition import total_epsilon
+from dprlhf.privacy.gaussian import gaussian_epsilon
 from helpers import postgres
 
 DELTA = 1e-5
@@ -189,6 +190,20 @@ def test_runs_with_other_neighbours_are_refused(place: str) -> None:
     other = Mechanism(8.0, 10, "fixed", "replace-one")
     with pytest.raises(DprlhfError, match="different neighbours"):
         ask(book, "b", range(20), mechanism=other)
+
+
+def test_an_adaptive_budget_counts_one_gaussian_for_each_run(file: Path) -> None:
+    """Were the rounds' secrecy used, a plan chosen in view of results could overspend."""
+    run = Mechanism(3.0, 10, "random-allocation", "zero-out")
+    plain = make(file.with_name("plain.db"), epsilon=20.0)
+    book = make(file, epsilon=20.0, adaptive=True)
+    for made in (plain, book):
+        for name in "ab":
+            ask(made, name, range(20), mechanism=run)
+    assert spent(book)["clinic"] == pytest.approx(gaussian_epsilon(3.0 / 2**0.5, DELTA))
+    assert spent(plain)["clinic"] < 0.8 * spent(book)["clinic"]
+    with pytest.raises(DprlhfError, match="different neighbours"):
+        ask(book, "c", range(20), mechanism=Mechanism(8.0, 10, "fixed", "replace-one"))
 
 
 def test_users_are_kept_as_keyed_hashes(file: Path) -> None:

@@ -35,7 +35,7 @@ from dprlhf.budget.tables import (
 )
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Mechanism
-from dprlhf.privacy.composition import total_epsilon
+from dprlhf.privacy.composition import adaptive_epsilon, total_epsilon
 
 _CREATING = 0x6470_726C  # of the advisory lock that one creator of tables holds in PostgreSQL
 _AT_ONCE = 10_000
@@ -129,8 +129,10 @@ class _State:
         """The number of each run's reservation."""
         return {row.run: number for number, row in self.reservations.items()}
 
-    def epsilon(self, taken: Collection[int], more: Iterable[Spending], delta: float) -> float:
-        """Return the joint ε of some reservations and of further spendings."""
+    def epsilon(
+        self, taken: Collection[int], more: Iterable[Spending], budget: sa.Row[Any]
+    ) -> float:
+        """Return the joint ε of some reservations and of further spendings, as a budget has it."""
         terms: Counter[Mechanism] = Counter()
         for number in taken:
             row = self.reservations[number]
@@ -139,15 +141,24 @@ class _State:
         for spending in more:
             if spending.mechanism is not None:
                 terms[spending.mechanism] += spending.times
-        return joint_epsilon(frozenset(terms.items()), delta)
+        return joint_epsilon(frozenset(terms.items()), budget.delta, budget.adaptive)
 
 
 @functools.cache
-def joint_epsilon(terms: frozenset[tuple[Mechanism, int]], delta: float) -> float:
-    """Return the joint ε of mechanisms on the same user, each with the number of its runs."""
+def joint_epsilon(
+    terms: frozenset[tuple[Mechanism, int]], delta: float, adaptive: bool = False
+) -> float:
+    """Return the joint ε of mechanisms on the same user, each with the number of its runs.
+
+    With ``adaptive`` it holds even if later plans were chosen in view of earlier results.
+    """
     ordered = sorted(terms, key=repr)
     mechanisms, times = [m for m, _ in ordered], [n for _, n in ordered]
-    return total_epsilon(mechanisms, delta, times=times).epsilon if ordered else 0.0
+    if not ordered:
+        return 0.0
+    if adaptive:
+        return adaptive_epsilon([m for m, n in ordered for _ in range(n)], delta)
+    return total_epsilon(mechanisms, delta, times=times).epsilon
 
 
 class Book:
@@ -172,7 +183,14 @@ class Book:
 
     @classmethod
     def create(
-        cls, name: str, dataset: str, *, epsilon: float, delta: float, unit: str | None
+        cls,
+        name: str,
+        dataset: str,
+        *,
+        epsilon: float,
+        delta: float,
+        unit: str | None,
+        adaptive: bool = False,
     ) -> Book:
         """Give a data set its lifetime budget; the first data set makes the book and its key.
 
@@ -182,6 +200,8 @@ class Book:
             epsilon: Largest ε of any of its users, over all runs.
             delta: δ at which that ε is stated.
             unit: The column that names the user; None where each row is a user.
+            adaptive: Compose so that the budget holds even if the plans of later runs are chosen in
+                view of what earlier ones released; the secrecy of rounds then saves nothing.
 
         Raises:
             DprlhfError: A value is out of range, the name is taken, or the book cannot be written.
@@ -210,7 +230,12 @@ class Book:
                 )
             connection.execute(
                 DATASETS.insert().values(
-                    name=dataset, epsilon=epsilon, delta=delta, unit=unit, date=_now()
+                    name=dataset,
+                    epsilon=epsilon,
+                    delta=delta,
+                    unit=unit,
+                    adaptive=adaptive,
+                    date=_now(),
                 )
             )
             connection.execute(BOOK.update().values(counter=row.counter + 1))
@@ -384,7 +409,7 @@ class Book:
         for name in sorted(names):
             budget = state.datasets[name]
             try:
-                cost = state.epsilon(taken, owed, budget.delta)
+                cost = state.epsilon(taken, owed, budget)
             except DprlhfError as error:
                 raise DprlhfError(f"budget of data set {name!r}: {error}") from None
             if not cost <= budget.epsilon:
@@ -449,12 +474,13 @@ class Book:
     def _summary(state: _State, row: sa.Row[Any]) -> dict[str, Any]:
         runs = {n for n, r in state.reservations.items() if r.dataset == row.name}
         taken = {state.histories[h] for h in state.sizes if state.histories[h] & runs}
-        spent = max((state.epsilon(t, (), row.delta) for t in taken), default=0.0)
+        spent = max((state.epsilon(t, (), row) for t in taken), default=0.0)
         return {
             "name": row.name,
             "epsilon": row.epsilon,
             "delta": row.delta,
             "unit": row.unit,
+            "adaptive": row.adaptive,
             "spent": spent,
             "remaining": max(0.0, row.epsilon - spent),
             "runs": sum(state.reservations[n].times > 0 for n in runs),
@@ -510,7 +536,7 @@ def _write(
                 dataset=dataset.name,
                 mechanism=_as_json(spending.mechanism),
                 times=spending.times,
-                epsilon=state.epsilon((), [spending], dataset.delta),
+                epsilon=state.epsilon((), [spending], dataset),
                 users=added,
                 earlier=not own,
                 date=_now(),

@@ -41,6 +41,7 @@ DATASETS = Table(
     Column("epsilon", Float, nullable=False),
     Column("delta", Float, nullable=False),
     Column("unit", String),  # the user column; NULL where each row is a user
+    Column("adaptive", Boolean, nullable=False),  # plans may follow from earlier runs' results
     Column("date", String, nullable=False),
 )
 """The data sets and their lifetime budgets."""

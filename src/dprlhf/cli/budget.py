@@ -41,12 +41,18 @@ def create(
         str | None,
         typer.Option(help="The column that names the user.", show_default="each row is a user"),
     ] = None,
+    adaptive: Annotated[
+        bool,
+        typer.Option(help="Let later plans depend on earlier results; secret rounds save nothing."),
+    ] = False,
     book: Name = None,
 ) -> None:
     """Give a data set its budget for life; the first one makes the book and its key."""
     from dprlhf.budget import Book
 
-    made = Book.create(_named(book), dataset, epsilon=epsilon, delta=delta, unit=user_column)
+    made = Book.create(
+        _named(book), dataset, epsilon=epsilon, delta=delta, unit=user_column, adaptive=adaptive
+    )
     typer.echo(
         f"book {made.id} ({made.storage.label}): data set {dataset}, epsilon {epsilon:g} at delta"
         f" {delta:g}"

@@ -88,6 +88,30 @@ def total_epsilon(
     )
 
 
+def adaptive_epsilon(mechanisms: Sequence[Mechanism], delta: float) -> float:
+    """Return an upper bound on the joint ε that holds even if each plan depends on earlier results.
+
+    :func:`total_epsilon` is for plans that do not: it takes the pairs of the runs that were made as
+    given. Here each run counts as the one Gaussian release that covers it, and Gaussian releases
+    may be chosen one after the other in view of what came out (Smith & Thakurta, arXiv 2210.17520).
+    This leaves out what the secrecy of the rounds adds.
+
+    Args:
+        mechanisms: One mechanism per run.
+        delta: Total δ.
+
+    Raises:
+        DprlhfError: some runs protect against replacement, and others do not.
+    """
+    replaced = [m.adjacency == "replace-one" for m in mechanisms]
+    if any(replaced) and not all(replaced):
+        raise DprlhfError(
+            "the runs protect against different neighbours, so there is no one statement for them"
+            " together: give all the same privacy.adjacency"
+        )
+    return gaussian_epsilon(_together(mechanisms), delta)
+
+
 def _groups(runs: int, shared: Sequence[Sequence[bool]] | None) -> list[list[int]]:
     """Return sets of runs such that the runs of any one user all stand in one of them.
 
