@@ -132,7 +132,19 @@ def test_descent_is_the_stated_algorithm(radius: float | None) -> None:
         found = exact(ImproperBatchSGD(bound, most, steps, step), x, y)
     else:
         found = exact(ProjectedSGD(bound, most, radius, steps, step), x, y)
-    np.testing.assert_allclose(found, expected, rtol=1e-8)
+    # The bound keeps a share for the rounding of the sum.
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_more_users_than_the_rounding_margin_covers_are_refused() -> None:
+    x, y = torch.zeros(2**16 + 2, 1), torch.zeros(2**16 + 2)
+    for users in (1000.0, 2.0**16):
+        release = InMemoryRelease(x, y, 1.0, users, KEY)
+        if users > 2**15:
+            assert release(lambda features, _: features, 1.0).shape == (1,)
+        else:
+            with pytest.raises(DprlhfError, match="more than 65536 users"):
+                release(lambda features, _: features, 1.0)
 
 
 def test_the_exponential_mechanism_takes_the_best_candidate() -> None:
@@ -295,7 +307,7 @@ def test_a_step_is_bounded_by_what_w_can_predict(oracle: Any) -> None:
     assert recorder.bounds == pytest.approx([B * (R + min(R, B * w)) for w in lengths])
     assert recorder.bounds[1] < recorder.bounds[2] or isinstance(oracle, ProjectedSGD)
     norms = [float(total.norm()) for total in recorder.sums]
-    assert norms == pytest.approx(recorder.bounds, rel=1e-8)
+    assert norms == pytest.approx(recorder.bounds, rel=1e-5)
 
 
 def test_the_clip_is_no_substitute_for_bounds() -> None:

@@ -6,12 +6,14 @@ the run's gate and ledger.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
-from dprlhf.gradients.clipping import clip_users
+from dprlhf.errors import DprlhfError
+from dprlhf.gradients.clipping import MOST_USERS, clip_users
 from dprlhf.papers.regression.exponential import choose, total_units
 from dprlhf.privacy.accounting import Adjacency
 from dprlhf.privacy.randomness import gaussian_noise, uniforms
@@ -42,10 +44,19 @@ class InMemoryRelease:
     _calls: int = field(default=0, init=False)
 
     def __call__(self, contribution: Contribution, bound: float) -> torch.Tensor:
-        """Return (Σ_u clip(contribution_u, bound) + N(0, (z · bound)² I)) / m, ``[p]``."""
+        """Return (Σ_u clip(contribution_u, bound) + N(0, (z · bound)² I)) / m, ``[p]``.
+
+        Raises:
+            DprlhfError: There are far more users than m, so that the rounding of their sum is not
+                covered by the margin that m decides.
+        """
+        most = max(MOST_USERS, math.ceil(2 * self.expected_batch_size))
+        if len(self.features) > most + 1:
+            raise DprlhfError(f"more than {most} users: set users to a number near theirs")
         total = _zeros(contribution, self.features)
         for features, targets in micro_batches(self.features, self.targets, len(total)):
-            total += clip_users(contribution(features, targets), bound)[0].sum(0)
+            clipped, _ = clip_users(contribution(features, targets), bound, most_users=most)
+            total += clipped.sum(0)
         self._calls += 1
         if self.noise_multiplier:
             grid = grid_of(self.noise_multiplier, bound, len(total))
