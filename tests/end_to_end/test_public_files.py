@@ -15,9 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate import tracking
+from accelerate.tracking import GeneralTracker
 
 import dprlhf
 from dprlhf import DprlhfError, recipe
+from dprlhf.runs.evidence.write import write_evidence
+from dprlhf.runs.publish import merge
+from dprlhf.runs.report import write_report
 from helpers import tiny
 
 ALWAYS = {
@@ -68,12 +73,11 @@ def reinforced(model: str, folder: Path, **changes: Any) -> Path:
         reward=length,
         evaluation_prompts=PUBLIC,
         evaluation__every=1,
-        epsilon=4.0,
         rounds=2,
         rollout__max_new_tokens=4,
         quiet=True,
         output_dir=folder,
-        **changes,
+        **{"epsilon": 4.0, **changes},
     )
     return folder
 
@@ -159,6 +163,101 @@ def test_the_times_are_public_after_each_round_and_after_a_failure(
     assert [*seen, not_public(tmp_path / "run")] == [[], [], []]
     (tmp_path / "run/samples.json").write_text("[]")
     assert not_public(tmp_path / "run") == [".", "samples.json"]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "critic": {"update__critic": {"name": "noised", "features": 1}},
+    "grpo": {"update": {"name": "grpo"}},
+    "ppo": {"update": {"name": "ppo"}, "kl__beta": 0.1},
+    "rebel": {"update": {"name": "rebel", "steps": 2}},
+    "npg": {
+        "update": {"name": "npg", "oracle": {"name": "sufficient-statistics", "sketch": 4}},
+        "optimizer__name": "sgd",
+    },
+    "npg-by-sgd": {
+        "update": {"name": "npg", "oracle": {"name": "improper-batch-sgd"}},
+        "optimizer__name": "sgd",
+    },
+    "trust-region": {
+        "update__clip_norm": {"trust_region": "kl", "alpha": 0.1, "beta": 0.1},
+        "optimizer__name": "sgd",
+    },
+    "reference": {"rollout__base_policy": "reference"},
+    "no-noise": {"epsilon": float("inf")},
+    "poisson": {"privacy__partition": "poisson"},
+    "two-passes": {"privacy__participations": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_option_adds_a_file(model: str, tmp_path: Path, name: str) -> None:
+    folder = reinforced(model, tmp_path / "run", **OPTIONS[name])
+    assert unexpected(folder, ALWAYS | REINFORCEMENT) == []
+    assert not_public(folder) == []
+
+
+def test_trackers_write_to_one_folder_with_public_times(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Writes(GeneralTracker):  # type: ignore[misc]
+        """A TensorBoard that appends to a file whose name holds the time, as the real one does."""
+
+        name = "tensorboard"
+        requires_logging_directory = True
+        tracker = None
+
+        def __init__(self, project: str, logging_dir: str) -> None:
+            super().__init__()
+            self.folder = Path(logging_dir)
+
+        def start(self) -> None:
+            self.folder.mkdir(exist_ok=True)
+            self.file = self.folder / f"events.out.tfevents.{time.time():010.0f}"
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            self.file.write_text("settings")
+
+        def log(self, values: dict[str, Any], step: int | None, **more: Any) -> None:
+            self.file.write_text(f"{self.file.read_text()}{step} {more}")
+
+        def finish(self) -> None: ...
+
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Writes)
+    monkeypatch.setattr("dprlhf.training.build.check_installed", lambda names: None)
+    seen: list[list[str]] = []
+    folder = reinforced(
+        model, tmp_path / "run", tracking__report_to="tensorboard",
+        callbacks=[lambda metrics: seen.append(not_public(tmp_path / "run"))],
+    )  # fmt: skip
+    events = {"tracking/events.out.tfevents.0000000000": "a public clock"}
+    assert unexpected(folder, ALWAYS | REINFORCEMENT | events) == []
+    assert [*seen, not_public(folder)] == [[], [], []]
+    assert "walltime" in (folder / next(iter(events))).read_text()
+
+
+def test_what_is_made_of_a_run_later(folders: dict[str, Path], model: str, tmp_path: Path) -> None:
+    """Resuming adds nothing; a report and evidence add themselves, and a merge goes elsewhere."""
+
+    def stop(metrics: dict[str, Any]) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        reinforced(model, tmp_path / "run", callbacks=[stop])
+    prompts = [{"prompt": f"user {i} says", "user": f"u{i // 2}"} for i in range(40)]
+    dprlhf.resume(
+        tmp_path / "run", prompts=prompts, reward=length, evaluation_prompts=PUBLIC, quiet=True
+    )
+    assert unexpected(tmp_path / "run", ALWAYS | REINFORCEMENT) == []
+    assert not_public(tmp_path / "run") == []
+    folder = shutil.copytree(folders["rl"], tmp_path / "copy")
+    merge(folder, tmp_path / "merged")
+    assert unexpected(folder, ALWAYS | REINFORCEMENT) == []
+    write_report([folder])
+    write_evidence(folder)
+    later = {"report.html": "made of public files", "comply/*": "made of public files"}
+    assert unexpected(folder, ALWAYS | REINFORCEMENT | later) == []
+    assert {"report.html", "comply"} <= {p.name for p in folder.iterdir()}
 
 
 def test_a_run_that_failed_adds_nothing(model: str, tmp_path: Path) -> None:
