@@ -62,7 +62,7 @@ def main() -> None:
         if init == "public":
             align_with_activations(policy, responses.tokens[-64:], responses.mask[-64:], 32)
         gradients = torch.zeros(options.users, policy.dimension)
-        for users, parts in user_gradients(policy, responses, weights, batch_size=32, rows=2):
+        for users, parts, _ in user_gradients(policy, responses, weights, batch_size=32, rows=2):
             gradients[users] = parts[:, 0]
         norms = gradients.norm(dim=1)
         clip = 0.5 * norms.median()

@@ -89,7 +89,7 @@ def main() -> None:
         )  # fmt: skip
         rewards[draw] = score_responses(scorer, responses).values.reshape(-1, K)
         ones = np.ones(2 * HALF * K)
-        for users, parts in user_gradients(policy, responses, ones, batch_size=128, rows=1):
+        for users, parts, _ in user_gradients(policy, responses, ones, batch_size=128, rows=1):
             gradients[draw, users] = parts
     within = rewards.var(2, ddof=1).mean()
     between = np.cov(rewards.mean(2))[np.triu_indices(options.draws, 1)].mean()

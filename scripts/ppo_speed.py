@@ -31,7 +31,7 @@ from dprlhf.gradients.clipping import micro_batches
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rollout import Responses
 from dprlhf.runs.measurements import Result, write_results
-from dprlhf.updates.ppo import _train, project
+from dprlhf.updates.ppo import project, train_copies
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "results" / "utility.json"
 USERS, RESPONSES, PROMPT, RESPONSE = 64, 2, 16, 8
@@ -45,7 +45,7 @@ def together(
     """Return all users' moves, ``[users, dimension]``, as the update trains them."""
     moves = torch.zeros(batch.users, policy.dimension)
     for part in micro_batches(batch, spec.batch_size):
-        trained = _train(policy, batch, weights, part, spec, RADIUS, None)
+        trained = train_copies(policy, batch, weights, part, spec, RADIUS, None)
         moves[part.users] = project(trained[: len(part.users)], RADIUS).cpu()
     return moves
 

@@ -230,7 +230,7 @@ def test_user_gradients_are_those_of_parts_of_a_user(trained: str, rows: int) ->
     responses = batch_of(Shape([[3, 1], [2, 6], [20, 2], [5]], k=4, length=3), seed=3)
     weights = weighted_of(responses, seed=4).weights
     seen = []
-    for users, gradients in user_gradients(policy, responses, weights, batch_size=16, rows=rows):
+    for users, gradients, _ in user_gradients(policy, responses, weights, batch_size=16, rows=rows):
         for user, of_user in zip(users, gradients, strict=True):
             own = np.flatnonzero(responses.user == user)
             assert of_user.shape == (len(own) // rows, policy.dimension)
@@ -241,6 +241,45 @@ def test_user_gradients_are_those_of_parts_of_a_user(trained: str, rows: int) ->
                 assert relative_error(gradient, expected) < 1e-10
             seen.append(int(user))
     assert sorted(seen) == list(range(4))
+
+
+@pytest.mark.parametrize(("k", "batch_size", "height"), [(8, 64, 64), (8, 12, 8), (6, 4, 3)])
+def test_a_user_with_many_rows_takes_passes_of_one_shape(
+    k: int, batch_size: int, height: int
+) -> None:
+    """A larger batch for that user alone could run out of memory, at each resume again."""
+    responses = batch_of(Shape([[3], [4], [5] * 64], k=k, length=4), seed=0)
+    batches = list(micro_batches(responses, batch_size))
+    parts = [part for batch in batches for part in batch.parts()]
+    assert max(part.height for part in parts) <= batch_size
+    of_many = [part for part in parts if 2 in part.users]
+    assert {(part.height, part.size, part.width) for part in of_many} == {(height, 1, 5)}
+    rows = np.concatenate([part.rows for part in of_many])
+    np.testing.assert_array_equal(rows, np.flatnonzero(responses.user == 2))
+    for part in of_many:  # a pass has whole prompts, or an equal part of one
+        assert set(np.bincount(responses.prompt[part.rows])) - {0} == {min(k, height)}
+
+
+@pytest.mark.parametrize("trained", ["lora", "full"])
+def test_what_is_kept_of_a_user_is_no_larger_than_the_weights(trained: str) -> None:
+    policy = trained_policy("gpt2", trained)
+    responses = batch_of(Shape([[30] * 40], k=2, length=4), seed=0)
+    kept: list[dict[str, int]] = []
+    norms = PerUserGradients.norms
+
+    def watched(engine: PerUserGradients) -> Any:
+        kept.append({n: g.numel() for n, g in engine._gradients.items()})
+        for name, uses in engine._factors.items():
+            kept[-1][name] = sum(f.numel() for use in uses for f in use)
+        return norms(engine)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PerUserGradients, "norms", watched)
+        run(policy, weighted_of(responses, seed=1), 1.0, batch_size=4)
+    sizes = {name: p.numel() for name, p in policy.parameters.items()}
+    [of_user] = kept
+    assert of_user.keys() == sizes.keys()
+    assert all(of_user[name] <= sizes[name] for name in sizes)
 
 
 # --- the precision and the passes that others choose -------------------------------------------
@@ -265,8 +304,8 @@ def test_gradient_checkpointing_changes_nothing(
     first = next(m for n, m in policy.model.named_modules() if n.endswith("attn"))
     first.register_forward_hook(count)
     assert torch.equal(run(policy, weighted, 1.0).bounded.total, expected)
-    batches = sum(1 for _ in micro_batches(weighted.responses, 4))
-    assert forwards[0] == 2 * batches  # it was on
+    passes = sum(batch.passes for batch in micro_batches(weighted.responses, 4))
+    assert forwards[0] == 2 * passes  # it was on
 
 
 @pytest.mark.parametrize("how", ["weights", "autocast"])
@@ -280,7 +319,9 @@ def test_under_bfloat16_norms_factors_and_sums_are_float32_or_wider(
     responses = batch_of(Shape([[3, 1], [2, 6], [5, 4]], k=2, length=4), seed=3)
     weighted = weighted_of(responses, seed=4)
     with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
-        ((_, parts),) = user_gradients(policy, responses, weighted.weights, batch_size=12, rows=4)
+        ((_, parts, _),) = user_gradients(
+            policy, responses, weighted.weights, batch_size=12, rows=4
+        )
         result = run(policy, weighted, 1.0, batch_size=12)
     assert parts.dtype == torch.float32
     clipped, norms = clip_users(parts.flatten(0, 1), 1.0)

@@ -216,7 +216,9 @@ def test_one_user_moves_nobody_else_not_even_by_rounding(
         weights = np.cos(2 * np.repeat(keep, 2) + np.tile([0, 1], len(keep)))
         found = [
             (users, of_users.flatten(1).clone())
-            for users, of_users in user_gradients(policy, responses, weights, batch_size=8, rows=2)
+            for users, of_users, _ in user_gradients(
+                policy, responses, weights, batch_size=8, rows=2
+            )
         ]
         order = np.argsort(np.concatenate([u for u, _ in found]))
         return responses.texts, torch.cat([g for _, g in found])[order]

@@ -446,7 +446,7 @@ def variance(policy: CausalLMPolicy, responses: Responses, weights: Array) -> fl
     """The trace of the covariance of the users' contributions before clipping."""
     k = len(responses.user) // responses.users
     parts = user_gradients(policy, responses, weights, batch_size=120, rows=k)
-    vectors = torch.cat([gradients[:, 0] for _, gradients in parts]).double()
+    vectors = torch.cat([gradients[:, 0] for _, gradients, _ in parts]).double()
     return float(vectors.var(0).sum())
 
 

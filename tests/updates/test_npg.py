@@ -322,7 +322,7 @@ def test_each_round_has_another_sketch() -> None:
 def test_parts_of_a_users_rows_add_up_to_its_gradient() -> None:
     policy = policy_of("gpt2", "lora")
     responses, scores = round_data(SHAPE, 6)
-    for users, parts in user_gradients(policy, responses, scores.values, batch_size=12, rows=2):
+    for users, parts, _ in user_gradients(policy, responses, scores.values, batch_size=12, rows=2):
         for user, of_user in zip(users, parts, strict=True):
             rows = np.flatnonzero(responses.user == user)
             for pair, measured in zip(rows.reshape(-1, 2), of_user, strict=True):

@@ -136,8 +136,8 @@ def clipped_sum(
         policy: The policy π_θ, differentiated at its current parameters.
         weighted: The rows of this process's users, and their weights.
         clip_norm: S, the L2 bound on a user's contribution.
-        batch_size: Number of rows differentiated at once. A user is never split: one with more rows
-            is a micro-batch by itself.
+        batch_size: Number of rows differentiated at once. A user with more rows takes several
+            passes, whose gradients add up before its norm is taken.
         reduce: Sums a tensor over all processes. Each user must be on one process only.
         most_users: A public upper bound on the number of users in the round; it decides the margin
             for rounding.
@@ -172,21 +172,15 @@ def clipped_sum(
     engine = PerUserGradients(policy.model, policy.parameters)
     for batch in micro_batches(responses, batch_size):
         if private:
-            _run(engine, policy, responses, weights, batch)
+            for number, part in enumerate(batch.parts()):
+                _run(engine, policy, responses, weights, part, more=number > 0)
             norm, bound = engine.norms()
             factors = clip_factors(bound, gradient_norm, most_users=most_users)
             engine.add_weighted_sum(factors, total)
             norms[batch.users] = norm[: len(batch.users)].numpy()
         else:
-            shared_rows = policy.shared_rows(
-                responses.num_generations, batch.width, responses.max_new_tokens
-            )
-            loss = _loss(policy, responses, weights, batch, shared_rows)
-            gradients = torch.autograd.grad(loss, list(policy.parameters.values()))
-            end = 0
-            for gradient in gradients:
-                start, end = end, end + gradient.numel()
-                total[start:end] += gradient.flatten()
+            for part in batch.parts():
+                _add_gradient(policy, responses, weights, part, total)
         if tick is not None:
             tick(len(batch.rows))
     extra = torch.from_numpy(opened.extra)
@@ -265,7 +259,7 @@ def user_gradients(
     *,
     batch_size: int,
     rows: int,
-) -> Iterator[tuple[NDArray[np.int64], torch.Tensor]]:
+) -> Iterator[tuple[NDArray[np.int64], torch.Tensor, bool]]:
     """Yield each micro-batch's users and the gradients of parts of their rows, not clipped.
 
     Args:
@@ -277,59 +271,109 @@ def user_gradients(
         rows: Number of rows in a part; a user's rows are cut in their order.
 
     Yields:
-        The users, ``[users]``, and Σ weight · ∇ log π of each part, ``[users, parts, dimension]``,
-        float32 or wider, on the policy's device, in the order of ``policy.parameters``.
+        The users, ``[users]``, Σ weight · ∇ log π of parts of their rows,
+        ``[users, parts, dimension]``, float32 or wider, on the policy's device, in the order of
+        ``policy.parameters``, and whether these are the users' last parts. A user with more than
+        ``batch_size`` rows comes alone, in several turns.
     """
     if isinstance(policy, ExplicitPolicy):
         for users, scores in policy.user_scores(responses, weights):
-            yield users, scores.view(len(users), -1, rows, policy.dimension).sum(2)
+            yield users, scores.view(len(users), -1, rows, policy.dimension).sum(2), True
         return
     responses = language_model_rows(responses)
     engine = PerUserGradients(policy.model, policy.parameters, whole=True)
-    for batch in micro_batches(responses, batch_size):
-        _run(engine, policy, responses, weights, batch, parts=batch.height // rows)
-        gradients = engine.gradients().view(batch.size, -1, policy.dimension)
-        yield batch.users, gradients[: len(batch.users)]
+    for batch in micro_batches(responses, batch_size, rows):
+        for number, part in enumerate(batch.parts(), 1):
+            _run(engine, policy, responses, weights, part, parts=part.height // rows)
+            gradients = engine.gradients().view(batch.size, -1, policy.dimension)
+            of_users = gradients[: len(batch.users), : len(part.rows) // rows // len(batch.users)]
+            yield batch.users, of_users, number == batch.passes
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Users that are differentiated together: equal numbers of rows, equal padded width.
 
-    Fillers (dummy users of weight 0) complete it to a shape that depends on the width and the
-    number of rows alone, so that no user's contribution depends on the others, not even by rounding
-    (see :mod:`dprlhf.rollout`).
+    Fillers (rows of weight 0) complete it to a shape that depends on the width and the number of
+    rows alone, so that no user's contribution depends on the others, not even by rounding (see
+    :mod:`dprlhf.rollout`). A user with more rows than a batch is alone, and its rows are cut into
+    passes of one shape: how many rows a user has decides how long it takes, and not whether it
+    fits into memory.
 
     Attributes:
         users: Indices of the users, ``[users]``.
         rows: Indices of their rows, ``[rows]``; the rows of a user are adjacent.
         width: Number of tokens that prompts are padded to.
         size: The number of users, fillers included.
+        height: The number of rows in a pass, fillers included.
+        passes: The number of passes; 1 where there are several users.
+        of_passes: The number of passes of the micro-batch that this is a pass of.
     """
 
     users: NDArray[np.int64]
     rows: NDArray[np.int64]
     width: int
     size: int
+    height: int
+    passes: int = 1
+    of_passes: int = 1
 
-    @property
-    def height(self) -> int:
-        """The number of rows, fillers included."""
-        return self.size * (len(self.rows) // len(self.users))
+    def parts(self) -> Iterator[MicroBatch]:
+        """Yield the passes, each a micro-batch of the same users with some of their rows."""
+        if self.passes == 1:
+            yield self
+            return
+        for start in range(0, len(self.rows), self.height):
+            rows = self.rows[start : start + self.height]
+            yield MicroBatch(
+                self.users, rows, self.width, self.size, self.height, of_passes=self.passes
+            )
 
 
-def micro_batches(responses: Responses, batch_size: int) -> Iterator[MicroBatch]:
-    """Cut the users into micro-batches of ``batch_size`` rows, or of one user with more."""
+def micro_batches(responses: Responses, batch_size: int, unit: int = 1) -> Iterator[MicroBatch]:
+    """Cut the users into micro-batches of at most ``batch_size`` rows.
+
+    Args:
+        responses: The rows of all users of the round.
+        batch_size: Largest number of rows in a pass.
+        unit: Number of adjacent rows that stay in one pass; 1 or a divisor of the responses to a
+            prompt.
+    """
     counts = np.bincount(responses.user, minlength=responses.users)
     widths = np.zeros(responses.users, dtype=np.int64)
     np.maximum.at(widths, responses.user, responses.widths)
     by_user = np.split(np.argsort(responses.user, kind="stable"), np.cumsum(counts)[:-1])
+    most = rows_of_a_pass(batch_size, responses.num_generations, unit)
     for width, count in sorted(set(zip(widths.tolist(), counts.tolist(), strict=True))):
         alike = np.flatnonzero((widths == width) & (counts == count))
-        size = max(1, batch_size // count)
+        if count > batch_size:
+            for user in alike:
+                passes = -(-count // most)
+                yield MicroBatch(np.array([user]), by_user[user], width, 1, most, passes)
+            continue
+        size = max(1, batch_size // max(count, 1))
         for start in range(0, len(alike), size):
             users = alike[start : start + size]
-            yield MicroBatch(users, np.concatenate([by_user[u] for u in users]), width, size)
+            rows = np.concatenate([by_user[u] for u in users])
+            yield MicroBatch(users, rows, width, size, size * count)
+
+
+def rows_of_a_pass(batch_size: int, num_generations: int, unit: int = 1) -> int:
+    """Return how many rows of a user with more than ``batch_size`` are differentiated at once.
+
+    All responses to some prompts, or an equal part of those to one: a pass never has a part of two
+    prompts' responses, which could not share a prompt.
+
+    Args:
+        batch_size: Largest number of rows.
+        num_generations: Number of adjacent rows that answer one prompt.
+        unit: Number of adjacent rows that stay together; 1 or a divisor of ``num_generations``.
+    """
+    together = math.lcm(num_generations, unit)
+    if batch_size >= together:
+        return batch_size // together * together
+    parts = [n for n in range(unit, together + 1, unit) if together % n == 0]
+    return max((n for n in parts if n <= batch_size), default=unit)
 
 
 def _run(
@@ -339,6 +383,8 @@ def _run(
     weights: NDArray[np.float64],
     batch: MicroBatch,
     parts: int | None = None,
+    *,
+    more: bool = False,
 ) -> None:
     users = parts or batch.size
     num_generations = math.gcd(responses.num_generations, batch.height // users)
@@ -347,7 +393,57 @@ def _run(
         lambda: _loss(policy, responses, weights, batch, shared_rows),
         users=users,
         rows=batch.height // shared_rows,
+        passes=batch.of_passes,
+        more=more,
     )
+
+
+def _add_gradient(
+    policy: CausalLMPolicy,
+    responses: Responses,
+    weights: NDArray[np.float64],
+    batch: MicroBatch,
+    total: torch.Tensor,
+) -> None:
+    """Add the ordinary gradient of a pass to ``total``, ``[dimension]``."""
+    num_generations = math.gcd(responses.num_generations, batch.height)
+    shared_rows = policy.shared_rows(num_generations, batch.width, responses.max_new_tokens)
+    loss = _loss(policy, responses, weights, batch, shared_rows)
+    end = 0
+    for gradient in torch.autograd.grad(loss, list(policy.parameters.values())):
+        start, end = end, end + gradient.numel()
+        total[start:end] += gradient.flatten()
+
+
+def recorded_by_user(
+    policy: CausalLMPolicy,
+    responses: Responses,
+    weights: NDArray[np.float64],
+    *,
+    batch_size: int,
+) -> Iterator[tuple[NDArray[np.int64], list[torch.Tensor]]]:
+    """Yield each micro-batch's users and what :func:`clipped_sum` computes their clipped sum from.
+
+    It differentiates, takes norms and sums as :func:`clipped_sum` does, and drops the sum: for
+    PUBLIC or made-up rows, to try shapes. Of a user in several passes it makes the first two, and
+    all only where each further one needs more memory.
+
+    Args:
+        policy: The policy π_θ.
+        responses: Public rows.
+        weights: Weight of each row's ∇ log π, ``[rows]``.
+        batch_size: Largest number of rows in a pass.
+    """
+    engine = PerUserGradients(policy.model, policy.parameters)
+    device = "cpu" if policy.device.type == "mps" else policy.device
+    for batch in micro_batches(responses, batch_size):
+        for number, part in enumerate(batch.parts()):
+            if number < 2 or engine.grows:
+                _run(engine, policy, responses, weights, part, more=number > 0)
+        yield batch.users, engine.recorded()
+        norms, _ = engine.norms()
+        total = torch.zeros(policy.dimension, dtype=torch.float64, device=device)
+        engine.add_weighted_sum(clip_factors(norms, 1.0), total)
 
 
 def _loss(

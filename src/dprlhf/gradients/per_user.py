@@ -67,7 +67,15 @@ class PerUserGradients:
         self._recording = False
         self._forget()
 
-    def run(self, loss: Callable[[], torch.Tensor], *, users: int, rows: int) -> None:
+    def run(
+        self,
+        loss: Callable[[], torch.Tensor],
+        *,
+        users: int,
+        rows: int,
+        passes: int = 1,
+        more: bool = False,
+    ) -> None:
         """Run the forward and the backward pass of one micro-batch.
 
         Args:
@@ -75,12 +83,18 @@ class PerUserGradients:
                 the rows.
             users: Number of users in the micro-batch.
             rows: Number of rows, a multiple of ``users``: each user has rows / users adjacent rows.
+            passes: Number of passes over further rows of the same users, this one included; their
+                gradients add up. What is kept for a user's weight has, after all of them, at most
+                as many elements as the weight.
+            more: Whether this pass adds to the one before.
 
         Raises:
             DprlhfError: A trainable layer is not called, or its first dimension is not the rows.
         """
-        self._forget()
-        self._users, self._rows = users, rows
+        if not more:
+            self._forget()
+        self._users, self._rows, self._passes = users, rows, passes
+        self._seen.clear()
         with self._attached():
             scalar = loss()
             with _exact(scalar.device):
@@ -140,10 +154,21 @@ class PerUserGradients:
         """
         return torch.cat([self._gradients[name].flatten(1) for name in self._parameters], dim=1)
 
+    def recorded(self) -> list[torch.Tensor]:
+        """Return all that is kept of the micro-batch, tensors with the users first."""
+        factors = [factor for uses in self._factors.values() for use in uses for factor in use]
+        return [*self._gradients.values(), *factors]
+
+    @property
+    def grows(self) -> bool:
+        """Whether a further pass over the same users keeps more than there is now."""
+        return bool(self._factors)
+
     # --- hooks: recording inputs and output gradients ----------------------------------------
 
     def _forget(self) -> None:
         self._users = self._rows = 0
+        self._passes = 1
         self._seen: set[nn.Module] = set()
         self._gradients: dict[str, torch.Tensor] = {}
         self._factors: dict[str, list[OuterProducts]] = {}
@@ -211,8 +236,9 @@ class PerUserGradients:
             name = layer.outer["weight"]
             n, m = module.weight.shape
             use = OuterProducts(g, x) if layer.output_first else OuterProducts(x, g)
+            kept = self._passes * sum(f[0].numel() for f in use)
             if name not in self._factors and (
-                self._whole or name in self._gradients or n * m <= sum(f[0].numel() for f in use)
+                self._whole or name in self._gradients or n * m <= kept
             ):
                 self._add(name, per_user(use, n))
             else:

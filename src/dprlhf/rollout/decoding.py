@@ -116,6 +116,46 @@ def decode(
     return [_until_end(row, policy.end_tokens) for row in tokens[: real * num_generations].tolist()]
 
 
+@torch.no_grad()
+def try_last_step(
+    policy: CausalLMPolicy, *, size: int, width: int, num_generations: int, max_new_tokens: int
+) -> None:
+    """Make the first and the last step of :func:`decode` on fillers: those that need most memory.
+
+    Between them the cache is only padded to its full length, which computes nothing.
+
+    Args:
+        policy: The policy.
+        size: Number of prompts in the micro-batch.
+        width: Number of columns for prompts.
+        num_generations: Number of responses to each prompt.
+        max_new_tokens: Length of a response in tokens.
+    """
+    device, pad = policy.device, policy.tokenizer.pad_token_id
+    ids, mask = (t.to(device) for t in _padded([], size, width, max_new_tokens, pad))
+    output = policy.model(
+        input_ids=ids, attention_mask=mask[:, : 1 + width], use_cache=True, logits_to_keep=1
+    )
+    cache, rows = output.past_key_values, size * num_generations
+    cache.reorder_cache(torch.arange(size, device=device).repeat_interleave(num_generations))
+    missing = max_new_tokens - 2
+    for layer in getattr(cache, "layers", []):
+        keys = getattr(layer, "keys", None)
+        if isinstance(keys, torch.Tensor) and keys.ndim == 4 and missing > 0:
+            layer.keys = F.pad(keys, (0, 0, 0, missing))
+            layer.values = F.pad(layer.values, (0, 0, 0, missing))
+    length = cache.get_seq_length() + 1
+    logits = policy.model(
+        input_ids=torch.full((rows, 1), pad, device=device),
+        attention_mask=torch.ones((rows, length), dtype=torch.long, device=device),
+        position_ids=torch.full((rows, 1), length - 1, device=device),
+        past_key_values=cache,
+        use_cache=True,
+    ).logits[:, -1]
+    half = torch.full((rows, 1), 0.5, dtype=torch.float64, device=device)
+    inverse_cdf(logits, half, policy.temperature)
+
+
 def _padded(
     prompts: Sequence[list[int]], size: int, width: int, max_new_tokens: int, pad: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -155,6 +155,18 @@ def _draws(
     return torch.from_numpy(np.array(draws).reshape(-1, k, max_new_tokens))
 
 
+def prompts_at_once(batch_size: int, num_generations: int) -> tuple[int, int]:
+    """Return how many prompts a micro-batch of sampling has, and how many responses to each.
+
+    Args:
+        batch_size: Largest number of responses in a micro-batch.
+        num_generations: Number of responses to a prompt from one policy.
+    """
+    limit = min(num_generations, batch_size)
+    together = max(c for c in range(1, limit + 1) if num_generations % c == 0)
+    return batch_size // together, together
+
+
 def _generate(
     policy: CausalLMPolicy,
     prompts: Sequence[list[int]],
@@ -172,9 +184,7 @@ def _generate(
     assert spec.batch_size != "auto", (
         "resolve_batch_size() turns auto into a number, once for a run"
     )
-    limit = spec.batch_size
-    together = max(c for c in range(1, min(num_generations, limit) + 1) if num_generations % c == 0)
-    size = limit // together
+    size, together = prompts_at_once(spec.batch_size, num_generations)
     groups = draws.reshape(-1, together, max_new_tokens)
     prompt_of = np.arange(len(groups)) * together // num_generations
     lengths = np.array([len(p) for p in prompts], dtype=np.int64)

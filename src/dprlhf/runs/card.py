@@ -76,7 +76,6 @@ def privacy_card(
             "secret/ stays secret: it holds the key that allocation and noise come from",
             "no copy or backup of the run folder is run on: each time, the rounds that run again"
             " release once more about their users",
-            "a row of a micro-batch, whose shape is fixed, rounds alike wherever it stands",
             *recipe.assumptions,
             *([] if earlier.tuning_runs else ["the recipe was not tuned on the same users"]),
         ],
@@ -231,6 +230,8 @@ Audit: {_audited(card)}.
 
 Budget book: {_counted(card)}.
 
+Rounding of a row in its batch: {_rounding(card)}.
+
 Assumed public:
 
 {public}
@@ -249,6 +250,10 @@ def _counted(card: dict[str, Any]) -> str:
         f"reservation {book['number']} in book {book['book']}; each user's budget over all runs is"
         f" epsilon {upwards(book['epsilon'], 4)} at delta {upwards(book['delta'], 3)}"
     )
+
+
+def _rounding(card: dict[str, Any]) -> str:
+    return str(card.get("rounding") or "not checked; assumed not to depend on the other rows")
 
 
 def _audited(card: dict[str, Any]) -> str:

@@ -33,6 +33,7 @@ from dprlhf.runs.folder import RunFolder, write_atomically
 from dprlhf.runs.opening import check_disjoint, check_public, open_folder, open_ledger
 from dprlhf.runs.trackers import check_installed, tracked
 from dprlhf.training.callbacks import as_functions
+from dprlhf.training.layout import settle_layout
 from dprlhf.training.processes import Processes
 from dprlhf.training.progress import Progress
 from dprlhf.training.reinforcement import Reinforcement
@@ -92,6 +93,8 @@ def load_parts(
     processes.place(policy)
     parts = Parts(plan, earlier, users, policy, public, processes, quiet)
     stage.settle(parts)
+    shapes, parts.rounding = settle_layout(policy, stage.shapes, processes)
+    stage.lay_out(shapes)
     parts.plan = plan_of(stage.recipe, users, stated)
     stage.load(parts)
     # What came from the hub is on this machine now, and with it the records that it carries.
@@ -168,6 +171,7 @@ def open_run(
             gate=gate,
             progress=Progress(stage.rows_a_user, disable=quiet or not processes.main),
             callbacks=[*trackers, *as_functions(callbacks, folder.path, plan.rounds)],
+            rounding=parts.rounding,
         )
 
 

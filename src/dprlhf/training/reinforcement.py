@@ -45,6 +45,7 @@ from dprlhf.training.evaluate import (
     estimate,
     evaluate,
 )
+from dprlhf.training.layout import Shapes
 from dprlhf.training.processes import Processes
 from dprlhf.training.run import Batch, Outcome, Parts, Run
 from dprlhf.training.tasks import check_template
@@ -159,6 +160,27 @@ class Reinforcement:
         self.recipe = processes.from_main(
             _settle_clip_norm(recipe, plan, policy, public, quiet=parts.quiet or not processes.main)
         )
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shapes of sampling and of the update."""
+        recipe, rollout = self.recipe, self.recipe.rollout
+        return Shapes(
+            prompt=recipe.data.max_prompt_tokens,
+            response=rollout.max_new_tokens,
+            rows=rollout.responses,
+            num_generations=rollout.responses,
+            prompts=recipe.data.max_prompts_per_user,
+            update=recipe.update,
+            rollout=rollout if rollout.backend != "vllm" else None,
+        )
+
+    def lay_out(self, shapes: Shapes) -> None:
+        """Take the batch sizes of sampling and of the update."""
+        sizes: dict[str, Any] = {"update": shapes.update}
+        if shapes.rollout is not None:
+            sizes["rollout"] = shapes.rollout
+        self.recipe = self.recipe.model_copy(update=sizes)
 
     def load(self, parts: Parts) -> None:
         """Load and check the rewards; make the critic and the telemetry coordinates."""

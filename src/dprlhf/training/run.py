@@ -21,6 +21,7 @@ from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import AnyRecipe
 from dprlhf.runs.earlier import Earlier
 from dprlhf.runs.folder import RunFolder
+from dprlhf.training.layout import Shapes
 from dprlhf.training.processes import Processes
 from dprlhf.training.progress import Progress, RoundBar
 from dprlhf.updates.critic import Critic
@@ -38,6 +39,7 @@ class Parts:
         public: All public rows of the recipe's evaluation; None without one.
         processes: This process among those of the launch.
         quiet: Whether to print nothing.
+        rounding: What the check of rounding on this machine covered, for the privacy card.
     """
 
     plan: Plan
@@ -47,6 +49,7 @@ class Parts:
     public: Users | None
     processes: Processes
     quiet: bool
+    rounding: str = ""
 
 
 @dataclass(repr=False)
@@ -72,6 +75,7 @@ class Run:
             the ledger has one writer.
         progress: The progress bars.
         callbacks: Functions that get each round's public and released metrics.
+        rounding: What the check of rounding on this machine covered, for the privacy card.
     """
 
     recipe: AnyRecipe
@@ -89,6 +93,7 @@ class Run:
     gate: Gate | None
     progress: Progress
     callbacks: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
+    rounding: str = ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -183,6 +188,13 @@ class Stage(Protocol):
 
     def settle(self, parts: Parts) -> None:
         """Decide what the recipe leaves open, on PUBLIC rows and the machine alone."""
+
+    @property
+    def shapes(self) -> Shapes:
+        """The public numbers that decide the shapes of batches, as settled."""
+
+    def lay_out(self, shapes: Shapes) -> None:
+        """Take the batch sizes of the layout that was chosen on this machine."""
 
     def load(self, parts: Parts) -> None:
         """Load and check what else the stage needs, such as rewards.

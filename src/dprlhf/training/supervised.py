@@ -25,12 +25,14 @@ from dprlhf.policies.causal_lm import CausalLMPolicy, align_with_activations, lo
 from dprlhf.policies.classifier import load_reward_model
 from dprlhf.policies.optimizers import ascend
 from dprlhf.privacy.plan import Plan
-from dprlhf.recipe import RewardRecipe, SFTRecipe
+from dprlhf.recipe import Documents, RewardRecipe, SFTRecipe
 from dprlhf.recipe.supervised import StageRecipe
 from dprlhf.rewards.isolation import captured
+from dprlhf.rollout.batch import padded_width
 from dprlhf.runs.folder import RunFolder, write_json
 from dprlhf.runs.publish import merge
 from dprlhf.training.evaluate import RewardEstimate, estimate
+from dprlhf.training.layout import Shapes
 from dprlhf.training.run import Batch, Outcome, Parts, Run
 from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task, check_template
 from dprlhf.training.timing import seconds_a_row
@@ -139,6 +141,28 @@ class Supervised:
         if recipe.trained.adapter.init == "public-activations" and public is not None:
             some = self.task.encode(parts.policy, held_out(recipe, public))
             align_with_activations(parts.policy, some.tokens, some.mask, recipe.update.batch_size)
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shapes of the update; a supervised stage samples nothing."""
+        data = self.recipe.data
+        prompt, length = self._tokens, 1
+        if isinstance(data, Documents):
+            length, prompt = data.max_completion_tokens, data.max_prompt_tokens
+            if data.completion_column is None:  # a document is learnt after one token
+                prompt = int(padded_width(1, prompt))
+        return Shapes(
+            prompt=prompt,
+            response=length,
+            rows=self.task.rows,
+            num_generations=1,
+            prompts=data.max_prompts_per_user,
+            update=self.recipe.update,
+        )
+
+    def lay_out(self, shapes: Shapes) -> None:
+        """Take the batch size of the update."""
+        self.recipe = self.recipe.model_copy(update={"update": shapes.update})
 
     def load(self, parts: Parts) -> None:
         """Load nothing: a supervised stage needs only its model and rows."""

@@ -69,6 +69,7 @@ def complete(run: Run) -> Any:
     stage, main = run.stage, run.processes.main
     card = privacy_card(run.recipe, run.plan, run.policy.dimension, run.key, run.earlier)
     card |= audit_of(run.folder)
+    card["rounding"] = run.rounding
     if run.reservation is not None:
         card["book"] = asdict(run.reservation)
     if main:

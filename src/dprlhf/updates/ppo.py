@@ -28,6 +28,7 @@ Departures from the paper:
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -81,7 +82,7 @@ def _moves(
         return
     bound = round_.vector_clip_norm
     for batch in micro_batches(responses, spec.batch_size):
-        moves = _train(round_.policy, responses, weights, batch, spec, bound, start)
+        moves = train_copies(round_.policy, responses, weights, batch, spec, bound, start)
         # A zero advantage is not enough: Adam's first moment would move the copy.
         of_users = torch.from_numpy(valid[batch.users]).to(moves.device)
         yield batch.users, torch.where(of_users[:, None], moves[: len(of_users)], 0.0)
@@ -106,7 +107,7 @@ def token_weights(
     return (advantages if advantages.ndim == 2 else advantages[:, None]) * ratio
 
 
-def _train(
+def train_copies(
     policy: CausalLMPolicy,
     responses: Responses,
     weights: Array,
@@ -130,41 +131,87 @@ def _train(
         The moves θ − θ₀, ``[users, dimension]``, not yet projected after the last step.
     """
     parameter = next(iter(policy.parameters.values()))
-    tokens, mask = responses.micro_batch(batch.rows, batch.width, batch.height)
+    height = batch.height * batch.passes
+    tokens, mask = responses.micro_batch(batch.rows, batch.width, height)
     real = mask[:, -responses.max_new_tokens :].bool()
     real[len(batch.rows) :] = False
     weight = parameter.new_zeros(real.shape)
     weight[: len(batch.rows)] = torch.from_numpy(weights[batch.rows]).to(weight)
-    tokens, mask = tokens.to(policy.device), mask.to(policy.device)
     real, weight = real.view(batch.size, -1), weight.view(batch.size, -1)
     count = real.sum(1, keepdim=True).to(weight)
-
-    shared_rows = policy.shared_rows(
-        responses.num_generations, batch.width, responses.max_new_tokens
-    )
+    passes = _Passes(policy, tokens, mask, responses, batch)
     moves: torch.Tensor = parameter.new_zeros(batch.size, policy.dimension)
     first = second = torch.zeros_like(moves)
     if start is not None:
         first, second = first + start, second + start**2
-    old = None
     steps = itertools.product(range(spec.epochs), range(spec.minibatches))
     for step, (epoch, part) in enumerate(steps, 1):
         chosen = minibatch(real, spec.minibatches, part, epoch).to(policy.device)
         of_token = torch.where(chosen, weight * count / chosen.sum(1, keepdim=True), 0.0)
-        moves = project(moves, bound).requires_grad_()
-        with local_copies(policy.model, policy.parameters, moves, batch.height // shared_rows):
-            logprobs = policy.response_logprobs(tokens, mask, responses.max_new_tokens, shared_rows)
-        logprobs = logprobs.view(real.shape)
-        old = logprobs.detach() if old is None else old  # of θ₀: no move has been made yet
-        objective = surrogate(logprobs - old, of_token, spec.clip_range)
-        (gradient,) = torch.autograd.grad(objective, moves)
+        moves = project(moves, bound)
+        gradient = passes.gradient(moves, of_token, spec.clip_range)
         if spec.local_optimizer == "adam":
             first = first.lerp(gradient, 1 - _BETAS[0])
             second = second.lerp(gradient**2, 1 - _BETAS[1])
             bias = [1 - beta**step if start is None else 1.0 for beta in _BETAS]
             gradient = first / bias[0] / ((second / bias[1]).sqrt() + _EPS)
-        moves = moves.detach() + spec.local_learning_rate * gradient
+        moves = moves + spec.local_learning_rate * gradient
     return moves
+
+
+class _Passes:
+    """The surrogate's gradient for the users of a micro-batch, added up over its passes.
+
+    Args:
+        policy: The policy π_t, whose parameters are θ₀.
+        tokens: The tokens of all passes, ``[rows, prompt + response]``.
+        mask: 1 where a token is real, same shape.
+        responses: The responses of all of the round's users.
+        batch: The users and the shape of a pass.
+    """
+
+    def __init__(
+        self,
+        policy: CausalLMPolicy,
+        tokens: torch.Tensor,
+        mask: torch.Tensor,
+        responses: Responses,
+        batch: MicroBatch,
+    ) -> None:
+        together = math.gcd(responses.num_generations, batch.height)
+        self._policy, self._tokens, self._mask = policy, tokens, mask
+        self._length = responses.max_new_tokens
+        self._shared_rows = policy.shared_rows(together, batch.width, self._length)
+        self._height, self._users = batch.height, batch.size
+        self._old: list[torch.Tensor] = []  # of θ₀: the first gradient is taken without a move
+
+    def gradient(
+        self, moves: torch.Tensor, weight: torch.Tensor, clip_range: float | None
+    ) -> torch.Tensor:
+        """Return the gradient at θ₀ + moves, ``[users, dimension]``; the first call is at θ₀.
+
+        Args:
+            moves: Each user's difference from θ₀, ``[users, dimension]``.
+            weight: Weight of each token, ``[users, places]``.
+            clip_range: The clip range of :func:`surrogate`.
+        """
+        policy, model = self._policy, self._policy.model
+        total = torch.zeros_like(moves)
+        first = not self._old
+        for number, start in enumerate(range(0, len(self._tokens), self._height)):
+            rows = slice(start, start + self._height)
+            tokens, mask = self._tokens[rows].to(policy.device), self._mask[rows].to(policy.device)
+            at = moves.detach().requires_grad_()
+            with local_copies(model, policy.parameters, at, self._height // self._shared_rows):
+                logprobs = policy.response_logprobs(tokens, mask, self._length, self._shared_rows)
+            logprobs = logprobs.view(self._users, -1)
+            if first:
+                self._old.append(logprobs.detach())
+            places = slice(start // self._users * self._length, None)
+            of_pass = weight[:, places][:, : logprobs.shape[1]]
+            objective = surrogate(logprobs - self._old[number], of_pass, clip_range)
+            total += torch.autograd.grad(objective, at)[0]
+        return total
 
 
 def surrogate(

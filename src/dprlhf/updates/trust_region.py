@@ -78,7 +78,7 @@ def fisher_trace_and_top(
     """
     ones = np.ones(len(responses.user))
     gradients = user_gradients(policy, responses, ones, batch_size=batch_size, rows=1)
-    scores = torch.cat([of_users.flatten(0, 1).cpu() for _, of_users in gradients])
+    scores = torch.cat([of_users.flatten(0, 1).cpu() for _, of_users, _ in gradients])
     n = len(scores)
     trace = float(scores.double().square().sum() / n)
     v, top = scores.sum(0) + scores[0], 0.0

@@ -29,8 +29,9 @@ from numpy.typing import NDArray
 from dprlhf import recipe
 from dprlhf.boundary import Private, Read, Released, post_process
 from dprlhf.errors import DprlhfError
-from dprlhf.gradients.clipping import user_gradients
+from dprlhf.gradients.clipping import rows_of_a_pass, user_gradients
 from dprlhf.policies.protocol import Rows
+from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import Array
 from dprlhf.updates.privls import Contribution, CountSketch, make_oracle
 from dprlhf.updates.privls.oracle import project
@@ -40,8 +41,9 @@ from dprlhf.updates.round import P, PrivateRound, R
 KEPT_BYTES = 2**30
 """The largest memory of a round's cached features on one process, in bytes."""
 
-Batch = tuple[NDArray[np.int64], int, torch.Tensor, torch.Tensor]
-"""Users, the number of examples of each, and features and targets, padded to a fixed shape."""
+Batch = tuple[NDArray[np.int64], int, torch.Tensor, torch.Tensor, bool]
+"""Users, the number of examples of each, features and targets, padded to a fixed shape, and whether
+these are the users' last examples: a user with more rows than a micro-batch comes several times."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -176,9 +178,14 @@ class RoundRelease:
     def _vectors(
         self, given: Examples, contribution: Contribution, scale: float
     ) -> Iterable[tuple[NDArray[np.int64], torch.Tensor]]:
-        for users, each, features, targets in self._batches(given):
-            parts = contribution(features, targets)
-            yield users, scale * parts.view(-1, each, parts.shape[1]).mean(1)[: len(users)]
+        earlier, count = torch.zeros(()), 0
+        for users, each, features, targets, last in self._batches(given):
+            parts = contribution(features, targets)[: len(users) * each]
+            sums, count = earlier + parts.view(len(users), each, -1).sum(1), count + each
+            earlier = sums
+            if last:
+                yield users, scale * sums / count
+                earlier, count = torch.zeros(()), 0
             if self.round_.tick is not None:
                 self.round_.tick(len(users) * each * given.rows)
 
@@ -190,7 +197,8 @@ class RoundRelease:
         ends = np.cumsum(np.bincount(owner, minlength=given.responses.users))[:-1]
         of_user = np.split(given.targets[np.argsort(owner, kind="stable")], ends)
         keep: list[Batch] = []
-        for users, gradients in user_gradients(
+        done = 0
+        for users, gradients, last in user_gradients(
             self.round_.policy,
             given.responses,
             given.weights,
@@ -200,18 +208,29 @@ class RoundRelease:
             features = gradients.flatten(0, 1).cpu()
             if self.sketch is not None:
                 features = self.sketch(features)
-            targets = torch.from_numpy(np.concatenate([of_user[user] for user in users]))
-            # Fixed shapes, as in the micro-batches: no user affects the rounding of another.
             each = gradients.shape[1]
-            missing = each * (max(1, self.batch_size // (each * given.rows)) - len(users))
+            own = np.concatenate([of_user[user][done : done + each] for user in users])
+            targets = torch.from_numpy(own)
+            done = 0 if last else done + each
+            # Fixed shapes, as in the micro-batches: no user affects the rounding of another.
+            missing = self._examples_at_once(given, len(of_user[users[0]])) - len(users) * each
             batch = (
                 users,
                 each,
                 F.pad(features, (0, 0, 0, missing)),
                 F.pad(targets.to(features), (0, missing)),
+                last,
             )
             needed = len(given.targets) * self.size * features.element_size()
             if self.several and needed <= KEPT_BYTES:
                 keep.append(batch)
             yield batch
         given.kept.extend(keep)
+
+    def _examples_at_once(self, given: Examples, of_user: int) -> int:
+        """Return the number of examples in a batch with a user of so many, fillers included."""
+        rows = of_user * given.rows
+        if rows > self.batch_size and isinstance(given.responses, Responses):
+            together = given.responses.num_generations
+            return rows_of_a_pass(self.batch_size, together, given.rows) // given.rows
+        return of_user * max(1, self.batch_size // max(rows, 1))

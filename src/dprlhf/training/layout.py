@@ -1,0 +1,394 @@
+"""Before the first charge: try the largest shapes, and check that no row's rounding moves another.
+
+A user must change nobody else's contribution, not even by rounding, and must not be able to end the
+run. Both depend on the machine, so both are tried on it, on made-up rows at the run's own shapes:
+
+- **memory**: sampling and the gradient at the longest prompt, and the gradient of a user with all
+  the prompts that a user may have;
+- **rounding**: the values of a row must be the same, bit for bit, at another place of a micro-batch
+  and with other rows and fillers around it. On two threads, PyTorch's fused attention on a CPU is
+  known to break this in float32.
+
+Where rows do move each other, the model's attention becomes plain matrix products (``eager``);
+where that is not enough, a micro-batch holds the responses to one prompt of one user. Where even
+then the same rows give other bits, the run is refused. The adapter has random weights meanwhile,
+because one that starts at zero would hide its own rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dprlhf import recipe
+from dprlhf.errors import DprlhfError
+from dprlhf.gradients.clipping import micro_batches, recorded_by_user, user_gradients
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.rollout import Responses
+from dprlhf.rollout.batch import padded_width
+from dprlhf.rollout.decoding import decode, try_last_step
+from dprlhf.rollout.logprobs import token_logprobs
+from dprlhf.rollout.made_up import made_up_prompt, made_up_responses
+from dprlhf.rollout.sampling import prompts_at_once
+from dprlhf.training.processes import Processes
+from dprlhf.updates.ppo import train_copies
+
+_STEPS = 4  # decoding steps that are compared
+_COLUMNS = 4096  # logits of a row that are compared
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The public numbers that decide the shapes of a run's batches.
+
+    Attributes:
+        prompt: The longest prompt, in tokens.
+        response: The longest response, in tokens.
+        rows: Number of rows for each prompt of a user.
+        num_generations: Number of adjacent rows that share a prompt.
+        prompts: The most prompts of a user.
+        update: The recipe's update, with its ``batch_size``.
+        rollout: The settings of sampling; None where this process samples nothing.
+    """
+
+    prompt: int
+    response: int
+    rows: int
+    num_generations: int
+    prompts: int
+    update: Any
+    rollout: recipe.Rollout | None = None
+
+    @property
+    def sampled_together(self) -> int:
+        """The number of responses to a prompt that are sampled from one policy."""
+        if self.rollout is None:
+            return self.num_generations
+        of_two = self.rollout.base_policy == "reference"
+        return self.rollout.responses // 2 if of_two else self.rollout.responses
+
+    @property
+    def widths(self) -> list[int]:
+        """The narrowest and the widest padded prompt."""
+        return sorted({int(padded_width(1, self.prompt)), self.prompt})
+
+    def alone(self) -> Shapes:
+        """Return the shapes of a layout in which a micro-batch has one prompt of one user."""
+        size = {"batch_size": self.sampled_together}
+        rollout = self.rollout.model_copy(update=size) if self.rollout is not None else None
+        return Shapes(
+            **{**vars(self), "update": self.update.model_copy(update=size), "rollout": rollout}
+        )
+
+
+def settle_layout(
+    policy: CausalLMPolicy, shapes: Shapes, processes: Processes
+) -> tuple[Shapes, str]:
+    """Choose a layout in which no row moves another on this machine, and try its largest shapes.
+
+    Args:
+        policy: The policy, on its device. Its attention may change; its parameters do not.
+        shapes: The shapes of the run.
+        processes: This process among those of the launch, which all use one layout.
+
+    Returns:
+        The shapes to use, and a sentence for the privacy card.
+
+    Raises:
+        DprlhfError: A shape does not fit into memory, or no layout keeps rows apart.
+    """
+    for name, change in _LAYOUTS.items():
+        tried = change(policy, shapes)
+        if tried is None:
+            continue
+        with _random_adapter(policy):
+            moved, problem = _outcome(policy, tried)
+        counts = torch.tensor([moved is not None, problem is not None], dtype=torch.float64)
+        of_all = processes.sum(counts)
+        if of_all[1] > 0:
+            raise problem or DprlhfError("another process ran out of memory as it tried its shapes")
+        if of_all[0] == 0:
+            if name != "batches" and processes.main:
+                print(f"dprlhf: {_CHOSEN[name]}", file=sys.stderr)
+            return tried, _sentence(policy, tried, name)
+    raise DprlhfError(
+        f"{moved or 'rows'}: on this machine the same rows give other bits each time, so one user's"
+        " influence cannot be bounded; use one thread (OMP_NUM_THREADS=1), another"
+        " policy.attn_implementation or another device"
+    )
+
+
+def _eager(policy: CausalLMPolicy, shapes: Shapes) -> Shapes | None:
+    model = getattr(policy.model, "get_base_model", lambda: policy.model)()
+    if getattr(model.config, "_attn_implementation", "eager") == "eager":
+        return None
+    try:
+        model.set_attn_implementation("eager")
+    except (AttributeError, ValueError, NotImplementedError):
+        return None
+    return shapes
+
+
+_LAYOUTS: dict[str, Callable[[CausalLMPolicy, Shapes], Shapes | None]] = {
+    "batches": lambda policy, shapes: shapes,
+    "eager": _eager,
+    "alone": lambda policy, shapes: shapes.alone(),
+}
+
+_CHOSEN = {
+    "eager": "on this machine a row's rounding depends on its place in fused attention, so it is"
+    " computed by plain matrix products (policy.attn_implementation: eager)",
+    "alone": "on this machine a row's rounding depends on the other rows of its batch: each batch"
+    " has one prompt of one user, which is slower",
+}
+
+
+def _sentence(policy: CausalLMPolicy, shapes: Shapes, layout: str) -> str:
+    done = ["gradients"]
+    if shapes.rollout is not None:
+        done = ["sampling", "log-probabilities", *done]
+    count = torch.get_num_threads()
+    threads = f"{count} thread" + "s" * (count > 1)
+    how = {"batches": "as configured", "eager": "with eager attention", "alone": "one user each"}
+    return (
+        "checked at start on this machine (and again at each resume): made-up rows at other places"
+        f" of their micro-batch and with other rows around them gave the same bits in"
+        f" {', '.join(done)}, on {policy.device.type} with {threads}, at"
+        f" prompts of {' and '.join(map(str, shapes.widths))} tokens; micro-batches {how[layout]}."
+        " It is a sample of rows, not all that could occur"
+    )
+
+
+def _outcome(policy: CausalLMPolicy, shapes: Shapes) -> tuple[str | None, DprlhfError | None]:
+    """Return what moved with its batch, and the setting that took too much memory."""
+    key = _key(policy, shapes)
+    if key in _KNOWN:
+        return _KNOWN[key], None
+    try:
+        moved = _moved(policy, shapes)
+        if moved is None:
+            _try_largest(policy, shapes)
+    except DprlhfError as problem:
+        return None, problem
+    _KNOWN[key] = moved
+    return moved, None
+
+
+_KNOWN: dict[tuple[str, ...], str | None] = {}
+"""The outcomes of this process: the same shapes of the same model need no second check."""
+
+
+def _key(policy: CausalLMPolicy, shapes: Shapes) -> tuple[str, ...]:
+    weights = [(n, tuple(p.shape), p.dtype) for n, p in policy.model.named_parameters()]
+    config = getattr(policy.model, "config", None)
+    trained = sorted(policy.parameters)
+    attention = getattr(config, "_attn_implementation", "")
+    threads, device = torch.get_num_threads(), str(policy.device)
+    facts = (type(policy), config, attention, weights, trained, shapes, threads, device)
+    return tuple(map(str, facts))
+
+
+@contextlib.contextmanager
+def _random_adapter(policy: CausalLMPolicy) -> Iterator[None]:
+    """Give the trained parameters other values inside the context, and back their own after it."""
+    before = {name: p.detach().clone() for name, p in policy.parameters.items()}
+    generator = torch.Generator().manual_seed(0)
+    try:
+        with torch.no_grad():
+            for p in policy.parameters.values():
+                p.add_(0.02 * torch.randn(p.shape, generator=generator).to(p))
+        yield
+    finally:
+        with torch.no_grad():
+            for name, p in policy.parameters.items():
+                p.copy_(before[name])
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _in_memory(what: str, lower: str) -> Iterator[None]:
+    """Turn an out-of-memory error into one that names the setting to lower."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        texts = ("out of memory", "not enough memory", "can't allocate memory")
+        if not isinstance(error, MemoryError) and not any(t in str(error) for t in texts):
+            raise
+        raise DprlhfError(
+            f"{what} does not fit into memory, and a user could cause it in any round: lower"
+            f" {lower}"
+        ) from None
+
+
+def _try_largest(policy: CausalLMPolicy, shapes: Shapes) -> None:
+    """Try what :func:`_moved` did not: the last step of sampling, and a user with many prompts."""
+    if shapes.rollout is not None:
+        with _in_memory(_sampling(shapes), "rollout.batch_size or data.max_prompt_tokens"):
+            size, together = prompts_at_once(_rows(shapes.rollout), shapes.sampled_together)
+            try_last_step(
+                policy,
+                size=size,
+                width=shapes.prompt,
+                num_generations=together,
+                max_new_tokens=shapes.response,
+            )
+    if shapes.rows * shapes.prompts > shapes.update.batch_size:
+        with _in_memory(
+            f"the gradient of a user with {shapes.prompts} prompts",
+            "update.batch_size or data.max_prompts_per_user",
+        ):
+            for _ in _contributions(policy, shapes, [0], shapes.prompt, prompts=shapes.prompts):
+                pass
+
+
+def _sampling(shapes: Shapes) -> str:
+    assert shapes.rollout is not None
+    return (
+        f"sampling {shapes.rollout.batch_size} responses of {shapes.response} tokens to prompts of"
+        f" {shapes.prompt}"
+    )
+
+
+def _rows(rollout: recipe.Rollout) -> int:
+    assert rollout.batch_size != "auto"
+    return rollout.batch_size
+
+
+# --- rounding ------------------------------------------------------------------------------------
+
+
+def _moved(policy: CausalLMPolicy, shapes: Shapes) -> str | None:
+    """Return what of a row depends on its batch: a phase of a round; None where nothing does."""
+    for width in shapes.widths[::-1]:  # the widest first: it needs most memory
+        if shapes.rollout is not None:
+            with _in_memory(_sampling(shapes), "rollout.batch_size or data.max_prompt_tokens"):
+                size, _ = prompts_at_once(_rows(shapes.rollout), shapes.sampled_together)
+                if _differ(size, lambda some: _logits(policy, shapes, some, width)):  # noqa: B023
+                    return "sampling"
+        size = max(1, shapes.update.batch_size // shapes.rows)
+        tokens = f"{shapes.update.batch_size} rows of {shapes.prompt + shapes.response} tokens"
+        with _in_memory(f"the gradient of {tokens}", "update.batch_size or data.max_prompt_tokens"):
+            if _differ(size, lambda some: _gradients(policy, shapes, some, width)):  # noqa: B023
+                return "gradients"
+            if shapes.rollout is None and shapes.rows == 1:
+                continue  # a supervised loss whose weights need no log-probabilities
+            if _differ(size, lambda some: _logprobs(policy, shapes, some, width)):  # noqa: B023
+                return "log-probabilities"
+    return None
+
+
+def _differ(size: int, values: Callable[[Sequence[int]], list[list[torch.Tensor]]]) -> bool:
+    """Compare the values of made-up users in a full batch with those at other places of a thin one.
+
+    Args:
+        size: Number of users in a batch.
+        values: Returns the values of each user, given their numbers in the order of their places.
+    """
+    full = values(range(size))
+    # Every second one, in reverse: other places, other neighbours, and fillers in the other half.
+    chosen = list(range(1, size, 2))[::-1] or [0]
+    return any(
+        not torch.equal(a, b)
+        for number, thin in zip(chosen, values(chosen), strict=True)
+        for a, b in zip(full[number], thin, strict=False)  # a thin batch may end earlier
+    )
+
+
+def _logits(
+    policy: CausalLMPolicy, shapes: Shapes, numbers: Sequence[int], width: int
+) -> list[list[torch.Tensor]]:
+    """Return the logits of each made-up prompt's responses in the first steps of decoding."""
+    assert shapes.rollout is not None
+    size, together = prompts_at_once(_rows(shapes.rollout), shapes.sampled_together)
+    steps = min(_STEPS, shapes.response)
+    seen: list[torch.Tensor] = []
+
+    def note(module: Any, inputs: Any, output: Any) -> None:
+        last = output.logits[:, -1]
+        seen.append(last[:, :: -(-last.shape[1] // _COLUMNS)].detach().clone())
+
+    draws = [np.random.default_rng([9, number]).random((together, steps)) for number in numbers]
+    hook = policy.model.register_forward_hook(note)
+    try:
+        decode(
+            policy,
+            [made_up_prompt(policy, number, width, shapes.prompt) for number in numbers],
+            torch.from_numpy(np.array(draws)),
+            size=size,
+            width=width,
+        )
+    finally:
+        hook.remove()
+    return [[step.view(size, -1)[place] for step in seen] for place in range(len(numbers))]
+
+
+def _gradients(
+    policy: CausalLMPolicy, shapes: Shapes, numbers: Sequence[int], width: int
+) -> list[list[torch.Tensor]]:
+    """Return what each made-up user's contribution is computed from."""
+    found: dict[int, list[torch.Tensor]] = {}
+    for users, tensors in _contributions(policy, shapes, numbers, width):
+        for place, user in enumerate(users.tolist()):
+            found.setdefault(user, []).extend(tensor[place].clone() for tensor in tensors)
+    return [found[user] for user in range(len(numbers))]
+
+
+def _logprobs(
+    policy: CausalLMPolicy, shapes: Shapes, numbers: Sequence[int], width: int
+) -> list[list[torch.Tensor]]:
+    """Return the log-probabilities of each made-up user's responses."""
+    rows = _made_up(policy, shapes, numbers, width, 1)
+    found = torch.from_numpy(token_logprobs(policy, rows, shapes.update.batch_size))
+    return [[found[torch.from_numpy(rows.user == user)]] for user in range(len(numbers))]
+
+
+def _contributions(
+    policy: CausalLMPolicy,
+    shapes: Shapes,
+    numbers: Sequence[int],
+    width: int,
+    prompts: int = 1,
+) -> Iterator[tuple[NDArray[np.int64], list[torch.Tensor]]]:
+    """Yield users and what the update computes their contributions from, ``[users, ...]`` each."""
+    rows = _made_up(policy, shapes, numbers, width, prompts)
+    update, size = shapes.update, shapes.update.batch_size
+    weights = np.cos(rows.tokens.sum(1).numpy().astype(np.float64))
+    if isinstance(update, recipe.PPO):
+        quick = update.model_copy(update={"epochs": 1, "minibatches": 1})
+        of_tokens = np.repeat(weights[:, None], rows.max_new_tokens, axis=1)
+        for batch in micro_batches(rows, size):
+            yield batch.users, [train_copies(policy, rows, of_tokens, batch, quick, 1.0, None)]
+    elif getattr(update, "least_squares", None) is not None:
+        part = 2 if isinstance(update, recipe.REBEL) else 1
+        for users, gradients, _ in user_gradients(
+            policy, rows, weights, batch_size=size, rows=part
+        ):
+            yield users, [gradients]
+            if prompts > 1:  # the further passes need no more memory
+                return
+    else:
+        yield from recorded_by_user(policy, rows, weights, batch_size=size)
+
+
+def _made_up(
+    policy: CausalLMPolicy, shapes: Shapes, numbers: Sequence[int], width: int, prompts: int
+) -> Responses:
+    return made_up_responses(
+        policy,
+        numbers,
+        rows=shapes.rows,
+        num_generations=shapes.num_generations,
+        width=width,
+        longest=shapes.prompt,
+        length=shapes.response,
+        prompts=prompts,
+    )

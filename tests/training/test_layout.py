@@ -1,0 +1,242 @@
+"""What is tried before the first charge: the largest shapes, and that no row moves another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import dprlhf
+from dprlhf import recipe
+from dprlhf.errors import DprlhfError
+from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.training import layout
+from dprlhf.training.layout import Shapes, settle_layout
+from helpers import tiny
+from helpers.runs import run_settings, save_sharp
+
+UPDATES: dict[str, Any] = {
+    "pg": recipe.PG(name="pg", batch_size=8),
+    "ppo": recipe.PPO(name="ppo", batch_size=8),
+    "npg": recipe.NPG(name="npg", batch_size=8),
+}
+
+
+class OneProcess:
+    """The part of :class:`dprlhf.training.processes.Processes` that the check needs."""
+
+    main = True
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "_KNOWN", {})
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """On one thread a CPU keeps rows apart; on two its fused attention may not."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def policy_of(kind: tiny.Kind = "llama") -> CausalLMPolicy:
+    target = "c_attn" if kind == "gpt2" else "q_proj"
+    adapter = recipe.Adapter(type="lora", rank=2, target_modules=[target])
+    return make_policy(tiny.model(kind), tiny.tokenizer(), adapter)
+
+
+def shapes_of(update: str = "pg", prompts: int = 1) -> Shapes:
+    return Shapes(
+        prompt=20,
+        response=5,
+        rows=4,
+        num_generations=4,
+        prompts=prompts,
+        update=UPDATES[update],
+        rollout=recipe.Rollout(responses=4, max_new_tokens=5, batch_size=8),
+    )
+
+
+def settle(policy: CausalLMPolicy, shapes: Shapes) -> tuple[Shapes, str]:
+    return settle_layout(policy, shapes, OneProcess())  # type: ignore[arg-type]
+
+
+def by_place(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """Add a rounding error that depends on a row's place in its batch."""
+    place = torch.arange(len(output), dtype=output.dtype).view(-1, *[1] * (output.ndim - 1))
+    return output * (1 + 1e-6 * place)
+
+
+# --- rounding ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_rows_that_keep_apart_keep_the_layout_and_the_parameters(
+    update: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy, shapes = policy_of(), shapes_of(update)
+    before = {name: p.detach().clone() for name, p in policy.parameters.items()}
+    chosen, sentence = settle(policy, shapes)
+    assert chosen is shapes
+    assert "checked at start on this machine" in sentence
+    assert "as configured" in sentence
+    assert all(torch.equal(p, before[name]) for name, p in policy.parameters.items())
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_layer_that_rounds_by_place_leaves_one_prompt_in_a_batch(
+    update: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = policy_of()
+    policy.model.get_base_model().model.layers[0].mlp.register_forward_hook(by_place)
+    chosen, sentence = settle(policy, shapes_of(update))
+    assert chosen.rollout is not None
+    assert chosen.rollout.batch_size == chosen.update.batch_size == 4
+    assert "one user each" in sentence
+    assert "slower" in capsys.readouterr().err
+
+
+def test_an_attention_that_rounds_by_place_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fused = torch.nn.functional.scaled_dot_product_attention
+
+    def moved(*given: Any, **named: Any) -> torch.Tensor:
+        return by_place(None, None, fused(*given, **named))
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", moved)
+    policy, shapes = policy_of(), shapes_of()
+    chosen, sentence = settle(policy, shapes)
+    assert chosen is shapes
+    assert policy.model.get_base_model().config._attn_implementation == "eager"
+    assert "eager attention" in sentence
+    assert "plain matrix products" in capsys.readouterr().err
+
+
+def test_rows_that_never_repeat_their_bits_are_refused() -> None:
+    policy = policy_of()
+    random = np.random.default_rng(0)
+    policy.model.get_base_model().model.layers[0].mlp.register_forward_hook(
+        lambda module, inputs, output: output * (1 + 1e-6 * random.random())
+    )
+    with pytest.raises(DprlhfError, match=r"sampling: .* other bits each time"):
+        settle(policy, shapes_of())
+
+
+@pytest.mark.parametrize("phase", ["gradients", "log-probabilities"])
+def test_each_phase_is_looked_at(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = {"gradients": "recorded_by_user", "log-probabilities": "token_logprobs"}[phase]
+    whole = getattr(layout, name)
+
+    def by_users(policy: Any, rows: Any, *given: Any, **named: Any) -> Any:
+        found = whole(policy, rows, *given, **named)
+        if phase == "log-probabilities":
+            return found + 1e-9 * rows.users
+        return [(users, [t + 1e-6 * rows.users for t in tensors]) for users, tensors in found]
+
+    monkeypatch.setattr(layout, name, by_users)
+    assert layout._moved(policy_of(), shapes_of()) == phase
+
+
+def test_the_values_that_are_compared_are_not_all_zero() -> None:
+    """An adapter starts at zero, and equal zeros would say nothing."""
+    policy = policy_of()
+    with layout._random_adapter(policy):
+        for values in layout._gradients(policy, shapes_of(), [0, 1], 16):
+            assert all(bool(value.any()) for value in values)
+        [[first, *_], [second, *_]] = layout._logits(policy, shapes_of(), [0, 1], 16)
+        assert not torch.equal(first, second)
+
+
+# --- memory ------------------------------------------------------------------------------------
+
+
+def out_of_memory(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 99 bytes")
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("decode", "rollout.batch_size"),
+        ("try_last_step", "rollout.batch_size"),
+        ("recorded_by_user", "update.batch_size or data.max_prompt_tokens"),
+    ],
+)
+def test_what_does_not_fit_is_found_at_once_and_its_setting_named(
+    name: str, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, name, out_of_memory)
+    with pytest.raises(DprlhfError, match=f"does not fit into memory.*{setting}"):
+        settle(policy_of(), shapes_of())
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_user_with_all_its_prompts_is_tried(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = layout._made_up
+    most: list[int] = []
+
+    def watched(*given: Any) -> Any:
+        rows = made(*given)
+        most.append(int(np.bincount(rows.user).max()))
+        return rows
+
+    monkeypatch.setattr(layout, "_made_up", watched)
+    settle(policy_of(), shapes_of(update, prompts=9))
+    assert max(most) == 36
+    assert most.count(36) == 1
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_the_last_step_of_sampling_has_its_full_length(
+    kind: tiny.Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = policy_of(kind)
+    masks: list[tuple[int, ...]] = []
+    policy.model.register_forward_hook(
+        lambda module, inputs, named, output: masks.append(tuple(named["attention_mask"].shape)),
+        with_kwargs=True,
+    )
+    shapes, draws = shapes_of(), torch.full((2, 4, 5), 0.5, dtype=torch.float64)
+    monkeypatch.setattr(policy, "end_tokens", [])
+    layout.decode(policy, [[1], [2]], draws, size=2, width=20)
+    real = max(masks)
+    masks.clear()
+    layout.try_last_step(policy, size=2, width=20, num_generations=4, max_new_tokens=5)
+    assert max(masks) == real == (8, 25)
+    assert shapes.prompt == 20
+
+
+# --- whole runs --------------------------------------------------------------------------------
+
+
+def test_the_card_says_what_was_checked_and_assumes_nothing_of_rounding(tmp_path: Path) -> None:
+    model = save_sharp(tmp_path / "model")
+    dprlhf.train(**run_settings(model, rounds=1), output_dir=tmp_path / "run")
+    card = json.loads((tmp_path / "run/privacy.json").read_text())
+    assert "checked at start on this machine" in card["rounding"]
+    assert not any("rounds alike" in line for line in card["assumptions"])
+    assert card["rounding"] in (tmp_path / "run/policy/README.md").read_text()
+
+
+def test_a_resumed_run_checks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_sharp(tmp_path / "model")
+    settings = run_settings(model, rounds=1)
+    dprlhf.train(**settings, output_dir=tmp_path / "run")
+    monkeypatch.setattr(layout, "_KNOWN", {})
+    monkeypatch.setattr(layout, "decode", out_of_memory)
+    given = {"prompts": settings["prompts"], "reward": settings["reward"]}
+    with pytest.raises(DprlhfError, match="does not fit into memory"):
+        dprlhf.resume(tmp_path / "run", **given)
