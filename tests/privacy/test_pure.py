@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -209,3 +210,14 @@ def test_round_epsilon_meets_the_budget() -> None:
 def test_out_of_range(call: object, message: str) -> None:
     with pytest.raises(DprlhfError, match=message):
         call()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("partition", ["fixed", "stream"])
+@pytest.mark.parametrize("adjacency", ["zero-out", "replace-one"])
+def test_known_batches_cost_one_whole_round(partition: Any, adjacency: Any) -> None:
+    """Whoever knows a user's round sees one pure release; other rounds hide nothing of it."""
+    for rounds, e0, share in itertools.product((1, 4, 100), (0.5, 2.0), (0.0, 0.3, 0.9)):
+        answer = math.exp(e0) / (1 + math.exp(e0))  # randomised response: the dominating pair
+        exact = answer - math.exp(share * e0) * (1 - answer)
+        found = delta_of(Mechanism(e0, rounds, partition, adjacency), share * e0)
+        assert exact <= found <= exact * (1 + 1e-6)

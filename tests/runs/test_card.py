@@ -83,6 +83,15 @@ def test_a_selection_of_rows_is_told() -> None:
         assert any(told in line for line in lines) == expected
 
 
+def test_a_declaration_that_public_prompts_were_public_is_told() -> None:
+    """It skips the comparison with the users' texts, so readers have to know of it."""
+    for declared in (False, True):
+        evaluation = {"data": {"path": "public"}, "declared_public": declared}
+        recipe = make_recipe(BASE | REWARDS | {"evaluation": evaluation})
+        lines = card_for(recipe)["assumed_public"]
+        assert any("declared to be public" in line for line in lines) == declared
+
+
 def test_no_long_number_is_in_the_model_card() -> None:
     recipe, card = recipe_of(None), card_of(None)
     text = model_card(recipe, card)
