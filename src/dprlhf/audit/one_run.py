@@ -36,7 +36,7 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from dprlhf.audit.bounds import epsilon_lower_bound
+from dprlhf.audit.bounds import chance_of_right, epsilon_lower_bound
 from dprlhf.audit.canaries import Record, gradient_run, prompt_run, vector_run
 from dprlhf.audit.guesses import (
     bound_from_guesses,
@@ -60,8 +60,8 @@ from dprlhf.runs.folder import RunFolder, time_stamp, write_json
 Array = NDArray[np.float64]
 Bits = NDArray[np.bool_]
 
-CANARIES = 8000
-"""Number of canaries unless another one is asked for: they take about 20 seconds."""
+CANARIES = 10_000
+"""Number of canaries unless another one is asked for: they take about half a minute."""
 
 CONFIDENCE = 0.97
 """Probability, at least, with which a claim that is true is not refuted."""
@@ -388,15 +388,17 @@ def judge(
         any_level = alpha * (_GUESSES + _ANY_GUESSES)
     planned = planned_guesses(canaries, epsilon, delta, 1 - any_level)
     surest = surest_guesses(scores, included, planned)
-    bound_any = epsilon_lower_bound(canaries, planned, surest, delta, 1 - any_level)
-    if bound_any > epsilon:
+    if chance_of_right(canaries, planned, surest, epsilon, delta) < any_level:
         refuted.append("the surest guesses are right more often than the claim allows")
+    bound = bound_any = 0.0
+    if bounds:
+        bound_any = epsilon_lower_bound(canaries, planned, surest, delta, 1 - any_level)
+        bound = bound_any
     if record.gains is not None:
-        guesses, right, bound = planned, surest, bound_any
-        most = epsilon_lower_bound(canaries, planned, planned, delta, 1 - any_level)
-        can_refute = most > epsilon
-    else:
-        bound = bound_from_guesses(right, canaries, plan, level) if bounds else 0.0
+        guesses, right = planned, surest
+        can_refute = chance_of_right(canaries, planned, planned, epsilon, delta) < any_level
+    elif bounds:
+        bound = bound_from_guesses(right, canaries, plan, level)
     return Audit(
         bound=bound,
         bound_any=bound_any,

@@ -219,7 +219,7 @@ def audit(
     ] = None,
     canaries: Annotated[
         int | None,
-        typer.Option(help="Number of canary users; more see smaller faults.", show_default="8000"),
+        typer.Option(help="Number of canary users; more see smaller faults.", show_default="10000"),
     ] = None,
     space: Annotated[
         relations.Space,
