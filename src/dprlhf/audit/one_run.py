@@ -369,11 +369,8 @@ def judge(
     """
     plan, alpha, canaries = record.plan, 1 - confidence, len(included)
     epsilon, delta = plan.guarantee.epsilon, plan.guarantee.delta
-    tests: dict[str, float] = {}
-    refuted = []
-    if plan.private:
-        tests = noise_tests(in_units([[s.noise for s in r] for r in record.rounds], plan))
-        refuted = [SENTENCES[name] for name, p in tests.items() if p < alpha * SHARES[name]]
+    tests = _tested(record)
+    refuted = [SENTENCES[name] for name, p in tests.items() if p < alpha * SHARES[name]]
     refuted += _broken_rules(record)
     if record.gains is None:
         scores = attack_scores(record, canaries)
@@ -418,6 +415,14 @@ def judge(
         refuted_by=tuple(refuted),
         can_refute=can_refute,
     )
+
+
+def _tested(record: Record) -> dict[str, float]:
+    """Return the p-values of the noise; none for a run that has no noise."""
+    if not record.plan.private:
+        return {}
+    noise = [[seen.noise for seen in round_] for round_ in record.rounds]
+    return noise_tests(in_units(noise, record.plan))
 
 
 def attack_scores(record: Record, canaries: int) -> Array:
