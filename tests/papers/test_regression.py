@@ -397,6 +397,22 @@ def test_improbable_candidates_can_be_drawn() -> None:
             assert _gumbel(KEY, count=1)[0] == pytest.approx(-math.log(-math.log1p(-u)))
 
 
+def test_both_ends_of_a_gumbel_draw_have_all_digits() -> None:
+    """-ln(1 - u) near u = 1 needs the digits of 1 - u, which u itself no longer has."""
+    from dprlhf.papers.regression.exponential import _gumbel
+
+    with pytest.MonkeyPatch.context() as patch:
+        for leading in (0, 1, 3):  # words that happen to be all ones
+            words = np.full((4, 1), 2**63, dtype=np.uint64)
+            words[4 - leading :] = 2**64 - 1
+            patch.setattr(
+                "dprlhf.papers.regression.exponential.uint64_stream",
+                lambda *_, words=words, **__: words.ravel(),
+            )
+            rest = 64 * leading + 1  # 1 - u is 2 to the power of minus this
+            assert _gumbel(KEY, count=1)[0] == pytest.approx(-math.log(rest * math.log(2)))
+
+
 sample = st.tuples(st.floats(-1, 1), st.floats(-1, 1), st.floats(-4, 4))
 
 

@@ -191,6 +191,26 @@ def test_round_epsilon_meets_the_budget() -> None:
     assert leaky < round_epsilon(1.0, 1e-5, rounds=100)[0]
 
 
+@pytest.mark.parametrize("e0", [300.0, 354.0, 356.0, 500.0])
+@pytest.mark.parametrize("adjacency", ["zero-out", "replace-one"])
+def test_rounds_whose_exponents_overflow_when_squared_still_have_a_cost(
+    e0: float, adjacency: Any
+) -> None:
+    mechanism = Mechanism(e0, 10, adjacency=adjacency)
+    most = 2 * e0 if adjacency == "replace-one" else e0
+    assert 0.99 * most < epsilon(mechanism, 1e-5).epsilon <= most
+    assert 1e-5 < delta_of(mechanism, 0.9 * most) <= 1.0
+
+
+@pytest.mark.parametrize("epsilon_", [0.0, 0.7, 1.9, 2.0])
+def test_a_replacement_in_one_round_is_randomised_response_at_twice_epsilon(
+    epsilon_: float,
+) -> None:
+    once = Mechanism(2.0, 1, "fixed", "replace-one", delta=0.01)
+    replaced = Mechanism(1.0, 1, adjacency="replace-one", delta=0.01 / (1 + math.e))
+    assert delta_of(replaced, epsilon_) <= delta_of(once, epsilon_) * (1 + 1e-8)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -173,15 +173,16 @@ def _together(mechanisms: Sequence[Mechanism]) -> float:
 def _joint(mechanisms: Sequence[Mechanism], delta: float) -> dict[Side, Any]:
     """Return the pessimistic loss distribution of all runs, for a user removed and added."""
     tail = delta * _CUT / len(mechanisms)
-    reach = {side: max(m.spec.reach(m, tail, side) for m in mechanisms) for side in SIDES}
-    step = max(max(reach.values()), 1e-6) / _POINTS
+    counts = Counter(mechanisms)  # equal runs have one curve
+    reach = {(m, side): m.spec.reach(m, tail, side) for m in counts for side in SIDES}
+    step = max(*reach.values(), 1e-6) / _POINTS
     composed: dict[Side, Any] = {}
-    for mechanism, times in Counter(mechanisms).items():
+    for mechanism, times in counts.items():
         spec = mechanism.spec
         curve = {
             side: spec.curve(
                 mechanism,
-                step * np.arange(math.ceil(spec.reach(mechanism, tail, side) / step) + 2),
+                step * np.arange(math.ceil(reach[mechanism, side] / step) + 2),
                 side,
             )
             for side in SIDES

@@ -34,7 +34,7 @@ _ROUNDING = 1e-9
 """Relative margin added to every δ; the binomial weights are exact to about 1e-12."""
 
 _LARGEST = 500.0
-"""Largest ε₀ of a round; exp of it stays in the range of double precision."""
+"""Largest ε₀ of a round; exp of it is a double, and its square is not from 355 on."""
 
 _TAIL = 1e-40
 """Bound on the probability of more leaks than the sum enumerates; added to δ."""
@@ -107,7 +107,7 @@ def delta_of(mechanism: Mechanism, epsilon: float) -> float:
     if m.adjacency != "replace-one":
         return max(_allocation(m.epsilon, m.delta, m.rounds, epsilon, side) for side in _SIDES)
     group = min(1.0, m.delta * (1 + math.exp(m.epsilon)))
-    best = _allocation(2 * m.epsilon, group, 1, epsilon, "remove")
+    best = _both_in_one_round(m.epsilon, group, epsilon)
     for first in np.linspace(0, min(epsilon, m.epsilon), 101):  # any split is a bound
         removed = _allocation(m.epsilon, m.delta, m.rounds, first, "remove")
         added = _allocation(m.epsilon, m.delta, m.rounds, epsilon - first, "add")
@@ -217,6 +217,17 @@ def round_epsilon(
     return low, Epsilon(upper, 0.0, delta, cost.accountant, cost.assumptions)
 
 
+def _both_in_one_round(e0: float, group: float, epsilon_: float) -> float:
+    """Return δ of randomised response at 2ε₀, rounded up; its exponents alone may overflow.
+
+    It is δ + (e^2ε₀ − e^ε)/(1 + e^2ε₀), and the quotient at most 1 − e^(ε − 2ε₀).
+    """
+    if epsilon_ >= 2 * e0:
+        return group
+    value = -math.expm1(epsilon_ - 2 * e0) / (1 + math.exp(-2 * e0))
+    return min(1.0, group + (1 - group) * value * (1 + _ROUNDING))
+
+
 def _allocation(e0: float, d0: float, rounds: int, epsilon_: float, side: Side) -> float:
     """Return δ of one-out-of-``rounds`` allocation of leaky randomised response, rounded up.
 
@@ -234,7 +245,8 @@ def _allocation(e0: float, d0: float, rounds: int, epsilon_: float, side: Side) 
         if side == "remove":
             payoff = np.maximum(ratio - math.exp(epsilon_), 0.0)
         else:
-            payoff = np.maximum(1 - math.exp(epsilon_) * ratio, 0.0)
+            with np.errstate(over="ignore"):  # infinity, from a sum of 709 on: no payoff
+                payoff = np.maximum(1 - math.exp(epsilon_) * ratio, 0.0)
         weight = binom.pmf(high, rounds - zero, down / (1 + down)) * binom.pmf(zero, rounds, d0)
         value += float(weight @ payoff)
     revealed = d0 if side == "remove" else 0.0

@@ -37,7 +37,11 @@ LARGEST_NOISE = 1e4
 SMALLEST_NOISE = 0.03
 """Below it, epsilon is in the hundreds and the mass that decides it lies out of the lattice."""
 LARGEST_EPSILON = 500.0
-"""Above this epsilon, ``e^eps`` and its square leave the range of double precision."""
+"""Above this epsilon one Gaussian bounds the curve.
+
+``e^eps`` leaves the range of double precision above 709, and its square above 354. The lattice
+forms ``T e^eps`` but squares nothing of that size, so there is room for every T.
+"""
 
 FINE, MEDIUM, ROUGH = 1e-5, 1e-4, 1e-3
 """Estimated relative rise of epsilon that the lattice may cause. The bounds are rigorous at each;

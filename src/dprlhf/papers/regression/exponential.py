@@ -149,10 +149,15 @@ def choose(
 
 
 def _gumbel(key: bytes, *context: str | int, count: int) -> NDArray[np.float64]:
-    """Return ``[count]`` Gumbel draws −ln(−ln(1 − u)), u uniform with all digits down to 2⁻²⁵⁶."""
+    """Return ``[count]`` Gumbel draws −ln(−ln(1 − u)), u uniform with 256 digits.
+
+    Whichever of u and 1 − u is smaller keeps 53 leading digits, so −ln(1 − u) does at both ends.
+    """
     words = uint64_stream(key, "gumbel", *context, count=_WORDS * count).reshape(_WORDS, count)
-    u = np.full(count, 0.5)
+    upper = words[-1] >= np.uint64(2**63)  # u above a half: its complement is what is small
+    words = np.where(upper, ~words, words)
+    small = np.full(count, 0.5)
     for word in words:  # the last is the most significant
-        u = (word.astype(np.float64) + u) * 2.0**-64
-    gumbel: NDArray[np.float64] = -np.log(-np.log1p(-np.minimum(u, 1 - 2.0**-53)))
+        small = (word.astype(np.float64) + small) * 2.0**-64
+    gumbel: NDArray[np.float64] = -np.log(np.where(upper, -np.log(small), -np.log1p(-small)))
     return gumbel
