@@ -15,7 +15,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.privacy import partitions, relations
 
 if TYPE_CHECKING:
-    from dprlhf.privacy.accounting import Epsilon
+    from dprlhf.privacy.accounting import Epsilon, Mechanism
 
 accounting = typer.Typer(help="Privacy accounting without a recipe.", no_args_is_help=True)
 
@@ -87,12 +87,17 @@ def privacy_epsilon(
     adjacency: Adjacency = None,
     participations: Participations = 1,
     releases_per_round: Releases = 1,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Ask every other accountant that is installed, too."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compute ε, an upper bound, from the noise multiplier or from the ε of one pure round."""
     from dprlhf.privacy.gaussian import upwards
     from dprlhf.privacy.plan import json_ready, make_plan
 
+    checked: list[dict[str, Any]] = []
     if (noise_multiplier is None) == (round_epsilon is None):
         raise DprlhfError("give one of --noise-multiplier and --round-epsilon")
     if round_epsilon is not None:
@@ -100,9 +105,11 @@ def privacy_epsilon(
             raise DprlhfError(
                 "--round-epsilon is for users with one round and rounds with one answer"
             )
+        if check:
+            raise DprlhfError("--check compares accountants of Gaussian noise: give z")
         guarantee = _epsilon_of_pure_rounds(round_epsilon, rounds, delta, partition, adjacency)
     elif noise_multiplier is not None and noise_multiplier > 0:
-        guarantee = make_plan(
+        made = make_plan(
             users=users,
             rounds=rounds,
             delta=delta,
@@ -111,7 +118,9 @@ def privacy_epsilon(
             adjacency=adjacency,
             participations=participations,
             releases_per_round=releases_per_round,
-        ).guarantee
+        )
+        guarantee = made.guarantee
+        checked = _checked(made.mechanism, delta) if check else []
     else:
         raise DprlhfError(f"--noise-multiplier must be above 0, not {noise_multiplier}")
     _warn_delta(delta, users)
@@ -121,9 +130,33 @@ def privacy_epsilon(
         "accountant": guarantee.accountant,
         "assumptions": list(guarantee.assumptions),
     }
+    if checked:
+        answer["check"] = checked
     shown = upwards(guarantee.epsilon, 6)
     text = f"epsilon = {shown} at delta = {delta:g} ({guarantee.accountant})"
-    typer.echo(json.dumps(answer) if as_json else text)
+    typer.echo(json.dumps(answer) if as_json else text + _check_table(checked))
+
+
+def _checked(mechanism: Mechanism, delta: float) -> list[dict[str, Any]]:
+    from dataclasses import asdict
+
+    from dprlhf.privacy.cross_check import answers
+    from dprlhf.privacy.plan import json_ready
+
+    return [json_ready(asdict(answer)) for answer in answers(mechanism, delta)]
+
+
+def _check_table(rows: list[dict[str, Any]]) -> str:
+    def number(value: Any) -> str:
+        return "" if value is None else value if isinstance(value, str) else f"{value:.6g}"
+
+    lines = [
+        f"{row['accountant']:<42}{number(row['epsilon']):>10}{number(row['lower']):>10}"
+        f"  {row['kind']:<14}{row['note']}"
+        for row in rows
+    ]
+    head = f"{'accountant':<42}{'epsilon':>10}{'at least':>10}"
+    return "\n".join(["", "", head, *lines]) if lines else ""
 
 
 def _epsilon_of_pure_rounds(
