@@ -40,6 +40,9 @@ Participations = Annotated[
 Releases = Annotated[
     int, typer.Option("--releases-per-round", help="Noised sums that each round releases.")
 ]
+Check = Annotated[
+    bool, typer.Option("--check", help="Ask every other accountant that is installed, too.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -87,10 +90,7 @@ def privacy_epsilon(
     adjacency: Adjacency = None,
     participations: Participations = 1,
     releases_per_round: Releases = 1,
-    check: Annotated[
-        bool,
-        typer.Option("--check", help="Ask every other accountant that is installed, too."),
-    ] = False,
+    check: Check = False,
     as_json: AsJson = False,
 ) -> None:
     """Compute ε, an upper bound, from the noise multiplier or from the ε of one pure round."""
