@@ -43,7 +43,8 @@ class _Bandit(nn.Module):
         self._adapted = True
 
     def get_input_embeddings(self) -> Any:
-        return SimpleNamespace(embedding_dim=self.head.in_features)  # the hidden state is θ
+        tokens = _FIRST_PROMPT + self.table.in_features
+        return SimpleNamespace(embedding_dim=self.head.in_features, num_embeddings=tokens)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head
@@ -59,7 +60,8 @@ class _Bandit(nn.Module):
     def forward(self, input_ids: torch.Tensor, logits_to_keep: int = 0, **_: Any) -> Any:
         theta = self.table(_one_hot(input_ids[:, -logits_to_keep:], self.table.in_features))
         logits = self.head(theta if self._adapted else 0 * theta)
-        cache = SimpleNamespace(reorder_cache=lambda rows: None)
+        seen = input_ids.shape[1]
+        cache = SimpleNamespace(reorder_cache=lambda rows: None, get_seq_length=lambda: seen)
         return SimpleNamespace(logits=logits, past_key_values=cache)
 
 
@@ -81,8 +83,8 @@ class _Scores(nn.Module):
             self.head.weight.copy_(torch.eye(outputs, 1))  # the other labels' scores stay at 0
         self.head.requires_grad_(False)
 
-    def get_input_embeddings(self) -> None:
-        """Return None: texts are counted, not embedded."""
+    def get_input_embeddings(self) -> Any:
+        return SimpleNamespace(num_embeddings=_FIRST_PROMPT + self.table.in_features)
 
     def get_output_embeddings(self) -> None:
         """Return None: a classifier generates nothing."""
