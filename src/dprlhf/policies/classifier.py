@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -43,7 +45,12 @@ class RewardModel(CausalLMPolicy):
         # A masked column at the end, without which the attention kernel would depend on who is
         # there (see dprlhf.rollout).
         text = F.pad(text, (0, 1), value=self.tokenizer.pad_token_id)
-        logits = self.model(input_ids=text, attention_mask=F.pad(seen, (0, 1))).logits
+        placed = {}
+        room = getattr(self.model.config.get_text_config(), "max_position_embeddings", math.inf)
+        if width + 1 > room:  # the masked column has no position of its own; any will do
+            places = torch.arange(width + 1, device=text.device).clamp(max=room - 1)
+            placed = {"position_ids": places.expand_as(text)}
+        logits = self.model(input_ids=text, attention_mask=F.pad(seen, (0, 1)), **placed).logits
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if logits.shape[1] > 1:
             logits = logits.log_softmax(1).gather(1, tokens[:, -1:])
