@@ -324,5 +324,5 @@ def test_each_process_of_a_sum_is_seen_once(tmp_path: Path) -> None:
     record = gradient_run(recipe, RunFolder(tmp_path / "a"), signs, True, lambda *_: None)
     assert [len(r) for r in record.rounds] == [1] * 4
     assert all(len(s.noise) == len(s.given) == 20 for r in record.rounds for s in r)
-    assert sum(s.given.sum() for r in record.rounds for s in r) == pytest.approx(20, rel=1e-6)
+    assert sum(s.given.sum() for r in record.rounds for s in r) == pytest.approx(20, rel=1e-4)
     assert dataclasses.is_dataclass(record)
