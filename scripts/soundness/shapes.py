@@ -47,7 +47,7 @@ def heavy_user() -> list[Result]:
     largest = max(part.height for batch in batches for part in batch.parts())
     goal = f"at most {BATCH_SIZE}"
     return [
-        row("rows of the largest pass, a user with 64 prompts, before", 512, "rows", goal, False),
+        row("rows of the largest pass, a user with 64 prompts, before", 512, "rows", goal, None),
         row(
             "rows of the largest pass, a user with 64 prompts",
             largest,
@@ -73,7 +73,7 @@ def experts() -> list[Result]:
         refused = 1
     goal = "refused as it is loaded, for every update and stage"
     return [
-        row("mixture of experts refused for ppo, before", 0, "1", goal, False),
+        row("mixture of experts refused for ppo, before", 0, "1", goal, None),
         row("mixture of experts refused for every update", refused, "1", goal, bool(refused)),
     ]
 
@@ -99,7 +99,7 @@ def reward_calls() -> list[Result]:
     goal = "no size that was not tried"
     return [
         row(
-            "rows of a private call of a reward tried on 32 rows, before", 500, "rows", goal, False
+            "rows of a private call of a reward tried on 32 rows, before", 500, "rows", goal, None
         ),
         row("rows of a private call of a reward", max(called), "rows", goal, max(called) <= 64),
         row(
