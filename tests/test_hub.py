@@ -149,6 +149,9 @@ def test_runs_from_before_the_keys_keep_their_digest() -> None:
     for section in (older["policy"], older["data"], *older["rewards"], older["evaluation"]["data"]):
         assert section.pop("revision") is None
     assert older["policy"].pop("attn_implementation") is None
+    assert older["privacy"].pop("book") is None
+    assert older["privacy"].pop("dataset") is None
+    assert older["evaluation"].pop("declared_public") is False
     assert older["policy"]["adapter"]["type"] == "ffa-lora"
     older["policy"]["adapter"]["type"] = "lora-b"
     digest = hashlib.sha256(json.dumps(older, sort_keys=True).encode()).hexdigest()

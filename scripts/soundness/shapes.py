@@ -98,9 +98,7 @@ def reward_calls() -> list[Result]:
     moved = int((scores.values != [float(len(text)) for text in texts]).sum())
     goal = "no size that was not tried"
     return [
-        row(
-            "rows of a private call of a reward tried on 32 rows, before", 500, "rows", goal, None
-        ),
+        row("rows of a private call of a reward tried on 32 rows, before", 500, "rows", goal, None),
         row("rows of a private call of a reward", max(called), "rows", goal, max(called) <= 64),
         row(
             "scores moved by a reward that couples from 128 rows on", moved, "rows", "0", moved == 0

@@ -107,7 +107,8 @@ def watch(dtype: torch.dtype) -> Seen:
     spy(dprlhf.training.reinforcement, "load_policy_of", lambda policy: policy.model.to(dtype))
     spy(Ledger, "__init__", lambda _: setattr(seen, "ledgers", seen.ledgers + 1))
     spy(Processes, "share", lambda users: seen.shares.append(len(users)))
-    spy(Processes, "sum", lambda total: seen.sums.append(total.clone()))
+    # Sums of two numbers are votes on the layout.
+    spy(Processes, "sum", lambda sum_: seen.sums.append(sum_.clone()) if len(sum_) > 2 else None)
     spy(gate, "rounded_gaussian", lambda noise: seen.noise.append(digest(noise)))
     spy(
         Processes,

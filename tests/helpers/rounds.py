@@ -74,7 +74,7 @@ def round_of(
         policy=policy,
         responses=Private(responses),
         scores=Private(scores),
-        plan=Terms(clip_norm, noise_multiplier, expected_batch_size, users=100),
+        plan=Terms(clip_norm, noise_multiplier, expected_batch_size, users=1000),
         telemetry=telemetry or TelemetryCoordinates(0.0, 3.0),
         optimizer=torch.optim.SGD(policy.parameters.values(), lr=learning_rate),
         reduce=lambda x: x,

@@ -64,7 +64,9 @@ def a_round(
     form: Any, chunks: list[Trajectories], clip_norm: float, directions: Any = None
 ) -> tuple[ControlRound, Gate]:
     theta, gate = theta_of(form), Gate()
-    plan: Any = SimpleNamespace(clip_norm=clip_norm, noise_multiplier=1.0, expected_batch_size=5.0)
+    plan: Any = SimpleNamespace(
+        users=100, clip_norm=clip_norm, noise_multiplier=1.0, expected_batch_size=5.0
+    )
     optimizer = torch.optim.SGD([theta], lr=1.0)
     given: Any = gate
     round_ = ControlRound(1, form, theta, Private(chunks), plan, given, optimizer, {}, directions)

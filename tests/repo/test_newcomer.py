@@ -111,6 +111,7 @@ def test_a_first_step(take: Callable[[str], None], title: str) -> None:
 def killed(command: str, folder: Path) -> None:
     """Run a command until its second round is told of, and stop as a crash would."""
     import dprlhf
+    from dprlhf.errors import DprlhfError
 
     words = shlex.split(smaller(command), comments=True)
     path, *overrides = [w for w in words[2:] if not w.startswith("--output-dir")]
@@ -123,7 +124,7 @@ def killed(command: str, folder: Path) -> None:
         if metrics["round"] == 2:
             raise Crash
 
-    with pytest.raises(Crash):
+    with pytest.raises(DprlhfError, match="Crash during the run"):
         dprlhf.train(path, overrides=overrides, output_dir=target, callbacks=[stop], quiet=True)
 
 

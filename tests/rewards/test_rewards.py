@@ -1003,6 +1003,7 @@ def test_a_run_scores_on_its_own_device(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(Processes, "device", torch.device("meta"))
     unchecked = RewardSummary(responses=0, mean=0.0, std=1.0, clipped=0.0, bound=1.0, rounded={})
     monkeypatch.setattr("dprlhf.training.reinforcement._check_rewards", lambda *_, **__: unchecked)
+    monkeypatch.setattr("dprlhf.training.layout._outcome", lambda *_: (None, None))
     stage, parts = assembled(tmp_path, {"classifier": str(folder)}, None)
     [reward] = stage.rewards
     function: Any = reward.function

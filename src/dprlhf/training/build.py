@@ -91,8 +91,9 @@ def load_parts(
     policy = stage.load_policy()
     stage.check_policy(users, policy)
     processes.place(policy)
-    parts = Parts(plan, earlier, users, policy, public, processes, quiet)
+    parts = Parts(recipe, plan, earlier, users, policy, public, processes, quiet)
     stage.settle(parts)
+    parts.recipe = stage.recipe
     shapes, parts.rounding = settle_layout(policy, stage.shapes, processes)
     stage.lay_out(shapes)
     parts.plan = plan_of(stage.recipe, users, stated)
@@ -138,14 +139,14 @@ def open_run(
     )
     plan, policy = parts.plan, parts.policy
     key, reservation = processes.on_main(
-        lambda: _start(stage.recipe, parts, folder, create=create, counted=counted)
+        lambda: _start(parts, folder, create=create, counted=counted)
     )
     with _one_line_errors(folder), contextlib.ExitStack() as stack:
         gate: Gate | None = None
         trackers: list[Callback] = []
         if processes.main:
             stack.callback(stamp_run, folder.path)
-            gate, trackers = _open_gate(stage.recipe, parts, folder, key, stack)
+            gate, trackers = _open_gate(parts, folder, key, stack)
             if reservation is not None:
                 gate.ledger.note_book(reservation.entry())
         stack.enter_context(stage.opened(folder))
@@ -176,9 +177,10 @@ def open_run(
 
 
 def _start(
-    recipe: AnyRecipe, parts: Parts, folder: RunFolder, *, create: bool, counted: bool
+    parts: Parts, folder: RunFolder, *, create: bool, counted: bool
 ) -> tuple[bytes, Reservation | None]:
     """Make or open the folder and reserve the run's cost; a refused new run leaves no folder."""
+    recipe = parts.recipe
     key = open_folder(folder, recipe, create=create)
     if not counted:
         return key, None
@@ -196,9 +198,10 @@ def _start(
 
 
 def _open_gate(
-    recipe: AnyRecipe, parts: Parts, folder: RunFolder, key: bytes, stack: contextlib.ExitStack
+    parts: Parts, folder: RunFolder, key: bytes, stack: contextlib.ExitStack
 ) -> tuple[Gate, list[Callback]]:
     """Open the ledger and the trackers, and return the gate and the trackers' callbacks."""
+    recipe = parts.recipe
     for feature in experimental(recipe):
         print(f"dprlhf: experimental: {feature}", file=sys.stderr)
     ledger = open_ledger(recipe, parts.plan, folder, key, parts.users, parts.earlier)

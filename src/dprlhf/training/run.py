@@ -32,6 +32,8 @@ class Parts:
     """The parts of a run before anything is written: plan, data and model, loaded and checked.
 
     Attributes:
+        recipe: The settings with nothing left open, as they are written to the run folder. The
+            layout of this machine is not among them: a run may be continued on another machine.
         plan: The privacy plan; :meth:`Stage.settle` may change its clip norm.
         earlier: The earlier runs whose privacy cost counts towards the total.
         users: The private users.
@@ -42,6 +44,7 @@ class Parts:
         rounding: What the check of rounding on this machine covered, for the privacy card.
     """
 
+    recipe: AnyRecipe
     plan: Plan
     earlier: Earlier
     users: Users
