@@ -181,7 +181,7 @@ def test_the_worst_case_user_comes_near_the_claim_and_stays_below() -> None:
 
 @pytest.mark.slow
 def test_replacing_a_user_comes_near_the_claim_and_stays_below() -> None:
-    game = play(plan_of(4.0, adjacency="replace-one", users=4, rounds=2), 600, seed=2)
+    game = play(plan_of(4.0, adjacency="replace-one", users=4, rounds=2), 1000, seed=2)
     assert 0.6 * 4 <= game.bound() <= 4
 
 

@@ -6,6 +6,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from dprlhf import recipe
 from dprlhf.errors import DprlhfError, one_line
@@ -46,7 +47,7 @@ class RewardModel(CausalLMPolicy):
         # there (see dprlhf.rollout).
         text = F.pad(text, (0, 1), value=self.tokenizer.pad_token_id)
         placed = {}
-        room = getattr(self.model.config.get_text_config(), "max_position_embeddings", math.inf)
+        room = positions(self.model)
         if width + 1 > room:  # the masked column has no position of its own; any will do
             places = torch.arange(width + 1, device=text.device).clamp(max=room - 1)
             placed = {"position_ids": places.expand_as(text)}
@@ -56,6 +57,14 @@ class RewardModel(CausalLMPolicy):
             logits = logits.log_softmax(1).gather(1, tokens[:, -1:])
         scores: torch.Tensor = logits
         return scores
+
+
+def positions(model: nn.Module) -> float:
+    """Return the number of positions that a model has; infinite where it states none."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return math.inf
+    return getattr(config.get_text_config(), "max_position_embeddings", math.inf)
 
 
 def load_reward_model(
