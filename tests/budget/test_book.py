@@ -23,6 +23,7 @@ from dprlhf.privacy.gaussian import gaussian_epsilon
 from helpers import postgres
 
 DELTA = 1e-5
+PASSWORD = "hunter2"
 
 
 def mechanism(noise: float = 8.0) -> Mechanism:
@@ -290,11 +291,11 @@ def test_a_database_that_is_down_or_empty_stops_in_one_line(
     with pytest.raises(BookError, match="there is no book in it"):
         Book(databases())
     for url in (
-        "postgresql://me:hunter2@127.0.0.1:9/book",
-        "postgresql://me:hunter2@no-such-host.invalid/book",
-        "postgresql://me:hun@ter2@127.0.0.1:9/book",
-        "postgresql://me:hunter2@127.0.0.1:port/book",
-        "postgresql://me@127.0.0.1:9/book?passwort=hunter2",
+        f"postgresql://me:{PASSWORD}@127.0.0.1:9/book",
+        f"postgresql://me:{PASSWORD}@no-such-host.invalid/book",
+        f"postgresql://me:{PASSWORD[:3]}@{PASSWORD[3:]}@127.0.0.1:9/book",
+        f"postgresql://me:{PASSWORD}@127.0.0.1:port/book",
+        f"postgresql://me@127.0.0.1:9/book?passwort={PASSWORD}",
     ):
         said = "does not answer|cannot be read|does not know"
         with pytest.raises(BookError, match=said) as caught:

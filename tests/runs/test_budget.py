@@ -25,6 +25,7 @@ from helpers import tiny
 from helpers.runs import ADAPTER, lower_case
 
 USERS = 12
+PASSWORD = "hunter2"
 
 
 @pytest.fixture(scope="module")
@@ -276,12 +277,12 @@ def test_previous_runs_are_counted_once(model: str) -> None:
 
 def test_a_password_has_no_place_in_a_recipe(model: str) -> None:
     for url in (
-        "postgresql://me:hunter2@host/book",
-        "postgresql://host/book?user=me&password=hunter2",
+        f"postgresql://me:{PASSWORD}@host/book",
+        f"postgresql://host/book?user=me&password={PASSWORD}",
     ):
         with pytest.raises(DprlhfError, match="a recipe is public") as caught:
             train(model, "one", privacy__book=url)
-        assert "hunter2" not in str(caught.value)
+        assert PASSWORD not in str(caught.value)
 
 
 def test_supervised_stages_reserve_and_audits_on_canaries_do_not(model: str) -> None:
