@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Mechanism
 from dprlhf.privacy.composition import total_epsilon
 from dprlhf.privacy.gaussian import gaussian_epsilon
-from helpers import postgres
 
 DELTA = 1e-5
 PASSWORD = "hunter2"
@@ -34,23 +33,6 @@ def mechanism(noise: float = 8.0) -> Mechanism:
 ONE = total_epsilon([mechanism()], DELTA).epsilon
 TWO = total_epsilon([mechanism()] * 2, DELTA).epsilon
 THREE = total_epsilon([mechanism()] * 3, DELTA).epsilon
-
-
-@pytest.fixture(scope="session")
-def databases() -> Iterator[Callable[[], str]]:
-    if reason := postgres.missing():
-        pytest.skip(reason)
-    with postgres.server() as new:
-        yield new
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "sqlite":
-        return str(tmp_path / "book.db")
-    monkeypatch.setenv("DPRLHF_BOOK_KEY_FILE", str(tmp_path / "key"))
-    new: Callable[[], str] = request.getfixturevalue("databases")
-    return new()
 
 
 @pytest.fixture

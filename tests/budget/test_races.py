@@ -3,32 +3,13 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from dprlhf.budget import Book
-from helpers import postgres, races
+from helpers import races
 
 PROCESSES = 20
-
-
-@pytest.fixture(scope="module")
-def databases() -> Iterator[Callable[[], str]]:
-    if reason := postgres.missing():
-        pytest.skip(reason)
-    with postgres.server() as new:
-        yield new
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "sqlite":
-        return str(tmp_path / "book.db")
-    monkeypatch.setenv("DPRLHF_BOOK_KEY_FILE", str(tmp_path / "key"))
-    new: Callable[[], str] = request.getfixturevalue("databases")
-    return new()
 
 
 def make(place: str, runs: float, *names: str) -> Book:
