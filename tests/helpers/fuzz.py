@@ -169,9 +169,9 @@ VALID: dict[str, Any] = {
 KEYS = sorted(set(known_keys(Recipe)))
 NAMES = [
     *get_args(Partition), *get_args(Adjacency), "pg", "grpo", "ppo", "rebel", "npg", "sgd", "adam",
-    "adam-corrected", "lora", "lora-xs", "loo", "group", "paired", "kl", "l2", "gauss-newton",
-    "gradient", "token", "reference", "bfloat16", "projected-sgd", "sufficient-statistics",
-    "in-memory", "wandb", "linear", ".inf", "none",
+    "adam-corrected", "normalized-sgd", "lora", "lora-xs", "loo", "group", "paired", "kl", "l2",
+    "gauss-newton", "gradient", "token", "reference", "bfloat16", "projected-sgd",
+    "sufficient-statistics", "in-memory", "wandb", "linear", ".inf", "none",
 ]  # fmt: skip
 VALUES = st.one_of(
     st.sampled_from(NAMES), NUMBERS, JUNK, st.just({"trust_region": "l2", "alpha": 1})

@@ -68,6 +68,53 @@ def test_noise_does_not_set_the_scale_of_the_step() -> None:
     assert ratios["adam-corrected"] < 2
 
 
+def test_the_normalized_step_by_hand() -> None:
+    """Each of two steps has the length lr along its momentum: (3, 4), then (−0.5, −1)."""
+    spec = spec_of(name="normalized-sgd", learning_rate=0.5, momentum=0.5)
+    first, second = np.array([3.0, 4.0]), np.array([-2.0, -3.0])
+    buffer = 0.5 * first + second  # (−0.5, −1)
+    expected = -0.5 * (first / 5 + buffer / math.sqrt(1.25))
+    moved = run(spec, torch.tensor(np.stack([first, second])), 1.0)
+    np.testing.assert_allclose(moved, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])
+def test_the_normalized_steps_length_is_over_all_parameters(scale: float) -> None:
+    spec = spec_of(name="normalized-sgd", learning_rate=0.3, momentum=0.9)
+    shapes, generator = [(3, 2), (4,)], torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
+    optimizer = make_optimizer(spec, parameters, 1.0)
+    buffer = np.zeros(10)
+    for _ in range(5):
+        before = torch.cat([p.detach().flatten() for p in parameters]).double()
+        for p in parameters:
+            p.grad = scale * torch.randn(p.shape, generator=generator)
+        buffer = 0.9 * buffer + torch.cat([p.grad.flatten() for p in parameters]).double().numpy()
+        optimizer.step()
+        moved = torch.cat([p.detach().flatten() for p in parameters]).double() - before
+        expected = -0.3 * buffer / np.linalg.norm(buffer)
+        np.testing.assert_allclose(moved, expected, atol=1e-6)
+
+
+def test_a_zero_gradient_is_no_normalized_step() -> None:
+    spec = spec_of(name="normalized-sgd", learning_rate=0.3, momentum=0.9)
+    zeros = torch.zeros(1, 6, dtype=torch.float64)
+    assert torch.equal(run(spec, zeros, 1.0), zeros[0])
+    between = torch.cat([GRADIENTS[:1], zeros, GRADIENTS[1:2]])
+    assert torch.equal(run(spec, between, 1.0), run(spec, GRADIENTS[:2], 1.0))
+    opposite = torch.cat([GRADIENTS[:1], -0.9 * GRADIENTS[:1]])  # the momentum itself vanishes
+    assert torch.equal(run(spec, opposite, 1.0), run(spec, GRADIENTS[:1], 1.0))
+
+
+def test_noise_turns_a_normalized_step_but_does_not_lengthen_it() -> None:
+    """Steps add up where gradients agree; under pure noise 400 steps end near the start."""
+    noise = torch.randn(400, 50, generator=torch.Generator().manual_seed(2)).double()
+    spec = spec_of(name="normalized-sgd", learning_rate=0.1)
+    assert run(spec, noise, 1.0).norm() < 3 * 0.1 * math.sqrt(400)
+    signal = torch.ones(50, dtype=torch.float64) / math.sqrt(50)
+    assert run(spec, 20 * signal + noise, 1.0).norm() > 0.8 * 0.1 * 400
+
+
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("warmup", [0.0, 0.3])
 def test_the_schedule(schedule: str, warmup: float) -> None:
@@ -88,11 +135,12 @@ def test_the_schedule(schedule: str, warmup: float) -> None:
     assert optimizer.param_groups[0]["lr"] == rates[8]
 
 
-def test_the_checkpoint_has_the_corrected_adams_moments(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["adam-corrected", "normalized-sgd"])
+def test_the_checkpoint_has_the_optimizers_moments(tmp_path: Path, name: str) -> None:
     policy = policy_of("gpt2", "ffa-lora")
     parameters = list(policy.parameters.values())
     before = [p.detach().clone() for p in parameters]
-    spec = spec_of(name="adam-corrected")
+    spec = spec_of(name=name, momentum=0.5)
     generator = torch.Generator().manual_seed(0)
     gradients = [
         [torch.randn(p.shape, generator=generator).to(p) for p in parameters] for _ in "ab"
@@ -159,6 +207,12 @@ def test_a_resumed_run_has_the_learning_rate_of_its_round(
 )
 def test_bad_settings_are_refused(changes: dict[str, Any], key: str) -> None:
     assert refusal(recipe_settings(optimizer=changes)).startswith(f"{key}: ")
+
+
+def test_a_trust_region_refuses_the_normalized_step() -> None:
+    region = {"name": "pg", "clip_norm": {"trust_region": "l2", "alpha": 0.1}}
+    values = recipe_settings(update=region, optimizer={"name": "normalized-sgd"})
+    assert "plain SGD step" in refusal(values)
 
 
 def test_the_corrected_adam_is_refused_where_no_gradient_is_released() -> None:

@@ -96,7 +96,11 @@ def test_a_missing_key_is_named(key: str) -> None:
         (
             "optimizer.name",
             "adma",
-            ["'sgd', 'adam' or 'adam-corrected'", "not 'adma'", "did you mean 'adam'?"],
+            [
+                "'sgd', 'normalized-sgd', 'adam' or 'adam-corrected'",
+                "not 'adma'",
+                "did you mean 'adam'?",
+            ],
         ),
         ("update.baseline", "pared", ["'paired', 'loo' or 'group'", "did you mean 'paired'?"]),
         ("update.name", "grop", ["'pg'", "not 'grop'", "did you mean 'grpo'?"]),

@@ -62,7 +62,7 @@ INSTEAD = {
     "scale_rewards": "write update.scale_rewards=true, with update.name=grpo",
     "reward_weights": "write rewards.0.weight=…",
     "max_grad_norm": "write update.clip_norm=…: it clips each user, not the sum",
-    "optim": "write optimizer.name=sgd, adam or adam-corrected",
+    "optim": "write optimizer.name=sgd, normalized-sgd, adam or adam-corrected",
     "adam_beta1": "write optimizer.betas=[…, …]",
     "adam_beta2": "write optimizer.betas=[…, …]",
     "adam_epsilon": "write optimizer.eps=…",

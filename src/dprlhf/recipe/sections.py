@@ -330,10 +330,12 @@ class Optimizer(Settings):
     """The server-side optimizer, which steps along the released gradient (post-processing).
 
     Attributes:
-        name: ``sgd``, ``adam``, or ``adam-corrected``: Adam with the public variance of the noise
-            subtracted from its second moment (DP-AdamBC, arXiv 2312.14334).
-        learning_rate: Step size; with a schedule, its largest value.
-        momentum: Momentum of SGD.
+        name: ``sgd``; ``normalized-sgd``: SGD whose step has a fixed length along the momentum
+            (arXiv 2002.03305); ``adam``; or ``adam-corrected``: Adam with the public variance of
+            the noise subtracted from its second moment (DP-AdamBC, arXiv 2312.14334).
+        learning_rate: Step size; with a schedule, its largest value. For ``normalized-sgd`` the L2
+            length of a step, over all trained parameters together.
+        momentum: Momentum μ of ``sgd`` and ``normalized-sgd``.
         betas: Decay rates (β₁, β₂) of Adam's moments.
         eps: Adam's ε, which keeps the denominator away from 0.
         noise_floor: Lower bound on the corrected second moment of ``adam-corrected``, as a share of
@@ -343,7 +345,7 @@ class Optimizer(Settings):
         warmup: Share of the rounds in which the learning rate rises linearly first.
     """
 
-    name: Literal["sgd", "adam", "adam-corrected"] = "adam"
+    name: Literal["sgd", "normalized-sgd", "adam", "adam-corrected"] = "adam"
     learning_rate: PositiveFloat = 1e-3
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     betas: tuple[Beta, Beta] = (0.9, 0.999)
