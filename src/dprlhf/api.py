@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
-
 from dprlhf.data.in_memory import Reward, Sources, check_overrides, from_memory, recipe_of
 from dprlhf.data.public import in_memory_prompts, prompts_in
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import AnyRecipe, Recipe, load_any_recipe
 from dprlhf.recipe.supervised import StageRecipe
 from dprlhf.rollout import sample
-from dprlhf.runs.checkpoint import last_checkpoint
+from dprlhf.runs.checkpoint import last_checkpoint, load_tuned
 from dprlhf.runs.folder import RunFolder, time_stamp
 from dprlhf.training.build import Callback, hush_libraries, open_run
 from dprlhf.training.processes import Processes
@@ -194,7 +192,7 @@ def generate(
     if checkpoint is None:
         raise DprlhfError(f"{folder}: no policy yet; finish the run with: dprlhf resume {folder}")
     policy = load_policy_of(recipe)
-    policy.load_state(load_file(checkpoint / "policy.safetensors"))
+    load_tuned(checkpoint, policy)
     asked = in_memory_prompts(prompts)
     one = recipe.rollout.model_copy(
         update={"responses": 1, "base_policy": "on-policy", "backend": "transformers"}

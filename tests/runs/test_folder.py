@@ -511,7 +511,7 @@ def remaining(folder: RunFolder, ledger: Ledger) -> list[int]:
         processes=SimpleNamespace(on_main=lambda action: action()),
         progress=SimpleNamespace(total=lambda rounds, done: None),
         gate=SimpleNamespace(ledger=ledger),
-        stage=SimpleNamespace(critic=None),
+        kept={},
         plan=PLAN,
     )
     return list(remaining_rounds(run))

@@ -24,6 +24,7 @@ from dprlhf.recipe.rl import Recipe
 from dprlhf.recipe.sections import (
     KL,
     Adapter,
+    Average,
     Data,
     Documents,
     Evaluation,
@@ -66,6 +67,7 @@ __all__ = [
     "UPDATE_SETTINGS",
     "Adapter",
     "AnyRecipe",
+    "Average",
     "Critic",
     "Data",
     "Documents",

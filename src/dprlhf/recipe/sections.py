@@ -326,6 +326,25 @@ class KL(Settings):
     level: Literal["sequence", "token"] = "sequence"
 
 
+class Average(Settings):
+    """The policy that a run leaves is an average over rounds; give exactly one of the keys.
+
+    Attributes:
+        tail: Share of the rounds, from the last one back, whose parameters count alike.
+        decay: Decay β of an exponential average over all rounds, with bias correction: the
+            parameters of n rounds ago count β^n as much as the last.
+    """
+
+    tail: Annotated[float, Field(gt=0, le=1)] | None = None
+    decay: Beta | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Average:
+        if (self.tail is None) == (self.decay is None):
+            raise ValueError("give exactly one of tail and decay")
+        return self
+
+
 class Optimizer(Settings):
     """The server-side optimizer, which steps along the released gradient (post-processing).
 
@@ -343,6 +362,8 @@ class Optimizer(Settings):
         schedule: How the learning rate falls over the rounds: not at all, or to nearly 0 along a
             line or a cosine.
         warmup: Share of the rounds in which the learning rate rises linearly first.
+        average: Evaluate and save an average of the parameters over rounds, while training goes on
+            with the last ones. Null takes the last ones for both.
     """
 
     name: Literal["sgd", "normalized-sgd", "adam", "adam-corrected"] = "adam"
@@ -353,6 +374,7 @@ class Optimizer(Settings):
     noise_floor: PositiveFloat = 0.1
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    average: Average | None = None
 
 
 class Budget(Settings):

@@ -1,4 +1,6 @@
-"""Checkpoints: policy, optimizer and critic (released values only), and the number of the round.
+"""Checkpoints: policy, optimizer and what else a run keeps, and the number of the round.
+
+All of it is computed from released values only.
 
 Nothing here is secret: no key, no random state, no batch.
 """
@@ -8,16 +10,29 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from dprlhf.errors import DprlhfError
+from dprlhf.policies.averaging import load_average
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.runs.folder import RunFolder, replaced_folder
 from dprlhf.runs.lineage import Carried, metadata
-from dprlhf.updates.critic import Critic
+
+AVERAGE = "average"
+"""Name of the checkpoint's part that is the policy's average over rounds."""
+
+
+class Stateful(Protocol):
+    """A part of a run that a checkpoint keeps beside policy and optimizer, such as a critic."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the tensors to keep, all of them released or public."""
+
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Restore what :meth:`state` returned."""
 
 
 def save_checkpoint(
@@ -25,7 +40,7 @@ def save_checkpoint(
     t: int,
     policy: CausalLMPolicy,
     optimizer: torch.optim.Optimizer,
-    critic: Critic | None = None,
+    others: Mapping[str, Stateful] | None = None,
     carried: Carried | None = None,
 ) -> None:
     """Replace the run's checkpoint by the state after round t, atomically.
@@ -35,7 +50,7 @@ def save_checkpoint(
         t: The round.
         policy: The policy after the round.
         optimizer: The optimizer after the round.
-        critic: The critic after the round; None without one.
+        others: Further parts of the run by name; each gets a file ``NAME.safetensors``.
         carried: The privacy record that travels with the policy's weights.
     """
     moments = moments_of(optimizer, list(policy.parameters))
@@ -43,8 +58,8 @@ def save_checkpoint(
         told = metadata(carried) if carried is not None else None
         save_file(policy.state(), fresh / "policy.safetensors", metadata=told)
         save_file(moments, fresh / "optimizer.safetensors")
-        if critic is not None:
-            save_file(critic.state(), fresh / "critic.safetensors")
+        for name, part in (others or {}).items():
+            save_file(part.state(), fresh / f"{name}.safetensors", metadata=told)
         (fresh / "state.json").write_text(json.dumps({"round": t}))
 
 
@@ -60,9 +75,9 @@ def load_checkpoint(
     folder: RunFolder,
     policy: CausalLMPolicy,
     optimizer: torch.optim.Optimizer,
-    critic: Critic | None = None,
+    others: Mapping[str, Stateful] | None = None,
 ) -> int:
-    """Load the last checkpoint into policy, optimizer and critic; return its round, 0 without one.
+    """Load the last checkpoint into the parts of a run; return its round, 0 without one.
 
     Raises:
         DprlhfError: The checkpoint is damaged.
@@ -74,14 +89,27 @@ def load_checkpoint(
         t = int(json.loads((source / "state.json").read_text())["round"])
         policy.load_state(load_file(source / "policy.safetensors"))
         moments = load_file(source / "optimizer.safetensors")
-        if critic is not None:
-            critic.load_state(load_file(source / "critic.safetensors"))
+        for name, part in (others or {}).items():
+            part.load_state(load_file(source / f"{name}.safetensors"))
     except Exception as error:
         raise DprlhfError(
             f"{source}: damaged ({type(error).__name__}); it cannot be used"
         ) from None
     load_moments(optimizer, list(policy.parameters), moments)
     return t
+
+
+def load_tuned(checkpoint: Path, policy: CausalLMPolicy) -> None:
+    """Load the policy that the run would leave now: the average over rounds where it keeps one.
+
+    Args:
+        checkpoint: The checkpoint's folder, from :func:`last_checkpoint`.
+        policy: The policy, which takes the weights.
+    """
+    policy.load_state(load_file(checkpoint / "policy.safetensors"))
+    average = checkpoint / f"{AVERAGE}.safetensors"
+    if average.exists():
+        load_average(policy.parameters, load_file(average))
 
 
 def moments_of(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ from dprlhf.data.public import public_users
 from dprlhf.data.users import Users
 from dprlhf.errors import EXITS, DprlhfError, InterruptedRunError
 from dprlhf.hardware import native_dtype
+from dprlhf.policies.averaging import ParameterAverage
 from dprlhf.policies.optimizers import make_optimizer
 from dprlhf.privacy.file_times import stamp_run
 from dprlhf.privacy.gate import Gate
@@ -143,6 +144,7 @@ def open_run(
     )
     with _one_line_errors(folder), contextlib.ExitStack() as stack:
         gate: Gate | None = None
+        average = stage.recipe.optimizer.average
         trackers: list[Callback] = []
         if processes.main:
             stack.callback(stamp_run, folder.path)
@@ -169,6 +171,7 @@ def open_run(
                 policy.parameters.values(),
                 plan.noise_std / plan.expected_batch_size,
             ),
+            average=ParameterAverage(average, policy.parameters, plan.rounds) if average else None,
             gate=gate,
             progress=Progress(stage.rows_a_user, disable=quiet or not processes.main),
             callbacks=[*trackers, *as_functions(callbacks, folder.path, plan.rounds)],

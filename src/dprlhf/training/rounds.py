@@ -22,11 +22,11 @@ from dprlhf.training.run import Outcome, Run
 
 
 def remaining_rounds(run: Run) -> Iterator[int]:
-    """Load the last checkpoint of policy, optimizer and critic; yield the rounds not yet charged.
+    """Load the last checkpoint of all parts of the run; yield the rounds not yet charged.
 
     A round that was charged but not saved is skipped, never repeated: its users are spent.
     """
-    saved = load_checkpoint(run.folder, run.policy, run.optimizer, run.stage.critic)
+    saved = load_checkpoint(run.folder, run.policy, run.optimizer, run.kept)
 
     def confirmed() -> int:
         assert run.gate is not None
@@ -68,7 +68,7 @@ def save(run: Run, t: int) -> None:
     """Write the checkpoint of round t, then commit the round in the ledger."""
     if run.gate is not None:
         carried = {"runs": [asdict(record) for record in records_of_run(run)]}
-        save_checkpoint(run.folder, t, run.policy, run.optimizer, run.stage.critic, carried)
+        save_checkpoint(run.folder, t, run.policy, run.optimizer, run.kept, carried)
         run.gate.ledger.commit(t)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 from dprlhf.boundary import BoundedSum, Private, Released
 from dprlhf.budget import Reservation
 from dprlhf.data.users import Prompts, Users
+from dprlhf.policies.averaging import ParameterAverage
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.partition import Allocation
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import AnyRecipe
+from dprlhf.runs.checkpoint import AVERAGE, Stateful
 from dprlhf.runs.earlier import Earlier
 from dprlhf.runs.folder import RunFolder
 from dprlhf.training.layout import Shapes
@@ -74,6 +76,7 @@ class Run:
         allocation: The assignment of users to rounds.
         policy: The model that is trained.
         optimizer: The server-side optimizer of the policy's parameters.
+        average: The average of the policy's parameters over rounds; None without one.
         gate: The only exit for values computed from users. Only the main process has it, so that
             the ledger has one writer.
         progress: The progress bars.
@@ -93,10 +96,21 @@ class Run:
     allocation: Private[Allocation]
     policy: CausalLMPolicy
     optimizer: torch.optim.Optimizer
+    average: ParameterAverage | None
     gate: Gate | None
     progress: Progress
     callbacks: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
     rounding: str = ""
+
+    @property
+    def kept(self) -> dict[str, Stateful]:
+        """What a checkpoint keeps beside policy and optimizer, by the name of its file."""
+        parts: dict[str, Stateful | None] = {"critic": self.stage.critic, AVERAGE: self.average}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context in which the policy is the average over rounds, if the run has one."""
+        return self.average.applied() if self.average is not None else nullcontext()
 
 
 @dataclass(frozen=True, repr=False)

@@ -44,6 +44,8 @@ def run_rounds(run: Run) -> None:
             outcome = run.stage.update(
                 run, Batch(t, users, release, bar, interrupt.checked(bar.tick))
             )
+            if run.average is not None:
+                run.average.update(t)
             save(run, t)
             _report(run, t, outcome)
             bar.stop()
@@ -56,7 +58,8 @@ def _report(run: Run, t: int, outcome: Outcome) -> None:
     metrics = released_metrics(run, t, outcome.released) | outcome.metrics
     every = run.recipe.evaluation.every if run.recipe.evaluation else None
     if every and t % every == 0 and t < run.plan.rounds and run.processes.main:
-        metrics |= run.stage.public_metrics(run, t)
+        with run.averaged():
+            metrics |= run.stage.public_metrics(run, t)
     log_metrics(run, metrics)
 
 
@@ -85,6 +88,8 @@ def complete(run: Run) -> Any:
         run_rounds(run)
     finally:
         run.progress.close()
+    if run.average is not None:
+        run.average.apply()
     after = stage.evaluate(run, "evaluation after")
     if main:
         with replaced_folder(run.folder.policy) as fresh:
