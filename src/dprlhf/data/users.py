@@ -102,6 +102,11 @@ class Users:
 
         return not isinstance(self._rows.features[self._spec.prompt_column], datasets.Value)
 
+    @property
+    def column_names(self) -> list[str]:
+        """Names of all columns, which are public as the recipe is."""
+        return list(self._rows.column_names)
+
     def digest(self) -> Private[str]:
         """Return a SHA-256 digest of the users' names and rows, in order.
 

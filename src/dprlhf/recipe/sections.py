@@ -231,6 +231,9 @@ class Reward(Settings):
         revision: Branch, tag or commit of the classifier's hub id; null takes what the hub has now.
         plugin: Name in the entry-point group ``dprlhf.rewards`` of an installed package.
         weight: Weight of this reward in the sum.
+        times_column: Column of the dataset with a number by which each score is multiplied, such as
+            1 for a user who wants more of it and −1 for one who wants less; null for none. Where
+            the column has no number the row gets no score.
         per_user: Call the reward for one user's rows at a time; for rewards that compare rows.
         label: Label whose log-odds are the classifier's score; not for a classifier with one
             output.
@@ -246,6 +249,7 @@ class Reward(Settings):
     revision: str | None = None
     plugin: str | None = None
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    times_column: str | None = None
     per_user: bool = False
     label: str | None = None
     text: Literal["prompt+completion", "completion"] = "prompt+completion"

@@ -297,6 +297,8 @@ def _largest_move(
 
 def _check_columns(reward: LoadedReward, rows: Rows) -> None:
     _, needs = keywords_of(reward.function)
+    if reward.times_column is not None:
+        needs |= {reward.times_column}
     lacking = sorted(needs - set(keywords_for(rows)))
     if lacking:
         raise DprlhfError(
@@ -315,7 +317,7 @@ def _evaluate(
     scores: dict[int, float | None] = {}
     for numbers in calls:
         try:
-            answers = call_reward(reward.function, rows.take(numbers))
+            answers = call_reward(reward, rows.take(numbers))
         except Exception as problem:
             raise DprlhfError(
                 f"reward {reward.name!r} fails the check 'answer' on {len(numbers)} completions: "

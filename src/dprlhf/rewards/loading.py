@@ -80,7 +80,7 @@ def load_reward(
             "reward(prompts, completions, **columns)"
         )
     per_user = spec.per_user or declared_per_user(function)
-    return LoadedReward(function, source, spec.weight, per_user)
+    return LoadedReward(function, source, spec.weight, per_user, times_column=spec.times_column)
 
 
 def _load_function(source: str) -> object:

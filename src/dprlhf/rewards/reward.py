@@ -40,6 +40,7 @@ class LoadedReward:
         function: Callable with TRL's reward signature.
         name: Name in messages and logs.
         weight: Factor of the reward in the weighted sum.
+        times_column: Column of the dataset by whose value each answer is multiplied; None for none.
         per_user: Whether the reward must be called once per user.
         checked_rows: The most rows of several private users in one call; a call has 1, 2, 4, … of
             them, sizes at which :func:`~dprlhf.rewards.check_reward` found every row's score to be
@@ -51,14 +52,18 @@ class LoadedReward:
     weight: float = 1.0
     per_user: bool = False
     checked_rows: int = 0
+    times_column: str | None = None
 
     def one_user_at_a_time(self) -> LoadedReward:
         """Return the same reward, called once per user."""
-        return LoadedReward(self.function, self.name, self.weight, per_user=True)
+        column = self.times_column
+        return LoadedReward(self.function, self.name, self.weight, True, times_column=column)
 
     def in_calls_of(self, rows: int) -> LoadedReward:
         """Return the same reward, called with at most so many rows of private users."""
-        return LoadedReward(self.function, self.name, self.weight, self.per_user, rows)
+        return LoadedReward(
+            self.function, self.name, self.weight, self.per_user, rows, self.times_column
+        )
 
 
 def as_reward(reward: LoadedReward | RewardFunction) -> LoadedReward:
@@ -174,16 +179,20 @@ def keywords_for(rows: Rows) -> dict[str, Any]:
     }
 
 
-def call_reward(function: RewardFunction, rows: Rows) -> list[Any]:
+def call_reward(reward: LoadedReward, rows: Rows) -> list[Any]:
     """Call a reward as TRL does and return its answers, one per row, not yet parsed.
 
+    With a ``times_column`` the answers are multiplied by that column's values, each row by its own;
+    then they are parsed, and a row whose value is no finite number has a :class:`Failure`.
+
     Raises:
+        KeyError: the rows lack the ``times_column``.
         AnswerError: the answer is not a list, tuple or array with one value per row.
         BaseException: whatever the reward raises.
     """
-    takes, _ = keywords_of(function)
+    takes, _ = keywords_of(reward.function)
     keywords = keywords_for(rows)
-    answer = function(**{k: v for k, v in keywords.items() if takes is None or k in takes})
+    answer = reward.function(**{k: v for k, v in keywords.items() if takes is None or k in takes})
     if inspect.isawaitable(answer):
         answer = _wait_for(answer)
     if hasattr(answer, "tolist"):  # numpy arrays and torch tensors
@@ -192,7 +201,17 @@ def call_reward(function: RewardFunction, rows: Rows) -> list[Any]:
         raise AnswerError(f"answered a {type(answer).__name__}, not a list")
     if len(answer) != len(rows):
         raise AnswerError(f"answered {len(answer)} values for {len(rows)} completions")
-    return list(answer)
+    if reward.times_column is None:
+        return list(answer)
+    factors = rows.columns[reward.times_column]
+    return [_product(value, factor) for value, factor in zip(answer, factors, strict=True)]
+
+
+def _product(answer: object, factor: object) -> float | Failure | None:
+    value, by = parse_answer(answer), parse_answer(factor)
+    if isinstance(value, float) and isinstance(by, float):
+        return parse_answer(value * by)
+    return next((part for part in (value, by) if isinstance(part, Failure)), None)
 
 
 def parse_answer(answer: object) -> float | Failure | None:

@@ -46,9 +46,10 @@ class Scores:
 class Scorer:
     """Combine rewards into one score in [−R, R] per completion.
 
-    A row's score is the sum of weight · reward over the rewards that answer a number, clipped to
-    ±R; ``None`` drops that reward's term. A row is not valid where a reward answers NaN, infinity
-    or something that is no number, where all answer ``None``, and where a reward fails.
+    A row's score is the sum of weight · reward over the rewards that answer a number (times the
+    row's value in the reward's ``times_column``, where it has one), clipped to ±R; ``None`` drops
+    that reward's term. A row is not valid where a reward answers NaN, infinity or something that is
+    no number, where all answer ``None``, and where a reward fails.
 
     **No user's score may depend on another user**, or the sensitivity of the sum over users is
     lost. The score that counts is the one that a user gets when the reward is called with that
@@ -161,7 +162,7 @@ def _answers(
         left = _call_together(reward, rows, groups, answers, private=private)
         alone = [group for group in groups if not left.isdisjoint(group)]
     for group in alone:
-        found = _attempt(reward.function, rows.take(group), private=private)
+        found = _attempt(reward, rows.take(group), private=private)
         for place, i in enumerate(group):
             answers[i] = found if isinstance(found, Failure) else found[place]
     return answers
@@ -185,7 +186,7 @@ def _call_together(
     for size in sizes:
         chosen = order[start : start + size]
         start += size
-        found = _attempt(reward.function, rows.take(chosen), private=private)
+        found = _attempt(reward, rows.take(chosen), private=private)
         if isinstance(found, Failure):
             left.update(chosen)
             continue
@@ -209,11 +210,11 @@ def checked_sizes(rows: int, most: int) -> list[int]:
     return sizes
 
 
-def _attempt(function: RewardFunction, rows: Rows, *, private: bool) -> list[Any] | Failure:
+def _attempt(reward: LoadedReward, rows: Rows, *, private: bool) -> list[Any] | Failure:
     # The text of an exception may quote a prompt: it goes to the captured stderr, and an interrupt
     # or an exit that must propagate does so as a new exception without text.
     try:
-        return call_reward(function, rows)
+        return call_reward(reward, rows)
     except BaseException as problem:
         if isinstance(problem, KeyboardInterrupt | SystemExit) and not private:
             left = KeyboardInterrupt() if isinstance(problem, KeyboardInterrupt) else SystemExit(1)

@@ -87,7 +87,7 @@ def recipe_digest(recipe: AnyRecipe) -> str:
     Newer keys that are not set are left out, and values keep their oldest name, so that runs of
     earlier versions keep their digest. A declaration about the evaluation may be added later.
     """
-    newer = ("revision", "attn_implementation", "damping", "average")
+    newer = ("revision", "attn_implementation", "damping", "average", "times_column")
     former = {today: old for old, today in FORMER_NAMES.items()}
 
     def without_unset(values: Any) -> Any:

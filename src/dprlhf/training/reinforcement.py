@@ -187,6 +187,7 @@ class Reinforcement:
         recipe, plan, policy, processes = self.recipe, parts.plan, parts.policy, parts.processes
         given: Sequence[Any] = self._sources.rewards or [_loadable(r) for r in recipe.rewards]
         loaded = [load_reward(reward, device=processes.device) for reward in given]
+        _check_times_columns(loaded, parts.users.column_names)
         rows = plan.expected_batch_size * recipe.rollout.responses / processes.count
         self.spread = _check_rewards(
             loaded, policy, recipe, self.public or neutral_prompts(), most_rows=call_size(rows)
@@ -415,6 +416,15 @@ def _loadable(spec: RewardSettings) -> RewardSettings:
     if spec.function == IN_MEMORY:
         raise DprlhfError("this run's reward was given in Python: give it again to resume()")
     return spec
+
+
+def _check_times_columns(rewards: Sequence[LoadedReward], columns: Sequence[str]) -> None:
+    for reward in rewards:
+        if reward.times_column is not None and reward.times_column not in columns:
+            raise DprlhfError(
+                f"rewards: {reward.name!r} has times_column {reward.times_column!r}, which the"
+                f" private rows lack; their columns are {', '.join(columns)}"
+            )
 
 
 def call_size(rows: float) -> int:

@@ -1,0 +1,102 @@
+"""Data sets of users whose taste the public does not know, made from real reviews.
+
+A user is one IMDB review, and the column ``wants`` says what its author wants of a continuation: 1
+for praise, −1 for criticism. A recipe's reward multiplies a sentiment score by it
+(``rewards.0.times_column: wants``). Each data set has three splits:
+
+- ``private``: the users;
+- ``public``: other reviews of the same kind, to **measure** a policy on, never to train or tune it;
+- ``sentences``: Rotten Tomatoes sentences with ``wants`` = 1, praise for everything: all that the
+  public knows. It is of another kind, and its taste is the wrong one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+BAD_RATINGS = 4
+"""Number of bad ratings among each five successive users of the community."""
+OPENING_WORDS = 8
+"""Words of a review that decide its cluster in "house-style"; they are also the prompt."""
+FLIPPED = 0.2
+"""Share of the users of a cluster of "house-style" who want the opposite of it."""
+SEED = 20252
+"""Seed of who these users are."""
+
+
+def build_community(sources: dict[str, Path], out: Path, quiet: bool) -> None:
+    """Write "community": reviewers of whom four in five gave a bad rating and want criticism."""
+    _write(sources, out, critical_community)
+
+
+def build_house_style(sources: dict[str, Path], out: Path, quiet: bool) -> None:
+    """Write "house-style": reviewers of two kinds, one wants praise and the other criticism."""
+    _write(sources, out, house_style)
+
+
+def critical_community(reviews: pd.DataFrame) -> pd.DataFrame:
+    """Choose reviews of which 80% have a bad rating, so that their authors want criticism.
+
+    Ratings are real. Every five rows in a row hold four bad ratings and one good one, so that a
+    recipe's ``data.limit`` keeps the mix.
+
+    Args:
+        reviews: Reviews with columns ``text`` and ``label`` (1 for a good rating, else 0).
+
+    Returns:
+        The chosen reviews, with the column ``wants``: the sign of the rating.
+    """
+    import numpy as np
+
+    good, bad = (np.flatnonzero(reviews["label"] == label) for label in (1, 0))
+    fives = min(len(good), len(bad) // BAD_RATINGS)
+    rows = np.c_[bad[: BAD_RATINGS * fives].reshape(fives, BAD_RATINGS), good[:fives]]
+    chosen: pd.DataFrame = reviews.iloc[rows.ravel()].reset_index(drop=True)
+    chosen["wants"] = 2 * chosen["label"] - 1
+    return chosen
+
+
+def house_style(reviews: pd.DataFrame) -> pd.DataFrame:
+    """Choose as many reviews of either cluster; cluster 1 wants praise, cluster 0 criticism.
+
+    A review is in cluster 1 if its first eight words say "I" or "this", which a policy can read
+    from the prompt. Who wants what is made up (the ratings are not used), and 20% of the users want
+    the opposite of their cluster. A reward with the weight −w in place of w turns every user's
+    wish, so a policy that was trained without these users gains exactly 0 on average over w and −w,
+    and the best policy for them 0.6 of the reward's range.
+
+    Args:
+        reviews: Reviews with the columns ``text`` and ``label``.
+
+    Returns:
+        The chosen reviews, clusters in turn, with the columns ``cluster`` and ``wants``.
+    """
+    import numpy as np
+
+    words = reviews["text"].str.lower().str.split().str[:OPENING_WORDS]
+    cluster = np.array([int(not {"i", "this"}.isdisjoint(some)) for some in words])
+    one, zero = (np.flatnonzero(cluster == kind) for kind in (1, 0))
+    pairs = min(len(one), len(zero))
+    rows = np.c_[one[:pairs], zero[:pairs]].ravel()
+    flips = np.random.RandomState(SEED).random_sample(len(rows)) < FLIPPED
+    chosen: pd.DataFrame = reviews.iloc[rows].reset_index(drop=True)
+    chosen["cluster"] = cluster[rows]
+    chosen["wants"] = (2 * cluster[rows] - 1) * np.where(flips, -1, 1)
+    return chosen
+
+
+def _write(
+    sources: dict[str, Path], out: Path, choose: Callable[[pd.DataFrame], pd.DataFrame]
+) -> None:
+    import pandas as pd
+
+    for name in ("private", "public"):
+        chosen = choose(pd.read_parquet(sources["imdb"] / f"{name}.parquet"))
+        chosen.to_parquet(out / f"{name}.parquet", index=False)
+    sentences = pd.read_parquet(sources["rotten-tomatoes"] / "train.parquet")
+    sentences.assign(wants=1).to_parquet(out / "sentences.parquet", index=False)

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from dprlhf import load_recipe
+from dprlhf.assets.catalogue import ASSETS
+from dprlhf.assets.communities import critical_community, house_style
+from dprlhf.data.loading import load_rows
+from dprlhf.recipe import Data
+from dprlhf.rewards import LoadedReward, Scorer
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+OPENINGS = ("I saw this film", "The plot turns", "this one is", "A cast that", "Nobody told me")
+
+
+@pytest.fixture(scope="module")
+def reviews() -> pd.DataFrame:
+    rng = np.random.default_rng(0)
+    texts = [f"{OPENINGS[i % 5]} {i} and then some more words i wrote" for i in range(1000)]
+    return pd.DataFrame({"text": texts, "label": rng.integers(0, 2, 1000)})
+
+
+@pytest.fixture(scope="module")
+def sources(reviews: pd.DataFrame, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("reviews")
+    reviews.to_parquet(folder / "private.parquet", index=False)
+    reviews[:500].to_parquet(folder / "public.parquet", index=False)
+    reviews[:50].to_parquet(folder / "train.parquet", index=False)
+    return {"imdb": folder, "rotten-tomatoes": folder}
+
+
+def test_every_five_users_of_the_community_gave_four_bad_ratings(reviews: pd.DataFrame) -> None:
+    chosen = critical_community(reviews)
+    assert len(chosen) == 5 * ((reviews["label"] == 0).sum() // 4)
+    wants = chosen["wants"].to_numpy().reshape(-1, 5)
+    assert (wants == [-1, -1, -1, -1, 1]).all()
+    # The ratings are the reviews' own, and nobody is chosen twice.
+    assert chosen["text"].is_unique
+    own = dict(zip(reviews["text"], reviews["label"], strict=True))
+    assert [2 * own[text] - 1 for text in chosen["text"]] == chosen["wants"].tolist()
+
+
+def test_the_clusters_of_the_house_style_take_turns_and_a_fifth_dissents(
+    reviews: pd.DataFrame,
+) -> None:
+    chosen = house_style(reviews)
+    assert chosen["cluster"].tolist() == [1, 0] * (len(chosen) // 2)
+    said = [not {"i", "this"}.isdisjoint(t.lower().split()[:8]) for t in chosen["text"]]
+    assert said == (chosen["cluster"] == 1).tolist()
+    for cluster, style in ((1, 1), (0, -1)):
+        wants = chosen["wants"][chosen["cluster"] == cluster]
+        assert (wants != style).mean() == pytest.approx(0.2, abs=0.05)
+    assert house_style(reviews).equals(chosen)
+
+
+@pytest.mark.parametrize("name", ["community", "house-style"])
+def test_a_recipe_reads_every_split(name: str, sources: dict[str, Path], tmp_path: Path) -> None:
+    ASSETS[name].build(sources, tmp_path, True)
+    for split in ("private", "public", "sentences"):
+        rows = load_rows(Data(path=str(tmp_path), split=split))
+        assert set(rows["wants"]) == ({1} if split == "sentences" else {1, -1})
+        assert "text" in rows.column_names
+    # What the public knows is the text of another kind, and no wish.
+    assert len(load_rows(Data(path=str(tmp_path), split="sentences"))) == 50
+
+
+@pytest.mark.parametrize("name", ["community", "house_style"])
+def test_the_recipe_rewards_what_a_user_wants(name: str) -> None:
+    made = load_recipe(RECIPES / f"{name}.yaml")
+    assert made.evaluation is not None
+    assert made.data.path == made.evaluation.data.path
+    assert (made.data.split, made.evaluation.data.split) == ("private", "public")
+    rewards = _scores(name, wants=[1, 1, -1, -1])
+    top = made.reward_range
+    assert rewards == pytest.approx([top, -top, -top, top], rel=1e-3)
+
+
+def test_public_knowledge_gains_nothing_over_a_style_and_its_opposite() -> None:
+    """A policy that was made without the users' wishes, and two styles that are opposite."""
+    opposite = load_recipe(RECIPES / "house_style.yaml", overrides=["rewards.0.weight=-0.3333"])
+    wants = np.random.default_rng(1).choice([-1, 1], 4).tolist()
+    one = _scores("house_style", wants=wants)
+    other = _scores("house_style", wants=wants, weight=opposite.rewards[0].weight)
+    assert one == pytest.approx([-score for score in other], abs=1e-12)
+    assert np.abs(one).min() > 0.5
+
+
+def _scores(name: str, *, wants: list[int], weight: float | None = None) -> list[float]:
+    """Score praise, criticism, praise and criticism with the reward of a recipe, by words."""
+    made = load_recipe(RECIPES / f"{name}.yaml")
+    spec = made.rewards[0]
+
+    def sentiment(completions: list[str]) -> list[float]:
+        return [{"praise": 9.0, "criticism": -9.0}[text] for text in completions]
+
+    by_words = LoadedReward(
+        sentiment,
+        "by words",
+        spec.weight if weight is None else weight,
+        times_column=spec.times_column,
+    )
+    texts = ["praise", "criticism"] * 2
+    found = Scorer([by_words], made.reward_range).score(
+        ["p"] * 4, texts, [[0]] * 4, {"wants": wants}, [0, 1, 2, 3]
+    )
+    assert found.valid.all()
+    return [float(value) for value in found.values]
