@@ -12,7 +12,13 @@ import torch
 
 import dprlhf
 from dprlhf import DprlhfError, recipe
-from dprlhf.policies.optimizers import learning_rate, make_optimizer, set_learning_rate
+from dprlhf.policies.optimizers import (
+    learning_rate,
+    make_optimizer,
+    set_learning_rate,
+    set_noise,
+)
+from dprlhf.privacy.correlated_noise import noise_gain, square_root
 from dprlhf.runs.checkpoint import load_checkpoint, save_checkpoint
 from dprlhf.runs.folder import RunFolder
 from helpers.policies import policy_of
@@ -113,6 +119,62 @@ def test_noise_turns_a_normalized_step_but_does_not_lengthen_it() -> None:
     assert run(spec, noise, 1.0).norm() < 3 * 0.1 * math.sqrt(400)
     signal = torch.ones(50, dtype=torch.float64) / math.sqrt(50)
     assert run(spec, 20 * signal + noise, 1.0).norm() > 0.8 * 0.1 * 400
+
+
+def test_the_correction_follows_noise_that_changes_from_round_to_round() -> None:
+    """Second moment and noise have the same weights over the rounds, by hand."""
+    stds, g = np.array([1.0, 3.0, 0.5]), np.array([2.0, 5.0, 4.0])
+    spec = spec_of(name="adam-corrected", learning_rate=1.0, betas=(0.0, 0.5), noise_floor=0.01)
+    parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = make_optimizer(spec, [parameter], 7.0)
+    expected = 0.0
+    for t in range(3):
+        set_noise(optimizer, float(stds[t]))
+        parameter.grad = torch.tensor([g[t]], dtype=torch.float64)
+        optimizer.step()
+        share = 0.5 ** np.arange(t + 1)[::-1]
+        square, noise = (share @ v[: t + 1] ** 2 / share.sum() for v in (g, stds))
+        expected -= g[t] / math.sqrt(max(square - noise, 0.01 * noise))
+    assert float(parameter.detach()) == pytest.approx(expected, rel=1e-7)
+    plain = make_optimizer(spec_of(name="adam"), [parameter], 7.0)
+    set_noise(plain, 1.0)  # changes nothing where it is not used
+    assert "noise_std" not in plain.param_groups[0]
+
+
+def test_the_corrected_second_moment_under_correlated_noise() -> None:
+    """With 4 bands the noise of later rounds is larger; v̂ less its own average is the signal²."""
+    rounds, runs, signal = 12, 20_000, 0.5
+    root = square_root(rounds, 4)
+    whole = np.zeros((rounds, rounds))
+    for t in range(rounds):
+        for k in range(min(4, t + 1)):
+            whole[t, t - k] = root[t, k]
+    noise = np.linalg.solve(whole, np.random.default_rng(0).standard_normal((rounds, runs)))
+    spec = spec_of(name="adam-corrected", betas=(0.9, 0.9), noise_floor=1e-6)
+    parameter = torch.nn.Parameter(torch.zeros(runs, dtype=torch.float64))
+    optimizer = make_optimizer(spec, [parameter], 1.0)
+    for t in range(rounds):
+        set_noise(optimizer, noise_gain(rounds, 4, t + 1))
+        parameter.grad = torch.from_numpy(signal + noise[t])
+        optimizer.step()
+    state = optimizer.state[parameter]
+    correction = 1 - 0.9**rounds
+    found = float(state["exp_avg_sq"].mean()) - float(state["noise"])
+    assert found / correction == pytest.approx(signal**2, abs=0.03)
+    constant = float(state["exp_avg_sq"].mean()) / correction - 1.0  # noise taken to be as z says
+    assert constant > 2 * signal**2
+
+
+def test_a_state_from_when_the_noise_was_the_same_always_goes_on() -> None:
+    spec = spec_of(name="adam-corrected", betas=(0.9, 0.9))
+    parameter = torch.nn.Parameter(torch.zeros(6, dtype=torch.float64))
+    optimizer = make_optimizer(spec, [parameter], 2.0)
+    for number, gradient in enumerate(GRADIENTS):
+        if number == 10:
+            del optimizer.state[parameter]["noise"]
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    torch.testing.assert_close(parameter.detach(), run(spec, GRADIENTS, 2.0), rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])

@@ -19,7 +19,8 @@ def make_optimizer(
     Args:
         spec: The recipe's ``optimizer`` section.
         parameters: The trained parameters of the policy.
-        noise_std: σ = zS/m, the standard deviation of the noise in each released coordinate.
+        noise_std: σ = zS/m, the standard deviation of the noise in each released coordinate, as
+            long as :func:`set_noise` gives no other.
     """
     if spec.name == "sgd":
         return torch.optim.SGD(parameters, lr=spec.learning_rate, momentum=spec.momentum)
@@ -74,6 +75,10 @@ class NoiseCorrectedAdam(torch.optim.Optimizer):
     momentum and a step of lr/σ. The estimate v̂ − σ² brings the gradient's own scale back. It is
     held above ``noise_floor`` · σ², where the paper has a constant in the unit of the gradient.
 
+    σ may differ between rounds, as it does under correlated noise: what is subtracted is the
+    average of σ² with the weights that v̂ gives the rounds. Correlation between rounds does not
+    enter the expectation of a square.
+
     Args:
         parameters: The trained parameters.
         spec: Its ``learning_rate``, ``betas``, ``eps`` and ``noise_floor`` are used.
@@ -83,27 +88,32 @@ class NoiseCorrectedAdam(torch.optim.Optimizer):
     def __init__(
         self, parameters: Iterable[torch.Tensor], spec: recipe.Optimizer, noise_std: float
     ) -> None:
-        super().__init__(parameters, {"lr": spec.learning_rate})
+        super().__init__(parameters, {"lr": spec.learning_rate, "noise_std": noise_std})
         self._spec = spec
-        self._variance = noise_std**2
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Descend along the parameters' gradients."""
-        (first, second), variance = self._spec.betas, self._variance
+        first, second = self._spec.betas
         for group in self.param_groups:
+            now = group["noise_std"] ** 2
             for parameter in group["params"]:
                 gradient, state = parameter.grad, self.state[parameter]
                 if "step" not in state:
                     state["step"] = torch.zeros(())
                     state["exp_avg"] = torch.zeros_like(parameter)
                     state["exp_avg_sq"] = torch.zeros_like(parameter)
+                if "noise" not in state:  # first step, or a state from when σ was the same always
+                    before = now * (1 - second ** int(state["step"]))
+                    state["noise"] = parameter.new_full((), before)
                 state["step"] += 1
+                state["noise"].lerp_(torch.full_like(state["noise"], now), 1 - second)
                 state["exp_avg"].lerp_(gradient, 1 - first)
                 state["exp_avg_sq"].lerp_(gradient**2, 1 - second)
                 count = int(state["step"])
                 mean = state["exp_avg"] / (1 - first**count)
                 square = state["exp_avg_sq"] / (1 - second**count)
+                variance = float(state["noise"]) / (1 - second**count)
                 square = (square - variance).clamp(min=self._spec.noise_floor * variance)
                 parameter -= group["lr"] * mean / (square.sqrt() + self._spec.eps)
 
@@ -174,6 +184,16 @@ def set_learning_rate(
     """Set the learning rate of a round. No state is kept, so that a resumed run needs none."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(spec, t, rounds)
+
+
+def set_noise(optimizer: torch.optim.Optimizer, noise_std: float) -> None:
+    """Give the optimizer the standard deviation of the round's noise in each coordinate.
+
+    Only :class:`NoiseCorrectedAdam` uses it. No state is kept, as in :func:`set_learning_rate`.
+    """
+    for group in optimizer.param_groups:
+        if "noise_std" in group:
+            group["noise_std"] = noise_std
 
 
 def learning_rate(spec: recipe.Optimizer, t: int, rounds: int) -> float:

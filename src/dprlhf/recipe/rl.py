@@ -120,7 +120,6 @@ class Recipe(Settings):
         check_promise(
             self.privacy,
             clip_norm=self.update.radius,
-            optimizer=self.optimizer,
             data=self.data,
             public=self.evaluation.data if self.evaluation else None,
             fitted=any(source.trained_on_private_users for source in self.sources),

@@ -515,7 +515,6 @@ def check_promise(
     privacy: Budget,
     *,
     clip_norm: float,
-    optimizer: Optimizer,
     data: Data,
     public: Data | None,
     fitted: bool,
@@ -525,7 +524,6 @@ def check_promise(
     Args:
         privacy: The promised guarantee.
         clip_norm: Clip norm S.
-        optimizer: The server-side optimizer.
         data: The section of the users' rows.
         public: The section of the evaluation's rows; None without evaluation.
         fitted: Whether a model or reward was fitted on the same users without a stated cost.
@@ -535,11 +533,6 @@ def check_promise(
     """
     if math.isinf(clip_norm) and not privacy.baseline:
         raise ValueError("update.clip_norm must be finite unless privacy.epsilon is .inf")
-    if privacy.bands > 1 and optimizer.name == "adam-corrected":
-        raise ValueError(
-            "optimizer.name: adam-corrected takes every round's noise to be the same, which"
-            " privacy.bands above 1 changes: write sgd or adam"
-        )
     if public is not None and _same_rows(data, public):
         raise ValueError(
             "evaluation.data names the private users: evaluation writes prompts and scores in the"

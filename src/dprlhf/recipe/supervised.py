@@ -128,7 +128,6 @@ class StageRecipe(Settings):
         check_promise(
             self.privacy,
             clip_norm=self.update.clip_norm,
-            optimizer=self.optimizer,
             data=self.data,
             public=self.evaluation.data if self.evaluation else None,
             fitted=any(source.trained_on_private_users for source in self.sources),

@@ -10,7 +10,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from dprlhf.policies.optimizers import set_learning_rate
+from dprlhf.policies.optimizers import set_learning_rate, set_noise
 from dprlhf.runs.card import audit_of, carried_with, model_card, privacy_card
 from dprlhf.runs.folder import replaced_folder, write_json
 from dprlhf.runs.lineage import attach
@@ -41,6 +41,7 @@ def run_rounds(run: Run) -> None:
             users = users_of_round(run, t)
             release = gate_for_round(run, t, interrupt)
             set_learning_rate(run.optimizer, run.recipe.optimizer, t, run.plan.rounds)
+            set_noise(run.optimizer, run.plan.noise_std_of(t) / run.plan.expected_batch_size)
             outcome = run.stage.update(
                 run, Batch(t, users, release, bar, interrupt.checked(bar.tick))
             )
