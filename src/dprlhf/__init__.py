@@ -13,6 +13,7 @@ The folders, in the order in which a user's data pass through them (docs/archite
 - ``budget/``: the budget book: what each user has spent, over all runs.
 - ``training/``: the loop, and what surrounds it: assembly, evaluation, processes, dry run.
 - ``runs/``: the folder that a run leaves: checkpoint, privacy card, report, publishing.
+- ``tuning/``: settings chosen on public prompts that stand in for users, at no privacy cost.
 - ``audit/``: attacks on the guarantee, as lower bounds on ε.
 - ``assets/``: the models and data of the demo, fetched once and verified.
 - ``papers/``: the source papers' tables: control tasks and regression (extra ``papers``).

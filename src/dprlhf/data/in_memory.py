@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 from dprlhf import recipe as settings
 from dprlhf.data.loading import load_rows, rows_from
 from dprlhf.errors import DprlhfError
+from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, Recipe, load_recipe, make_recipe
 
 R = TypeVar("R", bound=AnyRecipe)
@@ -33,6 +34,8 @@ class Sources:
         reward: A callable, or several, with TRL's signature.
         evaluation_prompts: Public prompts.
         policy: The policy, of any type that the training loop takes.
+        stand_in_plan: Where the "users" are public prompts that stand in for them: returns the plan
+            of the run, which states no ε. None plans for private users.
 
     Raises:
         DprlhfError: The public prompts are the private ones.
@@ -44,6 +47,7 @@ class Sources:
         reward: Any,
         evaluation_prompts: Any,
         policy: Any = None,
+        stand_in_plan: Callable[[AnyRecipe], Plan] | None = None,
     ) -> None:
         if prompts is not None and evaluation_prompts is prompts:
             raise DprlhfError(
@@ -53,6 +57,7 @@ class Sources:
         self.prompts = prompts
         self.evaluation_prompts = evaluation_prompts
         self.policy = policy
+        self.stand_in_plan = stand_in_plan
         self.rewards: list[Reward] | None = None
         if reward is not None:
             self.rewards = [reward] if callable(reward) else list(reward)

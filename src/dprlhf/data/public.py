@@ -14,7 +14,7 @@ from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import AnyRecipe, Data
 
-_HELD_OUT = 64
+HELD_OUT = 64
 
 # Used where a recipe names no public prompts.
 _NEUTRAL = [
@@ -52,12 +52,12 @@ def held_out(recipe: AnyRecipe, public: Users) -> Prompts:
     """
     assert recipe.evaluation is not None
     first = min(recipe.evaluation.prompts, public.count - 1)
-    return public.select(np.arange(first, min(first + _HELD_OUT, public.count)))
+    return public.select(np.arange(first, min(first + HELD_OUT, public.count)))
 
 
 def used_rows(recipe: AnyRecipe) -> int:
     """Return how many rows, from the start, :func:`evaluated` and :func:`held_out` may take."""
-    return recipe.evaluation.prompts + _HELD_OUT if recipe.evaluation is not None else 0
+    return recipe.evaluation.prompts + HELD_OUT if recipe.evaluation is not None else 0
 
 
 def in_memory_prompts(prompts: Sequence[Any]) -> Prompts:

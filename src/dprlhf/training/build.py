@@ -86,7 +86,7 @@ def load_parts(
     public = public_users(recipe, sources.evaluation_prompts)
     processes.on_main(lambda: check_public(recipe, users, public))
     stated = processes.on_main(lambda: opened_adjacency(folder.ledger) if folder else None)
-    plan = plan_of(recipe, users, stated)
+    plan = _planned(recipe, users, stated, sources)
     if counted:  # before the model is loaded, which may take long
         processes.on_main(lambda: reserve(recipe, plan, users, earlier, folder, commit=False))
     policy = stage.load_policy()
@@ -97,7 +97,7 @@ def load_parts(
     parts.recipe = stage.recipe
     shapes, parts.rounding = settle_layout(policy, stage.shapes, processes)
     stage.lay_out(shapes)
-    parts.plan = plan_of(stage.recipe, users, stated)
+    parts.plan = _planned(stage.recipe, users, stated, sources)
     stage.load(parts)
     # What came from the hub is on this machine now, and with it the records that it carries.
     processes.on_main(lambda: check_lineage(recipe, [r.run for r in earlier.records]))
@@ -223,12 +223,24 @@ def resolve_dtype(recipe: R) -> R:
     return cast(R, recipe.model_copy(update={recipe.trained_key: trained}))
 
 
-def plan_of(recipe: AnyRecipe, users: Users, stated: str | None = None) -> Plan:
+def _planned(recipe: AnyRecipe, users: Users, stated: str | None, sources: Sources) -> Plan:
+    """Return the plan of a private run, or that of a run on stand-ins, which states no ε."""
+    if sources.stand_in_plan is None:
+        return plan_of(recipe, users, stated)
+    plan = sources.stand_in_plan(recipe)
+    if plan.private or plan.users != users.count:
+        raise ValueError(
+            "the plan of a run on stand-ins is for its own users and states no epsilon"
+        )
+    return plan
+
+
+def plan_of(recipe: AnyRecipe, users: Users | int, stated: str | None = None) -> Plan:
     """Return the privacy plan of a recipe of any stage.
 
     Args:
         recipe: The settings.
-        users: The private users.
+        users: The private users, or their number N.
         stated: The adjacency that the ledger of a continued run states, which it keeps; None for a
             new run, to which add-remove is refused.
 
@@ -239,7 +251,7 @@ def plan_of(recipe: AnyRecipe, users: Users, stated: str | None = None) -> Plan:
     if stated is None:
         check_promise(privacy.adjacency)
     return make_plan(
-        users=users.count,
+        users=users if isinstance(users, int) else users.count,
         rounds=recipe.rounds,
         delta=privacy.delta,
         epsilon=privacy.epsilon,

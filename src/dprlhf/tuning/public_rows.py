@@ -1,0 +1,123 @@
+"""Which public prompts a stand-in run takes for what; the rows of the final evaluation for nothing.
+
+The reward that a run reports must come from prompts on which nothing was chosen. So the public
+rows are cut in three: those of the recipe's evaluation, which no stand-in run sees; those on which
+trials are scored; and those that stand in for users.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dprlhf.data.in_memory import rows_of
+from dprlhf.data.public import HELD_OUT
+from dprlhf.errors import DprlhfError
+from dprlhf.recipe import Data, Evaluation, Recipe
+
+SCORING = 256
+"""Number of public prompts on which a trial is scored, unless the caller asks for another one."""
+
+_FEWEST = 16
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class PublicRows:
+    """Public prompts, divided by their use in stand-in runs.
+
+    Attributes:
+        spec: The recipe's section that says how the rows are read.
+        stand_ins: A ``datasets.Dataset`` of the prompts that stand in for users.
+        scoring: The prompts on which the reward of a trial is measured, followed by up to 64 to
+            which settings are fitted before a run, such as an adapter's initial value.
+        scored: Number of the rows in ``scoring`` on which the reward is measured.
+    """
+
+    spec: Data
+    stand_ins: Any
+    scoring: Any
+    scored: int
+
+
+def public_rows(
+    recipe: Recipe, file: Path | None = None, *, rows: Any = None, scored: int = SCORING
+) -> PublicRows:
+    """Divide the public prompts of a recipe, or those of a file, for stand-in runs.
+
+    Of the recipe's ``evaluation.data``, the first ``evaluation.prompts`` rows are left alone, and
+    rows with the same prompt as one of these; the 64 after them are those to which the private run
+    fits its settings, and stay so. The rest is shuffled, with a fixed seed, and divided.
+
+    Args:
+        recipe: The recipe of the private run.
+        file: A file of public prompts, with the columns of the recipe's evaluation (without one: of
+            its data), to be taken in place of the evaluation's rows.
+        rows: Public rows in memory in place of those that ``recipe.evaluation`` names.
+        scored: Number of prompts on which trials are scored.
+
+    Raises:
+        DprlhfError: There are no public rows, too few of them, or they are the private ones.
+    """
+    final = recipe.evaluation.prompts if recipe.evaluation is not None else 0
+    spec = _spec(recipe, file)
+    found = rows_of(spec, rows if file is None else None)
+    if recipe.evaluation is None:
+        reported: set[str] = set()
+    else:
+        own = found if file is None else rows_of(recipe.evaluation.data, rows)
+        column = recipe.evaluation.data.prompt_column
+        reported = {str(prompt) for prompt in own[: min(final, len(own))][column]}
+    if file is None:
+        fitted, rest = _range(found, final, final + HELD_OUT), _range(found, final + HELD_OUT, None)
+    else:
+        fitted, rest = _range(found, 0, HELD_OUT), _range(found, HELD_OUT, None)
+    new = [i for i, prompt in enumerate(rest[spec.prompt_column]) if str(prompt) not in reported]
+    if len(new) < scored + _FEWEST:
+        left = f" after the {final} of the evaluation and {HELD_OUT} for fitting" if final else ""
+        raise DprlhfError(
+            f"tuning: {len(new)} public prompts in {spec.path!r}{left} are too few: {scored} score"
+            f" the trials, and at least {_FEWEST} stand in for users. Give more rows to"
+            " evaluation.data, a file with --public, or score on fewer prompts"
+        )
+    order = np.random.default_rng(_SEED).permutation(new)
+    return PublicRows(
+        spec=spec,
+        stand_ins=rest.select(order[scored:]),
+        scoring=_joined(rest.select(order[:scored]), fitted),
+        scored=scored,
+    )
+
+
+def _spec(recipe: Recipe, file: Path | None) -> Data:
+    """Return the section by which public rows are read, and refuse the private rows."""
+    if file is None and recipe.evaluation is None:
+        raise DprlhfError(
+            "tuning needs public prompts: name some under evaluation.data, or give --public FILE"
+        )
+    given = recipe.evaluation.data if recipe.evaluation is not None else recipe.data
+    if file is None:
+        return given
+    place = {"path": str(file), "name": None, "revision": None, "skip": 0, "limit": None}
+    spec = given.model_copy(update={**place, "user_column": None})
+    try:  # the same check as that of an evaluation: these rows must not be the users'
+        Recipe.model_validate(
+            {**recipe.model_dump(), "evaluation": Evaluation(data=spec).model_dump()}
+        )
+    except ValueError:
+        raise DprlhfError(f"--public {file}: these are the private users' rows") from None
+    return spec
+
+
+def _range(rows: Any, start: int, end: int | None) -> Any:
+    last = len(rows) if end is None else min(end, len(rows))
+    return rows.select(range(min(start, last), last))
+
+
+def _joined(first: Any, second: Any) -> Any:
+    import datasets
+
+    return datasets.concatenate_datasets([first, second])

@@ -1,0 +1,320 @@
+"""A stand-in run: the training of a recipe on public prompts, at the noise of the private run.
+
+The private run releases, in each of T rounds, the mean of about m clipped contributions plus noise
+of standard deviation zS/m. A stand-in run draws its "users" from public prompts and does the same
+with the same code (:func:`dprlhf.training.build.open_run`, :func:`~dprlhf.training.trainer
+.run_rounds`). Public prompts have no privacy to lose: nothing is charged, no ε is stated, and a
+prompt may take part in as many rounds as it takes to fill them.
+
+**What is the same.** With N′ stand-ins for N users, a round has m′ = m·N′/N of them in expectation,
+and the noise multiplier is z′ = z·m′/m. The noise in the released mean is then z′S/m′ = zS/m, as in
+the private run, whatever N′ is; so is the number of rounds. N′ = N is the default: every round then
+has the real m too, and the error of sampling m users in a round is that of the private run. Where
+there are fewer than N′ public prompts, they are repeated in shuffled order.
+
+**What differs.**
+
+- *Thinning*, N′ < N, which makes a trial cheaper by N/N′: the mean over m′ users varies more than
+  that over m. Clipped contributions have squared norm at most S², so the excess variance is at most
+  S²(1/m′ − 1/m) over all d dimensions, where the noise has d(zS/m)². :attr:`StandInRun.excess` is
+  the ratio of the two, m(N/N′ − 1)/(d z²), an upper bound. Where it is small (large d, much noise)
+  thinning changes nothing that matters; where it is not, take the real N.
+- *Few distinct prompts*: n public prompts have a mean of their own, which is off from that of all
+  public prompts by at most S/√n (root mean square), and in the same direction in every round. With
+  n far below N a stand-in run may fit its prompts; the score is taken on others, so it then falls.
+- *Another kind of prompt*: settings are as good as public prompts are like the users'. What public
+  prompts do not show, such as a taste that only users have, a stand-in run cannot show either.
+- A stand-in has one prompt, also where users have several.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dprlhf.data.in_memory import Sources, rows_of
+from dprlhf.data.users import Users
+from dprlhf.errors import DprlhfError, one_line
+from dprlhf.privacy.accounting import Epsilon
+from dprlhf.privacy.plan import Plan
+from dprlhf.recipe import IN_MEMORY, Recipe
+from dprlhf.runs.folder import RunFolder
+from dprlhf.training.build import open_run, plan_of
+from dprlhf.training.evaluate import Evaluated, RewardEstimate, drift_metrics, estimate
+from dprlhf.training.run import Run
+from dprlhf.training.trainer import run_rounds
+from dprlhf.tuning.public_rows import PublicRows
+
+NO_USERS = "none: the users are public prompts that stand in for private ones"
+
+_EVALUATIONS = 6
+
+
+class StoppedEarlyError(DprlhfError):
+    """A stand-in run that its caller stopped, because its public reward was not promising."""
+
+
+@dataclass(frozen=True)
+class StandInRun:
+    """The result of a stand-in run; everything in it comes from public prompts.
+
+    Attributes:
+        plan: The plan of the private run that was imitated, with its guarantee.
+        stand_ins: Number N′ of stand-ins.
+        prompts: Number n of distinct public prompts that they were drawn from.
+        dimension: Number d of trained parameters.
+        before: Mean reward of the base model on the scoring prompts.
+        after: Mean reward of the tuned policy on the same prompts.
+        rise: The mean of after − before on the same prompts and draws.
+        curve: The evaluations in order, (round, mean reward), from round 0 to round T.
+        kl: KL(π ‖ base) of a response at the end, in nats.
+        penalty: The KL penalty at the end, ``kl.beta`` · kl, in units of the reward.
+        seconds: Duration of the whole stand-in run.
+    """
+
+    plan: Plan
+    stand_ins: int
+    prompts: int
+    dimension: int
+    before: RewardEstimate
+    after: RewardEstimate
+    rise: RewardEstimate
+    curve: list[tuple[int, float]]
+    kl: float
+    penalty: float
+    seconds: float
+
+    @property
+    def score(self) -> float:
+        """Return what settings are compared by: the reward at the end minus the KL penalty."""
+        return self.after.mean - self.penalty
+
+    @property
+    def area(self) -> float:
+        """Return the mean of the public reward over the rounds, by the trapezoidal rule."""
+        rounds, rewards = np.array(self.curve).T
+        return float(np.trapezoid(rewards, rounds) / (rounds[-1] - rounds[0]))
+
+    @property
+    def excess(self) -> float:
+        """Return the largest excess of sampling variance, as a share of the noise's variance."""
+        return excess_variance(self.plan, self.stand_ins, self.dimension)
+
+
+def excess_variance(plan: Plan, stand_ins: int, dimension: int) -> float:
+    """Return a bound on the variance that thinning adds to a round's mean, over that of the noise.
+
+    Args:
+        plan: The plan of the private run.
+        stand_ins: Number N′ of stand-ins.
+        dimension: Number d of released coordinates.
+
+    Returns:
+        m(N/N′ − 1)/(d z²); 0 with as many stand-ins as users, infinite without noise.
+    """
+    thinned = plan.users / stand_ins - 1
+    if thinned <= 0:
+        return 0.0
+    noise = dimension * plan.noise_multiplier**2
+    return plan.expected_batch_size * thinned / noise if noise else math.inf
+
+
+def count_users(recipe: Recipe) -> int:
+    """Return the number N of the recipe's users, which is public, without opening a user's row.
+
+    Where every row is a user and ``data.limit`` is given, N is that limit. Otherwise the rows are
+    counted (with ``data.user_column``: the different users), and nothing else is done with them.
+
+    Raises:
+        DprlhfError: The users have to be counted and their rows cannot be read.
+    """
+    if recipe.data.user_column is None and recipe.data.limit is not None:
+        return recipe.data.limit
+    return Users(rows_of(recipe.data, None), recipe.data).count
+
+
+def stand_in_plan(private: Plan, stand_ins: int, clip_norm: float | None = None) -> Plan:
+    """Return the plan of a run of stand-ins whose released means have the private run's noise.
+
+    Args:
+        private: The plan of the private run.
+        stand_ins: Number N′ of stand-ins.
+        clip_norm: Clip norm S of the stand-in run; None for that of the private plan.
+
+    Returns:
+        A plan without a guarantee: its ε is infinite.
+    """
+    mechanism = private.mechanism
+    if stand_ins < mechanism.rounds:
+        raise DprlhfError(
+            f"tuning: {stand_ins} stand-ins cannot fill {mechanism.rounds} rounds: take at least"
+            f" {mechanism.rounds}"
+        )
+    batch = (
+        float(stand_ins // mechanism.rounds)
+        if mechanism.spec.disjoint
+        else mechanism.participations * stand_ins / mechanism.rounds
+    )
+    z = private.noise_multiplier * batch / private.expected_batch_size
+    return Plan(
+        users=stand_ins,
+        mechanism=mechanism.with_noise(z),
+        clip_norm=private.clip_norm if clip_norm is None else clip_norm,
+        expected_batch_size=batch,
+        guarantee=Epsilon(math.inf, math.inf, private.guarantee.delta, NO_USERS, ()),
+        bands=private.bands,
+    )
+
+
+def run_stand_ins(
+    recipe: Recipe,
+    public: PublicRows,
+    *,
+    users: int | None = None,
+    stand_ins: int | None = None,
+    every: int | None = None,
+    reward: Any = None,
+    seed: int = 0,
+    stop: Callable[[int, float], bool] = lambda t, reward: False,
+) -> StandInRun:
+    """Train a recipe on public prompts in place of its users, and measure the public reward.
+
+    No private row is opened, nothing is charged or entered in a budget book, and the run folder is
+    a temporary one without a guarantee, which is removed at the end.
+
+    Args:
+        recipe: The recipe of the private run.
+        public: The public prompts, from :func:`~dprlhf.tuning.public_rows.public_rows`.
+        users: Number N of private users; None takes :func:`count_users`.
+        stand_ins: Number N′ of stand-ins; None takes N.
+        every: Number of rounds between evaluations; None evaluates about six times.
+        reward: One or several reward functions in memory in place of the recipe's.
+        seed: Seed of the order in which public prompts stand in.
+        stop: Called after each evaluation during the run with the round and the mean public reward;
+            a true answer ends the run.
+
+    Raises:
+        StoppedEarlyError: ``stop`` ended the run.
+        DprlhfError: The recipe cannot be run; the message says why.
+        KeyboardInterrupt: The run was interrupted.
+    """
+    started = time.perf_counter()
+    private = plan_of(recipe, users if users is not None else count_users(recipe))
+    count = stand_ins or private.users
+    every = every or max(1, round(recipe.rounds / _EVALUATIONS))
+    sources = Sources(
+        public.stand_ins.select(_repeated(len(public.stand_ins), count, seed)),
+        reward,
+        public.scoring,
+        stand_in_plan=lambda r: stand_in_plan(private, count, r.update.radius),
+    )
+    curve: list[tuple[int, float]] = []
+
+    def evaluated(metrics: dict[str, Any]) -> None:
+        if "public_reward" in metrics:
+            curve.append((metrics["round"], metrics["public_reward"]))
+            if stop(*curve[-1]):
+                raise StoppedEarlyError(f"stopped after round {metrics['round']}")
+
+    with _temporary_folder() as folder:
+        run_recipe = _of_stand_ins(recipe, public, every, reward is not None)
+        with open_run(
+            run_recipe,
+            folder,
+            sources,
+            create=True,
+            callbacks=[evaluated],
+            quiet=True,
+            counted=False,  # its users are public prompts
+        ) as run:
+            with run.policy.base():
+                before = _evaluate(run)
+            run_rounds(run)
+            with run.averaged():
+                after = _evaluate(run)
+                drift = drift_metrics(run.policy, after.responses, recipe.update.batch_size)
+    return StandInRun(
+        plan=private,
+        stand_ins=count,
+        prompts=min(count, len(public.stand_ins)),
+        dimension=run.policy.dimension,
+        before=before.estimate,
+        after=after.estimate,
+        rise=estimate(after.rewards - before.rewards),
+        curve=[(0, before.estimate.mean), *curve, (recipe.rounds, after.estimate.mean)],
+        kl=drift["public_kl"],
+        penalty=recipe.kl.beta * drift["public_kl"],
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _evaluate(run: Run) -> Evaluated:
+    evaluated = run.stage.evaluate(run, "evaluation")
+    assert isinstance(evaluated, Evaluated)
+    return evaluated
+
+
+def _of_stand_ins(recipe: Recipe, public: PublicRows, every: int, in_memory: bool) -> Recipe:
+    """Return the recipe of a stand-in run: other rows, no promise, and nothing that it reports to.
+
+    The rows are read as public ones are, cut to the private prompts' length in tokens.
+    """
+    place = {
+        "path": IN_MEMORY, "name": None, "revision": None, "split": "train", "skip": 0,
+        "limit": None, "user_column": None,
+    }  # fmt: skip
+    rows = public.spec.model_dump() | place
+    length = {"max_prompt_tokens": recipe.data.max_prompt_tokens, "max_prompts_per_user": 1}
+    values = recipe.model_dump()
+    values |= {
+        "data": rows | length,
+        "evaluation": {
+            "data": rows,
+            "prompts": public.scored,
+            "every": every,
+            "declared_public": True,
+        },
+        "privacy": values["privacy"]
+        | {"epsilon": math.inf, "noise_multiplier": None, "tuning_runs": None, "book": "none"},
+        "previous": [],
+        "tracking": {},
+        "output_dir": None,
+    }
+    if in_memory:
+        values["rewards"] = [{"function": IN_MEMORY}]
+    return Recipe.model_validate(values)
+
+
+def _repeated(rows: int, count: int, seed: int) -> Sequence[int]:
+    """Return positions of public rows for ``count`` stand-ins: whole permutations, then a part."""
+    generator = np.random.default_rng(seed)
+    permutations = [generator.permutation(rows) for _ in range(-(-count // rows))]
+    drawn: list[int] = np.concatenate(permutations)[:count].tolist()
+    return drawn
+
+
+@contextlib.contextmanager
+def _temporary_folder() -> Any:
+    """Yield a run folder that is removed, and show what went wrong in it: the rows are public."""
+    with tempfile.TemporaryDirectory(prefix="dprlhf-stand-ins-") as place:
+        folder = RunFolder(Path(place) / "no-private-run")
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):  # what a private run should be told
+                yield folder
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None  # there is no folder to resume
+        except DprlhfError:
+            report = folder.secret / "error.txt"
+            if not report.is_file():
+                raise
+            told = one_line(report.read_text().strip().splitlines()[-1])
+            raise DprlhfError(f"the run on stand-ins failed: {told}") from None

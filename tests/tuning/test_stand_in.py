@@ -1,0 +1,272 @@
+"""Runs on public prompts in place of users: the same noise, no promise, and no row out of place."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from dprlhf import DprlhfError
+from dprlhf.data.in_memory import Sources
+from dprlhf.privacy.ledger import read_ledger
+from dprlhf.privacy.plan import make_plan
+from dprlhf.recipe import Recipe, make_recipe
+from dprlhf.runs.folder import RunFolder
+from dprlhf.training.build import open_run
+from dprlhf.training.run import Run
+from dprlhf.tuning import stand_in
+from dprlhf.tuning.public_rows import PublicRows, public_rows
+from dprlhf.tuning.stand_in import (
+    StoppedEarlyError,
+    count_users,
+    excess_variance,
+    run_stand_ins,
+    stand_in_plan,
+)
+from helpers import tiny
+from helpers.runs import ADAPTER, lower_case
+
+PUBLIC = [f"public {i}" for i in range(120)]
+FINAL = 8
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.save(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    return place
+
+
+def recipe_of(model: str, **changes: Any) -> Recipe:
+    return make_recipe(
+        {
+            "policy": {"model_name_or_path": model, "adapter": ADAPTER},
+            "data": {"path": "no-such-file.csv", "limit": 60},
+            "rewards": [{"function": "in-memory"}],
+            "privacy": {"epsilon": 8},
+            "rounds": 3,
+            "rollout": {"max_new_tokens": 4},
+            "evaluation": {"data": {"path": "in-memory"}, "prompts": FINAL},
+            **changes,
+        }
+    )
+
+
+def rows_for(recipe: Recipe, count: int = len(PUBLIC)) -> PublicRows:
+    return public_rows(recipe, rows=PUBLIC[:count], scored=16)
+
+
+class TestThePlan:
+    @pytest.mark.parametrize("stand_ins", [10, 24, 60, 1000])
+    @pytest.mark.parametrize(
+        ("partition", "participations"),
+        [("random-allocation", 1), ("random-allocation", 2), ("fixed", 1), ("poisson", 2)],
+    )
+    def test_the_released_mean_has_the_private_runs_noise(
+        self, partition: Any, participations: int, stand_ins: int
+    ) -> None:
+        # Without noise no accountant is asked, which for some partitions takes seconds.
+        silent = make_plan(
+            users=60, rounds=4, delta=1e-5, epsilon=math.inf, clip_norm=0.5,
+            partition=partition, participations=participations,
+        )  # fmt: skip
+        private = replace(silent, mechanism=silent.mechanism.with_noise(0.9))
+        plan = stand_in_plan(private, stand_ins)
+        assert plan.noise_std / plan.expected_batch_size == pytest.approx(
+            private.noise_std / private.expected_batch_size, rel=1e-12
+        )
+        assert private.noise_std == pytest.approx(0.45)
+        assert (plan.users, plan.rounds) == (stand_ins, 4)
+        # What a private run of that many users would divide by.
+        same = make_plan(
+            users=stand_ins, rounds=4, delta=1e-5, epsilon=math.inf,
+            partition=partition, participations=participations,
+        )  # fmt: skip
+        assert plan.expected_batch_size == same.expected_batch_size
+
+    def test_it_states_no_epsilon(self) -> None:
+        private = make_plan(users=60, rounds=4, delta=1e-5, epsilon=2.0)
+        plan = stand_in_plan(private, 60)
+        assert private.private
+        assert not plan.private
+        assert plan.terms()["epsilon"] == "infinity"
+        assert plan.noise_multiplier == private.noise_multiplier
+
+    def test_fewer_stand_ins_than_rounds_are_refused(self) -> None:
+        private = make_plan(users=60, rounds=4, delta=1e-5, epsilon=2.0)
+        with pytest.raises(DprlhfError, match="3 stand-ins cannot fill 4 rounds"):
+            stand_in_plan(private, 3)
+
+    def test_a_plan_with_a_promise_is_refused_for_stand_ins(
+        self, model: str, tmp_path: Path
+    ) -> None:
+        private = make_plan(users=60, rounds=3, delta=1e-5, epsilon=2.0)
+        sources = Sources(PUBLIC[:60], lower_case, None, stand_in_plan=lambda r: private)
+        recipe = recipe_of(model, data={"path": "in-memory"}, evaluation=None)
+        folder = RunFolder(tmp_path / "run")
+        with (
+            pytest.raises(ValueError, match="states no epsilon"),
+            open_run(recipe, folder, sources, create=True),
+        ):
+            pass
+        assert not folder.path.exists()
+
+    def test_the_excess_of_thinning(self) -> None:
+        """S²(1/m′ − 1/m) over d(zS/m)², and a bound on what clipped vectors have."""
+        private = make_plan(users=4000, rounds=4, delta=1e-5, noise_multiplier=0.5, clip_norm=2.0)
+        m, thinned = 1000.0, 250.0
+        sampling = 2.0**2 * (1 / thinned - 1 / m)
+        noise = 16 * (0.5 * 2.0 / m) ** 2
+        assert excess_variance(private, 1000, 16) == pytest.approx(sampling / noise)
+        assert excess_variance(private, 4000, 16) == 0.0
+        vectors = np.random.default_rng(0).standard_normal((20_000, 16))
+        vectors *= 2.0 / np.linalg.norm(vectors, axis=1, keepdims=True)  # all at the clip norm
+        of_mean = vectors.reshape(-1, 250, 16).mean(1).var(0).sum()
+        assert of_mean - vectors.var(0).sum() / m <= 1.1 * sampling
+
+    def test_users_are_counted_only_where_no_limit_says_how_many(self, tmp_path: Path) -> None:
+        file = tmp_path / "users.jsonl"
+        file.write_text("".join(f'{{"prompt": "p{i}", "who": "{i % 7}"}}\n' for i in range(20)))
+        data: dict[str, Any] = {"path": str(file)}
+        assert count_users(recipe_of("m", data=data)) == 20
+        assert count_users(recipe_of("m", data=data | {"user_column": "who"})) == 7
+        assert count_users(recipe_of("m")) == 60  # its file does not exist
+
+
+class TestTheRows:
+    def test_final_rows_score_nothing_and_stand_in_for_nobody(self, model: str) -> None:
+        rows = rows_for(recipe_of(model))
+        used = [*rows.stand_ins["prompt"], *rows.scoring["prompt"]]
+        assert not set(used) & set(PUBLIC[:FINAL])
+        assert len(set(used)) == len(used) == len(PUBLIC) - FINAL
+        assert rows.scoring["prompt"][16:] == PUBLIC[FINAL : FINAL + 64]  # as in the private run
+
+    def test_a_file_is_read_in_place_of_the_evaluation(self, model: str, tmp_path: Path) -> None:
+        file = tmp_path / "more.csv"
+        some = [*PUBLIC[:FINAL], *(f"other {i}" for i in range(100))]
+        file.write_text("prompt\n" + "\n".join(some))
+        rows = public_rows(recipe_of(model), file, rows=PUBLIC, scored=10)
+        used = {*rows.stand_ins["prompt"], *rows.scoring["prompt"][:10]}
+        assert used <= set(some[FINAL:])
+        assert len(rows.stand_ins) == len(some) - 64 - 10
+
+    def test_the_private_file_is_refused(self, tmp_path: Path) -> None:
+        file = tmp_path / "users.csv"
+        file.write_text("prompt\n" + "\n".join(PUBLIC))
+        with pytest.raises(DprlhfError, match="these are the private users' rows"):
+            public_rows(recipe_of("m", data={"path": str(file)}), file)
+
+    def test_too_few_rows_are_refused(self, model: str) -> None:
+        with pytest.raises(DprlhfError, match="28 public prompts in 'in-memory' after the 8"):
+            rows_for(recipe_of(model), 100)
+
+    def test_a_recipe_without_public_rows_is_refused(self) -> None:
+        with pytest.raises(DprlhfError, match="needs public prompts"):
+            public_rows(recipe_of("m", evaluation=None))
+
+
+class TestTheRun:
+    def test_no_private_row_no_book_no_promise_and_nothing_left(
+        self, model: str, temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("DPRLHF_BOOK", str(tmp_path / "book.sqlite"))
+        recipe = recipe_of(model)
+        rows = rows_for(recipe)
+        seen: list[str] = []
+
+        def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+            seen.extend(prompts)
+            return lower_case(prompts, completions)
+
+        opened = []
+
+        def look(t: int, value: float) -> bool:
+            (ledger,) = temporary.glob("dprlhf-stand-ins-*/*/ledger.jsonl")
+            opened.append(read_ledger(ledger)[0].body)
+            assert not [*temporary.glob("**/privacy.json")]
+            return False
+
+        result = run_stand_ins(recipe, rows, reward=reward, every=1, stop=look)
+        assert [o["epsilon"] for o in opened] == ["infinity", "infinity"]
+        assert "public prompts that stand in" in opened[0]["accountant"]
+        assert not [*temporary.iterdir()]
+        assert not (tmp_path / "book.sqlite").exists()
+        assert set(seen) <= set(PUBLIC[FINAL:])
+        assert [t for t, _ in result.curve] == [0, 1, 2, 3]
+        assert result.plan.guarantee.epsilon <= 8
+        assert (result.stand_ins, result.prompts) == (60, 32)
+        assert result.rise.mean == pytest.approx(result.after.mean - result.before.mean)
+        rewards = [r for _, r in result.curve]
+        mean = (rewards[0] / 2 + rewards[1] + rewards[2] + rewards[3] / 2) / 3
+        assert result.area == pytest.approx(mean)
+        assert result.score == result.after.mean
+        assert result.excess == 0.0
+
+    @pytest.mark.parametrize("stand_ins", [None, 18])
+    def test_noise_in_what_is_released(self, model: str, stand_ins: int | None) -> None:
+        """Under a constant reward all is noise: its norm is zS√d/m with the PRIVATE z and m."""
+        norms = []
+        run_rounds = stand_in.run_rounds
+
+        def watched(run: Run) -> None:
+            run.callbacks.append(lambda metrics: norms.append(metrics["released_gradient_norm"]))
+            run_rounds(run)
+
+        recipe = recipe_of(model, rounds=6)
+
+        def constant(completions: list[str], **columns: Any) -> list[float]:
+            return [1.0] * len(completions)
+
+        with mock.patch.object(stand_in, "run_rounds", watched):
+            result = run_stand_ins(recipe, rows_for(recipe), reward=constant, stand_ins=stand_ins)
+        plan = result.plan
+        expected = plan.noise_multiplier * math.sqrt(result.dimension) / (60 / 6)
+        # The clip norm's share of the telemetry is the only other thing in a release.
+        assert np.mean(norms) == pytest.approx(expected, rel=0.15)
+        assert (result.excess > 0) == (stand_ins is not None)
+
+    def test_a_penalty_counts_in_the_score(self, model: str) -> None:
+        recipe = recipe_of(model, kl={"beta": 0.5})
+        result = run_stand_ins(recipe, rows_for(recipe), reward=lower_case)
+        assert result.penalty == 0.5 * result.kl
+        assert result.score == result.after.mean - result.penalty
+
+    def test_it_stops_when_told(self, model: str, temporary: Path) -> None:
+        recipe = recipe_of(model)
+        told = []
+
+        def stop(t: int, reward: float) -> bool:
+            told.append(t)
+            return t == 2
+
+        with pytest.raises(StoppedEarlyError, match="after round 2"):
+            run_stand_ins(recipe, rows_for(recipe), reward=lower_case, every=1, stop=stop)
+        assert told == [1, 2]
+        assert not [*temporary.iterdir()]
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("it broke")])
+    def test_what_ends_it(self, model: str, temporary: Path, error: Any) -> None:
+        """An interrupt names no folder to resume; an error is quoted, for its rows are public."""
+        recipe = recipe_of(model)
+
+        def stop(t: int, reward: float) -> bool:
+            raise error
+
+        expected = KeyboardInterrupt if error is KeyboardInterrupt else DprlhfError
+        with pytest.raises(expected) as caught:
+            run_stand_ins(recipe, rows_for(recipe), reward=lower_case, stop=stop)
+        assert "resume" not in str(caught.value)
+        assert expected is KeyboardInterrupt or "it broke" in str(caught.value)
+        assert not [*temporary.iterdir()]
