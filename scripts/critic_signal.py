@@ -32,7 +32,7 @@ from dprlhf.rollout import sample
 from dprlhf.runs.measurements import Result, write_results
 from dprlhf.training.evaluate import _PUBLIC_KEY
 from dprlhf.updates.critic import Critic
-from utility import small_policy
+from noise.many_runs import small_policy
 
 ROOT = Path(__file__).resolve().parents[1]
 K, HALF = 2, 1000

@@ -14,23 +14,16 @@ Writes docs/results/utility.json, and the table and the plot beside it.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import shutil
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 import numpy as np
-from tqdm import tqdm
 
 from dprlhf.runs.measurements import Result, command, write_results
+from noise.many_runs import SMALL, Job, overrides_of, run_all, small_policy
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -46,12 +39,6 @@ UPDATES = {
 UNCLIPPED = ("pg", "grpo", "rebel")
 """Where the clip norm is not part of the algorithm, the baseline goes without it."""
 
-SMALL = {
-    "data.limit": 6000, "rounds": 8, "rollout.responses": 4, "rollout.max_new_tokens": 8,
-    "rollout.batch_size": 256, "update.batch_size": 256, "evaluation.prompts": 1000,
-    "policy.dtype": "float32", "optimizer.learning_rate": 0.5,
-    "rewards": [{"function": f"{ROOT / 'scripts' / 'word_sentiment.py'}:reward"}],
-}  # fmt: skip
 FULL = {"data.limit": None, "rounds": 64, "evaluation.prompts": 1000}
 EVALUATION_PROMPTS = 256  # where --users says how many users there are; the rest is the recipe's
 
@@ -68,9 +55,10 @@ class Case:
     overrides: tuple[str, ...]
 
     @property
-    def file(self) -> str:
+    def job(self) -> Job:
         epsilon = "none" if self.epsilon is None else f"{self.epsilon:g}"
-        return f"{self.part}-{self.name}-epsilon-{epsilon}-seed-{self.seed}"
+        file = f"{self.part}-{self.name}-epsilon-{epsilon}-seed-{self.seed}"
+        return Job(file, self.recipe, self.overrides)
 
 
 def cases(
@@ -90,14 +78,7 @@ def cases(
                         baseline["update.clip_norm"] = ".inf"
                     privacy = baseline if epsilon is None else {"privacy.epsilon": epsilon}
                     settings = {**size, **changes, **privacy, "seed": seed}
-                    yield Case(
-                        part, name, epsilon, seed, recipe,
-                        tuple(f"{key}={json_text(value)}" for key, value in settings.items()),
-                    )  # fmt: skip
-
-
-def json_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+                    yield Case(part, name, epsilon, seed, recipe, overrides_of(settings))
 
 
 def of_updates(small: dict[str, Any] | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -172,47 +153,7 @@ TUNED_SMALL: dict[str, dict[str, Any]] = {
 first runs with two, on seed 0, which were thrown away."""
 
 
-def run(case: Case, folder: Path, threads: int) -> dict[str, float]:
-    """Train, resume or read one run; return its figures."""
-    import torch
-
-    from dprlhf import resume, train
-
-    torch.set_num_threads(threads)
-    place, summary = folder / case.file, folder / f"{case.file}.json"
-    if summary.exists():
-        figures: dict[str, float] = json.loads(summary.read_text())
-        return figures
-    if (place / "ledger.jsonl").exists():
-        result = resume(place, quiet=True)
-    else:
-        shutil.rmtree(place, ignore_errors=True)
-        recipe = ROOT / "recipes" / f"{case.recipe}.yaml"
-        result = train(recipe, overrides=case.overrides, output_dir=place, quiet=True)
-    assert result.before and result.after and result.difference  # noqa: PT018
-    figures = {
-        "before": result.before.mean,
-        "after": result.after.mean,
-        "rise": result.difference.mean,
-        "users": result.plan.users,
-        "rounds": result.plan.rounds,
-        "dimension": result.policy.dimension,
-        "epsilon": result.plan.guarantee.epsilon if case.epsilon else float("inf"),
-    }
-    summary.write_text(json.dumps(figures))
-    return figures
-
-
-def small_policy(folder: Path) -> dict[str, Any]:
-    """Return what the small policy changes in every recipe; it is trained on the first call."""
-    from reviews_lm import train
-
-    if not (folder / "config.json").exists():
-        train(folder, epochs=6)
-    return {"policy.model_name_or_path": str(folder), "policy.adapter.layers": [2, 3]}
-
-
-def table(done: dict[Case, dict[str, float]], part: str, size: str) -> tuple[list[Result], str]:
+def table(done: dict[Case, dict[str, Any]], part: str, size: str) -> tuple[list[Result], str]:
     """Summarise a part: result rows, and a Markdown table."""
     names = list(dict.fromkeys(c.name for c in done if c.part == part))
     rises = {
@@ -274,7 +215,7 @@ def table(done: dict[Case, dict[str, float]], part: str, size: str) -> tuple[lis
     return results, "\n".join(lines)
 
 
-def plot(done: dict[Case, dict[str, float]], picture: Path) -> None:
+def plot(done: dict[Case, dict[str, Any]], picture: Path) -> None:
     """Draw the rise against ε for each update, with standard errors over seeds."""
     import matplotlib
 
@@ -331,14 +272,13 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     small = small_policy(options.policy or folder / "reviews-lm") if options.small else None
     todo = list(cases(options.parts, options.epsilons, options.seeds, settings, small))
-    threads = max(1, len(os.sched_getaffinity(0)) // options.jobs)
-    done: dict[Case, dict[str, float]] = {}
-    if options.write_only:
-        todo = [case for case in todo if (folder / f"{case.file}.json").exists()]
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        pending = {pool.submit(run, case, folder, threads): case for case in todo}
-        for future in tqdm(as_completed(pending), total=len(pending), unit="run"):
-            done[pending[future]] = future.result()
+    figures = run_all(
+        [case.job for case in todo],
+        folder,
+        side_by_side=options.jobs,
+        write_only=options.write_only,
+    )
+    done = {case: figures[case.job.file] for case in todo if case.job.file in figures}
     text = [f"# Utility ({size})", "", f"`{command()}`", ""]
     text += ["Rise of the mean reward on held-out public prompts, ± standard error over seeds, and"]
     text += ["in brackets its share of the best rise without privacy.", ""]

@@ -1,0 +1,338 @@
+"""Measure what share of the non-private gain is kept at which ε and with how many users.
+
+    python scripts/noise/grid.py --model small --jobs 2                       # the whole grid
+    python scripts/noise/grid.py --model small --cells 0.3:1500 none:1500 --seeds 5
+    python scripts/noise/grid.py --model smollm2 --cells 1:300 none:300 --seeds 3 --tasks community
+    python scripts/noise/grid.py --model small --tuning --methods subspace --cells 1:1500 \\
+        --set optimizer.learning_rate=0.2        # try a setting on users outside the table
+
+A cell is EPSILON:USERS; the cells none:USERS, without noise and clipping, are the reference, tuned
+for itself. Two shares are stated: of the rise at the end, and of the area under the curve over the
+rounds (the reward on held-out public prompts where a run measures it after each round, which the
+small model does; else the users' noised mean reward). A seed draws the adapter's start and which
+users take part; noise and rounds are fresh in each run. The users of the table are the first ones
+of the private split, those for tuning the last 6,000. Finished runs are kept and read again.
+
+Writes docs/results/noise.json, and docs/results/noise-grid-MODEL.md and .png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+
+from dprlhf.runs.measurements import Result, command, write_results
+from noise.many_runs import ROOT, SMALL, Job, overrides_of, run_all, small_policy
+
+RESULTS = ROOT / "docs" / "results"
+EPSILONS = [0.1, 0.3, 1.0, 2.0, 4.0, 8.0, None]
+USERS = [300, 500, 1500, 3000, 6000]
+GOALS = {(0.3, 1500): 0.95, (1.0, 300): 0.95}
+"""The cells with a goal, and the share that should be kept there."""
+TUNING_USERS = 6000
+"""Users at the end of the private split that are for tuning alone."""
+FIRST_TUNING_SEED = 100
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task: its recipe, the number of its private rows, and what it changes for a model.
+
+    Attributes:
+        recipe: Name of the recipe.
+        users: Number of private rows.
+        guides: Public rows of another kind than the users', for ``update.subspace``.
+        small: Changes for the small model.
+    """
+
+    recipe: str
+    users: int
+    guides: dict[str, Any]
+    small: dict[str, Any]
+
+
+def _guides(asset: str, split: str) -> dict[str, Any]:
+    return {
+        "path": f"asset:{asset}", "split": split, "prompt_column": "text", "prompt_words": 8,
+        "max_prompt_tokens": 16,
+    }  # fmt: skip
+
+
+WORDS = dict(SMALL["rewards"][0])
+TASKS = {
+    "demo": Task("imdb_demo", 23_000, _guides("rotten-tomatoes", "train"), {"rewards": [WORDS]}),
+    "community": Task(
+        "community",
+        14_355,
+        _guides("community", "sentences"),
+        {"rewards": [{**WORDS, "times_column": "wants"}]},
+    ),
+}
+PLAIN = {"privacy.epsilon": ".inf", "update.clip_norm": ".inf"}
+BASES: dict[str, dict[str, Any]] = {
+    "small": {**SMALL, "evaluation.every": 1},
+    "smollm2": {"evaluation.prompts": 256},
+}
+METHODS: dict[str, dict[str, dict[str, Any]]] = {
+    "small": {
+        "reference": {},
+        "today": {"update.clip_norm": 0.7},
+    },
+    "smollm2": {"reference": {}, "today": {}},
+}
+"""Changes by model and method: "reference" is the run without noise and clipping, "today" the
+recipe as it is. What stands here was chosen on public prompts or on the users for tuning."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One place in the grid: a task, a method, ε (None without privacy) and the number of users."""
+
+    task: str
+    method: str
+    epsilon: float | None
+    users: int
+
+    @property
+    def label(self) -> str:
+        """What the tables call ε."""
+        return "no privacy" if self.epsilon is None else f"ε = {self.epsilon:g}"
+
+    def job(
+        self, seed: int, model: str, policy: dict[str, Any], extra: dict[str, Any], tuning: bool
+    ) -> Job:
+        """Return the run of a seed."""
+        task = TASKS[self.task]
+        method = METHODS[model][self.method]
+        small = {**task.small, **policy} if model == "small" else {}
+        pool = task.users - TUNING_USERS
+        skip = seed * self.users % (pool - self.users + 1)
+        if tuning:
+            skip = pool + seed * self.users % (TUNING_USERS - self.users + 1)
+        privacy = PLAIN if self.epsilon is None else {"privacy.epsilon": self.epsilon}
+        settings = {**BASES[model], **small, "data.limit": self.users, "data.skip": skip}
+        settings |= {**method, **privacy, **extra, "seed": seed}
+        if "update.subspace" in settings and "data" not in settings["update.subspace"]:
+            settings["update.subspace"] = {**settings["update.subspace"], "data": task.guides}
+        given = overrides_of(settings)
+        digest = hashlib.sha256("\n".join(sorted(given)).encode()).hexdigest()[:8]
+        epsilon = "none" if self.epsilon is None else f"{self.epsilon:g}"
+        name = (
+            f"{self.task}-{self.method}-epsilon-{epsilon}-users-{self.users}-seed-{seed}-{digest}"
+        )
+        return Job(name, task.recipe, given)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The runs of a cell, one value a seed: rise at the end, and mean rise over the rounds."""
+
+    rise: list[float]
+    area: list[float]
+
+
+def measured(figures: list[dict[str, Any]]) -> Measured:
+    """Return the rises of a cell's runs from their figures."""
+    curves = [f["public"] or f["private"] for f in figures]
+    area = [float(np.mean(c)) - f["before"] for c, f in zip(curves, figures, strict=True)]
+    return Measured([f["rise"] for f in figures], area)
+
+
+def share(kept: list[float], of: list[float]) -> tuple[float, float]:
+    """Return the ratio of two means, and its standard error by the delta method."""
+    ratio = float(np.mean(kept) / np.mean(of))
+    return ratio, abs(ratio) * float(np.hypot(*(error(v) / np.mean(v) for v in (kept, of))))
+
+
+def error(values: list[float]) -> float:
+    """Return the standard error of a mean; 0 for a single value, which has none."""
+    return float(np.std(values, ddof=1) / np.sqrt(len(values))) if len(values) > 1 else 0.0
+
+
+def rows(model: str, done: dict[Cell, Measured]) -> Iterator[Result]:
+    """Yield the results: per cell the rise, and the shares where the reference is there."""
+    for cell, values in done.items():
+        epsilon = "no privacy" if cell.epsilon is None else f"epsilon {cell.epsilon:g}"
+        name = f"grid ({model}): {cell.task}, {cell.method}, {epsilon}, {cell.users} users"
+        yield Result(f"{name}: seeds", len(values.rise), "1")
+        yield Result(f"{name}: rise of the reward", float(np.mean(values.rise)), "reward")
+        yield Result(f"{name}: mean rise over the rounds", float(np.mean(values.area)), "reward")
+        if len(values.rise) > 1:
+            yield Result(f"{name}: standard error of the rise", error(values.rise), "reward")
+        plain = done.get(Cell(cell.task, "reference", None, cell.users))
+        if plain is None or cell.epsilon is None:
+            continue
+        goal = GOALS.get((cell.epsilon, cell.users)) if cell.method != "today" else None
+        for what, kept, of in (
+            ("rise", values.rise, plain.rise),
+            ("area under the curve", values.area, plain.area),
+        ):
+            part, uncertain = share(kept, of)
+            wanted = ("", None) if goal is None else (f"at least {goal}", part >= goal)
+            yield Result(f"{name}: share of the non-private {what}", part, "1", *wanted)
+            yield Result(f"{name}: standard error of the share of the {what}", uncertain, "1")
+
+
+def tables(done: dict[Cell, Measured]) -> Iterator[str]:
+    """Yield Markdown tables: a row for each method and number of users, a column for each ε."""
+    epsilons = [e for e in EPSILONS if any(c.epsilon == e for c in done)]
+    for task in dict.fromkeys(c.task for c in done):
+        heads = ["no privacy" if e is None else f"ε = {e:g}" for e in epsilons]
+        yield f"\n| {task} | users | " + " | ".join(heads) + " |"
+        yield "|---" * (len(heads) + 2) + "|"
+        private = [c for c in done if c.task == task and c.epsilon is not None]
+        for method, users in dict.fromkeys((c.method, c.users) for c in private):
+            plain = done.get(Cell(task, "reference", None, users))
+            cells = []
+            for epsilon in epsilons:
+                values = done.get(Cell(task, method, epsilon, users))
+                values = plain if epsilon is None else values
+                cells.append("" if values is None else entry(values, plain, epsilon is None))
+            yield f"| {method} | {users:,} | " + " | ".join(cells) + " |"
+
+
+def entry(values: Measured, plain: Measured | None, is_plain: bool) -> str:
+    """Return a table's entry: the shares kept at the end and of the area, else the rise."""
+    if plain is None or is_plain:
+        return f"{np.mean(values.rise):+.2f} ± {error(values.rise):.2f}"
+    ends, areas = share(values.rise, plain.rise), share(values.area, plain.area)
+    return f"{ends[0]:.0%} ± {ends[1]:.0%}, {areas[0]:.0%} ± {areas[1]:.0%}"
+
+
+def plot(done: dict[Cell, Measured], picture: Path) -> None:
+    """Draw the shares kept against ε: a row of plots for the end, and one for the area."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    tasks = list(dict.fromkeys(c.task for c in done))
+    figure, axes = plt.subplots(
+        2, len(tasks), figsize=(4.5 * len(tasks), 7), sharex=True, sharey=True, squeeze=False
+    )
+    styles = {"today": "--", "reference": ":"}
+    for column, task in enumerate(tasks):
+        for row, what in enumerate(("rise", "area")):
+            ax = axes[row][column]
+            ax.axhline(1.0, color="0.7", linewidth=0.8)
+            for method in dict.fromkeys(c.method for c in done):
+                for place, users in enumerate(USERS):
+                    points = list(_line(done, Cell(task, method, None, users), what))
+                    if not points:
+                        continue
+                    x, y, uncertain = zip(*points, strict=True)
+                    ax.errorbar(
+                        x, y, yerr=uncertain, marker="o", markersize=3, capsize=2,
+                        color=f"C{place}", linestyle=styles.get(method, "-"),
+                        label=f"{method}, {users:,} users",
+                    )  # fmt: skip
+            ax.set_xscale("log")
+            ax.set_xticks([e for e in EPSILONS if e], [f"{e:g}" for e in EPSILONS if e])
+            ax.minorticks_off()
+            if row == 0:
+                ax.set_title(task)
+    axes[0][0].set_ylabel("share of the non-private rise")
+    axes[1][0].set_ylabel("share of the non-private area under the curve")
+    for ax in axes[1]:
+        ax.set_xlabel("ε")
+    axes[1][0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(picture, dpi=150)
+
+
+def _line(done: dict[Cell, Measured], at: Cell, what: str) -> Iterator[tuple[float, float, float]]:
+    plain = done.get(Cell(at.task, "reference", None, at.users))
+    for epsilon in EPSILONS:
+        values = done.get(Cell(at.task, at.method, epsilon, at.users))
+        if epsilon is not None and values is not None and plain is not None:
+            yield (epsilon, *share(getattr(values, what), getattr(plain, what)))
+
+
+def cell_of(text: str) -> tuple[float | None, int]:
+    """Read EPSILON:USERS."""
+    epsilon, _, users = text.partition(":")
+    return None if epsilon == "none" else float(epsilon), int(users)
+
+
+def parsed() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", choices=METHODS, required=True)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--methods", nargs="+", help="all but the reference by default")
+    parser.add_argument(
+        "--cells", nargs="+", type=cell_of, default=[(e, n) for n in USERS for e in EPSILONS],
+        metavar="EPSILON:USERS",
+    )  # fmt: skip
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    parser.add_argument("--runs", type=Path, default=Path("runs/grid"))
+    parser.add_argument("--policy", type=Path, help="where the small model is, or shall be")
+    parser.add_argument("--results", type=Path, default=RESULTS / "noise.json")
+    parser.add_argument("--write-only", action="store_true", help="write what is finished")
+    parser.add_argument("--tuning", action="store_true", help="users outside the table; no results")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="with --tuning")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run the cells, write the results."""
+    options = parsed()
+    if options.set and not options.tuning:
+        sys.exit("--set is for --tuning: what the table shows stands in METHODS")
+    folder = options.runs / options.model
+    policy = (
+        small_policy(options.policy or folder / "reviews-lm") if options.model == "small" else {}
+    )
+    extra = dict(word.split("=", 1) for word in options.set)
+    methods = options.methods or [m for m in METHODS[options.model] if m != "reference"]
+    cells = list(
+        dict.fromkeys(
+            Cell(task, method if epsilon is not None else "reference", epsilon, users)
+            for task in options.tasks
+            for epsilon, users in options.cells
+            for method in methods
+        )
+    )
+    first = FIRST_TUNING_SEED if options.tuning else 0
+    jobs = {
+        (cell, seed): cell.job(seed, options.model, policy, extra, options.tuning)
+        for seed in range(first, first + options.seeds)
+        for cell in cells
+    }
+    figures = run_all(
+        list(jobs.values()), folder, side_by_side=options.jobs, write_only=options.write_only
+    )
+    done: dict[Cell, Measured] = {}
+    for cell in cells:
+        found = [figures[j.file] for (c, _), j in jobs.items() if c == cell and j.file in figures]
+        if found:
+            done[cell] = measured(found)
+    text = [f"# Share kept by ε and users ({options.model})", "", f"`{command()}`", ""]
+    text += [
+        "Share of the non-private rise of the reward on held-out public prompts, at the end and"
+    ]
+    text += [
+        "as area under the curve over the rounds, ± standard error over seeds; without privacy"
+    ]
+    text += ["the rise itself."]
+    text += tables(done)
+    print("\n".join(text))
+    if not options.tuning:
+        write_results(options.results, rows(options.model, done))
+        place = options.results.parent / f"noise-grid-{options.model}"
+        place.with_suffix(".md").write_text("\n".join(text) + "\n")
+        plot(done, place.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
