@@ -79,7 +79,12 @@ TASKS = {
 }
 PLAIN = {"privacy.epsilon": ".inf", "update.clip_norm": ".inf"}
 BASES: dict[str, dict[str, Any]] = {
-    "small": {**SMALL, "evaluation.every": 1},
+    "small": {
+        **SMALL,
+        "rollout.responses": 2,
+        "evaluation.every": 1,
+        "evaluation.prompts": 256,
+    },
     "smollm2": {"evaluation.prompts": 256},
 }
 METHODS: dict[str, dict[str, dict[str, Any]]] = {
@@ -142,7 +147,10 @@ class Measured:
 
 def measured(figures: list[dict[str, Any]]) -> Measured:
     """Return the rises of a cell's runs from their figures."""
-    curves = [f["public"] or f["private"] for f in figures]
+    curves = [
+        [*f["public"], f["after"]] if f["public"] else [r for r in f["private"] if r is not None]
+        for f in figures
+    ]
     area = [float(np.mean(c)) - f["before"] for c, f in zip(curves, figures, strict=True)]
     return Measured([f["rise"] for f in figures], area)
 

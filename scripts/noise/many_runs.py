@@ -1,7 +1,7 @@
 """Many runs of recipes, side by side and resumable, and the small public model and reward.
 
 A call that was interrupted is continued by the same call: finished runs are read, started ones
-resumed. Each run has a process of its own.
+resumed.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def run_all(
     todo = [] if write_only else [job for job in jobs if job.file not in done]
     threads = max(1, len(os.sched_getaffinity(0)) // side_by_side)
     context = get_context("spawn")
-    with ProcessPoolExecutor(side_by_side, mp_context=context, max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(side_by_side, mp_context=context) as pool:
         pending = {pool.submit(run, job, folder, threads): job for job in todo}
         for future in tqdm(as_completed(pending), total=len(pending), unit="run"):
             done[pending[future].file] = future.result()

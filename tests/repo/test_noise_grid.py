@@ -1,0 +1,80 @@
+"""The grid of ε and users: whose runs it compares, what it calls a share, what it says of goals."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+from dprlhf import load_recipe
+from noise import grid
+from noise.many_runs import ROOT, run_all
+
+POLICY = {"policy.model_name_or_path": "folder", "policy.adapter.layers": [2, 3]}
+CELLS = [grid.Cell(task, "today", 1.0, n) for task in grid.TASKS for n in grid.USERS]
+
+
+def rows_of(cell: grid.Cell, seed: int, tuning: bool) -> range:
+    job = cell.job(seed, "small", POLICY, {}, tuning)
+    made = load_recipe(ROOT / "recipes" / f"{job.recipe}.yaml", overrides=job.overrides)
+    assert made.data.limit == cell.users
+    return range(made.data.skip, made.data.skip + cell.users)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_the_users_of_the_table_are_never_those_for_tuning(cell: grid.Cell) -> None:
+    last = max(rows_of(cell, seed, tuning=False).stop for seed in (0, 1, 7))
+    tuned = [rows_of(cell, seed, tuning=True) for seed in (100, 103)]
+    assert last <= min(rows.start for rows in tuned)
+    assert max(rows.stop for rows in tuned) <= grid.TASKS[cell.task].users
+    assert len({rows_of(cell, seed, tuning=False).start for seed in (0, 1)}) == 2
+
+
+def test_a_changed_setting_is_another_run() -> None:
+    cell = grid.Cell("community", "today", 0.3, 1500)
+    job = cell.job(0, "small", POLICY, {}, False)
+    assert job == cell.job(0, "small", POLICY, {}, False)
+    other = cell.job(0, "small", POLICY, {"optimizer.learning_rate": "0.1"}, False)
+    assert other.file != job.file
+    reference = grid.Cell("community", "reference", None, 1500)
+    made = load_recipe(
+        ROOT / "recipes" / "community.yaml",
+        overrides=reference.job(0, "smollm2", {}, {}, False).overrides,
+    )
+    assert made.privacy.baseline
+    assert made.rewards[0].times_column == "wants"
+
+
+def test_shares_goals_and_the_area() -> None:
+    plain = grid.Cell("demo", "reference", None, 300)
+    kept, missed = (grid.Cell("demo", m, 1.0, 300) for m in ("subspace", "today"))
+    done = {
+        plain: grid.measured(
+            [{"before": 0.5, "rise": 2.0, "after": 2.5, "public": [1.5], "private": [9.0]}] * 2
+        ),
+        kept: grid.Measured([1.9, 1.96], [1.2, 1.2]),
+        missed: grid.Measured([1.0, 1.2], [0.5, 0.7]),
+    }
+    assert done[plain] == grid.Measured([2.0, 2.0], [1.5, 1.5])
+    found = {row.name.removeprefix("grid (small): "): row for row in grid.rows("small", done)}
+    start = "demo, subspace, epsilon 1, 300 users: share of the non-private"
+    rise, area = found[f"{start} rise"], found[f"{start} area under the curve"]
+    assert (rise.value, rise.holds) == (pytest.approx(0.965), True)
+    assert (area.value, area.holds) == (pytest.approx(0.8), False)
+    assert found["demo, today, epsilon 1, 300 users: share of the non-private rise"].holds is None
+    assert "96% ± 2%, 80% ± 0%" in "\n".join(grid.tables(done))
+    # Without a curve on public prompts, the users' noised rewards stand for it.
+    assert grid.measured(
+        [{"before": 0.5, "rise": 2.0, "after": 2.5, "public": [], "private": [1, None, 2]}]
+    ).area == [1.0]
+
+
+def test_finished_runs_are_read_and_not_run_again(tmp_path: Path) -> None:
+    jobs = [grid.Cell("demo", "today", 1.0, n).job(0, "smollm2", {}, {}, False) for n in (300, 500)]
+    (tmp_path / f"{jobs[0].file}.json").write_text(json.dumps({"rise": 1.0}))
+    found = run_all(jobs, tmp_path, side_by_side=1, write_only=True)
+    assert found == {jobs[0].file: {"rise": 1.0}}
