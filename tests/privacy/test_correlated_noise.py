@@ -237,8 +237,15 @@ def test_it_costs_what_independent_noise_on_disjoint_batches_costs() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"partition": "random-allocation"}, {"partition": "poisson"}, {"releases_per_round": 2}],
+    [
+        {"partition": "poisson"},
+        {"releases_per_round": 2},
+        {"partition": "random-allocation", "releases_per_round": 2},
+        {"partition": "random-allocation", "participations": 2},
+        {"partition": "random-allocation", "adjacency": "replace-one"},
+        {"partition": "random-allocation", "users": 999, "rounds": 129},
+    ],
 )
 def test_it_is_refused_where_it_is_not_accounted(changes: dict[str, Any]) -> None:
-    with pytest.raises(DprlhfError, match="correlated noise is accounted for one release"):
+    with pytest.raises(DprlhfError, match=r"^privacy\.bands: .*bands 1"):
         plan(**changes)

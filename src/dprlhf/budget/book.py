@@ -597,7 +597,12 @@ def _mechanism(row: sa.Row[Any]) -> Mechanism | None:
 
 
 def _as_json(mechanism: Mechanism | None) -> str:
-    return json.dumps(None if mechanism is None else asdict(mechanism), sort_keys=True)
+    if mechanism is None:
+        return "null"
+    fields = asdict(mechanism)
+    if mechanism.bands == 1:  # as in the rows of books from before bands had a cost
+        del fields["bands"]
+    return json.dumps(fields, sort_keys=True)
 
 
 def _unit(column: str | None) -> str:

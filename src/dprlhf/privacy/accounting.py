@@ -21,7 +21,7 @@ add-remove is for calculations (:func:`dprlhf.privacy.plan.check_promise`).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from dprlhf.errors import DprlhfError
@@ -62,6 +62,8 @@ class Mechanism:
         adjacency: what a neighbouring dataset is.
         participations: k, the rounds of T that a user takes part in (poisson: on average).
         releases_per_round: J noisy sums per round over the same users, each with z.
+        bands: b, the rounds whose noise is correlated (:mod:`dprlhf.privacy.correlated_noise`); 1
+            draws each round's noise by itself.
 
     Raises:
         DprlhfError: a value is out of range, or the partition does not carry the adjacency.
@@ -73,12 +75,13 @@ class Mechanism:
     adjacency: Adjacency = DEFAULT_ADJACENCY
     participations: int = 1
     releases_per_round: int = 1
+    bands: int = 1
 
     def __post_init__(self) -> None:
         """Refuse what cannot be accounted for."""
         if not self.noise_multiplier >= 0:
             raise _without_noise(self.noise_multiplier)
-        for name in ("rounds", "participations", "releases_per_round"):
+        for name in ("rounds", "participations", "releases_per_round", "bands"):
             value = getattr(self, name)
             if not (isinstance(value, int) and value >= 1):
                 raise DprlhfError(f"{name} must be a whole number of at least 1, not {value}")
@@ -100,18 +103,19 @@ class Mechanism:
     @property
     def spec(self) -> PartitionSpec:
         """The draw and the accountant of the mechanism's partition."""
-        return all_partitions()[self.partition]
+        spec = all_partitions()[self.partition]
+        if self.bands == 1 or spec.disjoint:
+            return spec
+        if spec.correlated is None:
+            raise DprlhfError(
+                f"privacy.bands: partition {self.partition} does not carry correlated noise; use"
+                " random-allocation, fixed or stream, or bands 1"
+            )
+        return spec.correlated
 
     def with_noise(self, noise_multiplier: float) -> Mechanism:
         """Return the same mechanism with another noise multiplier."""
-        return Mechanism(
-            noise_multiplier,
-            self.rounds,
-            self.partition,
-            self.adjacency,
-            self.participations,
-            self.releases_per_round,
-        )
+        return replace(self, noise_multiplier=noise_multiplier)
 
 
 @dataclass(frozen=True)
@@ -175,6 +179,7 @@ def noise_multiplier(
     adjacency: Adjacency = DEFAULT_ADJACENCY,
     participations: int = 1,
     releases_per_round: int = 1,
+    bands: int = 1,
 ) -> tuple[float, Epsilon]:
     """Return the smallest noise multiplier found whose cost is at most ``epsilon``, and its cost.
 
@@ -193,20 +198,24 @@ def noise_multiplier(
     _check_delta(delta)
 
     def with_noise(z: float) -> Mechanism:
-        return Mechanism(z, rounds, partition, adjacency, participations, releases_per_round)
+        return Mechanism(z, rounds, partition, adjacency, participations, releases_per_round, bands)
 
     def rough(z: float) -> float:
         return _delta(with_noise(z), epsilon, rough=True)
 
     one = gaussian_noise_multiplier(epsilon, delta)
     high = one / single_noise(with_noise(1.0))
-    low = high / 2
-    # Enough noise makes even epsilon 0 cost less than delta, so `low` exists only above zero.
-    while low > 1e-3 * one and rough(low) <= delta:
-        low, high = low / 2, low
-    z = find_root(
-        lambda z: _delta(with_noise(z), epsilon, rough=False), low, high, delta, rough=rough
-    )
+    propose = with_noise(1.0).spec.noise
+    if propose is not None:
+        z = propose(with_noise(1.0), epsilon, delta, high)
+    else:
+        low = high / 2
+        # Enough noise makes even epsilon 0 cost less than delta, so `low` exists only above zero.
+        while low > 1e-3 * one and rough(low) <= delta:
+            low, high = low / 2, low
+        z = find_root(
+            lambda z: _delta(with_noise(z), epsilon, rough=False), low, high, delta, rough=rough
+        )
     for _ in range(50):
         cost = _cost(with_noise(z), delta)
         if cost.epsilon <= epsilon:

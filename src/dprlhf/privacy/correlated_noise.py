@@ -13,8 +13,8 @@ scaled to norm 1 and its entries rounded down to multiples of 2⁻²⁰, so that
 noise without rounding errors; b = 1 is independent noise. McKenna (arXiv 2405.15913) optimizes the
 bands numerically; the square root needs no solver.
 
-The accounting holds for disjoint batches (``fixed``, ``stream``). Users that draw their own secret
-rounds are not covered: random allocation amplifies rounds with independent noise.
+That is the cost for disjoint batches (``fixed``, ``stream``). Where users draw their own secret
+rounds it is less, and depends on C: :mod:`dprlhf.privacy.correlated_allocation`.
 """
 
 from __future__ import annotations

@@ -27,13 +27,13 @@ class Plan:
     Attributes:
         users: Number of users N, public by assumption.
         mechanism: Rounds T, partition, adjacency, participations k, releases J in a round, and the
-            noise multiplier z, as the accountant reads them. The noise on a released sum has
-            standard deviation z·S; zero makes the run a non-private baseline.
+            noise multiplier z, as the accountant reads them; with the bands b of correlated noise.
+            The noise on a released sum has standard deviation z·S; zero makes the run a
+            non-private baseline.
         clip_norm: S, the L2 bound on one user's contribution; infinite only without noise.
         expected_batch_size: m = kN/T (``fixed`` and ``stream``: the slots of a round), the public
             constant that every released sum is divided by.
         guarantee: ε (an upper bound; infinite for a baseline), δ and the accountant.
-        bands: b of :mod:`dprlhf.privacy.correlated_noise`; 1 draws each round's noise by itself.
     """
 
     users: int
@@ -41,7 +41,6 @@ class Plan:
     clip_norm: float
     expected_batch_size: float
     guarantee: Epsilon
-    bands: int = 1
 
     @property
     def rounds(self) -> int:
@@ -67,6 +66,11 @@ class Plan:
     def releases_per_round(self) -> int:
         """The number J of noised sums that one round takes from the same users."""
         return self.mechanism.releases_per_round
+
+    @property
+    def bands(self) -> int:
+        """The number b of rounds whose noise is correlated; 1 draws each round's by itself."""
+        return self.mechanism.bands
 
     @property
     def noise_multiplier(self) -> float:
@@ -103,7 +107,6 @@ class Plan:
             "users": self.users,
             **asdict(self.mechanism),
             "clip_norm": self.clip_norm,
-            "bands": self.bands,
             "divisor": self.expected_batch_size,  # the name in every stored ledger
         }
         for name in ("epsilon", "epsilon_lower", "delta", "accountant"):
@@ -152,12 +155,6 @@ def make_plan(
     if not clip_norm > 0 or (math.isinf(clip_norm) and not baseline):
         raise DprlhfError(f"clip_norm must be a positive number, not {clip_norm}")
     cut = partition in all_partitions() and all_partitions()[partition].disjoint
-    if bands > 1 and (not cut or participations > 1 or releases_per_round > 1):
-        raise DprlhfError(
-            "privacy.bands: correlated noise is accounted for one release to disjoint batches:"
-            " use partition fixed or stream with one participation and one release a round, or"
-            " bands 1"
-        )
     mechanism = Mechanism(
         noise_multiplier or 0.0,
         rounds,
@@ -165,6 +162,7 @@ def make_plan(
         adjacency or DEFAULT_ADJACENCY,
         participations,
         releases_per_round,
+        bands,
     )
     mechanism, guarantee = _cost(mechanism, math.inf if baseline else epsilon, delta)
     z = mechanism.noise_multiplier
@@ -179,7 +177,6 @@ def make_plan(
         clip_norm=clip_norm,
         expected_batch_size=float(users // rounds) if cut else participations * users / rounds,
         guarantee=guarantee,
-        bands=bands,
     )
 
 
@@ -231,6 +228,7 @@ def _cost(mechanism: Mechanism, target: float | None, delta: float) -> tuple[Mec
         adjacency=mechanism.adjacency,
         participations=mechanism.participations,
         releases_per_round=mechanism.releases_per_round,
+        bands=mechanism.bands,
     )
     return mechanism.with_noise(z), guarantee
 

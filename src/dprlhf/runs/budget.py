@@ -20,7 +20,7 @@ from dprlhf.privacy.accounting import Mechanism
 from dprlhf.privacy.plan import Plan
 from dprlhf.privacy.randomness import commitment
 from dprlhf.recipe import AnyRecipe
-from dprlhf.runs.earlier import Earlier
+from dprlhf.runs.earlier import Earlier, cost_terms
 from dprlhf.runs.folder import RunFolder
 
 NO_BOOK = (
@@ -82,7 +82,7 @@ def reserve(
         run=commitment(folder.open()) if folder is not None and held else "",
         name=folder.path.resolve().name if folder is not None else "",
         stage=recipe.stage,
-        mechanism=plan.mechanism,
+        mechanism=Mechanism(**cost_terms(vars(plan.mechanism))),
         times=1 + earlier.tuning_runs,
     )
     return book.reserve(

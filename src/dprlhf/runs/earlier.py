@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Epsilon, Mechanism
 from dprlhf.privacy.composition import total_epsilon
 from dprlhf.privacy.ledger import read_opened
+from dprlhf.privacy.partitions import all_partitions
 from dprlhf.privacy.plan import NO_PRIVACY, Plan
 from dprlhf.recipe import AnyRecipe, load_any_recipe
 from dprlhf.runs.folder import RunFolder
@@ -153,31 +154,40 @@ def records_in(terms: dict[str, Any], recipe: AnyRecipe, name: str) -> list[Reco
         recipe: The run's recipe.
         name: The name of its folder.
     """
-    names = ("rounds", "partition", "adjacency", "participations", "releases_per_round")
     own = Record(
         run=terms["key_commitment"],
         name=name,
         stage=recipe.stage,
         unit=terms.get("unit", recipe.data.user_column),
         delta=terms["delta"],
-        mechanism={name: terms[name] for name in ("noise_multiplier", *names)},
+        mechanism=cost_terms(terms),
         disjoint=terms.get("disjoint", []),
         tuning_runs=terms.get("tuning_runs", 0),
     )
     return [own, *(Record(**record) for record in terms.get("previous", []))]
 
 
+def cost_terms(terms: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the mechanism in a run's terms that its cost depends on.
+
+    Bands are left out where the cost does not depend on them, as in the records of runs from before
+    random allocation had bands.
+    """
+    names = ("rounds", "partition", "adjacency", "participations", "releases_per_round")
+    fields = {name: terms[name] for name in ("noise_multiplier", *names)}
+    correlated = terms.get("bands", 1) > 1 and not all_partitions()[terms["partition"]].disjoint
+    return fields | ({"bands": terms["bands"]} if correlated else {})
+
+
 def total(plan: Plan, earlier: Earlier) -> Epsilon:
     """Return the total ε of a run and its earlier runs, at the largest δ of all."""
-    names = ("noise_multiplier", "rounds", "partition", "adjacency", "participations")
-    mechanism = {name: getattr(plan, name) for name in (*names, "releases_per_round")}
     own = Record(
         run="",
         name="",
         stage="",
         unit=None,
         delta=plan.guarantee.delta,
-        mechanism=mechanism,
+        mechanism=cost_terms(vars(plan.mechanism)),
         disjoint=earlier.disjoint,
         tuning_runs=earlier.tuning_runs,
     )

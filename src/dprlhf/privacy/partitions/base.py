@@ -17,6 +17,11 @@ from dprlhf.privacy.relations import Adjacency
 
 Array = NDArray[np.float64]
 
+ONE_RELEASE = (
+    "privacy.bands: the gate correlates one release a round; use an update with one release a"
+    " round, or bands 1"
+)
+
 Stream = Callable[..., NDArray[np.uint64]]
 """``stream(*context, count=n)`` returns n uniform 64-bit integers, of one secret stream for each
 context."""
@@ -48,6 +53,10 @@ class Terms(Protocol):
     @property
     def releases_per_round(self) -> int:
         """Number J of noised sums over the users of one round."""
+
+    @property
+    def bands(self) -> int:
+        """Number b of rounds whose noise is correlated; 1 for independent noise."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +106,10 @@ class PartitionSpec:
             against those who know which.
         in_order: True where users come in the order of arrival, so that anybody knows their round.
         independent_rounds: True where a user may join every round, each independently.
+        noise: ``noise(terms, epsilon, delta, high)`` proposes a noise multiplier below ``high``
+            for an ε, which is then put through ``epsilon``; None to find it by way of ``delta``.
+        correlated: The same draw with the accountant for noise that is correlated between rounds;
+            None where there is none. Disjoint batches need no other accountant.
     """
 
     accountant: str
@@ -112,6 +125,8 @@ class PartitionSpec:
     disjoint: bool = False
     in_order: bool = False
     independent_rounds: bool = False
+    noise: Callable[[Terms, float, float, float], float] | None = None
+    correlated: PartitionSpec | None = None
 
     def rounds_at_most(self, terms: Terms) -> int:
         """Return in how many rounds one user can be."""

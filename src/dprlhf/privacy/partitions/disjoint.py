@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.gaussian import gaussian_epsilon
 from dprlhf.privacy.partitions.base import (
+    ONE_RELEASE,
     Allocation,
     Array,
     PartitionSpec,
@@ -39,6 +40,8 @@ def _check(terms: Terms) -> None:
             f"{terms.participations}: use partition random-allocation or poisson for "
             "several passes"
         )
+    if terms.bands > 1 and terms.releases_per_round > 1:
+        raise DprlhfError(ONE_RELEASE)
 
 
 def _fixed(users: int, rounds: int, participations: int, stream: Stream) -> Allocation:

@@ -7,6 +7,7 @@ their privacy loss distributions.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dprlhf.errors import DprlhfError
+from dprlhf.privacy import correlated_allocation as correlated
 from dprlhf.privacy import random_allocation as block
 from dprlhf.privacy.curves import (
     SIDES,
@@ -24,6 +26,7 @@ from dprlhf.privacy.curves import (
 )
 from dprlhf.privacy.gaussian import gaussian_delta, gaussian_epsilon, noise_too_small
 from dprlhf.privacy.partitions.base import (
+    ONE_RELEASE,
     Allocation,
     Array,
     PartitionSpec,
@@ -31,6 +34,7 @@ from dprlhf.privacy.partitions.base import (
     Terms,
     one_round_each,
     round_noise,
+    single_curve,
 )
 from dprlhf.privacy.random_allocation import Side
 
@@ -136,6 +140,49 @@ def _reach(terms: Terms, tail: float, side: Side) -> float:
     return block.epsilon(round_noise(terms), _slots(terms), tail, side)
 
 
+def _check_correlated(terms: Terms) -> None:
+    _check(terms)
+    if terms.participations > 1:
+        raise DprlhfError(
+            "privacy.bands: correlated noise on random allocation is accounted for one"
+            f" participation, not {terms.participations}; use participations 1, or bands 1"
+        )
+    if terms.releases_per_round > 1:
+        raise DprlhfError(ONE_RELEASE)
+    if terms.adjacency == "replace-one":
+        raise DprlhfError(
+            "privacy.bands: correlated noise on random allocation is accounted for zero-out, not"
+            " for replace-one; use adjacency zero-out, partition fixed, or bands 1"
+        )
+    if terms.rounds > correlated.LARGEST_ROUNDS:
+        raise DprlhfError(
+            "privacy.bands: correlated noise on random allocation is accounted for up to"
+            f" {correlated.LARGEST_ROUNDS} rounds, not {terms.rounds}; use fewer rounds, partition"
+            " fixed, or bands 1"
+        )
+
+
+def _correlated_epsilon(terms: Terms, delta: float, single: float) -> tuple[float, float]:
+    return correlated.epsilon(terms.noise_multiplier, terms.rounds, terms.bands, delta)
+
+
+def _correlated_delta(terms: Terms, epsilon: float, single: float, rough: bool) -> float:
+    return correlated.delta(terms.noise_multiplier, terms.rounds, terms.bands, epsilon, rough)
+
+
+def _correlated_noise(terms: Terms, epsilon: float, delta: float, high: float) -> float:
+    return correlated.noise(terms.rounds, terms.bands, epsilon, delta, high)
+
+
+def _correlated_curve(terms: Terms, epsilons: Any, side: Side) -> Array:
+    """Return the curve of one Gaussian, which bounds both sides (proof note, step 5)."""
+    return single_curve(terms.noise_multiplier, epsilons)
+
+
+def _correlated_reach(terms: Terms, tail: float, side: Side) -> float:
+    return gaussian_epsilon(terms.noise_multiplier, tail)
+
+
 RANDOM_ALLOCATION = PartitionSpec(
     accountant="random allocation of the Gaussian mechanism (arXiv 2502.08202, Theorem 3.1), "
     "rigorous bounds on both privacy curves",
@@ -150,4 +197,16 @@ RANDOM_ALLOCATION = PartitionSpec(
     log_likelihood=one_round_each,
     factors=lambda terms: terms.participations,
 )
+_CORRELATED = dataclasses.replace(
+    RANDOM_ALLOCATION,
+    accountant="correlated noise on random allocation (dominating pair of arXiv 2410.06266), Monte "
+    "Carlo with an empirical Bernstein bound; 2^-50 of delta pays for its probability of error",
+    check=_check_correlated,
+    epsilon=_correlated_epsilon,
+    delta=_correlated_delta,
+    curve=_correlated_curve,
+    reach=_correlated_reach,
+    noise=_correlated_noise,
+)
+RANDOM_ALLOCATION = dataclasses.replace(RANDOM_ALLOCATION, correlated=_CORRELATED)
 """Each user draws its round uniformly from 1..T; k participations, one in each block."""

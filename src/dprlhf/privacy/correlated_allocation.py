@@ -1,0 +1,398 @@
+"""Privacy curve of correlated noise on random allocation, by a certified Monte Carlo bound.
+
+Each user draws its round in secret, and the rounds' noise is correlated by a matrix C with
+non-negative entries (:mod:`dprlhf.privacy.correlated_noise`). With c_i the columns of C, the run is
+dominated by P = (1/T) Σ_i N(c_i, z² I) against Q = N(0, z² I), also where rounds are adaptive and a
+user's contributions point in different directions (``docs/proofs/correlated_random_allocation.md``;
+the pair is that of Choquette-Choo et al., arXiv 2410.06266). With L = dP/dQ,
+
+    delta_remove(eps) = E_Q[(L - e^eps)_+],     delta_add(eps) = E_Q[(1 - e^eps L)_+].
+
+No closed form is known for sums of dependent log-normals. Both are expectations of values in a
+known interval [0, B] under an importance-sampling proposal with B near δ itself, so that the
+empirical Bernstein bound (Maurer & Pontil, arXiv 0907.3740, Theorem 4) states them to a few per
+cent with a probability of error of 2⁻⁶⁰. δ is charged for that: 2⁻⁵⁰, enough for 1,024 such bounds.
+What is searched for (ε, z, the proposal) is found with other draws than those that certify it. All
+draws come from a fixed public key, so that the same terms always give the same ε.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize_scalar
+from scipy.special import gammaln, ndtri
+
+from dprlhf.privacy import random_allocation
+from dprlhf.privacy.correlated_noise import square_root
+from dprlhf.privacy.gaussian import find_root, gaussian_delta, gaussian_epsilon
+from dprlhf.privacy.random_allocation import Side
+from dprlhf.privacy.randomness import uniforms
+
+Array = NDArray[np.float64]
+
+LARGEST_ROUNDS = 128
+"""Above it, the draws would take minutes, and the proposal is too far from P for a tight bound."""
+
+CHARGE = 2.0**-50
+"""Part of δ that pays for the probability that a bound is wrong."""
+
+_FAILURE = 2.0**-60
+_SMALLEST_DELTA = 2.0**-40  # below it, one Gaussian bounds the curve
+_LARGEST_EPSILON = 100.0  # the same above it
+_SLACK = 1e-9  # relative allowance for float64 and for the 52 bits of a uniform draw
+
+_KEY = b"correlated noise, random alloc. "  # public: the draws are not of anybody's data
+_DRAWS = 2**20
+_ROUGH_DRAWS = 2**15
+_BLOCK = 2**14
+_FOLDS = 6
+_COMPONENTS = 50_000
+
+_BELOW = (-0.05, -0.02, -0.01, -0.005)
+_NEAR = (-0.002, -0.001, -0.0005, 0.0, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.01)
+_OFFSETS = (*_BELOW, *_NEAR, 0.02, 0.05, 0.1, 0.2, 0.5)
+"""Where the certificate looks, relative to the ε that the search found."""
+
+
+@functools.lru_cache(64)
+def matrix(rounds: int, bands: int) -> Array:
+    """Return C, ``[rounds, rounds]``: lower triangular, non-negative, columns of norm at most 1."""
+    banded = square_root(rounds, bands)
+    dense = np.zeros((rounds, rounds))
+    for k in range(banded.shape[1]):
+        late = np.arange(k, rounds)
+        dense[late, late - k] = banded[k:, k]
+    return dense
+
+
+@dataclass(frozen=True)
+class _Proposal:
+    """The law that y is drawn from, N(m, z² I) with m drawn from ``shifts``, and its bound.
+
+    Attributes:
+        side: Direction of the curve.
+        power: Exponent a; the bound on a value comes from the a-th power of L.
+        folds: Number r of columns whose sum, times a/r, is a shift (``remove``).
+        log_mass: Logarithm of the normalizer Z (``remove``) or of e^(a s/2 + a² g/2) (``add``).
+        shifts: Cᵀm/z² of each component, ``[components, rounds]``.
+        cumulative: Cumulative probabilities of the components, ``[components]``.
+    """
+
+    side: Side
+    power: float
+    folds: int
+    log_mass: float
+    shifts: Array
+    cumulative: Array
+
+    def largest(self, epsilons: Array) -> Array:
+        """Return the bound B on a value, at each ε, ``[points]``."""
+        logs = [_log_largest(self.side, self.power, self.log_mass, float(e)) for e in epsilons]
+        return np.exp(logs)
+
+
+def _log_largest(side: Side, power: float, log_mass: float, epsilon: float) -> float:
+    """Return log B: of Z max_L (L - e^eps) L^-a, or of e^(...) max_L (1 - e^eps L) L^a."""
+    a = power
+    if side == "remove":
+        shape = (a - 1) * math.log1p(-1 / a) - math.log(a) if a > 1 else 0.0
+        return log_mass - epsilon * (a - 1) + shape
+    shape = a * math.log(a / (a + 1)) - math.log(a + 1) if a > 0 else 0.0
+    return log_mass - a * epsilon + shape
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """The sums of r columns of C: what the proposals for any z are made of.
+
+    Attributes:
+        members: The columns in each sum, ``[components, r]``.
+        orders: Logarithm of the number of orders of each, over T^r, ``[components]``.
+        between: Squared norm of each sum, ``[components]``.
+        own: Sum of the squared norms of its columns, ``[components]``.
+    """
+
+    members: NDArray[np.int64]
+    orders: Array
+    between: Array
+    own: Array
+
+    def log_masses(self, scale: float, noise: float) -> tuple[float, Array]:
+        """Return log Z and the unnormalised log-weights of the proposal's components.
+
+        A weight is E_Q[e^(s Σ l_i)] times the number of orders over T^r.
+        """
+        logs = self.orders + scale * (scale * self.between - self.own) / (2 * noise**2)
+        top = float(logs.max())
+        return top + math.log(float(np.exp(logs - top).sum())), logs
+
+
+@functools.lru_cache(16)
+def _sums(rounds: int, bands: int, folds: int) -> _Sums:
+    columns = matrix(rounds, bands)
+    gram = columns.T @ columns
+    found = np.array(list(itertools.combinations_with_replacement(range(rounds), folds)))
+    counts = np.stack([(found == found[:, [i]]).sum(1) for i in range(folds)], 1)
+    # Each distinct element of multiplicity c is met c times: Σ log(c!) / c over all places.
+    orders = gammaln(folds + 1) - (gammaln(counts + 1.0) / counts).sum(1)
+    between = sum(gram[found[:, i], found[:, j]] for i in range(folds) for j in range(folds))
+    own = np.diag(gram)[found].sum(1)
+    return _Sums(found, orders - folds * math.log(rounds), np.asarray(between), own)
+
+
+def _remove_proposal(noise: float, rounds: int, bands: int, epsilon: float) -> _Proposal:
+    """Return the proposal with density ((1/T) Σ_i e^(s l_i))^r / Z to Q, s = a/r at least 1.
+
+    By the power-mean inequality it is at least L^a / Z, so a value is at most B. The power a is the
+    one with the smallest B, and r the largest for which there are not too many sums, or for which
+    the best s is still above 1.
+    """
+    choices = range(1, _FOLDS + 1)
+    largest = max(r for r in choices if r == 1 or math.comb(rounds + r - 1, r) <= _COMPONENTS)
+    best: tuple[float, int, float] = (math.inf, 1, 1.0)
+    for folds in range(largest, 0, -1):
+        sums = _sums(rounds, bands, folds)
+
+        def log_bound(log_scale: float, sums: _Sums = sums, folds: int = folds) -> float:
+            scale = math.exp(log_scale)
+            log_mass = sums.log_masses(scale, noise)[0]
+            return min(_log_largest("remove", scale * folds, log_mass, epsilon), 1e6)
+
+        found = minimize_scalar(
+            log_bound, bounds=(0.0, 5.0), method="bounded", options={"xatol": 1e-3}
+        )
+        for scale in (1.0, float(f"{math.exp(found.x):.4g}")):
+            best = min(best, (log_bound(math.log(scale)), folds, scale))
+        if best[2] > 1.0:
+            break
+    _, folds, scale = best
+    sums = _sums(rounds, bands, folds)
+    log_mass, log_weights = sums.log_masses(scale, noise)
+    cumulative = np.cumsum(np.exp(log_weights - log_mass))
+    columns = matrix(rounds, bands) / noise
+    shifts = scale * (columns.T @ columns)[sums.members].sum(1)
+    return _Proposal("remove", scale * folds, folds, log_mass, shifts, cumulative / cumulative[-1])
+
+
+def _add_proposal(noise: float, rounds: int, bands: int, epsilon: float) -> _Proposal:
+    """Return the proposal N(-a c̄, z² I), c̄ the mean column, with the power a of the smallest B.
+
+    As log L is at least the mean of the l_i, a value is at most (1 - e^eps L) L^a times
+    e^(a s/2 + a² g/2), with s the mean of |c_i|²/z² and g = |c̄|²/z².
+    """
+    columns = matrix(rounds, bands) / noise
+    gram = columns.T @ columns
+    spread, square = float(np.diag(gram).mean()), float(gram.mean())
+
+    def log_mass(power: float) -> float:
+        return power * spread / 2 + power * power * square / 2
+
+    def log_bound(power: float) -> float:
+        return _log_largest("add", power, log_mass(power), epsilon)
+
+    most = 4 * (1 + max(0.0, epsilon - spread / 2) / square)
+    found = minimize_scalar(
+        log_bound, bounds=(0.0, most), method="bounded", options={"xatol": 1e-3}
+    )
+    power = float(f"{found.x:.4g}")
+    power = power if log_bound(power) < 0 else 0.0
+    shifts = -power * gram.mean(0, keepdims=True)
+    return _Proposal("add", power, 1, log_mass(power), shifts, np.ones(1))
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Draws from a proposal: log L, and the logarithm of dQ over the proposal, ``[draws]``."""
+
+    proposal: _Proposal
+    log_ratio: Array
+    log_weight: Array
+
+    def moments(self, epsilons: Array) -> tuple[Array, Array]:
+        """Return the mean of the values at each ε, unbiased estimates of δ, and their deviation."""
+        with_, without = np.exp(self.log_ratio + self.log_weight), np.exp(self.log_weight)
+        found = []
+        for factor in np.exp(epsilons):
+            if self.proposal.side == "remove":
+                values = np.maximum(with_ - factor * without, 0.0)
+            else:
+                values = np.maximum(without - factor * with_, 0.0)
+            found.append((values.mean(), values.std(ddof=1)))
+        mean, deviation = zip(*found, strict=True)
+        return np.array(mean), np.array(deviation)
+
+    def bounds(
+        self, epsilons: Array, failure: float, draws: int | None = None
+    ) -> tuple[Array, Array]:
+        """Return lower and upper bounds on δ at each ε, ``[points]`` each.
+
+        Args:
+            epsilons: Arguments of the curve.
+            failure: Probability that any of them is wrong.
+            draws: Number of draws to predict the bounds for; None for those that there are.
+        """
+        n = draws or len(self.log_ratio)
+        log = math.log(4 * len(epsilons) / failure)  # two sides, each with 2 / failure
+        largest = self.proposal.largest(epsilons)
+        mean, deviation = self.moments(epsilons)
+        width = deviation * math.sqrt(2 * log / n) + 7 * largest * log / (3 * (n - 1))
+        width += _SLACK * (mean + largest)
+        return np.maximum(mean - width, 0.0), np.minimum(mean + width, 1.0)
+
+
+def _sample(
+    noise: float, rounds: int, bands: int, epsilon: float, side: Side, use: str, draws: int
+) -> _Sample:
+    """Draw from the proposal that suits ``epsilon``; each use has its own draws."""
+    make = _remove_proposal if side == "remove" else _add_proposal
+    proposal = make(noise, rounds, bands, epsilon)
+    columns = matrix(rounds, bands) / noise
+    half = (columns**2).sum(0) / 2
+    # The search compares many z and ε, which is smooth where all see the same draws.
+    context = (use, side) if use == "search" else (use, side, rounds, bands, float(noise).hex())
+    ratios, weights = [], []
+    for block in range(0, draws, _BLOCK):
+        count = min(_BLOCK, draws - block)
+        normals, picks = _normals(context, block, count, rounds)
+        component = np.searchsorted(proposal.cumulative, picks, side="right")
+        component = np.minimum(component, len(proposal.cumulative) - 1)
+        logs = normals @ columns + (proposal.shifts[component] - half)
+        top = logs.max(1)
+        logs -= top[:, None]
+        ratio = top + np.log(np.exp(logs).mean(1))
+        if side == "remove":
+            scale = proposal.power / proposal.folds
+            power = scale * top + np.log(np.exp(scale * logs).mean(1))
+            weights.append(proposal.log_mass - proposal.folds * power)
+        else:
+            middle = logs.mean(1) + top + half.mean()
+            own = proposal.power**2 * float((columns.mean(1) ** 2).sum()) / 2
+            weights.append(proposal.power * middle + own)
+        ratios.append(ratio)
+    return _Sample(proposal, np.concatenate(ratios), np.concatenate(weights))
+
+
+@functools.lru_cache(8)  # of the search, which takes the same again and again
+def _normals(
+    context: tuple[str | int, ...], block: int, count: int, rounds: int
+) -> tuple[Array, Array]:
+    """Return standard normals, ``[count, rounds]``, and uniforms, ``[count]``."""
+    draws = uniforms(_KEY, *context, block, count=count * (rounds + 1))
+    return ndtri(draws[count:]).reshape(count, rounds), draws[:count]
+
+
+def _usable(noise: float, epsilon: float) -> bool:
+    """Return whether the bounds are made for this noise and ε; else one Gaussian bounds the run."""
+    in_range = random_allocation.SMALLEST_NOISE <= noise <= random_allocation.LARGEST_NOISE
+    return in_range and epsilon <= _LARGEST_EPSILON and 1 / noise**2 < 500
+
+
+def _predicted(noise: float, rounds: int, bands: int, epsilon: float) -> float:
+    """Return what the certificate is likely to state for δ(ε): an estimate, not a bound."""
+    found = []
+    for side in ("remove", "add"):
+        sample = _sample(noise, rounds, bands, epsilon, side, "search", _ROUGH_DRAWS)
+        found.append(sample.bounds(np.array([epsilon]), _FAILURE, _DRAWS)[1][0])
+    return float(max(found)) + CHARGE
+
+
+@functools.lru_cache(1024)
+def delta(noise: float, rounds: int, bands: int, epsilon_: float, rough: bool = False) -> float:
+    """Return an upper bound on δ at ``epsilon_ >= 0``, the larger of both sides.
+
+    Args:
+        noise: Noise multiplier z.
+        rounds: Number T of rounds.
+        bands: Number b of bands of C.
+        epsilon_: Argument ε of the curve.
+        rough: Draw a sixteenth as often, for a bound that is looser and as valid.
+    """
+    single = gaussian_delta(noise, epsilon_)
+    if not _usable(noise, epsilon_) or single < _SMALLEST_DELTA:
+        return single
+    at, draws = np.array([epsilon_]), _ROUGH_DRAWS if rough else _DRAWS
+    use = "rough" if rough else "certificate"
+    upper = [
+        _sample(noise, rounds, bands, epsilon_, side, use, draws).bounds(at, _FAILURE / 2)[1][0]
+        for side in ("remove", "add")
+    ]
+    return min(single, float(max(upper)) + CHARGE)
+
+
+@functools.lru_cache(1024)
+def epsilon(noise: float, rounds: int, bands: int, delta_: float) -> tuple[float, float]:
+    """Return an upper and a lower bound on ε at ``delta_``.
+
+    The search finds where to look, with draws of its own. The certificate bounds both curves at a
+    few fixed offsets from there at once, so that the smallest ε that passes needs no correction for
+    having been selected.
+
+    Args:
+        noise: Noise multiplier z.
+        rounds: Number T of rounds.
+        bands: Number b of bands of C.
+        delta_: δ, of which :data:`CHARGE` pays for a wrong bound.
+    """
+    single = gaussian_epsilon(noise, delta_)
+    lower = _independent_epsilon(noise, rounds, bands, delta_)
+    if single == 0 or delta_ < _SMALLEST_DELTA or not _usable(noise, single):
+        return single, min(lower, single)
+    guess = find_root(
+        lambda e: _predicted(noise, rounds, bands, e), 0.0, single, delta_, tolerance=1e-4
+    )
+    near = guess + max(guess, 0.01) * np.array(_OFFSETS)
+    points = np.unique([float(f"{max(e, 0.0):.5g}") for e in near])
+    failure = _FAILURE / 2
+    low, high = [], []
+    for side in ("remove", "add"):
+        sample = _sample(noise, rounds, bands, guess, side, "certificate", _DRAWS)
+        least, most = sample.bounds(points, failure)
+        low.append(least)
+        high.append(most + CHARGE)
+    passed = points[np.max(high, 0) <= delta_]
+    failed = points[np.max(low, 0) - CHARGE >= delta_]
+    upper = min([single, *passed.tolist()])
+    return upper, min(upper, max([lower, *failed.tolist()]))
+
+
+def _independent_epsilon(noise: float, rounds: int, bands: int, delta_: float) -> float:
+    """Return a lower bound on ε without draws: that of independent noise.
+
+    By the comparison of the proof note, columns with non-negative products cost no less than
+    orthogonal ones of their norms.
+    """
+    least = float(np.linalg.norm(matrix(rounds, bands), axis=0).min())
+    own = noise / least * (1 + 1e-12)
+    once = random_allocation.epsilon(own, rounds, delta_, "remove")
+    return random_allocation.epsilon_lower(own, rounds, delta_, once)
+
+
+@functools.lru_cache(256)
+def noise(rounds: int, bands: int, epsilon_: float, delta_: float, high: float) -> float:
+    """Return about the smallest noise multiplier whose certified ε is at most ``epsilon_``.
+
+    It is a proposal: :func:`epsilon` certifies it with other draws.
+
+    Args:
+        rounds: Number T of rounds.
+        bands: Number b of bands of C.
+        epsilon_: ε to stay below.
+        delta_: δ.
+        high: The noise multiplier with which one Gaussian release costs ``epsilon_``.
+    """
+    target = epsilon_ * (1 - 1e-3)  # room for the offsets between which ε is certified
+
+    def value(z: float) -> float:
+        usable = _usable(z, target) and delta_ >= _SMALLEST_DELTA
+        return _predicted(z, rounds, bands, target) if usable else gaussian_delta(z, epsilon_)
+
+    low = high / 2
+    while low > 1e-3 * high and value(low) <= delta_:
+        low /= 2
+    return float(f"{find_root(value, low, high, delta_, tolerance=1e-4):.6g}")
