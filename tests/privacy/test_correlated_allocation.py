@@ -92,15 +92,6 @@ def test_the_add_side_alone_is_bounded_closely() -> None:
     assert low[0] < true < high[0] < low[0] * 1.1
 
 
-def test_the_larger_side_counts(columns: Any) -> None:
-    """With columns of which some are zero, an added user is the easier one to see."""
-    c = np.zeros((2, 2))
-    c[:, 0] = 0.6, 0.8
-    columns(c)
-    remove, add = (by_integration(c, 0.5, 0.05, side) for side in SIDES)
-    assert correlated.delta(0.5, 2, 2, 0.05) >= max(remove, add) * (1 - 1e-4)
-
-
 @pytest.mark.parametrize(("rounds", "noise"), [(2, 1.0), (8, 1.2)])
 def test_with_the_identity_it_is_the_exact_curve(rounds: int, noise: float) -> None:
     upper, lower = correlated.epsilon(noise, rounds, 1, DELTA)
@@ -156,10 +147,14 @@ def test_out_of_range_one_gaussian_bounds_it() -> None:
     assert correlated.delta(0.02, 4, 4, 1.0) == gaussian_delta(0.02, 1.0)
 
 
-def test_a_bound_never_falls_below_the_charge_for_its_error() -> None:
-    noise, at = 0.69, 7.3  # one Gaussian costs far more than 2^-40, the run next to nothing
-    assert gaussian_delta(noise, at) > 2.0**-40
-    assert correlated.delta(noise, 16, 2, at) >= correlated.CHARGE
+def test_delta_pays_for_the_probability_of_a_wrong_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert correlated.CHARGE == 2.0**-50
+    free = correlated.delta(1.0, 3, 3, 3.0)
+    cost, _ = correlated.epsilon(1.0, 3, 3, DELTA)
+    monkeypatch.setattr(correlated, "CHARGE", DELTA / 2)
+    forget()
+    assert correlated.delta(1.0, 3, 3, 3.0) - free == pytest.approx(DELTA / 2, rel=1e-6)
+    assert correlated.epsilon(1.0, 3, 3, DELTA)[0] > cost * 1.01
 
 
 def test_the_confidence_bound_is_maurer_and_pontil_s() -> None:
