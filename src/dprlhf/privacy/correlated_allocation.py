@@ -32,7 +32,6 @@ from dprlhf.privacy import random_allocation
 from dprlhf.privacy.correlated_noise import square_root
 from dprlhf.privacy.gaussian import find_root, gaussian_delta, gaussian_epsilon
 from dprlhf.privacy.random_allocation import Side
-from dprlhf.privacy.randomness import uniforms
 
 Array = NDArray[np.float64]
 
@@ -283,6 +282,8 @@ def _normals(
     context: tuple[str | int, ...], block: int, count: int, rounds: int
 ) -> tuple[Array, Array]:
     """Return standard normals, ``[count, rounds]``, and uniforms, ``[count]``."""
+    from dprlhf.privacy.randomness import uniforms  # it loads torch, which no other accountant does
+
     draws = uniforms(_KEY, *context, block, count=count * (rounds + 1))
     return ndtri(draws[count:]).reshape(count, rounds), draws[:count]
 

@@ -171,7 +171,6 @@ def stand_in_plan(private: Plan, stand_ins: int, clip_norm: float | None = None)
         clip_norm=private.clip_norm if clip_norm is None else clip_norm,
         expected_batch_size=batch,
         guarantee=Epsilon(math.inf, math.inf, private.guarantee.delta, NO_USERS, ()),
-        bands=private.bands,
     )
 
 
