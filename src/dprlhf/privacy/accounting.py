@@ -21,7 +21,7 @@ add-remove is for calculations (:func:`dprlhf.privacy.plan.check_promise`).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from dprlhf.errors import DprlhfError
@@ -115,7 +115,7 @@ class Mechanism:
 
     def with_noise(self, noise_multiplier: float) -> Mechanism:
         """Return the same mechanism with another noise multiplier."""
-        return replace(self, noise_multiplier=noise_multiplier)
+        return Mechanism(**{**vars(self), "noise_multiplier": noise_multiplier})
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ their privacy loss distributions.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -183,11 +182,26 @@ def _correlated_reach(terms: Terms, tail: float, side: Side) -> float:
     return gaussian_epsilon(terms.noise_multiplier, tail)
 
 
+_ASSUMPTION = "each user draws its rounds uniformly and independently of all others, and the draw stays secret"
+
+_CORRELATED = PartitionSpec(
+    accountant="correlated noise on random allocation (dominating pair of arXiv 2410.06266), Monte "
+    "Carlo with an empirical Bernstein bound; 2^-50 of delta pays for its probability of error",
+    assumption=_ASSUMPTION,
+    check=_check_correlated,
+    draw=draw,
+    epsilon=_correlated_epsilon,
+    delta=_correlated_delta,
+    curve=_correlated_curve,
+    reach=_correlated_reach,
+    noise=_correlated_noise,
+    log_likelihood=one_round_each,
+)
+
 RANDOM_ALLOCATION = PartitionSpec(
     accountant="random allocation of the Gaussian mechanism (arXiv 2502.08202, Theorem 3.1), "
     "rigorous bounds on both privacy curves",
-    assumption="each user draws its rounds uniformly and independently of all others, and the draw "
-    "stays secret",
+    assumption=_ASSUMPTION,
     check=_check,
     draw=draw,
     epsilon=_epsilon,
@@ -196,17 +210,6 @@ RANDOM_ALLOCATION = PartitionSpec(
     reach=_reach,
     log_likelihood=one_round_each,
     factors=lambda terms: terms.participations,
+    correlated=_CORRELATED,
 )
-_CORRELATED = dataclasses.replace(
-    RANDOM_ALLOCATION,
-    accountant="correlated noise on random allocation (dominating pair of arXiv 2410.06266), Monte "
-    "Carlo with an empirical Bernstein bound; 2^-50 of delta pays for its probability of error",
-    check=_check_correlated,
-    epsilon=_correlated_epsilon,
-    delta=_correlated_delta,
-    curve=_correlated_curve,
-    reach=_correlated_reach,
-    noise=_correlated_noise,
-)
-RANDOM_ALLOCATION = dataclasses.replace(RANDOM_ALLOCATION, correlated=_CORRELATED)
 """Each user draws its round uniformly from 1..T; k participations, one in each block."""
