@@ -182,7 +182,10 @@ def _correlated_reach(terms: Terms, tail: float, side: Side) -> float:
     return gaussian_epsilon(terms.noise_multiplier, tail)
 
 
-_ASSUMPTION = "each user draws its rounds uniformly and independently of all others, and the draw stays secret"
+_ASSUMPTION = (
+    "each user draws its rounds uniformly and independently of all others, and the draw "
+    "stays secret"
+)
 
 _CORRELATED = PartitionSpec(
     accountant="correlated noise on random allocation (dominating pair of arXiv 2410.06266), Monte "
