@@ -20,6 +20,7 @@ from dprlhf.recipe.loading import (
     load_recipe,
     make_recipe,
 )
+from dprlhf.recipe.quantile import QuantileClip
 from dprlhf.recipe.rl import Recipe
 from dprlhf.recipe.sections import (
     KL,
@@ -81,6 +82,7 @@ __all__ = [
     "Preferences",
     "Privacy",
     "PrivateUpdate",
+    "QuantileClip",
     "Recipe",
     "Reward",
     "RewardRecipe",

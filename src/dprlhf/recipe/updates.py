@@ -26,6 +26,7 @@ from pydantic_core import PydanticCustomError
 
 from dprlhf.recipe.base import Experimental, PositiveFloat, PositiveInt, Settings
 from dprlhf.recipe.plugins import load_plugin, plugin_names
+from dprlhf.recipe.quantile import QuantileClip
 from dprlhf.recipe.sections import KL, Evaluation, Optimizer, Privacy, Rollout
 
 ENTRY_POINT_GROUP = "dprlhf.updates"
@@ -77,14 +78,18 @@ class TrustRegion(Settings):
 
 
 def _clip_norm_kind(value: Any) -> str:
+    if isinstance(value, QuantileClip) or (isinstance(value, Mapping) and "quantile" in value):
+        return _QUANTILE
     return _REGION if isinstance(value, Mapping | TrustRegion) else _NUMBER
 
 
-CLIP_NORM_KINDS = _NUMBER, _REGION = "number", "region"
-"""How pydantic names the two kinds in an error's location."""
+CLIP_NORM_KINDS = _NUMBER, _REGION, _QUANTILE = "number", "region", "quantile-clip"
+"""How pydantic names the three kinds in an error's location."""
 
 ClipNorm = Annotated[
-    Annotated[float, Field(gt=0), Tag(_NUMBER)] | Annotated[TrustRegion, Tag(_REGION)],
+    Annotated[float, Field(gt=0), Tag(_NUMBER)]
+    | Annotated[TrustRegion, Tag(_REGION)]
+    | Annotated[QuantileClip, Tag(_QUANTILE)],
     Discriminator(_clip_norm_kind),
 ]
 
@@ -95,7 +100,8 @@ class PrivateUpdate(Settings):
     Attributes:
         name: Name of the update in a recipe.
         clip_norm: Clip norm S, the L2 bound on one user's vector; or a trust region that
-            determines S once, before the first round. ``.inf`` only in a non-private baseline.
+            determines S once, before the first round; or a quantile of the users' norms that it
+            follows from round to round. ``.inf`` only in a non-private baseline.
         batch_size: Responses in one micro-batch of the backward pass. Larger is faster until memory
             runs out; it does not change the result beyond rounding.
     """
@@ -134,6 +140,8 @@ class PrivateUpdate(Settings):
     @property
     def radius(self) -> float:
         """Clip norm S; 1 as long as a trust region has not determined it."""
+        if isinstance(self.clip_norm, QuantileClip):
+            return self.clip_norm.initial
         return 1.0 if isinstance(self.clip_norm, TrustRegion) else self.clip_norm
 
     @property
@@ -177,6 +185,8 @@ class PrivateUpdate(Settings):
         """
         if isinstance(self.clip_norm, TrustRegion):
             self._check_trust_region(self.clip_norm, recipe)
+        if isinstance(self.clip_norm, QuantileClip):
+            self._check_quantile(self.clip_norm, recipe)
         if self.least_squares is not None:
             self._check_least_squares(recipe)
         if self.noised_critic is not None:
@@ -204,6 +214,25 @@ class PrivateUpdate(Settings):
             raise ValueError(
                 "update.clip_norm: trust_region kl needs public prompts (evaluation.data); l2 and"
                 " l2-markov do not"
+            )
+
+    def _check_quantile(self, clip: QuantileClip, recipe: Sections) -> None:
+        if not self.allows_trust_region:
+            raise ValueError(
+                "update.clip_norm: a quantile is of the vectors that"
+                f" {_names(lambda kind: kind.allows_trust_region)} release once in a round;"
+                f" {self.name} bounds the features of a regression: give a number"
+            )
+        if recipe.privacy.bands > 1:
+            raise ValueError(
+                "update.clip_norm: with privacy.bands above 1, later rounds take back noise of"
+                " earlier ones, which a clip norm that changes leaves in: give a number"
+            )
+        critic = self.noised_critic.share if self.noised_critic is not None else 0.0
+        if recipe.privacy.reward_share**2 + critic + clip.share >= 1:
+            raise ValueError(
+                "update.clip_norm.share, update.critic.share and the square of"
+                " privacy.reward_share leave nothing to the gradient: lower them"
             )
 
     def _check_least_squares(self, recipe: Sections) -> None:

@@ -22,8 +22,9 @@ from dprlhf.data.public import evaluated, held_out, neutral_prompts
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy, align_with_activations, load_policy
+from dprlhf.policies.optimizers import set_noise
 from dprlhf.privacy.plan import Plan
-from dprlhf.recipe import IN_MEMORY, Recipe, TrustRegion
+from dprlhf.recipe import IN_MEMORY, QuantileClip, Recipe, TrustRegion
 from dprlhf.recipe import Reward as RewardSettings
 from dprlhf.rewards import (
     LoadedReward,
@@ -51,6 +52,7 @@ from dprlhf.training.run import Batch, Outcome, Parts, Run
 from dprlhf.training.tasks import check_template
 from dprlhf.training.timing import seconds_a_response, seconds_a_round
 from dprlhf.updates import PrivateRound, find_update
+from dprlhf.updates.adaptive_clip import AdaptiveClip
 from dprlhf.updates.critic import Critic
 from dprlhf.updates.kl import subtract_kl
 from dprlhf.updates.privls.in_round import check_dimension
@@ -101,6 +103,7 @@ class Reinforcement:
         recipe: The settings; :meth:`settle` replaces what they leave open.
         public: The public prompts of the evaluation; None without evaluation.
         critic: The value function V(x); None without a critic.
+        clip: The clip norm that follows a quantile; None for a constant one.
         rewards: The recipe's rewards, loaded.
         spread: Summary of the distribution of rewards of responses to public prompts.
         scorer: The weighted sum of the rewards, clipped to ± ``reward_range``.
@@ -117,6 +120,7 @@ class Reinforcement:
         self.recipe = recipe
         self.public: Prompts | None = None
         self.critic: Critic | None = None
+        self.clip: AdaptiveClip | None = None
         self.timing: dict[str, float] = {}
         self._sources = sources
         self._failed_rounds = 0
@@ -203,6 +207,8 @@ class Reinforcement:
         ]
         self.scorer = Scorer(self.rewards, recipe.reward_range)
         self.critic = _critic(recipe, plan, policy, processes, self.public)
+        if isinstance(recipe.update.clip_norm, QuantileClip):
+            self.clip = AdaptiveClip(recipe.update.clip_norm, plan.clip_norm)
         self.telemetry = TelemetryCoordinates.from_plan(
             plan, recipe.privacy.reward_share, recipe.reward_range
         )
@@ -245,12 +251,16 @@ class Reinforcement:
             plan=run.plan,
             telemetry=self.telemetry,
             critic=self.critic,
+            clip=self.clip,
             optimizer=run.optimizer,
             reduce=run.processes.sum,
             gate=batch.release,
             t=batch.t,
             tick=batch.tick,
         )
+        if self.clip is not None:
+            std = run.plan.noise_std / run.plan.expected_batch_size
+            set_noise(run.optimizer, std / self.clip.factor)
         subtract_kl(round_, recipe.kl, recipe.update.batch_size)
         find_update(recipe.update)(round_, recipe.update)
         return self._outcome(round_)
@@ -267,6 +277,9 @@ class Reinforcement:
             metrics["valid_share_noised"] = reward.valid_share
         if self.critic is not None:
             metrics["critic_value_noised"] = self.critic.mean_value
+        if self.clip is not None:
+            metrics["clip_norm"] = self.clip.clip_norm
+            metrics["unclipped_share_noised"] = self.clip.unclipped
         secret = round_.unpenalised.map(_rewards)
         return Outcome(round_.released, round_.norms, metrics, secret)
 

@@ -105,7 +105,11 @@ class Run:
     @property
     def kept(self) -> dict[str, Stateful]:
         """What a checkpoint keeps beside policy and optimizer, by the name of its file."""
-        parts: dict[str, Stateful | None] = {"critic": self.stage.critic, AVERAGE: self.average}
+        parts: dict[str, Stateful | None] = {
+            "critic": self.stage.critic,
+            "clip": getattr(self.stage, "clip", None),
+            AVERAGE: self.average,
+        }
         return {name: part for name, part in parts.items() if part is not None}
 
     def averaged(self) -> AbstractContextManager[None]:

@@ -7,7 +7,7 @@ policy along what was released; some updates do this several times in a round.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic
@@ -34,6 +34,7 @@ from dprlhf.privacy.plan import Plan
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses, Tick
 from dprlhf.rollout.logprobs import log_ratio_to_base
+from dprlhf.updates.adaptive_clip import AdaptiveClip
 from dprlhf.updates.critic import Critic
 from dprlhf.updates.rider import Rider
 from dprlhf.updates.telemetry import ReleasedReward, TelemetryCoordinates
@@ -77,6 +78,7 @@ class PrivateRound(Generic[P, R]):
         t: The round, from 1.
         tick: Called with the number of rows done since the last call; for progress bars.
         critic: The value function V(x), which is also a rider; None without a critic.
+        clip: The clip norm that follows a quantile, also a rider; None for a constant one.
         unpenalised: The rewards without the KL penalty, for telemetry.
         values: The critic's V(x) of each row's prompt, from before this round, ``[rows]``.
         released: The first release without its riders; ``[dimension]`` where it is a gradient.
@@ -95,6 +97,7 @@ class PrivateRound(Generic[P, R]):
     t: int
     tick: Tick | None = None
     critic: Critic | None = None
+    clip: AdaptiveClip | None = None
     unpenalised: Private[Scores] = field(init=False)
     values: Private[Array] | None = field(default=None, init=False)
     released: Released[torch.Tensor] | None = field(default=None, init=False)
@@ -113,7 +116,8 @@ class PrivateRound(Generic[P, R]):
     @property
     def riders(self) -> list[Rider]:
         """The riders of the first release, in this order."""
-        return [self.telemetry, self.critic] if self.critic is not None else [self.telemetry]
+        riders: list[Rider | None] = [self.telemetry, self.critic, self.clip]
+        return [rider for rider in riders if rider is not None]
 
     @property
     def valid(self) -> Private[NDArray[np.bool_]]:
@@ -145,10 +149,12 @@ class PrivateRound(Generic[P, R]):
                 ``[rows, response]``.
             batch_size: Number of rows differentiated at once.
         """
-        norm = self._extra_norm
+        if self.clip is not None:
+            weights = weights.map(partial(np.multiply, self.clip.factor))
+        weighted = partial(Weighted, extra_norm=self._extra_norm, signed=self._signed)
         return clipped_sum(
             self.policy,
-            self.responses.map(partial(Weighted, extra_norm=norm), weights, self._extra()),
+            self.responses.map(weighted, weights, self._extra()),
             clip_norm=self.plan.clip_norm,
             batch_size=batch_size,
             reduce=self.reduce,
@@ -172,6 +178,8 @@ class PrivateRound(Generic[P, R]):
             vectors: Batches of users, ``[n]``, and their vectors, ``[n, dimension]``.
             dimension: Length of a vector; None takes the number of the policy's parameters.
         """
+        if self.clip is not None:
+            vectors = vectors.map(partial(_scaled, self.clip.factor))
         return clipped_vectors(
             vectors,
             self.policy.dimension if dimension is None else dimension,
@@ -180,6 +188,7 @@ class PrivateRound(Generic[P, R]):
             clip_norm=self.plan.clip_norm,
             reduce=self.reduce,
             most_users=self.plan.users,
+            signed=self._signed,
         )
 
     def release(self, clipped: ClippedSum) -> Released[torch.Tensor]:
@@ -195,6 +204,7 @@ class PrivateRound(Generic[P, R]):
             )
         released = self.gate(clipped.bounded)
         check_released(released, "release")
+        factor = self.clip.factor if self.clip is not None else 1.0
         if self.released is None:
             counts = [rider.count for rider in self.riders]
             length = len(clipped.bounded.total)
@@ -206,13 +216,20 @@ class PrivateRound(Generic[P, R]):
                 self.reward = self.telemetry.read(of_telemetry, self.t)
             if self.critic is not None:
                 self.critic.read(of_others[0], self.t)
+            if self.clip is not None:
+                self.clip.read(of_others[-1], self.t)
             self.norms = clipped.norms
-        return released
+        return released if factor == 1 else released.map(lambda mean: mean / factor)
 
     def step(self, direction: Released[torch.Tensor]) -> None:
         """Let the optimizer ascend along a released direction, ``[dimension]``."""
         self._log_ratio = None
         ascend(self.policy.parameters.values(), self.optimizer, direction)
+
+    @property
+    def _signed(self) -> bool:
+        """Whether the next release counts the users whose vector is not clipped."""
+        return self.clip is not None and self.released is None
 
     @property
     def _extra_norm(self) -> float:
@@ -234,6 +251,14 @@ class PrivateRound(Generic[P, R]):
             )
             extra = extra.map(lambda *parts: np.concatenate(parts, axis=1), of_users)
         return extra
+
+
+def _scaled(
+    factor: float, vectors: Iterable[tuple[NDArray[np.int64], torch.Tensor]]
+) -> Iterator[tuple[NDArray[np.int64], torch.Tensor]]:
+    """Yield the users and their vectors times a public factor, ``[n, dimension]``."""
+    for users, of_users in vectors:
+        yield users, factor * of_users
 
 
 def _features(critic: Critic, policy: CausalLMPolicy | ExplicitPolicy, responses: Rows) -> Array:
