@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import dprlhf
 from dprlhf import DprlhfError, recipe
-from dprlhf.boundary import Private, Released
+from dprlhf.boundary import BoundedSum, Private, Released
 from dprlhf.gradients.clipping import clipped_vectors
 from dprlhf.privacy.gate import Gate
 from dprlhf.rewards import Scores
@@ -28,7 +28,7 @@ from helpers.autograd import gradient_of_user, relative_error
 from helpers.batches import Shape, batch_of
 from helpers.policies import policy_of
 from helpers.recipes import recipe_settings, refusal
-from helpers.rounds import FixedGate, round_of, some_users, value_of
+from helpers.rounds import round_of, some_users, value_of
 from helpers.runs import lower_case, save_sharp, train
 
 R, S = 3.0, 0.5
@@ -130,16 +130,22 @@ def test_a_user_with_broken_scores_or_without_rows_is_not_counted() -> None:
 
 def test_the_factor_follows_released_values_alone() -> None:
     """Two rounds with other users, and the same release: the same factor, and no bit of a norm."""
-    found = []
+    found, counts = [], []
+
+    def gate(bounded: BoundedSum) -> Released[torch.Tensor]:
+        counts.append(float(bounded.total[-1]) / clip.norm)
+        return Released(torch.full_like(bounded.total, 0.25 * clip.norm), 1)
+
+    responses = batch_of(SHAPE, seed=9)
     for spread in (0.01, 1.0):
-        responses = batch_of(SHAPE, seed=9)
         clip = clip_of(0.7)
-        round_, gate = run_round(responses, scores_of(responses, spread), clip, FixedGate(S))
+        round_, _ = run_round(responses, scores_of(responses, spread), clip, gate)
         UPDATES["pg"](round_, PG)
         found.append((clip.factor, clip.unclipped))
-        count = float(gate.sums[0][-1]) / clip.norm
-        assert count == pytest.approx(4, rel=1e-7) if spread < 1 else count < 3
+    assert counts[0] == pytest.approx(4, rel=1e-7)
+    assert counts[1] < 3
     assert found[0] == found[1]
+    assert found[0] == pytest.approx((0.7 * math.exp(0.3 * 0.125), 0.625))
 
 
 @pytest.mark.parametrize("factor", [0.25, 4.0])
