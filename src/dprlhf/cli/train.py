@@ -40,8 +40,8 @@ def train(
 
     Flags named as in TRL (--learning_rate, --num_generations, ...) work beside section.key=value.
 
-    Experimental (no measurement shows their use yet): update.critic=noised, update.clip_norm.quantile,
-    rollout.backend=vllm, the adapters lora-xs, vera, ia3, norms and biases.
+    Experimental (no measurement shows their use yet): update.critic=noised, rollout.backend=vllm,
+    update.clip_norm.quantile, the adapters lora-xs, vera, ia3, norms and biases.
     """
     from dprlhf.cli.trl_flags import overrides_of
 
