@@ -150,6 +150,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "open_released": {
         "policies/optimizers": "moves the model",
         "training/rounds": "writes the norm of what was released to the metrics",
+        "updates/adaptive_clip": "reads the noised count of the users that were not clipped",
         "updates/telemetry": "reads the noised mean reward",
         "updates/critic": "moves the critic",
         "audit/game": "shows the adversary what was released",
