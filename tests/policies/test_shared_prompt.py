@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from dprlhf.policies import shared_prompt
 from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
-from dprlhf.policies.shared_prompt import best_shared_rows, supported
+from dprlhf.policies.shared_prompt import best_shared_rows, most_behind_one_cache, supported
 from dprlhf.recipe import Adapter
+from dprlhf.rollout.decoding import decode
 from helpers import tiny
 
 SMALL = {
@@ -137,3 +138,102 @@ def test_sharing_goes_as_far_as_it_saves_work(
     copies: int, prompt: int, response: int, hidden: int, best: int
 ) -> None:
     assert best_shared_rows(copies, prompt, response, hidden) == best
+
+
+# --- decoding ------------------------------------------------------------------------------------
+
+
+def logits_of_steps(
+    policy: CausalLMPolicy,
+    prompts: list[list[int]],
+    shared: int,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    size: int = 3,
+    draws: torch.Tensor | None = None,
+) -> tuple[list[list[int]], torch.Tensor]:
+    """Four responses of five tokens to each prompt, and the logits, ``[responses, steps, …]``."""
+    seen: list[torch.Tensor] = []
+
+    def note(module: Any, inputs: Any, output: Any) -> None:
+        logits = output.logits.flatten(0, 1)
+        seen.append(logits.repeat_interleave(size * 4 // len(logits), 0).detach())
+
+    if draws is None:
+        generator = torch.Generator().manual_seed(2)
+        draws = torch.rand(3, 4, 5, generator=generator, dtype=torch.float64)
+    monkeypatch.setattr(policy, "shared_cache", lambda *_: shared)
+    monkeypatch.setattr(policy, "end_tokens", [])
+    hook = policy.model.register_forward_hook(note)
+    try:
+        found = decode(policy, prompts, draws[: len(prompts)], size=size, width=PROMPT)
+    finally:
+        hook.remove()
+    return found, torch.stack(seen, 1)[: 4 * len(prompts)]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("model_type", sorted(shared_prompt._MODELS))
+def test_every_supported_model_decodes_the_same(
+    model_type: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = policy_of(model_type)
+    policy.model.set_attn_implementation(attention)
+    policy.model.float()  # eager attention makes its softmax in float32: a float64 mask overflows
+    prompts = [[5, 6, 7], [9], [1, 2, 3, 4, 5]]
+    apart, truth = logits_of_steps(policy, prompts, 1, monkeypatch)
+    assert len({tuple(response) for response in apart}) > 6
+    for shared in (2, 4):
+        together, logits = logits_of_steps(policy, prompts, shared, monkeypatch)
+        assert together == apart
+        torch.testing.assert_close(logits, truth, rtol=1e-3, atol=1e-3)
+
+
+def test_a_shared_cache_is_exact_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = policy_of("gpt2")
+    prompts = [[5, 6, 7], [9], [1, 2, 3, 4, 5]]
+    apart, truth = logits_of_steps(policy, prompts, 1, monkeypatch)
+    together, logits = logits_of_steps(policy, prompts, 4, monkeypatch)
+    assert together == apart
+    assert truth.dtype == torch.float64
+    torch.testing.assert_close(logits, truth, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+def test_other_users_and_responses_move_no_bit_of_what_is_decoded(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = policy_of(model_type)
+    generator = torch.Generator().manual_seed(2)
+    draws = torch.rand(3, 4, 5, generator=generator, dtype=torch.float64)
+    _, before = logits_of_steps(policy, [[5, 6], [9]], 4, monkeypatch, draws=draws)
+    # Another user beside the first one, at another length; a full batch; nobody else.
+    for others in ([[1, 2, 3, 4]], [[8, 3], [4, 4]], []):
+        _, beside = logits_of_steps(policy, [[5, 6], *others], 4, monkeypatch, draws=draws)
+        assert torch.equal(before[:4], beside[:4])
+    changed = draws.clone()
+    changed[0, 2] = 1 - changed[0, 2]
+    _, other = logits_of_steps(policy, [[5, 6], [9]], 4, monkeypatch, draws=changed)
+    same = [row for row in range(8) if row != 2]
+    assert torch.equal(before[same], other[same])
+    assert not torch.equal(before[2], other[2])
+
+
+@pytest.mark.parametrize(
+    ("num_generations", "prompt", "response", "together"),
+    [
+        (2, 16, 16, 2), (32, 16, 16, 2), (32, 128, 16, 16), (32, 512, 16, 32), (6, 32, 16, 3),
+        (8, 16, 128, 1), (1, 512, 16, 1),
+    ],
+)  # fmt: skip
+def test_a_cache_is_shared_while_the_prompt_is_most_of_it(
+    num_generations: int, prompt: int, response: int, together: int
+) -> None:
+    assert most_behind_one_cache(num_generations, prompt, response) == together
+
+
+def test_a_model_that_counts_its_positions_decodes_every_response_apart() -> None:
+    policy = policy_of("llama")
+    assert policy.shared_cache(4, 64, 16) == 4
+    policy.model.config.sliding_window = 8
+    assert policy.shared_cache(4, 64, 16) == 1

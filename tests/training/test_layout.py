@@ -200,8 +200,9 @@ def test_a_user_with_all_its_prompts_is_tried(update: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize(("shared", "shape"), [(True, (2, 1, 4, 37)), (False, (8, 25))])
 def test_the_last_step_of_sampling_has_its_full_length(
-    kind: tiny.Kind, monkeypatch: pytest.MonkeyPatch
+    kind: tiny.Kind, shared: bool, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = policy_of(kind)
     masks: list[tuple[int, ...]] = []
@@ -211,12 +212,22 @@ def test_the_last_step_of_sampling_has_its_full_length(
     )
     shapes, draws = shapes_of(), torch.full((2, 4, 5), 0.5, dtype=torch.float64)
     monkeypatch.setattr(policy, "end_tokens", [])
+    if not shared:
+        monkeypatch.setattr(policy, "shared_cache", lambda *_: 1)
     layout.decode(policy, [[1], [2]], draws, size=2, width=20)
-    real = max(masks)
+    real = masks[-1]
     masks.clear()
     layout.try_last_step(policy, size=2, width=20, num_generations=4, max_new_tokens=5)
-    assert max(masks) == real == (8, 25)
+    assert masks[-1] == real == shape
     assert shapes.prompt == 20
+
+
+def test_every_response_of_a_row_is_compared() -> None:
+    """Behind one copy of its prompt, a response's logits are not all at the row's last place."""
+    policy, shapes = policy_of("llama"), shapes_of()
+    assert policy.shared_cache(shapes.sampled_together, 16, shapes.response) > 1
+    prefill, *steps = layout._logits(policy, shapes, [0, 1], 16)[0]
+    assert [len(step) for step in steps] == [shapes.sampled_together * len(prefill)] * 3
 
 
 # --- whole runs --------------------------------------------------------------------------------

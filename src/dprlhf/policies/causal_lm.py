@@ -153,6 +153,15 @@ class CausalLMPolicy:
         hidden = self.model.get_input_embeddings().embedding_dim
         return shared_prompt.best_shared_rows(num_generations, prompt, responses, hidden)
 
+    def shared_cache(self, num_generations: int, prompt: int, responses: int) -> int:
+        """Return how many responses to decode behind one copy of their prompt's keys and values.
+
+        Arguments and result are those of :meth:`shared_rows`.
+        """
+        if not shared_prompt.supported(getattr(self.model, "config", None)):
+            return 1
+        return shared_prompt.most_behind_one_cache(num_generations, prompt, responses)
+
     def response_logprobs(
         self, tokens: torch.Tensor, mask: torch.Tensor, responses: int, shared_rows: int = 1
     ) -> torch.Tensor:

@@ -1,5 +1,9 @@
 """A compact decoding loop: one prefill per prompt, then one token per step and response.
 
+Where the model takes positions and an attention mask as they are, the responses to a prompt go on
+behind one copy of its keys and values (:mod:`dprlhf.policies.shared_prompt`): a step then reads the
+prompt once and not once for each response.
+
 Each row has its own uniform number for each step and takes the token at which its cumulative
 probability passes that number (inverse CDF). What a user samples then does not depend on who else
 is in the micro-batch, on its size, or on which process it runs.
@@ -9,11 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.shared_prompt import own_tokens_behind_prompt
 
 _BLOCK = 256
 _BELOW_ONE = 1 - 2.0**-53
@@ -79,25 +85,16 @@ def decode(
     """
     _, num_generations, max_new_tokens = uniforms.shape
     device, real, pad = policy.device, len(prompts), policy.tokenizer.pad_token_id
-    ids, mask = (t.to(device) for t in _padded(prompts, size, width, max_new_tokens, pad))
+    ids, mask = (t.to(device) for t in _padded(prompts, size, width, pad))
     ends = torch.tensor(policy.end_tokens, device=device)
     draws = F.pad(uniforms, (0, 0, 0, 0, 0, size - real), value=0.5).to(device)
     tokens = torch.full((size * num_generations, max_new_tokens), pad, device=device)
     ended = torch.arange(size * num_generations, device=device) >= real * num_generations
-
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    output = policy.model(
-        input_ids=ids,
-        attention_mask=mask[:, : 1 + width],
-        position_ids=positions[:, : 1 + width],
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    # A row of the first logits is a prompt; from here on, a row is a response.
+    output = _prefill(policy, ids, mask)
     logits, cache = output.logits[:, -1], output.past_key_values
-    prompt_of_row = torch.arange(size, device=device).repeat_interleave(num_generations)
-    cache.reorder_cache(prompt_of_row)
-    mask, positions = mask[prompt_of_row], positions[prompt_of_row]
+    # A row of the first logits is a prompt; from here on, a row is a response.
+    steps = Steps(policy, mask, num_generations, max_new_tokens)
+    cache.reorder_cache(steps.prompt_of_row)
     for step in range(max_new_tokens):
         now = draws.reshape(len(logits), -1, max_new_tokens)[:, :, step]
         chosen = inverse_cdf(logits, now, policy.temperature).flatten()
@@ -105,14 +102,7 @@ def decode(
         ended |= torch.isin(chosen, ends)
         if step + 1 == max_new_tokens or bool(ended.all()):
             break
-        column = 1 + width + step
-        logits = policy.model(
-            input_ids=tokens[:, step, None],
-            attention_mask=mask[:, : column + 1],
-            position_ids=positions[:, column, None],
-            past_key_values=cache,
-            use_cache=True,
-        ).logits[:, -1]
+        logits = steps.logits(tokens[:, step], step, cache)
     return [_until_end(row, policy.end_tokens) for row in tokens[: real * num_generations].tolist()]
 
 
@@ -132,36 +122,89 @@ def try_last_step(
         max_new_tokens: Length of a response in tokens.
     """
     device, pad = policy.device, policy.tokenizer.pad_token_id
-    ids, mask = (t.to(device) for t in _padded([], size, width, max_new_tokens, pad))
-    output = policy.model(
-        input_ids=ids, attention_mask=mask[:, : 1 + width], use_cache=True, logits_to_keep=1
-    )
-    cache, rows = output.past_key_values, size * num_generations
-    cache.reorder_cache(torch.arange(size, device=device).repeat_interleave(num_generations))
-    missing = max_new_tokens - 2
+    ids, mask = (t.to(device) for t in _padded([], size, width, pad))
+    cache, rows = _prefill(policy, ids, mask).past_key_values, size * num_generations
+    steps = Steps(policy, mask, num_generations, max_new_tokens)
+    cache.reorder_cache(steps.prompt_of_row)
+    last = max(max_new_tokens - 2, 0)
+    missing = last * steps.shared
     for layer in getattr(cache, "layers", []):
         keys = getattr(layer, "keys", None)
         if isinstance(keys, torch.Tensor) and keys.ndim == 4 and missing > 0:
             layer.keys = F.pad(keys, (0, 0, 0, missing))
             layer.values = F.pad(layer.values, (0, 0, 0, missing))
-    length = cache.get_seq_length() + 1
-    logits = policy.model(
-        input_ids=torch.full((rows, 1), pad, device=device),
-        attention_mask=torch.ones((rows, length), dtype=torch.long, device=device),
-        position_ids=torch.full((rows, 1), length - 1, device=device),
-        past_key_values=cache,
-        use_cache=True,
-    ).logits[:, -1]
+    logits = steps.logits(torch.full((rows,), pad, device=device), last, cache)
     half = torch.full((rows, 1), 0.5, dtype=torch.float64, device=device)
     inverse_cdf(logits, half, policy.temperature)
 
 
+def _prefill(policy: CausalLMPolicy, ids: torch.Tensor, mask: torch.Tensor) -> Any:
+    """Run the model on the prompts; the output has the last place's logits and the cache."""
+    return policy.model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+        use_cache=True,
+        logits_to_keep=1,
+    )
+
+
+class Steps:
+    """The model's inputs in the steps after the prefill, for all responses at once.
+
+    Args:
+        policy: The policy.
+        mask: Mask of the prompts, ``[prompts, 1 + width]``.
+        num_generations: Number of responses to each prompt.
+        max_new_tokens: Length of a response in tokens.
+
+    Attributes:
+        shared: Number of responses in a row of the model's input, behind one copy of their
+            prompt's keys and values.
+        prompt_of_row: The prompt of each of these rows, to reorder the cache by.
+    """
+
+    def __init__(
+        self, policy: CausalLMPolicy, mask: torch.Tensor, num_generations: int, max_new_tokens: int
+    ) -> None:
+        self._policy, self._columns = policy, mask.shape[1]
+        self.shared = policy.shared_cache(num_generations, self._columns - 1, max_new_tokens)
+        self.prompt_of_row = torch.arange(len(mask), device=mask.device).repeat_interleave(
+            num_generations // self.shared
+        )
+        of_rows = mask[self.prompt_of_row]
+        self._lengths = of_rows.sum(1)
+        if self.shared > 1:
+            dtype = policy.model.get_input_embeddings().weight.dtype
+            self._seen = own_tokens_behind_prompt(of_rows, self.shared, max_new_tokens, dtype)
+        else:
+            self._seen = F.pad(of_rows, (0, max_new_tokens), value=1)
+
+    def logits(self, tokens: torch.Tensor, step: int, cache: Any) -> torch.Tensor:
+        """Return the logits after one more token of each response, ``[responses, vocabulary]``.
+
+        Args:
+            tokens: The token of each response, ``[responses]``.
+            step: The place of these tokens in their responses, from 0.
+            cache: Keys and values of all that comes before; it grows by these tokens.
+        """
+        output = self._policy.model(
+            input_ids=tokens.view(-1, self.shared),
+            attention_mask=self._seen[..., : self._columns + (step + 1) * self.shared],
+            position_ids=(self._lengths[:, None] + step).expand(-1, self.shared),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        logits: torch.Tensor = output.logits.flatten(0, 1)
+        return logits
+
+
 def _padded(
-    prompts: Sequence[list[int]], size: int, width: int, max_new_tokens: int, pad: int
+    prompts: Sequence[list[int]], size: int, width: int, pad: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return prompts padded on the left, ``[size, 1 + width]``, and the mask of the whole rows."""
+    """Return prompts padded on the left and their mask, ``[size, 1 + width]``."""
     ids = torch.full((size, 1 + width), pad)
-    mask = torch.zeros((size, 1 + width + max_new_tokens), dtype=torch.long)
+    mask = torch.zeros((size, 1 + width), dtype=torch.long)
     mask[:, width:] = 1  # a filler's prompt is one token
     for row, prompt in enumerate(prompts):
         ids[row, 1 + width - len(prompt) :] = torch.tensor(prompt)

@@ -313,7 +313,7 @@ def _logits(
     seen: list[torch.Tensor] = []
 
     def note(module: Any, inputs: Any, output: Any) -> None:
-        last = output.logits[:, -1]
+        last = output.logits.flatten(0, 1)  # several places of a row are several responses
         seen.append(last[:, :: -(-last.shape[1] // _COLUMNS)].detach().clone())
 
     draws = [np.random.default_rng([9, number]).random((together, steps)) for number in numbers]
