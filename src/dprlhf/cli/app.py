@@ -14,7 +14,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from dprlhf.cli import bench, budget, folders, prepare, privacy, train
+from dprlhf.cli import bench, budget, folders, prepare, privacy, train, tune
 from dprlhf.errors import DprlhfError, one_line
 
 # Idle threads that spin starve each other when cores are busy: a training step on two busy cores
@@ -57,6 +57,7 @@ app.add_typer(prepare.assets, name="assets", rich_help_panel=_PREPARE)
 app.command(
     rich_help_panel=_TRAIN, context_settings={"ignore_unknown_options": True}
 )(train.train)  # fmt: skip
+app.command(rich_help_panel=_TRAIN)(tune.tune)
 app.command(rich_help_panel=_TRAIN)(train.resume)
 app.command(rich_help_panel=_TRAIN)(train.sft)
 app.command(rich_help_panel=_TRAIN)(train.reward)

@@ -49,6 +49,7 @@ from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import IN_MEMORY, Recipe
 from dprlhf.runs.folder import RunFolder
 from dprlhf.training.build import open_run, plan_of
+from dprlhf.training.dry_run import dry_run
 from dprlhf.training.evaluate import Evaluated, RewardEstimate, drift_metrics, estimate
 from dprlhf.training.run import Run
 from dprlhf.training.trainer import run_rounds
@@ -56,7 +57,8 @@ from dprlhf.tuning.public_rows import PublicRows
 
 NO_USERS = "none: the users are public prompts that stand in for private ones"
 
-_EVALUATIONS = 6
+EVALUATIONS = 6
+"""About how many evaluations a stand-in run has, unless the caller says how often."""
 
 
 class StoppedEarlyError(DprlhfError):
@@ -209,13 +211,8 @@ def run_stand_ins(
     started = time.perf_counter()
     private = plan_of(recipe, users if users is not None else count_users(recipe))
     count = stand_ins or private.users
-    every = every or max(1, round(recipe.rounds / _EVALUATIONS))
-    sources = Sources(
-        public.stand_ins.select(_repeated(len(public.stand_ins), count, seed)),
-        reward,
-        public.scoring,
-        stand_in_plan=lambda r: stand_in_plan(private, count, r.update.radius),
-    )
+    sources = _sources(private, public, count, reward, seed)
+    every = every or max(1, round(recipe.rounds / EVALUATIONS))
     curve: list[tuple[int, float]] = []
 
     def evaluated(metrics: dict[str, Any]) -> None:
@@ -253,6 +250,34 @@ def run_stand_ins(
         kl=drift["public_kl"],
         penalty=recipe.kl.beta * drift["public_kl"],
         seconds=time.perf_counter() - started,
+    )
+
+
+def affordable(
+    recipe: Recipe, public: PublicRows, seconds: float, *, users: int, reward: Any = None
+) -> int:
+    """Return the number of stand-ins with which a run takes about ``seconds``, at most N.
+
+    The time is measured on a micro-batch of public prompts. There are at least eight stand-ins for
+    each round.
+
+    Raises:
+        DprlhfError: The recipe cannot be run; the message says why.
+    """
+    private = plan_of(recipe, users)
+    sources = _sources(private, public, users, reward, 0)
+    with contextlib.redirect_stderr(io.StringIO()):
+        asked = _of_stand_ins(recipe, public, recipe.rounds, reward is not None)
+        estimated: float = dry_run(asked, sources)["estimated_seconds"]
+    return min(users, max(8 * recipe.rounds, math.floor(users * seconds / estimated)))
+
+
+def _sources(private: Plan, public: PublicRows, count: int, reward: Any, seed: int) -> Sources:
+    return Sources(
+        public.stand_ins.select(_repeated(len(public.stand_ins), count, seed)),
+        reward,
+        public.scoring,
+        stand_in_plan=lambda recipe: stand_in_plan(private, count, recipe.update.radius),
     )
 
 

@@ -1,0 +1,415 @@
+"""The search for settings on public prompts, with Optuna: no user's row is opened.
+
+Each trial is a stand-in run (:mod:`dprlhf.tuning.stand_in`); the recipe as it is comes first.
+Trials that fall behind are stopped by their public reward during the run. The best of many noisy
+trials is partly lucky, so the last third of the time runs the best ones and the recipe as it is
+again, and only these runs decide.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dprlhf.errors import DprlhfError
+from dprlhf.recipe import Recipe
+from dprlhf.runs.opening import recipe_digest
+from dprlhf.tuning.public_rows import PublicRows
+from dprlhf.tuning.space import Parameter, draw, with_settings
+from dprlhf.tuning.stand_in import (
+    EVALUATIONS,
+    StandInRun,
+    StoppedEarlyError,
+    affordable,
+    count_users,
+    run_stand_ins,
+)
+
+INSTALL = "pip install 'dprlhf[tune]' (in a clone: pip install -e '.[tune]')"
+
+SEARCH_SHARE = 2 / 3
+"""Share of the time that is for the search; the rest runs the best ones again."""
+
+CANDIDATES = 3
+CONFIRMATIONS = 4
+_TRIALS_PLANNED = 12
+"""The least number of trials that a search should have time for, or its stand-ins are fewer."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """Settings that were tried, with their public reward.
+
+    Attributes:
+        changes: The changed keys with their values; empty for the recipe as it is.
+        score: Mean over the runs of the public reward at the end, minus the KL penalty.
+        standard_error: Standard error of its rise over the base model on the same prompts: of one
+            run over its prompts, together with that over runs.
+        runs: Number of runs.
+        seconds: Mean duration of a run.
+        excess: :attr:`StandInRun.excess` of these settings.
+    """
+
+    changes: dict[str, Any]
+    score: float
+    standard_error: float
+    runs: int
+    seconds: float
+    excess: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.score:+.3f} ± {self.standard_error:.3f} ({_runs(self.runs)})"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The result of a search.
+
+    Attributes:
+        recipe: The recipe with the settings that were chosen.
+        own: The recipe as it was, in the runs that decided.
+        best: The settings that were chosen; those of ``own`` where nothing was better.
+        decided: All settings between which the last runs decided, the best one first.
+        searched: All settings whose trials ended, in the search, the best one first.
+        stopped: Number of trials that were stopped early.
+        failed: Messages of trials whose settings the recipe refused.
+        users: Number N of private users that the runs imitate.
+        stand_ins: Number N′ of stand-ins in a run.
+        prompts: Number of distinct public prompts that they are drawn from.
+        scored: Number of other public prompts on which the reward was measured.
+        excess: Bound on the variance that thinning adds to a round's mean in the chosen settings,
+            over that of the noise; 0 with as many stand-ins as users.
+    """
+
+    recipe: Recipe
+    own: Tried
+    best: Tried
+    decided: list[Tried]
+    searched: list[Tried]
+    stopped: int
+    failed: list[str]
+    users: int
+    stand_ins: int
+    prompts: int
+    scored: int
+    excess: float
+
+
+Told = Callable[[str], None]
+"""Gets a line about what has ended."""
+
+
+class Search:
+    """A search that can be continued: its trials are kept in a file as they end.
+
+    Args:
+        recipe: The recipe as it is.
+        public: The public prompts.
+        keys: The keys to search, from :func:`~dprlhf.tuning.space.keys_of`.
+        storage: File of the trials. With the file of an earlier call, the search goes on.
+        minutes: Duration of this call.
+        trials: Most trials of the search in all calls; None for no limit but the time.
+        users: Number N of private users; None counts them.
+        stand_ins: Number N′ of stand-ins in a run; None takes N, or fewer where the time would not
+            do for twelve trials.
+        reward: One or several reward functions in memory in place of the recipe's.
+        seed: Seed of the sampler.
+
+    Raises:
+        DprlhfError: Optuna is not installed, the file has the trials of another search, or the
+            recipe cannot be run.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        public: PublicRows,
+        keys: Sequence[str],
+        storage: Path,
+        *,
+        minutes: float = 30.0,
+        trials: int | None = None,
+        users: int | None = None,
+        stand_ins: int | None = None,
+        reward: Any = None,
+        seed: int = 0,
+    ) -> None:
+        self._started = time.monotonic()
+        self._optuna = _optuna()
+        self._recipe, self._public, self._keys, self._reward = recipe, public, list(keys), reward
+        self._seconds, self._most = 60 * minutes, trials
+        self.users = users if users is not None else count_users(recipe)
+        terms = {
+            "recipe": recipe_digest(recipe),
+            "keys": list(keys),
+            "users": self.users,
+            "prompts": [len(public.stand_ins), public.scored],
+        }
+        self._study = self._open(storage, terms, seed)
+        kept = self._study.user_attrs.get("stand_ins")
+        self.stand_ins: int = stand_ins or kept or self._affordable()
+        if kept not in (None, self.stand_ins):
+            raise DprlhfError(
+                f"{storage}: its trials have {kept} stand-ins, and their rewards are not to be"
+                f" compared with those of {self.stand_ins}: leave --stand-ins out, or remove the"
+                " file"
+            )
+        self._study.set_user_attr("stand_ins", self.stand_ins)
+        self._before: Callable[[], None] = lambda: None
+
+    def run(self, told: Told = lambda line: None, beat: Callable[[], None] = lambda: None) -> None:
+        """Run trials until the time or their number is up, then the best ones again.
+
+        Args:
+            told: Gets a line when a trial ends.
+            beat: Called now and then, for a progress bar.
+
+        Raises:
+            DprlhfError: The recipe as it is cannot be run.
+            KeyboardInterrupt: The search was interrupted; what has ended is kept.
+        """
+        self._before = beat
+        fresh = not self._study.trials
+        if not any(t.user_attrs["changes"] == {} for t in self._ended(confirming=False)):
+            self._study.enqueue_trial(self._own_parameters(1.0))
+        if fresh:
+            for factor in (3.0, 1 / 3) if "optimizer.learning_rate" in self._keys else ():
+                self._study.enqueue_trial(self._own_parameters(factor))
+        while self._time_for_one(SEARCH_SHARE) and not self._enough():
+            self._trial(told)
+        while (settings := self._to_confirm()) is not None and self._time_for_one(1.0):
+            parameters = settings.params
+            self._study.enqueue_trial(parameters, user_attrs={"confirms": True})
+            self._trial(told)
+
+    def result(self) -> Tuned:
+        """Return what has been found so far.
+
+        Raises:
+            DprlhfError: Not one trial has ended.
+        """
+        searched, confirmed = self._ended(confirming=False), self._ended(confirming=True)
+        tried = _ranked(searched)
+        if not any(t.changes == {} for t in tried):
+            raise DprlhfError(
+                "tune: the recipe as it is has not been tried to the end: give it more --minutes or"
+                " fewer --stand-ins, or call again"
+            )
+        decided = _ranked(confirmed) or tried
+        own = next((t for t in decided if not t.changes), None)
+        if own is None:  # it was not run again, and what was is not to be compared with it
+            decided = tried
+            own = next(t for t in tried if not t.changes)
+        best = decided[0]
+        states = [t.state.name for t in self._study.trials]
+        return Tuned(
+            recipe=with_settings(self._recipe, best.changes),
+            own=own,
+            best=best,
+            decided=decided,
+            searched=tried,
+            stopped=states.count("PRUNED"),
+            failed=[t.user_attrs["error"] for t in self._study.trials if "error" in t.user_attrs],
+            users=self.users,
+            stand_ins=self.stand_ins,
+            prompts=min(self.stand_ins, len(self._public.stand_ins)),
+            scored=self._public.scored,
+            excess=best.excess,
+        )
+
+    # --- trials ---------------------------------------------------------------------------------
+
+    def _trial(self, told: Told) -> None:
+        """Run one trial, of the settings that are next in line or that the sampler proposes."""
+        trial = self._study.ask()
+        states = self._optuna.trial.TrialState
+        first = not self._ended(confirming=False)
+        changes = draw(self._recipe, self._keys, lambda p: _suggested(trial, p))
+        trial.set_user_attr("changes", changes)
+        confirming = trial.user_attrs.get("confirms", False)
+        name = f"{'run again' if confirming else 'trial'} {trial.number}: {_written(changes)}"
+
+        def stop(t: int, reward: float) -> bool:
+            self._before()
+            trial.report(reward, EVALUATIONS * t // rounds)
+            return not confirming and not first and trial.should_prune()
+
+        try:
+            recipe = with_settings(self._recipe, changes)
+            rounds = recipe.rounds
+            run = run_stand_ins(
+                recipe,
+                self._public,
+                users=self.users,
+                stand_ins=self.stand_ins,
+                reward=self._reward,
+                seed=trial.number,
+                stop=stop,
+            )
+        except StoppedEarlyError:
+            self._study.tell(trial, state=states.PRUNED)
+            told(f"{name}: stopped early")
+        except DprlhfError as error:
+            if first:
+                self._study.tell(trial, state=states.FAIL)
+                raise
+            trial.set_user_attr("error", str(error))
+            self._study.tell(trial, state=states.FAIL)
+            told(f"{name}: {error}")
+        except BaseException:
+            self._study.tell(trial, state=states.FAIL)
+            raise
+        else:
+            for key, value in _measured(run).items():
+                trial.set_user_attr(key, value)
+            self._study.tell(trial, run.score)
+            told(f"{name}: {run.score:+.3f} ± {run.rise.standard_error:.3f}")
+        self._before()
+
+    def _to_confirm(self) -> Any:
+        """Return the trial whose settings are to be run again next; None if all have been."""
+        searched, confirmed = self._ended(confirming=False), self._ended(confirming=True)
+        best = [t.changes for t in _ranked(searched)][:CANDIDATES]
+        counts = {_key({}): 0, **{_key(changes): 0 for changes in best}}
+        for trial in confirmed:
+            if (key := _key(trial.user_attrs["changes"])) in counts:
+                counts[key] += 1
+        known = {_key(t.user_attrs["changes"]) for t in searched}
+        counts = {k: runs for k, runs in counts.items() if k in known}
+        if len(counts) < 2:
+            return None  # there is nothing to decide
+        key = min(counts, key=lambda k: (counts[k], k != _key({})))
+        if counts[key] >= CONFIRMATIONS:
+            return None
+        return next(t for t in searched if _key(t.user_attrs["changes"]) == key)
+
+    def _ended(self, *, confirming: bool) -> list[Any]:
+        trials = self._study.get_trials(
+            deepcopy=False, states=(self._optuna.trial.TrialState.COMPLETE,)
+        )
+        return [t for t in trials if t.user_attrs.get("confirms", False) == confirming]
+
+    def _own_parameters(self, factor: float) -> dict[str, Any]:
+        """Return the parameters of the recipe as it is, with a multiple of its learning rate."""
+        found: dict[str, Any] = {}
+
+        def own(parameter: Parameter) -> Any:
+            scaled = factor if parameter.key == "optimizer.learning_rate" else 1.0
+            value = parameter.own if parameter.choices is not None else scaled * parameter.own
+            found[parameter.name] = value
+            return value
+
+        draw(self._recipe, self._keys, own)
+        return found
+
+    # --- time and storage -----------------------------------------------------------------------
+
+    def _affordable(self) -> int:
+        seconds = SEARCH_SHARE * self._seconds / _TRIALS_PLANNED
+        return affordable(
+            self._recipe, self._public, seconds, users=self.users, reward=self._reward
+        )
+
+    def _time_for_one(self, share: float) -> bool:
+        """Return whether another run of median duration ends within this share of the time."""
+        ended = [*self._ended(confirming=False), *self._ended(confirming=True)]
+        usual = float(np.median([t.user_attrs["seconds"] for t in ended])) if ended else 0.0
+        return time.monotonic() - self._started + usual <= share * self._seconds
+
+    def _enough(self) -> bool:
+        of_search = [t for t in self._study.trials if "confirms" not in t.user_attrs]
+        over = [t for t in of_search if t.state.is_finished()]
+        return self._most is not None and len(over) >= self._most
+
+    def _open(self, storage: Path, terms: dict[str, Any], seed: int) -> Any:
+        optuna = self._optuna
+        try:
+            storage.parent.mkdir(parents=True, exist_ok=True)
+            backend = optuna.storages.journal.JournalFileBackend(str(storage))
+            study = optuna.create_study(
+                storage=optuna.storages.JournalStorage(backend),
+                study_name="tune",
+                direction="maximize",
+                load_if_exists=True,
+                sampler=optuna.samplers.TPESampler(seed=seed, multivariate=True),
+                pruner=optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=1),
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise DprlhfError(f"{storage}: no file of trials ({type(error).__name__})") from None
+        kept = study.user_attrs.get("terms")
+        if kept not in (None, terms):
+            differs = ", ".join(name for name in terms if kept.get(name) != terms[name])
+            raise DprlhfError(
+                f"{storage}: has the trials of another search ({differs}): remove it, or choose"
+                " another --output"
+            )
+        study.set_user_attr("terms", terms)
+        for trial in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
+            study.tell(trial.number, state=optuna.trial.TrialState.FAIL)  # it was killed
+        return study
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError:
+        raise DprlhfError(f"tune: needs Optuna: {INSTALL}") from None
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return optuna
+
+
+def _suggested(trial: Any, parameter: Parameter) -> Any:
+    if parameter.choices is not None:
+        return trial.suggest_categorical(parameter.name, parameter.choices)
+    return trial.suggest_float(parameter.name, parameter.low, parameter.high, log=True)
+
+
+def _measured(run: StandInRun) -> dict[str, Any]:
+    return {
+        "standard_error": run.rise.standard_error,
+        "area": run.area,
+        "kl": run.kl,
+        "excess": run.excess,
+        "seconds": run.seconds,
+    }
+
+
+def _ranked(trials: Sequence[Any]) -> list[Tried]:
+    """Return the settings of trials with their mean reward, the best one first."""
+    groups: dict[str, list[Any]] = {}
+    for trial in trials:
+        groups.setdefault(_key(trial.user_attrs["changes"]), []).append(trial)
+    return sorted(map(_tried, groups.values()), key=lambda tried: -tried.score)
+
+
+def _tried(runs: Sequence[Any]) -> Tried:
+    scores = np.array([t.value for t in runs])
+    within = float(np.mean([t.user_attrs["standard_error"] for t in runs]))
+    over = float(scores.std(ddof=1)) / len(scores) ** 0.5 if len(scores) > 1 else 0.0
+    return Tried(
+        changes=runs[0].user_attrs["changes"],
+        score=float(scores.mean()),
+        # Runs share the prompts, so that the error over prompts does not fall with their number.
+        standard_error=float(np.hypot(over, within)),
+        runs=len(runs),
+        seconds=float(np.mean([t.user_attrs["seconds"] for t in runs])),
+        excess=runs[0].user_attrs["excess"],
+    )
+
+
+def _key(changes: dict[str, Any]) -> str:
+    return json.dumps(changes, sort_keys=True)
+
+
+def _written(changes: dict[str, Any]) -> str:
+    return ", ".join(f"{k}={json.dumps(v)}" for k, v in changes.items()) or "the recipe as it is"
+
+
+def _runs(count: int) -> str:
+    return "1 run" if count == 1 else f"{count} runs"

@@ -1,0 +1,281 @@
+"""The search: it finds what is better, is continued where it stopped, and says what it rests on."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import yaml
+
+from dprlhf import DprlhfError
+from dprlhf.recipe import Recipe, load_recipe
+from dprlhf.training.evaluate import RewardEstimate
+from dprlhf.tuning import search
+from dprlhf.tuning.evidence import write_tuned
+from dprlhf.tuning.public_rows import PublicRows, public_rows
+from dprlhf.tuning.search import Search
+from dprlhf.tuning.stand_in import StandInRun, StoppedEarlyError
+from helpers import tiny
+from helpers.commands import dprlhf
+
+RECIPE = """\
+# The recipe of these tests.
+policy: {model_name_or_path: model}
+data: {path: no-such-file.csv, limit: 400}
+rewards: [{function: in-memory}]
+update:
+  name: pg
+  baseline: loo   # of the user's own responses
+optimizer:
+  learning_rate: 0.01   # a guess
+privacy: {epsilon: 4}
+rounds: 12
+evaluation: {data: {path: in-memory}, prompts: 8}
+"""
+KEYS = ["update.name", "optimizer.learning_rate"]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def rows_for(recipe: Recipe) -> PublicRows:
+    return public_rows(recipe, rows=[f"public {i}" for i in range(300)], scored=64)
+
+
+class Simulated:
+    """Stand-in runs without a model: the reward is best at one learning rate, and is noisy."""
+
+    def __init__(self, best: float = 0.05, noise: float = 0.02, seconds: float = 60.0) -> None:
+        self.runs: list[Recipe] = []
+        self._best, self._noise, self._seconds = best, noise, seconds
+        self.clock = 0.0
+        self.fail_at = math.inf
+        self.error: BaseException = KeyboardInterrupt()
+
+    def true(self, recipe: Recipe) -> float:
+        off = math.log(recipe.optimizer.learning_rate / self._best)
+        return 2 - off**2 / 4 + (0.1 if recipe.update.name == "grpo" else 0.0)
+
+    def __call__(self, recipe: Recipe, public: Any, **given: Any) -> StandInRun:
+        self.runs.append(recipe)
+        reward = self.true(recipe) + self._noise * np.random.default_rng(len(self.runs)).normal()
+        for t in range(2, recipe.rounds, 2):
+            if given["stop"](t, reward * t / recipe.rounds):
+                self.clock += self._seconds * t / recipe.rounds
+                raise StoppedEarlyError("stopped")
+        if len(self.runs) == self.fail_at:
+            raise self.error
+        self.clock += self._seconds
+        estimate = RewardEstimate(reward, 0.05, 64)
+        return StandInRun(
+            plan=mock.Mock(users=400, noise_multiplier=1.0, expected_batch_size=33.0),
+            stand_ins=given["stand_ins"], prompts=164, dimension=10, before=estimate,
+            after=estimate, rise=estimate, curve=[(0, 0.0), (12, reward)], kl=0.0, penalty=0.0,
+            seconds=self._seconds,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Simulated:
+    simulation = Simulated()
+    monkeypatch.setattr(search, "run_stand_ins", simulation)
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # Optuna's file of trials
+    monkeypatch.setattr(time, "monotonic", lambda: simulation.clock)
+    return simulation
+
+
+def search_for(file: Path, **changes: Any) -> Search:
+    recipe = load_recipe(file)
+    given = {"minutes": 45.0, "users": 400, "stand_ins": 400} | changes
+    return Search(recipe, rows_for(recipe), KEYS, file.with_suffix(".trials"), **given)
+
+
+def test_it_finds_a_better_learning_rate_and_update(file: Path, simulated: Simulated) -> None:
+    running = search_for(file)
+    running.run()
+    tuned = running.result()
+    own = load_recipe(file)
+    assert simulated.runs[0] == own
+    assert simulated.true(tuned.recipe) > simulated.true(own) + 0.5
+    assert simulated.true(tuned.recipe) > 1.95
+    assert tuned.best.score == max(t.score for t in tuned.decided)
+    assert tuned.own.changes == {}
+    assert {t.runs for t in tuned.decided} <= {3, 4}
+    assert len(tuned.decided) == 4  # three of the best, and the recipe as it is
+    assert tuned.stopped > 0  # those far off were not run to their end
+    assert simulated.clock <= 45 * 60
+
+
+def test_only_runs_after_the_search_decide(file: Path, simulated: Simulated) -> None:
+    """Where all settings are alike the best trial is luck; what it had then is not counted."""
+    simulated._noise = 0.5
+    with mock.patch.object(Simulated, "true", return_value=0.0):
+        running = search_for(file)
+        running.run()
+        tuned = running.result()
+    lucky = tuned.searched[0].score
+    assert lucky > 0.5
+    again = next(t for t in tuned.decided if t.changes == tuned.searched[0].changes)
+    assert again.score < lucky
+    assert again.runs >= 3
+
+
+def test_nothing_better_leaves_the_recipe_as_it_is(
+    file: Path, simulated: Simulated, tmp_path: Path
+) -> None:
+    simulated._noise = 0.0
+    with mock.patch.object(Simulated, "true", lambda self, recipe: -len(recipe.update.name)):
+        running = search_for(file, trials=3)
+        running.run()
+    tuned = running.result()
+    assert tuned.best.score == tuned.own.score
+    output = tmp_path / "tuned.yaml"
+    write_tuned(tuned, file, [], output)
+    assert load_recipe(output) == tuned.recipe
+
+
+@pytest.mark.parametrize("at", [1, 5])
+def test_an_interrupted_search_goes_on(file: Path, simulated: Simulated, at: int) -> None:
+    simulated.fail_at = at
+    running = search_for(file)
+    with pytest.raises(KeyboardInterrupt):
+        running.run()
+    if at == 1:
+        with pytest.raises(DprlhfError, match="has not been tried to the end"):
+            running.result()
+    else:
+        assert running.result().own.runs == 1
+    before, simulated.clock = len(simulated.runs), 0.0
+    running = search_for(file, trials=8)
+    running.run()
+    searched = [r for r in running._study.trials if "confirms" not in r.user_attrs]
+    assert len(searched) == 8
+    assert len(simulated.runs) > before
+    assert running.result().own.changes == {}
+
+
+def test_a_killed_trial_is_not_waited_for(file: Path, simulated: Simulated) -> None:
+    running = search_for(file)
+    running._study.ask()
+    assert [t.state.name for t in search_for(file)._study.trials] == ["FAIL"]
+
+
+def test_the_trials_of_another_search_are_refused(file: Path, simulated: Simulated) -> None:
+    search_for(file)
+    with pytest.raises(DprlhfError, match=r"another search \(users\)"):
+        search_for(file, users=500)
+    with pytest.raises(DprlhfError, match="its trials have 400 stand-ins"):
+        search_for(file, stand_ins=100)
+    file.write_text(RECIPE.replace("epsilon: 4", "epsilon: 2"))
+    with pytest.raises(DprlhfError, match=r"another search \(recipe\)"):
+        search_for(file)
+
+
+def test_a_recipe_that_cannot_be_run_ends_the_search(file: Path, simulated: Simulated) -> None:
+    simulated.fail_at, simulated.error = 1, DprlhfError("no such model")
+    with pytest.raises(DprlhfError, match="no such model"):
+        search_for(file).run()
+
+
+def test_settings_that_are_refused_do_not(file: Path, simulated: Simulated) -> None:
+    simulated.fail_at, simulated.error = 2, DprlhfError("too large")
+    running = search_for(file, trials=6)
+    running.run()
+    assert running.result().failed == ["too large"]
+
+
+def test_optuna_is_asked_for_by_name(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(DprlhfError, match=r"needs Optuna: pip install 'dprlhf\[tune\]'"):
+        search_for(file)
+
+
+def test_fewer_stand_ins_where_time_is_short(
+    file: Path, simulated: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def affordable(recipe: Recipe, public: Any, seconds: float, **given: Any) -> int:
+        asked.append(seconds)
+        return 120
+
+    monkeypatch.setattr(search, "affordable", affordable)
+    running = search_for(file, stand_ins=None)
+    assert running.stand_ins == 120
+    assert asked == [45 * 60 * search.SEARCH_SHARE / 12]  # time for twelve trials
+    assert search_for(file, stand_ins=None).stand_ins == 120  # kept
+    assert len(asked) == 1
+
+
+class TestTheFile:
+    def test_it_has_the_evidence_and_keeps_the_rest(
+        self, file: Path, simulated: Simulated, tmp_path: Path
+    ) -> None:
+        running = search_for(file)
+        running.run()
+        tuned = running.result()
+        output = tmp_path / "out" / "tuned.yaml"
+        write_tuned(tuned, file, ["privacy.epsilon=4"], output)
+        text = output.read_text()
+        assert load_recipe(output) == tuned.recipe
+        assert f"the recipe as it was: {tuned.own}" in text
+        assert f"the recipe as below:  {tuned.best}" in text
+        assert "# The recipe of these tests." in text
+        assert "# a guess" in text
+        words = text.replace("\n", " ").replace("#", " ").split()
+        told = " ".join(words)
+        assert "Tuned: was 0.01. Best reward with each value:" in told
+        assert f"0.01: {tuned.own}" in told
+        assert str(tuned.best) in told.partition("Tuned: was 0.01")[2]
+        assert max(map(len, text.splitlines())) <= 100
+
+    def test_overrides_are_written_down(self, file: Path, simulated: Simulated) -> None:
+        overrides = ["privacy.epsilon=2", "kl.beta=0.1"]
+        recipe = load_recipe(file, overrides)
+        running = Search(
+            recipe, rows_for(recipe), KEYS, file.with_suffix(".t"), stand_ins=400, trials=3
+        )
+        running.run()
+        output = file.with_name("tuned.yaml")
+        write_tuned(running.result(), file, overrides, output)
+        values = yaml.safe_load(output.read_text())
+        assert (values["privacy"]["epsilon"], values["kl"]["beta"]) == (2, 0.1)
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = tiny.save(tmp_path / "model")
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(
+        "def lower(completions, **columns):\n"
+        "    return [4.0 * sum(c.islower() for c in t) / max(len(t), 1) for t in completions]\n"
+    )
+    (tmp_path / "public.csv").write_text("prompt\n" + "\n".join(f"public {i}" for i in range(200)))
+    (tmp_path / "recipe.yaml").write_text(
+        RECIPE.replace("{model_name_or_path: model}", f"{{model_name_or_path: {model}}}")
+        .replace("function: in-memory", f"function: {rewards}:lower")
+        .replace("path: in-memory", "path: public.csv")
+        .replace("rounds: 12", "rounds: 3\nrollout: {max_new_tokens: 4}")
+        .replace("limit: 400", "limit: 30")
+    )
+    call = ["tune", "recipe.yaml", "--trials", "1", "--minutes", "5", "--scored", "16"]
+    call += ["--search", "update.clip_norm", "--output", "new.yaml"]
+    ended = dprlhf(*call, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert "the recipe as it was:" in ended.stdout
+    assert "no privacy cost" in (tmp_path / "new.yaml").read_text()
+    assert (tmp_path / "new.trials").is_file()
+    assert not [*tmp_path.glob("runs*")]
+    assert load_recipe("new.yaml").privacy.epsilon == 4

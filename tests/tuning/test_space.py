@@ -1,0 +1,120 @@
+"""What is searched: values that the recipe takes, relative to its own."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from dprlhf import DprlhfError
+from dprlhf.recipe import Recipe, make_recipe
+from dprlhf.tuning.space import SPACE, Parameter, draw, keys_of, value_at, with_settings
+from helpers import tiny
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.save(tmp_path_factory.mktemp("model"), "llama"))
+
+
+def recipe_of(model: str, **changes: Any) -> Recipe:
+    return make_recipe(
+        {
+            "policy": {"model_name_or_path": model},
+            "data": {"path": "users.csv", "limit": 100},
+            "rewards": [{"function": "module:score"}],
+            "privacy": {"epsilon": 8},
+            "rounds": 8,
+            **changes,
+        }
+    )
+
+
+def parameters(recipe: Recipe, **chosen: Any) -> dict[str, Parameter]:
+    """Return the parameters by key, when some have been chosen otherwise than in the recipe."""
+    found = {}
+
+    def choose(parameter: Parameter) -> Any:
+        found[parameter.key] = parameter
+        return chosen.get(parameter.key.replace(".", "__"), parameter.own)
+
+    draw(recipe, keys_of([]), choose)
+    return found
+
+
+def choices(parameter: Parameter) -> list[Any]:
+    assert parameter.choices is not None
+    return [json.loads(choice) for choice in parameter.choices]
+
+
+def test_the_recipes_own_values_change_nothing(model: str) -> None:
+    recipe = recipe_of(model)
+    assert draw(recipe, keys_of([]), lambda parameter: parameter.own) == {}
+
+
+def test_each_choice_gives_a_recipe_that_is_accepted(model: str) -> None:
+    recipe = recipe_of(model, privacy={"epsilon": 8, "partition": "fixed"})
+    for key, parameter in parameters(recipe).items():
+        ends = [parameter.low, parameter.high] if parameter.choices is None else choices(parameter)
+        for value in ends:
+            assert value_at(with_settings(recipe, {key: value}), key) == value
+
+
+def test_bands_where_the_partition_has_them(model: str) -> None:
+    fixed = parameters(recipe_of(model, privacy={"epsilon": 8, "partition": "fixed"}))
+    assert choices(fixed["privacy.bands"]) == [1, 2, 4, 8]
+    poisson = parameters(recipe_of(model, privacy={"epsilon": 8, "partition": "poisson"}))
+    assert "privacy.bands" not in poisson
+
+
+def test_layers_and_modules_of_the_architecture(model: str) -> None:
+    found = parameters(recipe_of(model))
+    assert choices(found["policy.adapter.layers"]) == [[1], None]  # two layers
+    assert choices(found["policy.adapter.target_modules"]) == [
+        ["q_proj", "v_proj"], ["q_proj"], ["v_proj"], None,
+    ]  # fmt: skip
+
+
+def test_the_learning_rate_belongs_to_its_optimizer(model: str) -> None:
+    recipe = recipe_of(model, optimizer={"name": "adam", "learning_rate": 0.5})
+    own = parameters(recipe)["optimizer.learning_rate"]
+    other = parameters(recipe, optimizer__name='"sgd"')["optimizer.learning_rate"]
+    assert own.name == "optimizer.learning_rate (adam)"
+    assert own.low * own.high == pytest.approx(0.5**2)
+    assert other.name == "optimizer.learning_rate (sgd)"
+    assert other.low * other.high == pytest.approx(1.0)
+    assert "optimizer.momentum" not in parameters(recipe)
+    assert "optimizer.momentum" in parameters(recipe, optimizer__name='"sgd"')
+
+
+def test_what_the_recipe_has_not_is_not_searched(model: str) -> None:
+    regions = recipe_of(
+        model,
+        update={"name": "pg", "clip_norm": {"trust_region": "l2", "alpha": 1.0}},
+        optimizer={"name": "sgd"},
+    )
+    found = parameters(regions)
+    assert "update.clip_norm" not in found
+    assert "update.subspace.rank" not in found
+    assert "optimizer.name" not in found  # a trust region is for SGD
+    rebel = parameters(recipe_of(model, update={"name": "rebel"}))
+    assert "update.name" not in rebel
+
+
+def test_another_update_keeps_what_both_have(model: str) -> None:
+    recipe = recipe_of(model, update={"name": "pg", "clip_norm": 0.3, "batch_size": 8})
+    grpo = with_settings(recipe, {"update.name": "grpo", "update.clip_norm": 0.7}).update
+    assert (grpo.name, grpo.clip_norm, grpo.batch_size) == ("grpo", 0.7, 8)
+
+
+def test_numbers_are_tried_as_they_are_written_down(model: str) -> None:
+    changes = draw(recipe_of(model), ["update.clip_norm"], lambda parameter: 0.123456)
+    assert changes == {"update.clip_norm": 0.123}
+
+
+def test_an_unknown_key_is_refused() -> None:
+    with pytest.raises(DprlhfError, match=r"did you mean 'optimizer\.learning_rate'"):
+        keys_of(["optimizer.learning_rates"])
+    assert keys_of(["rounds", "update.name"]) == ["update.name", "rounds"]
+    assert keys_of([]) == list(SPACE)
