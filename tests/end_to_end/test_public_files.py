@@ -186,6 +186,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no-noise": {"epsilon": float("inf")},
     "poisson": {"privacy__partition": "poisson"},
     "two-passes": {"privacy__participations": 2},
+    "subspace": {"update__subspace": {"rank": 2, "prompts": 4, "source": "model"}},
 }
 
 

@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import accelerate.utils  # noqa: F401
@@ -118,10 +119,16 @@ def watch(dtype: torch.dtype) -> Seen:
     return seen
 
 
-def train(folder: Path, run: str, dtype: torch.dtype = torch.float64) -> None:
+SUBSPACE = {"update__subspace": {"rank": 3, "prompts": 9, "source": "model"}}
+
+
+def train(
+    folder: Path, run: str, dtype: torch.dtype = torch.float64, changes: Any = MappingProxyType({})
+) -> None:
     """Train, and leave what this process saw in ``<run>-seen-<rank>.pt``."""
     seen = watch(dtype)
-    result = dprlhf.train(**settings(str(folder / "model")), output_dir=folder / run)
+    values = settings(str(folder / "model")) | changes
+    result = dprlhf.train(**values, output_dir=folder / run)
     seen.processes = Processes.connect().count
     seen.parameters = [p.detach().clone() for p in result.policy.parameters.values()]
     seen.weights_held = sum(
@@ -232,6 +239,9 @@ def main(folder: Path) -> None:
     tiny.save(folder / "model")
     for count in (1, 2, 3):
         launch(count, folder, f"run-{count}", lambda n=count: train(folder, f"run-{n}"))
+    for count in (1, 2):
+        name = f"guided-{count}"
+        launch(count, folder, name, lambda n=name: train(folder, n, changes=SUBSPACE))
     for count in (1, 3):
         launch(count, folder, f"sft-{count}", lambda n=count: fit(folder, f"sft-{n}"))
         launch(count, folder, f"reward-{count}", lambda n=count: judge(folder, f"reward-{n}"))

@@ -20,6 +20,7 @@ from dprlhf.runs.card import guarantee_sentence, model_card, privacy_card
 from dprlhf.runs.earlier import Earlier, read_earlier
 from dprlhf.training.build import plan_of
 from dprlhf.updates import UPDATES
+from helpers.recipes import recipe_settings
 
 
 @settings(max_examples=300, derandomize=True, deadline=None)
@@ -208,3 +209,19 @@ def test_every_update_and_stage_is_described() -> None:
     assert {u["name"] for u, _ in RELEASES} == set(UPDATES)
     (only,) = card_for(SFTRecipe.model_validate(BASE))["released"]
     assert only == "the noised mean gradient of each round, and what follows from it: the model"
+
+
+def test_the_card_names_the_public_prompts_of_a_subspace() -> None:
+    for spec, expected in (
+        ({"data": {"path": "reviews.csv"}}, ", reviews.csv"),
+        ({"data": {"path": "reviews.csv"}, "declared_public": True}, "declared to be public"),
+        ({"source": "model"}, None),
+    ):
+        made = make_recipe(recipe_settings(update__subspace={"rank": 2, **spec}))
+        plan = make_plan(users=100, rounds=10, delta=1e-5, epsilon=4.0)
+        card = privacy_card(made, plan, 1000, bytes(32), read_earlier(made))
+        named = [line for line in card["assumed_public"] if "update.subspace" in line]
+        assert len(named) == (expected is not None)
+        assert expected is None or expected in named[0]
+        assert "along 2 directions from public gradients" in card["released"][0]
+        assert card["noise_to_clip_ratio"] == plan.noise_to_clip_ratio(2)

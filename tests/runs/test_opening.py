@@ -12,6 +12,7 @@ import pytest
 
 import dprlhf
 from dprlhf.data.loading import rows_from
+from dprlhf.data.public import Guides
 from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import AnyRecipe, RewardRecipe, SFTRecipe, make_recipe
@@ -69,6 +70,35 @@ def test_rows_that_are_not_evaluated_do_not_matter() -> None:
     for place, expected in ((65, True), (66, False)):
         mixed = [*public[:place], PROMPTS[0], *public[place:]]
         assert refused(PROMPTS, mixed, evaluation__prompts=2) is expected
+
+
+def test_a_subspace_may_take_all_public_rows_so_all_are_compared() -> None:
+    public = [*(f"guest {i}" for i in range(200)), PROMPTS[0]]
+    changes = {"evaluation__prompts": 2, "update__subspace": {"rank": 1, "prompts": 2}}
+    assert refused(PROMPTS, public, **changes)
+    assert not refused(PROMPTS, public[:-1], **changes)
+
+
+def test_no_row_that_a_subspace_is_fitted_to_is_a_users() -> None:
+    spec = {"rank": 1, "prompts": 2, "data": {"path": "public"}}
+    for prompts, declared, expected in (
+        ([*PROMPTS[:1], "a guest"], False, True),
+        (["another guest", "a guest"], False, False),
+        (PROMPTS, True, False),
+    ):
+        made = recipe(update__subspace={**spec, "declared_public": declared})
+        users = Users(rows_from(PROMPTS, "prompt"), made.data)
+        guides = Guides(Users(rows_from(prompts, "prompt"), made.data))
+        if expected:
+            with pytest.raises(DprlhfError, match=r"update\.subspace\.data: some of its rows are"):
+                check_public(made, users, None, guides)
+        else:
+            check_public(made, users, None, guides)
+    digests = {
+        recipe_digest(recipe(update__subspace={**spec, "declared_public": declared}))
+        for declared in (False, True)
+    }
+    assert len(digests) == 1
 
 
 def test_a_cut_prompt_is_the_one_that_it_was_cut_from_but_a_common_beginning_is_not() -> None:

@@ -85,6 +85,19 @@ def test_sums_and_parameters_equal_those_of_one_process(folder: Path, run: str) 
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-3 * tolerance)
 
 
+def test_the_subspace_of_two_processes_is_that_of_one(folder: Path) -> None:
+    one, two = seen(folder, "guided-1")[0], seen(folder, "guided-2")
+    gradients, sums = one.sums[::2], one.sums[1::2]  # of the public prompts, and of the users
+    assert [g.ndim for g in gradients] == [2] * launched.ROUNDS
+    assert [len(s) for s in sums] == [3 + 2 + 3] * launched.ROUNDS  # telemetry and critic
+    for process in two:
+        for found, expected in zip(process.sums, one.sums, strict=True):
+            assert float((found - expected).norm()) <= 1e-7 * float(expected.norm())
+        for found, expected in zip(process.parameters, one.parameters, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-10)
+    assert two[0].released == two[1].released
+
+
 @pytest.mark.parametrize("run", ["run-1", *DOUBLE, *SINGLE])
 def test_noise_is_drawn_once_a_round_and_the_release_is_the_same_everywhere(
     folder: Path, run: str

@@ -307,7 +307,7 @@ def _train(
         quiet=quiet,
         counted=False,  # its users are canaries
     ) as run:
-        riders = [getattr(run.stage, "telemetry", None), run.stage.critic]
+        riders = [getattr(run.stage, "telemetry", None), getattr(run.stage, "critic", None)]
         count = sum(rider.count for rider in riders if rider is not None)
         gate = WatchedGate(cast(Gate, run.gate), run.plan, run.policy.dimension, count)
         run.gate = cast(Gate, gate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,57 @@ def held_out(recipe: AnyRecipe, public: Users) -> Prompts:
     return public.select(np.arange(first, min(first + HELD_OUT, public.count)))
 
 
-def used_rows(recipe: AnyRecipe) -> int:
-    """Return how many rows, from the start, :func:`evaluated` and :func:`held_out` may take."""
+@dataclass(frozen=True)
+class Guides:
+    """The public prompts to which ``update.subspace`` is fitted.
+
+    Attributes:
+        rows: Public rows, each a user of its own.
+        first: Index of the first row that is used; the evaluation has those before it.
+    """
+
+    rows: Users
+    first: int = 0
+
+    @property
+    def count(self) -> int:
+        """The number of prompts."""
+        return max(0, self.rows.count - self.first)
+
+    def draw(self, count: int, random: np.random.Generator) -> Prompts:
+        """Return ``count`` different prompts, or all of them if there are fewer."""
+        chosen = random.choice(self.count, min(count, self.count), replace=False)
+        prompts = self.rows.select(self.first + np.sort(chosen))
+        users = np.arange(len(prompts))
+        return Prompts(prompts.prompts, users, np.zeros_like(users), prompts.columns)
+
+
+def guides(recipe: AnyRecipe, public: Users | None) -> Guides | None:
+    """Return the public prompts of ``update.subspace``; None without one, or if it writes its own.
+
+    Args:
+        recipe: The recipe of a run of any stage.
+        public: The rows of the evaluation, as :func:`public_users` returns them.
+    """
+    spec = getattr(recipe.update, "subspace", None)
+    if spec is None or spec.source == "model":
+        return None
+    if spec.data is not None:
+        data = spec.data.model_copy(update={"user_column": None})
+        return Guides(Users(load_rows(data), data))
+    assert public is not None
+    assert recipe.evaluation is not None
+    return Guides(public, recipe.evaluation.prompts)
+
+
+def used_rows(recipe: AnyRecipe) -> int | None:
+    """Return how many rows, from the start, the run may take; all if a subspace is fitted to them.
+
+    These are the rows of :func:`evaluated`, :func:`held_out` and :func:`guides`.
+    """
+    spec = getattr(recipe.update, "subspace", None)
+    if spec is not None and spec.source == "public" and spec.data is None:
+        return None
     return recipe.evaluation.prompts + HELD_OUT if recipe.evaluation is not None else 0
 
 

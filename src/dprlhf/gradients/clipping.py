@@ -14,6 +14,7 @@ from dprlhf.boundary import BoundedSum, Private, open_private
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.ghost_norm import rounding
 from dprlhf.gradients.per_user import PerUserGradients
+from dprlhf.gradients.subspace import Subspace
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.protocol import ExplicitPolicy, Rows
 from dprlhf.rollout import Responses, Tick
@@ -77,10 +78,12 @@ class ClippedSum:
     Attributes:
         bounded: The sum and the L2 bound on each user's contribution to it.
         norms: The norms, ``[users]``, for secret telemetry; empty where the clip norm is infinite.
+        subspace: The subspace whose coordinates the sum has; None for those of the vectors.
     """
 
     bounded: BoundedSum
     norms: Private[NDArray[np.float64]]
+    subspace: Subspace | None = None
 
 
 def clip_users(
@@ -203,6 +206,7 @@ def clipped_vectors(
     reduce: Callable[[torch.Tensor], torch.Tensor],
     most_users: int = MOST_USERS,
     signed: bool = False,
+    subspace: Subspace | None = None,
 ) -> ClippedSum:
     """Return Σ_u clip(v_u, S) of vectors that are not gradients of one loss.
 
@@ -216,6 +220,8 @@ def clipped_vectors(
         reduce: Sums a tensor over all processes.
         most_users: A public upper bound on the number of users in the round.
         signed: As in :class:`Weighted`.
+        subspace: A subspace, in whose coordinates vectors are clipped and summed; None for their
+            own.
 
     Raises:
         ValueError: A user came twice.
@@ -223,20 +229,22 @@ def clipped_vectors(
     coordinates = open_private(extra)
     _check_number(len(coordinates), most_users)
     vector_bound = vector_norm(clip_norm, extra_norm)
-    total = torch.zeros(dimension, dtype=torch.float64)
+    length = dimension if subspace is None else subspace.rank
+    total = torch.zeros(length, dtype=torch.float64)
     norms, seen = np.zeros(len(coordinates)), np.zeros(len(coordinates), dtype=int)
     for users, of_users in open_private(vectors):
         np.add.at(seen, users, 1)
         if seen.max(initial=0) > 1:
             raise ValueError("a user came twice: its contribution would be clipped twice")
-        clipped, norm = clip_users(of_users.cpu(), vector_bound, most_users=most_users)
+        summands = of_users if subspace is None else subspace.coordinates(of_users)
+        clipped, norm = clip_users(summands.cpu(), vector_bound, most_users=most_users)
         total += clipped.sum(0)
         norms[users] = norm.numpy()
     if signed:
         coordinates = with_sign(coordinates, norms, vector_bound)
     of_extra, _ = clip_users(torch.from_numpy(coordinates), extra_norm, most_users=most_users)
     both = torch.cat([total, of_extra.sum(0)])
-    return ClippedSum(BoundedSum(reduce(both), clip_norm), Private(norms))
+    return ClippedSum(BoundedSum(reduce(both), clip_norm), Private(norms), subspace)
 
 
 def with_sign(
@@ -278,7 +286,7 @@ def user_gradients(
     weights: NDArray[np.float64],
     *,
     batch_size: int,
-    rows: int,
+    rows: int | None,
 ) -> Iterator[tuple[NDArray[np.int64], torch.Tensor, bool]]:
     """Yield each micro-batch's users and the gradients of parts of their rows, not clipped.
 
@@ -288,21 +296,28 @@ def user_gradients(
         weights: Weight of each response token's ∇ log π, ``[rows, response]``, or of each row's,
             ``[rows]``.
         batch_size: Number of rows differentiated at once.
-        rows: Number of rows in a part; a user's rows are cut in their order.
+        rows: Number of rows in a part; a user's rows are cut in their order. None makes one part
+            of all rows of a user.
 
     Yields:
         The users, ``[users]``, Σ weight · ∇ log π of parts of their rows,
         ``[users, parts, dimension]``, float32 or wider, on the policy's device, in the order of
         ``policy.parameters``, and whether these are the users' last parts. A user with more than
-        ``batch_size`` rows comes alone, in several turns.
+        ``batch_size`` rows comes alone, in several turns if its rows are cut into parts.
     """
     if isinstance(policy, ExplicitPolicy):
         for users, scores in policy.user_scores(responses, weights):
-            yield users, scores.view(len(users), -1, rows, policy.dimension).sum(2), True
+            each = rows or scores.shape[1]
+            yield users, scores.view(len(users), -1, each, policy.dimension).sum(2), True
         return
     responses = language_model_rows(responses)
     engine = PerUserGradients(policy.model, policy.parameters, whole=True)
-    for batch in micro_batches(responses, batch_size, rows):
+    for batch in micro_batches(responses, batch_size, rows or 1):
+        if rows is None:
+            for number, part in enumerate(batch.parts()):
+                _run(engine, policy, responses, weights, part, more=number > 0)
+            yield batch.users, engine.gradients()[: len(batch.users), None], True
+            continue
         for number, part in enumerate(batch.parts(), 1):
             _run(engine, policy, responses, weights, part, parts=part.height // rows)
             gradients = engine.gradients().view(batch.size, -1, policy.dimension)

@@ -38,6 +38,7 @@ from dprlhf.recipe.sections import (
     Source,
     Tracking,
 )
+from dprlhf.recipe.subspace import Subspace
 from dprlhf.recipe.supervised import STAGES, RewardRecipe, SFTRecipe, StageRecipe
 from dprlhf.recipe.updates import (
     GRPO,
@@ -91,6 +92,7 @@ __all__ = [
     "Settings",
     "Source",
     "StageRecipe",
+    "Subspace",
     "Tracking",
     "TrustRegion",
     "Update",

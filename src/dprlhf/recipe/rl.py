@@ -103,6 +103,8 @@ class Recipe(Settings):
             noise_multiplier: Noise multiplier z of each of them.
         """
         what = self.update.released.format(releases=releases)
+        if self.update.subspace is not None:
+            what += f", along {self.update.subspace.rank} directions from public gradients"
         lines = [f"the noised mean {what}, and what follows from it: the model"]
         if self.privacy.reward_share:
             where = "same release" if releases == 1 else "first of these releases"
@@ -123,6 +125,7 @@ class Recipe(Settings):
             data=self.data,
             public=self.evaluation.data if self.evaluation else None,
             fitted=any(source.trained_on_private_users for source in self.sources),
+            guides=self.update.subspace.data if self.update.subspace else None,
         )
         self.policy.adapter.check(public_rows=self.evaluation is not None)
         self.update.check(self)

@@ -518,6 +518,7 @@ def check_promise(
     data: Data,
     public: Data | None,
     fitted: bool,
+    guides: Data | None = None,
 ) -> None:
     """Refuse what would make the stated ε wrong, or publish what is private.
 
@@ -527,6 +528,7 @@ def check_promise(
         data: The section of the users' rows.
         public: The section of the evaluation's rows; None without evaluation.
         fitted: Whether a model or reward was fitted on the same users without a stated cost.
+        guides: The section of the public rows of ``update.subspace``; None without them.
 
     Raises:
         ValueError: Names the setting and what would work.
@@ -537,6 +539,11 @@ def check_promise(
         raise ValueError(
             "evaluation.data names the private users: evaluation writes prompts and scores in the"
             " open, so it needs public rows"
+        )
+    if guides is not None and _same_rows(data, guides):
+        raise ValueError(
+            "update.subspace.data names the private users: the directions that are fitted to it are"
+            " used without noise, so it needs public rows"
         )
     if fitted and not privacy.baseline:
         raise ValueError(

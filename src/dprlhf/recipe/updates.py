@@ -28,6 +28,7 @@ from dprlhf.recipe.base import Experimental, PositiveFloat, PositiveInt, Setting
 from dprlhf.recipe.plugins import load_plugin, plugin_names
 from dprlhf.recipe.quantile import QuantileClip
 from dprlhf.recipe.sections import KL, Evaluation, Optimizer, Privacy, Rollout
+from dprlhf.recipe.subspace import Subspace
 
 ENTRY_POINT_GROUP = "dprlhf.updates"
 """The entry-point group of updates in other packages; each names an :class:`UpdatePlugin`."""
@@ -59,6 +60,11 @@ class Sections(Protocol):
     @property
     def evaluation(self) -> Evaluation | None:
         """The public prompts; None without evaluation."""
+        ...
+
+    @property
+    def rounds(self) -> int:
+        """The number of rounds T."""
         ...
 
 
@@ -104,6 +110,8 @@ class PrivateUpdate(Settings):
             follows from round to round. ``.inf`` only in a non-private baseline.
         batch_size: Responses in one micro-batch of the backward pass. Larger is faster until memory
             runs out; it does not change the result beyond rounding.
+        subspace: Directions from public gradients, along which users' vectors are released; null
+            releases all coordinates.
     """
 
     allows_trust_region: ClassVar[bool] = False
@@ -115,6 +123,7 @@ class PrivateUpdate(Settings):
     name: str
     clip_norm: ClipNorm = 1.0
     batch_size: PositiveInt = 64
+    subspace: Subspace | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -191,6 +200,8 @@ class PrivateUpdate(Settings):
             self._check_least_squares(recipe)
         if self.noised_critic is not None:
             self.noised_critic.check(recipe)
+        if self.subspace is not None:
+            self._check_subspace(self.subspace, recipe)
         if recipe.kl.level == "token" and not self.token_rewards:
             raise ValueError(
                 "kl.level: token works with update.name"
@@ -235,6 +246,33 @@ class PrivateUpdate(Settings):
                 " privacy.reward_share leave nothing to the gradient: lower them"
             )
 
+    def _check_subspace(self, subspace: Subspace, recipe: Sections) -> None:
+        if subspace.source == "public" and subspace.data is None and recipe.evaluation is None:
+            raise ValueError(
+                "update.subspace needs public prompts: give update.subspace.data, or evaluation"
+                " with more rows than evaluation.prompts; or write source: model"
+            )
+        if isinstance(self.clip_norm, TrustRegion):
+            raise ValueError(
+                "update.clip_norm: a trust region bounds gradients, and update.subspace scales"
+                " their coordinates: give a number"
+            )
+        if self.least_squares is not None:
+            raise ValueError(
+                f"update.subspace: update.name {self.name} releases the answers of a regression,"
+                " not gradients: leave subspace out, or take pg, grpo or ppo"
+            )
+        if recipe.optimizer.name == "adam-corrected":
+            raise ValueError(
+                "optimizer.name: adam-corrected takes the noise of every parameter to be the same,"
+                " which it is not with update.subspace: write adam or sgd"
+            )
+        if recipe.privacy.bands > 1 and subspace.refresh < recipe.rounds:
+            raise ValueError(
+                "privacy.bands: noise of earlier rounds is taken back along the directions of"
+                " earlier rounds: set update.subspace.refresh to the number of rounds, or bands 1"
+            )
+
     def _check_least_squares(self, recipe: Sections) -> None:
         if self.radius == float("inf"):
             raise ValueError(
@@ -254,8 +292,11 @@ class PrivateUpdate(Settings):
             clip_norm: Clip norm far below the norm of any user's vector.
             batch_size: Responses in one micro-batch.
             target_bound: Bound on a regression's targets, far below any target.
+
+        Canaries have no public prompts beside them, so there is no subspace.
         """
-        return self.model_copy(update={"clip_norm": clip_norm, "batch_size": batch_size})
+        bounds = {"clip_norm": clip_norm, "batch_size": batch_size, "subspace": None}
+        return self.model_copy(update=bounds)
 
 
 class Critic(Settings):

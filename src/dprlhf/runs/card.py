@@ -61,7 +61,7 @@ def privacy_card(
         **({"total": _total(plan, earlier)} if earlier else {}),
         "sensitivity": plan.sensitivity if plan.private else None,
         "dimension": dimension,
-        "noise_to_clip_ratio": plan.noise_to_clip_ratio(dimension),
+        "noise_to_clip_ratio": plan.noise_to_clip_ratio(released_dimension(recipe, dimension)),
         "released": recipe.released(plan.releases_per_round, plan.noise_multiplier),
         "assumed_public": [
             f"the {source.label}: {_origin(source, earlier)}" for source in recipe.sources
@@ -69,6 +69,7 @@ def privacy_card(
         + [
             f"the number of users, {plan.users}",
             f"the recipe, its seed, and the public evaluation prompts{_declared(recipe)}",
+            *_guides(recipe),
             *_selection(recipe),
         ],
         "assumptions": [
@@ -86,6 +87,21 @@ def privacy_card(
     }
 
 
+def released_dimension(recipe: AnyRecipe, dimension: int) -> int:
+    """Return the number of coordinates of a release, for a model of ``dimension`` parameters."""
+    subspace = getattr(recipe.update, "subspace", None)
+    return dimension if subspace is None else int(subspace.rank)
+
+
+def _guides(recipe: AnyRecipe) -> list[str]:
+    spec = getattr(recipe.update, "subspace", None)
+    if spec is None or spec.source == "model":
+        return []
+    where = "evaluation.data" if spec.data is None else spec.data.path
+    declared = _DECLARED if spec.declared_public else ""
+    return [f"the prompts that the directions of update.subspace are fitted to, {where}{declared}"]
+
+
 def _selection(recipe: AnyRecipe) -> list[str]:
     data = recipe.data
     if not data.skip and data.limit is None:
@@ -98,7 +114,10 @@ def _selection(recipe: AnyRecipe) -> list[str]:
 def _declared(recipe: AnyRecipe) -> str:
     if recipe.evaluation is None or not recipe.evaluation.declared_public:
         return ""
-    return " (declared to be public even where a user has the same text)"
+    return _DECLARED
+
+
+_DECLARED = " (declared to be public even where a user has the same text)"
 
 
 def audit_of(folder: RunFolder) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from dprlhf.boundary import open_private
-from dprlhf.data.public import used_rows
+from dprlhf.boundary import Private, open_private
+from dprlhf.data.public import Guides, used_rows
 from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.ledger import Ledger
@@ -87,7 +88,9 @@ def recipe_digest(recipe: AnyRecipe) -> str:
     Newer keys that are not set are left out, and values keep their oldest name, so that runs of
     earlier versions keep their digest. A declaration about the evaluation may be added later.
     """
-    newer = ("revision", "attn_implementation", "damping", "average", "times_column")
+    newer = (
+        "revision", "attn_implementation", "damping", "average", "times_column", "subspace",
+    )  # fmt: skip
     former = {today: old for old, today in FORMER_NAMES.items()}
 
     def without_unset(values: Any) -> Any:
@@ -100,6 +103,7 @@ def recipe_digest(recipe: AnyRecipe) -> str:
         "output_dir": True,
         "tracking": True,
         "evaluation": {"declared_public"},
+        "update": {"subspace": {"declared_public"}},
         "privacy": {"book", "dataset"},
     }
     fixed = without_unset(recipe.model_dump(mode="json", exclude=free))
@@ -122,29 +126,48 @@ def check_disjoint(recipe: AnyRecipe, users: Users) -> None:
             raise overlap(run.name, "this run")
 
 
-def check_public(recipe: AnyRecipe, users: Users, public: Users | None) -> None:
-    """Check that no row of the evaluation is a user's, whatever the two sources are called.
+def check_public(
+    recipe: AnyRecipe, users: Users, public: Users | None, guides: Guides | None = None
+) -> None:
+    """Check that no public row is a user's, whatever the two sources are called.
 
     Rows are the same if their texts are (with the completions, in a supervised stage), and also if
     they name the same user in ``data.user_column``. One bit about the users is shown: whether the
-    run is refused. ``evaluation.declared_public`` skips the check.
+    run is refused. ``declared_public`` beside the public rows' section skips the check.
+
+    Args:
+        recipe: The recipe of a run of any stage.
+        users: The private users.
+        public: The rows of the evaluation; None without one.
+        guides: The rows to which ``update.subspace`` is fitted; None without one.
 
     Raises:
         DprlhfError: Some row is. The message does not say which, or how many.
     """
-    if public is None or recipe.evaluation is None or recipe.evaluation.declared_public:
-        return
     column = recipe.data.user_column
-    private = open_private(users.traces(column))
-    shown = open_private(
-        public.traces(recipe.evaluation.data.user_column or column, used_rows(recipe))
-    )
-    # A prompt that was cut is compared with whole texts alone: many texts begin alike.
-    pairs = (("text", "text"), ("text", "prompt"), ("prompt", "text"), ("user", "user"))
-    if any(np.isin(shown[a], private[b]).any() for a, b in pairs):
-        raise DprlhfError(
-            "evaluation.data: some of its rows are users' rows, too (the same text"
-            + (f", or the same {column}" if column else "")
-            + "), and evaluation writes prompts and scores in the open: take rows of nobody among"
-            " the users; or set evaluation.declared_public=true if they were public before"
-        )
+    shown: dict[str, Private[dict[str, NDArray[np.uint64]]]] = {}
+    evaluation = recipe.evaluation
+    subspace: Any = getattr(recipe.update, "subspace", None)
+    if public is not None and evaluation is not None and not evaluation.declared_public:
+        named = evaluation.data.user_column or column
+        shown["evaluation"] = public.traces(named, used_rows(recipe))
+    if guides is not None and guides.rows is not public and not subspace.declared_public:
+        shown["update.subspace"] = guides.rows.traces(subspace.data.user_column or column)
+    private = open_private(users.traces(column)) if shown else {}
+    for section, traces in shown.items():
+        found = open_private(traces)
+        # A prompt that was cut is compared with whole texts alone: many texts begin alike.
+        pairs = (("text", "text"), ("text", "prompt"), ("prompt", "text"), ("user", "user"))
+        if any(np.isin(found[a], private[b]).any() for a, b in pairs):
+            raise DprlhfError(
+                f"{section}.data: some of its rows are users' rows, too (the same text"
+                + (f", or the same {column}" if column else "")
+                + f"), and {_SHOWN[section]}: take rows of nobody among the users; or set"
+                f" {section}.declared_public=true if they were public before"
+            )
+
+
+_SHOWN = {
+    "evaluation": "evaluation writes prompts and scores in the open",
+    "update.subspace": "the directions that are fitted to them are used without noise",
+}

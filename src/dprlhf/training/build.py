@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from dprlhf.budget import BrokenOffError, Reservation
 from dprlhf.data.in_memory import R, Sources, rows_of
-from dprlhf.data.public import public_users
+from dprlhf.data.public import guides, public_users
 from dprlhf.data.users import Users
 from dprlhf.errors import EXITS, DprlhfError, InterruptedRunError
 from dprlhf.hardware import native_dtype
@@ -84,7 +84,8 @@ def load_parts(
     stage.check_rows(rows)
     processes.on_main(lambda: check_disjoint(recipe, users))
     public = public_users(recipe, sources.evaluation_prompts)
-    processes.on_main(lambda: check_public(recipe, users, public))
+    guiding = guides(recipe, public)
+    processes.on_main(lambda: check_public(recipe, users, public, guiding))
     stated = processes.on_main(lambda: opened_adjacency(folder.ledger) if folder else None)
     plan = _planned(recipe, users, stated, sources)
     if counted:  # before the model is loaded, which may take long
@@ -92,7 +93,7 @@ def load_parts(
     policy = stage.load_policy()
     stage.check_policy(users, policy)
     processes.place(policy)
-    parts = Parts(recipe, plan, earlier, users, policy, public, processes, quiet)
+    parts = Parts(recipe, plan, earlier, users, policy, public, processes, quiet, guides=guiding)
     stage.settle(parts)
     parts.recipe = stage.recipe
     shapes, parts.rounding = settle_layout(policy, stage.shapes, processes)

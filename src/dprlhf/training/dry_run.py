@@ -15,6 +15,7 @@ from dprlhf.privacy.gaussian import upwards
 from dprlhf.privacy.plan import Plan, delta_warning, noise_warning
 from dprlhf.recipe import AnyRecipe, Recipe, experimental
 from dprlhf.recipe.supervised import StageRecipe
+from dprlhf.runs.card import released_dimension
 from dprlhf.runs.earlier import total
 from dprlhf.training.build import load_parts
 from dprlhf.training.processes import Processes
@@ -107,7 +108,7 @@ def dry_run_stage(
 
 def _terms(recipe: AnyRecipe, parts: Parts) -> dict[str, Any]:
     plan, policy = parts.plan, parts.policy
-    ratio = plan.noise_to_clip_ratio(policy.dimension)
+    ratio = plan.noise_to_clip_ratio(released_dimension(recipe, policy.dimension))
     warnings = [delta_warning(plan.guarantee.delta, plan.users), noise_warning(ratio)]
     return {
         **plan.terms(),

@@ -375,6 +375,11 @@ def _contributions(
             yield users, [gradients]
             if prompts > 1:  # the further passes need no more memory
                 return
+    elif getattr(update, "subspace", None) is not None:
+        for users, gradients, _ in user_gradients(
+            policy, rows, weights, batch_size=size, rows=None
+        ):
+            yield users, [gradients]
     else:
         yield from recorded_by_user(policy, rows, weights, batch_size=size)
 

@@ -38,6 +38,7 @@ from dprlhf.rewards import (
 from dprlhf.rewards.isolation import captured
 from dprlhf.rewards.private import rows_to_score, score_private
 from dprlhf.rollout import Responses, resolve_batch_size, sample, sample_responses
+from dprlhf.runs.checkpoint import Stateful
 from dprlhf.runs.folder import JsonLines, RunFolder, write_json
 from dprlhf.training.evaluate import (
     Evaluated,
@@ -46,6 +47,7 @@ from dprlhf.training.evaluate import (
     estimate,
     evaluate,
 )
+from dprlhf.training.guidance import Guidance
 from dprlhf.training.layout import Shapes
 from dprlhf.training.processes import Processes
 from dprlhf.training.run import Batch, Outcome, Parts, Run
@@ -104,6 +106,7 @@ class Reinforcement:
         public: The public prompts of the evaluation; None without evaluation.
         critic: The value function V(x); None without a critic.
         clip: The clip norm that follows a quantile; None for a constant one.
+        guidance: Finds the subspace of each round; None without one.
         rewards: The recipe's rewards, loaded.
         spread: Summary of the distribution of rewards of responses to public prompts.
         scorer: The weighted sum of the rewards, clipped to ± ``reward_range``.
@@ -121,6 +124,7 @@ class Reinforcement:
         self.public: Prompts | None = None
         self.critic: Critic | None = None
         self.clip: AdaptiveClip | None = None
+        self.guidance: Guidance | None = None
         self.timing: dict[str, float] = {}
         self._sources = sources
         self._failed_rounds = 0
@@ -137,6 +141,16 @@ class Reinforcement:
         return self.spread.warnings
 
     # --- before the run ---------------------------------------------------------------------
+
+    @property
+    def stateful(self) -> dict[str, Stateful]:
+        """The parts of this stage that a checkpoint keeps, by the name of the file."""
+        parts: dict[str, Stateful | None] = {
+            "critic": self.critic,
+            "clip": self.clip,
+            "subspace": self.guidance,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
 
     def load_policy(self) -> CausalLMPolicy:
         """Return the program's own policy, or load the recipe's."""
@@ -212,6 +226,9 @@ class Reinforcement:
         self.telemetry = TelemetryCoordinates.from_plan(
             plan, recipe.privacy.reward_share, recipe.reward_range
         )
+        if recipe.update.subspace is not None:
+            self.guidance = Guidance(recipe.update.subspace, parts.guides, recipe.seed)
+            self.guidance.check(policy.dimension)
 
     @contextlib.contextmanager
     def opened(self, folder: RunFolder) -> Iterator[None]:
@@ -226,6 +243,9 @@ class Reinforcement:
     def update(self, run: Run, batch: Batch) -> Outcome:
         """Sample responses to the users' prompts, score them, and update the policy."""
         recipe, longest = self.recipe, self.recipe.data.max_prompt_tokens
+        subspace = None
+        if self.guidance is not None:
+            subspace = self.guidance.subspace(run, batch, self.scorer, self.critic)
 
         def readable(users: NDArray[np.int64]) -> Prompts:
             with captured(None):  # a panic in compiled code prints the text that it failed on
@@ -252,6 +272,7 @@ class Reinforcement:
             telemetry=self.telemetry,
             critic=self.critic,
             clip=self.clip,
+            subspace=subspace,
             optimizer=run.optimizer,
             reduce=run.processes.sum,
             gate=batch.release,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from dprlhf.boundary import BoundedSum, Private, Released
 from dprlhf.budget import Reservation
+from dprlhf.data.public import Guides
 from dprlhf.data.users import Prompts, Users
 from dprlhf.policies.averaging import ParameterAverage
 from dprlhf.policies.causal_lm import CausalLMPolicy
@@ -26,7 +27,6 @@ from dprlhf.runs.folder import RunFolder
 from dprlhf.training.layout import Shapes
 from dprlhf.training.processes import Processes
 from dprlhf.training.progress import Progress, RoundBar
-from dprlhf.updates.critic import Critic
 
 
 @dataclass(repr=False)
@@ -41,6 +41,7 @@ class Parts:
         users: The private users.
         policy: The model that is trained.
         public: All public rows of the recipe's evaluation; None without one.
+        guides: The public prompts of ``update.subspace``; None without them.
         processes: This process among those of the launch.
         quiet: Whether to print nothing.
         rounding: What the check of rounding on this machine covered, for the privacy card.
@@ -55,6 +56,7 @@ class Parts:
     processes: Processes
     quiet: bool
     rounding: str = ""
+    guides: Guides | None = None
 
 
 @dataclass(repr=False)
@@ -104,13 +106,9 @@ class Run:
 
     @property
     def kept(self) -> dict[str, Stateful]:
-        """What a checkpoint keeps beside policy and optimizer, by the name of its file."""
-        parts: dict[str, Stateful | None] = {
-            "critic": self.stage.critic,
-            "clip": getattr(self.stage, "clip", None),
-            AVERAGE: self.average,
-        }
-        return {name: part for name, part in parts.items() if part is not None}
+        """Further parts of the run that a checkpoint keeps, by the name of the file."""
+        average = {} if self.average is None else {AVERAGE: self.average}
+        return {**self.stage.stateful, **average}
 
     def averaged(self) -> AbstractContextManager[None]:
         """Return a context in which the policy is the average over rounds, if the run has one."""
@@ -170,8 +168,8 @@ class Stage(Protocol):
         """The recipe, settled as far as the run has come."""
 
     @property
-    def critic(self) -> Critic | None:
-        """The critic, whose state is saved in the checkpoint; None without one."""
+    def stateful(self) -> Mapping[str, Stateful]:
+        """The stage's own parts that a checkpoint keeps, by the name of the file."""
 
     @property
     def public(self) -> Prompts | None:

@@ -9,8 +9,9 @@ update (DP-SGD with one user as the unit). The result is an adapter, and the mer
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from dprlhf.recipe import Documents, RewardRecipe, SFTRecipe
 from dprlhf.recipe.supervised import StageRecipe
 from dprlhf.rewards.isolation import captured
 from dprlhf.rollout.batch import padded_width
+from dprlhf.runs.checkpoint import Stateful
 from dprlhf.runs.folder import RunFolder, write_json
 from dprlhf.runs.publish import merge
 from dprlhf.training.evaluate import RewardEstimate, estimate
@@ -92,7 +94,7 @@ class Supervised:
         load: Loads the model that is trained.
     """
 
-    critic = None  # there are no responses whose mean reward it could predict
+    stateful: Mapping[str, Stateful] = MappingProxyType({})
 
     def __init__(
         self, recipe: StageRecipe, task: Task, *, tokens: int, load: Callable[[], CausalLMPolicy]

@@ -77,7 +77,10 @@ def seconds_a_round(recipe: Recipe, plan: Plan, phases: dict[str, float]) -> flo
     """Return the seconds of a round of expected size on one process, from those per response."""
     passes = plan.releases_per_round * recipe.update.passes
     of_response = phases["rollout"] + phases["reward"] + passes * phases["update"]
-    return plan.expected_batch_size * recipe.rollout.responses * of_response
+    prompts = plan.expected_batch_size
+    if recipe.update.subspace is not None:
+        prompts += recipe.update.subspace.prompts / recipe.update.subspace.refresh
+    return prompts * recipe.rollout.responses * of_response
 
 
 def seconds_a_row(

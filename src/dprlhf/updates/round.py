@@ -25,8 +25,10 @@ from dprlhf.gradients.clipping import (
     clipped_sum,
     clipped_vectors,
     language_model_rows,
+    user_gradients,
     vector_norm,
 )
+from dprlhf.gradients.subspace import Subspace
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.optimizers import ascend
 from dprlhf.policies.protocol import ExplicitPolicy, Rows
@@ -79,9 +81,12 @@ class PrivateRound(Generic[P, R]):
         tick: Called with the number of rows done since the last call; for progress bars.
         critic: The value function V(x), which is also a rider; None without a critic.
         clip: The clip norm that follows a quantile, also a rider; None for a constant one.
+        subspace: The subspace in whose coordinates users' vectors are clipped and released; None
+            for the coordinates of the parameters.
         unpenalised: The rewards without the KL penalty, for telemetry.
         values: The critic's V(x) of each row's prompt, from before this round, ``[rows]``.
-        released: The first release without its riders; ``[dimension]`` where it is a gradient.
+        released: The first release without its riders; ``[dimension]`` where it is a gradient, or
+            its coordinates in the subspace.
         reward: The noised mean reward from the first release; None before it or without telemetry.
         norms: Each user's norm before clipping in the first release, for secret telemetry.
     """
@@ -98,6 +103,7 @@ class PrivateRound(Generic[P, R]):
     tick: Tick | None = None
     critic: Critic | None = None
     clip: AdaptiveClip | None = None
+    subspace: Subspace | None = None
     unpenalised: Private[Scores] = field(init=False)
     values: Private[Array] | None = field(default=None, init=False)
     released: Released[torch.Tensor] | None = field(default=None, init=False)
@@ -149,6 +155,13 @@ class PrivateRound(Generic[P, R]):
                 ``[rows, response]``.
             batch_size: Number of rows differentiated at once.
         """
+        if self.subspace is not None:
+            return self.clipped_vectors(
+                self.responses.map(
+                    partial(user_vectors, self.policy, batch_size=batch_size, tick=self.tick),
+                    weights,
+                )
+            )
         if self.clip is not None:
             weights = weights.map(partial(np.multiply, self.clip.factor))
         weighted = partial(Weighted, extra_norm=self._extra_norm, signed=self._signed)
@@ -176,7 +189,8 @@ class PrivateRound(Generic[P, R]):
 
         Args:
             vectors: Batches of users, ``[n]``, and their vectors, ``[n, dimension]``.
-            dimension: Length of a vector; None takes the number of the policy's parameters.
+            dimension: Length of a vector; None takes the number of the policy's parameters, and
+                the vectors' coordinates in the round's subspace, if it has one.
         """
         if self.clip is not None:
             vectors = vectors.map(partial(_scaled, self.clip.factor))
@@ -189,10 +203,14 @@ class PrivateRound(Generic[P, R]):
             reduce=self.reduce,
             most_users=self.plan.users,
             signed=self._signed,
+            subspace=self.subspace if dimension is None else None,
         )
 
     def release(self, clipped: ClippedSum) -> Released[torch.Tensor]:
         """Charge the round (once) and return the noised mean, float64, without the riders' part.
+
+        A sum in the coordinates of a subspace comes back as a vector of the policy's parameters,
+        ``[dimension]``.
 
         Raises:
             TypeError: The sum did not come from the clipping code.
@@ -219,7 +237,9 @@ class PrivateRound(Generic[P, R]):
             if self.clip is not None:
                 self.clip.read(of_others[-1], self.t)
             self.norms = clipped.norms
-        return released if factor == 1 else released.map(lambda mean: mean / factor)
+        if factor != 1:
+            released = released.map(lambda mean: mean / factor)
+        return released if clipped.subspace is None else released.map(clipped.subspace.lift)
 
     def step(self, direction: Released[torch.Tensor]) -> None:
         """Let the optimizer ascend along a released direction, ``[dimension]``."""
@@ -259,6 +279,24 @@ def _scaled(
     """Yield the users and their vectors times a public factor, ``[n, dimension]``."""
     for users, of_users in vectors:
         yield users, factor * of_users
+
+
+def user_vectors(
+    policy: CausalLMPolicy | ExplicitPolicy,
+    responses: Rows,
+    weights: Array,
+    *,
+    batch_size: int,
+    tick: Tick | None,
+) -> Iterator[tuple[NDArray[np.int64], torch.Tensor]]:
+    """Yield users, ``[n]``, and Σ_rows weight · ∇ log π of their rows, ``[n, dimension]``."""
+    rows = np.bincount(responses.user, minlength=responses.users)
+    for users, gradients, _ in user_gradients(
+        policy, responses, weights, batch_size=batch_size, rows=None
+    ):
+        yield users, gradients[:, 0]
+        if tick is not None:
+            tick(int(rows[users].sum()))
 
 
 def _features(critic: Critic, policy: CausalLMPolicy | ExplicitPolicy, responses: Rows) -> Array:

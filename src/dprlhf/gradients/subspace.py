@@ -1,0 +1,84 @@
+"""Directions in which public users' gradients vary, and users' gradients in these coordinates.
+
+The norm of the noise in a release of dimension d grows with √d. Gradients of different users differ
+along few directions, and public prompts show which (Yu et al., arXiv 2102.12677; Zhou et al., arXiv
+2007.03813): the p leading right singular vectors of the public users' gradients, P, ``[p, d]``. A
+private user then contributes a · P g_u, p numbers, clipped to S; the released mean moves the policy
+along Pᵀ/a times it. P and a are computed from public rows and from the policy, which is released.
+So they are constants given the releases before, a user's contribution is a function of that user's
+rows alone, and the clip bounds it by S, whatever P and a are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Subspace:
+    """A subspace of the policy's parameters, in whose coordinates gradients are released.
+
+    Attributes:
+        directions: Orthonormal directions P, ``[p, dimension]``.
+        scale: Factor a on the coordinates, which brings public users' coordinates to a known size
+            relative to the clip norm.
+    """
+
+    directions: torch.Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """The number p of directions."""
+        return len(self.directions)
+
+    def coordinates(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Return a · P v for each user's vector, ``[users, p]``, from ``[users, dimension]``."""
+        # One product for each row, at an address of its own: in a common product, how a row is
+        # rounded may depend on its place and on the number of rows, which other users decide.
+        directions = self.directions.to(vectors)
+        rows = [directions @ vector.clone() for vector in vectors]
+        return self.scale * torch.stack(rows) if rows else vectors.new_zeros(0, self.rank)
+
+    def lift(self, coordinates: torch.Tensor) -> torch.Tensor:
+        """Return Pᵀc/a, ``[dimension]``: the vector whose coordinates are c, ``[p]``."""
+        return self.directions.to(coordinates).T @ coordinates / self.scale
+
+
+def fit_subspace(
+    gradients: torch.Tensor, rank: int, *, clip_norm: float, clip_ratio: float
+) -> Subspace:
+    """Return the subspace in which PUBLIC users' gradients vary most.
+
+    The gradients are clipped to half their median norm before the singular vectors are taken, so
+    that no public user decides a direction alone; they are not centred, since their mean is a
+    direction as good as any other. Where they span fewer than p directions, the others are
+    arbitrary.
+
+    Args:
+        gradients: A gradient for each public user, ``[users, dimension]``; users whose gradient is
+            not finite are left out.
+        rank: Number p of directions, at most the number of dimensions.
+        clip_norm: Clip norm S of the private users' coordinates; infinite for no clipping.
+        clip_ratio: Clip norm S as a share of the median norm of the public users' scaled
+            coordinates.
+    """
+    gradients = gradients[gradients.isfinite().all(1)]
+    norms = gradients.double().norm(dim=1)
+    bound = float(norms.median()) / 2 if len(norms) else 0.0
+    clipped = gradients * (bound / norms.clamp(min=1e-300)).clamp(max=1)[:, None].to(gradients)
+    # The Gram matrix is as large as the number of public users, whatever the dimension is.
+    values, vectors = torch.linalg.eigh((clipped @ clipped.T).double())
+    keep = min(rank, len(values))
+    top = vectors[:, len(values) - keep :].flip(1).to(clipped).T @ clipped
+    top = torch.cat([top, top.new_zeros(rank - keep, gradients.shape[1])])
+    size = top.norm(dim=1, keepdim=True)
+    top = torch.where(size > 1e-6 * size.max(), top / size.clamp(min=1e-30), 0.0)
+    directions = torch.linalg.qr(top.T).Q.T.contiguous()
+    seen = (gradients @ directions.T).double().norm(dim=1)
+    median = float(seen.median()) if len(seen) else 0.0
+    scaled = math.isfinite(clip_norm) and median > 0
+    return Subspace(directions, clip_norm / (clip_ratio * median) if scaled else 1.0)

@@ -1,0 +1,51 @@
+"""The setting ``update.subspace``: directions from public gradients."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from dprlhf.recipe.base import PositiveFloat, PositiveInt, Settings
+from dprlhf.recipe.sections import Data
+
+
+class Subspace(Settings):
+    """A few directions, found on public prompts, along which users' gradients are released.
+
+    A release then has ``rank`` coordinates in place of one for each trained parameter, so its noise
+    is smaller by the square root of their ratio (:mod:`dprlhf.gradients.subspace`). Any adapter may
+    stand in front of it.
+
+    Attributes:
+        rank: Number p of directions.
+        source: ``public`` takes public prompts; ``model`` has the base model write prompts itself,
+            where there are no public ones.
+        data: The public prompts. Null takes those rows of ``evaluation.data`` that the evaluation
+            does not use.
+        prompts: Number of prompts whose gradients are computed each time.
+        refresh: Number of rounds for which directions are kept; 1 finds new ones for each round.
+        clip_ratio: Clip norm as a share of the public users' median norm. Users' coordinates are
+            scaled to this end, so ``update.clip_norm`` only sets the unit.
+        declared_public: Declare that ``data`` was public before, and was chosen without a look at
+            the users. A row that a user has as well is then no reason to refuse the run.
+    """
+
+    rank: PositiveInt = 16
+    source: Literal["public", "model"] = "public"
+    data: Data | None = None
+    prompts: Annotated[int, Field(ge=2)] = 256
+    refresh: PositiveInt = 1
+    clip_ratio: PositiveFloat = 0.5
+    declared_public: bool = False
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Subspace:
+        if self.source == "model" and self.data is not None:
+            raise ValueError("data has no effect with source: model: leave one of them out")
+        if self.prompts < 2 * self.rank:
+            raise ValueError(
+                f"{self.prompts} prompts are too few for rank {self.rank}: take at least"
+                f" {2 * self.rank}"
+            )
+        return self

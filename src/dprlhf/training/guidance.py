@@ -1,0 +1,167 @@
+"""The subspace of a round's releases, fitted to the gradients of PUBLIC prompts.
+
+Public prompts are sampled from the current policy, scored and differentiated as the users' are,
+every few rounds. Nothing private is read: the policy is made of releases.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from dprlhf import recipe
+from dprlhf.boundary import Private
+from dprlhf.data.public import Guides, in_memory_prompts
+from dprlhf.data.users import Prompts
+from dprlhf.errors import DprlhfError
+from dprlhf.gradients.subspace import Subspace, fit_subspace
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.recipe import Recipe
+from dprlhf.rewards import Scorer
+from dprlhf.rewards.private import score_responses
+from dprlhf.rollout import sample
+from dprlhf.training.run import Batch, Run
+from dprlhf.updates.critic import Critic
+from dprlhf.updates.public_gradients import public_gradients
+
+# The draws on public prompts need no secrecy, and a resumed run repeats them.
+_PUBLIC_KEY = bytes(32)
+
+
+class Guidance:
+    """Finds the subspace of each round; its state is the current one.
+
+    Args:
+        settings: The recipe's ``update.subspace``.
+        guides: The public prompts; None if the base model shall write them.
+        seed: The recipe's seed.
+    """
+
+    def __init__(self, settings: recipe.Subspace, guides: Guides | None, seed: int) -> None:
+        self._settings = settings
+        self._guides = guides
+        self._seed = seed
+        self._written: Prompts | None = None
+        self._subspace: Subspace | None = None
+
+    def check(self, dimension: int) -> None:
+        """Check that there are enough public prompts, and fewer directions than dimensions.
+
+        Raises:
+            DprlhfError: There are not.
+        """
+        rank = self._settings.rank
+        if rank >= dimension:
+            raise DprlhfError(
+                f"update.subspace.rank {rank} is not below the adapter's {dimension} dimensions:"
+                " leave subspace out"
+            )
+        if self._guides is not None and self._guides.count < 2 * rank:
+            raise DprlhfError(
+                f"update.subspace.rank {rank} needs at least {2 * rank} public prompts, and there"
+                f" are {self._guides.count} besides those of the evaluation: lower it, give"
+                " update.subspace.data, or write source: model"
+            )
+
+    def subspace(self, run: Run, batch: Batch, scorer: Scorer, critic: Critic | None) -> Subspace:
+        """Return the subspace of round ``batch.t``; every process calls this and gets the same."""
+        if self._subspace is None or (batch.t - 1) % self._settings.refresh == 0:
+            self._subspace = self._fit(run, batch, scorer, critic)
+        return self._subspace
+
+    def _fit(self, run: Run, batch: Batch, scorer: Scorer, critic: Critic | None) -> Subspace:
+        settings, processes = run.recipe, run.processes
+        assert isinstance(settings, Recipe)
+        prompts = with_factors(self._prompts(run.policy, settings, batch.t), settings)
+        own = processes.share(np.arange(len(prompts)))
+        batch.bar.start("public gradients", Private(own))
+        longest = settings.data.max_prompt_tokens
+        responses = sample(
+            run.policy,
+            prompts.take(own),
+            settings.rollout,
+            key=_PUBLIC_KEY,
+            context=("subspace", self._seed, batch.t),
+            max_prompt_tokens=longest,
+        )
+        gradients = public_gradients(
+            run.policy,
+            responses,
+            score_responses(scorer, responses),
+            update=settings.update,
+            kl=settings.kl,
+            reward_range=settings.reward_range,
+            optimizer=run.optimizer,
+            t=batch.t,
+            critic=critic,
+            tick=batch.tick,
+        )
+        found = gradients.new_zeros(len(prompts), run.policy.dimension)
+        found[own] = gradients
+        found = processes.sum(found)
+        if not bool(found.nan_to_num().any()):
+            if self._subspace is not None:
+                return self._subspace  # where all scores are alike there is nothing to be learned
+            raise DprlhfError(
+                "update.subspace: no public prompt has a gradient: the rewards score all responses"
+                " to it alike, or fail on it; do its rows have the columns that they name?"
+            )
+        fitted = fit_subspace(
+            found,
+            self._settings.rank,
+            clip_norm=run.plan.clip_norm,
+            clip_ratio=self._settings.clip_ratio,
+        )
+        shared: Subspace = processes.from_main(fitted)
+        return shared
+
+    def _prompts(self, policy: CausalLMPolicy, settings: Recipe, t: int) -> Prompts:
+        """Return the public prompts of a round: a draw that follows from the seed and the round."""
+        count = self._settings.prompts
+        if self._guides is not None:
+            return self._guides.draw(count, np.random.default_rng([self._seed, t]))
+        if self._written is None:
+            self._written = written_prompts(policy, settings, count)
+        return self._written
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that a checkpoint keeps, all of them public or released."""
+        if self._subspace is None:
+            return {}
+        scale = torch.tensor([self._subspace.scale], dtype=torch.float64)
+        return {"directions": self._subspace.directions, "scale": scale}
+
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Restore what :meth:`state` returned."""
+        if state:
+            self._subspace = Subspace(state["directions"], float(state["scale"]))
+
+
+def with_factors(prompts: Prompts, settings: Recipe) -> Prompts:
+    """Return the prompts with a value of 1 in each reward's ``times_column`` that they lack.
+
+    The factor may be what only users know. A factor of −1 turns a prompt's gradient round, which
+    leaves the directions of variation as they are.
+    """
+    lacking = {reward.times_column for reward in settings.rewards} - {None, *prompts.columns}
+    ones = {str(name): [1.0] * len(prompts) for name in lacking}
+    return Prompts(prompts.prompts, prompts.users, prompts.slots, {**prompts.columns, **ones})
+
+
+def written_prompts(policy: CausalLMPolicy, settings: Recipe, count: int) -> Prompts:
+    """Return prompts that the base model writes itself, from nothing: public ones."""
+    empty: list[Any] = [""] * count
+    length = {"responses": 1, "base_policy": "on-policy"}
+    length["max_new_tokens"] = settings.data.max_prompt_tokens
+    with policy.base():
+        written = sample(
+            policy,
+            in_memory_prompts(empty),
+            settings.rollout.model_copy(update=length),
+            key=_PUBLIC_KEY,
+            context=("written prompts", settings.seed),
+            max_prompt_tokens=settings.data.max_prompt_tokens,
+        )
+    return in_memory_prompts(written.texts)

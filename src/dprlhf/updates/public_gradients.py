@@ -1,0 +1,116 @@
+"""The vectors that an update would clip, of PUBLIC prompts: what a subspace is fitted to.
+
+An update itself says what a user contributes (a gradient, or the move of a copy): it is run on
+public rows up to its first sum over users, whose summands are kept in place of their sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dprlhf import recipe
+from dprlhf.boundary import BoundedSum, Private, Released, open_private
+from dprlhf.errors import DprlhfError
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.rewards import Scores
+from dprlhf.rollout import Responses, Tick
+from dprlhf.updates import find_update
+from dprlhf.updates.critic import Critic
+from dprlhf.updates.kl import subtract_kl
+from dprlhf.updates.round import PrivateRound, Terms, user_vectors
+from dprlhf.updates.telemetry import TelemetryCoordinates
+
+Vectors = Private[Iterable[tuple[NDArray[np.int64], torch.Tensor]]]
+
+
+def public_gradients(
+    policy: CausalLMPolicy,
+    responses: Responses,
+    scores: Scores,
+    *,
+    update: recipe.PrivateUpdate,
+    kl: recipe.KL,
+    reward_range: float,
+    optimizer: torch.optim.Optimizer,
+    t: int,
+    critic: Critic | None = None,
+    tick: Tick | None = None,
+) -> torch.Tensor:
+    """Return what each public user would contribute to round t, ``[users, dimension]``.
+
+    Neither clipped nor released; the policy does not move.
+
+    Args:
+        policy: The policy π_t.
+        responses: Responses to PUBLIC prompts, sampled as those of the round's users.
+        scores: Their rewards, ``[rows]``.
+        update: The recipe's update.
+        kl: The recipe's KL penalty.
+        reward_range: The bound R on rewards.
+        optimizer: The server-side optimizer, whose state some updates read.
+        t: The round, from 1.
+        critic: The critic; None without one.
+        tick: Called with the number of rows done since the last call.
+
+    Raises:
+        DprlhfError: The update releases something other than vectors of the policy's parameters.
+    """
+    round_ = _PublicRound(
+        policy=policy,
+        responses=Private(responses),
+        scores=Private(scores),
+        plan=Terms(update.radius, 0.0, 1.0, responses.users),
+        telemetry=TelemetryCoordinates(0.0, reward_range),
+        optimizer=optimizer,
+        reduce=lambda total: total,
+        gate=_no_gate,
+        t=t,
+        tick=tick,
+        critic=critic,
+    )
+    subtract_kl(round_, kl, update.batch_size)
+    parameter = next(iter(policy.parameters.values()))
+    found = torch.zeros(responses.users, policy.dimension, dtype=parameter.dtype)
+    try:
+        find_update(update)(round_, update)
+    except _SummandsError as summands:
+        for users, vectors in open_private(summands.vectors):
+            found[users] = vectors.to(found)
+        return found
+    raise DprlhfError(f"update.subspace: update.name {update.name} made no sum over users")
+
+
+class _SummandsError(Exception):
+    """Ends an update at its first sum, with the users' summands."""
+
+    def __init__(self, vectors: Vectors) -> None:
+        super().__init__()
+        self.vectors = vectors
+
+
+class _PublicRound(PrivateRound):
+    """A round of public users, which ends where their vectors would be summed."""
+
+    def clipped_sum(self, weights: Private[NDArray[np.float64]], *, batch_size: int) -> NoReturn:
+        """End the update with each user's Σ_rows weight · ∇ log π(y|x)."""
+        vectors = partial(user_vectors, self.policy, batch_size=batch_size, tick=self.tick)
+        raise _SummandsError(self.responses.map(vectors, weights))
+
+    def clipped_vectors(self, vectors: Vectors, dimension: int | None = None) -> NoReturn:
+        """End the update with the users' vectors."""
+        if dimension is not None:
+            raise DprlhfError(
+                "update.subspace: this update releases vectors that are not of the policy's"
+                " parameters: leave subspace out"
+            )
+        raise _SummandsError(vectors)
+
+
+def _no_gate(bounded: BoundedSum) -> Released[torch.Tensor]:
+    raise AssertionError("public rows need no gate")

@@ -1,0 +1,113 @@
+"""Subspaces of public gradients: their directions, their scale, and users' coordinates in them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dprlhf.gradients.subspace import Subspace, fit_subspace
+
+
+def gradients_along(planted: torch.Tensor, users: int, noise: float = 0.0) -> torch.Tensor:
+    """Gradients that vary along planted directions, ``[p, d]``, in falling strength."""
+    generator = torch.Generator().manual_seed(0)
+    strength = torch.linspace(3, 1, len(planted), dtype=torch.float64)
+    mixed = torch.randn(users, len(planted), generator=generator, dtype=torch.float64) * strength
+    rest = torch.randn(users, planted.shape[1], generator=generator, dtype=torch.float64)
+    return mixed @ planted + noise * rest
+
+
+def orthonormal(rows: int, columns: int, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(columns, rows, generator=generator, dtype=torch.float64)
+    return torch.linalg.qr(drawn).Q.T
+
+
+def fit(gradients: torch.Tensor, rank: int, clip_norm: float = 1.0) -> Subspace:
+    return fit_subspace(gradients, rank, clip_norm=clip_norm, clip_ratio=0.5)
+
+
+def test_the_directions_are_the_planted_ones() -> None:
+    planted = orthonormal(3, 200)
+    found = fit(gradients_along(planted, 60, noise=1e-3), 3).directions
+    cosines = torch.linalg.svdvals(found @ planted.T)
+    assert cosines.min() > 0.999
+    assert torch.allclose(found @ found.T, torch.eye(3, dtype=torch.float64), atol=1e-12)
+
+
+def test_they_are_the_singular_vectors_of_the_clipped_gradients() -> None:
+    gradients = gradients_along(orthonormal(5, 40), 30, noise=0.3)
+    norms = gradients.norm(dim=1, keepdim=True)
+    clipped = gradients * (norms.median() / 2 / norms).clamp(max=1)
+    truth = torch.linalg.svd(clipped, full_matrices=False).Vh[:4]
+    found = fit(gradients, 4).directions
+    assert torch.allclose((found @ truth.T).abs(), torch.eye(4, dtype=torch.float64), atol=1e-9)
+
+
+def test_a_user_whose_gradient_is_not_finite_has_no_part_in_them() -> None:
+    gradients = gradients_along(orthonormal(3, 50), 40)
+    broken = torch.cat([gradients, torch.full((2, 50), math.nan, dtype=torch.float64)])
+    broken[-1, 0] = math.inf
+    assert torch.equal(fit(broken, 3).directions, fit(gradients, 3).directions)
+
+
+def test_one_loud_user_does_not_turn_them() -> None:
+    planted = orthonormal(3, 50)
+    gradients = gradients_along(planted, 40, noise=1e-3)
+    loud = 1e6 * orthonormal(1, 50, seed=7)
+    found = fit(torch.cat([gradients, loud]), 3).directions
+    assert torch.linalg.svdvals(found @ planted.T).min() > 0.99
+
+
+@pytest.mark.parametrize("users", [0, 1, 2, 5])
+def test_fewer_gradients_than_directions_still_give_orthonormal_ones(users: int) -> None:
+    found = fit(gradients_along(orthonormal(3, 20), users), 8).directions
+    assert found.shape == (8, 20)
+    assert torch.allclose(found @ found.T, torch.eye(8, dtype=torch.float64), atol=1e-9)
+
+
+def test_gradients_that_are_all_zero_give_a_subspace_without_a_scale() -> None:
+    found = fit(torch.zeros(10, 20), 4)
+    assert found.scale == 1.0
+    assert torch.allclose(found.directions @ found.directions.T, torch.eye(4), atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e4])
+def test_the_clip_norm_is_the_asked_share_of_the_median(size: float) -> None:
+    gradients = size * gradients_along(orthonormal(6, 80), 51, noise=0.1)
+    found = fit_subspace(gradients, 4, clip_norm=0.3, clip_ratio=0.25)
+    assert found.coordinates(gradients).norm(dim=1).median() == pytest.approx(0.3 / 0.25)
+
+
+def test_without_clipping_there_is_no_scale() -> None:
+    assert fit(gradients_along(orthonormal(3, 20), 30), 3, clip_norm=math.inf).scale == 1.0
+
+
+def test_coordinates_and_their_lift() -> None:
+    found = fit(gradients_along(orthonormal(6, 80), 40, noise=0.2), 4)
+    vectors = torch.randn(7, 80, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    coordinates = found.coordinates(vectors)
+    assert torch.allclose(coordinates, found.scale * vectors @ found.directions.T, rtol=1e-12)
+    lifted = torch.stack([found.lift(c) for c in coordinates])
+    projected = vectors @ found.directions.T @ found.directions
+    assert torch.allclose(lifted, projected, rtol=1e-10)
+    assert found.coordinates(vectors[:0]).shape == (0, 4)
+
+
+@given(
+    order=st.permutations(range(6)), kept=st.integers(1, 6), dimension=st.sampled_from([33, 257])
+)
+def test_a_users_coordinates_do_not_depend_on_the_others(
+    order: list[int], kept: int, dimension: int
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    vectors = torch.randn(6, dimension, generator=generator)
+    subspace = Subspace(torch.randn(5, dimension, generator=generator), 1.7)
+    alone = [subspace.coordinates(vectors[i : i + 1])[0] for i in range(6)]
+    together = subspace.coordinates(vectors[order[:kept]])
+    for place, user in enumerate(order[:kept]):
+        assert torch.equal(together[place], alone[user])

@@ -1,0 +1,242 @@
+"""Runs whose releases are in a subspace of public gradients: where it comes from, and resuming."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dprlhf
+from dprlhf import DprlhfError
+from dprlhf.data.public import Guides, in_memory_prompts
+from dprlhf.data.users import Users
+from dprlhf.gradients.subspace import Subspace
+from dprlhf.privacy.gate import Gate
+from dprlhf.privacy.ledger import read_ledger
+from dprlhf.recipe import make_recipe
+from dprlhf.training import guidance
+from helpers.recipes import recipe_settings
+from helpers.runs import save_sharp, train
+
+USERS = [f"user {i} says" for i in range(40)]
+PUBLIC = [f"public {'words ' * (i % 3)}{i}" for i in range(30)]
+FILES = ("policy.safetensors", "optimizer.safetensors", "subspace.safetensors")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_sharp(tmp_path_factory.mktemp("model"))
+
+
+def spread(prompts: list[str], completions: list[str]) -> list[float]:
+    """A reward in which the responses to nearly every prompt differ."""
+    return [sum(text.encode()) % 17 / 4 - 2 for text in completions]
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    subspace = {"rank": 3, "prompts": 12, **changes.pop("subspace", {})}
+    return {
+        "epsilon": 8.0,
+        "rounds": 3,
+        "learning_rate": 0.05,
+        "prompts": USERS,
+        "reward": spread,
+        "evaluation_prompts": PUBLIC,
+        "evaluation__prompts": 6,
+        "rollout__max_new_tokens": 4,
+        "update__subspace": subspace,
+        **changes,
+    }
+
+
+def subspace_in(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoint/subspace.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("refresh", [1, 2])
+def test_a_resumed_run_equals_an_unbroken_one(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refresh: int
+) -> None:
+    values = settings(rounds=4, subspace={"refresh": refresh})
+    train(model, tmp_path / "whole", **values)
+    release = Gate.release
+    for stop in (2, 3, 4):
+
+        def crash(self: Any, t: int, bounded: Any, at: int = stop) -> Any:
+            if t == at:
+                raise MemoryError("crash")
+            return release(self, t, bounded)
+
+        folder = tmp_path / f"broken-{stop}"
+        with monkeypatch.context() as patch:
+            patch.setattr("dprlhf.privacy.gate.Gate.release", crash)
+            with pytest.raises(DprlhfError, match="resume"):
+                train(model, folder, **values)
+        dprlhf.resume(folder, prompts=USERS, reward=spread, evaluation_prompts=PUBLIC, quiet=True)
+        for file in FILES:
+            whole, again = (
+                load_file(f / "checkpoint" / file) for f in (tmp_path / "whole", folder)
+            )
+            assert all(torch.equal(whole[name], again[name]) for name in whole), (stop, file)
+
+
+def test_directions_are_kept_for_as_many_rounds_as_asked(model: str, tmp_path: Path) -> None:
+    seen: list[torch.Tensor] = []
+
+    def look(metrics: dict[str, Any]) -> None:
+        seen.append(subspace_in(tmp_path / "run")["directions"])
+
+    train(model, tmp_path / "run", **settings(rounds=5, subspace={"refresh": 2}), callbacks=[look])
+    alike = [bool(torch.equal(a, b)) for a, b in itertools.pairwise(seen)]
+    assert alike == [True, False, True, False]
+
+
+def test_a_subspace_comes_from_public_prompts_alone(model: str, tmp_path: Path) -> None:
+    """With other users the first round's subspace is the same, bit for bit."""
+    found = []
+    for name, prompts in (("one", USERS), ("other", [f"somebody else {i}" for i in range(40)])):
+        seen: list[dict[str, torch.Tensor]] = []
+
+        def look(metrics: dict[str, Any], seen: Any = seen, folder: Path = tmp_path / name) -> None:
+            seen.append(subspace_in(folder))
+
+        train(model, tmp_path / name, **settings(prompts=prompts), callbacks=[look])
+        found.append(seen)
+    first, second = (seen[0] for seen in found)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(found[0][-1]["directions"], found[1][-1]["directions"])  # the policies'
+
+
+def test_a_release_has_as_many_coordinates_as_there_are_directions(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    release = Gate.release
+
+    def watched(self: Any, t: int, bounded: Any) -> Any:
+        lengths.append(len(bounded.total))
+        return release(self, t, bounded)
+
+    monkeypatch.setattr("dprlhf.privacy.gate.Gate.release", watched)
+    result = train(model, tmp_path / "run", **settings())
+    assert lengths == [3 + 2] * 3  # and the telemetry
+    assert result.policy.dimension > 100
+    entries = [e for e in read_ledger(tmp_path / "run/ledger.jsonl") if e.kind == "charge"]
+    assert len(entries) == 3
+
+
+def test_public_rows_need_not_know_the_sign_that_only_users_know() -> None:
+    made = make_recipe(
+        recipe_settings(
+            rewards=[
+                {"function": "module:score", "times_column": name} for name in ("wants", "mood")
+            ]
+        )
+    )
+    prompts = in_memory_prompts(["one", "two"])
+    prompts.columns["mood"] = [-1, 1]
+    assert guidance.with_factors(prompts, made).columns == {"mood": [-1, 1], "wants": [1.0, 1.0]}
+
+
+def test_public_prompts_without_a_gradient_are_refused_before_a_charge(
+    model: str, tmp_path: Path
+) -> None:
+    def alike(prompts: list[str], completions: list[str]) -> list[float]:
+        return [1.0 if prompt.startswith("public") else float(len(text)) for prompt, text in
+                zip(prompts, completions, strict=True)]  # fmt: skip
+
+    with pytest.raises(DprlhfError, match="no public prompt has a gradient"):
+        train(model, tmp_path / "run", **settings(reward=alike))
+    ledger = read_ledger(tmp_path / "run/ledger.jsonl")
+    assert [e for e in ledger if e.kind == "charge"] == []
+
+
+def test_prompts_of_the_evaluation_are_not_used(model: str, tmp_path: Path) -> None:
+    rows = Users.__new__(Users)
+    drawn: list[int] = []
+
+    def select(self: Any, chosen: Any) -> Any:
+        drawn.extend(np.asarray(chosen).tolist())
+        raise StopIteration
+
+    rows.count = 30
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Users, "select", select)
+        for seed in range(20):
+            with pytest.raises(StopIteration):
+                Guides(rows, 6).draw(12, np.random.default_rng(seed))
+    assert min(drawn) == 6
+    assert max(drawn) == 29
+    assert all(len(set(drawn[i : i + 12])) == 12 for i in range(0, len(drawn), 12))
+
+
+def test_the_base_model_writes_prompts_where_there_are_none(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Any] = []
+    real = guidance.written_prompts
+
+    def watched(*arguments: Any) -> Any:
+        written.append(real(*arguments))
+        return written[-1]
+
+    monkeypatch.setattr(guidance, "written_prompts", watched)
+    values = settings(subspace={"source": "model"}, evaluation_prompts=None)
+    del values["evaluation__prompts"]
+    train(model, tmp_path / "run", **values)
+    assert len(written) == 1
+    assert len(set(written[0].prompts)) > 6
+    assert isinstance(subspace_in(tmp_path / "run")["directions"], torch.Tensor)
+
+
+def test_no_row_of_a_user_guides_a_run(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "public.jsonl"
+    for last, message in (
+        (USERS[3], "update.subspace.data: some of its rows are users'"),
+        ("", ""),
+    ):
+        rows = [{"prompt": f"guest {i}"} for i in range(8)] + [{"prompt": last}]
+        file.write_text("\n".join(map(json.dumps, rows)))
+        values = settings(subspace={"data": {"path": str(file)}})
+        if message:
+            with pytest.raises(DprlhfError, match=message):
+                train(model, tmp_path / "run", **values)
+            assert not (tmp_path / "run").exists()
+        else:
+            train(model, tmp_path / "run", **values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"subspace": {"rank": 13, "prompts": 26}}, "needs at least 26 public prompts"),
+        (
+            {"subspace": {"rank": 100_000, "prompts": 200_000, "source": "model"}},
+            "not below the adapter's",
+        ),
+    ],
+)
+def test_too_few_prompts_or_dimensions_are_refused_before_a_charge(
+    model: str, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DprlhfError, match=message):
+        train(model, tmp_path / "run", **settings(**changes))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_state_of_a_checkpoint_is_what_comes_back() -> None:
+    spec = dprlhf.recipe.Subspace(rank=2, source="model")
+    one, other = (guidance.Guidance(spec, None, 0) for _ in range(2))
+    other.load_state(one.state())
+    assert other.state() == {}
+    one._subspace = Subspace(torch.eye(2, 5), 0.3)
+    other.load_state(one.state())
+    assert torch.equal(other.state()["directions"], torch.eye(2, 5))
+    assert float(other.state()["scale"]) == 0.3
