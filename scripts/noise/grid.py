@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ EPSILONS = [0.1, 0.3, 1.0, 2.0, 4.0, 8.0, None]
 USERS = [300, 500, 1500, 3000, 6000]
 GOALS = {(0.3, 1500): 0.95, (1.0, 300): 0.95}
 """The cells with a goal, and the share that should be kept there."""
+FEW = 500
+"""Up to this many users the small model writes 8 responses each, else 4; "today" 2."""
 TUNING_USERS = 6000
 """Users at the end of the private split that are for tuning alone."""
 FIRST_TUNING_SEED = 100
@@ -82,17 +85,34 @@ BASES: dict[str, dict[str, Any]] = {
     "small": {
         **SMALL,
         "rollout.responses": 2,
-        "evaluation.every": 1,
+        "rollout.batch_size": 64,
+        "update.batch_size": 64,
+        "evaluation.every": 2,
         "evaluation.prompts": 256,
     },
     "smollm2": {"evaluation.prompts": 256},
 }
+FIXED_STEPS = {"optimizer.name": "normalized-sgd", "optimizer.momentum": 0.6}
+"""Steps of a fixed length, which noise turns but does not lengthen."""
 METHODS: dict[str, dict[str, dict[str, Any]]] = {
     "small": {
-        "reference": {},
+        "reference": {**FIXED_STEPS, "optimizer.learning_rate": 4.0},
         "today": {"update.clip_norm": 0.7},
+        "subspace": {
+            **FIXED_STEPS,
+            "optimizer.learning_rate": 4.0,
+            "update.subspace": {"rank": 64, "prompts": 128, "refresh": 4},
+        },
     },
-    "smollm2": {"reference": {}, "today": {}},
+    "smollm2": {
+        "reference": {},
+        "today": {},
+        "subspace": {
+            **FIXED_STEPS,
+            "optimizer.learning_rate": 0.39,
+            "update.subspace": {"rank": 16, "prompts": 256, "refresh": 2},
+        },
+    },
 }
 """Changes by model and method: "reference" is the run without noise and clipping, "today" the
 recipe as it is. What stands here was chosen on public prompts or on the users for tuning."""
@@ -118,6 +138,8 @@ class Cell:
         """Return the run of a seed."""
         task = TASKS[self.task]
         method = METHODS[model][self.method]
+        if model == "small" and self.method != "today":
+            method = {**method, "rollout.responses": 8 if self.users <= FEW else 4}
         small = {**task.small, **policy} if model == "small" else {}
         pool = task.users - TUNING_USERS
         skip = seed * self.users % (pool - self.users + 1)
@@ -126,8 +148,8 @@ class Cell:
         privacy = PLAIN if self.epsilon is None else {"privacy.epsilon": self.epsilon}
         settings = {**BASES[model], **small, "data.limit": self.users, "data.skip": skip}
         settings |= {**method, **privacy, **extra, "seed": seed}
-        if "update.subspace" in settings and "data" not in settings["update.subspace"]:
-            settings["update.subspace"] = {**settings["update.subspace"], "data": task.guides}
+        if "update.subspace" in settings:
+            settings["update.subspace"] = {"data": task.guides, **settings["update.subspace"]}
         given = overrides_of(settings)
         digest = hashlib.sha256("\n".join(sorted(given)).encode()).hexdigest()[:8]
         epsilon = "none" if self.epsilon is None else f"{self.epsilon:g}"
@@ -301,7 +323,8 @@ def main() -> None:
     policy = (
         small_policy(options.policy or folder / "reviews-lm") if options.model == "small" else {}
     )
-    extra = dict(word.split("=", 1) for word in options.set)
+    given = (word.split("=", 1) for word in options.set)
+    extra = {key: json.loads(v) if v.startswith("{") else v for key, v in given}
     methods = options.methods or [m for m in METHODS[options.model] if m != "reference"]
     cells = list(
         dict.fromkeys(
