@@ -1,4 +1,4 @@
-"""The commands about privacy: ``plan``, ``privacy epsilon``, ``noise`` and ``total``, ``audit``."""
+"""The commands about privacy: ``plan``, ``audit``, and those of the group ``privacy``."""
 
 from __future__ import annotations
 
@@ -205,6 +205,60 @@ def privacy_noise(
     z, cost = upwards(made.noise_multiplier, 6), upwards(made.guarantee.epsilon, 6)
     text = f"noise multiplier = {z} (epsilon {cost})"
     typer.echo(json.dumps(answer) if as_json else text)
+
+
+@accounting.command("selection")
+def privacy_selection(
+    users: Users,
+    rounds: Rounds,
+    noise_multiplier: Annotated[float, typer.Option(help="z of each run.")],
+    delta: Delta,
+    runs: Annotated[float, typer.Option(help="Expected number of runs, E[K].")],
+    eta: Annotated[
+        float, typer.Option(help="Kind of distribution of K: 1 geometric, 0 logarithmic.")
+    ] = 1.0,
+    partition: Partition = "random-allocation",
+    adjacency: Adjacency = None,
+    participations: Participations = 1,
+    releases_per_round: Releases = 1,
+    draw: Annotated[bool, typer.Option("--draw", help="Draw K, which must stay secret.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compute ε of the best of a random, secret number K of runs with the same noise.
+
+    Each run takes its settings at random from a list, and is scored by what it releases. Nothing
+    but the best run may be shown to anybody: not K, the other runs, or how long all took.
+    """
+    from dprlhf.privacy.gaussian import upwards
+    from dprlhf.privacy.plan import json_ready, make_plan
+    from dprlhf.privacy.selection import Repetitions, selection_cost
+
+    made = make_plan(
+        users=users,
+        rounds=rounds,
+        delta=delta,
+        noise_multiplier=noise_multiplier,
+        partition=partition,
+        adjacency=adjacency,
+        participations=participations,
+        releases_per_round=releases_per_round,
+    )
+    _warn_delta(delta, users)
+    repetitions = Repetitions.with_mean(runs, eta)
+    cost = selection_cost(made.mechanism, repetitions, delta)
+    drawn = repetitions.draw() if draw else None
+    if as_json:
+        answer = {"epsilon": cost.epsilon, "one_run": cost.one_run, "gamma": repetitions.gamma}
+        typer.echo(json.dumps(json_ready({**answer, "eta": eta, "delta": delta, "runs": drawn})))
+        return
+    typer.echo(
+        f"best of K runs, E[K] = {runs:g} (eta = {eta:g}, gamma = {repetitions.gamma:.6g}):"
+        f" epsilon = {upwards(cost.epsilon, 6)} at delta = {delta:g}; one run:"
+        f" {upwards(cost.one_run, 6)}"
+    )
+    typer.echo("it holds only if K, the other runs and the total time stay secret")
+    if drawn is not None:
+        typer.echo(f"K = {drawn}")
 
 
 @accounting.command("total")

@@ -100,7 +100,7 @@ SPACE: dict[str, Values | Factor] = {
     "update.name": Values(_updates),
     "optimizer.name": Values(lambda r: ("adam", "normalized-sgd", "sgd")),
     "optimizer.momentum": Values(_momenta),
-    "optimizer.learning_rate": Factor(10, _rate),
+    "optimizer.learning_rate": Factor(30, _rate),
     "update.clip_norm": Factor(10),
     "update.subspace.rank": _times("update.subspace.rank", 0.5, 1, 2),
     "update.subspace.refresh": _times("update.subspace.refresh", 1, 2, 4),
