@@ -14,7 +14,7 @@ from dprlhf.privacy import correlated_allocation as correlated
 from dprlhf.privacy import random_allocation
 from dprlhf.privacy.accounting import Mechanism, delta_of, epsilon, noise_multiplier
 from dprlhf.privacy.composition import adaptive_epsilon, total_epsilon
-from dprlhf.privacy.correlated_noise import square_root
+from dprlhf.privacy.correlated_noise import noise_matrix, square_root
 from dprlhf.privacy.gaussian import gaussian_delta, gaussian_epsilon
 from dprlhf.privacy.random_allocation import Side
 
@@ -62,7 +62,7 @@ def columns(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Put other columns in place of C."""
 
     def put(new: np.ndarray) -> None:
-        monkeypatch.setattr(correlated, "matrix", lambda rounds, bands: new)
+        monkeypatch.setattr(correlated, "noise_matrix", lambda rounds, bands: new)
         forget()
 
     return put
@@ -75,7 +75,7 @@ def columns(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_both_sides_are_bounded_closely_from_above(
     rounds: int, bands: int, noise: float, at: float
 ) -> None:
-    c = correlated.matrix(rounds, bands)
+    c = noise_matrix(rounds, bands)
     worst = max(by_integration(c, noise, at, side) for side in SIDES)
     for rough, slack in ((False, 1.1), (True, 1.25)):
         found = correlated.delta(noise, rounds, bands, at, rough)
@@ -86,7 +86,7 @@ def test_both_sides_are_bounded_closely_from_above(
 
 def test_the_add_side_alone_is_bounded_closely() -> None:
     noise, at = 1.0, 1.0
-    true = by_integration(correlated.matrix(2, 2), noise, at, "add")
+    true = by_integration(noise_matrix(2, 2), noise, at, "add")
     sample = correlated._sample(noise, 2, 2, at, "add", "certificate", 2**18)
     low, high = sample.bounds(np.array([at]), 1e-9)
     assert low[0] < true < high[0] < low[0] * 1.1
@@ -134,7 +134,7 @@ def test_the_noise_found_for_an_epsilon_is_certified_and_hardly_more_than_needed
 @pytest.mark.parametrize(("target", "most"), [(1.0, 4.0), (4.0, 1.3)])
 def test_the_noise_of_the_final_sum(target: float, most: float) -> None:
     z, cost = noise_multiplier(target, DELTA, rounds=16, bands=16)
-    undone = np.linalg.inv(correlated.matrix(16, 16))
+    undone = np.linalg.inv(noise_matrix(16, 16))
     assert z * np.linalg.norm(undone.sum(0)) <= most
     assert cost.epsilon <= target
 
@@ -253,7 +253,7 @@ def test_directions_that_turn_cost_no_more(turn: Any, side: Side) -> None:
         values = np.maximum(above, 0.0)
         return float(values.mean()), float(values.std()) / math.sqrt(draws)
 
-    c = correlated.matrix(3, 3)
+    c = noise_matrix(3, 3)
     same, turned = value(c, False, 1), value(c, turn, 2)
     error = math.hypot(same[1], turned[1])
     assert turned[0] < same[0] + 4 * error
@@ -268,7 +268,7 @@ def test_directions_that_turn_cost_no_more(turn: Any, side: Side) -> None:
 
 def test_the_columns_are_non_negative_with_norms_of_at_most_one() -> None:
     for rounds, bands in ((1, 1), (5, 2), (16, 16), (64, 7)):
-        c = correlated.matrix(rounds, bands)
+        c = noise_matrix(rounds, bands)
         units = (c * 2**20).astype(object)
         assert (c >= 0).all()
         assert (np.triu(c, 1) == 0).all()
@@ -296,7 +296,7 @@ def test_two_runs_cost_at_least_what_their_joint_loss_does() -> None:
     """Against a Monte Carlo of both runs' dominating pairs."""
     run, at, draws = Mechanism(1.0, 2, bands=2), 2.0, 400_000
     random = np.random.default_rng(5)
-    scaled = correlated.matrix(2, 2)
+    scaled = noise_matrix(2, 2)
     logs = np.zeros(draws)
     for _ in range(2):
         own = scaled.T[random.integers(2, size=draws)] + random.standard_normal((draws, 2))

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from dprlhf.audit.bounds import epsilon_from_errors, gaussian_epsilon_from_errors
-from dprlhf.audit.likelihood import log_likelihood_ratio
+from dprlhf.audit.likelihood import log_likelihood_ratio, matched
 from dprlhf.boundary import Private, open_private, open_released
 from dprlhf.gradients.clipping import clipped_vectors
 from dprlhf.privacy.gate import Gate
@@ -126,4 +126,4 @@ def _run(
 def _scores(plan: Plan, seen: list[tuple[Any, int | None]]) -> NDArray[np.float64]:
     observed = np.array([x for x, _ in seen])
     told = np.array([-1 if t is None else t for _, t in seen])
-    return log_likelihood_ratio(observed, plan, told)
+    return log_likelihood_ratio(matched(observed, plan), plan, told)

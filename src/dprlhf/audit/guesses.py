@@ -28,8 +28,9 @@ from numpy.typing import NDArray
 from scipy.stats import beta, binom
 
 from dprlhf.audit.bounds import epsilon_lower_bound
-from dprlhf.audit.likelihood import log_likelihood_ratio, noise_of
+from dprlhf.audit.likelihood import log_likelihood_ratio, matched, noise_of
 from dprlhf.privacy.accounting import Mechanism, epsilon, gaussian_delta, single_noise
+from dprlhf.privacy.correlated_noise import noise_matrix
 from dprlhf.privacy.plan import Plan
 
 Array = NDArray[np.float64]
@@ -163,4 +164,8 @@ def _simulated(plan: Plan) -> tuple[Array, Array, Bits, NDArray[np.int64] | None
     absent = -1.0 if plan.adjacency == "replace-one" else 0.0
     noise = noise_of(plan) * random.standard_normal(joins.shape)
     known = joins.argmax(1) if mechanism.spec.disjoint else None
-    return joins * np.where(included, 1.0, absent)[:, None], noise, included, known
+    moves = joins * np.where(included, 1.0, absent)[:, None]
+    if plan.bands > 1:  # the releases' noise is noise C⁻ᵀ
+        matrix = noise_matrix(plan.rounds, plan.bands)
+        moves, noise = matched(moves, plan), noise @ matrix
+    return moves, noise, included, known

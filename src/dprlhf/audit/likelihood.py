@@ -7,6 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from dprlhf.privacy.correlated_noise import noise_matrix
 from dprlhf.privacy.plan import Plan
 
 Array = NDArray[np.float64]
@@ -25,7 +26,7 @@ def log_likelihood_ratio(
     Args:
         observed: Released sum along the user's direction, in units of S and averaged over the
             round's J releases, ``[users, rounds]``: normal with standard deviation z/√J and mean
-            1 in the user's rounds, 0 in the others.
+            1 in the user's rounds, 0 in the others; with correlated noise, from :func:`matched`.
         plan: Plan with the partition, z and J.
         known_round: Each user's round, from 0, ``[users]``; −1 for a user without one. None: the
             adversary only knows how rounds are drawn.
@@ -35,6 +36,25 @@ def log_likelihood_ratio(
     return _took_part(observed, noise, plan, known_round) - (
         _took_part(-observed, noise, plan, known_round) if plan.adjacency == "replace-one" else 0.0
     )
+
+
+def matched(observed: Array, plan: Plan) -> Array:
+    """Return what one round's user moved in all releases together, ``[users, rounds]``.
+
+    Releases r with noise C⁻¹ξ that is correlated between rounds become Cᵀ C r. In the user's own
+    round that is normal with standard deviation z and mean 1, as a release with independent noise
+    is, because the columns of C have norm 1; so it goes into :func:`log_likelihood_ratio`. With
+    independent noise the releases are returned as they are.
+
+    Args:
+        observed: Released sum along the user's direction, in units of S, ``[users, rounds]``.
+        plan: Plan with the number of bands.
+    """
+    if plan.bands == 1:
+        return observed
+    matrix = noise_matrix(plan.rounds, plan.bands)
+    found: Array = observed @ matrix.T @ matrix
+    return found
 
 
 def noise_of(plan: Plan) -> float:

@@ -46,10 +46,9 @@ from dprlhf.audit.guesses import (
     right_guesses,
     surest_guesses,
 )
-from dprlhf.audit.likelihood import log_likelihood_ratio
+from dprlhf.audit.likelihood import log_likelihood_ratio, matched
 from dprlhf.audit.noise_tests import SENTENCES, SHARES, in_units, noise_tests, smallest_shortfall
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy.correlated_noise import square_root
 from dprlhf.privacy.gaussian import upwards
 from dprlhf.privacy.plan import Plan, json_ready
 from dprlhf.privacy.relations import Space
@@ -442,7 +441,7 @@ def attack_scores(record: Record, canaries: int) -> Array:
     seen = np.einsum("tju,j->tu", released, moves) / (moves @ moves)
     noise = seen - np.einsum("tju,j->tu", given, moves) / (moves @ moves)
     if plan.bands > 1:
-        seen, noise = (_matched(x, plan) for x in (seen, noise))
+        seen, noise = (matched(x.T, plan).T for x in (seen, noise))
     size = max(_LEAST_NOISE, float(noise[:, canaries:].std()))
     known = None if record.known is None else record.known[:canaries]
     return log_likelihood_ratio(seen[:, :canaries].T, plan, known, size)
@@ -453,17 +452,6 @@ def _moves(probes: Array) -> Array:
     joined = probes != 0
     mean: Array = probes.sum((0, 2)) / np.maximum(joined.sum((0, 2)), 1)
     return mean if mean.any() else np.ones_like(mean)
-
-
-def _matched(observed: Array, plan: Plan) -> Array:
-    """Undo the correlation of the noise, and add up what one round's user moved, ``[T, users]``."""
-    root = square_root(plan.rounds, plan.bands)
-    matrix = np.zeros((plan.rounds, plan.rounds))
-    for t in range(plan.rounds):
-        for k in range(min(root.shape[1], t + 1)):
-            matrix[t, t - k] = root[t, k]
-    matched: Array = matrix.T @ (matrix @ observed)
-    return matched
 
 
 def _broken_rules(record: Record) -> list[str]:

@@ -40,6 +40,9 @@ Participations = Annotated[
 Releases = Annotated[
     int, typer.Option("--releases-per-round", help="Noised sums that each round releases.")
 ]
+Bands = Annotated[
+    int, typer.Option("--bands", help="Rounds whose noise is correlated; 1 is independent noise.")
+]
 Check = Annotated[
     bool, typer.Option("--check", help="Ask every other accountant that is installed, too.")
 ]
@@ -90,6 +93,7 @@ def privacy_epsilon(
     adjacency: Adjacency = None,
     participations: Participations = 1,
     releases_per_round: Releases = 1,
+    bands: Bands = 1,
     check: Check = False,
     as_json: AsJson = False,
 ) -> None:
@@ -101,9 +105,9 @@ def privacy_epsilon(
     if (noise_multiplier is None) == (round_epsilon is None):
         raise DprlhfError("give one of --noise-multiplier and --round-epsilon")
     if round_epsilon is not None:
-        if (participations, releases_per_round) != (1, 1):
+        if (participations, releases_per_round, bands) != (1, 1, 1):
             raise DprlhfError(
-                "--round-epsilon is for users with one round and rounds with one answer"
+                "--round-epsilon is for users with one round, rounds with one answer, and no bands"
             )
         if check:
             raise DprlhfError("--check compares accountants of Gaussian noise: give z")
@@ -118,6 +122,7 @@ def privacy_epsilon(
             adjacency=adjacency,
             participations=participations,
             releases_per_round=releases_per_round,
+            bands=bands,
         )
         guarantee = made.guarantee
         checked = _checked(made.mechanism, delta) if check else []
@@ -182,6 +187,7 @@ def privacy_noise(
     adjacency: Adjacency = None,
     participations: Participations = 1,
     releases_per_round: Releases = 1,
+    bands: Bands = 1,
     as_json: AsJson = False,
 ) -> None:
     """Find the smallest noise multiplier that keeps within ε."""
@@ -199,6 +205,7 @@ def privacy_noise(
         adjacency=adjacency,
         participations=participations,
         releases_per_round=releases_per_round,
+        bands=bands,
     )
     _warn_delta(delta, users)
     answer = {"noise_multiplier": made.noise_multiplier, "epsilon": made.guarantee.epsilon}

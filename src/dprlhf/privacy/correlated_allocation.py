@@ -29,7 +29,7 @@ from scipy.optimize import minimize_scalar
 from scipy.special import gammaln, ndtri
 
 from dprlhf.privacy import random_allocation
-from dprlhf.privacy.correlated_noise import square_root
+from dprlhf.privacy.correlated_noise import noise_matrix
 from dprlhf.privacy.gaussian import find_root, gaussian_delta, gaussian_epsilon
 from dprlhf.privacy.random_allocation import Side
 
@@ -57,17 +57,6 @@ _BELOW = (-0.05, -0.02, -0.01, -0.005)
 _NEAR = (-0.002, -0.001, -0.0005, 0.0, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.01)
 _OFFSETS = (*_BELOW, *_NEAR, 0.02, 0.05, 0.1, 0.2, 0.5)
 """Where the certificate looks, relative to the ε that the search found."""
-
-
-@functools.lru_cache(64)
-def matrix(rounds: int, bands: int) -> Array:
-    """Return C, ``[rounds, rounds]``: lower triangular, non-negative, columns of norm at most 1."""
-    banded = square_root(rounds, bands)
-    dense = np.zeros((rounds, rounds))
-    for k in range(banded.shape[1]):
-        late = np.arange(k, rounds)
-        dense[late, late - k] = banded[k:, k]
-    return dense
 
 
 @dataclass(frozen=True)
@@ -134,7 +123,7 @@ class _Sums:
 
 @functools.lru_cache(16)
 def _sums(rounds: int, bands: int, folds: int) -> _Sums:
-    columns = matrix(rounds, bands)
+    columns = noise_matrix(rounds, bands)
     gram = columns.T @ columns
     found = np.array(list(itertools.combinations_with_replacement(range(rounds), folds)))
     counts = np.stack([(found == found[:, [i]]).sum(1) for i in range(folds)], 1)
@@ -174,7 +163,7 @@ def _remove_proposal(noise: float, rounds: int, bands: int, epsilon: float) -> _
     sums = _sums(rounds, bands, folds)
     log_mass, log_weights = sums.log_masses(scale, noise)
     cumulative = np.cumsum(np.exp(log_weights - log_mass))
-    columns = matrix(rounds, bands) / noise
+    columns = noise_matrix(rounds, bands) / noise
     shifts = scale * (columns.T @ columns)[sums.members].sum(1)
     return _Proposal("remove", scale * folds, folds, log_mass, shifts, cumulative / cumulative[-1])
 
@@ -185,7 +174,7 @@ def _add_proposal(noise: float, rounds: int, bands: int, epsilon: float) -> _Pro
     As log L is at least the mean of the l_i, a value is at most (1 - e^eps L) L^a times
     e^(a s/2 + a² g/2), with s the mean of |c_i|²/z² and g = |c̄|²/z².
     """
-    columns = matrix(rounds, bands) / noise
+    columns = noise_matrix(rounds, bands) / noise
     gram = columns.T @ columns
     spread, square = float(np.diag(gram).mean()), float(gram.mean())
 
@@ -251,7 +240,7 @@ def _sample(
     """Draw from the proposal that suits ``epsilon``; each use has its own draws."""
     make = _remove_proposal if side == "remove" else _add_proposal
     proposal = make(noise, rounds, bands, epsilon)
-    columns = matrix(rounds, bands) / noise
+    columns = noise_matrix(rounds, bands) / noise
     half = (columns**2).sum(0) / 2
     # The search compares many z and ε, which is smooth where all see the same draws.
     context = (use, side) if use == "search" else (use, side, rounds, bands, float(noise).hex())
@@ -368,7 +357,7 @@ def _independent_epsilon(noise: float, rounds: int, bands: int, delta_: float) -
     By the comparison of the proof note, columns with non-negative products cost no less than
     orthogonal ones of their norms.
     """
-    least = float(np.linalg.norm(matrix(rounds, bands), axis=0).min())
+    least = float(np.linalg.norm(noise_matrix(rounds, bands), axis=0).min())
     own = noise / least * (1 + 1e-12)
     once = random_allocation.epsilon(own, rounds, delta_, "remove")
     return random_allocation.epsilon_lower(own, rounds, delta_, once)

@@ -52,6 +52,22 @@ def square_root(rounds: int, bands: int) -> NDArray[np.float64]:
     return np.where(column >= 0, scaled, 0.0)
 
 
+@functools.lru_cache(64)
+def noise_matrix(rounds: int, bands: int) -> NDArray[np.float64]:
+    """Return C in full, ``[rounds, rounds]``: lower triangular, non-negative, columns of norm ≤ 1.
+
+    Args:
+        rounds: Number T of rounds.
+        bands: Number b of bands; at most T are used.
+    """
+    banded = square_root(rounds, bands)
+    full = np.zeros((rounds, rounds))
+    for k in range(banded.shape[1]):
+        late = np.arange(k, rounds)
+        full[late, late - k] = banded[k:, k]
+    return full
+
+
 @functools.cache
 def noise_gain(rounds: int, bands: int, round_: int) -> float:
     """Return the norm of row t of C⁻¹: the factor by which correlation scales round t's noise.

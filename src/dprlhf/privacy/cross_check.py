@@ -174,7 +174,11 @@ def answers(mechanism: Mechanism, delta: float) -> list[Answer]:
         DprlhfError: δ is out of range, or there is no noise.
     """
     found = [this_one(mechanism, delta)]
+    correlated = mechanism.bands > 1 and not mechanism.spec.disjoint
     for name, (package, ask) in ACCOUNTANTS.items():
+        if correlated:
+            found.append(Answer(name, "cannot", note="no correlated noise on random allocation"))
+            continue
         if importlib.util.find_spec(package) is None:
             found.append(Answer(name, "not installed", note=f"the package {package}"))
             continue

@@ -395,8 +395,10 @@ class Budget(Settings):
             replaced by nothing, or ``replace-one``, by another user's. ``add-remove`` is refused
             for a run, which publishes its number of users.
         participations: Number of rounds in which a user takes part (with ``poisson``: on average).
-        bands: Number of rounds whose noise is correlated; above 1 only with partition ``fixed`` or
-            ``stream`` (see :mod:`dprlhf.privacy.correlated_noise`).
+        bands: Number of rounds whose noise is correlated, so that later rounds take back noise of
+            earlier ones (matrix factorization, DP-FTRL); 1 is independent noise. Above 1 not with
+            ``poisson``, and with ``random-allocation`` for one participation, ``zero-out`` and up
+            to 128 rounds (see :mod:`dprlhf.privacy.correlated_noise`).
         tuning_runs: Declares how many runs on the same users chose these settings. Each counts as
             a run with this one's noise and rounds, so give it no less noise; name runs with other
             settings under ``previous``. Null declares nothing.
