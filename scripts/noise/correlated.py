@@ -4,7 +4,7 @@
 norm S, where users take part once; "path" is its root mean square over the sums up to each round.
 Both for the certified noise multiplier at δ = 1e-5, so that the stated ε holds. Writes rows to
 ``docs/results/noise.json``, each as soon as it is known, and skips those that are there already
-(``--again`` measures them anew). About 10 minutes for all, most of them for 64 rounds.
+(``--again`` measures them anew). About 10 minutes of one core for all, most of it for 64 rounds.
 
     python scripts/noise/correlated.py [--rounds 4 16] [--again]
 """
@@ -44,9 +44,9 @@ def gains(rounds: int, bands: int) -> tuple[float, float]:
 
 def measured(partition: Partition, bands: int, rounds: int, target: float) -> list[Result]:
     """Return the rows of one kind of noise at one ε."""
-    start = time.perf_counter()
+    start = time.process_time()
     z, cost = noise_multiplier(target, DELTA, rounds=rounds, partition=partition, bands=bands)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     final, path = (z * gain for gain in gains(rounds, bands))
     noise = "independent noise" if bands == 1 else f"{bands} bands"
     name = f"{partition}, {noise}, T = {rounds}, epsilon = {target:g}"
@@ -69,7 +69,7 @@ def measured(partition: Partition, bands: int, rounds: int, target: float) -> li
     if goal is not None:
         within = "at most 10 s"
         rows.append(
-            Result(f"seconds to plan: {name}", round(seconds, 1), "s", within, seconds <= 10)
+            Result(f"CPU seconds to plan: {name}", round(seconds, 1), "s", within, seconds <= 10)
         )
     return rows
 

@@ -190,6 +190,16 @@ def test_secret_rounds_are_attacked_too() -> None:
     assert 0.1 < game.bound() <= 8
 
 
+@pytest.mark.slow
+def test_correlated_noise_on_secret_rounds_keeps_the_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(6.0, users=4, rounds=3, partition="random-allocation", bands=3)
+    game = play(plan, 300, seed=6)
+    assert 0.5 < game.bound() <= 6
+    # The best guess uses what the rounds after the user's own take back.
+    monkeypatch.setattr("dprlhf.audit.game.matched", lambda observed, plan: observed)
+    assert sum(play(plan, 300, seed=6).errors()) > sum(game.errors())
+
+
 def test_half_the_noise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     break_gate(monkeypatch, BROKEN["halved"])
     assert play(plan_of(4.0), 200, seed=4).bound() > 4

@@ -290,8 +290,9 @@ def test_a_step_beside_the_gate_is_seen_through_the_trainer(
     assert found.refuted_by == ("the policy moved by something that was not released",)
 
 
-def test_correlated_noise_is_audited(tmp_path: Path) -> None:
-    recipe = stage_recipes(PRIVACY | {"bands": 3})["sft"]
+@pytest.mark.parametrize("partition", ["stream", "random-allocation"])
+def test_correlated_noise_is_audited(partition: str, tmp_path: Path) -> None:
+    recipe = stage_recipes(PRIVACY | {"bands": 3, "partition": partition})["sft"]
     found = audit(recipe, tmp_path / "a", canaries=300, seed=3, confidence=0.9999, quiet=True)
     assert found.verdict == "consistent"
     assert found.right > 0.6 * found.guesses  # 0.68 is expected, were the noise independent

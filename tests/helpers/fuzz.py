@@ -97,7 +97,7 @@ def check_guarantee(plan: Plan, target: float | None, stated: dict[str, Any]) ->
     cost = epsilon(
         Mechanism(
             stated["noise_multiplier"], stated["rounds"], stated["partition"], stated["adjacency"],
-            stated["participations"], stated["releases_per_round"],
+            stated["participations"], stated["releases_per_round"], stated["bands"],
         ),
         stated["delta"],
     )  # fmt: skip
@@ -646,7 +646,7 @@ def check_run(case: dict[str, Any]) -> None:
             cost = epsilon(
                 Mechanism(
                     card["noise_multiplier"], card["rounds"], card["partition"], card["adjacency"],
-                    card["participations"], card["releases_per_round"],
+                    card["participations"], card["releases_per_round"], card["bands"],
                 ),
                 card["delta"],
             )  # fmt: skip
