@@ -134,9 +134,8 @@ def privacy_epsilon(
         "epsilon_lower": json_ready(guarantee.epsilon_lower),
         "accountant": guarantee.accountant,
         "assumptions": list(guarantee.assumptions),
+        **({"check": checked} if checked else {}),
     }
-    if checked:
-        answer["check"] = checked
     shown = upwards(guarantee.epsilon, 6)
     text = f"epsilon = {shown} at delta = {delta:g} ({guarantee.accountant})"
     typer.echo(json.dumps(answer) if as_json else text + _check_table(checked))
