@@ -136,8 +136,9 @@ def privacy_epsilon(
         "assumptions": list(guarantee.assumptions),
         **({"check": checked} if checked else {}),
     }
-    shown = upwards(guarantee.epsilon, 6)
-    text = f"epsilon = {shown} at delta = {delta:g} ({guarantee.accountant})"
+    text = (
+        f"epsilon = {upwards(guarantee.epsilon, 6)} at delta = {delta:g} ({guarantee.accountant})"
+    )
     typer.echo(json.dumps(answer) if as_json else text + _check_table(checked))
 
 
