@@ -98,8 +98,7 @@ def privacy_epsilon(
     as_json: AsJson = False,
 ) -> None:
     """Compute ε, an upper bound, from the noise multiplier or from the ε of one pure round."""
-    from dprlhf.privacy.gaussian import upwards
-    from dprlhf.privacy.plan import json_ready, make_plan
+    from dprlhf.privacy.plan import make_plan
 
     checked: list[dict[str, Any]] = []
     if (noise_multiplier is None) == (round_epsilon is None):
@@ -129,6 +128,15 @@ def privacy_epsilon(
     else:
         raise DprlhfError(f"--noise-multiplier must be above 0, not {noise_multiplier}")
     _warn_delta(delta, users)
+    _show_epsilon(guarantee, checked, delta, as_json)
+
+
+def _show_epsilon(
+    guarantee: Epsilon, checked: list[dict[str, Any]], delta: float, as_json: bool
+) -> None:
+    from dprlhf.privacy.gaussian import upwards
+    from dprlhf.privacy.plan import json_ready
+
     answer = {
         "epsilon": json_ready(guarantee.epsilon),
         "epsilon_lower": json_ready(guarantee.epsilon_lower),
@@ -136,9 +144,8 @@ def privacy_epsilon(
         "assumptions": list(guarantee.assumptions),
         **({"check": checked} if checked else {}),
     }
-    text = (
-        f"epsilon = {upwards(guarantee.epsilon, 6)} at delta = {delta:g} ({guarantee.accountant})"
-    )
+    shown = upwards(guarantee.epsilon, 6)
+    text = f"epsilon = {shown} at delta = {delta:g} ({guarantee.accountant})"
     typer.echo(json.dumps(answer) if as_json else text + _check_table(checked))
 
 
