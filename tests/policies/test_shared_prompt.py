@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from dprlhf.boundary import Private, open_private
+from dprlhf.gradients.clipping import Weighted, clipped_sum
 from dprlhf.policies import shared_prompt
 from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
 from dprlhf.policies.shared_prompt import best_shared_rows, most_behind_one_cache, supported
 from dprlhf.recipe import Adapter
 from dprlhf.rollout.decoding import decode
 from helpers import tiny
+from helpers.batches import Shape, batch_of
 
 SMALL = {
     "vocab_size": 257, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -78,6 +82,26 @@ def test_every_supported_model_computes_the_same(model_type: str, attention: str
     assert value.std() > 0.1
     torch.testing.assert_close(shared_value, value, rtol=1e-4, atol=1e-5)
     assert (shared_gradient - gradient).norm() < 1e-4 * gradient.norm()
+
+
+@pytest.mark.parametrize("each", [8, 16])
+def test_a_users_clipped_gradient_behind_a_shared_prompt_is_exact(each: int) -> None:
+    policy = policy_of("gpt2")  # it computes in float64 throughout
+    shape = Shape([[PROMPT], [2], [3]], k=each, length=RESPONSE)
+    weights = np.random.default_rng(3).standard_normal(3 * each)
+    sums = {}
+    for copies in (1, None):
+        rows = batch_of(shape, seed=5, copies=copies)
+        shared = policy.shared_rows(rows.num_generations, PROMPT, RESPONSE)
+        assert shared == (1 if copies else 8)
+        weighted = Private(Weighted(rows, weights, np.zeros((3, 0)), 0.0))
+        found = clipped_sum(
+            policy, weighted, clip_norm=0.5, batch_size=each, reduce=lambda total: total
+        )
+        sums[copies] = found.bounded.total, torch.from_numpy(open_private(found.norms))
+    assert sums[1][1].min() > 0.5  # everybody is clipped
+    for apart, shared_sum in zip(sums[1], sums[None], strict=True):
+        torch.testing.assert_close(shared_sum, apart, rtol=1e-10, atol=1e-12)
 
 
 def test_responses_of_one_token_share_their_prompt_too() -> None:

@@ -231,6 +231,30 @@ def test_one_user_moves_nobody_else_not_even_by_rounding(
     assert torch.equal(everyone[others], fewer)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_with_many_responses_too_nobody_moves_anothers_bits(kind: tiny.Kind) -> None:
+    """Eight responses share their prompt's keys and values, and its pass in the update."""
+    policy, k = policy_of(kind, torch.float32), 8
+    texts = ["p", "another prompt of some length", "xyz", "a prompt", "of five"]
+
+    def contributions(keep: list[int]) -> tuple[list[str], torch.Tensor]:
+        prompts = prompts_of([texts[i] for i in keep], keep)
+        responses = draw(policy, prompts, responses=k, batch_size=16, max_prompt_tokens=64)
+        weights = np.cos(2 * np.repeat(keep, k) + np.tile(np.arange(k), len(keep)))
+        found = torch.zeros(len(keep), policy.dimension)
+        for users, parts, _ in user_gradients(policy, responses, weights, batch_size=16, rows=k):
+            found[users] = parts[:, 0]
+        return responses.texts, found
+
+    assert policy.shared_cache(k, 16, 6) == 4
+    assert policy.shared_rows(k, 16, 6) == k
+    all_texts, everyone = contributions([0, 1, 2, 3, 4])
+    for keep in ([0, 2, 3, 4], [3], [1, 2]):
+        own_texts, own = contributions(keep)
+        assert own_texts == [all_texts[k * user + i] for user in keep for i in range(k)]
+        assert torch.equal(everyone[keep], own)
+
+
 def test_positions_that_turn_on_the_longest_row_are_out_of_reach() -> None:
     """LongRoPE scales every row by whether the longest of the batch passes its original length."""
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
