@@ -70,7 +70,7 @@ class Simulated:
     def __call__(self, recipe: Recipe, public: Any, **given: Any) -> StandInRun:
         self.runs.append(recipe)
         reward = self.true(recipe) + self._noise * np.random.default_rng(len(self.runs)).normal()
-        for t in range(2, recipe.rounds, 2):
+        for t in range(3, recipe.rounds, 3):
             if given["stop"](t, reward * t / recipe.rounds):
                 self.clock += self._seconds * t / recipe.rounds
                 raise StoppedEarlyError("stopped")

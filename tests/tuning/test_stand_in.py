@@ -162,6 +162,19 @@ class TestTheRows:
         assert used <= set(some[FINAL:])
         assert len(rows.stand_ins) == len(some) - 64 - 10
 
+    def test_no_stand_in_guides_the_subspace(self, model: str, tmp_path: Path) -> None:
+        recipe = recipe_of(model, update={"name": "pg", "subspace": {"rank": 2, "prompts": 10}})
+        rows = rows_for(recipe)
+        guides = rows.scoring["prompt"][16 + 64 :]
+        assert len(guides) == 10
+        assert not set(guides) & {*rows.stand_ins["prompt"], *rows.scoring["prompt"][: 16 + 64]}
+        file = tmp_path / "guides.csv"
+        apart = PUBLIC[100:110]
+        file.write_text("prompt\n" + "\n".join(apart))
+        subspace = {"rank": 2, "prompts": 10, "data": {"path": str(file)}}
+        rows = rows_for(recipe_of(model, update={"name": "pg", "subspace": subspace}))
+        assert not set(apart) & {*rows.stand_ins["prompt"], *rows.scoring["prompt"]}
+
     def test_the_private_file_is_refused(self, tmp_path: Path) -> None:
         file = tmp_path / "users.csv"
         file.write_text("prompt\n" + "\n".join(PUBLIC))
@@ -236,6 +249,12 @@ class TestTheRun:
         # The clip norm's share of the telemetry is the only other thing in a release.
         assert np.mean(norms) == pytest.approx(expected, rel=0.15)
         assert (result.excess > 0) == (stand_ins is not None)
+
+    def test_a_subspace_is_what_is_released(self, model: str) -> None:
+        recipe = recipe_of(model, update={"name": "pg", "subspace": {"rank": 2, "prompts": 10}})
+        result = run_stand_ins(recipe, rows_for(recipe), reward=lower_case, stand_ins=30)
+        assert result.dimension == 2
+        assert result.excess == excess_variance(result.plan, 30, 2)
 
     def test_a_penalty_counts_in_the_score(self, model: str) -> None:
         recipe = recipe_of(model, kl={"beta": 0.5})

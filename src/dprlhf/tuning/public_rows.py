@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from dprlhf.data.in_memory import rows_of
+from dprlhf.data.loading import load_rows
 from dprlhf.data.public import HELD_OUT
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import Data, Evaluation, Recipe
@@ -33,7 +34,8 @@ class PublicRows:
         spec: The recipe's section that says how the rows are read.
         stand_ins: A ``datasets.Dataset`` of the prompts that stand in for users.
         scoring: The prompts on which the reward of a trial is measured, followed by up to 64 to
-            which settings are fitted before a run, such as an adapter's initial value.
+            which settings are fitted before a run, such as an adapter's initial value, and by those
+            to which ``update.subspace`` is fitted, if it takes the evaluation's rows.
         scored: Number of the rows in ``scoring`` on which the reward is measured.
     """
 
@@ -50,7 +52,9 @@ def public_rows(
 
     Of the recipe's ``evaluation.data``, the first ``evaluation.prompts`` rows are left alone, and
     rows with the same prompt as one of these; the 64 after them are those to which the private run
-    fits its settings, and stay so. The rest is shuffled, with a fixed seed, and divided.
+    fits its settings, and stay so. The rest is shuffled, with a fixed seed, and divided. No prompt
+    stands in for a user whose gradient is one of those to which ``update.subspace`` is fitted:
+    along directions from its own gradient a stand-in would do better than any user.
 
     Args:
         recipe: The recipe of the private run.
@@ -71,6 +75,10 @@ def public_rows(
         own = found if file is None else rows_of(recipe.evaluation.data, rows)
         column = recipe.evaluation.data.prompt_column
         reported = {str(prompt) for prompt in own[: min(final, len(own))][column]}
+    subspace = recipe.update.subspace
+    if subspace is not None and subspace.data is not None:
+        apart = load_rows(subspace.data)
+        reported |= {str(prompt) for prompt in apart[subspace.data.prompt_column]}
     if file is None:
         fitted, rest = _range(found, final, final + HELD_OUT), _range(found, final + HELD_OUT, None)
     else:
@@ -84,10 +92,15 @@ def public_rows(
             " evaluation.data, a file with --public, or score on fewer prompts"
         )
     order = np.random.default_rng(_SEED).permutation(new)
+    guides = 0
+    if subspace is not None and subspace.source == "public" and subspace.data is None:
+        guides = min(subspace.prompts, (len(new) - scored) // 2)
     return PublicRows(
         spec=spec,
-        stand_ins=rest.select(order[scored:]),
-        scoring=_joined(rest.select(order[:scored]), fitted),
+        stand_ins=rest.select(order[scored + guides :]),
+        scoring=_joined(
+            rest.select(order[:scored]), fitted, rest.select(order[scored : scored + guides])
+        ),
         scored=scored,
     )
 
@@ -117,7 +130,7 @@ def _range(rows: Any, start: int, end: int | None) -> Any:
     return rows.select(range(min(start, last), last))
 
 
-def _joined(first: Any, second: Any) -> Any:
+def _joined(*parts: Any) -> Any:
     import datasets
 
-    return datasets.concatenate_datasets([first, second])
+    return datasets.concatenate_datasets(list(parts))

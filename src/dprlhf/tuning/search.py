@@ -179,7 +179,7 @@ class Search:
         if not any(t.user_attrs["changes"] == {} for t in self._ended(confirming=False)):
             self._study.enqueue_trial(self._own_parameters(1.0))
         if fresh:
-            for factor in (3.0, 1 / 3) if "optimizer.learning_rate" in self._keys else ():
+            for factor in (5.0, 1 / 5) if "optimizer.learning_rate" in self._keys else ():
                 self._study.enqueue_trial(self._own_parameters(factor))
         while self._time_for_one(SEARCH_SHARE) and not self._enough():
             self._trial(told)

@@ -57,7 +57,7 @@ from dprlhf.tuning.public_rows import PublicRows
 
 NO_USERS = "none: the users are public prompts that stand in for private ones"
 
-EVALUATIONS = 6
+EVALUATIONS = 4
 """About how many evaluations a stand-in run has, unless the caller says how often."""
 
 
@@ -73,7 +73,8 @@ class StandInRun:
         plan: The plan of the private run that was imitated, with its guarantee.
         stand_ins: Number N′ of stand-ins.
         prompts: Number n of distinct public prompts that they were drawn from.
-        dimension: Number d of trained parameters.
+        dimension: Number d of coordinates that a round releases of its gradient: of the trained
+            parameters, or of ``update.subspace``.
         before: Mean reward of the base model on the scoring prompts.
         after: Mean reward of the tuned policy on the same prompts.
         rise: The mean of after − before on the same prompts and draws.
@@ -197,7 +198,7 @@ def run_stand_ins(
         public: The public prompts, from :func:`~dprlhf.tuning.public_rows.public_rows`.
         users: Number N of private users; None takes :func:`count_users`.
         stand_ins: Number N′ of stand-ins; None takes N.
-        every: Number of rounds between evaluations; None evaluates about six times.
+        every: Number of rounds between evaluations; None evaluates about four times.
         reward: One or several reward functions in memory in place of the recipe's.
         seed: Seed of the order in which public prompts stand in.
         stop: Called after each evaluation during the run with the round and the mean public reward;
@@ -212,7 +213,7 @@ def run_stand_ins(
     private = plan_of(recipe, users if users is not None else count_users(recipe))
     count = stand_ins or private.users
     sources = _sources(private, public, count, reward, seed)
-    every = every or max(1, round(recipe.rounds / EVALUATIONS))
+    every = every or math.ceil(recipe.rounds / EVALUATIONS)
     curve: list[tuple[int, float]] = []
 
     def evaluated(metrics: dict[str, Any]) -> None:
@@ -242,7 +243,7 @@ def run_stand_ins(
         plan=private,
         stand_ins=count,
         prompts=min(count, len(public.stand_ins)),
-        dimension=run.policy.dimension,
+        dimension=recipe.update.subspace.rank if recipe.update.subspace else run.policy.dimension,
         before=before.estimate,
         after=after.estimate,
         rise=estimate(after.rewards - before.rewards),
@@ -313,6 +314,8 @@ def _of_stand_ins(recipe: Recipe, public: PublicRows, every: int, in_memory: boo
         "tracking": {},
         "output_dir": None,
     }
+    if values["update"].get("subspace"):
+        values["update"]["subspace"]["declared_public"] = True
     if in_memory:
         values["rewards"] = [{"function": IN_MEMORY}]
     return Recipe.model_validate(values)
