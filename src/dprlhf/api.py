@@ -16,6 +16,7 @@ from dprlhf.rollout import sample
 from dprlhf.runs.checkpoint import last_checkpoint, load_tuned
 from dprlhf.runs.folder import RunFolder, time_stamp
 from dprlhf.training.build import Callback, hush_libraries, open_run
+from dprlhf.training.planner import resolve_auto
 from dprlhf.training.processes import Processes
 from dprlhf.training.reinforcement import Result, load_policy_of
 from dprlhf.training.supervised import StageResult
@@ -236,6 +237,8 @@ def _train(
     """Start a run of any stage and return its result; ``suffix`` ends the default folder's name."""
     if output_dir is not None:
         recipe = recipe.model_copy(update={"output_dir": str(output_dir)})
+    if isinstance(recipe, Recipe):
+        recipe = resolve_auto(recipe, sources)
     # One name for all processes of a launch, whose clocks may differ by a second.
     name = Processes.connect().from_main(recipe.output_dir or f"runs/{time_stamp()}{suffix}")
     with open_run(

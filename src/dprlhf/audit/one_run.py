@@ -55,6 +55,7 @@ from dprlhf.privacy.relations import Space
 from dprlhf.recipe import AnyRecipe, Recipe, load_any_recipe
 from dprlhf.runs.card import note_audit
 from dprlhf.runs.folder import RunFolder, time_stamp, write_json
+from dprlhf.training.build import check_settled
 
 Array = NDArray[np.float64]
 Bits = NDArray[np.bool_]
@@ -167,6 +168,7 @@ def audit(
     Raises:
         DprlhfError: fewer canaries than rounds, or a setting is out of range.
     """
+    check_settled(recipe)
     if canaries is None:
         canaries = max(_default_canaries(recipe), recipe.rounds)
     if canaries < recipe.rounds:

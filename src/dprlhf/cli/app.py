@@ -14,7 +14,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from dprlhf.cli import bench, budget, folders, prepare, privacy, train, tune
+from dprlhf.cli import bench, budget, folders, plan, prepare, privacy, train, tune
 from dprlhf.errors import DprlhfError, one_line
 
 # Idle threads that spin starve each other when cores are busy: a training step on two busy cores
@@ -66,7 +66,7 @@ app.command(rich_help_panel=_FOLDERS)(folders.comply)
 app.command(rich_help_panel=_FOLDERS)(folders.generate)
 app.command(rich_help_panel=_FOLDERS)(folders.merge)
 app.command(rich_help_panel=_FOLDERS)(folders.push)
-app.command(rich_help_panel=_PRIVACY)(privacy.plan)
+app.command(rich_help_panel=_PRIVACY)(plan.plan)
 app.add_typer(privacy.accounting, name="privacy", rich_help_panel=_PRIVACY)
 app.command(rich_help_panel=_PRIVACY)(privacy.audit)
 app.add_typer(budget.budget, name="budget", rich_help_panel=_PRIVACY)

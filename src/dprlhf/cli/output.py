@@ -65,6 +65,25 @@ def plan_table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join([header, *lines])
 
 
+def choices_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the figures of :class:`dprlhf.training.choices.Choice` as a table with a header."""
+    header = (
+        f"{'partition':<18}{'rounds':>7}{'passes':>7}{'bands':>6}{'responses':>10}{'users':>8}"
+        f"{'noise':>8}{'kappa':>7}{'cosine':>8}{'signal/noise':>13}{'minutes':>9}{'rise':>7}"
+    )
+    lines = []
+    for row in rows:
+        minutes = "" if row["seconds"] is None else f"{row['seconds'] / 60:.1f}"
+        rise = "" if row["predicted_rise"] is None else f"{row['predicted_rise']:.2f}"
+        lines.append(
+            f"{row['partition']:<18}{row['rounds']:>7}{row['participations']:>7}"
+            f"{row['bands']:>6}{row['responses']:>10}{row['batch']:>8.1f}"
+            f"{row['noise_multiplier']:>8.3f}{row['kappa']:>7.2f}{row['cosine']:>8.3f}"
+            f"{row['signal_to_noise']:>13.2f}{minutes:>9}{rise:>7}"
+        )
+    return "\n".join([header, *lines])
+
+
 def flat(text: Any) -> str:
     """Return a text, or the JSON of chat messages, on one line."""
     return one_line(text if isinstance(text, str) else json.dumps(text), None)

@@ -1,4 +1,4 @@
-"""The commands about privacy: ``plan``, ``audit``, and those of the group ``privacy``."""
+"""The commands about privacy: ``audit``, and those of the group ``privacy``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dprlhf.cli.output import plan_table
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy import partitions, relations
 
@@ -47,33 +46,6 @@ Check = Annotated[
     bool, typer.Option("--check", help="Ask every other accountant that is installed, too.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-def plan(
-    users: Users,
-    epsilon: Annotated[float, typer.Option(help="ε to keep within.")],
-    delta: Delta = 1e-5,
-    dimension: Annotated[int, typer.Option(help="d, the number of trained parameters.")] = 1920,
-    rounds: Annotated[
-        list[int] | None, typer.Option(help="A number of rounds to compare; may be repeated.")
-    ] = None,
-    signal: Annotated[
-        float, typer.Option(help="Norm of the users' mean clipped gradient, over the clip norm S.")
-    ] = 0.1,
-    as_json: AsJson = False,
-) -> None:
-    """Compare numbers of rounds before there is a recipe: noise, and signal over noise."""
-    from dprlhf.privacy.plan import balanced_batch, trade_off
-
-    chosen = rounds or [t for t in (1, 4, 16, 32, 64, 100, 200, 1000) if t <= users]
-    table = trade_off(users, chosen, epsilon, delta, dimension, signal)
-    if as_json:
-        typer.echo(json.dumps(table))
-        return
-    m = balanced_batch(users, epsilon, dimension)
-    typer.echo(f"{users} users, epsilon {epsilon:g}, delta {delta:g}, d = {dimension}")
-    typer.echo(f"balanced batch size (He & Zhou, Theorem 2): m = {m:.0f}, T = {users / m:.0f}\n")
-    typer.echo(plan_table(table))
 
 
 @accounting.command("epsilon")

@@ -25,6 +25,7 @@ from dprlhf.recipe.rl import Recipe
 from dprlhf.recipe.sections import (
     KL,
     Adapter,
+    Auto,
     Average,
     Data,
     Documents,
@@ -69,6 +70,7 @@ __all__ = [
     "UPDATE_SETTINGS",
     "Adapter",
     "AnyRecipe",
+    "Auto",
     "Average",
     "Critic",
     "Data",

@@ -89,7 +89,7 @@ def recipe_digest(recipe: AnyRecipe) -> str:
     earlier versions keep their digest. A declaration about the evaluation may be added later.
     """
     newer = (
-        "revision", "attn_implementation", "damping", "average", "times_column", "subspace",
+        "revision", "attn_implementation", "damping", "average", "times_column", "subspace", "auto",
     )  # fmt: skip
     former = {today: old for old, today in FORMER_NAMES.items()}
 

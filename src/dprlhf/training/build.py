@@ -27,7 +27,7 @@ from dprlhf.privacy.ledger import opened_adjacency
 from dprlhf.privacy.partition import allocate
 from dprlhf.privacy.plan import Plan, check_promise, make_plan
 from dprlhf.privacy.relations import Adjacency
-from dprlhf.recipe import AnyRecipe, experimental
+from dprlhf.recipe import AnyRecipe, Recipe, experimental
 from dprlhf.runs.budget import NO_BOOK, reserve
 from dprlhf.runs.earlier import check_lineage, read_earlier
 from dprlhf.runs.folder import RunFolder, write_atomically
@@ -75,6 +75,7 @@ def load_parts(
         DprlhfError: A setting, the data, the model or a reward is wrong.
     """
     hush_libraries()
+    check_settled(recipe)
     check_installed(recipe.tracking.report_to)
     recipe = processes.on_main(lambda: resolve_dtype(recipe))
     stage = STAGES[recipe.stage](recipe, sources)
@@ -213,6 +214,19 @@ def _open_gate(
     config = {**recipe.model_dump(mode="json"), "plan": parts.plan.terms()}
     trackers = stack.enter_context(tracked(recipe.tracking, folder, config))
     return Gate(parts.plan, ledger, key), list(trackers)
+
+
+def check_settled(recipe: AnyRecipe) -> None:
+    """Refuse a recipe whose numbers the planner has yet to choose.
+
+    Raises:
+        DprlhfError: It has ``privacy.auto``.
+    """
+    if isinstance(recipe, Recipe) and recipe.privacy.auto is not None:
+        raise DprlhfError(
+            "privacy.auto: only dprlhf train and dprlhf plan choose rounds and noise; write the"
+            " numbers that plan shows into the recipe, and leave auto out"
+        )
 
 
 def resolve_dtype(recipe: R) -> R:

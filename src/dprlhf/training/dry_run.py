@@ -18,6 +18,7 @@ from dprlhf.recipe.supervised import StageRecipe
 from dprlhf.runs.card import released_dimension
 from dprlhf.runs.earlier import total
 from dprlhf.training.build import load_parts
+from dprlhf.training.planner import resolve_auto
 from dprlhf.training.processes import Processes
 from dprlhf.training.reinforcement import Reinforcement
 from dprlhf.training.run import Parts
@@ -41,6 +42,7 @@ def dry_run(recipe: Recipe, sources: Sources | None = None) -> dict[str, Any]:
     """
     processes = Processes.connect()
     sources = sources or Sources(None, None, None)
+    recipe = resolve_auto(recipe, sources)
     stage, parts = load_parts(recipe, sources, processes, quiet=True)
     assert isinstance(stage, Reinforcement)
     recipe, plan, policy = stage.recipe, parts.plan, parts.policy

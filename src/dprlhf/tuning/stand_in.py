@@ -48,7 +48,7 @@ from dprlhf.privacy.accounting import Epsilon
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import IN_MEMORY, Recipe
 from dprlhf.runs.folder import RunFolder
-from dprlhf.training.build import open_run, plan_of
+from dprlhf.training.build import check_settled, open_run, plan_of
 from dprlhf.training.dry_run import dry_run
 from dprlhf.training.evaluate import Evaluated, RewardEstimate, drift_metrics, estimate
 from dprlhf.training.run import Run
@@ -209,6 +209,7 @@ def run_stand_ins(
         DprlhfError: The recipe cannot be run; the message says why.
         KeyboardInterrupt: The run was interrupted.
     """
+    check_settled(recipe)
     started = time.perf_counter()
     private = plan_of(recipe, users if users is not None else count_users(recipe))
     count = stand_ins or private.users

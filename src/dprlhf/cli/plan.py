@@ -1,0 +1,126 @@
+"""The command ``plan``: rounds and noise before there is a recipe, and the best choices for one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dprlhf.cli.output import choices_table, plan_table
+from dprlhf.errors import DprlhfError
+
+
+def plan(
+    recipe: Annotated[
+        Path | None, typer.Argument(help="A YAML recipe; without one, give --users and --epsilon.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="With a recipe: changes to it, section.key=value.")
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="With a recipe: longest duration of the run.")
+    ] = None,
+    responses: Annotated[
+        int | None,
+        typer.Option(
+            help="With a recipe: most responses to users' prompts in the whole run.",
+            show_default="what the recipe takes",
+        ),
+    ] = None,
+    num_generations: Annotated[
+        list[int] | None,
+        typer.Option(help="With a recipe: responses to a prompt to compare; may be repeated."),
+    ] = None,
+    show: Annotated[int, typer.Option(min=1, help="With a recipe: number of choices.")] = 5,
+    users: Annotated[
+        int | None, typer.Option("--users", help="Without a recipe: N, the number of users.")
+    ] = None,
+    epsilon: Annotated[
+        float | None, typer.Option(help="Without a recipe: ε to keep within.")
+    ] = None,
+    delta: Annotated[float, typer.Option(help="Without a recipe: δ of the guarantee.")] = 1e-5,
+    dimension: Annotated[
+        int, typer.Option(help="Without a recipe: number of released coordinates.")
+    ] = 1920,
+    rounds: Annotated[
+        list[int] | None, typer.Option(help="A number of rounds to compare; may be repeated.")
+    ] = None,
+    signal: Annotated[
+        float,
+        typer.Option(help="Without a recipe: norm of the users' mean clipped gradient, over S."),
+    ] = 0.1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Choose rounds, passes, bands, partition and responses for an ε and a compute budget.
+
+    With a recipe, signal, reward and time are measured on its public prompts, and the best choices
+    are shown with their noise and the predicted rise of the reward. Without one, numbers of rounds
+    are compared. No privacy is spent.
+    """
+    if recipe is None:
+        _without_recipe(users, epsilon, delta, dimension, rounds or [], signal, as_json)
+        return
+    if users is not None or epsilon is not None:
+        raise DprlhfError(
+            "plan: with a recipe, users and epsilon are the recipe's: override data.limit or"
+            " privacy.epsilon"
+        )
+    from dprlhf.recipe import load_recipe
+    from dprlhf.training.planner import choose, measure
+
+    loaded = load_recipe(recipe, overrides or ())
+    facts = measure(loaded, responses=num_generations or ())
+    choices, passed = choose(
+        facts,
+        minutes=minutes,
+        responses=responses,
+        rounds=rounds or (),
+        show=show,
+        progress=_progress,
+    )
+    if as_json:
+        shown: dict[str, Any] = {
+            **facts.as_dict(),
+            "choices": [choice.as_dict() for choice in choices],
+            "not_costed": passed,
+        }
+        typer.echo(json.dumps(shown))
+        return
+    typer.echo(facts.describe() + "\n")
+    typer.echo(choices_table([choice.as_dict() for choice in choices]))
+    if passed:
+        typer.echo(f"{passed} more were passed over: their noise takes seconds each to compute")
+    typer.echo(f"\nthe first as overrides: {' '.join(choices[0].overrides())}")
+
+
+def _without_recipe(
+    users: int | None,
+    epsilon: float | None,
+    delta: float,
+    dimension: int,
+    rounds: list[int],
+    signal: float,
+    as_json: bool,
+) -> None:
+    from dprlhf.privacy.plan import balanced_batch, trade_off
+
+    if users is None or epsilon is None:
+        raise DprlhfError("plan: give a recipe, or --users and --epsilon")
+    chosen = rounds or [t for t in (1, 4, 16, 32, 64, 100, 200, 1000) if t <= users]
+    table = trade_off(users, chosen, epsilon, delta, dimension, signal)
+    if as_json:
+        typer.echo(json.dumps(table))
+        return
+    m = balanced_batch(users, epsilon, dimension)
+    typer.echo(f"{users} users, epsilon {epsilon:g}, delta {delta:g}, d = {dimension}")
+    typer.echo(f"balanced batch size (He & Zhou, Theorem 2): m = {m:.0f}, T = {users / m:.0f}\n")
+    typer.echo(plan_table(table))
+
+
+def _progress(done: int, of: int) -> None:
+    if sys.stderr.isatty():
+        end = "\r" if done < of else "\n"
+        print(f"plan: {done} of {of} candidates", end=end, file=sys.stderr, flush=True)

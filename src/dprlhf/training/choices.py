@@ -1,0 +1,391 @@
+"""The choice of rounds, passes, bands and partition for one (ε, δ): how much signal noise leaves.
+
+Every candidate is costed by :func:`~dprlhf.privacy.plan.make_plan`, the function that a run takes
+its noise from; nothing here states an ε. What is computed here is utility, in units of the clip
+norm S: with s the norm of the users' mean clipped contribution, v the mean squared distance of one
+contribution from that mean, and p released coordinates, a round's release is
+
+    s (along the mean) + an error of sampling m users, of variance v/m + noise of variance p(z/m)²,
+
+so that its expected cosine with the mean is about s / √(s² + v/m + p(z/m)²). An optimizer with
+momentum averages rounds, which shrinks both errors; correlated noise (``bands``) enters with its
+covariance. Over the whole run, noise over signal is κ√p/(N s) with κ = z‖1ᵀC⁻¹‖/k, which is z√T/k
+for independent noise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.correlated_noise import square_root
+from dprlhf.privacy.gaussian import gaussian_noise_multiplier
+from dprlhf.privacy.partitions import all_partitions
+from dprlhf.privacy.plan import Plan, make_plan
+from dprlhf.privacy.relations import Adjacency
+
+Array = NDArray[np.float64]
+
+ROUNDS = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Numbers of rounds that are compared where none are given."""
+
+_PASSES = (1, 2, 3, 4, 6, 8)
+_BANDS = (1, 2, 4, 8, 16)
+_FEWEST_USERS = 8  # in a round: below that a round is one accident after another
+_SPARE = 0.005  # noise above the least that keeps within ε, where the least takes long to find
+_TRIES = 4
+_BAND_GAIN = 0.8  # how far bands lower κ, at a guess: it only decides what is computed first
+
+
+@dataclass(frozen=True)
+class Signal:
+    """How users' clipped contributions agree, in units of the clip norm S.
+
+    Attributes:
+        norm: s, the norm of the users' mean clipped contribution.
+        spread: v, the mean squared distance of a contribution from that mean; at most 1 − s².
+        dimension: p, the number of released coordinates.
+        alignment: Cosine between the mean clipped contribution and the mean gradient before
+            clipping, in all trained parameters: what a subspace and clipping leave.
+        gradient: Norm of the mean gradient before clipping, in units of the reward; None where it
+            is not known.
+    """
+
+    norm: float
+    spread: float
+    dimension: int
+    alignment: float = 1.0
+    gradient: float | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings that may be chosen: how users are spread over rounds, and their responses.
+
+    Attributes:
+        partition: How users are assigned to rounds.
+        rounds: T, the number of rounds.
+        participations: k, the number of rounds that a user takes part in.
+        bands: Number of rounds whose noise is correlated; 1 for independent noise.
+        responses: Number of responses to a prompt.
+    """
+
+    partition: str
+    rounds: int
+    participations: int
+    bands: int
+    responses: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A candidate with its plan, and what that leaves of the signal.
+
+    Attributes:
+        candidate: The settings.
+        plan: The plan of a run with these settings, from the accountant.
+        signal: What was assumed of the users' contributions.
+        cosines: Expected cosine between each round's step and the mean gradient, ``[rounds]``.
+        learning_rate: The optimizer's learning rate for this number of rounds.
+        seconds: Estimated duration; None without a measured time for a response.
+        reward: Predicted rise of the mean reward; None without a prediction.
+    """
+
+    candidate: Candidate
+    plan: Plan
+    signal: Signal
+    cosines: Array
+    learning_rate: float
+    seconds: float | None = None
+    reward: float | None = None
+
+    @property
+    def kappa(self) -> float:
+        """κ, the noise of the run's sum over its signal, per √p/(N s)."""
+        return kappa(self.plan)
+
+    @property
+    def signal_to_noise(self) -> float:
+        """Summed signal over summed noise of the whole run, N s/(κ√p)."""
+        plan, signal = self.plan, self.signal
+        used = plan.expected_batch_size * plan.rounds / plan.participations
+        noise = self.kappa * math.sqrt(signal.dimension)
+        return used * signal.norm / noise if noise else math.inf
+
+    @property
+    def responses(self) -> float:
+        """Expected number of responses that the run samples from users' prompts."""
+        return self.plan.expected_batch_size * self.plan.rounds * self.candidate.responses
+
+    def overrides(self) -> list[str]:
+        """Return the settings as overrides of the recipe, ``section.key=value``."""
+        plan = self.plan
+        return [
+            f"rounds={plan.rounds}",
+            f"rollout.responses={self.candidate.responses}",
+            f"optimizer.learning_rate={self.learning_rate:.6g}",
+            f"privacy.partition={plan.partition}",
+            f"privacy.participations={plan.participations}",
+            f"privacy.bands={plan.bands}",
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures, JSON-ready."""
+        plan = self.plan
+        return {
+            "partition": plan.partition,
+            "adjacency": plan.adjacency,
+            "rounds": plan.rounds,
+            "participations": plan.participations,
+            "bands": plan.bands,
+            "responses": self.candidate.responses,
+            "learning_rate": self.learning_rate,
+            "batch": plan.expected_batch_size,
+            "epsilon": plan.terms()["epsilon"],
+            "noise_multiplier": plan.noise_multiplier,
+            "noise_to_clip_ratio": plan.noise_to_clip_ratio(self.signal.dimension),
+            "kappa": self.kappa,
+            "signal": self.signal.norm,
+            "cosine": float(self.cosines.mean()),
+            "signal_to_noise": self.signal_to_noise,
+            "seconds": self.seconds,
+            "predicted_rise": self.reward,
+        }
+
+
+def noise_rows(plan: Plan) -> Array:
+    """Return C⁻¹, ``[rounds, rounds]``: row t holds what round t's noise takes of each draw."""
+    rounds = plan.rounds
+    if plan.bands == 1:
+        return np.eye(rounds)
+    held = square_root(rounds, plan.bands)
+    strategy = np.zeros((rounds, rounds))
+    for k in range(held.shape[1]):
+        strategy[np.arange(k, rounds), np.arange(rounds - k)] = held[k:, k]
+    inverse: Array = np.linalg.inv(strategy)
+    return inverse
+
+
+def kappa(plan: Plan) -> float:
+    """Return κ = z‖1ᵀC⁻¹‖/k, the noise of the sum over rounds; z√T/k for independent noise."""
+    whole = float(np.linalg.norm(noise_rows(plan).sum(0)))
+    return plan.noise_multiplier * whole / plan.participations
+
+
+def cosines(plan: Plan, signal: Signal, momentum: float = 0.0) -> Array:
+    """Return the expected cosine between each round's step and the mean gradient, ``[rounds]``.
+
+    Steps follow the momentum's average of the releases so far, Σ_j μ^j x_{t−j}, and the mean is
+    taken to be the same in these rounds. The sampling error of a round is independent of that of
+    others, and noise has the covariance of C⁻¹.
+
+    Args:
+        plan: The run's plan.
+        signal: The users' contributions.
+        momentum: μ of the optimizer's average; β₁ of Adam.
+    """
+    if signal.norm == 0:
+        return np.zeros(plan.rounds)
+    found: Array = signal.alignment * signal.norm / averaged_norms(plan, signal, momentum)
+    return found
+
+
+def averaged_norms(plan: Plan, signal: Signal, momentum: float = 0.0) -> Array:
+    """Return the root mean square norm of each round's average of releases over S, ``[rounds]``.
+
+    The arguments are those of :func:`cosines`.
+    """
+    t = np.arange(plan.rounds)
+    weights: Array = np.tril(np.power(momentum, np.maximum(t[:, None] - t, 0)))
+    weights /= weights.sum(1, keepdims=True)
+    m = plan.expected_batch_size
+    sampling = signal.spread / m * (weights**2).sum(1)
+    noise = signal.dimension * (plan.noise_multiplier / m) ** 2
+    errors = sampling + noise * ((weights @ noise_rows(plan)) ** 2).sum(1)
+    found: Array = np.sqrt(signal.norm**2 + errors)
+    return found
+
+
+def candidates(
+    users: int,
+    *,
+    most_responses: float,
+    rounds: Sequence[int] = ROUNDS,
+    participations: Sequence[int] = _PASSES,
+    partitions: Sequence[str] = ("random-allocation", "fixed"),
+    bands: Sequence[int] = _BANDS,
+    responses: Sequence[int] = (2,),
+) -> Iterator[Candidate]:
+    """List what fits into a budget of responses.
+
+    Args:
+        users: Number N of users.
+        most_responses: Responses to users' prompts that the run may sample, N·k·(responses).
+        rounds: Numbers of rounds T; those that leave fewer than 8 users to a round are left out,
+            unless there is one number only.
+        participations: Numbers of passes k; a user's rounds must divide T.
+        partitions: How users may be assigned to rounds.
+        bands: Numbers of rounds whose noise may be correlated.
+        responses: Numbers of responses to a prompt.
+    """
+    for partition in partitions:
+        for count in rounds:
+            for k in participations:
+                if k > count or (count % k and partition == "random-allocation"):
+                    continue
+                if k > 1 and all_partitions()[partition].disjoint:
+                    continue
+                if count > users or (len(rounds) > 1 and k * users / count < _FEWEST_USERS):
+                    continue
+                for r in responses:
+                    if users * k * r > most_responses * (1 + 1e-9):
+                        continue
+                    for b in bands:
+                        if b == 1 or b <= count:
+                            yield Candidate(partition, count, k, b, r)
+
+
+def guessed_noise(
+    candidate: Candidate, epsilon: float, delta: float, releases: int = 1, replaced: bool = False
+) -> float:
+    """Guess a candidate's noise multiplier, to decide which candidates are computed first.
+
+    A user's secret rounds are k mixtures over T/k rounds; by the central limit theorem their losses
+    compose to those of one Gaussian mechanism with μ² = (k²/T)(e^{J/z²} − 1) (as for subsampling in
+    Gaussian differential privacy, arXiv 1911.11607). It is an estimate, on either side of the
+    truth, and never used for anything else.
+
+    Args:
+        candidate: The settings.
+        epsilon: ε of the guarantee.
+        delta: δ of the guarantee.
+        releases: Number J of noised sums that a round releases.
+        replaced: Whether the adjacency is replace-one.
+    """
+    one = gaussian_noise_multiplier(epsilon, delta) * (2 if replaced else 1)
+    if candidate.partition in ("fixed", "stream"):
+        return one * math.sqrt(releases)
+    k, rounds = candidate.participations, candidate.rounds
+    z = math.sqrt(releases / math.log1p(rounds / (k * one) ** 2))
+    return z * (_BAND_GAIN if candidate.bands > 1 else 1.0)
+
+
+Costed = Callable[[Candidate], Plan]
+Rated = Callable[[Candidate, Plan], Choice]
+
+
+def is_slow(candidate: Candidate) -> bool:
+    """Return whether the accountant takes seconds for a candidate, and not a tenth of one."""
+    if candidate.partition == "fixed" or candidate.partition == "stream":
+        return False
+    one_pass = candidate.participations in (1, candidate.rounds) and candidate.bands == 1
+    return candidate.partition != "random-allocation" or not one_pass
+
+
+def best_choices(
+    listed: Iterable[Candidate],
+    *,
+    cost: Costed,
+    guess: Costed,
+    rate: Rated,
+    rank: Callable[[Choice], float],
+    slow: Callable[[Candidate], bool],
+    show: int = 5,
+    seconds: float = 10.0,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> tuple[list[Choice], int]:
+    """Return the best few candidates, the best first, each with its plan from the accountant.
+
+    Candidates are rated at a guess first, and then costed from the best guess down until no other
+    guess beats those found. A candidate that the accountant refuses is left out.
+
+    Args:
+        listed: The candidates.
+        cost: Returns a candidate's plan; raises :class:`DprlhfError` for one that is refused.
+        guess: Returns a plan with a guessed noise multiplier.
+        rate: Returns a candidate with its figures.
+        rank: What to be large in the best choice.
+        slow: Whether the accountant takes long for a candidate.
+        show: Number of choices to find.
+        seconds: Time after which slow candidates are passed over.
+        progress: Called with the number of costed candidates and that of all.
+
+    Returns:
+        The choices, and how many candidates were passed over though their guess was good enough.
+    """
+    guessed = []
+    for i, candidate in enumerate(listed):
+        with contextlib.suppress(DprlhfError):
+            guessed.append((rank(rate(candidate, guess(candidate))), i, candidate))
+    guessed.sort(key=lambda g: (-g[0], g[1]))
+    start, passed = time.perf_counter(), 0
+    found: list[tuple[float, int, Choice]] = []
+    for done, (hoped, i, candidate) in enumerate(guessed):
+        progress(done, len(guessed))
+        if len(found) >= show and hoped < found[show - 1][0]:
+            break
+        if slow(candidate) and time.perf_counter() - start > seconds:
+            passed += 1
+            continue
+        with contextlib.suppress(DprlhfError):
+            choice = rate(candidate, cost(candidate))
+            found = sorted([*found, (rank(choice), i, choice)], key=lambda f: (-f[0], f[1]))
+    progress(len(guessed), len(guessed))
+    return [choice for _, _, choice in found[:show]], passed
+
+
+def planner(
+    users: int, epsilon: float, delta: float, *, adjacency: Adjacency | None, releases: int
+) -> tuple[Costed, Costed]:
+    """Return the functions that cost a candidate and that guess its plan, with clip norm 1.
+
+    Args:
+        users: Number N of users.
+        epsilon: ε to keep within.
+        delta: δ of the guarantee.
+        adjacency: How neighbouring datasets differ.
+        releases: Number J of noised sums that a round releases.
+    """
+
+    def made(candidate: Candidate, **noise: float) -> Plan:
+        return make_plan(
+            users=users,
+            rounds=candidate.rounds,
+            delta=delta,
+            partition=candidate.partition,  # type: ignore[arg-type]
+            adjacency=adjacency,
+            participations=candidate.participations,
+            releases_per_round=releases,
+            bands=candidate.bands,
+            **noise,
+        )
+
+    def guessed(candidate: Candidate) -> Plan:
+        z = guessed_noise(candidate, epsilon, delta, releases, adjacency == "replace-one")
+        plain = replace(candidate, bands=1)
+        mechanism = made(plain, epsilon=math.inf).mechanism.with_noise(z)
+        return replace(made(plain, epsilon=math.inf), mechanism=mechanism, bands=candidate.bands)
+
+    def costed(candidate: Candidate) -> Plan:
+        if candidate.partition != "random-allocation" or candidate.bands > 1:
+            return made(candidate, epsilon=epsilon)
+        if candidate.participations in (1, candidate.rounds):
+            return made(candidate, epsilon=epsilon)
+        # The least noise takes some 10 evaluations of seconds each; a little more takes 2 or 3.
+        z = guessed(candidate).noise_multiplier * (1 + _SPARE)
+        for _ in range(_TRIES):
+            plan = made(candidate, noise_multiplier=z)
+            if epsilon * (1 - 5 * _SPARE) <= plan.guarantee.epsilon <= epsilon:
+                return plan
+            z *= (plan.guarantee.epsilon / epsilon) ** 0.9 * (1 + _SPARE)
+        return made(candidate, epsilon=epsilon)
+
+    return costed, guessed

@@ -1,0 +1,373 @@
+"""The planner: rounds, passes, bands, partition and responses for a recipe's (ε, δ).
+
+``dprlhf plan RECIPE`` shows the best few choices, and a recipe with ``privacy.auto`` takes the best
+one when its run starts. The choice follows from public facts alone: the number of users, the
+guarantee, and the signal, reward and time that are measured on public prompts. No user's prompt is
+read for it; the users' rows are counted.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from dprlhf.data.in_memory import Sources, rows_of
+from dprlhf.data.users import Prompts, Users
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.plan import Plan
+from dprlhf.recipe import Auto, Recipe
+from dprlhf.training.build import load_parts
+from dprlhf.training.choices import (
+    ROUNDS,
+    Candidate,
+    Choice,
+    Signal,
+    best_choices,
+    candidates,
+    is_slow,
+    planner,
+)
+from dprlhf.training.prediction import RewardModel, before_fitting, travel
+from dprlhf.training.processes import Processes
+from dprlhf.training.reinforcement import Reinforcement
+from dprlhf.training.signal import Probe, measure_signal
+from dprlhf.training.timing import seconds_a_response
+
+PROBED = 512
+"""Number of public prompts that the signal is measured on, at most."""
+
+_FEWEST_PROBED = 32
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The public facts that a choice follows from.
+
+    Attributes:
+        recipe: The recipe as it was given.
+        users: Number N of users.
+        dimension: Number d of trained parameters.
+        probe: The signal and the reward at the start, on public prompts.
+        seconds: Seconds a response takes in all, ``rollout``, ``reward`` and ``update``.
+        evaluation: Number of public prompts that are evaluated before and after the run.
+        model: The constants of the predicted reward; None where nothing predicts it.
+    """
+
+    recipe: Recipe
+    users: int
+    dimension: int
+    probe: Probe
+    seconds: dict[str, float]
+    evaluation: int
+    model: RewardModel | None
+
+    def seconds_of(self, choice: Choice) -> float:
+        """Return the estimated duration of a run on one process, evaluation before and after it."""
+        update, phases = self.recipe.update, self.seconds
+        sampled = phases["rollout"] + phases["reward"]
+        of_response = sampled + choice.plan.releases_per_round * update.passes * phases["update"]
+        responses = choice.responses
+        if update.subspace is not None:
+            fits = math.ceil(choice.plan.rounds / update.subspace.refresh)
+            responses += fits * update.subspace.prompts * choice.candidate.responses
+        return responses * of_response + 2 * self.evaluation * sampled
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the facts, JSON-ready."""
+        privacy = self.recipe.privacy
+        return {
+            "users": self.users,
+            "epsilon": privacy.epsilon,
+            "delta": privacy.delta,
+            "dimension": self.dimension,
+            "signals": {r: asdict(signal) for r, signal in self.probe.signals.items()},
+            "reward": self.probe.reward,
+            "public_prompts": self.probe.prompts,
+            "seconds_a_response": self.seconds,
+            "model": asdict(self.model) if self.model is not None else None,
+        }
+
+    def describe(self) -> str:
+        """Return the facts as lines of text."""
+        privacy, probe = self.recipe.privacy, self.probe
+        lines = [
+            f"{self.users} users, epsilon {privacy.epsilon:g}, delta {privacy.delta:g},"
+            f" {self.dimension:,} trained parameters",
+            f"on {probe.prompts} public prompts: mean reward {probe.reward:.3g},"
+            f" {1000 * sum(self.seconds.values()):.3g} ms a response",
+        ]
+        lines += [
+            f"  {r} responses: s = {signal.norm:.4f}, p = {signal.dimension:,},"
+            f" alignment {signal.alignment:.2f}"
+            for r, signal in probe.signals.items()
+        ]
+        return "\n".join(lines)
+
+    def rated(self, candidate: Candidate, plan: Plan) -> Choice:
+        """Return a candidate with its figures."""
+        signal = self.probe.signals[candidate.responses]
+        choice = rated(candidate, plan, signal, self.recipe, self.model)
+        return replace(choice, seconds=self.seconds_of(choice))
+
+
+def rated(
+    candidate: Candidate, plan: Plan, signal: Signal, recipe: Recipe, model: RewardModel | None
+) -> Choice:
+    """Return a candidate with its cosines and the predicted rise of the reward.
+
+    Args:
+        candidate: The settings.
+        plan: Their plan.
+        signal: The users' contributions at this number of responses.
+        recipe: The recipe, for its optimizer and clip norm.
+        model: The constants of the prediction; None for no prediction.
+    """
+    rate = learning_rate_at(recipe, candidate.rounds)
+    optimizer = recipe.optimizer.model_copy(update={"learning_rate": rate})
+    moved = travel(plan, signal, optimizer, recipe.update.radius)
+    return Choice(
+        candidate,
+        plan,
+        signal,
+        moved.cosines,
+        rate,
+        reward=float(model.rise(moved)[-1]) if model is not None else None,
+    )
+
+
+def learning_rate_at(recipe: Recipe, rounds: int) -> float:
+    """Return the learning rate for another number of rounds than the recipe's.
+
+    Learning rate times rounds stays as the recipe has it, and with it how far a run can move.
+    """
+    return recipe.optimizer.learning_rate * recipe.rounds / rounds
+
+
+def measure(
+    recipe: Recipe,
+    sources: Sources | None = None,
+    *,
+    responses: Sequence[int] = (),
+    prompts: int = PROBED,
+    model: RewardModel | None = None,
+) -> Facts:
+    """Load what a recipe names and measure signal, reward and time on its public prompts.
+
+    Args:
+        recipe: The settings; rounds and the like may be left to the planner.
+        sources: Objects in memory that replace the recipe's data, rewards or policy.
+        responses: Numbers of responses to a prompt that may be chosen; none for the recipe's own.
+        prompts: Most public prompts that the signal is measured on.
+        model: The fitted constants of the prediction; None takes those before fitting.
+
+    Raises:
+        DprlhfError: The run itself would fail for the same reason, the recipe has no public
+            prompts, or it is a non-private baseline.
+    """
+    if recipe.privacy.epsilon is None or recipe.privacy.baseline:
+        raise DprlhfError(
+            "plan: the recipe must state privacy.epsilon, a finite one: the planner chooses what"
+            " the noise multiplier follows from"
+        )
+    one_round = {"participations": 1, "bands": 1, "partition": "random-allocation", "auto": None}
+    privacy = recipe.privacy.model_copy(update=one_round)
+    probed = recipe.model_copy(update={"privacy": privacy, "rounds": 1})
+    sources = sources or Sources(None, None, None)
+    stage, parts = load_parts(probed, sources, Processes.connect(), quiet=True, counted=False)
+    assert isinstance(stage, Reinforcement)
+    rows = _probed_prompts(recipe, parts.public, prompts)
+    settled = stage.recipe
+    counts = sorted({*responses} or {recipe.rollout.responses})
+    probe = measure_signal(parts.policy, stage.scorer, rows, settled, counts)
+    seconds_a_response(parts.policy, stage.scorer, rows, settled)  # warms up
+    phases = seconds_a_response(parts.policy, stage.scorer, rows, settled)
+    signal = probe.signals[counts[-1]]
+    return Facts(
+        recipe=settled.model_copy(update={"privacy": recipe.privacy, "rounds": recipe.rounds}),
+        users=parts.users.count,
+        dimension=parts.policy.dimension,
+        probe=probe,
+        seconds=phases,
+        evaluation=len(stage.public) if stage.public is not None else 0,
+        model=model or before_fitting(signal, probe.reward, recipe.reward_range),
+    )
+
+
+def _probed_prompts(recipe: Recipe, public: Users | None, most: int) -> Prompts:
+    """Return public rows after those of the evaluation; where they are few, its own as well."""
+    if public is None or recipe.evaluation is None:
+        raise DprlhfError(
+            "plan: the signal is measured on public prompts: name some under evaluation.data"
+        )
+    first = recipe.evaluation.prompts
+    if public.count - first < _FEWEST_PROBED:
+        first = 0
+    return public.select(np.arange(first, min(first + most, public.count)))
+
+
+def choose(
+    facts: Facts,
+    *,
+    minutes: float | None = None,
+    responses: float | None = None,
+    rounds: Sequence[int] = (),
+    partitions: Sequence[str] = (),
+    show: int = 5,
+    seconds: float = 10.0,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> tuple[list[Choice], int]:
+    """Return the best few choices, the best first, and how many were not costed for lack of time.
+
+    The best choice has the largest predicted rise of the reward; without a prediction, the largest
+    mean cosine.
+
+    Args:
+        facts: What :func:`measure` found.
+        minutes: Longest duration of the run.
+        responses: Most responses to users' prompts, N·k·(responses to a prompt). Without either
+            limit, that of ``privacy.auto``, or the responses that the recipe as it stands samples.
+        rounds: Numbers of rounds to compare; none for those of ``privacy.auto`` or a default list.
+        partitions: Partitions to compare; none for those of ``privacy.auto``; without it, random
+            allocation and disjoint batches, or the recipe's own if that is another one.
+        show: Number of choices.
+        seconds: Time for the accountant.
+        progress: Called with the number of costed candidates and that of all.
+
+    Raises:
+        DprlhfError: No candidate fits into the budget.
+    """
+    recipe, users = facts.recipe, facts.users
+    privacy, counts = recipe.privacy, sorted(facts.probe.signals)
+    auto = privacy.auto or Auto()
+    if privacy.auto is None and privacy.partition not in auto.partitions:
+        auto = auto.model_copy(update={"partitions": [privacy.partition]})
+    if minutes is None and responses is None:
+        minutes, responses = auto.minutes, auto.max_responses
+    if minutes is None and responses is None:
+        responses = users * privacy.participations * max(counts)
+    cost, guess = planner(
+        users,
+        privacy.epsilon or math.inf,
+        privacy.delta,
+        adjacency=privacy.adjacency,
+        releases=recipe.update.releases,
+    )
+    listed = [
+        candidate
+        for candidate in candidates(
+            users,
+            most_responses=math.inf if responses is None else responses,
+            rounds=rounds or auto.rounds or sorted({*ROUNDS, recipe.rounds}),
+            partitions=partitions or auto.partitions,
+            responses=counts,
+        )
+        if allowed(candidate, recipe)
+    ]
+    if minutes is not None:
+        timed = ((c, facts.rated(c, guess(c)).seconds) for c in listed)
+        listed = [c for c, s in timed if s is not None and s <= 60 * minutes]
+    if not listed:
+        limit = f"{minutes:g} minutes" if minutes is not None else f"{responses:g} responses"
+        raise DprlhfError(
+            f"plan: no choice fits into {limit}: one pass over {users} users with"
+            f" {counts[0]} responses each takes more"
+        )
+
+    def rank(choice: Choice) -> float:
+        return choice.reward if choice.reward is not None else float(choice.cosines.mean())
+
+    return best_choices(
+        listed,
+        cost=cost,
+        guess=guess,
+        rate=facts.rated,
+        rank=rank,
+        show=show,
+        seconds=seconds,
+        slow=is_slow,
+        progress=progress,
+    )
+
+
+def allowed(candidate: Candidate, recipe: Recipe) -> bool:
+    """Return whether a recipe with these settings is valid, whatever the accountant says."""
+    try:
+        with_choice(recipe, candidate)
+    except ValueError:
+        return False
+    return True
+
+
+def with_choice(recipe: Recipe, candidate: Candidate) -> Recipe:
+    """Return a recipe with a candidate's settings, checked.
+
+    Raises:
+        ValueError: The recipe does not allow them.
+    """
+    values = recipe.model_dump()
+    values["rounds"] = candidate.rounds
+    values["optimizer"] |= {"learning_rate": learning_rate_at(recipe, candidate.rounds)}
+    values["rollout"] |= {"responses": candidate.responses}
+    values["privacy"] |= {
+        "partition": candidate.partition,
+        "participations": candidate.participations,
+        "bands": candidate.bands,
+        "auto": None,
+    }
+    return Recipe.model_validate(values)
+
+
+def resolve_auto(recipe: Recipe, sources: Sources) -> Recipe:
+    """Return a recipe with the numbers that ``privacy.auto`` leaves to the planner.
+
+    The run folder then keeps a recipe of numbers, so that a resumed run has the same ones. Prints
+    what was chosen, and why, on the main process.
+
+    Args:
+        recipe: The settings; without ``privacy.auto`` they are returned as they are.
+        sources: Objects in memory that replace the recipe's data, rewards or policy. Rows that can
+            be read only once are kept in it for the run.
+
+    Raises:
+        DprlhfError: Nothing fits into the budget, or the recipe cannot be run.
+    """
+    auto = recipe.privacy.auto
+    if auto is None:
+        return recipe
+    if sources.prompts is not None:
+        sources.prompts = rows_of(recipe.data, sources.prompts)
+    if sources.evaluation_prompts is not None and recipe.evaluation is not None:
+        sources.evaluation_prompts = rows_of(recipe.evaluation.data, sources.evaluation_prompts)
+    facts = measure(recipe, sources, responses=auto.responses)
+    processes = Processes.connect()
+    choices: list[Choice] = processes.on_main(lambda: choose(facts, show=2)[0])
+    best = choices[0]
+    if processes.main:
+        print(f"dprlhf: privacy.auto: {reason(facts, choices)}", file=sys.stderr)
+    return with_choice(recipe, best.candidate)
+
+
+def reason(facts: Facts, choices: Sequence[Choice]) -> str:
+    """Return what was chosen and why, in one line of text."""
+    best = choices[0]
+
+    def figures(choice: Choice) -> str:
+        rise = "" if choice.reward is None else f", predicted rise {choice.reward:.2f}"
+        return (
+            f"noise multiplier {choice.plan.noise_multiplier:.4g}, kappa {choice.kappa:.3g},"
+            f" cosine {choice.cosines.mean():.3g}{rise}"
+        )
+
+    text = f"{' '.join(best.overrides())}: {figures(best)}"
+    if len(choices) > 1:
+        other = choices[1]
+        text += (
+            f"; next is {other.plan.partition}, {other.plan.rounds} rounds,"
+            f" {other.plan.participations} passes, {other.plan.bands} bands: {figures(other)}"
+        )
+    return text

@@ -1,0 +1,157 @@
+"""The signal in users' clipped contributions, measured on public prompts at the start of training.
+
+The prompts are sampled from, scored and differentiated as users' prompts will be. With c_u the
+contribution of prompt u in units of the clip norm S, the products of different prompts'
+contributions average to the square of their mean's norm, without bias: s² = E⟨c_u, c_w⟩, u ≠ w.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from dprlhf.data.users import Prompts
+from dprlhf.gradients.subspace import fit_subspace
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.optimizers import make_optimizer
+from dprlhf.recipe import Recipe
+from dprlhf.rewards import Scorer, Scores
+from dprlhf.rewards.private import score_responses
+from dprlhf.rollout import Responses, sample
+from dprlhf.training.choices import Signal
+from dprlhf.updates.public_gradients import public_gradients
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What public prompts show at the start of training.
+
+    Attributes:
+        signals: The signal for each number of responses to a prompt.
+        reward: The mean reward.
+        prompts: Number of public prompts.
+    """
+
+    signals: dict[int, Signal]
+    reward: float
+    prompts: int
+
+
+def measure_signal(
+    policy: CausalLMPolicy,
+    scorer: Scorer,
+    prompts: Prompts,
+    recipe: Recipe,
+    responses: list[int],
+) -> Probe:
+    """Measure the signal for several numbers of responses to a prompt; the policy does not move.
+
+    All are measured on the same draws, of which a smaller number takes the first of each prompt.
+    With ``update.subspace``, half of the prompts give the directions and the others the signal.
+
+    Args:
+        policy: The policy at the start of training.
+        scorer: The recipe's rewards.
+        prompts: PUBLIC prompts.
+        recipe: The settled settings, with a finite clip norm.
+        responses: Numbers of responses to a prompt.
+
+    Returns:
+        The signals, and the mean reward.
+    """
+    rollout = recipe.rollout.model_copy(update={"responses": max(responses)})
+    alone = Prompts(
+        prompts.prompts,
+        np.arange(len(prompts)),
+        np.zeros(len(prompts), dtype=np.int64),
+        prompts.columns,
+    )
+    sampled = sample(
+        policy,
+        alone,
+        rollout,
+        key=bytes(32),
+        context=("signal", recipe.seed),
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+    )
+    scores = score_responses(scorer, sampled)
+    found = {}
+    for count in responses:
+        of_prompt = np.arange(len(sampled.user)) % max(responses)
+        rows = np.flatnonzero(of_prompt < count)
+        taken = replace(sampled.take(rows), num_generations=count)
+        some = Scores(scores.values[rows], scores.valid[rows], scores.failures)
+        found[count] = _signal(policy, recipe, taken, some)
+    return Probe(found, float(scores.values[scores.valid].mean()), len(prompts))
+
+
+def _signal(policy: CausalLMPolicy, recipe: Recipe, responses: Responses, scores: Scores) -> Signal:
+    vectors = public_gradients(
+        policy,
+        responses,
+        scores,
+        update=recipe.update,
+        kl=recipe.kl,
+        reward_range=recipe.reward_range,
+        optimizer=make_optimizer(recipe.optimizer, policy.parameters.values(), 0.0),
+        t=1,
+    )
+    subspace, clip = recipe.update.subspace, recipe.update.radius
+    if subspace is None:
+        return signal_of(vectors, clip)
+    half = len(vectors) // 2
+    fitted = fit_subspace(
+        vectors[:half], subspace.rank, clip_norm=clip, clip_ratio=subspace.clip_ratio
+    )
+    return signal_of(vectors[half:], clip, fitted.directions, fitted.scale)
+
+
+def signal_of(
+    vectors: torch.Tensor,
+    clip_norm: float,
+    directions: torch.Tensor | None = None,
+    scale: float = 1.0,
+) -> Signal:
+    """Return the signal of users' vectors before clipping.
+
+    Args:
+        vectors: A vector for each public user, ``[users, dimension]``; one that is not finite
+            counts as zero, as in a round.
+        clip_norm: Clip norm S.
+        directions: Orthonormal directions of a subspace, ``[p, dimension]``; None for all
+            coordinates.
+        scale: Factor a of the coordinates before clipping.
+    """
+    finite = vectors.isfinite().all(1, keepdim=True)
+    vectors = torch.where(finite, vectors, 0.0).double()
+    seen = vectors if directions is None else scale * vectors @ directions.double().T
+    norms = seen.norm(dim=1, keepdim=True)
+    clipped = seen * (clip_norm / norms.clamp(min=1e-300)).clamp(max=1) / clip_norm
+    square = max(mean_product(clipped, clipped), 0.0)
+    whole = max(mean_product(vectors, vectors), 0.0)
+    lifted = clipped if directions is None else clipped @ directions.double()
+    both = (square * whole) ** 0.5
+    alignment = mean_product(lifted, vectors) / both if both else 1.0
+    return Signal(
+        norm=square**0.5,
+        spread=max(float(clipped.square().sum(1).mean()) - square, 0.0),
+        dimension=seen.shape[1],
+        alignment=min(max(alignment, 0.0), 1.0),
+        gradient=whole**0.5,
+    )
+
+
+def mean_product(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the mean of ⟨a_u, b_w⟩ over all u ≠ w: an unbiased ⟨E a, E b⟩.
+
+    Args:
+        a: A vector for each user, ``[users, dimension]``, float64.
+        b: Another vector for each of the same users.
+    """
+    users = len(a)
+    if users < 2:
+        return 0.0
+    total = float(a.sum(0) @ b.sum(0)) - float((a * b).sum())
+    return total / (users * (users - 1))

@@ -1,0 +1,180 @@
+"""The planner on a whole recipe: what it measures, what it chooses, and that no prompt is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import dprlhf
+from dprlhf import DprlhfError
+from dprlhf.audit.one_run import audit
+from dprlhf.data.in_memory import Sources, recipe_of
+from dprlhf.data.users import Users
+from dprlhf.privacy.plan import make_plan
+from dprlhf.recipe import Recipe, load_recipe
+from dprlhf.runs.opening import recipe_digest
+from dprlhf.training.dry_run import dry_run
+from dprlhf.training.planner import Facts, choose, measure, resolve_auto, with_choice
+from helpers import tiny
+from helpers.runs import ADAPTER, lower_case
+
+PUBLIC = [f"public {i}" for i in range(40)]
+USERS = [f"user {i} says" for i in range(120)]
+ONE_PASS = 2 * len(USERS)
+AUTO = {"rounds": [4, 5], "partitions": ["random-allocation"]}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.save(tmp_path_factory.mktemp("model")))
+
+
+def made(model: str, **changes: Any) -> tuple[Recipe, Sources]:
+    sources = Sources(USERS, lower_case, PUBLIC)
+    flat = {
+        "model": model, "epsilon": 8.0, "rounds": 6, "learning_rate": 0.05,
+        "policy__adapter": ADAPTER, "rollout__max_new_tokens": 4, "evaluation__prompts": 4,
+        **changes,
+    }  # fmt: skip
+    return recipe_of(None, (), flat, sources), sources
+
+
+@pytest.fixture(scope="module")
+def facts(model: str) -> Facts:
+    return measure(*made(model), responses=[2, 4], prompts=24)
+
+
+class TestMeasure:
+    def test_the_facts(self, facts: Facts) -> None:
+        assert facts.users == len(USERS)
+        assert facts.probe.prompts == 24
+        assert set(facts.probe.signals) == {2, 4}
+        assert all(s.dimension == facts.dimension for s in facts.probe.signals.values())
+        assert set(facts.seconds) == {"rollout", "reward", "update"}
+
+    def test_no_users_prompt_is_read(self, model: str) -> None:
+        recipe, sources = made(model)
+        seen: list[str] = []
+        select = Users.select
+
+        def watched(users: Users, *arguments: Any, **options: Any) -> Any:
+            prompts = select(users, *arguments, **options)
+            seen.extend(prompts.prompts)
+            return prompts
+
+        with mock.patch.object(Users, "select", watched):
+            choose(measure(recipe, sources, prompts=16), responses=ONE_PASS)
+        assert seen
+        assert all(prompt.startswith("public") for prompt in seen)
+
+    def test_without_public_prompts_nothing_can_be_measured(self, model: str) -> None:
+        recipe, _ = made(model)
+        sources = Sources(USERS, lower_case, None)
+        with pytest.raises(DprlhfError, match=r"public prompts.*evaluation\.data"):
+            measure(recipe.model_copy(update={"evaluation": None}), sources)
+
+    def test_a_recipe_that_states_no_epsilon_is_refused(self, model: str) -> None:
+        with pytest.raises(DprlhfError, match=r"privacy\.epsilon"):
+            measure(*made(model, epsilon=float("inf")))
+
+
+class TestChoose:
+    def test_the_choices_are_plans_of_the_accountant(self, facts: Facts) -> None:
+        best, _ = choose(facts, rounds=[4, 6], responses=ONE_PASS, show=3)
+        assert len(best) == 3
+        for choice in best:
+            candidate = choice.candidate
+            again = make_plan(
+                users=len(USERS), rounds=candidate.rounds, delta=1e-5, epsilon=8.0,
+                partition=candidate.partition, bands=candidate.bands,
+                participations=candidate.participations,
+            )  # fmt: skip
+            assert choice.plan.guarantee.epsilon <= 8.0
+            assert choice.plan.noise_multiplier == pytest.approx(again.noise_multiplier, rel=0.03)
+
+    def test_the_largest_predicted_rise_is_first(self, facts: Facts) -> None:
+        best, _ = choose(facts, responses=ONE_PASS)
+        rises = [choice.reward for choice in best]
+        assert None not in rises
+        assert rises == sorted(rises, reverse=True)  # type: ignore[type-var]
+
+    def test_it_keeps_to_the_budget(self, facts: Facts) -> None:
+        best, _ = choose(facts, responses=ONE_PASS)
+        assert all(choice.candidate.responses == 2 for choice in best)
+        assert all(choice.candidate.participations == 1 for choice in best)
+        with pytest.raises(DprlhfError, match="no choice fits into 100 responses"):
+            choose(facts, responses=100)
+        with pytest.raises(DprlhfError, match="no choice fits into 1e-09 minutes"):
+            choose(facts, minutes=1e-9)
+
+    def test_distance_in_all_is_kept(self, facts: Facts) -> None:
+        best, _ = choose(facts, rounds=[4, 12], responses=ONE_PASS)
+        assert all(c.learning_rate * c.plan.rounds == pytest.approx(0.05 * 6) for c in best)
+        recipe = with_choice(facts.recipe, best[0].candidate)
+        assert recipe.optimizer.learning_rate == pytest.approx(best[0].learning_rate)
+
+    def test_the_overrides_make_the_same_recipe(self, facts: Facts, tmp_path: Path) -> None:
+        best = choose(facts, responses=ONE_PASS)[0][0]
+        file = tmp_path / "recipe.yaml"
+        file.write_text(dprlhf.recipe.dump_recipe(facts.recipe))
+        overridden = load_recipe(file, best.overrides())
+        assert overridden.privacy == with_choice(facts.recipe, best.candidate).privacy
+        assert overridden.rounds == best.plan.rounds
+
+    def test_it_is_json(self, facts: Facts) -> None:
+        best, _ = choose(facts, responses=ONE_PASS, show=1)
+        again = json.loads(json.dumps({**facts.as_dict(), "choices": [best[0].as_dict()]}))
+        assert again["choices"][0]["rounds"] == best[0].plan.rounds
+
+
+class TestAuto:
+    def test_a_run_keeps_the_numbers_and_resumes_with_them(
+        self, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = tmp_path / "run"
+        recipe, _ = made(model, privacy__auto=AUTO)
+        given = {"prompts": iter(USERS), "reward": lower_case, "evaluation_prompts": iter(PUBLIC)}
+        result = dprlhf.train(recipe, output_dir=folder, quiet=True, **given)
+        said = [line for line in capsys.readouterr().err.splitlines() if "privacy.auto" in line]
+        assert len(said) == 1
+        assert f"rounds={result.plan.rounds}" in said[0]
+        kept = load_recipe(folder / "recipe.yaml")
+        assert kept.privacy.auto is None
+        assert kept.rounds == result.plan.rounds
+        assert kept.rounds in (4, 5)
+        assert result.plan.guarantee.epsilon <= 8.0
+        again = dprlhf.resume(
+            folder, prompts=USERS, reward=lower_case, evaluation_prompts=PUBLIC, quiet=True
+        )
+        assert again.plan == result.plan
+
+    def test_numbers_are_left_alone(self, model: str) -> None:
+        recipe, sources = made(model)
+        assert resolve_auto(recipe, sources) is recipe
+
+    def test_yes_and_no(self, model: str) -> None:
+        plain, chosen = made(model)[0], made(model, privacy__auto=True)[0]
+        assert chosen.privacy.auto == dprlhf.recipe.Auto()
+        assert made(model, privacy__auto=False)[0] == plain
+        with pytest.raises(DprlhfError, match="auto needs a finite epsilon"):
+            made(model, privacy__auto=True, epsilon=float("inf"))
+
+    def test_recipes_without_it_keep_their_digest(self, model: str) -> None:
+        plain = made(model)[0]
+        values = plain.model_dump(mode="json")
+        assert "auto" in values["privacy"]
+        chosen = made(model, privacy__auto=True)[0]
+        assert recipe_digest(plain) != recipe_digest(chosen)
+
+    def test_a_dry_run_shows_the_chosen_numbers(self, model: str) -> None:
+        shown = dry_run(*made(model, privacy__auto=AUTO))
+        assert shown["rounds"] in (4, 5)
+
+    def test_an_audit_wants_numbers(self, model: str, tmp_path: Path) -> None:
+        recipe, _ = made(model, privacy__auto=True)
+        with pytest.raises(DprlhfError, match=r"privacy\.auto.*write the numbers"):
+            audit(recipe, tmp_path / "audit")

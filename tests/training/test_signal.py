@@ -1,0 +1,66 @@
+"""The signal in users' contributions: unbiased, clipped as in a round, in a subspace or not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dprlhf.training.signal import mean_product, signal_of
+
+
+def drawn(
+    users: int = 400, dimension: int = 20, signal: float = 0.3, seed: int = 0
+) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    vectors = torch.randn(users, dimension, generator=generator, dtype=torch.float64)
+    vectors[:, 0] += signal
+    return vectors
+
+
+def test_the_mean_product_leaves_out_each_users_own() -> None:
+    a, b = drawn(7, 3), drawn(7, 3, seed=1)
+    pairs = [float(a[i] @ b[j]) for i in range(7) for j in range(7) if i != j]
+    assert mean_product(a, b) == pytest.approx(sum(pairs) / len(pairs))
+    assert mean_product(a[:1], b[:1]) == 0.0
+
+
+def test_the_square_of_the_mean_without_bias() -> None:
+    """Over many draws of few users, where the plain norm of the mean is far too large."""
+    found = [mean_product(v := drawn(8, 4, seed=seed), v) for seed in range(3000)]
+    assert sum(found) / len(found) == pytest.approx(0.3**2, abs=0.03)
+    plain = [float(drawn(8, 4, seed=seed).mean(0).square().sum()) for seed in range(3000)]
+    assert sum(plain) / len(plain) > 0.4
+
+
+def test_without_clipping_it_is_the_mean_gradient() -> None:
+    vectors = drawn(4000)
+    found = signal_of(vectors, clip_norm=1000.0)
+    assert found.norm == pytest.approx(found.gradient / 1000)
+    assert found.gradient == pytest.approx(0.3, abs=0.05)
+    assert found.spread == pytest.approx(20 / 1000**2, rel=0.05)
+    assert found.alignment == pytest.approx(1.0)
+
+
+def test_clipped_contributions_have_norm_one_at_most() -> None:
+    found = signal_of(drawn(), clip_norm=1e-3)
+    assert found.norm**2 + found.spread == pytest.approx(1.0)
+    assert signal_of(1e6 * drawn(), clip_norm=1e-3).norm == pytest.approx(found.norm)
+
+
+def test_a_subspace_with_the_signal_keeps_it_and_another_has_none() -> None:
+    vectors = drawn(4000)
+    basis = torch.eye(20, dtype=torch.float64)
+    within = signal_of(vectors, 1e9, basis[:2], scale=2.0)
+    assert within.dimension == 2
+    assert within.norm == pytest.approx(2 * 0.3e-9, rel=0.15)
+    assert within.alignment > 0.9
+    beside = signal_of(vectors, 1e9, basis[5:7])
+    assert beside.norm < 0.3 * within.norm
+
+
+def test_a_gradient_that_is_not_finite_counts_as_zero() -> None:
+    vectors = drawn(50)
+    vectors[3] = float("nan")
+    without = vectors.clone()
+    without[3] = 0.0
+    assert signal_of(vectors, 1.0) == signal_of(without, 1.0)
