@@ -16,6 +16,7 @@ for independent noise.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,11 +25,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import brentq
 
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy.correlated_noise import square_root
+from dprlhf.privacy.correlated_allocation import matrix
 from dprlhf.privacy.gaussian import gaussian_noise_multiplier
-from dprlhf.privacy.partitions import all_partitions
+from dprlhf.privacy.partitions import Partition, all_partitions
 from dprlhf.privacy.plan import Plan, make_plan
 from dprlhf.privacy.relations import Adjacency
 
@@ -42,7 +44,7 @@ _BANDS = (1, 2, 4, 8, 16)
 _FEWEST_USERS = 8  # in a round: below that a round is one accident after another
 _SPARE = 0.005  # noise above the least that keeps within ε, where the least takes long to find
 _TRIES = 4
-_BAND_GAIN = 0.8  # how far bands lower κ, at a guess: it only decides what is computed first
+_MOST_BANDED = 32  # rounds with correlated noise on random allocation: more take minutes to cost
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Candidate:
         responses: Number of responses to a prompt.
     """
 
-    partition: str
+    partition: Partition
     rounds: int
     participations: int
     bands: int
@@ -163,14 +165,7 @@ class Choice:
 
 def noise_rows(plan: Plan) -> Array:
     """Return C⁻¹, ``[rounds, rounds]``: row t holds what round t's noise takes of each draw."""
-    rounds = plan.rounds
-    if plan.bands == 1:
-        return np.eye(rounds)
-    held = square_root(rounds, plan.bands)
-    strategy = np.zeros((rounds, rounds))
-    for k in range(held.shape[1]):
-        strategy[np.arange(k, rounds), np.arange(rounds - k)] = held[k:, k]
-    inverse: Array = np.linalg.inv(strategy)
+    inverse: Array = np.linalg.inv(matrix(plan.rounds, plan.bands))
     return inverse
 
 
@@ -204,8 +199,8 @@ def averaged_norms(plan: Plan, signal: Signal, momentum: float = 0.0) -> Array:
     The arguments are those of :func:`cosines`.
     """
     t = np.arange(plan.rounds)
-    weights: Array = np.tril(np.power(momentum, np.maximum(t[:, None] - t, 0)))
-    weights /= weights.sum(1, keepdims=True)
+    weights = np.tril(np.power(momentum, np.maximum(t[:, None] - t, 0)))
+    weights = weights / weights.sum(1, keepdims=True)
     m = plan.expected_batch_size
     sampling = signal.spread / m * (weights**2).sum(1)
     noise = signal.dimension * (plan.noise_multiplier / m) ** 2
@@ -220,7 +215,7 @@ def candidates(
     most_responses: float,
     rounds: Sequence[int] = ROUNDS,
     participations: Sequence[int] = _PASSES,
-    partitions: Sequence[str] = ("random-allocation", "fixed"),
+    partitions: Sequence[Partition] = ("random-allocation", "fixed"),
     bands: Sequence[int] = _BANDS,
     responses: Sequence[int] = (2,),
 ) -> Iterator[Candidate]:
@@ -248,20 +243,23 @@ def candidates(
                 for r in responses:
                     if users * k * r > most_responses * (1 + 1e-9):
                         continue
+                    most = count if all_partitions()[partition].disjoint else _MOST_BANDED
                     for b in bands:
-                        if b == 1 or b <= count:
+                        if b == 1 or (k == 1 and b <= count <= most):
                             yield Candidate(partition, count, k, b, r)
 
 
+@functools.cache
 def guessed_noise(
     candidate: Candidate, epsilon: float, delta: float, releases: int = 1, replaced: bool = False
 ) -> float:
     """Guess a candidate's noise multiplier, to decide which candidates are computed first.
 
-    A user's secret rounds are k mixtures over T/k rounds; by the central limit theorem their losses
-    compose to those of one Gaussian mechanism with μ² = (k²/T)(e^{J/z²} − 1) (as for subsampling in
-    Gaussian differential privacy, arXiv 1911.11607). It is an estimate, on either side of the
-    truth, and never used for anything else.
+    Where a user's rounds are secret, its contribution is a mixture over the columns c of C, whose
+    χ² divergence from noise alone is the mean of exp(⟨c_i, c_j⟩/z²) − 1 over all i and j. By the
+    central limit theorem its losses, in all k blocks of rounds together, are about those of one
+    Gaussian mechanism of the same divergence (as for subsampling in Gaussian differential privacy,
+    arXiv 1911.11607). It is an estimate, on either side of the truth, and used for nothing else.
 
     Args:
         candidate: The settings.
@@ -271,11 +269,17 @@ def guessed_noise(
         replaced: Whether the adjacency is replace-one.
     """
     one = gaussian_noise_multiplier(epsilon, delta) * (2 if replaced else 1)
-    if candidate.partition in ("fixed", "stream"):
+    if all_partitions()[candidate.partition].disjoint:
         return one * math.sqrt(releases)
-    k, rounds = candidate.participations, candidate.rounds
-    z = math.sqrt(releases / math.log1p(rounds / (k * one) ** 2))
-    return z * (_BAND_GAIN if candidate.bands > 1 else 1.0)
+    k, columns = candidate.participations, matrix(candidate.rounds, candidate.bands)
+    products = releases * columns.T @ columns
+
+    def excess(z: float) -> float:
+        mean = float(np.expm1(np.minimum(products / z**2, 500.0)).mean())
+        return math.log(k**2 * mean) + 2 * math.log(one)
+
+    found: float = brentq(excess, one / 100, 10 * one * math.sqrt(releases) * k)
+    return found
 
 
 Costed = Callable[[Candidate], Plan]
@@ -284,7 +288,7 @@ Rated = Callable[[Candidate, Plan], Choice]
 
 def is_slow(candidate: Candidate) -> bool:
     """Return whether the accountant takes seconds for a candidate, and not a tenth of one."""
-    if candidate.partition == "fixed" or candidate.partition == "stream":
+    if all_partitions()[candidate.partition].disjoint:
         return False
     one_pass = candidate.participations in (1, candidate.rounds) and candidate.bands == 1
     return candidate.partition != "random-allocation" or not one_pass
@@ -360,7 +364,7 @@ def planner(
             users=users,
             rounds=candidate.rounds,
             delta=delta,
-            partition=candidate.partition,  # type: ignore[arg-type]
+            partition=candidate.partition,
             adjacency=adjacency,
             participations=candidate.participations,
             releases_per_round=releases,
@@ -370,14 +374,11 @@ def planner(
 
     def guessed(candidate: Candidate) -> Plan:
         z = guessed_noise(candidate, epsilon, delta, releases, adjacency == "replace-one")
-        plain = replace(candidate, bands=1)
-        mechanism = made(plain, epsilon=math.inf).mechanism.with_noise(z)
-        return replace(made(plain, epsilon=math.inf), mechanism=mechanism, bands=candidate.bands)
+        baseline = made(candidate, epsilon=math.inf)
+        return replace(baseline, mechanism=baseline.mechanism.with_noise(z))
 
     def costed(candidate: Candidate) -> Plan:
-        if candidate.partition != "random-allocation" or candidate.bands > 1:
-            return made(candidate, epsilon=epsilon)
-        if candidate.participations in (1, candidate.rounds):
+        if not is_slow(candidate):
             return made(candidate, epsilon=epsilon)
         # The least noise takes some 10 evaluations of seconds each; a little more takes 2 or 3.
         z = guessed(candidate).noise_multiplier * (1 + _SPARE)

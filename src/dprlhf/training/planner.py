@@ -19,6 +19,7 @@ import numpy as np
 from dprlhf.data.in_memory import Sources, rows_of
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
+from dprlhf.privacy.partitions import Partition
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import Auto, Recipe
 from dprlhf.training.build import load_parts
@@ -216,7 +217,7 @@ def choose(
     minutes: float | None = None,
     responses: float | None = None,
     rounds: Sequence[int] = (),
-    partitions: Sequence[str] = (),
+    partitions: Sequence[Partition] = (),
     show: int = 5,
     seconds: float = 10.0,
     progress: Callable[[int, int], None] = lambda done, of: None,

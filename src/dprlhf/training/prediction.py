@@ -14,12 +14,15 @@ the mean gradient on public prompts (so that the first steps gain η cos ‖∇J
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import least_squares
 
+from dprlhf.errors import DprlhfError
 from dprlhf.policies.optimizers import learning_rate
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import Optimizer
@@ -117,3 +120,49 @@ class Observation:
     moved: Travel
     rounds: Sequence[int]
     rises: Sequence[float]
+
+_ERROR = 0.1  # the rise of a run differs from run to run by about this share of it
+
+
+def fit(observations: Sequence[Observation], guess: RewardModel) -> RewardModel:
+    """Return the constants that fit finished runs best, by least squares of relative errors.
+
+    Errors are taken relative to the rise, but to no less than a quarter of the largest. Power and
+    curvature are held near 1 where the runs do not say otherwise, by a prior of width 1.
+
+    Args:
+        observations: The runs, on public prompts.
+        guess: Where the search starts.
+
+    Raises:
+        DprlhfError: There are fewer observations than constants, or in none the reward rose.
+    """
+    seen = [np.asarray(o.rises, dtype=float) for o in observations]
+    at = [np.asarray(o.rounds) - 1 for o in observations]
+    largest = max((float(rises.max()) for rises in seen if len(rises)), default=0.0)
+    if largest <= 0 or sum(map(len, seen)) < 4:
+        raise DprlhfError("pilot runs: the public reward did not rise, so nothing can be predicted")
+    scales = [_ERROR * np.maximum(rises, largest / 4) for rises in seen]
+
+    def model_of(values: Array) -> RewardModel:
+        most, rate, power, curvature = values
+        return RewardModel(math.exp(most), math.exp(rate), power, curvature)
+
+    def errors(values: Array) -> Array:
+        model = model_of(values)
+        parts = [
+            (model.rise(o.moved)[rounds] - rises) / scale
+            for o, rounds, rises, scale in zip(observations, at, seen, scales, strict=True)
+        ]
+        prior = [values[2] - 1, values[3] - 1]
+        return np.concatenate([*parts, prior])
+
+    distance = max(float(o.moved.along[-1]) for o in observations)
+    start = [math.log(1.2 * largest), math.log(1 / distance), 1.0, 1.0]
+    if guess.rate > 0:
+        start[1] = max(start[1] - 3, min(start[1] + 3, math.log(guess.rate)))
+    bounds = [math.log(largest / 2), start[1] - 6, 0.5, 0.0], [
+        math.log(10 * largest), start[1] + 6, 4.0, 10.0,
+    ]  # fmt: skip
+    found = least_squares(errors, start, bounds=bounds)
+    return model_of(found.x)
