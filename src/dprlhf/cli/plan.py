@@ -12,47 +12,52 @@ import typer
 from dprlhf.cli.output import choices_table, plan_table
 from dprlhf.errors import DprlhfError
 
+Recipe = Annotated[
+    Path | None, typer.Argument(help="A YAML recipe; without one, give --users and --epsilon.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="With a recipe: changes to it, section.key=value.")
+]
+Minutes = Annotated[float | None, typer.Option(help="With a recipe: longest duration of the run.")]
+Responses = Annotated[
+    int | None,
+    typer.Option(
+        help="With a recipe: most responses to users' prompts in the whole run.",
+        show_default="what the recipe takes",
+    ),
+]
+NumGenerations = Annotated[
+    list[int] | None,
+    typer.Option(help="With a recipe: responses to a prompt to compare; may be repeated."),
+]
+Show = Annotated[int, typer.Option(min=1, help="With a recipe: number of choices.")]
+Users = Annotated[int | None, typer.Option(help="Without a recipe: N, the number of users.")]
+Epsilon = Annotated[float | None, typer.Option(help="Without a recipe: ε to keep within.")]
+Delta = Annotated[float, typer.Option(help="Without a recipe: δ of the guarantee.")]
+Dimension = Annotated[int, typer.Option(help="Without a recipe: number of released coordinates.")]
+Rounds = Annotated[
+    list[int] | None, typer.Option(help="A number of rounds to compare; may be repeated.")
+]
+Norm = Annotated[
+    float, typer.Option(help="Without a recipe: norm of the users' mean clipped gradient, over S.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
 
 def plan(
-    recipe: Annotated[
-        Path | None, typer.Argument(help="A YAML recipe; without one, give --users and --epsilon.")
-    ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="With a recipe: changes to it, section.key=value.")
-    ] = None,
-    minutes: Annotated[
-        float | None, typer.Option(help="With a recipe: longest duration of the run.")
-    ] = None,
-    responses: Annotated[
-        int | None,
-        typer.Option(
-            help="With a recipe: most responses to users' prompts in the whole run.",
-            show_default="what the recipe takes",
-        ),
-    ] = None,
-    num_generations: Annotated[
-        list[int] | None,
-        typer.Option(help="With a recipe: responses to a prompt to compare; may be repeated."),
-    ] = None,
-    show: Annotated[int, typer.Option(min=1, help="With a recipe: number of choices.")] = 5,
-    users: Annotated[
-        int | None, typer.Option("--users", help="Without a recipe: N, the number of users.")
-    ] = None,
-    epsilon: Annotated[
-        float | None, typer.Option(help="Without a recipe: ε to keep within.")
-    ] = None,
-    delta: Annotated[float, typer.Option(help="Without a recipe: δ of the guarantee.")] = 1e-5,
-    dimension: Annotated[
-        int, typer.Option(help="Without a recipe: number of released coordinates.")
-    ] = 1920,
-    rounds: Annotated[
-        list[int] | None, typer.Option(help="A number of rounds to compare; may be repeated.")
-    ] = None,
-    signal: Annotated[
-        float,
-        typer.Option(help="Without a recipe: norm of the users' mean clipped gradient, over S."),
-    ] = 0.1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    recipe: Recipe = None,
+    overrides: Overrides = None,
+    minutes: Minutes = None,
+    responses: Responses = None,
+    num_generations: NumGenerations = None,
+    show: Show = 5,
+    users: Users = None,
+    epsilon: Epsilon = None,
+    delta: Delta = 1e-5,
+    dimension: Dimension = 1920,
+    rounds: Rounds = None,
+    signal: Norm = 0.1,
+    as_json: AsJson = False,
 ) -> None:
     """Choose rounds, passes, bands, partition and responses for an ε and a compute budget.
 

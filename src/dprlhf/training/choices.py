@@ -165,8 +165,7 @@ class Choice:
 
 def noise_rows(plan: Plan) -> Array:
     """Return C⁻¹, ``[rounds, rounds]``: row t holds what round t's noise takes of each draw."""
-    inverse: Array = np.linalg.inv(matrix(plan.rounds, plan.bands))
-    return inverse
+    return np.linalg.inv(matrix(plan.rounds, plan.bands)).astype(np.float64)
 
 
 def kappa(plan: Plan) -> float:
@@ -199,7 +198,7 @@ def averaged_norms(plan: Plan, signal: Signal, momentum: float = 0.0) -> Array:
     The arguments are those of :func:`cosines`.
     """
     t = np.arange(plan.rounds)
-    weights = np.tril(np.power(momentum, np.maximum(t[:, None] - t, 0)))
+    weights: Any = np.tril(np.power(momentum, np.maximum(t[:, None] - t, 0)))
     weights = weights / weights.sum(1, keepdims=True)
     m = plan.expected_batch_size
     sampling = signal.spread / m * (weights**2).sum(1)

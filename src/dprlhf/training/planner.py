@@ -27,6 +27,7 @@ from dprlhf.training.choices import (
     ROUNDS,
     Candidate,
     Choice,
+    Costed,
     Signal,
     best_choices,
     candidates,
@@ -242,42 +243,29 @@ def choose(
     Raises:
         DprlhfError: No candidate fits into the budget.
     """
-    recipe, users = facts.recipe, facts.users
-    privacy, counts = recipe.privacy, sorted(facts.probe.signals)
+    recipe, privacy = facts.recipe, facts.recipe.privacy
+    cost, guess = planner(
+        facts.users,
+        privacy.epsilon or math.inf,
+        privacy.delta,
+        adjacency=privacy.adjacency,
+        releases=recipe.update.releases,
+    )
     auto = privacy.auto or Auto()
     if privacy.auto is None and privacy.partition not in auto.partitions:
         auto = auto.model_copy(update={"partitions": [privacy.partition]})
     if minutes is None and responses is None:
         minutes, responses = auto.minutes, auto.max_responses
     if minutes is None and responses is None:
-        responses = users * privacy.participations * max(counts)
-    cost, guess = planner(
-        users,
-        privacy.epsilon or math.inf,
-        privacy.delta,
-        adjacency=privacy.adjacency,
-        releases=recipe.update.releases,
+        responses = facts.users * privacy.participations * max(facts.probe.signals)
+    listed = _fitting(
+        facts,
+        guess,
+        minutes,
+        responses,
+        rounds or auto.rounds or sorted({*ROUNDS, recipe.rounds}),
+        partitions or auto.partitions,
     )
-    listed = [
-        candidate
-        for candidate in candidates(
-            users,
-            most_responses=math.inf if responses is None else responses,
-            rounds=rounds or auto.rounds or sorted({*ROUNDS, recipe.rounds}),
-            partitions=partitions or auto.partitions,
-            responses=counts,
-        )
-        if allowed(candidate, recipe)
-    ]
-    if minutes is not None:
-        timed = ((c, facts.rated(c, guess(c)).seconds) for c in listed)
-        listed = [c for c, s in timed if s is not None and s <= 60 * minutes]
-    if not listed:
-        limit = f"{minutes:g} minutes" if minutes is not None else f"{responses:g} responses"
-        raise DprlhfError(
-            f"plan: no choice fits into {limit}: one pass over {users} users with"
-            f" {counts[0]} responses each takes more"
-        )
 
     def rank(choice: Choice) -> float:
         return choice.reward if choice.reward is not None else float(choice.cosines.mean())
@@ -293,6 +281,39 @@ def choose(
         slow=is_slow,
         progress=progress,
     )
+
+
+def _fitting(
+    facts: Facts,
+    guess: Costed,
+    minutes: float | None,
+    responses: float | None,
+    rounds: Sequence[int],
+    partitions: Sequence[Partition],
+) -> list[Candidate]:
+    """Return the candidates that the recipe allows and that fit into the budget, at least one."""
+    counts = sorted(facts.probe.signals)
+    listed = [
+        candidate
+        for candidate in candidates(
+            facts.users,
+            most_responses=math.inf if responses is None else responses,
+            rounds=rounds,
+            partitions=partitions,
+            responses=counts,
+        )
+        if allowed(candidate, facts.recipe)
+    ]
+    if minutes is not None:
+        timed = ((c, facts.rated(c, guess(c)).seconds) for c in listed)
+        listed = [c for c, s in timed if s is not None and s <= 60 * minutes]
+    if not listed:
+        limit = f"{minutes:g} minutes" if minutes is not None else f"{responses:g} responses"
+        raise DprlhfError(
+            f"plan: no choice fits into {limit}: one pass over {facts.users} users with"
+            f" {counts[0]} responses each takes more"
+        )
+    return listed
 
 
 def allowed(candidate: Candidate, recipe: Recipe) -> bool:

@@ -121,6 +121,7 @@ class Observation:
     rounds: Sequence[int]
     rises: Sequence[float]
 
+
 _ERROR = 0.1  # the rise of a run differs from run to run by about this share of it
 
 
