@@ -20,7 +20,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -373,8 +373,9 @@ def planner(
 
     def guessed(candidate: Candidate) -> Plan:
         z = guessed_noise(candidate, epsilon, delta, releases, adjacency == "replace-one")
-        baseline = made(candidate, epsilon=math.inf)
-        return replace(baseline, mechanism=baseline.mechanism.with_noise(z))
+        plain = made(candidate, epsilon=math.inf)
+        size = plain.expected_batch_size
+        return Plan(users, plain.mechanism.with_noise(z), 1.0, size, plain.guarantee)
 
     def costed(candidate: Candidate) -> Plan:
         if not is_slow(candidate):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,6 @@ from dprlhf.training.choices import (
     Candidate,
     Choice,
     Costed,
-    Signal,
     best_choices,
     candidates,
     is_slow,
@@ -68,15 +67,15 @@ class Facts:
     evaluation: int
     model: RewardModel | None
 
-    def seconds_of(self, choice: Choice) -> float:
+    def seconds_of(self, candidate: Candidate, plan: Plan) -> float:
         """Return the estimated duration of a run on one process, evaluation before and after it."""
         update, phases = self.recipe.update, self.seconds
         sampled = phases["rollout"] + phases["reward"]
-        of_response = sampled + choice.plan.releases_per_round * update.passes * phases["update"]
-        responses = choice.responses
+        of_response = sampled + plan.releases_per_round * update.passes * phases["update"]
+        responses = plan.expected_batch_size * plan.rounds * candidate.responses
         if update.subspace is not None:
-            fits = math.ceil(choice.plan.rounds / update.subspace.refresh)
-            responses += fits * update.subspace.prompts * choice.candidate.responses
+            fits = math.ceil(plan.rounds / update.subspace.refresh)
+            responses += fits * update.subspace.prompts * candidate.responses
         return responses * of_response + 2 * self.evaluation * sampled
 
     def as_dict(self) -> dict[str, Any]:
@@ -113,33 +112,12 @@ class Facts:
     def rated(self, candidate: Candidate, plan: Plan) -> Choice:
         """Return a candidate with its figures."""
         signal = self.probe.signals[candidate.responses]
-        choice = rated(candidate, plan, signal, self.recipe, self.model)
-        return replace(choice, seconds=self.seconds_of(choice))
-
-
-def rated(
-    candidate: Candidate, plan: Plan, signal: Signal, recipe: Recipe, model: RewardModel | None
-) -> Choice:
-    """Return a candidate with its cosines and the predicted rise of the reward.
-
-    Args:
-        candidate: The settings.
-        plan: Their plan.
-        signal: The users' contributions at this number of responses.
-        recipe: The recipe, for its optimizer and clip norm.
-        model: The constants of the prediction; None for no prediction.
-    """
-    rate = learning_rate_at(recipe, candidate.rounds)
-    optimizer = recipe.optimizer.model_copy(update={"learning_rate": rate})
-    moved = travel(plan, signal, optimizer, recipe.update.radius)
-    return Choice(
-        candidate,
-        plan,
-        signal,
-        moved.cosines,
-        rate,
-        reward=float(model.rise(moved)[-1]) if model is not None else None,
-    )
+        rate = learning_rate_at(self.recipe, candidate.rounds)
+        optimizer = self.recipe.optimizer.model_copy(update={"learning_rate": rate})
+        moved = travel(plan, signal, optimizer, self.recipe.update.radius)
+        rise = float(self.model.rise(moved)[-1]) if self.model is not None else None
+        seconds = self.seconds_of(candidate, plan)
+        return Choice(candidate, plan, signal, moved.cosines, rate, seconds, rise)
 
 
 def learning_rate_at(recipe: Recipe, rounds: int) -> float:

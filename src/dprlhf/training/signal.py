@@ -7,7 +7,7 @@ contributions average to the square of their mean's norm, without bias: sÂ² = Eâ
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -81,7 +81,7 @@ def measure_signal(
     for count in responses:
         of_prompt = np.arange(len(sampled.user)) % max(responses)
         rows = np.flatnonzero(of_prompt < count)
-        taken = replace(sampled.take(rows), num_generations=count)
+        taken = Responses(**{**vars(sampled.take(rows)), "num_generations": count})
         some = Scores(scores.values[rows], scores.valid[rows], scores.failures)
         found[count] = _signal(policy, recipe, taken, some)
     return Probe(found, float(scores.values[scores.valid].mean()), len(prompts))
