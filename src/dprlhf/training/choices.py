@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq
 
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy.correlated_allocation import matrix
+from dprlhf.privacy.correlated_noise import noise_matrix
 from dprlhf.privacy.gaussian import gaussian_noise_multiplier
 from dprlhf.privacy.partitions import Partition, all_partitions
 from dprlhf.privacy.plan import Plan, make_plan
@@ -165,7 +165,7 @@ class Choice:
 
 def noise_rows(plan: Plan) -> Array:
     """Return C⁻¹, ``[rounds, rounds]``: row t holds what round t's noise takes of each draw."""
-    return np.linalg.inv(matrix(plan.rounds, plan.bands)).astype(np.float64)
+    return np.linalg.inv(noise_matrix(plan.rounds, plan.bands)).astype(np.float64)
 
 
 def kappa(plan: Plan) -> float:
@@ -270,7 +270,7 @@ def guessed_noise(
     one = gaussian_noise_multiplier(epsilon, delta) * (2 if replaced else 1)
     if all_partitions()[candidate.partition].disjoint:
         return one * math.sqrt(releases)
-    k, columns = candidate.participations, matrix(candidate.rounds, candidate.bands)
+    k, columns = candidate.participations, noise_matrix(candidate.rounds, candidate.bands)
     products = releases * columns.T @ columns
 
     def excess(z: float) -> float:
