@@ -39,6 +39,8 @@ EPSILONS = [0.1, 0.3, 1.0, 2.0, 4.0, 8.0, None]
 USERS = [300, 500, 1500, 3000, 6000]
 GOALS = {(0.3, 1500): 0.95, (1.0, 300): 0.95}
 """The cells with a goal, and the share that should be kept there."""
+LEAST_SEEDS = 3
+"""Fewer runs of a cell say nothing about a goal."""
 FEW = 500
 """Up to this many users the small model writes 8 responses each, else 4; "today" 2."""
 TUNING_USERS = 6000
@@ -201,7 +203,8 @@ def rows(model: str, done: dict[Cell, Measured]) -> Iterator[Result]:
         plain = done.get(Cell(cell.task, "reference", None, cell.users))
         if plain is None or cell.epsilon is None:
             continue
-        goal = GOALS.get((cell.epsilon, cell.users)) if cell.method != "today" else None
+        enough = cell.method != "today" and len(values.rise) >= LEAST_SEEDS
+        goal = GOALS.get((cell.epsilon, cell.users)) if enough else None
         for what, kept, of in (
             ("rise", values.rise, plain.rise),
             ("area under the curve", values.area, plain.area),

@@ -54,19 +54,23 @@ def test_shares_goals_and_the_area() -> None:
     kept, missed = (grid.Cell("demo", m, 1.0, 300) for m in ("subspace", "today"))
     done = {
         plain: grid.measured(
-            [{"before": 0.5, "rise": 2.0, "after": 2.5, "public": [1.5], "private": [9.0]}] * 2
+            [{"before": 0.5, "rise": 2.0, "after": 2.5, "public": [1.5], "private": [9.0]}] * 3
         ),
-        kept: grid.Measured([1.9, 1.96], [1.2, 1.2]),
+        kept: grid.Measured([1.9, 1.93, 1.96], [1.2] * 3),
         missed: grid.Measured([1.0, 1.2], [0.5, 0.7]),
     }
-    assert done[plain] == grid.Measured([2.0, 2.0], [1.5, 1.5])
+    assert done[plain] == grid.Measured([2.0] * 3, [1.5] * 3)
     found = {row.name.removeprefix("grid (small): "): row for row in grid.rows("small", done)}
     start = "demo, subspace, epsilon 1, 300 users: share of the non-private"
     rise, area = found[f"{start} rise"], found[f"{start} area under the curve"]
     assert (rise.value, rise.holds) == (pytest.approx(0.965), True)
     assert (area.value, area.holds) == (pytest.approx(0.8), False)
     assert found["demo, today, epsilon 1, 300 users: share of the non-private rise"].holds is None
-    assert "96% ± 2%, 80% ± 0%" in "\n".join(grid.tables(done))
+    assert "96% ± 1%, 80% ± 0%" in "\n".join(grid.tables(done))
+    # Two runs are too few to say that a goal is reached.
+    done[kept] = grid.Measured([1.9, 1.96], [1.2, 1.2])
+    found = {row.name.removeprefix("grid (small): "): row for row in grid.rows("small", done)}
+    assert found[f"{start} rise"].holds is None
     # Without a curve on public prompts, the users' noised rewards stand for it.
     assert grid.measured(
         [{"before": 0.5, "rise": 2.0, "after": 2.5, "public": [], "private": [1, None, 2]}]
@@ -78,3 +82,19 @@ def test_finished_runs_are_read_and_not_run_again(tmp_path: Path) -> None:
     (tmp_path / f"{jobs[0].file}.json").write_text(json.dumps({"rise": 1.0}))
     found = run_all(jobs, tmp_path, side_by_side=1, write_only=True)
     assert found == {jobs[0].file: {"rise": 1.0}}
+
+
+@pytest.mark.parametrize("model", grid.METHODS)
+@pytest.mark.parametrize("task", grid.TASKS)
+def test_every_method_is_a_recipe_and_guides_are_of_another_kind(model: str, task: str) -> None:
+    for method in grid.METHODS[model]:
+        epsilon = None if method == "reference" else 1.0
+        job = grid.Cell(task, method, epsilon, 300).job(0, model, POLICY, {}, False)
+        made = load_recipe(ROOT / "recipes" / f"{job.recipe}.yaml", overrides=job.overrides)
+        assert made.privacy.baseline == (method == "reference")
+        if made.update.subspace is None:
+            continue
+        guides = made.update.subspace.data
+        assert guides is not None
+        assert (guides.path, guides.split) != (made.data.path, made.data.split)
+        assert guides.split in ("sentences", "train")
