@@ -40,7 +40,7 @@ USERS = [300, 500, 1500, 3000, 6000]
 GOALS = {(0.3, 1500): 0.95, (1.0, 300): 0.95}
 """The cells with a goal, and the share that should be kept there."""
 LEAST_SEEDS = 3
-"""Fewer runs of a cell say nothing about a goal."""
+"""Fewer runs of a cell reach no goal, whatever their mean."""
 FEW = 500
 """Up to this many users the small model writes 8 responses each, else 4; "today" 2."""
 TUNING_USERS = 6000
@@ -203,14 +203,17 @@ def rows(model: str, done: dict[Cell, Measured]) -> Iterator[Result]:
         plain = done.get(Cell(cell.task, "reference", None, cell.users))
         if plain is None or cell.epsilon is None:
             continue
-        enough = cell.method != "today" and len(values.rise) >= LEAST_SEEDS
-        goal = GOALS.get((cell.epsilon, cell.users)) if enough else None
+        goal = GOALS.get((cell.epsilon, cell.users)) if cell.method != "today" else None
+        enough = len(values.rise) >= LEAST_SEEDS
         for what, kept, of in (
             ("rise", values.rise, plain.rise),
             ("area under the curve", values.area, plain.area),
         ):
             part, uncertain = share(kept, of)
-            wanted = ("", None) if goal is None else (f"at least {goal}", part >= goal)
+            wanted: tuple[str, bool | None] = ("", None)
+            if goal is not None:
+                least = f"at least {goal}, with {LEAST_SEEDS} seeds or more"
+                wanted = (least, part >= goal and enough)
             yield Result(f"{name}: share of the non-private {what}", part, "1", *wanted)
             yield Result(f"{name}: standard error of the share of the {what}", uncertain, "1")
 

@@ -70,7 +70,7 @@ def test_shares_goals_and_the_area() -> None:
     # Two runs are too few to say that a goal is reached.
     done[kept] = grid.Measured([1.9, 1.96], [1.2, 1.2])
     found = {row.name.removeprefix("grid (small): "): row for row in grid.rows("small", done)}
-    assert found[f"{start} rise"].holds is None
+    assert found[f"{start} rise"].holds is False
     # Without a curve on public prompts, the users' noised rewards stand for it.
     assert grid.measured(
         [{"before": 0.5, "rise": 2.0, "after": 2.5, "public": [], "private": [1, None, 2]}]
