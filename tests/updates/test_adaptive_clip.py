@@ -33,7 +33,7 @@ from helpers.runs import lower_case, save_sharp, train
 
 R, S = 3.0, 0.5
 SHAPE = Shape([[5, 1], [2], [18], [7]], k=2, length=4)
-SPEC = recipe.QuantileClip(quantile=0.5, initial=S, learning_rate=0.3, share=0.1)
+SPEC = recipe.QuantileClip(quantile=0.5, initial=S, step_size=0.3, share=0.1)
 PG, PPO = (
     recipe.make_recipe(recipe_settings(update={"batch_size": 6, **update})).update
     for update in ({"name": "pg"}, {"name": "ppo", "local_learning_rate": 1.0})
@@ -184,7 +184,7 @@ def test_the_factor_of_a_round_does_not_depend_on_its_users() -> None:
 @pytest.mark.parametrize("quantile", [0.3, 0.5, 0.9])
 def test_the_clip_norm_finds_the_quantile_under_noise(quantile: float) -> None:
     random = np.random.default_rng(0)
-    spec = recipe.QuantileClip(quantile=quantile, initial=0.1, learning_rate=0.3, share=0.05)
+    spec = recipe.QuantileClip(quantile=quantile, initial=0.1, step_size=0.3, share=0.05)
     clip, z, m = AdaptiveClip(spec, 0.1), 2.0, 200
     bound, seen = 0.1 * math.sqrt(1 - spec.share), []
     for t in range(1, 201):

@@ -20,7 +20,7 @@ class QuantileClip(Settings):
     Attributes:
         quantile: Share γ of the users whose gradient should not be clipped.
         initial: Clip norm of the first round.
-        learning_rate: Step size η: a round multiplies the clip norm by exp(η (γ − b)) for a noised
+        step_size: Step size η: a round multiplies the clip norm by exp(η (γ − b)) for a noised
             share b of users not clipped.
         share: Share of the round's budget 1/z² that the count takes. The gradient's noise-to-clip
             ratio grows by 1/√(1 − share).
@@ -28,5 +28,5 @@ class QuantileClip(Settings):
 
     quantile: Annotated[Share, Experimental()]
     initial: PositiveFloat = 1.0
-    learning_rate: PositiveFloat = 0.2
+    step_size: PositiveFloat = 0.2
     share: Share = 0.05

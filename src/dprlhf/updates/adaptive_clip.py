@@ -81,7 +81,7 @@ class AdaptiveClip:
         """
         mean = float(open_released(released, "the clip norm")[0]) / self.norm
         self.unclipped = min(max(0.5 + mean / 2, 0.0), 1.0)
-        self.factor *= math.exp(self._spec.learning_rate * (self.unclipped - self._spec.quantile))
+        self.factor *= math.exp(self._spec.step_size * (self.unclipped - self._spec.quantile))
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the tensors that a checkpoint keeps, computed from released values only."""
