@@ -205,7 +205,7 @@ def _plan(
     return _Plan(theta, reach, window, size)
 
 
-def _power(base: npt.NDArray[np.complex128], exponent: int) -> npt.NDArray[np.complex128]:
+def power(base: npt.NDArray[np.complex128], exponent: int) -> npt.NDArray[np.complex128]:
     """Return ``base ** exponent``, with a relative error of at most 5 · exponent units."""
     result = np.ones_like(base)
     while exponent:
@@ -239,7 +239,7 @@ def _payoff(
     log_m = log_moment(sign * theta)
     tilted = np.exp(log_weights + sign * theta * y - log_m)
     folded = np.bincount(lattice.atoms % n, weights=tilted, minlength=n)
-    total = fft.irfft(_power(fft.rfft(folded), rounds), n)
+    total = fft.irfft(power(fft.rfft(folded), rounds), n)
     if side == "remove":
         positions = np.arange(math.ceil(1 / h), math.ceil((1 + plan.reach) / h) + 1)
     else:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy import correlated_allocation as correlated
 from dprlhf.privacy import random_allocation as block
+from dprlhf.privacy import replaced_allocation as replaced
 from dprlhf.privacy.curves import (
     SIDES,
     Curves,
@@ -74,14 +75,19 @@ def _epsilon(terms: Terms, delta: float, single: float) -> tuple[float, float]:
     once = block.epsilon(z, slots, delta, "remove")
     lower = block.epsilon_lower(z, slots, delta, once)
     if terms.adjacency == "replace-one":
-        upper = replace_one_epsilon(curves, delta)
+        zero_out, upper = upper, replace_one_epsilon(curves, delta)
+        if terms.participations == 1:
+            upper = replaced.epsilon(z, slots, delta, zero_out, upper)
     return upper, lower
 
 
 def _delta(terms: Terms, epsilon: float, single: float, rough: bool) -> float:
     curves = _curves(terms, None, rough)
     if terms.adjacency == "replace-one":
-        return replace_one_delta(curves, epsilon, rough)
+        direct = 1.0
+        if terms.participations == 1:
+            direct = replaced.delta(round_noise(terms), _slots(terms), epsilon, rough)
+        return min(direct, replace_one_delta(curves, epsilon, rough))
     return max(curves.delta(epsilon, "remove", rough), curves.delta(epsilon, "add", rough))
 
 
