@@ -45,22 +45,22 @@ COMMON: dict[str, Any] = {
     "optimizer.average": {"tail": 0.5},
 }
 METHODS: dict[str, dict[str, Any]] = {
-    "adam": {"optimizer.name": "adam", "optimizer.learning_rate": 0.5},
+    "adam": {"optimizer.name": "adam", "optimizer.learning_rate": 1.0},
     "normalized-sgd": {
         "optimizer.name": "normalized-sgd",
         "optimizer.momentum": 0.6,
-        "optimizer.learning_rate": 2.0,
+        "optimizer.learning_rate": 4.0,
     },
     "sgd with momentum": {
         "optimizer.name": "sgd",
         "optimizer.momentum": 0.6,
-        "optimizer.learning_rate": 10.0,
+        "optimizer.learning_rate": 30.0,
     },
     "adam-corrected": {"optimizer.name": "adam-corrected", "optimizer.learning_rate": 0.25},
     "normalized-sgd, clip norm at the median": {
         "optimizer.name": "normalized-sgd",
         "optimizer.momentum": 0.6,
-        "optimizer.learning_rate": 2.0,
+        "optimizer.learning_rate": 4.0,
         "update.clip_norm": {"quantile": 0.5, "initial": 0.7},
     },
 }

@@ -13,7 +13,7 @@ from dprlhf.privacy.accounting import Mechanism, delta_of, epsilon
 from dprlhf.privacy.gaussian import gaussian_epsilon
 
 
-def sampled(z: float, rounds: int, eps: float, count: int = 100_000) -> tuple[float, float]:
+def sampled(z: float, rounds: int, eps: float, count: int = 200_000) -> tuple[float, float]:
     """Return δ of mean N(e_i) against mean N(−e_i) by sampling the first, and its error."""
     random, sigma, found = np.random.default_rng(0), 1 / z, []
     for _ in range(count // 10_000):
@@ -50,7 +50,7 @@ def test_many_rounds_by_sampling(z: float, rounds: int, eps: float) -> None:
     true, error = sampled(z, rounds, eps)
     found = replaced_allocation.delta(z, rounds, eps)
     assert abs(found - true) < 4 * error
-    assert true > 20 * error
+    assert true > 15 * error
     # Negative control: another user in the same place costs more than nobody there.
     assert random_allocation.delta(z, rounds, eps, "remove") < true - 10 * error
 

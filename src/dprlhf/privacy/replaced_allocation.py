@@ -83,9 +83,15 @@ def epsilon(noise: float, rounds: int, delta_: float, low: float, high: float) -
 
     if excess(low) <= 0:
         return low
-    if excess(high) > 0:
+    # Far past the crossing, δ is too small for the lattice: look for the crossing from below.
+    below, above = low, low
+    for share in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0):
+        below, above = above, low + share * (high - low)
+        if excess(above) <= 0:
+            break
+    else:
         return high
-    near = float(brentq(excess, low, high, xtol=1e-5 * high))
+    near = float(brentq(excess, below, above, xtol=1e-5 * above))
     for slack in (0.0, 2e-5, 1e-4, 1e-3):
         tried = near * (1 + slack)
         if tried < high and excess(tried) <= 0:
