@@ -93,7 +93,7 @@ def test_epsilon_is_within_delta_and_below_two_steps() -> None:
 
 @pytest.mark.parametrize("target", [1e-3, 1e-7, 1e-9])
 def test_small_deltas_keep_their_precision(target: float) -> None:
-    found = replaced_allocation.epsilon(1.0, 30, target, 0.0, 20.0)
+    found = replaced_allocation.epsilon(1.0, 30, target, 0.0, 5.0)
     assert replaced_allocation.delta(1.0, 30, found) <= target
     assert replaced_allocation.delta(1.0, 30, found) > 0.98 * target
 

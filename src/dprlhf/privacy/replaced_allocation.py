@@ -85,8 +85,8 @@ def epsilon(noise: float, rounds: int, delta_: float, low: float, high: float) -
         return low
     # Far past the crossing, δ is too small for the lattice: look for the crossing from below.
     below, above = low, low
-    for share in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0):
-        below, above = above, low + share * (high - low)
+    for part in range(1, 13):
+        below, above = above, low + part / 12 * (high - low)
         if excess(above) <= 0:
             break
     else:
