@@ -42,7 +42,7 @@ GOALS = {(0.3, 1500): 0.95, (1.0, 300): 0.95}
 LEAST_SEEDS = 3
 """Fewer runs of a cell reach no goal, whatever their mean."""
 FEW = 500
-"""Up to this many users the small model writes 8 responses each, else 4; "today" 2."""
+"""Up to this many users are few: see RESPONSES."""
 TUNING_USERS = 6000
 """Users at the end of the private split that are for tuning alone."""
 FIRST_TUNING_SEED = 100
@@ -111,11 +111,14 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
         "today": {},
         "subspace": {
             **FIXED_STEPS,
-            "optimizer.learning_rate": 0.39,
-            "update.subspace": {"rank": 16, "prompts": 256, "refresh": 2},
+            "rounds": 8,
+            "optimizer.learning_rate": 0.5,
+            "update.subspace": {"rank": 16, "prompts": 64, "refresh": 2},
         },
     },
 }
+RESPONSES = {"small": (8, 4), "smollm2": (8, 2)}
+"""Responses to a prompt with few users and with more, where the method is not "today"."""
 """Changes by model and method: "reference" is the run without noise and clipping, "today" the
 recipe as it is. What stands here was chosen on public prompts or on the users for tuning."""
 
@@ -140,8 +143,9 @@ class Cell:
         """Return the run of a seed."""
         task = TASKS[self.task]
         method = METHODS[model][self.method]
-        if model == "small" and self.method != "today":
-            method = {**method, "rollout.responses": 8 if self.users <= FEW else 4}
+        if self.method != "today":
+            few, many = RESPONSES[model]
+            method = {**method, "rollout.responses": few if self.users <= FEW else many}
         small = {**task.small, **policy} if model == "small" else {}
         pool = task.users - TUNING_USERS
         skip = seed * self.users % (pool - self.users + 1)
