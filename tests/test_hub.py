@@ -150,9 +150,11 @@ def test_runs_from_before_the_keys_keep_their_digest() -> None:
         assert section.pop("revision") is None
     assert older["policy"].pop("attn_implementation") is None
     assert older["rewards"][0].pop("times_column") is None
+    assert older["privacy"].pop("auto") is None
     assert older["privacy"].pop("book") is None
     assert older["privacy"].pop("dataset") is None
     assert older["optimizer"].pop("average") is None
+    assert older["update"].pop("subspace") is None
     assert older["evaluation"].pop("declared_public") is False
     assert older["policy"]["adapter"]["type"] == "ffa-lora"
     older["policy"]["adapter"]["type"] = "lora-b"

@@ -91,8 +91,12 @@ def test_what_is_required_is_what_is_imported() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     runtime, extras = names(project["dependencies"]), project["optional-dependencies"]
     papers = [path for path in SOURCES if "papers" in path.parts]
+    tuning = [path for path in SOURCES if "tuning" in path.parts]
     # Other accountants are compared with where they are installed, by name.
-    core = imported([p for p in SOURCES if p not in papers and p.name != "cross_check.py"])
+    core = imported(
+        [p for p in SOURCES if p not in (*papers, *tuning) and p.name != "cross_check.py"]
+    )
+    assert imported(tuning) <= runtime | names(extras["tune"])
     assert core - {"pydantic_core"} <= runtime  # pydantic's own other half, pinned by it
     assert runtime - core == {"gguf"}  # transformers reads the demo's model with it
     assert imported(papers) <= runtime | names(extras["papers"])

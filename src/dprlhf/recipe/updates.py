@@ -713,7 +713,7 @@ def _of_its_class(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     name = value.get("name", "pg")
-    if name in UPDATE_SETTINGS:
+    if isinstance(name, str) and name in UPDATE_SETTINGS:
         return UPDATE_SETTINGS[name].model_validate(value)
     if name in (offered := plugin_names(ENTRY_POINT_GROUP)):
         return update_plugin(name).settings.model_validate(value)
