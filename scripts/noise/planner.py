@@ -1,62 +1,51 @@
-"""How well the reward of a private run is predicted before it: ten plans that it was not fitted to.
+"""How well ``dprlhf plan RECIPE`` predicts and ranks private runs: ten plans, drawn at random.
 
-Pilot runs on public prompts give the constants of the formula (``dprlhf plan --pilot``). Then ten
-plans, drawn once at random, run on private users that are in no other table: rows 9,000 and up of
-IMDB's private split, with the small model and the word reward of ``scripts/utility.py --small``.
-Predictions follow from the pilots and the public probe alone. A plan's result is the mean of its
-runs, each with its own secret rounds and noise.
+    python scripts/noise/planner.py --side-by-side 2    # about half an hour on two cores
+    python scripts/noise/planner.py --write-only        # reads the finished runs only
 
-Writes rows to ``docs/results/noise.json``. About 20 minutes on one core; an interrupted call is
-continued by the same call.
+The plans were drawn once, with a fixed seed: users, ε, partition, rounds, passes, bands and
+responses. The prediction is the rise that the command shows, from public prompts alone. The result
+is the rise of a finished private run on the same public prompts that every run is evaluated on;
+runs of one plan differ by secret rounds and noise. DP-PG with the small public model and the word
+reward of ``scripts/utility.py --small``, on users that are in no other table: rows 9,000 and up of
+IMDB's private split. Finished runs are kept and read again, interrupted ones resumed.
 
-    PYTHONPATH=scripts python -m scripts.noise.planner
+Writes rows to docs/results/noise.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
-import torch
+from scipy.stats import spearmanr
 
-from dprlhf import train
-from dprlhf.data.public import evaluated, public_users
-from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.recipe import Recipe, load_recipe
-from dprlhf.rewards import Scorer, load_reward
-from dprlhf.training.choices import Candidate
-from dprlhf.training.evaluate import evaluate
-from dprlhf.training.planner import with_choice
-from dprlhf.tuning.pilots import pilots_of
-from dprlhf.tuning.public_rows import public_rows
-from dprlhf.tuning.stand_in import run_stand_ins
-from reviews_lm import train as train_language_model
+from dprlhf.recipe import load_recipe
+from dprlhf.runs.measurements import Result, write_results
+from dprlhf.training.choices import Candidate, Choice, planner
+from dprlhf.training.planner import measure
+from noise.many_runs import ROOT, SMALL, Job, overrides_of, run_all, small_policy
 
-ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs" / "results" / "noise.json"
-SETTINGS = {
-    "data.skip": 9000, "data.limit": 1000, "rounds": 8, "privacy.epsilon": 2,
-    "rollout.responses": 4, "rollout.max_new_tokens": 8, "rollout.batch_size": 256,
-    "update.batch_size": 256, "update.clip_norm": 0.7, "evaluation.prompts": 1000,
-    "policy.dtype": "float32", "policy.adapter.layers": [2, 3],
+COMMON: dict[str, Any] = {
+    **SMALL,
+    "data.skip": 9000, "data.limit": 1500, "update.clip_norm": 0.7,
     "optimizer.name": "normalized-sgd", "optimizer.momentum": 0.6, "optimizer.learning_rate": 4,
-    "rewards": [{"function": f"{ROOT / 'scripts' / 'word_sentiment.py'}:reward"}],
 }  # fmt: skip
-SCORED = 500
-FURTHER_DRAWS = 2
 PLANS, MOST_RESPONSES = 10, 6000
 SHARE, WANTED = 0.1, 8
+NAME = "planner (small)"
 
 
 def held_out() -> list[tuple[int, float, Candidate]]:
-    """Return the held-out plans: users, ε and settings, drawn once with a fixed seed."""
+    """Return the plans: users, ε and settings, drawn once with a fixed seed."""
     random = np.random.default_rng(18)
     drawn: list[tuple[int, float, Candidate]] = []
     while len(drawn) < PLANS:
@@ -76,92 +65,110 @@ def held_out() -> list[tuple[int, float, Candidate]]:
     return drawn
 
 
-def base_recipe(policy: Path) -> Recipe:
-    """Return the recipe that pilots vary and that the held-out plans change."""
-    if not (policy / "config.json").exists():
-        train_language_model(policy, epochs=6)
-    settings = {**SETTINGS, "policy.model_name_or_path": str(policy)}
-    return load_recipe(
-        ROOT / "recipes" / "imdb_demo.yaml",
-        [f"{key}={v if isinstance(v, str) else json.dumps(v)}" for key, v in settings.items()],
-    )
+def predicted(settings: dict[str, Any]) -> list[Choice]:
+    """Return every plan with the figures that ``dprlhf plan RECIPE`` shows of it.
 
-
-def of_plan(recipe: Recipe, users: int, epsilon: float, candidate: Candidate) -> Recipe:
-    """Return the recipe of a held-out plan."""
-    data = recipe.data.model_copy(update={"limit": users})
-    privacy = recipe.privacy.model_copy(update={"epsilon": epsilon})
-    changed = recipe.model_copy(update={"data": data, "privacy": privacy})
-    return with_choice(changed, candidate)
-
-
-def pilots(recipe: Recipe, folder: Path, repeats: int) -> list[dict[str, Any]]:
-    """Run the pilots, or read those that are finished."""
+    The public prompts are measured once: they do not depend on the number of users, nor on ε.
+    """
+    recipe = load_recipe(ROOT / "recipes" / "imdb_demo.yaml", overrides_of(settings))
+    facts = measure(recipe, responses=[2, 4])
+    print(facts.describe(), flush=True)
     found = []
-    for repeat in range(repeats):
-        for number, (name, variant) in enumerate(pilots_of(recipe).items()):
-            file = folder / f"pilot-{number}-{repeat}.json"
-            if not file.exists():
-                public = public_rows(variant, scored=SCORED)
-                every = max(1, variant.rounds // 4)
-                done = run_stand_ins(variant, public, every=every, seed=number + 10 * repeat)
-                kept = {"name": name, "curve": done.curve, "rise": done.rise.mean}
-                file.write_text(json.dumps({**kept, "seconds": done.seconds}))
-            found.append(json.loads(file.read_text()))
-            print(f"pilot, {name}: rise {found[-1]['rise']:.3f}", flush=True)
+    for users, epsilon, candidate in held_out():
+        cost, _ = planner(
+            users,
+            epsilon,
+            recipe.privacy.delta,
+            adjacency=recipe.privacy.adjacency,
+            releases=recipe.update.releases,
+        )
+        found.append(replace(facts, users=users).rated(candidate, cost(candidate)))
     return found
 
 
-def run(recipe: Recipe, place: Path) -> float:
-    """Return the rise of a private run's reward, over several draws; make the run if need be."""
-    summary = place.with_suffix(".json")
-    if not summary.exists():
-        shutil.rmtree(place, ignore_errors=True)
-        result = train(recipe, output_dir=place, quiet=True)
-        assert result.difference is not None
-        rises = [result.difference.mean, *further_draws(recipe, result.policy)]
-        summary.write_text(json.dumps({"rise": float(np.mean(rises)), "draws": rises}))
-    return float(json.loads(summary.read_text())["rise"])
+def jobs(settings: dict[str, Any], choices: Sequence[Choice], seeds: int) -> list[Job]:
+    """Return the private runs, with the overrides that the command shows."""
+    found = []
+    for seed in range(seeds):
+        for number, ((users, epsilon, _), choice) in enumerate(
+            zip(held_out(), choices, strict=True)
+        ):
+            changes = {**settings, "data.limit": users, "privacy.epsilon": epsilon}
+            overrides = (*overrides_of(changes), *choice.overrides())
+            found.append(Job(f"plan-{number}-{seed}", "imdb_demo", overrides))
+    return found
 
 
-def further_draws(recipe: Recipe, policy: CausalLMPolicy) -> list[float]:
-    """Return the rise on the same public prompts, with other draws of the continuations."""
-    prompts = evaluated(recipe, public_users(recipe, None))
-    assert prompts is not None
-    assert recipe.evaluation is not None
-    scorer = Scorer([load_reward(r) for r in recipe.rewards], recipe.reward_range)
-    longest = recipe.evaluation.data.max_prompt_tokens
-    rises = []
-    for seed in range(100, 100 + FURTHER_DRAWS):
-        before, after = (
-            evaluate(
-                policy, scorer, prompts, recipe.rollout,
-                seed=seed, max_prompt_tokens=longest, base=base,
-            )
-            for base in (True, False)
-        )  # fmt: skip
-        rises.append(float((after.rewards - before.rewards).mean()))
-    return rises
+def rows(choices: Sequence[Choice], rises: dict[int, list[float]]) -> list[Result]:
+    """Return each finished plan's prediction and result, the errors, and how well plans rank.
+
+    Args:
+        choices: The plans with their predictions.
+        rises: The rise of every finished run, by the plan's position.
+    """
+    found = []
+    for number, reached in rises.items():
+        (users, epsilon, c), choice = held_out()[number], choices[number]
+        label = (
+            f"{NAME}: plan {number + 1}, {users} users, epsilon {epsilon:g}, {c.partition},"
+            f" {c.rounds} rounds, {c.participations} passes, {c.bands} bands,"
+            f" {c.responses} responses"
+        )
+        found += [
+            Result(f"{label}, predicted rise", choice.reward or 0.0, "reward"),
+            Result(f"{label}, measured rise", float(np.mean(reached)), "reward"),
+        ]
+    foreseen = np.array([choices[number].reward for number in rises])
+    reached = np.array([np.mean(rises[number]) for number in rises])
+    errors = foreseen / reached - 1
+    near = int((np.abs(errors) <= SHARE).sum())
+    return [
+        *found,
+        Result(f"{NAME}: finished private runs", sum(map(len, rises.values())), "runs"),
+        Result(
+            f"{NAME}: plans predicted within 10%",
+            near,
+            "plans",
+            f"at least {WANTED} of {PLANS}",
+            near >= WANTED,
+        ),
+        Result(f"{NAME}: median relative error of the prediction", float(np.median(errors)), "1"),
+        Result(
+            f"{NAME}: rank correlation of predicted and measured rise (Spearman)",
+            float(spearmanr(foreseen, reached).statistic),
+            "1",
+        ),
+        Result(
+            f"{NAME}: measured rise of the plan ranked first over the largest measured rise",
+            float(reached[foreseen.argmax()] / reached.max()),
+            "1",
+        ),
+    ]
 
 
 def main() -> None:
-    """Run what is missing, predict, compare and write."""
+    """Predict, run what is missing, compare and write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--runs", type=Path, default=Path("runs/noise-planner"))
-    parser.add_argument("--policy", type=Path, help="where the small model is, or shall be")
-    parser.add_argument("--seeds", type=int, default=3, help="private runs of each plan")
-    parser.add_argument("--repeats", type=int, default=2, help="pilot runs of each kind")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "noise-planner")
+    parser.add_argument("--seeds", type=int, default=1, help="private runs of each plan")
+    parser.add_argument("--side-by-side", type=int, default=1, help="number of processes")
+    parser.add_argument("--write-only", action="store_true", help="read the finished runs only")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    folder = options.runs
-    folder.mkdir(parents=True, exist_ok=True)
-    recipe = base_recipe(options.policy or folder / "reviews-lm")
-    pilots(recipe, folder, options.repeats)
-    plans = held_out()
-    for seed in range(options.seeds):
-        for number, plan in enumerate(plans):
-            of_run = of_plan(recipe, *plan)
-            print(seed, plan, run(of_run, folder / f"plan-{number}-{seed}"), flush=True)
+    settings = COMMON | small_policy(options.runs / "reviews-lm")
+    choices = predicted(settings)
+    figures = run_all(
+        jobs(settings, choices, options.seeds),
+        options.runs,
+        side_by_side=options.side_by_side,
+        write_only=options.write_only,
+    )
+    rises: dict[int, list[float]] = {}
+    for file, of_run in sorted(figures.items()):
+        rises.setdefault(int(file.split("-")[1]), []).append(of_run["rise"])
+    results = rows(choices, rises)
+    for row in results:
+        print(f"{row.name}: {row.value:.3f}")
+    write_results(OUT, results)
 
 
 if __name__ == "__main__":

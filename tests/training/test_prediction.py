@@ -8,7 +8,7 @@ import pytest
 from dprlhf.privacy.plan import make_plan
 from dprlhf.recipe import Optimizer
 from dprlhf.training.choices import Signal, averaged_norms, cosines
-from dprlhf.training.prediction import RewardModel, Travel, before_fitting, travel
+from dprlhf.training.prediction import RewardModel, Travel, reward_model, travel
 
 SIGNAL = Signal(norm=0.1, spread=0.5, dimension=64, gradient=0.4)
 PLAN = make_plan(users=800, rounds=8, delta=1e-5, noise_multiplier=1.0)
@@ -44,8 +44,8 @@ def test_the_schedule_counts() -> None:
     assert steps / steps[0] == pytest.approx(np.arange(8, 0, -1) / 8)
 
 
-def test_before_a_fit_the_first_step_gains_what_the_gradient_says() -> None:
-    model = before_fitting(SIGNAL, start=0.5, reward_range=3.0)
+def test_the_first_step_gains_what_the_gradient_says() -> None:
+    model = reward_model(SIGNAL, start=0.5, reward_range=3.0)
     assert model is not None
     step = np.array([1e-4])
     assert model.rise(Travel(np.ones(1), step, 0 * step)) == pytest.approx(0.4e-4, rel=1e-3)
@@ -54,12 +54,12 @@ def test_before_a_fit_the_first_step_gains_what_the_gradient_says() -> None:
 
 
 def test_without_a_gradient_there_is_no_prediction() -> None:
-    assert before_fitting(Signal(0.1, 0.5, 4), 0.0, 3.0) is None
-    assert before_fitting(Signal(0.1, 0.5, 4, gradient=0.0), 0.0, 3.0) is None
+    assert reward_model(Signal(0.1, 0.5, 4), 0.0, 3.0) is None
+    assert reward_model(Signal(0.1, 0.5, 4, gradient=0.0), 0.0, 3.0) is None
 
 
 def test_distance_across_costs_reward() -> None:
-    model = RewardModel(most=2.0, rate=0.5, power=1.5, curvature=1.0)
+    model = RewardModel(most=2.0, rate=0.5)
     along = np.array([1.0, 2.0])
     straight = model.rise(Travel(np.ones(2), along, np.zeros(2)))
     bent = model.rise(Travel(np.ones(2), along, np.ones(2)))

@@ -33,7 +33,7 @@ from dprlhf.training.choices import (
     is_slow,
     planner,
 )
-from dprlhf.training.prediction import RewardModel, before_fitting, travel
+from dprlhf.training.prediction import RewardModel, reward_model, travel
 from dprlhf.training.processes import Processes
 from dprlhf.training.reinforcement import Reinforcement
 from dprlhf.training.signal import Probe, measure_signal
@@ -134,7 +134,6 @@ def measure(
     *,
     responses: Sequence[int] = (),
     prompts: int = PROBED,
-    model: RewardModel | None = None,
 ) -> Facts:
     """Load what a recipe names and measure signal, reward and time on its public prompts.
 
@@ -143,7 +142,6 @@ def measure(
         sources: Objects in memory that replace the recipe's data, rewards or policy.
         responses: Numbers of responses to a prompt that may be chosen; none for the recipe's own.
         prompts: Most public prompts that the signal is measured on.
-        model: The fitted constants of the prediction; None takes those before fitting.
 
     Raises:
         DprlhfError: The run itself would fail for the same reason, the recipe has no public
@@ -174,7 +172,7 @@ def measure(
         probe=probe,
         seconds=phases,
         evaluation=len(stage.public) if stage.public is not None else 0,
-        model=model or before_fitting(signal, probe.reward, recipe.reward_range),
+        model=reward_model(signal, probe.reward, recipe.reward_range),
     )
 
 

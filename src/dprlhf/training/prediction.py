@@ -1,28 +1,24 @@
-"""A prediction of the reward from a plan's figures, in a formula with two or three constants.
+"""A prediction of the reward from a plan's figures, which ranks plans.
 
 A run of T rounds moves the policy by steps of length η_t, of which the share cos_t points along the
 mean gradient (:mod:`dprlhf.training.choices`) and the rest is sampling error and noise. With the
 distance D = Σ η_t cos_t along the gradient and W = Σ η_t²(1 − cos_t²) across it, the rise is
 
-    A (1 − exp(−(uD)^q)) − ½ c u² W
+    A (1 − exp(−uD)) − ½ u² W
 
-with the most A that can be gained, the rate u, and the curvature c across the gradient in units of
-that along it. Before anything is fitted, A = R − (the mean reward at the start), u = ‖∇J‖ / A from
-the mean gradient on public prompts (so that the first steps gain η cos ‖∇J‖), and q = c = 1.
-:func:`fit` replaces the constants by those of stand-in runs on public prompts.
+with the most A that can be gained and the rate u: A = R − (the mean reward at the start), and
+u = ‖∇J‖ / A from the mean gradient on public prompts, so that the first steps gain η cos ‖∇J‖. The
+curvature across the gradient is taken to be that along it. How far the prediction was from finished
+runs is in ``docs/planning.md``.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
 
-from dprlhf.errors import DprlhfError
 from dprlhf.policies.optimizers import learning_rate
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import Optimizer
@@ -77,24 +73,20 @@ class RewardModel:
     Attributes:
         most: A, the most that the mean reward can rise.
         rate: u, per unit of distance along the gradient.
-        power: q; above 1 where a run gains speed before it saturates.
-        curvature: c, the curvature across the gradient.
     """
 
     most: float
     rate: float
-    power: float = 1.0
-    curvature: float = 1.0
 
     def rise(self, moved: Travel) -> Array:
         """Return the predicted rise of the mean reward after each round, ``[rounds]``."""
-        gained = self.most * -np.expm1(-((self.rate * moved.along) ** self.power))
-        found: Array = gained - 0.5 * self.curvature * self.rate**2 * moved.across
+        gained = self.most * -np.expm1(-self.rate * moved.along)
+        found: Array = gained - 0.5 * self.rate**2 * moved.across
         return found
 
 
-def before_fitting(signal: Signal, start: float, reward_range: float) -> RewardModel | None:
-    """Return the constants without a fit; None where the mean gradient is not known, or is zero.
+def reward_model(signal: Signal, start: float, reward_range: float) -> RewardModel | None:
+    """Return the constants of the prediction; None without a mean gradient, or with zero.
 
     Args:
         signal: The public users' contributions.
@@ -105,65 +97,3 @@ def before_fitting(signal: Signal, start: float, reward_range: float) -> RewardM
     if not signal.gradient or most <= 0:
         return None
     return RewardModel(most, signal.gradient / most)
-
-
-@dataclass(frozen=True)
-class Observation:
-    """What a finished run on public prompts showed.
-
-    Attributes:
-        moved: How far it was expected to move the policy.
-        rounds: Rounds after which the reward was measured, from 1, ``[points]``.
-        rises: The rise of the mean reward after these rounds, ``[points]``.
-    """
-
-    moved: Travel
-    rounds: Sequence[int]
-    rises: Sequence[float]
-
-
-_ERROR = 0.1  # the rise of a run differs from run to run by about this share of it
-
-
-def fit(observations: Sequence[Observation], guess: RewardModel) -> RewardModel:
-    """Return the constants that fit finished runs best, by least squares of relative errors.
-
-    Errors are taken relative to the rise, but to no less than a quarter of the largest. Power and
-    curvature are held near 1 where the runs do not say otherwise, by a prior of width 1.
-
-    Args:
-        observations: The runs, on public prompts.
-        guess: Where the search starts.
-
-    Raises:
-        DprlhfError: There are fewer observations than constants, or in none the reward rose.
-    """
-    seen = [np.asarray(o.rises, dtype=float) for o in observations]
-    at = [np.asarray(o.rounds) - 1 for o in observations]
-    largest = max((float(rises.max()) for rises in seen if len(rises)), default=0.0)
-    if largest <= 0 or sum(map(len, seen)) < 4:
-        raise DprlhfError("pilot runs: the public reward did not rise, so nothing can be predicted")
-    scales = [_ERROR * np.maximum(rises, largest / 4) for rises in seen]
-
-    def model_of(values: Array) -> RewardModel:
-        most, rate, power, curvature = values
-        return RewardModel(math.exp(most), math.exp(rate), power, curvature)
-
-    def errors(values: Array) -> Array:
-        model = model_of(values)
-        parts = [
-            (model.rise(o.moved)[rounds] - rises) / scale
-            for o, rounds, rises, scale in zip(observations, at, seen, scales, strict=True)
-        ]
-        prior = [values[2] - 1, values[3] - 1]
-        return np.concatenate([*parts, prior])
-
-    distance = max(float(o.moved.along[-1]) for o in observations)
-    start = [math.log(1.2 * largest), math.log(1 / distance), 1.0, 1.0]
-    if guess.rate > 0:
-        start[1] = max(start[1] - 3, min(start[1] + 3, math.log(guess.rate)))
-    bounds = [math.log(largest / 2), start[1] - 6, 0.5, 0.0], [
-        math.log(10 * largest), start[1] + 6, 4.0, 10.0,
-    ]  # fmt: skip
-    found = least_squares(errors, start, bounds=bounds)
-    return model_of(found.x)
