@@ -1,6 +1,6 @@
 """How well ``dprlhf plan RECIPE`` predicts and ranks private runs: ten plans, drawn at random.
 
-    python scripts/noise/planner.py --side-by-side 2    # about half an hour on two cores
+    python scripts/noise/planner.py --side-by-side 2    # half a core-minute a run
     python scripts/noise/planner.py --write-only        # reads the finished runs only
 
 The plans were drawn once, with a fixed seed: users, ε, partition, rounds, passes, bands and
