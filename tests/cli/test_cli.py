@@ -215,3 +215,20 @@ class TestBadRuns:
         done = dprlhf("resume", str(tmp_path))
         assert done.returncode == 2
         assert "not a run folder" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "recipe.yaml", "--minutes", "-3"],
+        ["plan", "recipe.yaml", "--responses", "0"],
+        ["plan", "recipe.yaml", "--num-generations", "1"],
+        ["plan", "--users", "100", "--epsilon", "1", "--rounds", "0"],
+        ["tune", "recipe.yaml", "--minutes", "0"],
+        ["tune", "recipe.yaml", "--trials", "0"],
+    ],
+)
+def test_a_number_out_of_range_is_refused_before_anything_is_loaded(command: list[str]) -> None:
+    done = dprlhf(*command)
+    assert done.returncode == 2
+    assert "Input should be greater than or equal to" in done.stderr

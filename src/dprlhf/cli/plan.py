@@ -18,17 +18,20 @@ Recipe = Annotated[
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="With a recipe: changes to it, section.key=value.")
 ]
-Minutes = Annotated[float | None, typer.Option(help="With a recipe: longest duration of the run.")]
+Minutes = Annotated[
+    float | None, typer.Option(min=0.1, help="With a recipe: longest duration of the run.")
+]
 Responses = Annotated[
     int | None,
     typer.Option(
+        min=1,
         help="With a recipe: most responses to users' prompts in the whole run.",
         show_default="what the recipe takes",
     ),
 ]
 NumGenerations = Annotated[
     list[int] | None,
-    typer.Option(help="With a recipe: responses to a prompt to compare; may be repeated."),
+    typer.Option(min=2, help="With a recipe: responses to a prompt to compare; may be repeated."),
 ]
 Show = Annotated[int, typer.Option(min=1, help="With a recipe: number of choices.")]
 Users = Annotated[int | None, typer.Option(help="Without a recipe: N, the number of users.")]
@@ -36,7 +39,7 @@ Epsilon = Annotated[float | None, typer.Option(help="Without a recipe: ε to kee
 Delta = Annotated[float, typer.Option(help="Without a recipe: δ of the guarantee.")]
 Dimension = Annotated[int, typer.Option(help="Without a recipe: number of released coordinates.")]
 Rounds = Annotated[
-    list[int] | None, typer.Option(help="A number of rounds to compare; may be repeated.")
+    list[int] | None, typer.Option(min=1, help="A number of rounds to compare; may be repeated.")
 ]
 Norm = Annotated[
     float, typer.Option(help="Without a recipe: norm of the users' mean clipped gradient, over S.")

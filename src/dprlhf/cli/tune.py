@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def tune(
     recipe: Annotated[Path, typer.Argument(help="A YAML recipe of private updates.")],
     overrides: Overrides = None,
-    minutes: Annotated[float, typer.Option(help="Time for this call.")] = 30.0,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Time for this call.")] = 30.0,
     trials: Annotated[
         int | None, typer.Option(min=1, help="Most trials of the search, beside the time.")
     ] = None,
