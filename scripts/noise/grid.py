@@ -167,7 +167,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Measured:
-    """The runs of a cell, one value a seed: rise at the end, and mean rise over the rounds."""
+    """The runs of a cell, one value a seed: rise at the end, and mean rise over the rounds.
+
+    There is no mean over rounds where noise hides the reward of some of them.
+    """
 
     rise: list[float]
     area: list[float]
@@ -175,10 +178,9 @@ class Measured:
 
 def measured(figures: list[dict[str, Any]]) -> Measured:
     """Return the rises of a cell's runs from their figures."""
-    curves = [
-        [*f["public"], f["after"]] if f["public"] else [r for r in f["private"] if r is not None]
-        for f in figures
-    ]
+    curves = [[*f["public"], f["after"]] if f["public"] else f["private"] for f in figures]
+    if any(reward is None for curve in curves for reward in curve):
+        return Measured([f["rise"] for f in figures], [])
     area = [float(np.mean(c)) - f["before"] for c, f in zip(curves, figures, strict=True)]
     return Measured([f["rise"] for f in figures], area)
 
@@ -190,8 +192,8 @@ def share(kept: list[float], of: list[float]) -> tuple[float, float]:
 
 
 def error(values: list[float]) -> float:
-    """Return the standard error of a mean; 0 for a single value, which has none."""
-    return float(np.std(values, ddof=1) / np.sqrt(len(values))) if len(values) > 1 else 0.0
+    """Return the standard error of a mean; NaN for a single value, which has none."""
+    return float(np.std(values, ddof=1) / np.sqrt(len(values))) if len(values) > 1 else np.nan
 
 
 def rows(model: str, done: dict[Cell, Measured]) -> Iterator[Result]:
@@ -201,7 +203,9 @@ def rows(model: str, done: dict[Cell, Measured]) -> Iterator[Result]:
         name = f"grid ({model}): {cell.task}, {cell.method}, {epsilon}, {cell.users} users"
         yield Result(f"{name}: seeds", len(values.rise), "1")
         yield Result(f"{name}: rise of the reward", float(np.mean(values.rise)), "reward")
-        yield Result(f"{name}: mean rise over the rounds", float(np.mean(values.area)), "reward")
+        if values.area:
+            mean = float(np.mean(values.area))
+            yield Result(f"{name}: mean rise over the rounds", mean, "reward")
         if len(values.rise) > 1:
             yield Result(f"{name}: standard error of the rise", error(values.rise), "reward")
         plain = done.get(Cell(cell.task, "reference", None, cell.users))
@@ -213,13 +217,16 @@ def rows(model: str, done: dict[Cell, Measured]) -> Iterator[Result]:
             ("rise", values.rise, plain.rise),
             ("area under the curve", values.area, plain.area),
         ):
+            if not kept or not of:
+                continue
             part, uncertain = share(kept, of)
             wanted: tuple[str, bool | None] = ("", None)
             if goal is not None:
                 least = f"at least {goal}, with {LEAST_SEEDS} seeds or more"
                 wanted = (least, part >= goal and enough)
             yield Result(f"{name}: share of the non-private {what}", part, "1", *wanted)
-            yield Result(f"{name}: standard error of the share of the {what}", uncertain, "1")
+            if np.isfinite(uncertain):
+                yield Result(f"{name}: standard error of the share of the {what}", uncertain, "1")
 
 
 def tables(done: dict[Cell, Measured]) -> Iterator[str]:
@@ -243,9 +250,11 @@ def tables(done: dict[Cell, Measured]) -> Iterator[str]:
 def entry(values: Measured, plain: Measured | None, is_plain: bool) -> str:
     """Return a table's entry: the shares kept at the end and of the area, else the rise."""
     if plain is None or is_plain:
-        return f"{np.mean(values.rise):+.2f} ± {error(values.rise):.2f}"
-    ends, areas = share(values.rise, plain.rise), share(values.area, plain.area)
-    return f"{ends[0]:.0%} ± {ends[1]:.0%}, {areas[0]:.0%} ± {areas[1]:.0%}"
+        uncertain = error(values.rise)
+        return f"{np.mean(values.rise):+.2f}" + (f" ± {uncertain:.2f}" if uncertain >= 0 else "")
+    pairs = (values.rise, plain.rise), (values.area, plain.area)
+    shares = [share(kept, of) for kept, of in pairs if kept and of]
+    return ", ".join(f"{part:.0%}" + (f" ± {e:.0%}" if e >= 0 else "") for part, e in shares)
 
 
 def plot(done: dict[Cell, Measured], picture: Path) -> None:
@@ -284,7 +293,7 @@ def plot(done: dict[Cell, Measured], picture: Path) -> None:
     axes[1][0].set_ylabel("share of the non-private area under the curve")
     for ax in axes[1]:
         ax.set_xlabel("ε")
-    axes[1][0].legend(fontsize=7)
+    axes[0][0].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(picture, dpi=150)
 
@@ -293,8 +302,11 @@ def _line(done: dict[Cell, Measured], at: Cell, what: str) -> Iterator[tuple[flo
     plain = done.get(Cell(at.task, "reference", None, at.users))
     for epsilon in EPSILONS:
         values = done.get(Cell(at.task, at.method, epsilon, at.users))
-        if epsilon is not None and values is not None and plain is not None:
-            yield (epsilon, *share(getattr(values, what), getattr(plain, what)))
+        if epsilon is None or values is None or plain is None:
+            continue
+        kept, of = getattr(values, what), getattr(plain, what)
+        if kept and of:
+            yield (epsilon, *share(kept, of))
 
 
 def cell_of(text: str) -> tuple[float | None, int]:

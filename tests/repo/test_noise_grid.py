@@ -71,10 +71,14 @@ def test_shares_goals_and_the_area() -> None:
     done[kept] = grid.Measured([1.9, 1.96], [1.2, 1.2])
     found = {row.name.removeprefix("grid (small): "): row for row in grid.rows("small", done)}
     assert found[f"{start} rise"].holds is False
-    # Without a curve on public prompts, the users' noised rewards stand for it.
-    assert grid.measured(
-        [{"before": 0.5, "rise": 2.0, "after": 2.5, "public": [], "private": [1, None, 2]}]
-    ).area == [1.0]
+    # Without a curve on public prompts, the users' noised rewards stand for it, if all are known.
+    for private, area in (([1, 1.5, 2], [1.0]), ([1, None, 2], [])):
+        figures = {"before": 0.5, "rise": 2.0, "after": 2.5, "public": [], "private": private}
+        done[kept] = grid.measured([figures])
+        assert done[kept].area == area
+        shown = "100%, 67%" if area else "100% |"
+        assert shown in "\n".join(grid.tables(done))
+        assert not any("nan" in str(row.value) for row in grid.rows("small", done))
 
 
 def test_finished_runs_are_read_and_not_run_again(tmp_path: Path) -> None:
