@@ -66,11 +66,11 @@ def test_any_changes_are_read_back_and_no_comment_is_lost(changes: dict[str, Any
 @pytest.mark.parametrize("file", RECIPES, ids=lambda f: f.stem)
 def test_one_value_of_a_recipe(file: Path) -> None:
     text = file.read_text()
-    changed = changed_text(text, {"optimizer.learning_rate": 0.5}, {})
+    changed = changed_text(text, {"optimizer.learning_rate": 0.375}, {})
     old, new = text.splitlines(), changed.splitlines()
     differs = [(a, b) for a, b in zip(old, new, strict=True) if a != b]
     assert len(differs) == 1
-    assert "learning_rate: 0.5" in differs[0][1]
+    assert "learning_rate: 0.375" in differs[0][1]
     assert differs[0][0].partition("#")[2] == differs[0][1].partition("#")[2]
 
 
