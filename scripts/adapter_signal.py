@@ -27,7 +27,7 @@ from dprlhf.runs.measurements import Result, write_results
 from dprlhf.training.evaluate import _PUBLIC_KEY
 from dprlhf.updates.baselines import loo
 
-RECIPE = Path(__file__).parent.parent / "recipes" / "imdb_demo.yaml"
+RECIPE = Path(__file__).parent.parent / "recipes" / "imdb_sentiment.yaml"
 ALL = list(range(30))
 ADAPTERS = {
     "q and v, all layers, random A": (["q_proj", "v_proj"], ALL, "random"),

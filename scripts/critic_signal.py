@@ -73,7 +73,7 @@ def main() -> None:
     changes = [f"policy.model_name_or_path={options.policy}", "policy.dtype=float32"]
     changes += ["policy.adapter.layers=[0,1,2,3]", "data.limit=2000"]
     changes += ["rollout.max_new_tokens=8", "rollout.batch_size=128", "privacy.epsilon=1"]
-    recipe = load_recipe(ROOT / "recipes/imdb_demo.yaml", changes)
+    recipe = load_recipe(ROOT / "recipes/imdb_sentiment.yaml", changes)
     assert recipe.evaluation is not None
     plan = make_plan(users=2000, rounds=8, delta=1e-5, epsilon=1.0)
     public = Users(load_rows(recipe.evaluation.data), recipe.evaluation.data)

@@ -1,4 +1,4 @@
-"""Run the demo (recipes/imdb_demo.yaml), print what it shows, and keep the figures.
+"""Run the demo (recipes/imdb_sentiment.yaml), print what it shows, and keep the figures.
 
 make demo
 python scripts/demo.py --results docs/results/demo.json --started 1700000000
@@ -16,7 +16,7 @@ from dprlhf.assets import path
 from dprlhf.cli.output import show
 from dprlhf.runs.measurements import Result, write_results
 
-RECIPE = Path(__file__).parent.parent / "recipes" / "imdb_demo.yaml"
+RECIPE = Path(__file__).parent.parent / "recipes" / "imdb_sentiment.yaml"
 
 
 def main() -> None:

@@ -121,7 +121,7 @@ mapfile -t files < <(grep -rl 'mark\.gpu' tests --include='test_*.py')
 step tests 150 "$python" -m pytest -q -m gpu "${files[@]}"
 if timeout 60 "$python" -m dprlhf assets pull >"$out/assets.log" 2>&1; then
   rm -rf "$out/imdb"
-  step imdb 120 "$python" -m dprlhf train recipes/imdb_demo.yaml --output-dir "$out/imdb" &&
+  step imdb 120 "$python" -m dprlhf train recipes/imdb_sentiment.yaml --output-dir "$out/imdb" &&
     row '' '' '' "$(grep '^reward on' "$out/imdb.log" | cut -c1-100)"
 else
   row imdb skipped '' "the demo's models cannot be had: $(tail -n 1 "$out/assets.log" | cut -c1-60)"

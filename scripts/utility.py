@@ -31,7 +31,7 @@ EPSILONS = [1.0, 2.0, 4.0, 8.0, None]
 GOAL = 0.95
 
 UPDATES = {
-    "pg": "imdb_demo", "grpo": "imdb_grpo", "ppo": "imdb_ppo", "rebel": "imdb_rebel",
+    "pg": "imdb_sentiment", "grpo": "imdb_grpo", "ppo": "imdb_ppo", "rebel": "imdb_rebel",
     "npg": "imdb_npg",
 }  # fmt: skip
 """Each update's recipe."""

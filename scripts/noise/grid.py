@@ -74,7 +74,9 @@ def _guides(asset: str, split: str) -> dict[str, Any]:
 
 WORDS = dict(SMALL["rewards"][0])
 TASKS = {
-    "demo": Task("imdb_demo", 23_000, _guides("rotten-tomatoes", "train"), {"rewards": [WORDS]}),
+    "demo": Task(
+        "imdb_sentiment", 23_000, _guides("rotten-tomatoes", "train"), {"rewards": [WORDS]}
+    ),
     "community": Task(
         "community",
         14_355,

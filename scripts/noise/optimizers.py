@@ -35,7 +35,7 @@ from dprlhf.runs.measurements import Result, write_results
 from dprlhf.training.evaluate import evaluate
 from noise.many_runs import ROOT, SMALL, overrides_of, small_policy
 
-RECIPE = ROOT / "recipes" / "imdb_demo.yaml"
+RECIPE = ROOT / "recipes" / "imdb_sentiment.yaml"
 USERS, PRIVATE, TUNING = 1500, 23_000, 6000
 COMMON: dict[str, Any] = {
     **SMALL,

@@ -70,7 +70,7 @@ def predicted(settings: dict[str, Any]) -> list[Choice]:
 
     The public prompts are measured once: they do not depend on the number of users, nor on ε.
     """
-    recipe = load_recipe(ROOT / "recipes" / "imdb_demo.yaml", overrides_of(settings))
+    recipe = load_recipe(ROOT / "recipes" / "imdb_sentiment.yaml", overrides_of(settings))
     facts = measure(recipe, responses=[2, 4])
     print(facts.describe(), flush=True)
     found = []
@@ -95,7 +95,7 @@ def jobs(settings: dict[str, Any], choices: Sequence[Choice], seeds: int) -> lis
         ):
             changes = {**settings, "data.limit": users, "privacy.epsilon": epsilon}
             overrides = (*overrides_of(changes), *choice.overrides())
-            found.append(Job(f"plan-{number}-{seed}", "imdb_demo", overrides))
+            found.append(Job(f"plan-{number}-{seed}", "imdb_sentiment", overrides))
     return found
 
 

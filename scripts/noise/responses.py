@@ -51,7 +51,7 @@ from dprlhf.training.evaluate import _PUBLIC_KEY
 from dprlhf.updates.baselines import BASELINES
 from noise.many_runs import ROOT, SMALL, overrides_of, small_policy
 
-RECIPE = ROOT / "recipes" / "imdb_demo.yaml"
+RECIPE = ROOT / "recipes" / "imdb_sentiment.yaml"
 RESULTS = ROOT / "docs" / "results" / "noise.json"
 RUNS = ROOT / "runs" / "responses"
 RESPONSES = (2, 4, 8, 16, 32)

@@ -26,7 +26,7 @@ from dprlhf.runs.measurements import Result, write_results
 from noise.many_runs import ROOT, SMALL, Job, overrides_of, run_all, small_policy
 
 GOAL = 0.97
-RECIPE = "imdb_demo"
+RECIPE = "imdb_sentiment"
 SCORED = 400
 """Public prompts that score a trial: single rewards of words spread widely, and cost nothing."""
 

@@ -180,7 +180,7 @@ def small() -> tuple[CausalLMPolicy, layout.Shapes]:
 
 
 def demo_shapes() -> layout.Shapes:
-    """The shapes of ``recipes/imdb_demo.yaml``."""
+    """The shapes of ``recipes/imdb_sentiment.yaml``."""
     return layout.Shapes(
         prompt=16,
         response=16,

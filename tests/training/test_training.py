@@ -607,7 +607,7 @@ class TestRecipes:
         assert result.plan.users == 40
         assert result.plan.guarantee.epsilon <= 4
 
-    @pytest.mark.parametrize("name", ["imdb_demo", "imdb_full", "imdb_gpt2"])
+    @pytest.mark.parametrize("name", ["imdb_sentiment", "imdb_full", "imdb_gpt2"])
     def test_recipes_are_valid(self, name: str) -> None:
         recipe = dprlhf.load_recipe(Path(__file__).parents[2] / f"recipes/{name}.yaml")
         assert recipe.privacy.epsilon <= 8
