@@ -12,6 +12,7 @@ from dprlhf.recipe.base import (
     Settings,
     experimental,
 )
+from dprlhf.recipe.data import Data, Documents, Preferences
 from dprlhf.recipe.loading import (
     AnyRecipe,
     dump_recipe,
@@ -20,23 +21,18 @@ from dprlhf.recipe.loading import (
     load_recipe,
     make_recipe,
 )
+from dprlhf.recipe.policy import Adapter, Policy, Source
+from dprlhf.recipe.privacy import Auto, Privacy
+from dprlhf.recipe.private_update import Critic, Oracle, PrivateUpdate, TrustRegion
 from dprlhf.recipe.quantile import QuantileClip
 from dprlhf.recipe.rl import Recipe
 from dprlhf.recipe.sections import (
     KL,
-    Adapter,
-    Auto,
     Average,
-    Data,
-    Documents,
     Evaluation,
     Optimizer,
-    Policy,
-    Preferences,
-    Privacy,
     Reward,
     Rollout,
-    Source,
     Tracking,
 )
 from dprlhf.recipe.subspace import Subspace
@@ -48,10 +44,6 @@ from dprlhf.recipe.updates import (
     PPO,
     REBEL,
     UPDATE_SETTINGS,
-    Critic,
-    Oracle,
-    PrivateUpdate,
-    TrustRegion,
     Update,
     UpdatePlugin,
     update_plugin,

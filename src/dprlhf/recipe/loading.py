@@ -12,9 +12,10 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from dprlhf.errors import DprlhfError, nearest, one_line
+from dprlhf.recipe.private_update import CLIP_NORM_KINDS, PrivateUpdate
 from dprlhf.recipe.rl import Recipe
 from dprlhf.recipe.supervised import STAGES, StageRecipe
-from dprlhf.recipe.updates import CLIP_NORM_KINDS, UPDATE_SETTINGS, PrivateUpdate
+from dprlhf.recipe.updates import UPDATE_SETTINGS
 
 R = typing.TypeVar("R", bound=BaseModel)
 

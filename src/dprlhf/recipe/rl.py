@@ -7,20 +7,12 @@ from typing import Annotated, ClassVar
 from pydantic import Field, model_validator
 
 from dprlhf.recipe.base import PositiveFloat, PositiveInt, Settings
-from dprlhf.recipe.sections import (
-    KL,
-    Data,
-    Evaluation,
-    Optimizer,
-    Policy,
-    Previous,
-    Privacy,
-    Reward,
-    Rollout,
-    Source,
-    Tracking,
-    check_promise,
-)
+from dprlhf.recipe.data import Data
+from dprlhf.recipe.policy import Policy, Source
+from dprlhf.recipe.privacy import Previous, Privacy
+from dprlhf.recipe.promise import check_promise
+from dprlhf.recipe.sections import KL, Evaluation, Optimizer, Reward, Rollout, Tracking
+from dprlhf.recipe.update_checks import check_update
 from dprlhf.recipe.updates import PG, Update
 
 
@@ -128,5 +120,5 @@ class Recipe(Settings):
             guides=self.update.subspace.data if self.update.subspace else None,
         )
         self.policy.adapter.check(public_rows=self.evaluation is not None)
-        self.update.check(self)
+        check_update(self.update, self)
         return self

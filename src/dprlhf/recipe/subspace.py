@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from dprlhf.recipe.base import PositiveFloat, PositiveInt, Settings
-from dprlhf.recipe.sections import Data
+from dprlhf.recipe.data import Data
 
 
 class Subspace(Settings):

@@ -12,19 +12,11 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from dprlhf.recipe.base import PositiveInt, Settings
-from dprlhf.recipe.sections import (
-    Budget,
-    Data,
-    Documents,
-    Evaluation,
-    Optimizer,
-    Policy,
-    Preferences,
-    Previous,
-    Source,
-    Tracking,
-    check_promise,
-)
+from dprlhf.recipe.data import Data, Documents, Preferences
+from dprlhf.recipe.policy import Policy, Source
+from dprlhf.recipe.privacy import Budget, Previous
+from dprlhf.recipe.promise import check_promise
+from dprlhf.recipe.sections import Evaluation, Optimizer, Tracking
 
 
 class Supervised(Settings):

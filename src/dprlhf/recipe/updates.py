@@ -10,332 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    BeforeValidator,
-    Discriminator,
-    Field,
-    SerializeAsAny,
-    Tag,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
-from dprlhf.recipe.base import Experimental, PositiveFloat, PositiveInt, Settings
+from dprlhf.recipe.base import Experimental, PositiveFloat, PositiveInt
 from dprlhf.recipe.plugins import load_plugin, plugin_names
-from dprlhf.recipe.quantile import QuantileClip
-from dprlhf.recipe.sections import KL, Evaluation, Optimizer, Privacy, Rollout
-from dprlhf.recipe.subspace import Subspace
+from dprlhf.recipe.private_update import Critic, Oracle, PrivateUpdate, Sections
 
 ENTRY_POINT_GROUP = "dprlhf.updates"
 """The entry-point group of updates in other packages; each names an :class:`UpdatePlugin`."""
-
-
-class Sections(Protocol):
-    """The sections of a :class:`~dprlhf.recipe.Recipe` that an update's checks look at."""
-
-    @property
-    def rollout(self) -> Rollout:
-        """How responses are sampled."""
-        ...
-
-    @property
-    def kl(self) -> KL:
-        """The KL penalty."""
-        ...
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The server-side optimizer."""
-        ...
-
-    @property
-    def privacy(self) -> Privacy:
-        """The privacy guarantee."""
-        ...
-
-    @property
-    def evaluation(self) -> Evaluation | None:
-        """The public prompts; None without evaluation."""
-        ...
-
-    @property
-    def rounds(self) -> int:
-        """The number of rounds T."""
-        ...
-
-
-class TrustRegion(Settings):
-    """A clip norm that keeps an SGD step in a region (see :mod:`dprlhf.updates.trust_region`).
-
-    Attributes:
-        trust_region: ``l2`` or ``l2-markov`` bounds the parameters' change; ``kl`` bounds the KL
-            divergence of responses and needs public prompts.
-        alpha: Size α of the region: ‖Δ‖²/2, or the KL divergence in nats.
-        beta: Probability β of a step that leaves the region.
-    """
-
-    trust_region: Literal["l2", "l2-markov", "kl"]
-    alpha: PositiveFloat
-    beta: Annotated[float, Field(gt=0, lt=1)] = 0.1
-
-
-def _clip_norm_kind(value: Any) -> str:
-    if isinstance(value, QuantileClip) or (isinstance(value, Mapping) and "quantile" in value):
-        return _QUANTILE
-    return _REGION if isinstance(value, Mapping | TrustRegion) else _NUMBER
-
-
-CLIP_NORM_KINDS = _NUMBER, _REGION, _QUANTILE = "number", "region", "quantile-clip"
-"""How pydantic names the three kinds in an error's location."""
-
-ClipNorm = Annotated[
-    Annotated[float, Field(gt=0), Tag(_NUMBER)]
-    | Annotated[TrustRegion, Tag(_REGION)]
-    | Annotated[QuantileClip, Tag(_QUANTILE)],
-    Discriminator(_clip_norm_kind),
-]
-
-
-class PrivateUpdate(Settings):
-    """Settings and facts that every private update has; base class of all updates, plug-ins too.
-
-    Attributes:
-        name: Name of the update in a recipe.
-        clip_norm: Clip norm S, the L2 bound on one user's vector; or a trust region that
-            determines S once, before the first round; or a quantile of the users' norms that it
-            follows from round to round. ``.inf`` only in a non-private baseline.
-        batch_size: Responses in one micro-batch of the backward pass. Larger is faster until memory
-            runs out; it does not change the result beyond rounding.
-        subspace: Directions from public gradients, along which users' vectors are released; null
-            releases all coordinates.
-    """
-
-    allows_trust_region: ClassVar[bool] = False
-    """Whether the round is one step along one clipped sum, which a trust region can bound."""
-
-    token_rewards: ClassVar[bool] = False
-    """Whether the update takes one reward for each token, as ``kl.level: token`` gives."""
-
-    name: str
-    clip_norm: ClipNorm = 1.0
-    batch_size: PositiveInt = 64
-    subspace: Subspace | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_a_noised_critic(cls, values: Any) -> Any:
-        if isinstance(values, Mapping) and "critic" in values:
-            critic = values["critic"]
-            name = critic.get("name", "noised") if isinstance(critic, Mapping) else critic
-            offered = "critic" in cls.model_fields
-            if offered and (critic is None or isinstance(critic, Critic)):
-                return values
-            if not offered or name != "noised":
-                raise ValueError(
-                    "there is no critic but critic: noised, with update.name"
-                    f" {_names(lambda kind: 'critic' in kind.model_fields)}: one fitted without"
-                    " noise would carry a round's users into later releases (docs/privacy.md,"
-                    " 'Rules that the code keeps'); or write baseline: loo, which takes the user's"
-                    " own other responses"
-                )
-            if critic == "noised":
-                return {**values, "critic": {}}
-        return values
-
-    @property
-    def radius(self) -> float:
-        """Clip norm S; 1 as long as a trust region has not determined it."""
-        if isinstance(self.clip_norm, QuantileClip):
-            return self.clip_norm.initial
-        return 1.0 if isinstance(self.clip_norm, TrustRegion) else self.clip_norm
-
-    @property
-    def releases(self) -> int:
-        """Number J of noised sums that a round releases: the gate charges J and refuses more."""
-        return 1
-
-    @property
-    def passes(self) -> int:
-        """Backward passes over a user's tokens for one release, to estimate a run's duration."""
-        return 1
-
-    @property
-    def released(self) -> str:
-        """What a round's releases are the noised mean of, for the privacy card.
-
-        ``{releases}`` in it stands for the number of releases.
-        """
-        return (
-            f"vector that the update {self.name} takes from each user, {{releases}} in each round"
-        )
-
-    @property
-    def noised_critic(self) -> Critic | None:
-        """Settings of the critic that serves the advantages; None without one."""
-        return None
-
-    @property
-    def least_squares(self) -> Oracle | None:
-        """Settings of the regression oracle that solves the round; None if there is no regression.
-
-        With one, ``clip_norm`` bounds the regression's features.
-        """
-        return None
-
-    def check(self, recipe: Sections) -> None:
-        """Refuse a recipe whose other sections do not work with this update.
-
-        Raises:
-            ValueError: Names the setting and what would work.
-        """
-        if isinstance(self.clip_norm, TrustRegion):
-            self._check_trust_region(self.clip_norm, recipe)
-        if isinstance(self.clip_norm, QuantileClip):
-            self._check_quantile(self.clip_norm, recipe)
-        if self.least_squares is not None:
-            self._check_least_squares(recipe)
-        if self.noised_critic is not None:
-            self.noised_critic.check(recipe)
-        if self.subspace is not None:
-            self._check_subspace(self.subspace, recipe)
-        if recipe.kl.level == "token" and not self.token_rewards:
-            raise ValueError(
-                "kl.level: token works with update.name"
-                f" {_names(lambda kind: kind.token_rewards)}; {self.name} takes one reward a"
-                " response: write kl.level: sequence"
-            )
-
-    def _check_trust_region(self, region: TrustRegion, recipe: Sections) -> None:
-        if not self.allows_trust_region:
-            raise ValueError(
-                "update.clip_norm: a trust region is for the one step of"
-                f" {_names(lambda kind: kind.allows_trust_region)}, not for {self.name}: give a"
-                " number"
-            )
-        if recipe.optimizer.name != "sgd" or recipe.optimizer.momentum:
-            raise ValueError(
-                "update.clip_norm: a trust region bounds a plain SGD step: write optimizer: {name:"
-                " sgd, learning_rate: …} without momentum, or give a number"
-            )
-        if region.trust_region == "kl" and recipe.evaluation is None:
-            raise ValueError(
-                "update.clip_norm: trust_region kl needs public prompts (evaluation.data); l2 and"
-                " l2-markov do not"
-            )
-
-    def _check_quantile(self, clip: QuantileClip, recipe: Sections) -> None:
-        if not self.allows_trust_region:
-            raise ValueError(
-                "update.clip_norm: a quantile is of the vectors that"
-                f" {_names(lambda kind: kind.allows_trust_region)} release once in a round;"
-                f" {self.name} bounds the features of a regression: give a number"
-            )
-        if recipe.privacy.bands > 1:
-            raise ValueError(
-                "update.clip_norm: with privacy.bands above 1, later rounds take back noise of"
-                " earlier ones, which a clip norm that changes leaves in: give a number"
-            )
-        critic = self.noised_critic.share if self.noised_critic is not None else 0.0
-        if recipe.privacy.reward_share**2 + critic + clip.share >= 1:
-            raise ValueError(
-                "update.clip_norm.share, update.critic.share and the square of"
-                " privacy.reward_share leave nothing to the gradient: lower them"
-            )
-
-    def _check_subspace(self, subspace: Subspace, recipe: Sections) -> None:
-        if subspace.source == "public" and subspace.data is None and recipe.evaluation is None:
-            raise ValueError(
-                "update.subspace needs public prompts: give update.subspace.data, or evaluation"
-                " with more rows than evaluation.prompts; or write source: model"
-            )
-        if isinstance(self.clip_norm, TrustRegion):
-            raise ValueError(
-                "update.clip_norm: a trust region bounds gradients, and update.subspace scales"
-                " their coordinates: give a number"
-            )
-        if self.least_squares is not None:
-            raise ValueError(
-                f"update.subspace: update.name {self.name} releases the answers of a regression,"
-                " not gradients: leave subspace out, or take pg, grpo or ppo"
-            )
-        if recipe.optimizer.name == "adam-corrected":
-            raise ValueError(
-                "optimizer.name: adam-corrected takes the noise of every parameter to be the same,"
-                " which it is not with update.subspace: write adam or sgd"
-            )
-        if recipe.privacy.bands > 1 and subspace.refresh < recipe.rounds:
-            raise ValueError(
-                "privacy.bands: noise of earlier rounds is taken back along the directions of"
-                " earlier rounds: set update.subspace.refresh to the number of rounds, or bands 1"
-            )
-
-    def _check_least_squares(self, recipe: Sections) -> None:
-        if self.radius == float("inf"):
-            raise ValueError(
-                "update.clip_norm bounds the features of the regression: give a finite one, also"
-                " with privacy.epsilon .inf"
-            )
-        if recipe.optimizer.name == "adam-corrected":
-            raise ValueError(
-                "optimizer.name: adam-corrected needs the noise of a released gradient, and"
-                f" update.name {self.name} steps along a regression's solution: write sgd"
-            )
-
-    def saturated(self, *, clip_norm: float, batch_size: int, target_bound: float) -> Self:
-        """Return these settings with bounds that every canary user of an audit reaches.
-
-        Args:
-            clip_norm: Clip norm far below the norm of any user's vector.
-            batch_size: Responses in one micro-batch.
-            target_bound: Bound on a regression's targets, far below any target.
-
-        Canaries have no public prompts beside them, so there is no subspace.
-        """
-        bounds = {"clip_norm": clip_norm, "batch_size": batch_size, "subspace": None}
-        return self.model_copy(update=bounds)
-
-
-class Critic(Settings):
-    """A value function V(x) that predicts a prompt's mean reward, learned from noised releases.
-
-    It rides in the gradient's release (:mod:`dprlhf.updates.critic`).
-
-    Attributes:
-        name: ``noised`` is the only kind.
-        share: Share of the round's budget 1/z² that the critic takes. The gradient's noise-to-clip
-            ratio grows by 1/√(1 − share).
-        features: Number p of features of a prompt, fitted on public prompts. With 0, V is the
-            released mean reward of earlier rounds. The noise in V grows with p.
-        weight: Weight of r − V(x) in an advantage; the baseline has the rest.
-        step_size: Step size η in (0, 1] of V's update after each round.
-    """
-
-    name: Literal["noised"] = "noised"
-    share: Annotated[float, Field(gt=0, lt=1)] = 0.02
-    features: Annotated[int, Field(ge=0)] = 4
-    weight: Annotated[float, Field(gt=0, le=1)] = 0.5
-    step_size: Annotated[float, Field(gt=0, le=1)] = 0.3
-
-    def check(self, recipe: Sections) -> None:
-        """Refuse a recipe without public prompts for the features, or without budget for both.
-
-        Raises:
-            ValueError: Names the setting and what would work.
-        """
-        if self.features and recipe.evaluation is None:
-            raise ValueError(
-                "update.critic: features come from public prompts (evaluation.data): give some, or"
-                " write features: 0"
-            )
-        if recipe.privacy.reward_share**2 + self.share >= 1:
-            raise ValueError(
-                "update.critic.share and the square of privacy.reward_share leave nothing to the"
-                " gradient: lower them"
-            )
 
 
 class _Score(PrivateUpdate):
@@ -366,6 +51,11 @@ class _Advantage(_Score):
 
     critic: Annotated[Critic | None, Experimental()] = None
 
+    @field_validator("critic", mode="before")
+    @classmethod
+    def _named(cls, critic: Any) -> Any:
+        return {} if critic == "noised" else critic
+
     @property
     def scaled(self) -> bool:
         """Whether advantages are divided by a standard deviation, so that they have no unit."""
@@ -387,7 +77,6 @@ class _Advantage(_Score):
                 "update.critic: V(x) is in the unit of rewards, and standardised advantages have"
                 f" none: write {self.unscaled}"
             )
-        super().check(recipe)
 
     def saturated(self, *, clip_norm: float, batch_size: int, target_bound: float) -> Self:
         """Return these settings with bounds that every canary user of an audit reaches.
@@ -496,72 +185,6 @@ class PPO(_Advantage):
         return "move of the users' copies of the policy in each round"
 
 
-class Oracle(Settings):
-    """Private least squares, for NPG and REBEL; ``update.clip_norm`` bounds the features' norm.
-
-    Attributes:
-        name: Algorithm; each is a file in :mod:`dprlhf.updates.privls`.
-        steps: Number J of gradient steps of ``projected-sgd`` and ``improper-batch-sgd``, each a
-            noised release of the round.
-        step_size: Step size of these two algorithms, in units of 1/``update.clip_norm``².
-        radius: Bound W on the norm of the solution w.
-        target_bound: Bound R to which targets are clipped; a gradient's norm is then at most 2R
-            times the clip norm. Null takes the largest possible advantage, 2 ``reward_range`` (3
-            with the baseline ``group``); a smaller bound lowers the noise.
-        sketch: Dimensions of a public random projection (a count sketch) of the features; null for
-            no projection.
-        ridge: Ridge regularisation of ``sufficient-statistics``, in units of its noise.
-        damping: Added to every eigenvalue by ``sufficient-statistics``, in units of
-            ``update.clip_norm``²: the solution then shrinks where a nearly deterministic policy
-            leaves hardly any Fisher information. Null adds nothing.
-        gain: Factor by which a user's answer is scaled up before it is clipped to the oracle's
-            bound; the released mean is scaled down by it. A mean over responses is far below the
-            worst case that the bound allows for, so a gain above 1 lowers the noise at the price of
-            some clipping.
-    """
-
-    name: Literal["projected-sgd", "improper-batch-sgd", "sufficient-statistics"] = "projected-sgd"
-    steps: PositiveInt = 4
-    step_size: PositiveFloat = 0.5
-    radius: PositiveFloat = 1.0
-    target_bound: PositiveFloat | None = None
-    sketch: PositiveInt | None = None
-    ridge: PositiveFloat = 1.0
-    damping: Annotated[float, Field(ge=0)] | None = None
-    gain: PositiveFloat = 1.0
-
-    @field_validator("name", mode="before")
-    @classmethod
-    def _gaussian(cls, name: Any) -> Any:
-        why = {
-            "exponential": "needs a finite set of candidates (W is infinite here) and is pure",
-            "issp": "has to see all users together, works in few dimensions and is not Gaussian",
-        }
-        if name in why:
-            raise ValueError(
-                f"{name} {why[name]}, so a run cannot be charged for it: write projected-sgd, or"
-                " call dprlhf.papers.regression.fit on arrays"
-            )
-        return name
-
-    @property
-    def closed_form(self) -> bool:
-        """Whether one release of sufficient statistics determines the solution."""
-        return self.name == "sufficient-statistics"
-
-    @property
-    def releases(self) -> int:
-        """Number J of noised sums that one regression releases."""
-        return 1 if self.closed_form else self.steps
-
-    @property
-    def released(self) -> str:
-        """What the releases are the noised mean of, for the privacy card."""
-        if self.closed_form:
-            return "sufficient statistics of a regression in each round"
-        return "gradient of a regression at each step, {releases} in each round"
-
-
 class REBEL(PrivateUpdate):
     """DP-REBEL (He & Zhou 2025, Algorithm 5): regress relative log-ratios on relative rewards.
 
@@ -605,7 +228,6 @@ class REBEL(PrivateUpdate):
         Raises:
             ValueError: Names the setting and what would work.
         """
-        super().check(recipe)
         if recipe.rollout.responses % 2:
             raise ValueError(
                 "rollout.responses must be even for update.name rebel, which pairs them, not"
@@ -670,12 +292,6 @@ UPDATE_SETTINGS: dict[str, type[PrivateUpdate]] = {
 """The settings class of each update of this package, by its name in a recipe."""
 
 
-def _names(fits: Callable[[type[PrivateUpdate]], bool]) -> str:
-    """Return the names of the updates that have some property: ``pg, grpo or ppo``."""
-    *first, last = [name for name, kind in UPDATE_SETTINGS.items() if fits(kind)]
-    return f"{', '.join(first)} or {last}" if first else last
-
-
 @dataclass(frozen=True)
 class UpdatePlugin:
     """An update of another package: the object that an entry point of ``dprlhf.updates`` names.
@@ -708,15 +324,38 @@ def update_plugin(name: str) -> UpdatePlugin:
     return plugin
 
 
+def _check_critic(values: Mapping[str, Any], settings: type[PrivateUpdate]) -> None:
+    """Refuse a critic that is not noised, and any critic where an update has none."""
+    critic = values.get("critic", "noised")
+    name = critic.get("name", "noised") if isinstance(critic, Mapping) else critic
+    if "critic" in settings.model_fields:
+        known = name == "noised" or critic is None or isinstance(critic, Critic)
+    else:
+        known = "critic" not in values
+    if not known:
+        *first, last = (n for n, kind in UPDATE_SETTINGS.items() if "critic" in kind.model_fields)
+        raise ValueError(
+            f"there is no critic but critic: noised, with update.name {', '.join(first)} or {last}:"
+            " one fitted without noise would carry a round's users into later releases"
+            " (docs/privacy.md, 'Rules that the code keeps'); or write baseline: loo, which takes"
+            " the user's own other responses"
+        )
+
+
 def _of_its_class(value: Any) -> Any:
     """Validate the section ``update`` by the settings class that its name stands for."""
     if not isinstance(value, Mapping):
         return value
-    name = value.get("name", "pg")
+    settings = _settings_class(value.get("name", "pg"))
+    _check_critic(value, settings)
+    return settings.model_validate(value)
+
+
+def _settings_class(name: Any) -> type[PrivateUpdate]:
     if isinstance(name, str) and name in UPDATE_SETTINGS:
-        return UPDATE_SETTINGS[name].model_validate(value)
+        return UPDATE_SETTINGS[name]
     if name in (offered := plugin_names(ENTRY_POINT_GROUP)):
-        return update_plugin(name).settings.model_validate(value)
+        return update_plugin(name).settings
     names = ", ".join(repr(known) for known in (*UPDATE_SETTINGS, *offered))
     wrong = PydanticCustomError("update_name", "Input should be {expected}", {"expected": names})
     raise ValidationError.from_exception_data(

@@ -1,0 +1,88 @@
+"""The sections of datasets: prompts, documents and preferences."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from dprlhf.recipe.base import PositiveInt, Settings
+
+
+class Data(Settings):
+    """A prompt dataset: a hub id, a folder, a ``.csv``/``.jsonl``/``.parquet`` file, ``asset:…``.
+
+    Attributes:
+        path: Hub id, folder or file of the rows.
+        name: Name of the dataset's configuration on the hub.
+        revision: Branch, tag or commit of the dataset on the hub; null takes what the hub has now.
+        split: Split of the dataset. In a folder of files, the file's name without its suffix.
+        prompt_column: Column of the prompts: text, or a list of ``{"role", "content"}`` messages.
+        user_column: Column that identifies the user: rows with the same value belong to one user.
+            Null makes every row a user of its own.
+        max_prompts_per_user: Number of prompts that a user keeps: the first ones, in the order of
+            the rows. Further ones are dropped.
+        prompt_words: Keep only this many words from the start of a text prompt; null keeps all.
+        max_prompt_tokens: Keep only this many tokens from the end of a prompt.
+        skip: Number of rows at the start that are left out.
+        limit: Number of rows after these that are used; null uses all.
+    """
+
+    path: str
+    name: str | None = None
+    revision: str | None = None
+    split: str = "train"
+    prompt_column: str = "prompt"
+    user_column: str | None = None
+    max_prompts_per_user: PositiveInt = 1
+    prompt_words: PositiveInt | None = None
+    max_prompt_tokens: PositiveInt = 64
+    skip: Annotated[int, Field(ge=0)] = 0
+    limit: PositiveInt | None = None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns that every row must have, without the user column."""
+        return (self.prompt_column,)
+
+
+class Documents(Data):
+    """Documents for supervised fine-tuning, in TRL's formats.
+
+    Attributes:
+        completion_column: Column of the completions, text or messages, on which the loss is taken.
+            Null takes the loss on the whole of ``prompt_column``, as in language modeling.
+        max_completion_tokens: Keep only this many tokens from the start of a completion.
+    """
+
+    completion_column: str | None = "completion"
+    max_completion_tokens: PositiveInt = 64
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns that every row must have, without the user column."""
+        return tuple(c for c in (self.prompt_column, self.completion_column) if c is not None)
+
+
+class Preferences(Data):
+    """Preference pairs (a chosen and a rejected completion), or texts with a label.
+
+    Attributes:
+        chosen_column: Column of the better completions, text or messages.
+        rejected_column: Column of the worse completions, text or messages.
+        label_column: Column of the labels of the texts in ``prompt_column``, each a number or a
+            name from ``labels``; given in place of pairs.
+        max_tokens: Keep only this many tokens of a text: the last ones, or with labels the first.
+    """
+
+    chosen_column: str = "chosen"
+    rejected_column: str = "rejected"
+    label_column: str | None = None
+    max_tokens: PositiveInt = 128
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns that every row must have, without the user column."""
+        if self.label_column is not None:
+            return self.prompt_column, self.label_column
+        return self.prompt_column, self.chosen_column, self.rejected_column

@@ -1,0 +1,129 @@
+"""The sections of models: what a run trains, and where a model comes from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import field_validator, model_validator
+
+from dprlhf.recipe.adapters import ADAPTERS, FORMER_NAMES, AdapterType
+from dprlhf.recipe.base import Experimental, PositiveFloat, PositiveInt, Settings, note_new_name
+
+_UNMEASURED = Experimental(tuple(name for name, kind in ADAPTERS.items() if kind.experimental))
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that a run starts from: what it trains, or a reward.
+
+    Attributes:
+        key: The recipe's key that names it; None where the model is not a file or hub id.
+        label: What the privacy card calls it.
+        path: Hub id or folder; empty for a reward that is a function.
+        trained_on_private_users: Whether the recipe declares that it was fitted on the same users.
+    """
+
+    key: str | None
+    label: str
+    path: str
+    trained_on_private_users: bool
+
+
+class Adapter(Settings):
+    """The trainable part of the policy: a low-dimensional PEFT adapter.
+
+    The norm of a release's noise grows with the square root of the number of trained parameters, so
+    this section decides utility first. :mod:`dprlhf.policies.adapters` has each type's paper.
+
+    Attributes:
+        type: ``lora`` trains both factors A and B of LoRA; ``ffa-lora`` (formerly ``lora-b``)
+            freezes A and trains B alone. Experimental: ``lora-xs`` trains an r × r matrix between
+            singular directions of the weight; ``vera`` two vectors in each layer; ``ia3`` scales of
+            activations; ``norms`` the norm layers; ``biases`` a bias of each output.
+        rank: Rank r of the LoRA types and of ``vera``.
+        alpha: LoRA's alpha: the adapter's output is scaled by alpha / rank, or by alpha / √rank
+            with ``use_rslora``. For the LoRA types.
+        use_rslora: Scale the output by alpha / √rank (rsLoRA, arXiv 2312.03732). For the LoRA
+            types.
+        target_modules: Names of the adapted modules, as PEFT takes them; for the LoRA types and
+            ``vera`` also ``all-linear``. Null takes PEFT's choice for the model's architecture.
+        layers: Adapt only these decoder layers (from 0; −1 is the last): fewer dimensions, and the
+            backward pass stops at the lowest of them. Null adapts all layers.
+        init: Initial value of A: ``random`` as in PEFT, or ``public-activations``, the principal
+            directions of the layer's inputs on public prompts, along which the gradients of
+            different users agree more. For ``lora`` and ``ffa-lora``.
+    """
+
+    type: Annotated[AdapterType, _UNMEASURED] = "ffa-lora"
+    rank: PositiveInt = 1
+    alpha: PositiveFloat = 1.0
+    use_rslora: bool = False
+    target_modules: list[str] | str | None = None
+    layers: list[int] | None = None
+    init: Literal["random", "public-activations"] = "random"
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _todays_name(cls, name: Any) -> Any:
+        if isinstance(name, str) and name in FORMER_NAMES:
+            note_new_name("policy.adapter.type", name, FORMER_NAMES[name])
+            return FORMER_NAMES[name]
+        return name
+
+    @model_validator(mode="after")
+    def _settings_of_type(self) -> Adapter:
+        for name in ("rank", "alpha", "use_rslora", "init"):
+            changed = getattr(self, name) != type(self).model_fields[name].default
+            if changed and name not in ADAPTERS[self.type].takes:
+                types_ = ", ".join(t for t, kind in ADAPTERS.items() if name in kind.takes)
+                raise ValueError(f"{name} is for type {types_}, not for {self.type}")
+        return self
+
+    def check(self, *, public_rows: bool) -> None:
+        """Refuse an initial value that needs public rows where the recipe has none.
+
+        Raises:
+            ValueError: Names the setting.
+        """
+        if self.init == "public-activations" and not public_rows:
+            raise ValueError(
+                "policy.adapter.init: public-activations needs public rows (evaluation.data)"
+            )
+
+
+class Policy(Settings):
+    """The language model that is trained.
+
+    Attributes:
+        model_name_or_path: Hub id, folder, ``asset:…``, or the ``model/`` of an earlier stage.
+        revision: Branch, tag or commit of a hub id. Give the commit, so that a later run loads the
+            same weights; null takes what the hub has now.
+        dtype: Data type of the frozen base model; the adapter stays in float32. ``auto`` is
+            bfloat16 where the hardware computes in it, else float32; a run keeps the type that it
+            started with.
+        attn_implementation: Attention implementation of transformers; null takes its default.
+            ``eager`` can be faster for short texts on a CPU; its memory grows with the square of
+            their length. FlashAttention is not offered: it packs the rows of a micro-batch into
+            one, where the rounding of one user's values would depend on the other users.
+        trained_on_private_users: Declares that the base checkpoint was fitted on the same users
+            without a stated privacy cost. Then no ε can be stated for them, and only a non-private
+            baseline runs.
+        trust_remote_code: Run code that the checkpoint brings, as in transformers.
+        adapter: The trainable part of the model.
+    """
+
+    model_name_or_path: str
+    revision: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+    attn_implementation: Literal["sdpa", "eager"] | None = None
+    trained_on_private_users: bool = False
+    trust_remote_code: bool = False
+    adapter: Adapter = Adapter()
+
+    def source(self, key: str) -> Source:
+        """Return where the base model comes from; ``key`` is this section's name."""
+        path = self.model_name_or_path
+        return Source(
+            f"{key}.model_name_or_path", f"base model {path}", path, self.trained_on_private_users
+        )

@@ -1,0 +1,145 @@
+"""The section ``privacy``, and the earlier runs that an ε has to count (``previous``)."""
+
+from __future__ import annotations
+
+import math
+import urllib.parse
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from dprlhf.privacy.accounting import Adjacency, Partition
+from dprlhf.recipe.base import PositiveFloat, PositiveInt, Settings
+
+
+class Budget(Settings):
+    """The privacy guarantee; give exactly one of ``epsilon`` and ``noise_multiplier``.
+
+    Attributes:
+        epsilon: Largest ε that the run may spend; ``.inf`` is a non-private baseline.
+        noise_multiplier: Noise multiplier z, the noise's standard deviation in units of the clip
+            norm; ε then follows from it.
+        delta: δ; keep it well below 1 / (number of users).
+        partition: How users are assigned to rounds: ``random-allocation``, ``fixed``, ``stream`` or
+            ``poisson`` (Poisson subsampling).
+        adjacency: How neighbouring datasets differ: ``zero-out`` (null takes it), a user's data
+            replaced by nothing, or ``replace-one``, by another user's. ``add-remove`` is refused
+            for a run, which publishes its number of users.
+        participations: Number of rounds in which a user takes part (with ``poisson``: on average).
+        bands: Number of rounds whose noise is correlated, so that later rounds take back noise of
+            earlier ones (matrix factorization, DP-FTRL); 1 is independent noise. Above 1 not with
+            ``poisson``, and with ``random-allocation`` for one participation, ``zero-out`` and up
+            to 128 rounds (see :mod:`dprlhf.privacy.correlated_noise`).
+        tuning_runs: Declares how many runs on the same users chose these settings. Each counts as
+            a run with this one's noise and rounds, so give it no less noise; name runs with other
+            settings under ``previous``. Null declares nothing.
+        book: Budget book that counts what the users spend over all runs: a SQLite file, or
+            ``postgresql://HOST/DATABASE`` without a password. Null takes the environment variable
+            ``DPRLHF_BOOK``; ``none`` is no book.
+        dataset: Name of the users' data set in the book; null takes the book's only one.
+    """
+
+    epsilon: float | None = None
+    noise_multiplier: float | None = None
+    delta: float = 1e-5
+    partition: Partition = "random-allocation"
+    adjacency: Adjacency | None = None
+    participations: PositiveInt = 1
+    bands: PositiveInt = 1
+    tuning_runs: Annotated[int, Field(ge=0)] | None = None
+    book: str | None = None
+    dataset: str | None = None
+
+    @property
+    def baseline(self) -> bool:
+        """Whether the run is a non-private baseline, without noise."""
+        return self.epsilon == math.inf or self.noise_multiplier == 0
+
+    @model_validator(mode="after")
+    def _valid(self) -> Budget:
+        if (self.epsilon is None) == (self.noise_multiplier is None):
+            raise ValueError("give exactly one of epsilon and noise_multiplier")
+        if self.epsilon is not None and not self.epsilon > 0:
+            raise ValueError(f"epsilon must be above 0, not {self.epsilon}")
+        if self.noise_multiplier is not None and not 0 <= self.noise_multiplier < math.inf:
+            raise ValueError(f"noise_multiplier must be at least 0, not {self.noise_multiplier}")
+        if not 0 < self.delta < 1:
+            raise ValueError(f"delta must lie between 0 and 1, not {self.delta}")
+        if self.book is not None and _has_password(self.book):
+            raise ValueError(
+                "book: a recipe is public, so the book's URL must have no password here: set"
+                " DPRLHF_BOOK or PGPASSWORD, or use ~/.pgpass"
+            )
+        return self
+
+
+def _has_password(url: str) -> bool:
+    parts = urllib.parse.urlsplit(url) if "://" in url else None
+    return parts is not None and (parts.password is not None or "password" in parts.query)
+
+
+class Auto(Settings):
+    """What the planner may spend, and what it chooses, when the run starts (``privacy.auto``).
+
+    It takes the plan with the largest predicted rise of the reward, from the number of users, the
+    guarantee, and what public prompts show; no user's prompt is read for it
+    (:mod:`dprlhf.training.planner`). ``recipe.yaml`` in the run folder has the numbers chosen.
+
+    Attributes:
+        minutes: Longest duration of the run, as estimated from the time of public responses.
+        max_responses: Most responses to users' prompts in the whole run. Without either limit, the
+            number that the recipe's own settings take.
+        rounds: Numbers of rounds to choose from; none for a default list. The learning rate is
+            scaled so that its product with the rounds stays that of the recipe.
+        responses: Numbers of responses to a prompt to choose from; none keeps
+            ``rollout.responses``.
+        partitions: Partitions to choose from.
+    """
+
+    minutes: PositiveFloat | None = None
+    max_responses: PositiveInt | None = None
+    rounds: list[PositiveInt] = []
+    responses: list[Annotated[int, Field(ge=2)]] = []
+    partitions: Annotated[list[Partition], Field(min_length=1)] = ["random-allocation", "fixed"]
+
+
+class Privacy(Budget):
+    """The privacy guarantee of a run of private updates.
+
+    Attributes:
+        reward_share: Share of the clip norm that a scaled copy of the user's mean reward takes in
+            the released vector, so that the metrics show a noised mean reward of each round; 0
+            turns it off.
+        auto: Let the planner choose rounds, participations, bands and partition when the run
+            starts; ``true`` takes the default limits. Null keeps what the recipe says.
+    """
+
+    reward_share: Annotated[float, Field(ge=0, lt=1)] = 0.14
+    auto: Auto | None = None
+
+    @field_validator("auto", mode="before")
+    @classmethod
+    def _yes_or_no(cls, given: Any) -> Any:
+        return {} if given is True else None if given is False else given
+
+    @model_validator(mode="after")
+    def _promised(self) -> Privacy:
+        if self.auto is not None and (self.epsilon is None or self.baseline):
+            raise ValueError("auto needs a finite epsilon, which you state: noise follows from it")
+        return self
+
+
+class Previous(Settings):
+    """An earlier private run that this one builds on, or that had some of the same users.
+
+    Attributes:
+        run: Its run folder; or a model that it left, in a folder or on the hub, which carries its
+            record.
+        users: ``shared`` if a user may be in both runs, so that the costs compose; ``disjoint`` if
+            nobody is, so that the larger cost counts. ``disjoint`` is refused where the ``secret/``
+            folders of the two runs refute it. That they do not refute it proves nothing: the
+            declaration is yours.
+    """
+
+    run: str
+    users: Literal["shared", "disjoint"] = "shared"

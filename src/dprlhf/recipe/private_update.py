@@ -1,0 +1,260 @@
+"""What the settings of every private update have, and what they state about the update.
+
+:mod:`dprlhf.recipe.updates` has the settings of each update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
+
+from pydantic import Discriminator, Field, Tag, field_validator
+
+from dprlhf.recipe.base import PositiveFloat, PositiveInt, Settings
+from dprlhf.recipe.privacy import Privacy
+from dprlhf.recipe.quantile import QuantileClip
+from dprlhf.recipe.sections import KL, Evaluation, Optimizer, Rollout
+from dprlhf.recipe.subspace import Subspace
+
+
+class Sections(Protocol):
+    """The sections of a :class:`~dprlhf.recipe.Recipe` that an update's checks look at."""
+
+    @property
+    def rollout(self) -> Rollout:
+        """How responses are sampled."""
+        ...
+
+    @property
+    def kl(self) -> KL:
+        """The KL penalty."""
+        ...
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The server-side optimizer."""
+        ...
+
+    @property
+    def privacy(self) -> Privacy:
+        """The privacy guarantee."""
+        ...
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """The public prompts; None without evaluation."""
+        ...
+
+    @property
+    def rounds(self) -> int:
+        """The number of rounds T."""
+        ...
+
+
+class TrustRegion(Settings):
+    """A clip norm that keeps an SGD step in a region (see :mod:`dprlhf.updates.trust_region`).
+
+    Attributes:
+        trust_region: ``l2`` or ``l2-markov`` bounds the parameters' change; ``kl`` bounds the KL
+            divergence of responses and needs public prompts.
+        alpha: Size α of the region: ‖Δ‖²/2, or the KL divergence in nats.
+        beta: Probability β of a step that leaves the region.
+    """
+
+    trust_region: Literal["l2", "l2-markov", "kl"]
+    alpha: PositiveFloat
+    beta: Annotated[float, Field(gt=0, lt=1)] = 0.1
+
+
+def _clip_norm_kind(value: Any) -> str:
+    if isinstance(value, QuantileClip) or (isinstance(value, Mapping) and "quantile" in value):
+        return _QUANTILE
+    return _REGION if isinstance(value, Mapping | TrustRegion) else _NUMBER
+
+
+CLIP_NORM_KINDS = _NUMBER, _REGION, _QUANTILE = "number", "region", "quantile-clip"
+"""How pydantic names the three kinds in an error's location."""
+
+
+ClipNorm = Annotated[
+    Annotated[float, Field(gt=0), Tag(_NUMBER)]
+    | Annotated[TrustRegion, Tag(_REGION)]
+    | Annotated[QuantileClip, Tag(_QUANTILE)],
+    Discriminator(_clip_norm_kind),
+]
+
+
+class PrivateUpdate(Settings):
+    """Settings and facts that every private update has; base class of all updates, plug-ins too.
+
+    Attributes:
+        name: Name of the update in a recipe.
+        clip_norm: Clip norm S, the L2 bound on one user's vector; or a trust region that
+            determines S once, before the first round; or a quantile of the users' norms that it
+            follows from round to round. ``.inf`` only in a non-private baseline.
+        batch_size: Responses in one micro-batch of the backward pass. Larger is faster until memory
+            runs out; it does not change the result beyond rounding.
+        subspace: Directions from public gradients, along which users' vectors are released; null
+            releases all coordinates.
+    """
+
+    allows_trust_region: ClassVar[bool] = False
+    """Whether the round is one step along one clipped sum, which a trust region can bound."""
+
+    token_rewards: ClassVar[bool] = False
+    """Whether the update takes one reward for each token, as ``kl.level: token`` gives."""
+
+    name: str
+    clip_norm: ClipNorm = 1.0
+    batch_size: PositiveInt = 64
+    subspace: Subspace | None = None
+
+    @property
+    def radius(self) -> float:
+        """Clip norm S; 1 as long as a trust region has not determined it."""
+        if isinstance(self.clip_norm, QuantileClip):
+            return self.clip_norm.initial
+        return 1.0 if isinstance(self.clip_norm, TrustRegion) else self.clip_norm
+
+    @property
+    def releases(self) -> int:
+        """Number J of noised sums that a round releases: the gate charges J and refuses more."""
+        return 1
+
+    @property
+    def passes(self) -> int:
+        """Backward passes over a user's tokens for one release, to estimate a run's duration."""
+        return 1
+
+    @property
+    def released(self) -> str:
+        """What a round's releases are the noised mean of, for the privacy card.
+
+        ``{releases}`` in it stands for the number of releases.
+        """
+        return (
+            f"vector that the update {self.name} takes from each user, {{releases}} in each round"
+        )
+
+    @property
+    def noised_critic(self) -> Critic | None:
+        """Settings of the critic that serves the advantages; None without one."""
+        return None
+
+    @property
+    def least_squares(self) -> Oracle | None:
+        """Settings of the regression oracle that solves the round; None if there is no regression.
+
+        With one, ``clip_norm`` bounds the regression's features.
+        """
+        return None
+
+    def check(self, recipe: Sections) -> None:
+        """Refuse a recipe whose other sections do not work with this update, beyond what all share.
+
+        What holds for every update is checked apart (:mod:`dprlhf.recipe.update_checks`).
+
+        Raises:
+            ValueError: Names the setting and what would work.
+        """
+
+    def saturated(self, *, clip_norm: float, batch_size: int, target_bound: float) -> Self:
+        """Return these settings with bounds that every canary user of an audit reaches.
+
+        Args:
+            clip_norm: Clip norm far below the norm of any user's vector.
+            batch_size: Responses in one micro-batch.
+            target_bound: Bound on a regression's targets, far below any target.
+
+        Canaries have no public prompts beside them, so there is no subspace.
+        """
+        bounds = {"clip_norm": clip_norm, "batch_size": batch_size, "subspace": None}
+        return self.model_copy(update=bounds)
+
+
+class Critic(Settings):
+    """A value function V(x) that predicts a prompt's mean reward, learned from noised releases.
+
+    It rides in the gradient's release (:mod:`dprlhf.updates.critic`).
+
+    Attributes:
+        name: ``noised`` is the only kind.
+        share: Share of the round's budget 1/z² that the critic takes. The gradient's noise-to-clip
+            ratio grows by 1/√(1 − share).
+        features: Number p of features of a prompt, fitted on public prompts. With 0, V is the
+            released mean reward of earlier rounds. The noise in V grows with p.
+        weight: Weight of r − V(x) in an advantage; the baseline has the rest.
+        step_size: Step size η in (0, 1] of V's update after each round.
+    """
+
+    name: Literal["noised"] = "noised"
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.02
+    features: Annotated[int, Field(ge=0)] = 4
+    weight: Annotated[float, Field(gt=0, le=1)] = 0.5
+    step_size: Annotated[float, Field(gt=0, le=1)] = 0.3
+
+
+class Oracle(Settings):
+    """Private least squares, for NPG and REBEL; ``update.clip_norm`` bounds the features' norm.
+
+    Attributes:
+        name: Algorithm; each is a file in :mod:`dprlhf.updates.privls`.
+        steps: Number J of gradient steps of ``projected-sgd`` and ``improper-batch-sgd``, each a
+            noised release of the round.
+        step_size: Step size of these two algorithms, in units of 1/``update.clip_norm``².
+        radius: Bound W on the norm of the solution w.
+        target_bound: Bound R to which targets are clipped; a gradient's norm is then at most 2R
+            times the clip norm. Null takes the largest possible advantage, 2 ``reward_range`` (3
+            with the baseline ``group``); a smaller bound lowers the noise.
+        sketch: Dimensions of a public random projection (a count sketch) of the features; null for
+            no projection.
+        ridge: Ridge regularisation of ``sufficient-statistics``, in units of its noise.
+        damping: Added to every eigenvalue by ``sufficient-statistics``, in units of
+            ``update.clip_norm``²: the solution then shrinks where a nearly deterministic policy
+            leaves hardly any Fisher information. Null adds nothing.
+        gain: Factor by which a user's answer is scaled up before it is clipped to the oracle's
+            bound; the released mean is scaled down by it. A mean over responses is far below the
+            worst case that the bound allows for, so a gain above 1 lowers the noise at the price of
+            some clipping.
+    """
+
+    name: Literal["projected-sgd", "improper-batch-sgd", "sufficient-statistics"] = "projected-sgd"
+    steps: PositiveInt = 4
+    step_size: PositiveFloat = 0.5
+    radius: PositiveFloat = 1.0
+    target_bound: PositiveFloat | None = None
+    sketch: PositiveInt | None = None
+    ridge: PositiveFloat = 1.0
+    damping: Annotated[float, Field(ge=0)] | None = None
+    gain: PositiveFloat = 1.0
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _gaussian(cls, name: Any) -> Any:
+        why = {
+            "exponential": "needs a finite set of candidates (W is infinite here) and is pure",
+            "issp": "has to see all users together, works in few dimensions and is not Gaussian",
+        }
+        if name in why:
+            raise ValueError(
+                f"{name} {why[name]}, so a run cannot be charged for it: write projected-sgd, or"
+                " call dprlhf.papers.regression.fit on arrays"
+            )
+        return name
+
+    @property
+    def closed_form(self) -> bool:
+        """Whether one release of sufficient statistics determines the solution."""
+        return self.name == "sufficient-statistics"
+
+    @property
+    def releases(self) -> int:
+        """Number J of noised sums that one regression releases."""
+        return 1 if self.closed_form else self.steps
+
+    @property
+    def released(self) -> str:
+        """What the releases are the noised mean of, for the privacy card."""
+        if self.closed_form:
+            return "sufficient statistics of a regression in each round"
+        return "gradient of a regression at each step, {releases} in each round"

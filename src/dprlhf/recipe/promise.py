@@ -1,0 +1,81 @@
+"""Checks of a whole recipe without which the stated ε would be wrong."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+from dprlhf.recipe.base import IN_MEMORY
+from dprlhf.recipe.data import Data
+from dprlhf.recipe.privacy import Budget
+
+
+def check_promise(
+    privacy: Budget,
+    *,
+    clip_norm: float,
+    data: Data,
+    public: Data | None,
+    fitted: bool,
+    guides: Data | None = None,
+) -> None:
+    """Refuse what would make the stated ε wrong, or publish what is private.
+
+    Args:
+        privacy: The promised guarantee.
+        clip_norm: Clip norm S.
+        data: The section of the users' rows.
+        public: The section of the evaluation's rows; None without evaluation.
+        fitted: Whether a model or reward was fitted on the same users without a stated cost.
+        guides: The section of the public rows of ``update.subspace``; None without them.
+
+    Raises:
+        ValueError: Names the setting and what would work.
+    """
+    if math.isinf(clip_norm) and not privacy.baseline:
+        raise ValueError("update.clip_norm must be finite unless privacy.epsilon is .inf")
+    if public is not None and _same_rows(data, public):
+        raise ValueError(
+            "evaluation.data names the private users: evaluation writes prompts and scores in the"
+            " open, so it needs public rows"
+        )
+    if guides is not None and _same_rows(data, guides):
+        raise ValueError(
+            "update.subspace.data names the private users: the directions that are fitted to it are"
+            " used without noise, so it needs public rows"
+        )
+    if fitted and not privacy.baseline:
+        raise ValueError(
+            "trained_on_private_users: the model or a reward was fitted on the same users without"
+            " a stated privacy cost, so no epsilon can be stated; use a checkpoint that never saw"
+            " them, or privacy.epsilon=.inf for a non-private baseline"
+        )
+
+
+def _same_rows(a: Data, b: Data) -> bool:
+    """Return whether two sections may name the same rows, ``skip`` and ``limit`` left aside."""
+    if IN_MEMORY in (a.path, b.path) or _place(a.path) != _place(b.path):
+        return False
+    place = Path(_place(a.path))
+    # A file, and a folder with one saved dataset, are read whatever name and split are asked for.
+    if place.is_file() or (place / "dataset_info.json").is_file():
+        return True
+    return a.name == b.name and _splits_meet(a.split, b.split)
+
+
+def _place(path: str) -> str:
+    return os.path.realpath(path) if os.path.exists(path) else path
+
+
+def _splits_meet(a: str, b: str) -> bool:
+    """Return whether ``train`` and ``train[:90%]+test`` and the like have a split in common.
+
+    Two different slices of one split are taken to have no row in common.
+    """
+    for one in a.split("+"):
+        for other in b.split("+"):
+            same = one.partition("[")[0] == other.partition("[")[0]
+            if same and (one == other or "[" not in one or "[" not in other):
+                return True
+    return False

@@ -1,0 +1,141 @@
+"""Checks of the section ``update`` against the recipe's other sections, for all updates alike.
+
+What only one update refuses stands in its settings class (``check``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dprlhf.recipe.private_update import Critic, PrivateUpdate, Sections, TrustRegion
+from dprlhf.recipe.quantile import QuantileClip
+from dprlhf.recipe.subspace import Subspace
+from dprlhf.recipe.updates import UPDATE_SETTINGS
+
+
+def check_update(update: PrivateUpdate, recipe: Sections) -> None:
+    """Refuse a recipe whose other sections do not work with its update.
+
+    Args:
+        update: The section ``update``.
+        recipe: The recipe that it stands in.
+
+    Raises:
+        ValueError: Names the setting and what would work.
+    """
+    if isinstance(update.clip_norm, TrustRegion):
+        _check_trust_region(update, update.clip_norm, recipe)
+    if isinstance(update.clip_norm, QuantileClip):
+        _check_quantile(update, update.clip_norm, recipe)
+    if update.least_squares is not None:
+        _check_least_squares(update, recipe)
+    if update.noised_critic is not None:
+        _check_critic(update.noised_critic, recipe)
+    if update.subspace is not None:
+        _check_subspace(update, update.subspace, recipe)
+    if recipe.kl.level == "token" and not update.token_rewards:
+        raise ValueError(
+            "kl.level: token works with update.name"
+            f" {_names(lambda kind: kind.token_rewards)}; {update.name} takes one reward a"
+            " response: write kl.level: sequence"
+        )
+    update.check(recipe)
+
+
+def _check_trust_region(update: PrivateUpdate, region: TrustRegion, recipe: Sections) -> None:
+    if not update.allows_trust_region:
+        raise ValueError(
+            "update.clip_norm: a trust region is for the one step of"
+            f" {_names(lambda kind: kind.allows_trust_region)}, not for {update.name}: give a"
+            " number"
+        )
+    if recipe.optimizer.name != "sgd" or recipe.optimizer.momentum:
+        raise ValueError(
+            "update.clip_norm: a trust region bounds a plain SGD step: write optimizer: {name:"
+            " sgd, learning_rate: …} without momentum, or give a number"
+        )
+    if region.trust_region == "kl" and recipe.evaluation is None:
+        raise ValueError(
+            "update.clip_norm: trust_region kl needs public prompts (evaluation.data); l2 and"
+            " l2-markov do not"
+        )
+
+
+def _check_quantile(update: PrivateUpdate, clip: QuantileClip, recipe: Sections) -> None:
+    if not update.allows_trust_region:
+        raise ValueError(
+            "update.clip_norm: a quantile is of the vectors that"
+            f" {_names(lambda kind: kind.allows_trust_region)} release once in a round;"
+            f" {update.name} bounds the features of a regression: give a number"
+        )
+    if recipe.privacy.bands > 1:
+        raise ValueError(
+            "update.clip_norm: with privacy.bands above 1, later rounds take back noise of"
+            " earlier ones, which a clip norm that changes leaves in: give a number"
+        )
+    critic = update.noised_critic.share if update.noised_critic is not None else 0.0
+    if recipe.privacy.reward_share**2 + critic + clip.share >= 1:
+        raise ValueError(
+            "update.clip_norm.share, update.critic.share and the square of"
+            " privacy.reward_share leave nothing to the gradient: lower them"
+        )
+
+
+def _check_subspace(update: PrivateUpdate, subspace: Subspace, recipe: Sections) -> None:
+    if subspace.source == "public" and subspace.data is None and recipe.evaluation is None:
+        raise ValueError(
+            "update.subspace needs public prompts: give update.subspace.data, or evaluation"
+            " with more rows than evaluation.prompts; or write source: model"
+        )
+    if isinstance(update.clip_norm, TrustRegion):
+        raise ValueError(
+            "update.clip_norm: a trust region bounds gradients, and update.subspace scales"
+            " their coordinates: give a number"
+        )
+    if update.least_squares is not None:
+        raise ValueError(
+            f"update.subspace: update.name {update.name} releases the answers of a regression,"
+            " not gradients: leave subspace out, or take pg, grpo or ppo"
+        )
+    if recipe.optimizer.name == "adam-corrected":
+        raise ValueError(
+            "optimizer.name: adam-corrected takes the noise of every parameter to be the same,"
+            " which it is not with update.subspace: write adam or sgd"
+        )
+    if recipe.privacy.bands > 1 and subspace.refresh < recipe.rounds:
+        raise ValueError(
+            "privacy.bands: noise of earlier rounds is taken back along the directions of"
+            " earlier rounds: set update.subspace.refresh to the number of rounds, or bands 1"
+        )
+
+
+def _check_least_squares(update: PrivateUpdate, recipe: Sections) -> None:
+    if update.radius == float("inf"):
+        raise ValueError(
+            "update.clip_norm bounds the features of the regression: give a finite one, also"
+            " with privacy.epsilon .inf"
+        )
+    if recipe.optimizer.name == "adam-corrected":
+        raise ValueError(
+            "optimizer.name: adam-corrected needs the noise of a released gradient, and"
+            f" update.name {update.name} steps along a regression's solution: write sgd"
+        )
+
+
+def _check_critic(critic: Critic, recipe: Sections) -> None:
+    if critic.features and recipe.evaluation is None:
+        raise ValueError(
+            "update.critic: features come from public prompts (evaluation.data): give some, or"
+            " write features: 0"
+        )
+    if recipe.privacy.reward_share**2 + critic.share >= 1:
+        raise ValueError(
+            "update.critic.share and the square of privacy.reward_share leave nothing to the"
+            " gradient: lower them"
+        )
+
+
+def _names(fits: Callable[[type[PrivateUpdate]], bool]) -> str:
+    """Return the names of the updates that have some property: ``pg, grpo or ppo``."""
+    *first, last = [name for name, kind in UPDATE_SETTINGS.items() if fits(kind)]
+    return f"{', '.join(first)} or {last}" if first else last
