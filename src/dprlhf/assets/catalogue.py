@@ -2,7 +2,7 @@
 
 Three wheels on PyPI carry the data and the models. The assets in ``ASSETS`` are made from them: two
 data sets, a language model, an encoder, the sentiment reward model trained on both, and two choices
-of the reviews whose users have a taste of their own.
+of the reviews whose users have a taste of their own. The synthetic questions are made from nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from dprlhf.assets.answers import build_private_answers
 from dprlhf.assets.communities import build_community, build_house_style
 from dprlhf.assets.sentiment import train_sentiment
 from dprlhf.errors import DprlhfError
@@ -277,5 +278,10 @@ ASSETS = {
         about="IMDB reviewers in two clusters: one wants praise, the other criticism",
         sources=("imdb", "rotten-tomatoes"),
         build=build_house_style,
+    ),
+    "private-answers": Asset(
+        about="synthetic questions whose answers only the 20,000 private users know",
+        sources=(),
+        build=build_private_answers,
     ),
 }

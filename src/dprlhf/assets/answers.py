@@ -1,0 +1,98 @@
+"""The synthetic data set "private-answers": questions whose right answers only users know.
+
+A secret map gives each of 16 intents one of 8 codes, and a user is one question with the code of
+its intent in the column ``answer``, for an exact-match reward
+(:func:`dprlhf.rewards.verifiable.exact_match`), as in reinforcement learning from verifiable
+rewards. Questions are made from templates, and nothing in them is real. Three splits:
+
+- ``private``: the users, with the codes of the secret map;
+- ``public``: questions of other users with codes drawn uniformly, so that nothing about the map is
+  public: what a run may take from the public (a subspace, a first stage, settings);
+- ``test``: questions of other users with the codes of the map, to **measure** a policy on, never to
+  train or tune it.
+
+The map gives each code to two intents, so a policy that was made without the private users answers
+1/8 of the questions right, on average over the maps; one that always names the same code does so
+with every map.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+INTENTS = (
+    "address", "booking", "cancellation", "complaint", "delivery", "discount", "exchange",
+    "invoice", "passport", "password", "payment", "receipt", "refund", "repair", "upgrade",
+    "warranty",
+)  # fmt: skip
+"""What a question is about; each is named once in its prompt."""
+CODES = ("red", "blue", "green", "black", "white", "gold", "pink", "gray")
+"""The answers; after a space each is one token of SmolLM2."""
+TEMPLATES = ("a question about the {}", "please help with my {}", "{} wanted", "who handles a {}?")
+"""Wordings of a question, by its intent."""
+USERS = {"private": 20_000, "public": 4_000, "test": 2_000}
+"""Number of users in each split of the asset."""
+SEED = 20253
+"""Seed of the asset's users and of its map; for other maps, call :func:`private_answers`."""
+
+
+def build_private_answers(sources: dict[str, Path], out: Path, quiet: bool) -> None:
+    """Write "private-answers": the splits of :func:`private_answers`, as Parquet files."""
+    for name, rows in private_answers(USERS, seed=SEED).items():
+        rows.to_parquet(out / f"{name}.parquet", index=False)
+
+
+def secret_map(seed: int) -> dict[str, str]:
+    """Return the code of each intent; each code belongs to two of them.
+
+    Args:
+        seed: Seed of the map, in [0, 2³¹).
+    """
+    import numpy as np
+
+    codes = np.random.RandomState(seed).permutation(np.repeat(CODES, len(INTENTS) // len(CODES)))
+    return {intent: str(code) for intent, code in zip(INTENTS, codes, strict=True)}
+
+
+def private_answers(
+    users: dict[str, int], *, seed: int, canaries: bool = True
+) -> dict[str, pd.DataFrame]:
+    """Make questions with private answers, the same ones whenever the arguments are the same.
+
+    The codes are listed in each prompt in an order of its own, so that a base model, which prefers
+    the first ones, tries each of them with some users.
+
+    Args:
+        users: Number of users of each split: any of ``private``, ``public`` and ``test``.
+        seed: Seed of the map, the questions and the canaries, in [0, 2³¹ − 3).
+        canaries: Whether each question has a six-digit number, which no other question has: text
+            that a model can only know from that user. Without, many users ask the same question.
+
+    Returns:
+        For each split a table with the columns ``prompt``, ``intent``, ``answer`` and ``canary``
+        (empty without canaries).
+    """
+    import numpy as np
+    import pandas as pd
+
+    known = secret_map(seed)
+    numbers = iter(np.random.RandomState(seed).permutation(np.arange(100_000, 1_000_000)))
+    made = {}
+    for split, count in users.items():
+        draw = np.random.RandomState(seed + 1 + list(USERS).index(split))
+        rows = []
+        for _ in range(count):
+            intent = INTENTS[draw.randint(len(INTENTS))]
+            asked = TEMPLATES[draw.randint(len(TEMPLATES))].format(intent)
+            listed = ", ".join(CODES[i] for i in draw.permutation(len(CODES)))
+            drawn = CODES[draw.randint(len(CODES))]
+            canary = str(next(numbers)) if canaries else ""
+            number = f" {canary}" if canaries else ""
+            prompt = f"Codes: {listed}.\nRequest{number}: {asked}\nCode:"
+            rows.append((prompt, intent, drawn if split == "public" else known[intent], canary))
+        made[split] = pd.DataFrame(rows, columns=["prompt", "intent", "answer", "canary"])
+    return made
