@@ -39,8 +39,9 @@ def train(
 
     Args:
         recipe: A :class:`~dprlhf.recipe.Recipe`, a YAML file, or None to build one from ``flat``.
-        prompts: Private prompts in memory: a list of texts, conversations or rows, a generator, or
-            a ``datasets.Dataset`` or ``IterableDataset``. Replaces the recipe's data.
+        prompts: Private prompts in memory: a list of texts, conversations or rows, a generator, a
+            pandas ``DataFrame``, or a ``datasets.Dataset`` or ``IterableDataset``. Replaces the
+            recipe's data.
         reward: One or several reward functions with TRL's signature. Replaces the recipe's rewards.
         evaluation_prompts: Public prompts in memory, for the reward before and after.
         overrides: Changes ``section.key=value``, applied to a YAML file.

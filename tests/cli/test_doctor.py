@@ -112,6 +112,26 @@ class TestInit:
         assert made.evaluation is None
         assert made.policy.adapter.init == "random"
 
+    def test_a_wrong_answer_is_asked_for_again_at_once(self, here: Path) -> None:
+        answers = [
+            "", "gpt2", "nowhere.csv", "private.csv", "whom", "prompt", "my_rewards.py",
+            "my_rewards.py:brevity", "no.csv", "", "none", "-1", "2",
+        ]  # fmt: skip
+        done = call("init", answers="\n".join(answers) + "\n")
+        assert done.exit_code == 0, done.output
+        for said in (
+            "prompts 'nowhere.csv': there is no such file",
+            "there is no column 'whom'",
+            "name the function as well",
+            "public prompts 'no.csv': there is no such file",
+            "epsilon must be a number above 0, not 'none'",
+            "epsilon must be a number above 0, not '-1'",
+        ):
+            assert done.output.count(said) == 1, said
+        made = load_recipe("recipe.yaml")
+        assert (made.data.user_column, made.privacy.epsilon) == ("prompt", 2)
+        assert made.rewards[0].function == "my_rewards.py:brevity"
+
     @pytest.mark.parametrize("kind", ["gpt2", "llama"])
     def test_few_parameters_are_trained(self, here: Path, kind: tiny.Kind) -> None:
         tiny.save(here / "gpt2", kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 from collections.abc import Callable
@@ -294,6 +295,37 @@ TALK = [{"role": "user", "content": "hello"}]
 )
 def test_prompts_in_memory(given_: Any, column: str, expected: dict[str, list[Any]]) -> None:
     assert rows_from(given_, column).to_dict() == expected
+
+
+TABLE: dict[str, list[Any]] = {"prompt": ["why?", "how?", "who?"], "wants": [1, -1, 1]}
+
+
+@pytest.mark.parametrize("library", ["pandas", "pyarrow"])
+def test_a_table_is_read_by_rows_not_by_the_names_of_its_columns(library: str) -> None:
+    module = importlib.import_module(library)
+    table = module.DataFrame(TABLE) if library == "pandas" else module.table(TABLE)
+    if library == "pandas":
+        table.index = [7, 7, 9]  # an index is no column
+    assert rows_from(table, "prompt").to_dict() == TABLE
+
+
+def test_a_table_that_cannot_be_read_is_refused_without_quoting_it() -> None:
+    pandas = importlib.import_module("pandas")
+    with pytest.raises(DprlhfError, match="the table could not be read") as caught:
+        rows_from(pandas.DataFrame({"prompt": [CANARY, 5]}), "prompt")
+    assert "CANARY" not in str(caught.value)
+    assert caught.value.__suppress_context__
+
+
+def test_a_table_of_an_unknown_library_is_refused() -> None:
+    class Frame:
+        columns = ("prompt", "user")
+
+        def __iter__(self) -> Any:
+            return iter(self.columns)
+
+    with pytest.raises(DprlhfError, match="give a pandas DataFrame"):
+        rows_from(Frame(), "prompt")
 
 
 def test_a_dataset_is_taken_as_it_is() -> None:

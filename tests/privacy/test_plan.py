@@ -215,6 +215,17 @@ def test_a_delta_above_one_over_n_is_named() -> None:
     assert "delta 0.001 is above 1/users = 0.0005" in str(delta_warning(1e-3, 2000))
 
 
+def test_a_plan_warns_of_its_delta_and_of_noise_that_leads() -> None:
+    few = ask(epsilon=1.0, users=100, delta=0.02)
+    assert few.noise_to_clip_ratio(10_000) > 1
+    assert [w.partition(" ")[0] for w in few.warnings(10_000)] == ["delta", "noise"]
+    many = ask(epsilon=8.0, users=100_000)
+    assert many.noise_to_clip_ratio(10) < 1
+    assert many.warnings(10) == []
+    baseline = ask(epsilon=math.inf, users=100, delta=0.02)
+    assert baseline.warnings(10_000) == []
+
+
 def test_the_balanced_batch_by_hand() -> None:
     # (√d/ε)^{2/3} N^{1/3} with d = 10⁶, ε = 1, N = 10⁶: 100 · 100.
     assert balanced_batch(10**6, 1.0, 10**6) == pytest.approx(10_000)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -258,6 +260,30 @@ class TestLeaks:
         assert CANARY not in str(caught.value)
         assert kind.__name__ in str(caught.value)
         assert CANARY in (tmp_path / "run/secret/error.txt").read_text()
+
+    @pytest.mark.parametrize("full", ["by its number", "by the space that is left"])
+    def test_a_full_disk_is_called_that(
+        self, full: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def broken(*_: Any, **__: Any) -> Any:
+            if full == "by its number":
+                raise OSError(errno.ENOSPC, "No space left on device")
+            usage = shutil.disk_usage(tmp_path)._replace(free=0)
+            monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+            raise RuntimeError("PytorchStreamWriter failed writing file")
+
+        monkeypatch.setattr(reinforcement, "score_private", broken)
+        with pytest.raises(DprlhfError, match=r"is full: free some space.*dprlhf resume"):
+            dprlhf.train(**settings(model), output_dir=tmp_path / "run")
+
+    def test_the_run_warns_before_the_first_charge(
+        self, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """What ``--dry-run`` says of noise that leads, the run itself says, too."""
+        dprlhf.train(**settings(model, rounds=1, epsilon=0.1), output_dir=tmp_path / "run")
+        assert "dprlhf: warning: noise leads" in capsys.readouterr().err
+        dprlhf.train(**settings(model, rounds=1, epsilon=math.inf), output_dir=tmp_path / "b")
+        assert "noise leads" not in capsys.readouterr().err
 
     def test_the_private_prompts_are_refused_for_evaluation(
         self, model: str, tmp_path: Path

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import yaml
 
-from dprlhf.errors import DprlhfError
+from dprlhf.cli.answers import DATA_FILES
 from dprlhf.recipe import Data, make_recipe
 
-_DATA_FILES = (".csv", ".json", ".jsonl", ".parquet")
 _FEWEST_ROUNDS, _MOST_ROUNDS, _USERS_A_ROUND = 4, 16, 125
 
 
@@ -77,23 +75,6 @@ def new_recipe(
     return text
 
 
-def check_files(*, prompts: str, reward: str, public_prompts: str) -> None:
-    """Check that the named files exist.
-
-    Raises:
-        DprlhfError: A file is missing, or the reward names a file without a function.
-    """
-    for what, path in (("prompts", prompts), ("public prompts", public_prompts)):
-        is_place = path.endswith(_DATA_FILES) or path.startswith(("/", ".", "~"))
-        if is_place and not Path(path).exists():
-            raise DprlhfError(f"{what} {path!r}: there is no such file or folder")
-    place = reward.rpartition(":")[0]
-    if reward.endswith(".py"):
-        raise DprlhfError(f"reward {reward!r}: name the function as well: {reward}:FUNCTION")
-    if place.endswith(".py") and not Path(place).is_file():
-        raise DprlhfError(f"reward {reward!r}: there is no file {place!r}")
-
-
 def users_in(prompts: str, user_column: str) -> int | None:
     """Return the number of users in a file of prompts; None for a folder or a hub id.
 
@@ -105,7 +86,7 @@ def users_in(prompts: str, user_column: str) -> int | None:
     from dprlhf.data.loading import load_rows
     from dprlhf.data.users import Users
 
-    if not prompts.endswith(_DATA_FILES):
+    if not prompts.endswith(DATA_FILES):
         return None
     datasets.disable_progress_bars()
     data = Data(path=prompts, user_column=user_column or None)

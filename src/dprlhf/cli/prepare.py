@@ -7,6 +7,15 @@ from typing import Annotated
 
 import typer
 
+from dprlhf.cli.answers import (
+    check_epsilon,
+    check_model,
+    check_prompts,
+    check_public_prompts,
+    check_reward,
+    check_user_column,
+    checked,
+)
 from dprlhf.errors import DprlhfError
 
 assets = typer.Typer(help="Models and data of the demo.", no_args_is_help=True)
@@ -25,36 +34,56 @@ def doctor() -> None:
 
 
 def init(
-    model: Annotated[str, typer.Option(prompt="Model (hub id or folder)")],
-    prompts: Annotated[str, typer.Option(prompt="Private prompts (file, folder or hub id)")],
+    model: Annotated[
+        str,
+        typer.Option(prompt="Model (hub id or folder)", callback=checked(check_model)),
+    ],
+    prompts: Annotated[
+        str,
+        typer.Option(
+            prompt="Private prompts (file, folder or hub id)", callback=checked(check_prompts)
+        ),
+    ],
     user_column: Annotated[
-        str, typer.Option(prompt="Column that names the user (empty: every row is a user)")
+        str,
+        typer.Option(
+            prompt="Column that names the user (empty: every row is a user)",
+            callback=checked(check_user_column),
+        ),
     ] = "",
     reward: Annotated[
-        str, typer.Option(prompt="Reward (file.py:function, or a classifier)")
+        str,
+        typer.Option(
+            prompt="Reward (file.py:function, or a classifier)", callback=checked(check_reward)
+        ),
     ] = "my_rewards.py:reward",
     public_prompts: Annotated[
-        str, typer.Option(prompt="Public prompts for the evaluation (empty: none)")
+        str,
+        typer.Option(
+            prompt="Public prompts for the evaluation (empty: none)",
+            callback=checked(check_public_prompts),
+        ),
     ] = "",
-    epsilon: Annotated[float, typer.Option(prompt="Privacy budget epsilon")] = 4.0,
+    epsilon: Annotated[
+        str, typer.Option(prompt="Privacy budget epsilon", callback=checked(check_epsilon))
+    ] = "4",
     out: Annotated[Path, typer.Option(help="The recipe to write; it must not exist yet.")] = Path(
         "recipe.yaml"
     ),
 ) -> None:
     """Ask six questions and write a commented recipe. An option answers its question."""
-    from dprlhf.cli.init import check_files, new_recipe, target_of, users_in
+    from dprlhf.cli.init import new_recipe, target_of, users_in
     from dprlhf.runs.folder import write_atomically
 
     if out.exists():
         raise DprlhfError(f"{out}: exists; name another file with --out")
-    check_files(prompts=prompts, reward=reward, public_prompts=public_prompts)
     text = new_recipe(
         model=model,
         prompts=prompts,
         user_column=user_column,
         reward=reward,
         public_prompts=public_prompts,
-        epsilon=epsilon,
+        epsilon=float(epsilon),
         target=target_of(model),
         users=users_in(prompts, user_column),
     )

@@ -132,5 +132,6 @@ def _interruptible() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        print(f"\ndprlhf: {interrupt or 'interrupted before the first round'}", file=sys.stderr)
+        why = str(interrupt) or "interrupted while starting: nothing was spent"
+        print(f"\ndprlhf: {why}", file=sys.stderr)
         raise typer.Exit(130) from None

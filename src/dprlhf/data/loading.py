@@ -226,9 +226,10 @@ def rows_from(prompts: Any, column: str) -> Any:
     """Turn prompts in memory into a ``datasets.Dataset``.
 
     Args:
-        prompts: A list of texts, conversations or dicts; or a ``datasets.Dataset``, which is
-            returned as it is. A streaming ``IterableDataset``, a generator, or a function that
-            returns one is read to its end once and kept on disk as long as the process lives.
+        prompts: A list of texts, conversations or dicts; a pandas ``DataFrame`` or pyarrow
+            ``Table``; or a ``datasets.Dataset``, which is returned as it is. A streaming
+            ``IterableDataset``, a generator, or a function that returns one is read to its end once
+            and kept on disk as long as the process lives.
         column: Name of the column of texts and conversations.
 
     Raises:
@@ -238,6 +239,8 @@ def rows_from(prompts: Any, column: str) -> Any:
 
     if isinstance(prompts, datasets.Dataset):
         return prompts
+    if hasattr(prompts, "columns"):  # a table, which iterates over the names of its columns
+        return _rows_of_table(prompts)
     if callable(prompts) and not isinstance(prompts, datasets.IterableDataset):
         prompts = prompts()
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
@@ -254,6 +257,28 @@ def rows_from(prompts: Any, column: str) -> Any:
         raise DprlhfError(
             f"prompts: could not be read as rows of one kind ({type(error).__name__}): give texts,"
             " conversations or dicts, not a mixture"
+        ) from None
+
+
+def _rows_of_table(table: Any) -> Any:
+    import datasets
+
+    converters = {
+        "pandas": lambda: datasets.Dataset.from_pandas(table, preserve_index=False),
+        "pyarrow": lambda: datasets.Dataset(table),
+    }
+    library = type(table).__module__.partition(".")[0]
+    if library not in converters:
+        raise DprlhfError(
+            f"prompts: a table of {library} is not read: give a pandas DataFrame, a pyarrow Table,"
+            " a datasets.Dataset, or a list of rows"
+        )
+    try:
+        return converters[library]()
+    except Exception as error:  # Arrow quotes the value that it could not convert
+        raise DprlhfError(
+            f"prompts: the table could not be read ({type(error).__name__}): give columns of one"
+            " kind each"
         ) from None
 
 

@@ -72,9 +72,13 @@ def add_adapter(
 
 @contextlib.contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Silence PEFT's warnings that norms and some biases cannot be merged, or look like shards."""
+    """Silence PEFT's warnings that norms and some biases cannot be merged, or look like shards.
+
+    Also what transformers says to PEFT about names that will change (a ``FutureWarning``).
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
+        warnings.simplefilter("ignore", FutureWarning)
         yield
 
 

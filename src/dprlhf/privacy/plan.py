@@ -100,6 +100,20 @@ class Plan:
         """Return zS√d/m over S: the norm of the released mean's noise in units of S."""
         return self.noise_multiplier * math.sqrt(dimension) / self.expected_batch_size
 
+    def warnings(self, dimension: int) -> list[str]:
+        """Return what to say before the first charge: a δ above 1/N, noise that leads.
+
+        Args:
+            dimension: Number of coordinates of a release.
+        """
+        if not self.private:
+            return []
+        found = (
+            delta_warning(self.guarantee.delta, self.users),
+            noise_warning(self.noise_to_clip_ratio(dimension)),
+        )
+        return [warning for warning in found if warning is not None]
+
     def terms(self) -> dict[str, Any]:
         """Return the plan as JSON-ready values, for the ledger and ``privacy.json``."""
         guarantee = asdict(self.guarantee)

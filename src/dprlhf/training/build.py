@@ -8,6 +8,8 @@ before a folder exists.
 from __future__ import annotations
 
 import contextlib
+import errno
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +31,7 @@ from dprlhf.privacy.plan import Plan, check_promise, make_plan
 from dprlhf.privacy.relations import Adjacency
 from dprlhf.recipe import AnyRecipe, Recipe, experimental
 from dprlhf.runs.budget import NO_BOOK, reserve
+from dprlhf.runs.card import released_dimension
 from dprlhf.runs.earlier import check_lineage, read_earlier
 from dprlhf.runs.folder import RunFolder, write_atomically
 from dprlhf.runs.opening import check_disjoint, check_public, open_folder, open_ledger
@@ -50,6 +53,10 @@ STAGES: dict[str, Callable[[Any, Sources], Stage]] = {
     "reward": reward_modelling,
 }
 """The stages by the ``stage`` of their recipe."""
+
+
+_LEAST_SPACE = 2**20
+"""Bytes on a disk below which an error is put down to the full disk."""
 
 
 def load_parts(
@@ -209,6 +216,8 @@ def _open_gate(
     recipe = parts.recipe
     for feature in experimental(recipe):
         print(f"dprlhf: experimental: {feature}", file=sys.stderr)
+    for warning in parts.plan.warnings(released_dimension(recipe, parts.policy.dimension)):
+        print(f"dprlhf: warning: {warning}", file=sys.stderr)
     ledger = open_ledger(recipe, parts.plan, folder, key, parts.users, parts.earlier)
     stack.callback(ledger.close)
     config = {**recipe.model_dump(mode="json"), "plan": parts.plan.terms()}
@@ -304,9 +313,22 @@ def _one_line_errors(folder: RunFolder) -> Iterator[None]:
     except (*EXITS, GeneratorExit):
         raise
     except BaseException as error:  # a panic in compiled code is no Exception
+        if _disk_is_full(error, folder):
+            raise DprlhfError(
+                f"the disk of {folder.path} is full: free some space, then continue with: dprlhf"
+                f" resume {folder.path}"
+            ) from None
         report = folder.secret / "error.txt"
         write_atomically(report, traceback.format_exc(), mode=0o600)
         raise DprlhfError(
             f"{type(error).__name__} during the run; its text may quote a user, so it is in"
             f" {report}; continue with: dprlhf resume {folder.path}"
         ) from None
+
+
+def _disk_is_full(error: BaseException, folder: RunFolder) -> bool:
+    """Return whether an error comes from a full disk, whatever type a library gave it."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    # torch and safetensors raise errors of their own types for a write that failed.
+    return shutil.disk_usage(folder.path).free < _LEAST_SPACE

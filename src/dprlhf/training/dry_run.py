@@ -12,7 +12,7 @@ from dprlhf.data.public import neutral_prompts
 from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.gaussian import upwards
-from dprlhf.privacy.plan import Plan, delta_warning, noise_warning
+from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import AnyRecipe, Recipe, experimental
 from dprlhf.recipe.supervised import StageRecipe
 from dprlhf.runs.card import released_dimension
@@ -110,19 +110,18 @@ def dry_run_stage(
 
 def _terms(recipe: AnyRecipe, parts: Parts) -> dict[str, Any]:
     plan, policy = parts.plan, parts.policy
-    ratio = plan.noise_to_clip_ratio(released_dimension(recipe, policy.dimension))
-    warnings = [delta_warning(plan.guarantee.delta, plan.users), noise_warning(ratio)]
+    dimension = released_dimension(recipe, policy.dimension)
     return {
         **plan.terms(),
         **({"total_epsilon": total(plan, parts.earlier).epsilon} if parts.earlier else {}),
         "users_a_round": plan.expected_batch_size,
         "dimension": policy.dimension,
-        "noise_to_clip_ratio": ratio,
+        "noise_to_clip_ratio": plan.noise_to_clip_ratio(dimension),
         "processes": parts.processes.count,
         "device": str(policy.device),
         "memory_bytes": _memory(policy.device),
         "experimental": list(experimental(recipe)),
-        "warnings": [w for w in warnings if w],
+        "warnings": plan.warnings(dimension),
     }
 
 
