@@ -143,13 +143,20 @@ def resume_stage(
     return result
 
 
-def load_stage_recipe(path: str | Path, overrides: Sequence[str] = ()) -> StageRecipe:
+def load_stage_recipe(
+    path: str | Path, overrides: Sequence[str] = (), *, stage: str | None = None
+) -> StageRecipe:
     """Read the YAML recipe of a supervised stage.
+
+    Args:
+        path: The YAML file.
+        overrides: Changes ``section.key=value``.
+        stage: The stage of a recipe that names none.
 
     Raises:
         DprlhfError: The file cannot be read, is of another kind, or a key or value is wrong.
     """
-    recipe = load_any_recipe(path, overrides)
+    recipe = load_any_recipe(path, overrides, stage=stage)
     if not isinstance(recipe, StageRecipe):
         raise DprlhfError(
             f"{path}: not a recipe of a supervised stage: it needs stage: sft or stage: reward"

@@ -499,6 +499,10 @@ def test_the_commands(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "a recipe of stage sft" in str(wrong.exception)
     with pytest.raises(DprlhfError, match="run it with dprlhf sft"):
         dprlhf.train("sft.yaml")
+    named = Path("sft.yaml").read_text()
+    Path("sft.yaml").write_text(named.replace("stage: sft\n", ""))  # the command implies it
+    ahead = runner.invoke(app, ["sft", "sft.yaml", "--dry-run", "--json"])
+    assert json.loads(ahead.output.splitlines()[-1])["users"] == 20
     Path("sft.yaml").write_text("stage: sf\n")
     with pytest.raises(DprlhfError, match="did you mean 'sft'"):
         dprlhf.train_stage("sft.yaml")

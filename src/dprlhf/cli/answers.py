@@ -69,8 +69,6 @@ def check_user_column(column: str, earlier: Mapping[str, Any]) -> None:
         DprlhfError: It has not, or cannot be read.
     """
     if "prompts" in earlier:
-        from dprlhf.cli.init import users_in
-
         users_in(earlier["prompts"], column)
 
 
@@ -107,3 +105,26 @@ def _check_place(what: str, path: str) -> None:
     is_place = path.endswith(DATA_FILES) or path.startswith(("/", ".", "~"))
     if is_place and not Path(path).exists():
         raise DprlhfError(f"{what} {path!r}: there is no such file or folder")
+
+
+def users_in(prompts: str, user_column: str) -> int | None:
+    """Return the number of users in a file of prompts; None for a folder or a hub id.
+
+    Raises:
+        DprlhfError: The file cannot be read, or lacks the column.
+    """
+    import datasets
+
+    from dprlhf.data.loading import load_rows
+    from dprlhf.data.users import Users
+    from dprlhf.recipe import Data
+
+    if not prompts.endswith(DATA_FILES):
+        return None
+    datasets.disable_progress_bars()
+    data = Data(path=prompts, user_column=user_column or None)
+    rows = load_rows(data)
+    if not rows.column_names:
+        return None
+    # Whatever the column of the prompts is called: it can still be written into the recipe.
+    return Users(rows, data.model_copy(update={"prompt_column": rows.column_names[0]})).count

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import yaml
 
-from dprlhf.cli.answers import DATA_FILES
-from dprlhf.recipe import Data, make_recipe
+from dprlhf.recipe import make_recipe
 
 _FEWEST_ROUNDS, _MOST_ROUNDS, _USERS_A_ROUND = 4, 16, 125
 
@@ -73,28 +72,6 @@ def new_recipe(
     )
     make_recipe(yaml.safe_load(text), source="init")
     return text
-
-
-def users_in(prompts: str, user_column: str) -> int | None:
-    """Return the number of users in a file of prompts; None for a folder or a hub id.
-
-    Raises:
-        DprlhfError: The file cannot be read, or lacks the column.
-    """
-    import datasets
-
-    from dprlhf.data.loading import load_rows
-    from dprlhf.data.users import Users
-
-    if not prompts.endswith(DATA_FILES):
-        return None
-    datasets.disable_progress_bars()
-    data = Data(path=prompts, user_column=user_column or None)
-    rows = load_rows(data)
-    if not rows.column_names:
-        return None
-    # Whatever the column of the prompts is called: it can still be written into the recipe.
-    return Users(rows, data.model_copy(update={"prompt_column": rows.column_names[0]})).count
 
 
 def target_of(model: str) -> Target:

@@ -15,6 +15,7 @@ from dprlhf.cli.answers import (
     check_reward,
     check_user_column,
     checked,
+    users_in,
 )
 from dprlhf.errors import DprlhfError
 
@@ -72,7 +73,7 @@ def init(
     ),
 ) -> None:
     """Ask six questions and write a commented recipe. An option answers its question."""
-    from dprlhf.cli.init import new_recipe, target_of, users_in
+    from dprlhf.cli.init import new_recipe, target_of
     from dprlhf.runs.folder import write_atomically
 
     if out.exists():

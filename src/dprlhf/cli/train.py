@@ -90,7 +90,7 @@ def _train_stage(
 ) -> None:
     from dprlhf.api import load_stage_recipe, train_stage
 
-    loaded = load_stage_recipe(recipe, overrides or ())
+    loaded = load_stage_recipe(recipe, overrides or (), stage=name)
     if loaded.stage != name:
         raise DprlhfError(
             f"{recipe}: a recipe of stage {loaded.stage}: run it with dprlhf {loaded.stage}"

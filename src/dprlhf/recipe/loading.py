@@ -40,8 +40,16 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
-def load_any_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
-    """Read a YAML recipe of any stage, as :func:`load_recipe` does."""
+def load_any_recipe(
+    path: str | Path, overrides: Sequence[str] = (), *, stage: str | None = None
+) -> AnyRecipe:
+    """Read a YAML recipe of any stage, as :func:`load_recipe` does.
+
+    Args:
+        path: The YAML file.
+        overrides: Changes ``section.key=value``.
+        stage: The stage of a recipe that names none; None for a run of private updates.
+    """
     path = Path(path)
     try:
         settings = yaml.safe_load(path.read_text())
@@ -53,8 +61,9 @@ def load_any_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecip
         raise DprlhfError(f"{path}: a recipe is a mapping of keys to values")
     for override in overrides:
         _override(settings, override)
-    stage = settings.get("stage")
+    stage = settings.setdefault("stage", stage)
     if stage is None:
+        del settings["stage"]
         return _make(Recipe, settings, str(path))
     if stage not in STAGES:
         names = ", ".join(STAGES)
