@@ -16,8 +16,8 @@ from typer.testing import CliRunner, Result
 
 from dprlhf import recipe, train
 from dprlhf.cli import doctor
-from dprlhf.cli.app import app
 from dprlhf.cli.answers import users_in
+from dprlhf.cli.app import app
 from dprlhf.cli.init import new_recipe
 from dprlhf.cli.reward_check import histogram, reward_check
 from dprlhf.cli.trl_flags import INSTEAD, KEYS, overrides_of
