@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any, cast, get_args
 
@@ -16,7 +17,7 @@ from dprlhf.cli.app import app
 from dprlhf.privacy.gaussian import gaussian_epsilon, upwards
 from dprlhf.privacy.plan import make_plan
 from dprlhf.recipe import Adapter, AnyRecipe, Oracle, Recipe, SFTRecipe, make_recipe
-from dprlhf.runs.card import guarantee_sentence, model_card, privacy_card
+from dprlhf.runs.card import guarantee_sentence, in_plain_words, model_card, privacy_card
 from dprlhf.runs.earlier import Earlier, read_earlier
 from dprlhf.training.build import plan_of
 from dprlhf.updates import UPDATES
@@ -50,6 +51,26 @@ def card_of(tuning_runs: int | None) -> dict[str, Any]:
     recipe = recipe_of(tuning_runs)
     plan = make_plan(users=100, rounds=4, partition="fixed", noise_multiplier=3.0, delta=1e-5)
     return privacy_card(recipe, plan, 10, bytes(32), read_earlier(recipe))
+
+
+def test_the_plain_words_are_those_of_the_guarantee() -> None:
+    # (e + δ)/(1 + e) at ε = 1 is 0.7311, rounded up.
+    card = {"private": True, "epsilon": 1.0, "delta": 0.0}
+    assert "at most 73.2 of 100 cases; without it, in 50." in in_plain_words(card)
+    # The total counts, not the run alone: e²/(1 + e²) = 0.8808.
+    assert "at most 88.1 of 100" in in_plain_words({**card, "total": {**card, "epsilon": 2.0}})
+    unbounded = {**card, "total": {**card, "epsilon": "inf"}}
+    assert "nothing is promised" in in_plain_words(unbounded)
+    assert "nothing is promised" in in_plain_words({**card, "private": False})
+
+
+def test_the_card_says_that_no_earlier_run_was_declared() -> None:
+    card = card_of(None)
+    assert card["earlier_runs"].startswith("none declared")
+    text = model_card(recipe_of(None), card)
+    assert "Earlier runs: none declared" in text
+    assert f"dprlhf {metadata.version('dprlhf')}" in text
+    assert in_plain_words(card) in text
 
 
 def test_declared_tuning_runs_are_paid_for() -> None:

@@ -285,6 +285,26 @@ class TestLeaks:
         dprlhf.train(**settings(model, rounds=1, epsilon=math.inf), output_dir=tmp_path / "b")
         assert "noise leads" not in capsys.readouterr().err
 
+    def test_a_run_beside_with_a_user_of_this_one_is_named(
+        self, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        first, second = ([f"user {i}" for i in range(a, a + 20)] for a in (0, 20))
+        mixed = [*second[1:], first[0]]
+
+        def said(name: str, prompts: list[str], **changes: Any) -> bool:
+            given = settings(model, prompts=prompts, rounds=1, **changes)
+            dprlhf.train(**given, output_dir=tmp_path / name)
+            return "the run a had some of the same users" in capsys.readouterr().err
+
+        assert not said("a", first)
+        assert not said("b", second)
+        assert said("c", mixed)
+        assert not said("d", mixed, previous=[{"run": str(tmp_path / "a")}])
+        assert not said("e", mixed, epsilon=math.inf)
+        resume_of_c = dprlhf.resume(tmp_path / "c", prompts=mixed, reward=settings(model)["reward"])
+        assert resume_of_c is not None
+        assert "had some of the same users" not in capsys.readouterr().err
+
     def test_the_private_prompts_are_refused_for_evaluation(
         self, model: str, tmp_path: Path
     ) -> None:

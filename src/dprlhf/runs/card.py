@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from dprlhf.privacy.plan import Plan, json_ready
 from dprlhf.privacy.randomness import commitment
 from dprlhf.recipe import ADAPTERS, AnyRecipe, Source, experimental, load_any_recipe
 from dprlhf.runs.earlier import Earlier, Record, runs_of_model, total
+from dprlhf.runs.evidence.words import of_hundred, right_guesses
 from dprlhf.runs.folder import RunFolder, write_atomically, write_json
 from dprlhf.runs.lineage import FILE, Carried, in_card
 
@@ -83,6 +86,8 @@ def privacy_card(
         "experimental": list(experimental(recipe)),
         "tuning": _TUNING.get(recipe.privacy.tuning_runs)
         or f"declared: {_runs(earlier)} on the same users, which the total counts",
+        "earlier_runs": _named(earlier),
+        "version": metadata.version("dprlhf"),
         "run": commitment(key),
     }
 
@@ -175,6 +180,32 @@ def _total(plan: Plan, earlier: Earlier) -> dict[str, Any]:
     }
 
 
+def _named(earlier: Earlier) -> str:
+    if not earlier.records:
+        return "none declared: other runs on the same users would cost their own ε"
+    return ", ".join(record.name for record in earlier.records)
+
+
+def in_plain_words(card: dict[str, Any]) -> str:
+    """Return what the guarantee leaves to a guess about one user, for readers without mathematics.
+
+    Args:
+        card: The run's privacy card.
+    """
+    if not card["private"]:
+        return "nothing is promised: whoever has the model may find out who took part."
+    whole = card.get("total", card)
+    epsilon = float(whole["epsilon"])
+    if math.isinf(epsilon):
+        return "with the earlier runs together, nothing is promised."
+    cases = of_hundred(right_guesses(epsilon, float(whole["delta"])))
+    return (
+        "take somebody who knows everything but whether one user's data took part, which was"
+        " decided by the toss of a fair coin. Whatever they compute from what the run published,"
+        f" they guess right in at most {cases} of 100 cases; without it, in 50."
+    )
+
+
 def _runs(earlier: Earlier) -> str:
     return f"{earlier.tuning_runs} tuning run" + ("s" if earlier.tuning_runs > 1 else "")
 
@@ -240,6 +271,17 @@ tags:
 ## Privacy
 
 {guarantee_sentence(card)}
+
+In plain words: {in_plain_words(card)}
+
+Earlier runs: {card.get("earlier_runs", "see above")}.
+
+Software: dprlhf {card.get("version", "of an earlier version")}.
+
+The folder `secret/` of the run is not published. It is needed to continue the run, to audit it, and
+to check that later runs have other users. It holds what would undo the guarantee: delete it when
+none of these is wanted any more. Responses may contain anything that the base model could write:
+the guarantee is about what they can tell of the users, not about their content.
 
 Accountant: {card["accountant"]}; lower bound on the same ε: {lower}.
 

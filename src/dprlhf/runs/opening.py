@@ -6,6 +6,7 @@ the same users, and by hashes of the users, so that a later run can check that i
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -19,7 +20,7 @@ from dprlhf.boundary import Private, open_private
 from dprlhf.data.public import Guides, used_rows
 from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy.ledger import Ledger
+from dprlhf.privacy.ledger import Ledger, read_opened
 from dprlhf.privacy.plan import Plan
 from dprlhf.privacy.randomness import commitment
 from dprlhf.recipe import AnyRecipe, dump_recipe
@@ -124,6 +125,30 @@ def check_disjoint(recipe: AnyRecipe, users: Users) -> None:
         held = RunFolder(run).identities
         if held.is_file() and np.isin(own, np.load(held)).any():
             raise overlap(run.name, "this run")
+
+
+def uncounted(folder: RunFolder, users: Users, earlier: Earlier) -> list[str]:
+    """Return the names of private runs beside this one with a user of it, which nothing counts.
+
+    One bit for each run is shown, on the operator's terminal: whether it is named here.
+
+    Args:
+        folder: The run's folder; runs in the same parent folder are looked at.
+        users: The private users.
+        earlier: The earlier runs that the recipe names, whose cost the total counts.
+    """
+    counted = {record.run for record in earlier.records}
+    beside = []
+    for held in sorted(folder.path.absolute().parent.glob("*/secret/users.npy")):
+        run = RunFolder(held.parent.parent)
+        if run.path == folder.path.absolute():
+            continue
+        with contextlib.suppress(DprlhfError, OSError, KeyError):  # a broken one is not this run's
+            terms = read_opened(run.ledger)[0].body
+            if terms["noise_multiplier"] and terms["key_commitment"] not in counted:
+                beside.append(run)
+    own = open_private(users.identities()) if beside else np.empty(0, dtype=np.uint64)
+    return [r.path.name for r in beside if np.isin(own, np.load(r.identities)).any()]
 
 
 def check_public(

@@ -34,7 +34,13 @@ from dprlhf.runs.budget import NO_BOOK, reserve
 from dprlhf.runs.card import released_dimension
 from dprlhf.runs.earlier import check_lineage, read_earlier
 from dprlhf.runs.folder import RunFolder, write_atomically
-from dprlhf.runs.opening import check_disjoint, check_public, open_folder, open_ledger
+from dprlhf.runs.opening import (
+    check_disjoint,
+    check_public,
+    open_folder,
+    open_ledger,
+    uncounted,
+)
 from dprlhf.runs.trackers import check_installed, tracked
 from dprlhf.training.callbacks import as_functions
 from dprlhf.training.layout import settle_layout
@@ -206,6 +212,12 @@ def _start(
         raise
     if reservation is None and parts.plan.private:
         print(f"dprlhf: {NO_BOOK}", file=sys.stderr)
+        for name in uncounted(folder, parts.users, parts.earlier) if create else ():
+            print(
+                f"dprlhf: warning: the run {name} had some of the same users, and its cost is not"
+                " counted here: name it under previous",
+                file=sys.stderr,
+            )
     return key, reservation
 
 
