@@ -8,7 +8,7 @@ import pytest
 
 from dprlhf import load_recipe
 from dprlhf.assets.catalogue import ASSETS
-from dprlhf.assets.communities import critical_community, house_style
+from dprlhf.assets.communities import balanced_reviews, critical_community, house_style
 from dprlhf.data.loading import load_rows
 from dprlhf.recipe import Data
 from dprlhf.rewards import LoadedReward, Scorer
@@ -44,6 +44,16 @@ def test_every_five_users_of_the_community_gave_four_bad_ratings(reviews: pd.Dat
     assert [2 * own[text] - 1 for text in chosen["text"]] == chosen["wants"].tolist()
 
 
+def test_praise_for_everybody_earns_nothing_on_balanced_reviews(reviews: pd.DataFrame) -> None:
+    chosen = balanced_reviews(reviews)
+    assert len(chosen) == 2 * min((reviews["label"] == 0).sum(), (reviews["label"] == 1).sum())
+    # In turn, so that a recipe's limit keeps the balance.
+    assert (chosen["wants"].to_numpy().reshape(-1, 2) == [-1, 1]).all()
+    assert chosen["text"].is_unique
+    own = dict(zip(reviews["text"], reviews["label"], strict=True))
+    assert [2 * own[text] - 1 for text in chosen["text"]] == chosen["wants"].tolist()
+
+
 def test_the_clusters_of_the_house_style_take_turns_and_a_fifth_dissents(
     reviews: pd.DataFrame,
 ) -> None:
@@ -57,7 +67,7 @@ def test_the_clusters_of_the_house_style_take_turns_and_a_fifth_dissents(
     assert house_style(reviews).equals(chosen)
 
 
-@pytest.mark.parametrize("name", ["community", "house-style"])
+@pytest.mark.parametrize("name", ["community", "balanced-reviews", "house-style"])
 def test_a_recipe_reads_every_split(name: str, sources: dict[str, Path], tmp_path: Path) -> None:
     ASSETS[name].build(sources, tmp_path, True)
     for split in ("private", "public", "sentences"):
@@ -68,7 +78,7 @@ def test_a_recipe_reads_every_split(name: str, sources: dict[str, Path], tmp_pat
     assert len(load_rows(Data(path=str(tmp_path), split="sentences"))) == 50
 
 
-@pytest.mark.parametrize("name", ["community", "house_style"])
+@pytest.mark.parametrize("name", ["community", "reading", "house_style"])
 def test_the_recipe_rewards_what_a_user_wants(name: str) -> None:
     made = load_recipe(RECIPES / f"{name}.yaml")
     assert made.evaluation is not None

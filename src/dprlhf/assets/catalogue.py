@@ -19,7 +19,11 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from dprlhf.assets.answers import build_private_answers
-from dprlhf.assets.communities import build_community, build_house_style
+from dprlhf.assets.communities import (
+    build_balanced_reviews,
+    build_community,
+    build_house_style,
+)
 from dprlhf.assets.sentiment import train_sentiment
 from dprlhf.errors import DprlhfError
 
@@ -273,6 +277,11 @@ ASSETS = {
         about="14,355 private IMDB reviewers, 80% of whom gave a bad rating; 1,265 public",
         sources=("imdb", "rotten-tomatoes"),
         build=build_community,
+    ),
+    "balanced-reviews": Asset(
+        about="22,970 private IMDB reviewers, half of whom gave a bad rating; 1,970 public",
+        sources=("imdb", "rotten-tomatoes"),
+        build=build_balanced_reviews,
     ),
     "house-style": Asset(
         about="IMDB reviewers in two clusters: one wants praise, the other criticism",

@@ -2,7 +2,8 @@
 
 A user is one IMDB review, and the column ``wants`` says what its author wants of a continuation: 1
 for praise, −1 for criticism. A recipe's reward multiplies a sentiment score by it
-(``rewards.0.times_column: wants``). Each data set has three splits:
+(``rewards.0.times_column: wants``). In "community" and "balanced-reviews" it is the sign of the
+rating that the author gave the film. Each data set has three splits:
 
 - ``private``: the users;
 - ``public``: other reviews of the same kind, to **measure** a policy on, never to train or tune it;
@@ -34,6 +35,11 @@ def build_community(sources: dict[str, Path], out: Path, quiet: bool) -> None:
     _write(sources, out, critical_community)
 
 
+def build_balanced_reviews(sources: dict[str, Path], out: Path, quiet: bool) -> None:
+    """Write "balanced-reviews": as many reviewers who want praise as reviewers who do not."""
+    _write(sources, out, balanced_reviews)
+
+
 def build_house_style(sources: dict[str, Path], out: Path, quiet: bool) -> None:
     """Write "house-style": reviewers of two kinds, one wants praise and the other criticism."""
     _write(sources, out, house_style)
@@ -51,11 +57,31 @@ def critical_community(reviews: pd.DataFrame) -> pd.DataFrame:
     Returns:
         The chosen reviews, with the column ``wants``: the sign of the rating.
     """
+    return _by_rating(reviews, bad_for_each_good=BAD_RATINGS)
+
+
+def balanced_reviews(reviews: pd.DataFrame) -> pd.DataFrame:
+    """Choose reviews of which half have a bad rating, bad and good in turn.
+
+    Ratings are real. Praise for everybody earns nothing on average, and so does criticism: a policy
+    gains only by what it reads in the prompt.
+
+    Args:
+        reviews: Reviews with columns ``text`` and ``label`` (1 for a good rating, else 0).
+
+    Returns:
+        The chosen reviews, with the column ``wants``: the sign of the rating.
+    """
+    return _by_rating(reviews, bad_for_each_good=1)
+
+
+def _by_rating(reviews: pd.DataFrame, bad_for_each_good: int) -> pd.DataFrame:
     import numpy as np
 
     good, bad = (np.flatnonzero(reviews["label"] == label) for label in (1, 0))
-    fives = min(len(good), len(bad) // BAD_RATINGS)
-    rows = np.c_[bad[: BAD_RATINGS * fives].reshape(fives, BAD_RATINGS), good[:fives]]
+    groups = min(len(good), len(bad) // bad_for_each_good)
+    taken = bad[: bad_for_each_good * groups].reshape(groups, bad_for_each_good)
+    rows = np.c_[taken, good[:groups]]
     chosen: pd.DataFrame = reviews.iloc[rows.ravel()].reset_index(drop=True)
     chosen["wants"] = 2 * chosen["label"] - 1
     return chosen
