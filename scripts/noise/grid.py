@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from dprlhf.runs.measurements import Result, command, write_results
+from dprlhf.worth.models import FEW, METHODS, PLAIN, RESPONSES, base
 from noise.many_runs import ROOT, SMALL, Job, overrides_of, run_all, small_policy
 
 RESULTS = ROOT / "docs" / "results"
@@ -41,8 +42,6 @@ GOALS = {(0.3, 1500): 0.95, (1.0, 300): 0.95}
 """The cells with a goal, and the share that should be kept there."""
 LEAST_SEEDS = 3
 """Fewer runs of a cell reach no goal, whatever their mean."""
-FEW = 500
-"""Up to this many users are few: see RESPONSES."""
 TUNING_USERS = 6000
 """Users at the end of the private split that are for tuning alone."""
 FIRST_TUNING_SEED = 100
@@ -84,45 +83,7 @@ TASKS = {
         {"rewards": [{**WORDS, "times_column": "wants"}]},
     ),
 }
-PLAIN = {"privacy.epsilon": ".inf", "update.clip_norm": ".inf"}
-BASES: dict[str, dict[str, Any]] = {
-    "small": {
-        **SMALL,
-        "rollout.responses": 2,
-        "rollout.batch_size": 64,
-        "update.batch_size": 64,
-        "evaluation.every": 2,
-        "evaluation.prompts": 256,
-    },
-    "smollm2": {"evaluation.prompts": 256},
-}
-FIXED_STEPS = {"optimizer.name": "normalized-sgd", "optimizer.momentum": 0.6}
-"""Steps of a fixed length, which noise turns but does not lengthen."""
-METHODS: dict[str, dict[str, dict[str, Any]]] = {
-    "small": {
-        "reference": {**FIXED_STEPS, "optimizer.learning_rate": 4.0},
-        "today": {"update.clip_norm": 0.7},
-        "subspace": {
-            **FIXED_STEPS,
-            "optimizer.learning_rate": 4.0,
-            "update.subspace": {"rank": 64, "prompts": 128, "refresh": 4},
-        },
-    },
-    "smollm2": {
-        "reference": {},
-        "today": {},
-        "subspace": {
-            **FIXED_STEPS,
-            "rounds": 8,
-            "optimizer.learning_rate": 0.5,
-            "update.subspace": {"rank": 16, "prompts": 64, "refresh": 2},
-        },
-    },
-}
-RESPONSES = {"small": (8, 4), "smollm2": (8, 2)}
-"""Responses to a prompt with few users and with more, where the method is not "today"."""
-"""Changes by model and method: "reference" is the run without noise and clipping, "today" the
-recipe as it is. What stands here was chosen on public prompts or on the users for tuning."""
+BASES: dict[str, dict[str, Any]] = {model: base(model, ROOT) for model in METHODS}
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,7 @@ import hashlib
 import itertools
 import json
 import math
-import multiprocessing
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +22,7 @@ import yaml
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.gaussian import gaussian_epsilon
 from dprlhf.privacy.plan import json_ready
-from dprlhf.runs.folder import write_atomically
+from dprlhf.runs.many import run_missing
 
 RIVERSWIM_EPISODES = 20_000
 BANDIT_USERS = (500, 1_500, 5_000, 15_000, 50_000)
@@ -327,8 +325,6 @@ def run_table(
     Raises:
         DprlhfError: the table or a recipe is unknown, or a recipe cannot run.
     """
-    from tqdm.auto import tqdm
-
     if table not in TABLES:
         raise DprlhfError(f"table '{table}' is unknown: use one of {', '.join(TABLES)}")
     rows = [row for row in TABLES[table]() if only in row.name]
@@ -336,25 +332,12 @@ def run_table(
         raise DprlhfError(f"no row of table {table} has '{only}' in its name")
     if changes:
         rows = [Row(**asdict(row) | {"settings": {**row.settings, **changes}}) for row in rows]
-    cache.mkdir(parents=True, exist_ok=True)
-    wanted = [(row, seed) for row in rows for seed in range(1 if row.kind == "ucbvi" else seeds)]
-    missing = [
-        (asdict(row), seed, str(recipes), str(cache), seeds)
-        for row, seed in wanted
-        if not _path(cache, recipes, row, seed).exists()
-    ]
-    with tqdm(total=len(wanted), desc=table, disable=quiet, unit="run") as bar:
-        bar.update(len(wanted) - len(missing))
-        if jobs <= 1:
-            for job in missing:
-                run_one(*job)
-                bar.update(1)
-        else:
-            context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-                for done in as_completed([pool.submit(run_one, *job) for job in missing]):
-                    done.result()
-                    bar.update(1)
+    work = {
+        _path(cache, recipes, row, seed): (asdict(row), seed, str(recipes), str(cache), seeds)
+        for row in rows
+        for seed in range(1 if row.kind == "ucbvi" else seeds)
+    }
+    run_missing(run_one, work, side_by_side=jobs, label=table, quiet=quiet)
     return [_read(row, seeds, cache, recipes) for row in rows]
 
 
@@ -364,14 +347,13 @@ def read_table(table: str, seeds: int, cache: Path, recipes: Path) -> list[Found
     return [f for f in found if f.runs]
 
 
-def run_one(settings: dict[str, Any], seed: int, recipes: str, cache: str, seeds: int) -> None:
-    """Run one seed of a row and write its result."""
+def run_one(settings: dict[str, Any], seed: int, recipes: str, cache: str, seeds: int) -> Any:
+    """Run one seed of a row and return its result."""
     import torch
 
     torch.set_num_threads(1)
     row = Row(**settings)
-    result = _RUN[row.kind](row, seed, Path(recipes), Path(cache), seeds)
-    write_atomically(_path(Path(cache), Path(recipes), row, seed), json.dumps(result))
+    return _RUN[row.kind](row, seed, Path(recipes), Path(cache), seeds)
 
 
 def _path(cache: Path, recipes: Path, row: Row, seed: int) -> Path:
