@@ -1,7 +1,8 @@
-"""The command ``bench control``: the papers' tables, measured (needs the extra ``papers``)."""
+"""The commands ``bench control`` and ``bench worth``: comparisons of many runs, measured."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -9,12 +10,14 @@ import typer
 
 from dprlhf.errors import DprlhfError
 
-bench = typer.Typer(help="Measure the tables of the source papers.", no_args_is_help=True)
+bench = typer.Typer(
+    help="Measure what privacy buys, and the tables of the source papers.", no_args_is_help=True
+)
 
 
 @bench.callback()
 def _bench() -> None:
-    """Measure the tables of the source papers."""
+    """Measure what privacy buys, and the tables of the source papers."""
 
 
 @bench.command("control")
@@ -59,3 +62,74 @@ def bench_control(
     command = f"dprlhf bench control --table {table} --seeds {seeds}"
     (out / "results").mkdir(parents=True, exist_ok=True)
     typer.echo(write(found, out, command, seeds))
+
+
+@bench.command("worth")
+def bench_worth(
+    tasks: Annotated[str, typer.Option(help="Tasks, with commas between them, or all.")] = "all",
+    epsilons: Annotated[
+        str, typer.Option(help="The private runs' ε, with commas.")
+    ] = "0.5,1,2,4,8",
+    users: Annotated[int, typer.Option(help="Users, and public prompts in their place.")] = 1500,
+    seeds: Annotated[int, typer.Option(help="Number of paired seeds.")] = 5,
+    model: Annotated[
+        str, typer.Option(help="small (seconds a run), smollm2, or a hub id or folder.")
+    ] = "small",
+    jobs: Annotated[int, typer.Option(help="Number of processes.")] = 1,
+    clone: Annotated[Path, typer.Option(help="Folder of the repository.")] = Path(),
+    runs: Annotated[
+        Path, typer.Option(help="Folder of the runs; a second call continues there.")
+    ] = Path("runs/worth"),
+    out: Annotated[
+        Path, typer.Option(help="Folder of worth.json, the tables and the plots.")
+    ] = Path("docs/results"),
+    write_only: Annotated[
+        bool, typer.Option("--write-only", help="Run nothing; write what is finished.")
+    ] = False,
+) -> None:
+    """Compare private users with public prompts alone: value, price and break-even ε.
+
+    On each task of "What does privacy buy?": the private run at every ε, the non-private run, and
+    the public alternatives, with paired seeds.
+    """
+    from dprlhf.worth.comparison import compare, write_all
+    from dprlhf.worth.tasks import TASKS, set_up
+
+    names = list(TASKS) if tasks == "all" else [name.strip() for name in tasks.split(",")]
+    unknown = [name for name in names if name not in TASKS]
+    if unknown:
+        raise DprlhfError(f"task '{unknown[0]}' is unknown: use all, {', '.join(TASKS)}")
+    if not (clone / "recipes").is_dir():
+        raise DprlhfError(
+            f"{clone / 'recipes'}: no such folder: run this in a clone of the repository, or give"
+            " --clone"
+        )
+    setup = set_up(model, clone.resolve(), (runs / model.replace("/", "-")).resolve())
+    grid = _epsilons(epsilons)
+    found = []
+    for name in names:
+        if not setup.can_run(name):
+            typer.echo(f"{name}: not for the model {model}; left out")
+            continue
+        one = compare(
+            setup, name, epsilons=grid, users=users, seeds=seeds, side_by_side=jobs,
+            write_only=write_only,
+        )  # fmt: skip
+        if one is not None:
+            found.append(one)
+    command = (
+        f"dprlhf bench worth --tasks {tasks} --epsilons {epsilons} --users {users}"
+        f" --seeds {seeds} --model {model}"
+    )
+    typer.echo(write_all(found, out, command))
+
+
+def _epsilons(text: str) -> list[float]:
+    """Read finite ε above 0, with commas between them."""
+    try:
+        found = [float(word) for word in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < epsilon < math.inf for epsilon in found):
+        raise DprlhfError(f"--epsilons {text}: write numbers above 0 with commas, such as 0.5,1,4")
+    return sorted(set(found))

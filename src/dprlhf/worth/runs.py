@@ -19,7 +19,7 @@ from dprlhf.recipe import Recipe, load_recipe
 from dprlhf.rewards import Scorer, load_reward
 from dprlhf.runs.folder import RunFolder
 from dprlhf.runs.many import run_missing
-from dprlhf.training.evaluate import estimate, evaluate
+from dprlhf.training.evaluate import Evaluated, drift_metrics, estimate, evaluate
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ def run(job: Job, folder: Path, recipes: Path, threads: int) -> dict[str, Any]:
         ``before``, ``after`` and ``rise``: mean reward on the public prompts; ``public`` and
         ``private``: rewards after each round where the run has them, the mean on the public
         prompts (``evaluation.every``) and the users' noised mean before the round's step;
-        ``curve``: the lines of ``metrics.jsonl`` with an evaluation, their public values only;
-        ``judged``: the rise under each change of ``job.judged``; and facts of the plan.
+        ``curve``: (KL to the base model in nats, mean reward) at each evaluation, the last one at
+        the end; ``judged``: the rise under each change of ``job.judged``; and facts of the plan.
     """
     torch.set_num_threads(threads)
     place, recipe = folder / job.file, recipes / f"{job.recipe}.yaml"
@@ -97,9 +97,8 @@ def run(job: Job, folder: Path, recipes: Path, threads: int) -> dict[str, Any]:
         "public": [r["public_reward"] for r in rounds if "public_reward" in r],
         "private": [r["private_reward_noised"] for r in rounds if "private_reward_noised" in r],
         "curve": [
-            {key: value for key, value in r.items() if key.startswith("public_")}
-            for r in rounds
-            if "public_reward" in r
+            *((r["public_kl"], r["public_reward"]) for r in rounds if "public_reward" in r),
+            at_the_end(result.policy, load_recipe(recipe, overrides=job.overrides)),
         ],
         "judged": [
             rise_under(result.policy, load_recipe(recipe, overrides=(*job.overrides, *changes)))
@@ -118,23 +117,30 @@ def rise_under(policy: CausalLMPolicy, recipe: Recipe) -> float:
     The draws are those of every evaluation with this seed, so that two recipes that differ in
     their rewards score the same continuations.
     """
-    scorer = Scorer([load_reward(reward) for reward in recipe.rewards], recipe.reward_range)
+    before, after = (_evaluated(policy, recipe, base=base).rewards for base in (True, False))
+    return estimate(after - before).mean
+
+
+def at_the_end(policy: CausalLMPolicy, recipe: Recipe) -> tuple[float, float]:
+    """Return the KL of a tuned policy to the base model, in nats, and its mean reward."""
+    found = _evaluated(policy, recipe, base=False)
+    drift = drift_metrics(policy, found.responses, recipe.update.batch_size)
+    return drift["public_kl"], found.estimate.mean
+
+
+def _evaluated(policy: CausalLMPolicy, recipe: Recipe, *, base: bool) -> Evaluated:
     prompts = evaluated(recipe, public_users(recipe, None))
     assert prompts is not None
     assert recipe.evaluation is not None
-    before, after = (
-        evaluate(
-            policy,
-            scorer,
-            prompts,
-            recipe.rollout,
-            seed=recipe.seed,
-            max_prompt_tokens=recipe.evaluation.data.max_prompt_tokens,
-            base=base,
-        ).rewards
-        for base in (True, False)
+    return evaluate(
+        policy,
+        Scorer([load_reward(reward) for reward in recipe.rewards], recipe.reward_range),
+        prompts,
+        recipe.rollout,
+        seed=recipe.seed,
+        max_prompt_tokens=recipe.evaluation.data.max_prompt_tokens,
+        base=base,
     )
-    return estimate(after - before).mean
 
 
 def gain(figures: dict[str, Any]) -> float:

@@ -1,0 +1,95 @@
+"""A comparison as a Markdown table and as a plot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dprlhf.worth.comparison import Comparison, in_words, label
+from dprlhf.worth.statistics import Values, break_even, equal_kl, share, standard_error
+
+
+def table(found: Comparison, command: str) -> Iterator[str]:
+    """Yield the lines of a comparison's page."""
+    levels = found.levels
+    yield f"# {found.about.title} ({found.model}, {found.users:,} users)"
+    yield f"\n`{command}`\n"
+    yield (
+        f"Gain of the mean reward on held-out public prompts, mean over {found.seeds} paired seeds"
+        " ± standard error. Price: what the non-private run gains more. Value: what the best public"
+        " alternative gains less, by the number of public prompts of the users' kind.\n"
+    )
+    heads = ["", "gain", "worst seed", "share kept", "price", *(f"value, {n}" for n in levels)]
+    yield "| " + " | ".join(heads) + " |"
+    yield "|---" * len(heads) + "|"
+    for epsilon, gains in [*found.private.items(), (math.inf, found.plain)]:
+        kept = share(gains, found.plain)
+        interval = "" if math.isnan(kept.low) else f" ({kept.low:.0%} to {kept.high:.0%})"
+        entries = [label(epsilon), _pair(gains), f"{np.min(gains):+.3f}"]
+        entries += [f"{kept.value:.0%}{interval}", _pair(found.plain - gains)]
+        entries += [_pair(gains - found.public_only(n)[1]) for n in levels]
+        yield "| " + " | ".join(entries) + " |"
+    for name, gains in found.public.items():
+        entries = [f"public: {name}", _pair(gains), f"{np.min(gains):+.3f}"]
+        yield "| " + " | ".join([*entries, *[""] * (len(heads) - 3)]) + " |"
+    yield ""
+    for level in levels:
+        even = in_words(break_even(found.values(level)), list(found.private))
+        best = found.public_only(level)[0]
+        yield f"- Break-even ε against {level} public prompts of the users' kind ({best}): {even}."
+    reach, gains_there = equal_kl(found.curves)
+    if reach > 0:
+        there = ", ".join(f"{name} {np.mean(gains):+.3f}" for name, gains in gains_there.items())
+        yield f"- Gain at equal √KL = {reach:.2f}: {there}."
+
+
+def _pair(values: Values) -> str:
+    error = standard_error(values)
+    return f"{np.mean(values):+.3f}" + ("" if math.isnan(error) else f" ± {error:.3f}")
+
+
+def plot(found: Comparison, picture: Path) -> None:
+    """Draw gain against ε, with and without public prompts, and gain against √KL."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), sharey=True)
+    epsilons = list(found.private)
+    errors = [np.nan_to_num(standard_error(g)) for g in found.private.values()]
+    means = [float(np.mean(g)) for g in found.private.values()]
+    left.errorbar(epsilons, means, errors, marker="o", ms=3, capsize=2, label="private users")
+    _level(left, found.plain, "no privacy", "k", "--")
+    for place, level in enumerate(found.levels):
+        name, gains = found.public_only(level)
+        about = f"public-only, {level} of the users' kind ({name})"
+        _level(left, gains, about, f"C{place + 1}", ":")
+    left.set_xscale("log")
+    left.set_xticks(epsilons, [f"{e:g}" for e in epsilons])
+    left.minorticks_off()
+    left.set_xlabel("ε")
+    left.set_ylabel("gain of the reward")
+    for place, (name, curves) in enumerate(found.curves.items()):
+        points = [np.array([(0.0, 0.0), *curve]) for curve in curves]
+        for number, way in enumerate(points):
+            shown: dict[str, Any] = {"label": name} if number == 0 else {}
+            right.plot(way[:, 0], way[:, 1], ".-", lw=0.8, ms=3, color=f"C{place}", **shown)
+    right.set_xlabel("√KL to the base model (√nats)")
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=6)
+    figure.suptitle(f"{found.about.title}: {found.model}, {found.users:,} users", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)
+
+
+def _level(axis: Any, gains: Values, name: str, color: str, style: str) -> None:
+    mean, error = float(np.mean(gains)), float(np.nan_to_num(standard_error(gains)))
+    axis.axhline(mean, color=color, ls=style, lw=1, label=name)
+    axis.axhspan(mean - error, mean + error, color=color, alpha=0.1, lw=0)
