@@ -1,8 +1,8 @@
 """Paired figures of a comparison: value, price, share kept, break-even ε, reward at equal KL.
 
 Arrays are by seed, ``[seeds]``; entry s of two arrays is of the same seed, which draws the
-adapter's start, the users and the evaluation. Errors are over seeds. Intervals are percentile intervals of
-:func:`scipy.stats.bootstrap` over the seeds, which are too narrow for few of them.
+adapter's start, the users and the evaluation. Errors are over seeds. Intervals are percentile
+intervals of :func:`scipy.stats.bootstrap` over the seeds, too narrow where these are few.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class PublicPrompts:
             others = [name for name in picked.column_names if name != "wants"]
             picked = picked.select_columns(others).add_column("wants", (2 * good - 1).tolist())
         file.parent.mkdir(parents=True, exist_ok=True)
-        picked.to_parquet(str(file))
+        picked.to_pandas().to_parquet(file, index=False)
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,8 @@ class Task:
         turned: Changes of the rewards that turn every user's wish, for tasks with a secret that is
             drawn: private runs come in pairs, and a public policy is judged under both. Empty
             where the users' wishes are real.
+        method: Key of the model's ``METHODS`` for the private runs.
+        changes: Changes of every run of this task.
     """
 
     title: str
@@ -94,6 +96,8 @@ class Task:
     guides: Mapping[str, Any] = field(default_factory=dict)
     words: Mapping[str, Any] | None = None
     turned: tuple[str, ...] = ()
+    method: str = "subspace"
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
 
 _FIRST = EVALUATED + HELD_OUT
@@ -117,7 +121,7 @@ TASKS = {
     "house-style": Task(
         title="House style (a secret of the users, drawn; pairs of the secret and its opposite)",
         recipe="house_style",
-        users=10_000,
+        users=22_366,
         public={
             "reviews, praise": PublicPrompts(
                 "asset:house-style", "public", 500, _FIRST, wants="praise"
@@ -126,6 +130,16 @@ TASKS = {
         guides={"path": "asset:house-style", "split": "sentences", **_WORDS},
         words={"times_column": "wants", "weight": 0.3333},
         turned=("rewards.0.weight=-0.3333",),
+    ),
+    "answers": Task(
+        title="Private answers (synthetic questions, a secret map, exact match)",
+        recipe="private_answers",
+        users=20_000,
+        public={
+            "questions, random answers": PublicPrompts("asset:private-answers", "public", 1500)
+        },
+        method="today",
+        changes={"rollout.responses": 8},
     ),
 }
 
@@ -203,11 +217,11 @@ class Setup:
         few, many = RESPONSES[self.settings]
         settings["rollout.responses"] = few if cell.users <= FEW else many
         private = math.isfinite(cell.epsilon)
-        settings |= METHODS[self.settings]["subspace" if private else "reference"]
+        settings |= METHODS[self.settings][task.method if private else "reference"]
         settings |= {"privacy.epsilon": cell.epsilon} if private else PLAIN
         if "update.subspace" in settings:
             settings["update.subspace"] = {"data": {**task.guides}, **settings["update.subspace"]}
-        return {**settings, **self.policy, **self.extra}
+        return {**settings, **task.changes, **self.policy, **self.extra}
 
     def _public_rows(self, public: PublicPrompts, users: int, seed: int) -> dict[str, Any]:
         """Write the public rows, and return the changes by which a recipe trains on them."""
