@@ -92,7 +92,8 @@ def bench_worth(
     On each task of "What does privacy buy?": the private run at every ε, the non-private run, and
     the public alternatives, with paired seeds.
     """
-    from dprlhf.worth.comparison import compare, write_all
+    from dprlhf.worth.comparison import compare
+    from dprlhf.worth.pages import write_all
     from dprlhf.worth.tasks import TASKS, set_up
 
     names = list(TASKS) if tasks == "all" else [name.strip() for name in tasks.split(",")]

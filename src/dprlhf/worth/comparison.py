@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -190,9 +189,7 @@ def results(found: Comparison) -> Iterator[Result]:
         if found.about.turned:
             least = min(1.0, float(np.mean(found.public_only(level)[1]) / np.mean(found.plain)))
             goal = f"at most {MOST_PUBLIC}"
-            name = (
-                f"{start}, public-only with {level} prompts of the users' kind: share of the gain"
-            )
+            name = f"{start}: {public}, share of the non-private gain"
             yield Result(name, least, "1", goal, least <= MOST_PUBLIC)
         for epsilon, values in found.values(level).items():
             yield from stated(f"epsilon {epsilon:g}: value {against}", values)
@@ -245,19 +242,3 @@ def in_words(even: Estimated, epsilons: Sequence[float]) -> str:
     if math.isnan(even.low):
         return one(even.value)
     return f"{one(even.value)} (95%: {one(even.low)} to {one(even.high)})"
-
-
-def write_all(found: Sequence[Comparison], out: Path, command: str) -> str:
-    """Write results, tables and plots of all comparisons; return the tables."""
-    from dprlhf.runs.measurements import write_results
-    from dprlhf.worth.pages import plot, table
-
-    texts = []
-    for one in found:
-        write_results(out / "worth.json", results(one))
-        text = "\n".join(table(one, command)) + "\n"
-        place = out / f"worth-{one.task}-{one.model.replace('/', '-')}"
-        place.with_suffix(".md").write_text(text)
-        plot(one, place.with_suffix(".png"))
-        texts.append(text)
-    return "\n".join(texts)

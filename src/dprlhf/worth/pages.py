@@ -1,16 +1,38 @@
-"""A comparison as a Markdown table and as a plot."""
+"""A comparison as results on file, as a Markdown table and as a plot."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dprlhf.worth.comparison import Comparison, in_words, label
+from dprlhf.runs.measurements import write_results
+from dprlhf.worth.comparison import Comparison, in_words, label, results
 from dprlhf.worth.statistics import Values, break_even, equal_kl, share, standard_error
+
+
+def write_all(found: Sequence[Comparison], out: Path, command: str) -> str:
+    """Write results, tables and plots of all comparisons; return the tables.
+
+    Args:
+        found: The comparisons.
+        out: Folder of ``worth.json``, the tables and the plots.
+        command: How to measure it again.
+    """
+    texts = []
+    for one in found:
+        rows = [replace(row, command=command) for row in results(one)]
+        write_results(out / "worth.json", rows)
+        text = "\n".join(table(one, command)) + "\n"
+        place = out / f"worth-{one.task}-{one.model.replace('/', '-')}"
+        place.with_suffix(".md").write_text(text)
+        plot(one, place.with_suffix(".png"))
+        texts.append(text)
+    return "\n".join(texts)
 
 
 def table(found: Comparison, command: str) -> Iterator[str]:
