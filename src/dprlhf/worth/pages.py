@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dprlhf.runs.measurements import write_results
+from dprlhf.runs.measurements import Result, write_results
 from dprlhf.worth.comparison import Comparison, in_words, label, results
 from dprlhf.worth.statistics import Values, break_even, equal_kl, share, standard_error
 
@@ -25,7 +25,7 @@ def write_all(found: Sequence[Comparison], out: Path, command: str) -> str:
     """
     texts = []
     for one in found:
-        rows = [replace(row, command=command) for row in results(one)]
+        rows = [Result(**{**asdict(row), "command": command}) for row in results(one)]
         write_results(out / "worth.json", rows)
         text = "\n".join(table(one, command)) + "\n"
         place = out / f"worth-{one.task}-{one.model.replace('/', '-')}"
