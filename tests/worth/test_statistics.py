@@ -52,6 +52,12 @@ def test_the_interval_of_break_even_says_when_it_leaves_the_grid() -> None:
     assert math.isnan(single.low)
 
 
+@pytest.mark.parametrize(("value", "expected"), [(0.1, 0.0), (-0.1, math.inf)])
+def test_a_single_epsilon_is_above_or_below_break_even(value: float, expected: float) -> None:
+    found = break_even({1.0: same(value)})
+    assert (found.value, found.low, found.high) == (expected, expected, expected)
+
+
 def test_the_share_is_a_ratio_of_means_and_pairs_seeds() -> None:
     plain = np.array([1.0, 2.0, 4.0])
     found = share(0.9 * plain, plain)

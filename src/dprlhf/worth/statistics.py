@@ -73,19 +73,19 @@ def break_even(values: Mapping[float, Values]) -> Estimated:
     def unclipped(log: float) -> float:
         if math.isnan(log):
             return log
-        return 0.0 if log <= logs[0] else math.inf if log >= logs[-1] else math.exp(log)
+        return 0.0 if log < logs[0] else math.inf if log > logs[-1] else math.exp(log)
 
     return Estimated(unclipped(found.value), unclipped(found.low), unclipped(found.high))
 
 
 def _crossing(logs: Values, means: Sequence[float]) -> float:
-    """Return where a line through points last rises above zero; an end where it never crosses."""
+    """Return where a line through points last rises above zero; beside the grid if it never does."""
     negative = [i for i, mean in enumerate(means) if mean <= 0]
     if not negative:
-        return float(logs[0])
+        return float(logs[0]) - 1.0
     i = negative[-1]
     if i == len(means) - 1:
-        return float(logs[-1])
+        return float(logs[-1]) + 1.0
     return float(np.interp(0.0, [means[i], means[i + 1]], [logs[i], logs[i + 1]]))
 
 
