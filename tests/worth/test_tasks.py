@@ -16,7 +16,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.recipe import load_recipe
 from dprlhf.worth import comparison, tasks
 from dprlhf.worth.comparison import Comparison, compare, in_words, results
-from dprlhf.worth.pages import plot, table
+from dprlhf.worth.pages import table, write_all
 from dprlhf.worth.statistics import Estimated
 from dprlhf.worth.tasks import EVALUATED, TASKS, TUNING_USERS, Cell, PublicPrompts, Setup, Task
 from helpers.runs import save_sharp
@@ -106,9 +106,11 @@ def test_a_comparison_is_written_and_read_again(
     again = compare(setup, "secret", **arguments)
     assert again is not None
     assert again.plain.tolist() == found.plain.tolist()
-    assert "| no privacy |" in "\n".join(table(found, "command"))
-    plot(found, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 0
+    assert "| no privacy |" in write_all([found], tmp_path, "the command")
+    assert (tmp_path / "images" / "worth-secret-smollm2.png").stat().st_size > 0
+    written = json.loads((tmp_path / "results" / "worth.json").read_text())
+    assert {row["command"] for row in written} == {"the command"}
+    assert str(tmp_path) not in json.dumps(written)
 
 
 @pytest.mark.parametrize(("task", "name"), PLACES)

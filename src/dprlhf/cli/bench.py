@@ -81,8 +81,8 @@ def bench_worth(
         Path, typer.Option(help="Folder of the runs; a second call continues there.")
     ] = Path("runs/worth"),
     out: Annotated[
-        Path, typer.Option(help="Folder of worth.json, the tables and the plots.")
-    ] = Path("docs/results"),
+        Path, typer.Option(help="Folder in which results/ and images/ are written.")
+    ] = Path("docs"),
     write_only: Annotated[
         bool, typer.Option("--write-only", help="Run nothing; write what is finished.")
     ] = False,

@@ -20,17 +20,18 @@ def write_all(found: Sequence[Comparison], out: Path, command: str) -> str:
 
     Args:
         found: The comparisons.
-        out: Folder of ``worth.json``, the tables and the plots.
+        out: Folder of ``results/``, for figures and tables, and ``images/``, for plots.
         command: How to measure it again.
     """
+    (out / "images").mkdir(parents=True, exist_ok=True)
     texts = []
     for one in found:
         rows = [Result(**{**asdict(row), "command": command}) for row in results(one)]
-        write_results(out / "worth.json", rows)
+        write_results(out / "results" / "worth.json", rows)
         text = "\n".join(table(one, command)) + "\n"
-        place = out / f"worth-{one.task}-{one.model.replace('/', '-')}"
-        place.with_suffix(".md").write_text(text)
-        plot(one, place.with_suffix(".png"))
+        name = f"worth-{one.task}-{one.model.replace('/', '-')}"
+        (out / "results" / f"{name}.md").write_text(text)
+        plot(one, out / "images" / f"{name}.png")
         texts.append(text)
     return "\n".join(texts)
 

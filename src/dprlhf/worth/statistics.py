@@ -79,7 +79,7 @@ def break_even(values: Mapping[float, Values]) -> Estimated:
 
 
 def _crossing(logs: Values, means: Sequence[float]) -> float:
-    """Return where a line through points last rises above zero; beside the grid if it never does."""
+    """Return where a line through points last rises above zero; beside the grid if nowhere."""
     negative = [i for i, mean in enumerate(means) if mean <= 0]
     if not negative:
         return float(logs[0]) - 1.0

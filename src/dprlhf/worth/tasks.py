@@ -1,4 +1,4 @@
-"""The tasks in which private prompts may matter, and who else could do them: public prompts alone.
+"""The tasks in which private prompts may matter, one in which they do not, and public prompts.
 
 Each task is a recipe of ``recipes/`` and public prompts that could take the users' place. Public
 prompts are trained on by the same framework without noise and clipping, with as many prompts and
@@ -85,7 +85,7 @@ class Task:
         turned: Changes of the rewards that turn every user's wish, for tasks with a secret that is
             drawn: private runs come in pairs, and a public policy is judged under both. Empty
             where the users' wishes are real.
-        method: Key of the model's ``METHODS`` for the private runs.
+        method: Key of ``METHODS`` for the private runs of models other than the small one.
         changes: Changes of every run of this task.
     """
 
@@ -118,6 +118,28 @@ TASKS = {
         guides={"path": "asset:community", "split": "sentences", **_WORDS},
         words={"times_column": "wants"},
     ),
+    "reading": Task(
+        title="In the author's mood (real ratings, balanced: the policy has to read)",
+        recipe="reading",
+        users=22_970,
+        public={
+            "sentences, their labels": PublicPrompts(
+                "asset:rotten-tomatoes", "train", wants="label"
+            ),
+            "100 reviews": PublicPrompts("asset:balanced-reviews", "public", 100, _FIRST),
+            "1,600 reviews": PublicPrompts("asset:balanced-reviews", "public", 1600, _FIRST),
+        },
+        guides={
+            "path": "asset:balanced-reviews",
+            "split": "sentences",
+            "prompt_column": "text",
+            "prompt_words": 24,
+            "max_prompt_tokens": 40,
+        },
+        words={"times_column": "wants"},
+        method="today",
+        changes={"rollout.responses": 8},
+    ),
     "house-style": Task(
         title="House style (a secret of the users, drawn; pairs of the secret and its opposite)",
         recipe="house_style",
@@ -140,6 +162,18 @@ TASKS = {
         },
         method="today",
         changes={"rollout.responses": 8},
+    ),
+    "praise": Task(
+        title="Praise for everything, which public prompts teach as well",
+        recipe="imdb_sentiment",
+        users=23_000,
+        public={
+            "sentences": PublicPrompts("asset:rotten-tomatoes", "train"),
+            "100 reviews": PublicPrompts("asset:imdb", "public", 100, _FIRST),
+            "1,500 reviews": PublicPrompts("asset:imdb", "public", 1500, _FIRST),
+        },
+        guides={"path": "asset:rotten-tomatoes", "split": "train", **_WORDS},
+        words={},
     ),
 }
 
@@ -217,9 +251,11 @@ class Setup:
         few, many = RESPONSES[self.settings]
         settings["rollout.responses"] = few if cell.users <= FEW else many
         private = math.isfinite(cell.epsilon)
-        settings |= METHODS[self.settings][task.method if private else "reference"]
-        settings |= {"privacy.epsilon": cell.epsilon} if private else PLAIN
-        if "update.subspace" in settings:
+        method = "subspace" if self.settings == "small" else task.method
+        settings |= METHODS[self.settings][method if private else "reference"]
+        plain = {**PLAIN, "update.subspace": None}
+        settings |= {"privacy.epsilon": cell.epsilon} if private else plain
+        if settings.get("update.subspace"):
             settings["update.subspace"] = {"data": {**task.guides}, **settings["update.subspace"]}
         return {**settings, **task.changes, **self.policy, **self.extra}
 
@@ -251,7 +287,7 @@ class Setup:
         for place in (self.folder, self.clone):
             text = text.replace(str(place), "")
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-        what = cell.public.replace(", ", "-").replace(" ", "-") or f"epsilon-{cell.epsilon:g}"
+        what = "-".join(cell.public.replace(",", "").split()) or f"epsilon-{cell.epsilon:g}"
         name = f"{cell.task}-{what}-users-{cell.users}-seed-{seed}-{digest}"
         return Job(name, task.recipe, overrides, judged)
 
