@@ -73,7 +73,7 @@ class Figures:
     """What the demo measures on the held-out prompts.
 
     Attributes:
-        wants: The sign of each author's rating, ``[prompts]``.
+        wants: The sign of each author's rating, ``[prompts]``; 1 where a recipe has no such column.
         judged: The lexicon's score times ``wants`` before and after, ``[2, prompts]``.
         texts: How the base model and the tuned policy write.
         most: The bound R on rewards: what the best continuation earns.
@@ -128,7 +128,7 @@ def measured(result: Any, recipe: Recipe) -> Figures:
     """Return the figures of a finished run."""
     prompts = evaluated(recipe, public_users(recipe, None))
     assert prompts is not None
-    wants = np.array(prompts.columns["wants"], dtype=np.float64)
+    wants = np.array(prompts.columns.get("wants", np.ones(len(prompts))), dtype=np.float64)
     sides = [[row[side] for row in result.samples] for side in ("before", "after")]
     judged = np.array([[sentiment(text) for text in side] for side in sides]) * wants
     base = written(result.policy, recipe, prompts, base=True)
