@@ -167,7 +167,7 @@ def main() -> None:
         make_model(folder)
         for task in tasks():
             if task.is_demo:
-                rows.append(demo_row())
+                rows += demo_row()
                 continue
             started = time.monotonic()
             problem = run(task, folder, shell(folder, transcript))
@@ -181,11 +181,12 @@ def main() -> None:
         raise SystemExit(f"not everything holds; see {transcript}")
 
 
-def demo_row() -> Result:
-    """Return what `make demo` measured of itself, from start to end in a clean clone."""
+def demo_row() -> list[Result]:
+    """Return what `make demo` measured of itself in a clean clone; nothing if it has not yet."""
     rows = json.loads((ROOT / "docs/results/demo.json").read_text())
-    row = next(r for r in rows if r["name"] == "demo: make demo, clean clone")
-    return Result(**{**row, "name": "newcomer: Run the demo", "command": "make demo"})
+    measured = [row for row in rows if row["name"] == "demo: make demo, clean clone"]
+    changed = {"name": "newcomer: Run the demo", "command": "make demo"}
+    return [Result(**{**row, **changed}) for row in measured]
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         f"update.subspace.data.path={data}", "update.subspace.rank=4", "update.subspace.prompts=8",
         f"evaluation.data.path={data}", "evaluation.prompts=40", f"rewards=[{reward}]",
         "data.limit=40", "rounds=2", "rollout.max_new_tokens=4", "rollout.responses=2",
-        "optimizer.learning_rate=20",
+        "optimizer.learning_rate=200",
     ]  # fmt: skip
 
 
