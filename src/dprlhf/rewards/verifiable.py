@@ -1,41 +1,270 @@
 """Verifiable rewards: a completion is checked against the answer in the user's row.
 
 Each has TRL's signature and is named in a recipe as
-``function: dprlhf.rewards.verifiable:exact_match``. The right answer is the column ``answer`` of
-the dataset; it is part of the user's row, so it is as private as the prompt.
+``function: dprlhf.rewards.verifiable:exact_match``. It scores 1 for a completion that passes and 0
+for any other, :func:`passes_tests` the share of tests passed. The column that it reads (``answer``,
+``numbers``, ``tests``) is part of the user's row, so it is as private as the prompt.
+
+Completions are texts, or lists of messages of which the last one's content counts. Nothing that a
+model wrote is executed (:mod:`dprlhf.rewards.expressions`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
+from dprlhf.rewards.expressions import number_of, parse, value_of
 
-def exact_match(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float]:
-    """Return 1 for each completion that is the answer, else 0: exact match.
+_NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
+_MARKED = re.compile(r"####[ \t]*([^\n]*)|<answer>([^<]*)</answer>")
+_CHOICE = re.compile(r"answer(?:\s+is)?\s*:?\s*\(?([A-Ja-j])\b(?!['’])", re.IGNORECASE)
+_LEADING_CHOICE = re.compile(r"\(?([A-Ja-j])(?:[).:]|\s*$)")
+
+
+def exact_match(completions: Sequence[Any], answer: Sequence[Any]) -> list[float]:
+    """Exact match: return 1 for each completion that is the answer, else 0.
 
     White space around and between words, the case of letters and a full stop at the end do not
     count.
 
     Args:
-        completions: Texts, or lists of messages, of which the last one's content counts.
+        completions: The completions.
         answer: The right answer to each prompt.
-        **columns: Other columns of the dataset, which are not looked at.
 
     >>> exact_match([" Red.", "red or blue", [{"role": "assistant", "content": "Blue"}]],
     ...             answer=["red", "red", "blue"])
     [1.0, 0.0, 1.0]
     """
-    return [
-        float(_plain(text_of(completion)) == _plain(str(right)))
-        for completion, right in zip(completions, answer, strict=True)
-    ]
+    return _each(lambda text, right: _plain(text) == _plain(str(right)), completions, answer)
+
+
+def numeric_match(
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    tolerance: Sequence[Any] | None = None,
+) -> list[float]:
+    """Return 1 for each completion whose last number is the answer within a tolerance, else 0.
+
+    The number is taken from the marked answer (:func:`final_answer`) where there is one, else from
+    the whole text.
+
+    Args:
+        completions: The completions.
+        answer: The right number of each prompt, or a text whose last number it is.
+        tolerance: Largest absolute difference that counts as right, for each prompt; without this
+            column, 1e-6 times the answer's absolute value, at least 1e-6.
+
+    >>> numeric_match(["So it is 1,234.50.", "about 3.1"], answer=[1234.5, 3.14159])
+    [1.0, 0.0]
+    >>> numeric_match(["about 3.1"], answer=[3.14159], tolerance=[0.1])
+    [1.0]
+    """
+
+    def close(text: str, right: Any, allowed: Any) -> bool:
+        found, wanted = _last_number(text), _last_number(str(right))
+        if found is None or wanted is None:
+            return False
+        bound = max(Fraction(1), abs(wanted)) / 10**6 if allowed is None else number_of(allowed)
+        return abs(found - wanted) <= bound
+
+    return _each(close, completions, answer, tolerance or [None] * len(answer))
+
+
+def math_answer(completions: Sequence[Any], answer: Sequence[Any]) -> list[float]:
+    r"""Return 1 for each completion whose marked answer is the right one, as for GSM8K and MATH.
+
+    A completion must mark its answer as :func:`final_answer` reads it. Two numbers are compared as
+    numbers, so that 1,000 is 1000.0; all else is compared as text without spaces.
+
+    Args:
+        completions: The completions.
+        answer: The right answer to each prompt, or a worked solution that marks it, such as the
+            column ``answer`` of GSM8K.
+
+    >>> math_answer(["6 * 7 = 42\n#### 42", r"It is \boxed{41}.", "42"], answer=["#### 42"] * 3)
+    [1.0, 0.0, 0.0]
+    """
+
+    def right(text: str, wanted: Any) -> bool:
+        found, key = final_answer(text), final_answer(str(wanted)) or str(wanted)
+        if not found:
+            return False
+        one, other = _exact_number(found), _exact_number(key)
+        if one is not None and other is not None:
+            return one == other
+        return "".join(found.split()) == "".join(key.split())
+
+    return _each(right, completions, answer)
+
+
+def multiple_choice(completions: Sequence[Any], answer: Sequence[str]) -> list[float]:
+    """Return 1 for each completion that names the right option, a letter from A to J, else 0.
+
+    The option is the letter after the last "answer", as in "The answer is (B)"; or else the letter
+    with which the completion begins, alone or before a bracket, full stop or colon. A completion
+    that names no option so is wrong.
+
+    Args:
+        completions: The completions.
+        answer: The letter of the right option of each prompt.
+
+    >>> multiple_choice(["B", "(b) Rome", "A good question: the answer is C.", "A dog"],
+    ...                 answer=["B", "B", "C", "A"])
+    [1.0, 1.0, 1.0, 0.0]
+    """
+
+    def right(text: str, letter: str) -> bool:
+        named = _CHOICE.findall(text)
+        leading = _LEADING_CHOICE.match(text.strip())
+        found = named[-1] if named else leading[1] if leading else ""
+        return found.upper() == str(letter).strip().strip("().").upper()
+
+    return _each(right, completions, answer)
+
+
+def countdown(
+    completions: Sequence[Any], numbers: Sequence[Sequence[int]], answer: Sequence[Any]
+) -> list[float]:
+    """Return 1 for each expression that makes the answer from the numbers given, else 0.
+
+    The "Countdown" task: ``(25 - 1) * 2`` makes 48 from 1, 2, 25. The expression is the marked
+    answer (:func:`final_answer`), or else the whole completion. It may use each number once, the
+    operations +, −, × and ÷, and brackets.
+
+    Args:
+        completions: The completions.
+        numbers: The numbers that may be used, for each prompt.
+        answer: The value to reach, for each prompt.
+
+    >>> countdown(["(25 - 1) * 2", "48", "<answer>25 + 25 - 2</answer>"], numbers=[[1, 2, 25]] * 3,
+    ...           answer=[48] * 3)
+    [1.0, 0.0, 0.0]
+    """
+
+    def right(text: str, given: Sequence[int], target: Any) -> bool:
+        written = final_answer(text) or text
+        if not set(written) <= set("0123456789+-*/(). \t\n"):
+            return False
+        used = Counter(re.findall(r"\d+\.?\d*", written))
+        reached = value_of(parse(written))
+        return reached == number_of(target) and used <= Counter(str(number) for number in given)
+
+    return _each(right, completions, numbers, answer)
+
+
+def passes_tests(completions: Sequence[Any], tests: Sequence[Any]) -> list[float]:
+    """Return the share of the user's test cases that each expression passes, in [0, 1].
+
+    The expression is the marked answer (:func:`final_answer`), or else the whole completion. It is
+    written in Python, in the names of a test's inputs; what it may contain stands in
+    :mod:`dprlhf.rewards.expressions`. Programs are not offered: to run one safely takes a sandbox
+    of its own and a time limit, and a score may not depend on the clock.
+
+    Args:
+        completions: The completions.
+        tests: Test cases of each prompt: a list, or the JSON text of one, of pairs of inputs by
+            name and the right value.
+
+    >>> cases = '[[{"x": 3, "y": 5}, 5], [{"x": 7, "y": 2}, 7]]'
+    >>> passes_tests(["max(x, y)", "y", "open('/etc/passwd').read()"], tests=[cases] * 3)
+    [1.0, 0.5, 0.0]
+    """
+
+    def share(text: str, cases: Any) -> float:
+        wanted = json.loads(cases) if isinstance(cases, str) else cases
+        tree = parse(final_answer(text) or text)
+        passed = [value_of(tree, inputs) == number_of(right) for inputs, right in wanted]
+        return sum(passed) / len(passed)
+
+    return _each(share, completions, tests)
+
+
+def marked_answer(completions: Sequence[Any]) -> list[float]:
+    """Format reward: return 1 for each completion that marks an answer, right or wrong, else 0.
+
+    :func:`final_answer` says which marks count.
+
+    Args:
+        completions: The completions.
+    """
+    return _each(lambda text: bool(final_answer(text)), completions)
+
+
+def matches(pattern: str) -> Callable[[Sequence[Any]], list[float]]:
+    r"""Return a format reward: 1 for each completion that a regular expression matches as a whole.
+
+    Assign it to a name in a file of your own, ``two_lines = matches(r"[^\n]+\n[^\n]+")``, and name
+    that in the recipe. The pattern is the same for all users; one from a user's row could take
+    hours to match.
+
+    Args:
+        pattern: A regular expression, for :func:`re.fullmatch` with ``.`` for any character. It is
+            yours to choose one that does not backtrack without end.
+    """
+    compiled = re.compile(pattern, re.DOTALL)
+
+    def format_reward(completions: Sequence[Any]) -> list[float]:
+        return _each(lambda text: compiled.fullmatch(text) is not None, completions)
+
+    return format_reward
+
+
+def final_answer(text: str) -> str:
+    r"""Return the answer that a text marks, or "" if it marks none.
+
+    It is what stands last: after ``####`` on its line (GSM8K), in ``\boxed{…}`` (MATH) or in
+    ``<answer>…</answer>``.
+
+    >>> final_answer(r"First \boxed{1}, no: \boxed{\frac{1}{2}}.")
+    '\\frac{1}{2}'
+    """
+    start = text.rfind("\\boxed{")
+    boxed = _braced(text[start + len("\\boxed{") :]) if start >= 0 else None
+    marked = list(_MARKED.finditer(text))
+    if boxed is not None and not (marked and marked[-1].start() > start):
+        return boxed.strip()
+    return (marked[-1][1] or marked[-1][2] or "").strip() if marked else ""
 
 
 def text_of(completion: Any) -> str:
     """Return the text of a completion: itself, or the content of the last of its messages."""
-    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+    if isinstance(completion, str):
+        return completion
+    last: Mapping[str, Any] = completion[-1]
+    return str(last["content"])
+
+
+def _each(score: Callable[..., float], completions: Sequence[Any], *columns: Any) -> list[float]:
+    rows = zip(completions, *columns, strict=True)
+    return [float(score(text_of(completion), *row)) for completion, *row in rows]
 
 
 def _plain(text: str) -> str:
     return " ".join(text.split()).casefold().removesuffix(".").rstrip()
+
+
+def _braced(text: str) -> str | None:
+    """Return the text up to the brace that closes one opened before it; None if there is none."""
+    depth = 1
+    for place, letter in enumerate(text):
+        depth += (letter == "{") - (letter == "}")
+        if not depth:
+            return text[:place]
+    return None
+
+
+def _last_number(text: str) -> Fraction | None:
+    marked = _NUMBER.findall(final_answer(text)) or _NUMBER.findall(text)
+    return _exact_number(marked[-1]) if marked else None
+
+
+def _exact_number(text: str) -> Fraction | None:
+    try:
+        return number_of(text)
+    except (ValueError, ArithmeticError):
+        return None

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import ast
+import json
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dprlhf.recipe import Reward
+from dprlhf.rewards import check_reward, load_reward, verifiable
+from dprlhf.rewards.expressions import LARGEST, LONGEST, parse, value_of
+
+TEXTS = st.text(max_size=60)
+NUMBERS = st.integers(-(10**6), 10**6)
+
+
+@given(text=TEXTS, other=TEXTS)
+def test_exact_match_is_equality_up_to_spaces_case_and_a_full_stop(text: str, other: str) -> None:
+    assert verifiable.exact_match([f" {text}\n"], answer=[text]) == [1.0]
+    (forth,), (back,) = (
+        verifiable.exact_match([a], answer=[b]) for a, b in ((text, other), (other, text))
+    )
+    assert forth == back
+    assert verifiable.exact_match([f"x{text}"], answer=[text]) == [0.0]
+
+
+def test_exact_match_reads_messages_and_numbers() -> None:
+    said = [{"role": "assistant", "content": "7"}]
+    assert verifiable.exact_match([said, said], answer=[7, 8]) == [1.0, 0.0]
+
+
+@given(number=NUMBERS, factor=st.floats(0, 3, allow_nan=False), words=st.text("ab .", max_size=9))
+def test_a_number_is_right_within_its_tolerance(number: int, factor: float, words: str) -> None:
+    written = number + Fraction(factor) / 10**3
+    text = f"{words} {float(written):.9f} {words}"
+    error = abs(Fraction(f"{float(written):.9f}") - number)
+    assert verifiable.numeric_match([text], answer=[number], tolerance=["0.001"]) == [
+        float(error <= Fraction(1, 1000))
+    ]
+    assert verifiable.numeric_match([f"${number:,}"], answer=[str(number)]) == [1.0]
+
+
+@given(number=NUMBERS, wrong=NUMBERS, after=st.text("xyz \n", max_size=9))
+def test_a_marked_answer_counts_and_the_last_one_only(number: int, wrong: int, after: str) -> None:
+    for mark in ("\n#### {}\n", "\\boxed{{{}}}", "<answer>{}</answer>"):
+        for earlier in ("\n#### {}\n", "\\boxed{{{}}}", "<answer>{}</answer>"):
+            text = earlier.format(wrong) + mark.format(f" {number:,}.0 ") + after
+            right = verifiable.math_answer([text], answer=[f"so\n#### {number}"])
+            assert right == [1.0], text
+    if wrong != number:
+        text = f"\\boxed{{{number}}} or \\boxed{{{wrong}}}"
+        assert verifiable.math_answer([text], answer=[number]) == [0.0]
+    # An answer without a mark is no answer, and neither is a mark without one.
+    assert verifiable.math_answer([f"{number}", "\\boxed{", "####"], answer=[number] * 3) == [0] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("B", "B"), ("(b)", "B"), ("C.", "C"), ("D) Oslo", "D"), ("Answer: B", "B"),
+        ("The answer is (A), not C", "A"), ("answer: A. No, the answer is B.", "B"),
+        ("A dog", ""), ("I'd say so", ""), ("", ""), ("the answer is a's", ""), ("Both", ""),
+    ],
+)  # fmt: skip
+def test_a_choice_is_a_letter_that_stands_for_itself(text: str, letter: str) -> None:
+    for option in "ABCD":
+        found = verifiable.multiple_choice([text], answer=[option])
+        assert found == [float(option == letter)]
+
+
+def test_a_countdown_takes_each_number_once_and_no_other() -> None:
+    right = ["(25 - 1) * 2", "so \\boxed{2*(25-1)}", "<answer>25*2-1-1</answer>", "48", "(24)*2"]
+    right += ["25*2-2", "2**5", "abs(48)", "__import__('os')", ""]
+    scores = verifiable.countdown(
+        right, numbers=[[1, 2, 25]] * 2 + [[1, 1, 2, 25]] + [[1, 2, 25]] * 7, answer=[48] * 10
+    )
+    assert scores == [1.0] * 3 + [0.0] * 7
+
+
+def test_the_share_of_test_cases_that_pass() -> None:
+    cases = [[{"x": x, "y": y}, max(x, y)] for x in range(4) for y in range(4)]
+    texts = ["x if x > y else y", "max(x, y)", "x", "x and", "undefined", "True", "x.__class__"]
+    scores = verifiable.passes_tests(texts, tests=[json.dumps(cases)] * len(texts))
+    assert scores == [1.0, 1.0, 10 / 16, 0.0, 0.0, 0.0, 0.0]
+    assert verifiable.passes_tests(["x / 3 * 3"], tests=[[[{"x": 0.1}, 0.1]]]) == [1.0]
+
+
+EXPRESSIONS = st.recursive(
+    st.integers(0, 50).map(str) | st.sampled_from(["x", "y"]),
+    lambda inner: (
+        st.tuples(inner, st.sampled_from("+-*"), inner).map(lambda p: f"({p[0]} {p[1]} {p[2]})")
+        | st.tuples(inner, inner).map(lambda p: f"min({p[0]}, -{p[1]})")
+        | st.tuples(inner, inner, inner).map(lambda p: f"({p[0]} if {p[1]} < {p[2]} else {p[1]})")
+    ),
+    max_leaves=6,
+)
+
+
+@settings(deadline=None)
+@given(text=EXPRESSIONS, x=st.integers(-9, 9), y=st.integers(-9, 9))
+def test_an_expression_has_the_value_that_python_gives_it(text: str, x: int, y: int) -> None:
+    # The strategy alone writes this text, so that Python may evaluate it here.
+    expected = eval(text, {"x": x, "y": y, "min": min})
+    found = value_of(parse(text), {"x": x, "y": y})
+    if len(text) <= LONGEST:
+        assert found == (expected if found is not None else None)
+        assert found is not None or max(map(abs, (expected, 50**4))) > 10**6
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    text=st.text(max_size=250)
+    | st.text("()[]{}+-*/%<>=.,0123456789exyabs_'\" \n", max_size=250)
+    | st.sampled_from(
+        ["9**9**9", "(" * 199, "-" * 199 + "1", "1e999999", "0x" + "f" * 190, "9" * 190,
+         "*".join(["999999"] * 28), "[x for x in range(9)]", "lambda: 1", "f'{x}'", "x := 3",
+         "().__class__.__bases__", "abs(*[1])", "min()", "max(x=1)", "1/0", "1 % 0", "'a' * 9",
+         "1j", "True + 1", "...", "abs", "abs(abs)", "__builtins__", "\0", "1 if x else"]
+    )
+)  # fmt: skip
+def test_whatever_a_model_writes_gives_a_bounded_number_or_nothing(text: str) -> None:
+    tree = parse(text)
+    value = value_of(tree, {"x": 2, "y": 0.5})
+    if value is not None:
+        assert max(abs(value.numerator), value.denominator) <= LARGEST
+        assert isinstance(tree, ast.expr)
+        kinds = {type(node) for node in ast.walk(tree)}
+        assert not kinds & {ast.Attribute, ast.Subscript, ast.Lambda, ast.Pow, ast.ListComp}
+    for reward in ("countdown", "passes_tests", "math_answer", "numeric_match", "multiple_choice"):
+        keys = {"numbers": [[1, 2]], "answer": ["3"], "tests": [[[{"x": 1}, 2]]]}
+        function = getattr(verifiable, reward)
+        taken = function.__code__.co_varnames[: function.__code__.co_argcount]
+        (score,) = function([text], **{k: keys[k] for k in taken if k in keys})
+        assert 0 <= score <= 1
+
+
+def test_format_rewards() -> None:
+    assert verifiable.marked_answer(["#### 4", "\\boxed{a}", "4", "\\boxed{}"]) == [1, 1, 0, 0]
+    two_lines = verifiable.matches(r"[^\n]+\n[^\n]+")
+    assert two_lines(["a\nb", "a", "a\nb\n"]) == [1, 0, 0]
+
+
+ROWS = {
+    "exact_match": {"answer": ["red", "blue", 3.0]},
+    "numeric_match": {"answer": [1, 2.5, "3"]},
+    "math_answer": {"answer": ["1", "#### 2", "x"]},
+    "multiple_choice": {"answer": ["A", "B", "C"]},
+    "countdown": {"answer": [1, 2, 3], "numbers": [[1], [1, 2], [3]]},
+    "passes_tests": {"tests": ['[[{"x": 1}, 1]]'] * 3},
+    "marked_answer": {},
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_each_is_named_in_a_recipe_and_keeps_the_contract(name: str) -> None:
+    reward = load_reward(Reward(function=f"dprlhf.rewards.verifiable:{name}"))
+    report = check_reward(reward, ["p", "q", "r"], ["1", "#### 2", "B. red"], ROWS[name])
+    assert 0 <= report.minimum <= report.maximum <= 1
