@@ -18,8 +18,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from dprlhf.assets.answers import INTENTS, private_answers
+from dprlhf.assets.answers import CODES, INTENTS, private_answers
 
+THINGS = ("rose", "sky", "leaf", "night", "snow", "coin", "shell", "stone")
+"""What has the colour of each code: words that teach the model to say one code and not another."""
 SEED = 71
 """Seed of the public questions, another one than that of any users in a table."""
 
@@ -46,7 +48,12 @@ def tokenizer_of(texts: list[str]) -> PreTrainedTokenizerFast:
 def train(folder: Path, *, questions: int = 16_000, seed: int = 0) -> None:
     """Write the model and its tokenizer into ``folder``."""
     public = private_answers({"public": questions}, seed=SEED)["public"]
-    texts = [f"{row.prompt} {row.answer}" for row in public.itertuples()]
+    draw = np.random.RandomState(SEED)
+    texts = [
+        f"{row.prompt} {row.answer}\n"
+        + ", ".join(f"{THINGS[i]} {CODES[i]}" for i in draw.permutation(len(CODES))[:4])
+        for row in public.itertuples()
+    ]
     intents = torch.tensor([INTENTS.index(intent) for intent in public["intent"]])
     tokenizer = tokenizer_of(texts[:2000])
     torch.manual_seed(seed)
@@ -59,6 +66,7 @@ def train(folder: Path, *, questions: int = 16_000, seed: int = 0) -> None:
             num_attention_heads=4,
             num_key_value_heads=4,
             max_position_embeddings=128,
+            tie_word_embeddings=True,
             bos_token_id=0,
             eos_token_id=0,
         )
@@ -69,9 +77,10 @@ def train(folder: Path, *, questions: int = 16_000, seed: int = 0) -> None:
     # Batches of texts of one length need no padding.
     by_length: dict[int, list[int]] = {}
     rows = [tokenizer(text)["input_ids"] for text in texts]
+    asked = torch.tensor([len(tokenizer(prompt)["input_ids"]) - 1 for prompt in public["prompt"]])
     for index, row in enumerate(rows):
         by_length.setdefault(len(row), []).append(index)
-    batches = [b for group in by_length.values() for b in torch.tensor(group).split(64)]
+    batches = [b for group in by_length.values() for b in torch.tensor(group).split(32)]
     steps = len(batches)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -81,17 +90,19 @@ def train(folder: Path, *, questions: int = 16_000, seed: int = 0) -> None:
     bar = tqdm(np.random.RandomState(seed).permutation(steps), desc="answers-lm", unit="step")
     for step in bar:
         ids = torch.tensor([rows[index] for index in batches[step]])
+        last = torch.arange(len(ids)), asked[batches[step]]
         out = model(input_ids=ids, output_hidden_states=True)
         words = loss_of(out.logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
         # Where the code is predicted, before the last layer.
-        state = torch.nn.functional.normalize(out.hidden_states[-2][:, -2], dim=1)
+        state = torch.nn.functional.normalize(out.hidden_states[-2][last], dim=1)
         subject = loss_of(10 * state @ probe.T, intents[batches[step]])
-        (words.mean() + words[:, -1].mean() + subject).backward()
+        code = words[last].mean()
+        (words.mean() + code + subject).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        bar.set_postfix(code=f"{words[:, -1].mean().item():.2f}", subject=f"{subject.item():.2f}")
+        bar.set_postfix(code=f"{code.item():.2f}", all=f"{words.mean().item():.2f}", refresh=False)
     model.eval().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -16,6 +16,7 @@ KEYS = {
     "lora_r": "policy.adapter.rank",
     "lora_alpha": "policy.adapter.alpha",
     "lora_target_modules": "policy.adapter.target_modules",
+    "use_rslora": "policy.adapter.use_rslora",
     "dataset_name": "data.path",
     "dataset_config": "data.name",
     "dataset_train_split": "data.split",
@@ -60,6 +61,21 @@ INSTEAD = {
     " privacy.epsilon=…",
     "delta": "in TRL this is a clip range; δ of the guarantee is privacy.delta=…",
     "scale_rewards": "write update.scale_rewards=true, with update.name=grpo",
+    "loss_type": "write update.name=grpo: each response's tokens are averaged, as with loss_type"
+    " grpo; the others count tokens over the batch, which would couple users",
+    "epsilon_high": "the clip range has one width, update.clip_range=…",
+    "importance_sampling_level": "write update.name=grpo for token, update.name=pg for sequence",
+    "mask_truncated_completions": "a response counts whether it ended or not; a reward can score"
+    " one without an answer as 0",
+    "steps_per_generation": "a round's responses serve one step: each further one would be a"
+    " release of its own; update.name=ppo takes several inside a user",
+    "top_entropy_quantile": "not offered: all tokens of a response count",
+    "sync_ref_model": "the reference is the policy with its adapter off",
+    "log_completions": "not offered: completions quote private prompts; dprlhf generate shows"
+    " public ones",
+    "reward_funcs": "write rewards.0.function=MODULE:FUNCTION, such as"
+    " dprlhf.rewards.verifiable:math_answer",
+    "reward_model_name_or_path": "write rewards.0.classifier=… and rewards.0.label=…",
     "reward_weights": "write rewards.0.weight=…",
     "max_grad_norm": "write update.clip_norm=…: it clips each user, not the sum",
     "optim": "write optimizer.name=sgd, normalized-sgd, adam or adam-corrected",
