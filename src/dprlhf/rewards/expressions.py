@@ -74,7 +74,7 @@ def value_of(tree: ast.expr | None, names: Mapping[str, Any] | None = None) -> F
     """
     try:
         given = {name: number_of(value) for name, value in (names or {}).items()}
-        return None if tree is None else Fraction(_value(tree, given))
+        return None if tree is None else Fraction(_walk(tree, given))
     except (_NotAllowedError, ArithmeticError, ValueError, TypeError, RecursionError):
         return None
 
@@ -97,7 +97,7 @@ class _NotAllowedError(Exception):
     """The expression has a part that is not evaluated."""
 
 
-def _value(node: ast.expr, names: Mapping[str, Fraction]) -> Any:
+def _walk(node: ast.expr, names: Mapping[str, Fraction]) -> Any:
     found = _EVALUATE.get(type(node), _refuse)(node, names)
     if isinstance(found, Fraction) and max(abs(found.numerator), found.denominator) > LARGEST:
         raise _NotAllowedError
@@ -128,32 +128,32 @@ def _name(node: ast.Name, names: Mapping[str, Fraction]) -> Any:
 
 def _binary(node: ast.BinOp, names: Mapping[str, Fraction]) -> Any:
     function = _known(_BINARY, type(node.op))
-    return Fraction(function(_value(node.left, names), _value(node.right, names)))
+    return Fraction(function(_walk(node.left, names), _walk(node.right, names)))
 
 
 def _unary(node: ast.UnaryOp, names: Mapping[str, Fraction]) -> Any:
-    return _known(_UNARY, type(node.op))(_value(node.operand, names))
+    return _known(_UNARY, type(node.op))(_walk(node.operand, names))
 
 
 def _compare(node: ast.Compare, names: Mapping[str, Fraction]) -> bool:
-    values = [_value(part, names) for part in (node.left, *node.comparators)]
+    values = [_walk(part, names) for part in (node.left, *node.comparators)]
     steps = zip(node.ops, values, values[1:], strict=False)
     return all(_known(_COMPARISONS, type(step))(left, right) for step, left, right in steps)
 
 
 def _logic(node: ast.BoolOp, names: Mapping[str, Fraction]) -> bool:
-    values = [bool(_value(part, names)) for part in node.values]
+    values = [bool(_walk(part, names)) for part in node.values]
     return all(values) if isinstance(node.op, ast.And) else any(values)
 
 
 def _choice(node: ast.IfExp, names: Mapping[str, Fraction]) -> Any:
-    return _value(node.body if _value(node.test, names) else node.orelse, names)
+    return _walk(node.body if _walk(node.test, names) else node.orelse, names)
 
 
 def _call(node: ast.Call, names: Mapping[str, Fraction]) -> Any:
     if not isinstance(node.func, ast.Name) or node.keywords:
         raise _NotAllowedError
-    return _known(_CALLS, node.func.id)(*(_value(part, names) for part in node.args))
+    return _known(_CALLS, node.func.id)(*(_walk(part, names) for part in node.args))
 
 
 _EVALUATE: dict[type, Callable[[Any, Mapping[str, Fraction]], Any]] = {
