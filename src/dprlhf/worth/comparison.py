@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from dprlhf.runs.many import run_missing
 from dprlhf.runs.measurements import Result
-from dprlhf.worth.runs import gain, run_all
+from dprlhf.worth.judges import agreement, rise_by
+from dprlhf.worth.runs import Job, gain, run_all
 from dprlhf.worth.statistics import (
     Curve,
     Estimated,
@@ -25,6 +27,7 @@ from dprlhf.worth.tasks import TASKS, UNTRAINED, Cell, Setup, Task
 LEAST_SEEDS = {"small": 5}
 """With fewer seeds no goal is reached; larger models than the small one need three."""
 LEAST_SHARE, LARGEST_BREAK_EVEN, GOAL_EPSILON = 0.8, 1.0, 1.0
+LEAST_RANKS = 0.9
 MOST_PUBLIC = 0.05
 """Largest share of the non-private gain for public prompts that cannot teach the task."""
 
@@ -41,6 +44,7 @@ class Comparison:
         private: Gain of the private run by ε, ``[seeds]``.
         public: Gain by the name of the public alternative, ``[seeds]``.
         curves: The ways of the runs by name in the table, for the frontier.
+        judges: Gains by another judge, and by the name of the run in the table, ``[seeds]``.
     """
 
     task: str
@@ -50,6 +54,13 @@ class Comparison:
     private: dict[float, Values]
     public: dict[str, Values]
     curves: dict[str, list[Curve]]
+    judges: dict[str, dict[str, Values]] = field(default_factory=dict)
+
+    @property
+    def by_name(self) -> dict[str, Values]:
+        """The gains of all runs by their name in the table, ``[seeds]``."""
+        private = {label(epsilon): gains for epsilon, gains in self.private.items()}
+        return {label(math.inf): self.plain, **private, **self.public}
 
     @property
     def about(self) -> Task:
@@ -135,6 +146,22 @@ def compare(
     def gains(cell: Cell) -> Values:
         return np.array([np.mean([gain(f) for f in some]) for some in figures(cell)])
 
+    named = {label(cell.epsilon) if not cell.public else cell.public: cell for cell in cells}
+    judges = {
+        judge: {
+            name: np.array(
+                [np.mean([verdicts[job.file] for job in jobs[cell, s]]) for s in finished]
+            )
+            for name, cell in named.items()
+        }
+        for judge, verdicts in _verdicts(
+            setup,
+            task,
+            [job for cell in cells for s in finished for job in jobs[cell, s]],
+            side_by_side,
+        )
+    }
+
     def curves(cell: Cell) -> list[Curve]:
         return [_curve(f) for some in figures(cell) for f in some]
 
@@ -150,7 +177,25 @@ def compare(
             **{label(epsilon): curves(cell) for epsilon, cell in private.items()},
             **({} if TASKS[task].turned else {n: curves(cell) for n, cell in public.items()}),
         },
+        judges,
     )
+
+
+def _verdicts(
+    setup: Setup, task: str, jobs: Sequence[Job], side_by_side: int
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield each judge with the rise that it sees in each finished run, by the run's file."""
+    for name, judge in setup.judges(task).items():
+        work = {
+            setup.folder / f"{job.file}.{name}.json": (
+                judge,
+                setup.folder / job.file,
+                bool(job.judged),
+            )
+            for job in jobs
+        }
+        found = run_missing(rise_by, work, side_by_side=side_by_side, label=name)
+        yield name, {file.name.removesuffix(f".{name}.json"): v for file, v in found.items()}
 
 
 def _curve(figures: dict[str, Any]) -> Curve:
@@ -200,6 +245,23 @@ def results(found: Comparison) -> Iterator[Result]:
         for name, gains in gains_there.items():
             plain_name = name.replace("ε =", "epsilon")
             yield Result(f"{start}, {plain_name}: gain at equal KL", float(np.mean(gains)), unit)
+    yield from _judged(found, start)
+
+
+def _judged(found: Comparison, start: str) -> Iterator[Result]:
+    for judge, gains in found.judges.items():
+        by_judge = f"{start}, by the judge {judge}"
+        for name, values in gains.items():
+            plain_name = name.replace("ε =", "epsilon")
+            yield Result(f"{by_judge}, {plain_name}: gain", float(np.mean(values)), "score")
+        signs, ranks = agreement(found.by_name, gains)
+        yield Result(
+            f"{by_judge}: gains with the reward's sign", signs, "1", "all of them", signs == 1
+        )
+        if math.isfinite(ranks):
+            goal = f"at least {LEAST_RANKS}"
+            name = f"{by_judge}: rank correlation with the reward"
+            yield Result(name, ranks, "1", goal, ranks >= LEAST_RANKS)
 
 
 def _share(found: Comparison, start: str, epsilon: float) -> Iterator[Result]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from dprlhf.runs.measurements import Result, write_results
 from dprlhf.worth.comparison import Comparison, in_words, label, results
+from dprlhf.worth.judges import agreement
 from dprlhf.worth.statistics import Values, break_even, equal_kl, share, standard_error
 
 
@@ -42,7 +43,7 @@ def table(found: Comparison, command: str) -> Iterator[str]:
     yield f"# {found.about.title} ({found.model}, {found.users:,} users)"
     yield f"\n`{command}`\n"
     yield (
-        f"Gain of the mean reward on held-out public prompts, mean over {found.seeds} paired seeds"
+        f"Gain of the mean reward on held-out public prompts, mean over {found.seeds} paired seed(s)"
         " ± standard error. Price: what the non-private run gains more. Value: what the best public"
         " alternative gains less, by the number of public prompts of the users' kind.\n"
     )
@@ -68,6 +69,11 @@ def table(found: Comparison, command: str) -> Iterator[str]:
     if reach > 0:
         there = ", ".join(f"{name} {np.mean(gains):+.3f}" for name, gains in gains_there.items())
         yield f"- Gain at equal √KL = {reach:.2f}: {there}."
+    for judge, gains_by in found.judges.items():
+        signs, ranks = agreement(found.by_name, gains_by)
+        seen = ", ".join(f"{name} {np.mean(gains):+.3f}" for name, gains in gains_by.items())
+        agrees = f"{signs:.0%} of the signs, rank correlation {ranks:.2f}"
+        yield f"- The judge {judge}, which nothing was trained on ({agrees}): {seen}."
 
 
 def _pair(values: Values) -> str:

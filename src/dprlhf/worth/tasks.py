@@ -243,6 +243,19 @@ class Setup:
         pair = [given, (*given, *task.turned)] if task.turned else [given]
         return [self._job(task, cell, seed, overrides, ()) for overrides in pair]
 
+    def judges(self, task: str) -> dict[str, dict[str, Any]]:
+        """Return judges of sentiment that these runs were not trained on, as rewards by name."""
+        if TASKS[task].words is None:
+            return {}
+        lexicon = self.clone / "scripts" / "worth" / "lexicon.py"
+        found: dict[str, dict[str, Any]] = {"lexicon": {"function": f"{lexicon}:judge"}}
+        if self.model == "small":
+            recipe = load_recipe(self.clone / "recipes" / f"{TASKS[task].recipe}.yaml")
+            found["classifier"] = recipe.rewards[0].model_dump(
+                mode="json", exclude={"times_column", "weight"}, exclude_none=True
+            )
+        return found
+
     def _settings(self, task: Task, cell: Cell) -> dict[str, Any]:
         settings = {"evaluation.every": 4, **base(self.settings, self.clone)}
         settings.pop("rewards", None)
