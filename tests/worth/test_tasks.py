@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,9 @@ def test_goals_and_the_best_public_alternative() -> None:
     assert not any(row.holds for row in few.values())
     single = [row.name for row in results(example(seeds=1))]
     assert not any("standard error" in name or "lower end" in name for name in single)
+    nothing = replace(found, plain=np.array([0.5, -0.4, 0.3, -0.2, 0.1]))
+    assert not any("share" in row.name for row in results(nothing))
+    assert "learns nothing" in "\n".join(table(nothing, "command"))
     assert "-0.250 ± 0.000" in "\n".join(table(found, "command"))
 
 

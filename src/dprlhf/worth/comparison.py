@@ -73,6 +73,12 @@ class Comparison:
         return len(self.plain)
 
     @property
+    def is_learned(self) -> bool:
+        """Whether the non-private gain is above 0, by two standard errors where there is one."""
+        error = standard_error(self.plain)
+        return float(np.mean(self.plain)) > (0.0 if math.isnan(error) else 2 * error)
+
+    @property
     def levels(self) -> list[int]:
         """The numbers of public prompts of the users' kind that somebody might have."""
         return sorted({0, *(p.same_kind for n, p in self.about.public.items() if n in self.public)})
@@ -221,17 +227,22 @@ def results(found: Comparison) -> Iterator[Result]:
 
     yield Result(f"{start}: seeds", found.seeds, "1")
     yield from stated("no privacy: gain", found.plain)
+    learned = "above 0, by two standard errors with several seeds"
+    yield Result(
+        f"{start}, no privacy: learned", float(found.is_learned), "1", learned, found.is_learned
+    )
     for epsilon, gains in found.private.items():
         name = f"epsilon {epsilon:g}"
         yield from stated(f"{name}: gain", gains)
         yield from stated(f"{name}: price", found.plain - gains)
-        yield from _share(found, f"{start}, {name}", epsilon)
+        if found.is_learned:
+            yield from _share(found, f"{start}, {name}", epsilon)
     for name, gains in found.public.items():
         yield from stated(f"public prompts, {name}: gain", gains)
     for level in found.levels:
         public = f"{level} public prompts of the users' kind"
         against = f"against {public}"
-        if found.about.turned:
+        if found.about.turned and found.is_learned:
             least = min(1.0, float(np.mean(found.public_only(level)[1]) / np.mean(found.plain)))
             goal = f"at most {MOST_PUBLIC}"
             name = f"{start}: {public}, share of the non-private gain"

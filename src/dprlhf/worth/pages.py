@@ -43,24 +43,24 @@ def table(found: Comparison, command: str) -> Iterator[str]:
     yield f"# {found.about.title} ({found.model}, {found.users:,} users)"
     yield f"\n`{command}`\n"
     yield (
-        f"Gain of the mean reward on held-out public prompts, mean over {found.seeds} paired seed(s)"
-        " ± standard error. Price: what the non-private run gains more. Value: what the best public"
+        "Gain of the mean reward on held-out public prompts, mean over paired seeds"
+        f" ({found.seeds}) ± standard error. Price: what the non-private run gains more. Value: what the best public"
         " alternative gains less, by the number of public prompts of the users' kind.\n"
     )
     heads = ["", "gain", "worst seed", "share kept", "price", *(f"value, {n}" for n in levels)]
     yield "| " + " | ".join(heads) + " |"
     yield "|---" * len(heads) + "|"
     for epsilon, gains in [*found.private.items(), (math.inf, found.plain)]:
-        kept = share(gains, found.plain)
-        interval = "" if math.isnan(kept.low) else f" ({kept.low:.0%} to {kept.high:.0%})"
         entries = [label(epsilon), _pair(gains), f"{np.min(gains):+.3f}"]
-        entries += [f"{kept.value:.0%}{interval}", _pair(found.plain - gains)]
+        entries += [_share(found, gains), _pair(found.plain - gains)]
         entries += [_pair(gains - found.public_only(n)[1]) for n in levels]
         yield "| " + " | ".join(entries) + " |"
     for name, gains in found.public.items():
         entries = [f"public: {name}", _pair(gains), f"{np.min(gains):+.3f}"]
         yield "| " + " | ".join([*entries, *[""] * (len(heads) - 3)]) + " |"
     yield ""
+    if not found.is_learned:
+        yield "- The non-private run learns nothing that is certain here: there is no share to keep."
     for level in levels:
         even = in_words(break_even(found.values(level)), list(found.private))
         best = found.public_only(level)[0]
@@ -74,6 +74,14 @@ def table(found: Comparison, command: str) -> Iterator[str]:
         seen = ", ".join(f"{name} {np.mean(gains):+.3f}" for name, gains in gains_by.items())
         agrees = f"{signs:.0%} of the signs, rank correlation {ranks:.2f}"
         yield f"- The judge {judge}, which nothing was trained on ({agrees}): {seen}."
+
+
+def _share(found: Comparison, gains: Values) -> str:
+    if not found.is_learned:
+        return ""
+    kept = share(gains, found.plain)
+    interval = "" if math.isnan(kept.low) else f" ({kept.low:.0%} to {kept.high:.0%})"
+    return f"{kept.value:.0%}{interval}"
 
 
 def _pair(values: Values) -> str:
