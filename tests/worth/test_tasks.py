@@ -238,7 +238,7 @@ def test_goals_and_the_best_public_alternative() -> None:
     assert by_name[", no privacy: gain, worst seed"].value == 1.0
     assert all(math.isfinite(row.value) for row in by_name.values())
     few = {row.name: row for row in results(example(seeds=2))}
-    assert not any(row.holds for row in few.values())
+    assert not any(row.holds for row in few.values() if not row.name.endswith(": learned"))
     single = [row.name for row in results(example(seeds=1))]
     assert not any("standard error" in name or "lower end" in name for name in single)
     nothing = replace(found, plain=np.array([0.5, -0.4, 0.3, -0.2, 0.1]))

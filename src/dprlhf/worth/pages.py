@@ -44,8 +44,8 @@ def table(found: Comparison, command: str) -> Iterator[str]:
     yield f"\n`{command}`\n"
     yield (
         "Gain of the mean reward on held-out public prompts, mean over paired seeds"
-        f" ({found.seeds}) ± standard error. Price: what the non-private run gains more. Value: what the best public"
-        " alternative gains less, by the number of public prompts of the users' kind.\n"
+        f" ({found.seeds}) ± standard error. Price: what the non-private run gains more."
+        " Value: what the best public alternative gains less, by the number of public prompts of the users' kind.\n"
     )
     heads = ["", "gain", "worst seed", "share kept", "price", *(f"value, {n}" for n in levels)]
     yield "| " + " | ".join(heads) + " |"
@@ -60,7 +60,7 @@ def table(found: Comparison, command: str) -> Iterator[str]:
         yield "| " + " | ".join([*entries, *[""] * (len(heads) - 3)]) + " |"
     yield ""
     if not found.is_learned:
-        yield "- The non-private run learns nothing that is certain here: there is no share to keep."
+        yield "- The non-private run learns nothing for certain here: there is no share to keep."
     for level in levels:
         even = in_words(break_even(found.values(level)), list(found.private))
         best = found.public_only(level)[0]
