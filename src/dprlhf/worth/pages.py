@@ -45,7 +45,8 @@ def table(found: Comparison, command: str) -> Iterator[str]:
     yield (
         "Gain of the mean reward on held-out public prompts, mean over paired seeds"
         f" ({found.seeds}) ± standard error. Price: what the non-private run gains more."
-        " Value: what the best public alternative gains less, by the number of public prompts of the users' kind.\n"
+        " Value: what the best public alternative gains less, by the number of public prompts of"
+        " the users' kind.\n"
     )
     heads = ["", "gain", "worst seed", "share kept", "price", *(f"value, {n}" for n in levels)]
     yield "| " + " | ".join(heads) + " |"
