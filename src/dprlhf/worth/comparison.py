@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,10 +126,8 @@ def compare(
         side_by_side: Number of processes.
         write_only: Run nothing.
     """
-    plain = Cell(task, "", math.inf, users)
-    private = {epsilon: Cell(task, "", epsilon, users) for epsilon in sorted(epsilons)}
-    public = {name: Cell(task, name, math.inf, users) for name in TASKS[task].public}
-    cells = [plain, *private.values(), *public.values()]
+    private = [Cell(task, "", epsilon, users) for epsilon in (math.inf, *sorted(epsilons))]
+    cells = [*private, *(Cell(task, name, math.inf, users) for name in TASKS[task].public)]
     jobs = {(cell, seed): setup.jobs(cell, seed) for seed in range(seeds) for cell in cells}
     found = run_all(
         [job for some in jobs.values() for job in some],
@@ -145,45 +143,45 @@ def compare(
     ]
     if not finished:
         return None
+    runs = {cell: [jobs[cell, seed] for seed in finished] for cell in cells}
+    verdicts = _verdicts(
+        setup, task, [j for s in runs.values() for p in s for j in p], side_by_side
+    )
+    return _compared(setup, users, runs, found, dict(verdicts))
 
-    def figures(cell: Cell) -> list[list[dict[str, Any]]]:
-        return [[found[job.file] for job in jobs[cell, seed]] for seed in finished]
 
-    def gains(cell: Cell) -> Values:
-        return np.array([np.mean([gain(f) for f in some]) for some in figures(cell)])
+def _compared(
+    setup: Setup,
+    users: int,
+    runs: dict[Cell, list[list[Job]]],
+    found: dict[str, dict[str, Any]],
+    verdicts: dict[str, dict[str, float]],
+) -> Comparison:
+    """Take figures together by cell and seed; a pair of runs counts with its mean."""
 
-    named = {label(cell.epsilon) if not cell.public else cell.public: cell for cell in cells}
-    judges = {
-        judge: {
-            name: np.array(
-                [np.mean([verdicts[job.file] for job in jobs[cell, s]]) for s in finished]
-            )
-            for name, cell in named.items()
-        }
-        for judge, verdicts in _verdicts(
-            setup,
-            task,
-            [job for cell in cells for s in finished for job in jobs[cell, s]],
-            side_by_side,
-        )
-    }
+    def means(cell: Cell, of: Callable[[Job], float]) -> Values:
+        return np.array([np.mean([of(job) for job in pair]) for pair in runs[cell]])
 
-    def curves(cell: Cell) -> list[Curve]:
-        return [_curve(f) for some in figures(cell) for f in some]
-
+    gains = {cell: means(cell, lambda job: gain(found[job.file])) for cell in runs}
+    names = {cell: cell.public or label(cell.epsilon) for cell in runs}
+    first = next(iter(runs))
+    secret = bool(TASKS[first.task].turned)
     return Comparison(
-        task,
+        first.task,
         setup.model,
         users,
-        gains(plain),
-        {epsilon: gains(cell) for epsilon, cell in private.items()},
-        {name: gains(cell) for name, cell in public.items()},
+        gains[first],
+        {c.epsilon: values for c, values in gains.items() if math.isfinite(c.epsilon)},
+        {c.public: values for c, values in gains.items() if c.public},
         {
-            label(math.inf): curves(plain),
-            **{label(epsilon): curves(cell) for epsilon, cell in private.items()},
-            **({} if TASKS[task].turned else {n: curves(cell) for n, cell in public.items()}),
+            names[cell]: [_curve(found[job.file]) for pair in pairs for job in pair]
+            for cell, pairs in runs.items()
+            if not (cell.public and secret)
         },
-        judges,
+        {
+            judge: {names[c]: means(c, lambda job, by=by: by[job.file]) for c in runs}  # type: ignore[misc]
+            for judge, by in verdicts.items()
+        },
     )
 
 
