@@ -243,7 +243,7 @@ def test_goals_and_the_best_public_alternative() -> None:
     assert not any("standard error" in name or "lower end" in name for name in single)
     nothing = replace(found, plain=np.array([0.5, -0.4, 0.3, -0.2, 0.1]))
     assert not any("share" in row.name for row in results(nothing))
-    assert "learns nothing" in "\n".join(table(nothing, "command"))
+    assert "No share is stated" in "\n".join(table(nothing, "command"))
     assert "-0.250 ± 0.000" in "\n".join(table(found, "command"))
 
 

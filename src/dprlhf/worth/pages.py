@@ -61,7 +61,7 @@ def table(found: Comparison, command: str) -> Iterator[str]:
         yield "| " + " | ".join([*entries, *[""] * (len(heads) - 3)]) + " |"
     yield ""
     if not found.is_learned:
-        yield "- The non-private run learns nothing for certain here: there is no share to keep."
+        yield "- No share is stated: that the non-private run learns is not certain here."
     for level in levels:
         even = in_words(break_even(found.values(level)), list(found.private))
         best = found.public_only(level)[0]
@@ -74,7 +74,7 @@ def table(found: Comparison, command: str) -> Iterator[str]:
         signs, ranks = agreement(found.by_name, gains_by)
         seen = ", ".join(f"{name} {np.mean(gains):+.3f}" for name, gains in gains_by.items())
         agrees = f"{signs:.0%} of the signs, rank correlation {ranks:.2f}"
-        yield f"- The judge {judge}, which nothing was trained on ({agrees}): {seen}."
+        yield f"- The judge {judge}, which no run was trained on ({agrees}): {seen}."
 
 
 def _share(found: Comparison, gains: Values) -> str:
