@@ -246,7 +246,8 @@ def membership_results(held: dict[str, Any]) -> list[Result]:
     rows = []
     figure, axis = plt.subplots(figsize=(4, 4))
     for name, scores in held.items():
-        for kind, values in scores.items():
+        for kind in ("drift", "reward"):
+            values = scores[kind]
             curve = roc(np.array(values[:60]), np.array(values[60:]))
             axis.plot(curve.fpr, curve.tpr, label=f"{name}, {kind}: AUC {curve.auc:.2f}")
             # Sixty of each: the standard error of an AUC of chance is 0.053.

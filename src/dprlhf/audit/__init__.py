@@ -5,9 +5,18 @@ from dprlhf.audit.bounds import (
     epsilon_from_errors,
     epsilon_lower_bound,
     gaussian_epsilon_from_errors,
+    largest_tpr,
 )
+from dprlhf.audit.extraction import exposure, text_logprobs
 from dprlhf.audit.game import Game, play
-from dprlhf.audit.membership import Roc, membership_scores, roc
+from dprlhf.audit.membership import (
+    Roc,
+    combined_scores,
+    likelihood_scores,
+    membership_bound,
+    membership_scores,
+    roc,
+)
 from dprlhf.audit.one_run import Audit, audit, audit_plan, audit_run
 
 __all__ = [
@@ -18,10 +27,16 @@ __all__ = [
     "audit",
     "audit_plan",
     "audit_run",
+    "combined_scores",
     "epsilon_from_errors",
     "epsilon_lower_bound",
+    "exposure",
     "gaussian_epsilon_from_errors",
+    "largest_tpr",
+    "likelihood_scores",
+    "membership_bound",
     "membership_scores",
     "play",
     "roc",
+    "text_logprobs",
 ]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.special import ndtri
 from scipy.stats import beta, binom
 
@@ -95,6 +96,22 @@ def gaussian_epsilon_from_errors(
     fpr, fnr = (_upper(n, runs, (1 + confidence) / 2) for n in (false_positives, false_negatives))
     mu = float(ndtri(1 - fpr) - ndtri(fnr))
     return gaussian_epsilon(1 / mu, delta) if mu > 0 else 0.0
+
+
+def largest_tpr(fpr: NDArray[np.float64], epsilon: float, delta: float) -> NDArray[np.float64]:
+    """Return the largest true-positive rate that (ε, δ) allows an attack, at false-positive rates.
+
+    The smaller of e^ε FPR + δ and 1 − e^{-ε} (1 − δ − FPR) (Kairouz et al. 2015, arXiv 1311.0776).
+
+    Args:
+        fpr: False-positive rates, of any shape.
+        epsilon: ε; infinity allows everything.
+        delta: δ.
+    """
+    if math.isinf(epsilon):
+        return np.ones_like(fpr)
+    steep, flat = math.exp(epsilon) * fpr + delta, 1 - math.exp(-epsilon) * (1 - delta - fpr)
+    return np.clip(np.minimum(steep, flat), 0.0, 1.0)
 
 
 def _upper(count: int, trials: int, confidence: float) -> float:

@@ -1,20 +1,32 @@
-"""Membership inference on a tuned language model: were these prompts among the private ones?"""
+"""Membership inference on a tuned language model: were these prompts among the private ones?
+
+The attacker knows the base model, the tuned policy, the reward and the rows of the candidates, and
+looks for what tuning changed at those rows.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import ndtri
 
 from dprlhf import recipe
+from dprlhf.audit.bounds import epsilon_lower_bound
+from dprlhf.audit.extraction import text_logprobs
+from dprlhf.audit.guesses import planned_guesses, surest_guesses
 from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import Scorer
-from dprlhf.rollout.logprobs import log_ratio_to_base
+from dprlhf.rollout.logprobs import token_logprobs
 from dprlhf.training.evaluate import evaluate
 
 Array = NDArray[np.float64]
+
+_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -25,11 +37,19 @@ class Roc:
         fpr: Share of non-members at or above the threshold, ``[1 + thresholds]``, from 0.
         tpr: Share of members at or above the threshold, ``[1 + thresholds]``, from 0.
         auc: Area under the curve: the probability that a member scores above a non-member.
+        standard_error: Standard error of the area, for independent members and non-members
+            (DeLong et al. 1988, doi:10.2307/2531595); NaN with fewer than two of either.
     """
 
     fpr: Array
     tpr: Array
     auc: float
+    standard_error: float
+
+    def interval(self, confidence: float = 0.95) -> tuple[float, float]:
+        """Return a confidence interval of the area, within [0, 1], by the normal approximation."""
+        half = float(ndtri((1 + confidence) / 2)) * self.standard_error
+        return max(0.0, self.auc - half), min(1.0, self.auc + half)
 
 
 def roc(members: Array, others: Array) -> Roc:
@@ -39,7 +59,13 @@ def roc(members: Array, others: Array) -> Roc:
         np.concatenate([[0.0], (scores[:, None] >= thresholds).mean(0)])
         for scores in (others, members)
     ]
-    return Roc(rates[0], rates[1], float(np.trapezoid(rates[1], rates[0])))
+    wins = (np.sign(members[:, None] - others) + 1) / 2
+    spread = [
+        np.var(share, ddof=1) / len(share) if len(share) > 1 else np.nan
+        for share in (wins.mean(1), wins.mean(0))
+    ]
+    error = float(np.sqrt(sum(spread)))
+    return Roc(rates[0], rates[1], float(np.trapezoid(rates[1], rates[0])), error)
 
 
 def membership_scores(
@@ -52,7 +78,11 @@ def membership_scores(
     responses: int = 8,
     max_prompt_tokens: int = 64,
 ) -> dict[str, Array]:
-    """Return two membership scores per prompt: how far tuning moved the policy there.
+    """Return membership scores per prompt: how tuning changed the policy's behaviour there.
+
+    They are computed from the users without noise: none may be published. Reward and drift are the
+    two axes of DIBA (arXiv 2511.14045), which compares a policy with the model that it was tuned
+    from; :func:`combined_scores` joins them. A higher score speaks for a member.
 
     Args:
         policy: Tuned policy π; with its adapter off it is the base model μ.
@@ -64,13 +94,16 @@ def membership_scores(
         max_prompt_tokens: Longest prompt in tokens.
 
     Returns:
-        ``loss``: mean of log π(y|x) − log μ(y|x) over responses y ~ π, ``[prompts]``.
         ``reward``: mean reward of π minus that of μ, with the same random draws, ``[prompts]``.
+        ``drift``: mean of log π(y|x) − log μ(y|x) over responses y ~ π, an estimate of KL(π ‖ μ) at
+        the prompt, in nats, ``[prompts]``.
+        ``entropy``: the entropy of μ's responses minus that of π's, in nats, ``[prompts]``.
     """
-    loss, reward = np.zeros(len(prompts)), np.zeros(len(prompts))
+    found = {name: np.zeros(len(prompts)) for name in ("reward", "drift", "entropy")}
     for draw in range(responses):
-        both = [
-            evaluate(
+        rewards, likely = [], []
+        for base in (True, False):
+            done = evaluate(
                 policy,
                 scorer,
                 prompts,
@@ -79,9 +112,87 @@ def membership_scores(
                 max_prompt_tokens=max_prompt_tokens,
                 base=base,
             )
-            for base in (True, False)
-        ]
-        reward += (both[1].rewards - both[0].rewards) / responses
-        ratio = log_ratio_to_base(policy, both[1].responses, 64)
-        loss += ratio.sum(1) / responses
-    return {"loss": loss, "reward": reward}
+            rewards.append(done.rewards)
+            with policy.base() if base else contextlib.nullcontext():
+                likely.append(token_logprobs(policy, done.responses, _ROWS).sum(1))
+        with policy.base():
+            under_base = token_logprobs(policy, done.responses, _ROWS).sum(1)
+        found["reward"] += (rewards[1] - rewards[0]) / responses
+        found["drift"] += (likely[1] - under_base) / responses
+        found["entropy"] += (likely[1] - likely[0]) / responses
+    return found
+
+
+def likelihood_scores(
+    policy: CausalLMPolicy,
+    prompts: Sequence[str],
+    answers: Sequence[str],
+    *,
+    max_prompt_tokens: int = 64,
+) -> dict[str, Array]:
+    """Return the loss-based scores: log-likelihood ratios of texts under the policy and its base.
+
+    Args:
+        policy: Tuned policy π; with its adapter off it is the base model μ.
+        prompts: Prompts x of members and non-members.
+        answers: Right answer a to each, with its leading space.
+        max_prompt_tokens: Longest prompt in tokens.
+
+    Returns:
+        ``answer``: log π(a|x) − log μ(a|x), in nats, ``[prompts]``.
+        ``prompt``: log π(x) − log μ(x), in nats, ``[prompts]``. No update raises the likelihood of
+        a prompt, only of responses, so it changes as a side effect at most.
+    """
+    asked = {"answer": (prompts, answers), "prompt": ([""] * len(prompts), prompts)}
+    found = {}
+    for name, (before, texts) in asked.items():
+        tuned = text_logprobs(policy, before, texts, max_prompt_tokens=max_prompt_tokens)
+        with policy.base():
+            base = text_logprobs(policy, before, texts, max_prompt_tokens=max_prompt_tokens)
+        found[name] = tuned - base
+    return found
+
+
+def combined_scores(
+    features: Array, shadow_features: Array, shadow_included: NDArray[np.bool_]
+) -> Array:
+    """Return one membership score from several, by Fisher's linear discriminant, ``[prompts]``.
+
+    The weights come from shadow runs: runs that the attacker makes with users of its own, whose
+    membership it knows (Shokri et al. 2017, arXiv 1610.05820).
+
+    Args:
+        features: Scores of the candidates, ``[prompts, features]``.
+        shadow_features: The same scores in the shadow runs, ``[shadow prompts, features]``.
+        shadow_included: Whether each was a member there, ``[shadow prompts]``.
+    """
+    inside, outside = shadow_features[shadow_included], shadow_features[~shadow_included]
+    within = np.atleast_2d(np.cov(inside.T) + np.cov(outside.T))
+    within = within + 1e-6 * np.trace(within) * np.eye(len(within))  # features may be collinear
+    weights = np.linalg.lstsq(within, inside.mean(0) - outside.mean(0))[0]
+    scores: Array = features @ weights
+    return scores
+
+
+def membership_bound(
+    scores: Array,
+    included: NDArray[np.bool_],
+    epsilon: float,
+    delta: float,
+    confidence: float = 0.95,
+) -> float:
+    """Return a lower bound on ε from a membership attack on a single run.
+
+    The bound is that of Steinke et al. 2023 (arXiv 2305.08846, Theorem 5.2), which needs no
+    independence of the users' scores. The number of guesses depends on public numbers alone.
+
+    Args:
+        scores: Score of each candidate, ``[candidates]``.
+        included: Whether it was a member, by an independent fair coin each, ``[candidates]``.
+        epsilon: Claimed ε, from which the number of guesses is planned; infinity for none.
+        delta: δ of the bound.
+        confidence: Probability, at least, with which the bound is at most the true ε.
+    """
+    guesses = planned_guesses(len(scores), epsilon, delta, confidence)
+    right = surest_guesses(scores, included, guesses)
+    return epsilon_lower_bound(len(scores), guesses, right, delta, confidence)

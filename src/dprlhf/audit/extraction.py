@@ -1,0 +1,60 @@
+"""Extraction: how surely does a tuned policy give away the secret of one of its users?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dprlhf.data.public import in_memory_prompts
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.rollout.logprobs import token_logprobs
+from dprlhf.training.tasks import completion_tokens, pack
+
+Array = NDArray[np.float64]
+
+
+def text_logprobs(
+    policy: CausalLMPolicy,
+    prompts: Sequence[Any],
+    texts: Sequence[str],
+    *,
+    max_prompt_tokens: int = 64,
+    batch_size: int = 64,
+) -> Array:
+    """Return log π(text | prompt) of one text after each prompt, in nats, ``[prompts]``.
+
+    Args:
+        policy: The policy; inside ``policy.base()`` the base model.
+        prompts: Prompts; an empty one stands for the start of a text.
+        texts: Texts that follow, with a leading space where there is one. The end of the text is
+            not counted.
+        max_prompt_tokens: Longest prompt in tokens; a longer one keeps its last tokens.
+        batch_size: Rows in a forward pass.
+    """
+    asked = in_memory_prompts(prompts)
+    tokens = [completion_tokens(policy, p, text) for p, text in zip(prompts, texts, strict=True)]
+    length = max(map(len, tokens), default=1)
+    before = policy.encode(prompts, max_prompt_tokens)
+    rows = pack(policy, asked, before, tokens, length, max_prompt_tokens)
+    found: Array = token_logprobs(policy, rows, batch_size).sum(1)
+    return found
+
+
+def exposure(scores: Array, right: NDArray[np.int64]) -> Array:
+    """Return the exposure of each user's secret in bits, ``[users]`` (arXiv 1802.08232, section 4).
+
+    Exposure is log2(candidates) − log2(rank of the secret among the candidates): all bits where the
+    secret scores highest, and log2(e) ≈ 1.44 on average over many candidates where the scores know
+    nothing. Of a tie, the secret gets the middle rank.
+
+    Args:
+        scores: Score of each candidate, the higher the likelier, ``[users, candidates]``.
+        right: Index of the user's secret among them, ``[users]``.
+    """
+    own = np.take_along_axis(scores, right[:, None], 1)
+    rank = 1 + (scores > own).sum(1) + ((scores == own).sum(1) - 1) / 2
+    bits: Array = np.log2(scores.shape[1]) - np.log2(rank)
+    return bits
