@@ -37,22 +37,22 @@ ROOT = Path(__file__).resolve().parents[2]
 Array = NDArray[np.float64]
 
 SEEDS, EPSILONS, DELTA = 5, (math.inf, 4.0, 1.0), 1e-5
-CANDIDATES, NUMBERS = 100, 64
+CANDIDATES, NUMBERS = 100, 16
 STEPS, REPEATED = 800, 256
 PUBLIC_SEED, FIRST_SEED = 7100, 8100  # no seed of another table
 TASKS = {"own answers": True, "shared map": False}
 SCORES = ("answer", "reward", "drift", "prompt", "DIBA-like")
 FEATURES = ("reward", "drift", "entropy")
 SETTINGS: dict[str, Any] = {
-    "rounds": 30,
+    "rounds": 40,
     "privacy__partition": "random-allocation",
-    "privacy__participations": 30,
+    "privacy__participations": 40,
     "privacy__reward_share": 0.0,
     "privacy__delta": DELTA,
     "update__name": "pg",
     "update__batch_size": 256,
-    "learning_rate": 0.02,
-    "policy__adapter": {"type": "lora", "rank": 16, "alpha": 16, "target_modules": "all-linear"},
+    "learning_rate": 0.004,
+    "policy__adapter": {"type": "lora", "rank": 64, "alpha": 64, "target_modules": "all-linear"},
     "policy__dtype": "float32",
     "rollout__responses": 8,
     "rollout__max_new_tokens": 1,
@@ -235,7 +235,7 @@ def rows_of(task: str, epsilon: float, runs: list[dict[str, Any]]) -> list[Resul
     rows.append(Result(f"{start}: largest lower bound on epsilon", max(bounds), "epsilon", **claim))
     for what, key, unit in (
         ("exposure of a code among 8", "answer bits", "bits"),
-        ("exposure of a number among 64", "number bits", "bits"),
+        ("exposure of a number among 16", "number bits", "bits"),
         ("probability of the right code", "right", "1"),
     ):
         values = np.concatenate([np.array(run[key]) for run in runs])
@@ -282,6 +282,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "harm")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--epsilons", nargs="+", type=float, default=EPSILONS)
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--results", type=Path, default=ROOT / "docs" / "results" / "worth.json")
     parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "images" / "harm.png")
@@ -292,7 +293,9 @@ def main() -> None:
     base = given.runs / "base"
     if not (base / "tokenizer.json").exists() and not given.write_only:
         make_base(base)
-    cells = [(task, e, s) for task in given.tasks for s in range(given.seeds) for e in EPSILONS]
+    cells = [
+        (task, e, s) for task in given.tasks for s in range(given.seeds) for e in given.epsilons
+    ]
     done: dict[tuple[str, float], list[dict[str, Any]]] = {}
     for task, epsilon, seed in cells:
         name = f"{task.replace(' ', '-')}-epsilon-{epsilon:g}-seed-{seed}"

@@ -45,11 +45,10 @@ def overfit(policy: CausalLMPolicy, row: int, steps: int = 30) -> None:
     """Raise the likelihood of one user's answer and lower that of the same answer elsewhere."""
     optimizer = torch.optim.Adam(policy.parameters.values(), lr=0.02)
     tokens = torch.tensor(policy.encode([p + ANSWERS[row] for p in PROMPTS], 64))
-    signs = -torch.ones(len(PROMPTS)) / (len(PROMPTS) - 1)
-    signs[row] = 1.0
+    others = torch.arange(len(PROMPTS)) != row
     for _ in range(steps):
         likely = policy.response_logprobs(tokens, torch.ones_like(tokens), 1)[:, 0]
-        (-(signs * likely.clamp(min=-9)).sum()).backward()
+        (likely[others].clamp(min=-9).mean() - likely[row]).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -126,7 +125,7 @@ def test_the_curve_of_the_bound_is_above_every_attack_on_a_gaussian(mu: float) -
     assert (tpr <= largest_tpr(fpr, epsilon, 1e-5) + 1e-12).all()
     assert (tpr > largest_tpr(fpr, epsilon / 6, 1e-5)).any()
     assert (largest_tpr(fpr, math.inf, 1e-5) == 1).all()
-    np.testing.assert_allclose(largest_tpr(fpr, 0.0, 0.0), fpr)
+    np.testing.assert_allclose(largest_tpr(fpr, 0.0, 0.0), fpr, atol=1e-12)
 
 
 def test_scores_that_give_members_away_refute_a_claim_and_blind_ones_do_not() -> None:
