@@ -12,7 +12,6 @@ not repeat it: it prints the kept figure and says from when it is.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import math
@@ -28,11 +27,9 @@ from numpy.typing import NDArray
 from dprlhf import load_recipe, train
 from dprlhf.assets import path
 from dprlhf.cli.output import flat
-from dprlhf.data.public import evaluated, public_users
-from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.recipe import Recipe
-from dprlhf.rollout import sample
+from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import token_logprobs
 from dprlhf.runs.card import guarantee_sentence
 from dprlhf.runs.measurements import Result, write_results
@@ -102,20 +99,11 @@ def distinct_bigrams(texts: Sequence[str]) -> float:
     return len(set(pairs)) / max(1, len(pairs))
 
 
-def written(policy: CausalLMPolicy, recipe: Recipe, prompts: Prompts, *, base: bool) -> Text:
-    """Measure how the policy, or its base model, continues the held-out prompts."""
-    with policy.base() if base else contextlib.nullcontext():
-        responses = sample(
-            policy,
-            prompts,
-            recipe.rollout.model_copy(update={"responses": 1}),
-            key=bytes(32),
-            context=("evaluation", recipe.seed),  # the draws of the run's own evaluation
-            max_prompt_tokens=recipe.data.max_prompt_tokens,
-        )
-        own = token_logprobs(policy, responses, recipe.update.batch_size)
+def written(policy: CausalLMPolicy, recipe: Recipe, responses: Responses, *, base: bool) -> Text:
+    """Measure how the policy, or its base model, has continued the held-out prompts."""
     with policy.base():
         under_base = token_logprobs(policy, responses, recipe.update.batch_size)
+    own = under_base if base else token_logprobs(policy, responses, recipe.update.batch_size)
     tokens = int(responses.response_mask.sum())
     return Text(
         float((own - under_base).sum(1).mean()),
@@ -126,13 +114,13 @@ def written(policy: CausalLMPolicy, recipe: Recipe, prompts: Prompts, *, base: b
 
 def measured(result: Any, recipe: Recipe) -> Figures:
     """Return the figures of a finished run."""
-    prompts = evaluated(recipe, public_users(recipe, None))
-    assert prompts is not None
-    wants = np.array(prompts.columns.get("wants", np.ones(len(prompts))), dtype=np.float64)
+    before, after = result.responses
+    columns = after.prompts.columns
+    wants = np.array(columns.get("wants", np.ones(len(result.samples))), dtype=np.float64)
     sides = [[row[side] for row in result.samples] for side in ("before", "after")]
     judged = np.array([[sentiment(text) for text in side] for side in sides]) * wants
-    base = written(result.policy, recipe, prompts, base=True)
-    tuned = written(result.policy, recipe, prompts, base=False)
+    base = written(result.policy, recipe, before, base=True)
+    tuned = written(result.policy, recipe, after, base=False)
     return Figures(wants, judged, (base, tuned), recipe.reward_range)
 
 

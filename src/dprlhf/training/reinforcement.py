@@ -83,6 +83,8 @@ class Result:
         difference: The mean of after − before on the same prompts and draws.
         samples: Public prompts with both continuations and their rewards.
         policy: The tuned policy.
+        responses: The continuations of the public prompts before and after, as tokens; None
+            without evaluation.
     """
 
     folder: RunFolder
@@ -92,6 +94,7 @@ class Result:
     difference: RewardEstimate | None
     samples: list[dict[str, Any]]
     policy: CausalLMPolicy
+    responses: tuple[Responses, Responses] | None = None
 
 
 class Reinforcement:
@@ -374,6 +377,7 @@ class Reinforcement:
             difference=estimate(after.rewards - before.rewards) if before and after else None,
             samples=_samples(before, after),
             policy=run.policy,
+            responses=(before.responses, after.responses) if before and after else None,
         )
 
 
