@@ -17,6 +17,7 @@ The folders, in the order in which a user's data pass through them (docs/archite
 - ``audit/``: attacks on the guarantee, as lower bounds on ε.
 - ``assets/``: the models and data of the demo, fetched once and verified.
 - ``papers/``: the source papers' tables: control tasks and regression (extra ``papers``).
+- ``worth/``: what privacy buys: the same tasks from users and from public prompts alone.
 - ``cli/``: the command line.
 """
 
