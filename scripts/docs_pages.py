@@ -18,6 +18,7 @@ RECIPES = {
     "Private updates: `dprlhf train`": recipe.Recipe,
     "Supervised fine-tuning: `dprlhf sft`": recipe.SFTRecipe,
     "Reward model: `dprlhf reward`": recipe.RewardRecipe,
+    "Direct preference optimization: `dprlhf dpo`": recipe.DPORecipe,
 }
 INTRODUCTION = """# Recipes: every key
 

@@ -96,7 +96,7 @@ def train_stage(
     callbacks: Sequence[Callback] = (),
     quiet: bool = False,
 ) -> StageResult:
-    """Fit a policy to private documents (SFT), or a reward model to private preferences.
+    """Fit a policy to private documents (SFT) or pairs (DPO), or a reward model to preferences.
 
     Args:
         recipe: The settings of the stage, or their YAML file.
@@ -159,7 +159,7 @@ def load_stage_recipe(
     recipe = load_any_recipe(path, overrides, stage=stage)
     if not isinstance(recipe, StageRecipe):
         raise DprlhfError(
-            f"{path}: not a recipe of a supervised stage: it needs stage: sft or stage: reward"
+            f"{path}: not a recipe of a supervised stage: it needs stage: sft, reward or dpo"
         )
     return recipe
 

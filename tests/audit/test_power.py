@@ -28,7 +28,7 @@ from dprlhf.audit.watched_gate import Seen, _kept
 from dprlhf.errors import DprlhfError
 from dprlhf.policies import optimizers
 from dprlhf.privacy.plan import Plan, make_plan
-from dprlhf.recipe import AnyRecipe, RewardRecipe, SFTRecipe
+from dprlhf.recipe import AnyRecipe, DPORecipe, RewardRecipe, SFTRecipe
 from dprlhf.runs.folder import RunFolder
 from helpers.broken_gates import BROKEN, SMALL, Noise, break_gate
 
@@ -244,12 +244,13 @@ def stage_recipes(privacy: dict[str, Any]) -> dict[str, AnyRecipe]:
     return {
         "sft": SFTRecipe(policy=MODEL, data=data, **common),
         "pairs": RewardRecipe(model=MODEL, data=data, **common),
+        "dpo": DPORecipe(policy=MODEL, data=data, **common),
         "labels": RewardRecipe(model=MODEL, data=labelled, labels=["x", "y", "z"], **common),
     }
 
 
 @pytest.mark.parametrize("adjacency", ["zero-out", "replace-one"])
-@pytest.mark.parametrize("stage", ["sft", "pairs", "labels"])
+@pytest.mark.parametrize("stage", ["sft", "pairs", "labels", "dpo"])
 def test_supervised_stages_move_each_canary_where_the_attack_looks(
     stage: str, adjacency: str, tmp_path: Path
 ) -> None:
@@ -257,10 +258,10 @@ def test_supervised_stages_move_each_canary_where_the_attack_looks(
     recipe = stage_recipes(PRIVACY | {"epsilon": math.inf, "adjacency": adjacency})[stage]
     found = audit(recipe, tmp_path / "a", canaries=60, seed=0, quiet=True)
     assert found.right == found.guesses == 60
-    assert (found.stage, found.holds) == ("sft" if stage == "sft" else "reward", True)
+    assert (found.stage, found.holds) == (stage if stage in ("sft", "dpo") else "reward", True)
 
 
-@pytest.mark.parametrize("stage", ["sft", "pairs"])
+@pytest.mark.parametrize("stage", ["sft", "pairs", "dpo"])
 def test_supervised_stages_are_refuted_where_their_gate_is_broken(
     stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -242,8 +242,25 @@ def _reward_model(
     return changes, rows, None, BanditRewardModel(len(signs), count)
 
 
+def _preferences(
+    recipe: AnyRecipe, signs: Array
+) -> tuple[dict[str, Any], Any, Any, CausalLMPolicy]:
+    answers = [ANSWERS[::-1] if sign < 0 else ANSWERS for sign in signs]
+    changes = {
+        "policy": settings.Policy(model_name_or_path="bandit"),
+        # With β = 1 each canary's gradient is far above the clip norm.
+        "update": _saturated(recipe).model_copy(update={"beta": 1.0}),
+        "data": settings.PreferencePairs(
+            path=IN_MEMORY, user_column=recipe.data.user_column, max_completion_tokens=1
+        ),
+    }
+    chosen, rejected = ([pair[i] for pair in answers] for i in range(2))
+    rows = _rows(recipe.data, _texts(signs), chosen=chosen, rejected=rejected)
+    return changes, rows, None, BanditPolicy(len(signs))
+
+
 _STAGES: dict[str, Callable[[AnyRecipe, Array], tuple[dict[str, Any], Any, Any, CausalLMPolicy]]]
-_STAGES = {"rl": _updates, "sft": _fine_tuning, "reward": _reward_model}
+_STAGES = {"rl": _updates, "sft": _fine_tuning, "reward": _reward_model, "dpo": _preferences}
 """The settings, rows, reward and small model of each stage, by the ``stage`` of its recipe."""
 
 

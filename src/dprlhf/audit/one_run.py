@@ -88,7 +88,7 @@ class Audit:
         guesses: Number of guesses.
         right: Number of right guesses.
         space: Where the canaries stand, ``gradient`` or ``prompt``; see this module.
-        stage: The recipe's stage: ``rl``, ``sft`` or ``reward``.
+        stage: The recipe's stage: ``rl``, ``sft``, ``reward`` or ``dpo``.
         partition: The recipe's partition.
         update: The recipe's update, or its stage where that is supervised.
         confidence: Probability, at least, with which no test refutes a claim that is true and both

@@ -1,4 +1,4 @@
-"""The commands that train: ``train``, ``sft``, ``reward``, and ``resume`` for all three."""
+"""The commands that train: ``train``, ``sft``, ``reward``, ``dpo``, and ``resume`` for all."""
 
 from __future__ import annotations
 
@@ -78,6 +78,17 @@ def reward(
 ) -> None:
     """Train a reward model on private preference pairs or labels."""
     _train_stage("reward", recipe, overrides, output_dir, dry_run, as_json)
+
+
+def dpo(
+    recipe: Annotated[Path, typer.Argument(help="A YAML recipe with stage: dpo.")],
+    overrides: Overrides = None,
+    output_dir: OutputDir = None,
+    dry_run: DryRun = False,
+    as_json: PlanAsJson = False,
+) -> None:
+    """Fine-tune a language model on private preference pairs (DPO), without a reward model."""
+    _train_stage("dpo", recipe, overrides, output_dir, dry_run, as_json)
 
 
 def _train_stage(

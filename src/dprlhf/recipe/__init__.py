@@ -12,7 +12,7 @@ from dprlhf.recipe.base import (
     Settings,
     experimental,
 )
-from dprlhf.recipe.data import Data, Documents, Preferences
+from dprlhf.recipe.data import Data, Documents, PreferencePairs, Preferences
 from dprlhf.recipe.loading import (
     AnyRecipe,
     dump_recipe,
@@ -36,7 +36,7 @@ from dprlhf.recipe.sections import (
     Tracking,
 )
 from dprlhf.recipe.subspace import Subspace
-from dprlhf.recipe.supervised import STAGES, RewardRecipe, SFTRecipe, StageRecipe
+from dprlhf.recipe.supervised import STAGES, DPORecipe, RewardRecipe, SFTRecipe, StageRecipe
 from dprlhf.recipe.updates import (
     GRPO,
     NPG,
@@ -65,6 +65,7 @@ __all__ = [
     "Auto",
     "Average",
     "Critic",
+    "DPORecipe",
     "Data",
     "Documents",
     "Evaluation",
@@ -74,6 +75,7 @@ __all__ = [
     "Policy",
     "PositiveFloat",
     "PositiveInt",
+    "PreferencePairs",
     "Preferences",
     "Privacy",
     "PrivateUpdate",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dprlhf.recipe.base import PositiveInt, Settings
 
@@ -86,3 +86,38 @@ class Preferences(Data):
         if self.label_column is not None:
             return self.prompt_column, self.label_column
         return self.prompt_column, self.chosen_column, self.rejected_column
+
+
+class PreferencePairs(Data):
+    """Preference pairs in TRL's formats: text or messages, with the prompt apart or within them.
+
+    Attributes:
+        prompt_column: Column of the prompts. Where it is ``chosen_column``, prompts are implicit,
+            as in TRL: the prompt is what both completions begin with.
+        chosen_column: Column of the preferred completions, text or messages.
+        rejected_column: Column of the other completions, text or messages.
+        max_completion_tokens: Keep only this many tokens from the start of a completion.
+    """
+
+    chosen_column: str = "chosen"
+    rejected_column: str = "rejected"
+    max_completion_tokens: PositiveInt = 64
+
+    @property
+    def implicit_prompt(self) -> bool:
+        """Whether the prompt is what both completions begin with."""
+        return self.prompt_column == self.chosen_column
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns that every row must have, without the user column."""
+        names = (self.prompt_column, self.chosen_column, self.rejected_column)
+        return tuple(dict.fromkeys(names))
+
+    @model_validator(mode="after")
+    def _whole_completions(self) -> PreferencePairs:
+        if self.implicit_prompt and self.prompt_words is not None:
+            raise ValueError("prompt_words would cut chosen, which holds the prompt: leave it out")
+        if self.rejected_column in (self.prompt_column, self.chosen_column):
+            raise ValueError("rejected_column must be a column of its own")
+        return self

@@ -1,18 +1,18 @@
 """The recipes of the supervised stages, which a pipeline runs before the private updates.
 
 A recipe class states what the rest of the project has to know about its stage. To add a stage, such
-as an offline objective on preference pairs, write a subclass of :class:`StageRecipe`, add it to
-``STAGES``, and write what it learns in :mod:`dprlhf.training.tasks`.
+as another offline objective on preference pairs, write a subclass of :class:`StageRecipe`, add it
+to ``STAGES``, and write what it learns as in :mod:`dprlhf.training.dpo`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from dprlhf.recipe.base import PositiveInt, Settings
-from dprlhf.recipe.data import Data, Documents, Preferences
+from dprlhf.recipe.base import PositiveFloat, PositiveInt, Settings
+from dprlhf.recipe.data import Data, Documents, PreferencePairs, Preferences
 from dprlhf.recipe.policy import Policy, Source
 from dprlhf.recipe.privacy import Budget, Previous
 from dprlhf.recipe.promise import check_promise
@@ -214,5 +214,90 @@ class RewardRecipe(StageRecipe):
         return self
 
 
-STAGES: dict[str, type[StageRecipe]] = {"sft": SFTRecipe, "reward": RewardRecipe}
+NOT_OFFERED = {
+    "reference_free": "the reference is the policy with its adapter off",
+    "precompute_ref_log_probs": "the reference is computed in each round, by the same model",
+    "sync_ref_model": "the reference is the policy with its adapter off, and stays so",
+    "f_divergence_type": "only reverse_kl is implemented",
+    "ld_alpha": "all tokens of a completion count alike",
+    "use_weighting": "pairs are not weighted",
+    "loss_weights": "one loss is taken",
+    "max_length": "set data.max_prompt_tokens and data.max_completion_tokens",
+}
+"""Settings of TRL's ``DPOConfig`` that are refused, each with the reason or what to do instead."""
+
+
+class DPOUpdate(Supervised):
+    """The DPO loss (arXiv 2305.18290) and how its gradient is clipped, with TRL's names.
+
+    Attributes:
+        beta: Strength β of the implicit KL penalty against the reference, the policy with its
+            adapter off; for ``ipo`` the parameter τ.
+        loss_type: Loss of a pair as in TRL: ``sigmoid`` (DPO), ``hinge`` (SLiC), ``ipo`` (mean
+            over tokens) or ``robust`` (arXiv 2403.00409). Losses that compare pairs of a batch,
+            such as ``aot``, would couple users.
+        label_smoothing: Probability that a preference is flipped, for ``robust``.
+    """
+
+    beta: PositiveFloat = 0.1
+    loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_in_trl(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        for name in NOT_OFFERED:
+            if name in given:
+                raise ValueError(f"{name} is not offered: {NOT_OFFERED[name]}")
+        kinds = given.get("loss_type")
+        if isinstance(kinds, list) and len(kinds) == 1:  # TRL writes a list
+            return {**given, "loss_type": kinds[0]}
+        return given
+
+    @model_validator(mode="after")
+    def _smoothing_is_used(self) -> DPOUpdate:
+        if self.label_smoothing and self.loss_type != "robust":
+            raise ValueError(f"label_smoothing is for loss_type robust, not {self.loss_type}")
+        return self
+
+
+class PairsEvaluation(Evaluation):
+    """Evaluation on public preference pairs, which costs no privacy."""
+
+    data: PreferencePairs
+
+
+class DPORecipe(StageRecipe):
+    """All settings of ``dprlhf dpo``: direct preference optimization on the users' own pairs.
+
+    Attributes:
+        stage: ``dpo``.
+        policy: The language model that is trained, and its adapter; with the adapter off it is the
+            reference.
+    """
+
+    public_losses: ClassVar[tuple[str, ...]] = (
+        "loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies",
+    )  # fmt: skip
+    hub_tag: ClassVar[str] = "dpo"
+
+    stage: Literal["dpo"] = "dpo"
+    policy: Policy
+    data: PreferencePairs
+    update: DPOUpdate = DPOUpdate()
+    evaluation: PairsEvaluation | None = None
+
+    @property
+    def purpose(self) -> str:
+        """How the adapter was trained, for the model card."""
+        return "fitted to private preference pairs by DPO"
+
+
+STAGES: dict[str, type[StageRecipe]] = {
+    "sft": SFTRecipe,
+    "reward": RewardRecipe,
+    "dpo": DPORecipe,
+}
 """The supervised stages by name; a recipe without a ``stage`` is one of private updates."""

@@ -43,6 +43,7 @@ from dprlhf.runs.opening import (
 )
 from dprlhf.runs.trackers import check_installed, tracked
 from dprlhf.training.callbacks import as_functions
+from dprlhf.training.dpo import preference_optimization
 from dprlhf.training.layout import settle_layout
 from dprlhf.training.processes import Processes
 from dprlhf.training.progress import Progress
@@ -57,6 +58,7 @@ STAGES: dict[str, Callable[[Any, Sources], Stage]] = {
     "rl": Reinforcement,
     "sft": fine_tuning,
     "reward": reward_modelling,
+    "dpo": preference_optimization,
 }
 """The stages by the ``stage`` of their recipe."""
 

@@ -1,4 +1,4 @@
-"""The supervised stages of a private pipeline: ``dprlhf sft`` and ``dprlhf reward``.
+"""The supervised stages of a private pipeline: ``dprlhf sft``, ``dprlhf reward``, ``dprlhf dpo``.
 
 The gradient of a user's loss, over all of its rows, is clipped to the norm S; a round releases the
 noised sum over its users through the same gate, charged to the same kind of ledger, as a private
@@ -26,7 +26,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy, align_with_activations, lo
 from dprlhf.policies.classifier import load_reward_model
 from dprlhf.policies.optimizers import ascend
 from dprlhf.privacy.plan import Plan
-from dprlhf.recipe import Documents, RewardRecipe, SFTRecipe
+from dprlhf.recipe import RewardRecipe, SFTRecipe
 from dprlhf.recipe.supervised import StageRecipe
 from dprlhf.rewards.isolation import captured
 from dprlhf.rollout.batch import padded_width
@@ -65,10 +65,16 @@ class StageResult:
 
 def fine_tuning(recipe: SFTRecipe, sources: Sources) -> Supervised:
     """Return the stage of ``dprlhf sft``."""
+    prompt, length = recipe.data.max_prompt_tokens, recipe.data.max_completion_tokens
+    if recipe.data.completion_column is None:  # a document is learnt after one token
+        widths = int(padded_width(1, prompt)), length
+    else:
+        widths = prompt, length
     return Supervised(
         recipe,
         NextTokens(recipe.data),
-        tokens=recipe.data.max_prompt_tokens + recipe.data.max_completion_tokens,
+        tokens=prompt + length,
+        widths=widths,
         load=lambda: sources.policy or load_policy(recipe.policy, seed=recipe.seed),
     )
 
@@ -80,6 +86,7 @@ def reward_modelling(recipe: RewardRecipe, sources: Sources) -> Supervised:
         recipe,
         Pairs(data) if labels is None else Labels(data, labels),
         tokens=data.max_tokens,
+        widths=(data.max_tokens, 1),
         load=lambda: sources.policy or load_reward_model(recipe.model, labels, seed=recipe.seed),
     )
 
@@ -91,18 +98,26 @@ class Supervised:
         recipe: The settings.
         task: The task, which turns rows of data into tokens and losses.
         tokens: The largest number of tokens in a row of data.
+        widths: The largest numbers of tokens before what is learnt, and of what is learnt.
         load: Loads the model that is trained.
     """
 
     stateful: Mapping[str, Stateful] = MappingProxyType({})
 
     def __init__(
-        self, recipe: StageRecipe, task: Task, *, tokens: int, load: Callable[[], CausalLMPolicy]
+        self,
+        recipe: StageRecipe,
+        task: Task,
+        *,
+        tokens: int,
+        widths: tuple[int, int],
+        load: Callable[[], CausalLMPolicy],
     ) -> None:
         self.recipe = recipe
         self.task = task
         self.public: Prompts | None = None
         self._tokens = tokens
+        self._widths = widths
         self._load = load
 
     @property
@@ -147,18 +162,13 @@ class Supervised:
     @property
     def shapes(self) -> Shapes:
         """The shapes of the update; a supervised stage samples nothing."""
-        data = self.recipe.data
-        prompt, length = self._tokens, 1
-        if isinstance(data, Documents):
-            length, prompt = data.max_completion_tokens, data.max_prompt_tokens
-            if data.completion_column is None:  # a document is learnt after one token
-                prompt = int(padded_width(1, prompt))
+        prompt, response = self._widths
         return Shapes(
             prompt=prompt,
-            response=length,
+            response=response,
             rows=self.task.rows,
             num_generations=1,
-            prompts=data.max_prompts_per_user,
+            prompts=self.recipe.data.max_prompts_per_user,
             update=self.recipe.update,
         )
 

@@ -1,0 +1,174 @@
+"""Direct preference optimization (DPO, arXiv 2305.18290) on the users' own pairs: ``dprlhf dpo``.
+
+The loss of a pair is a function of the margin m = Δ(chosen) − Δ(rejected), where Δ is log π/π_ref
+of a completion and π_ref the policy with its adapter off. A user's loss is the mean over all of its
+pairs, and the gradient of that is clipped: the user is the unit, not the pair. It departs from
+TRL's ``DPOTrainer`` in this alone: prompt and completion are tokenized one after the other, and
+each is cut to a length of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dprlhf.data.in_memory import Sources
+from dprlhf.data.loading import check_present
+from dprlhf.data.users import Prompts
+from dprlhf.policies.causal_lm import CausalLMPolicy, load_policy
+from dprlhf.recipe import DPORecipe, PreferencePairs
+from dprlhf.rollout import Responses
+from dprlhf.rollout.logprobs import log_ratio_to_base
+from dprlhf.training.supervised import Supervised
+from dprlhf.training.tasks import completion_tokens, pack
+
+Array = NDArray[np.float64]
+
+
+def preference_optimization(recipe: DPORecipe, sources: Sources) -> Supervised:
+    """Return the stage of ``dprlhf dpo``."""
+    data = recipe.data
+    return Supervised(
+        recipe,
+        PreferredAnswers(recipe),
+        tokens=data.max_prompt_tokens + data.max_completion_tokens,
+        widths=(data.max_prompt_tokens, data.max_completion_tokens),
+        load=lambda: sources.policy or load_policy(recipe.policy, seed=recipe.seed),
+    )
+
+
+class PreferredAnswers:
+    """The DPO loss and its derivatives, as weights of log-probabilities.
+
+    Args:
+        spec: The recipe: the columns, β and the kind of loss.
+    """
+
+    rows = 2
+
+    def __init__(self, spec: DPORecipe) -> None:
+        self._data = spec.data
+        self._update = spec.update
+        self.metrics: tuple[str, ...] = spec.public_losses
+
+    def check(self, rows: Any) -> None:
+        """Refuse rows without a value."""
+        check_present(rows, self._data)
+
+    def encode(self, model: CausalLMPolicy, examples: Prompts) -> Responses:
+        """Return two rows for each pair: the chosen completion and the rejected one."""
+        return encode_pairs(self._data, model, examples)
+
+    def weights(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
+        """Return minus the derivative of the user's mean loss by each log-probability, ``[rows]``.
+
+        It depends on the user's own pairs and the model alone.
+        """
+        gained = log_ratio_to_base(model, encoded, batch_size).sum(1)
+        shares = self._shares(encoded)
+        slopes = self._slopes(_margins(gained * shares))
+        pairs = np.bincount(encoded.user, minlength=encoded.users)[encoded.user] / 2
+        signed: Array = np.stack([slopes, -slopes], 1).ravel() * shares / pairs
+        return signed
+
+    def losses(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> list[Array]:
+        """Return the loss of each pair and TRL's metrics of it, ``[pairs]`` each.
+
+        These are the implicit rewards β log π/π_ref of both completions, their difference, and 1
+        where the chosen one's is higher.
+        """
+        gained = log_ratio_to_base(model, encoded, batch_size).sum(1)
+        loss = self._losses(_margins(gained * self._shares(encoded)))
+        chosen, rejected = self._update.beta * gained[0::2], self._update.beta * gained[1::2]
+        margins = chosen - rejected
+        return [loss, chosen, rejected, margins, (margins > 0).astype(np.float64)]
+
+    def _shares(self, encoded: Responses) -> Array:
+        """Return what each row's sum over tokens is multiplied by, ``[rows]``."""
+        if self._update.loss_type != "ipo":
+            return np.ones(len(encoded.user))
+        tokens = encoded.response_mask.sum(1).numpy()
+        shares: Array = 1.0 / np.maximum(tokens, 1)
+        return shares
+
+    def _losses(self, margins: Array) -> Array:
+        """Return the loss of each pair from its margin in nats, ``[pairs]``."""
+        beta, kind, flipped = _settings(self._update)
+        found: Array
+        if kind == "hinge":
+            found = np.maximum(0.0, 1 - beta * margins)
+        elif kind == "ipo":
+            found = (margins - 1 / (2 * beta)) ** 2
+        else:
+            right, wrong = np.logaddexp(0, -beta * margins), np.logaddexp(0, beta * margins)
+            found = ((1 - flipped) * right - flipped * wrong) / (1 - 2 * flipped)
+        return found
+
+    def _slopes(self, margins: Array) -> Array:
+        """Return minus the derivative of the loss by the margin, ``[pairs]``."""
+        beta, kind, flipped = _settings(self._update)
+        found: Array
+        if kind == "hinge":
+            found = np.where(beta * margins < 1, beta, 0.0)
+        elif kind == "ipo":
+            found = 1 / beta - 2 * margins
+        else:
+            doubt = np.exp(-np.logaddexp(0, beta * margins))
+            found = beta * ((1 - flipped) * doubt + flipped * (1 - doubt)) / (1 - 2 * flipped)
+        # A margin that is no number makes its user's gradient zero, also where a branch hides it.
+        return np.where(np.isfinite(margins), found, np.nan)
+
+
+def encode_pairs(data: PreferencePairs, model: CausalLMPolicy, examples: Prompts) -> Responses:
+    """Return two rows of tokens for each pair: the chosen completion, then the rejected one.
+
+    As in TRL, the end-of-sequence token is learnt after a text, and a conversation ends as its
+    template says.
+
+    Args:
+        data: The recipe's section: the columns, and how many tokens are kept.
+        model: The model, whose tokenizer is used.
+        examples: The pairs, those of a user adjacent.
+    """
+    length = data.max_completion_tokens
+    rejected = examples.columns[data.rejected_column]
+    given: Sequence[Any] = examples.prompts
+    if data.implicit_prompt:
+        split = [split_prompt(c, r) for c, r in zip(given, rejected, strict=True)]
+    else:
+        chosen = examples.columns[data.chosen_column]
+        split = list(zip(given, chosen, rejected, strict=True))
+    prompts = model.encode([prompt for prompt, _, _ in split], data.max_prompt_tokens)
+    answers = [_answer(model, p, a)[:length] for p, *pair in split for a in pair]
+    both = [prompt for prompt in prompts for _ in range(2)]
+    return pack(model, examples, both, answers, length, data.max_prompt_tokens)
+
+
+def split_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+    """Return prompt, chosen and rejected of completions that both begin with their prompt.
+
+    The prompt is the longest common start, in letters or in messages; a space at its end belongs to
+    the completions (``trl.extract_prompt``).
+    """
+    same = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(chosen, rejected)))  # noqa: B905
+    if isinstance(chosen, str) and chosen[:same].endswith(" "):
+        same -= 1
+    return chosen[:same], chosen[same:], rejected[same:]
+
+
+def _answer(model: CausalLMPolicy, prompt: Any, answer: Any) -> list[int]:
+    tokens = completion_tokens(model, prompt, answer)
+    return [*tokens, model.tokenizer.eos_token_id] if isinstance(answer, str) else tokens
+
+
+def _margins(gained: Array) -> Array:
+    margins: Array = gained[0::2] - gained[1::2]
+    return margins
+
+
+def _settings(update: Any) -> tuple[float, str, float]:
+    return update.beta, update.loss_type, update.label_smoothing
