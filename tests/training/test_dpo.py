@@ -50,15 +50,24 @@ def settings(**changes: Any) -> recipe.DPORecipe:
     return recipe.DPORecipe.model_validate(values | changes)
 
 
-def policy() -> CausalLMPolicy:
-    """A policy in float64 whose adapter is away from its start."""
+def at_its_start() -> CausalLMPolicy:
+    """A policy in float64 whose adapter changes nothing yet."""
     made = make_policy(tiny.model(), tiny.tokenizer(), recipe.Adapter.model_validate(ADAPTER))
     made.model.double()
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in made.parameters.values():
-            parameter.add_(0.3 * torch.randn_like(parameter))
     return made
+
+
+@torch.no_grad()
+def moved(trained: CausalLMPolicy) -> CausalLMPolicy:
+    """The same policy with its adapter away from its start."""
+    torch.manual_seed(1)
+    for parameter in trained.parameters.values():
+        parameter.add_(0.3 * torch.randn_like(parameter))
+    return trained
+
+
+def policy() -> CausalLMPolicy:
+    return moved(at_its_start())
 
 
 def examples(rows: list[dict[str, Any]], data: recipe.Data) -> Prompts:
@@ -142,7 +151,7 @@ def test_loss_and_metrics_are_those_of_trl(update: dict[str, Any], tmp_path: Pat
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
-    trained, spec = policy(), settings(update=update)
+    trained, spec = at_its_start(), settings(update=update)
     tokenizer = tiny.tokenizer()
     tokenizer.pad_token = "!"
     rows = [{k: p[k] for k in ("prompt", "chosen", "rejected")} for p in PAIRS]
@@ -155,6 +164,7 @@ def test_loss_and_metrics_are_those_of_trl(update: dict[str, Any], tmp_path: Pat
         trained.model, args=config, train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
     )  # fmt: skip
+    moved(trained)  # TRL has copied the adapter's start as its reference
     batch = trainer.data_collator(list(trainer.train_dataset))
     theirs = float(trainer._compute_loss(trained.model, batch, False).detach())
     seen = {k: v[-1] for group in trainer._metrics.values() for k, v in group.items() if v}
