@@ -127,7 +127,9 @@ def test_a_users_gradient_is_that_of_its_mean_loss_clipped_over_all_pairs(
     for clip_norm in (1e6, norms[1] * 0.9):
         expected = sum(g * min(1.0, clip_norm / float(g.norm())) for g in of_user.values())
         found = user_sums(spec, PAIRS, clip_norm)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * norms[-1])
+        # Where it clips, S is made smaller by the margin for rounding.
+        error = 1e-12 if clip_norm > norms[-1] else 2e-6
+        assert float((found - expected).norm()) < error * norms[-1]
 
 
 @pytest.mark.parametrize("user", ["a", "b"])
