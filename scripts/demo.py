@@ -33,7 +33,7 @@ from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import token_logprobs
 from dprlhf.runs.card import guarantee_sentence
 from dprlhf.runs.measurements import Result, write_results
-from dprlhf.training.evaluate import RewardEstimate, estimate
+from dprlhf.training.measures import RewardEstimate, estimate
 from worth.lexicon import sentiment
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,22 +1,38 @@
-"""Evaluation on public prompts: what it measures beside the reward, and what it keeps."""
+"""Evaluation on public prompts: judges, what it measures beside the reward, and what it keeps."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import dprlhf
 from dprlhf.data.public import in_memory_prompts
+from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.recipe import load_any_recipe, make_recipe
 from dprlhf.rollout import Responses, sample
-from dprlhf.training.evaluate import drift_metrics
+from dprlhf.training.measures import compare, distinct, measure
 from helpers import runs, tiny
 
 PUBLIC = [f"public {'x' * i}" for i in range(12)]
 TEMPERATURE = 0.7
+
+JUDGE = '''
+seen = []
+def length(prompts, completions):
+    """Counts characters, and keeps what it was shown."""
+    seen.extend(prompts)
+    return [float(len(text)) for text in completions]
+def broken(completions):
+    raise ValueError("broken")
+def some(prompts, completions):
+    return [None if len(p) % 2 else 1.0 for p in prompts]
+'''
 
 
 def policy_and_responses(moved: float) -> tuple[CausalLMPolicy, Responses]:
@@ -41,51 +57,201 @@ def policy_and_responses(moved: float) -> tuple[CausalLMPolicy, Responses]:
 
 def test_kl_is_zero_before_training() -> None:
     policy, responses = policy_and_responses(0.0)
-    assert drift_metrics(policy, responses, 8)["public_kl"] == 0.0
+    found = measure(policy, responses, 8)
+    assert found["kl"].mean == found["kl_per_token"].mean == 0.0
+    with policy.base():
+        assert measure(policy, responses, 8) == found
 
 
 def test_against_a_direct_computation() -> None:
-    """One response at a time, without padding and from whole rows of logits."""
+    """One response at a time, without padding; the likelihood is transformers' own loss."""
     policy, responses = policy_and_responses(0.3)
-    ratios, lengths, ended = [], [], []
+    ratios, lengths, ended, losses, k3 = [], [], [], [], []
     for row in range(len(PUBLIC)):
         real = responses.tokens[row][responses.mask[row].bool()]
         length = int(responses.response_mask[row].sum())
-        total = []
+        found = []
         for base in (False, True):
             with torch.no_grad():
                 if base:
                     with policy.base():
-                        logits = policy.model(real[None]).logits[0]
+                        labels = real.clone()
+                        labels[:-length] = -100
+                        output = policy.model(real[None], labels=labels[None])
+                        losses.append(length * float(output.loss))
+                        logits = output.logits[0]
                 else:
                     logits = policy.model(real[None]).logits[0]
             logprobs = (logits.double() / TEMPERATURE).log_softmax(1)[-length - 1 : -1]
-            total.append(float(logprobs.gather(1, real[-length:, None]).sum()))
-        ratios.append(total[0] - total[1])
+            found.append(logprobs.gather(1, real[-length:, None])[:, 0])
+        ratios.append(float((found[0] - found[1]).sum()))
+        back = found[1] - found[0]
+        k3.append(float((back.exp() - back - 1).sum()))
         lengths.append(length)
         ended.append(int(real[-1]) < 40)
     assert 0 < sum(ended) < len(PUBLIC)
     assert max(map(abs, ratios)) > 0.05
-    mean = {
-        "public_response_tokens": sum(lengths) / len(PUBLIC),
-        "public_ended_share": sum(ended) / len(PUBLIC),
-        "public_kl": sum(ratios) / len(PUBLIC),
+    expected = {
+        "response_tokens": sum(lengths) / len(PUBLIC),
+        "ended_share": sum(ended) / len(PUBLIC),
+        "distinct_1": distinct(responses.texts, 1),
+        "distinct_2": distinct(responses.texts, 2),
+        "kl": sum(ratios) / len(PUBLIC),
+        "kl_per_token": sum(k3) / sum(lengths),
+        "perplexity": math.exp(sum(losses) / sum(lengths)),
     }
-    assert drift_metrics(policy, responses, 8) == pytest.approx(mean, abs=1e-5)
+    measured = measure(policy, responses, 8)
+    assert {n: e.mean for n, e in measured.items()} == pytest.approx(expected, abs=1e-5, rel=1e-5)
+    assert policy.temperature == TEMPERATURE
+    assert measure(policy, responses, None).keys() == set(list(expected)[:4])
 
 
-def test_a_run_tells_it_at_each_evaluation(tmp_path: Path) -> None:
+def test_the_kl_of_one_token_by_enumeration() -> None:
+    """Both estimators average to the KL between the two distributions over all 257 tokens."""
+    policy, _ = policy_and_responses(0.3)
+    real = torch.tensor(policy.encode(["public"], 32))
+    with torch.no_grad():
+        tuned = (policy.model(real).logits[0, -1].double() / TEMPERATURE).log_softmax(0)
+        with policy.base():
+            base = (policy.model(real).logits[0, -1].double() / TEMPERATURE).log_softmax(0)
+    exact = float((tuned.exp() * (tuned - base)).sum())
+    spec = dprlhf.recipe.Rollout(max_new_tokens=1, batch_size=500)
+    many = sample(
+        policy, in_memory_prompts(["public"] * 2000),
+        spec.model_copy(update={"responses": 1}), key=bytes(32), context=("test",),
+        max_prompt_tokens=32,
+    )  # fmt: skip
+    found = measure(policy, many, 500)
+    for name in ("kl", "kl_per_token"):
+        assert abs(found[name].mean - exact) < 4 * found[name].standard_error
+    assert exact > 4 * found["kl_per_token"].standard_error
+
+
+def test_distinct_n_by_hand() -> None:
+    texts = ["a b a b", "a b", ""]
+    assert distinct(texts, 1) == 2 / 6  # a, b
+    assert distinct(texts, 2) == 2 / 6  # ab, ba
+    assert distinct([""], 1) == 0.0
+
+
+def test_a_win_rate_by_hand() -> None:
+    """Two wins, one tie, one loss, and one prompt that has no score before."""
+    import numpy as np
+    from scipy.stats import binomtest
+
+    before = np.array([0.0, 0.0, 0.0, 1.0, np.nan])
+    after = np.array([1.0, 2.0, 0.0, 0.0, 5.0])
+    rate = compare(before, after).win_rate
+    assert (rate.rate, rate.ties, rate.prompts) == (2.5 / 4, 1, 4)
+    assert compare(before, after).difference.mean == pytest.approx(0.5)
+    whole = compare(np.zeros(10), np.array([1.0] * 7 + [-1.0] * 3)).win_rate
+    wilson = binomtest(7, 10).proportion_ci(method="wilson")
+    assert (whole.low, whole.high) == pytest.approx((wilson.low, wilson.high))
+
+
+def with_judges(tmp_path: Path, judges: dict[str, str], **more: Any) -> dict[str, Any]:
+    file = tmp_path / "judge.py"
+    file.write_text(JUDGE)
+    return {
+        "evaluation_prompts": PUBLIC,
+        "evaluation__judges": {n: {"function": f"{file}:{f}"} for n, f in judges.items()},
+        **more,
+    }
+
+
+def test_a_run_measures_at_each_evaluation_and_judges_see_no_user(tmp_path: Path) -> None:
     model = str(tiny.save(tmp_path / "model"))
-    runs.train(
+    result = runs.train(
         model, tmp_path / "run", rounds=4, epsilon=8.0, delta=1e-3, optimizer__learning_rate=0.1,
-        evaluation_prompts=PUBLIC, evaluation__every=2,
+        **with_judges(
+            tmp_path, {"gold": "length", "half": "some"}, evaluation__every=2,
+            evaluation__log_probs=True,
+        ),
     )  # fmt: skip
     lines = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines if "public_kl" in line] == [2]
     assert lines[1]["public_kl"] != 0.0
     assert 1 <= lines[1]["public_response_tokens"] <= 6
     assert 0 <= lines[1]["public_ended_share"] <= 1
+    assert {"public_gold", "public_gold_win_rate", "public_perplexity"} < lines[1].keys()
     kept = (tmp_path / "run/public-samples.jsonl").read_text().splitlines()
     samples = [json.loads(line) for line in kept]
     assert [(s["round"], s["prompt"]) for s in samples] == [(2, prompt) for prompt in PUBLIC[:5]]
-    assert all({"response", "reward"} < s.keys() for s in samples)
+    assert all(s["judges"]["gold"] == len(s["response"]) for s in samples)
+    # The result, samples.json and evaluation.json say the same.
+    assert result.before is not None
+    assert result.after is not None
+    assert result.before.measures["kl"].mean == 0.0
+    assert result.after.measures["kl"].mean != 0.0
+    written = [s["judges_after"]["gold"] for s in result.samples]
+    assert written == [len(s["after"]) for s in result.samples]
+    assert result.after.judges["gold"].mean == pytest.approx(sum(written) / len(written))
+    assert result.after.judges["half"].prompts == sum(len(p) % 2 == 0 for p in PUBLIC)
+    assert result.compared["reward"].difference == result.difference
+    file = json.loads((tmp_path / "run/evaluation.json").read_text())
+    assert file["after"]["gold"]["mean"] == result.after.judges["gold"].mean
+    assert file["compared"]["gold"]["win_rate"]["rate"] == result.compared["gold"].win_rate.rate
+    # A judge trains nothing and is shown nothing but public prompts.
+    import sys
+
+    modules = [m for n, m in sys.modules.items() if n.startswith("dprlhf_reward_judge_")]
+    seen = {prompt for module in modules for prompt in module.seen}
+    assert seen == set(PUBLIC)
+
+
+def test_a_judge_changes_no_policy_and_may_come_later(tmp_path: Path) -> None:
+    model = str(tiny.save(tmp_path / "model"))
+    common = {"rounds": 2, "epsilon": 8.0, "delta": 1e-3}
+    runs.train(model, tmp_path / "a", evaluation_prompts=PUBLIC, **common)
+    runs.train(model, tmp_path / "b", **with_judges(tmp_path, {"gold": "length"}), **common)
+    a, b = runs.weights(tmp_path / "a"), runs.weights(tmp_path / "b")
+    assert all((a[name] == b[name]).all() for name in a)
+    recipe = tmp_path / "a/recipe.yaml"
+    judged = (tmp_path / "b/recipe.yaml").read_text()
+    recipe.write_text(judged.replace(str(tmp_path / "b"), str(tmp_path / "a")))
+    again = dprlhf.resume(
+        tmp_path / "a", prompts=[f"user {i} says" for i in range(100)], reward=runs.lower_case,
+        evaluation_prompts=PUBLIC, quiet=True,
+    )  # fmt: skip
+    assert again.after is not None
+    assert again.after.judges.keys() == {"gold"}
+    assert "kl" not in again.after.measures
+
+
+@pytest.mark.parametrize(
+    ("judges", "message"),
+    [({"gold": "broken"}, "scores none"), ({"kl": "length"}, "built-in measure"),
+     ({"a_win_rate": "length"}, "built-in measure"), ({"a b": "length"}, "letters")],
+)  # fmt: skip
+def test_bad_judges_are_refused_before_anything_is_spent(
+    tmp_path: Path, judges: dict[str, str], message: str
+) -> None:
+    model = str(tiny.save(tmp_path / "model"))
+    with pytest.raises(DprlhfError, match=message):
+        runs.train(
+            model, tmp_path / "run", rounds=2, epsilon=8.0, delta=1e-3,
+            **with_judges(tmp_path, judges),
+        )  # fmt: skip
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_judge_fitted_on_the_users_states_no_epsilon() -> None:
+    settings: dict[str, Any] = {
+        "policy": {"model_name_or_path": "m"}, "data": {"path": "d"}, "rounds": 1,
+        "rewards": [{"function": "m:f"}], "privacy": {"epsilon": 1.0},
+        "evaluation": {
+            "data": {"path": "p"},
+            "judges": {"gold": {"classifier": "c", "trained_on_private_users": True}},
+        },
+    }  # fmt: skip
+    with pytest.raises(DprlhfError, match="trained_on_private_users"):
+        make_recipe(settings)
+
+
+def test_a_name_given_twice_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "twice.yaml"
+    file.write_text(
+        "evaluation:\n  judges:\n    gold: {function: a:b}\n    gold: {function: c:d}\n"
+    )
+    with pytest.raises(DprlhfError, match="'gold' is given twice"):
+        load_any_recipe(file)

@@ -16,7 +16,7 @@ import yaml
 
 from dprlhf import DprlhfError
 from dprlhf.recipe import Recipe, load_recipe
-from dprlhf.training.evaluate import RewardEstimate
+from dprlhf.training.measures import RewardEstimate
 from dprlhf.tuning import search
 from dprlhf.tuning.evidence import write_tuned
 from dprlhf.tuning.public_rows import PublicRows, public_rows

@@ -31,7 +31,31 @@ def show(result: Any) -> None:
             f" after {result.after.mean:+.3f} ± {result.after.standard_error:.3f}"
             f" (rise {result.difference.mean:+.3f} ± {result.difference.standard_error:.3f})"
         )
+        for line in measured(result):
+            typer.echo(line)
     typer.echo(f"run folder: {result.folder.path}")
+
+
+def measured(result: Any) -> list[str]:
+    """Return lines with the judges' scores, the win rates and the measures of public responses."""
+
+    def pair(name: str, before: Any, after: Any) -> str:
+        errors = [
+            f" ± {e.standard_error:.3f}" if e.standard_error >= 0 else "" for e in (before, after)
+        ]
+        return f"{name}: before {before.mean:.3f}{errors[0]}, after {after.mean:.3f}{errors[1]}"
+
+    before, after = result.before, result.after
+    lines = [pair(f"judge {n}", e, after.judges[n]) for n, e in before.judges.items()]
+    for name, compared in result.compared.items():
+        rate = compared.win_rate
+        lines.append(
+            f"win rate against the base model by {name}: {rate.rate:.1%}"
+            f" (95% interval {rate.low:.1%} to {rate.high:.1%}; ties count half)"
+        )
+    return lines + [
+        pair(n.replace("_", " "), e, after.measures[n]) for n, e in before.measures.items()
+    ]
 
 
 def show_stage(result: Any) -> None:

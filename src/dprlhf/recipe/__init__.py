@@ -13,6 +13,7 @@ from dprlhf.recipe.base import (
     experimental,
 )
 from dprlhf.recipe.data import Data, Documents, PreferencePairs, Preferences
+from dprlhf.recipe.evaluation import Evaluation
 from dprlhf.recipe.loading import (
     AnyRecipe,
     dump_recipe,
@@ -29,7 +30,6 @@ from dprlhf.recipe.rl import Recipe
 from dprlhf.recipe.sections import (
     KL,
     Average,
-    Evaluation,
     Optimizer,
     Reward,
     Rollout,

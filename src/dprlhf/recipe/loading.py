@@ -26,6 +26,18 @@ _LONGEST = 80
 """Characters of an offending value that an error quotes."""
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Reads YAML, and refuses a key that a mapping has twice, of which YAML takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return the mapping of a node whose keys are all different."""
+        keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
+            raise yaml.YAMLError(f"the key {twice!r} is given twice")
+        return super().construct_mapping(node, deep)
+
+
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a YAML recipe and apply ``section.key=value`` overrides.
 
@@ -52,7 +64,7 @@ def load_any_recipe(
     """
     path = Path(path)
     try:
-        settings = yaml.safe_load(path.read_text())
+        settings = yaml.load(path.read_text(), _UniqueKeys)
     except OSError as error:
         raise DprlhfError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -199,6 +211,6 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from UPDATE_SETTINGS.values()
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
-    elif typing.get_origin(annotation) in (types.UnionType, typing.Union, Annotated, list):
+    elif typing.get_origin(annotation) in (types.UnionType, typing.Union, Annotated, list, dict):
         for part in typing.get_args(annotation):
             yield from models_in(part)

@@ -11,9 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 from pydantic import Discriminator, Field, Tag, field_validator
 
 from dprlhf.recipe.base import PositiveFloat, PositiveInt, Settings
+from dprlhf.recipe.evaluation import Evaluation
 from dprlhf.recipe.privacy import Privacy
 from dprlhf.recipe.quantile import QuantileClip
-from dprlhf.recipe.sections import KL, Evaluation, Optimizer, Rollout
+from dprlhf.recipe.sections import KL, Optimizer, Rollout
 from dprlhf.recipe.subspace import Subspace
 
 

@@ -8,10 +8,11 @@ from pydantic import Field, model_validator
 
 from dprlhf.recipe.base import PositiveFloat, PositiveInt, Settings
 from dprlhf.recipe.data import Data
+from dprlhf.recipe.evaluation import Evaluation
 from dprlhf.recipe.policy import Policy, Source
 from dprlhf.recipe.privacy import Previous, Privacy
 from dprlhf.recipe.promise import check_promise
-from dprlhf.recipe.sections import KL, Evaluation, Optimizer, Reward, Rollout, Tracking
+from dprlhf.recipe.sections import KL, Optimizer, Reward, Rollout, Tracking
 from dprlhf.recipe.update_checks import check_update
 from dprlhf.recipe.updates import PG, Update
 
@@ -73,10 +74,12 @@ class Recipe(Settings):
 
     @property
     def sources(self) -> list[Source]:
-        """The models that the run starts from: the base model and the rewards."""
+        """The models that the run starts from: the base model, the rewards and the judges."""
+        judges = self.evaluation.judges if self.evaluation else {}
         return [
             self.policy.source("policy"),
             *(reward.source(f"rewards.{i}") for i, reward in enumerate(self.rewards)),
+            *(judge.source(f"evaluation.judges.{name}") for name, judge in judges.items()),
         ]
 
     @property

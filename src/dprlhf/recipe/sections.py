@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from dprlhf.recipe.base import Experimental, PositiveFloat, PositiveInt, Settings
-from dprlhf.recipe.data import Data
 from dprlhf.recipe.policy import Source
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -170,24 +169,6 @@ class Optimizer(Settings):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0
     average: Average | None = None
-
-
-class Evaluation(Settings):
-    """Evaluation on public rows, which costs no privacy.
-
-    Attributes:
-        data: The public rows.
-        prompts: Number of rows that are used, from the start; at least 2, for a standard error.
-        every: Number of rounds between evaluations during the run; null evaluates before and after
-            the run only.
-        declared_public: Declare that these rows were public before, and were chosen without a look
-            at the users. A row that a user has as well is then no reason to refuse the run.
-    """
-
-    data: Data
-    prompts: Annotated[int, Field(ge=2)] = 256
-    every: PositiveInt | None = None
-    declared_public: bool = False
 
 
 class Tracking(Settings):

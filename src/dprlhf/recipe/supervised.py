@@ -13,10 +13,11 @@ from pydantic import Field, model_validator
 
 from dprlhf.recipe.base import PositiveFloat, PositiveInt, Settings
 from dprlhf.recipe.data import Data, Documents, PreferencePairs, Preferences
+from dprlhf.recipe.evaluation import LossEvaluation
 from dprlhf.recipe.policy import Policy, Source
 from dprlhf.recipe.privacy import Budget, Previous
 from dprlhf.recipe.promise import check_promise
-from dprlhf.recipe.sections import Evaluation, Optimizer, Tracking
+from dprlhf.recipe.sections import Optimizer, Tracking
 
 
 class Supervised(Settings):
@@ -84,7 +85,7 @@ class StageRecipe(Settings):
     optimizer: Optimizer = Optimizer()
     privacy: Budget
     rounds: PositiveInt
-    evaluation: Evaluation | None = None
+    evaluation: LossEvaluation | None = None
     tracking: Tracking = Tracking()
     previous: list[Previous] = []
     seed: int = 0
@@ -128,7 +129,7 @@ class StageRecipe(Settings):
         return self
 
 
-class DocumentsEvaluation(Evaluation):
+class DocumentsEvaluation(LossEvaluation):
     """Evaluation on public documents, which costs no privacy."""
 
     data: Documents
@@ -155,7 +156,7 @@ class SFTRecipe(StageRecipe):
         return "fitted to private documents"
 
 
-class PreferencesEvaluation(Evaluation):
+class PreferencesEvaluation(LossEvaluation):
     """Evaluation on public pairs or labels, which costs no privacy."""
 
     data: Preferences
@@ -263,7 +264,7 @@ class DPOUpdate(Supervised):
         return self
 
 
-class PairsEvaluation(Evaluation):
+class PairsEvaluation(LossEvaluation):
     """Evaluation on public preference pairs, which costs no privacy."""
 
     data: PreferencePairs

@@ -87,7 +87,8 @@ def recipe_digest(recipe: AnyRecipe) -> str:
     """Return a digest of the settings that must stay the same when a run is continued.
 
     Newer keys that are not set are left out, and values keep their oldest name, so that runs of
-    earlier versions keep their digest. A declaration about the evaluation may be added later.
+    earlier versions keep their digest. What the evaluation measures and declares
+    may change later.
     """
     newer = (
         "revision", "attn_implementation", "damping", "average", "times_column", "subspace", "auto",
@@ -103,7 +104,7 @@ def recipe_digest(recipe: AnyRecipe) -> str:
     free: Any = {
         "output_dir": True,
         "tracking": True,
-        "evaluation": {"declared_public"},
+        "evaluation": {"declared_public", "judges", "log_probs"},
         "update": {"subspace": {"declared_public"}},
         "privacy": {"book", "dataset"},
     }

@@ -45,7 +45,9 @@ class PublishedRun:
         timing: Duration of each phase in seconds per response, measured on public prompts.
         public_losses: Names of a supervised stage's metrics on public rows; empty for private
             updates.
-        evaluation: A supervised stage's public loss (and accuracy) before and after.
+        evaluation: Public measures before and after: a supervised stage's loss (and accuracy), or
+            the reward, the judges' scores and the measures of the responses.
+        win_rates: Win rate against the base model with its 95% interval, by reward and judge.
         charged: The rounds that the ledger has charged.
         problems: Sentences that say what is missing, damaged or without privacy.
     """
@@ -58,6 +60,7 @@ class PublishedRun:
     timing: dict[str, float] = field(default_factory=dict)
     public_losses: tuple[str, ...] = ()
     evaluation: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
+    win_rates: dict[str, tuple[float, float, float]] = field(default_factory=dict)
     charged: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -139,6 +142,7 @@ def read_run(path: Path) -> PublishedRun:
         run.timing = {k: v for k, v in timing.items() if _number(v) is not None and v >= 0}
     if folder.evaluation.is_file():
         run.evaluation = _attempt(run, folder.evaluation, _estimates, {})
+        run.win_rates = _attempt(run, folder.evaluation, _win_rates, {})
     _judge(run, finished=finished)
     return run
 
@@ -208,10 +212,26 @@ def _recipe_text(file: Path) -> _Recipe:
 def _estimates(file: Path) -> dict[str, dict[str, tuple[float, float]]]:
     return {
         when: {
-            name: (float(value["mean"]), float(value["standard_error"]))
+            name: (float(value["mean"]), _or_nan(value["standard_error"]))
             for name, value in values.items()
+            if value["mean"] is not None
         }
         for when, values in _json_of(dict)(file).items()
+        if when != "compared"
+    }
+
+
+def _or_nan(value: Any) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _win_rates(file: Path) -> dict[str, tuple[float, float, float]]:
+    compared = _json_of(dict)(file).get("compared", {})
+    rates = {name: one["win_rate"] for name, one in compared.items()}
+    return {
+        name: (float(rate["rate"]), float(rate["low"]), float(rate["high"]))
+        for name, rate in rates.items()
+        if rate["rate"] is not None
     }
 
 
@@ -414,7 +434,10 @@ def _shown(value: Any) -> str:
 
 
 def _estimate(value: tuple[float, float] | None) -> str:
-    return "–" if value is None else f"{value[0]:+.3f} ± {value[1]:.3f}"
+    if value is None:
+        return "–"
+    error = "" if math.isnan(value[1]) else f" ± {value[1]:.3f}"
+    return f"{value[0]:+.3f}{error}"
 
 
 def _text(value: Any) -> str:

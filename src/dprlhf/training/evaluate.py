@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from dprlhf import recipe
@@ -17,67 +16,77 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import Scorer
 from dprlhf.rewards.private import score_responses
 from dprlhf.rollout import Responses, sample
-from dprlhf.rollout.logprobs import log_ratio_to_base
+from dprlhf.training.measures import (
+    Comparison,
+    PolicyEstimate,
+    RewardEstimate,
+    compare,
+    estimate,
+    measure,
+)
 
 # Evaluation draws need no secrecy, and the same draws before and after make the two comparable.
 _PUBLIC_KEY = bytes(32)
 
 
 @dataclass(frozen=True)
-class RewardEstimate:
-    """Mean reward over public prompts with its standard error."""
-
-    mean: float
-    standard_error: float
-    prompts: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
-        return asdict(self)
-
-
-@dataclass(frozen=True)
 class Evaluated:
-    """One policy's continuations of the public prompts, and their rewards, ``[prompts]``."""
+    """One policy's continuations of the public prompts, and how they score.
+
+    Attributes:
+        rewards: The rewards, ``[prompts]``.
+        responses: One response to each prompt.
+        judges: Scores of each judge, ``[prompts]``; NaN where it gave none.
+        measures: The built-in measures of the responses, by name.
+    """
 
     rewards: NDArray[np.float64]
     responses: Responses
+    judges: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    measures: Mapping[str, RewardEstimate] = field(default_factory=dict)
 
     @property
-    def estimate(self) -> RewardEstimate:
-        """Return the mean reward and its standard error."""
-        return estimate(self.rewards)
+    def estimate(self) -> PolicyEstimate:
+        """Return the mean reward and its standard error, with judges and measures."""
+        reward = estimate(self.rewards)
+        judged = {name: estimate(scores) for name, scores in self.judges.items()}
+        return PolicyEstimate(
+            reward.mean, reward.standard_error, reward.prompts, judged, self.measures
+        )
+
+    def judged(self, row: int) -> dict[str, float | None]:
+        """Return each judge's score of one response; None where it gave none."""
+        return {n: None if np.isnan(v[row]) else float(v[row]) for n, v in self.judges.items()}
+
+    @property
+    def scores(self) -> dict[str, NDArray[np.float64]]:
+        """The scores by name: ``reward`` and each judge, ``[prompts]``."""
+        return {"reward": self.rewards, **self.judges}
+
+    @property
+    def estimates(self) -> dict[str, RewardEstimate]:
+        """All estimates by name: ``reward``, each judge and each measure."""
+        judged = {name: estimate(scores) for name, scores in self.scores.items()}
+        return {**judged, **self.measures}
 
 
-def drift_metrics(
-    policy: CausalLMPolicy, responses: Responses, batch_size: int
-) -> dict[str, float]:
-    """Return metrics of PUBLIC responses that reveal reward hacking while the reward rises.
-
-    Args:
-        policy: The policy that sampled the responses.
-        responses: Responses to the prompts of an evaluation.
-        batch_size: Number of rows in a forward pass.
-
-    Returns:
-        The mean length in tokens; the share of responses that ended before the length limit; and
-        the mean of log π_t(y|x) − log μ(y|x) in nats, an estimate of KL(π_t ‖ μ) for a response at
-        the sampling temperature.
-    """
-    lengths = responses.response_mask.sum(1)
-    last = responses.tokens[:, -responses.max_new_tokens :].gather(1, lengths[:, None] - 1)
-    ended = torch.isin(last, torch.tensor(policy.end_tokens))
-    return {
-        "public_response_tokens": float(lengths.double().mean()),
-        "public_ended_share": float(ended.double().mean()),
-        "public_kl": float(log_ratio_to_base(policy, responses, batch_size).sum(1).mean()),
-    }
+def compared(before: Evaluated | None, after: Evaluated | None) -> dict[str, Comparison]:
+    """Compare the tuned policy with the base model by the reward and by each judge."""
+    if before is None or after is None:
+        return {}
+    return {name: compare(old, after.scores[name]) for name, old in before.scores.items()}
 
 
-def estimate(values: NDArray[np.float64]) -> RewardEstimate:
-    """Return the mean of values, ``[prompts]``, and its standard error."""
-    error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return RewardEstimate(float(values.mean()), error, len(values))
+def comparison_metrics(found: Mapping[str, Comparison]) -> dict[str, float]:
+    """Return the win rates and their 95% intervals as ``public_NAME_win_rate``, ``…_low/high``."""
+    metrics = {}
+    for name, one in found.items():
+        rate = one.win_rate
+        if rate.prompts:
+            metrics[f"public_{name}_win_rate"] = rate.rate
+            metrics[f"public_{name}_win_rate_low"] = rate.low
+            metrics[f"public_{name}_win_rate_high"] = rate.high
+    return metrics
 
 
 def evaluate(
@@ -90,6 +99,8 @@ def evaluate(
     max_prompt_tokens: int,
     base: bool = False,
     tick: Any = None,
+    judges: Mapping[str, Scorer] | None = None,
+    batch_size: int | None = None,
 ) -> Evaluated:
     """Sample one continuation of each public prompt and score it.
 
@@ -102,6 +113,8 @@ def evaluate(
         max_prompt_tokens: Longer prompts are cut on the left.
         base: Evaluate the base model (the adapter switched off) in place of the policy.
         tick: Called with the number of rows done since the last call.
+        judges: Judges by name; a response that a judge fails on has no score of it.
+        batch_size: Rows of a forward pass for KL and perplexity; None leaves them out.
     """
     one = rollout.model_copy(update={"responses": 1, "base_policy": "on-policy"})
     with policy.base() if base else contextlib.nullcontext():
@@ -114,5 +127,9 @@ def evaluate(
             max_prompt_tokens=max_prompt_tokens,
             tick=tick,
         )
-    scores = score_responses(scorer, responses)
-    return Evaluated(scores.values, responses)
+        measures = measure(policy, responses, batch_size)
+    judged = {}
+    for name, judge in (judges or {}).items():
+        scores = score_responses(judge, responses)
+        judged[name] = np.where(scores.valid, scores.values, np.nan)
+    return Evaluated(score_responses(scorer, responses).values, responses, judged, measures)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -40,15 +40,11 @@ from dprlhf.rewards.private import rows_to_score, score_private
 from dprlhf.rollout import Responses, resolve_batch_size, sample, sample_responses
 from dprlhf.runs.checkpoint import Stateful
 from dprlhf.runs.folder import JsonLines, RunFolder, write_json
-from dprlhf.training.evaluate import (
-    Evaluated,
-    RewardEstimate,
-    drift_metrics,
-    estimate,
-    evaluate,
-)
+from dprlhf.training.evaluate import Evaluated, compared, comparison_metrics, evaluate
 from dprlhf.training.guidance import Guidance
+from dprlhf.training.judging import judge_scorers
 from dprlhf.training.layout import Shapes
+from dprlhf.training.measures import Comparison, PolicyEstimate, RewardEstimate, as_metrics
 from dprlhf.training.processes import Processes
 from dprlhf.training.run import Batch, Outcome, Parts, Run
 from dprlhf.training.tasks import check_template
@@ -78,9 +74,11 @@ class Result:
     Attributes:
         folder: The run folder.
         plan: The privacy plan, with the guarantee.
-        before: Mean reward of the base model on the public prompts; None without evaluation.
-        after: Mean reward of the tuned policy on the same prompts.
+        before: Mean reward of the base model on the public prompts, with what the judges and the
+            built-in measures say of its responses; None without evaluation.
+        after: The same of the tuned policy, on the same prompts.
         difference: The mean of after − before on the same prompts and draws.
+        compared: Difference and win rate against the base model, by ``reward`` and by each judge.
         samples: Public prompts with both continuations and their rewards.
         policy: The tuned policy.
         responses: The continuations of the public prompts before and after, as tokens; None
@@ -89,12 +87,13 @@ class Result:
 
     folder: RunFolder
     plan: Plan
-    before: RewardEstimate | None
-    after: RewardEstimate | None
+    before: PolicyEstimate | None
+    after: PolicyEstimate | None
     difference: RewardEstimate | None
     samples: list[dict[str, Any]]
     policy: CausalLMPolicy
     responses: tuple[Responses, Responses] | None = None
+    compared: Mapping[str, Comparison] = field(default_factory=dict)
 
 
 class Reinforcement:
@@ -113,6 +112,7 @@ class Reinforcement:
         rewards: The recipe's rewards, loaded.
         spread: Summary of the distribution of rewards of responses to public prompts.
         scorer: The weighted sum of the rewards, clipped to ± ``reward_range``.
+        judges: The judges of the evaluation, by name; they see public responses alone.
         telemetry: The coordinates that carry the mean reward in each round's first release.
         timing: Duration of each phase in seconds per response, measured on public prompts.
     """
@@ -120,6 +120,7 @@ class Reinforcement:
     rewards: list[LoadedReward]
     spread: RewardSummary
     scorer: Scorer
+    judges: dict[str, Scorer]
     telemetry: TelemetryCoordinates
 
     def __init__(self, recipe: Recipe, sources: Sources) -> None:
@@ -132,6 +133,7 @@ class Reinforcement:
         self._sources = sources
         self._failed_rounds = 0
         self._last_reward: ReleasedReward | None = None
+        self._before: Evaluated | None = None
 
     @property
     def rows_a_user(self) -> int:
@@ -223,6 +225,7 @@ class Reinforcement:
             for r in loaded
         ]
         self.scorer = Scorer(self.rewards, recipe.reward_range)
+        self.judges = judge_scorers(recipe, policy, self.public, device=processes.device)
         self.critic = _critic(recipe, plan, policy, processes, self.public)
         if isinstance(recipe.update.clip_norm, QuantileClip):
             self.clip = AdaptiveClip(recipe.update.clip_norm, plan.clip_norm)
@@ -321,21 +324,30 @@ class Reinforcement:
 
     # --- evaluation, and what the run leaves ------------------------------------------------
 
-    def evaluate(self, run: Run, description: str) -> Evaluated | None:
-        """Sample and score one continuation of each public prompt; None without such prompts."""
+    def evaluate(self, run: Run, description: str, *, during: bool = False) -> Evaluated | None:
+        """Sample and score one continuation of each public prompt; None without such prompts.
+
+        The last evaluation of the base model is kept, to compare those during the run with it.
+        """
         if self.public is None:
             return None
-        assert self.recipe.evaluation is not None
+        spec = self.recipe.evaluation
+        assert spec is not None
         with run.progress.bar(description, len(self.public)) as tick:
-            return evaluate(
+            found = evaluate(
                 run.policy,
                 self.scorer,
                 self.public,
                 self.recipe.rollout,
                 seed=self.recipe.seed,
-                max_prompt_tokens=self.recipe.evaluation.data.max_prompt_tokens,
+                max_prompt_tokens=spec.data.max_prompt_tokens,
                 tick=tick,
+                judges=self.judges,
+                batch_size=self.recipe.update.batch_size if during or spec.log_probs else None,
             )
+        if run.policy.is_base:
+            self._before = found
+        return found
 
     def seconds_a_round(self, run: Run) -> float | None:
         """Time the phases of a response on public prompts."""
@@ -344,40 +356,52 @@ class Reinforcement:
         self.timing = seconds_a_response(run.policy, self.scorer, self.public, self.recipe)
         return seconds_a_round(self.recipe, run.plan, self.timing)
 
-    def public_metrics(self, run: Run, t: int) -> dict[str, float]:
+    def public_metrics(self, run: Run, t: int) -> dict[str, float | None]:
         """Evaluate on the public prompts after round t, and keep a few of the responses."""
-        public = self.evaluate(run, f"evaluation after round {t}")
+        public = self.evaluate(run, f"evaluation after round {t}", during=True)
         assert public is not None
         kept = JsonLines(run.folder.public_samples)
         prompts, texts = public.responses.prompts.prompts, public.responses.texts
-        for prompt, text, reward in list(zip(prompts, texts, public.rewards, strict=True))[
-            :SAMPLES
-        ]:
-            line = {"round": t, "prompt": prompt, "response": text, "reward": float(reward)}
+        for row in range(min(SAMPLES, len(texts))):
+            line: dict[str, Any] = {
+                "round": t,
+                "prompt": prompts[row],
+                "response": texts[row],
+                "reward": float(public.rewards[row]),
+            }
+            if self.judges:
+                line["judges"] = public.judged(row)
             kept.write(line)
-        return {
-            "public_reward": public.estimate.mean,
-            "public_reward_standard_error": public.estimate.standard_error,
-            **drift_metrics(run.policy, public.responses, self.recipe.update.batch_size),
-        }
+        against_base = comparison_metrics(compared(self._before, public))
+        return {**as_metrics(public.estimates), **against_base}
 
     def write(self, run: Run, before: Evaluated | None, after: Evaluated | None) -> None:
-        """Write ``samples.json`` and ``timing.json``, both from public prompts."""
-        if after is not None:
+        """Write ``samples.json``, ``evaluation.json`` and ``timing.json``, from public prompts."""
+        if before is not None and after is not None:
+            both = {"before": before, "after": after}
+            figures: dict[str, Any] = {
+                when: {name: e.as_dict() for name, e in found.estimates.items()}
+                for when, found in both.items()
+            }
+            of_pairs = compared(before, after).items()
+            figures["compared"] = {name: one.as_dict() for name, one in of_pairs}
+            write_json(run.folder.evaluation, figures)
             write_json(run.folder.samples, _samples(before, after))
             write_json(run.folder.timing, self.timing)
 
     def result(self, run: Run, before: Evaluated | None, after: Evaluated | None) -> Result:
         """Return the tuned policy, the guarantee and the public rewards."""
+        found = compared(before, after)
         return Result(
             folder=run.folder,
             plan=run.plan,
             before=before.estimate if before else None,
             after=after.estimate if after else None,
-            difference=estimate(after.rewards - before.rewards) if before and after else None,
+            difference=found["reward"].difference if found else None,
             samples=_samples(before, after),
             policy=run.policy,
             responses=(before.responses, after.responses) if before and after else None,
+            compared=found,
         )
 
 
@@ -537,20 +561,13 @@ def _rewards(scored: Scores) -> dict[str, Any]:
 def _samples(before: Evaluated | None, after: Evaluated | None) -> list[dict[str, Any]]:
     if before is None or after is None:
         return []
-    return [
-        {
-            "prompt": prompt,
-            "before": old,
-            "reward_before": float(r_old),
-            "after": new,
-            "reward_after": float(r_new),
-        }
-        for prompt, old, r_old, new, r_new in zip(
-            after.responses.prompts.prompts,
-            before.responses.texts,
-            before.rewards,
-            after.responses.texts,
-            after.rewards,
-            strict=True,
-        )
-    ]
+    samples = []
+    for row, prompt in enumerate(after.responses.prompts.prompts):
+        sample_: dict[str, Any] = {"prompt": prompt}
+        for when, found in (("before", before), ("after", after)):
+            sample_[when] = found.responses.texts[row]
+            sample_[f"reward_{when}"] = float(found.rewards[row])
+            if found.judges:
+                sample_[f"judges_{when}"] = found.judged(row)
+        samples.append(sample_)
+    return samples

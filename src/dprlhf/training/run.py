@@ -234,7 +234,7 @@ class Stage(Protocol):
     def update(self, run: Run, batch: Batch) -> Outcome:
         """Compute a round's clipped sum, release it through the gate, and move the policy."""
 
-    def public_metrics(self, run: Run, t: int) -> dict[str, float]:
+    def public_metrics(self, run: Run, t: int) -> Mapping[str, float | None]:
         """Evaluate on public rows after round t; called on the main process only."""
 
     def check_round(self, run: Run, t: int) -> None:

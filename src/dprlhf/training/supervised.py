@@ -33,8 +33,8 @@ from dprlhf.rollout.batch import padded_width
 from dprlhf.runs.checkpoint import Stateful
 from dprlhf.runs.folder import RunFolder, write_json
 from dprlhf.runs.publish import merge
-from dprlhf.training.evaluate import RewardEstimate, estimate
 from dprlhf.training.layout import Shapes
+from dprlhf.training.measures import RewardEstimate, estimate
 from dprlhf.training.run import Batch, Outcome, Parts, Run
 from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task, check_template
 from dprlhf.training.timing import seconds_a_row

@@ -50,7 +50,8 @@ from dprlhf.recipe import IN_MEMORY, Recipe
 from dprlhf.runs.folder import RunFolder
 from dprlhf.training.build import check_settled, open_run, plan_of
 from dprlhf.training.dry_run import dry_run
-from dprlhf.training.evaluate import Evaluated, RewardEstimate, drift_metrics, estimate
+from dprlhf.training.evaluate import Evaluated
+from dprlhf.training.measures import RewardEstimate, estimate, measure
 from dprlhf.training.run import Run
 from dprlhf.training.trainer import run_rounds
 from dprlhf.tuning.public_rows import PublicRows
@@ -239,7 +240,7 @@ def run_stand_ins(
             run_rounds(run)
             with run.averaged():
                 after = _evaluate(run)
-                drift = drift_metrics(run.policy, after.responses, recipe.update.batch_size)
+                moved = measure(run.policy, after.responses, recipe.update.batch_size)["kl"].mean
     return StandInRun(
         plan=private,
         stand_ins=count,
@@ -249,8 +250,8 @@ def run_stand_ins(
         after=after.estimate,
         rise=estimate(after.rewards - before.rewards),
         curve=[(0, before.estimate.mean), *curve, (recipe.rounds, after.estimate.mean)],
-        kl=drift["public_kl"],
-        penalty=recipe.kl.beta * drift["public_kl"],
+        kl=moved,
+        penalty=recipe.kl.beta * moved,
         seconds=time.perf_counter() - started,
     )
 

@@ -19,7 +19,8 @@ from dprlhf.recipe import Recipe, load_recipe
 from dprlhf.rewards import Scorer, load_reward
 from dprlhf.runs.folder import RunFolder
 from dprlhf.runs.many import run_missing
-from dprlhf.training.evaluate import Evaluated, drift_metrics, estimate, evaluate
+from dprlhf.training.evaluate import Evaluated, evaluate
+from dprlhf.training.measures import estimate, measure
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,8 @@ def rise_under(policy: CausalLMPolicy, recipe: Recipe) -> float:
 def at_the_end(policy: CausalLMPolicy, recipe: Recipe) -> tuple[float, float]:
     """Return the KL of a tuned policy to the base model, in nats, and its mean reward."""
     found = _evaluated(policy, recipe, base=False)
-    drift = drift_metrics(policy, found.responses, recipe.update.batch_size)
-    return drift["public_kl"], found.estimate.mean
+    moved = measure(policy, found.responses, recipe.update.batch_size)["kl"].mean
+    return moved, found.estimate.mean
 
 
 def _evaluated(policy: CausalLMPolicy, recipe: Recipe, *, base: bool) -> Evaluated:

@@ -1,0 +1,70 @@
+"""Evaluation on public rows: what is measured before, during and after a run."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import Field, field_validator
+
+from dprlhf.recipe.base import PositiveInt, Settings
+from dprlhf.recipe.data import Data
+from dprlhf.recipe.sections import Reward
+
+MEASURES = (
+    "response_tokens", "ended_share", "distinct_1", "distinct_2", "kl", "kl_per_token",
+    "perplexity",
+)  # fmt: skip
+"""Names of the built-in measures of responses (:mod:`dprlhf.training.measures`)."""
+
+_TAKEN = frozenset({*MEASURES, "reward", "loss", "accuracy"})
+_ENDINGS = ("_standard_error", "_win_rate", "_win_rate_low", "_win_rate_high")
+
+
+class LossEvaluation(Settings):
+    """Evaluation of a supervised stage on public rows, which costs no privacy.
+
+    Attributes:
+        data: The public rows.
+        prompts: Number of rows that are used, from the start; at least 2, for a standard error.
+        every: Number of rounds between evaluations during the run; null evaluates before and after
+            the run only.
+        declared_public: Declare that these rows were public before, and were chosen without a look
+            at the users. A row that a user has as well is then no reason to refuse the run.
+    """
+
+    data: Data
+    prompts: Annotated[int, Field(ge=2)] = 256
+    every: PositiveInt | None = None
+    declared_public: bool = False
+
+
+class Evaluation(LossEvaluation):
+    """Evaluation of a policy's responses to public prompts, which costs no privacy.
+
+    Attributes:
+        data: The public rows.
+        prompts: Number of rows that are used, from the start; at least 2, for a standard error.
+        every: Number of rounds between evaluations during the run; null evaluates before and after
+            the run only.
+        declared_public: Declare that these rows were public before, and were chosen without a look
+            at the users. A row that a user has as well is then no reason to refuse the run.
+        judges: Judges by name, each with the settings of one of ``rewards``. A judge scores the
+            responses to public prompts and trains nothing: it sees no private row, and its scores
+            are not clipped. Judges may be changed when a run is continued.
+        log_probs: Measure KL and perplexity before and after the run, too, which takes about as
+            long as sampling the responses again. Evaluations during the run (``every``) always do.
+    """
+
+    judges: dict[str, Reward] = {}
+    log_probs: bool = False
+
+    @field_validator("judges")
+    @classmethod
+    def _names(cls, judges: dict[str, Reward]) -> dict[str, Reward]:
+        for name in judges:
+            if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
+                raise ValueError(f"{name!r}: a judge's name has letters, digits and _ only")
+            if name in _TAKEN or name.endswith(_ENDINGS):
+                raise ValueError(f"{name!r} is the name of a built-in measure: take another")
+        return judges

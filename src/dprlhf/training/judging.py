@@ -1,0 +1,66 @@
+"""The judges of an evaluation: rewards that score responses to PUBLIC prompts and train nothing."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from dprlhf.data.users import Prompts
+from dprlhf.errors import DprlhfError
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.recipe import Recipe
+from dprlhf.rewards import Scorer, load_reward
+from dprlhf.rewards.private import score_responses
+from dprlhf.rollout import sample
+
+if TYPE_CHECKING:
+    import torch
+
+_UNCLIPPED = sys.float_info.max
+_TRIED = 4
+"""Number of public responses on which each judge is tried before the first round."""
+
+
+def judge_scorers(
+    recipe: Recipe, policy: CausalLMPolicy, public: Prompts | None, *, device: str | torch.device
+) -> dict[str, Scorer]:
+    """Load the judges of ``evaluation.judges``, and try each on a few public responses.
+
+    During the run a judge that fails costs no more than its score: the run is not stopped.
+
+    Args:
+        recipe: The settled recipe.
+        policy: The policy, which samples the responses to try them on.
+        public: The public prompts of the evaluation.
+        device: Torch device of a classifier.
+
+    Raises:
+        DprlhfError: A judge cannot be loaded, or scores none of the responses.
+    """
+    specs = recipe.evaluation.judges if recipe.evaluation is not None else {}
+    if not specs or public is None:
+        return {}
+    for name, spec in specs.items():
+        if spec.times_column is not None and spec.times_column not in public.columns:
+            raise DprlhfError(
+                f"evaluation.judges.{name}: times_column {spec.times_column!r} is no column of the"
+                f" public rows; their columns are {', '.join(public.columns) or 'none'}"
+            )
+    judges = {n: Scorer([load_reward(s, device=device)], _UNCLIPPED) for n, s in specs.items()}
+    responses = sample(
+        policy,
+        public.first(_TRIED),
+        recipe.rollout.model_copy(update={"responses": 1, "base_policy": "on-policy"}),
+        key=bytes(32),
+        context=("evaluation", recipe.seed),
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+    )
+    for name, judge in judges.items():
+        scores = score_responses(judge, responses)
+        if not scores.valid.any():
+            kinds = ", ".join(scores.failures) or "no score"
+            raise DprlhfError(
+                f"evaluation.judges.{name}: it scores none of {len(scores.valid)} public responses"
+                f" ({kinds}); try it with dprlhf reward-check"
+            )
+    return judges

@@ -1,0 +1,200 @@
+"""Measures of a policy's responses to PUBLIC prompts, beside the reward: none costs privacy."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.rollout import Responses
+from dprlhf.rollout.logprobs import token_logprobs
+
+Array = NDArray[np.float64]
+
+_Z95 = 1.959963984540054
+"""The 97.5% quantile of the normal distribution."""
+
+
+@dataclass(frozen=True)
+class RewardEstimate:
+    """Mean reward over public prompts, or another mean over them, with its standard error."""
+
+    mean: float
+    standard_error: float
+    prompts: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields for JSON; None in place of NaN."""
+        return {k: None if v != v else v for k, v in asdict(self).items()}
+
+
+@dataclass(frozen=True)
+class PolicyEstimate(RewardEstimate):
+    """A policy's mean reward over public prompts, and what else was measured on its responses.
+
+    Attributes:
+        judges: Mean score of each judge of ``evaluation.judges``.
+        measures: The built-in measures by name, see :func:`measure`.
+    """
+
+    judges: Mapping[str, RewardEstimate] = field(default_factory=dict)
+    measures: Mapping[str, RewardEstimate] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WinRate:
+    """Share of public prompts whose response scores higher than the base model's; ties count half.
+
+    Both responses to a prompt are sampled with the same random numbers, so a policy that has not
+    moved ties everywhere.
+
+    Attributes:
+        rate: The share.
+        low: Lower end of the 95% score interval (Wilson 1927); ties make it wider than need be.
+        high: Upper end.
+        ties: Number of prompts with equal scores.
+        prompts: Number of prompts where both responses have a score.
+    """
+
+    rate: float
+    low: float
+    high: float
+    ties: int
+    prompts: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The tuned policy against the base model, by the reward or by a judge.
+
+    Attributes:
+        difference: Mean of after − before on the same prompts and draws.
+        win_rate: The win rate with its confidence interval.
+    """
+
+    difference: RewardEstimate
+    win_rate: WinRate
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields for JSON."""
+        rate = {k: None if v != v else v for k, v in asdict(self.win_rate).items()}
+        return {"difference": self.difference.as_dict(), "win_rate": rate}
+
+
+def estimate(values: Array) -> RewardEstimate:
+    """Return the mean of values, ``[prompts]``, and its standard error; NaN values are left out."""
+    known = values[~np.isnan(values)]
+    error = float(known.std(ddof=1)) / math.sqrt(len(known)) if len(known) > 1 else math.nan
+    return RewardEstimate(float(known.mean()) if len(known) else math.nan, error, len(known))
+
+
+def compare(before: Array, after: Array) -> Comparison:
+    """Compare scores of the same prompts, each ``[prompts]``; NaN in either leaves a prompt out."""
+    difference = after - before
+    known = difference[~np.isnan(difference)]
+    count, ties = len(known), int((known == 0).sum())
+    wins = float((known > 0).sum()) + ties / 2
+    rate = wins / count if count else math.nan
+    middle, half = math.nan, math.nan
+    if count:
+        middle = (wins + _Z95**2 / 2) / (count + _Z95**2)
+        spread = wins * (count - wins) / count + _Z95**2 / 4
+        half = _Z95 * math.sqrt(spread) / (count + _Z95**2)
+    return Comparison(
+        estimate(difference), WinRate(rate, middle - half, middle + half, ties, count)
+    )
+
+
+def distinct(texts: Sequence[str], n: int) -> float:
+    """Return distinct-n of texts: different n-grams of words over the number of all words.
+
+    A word is what stands between spaces. The measure is of all texts together, and falls as there
+    are more of them (Li et al. 2016, arXiv 1510.03055, section 5.4); 0 without words.
+    """
+    words = [text.split() for text in texts]
+    grams = {tuple(w[i : i + n]) for w in words for i in range(len(w) - n + 1)}
+    return len(grams) / max(1, sum(map(len, words)))
+
+
+def measure(
+    policy: CausalLMPolicy, responses: Responses, batch_size: int | None
+) -> dict[str, RewardEstimate]:
+    """Measure PUBLIC responses of a policy: what reveals reward hacking while the reward rises.
+
+    Args:
+        policy: The policy that sampled the responses, in its state then.
+        responses: One response to each prompt.
+        batch_size: Number of rows in a forward pass; None leaves out the measures that need one.
+
+    Returns:
+        ``response_tokens``: mean length; ``ended_share``: share of responses that ended before the
+        length limit; ``distinct_1`` and ``distinct_2``: see :func:`distinct`. With ``batch_size``
+        also ``kl``: mean of log π(y|x) − log μ(y|x) in nats per response, the plain estimator
+        (TRL's k1) of KL(π ‖ μ) at the sampling temperature; ``kl_per_token``: mean over tokens of
+        μ/π − log(μ/π) − 1, the estimator k3 that TRL's GRPO logs as ``kl``; ``perplexity``: of the
+        responses under the base model μ at temperature 1, exp of the mean negative log-likelihood
+        of all tokens.
+    """
+    lengths = responses.response_mask.sum(1)
+    last = responses.tokens[:, -responses.max_new_tokens :].gather(1, lengths[:, None] - 1)
+    ended = torch.isin(last, torch.tensor(policy.end_tokens))[:, 0]
+    tokens, count = lengths.double().numpy(), len(lengths)
+    found = {
+        "response_tokens": estimate(tokens),
+        "ended_share": estimate(ended.double().numpy()),
+        "distinct_1": RewardEstimate(distinct(responses.texts, 1), math.nan, count),
+        "distinct_2": RewardEstimate(distinct(responses.texts, 2), math.nan, count),
+    }
+    if batch_size is None:
+        return found
+    current = token_logprobs(policy, responses, batch_size)
+    untuned = policy.is_base
+    with policy.base():
+        base = current if untuned else token_logprobs(policy, responses, batch_size)
+        with _temperature(policy, 1.0) as changed:
+            plain = token_logprobs(policy, responses, batch_size) if changed else base
+    ratio = base - current  # log μ/π of each token; 0 on padding
+    likelihood = _per_token(-plain.sum(1), tokens)
+    perplexity = math.exp(likelihood.mean)
+    return {
+        **found,
+        "kl": estimate(-ratio.sum(1)),
+        "kl_per_token": _per_token((np.expm1(ratio) - ratio).sum(1), tokens),
+        "perplexity": RewardEstimate(perplexity, perplexity * likelihood.standard_error, count),
+    }
+
+
+@contextlib.contextmanager
+def _temperature(policy: CausalLMPolicy, value: float) -> Iterator[bool]:
+    """Set the policy's temperature within the context; yield whether that changes it."""
+    own = policy.temperature
+    policy.temperature = value
+    try:
+        yield own != value
+    finally:
+        policy.temperature = own
+
+
+def _per_token(sums: Array, tokens: Array) -> RewardEstimate:
+    """Return the mean over all tokens, with the standard error of a ratio of two means."""
+    mean = float(sums.sum() / tokens.sum())
+    error = estimate((sums - mean * tokens) / tokens.mean()).standard_error
+    return RewardEstimate(mean, error, len(tokens))
+
+
+def as_metrics(estimates: Mapping[str, RewardEstimate]) -> dict[str, float | None]:
+    """Return means and standard errors as ``public_NAME`` and ``public_NAME_standard_error``."""
+    metrics: dict[str, float | None] = {}
+    for name, value in estimates.items():
+        values = value.as_dict()
+        metrics[f"public_{name}"] = values["mean"]
+        if values["standard_error"] is not None:
+            metrics[f"public_{name}_standard_error"] = values["standard_error"]
+    return metrics
