@@ -23,10 +23,10 @@ PUBLIC = [f"public {'x' * i}" for i in range(12)]
 TEMPERATURE = 0.7
 
 JUDGE = '''
-seen = []
 def length(prompts, completions):
     """Counts characters, and keeps what it was shown."""
-    seen.extend(prompts)
+    with open(__file__ + ".seen", "a") as file:
+        file.writelines(prompt + "\\n" for prompt in prompts)
     return [float(len(text)) for text in completions]
 def broken(completions):
     raise ValueError("broken")
@@ -192,10 +192,7 @@ def test_a_run_measures_at_each_evaluation_and_judges_see_no_user(tmp_path: Path
     assert file["after"]["gold"]["mean"] == result.after.judges["gold"].mean
     assert file["compared"]["gold"]["win_rate"]["rate"] == result.compared["gold"].win_rate.rate
     # A judge trains nothing and is shown nothing but public prompts.
-    import sys
-
-    modules = [m for n, m in sys.modules.items() if n.startswith("dprlhf_reward_judge_")]
-    seen = {prompt for module in modules for prompt in module.seen}
+    seen = set((tmp_path / "judge.py.seen").read_text().splitlines())
     assert seen == set(PUBLIC)
 
 
