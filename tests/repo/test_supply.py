@@ -90,7 +90,7 @@ def test_what_is_required_is_what_is_imported() -> None:
     """The papers' packages are an extra; trl, opacus and other yardsticks are for development."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     runtime, extras = names(project["dependencies"]), project["optional-dependencies"]
-    papers = [path for path in SOURCES if "papers" in path.parts]
+    papers = [path for path in SOURCES if {"papers", "worth"} & set(path.parts)]
     tuning = [path for path in SOURCES if "tuning" in path.parts]
     # Other accountants are compared with where they are installed, by name.
     core = imported(

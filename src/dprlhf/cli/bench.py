@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from pathlib import Path
 from typing import Annotated
@@ -92,6 +93,10 @@ def bench_worth(
     On each task of "What does privacy buy?": the private run at every ε, the non-private run, and
     the public alternatives, with paired seeds.
     """
+    from dprlhf.papers import INSTALL
+
+    if importlib.util.find_spec("matplotlib") is None:  # not only after hours of runs
+        raise DprlhfError(f"bench needs matplotlib: {INSTALL}")
     from dprlhf.worth.comparison import compare
     from dprlhf.worth.pages import write_all
     from dprlhf.worth.tasks import TASKS, set_up
