@@ -4,10 +4,11 @@ Everything outside ``secret/`` is covered by the stated guarantee and may be pub
 
 - ``recipe.yaml``, ``privacy.json``, ``ledger.jsonl``, ``metrics.jsonl``, ``samples.json``,
   ``public-samples.jsonl``, ``timing.json``
+- ``evaluation.json``: the measures of responses to public prompts before and after; of a supervised
+  stage, the public loss
 - ``checkpoint/``: what ``dprlhf resume`` needs, after the last finished round
 - ``policy/``: the final adapter, as ``PeftModel.from_pretrained`` loads it
-- ``model/``, ``evaluation.json`` (supervised stages): the whole model for the next stage, and the
-  public loss before and after
+- ``model/`` (supervised stages): the whole model for the next stage
 
 ``secret/`` (mode 0700) holds the key that allocation and noise are derived from, and raw telemetry.
 
@@ -90,7 +91,7 @@ class RunFolder:
 
     @property
     def evaluation(self) -> Path:
-        """The loss on public rows before and after a supervised stage."""
+        """The evaluation on public rows, before and after the run."""
         return self.path / "evaluation.json"
 
     @property
