@@ -64,7 +64,7 @@ def load_any_recipe(
     """
     path = Path(path)
     try:
-        settings = yaml.load(path.read_text(), _UniqueKeys)
+        settings = _UniqueKeys(path.read_text()).get_single_data()
     except OSError as error:
         raise DprlhfError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
