@@ -188,7 +188,13 @@ def test_a_killed_process_stops_the_others_and_no_charge_is_lost_or_doubled(
         shown = (folder / f"{run}-output-{rank}").read_text().splitlines()
         notes = tuple(
             f"dprlhf: {what}"
-            for what in ("experimental: ", "no budget book", "rounds ", "on this machine ")
+            for what in (
+                "experimental: ",
+                "warning: ",
+                "no budget book",
+                "rounds ",
+                "on this machine ",
+            )
         )
         lines = [s for s in shown if s.startswith("dprlhf: ") and not s.startswith(notes)]
         assert len(lines) == 1

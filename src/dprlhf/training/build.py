@@ -63,6 +63,9 @@ STAGES: dict[str, Callable[[Any, Sources], Stage]] = {
 """The stages by the ``stage`` of their recipe."""
 
 
+_SHOWN = 3
+"""Most runs beside this one that a warning names."""
+
 _LEAST_SPACE = 2**20
 """Bytes on a disk below which an error is put down to the full disk."""
 
@@ -214,10 +217,12 @@ def _start(
         raise
     if reservation is None and parts.plan.private:
         print(f"dprlhf: {NO_BOOK}", file=sys.stderr)
-        for name in uncounted(folder, parts.users, parts.earlier) if create else ():
+        if create and (beside := uncounted(folder, parts.users, parts.earlier)):
+            named = ", ".join(beside[:_SHOWN]) + ", …" * (len(beside) > _SHOWN)
             print(
-                f"dprlhf: warning: the run {name} had some of the same users, and its cost is not"
-                " counted here: name it under previous",
+                f"dprlhf: warning: {len(beside)} private run(s) beside this one had some of the"
+                f" same users, and their cost is not counted here ({named}): name under previous"
+                " those that are kept",
                 file=sys.stderr,
             )
     return key, reservation
