@@ -286,10 +286,16 @@ class TestLeaks:
         assert "noise leads" not in capsys.readouterr().err
 
     def test_a_run_beside_with_a_user_of_this_one_is_named(
-        self, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self,
+        model: str,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         first, second = ([f"user {i}" for i in range(a, a + 20)] for a in (0, 20))
         mixed = [*second[1:], first[0]]
+
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
 
         def said(name: str, prompts: list[str], **changes: Any) -> bool:
             given = settings(model, prompts=prompts, rounds=1, **changes)
@@ -305,6 +311,8 @@ class TestLeaks:
         resume_of_c = dprlhf.resume(tmp_path / "c", prompts=mixed, reward=settings(model)["reward"])
         assert resume_of_c is not None
         assert "had some of the same users" not in capsys.readouterr().err
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: False)  # a log, which is passed on
+        assert not said("f", mixed)
 
     def test_the_private_prompts_are_refused_for_evaluation(
         self, model: str, tmp_path: Path

@@ -131,7 +131,7 @@ def check_disjoint(recipe: AnyRecipe, users: Users) -> None:
 def uncounted(folder: RunFolder, users: Users, earlier: Earlier) -> list[str]:
     """Return the names of private runs beside this one with a user of it, which nothing counts.
 
-    One bit for each run is shown, on the operator's terminal: whether it is named here.
+    The answer depends on the users, so it is for the operator's terminal alone, never for a log.
 
     Args:
         folder: The run's folder; runs in the same parent folder are looked at.

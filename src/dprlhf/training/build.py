@@ -217,7 +217,10 @@ def _start(
         raise
     if reservation is None and parts.plan.private:
         print(f"dprlhf: {NO_BOOK}", file=sys.stderr)
-        if create and (beside := uncounted(folder, parts.users, parts.earlier)):
+        # A terminal alone: that two runs share a user depends on who the users are, and a job's log
+        # is passed on.
+        asked = create and sys.stderr.isatty()
+        if asked and (beside := uncounted(folder, parts.users, parts.earlier)):
             named = ", ".join(beside[:_SHOWN]) + ", …" * (len(beside) > _SHOWN)
             print(
                 f"dprlhf: warning: {len(beside)} private run(s) beside this one had some of the"
