@@ -131,6 +131,7 @@ def test_distinct_n_by_hand() -> None:
     texts = ["a b a b", "a b", ""]
     assert distinct(texts, 1) == 2 / 6  # a, b
     assert distinct(texts, 2) == 2 / 6  # ab, ba
+    assert distinct(["a b c"], 2) == 2 / 3  # ab, bc: the last pair as well
     assert distinct([""], 1) == 0.0
 
 

@@ -297,11 +297,11 @@ class TestLeaks:
 
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
 
-        def said(name: str, prompts: list[str], **changes: Any) -> bool:
+        def said(name: str, prompts: list[str], of: str = "a", **changes: Any) -> bool:
             given = settings(model, prompts=prompts, rounds=1, **changes)
             dprlhf.train(**given, output_dir=tmp_path / name)
             shown = capsys.readouterr().err
-            return "had some of the same users, and their cost is not counted here (a" in shown
+            return f"had some of the same users, and their cost is not counted here ({of}" in shown
 
         assert not said("a", first)
         assert not said("b", second)
@@ -311,6 +311,9 @@ class TestLeaks:
         resume_of_c = dprlhf.resume(tmp_path / "c", prompts=mixed, reward=settings(model)["reward"])
         assert resume_of_c is not None
         assert "had some of the same users" not in capsys.readouterr().err
+        # A baseline beside it promises nothing, and nothing could count it.
+        assert not said("alone/baseline", mixed, epsilon=math.inf)
+        assert not said("alone/private", mixed, of="baseline")
         monkeypatch.setattr(sys.stderr, "isatty", lambda: False)  # a log, which is passed on
         assert not said("f", mixed)
 
