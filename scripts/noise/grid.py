@@ -31,19 +31,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from dprlhf.runs.measurements import Result, command, write_results
+from dprlhf.runs.measurements import Result, write_results
 from dprlhf.worth.models import FEW, METHODS, PLAIN, RESPONSES, base
-from noise.many_runs import ROOT, SMALL, Job, overrides_of, run_all, small_policy
+from noise.many_runs import (
+    ROOT,
+    SMALL,
+    TUNING_USERS,
+    Job,
+    options_of_runs,
+    overrides_of,
+    page,
+    run_cells,
+    small_policy,
+)
 
-RESULTS = ROOT / "docs" / "results"
 EPSILONS = [0.1, 0.3, 1.0, 2.0, 4.0, 8.0, None]
 USERS = [300, 500, 1500, 3000, 6000]
 GOALS = {(0.3, 1500): 0.95, (1.0, 300): 0.95}
 """The cells with a goal, and the share that should be kept there."""
 LEAST_SEEDS = 3
 """Fewer runs of a cell reach no goal, whatever their mean."""
-TUNING_USERS = 6000
-"""Users at the end of the private split that are for tuning alone."""
 FIRST_TUNING_SEED = 100
 
 
@@ -288,15 +295,10 @@ def parsed() -> argparse.Namespace:
         "--cells", nargs="+", type=cell_of, default=[(e, n) for n in USERS for e in EPSILONS],
         metavar="EPSILON:USERS",
     )  # fmt: skip
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
-    parser.add_argument("--runs", type=Path, default=Path("runs/grid"))
     parser.add_argument("--policy", type=Path, help="where the small model is, or shall be")
-    parser.add_argument("--results", type=Path, default=RESULTS / "noise.json")
-    parser.add_argument("--write-only", action="store_true", help="write what is finished")
     parser.add_argument("--tuning", action="store_true", help="users outside the table; no results")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="with --tuning")
-    return parser.parse_args()
+    return options_of_runs(parser, runs="grid", results="noise.json", seeds=5).parse_args()
 
 
 def main() -> None:
@@ -325,28 +327,19 @@ def main() -> None:
         for seed in range(first, first + options.seeds)
         for cell in cells
     }
-    figures = run_all(
-        list(jobs.values()), folder, side_by_side=options.jobs, write_only=options.write_only
+    done = {cell: measured(found) for cell, found in run_cells(jobs, folder, options).items()}
+    text = page(
+        f"Share kept by ε and users ({options.model})",
+        "Share of the non-private rise of the reward on held-out public prompts, at the end and",
+        "as area under the curve over the rounds, ± standard error over seeds; without privacy",
+        "the rise itself.",
+        *tables(done),
     )
-    done: dict[Cell, Measured] = {}
-    for cell in cells:
-        found = [figures[j.file] for (c, _), j in jobs.items() if c == cell and j.file in figures]
-        if found:
-            done[cell] = measured(found)
-    text = [f"# Share kept by ε and users ({options.model})", "", f"`{command()}`", ""]
-    text += [
-        "Share of the non-private rise of the reward on held-out public prompts, at the end and"
-    ]
-    text += [
-        "as area under the curve over the rounds, ± standard error over seeds; without privacy"
-    ]
-    text += ["the rise itself."]
-    text += tables(done)
-    print("\n".join(text))
+    print(text)
     if not options.tuning:
         write_results(options.results, rows(options.model, done))
         place = options.results.parent / f"noise-grid-{options.model}"
-        place.with_suffix(".md").write_text("\n".join(text) + "\n")
+        place.with_suffix(".md").write_text(text)
         plot(done, place.with_suffix(".png"))
 
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+from dprlhf.runs.measurements import command
 from dprlhf.worth import models, runs
 from dprlhf.worth.runs import Job, overrides_of
+from dprlhf.worth.tasks import TUNING_USERS
+
+C = TypeVar("C")
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs" / "results"
 SMALL: dict[str, Any] = models.small(ROOT)
 """What the small model changes in a recipe of the IMDB task, besides the model."""
 
@@ -35,4 +41,47 @@ def small_policy(folder: Path) -> dict[str, Any]:
     return models.small_policy(folder, ROOT)
 
 
-__all__ = ["ROOT", "SMALL", "Job", "overrides_of", "run_all", "small_policy"]
+def options_of_runs(
+    parser: argparse.ArgumentParser, *, runs: str, results: str, seeds: int
+) -> argparse.ArgumentParser:
+    """Add the options that every script of many runs has; the arguments are their defaults."""
+    parser.add_argument("--seeds", type=int, default=seeds)
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    parser.add_argument("--runs", type=Path, default=Path("runs") / runs)
+    parser.add_argument("--results", type=Path, default=RESULTS / results)
+    parser.add_argument("--write-only", action="store_true", help="write what is finished")
+    return parser
+
+
+def run_cells(
+    jobs: Mapping[tuple[C, int], Job], folder: Path, options: argparse.Namespace
+) -> dict[C, list[dict[str, Any]]]:
+    """Run the jobs of cells and seeds; return the figures of each cell's finished runs."""
+    figures = run_all(
+        list(jobs.values()), folder, side_by_side=options.jobs, write_only=options.write_only
+    )
+    done: dict[C, list[dict[str, Any]]] = {}
+    for (cell, _), job in jobs.items():
+        if job.file in figures:
+            done.setdefault(cell, []).append(figures[job.file])
+    return done
+
+
+def page(title: str, *lines: str) -> str:
+    """Return a Markdown page that names the command it was made with."""
+    return "\n".join([f"# {title}", "", f"`{command()}`", "", *lines]) + "\n"
+
+
+__all__ = [
+    "RESULTS",
+    "ROOT",
+    "SMALL",
+    "TUNING_USERS",
+    "Job",
+    "options_of_runs",
+    "overrides_of",
+    "page",
+    "run_all",
+    "run_cells",
+    "small_policy",
+]

@@ -16,7 +16,6 @@ Writes docs/results/worth.json, and docs/results/worth-brake-MODEL.md.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,16 +26,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from demo import measured
-from dprlhf import load_recipe, train
-from dprlhf.runs.measurements import Result, command, write_results
-from noise.many_runs import ROOT, SMALL, overrides_of, small_policy
+from demo import WORDS
+from dprlhf import load_recipe
+from dprlhf.runs.measurements import Result, write_results
+from noise.many_runs import (
+    ROOT,
+    SMALL,
+    TUNING_USERS,
+    Job,
+    options_of_runs,
+    overrides_of,
+    page,
+    run_cells,
+    small_policy,
+)
 
-RESULTS = ROOT / "docs" / "results"
 RECIPES = {"demo": 14_355, "imdb_sentiment": 23_000}
 """The recipes, and how many private rows their data has."""
-TUNING_USERS = 6000
-"""Users at the end of the private split that are for tuning alone, as in scripts/noise/grid.py."""
 TUNING_PROMPTS = 600
 """Held-out prompts that come before those on which a coefficient is chosen."""
 BETAS = [0.0, 0.05, 0.1, 0.2, 0.4]
@@ -55,8 +61,8 @@ class Cell:
     recipe: str
     beta: float
 
-    def settings(self, model: str, seed: int, policy: dict[str, Any], tuning: bool) -> list[str]:
-        """Return the overrides of the run of a seed."""
+    def job(self, model: str, seed: int, policy: dict[str, Any], tuning: bool) -> Job:
+        """Return the run of a seed."""
         made = load_recipe(ROOT / "recipes" / f"{self.recipe}.yaml")
         changes: dict[str, Any] = {}
         if model == "small":
@@ -71,36 +77,23 @@ class Cell:
         if tuning:
             first = pool - TUNING_USERS + seed * users % (TUNING_USERS - users + 1)
             changes["evaluation.data.skip"] = TUNING_PROMPTS
-        return list(
-            overrides_of({**changes, "kl.beta": self.beta, "data.skip": first, "seed": seed})
-        )
+        words = {**WORDS, "times_column": made.rewards[0].times_column}
+        changes |= {"evaluation.judges": {"words": words}, "kl.beta": self.beta}
+        changes |= {"data.skip": first, "seed": seed}
+        name = f"{'tuning' if tuning else 'table'}-{self.recipe}-beta-{self.beta:g}-seed-{seed}"
+        return Job(name, self.recipe, overrides_of(changes))
 
 
-def figures(cell: Cell, given: list[str], place: Path) -> dict[str, float]:
-    """Run a cell, or read what it found."""
-    kept = place.with_name(f"{place.name}.json")  # a name with a point in it has no suffix
-    if kept.exists():
-        found: dict[str, float] = json.loads(kept.read_text())
-        return found
-    file = ROOT / "recipes" / f"{cell.recipe}.yaml"
-    result = train(file, overrides=given, output_dir=_unused(place), quiet=True)
-    assert result.difference
-    seen = measured(result, load_recipe(file, given))
-    base, tuned = seen.texts
-    found = {
-        "rise": result.difference.mean,
-        "KL": tuned.kl,
-        "perplexity": tuned.perplexity / base.perplexity,
-        "bigrams": tuned.distinct / base.distinct,
-        "lexicon": seen.gold_rise.mean,
+def figures_of(found: dict[str, Any]) -> dict[str, float]:
+    """Return what the table shows of a run."""
+    measures = found["measures"]
+    return {
+        "rise": found["rise"],
+        "KL": measures["kl"][1],
+        "perplexity": measures["perplexity"][1] / measures["perplexity"][0],
+        "bigrams": measures["distinct_2"][1] / measures["distinct_2"][0],
+        "lexicon": found["judges"]["words"],
     }
-    kept.write_text(json.dumps(found))
-    return found
-
-
-def _unused(place: Path) -> Path:
-    tries = (place.with_name(f"{place.name}-{number}") for number in range(1000))
-    return next(folder for folder in tries if not folder.exists())
 
 
 UNITS = {
@@ -152,32 +145,27 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--model", choices=["smollm2", "small"], default="smollm2")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--betas", nargs="+", type=float, default=BETAS)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--runs", type=Path, default=Path("runs/brake"))
-    parser.add_argument("--results", type=Path, default=RESULTS / "worth.json")
     parser.add_argument("--tuning", action="store_true", help="users outside tables; no results")
-    return parser.parse_args()
+    return options_of_runs(parser, runs="brake", results="worth.json", seeds=3).parse_args()
 
 
 def main() -> None:
     """Run the cells, write the results."""
     options = parsed()
     folder = options.runs / options.model
-    folder.mkdir(parents=True, exist_ok=True)
     policy = small_policy(folder / "reviews-lm") if options.model == "small" else {}
-    done: dict[Cell, list[dict[str, float]]] = {}
-    for seed in range(options.seeds):
-        for cell in (Cell(recipe, beta) for recipe in options.recipes for beta in options.betas):
-            given = cell.settings(options.model, seed, policy, options.tuning)
-            kind = "tuning" if options.tuning else "table"
-            name = f"{kind}-{cell.recipe}-beta-{cell.beta:g}-seed-{seed}"
-            done.setdefault(cell, []).append(figures(cell, given, folder / name))
-    text = [f"# The brake ({options.model})", "", f"`{command()}`", "", *table(done)]
-    print("\n".join(text))
+    jobs = {
+        (cell, seed): cell.job(options.model, seed, policy, options.tuning)
+        for seed in range(options.seeds)
+        for cell in (Cell(recipe, beta) for recipe in options.recipes for beta in options.betas)
+    }
+    found = run_cells(jobs, folder, options).items()
+    done = {cell: [figures_of(run) for run in runs] for cell, runs in found}
+    text = page(f"The brake ({options.model})", *table(done))
+    print(text)
     if not options.tuning:
         write_results(options.results, rows(options.model, done))
-        place = options.results.parent / f"worth-brake-{options.model}.md"
-        place.write_text("\n".join(text) + "\n")
+        (options.results.parent / f"worth-brake-{options.model}.md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -26,11 +26,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from dprlhf.runs.measurements import Result, command, write_results
-from noise.many_runs import ROOT, SMALL, Job, overrides_of, run_all, small_policy
+from dprlhf.runs.measurements import Result, write_results
+from noise.many_runs import (
+    SMALL,
+    Job,
+    options_of_runs,
+    overrides_of,
+    page,
+    run_cells,
+    small_policy,
+)
 
 RECIPE = "reading"
-RESULTS = ROOT / "docs" / "results"
 POOL = 22_970
 """Private rows of the recipe's data."""
 ADAPTERS: dict[str, dict[str, dict[str, Any]]] = {
@@ -156,12 +163,7 @@ def parsed() -> argparse.Namespace:
         "--epsilons", nargs="+", default=[None],
         type=lambda text: None if text == "none" else float(text),
     )  # fmt: skip
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
-    parser.add_argument("--runs", type=Path, default=Path("runs/reading"))
-    parser.add_argument("--results", type=Path, default=RESULTS / "worth.json")
-    parser.add_argument("--write-only", action="store_true", help="write what is finished")
-    return parser.parse_args()
+    return options_of_runs(parser, runs="reading", results="worth.json", seeds=3).parse_args()
 
 
 def main() -> None:
@@ -174,22 +176,18 @@ def main() -> None:
         for seed in range(options.seeds)
         for cell in cells(options.model, options.curves, options.epsilons)
     }
-    figures = run_all(
-        list(jobs.values()), folder, side_by_side=options.jobs, write_only=options.write_only
+    found = run_cells(jobs, folder, options).items()
+    done = {cell: [run["rise"] for run in runs] for cell, runs in found}
+    text = page(
+        f"Reading, on balanced reviews ({options.model})",
+        "Rise of the reward on held-out prompts, where praise or criticism for everybody earns",
+        "0, ± standard error over seeds.",
+        "",
+        *table(done),
     )
-    done: dict[Cell, list[float]] = {}
-    for (cell, _), job in jobs.items():
-        if job.file in figures:
-            done.setdefault(cell, []).append(figures[job.file]["rise"])
-    text = [f"# Reading, on balanced reviews ({options.model})", "", f"`{command()}`", ""]
-    text += [
-        "Rise of the reward on held-out prompts, where praise or criticism for everybody earns"
-    ]
-    text += ["0, ± standard error over seeds.", "", *table(done)]
-    print("\n".join(text))
+    print(text)
     write_results(options.results, rows(options.model, done))
-    place = options.results.parent / f"worth-reading-{options.model}.md"
-    place.write_text("\n".join(text) + "\n")
+    (options.results.parent / f"worth-reading-{options.model}.md").write_text(text)
 
 
 if __name__ == "__main__":

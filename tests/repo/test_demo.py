@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 
@@ -42,7 +41,7 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         f"update.subspace.data.path={data}", "update.subspace.rank=4", "update.subspace.prompts=8",
         f"evaluation.data.path={data}", "evaluation.prompts=40", f"rewards=[{reward}]",
         "data.limit=40", "rounds=2", "rollout.max_new_tokens=4", "rollout.responses=2",
-        "optimizer.learning_rate=200",
+        "optimizer.learning_rate=200", demo.JUDGE,
     ]  # fmt: skip
 
 
@@ -53,31 +52,31 @@ def run(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_the_figures_of_a_run(run: Any, overrides: list[str], capsys: Any) -> None:
-    figures = demo.measured(run, load_recipe(demo.RECIPE, overrides))
+    told = demo.wishes(load_recipe(demo.RECIPE, overrides))
     # The public split of the community: four bad ratings, then a good one.
-    assert figures.wants.tolist() == [-1, -1, -1, -1, 1] * 8
-    assert figures.praise == pytest.approx(-0.6 * 3)
-    base, _ = figures.texts
-    assert base.kl == 0
-    assert base.perplexity > 100  # 257 tokens, about alike
-    # The texts measured are those that the run has evaluated.
-    for side, text in zip(("before", "after"), figures.texts, strict=True):
-        assert text.distinct == demo.distinct_bigrams([s[side] for s in run.samples])
+    assert told.wants == [-1, -1, -1, -1, 1] * 8
+    assert told.praise == pytest.approx(-0.6 * 3)
+    rise = [
+        wish * (lexicon.sentiment(row["after"]) - lexicon.sentiment(row["before"]))
+        for wish, row in zip(told.wants, run.samples, strict=True)
+    ]
     public = {
         demo.PUBLIC_ONLY: {"value": run.after.mean - 1, "date": "2026-11-23", "command": "c"},
         f"{demo.PUBLIC_ONLY}, standard error": {"value": 0.0},
     }
-    found = {row.name: row for row in demo.rows(run, figures, public)}
+    found = {row.name: row for row in demo.rows(run, told, public)}
     above = found["demo: reward above public prompts alone, over its standard error"]
     assert above.value == pytest.approx(1 / run.after.standard_error)
     assert found["demo: epsilon (delta 1e-5)"].holds
+    assert found["demo: lexicon, rise"].value == pytest.approx(sum(rise) / len(rise))
+    assert found["demo: KL to the base model"].value > 0
     assert demo.PUBLIC_ONLY not in found
-    assert len(demo.rows(run, figures, {})) == len(found) - 1
-    demo.show(run, figures, public)
-    told = capsys.readouterr().out
-    assert "praise for everybody would earn     -1.800" in told
-    assert "criticism for everybody would earn  +1.800" in told
-    assert "measured 2026-11-23: c" in told
+    assert len(demo.rows(run, told, {})) == len(found) - 1
+    demo.show(run, told, public)
+    printed = capsys.readouterr().out
+    assert "praise for everybody would earn     -1.800" in printed
+    assert "criticism for everybody would earn  +1.800" in printed
+    assert "measured 2026-11-23: c" in printed
 
 
 def test_public_prompts_alone_are_no_users(overrides: list[str]) -> None:
@@ -87,27 +86,16 @@ def test_public_prompts_alone_are_no_users(overrides: list[str]) -> None:
     assert recipe.update.subspace is None
 
 
-def test_the_pairs_follow_the_rule_and_not_the_direction(capsys: Any) -> None:
-    texts = ["good", "bad", "a", "bad", "good", "good", "good", "bad"]
+def test_the_pairs_are_the_first_whatever_they_say(capsys: Any) -> None:
     samples = [
-        {"prompt": f"p{i}", "before": "a", "after": text, "reward_before": 0, "reward_after": 0}
-        for i, text in enumerate(texts)
+        {"prompt": f"p{i}", "before": "a", "after": f"b{i}", "reward_before": 0, "reward_after": i}
+        for i in range(8)
     ]
-    wants = np.array([1.0, 1, 1, 1, -1, 1, 1, 1])
-    judged = np.array(
-        [[lexicon.sentiment(s[side]) for s in samples] for side in ("before", "after")]
-    )
-    text = demo.Text(0, 1, 1)
-    demo.show_pairs(samples, demo.Figures(wants, judged * wants, (text, text), 3.0))
-    told = capsys.readouterr().out
-    assert "before from after on 7 of 8" in told
-    assert "3 moved the way the author\nwants, 4 the other way" in told.replace(" wants", "\nwants")
-    assert [f"p{i} ..." in told for i in range(8)] == [1, 1, 0, 1, 1, 1, 0, 0]
-
-
-def test_distinct_bigrams() -> None:
-    assert demo.distinct_bigrams(["a b a b", "a b", "c"]) == pytest.approx(2 / 4)
-    assert demo.distinct_bigrams(["one"]) == 0
+    demo.show_pairs(samples, [-1, -1, -1, -1, 1, -1, -1, -1])
+    printed = capsys.readouterr().out
+    assert [f"p{i} ..." in printed for i in range(8)] == [True] * 5 + [False] * 3
+    assert printed.count("wants criticism") == 4
+    assert "p4 ...   (rating: good; wants praise)" in printed
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -24,11 +23,12 @@ def test_users_for_tuning_are_nobody_else(recipe: str, model: str) -> None:
     policy = POLICY if model == "small" else {}
     for tuning, seeds in ((False, range(3)), (True, range(3))):
         for seed in seeds:
-            given = cell.settings(model, seed, policy, tuning)
-            made = load_recipe(ROOT / "recipes" / f"{recipe}.yaml", given)
+            job = cell.job(model, seed, policy, tuning)
+            made = load_recipe(ROOT / "recipes" / f"{job.recipe}.yaml", job.overrides)
             assert made.kl.beta == 0.2
             assert made.data.limit
             assert made.evaluation
+            assert made.evaluation.judges["words"].times_column == made.rewards[0].times_column
             first, last = made.data.skip, made.data.skip + made.data.limit
             pool = brake.RECIPES[recipe] - brake.TUNING_USERS
             assert (first >= pool) if tuning else (last <= pool)
@@ -36,12 +36,16 @@ def test_users_for_tuning_are_nobody_else(recipe: str, model: str) -> None:
             assert (made.evaluation.data.skip >= made.evaluation.prompts) == tuning
 
 
-def test_neighbouring_coefficients_are_different_runs(tmp_path: Path) -> None:
-    for beta in (0.1, 0.3):
-        (tmp_path / f"run-beta-{beta:g}-seed-0.json").write_text(json.dumps({"rise": beta}))
-    for beta in (0.1, 0.3):
-        found = brake.figures(brake.Cell("demo", beta), [], tmp_path / f"run-beta-{beta:g}-seed-0")
-        assert found == {"rise": beta}
+def test_neighbouring_coefficients_are_different_runs() -> None:
+    files = {brake.Cell("demo", beta).job("smollm2", 0, {}, True).file for beta in (0.1, 0.3)}
+    assert len(files) == 2
+
+
+def test_the_figures_compare_after_with_before() -> None:
+    measures = {"kl": [0.0, 3.0], "perplexity": [20.0, 30.0], "distinct_2": [0.9, 0.45]}
+    found = {"rise": 1.0, "measures": measures, "judges": {"words": 0.2}}
+    shown = {"rise": 1.0, "KL": 3.0, "perplexity": 1.5, "bigrams": 0.5, "lexicon": 0.2}
+    assert brake.figures_of(found) == shown
 
 
 def test_the_goal_is_stated_for_the_recipes_own_coefficient() -> None:

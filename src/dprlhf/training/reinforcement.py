@@ -81,8 +81,6 @@ class Result:
         compared: Difference and win rate against the base model, by ``reward`` and by each judge.
         samples: Public prompts with both continuations and their rewards.
         policy: The tuned policy.
-        responses: The continuations of the public prompts before and after, as tokens; None
-            without evaluation.
     """
 
     folder: RunFolder
@@ -92,7 +90,6 @@ class Result:
     difference: RewardEstimate | None
     samples: list[dict[str, Any]]
     policy: CausalLMPolicy
-    responses: tuple[Responses, Responses] | None = None
     compared: Mapping[str, Comparison] = field(default_factory=dict)
 
 
@@ -400,7 +397,6 @@ class Reinforcement:
             difference=found["reward"].difference if found else None,
             samples=_samples(before, after),
             policy=run.policy,
-            responses=(before.responses, after.responses) if before and after else None,
             compared=found,
         )
 

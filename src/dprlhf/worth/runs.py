@@ -20,7 +20,7 @@ from dprlhf.rewards import Scorer, load_reward
 from dprlhf.runs.folder import RunFolder
 from dprlhf.runs.many import run_missing
 from dprlhf.training.evaluate import Evaluated, evaluate
-from dprlhf.training.measures import estimate, measure
+from dprlhf.training.measures import estimate
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,9 @@ def run(job: Job, folder: Path, recipes: Path, threads: int) -> dict[str, Any]:
         ``private``: rewards after each round where the run has them, the mean on the public
         prompts (``evaluation.every``) and the users' noised mean before the round's step;
         ``curve``: (KL to the base model in nats, mean reward) at each evaluation, the last one at
-        the end; ``judged``: the rise under each change of ``job.judged``; and facts of the plan.
+        the end; ``measures``: each built-in measure of the responses, before and after; ``judges``:
+        the mean rise by each judge of the recipe; ``judged``: the rise under each change of
+        ``job.judged``; and facts of the plan.
     """
     torch.set_num_threads(threads)
     place, recipe = folder / job.file, recipes / f"{job.recipe}.yaml"
@@ -88,8 +90,10 @@ def run(job: Job, folder: Path, recipes: Path, threads: int) -> dict[str, Any]:
         result = resume(place, quiet=True)
     else:
         shutil.rmtree(place, ignore_errors=True)
-        result = train(recipe, overrides=job.overrides, output_dir=place, quiet=True)
+        given = (*job.overrides, "evaluation.log_probs=true")
+        result = train(recipe, overrides=given, output_dir=place, quiet=True)
     assert result.before and result.after and result.difference  # noqa: PT018
+    sides = (result.before.measures, result.after.measures)
     rounds = [json.loads(line) for line in RunFolder(place).metrics.read_text().splitlines()]
     return {
         "before": result.before.mean,
@@ -99,8 +103,12 @@ def run(job: Job, folder: Path, recipes: Path, threads: int) -> dict[str, Any]:
         "private": [r["private_reward_noised"] for r in rounds if "private_reward_noised" in r],
         "curve": [
             *((r["public_kl"], r["public_reward"]) for r in rounds if "public_reward" in r),
-            at_the_end(result.policy, load_recipe(recipe, overrides=job.overrides)),
+            (result.after.measures["kl"].mean, result.after.mean),
         ],
+        "measures": {name: [side[name].mean for side in sides] for name in sides[0]},
+        "judges": {
+            name: one.difference.mean for name, one in result.compared.items() if name != "reward"
+        },
         "judged": [
             rise_under(result.policy, load_recipe(recipe, overrides=(*job.overrides, *changes)))
             for changes in job.judged
@@ -120,13 +128,6 @@ def rise_under(policy: CausalLMPolicy, recipe: Recipe) -> float:
     """
     before, after = (_evaluated(policy, recipe, base=base).rewards for base in (True, False))
     return estimate(after - before).mean
-
-
-def at_the_end(policy: CausalLMPolicy, recipe: Recipe) -> tuple[float, float]:
-    """Return the KL of a tuned policy to the base model, in nats, and its mean reward."""
-    found = _evaluated(policy, recipe, base=False)
-    moved = measure(policy, found.responses, recipe.update.batch_size)["kl"].mean
-    return moved, found.estimate.mean
 
 
 def _evaluated(policy: CausalLMPolicy, recipe: Recipe, *, base: bool) -> Evaluated:
