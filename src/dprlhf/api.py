@@ -27,7 +27,9 @@ def train(
     recipe: Recipe | str | Path | None = None,
     *,
     prompts: Sequence[Any] | Any | None = None,
-    reward: Reward | Sequence[Reward] | None = None,
+    reward: Reward | None = None,
+    reward_weights: Sequence[float] | None = None,
+    reward_processing_classes: Any = None,
     evaluation_prompts: Sequence[Any] | Any | None = None,
     overrides: Sequence[str] = (),
     output_dir: str | Path | None = None,
@@ -42,7 +44,13 @@ def train(
         prompts: Private prompts in memory: a list of texts, conversations or rows, a generator, a
             pandas ``DataFrame``, or a ``datasets.Dataset`` or ``IterableDataset``. Replaces the
             recipe's data.
-        reward: One or several reward functions with TRL's signature. Replaces the recipe's rewards.
+        reward: A reward, or a list of them. Replaces the recipe's rewards. Each is a callable with
+            TRL's signature, the hub id or folder of a sequence classifier, ``module:function``, a
+            sequence classifier as an object, a :class:`~dprlhf.recipe.Reward`, or a pair
+            ``(reward, weight)``.
+        reward_weights: A weight for each reward, in place of pairs.
+        reward_processing_classes: The tokenizer of a reward that is a model object, or a list with
+            one, or None, for each reward; None takes the tokenizer beside the model's weights.
         evaluation_prompts: Public prompts in memory, for the reward before and after.
         overrides: Changes ``section.key=value``, applied to a YAML file.
         output_dir: The run folder; must not exist.
@@ -58,7 +66,13 @@ def train(
     Raises:
         DprlhfError: A setting, the data or a reward is wrong; the message names it.
     """
-    sources = Sources(prompts, reward, evaluation_prompts)
+    sources = Sources(
+        prompts,
+        reward,
+        evaluation_prompts,
+        reward_weights=reward_weights,
+        reward_processing_classes=reward_processing_classes,
+    )
     recipe = recipe_of(recipe, overrides, flat, sources)
     result: Result = _train(recipe, sources, output_dir, "", callbacks, quiet)
     return result
@@ -68,7 +82,8 @@ def resume(
     folder: str | Path,
     *,
     prompts: Sequence[Any] | Any | None = None,
-    reward: Reward | Sequence[Reward] | None = None,
+    reward: Reward | None = None,
+    reward_processing_classes: Any = None,
     evaluation_prompts: Sequence[Any] | Any | None = None,
     callbacks: Sequence[Callback] = (),
     quiet: bool = False,
@@ -81,7 +96,12 @@ def resume(
         DprlhfError: The folder is no run folder, was altered, or its data or recipe changed.
     """
     run_folder = RunFolder(Path(folder))
-    sources = Sources(prompts, reward, evaluation_prompts)
+    sources = Sources(
+        prompts,
+        reward,
+        evaluation_prompts,
+        reward_processing_classes=reward_processing_classes,
+    )
     result: Result = _resume(_recipe_in(run_folder), run_folder, sources, callbacks, quiet)
     return result
 

@@ -79,8 +79,10 @@ class TestTheRecipeSaysWhatWasUsed:
         assert (own.data.path, own.data.limit) == (IN_MEMORY, None)
         assert own.rewards == named.rewards
         own = recipe_of(named, [], {}, Sources(None, [length, vowels], None))
-        assert [r.function for r in own.rewards] == [IN_MEMORY]
+        assert [r.function for r in own.rewards] == [IN_MEMORY, IN_MEMORY]
         assert own.data == named.data
+        own = recipe_of(named, [], {}, Sources(None, [(length, 0.5), "org/toxicity"], None))
+        assert [(r.name, r.weight) for r in own.rewards] == [(IN_MEMORY, 0.5), ("org/toxicity", 1)]
 
     def test_public_prompts_are_evaluated_without_a_section_for_them(
         self, values: dict[str, Any]

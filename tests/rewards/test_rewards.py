@@ -10,6 +10,7 @@ import io
 import logging
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -29,9 +30,11 @@ from transformers import (
     BertModel,
     GPT2Config,
     GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
     PreTrainedTokenizerFast,
 )
 
+import dprlhf
 from dprlhf import recipe
 from dprlhf.data.in_memory import Sources
 from dprlhf.errors import DprlhfError
@@ -973,6 +976,62 @@ def test_decoder_classifier_without_padding_token(tmp_path: Path) -> None:
             hidden = model.transformer(torch.tensor([ids])).last_hidden_state[0, -1]
             logits = model.score(hidden).double()
         assert answer == pytest.approx(float(logits[1] - logits[0]), abs=1e-5)
+
+
+def test_a_reward_model_object_scores_as_the_one_in_its_folder(tmp_path: Path) -> None:
+    folder, model, tokenizer = bert(tmp_path, ["reward"])
+    named = load_reward(str(folder))
+    expected = named.function(prompts=TEXTS, completions=TEXTS)
+    assert (named.name, named.weight) == (str(folder), 1.0)
+    model.train()
+    tokenizer.truncation_side = "right"
+    for spec, its in ((model, tokenizer), ((model, -2), tokenizer)):
+        reward = load_reward(spec, tokenizer=its)
+        assert reward.function(prompts=TEXTS, completions=TEXTS) == expected
+    assert reward.weight == -2.0
+    assert not model.training
+    assert tokenizer.truncation_side == "right"  # a copy is what is changed
+    loaded = BertForSequenceClassification.from_pretrained(folder)
+    own = load_reward(loaded)  # its tokenizer is the one beside its weights
+    assert own.name == folder.name
+    assert own.function(prompts=TEXTS, completions=TEXTS) == expected
+    long = ClassifierReward(model, tokenizer=tokenizer)
+    assert long._max_tokens == 64  # all that the model has
+
+
+def test_what_is_wrong_with_a_reward_model_object_is_said(tmp_path: Path) -> None:
+    _, model, tokenizer = bert(tmp_path / "two", ["n", "p"])
+    generating = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1))
+    for one, its, text in (
+        (model, tokenizer, "has 2 labels (n, p): say in `label`"),
+        (model, None, "its tokenizer cannot be loaded from '' "),
+        (generating, tokenizer, "is a GPT2LMHeadModel, which writes texts: a reward model is a"),
+    ):
+        with pytest.raises(DprlhfError, match=re.escape(text)):
+            load_reward(one, tokenizer=its)
+    chosen = ClassifierReward(model, tokenizer=tokenizer, label="p")
+    assert load_reward(chosen).name == "BertForSequenceClassification"
+
+
+def test_weighted_rewards_names_and_models_train(tmp_path: Path) -> None:
+    folder, model, tokenizer = bert(tmp_path / "reward", ["reward"])
+    (tmp_path / "own.py").write_text("def own(completions): return [1.0 for _ in completions]")
+    dprlhf.train(
+        model=str(tiny.save(tmp_path / "model")),
+        prompts=[f"user {i}" for i in range(8)],
+        reward=[length, str(folder), model, f"{tmp_path}/own.py:own"],
+        reward_weights=[0.5, 1, -1, 0.25],
+        reward_processing_classes=[None, None, tokenizer, None],
+        epsilon=8.0, delta=1e-4, rounds=1, rollout__max_new_tokens=2,
+        output_dir=tmp_path / "run", quiet=True,
+    )  # fmt: skip
+    kept = recipe.load_recipe(tmp_path / "run" / "recipe.yaml")
+    assert [(r.name, r.weight) for r in kept.rewards] == [
+        ("in-memory", 0.5),
+        (str(folder), 1.0),
+        ("in-memory", -1.0),
+        (f"{tmp_path}/own.py:own", 0.25),
+    ]
 
 
 def test_classifier_says_what_is_wrong(tmp_path: Path) -> None:

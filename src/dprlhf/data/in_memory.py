@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from dprlhf import recipe as settings
+from dprlhf.data.given_rewards import GivenReward, given_rewards
 from dprlhf.data.loading import load_rows, rows_from
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, Recipe, load_recipe, make_recipe
 
 R = TypeVar("R", bound=AnyRecipe)
-Reward = Callable[..., Any]
+Reward = Any
+"""A reward, or a list of them, as :func:`~dprlhf.data.given_rewards.given_rewards` takes them."""
 
 _SHORT = {
     "model": "policy__model_name_or_path",
@@ -31,14 +33,20 @@ class Sources:
 
     Args:
         prompts: The users' prompts, as :func:`rows_from` takes them.
-        reward: A callable, or several, with TRL's signature.
+        reward: A reward, or several, as :func:`~dprlhf.data.given_rewards.given_rewards` takes
+            them: callables with TRL's signature, names, models, or pairs with a weight.
         evaluation_prompts: Public prompts.
         policy: The policy, of any type that the training loop takes.
         stand_in_plan: Where the "users" are public prompts that stand in for them: returns the plan
             of the run, which states no ε. None plans for private users.
+        reward_weights: A weight for each reward.
+        reward_processing_classes: The tokenizers of rewards that are models.
+
+    Attributes:
+        rewards: The rewards with their settings; None for those of the recipe.
 
     Raises:
-        DprlhfError: The public prompts are the private ones.
+        DprlhfError: The public prompts are the private ones, or something is no reward.
     """
 
     def __init__(
@@ -48,6 +56,9 @@ class Sources:
         evaluation_prompts: Any,
         policy: Any = None,
         stand_in_plan: Callable[[AnyRecipe], Plan] | None = None,
+        *,
+        reward_weights: Sequence[float] | None = None,
+        reward_processing_classes: Any = None,
     ) -> None:
         if prompts is not None and evaluation_prompts is prompts:
             raise DprlhfError(
@@ -58,9 +69,14 @@ class Sources:
         self.evaluation_prompts = evaluation_prompts
         self.policy = policy
         self.stand_in_plan = stand_in_plan
-        self.rewards: list[Reward] | None = None
+        self.rewards: list[GivenReward] | None = None
         if reward is not None:
-            self.rewards = [reward] if callable(reward) else list(reward)
+            self.rewards = given_rewards(reward, reward_weights, reward_processing_classes)
+        elif reward_weights is not None or reward_processing_classes is not None:
+            raise DprlhfError(
+                "reward_weights and reward_processing_classes are for the rewards that `reward`"
+                " gives; those of a recipe have their weight there"
+            )
 
 
 def recipe_of(
@@ -90,7 +106,7 @@ def recipe_of(
         return from_memory(
             recipe,
             data=sources.prompts is not None,
-            rewards=sources.rewards is not None,
+            rewards=sources.rewards,
             evaluation=sources.evaluation_prompts is not None,
         )
     values: dict[str, Any] = {}
@@ -103,7 +119,7 @@ def recipe_of(
     if sources.prompts is not None:
         values.setdefault("data", {}).setdefault("path", IN_MEMORY)
     if sources.rewards is not None:
-        values.setdefault("rewards", [{"function": IN_MEMORY}])
+        values.setdefault("rewards", [one.settings.model_dump() for one in sources.rewards])
     if sources.evaluation_prompts is not None:
         public = values.setdefault("evaluation", {}).setdefault("data", {})
         public.setdefault("path", IN_MEMORY)
@@ -123,7 +139,9 @@ def check_overrides(recipe: Any, overrides: Sequence[str]) -> None:
         )
 
 
-def from_memory(recipe: R, *, data: bool, rewards: bool = False, evaluation: bool) -> R:
+def from_memory(
+    recipe: R, *, data: bool, rewards: Sequence[GivenReward] | None = None, evaluation: bool
+) -> R:
     """Replace the paths in a recipe by ``in-memory`` where the program passes objects instead.
 
     The run's recipe and cards then name nothing that was not used, and a resumed run asks for the
@@ -133,7 +151,7 @@ def from_memory(recipe: R, *, data: bool, rewards: bool = False, evaluation: boo
     Args:
         recipe: The recipe of a run of any stage.
         data: Whether the users' rows are in memory.
-        rewards: Whether the rewards are.
+        rewards: The rewards that the program passes; None for those of the recipe.
         evaluation: Whether the public rows are.
     """
     values = recipe.model_dump()
@@ -142,8 +160,8 @@ def from_memory(recipe: R, *, data: bool, rewards: bool = False, evaluation: boo
         values["evaluation"] = {**public, "data": {**public["data"], **_PLACE}}
     if data:
         values["data"] |= _PLACE
-    if rewards:
-        values["rewards"] = [{"function": IN_MEMORY}]
+    if rewards is not None:
+        values["rewards"] = [one.settings.model_dump() for one in rewards]
     return cast(R, type(recipe).model_validate(values))
 
 

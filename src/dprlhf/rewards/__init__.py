@@ -1,7 +1,7 @@
 """Rewards: any callable with TRL's signature, checked on public prompts and clipped to ±R."""
 
 from dprlhf.rewards.check import ContractReport, check_reward
-from dprlhf.rewards.loading import load_reward
+from dprlhf.rewards.loading import load_reward, load_rewards
 from dprlhf.rewards.reward import LoadedReward
 from dprlhf.rewards.scoring import Scorer, Scores
 from dprlhf.rewards.summary import RewardSummary, summarize_rewards
@@ -14,5 +14,6 @@ __all__ = [
     "Scores",
     "check_reward",
     "load_reward",
+    "load_rewards",
     "summarize_rewards",
 ]

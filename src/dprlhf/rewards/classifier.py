@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -38,8 +39,9 @@ class ClassifierReward:
 
     def __init__(
         self,
-        source: str,
+        source: Any,
         *,
+        tokenizer: Any = None,
         label: str | None = None,
         max_tokens: int = 512,
         batch_size: int = 64,
@@ -50,7 +52,11 @@ class ClassifierReward:
         """Load the classifier.
 
         Args:
-            source: Hub id, folder, or ``"asset:NAME"`` for an asset of this package.
+            source: Hub id, folder, ``"asset:NAME"`` for an asset of this package, or a sequence
+                classifier as an object. An object keeps its dtype; it is moved to the device,
+                frozen and set to evaluate.
+            tokenizer: Tokenizer of a model object, of which a copy is used; None loads the one that
+                belongs to ``model.config.name_or_path``.
             label: Label to reward; required with two or more labels.
             max_tokens: Longest text in tokens, or the model's own limit if that is less.
             batch_size: Number of texts in one forward pass.
@@ -62,22 +68,11 @@ class ClassifierReward:
             DprlhfError: the source cannot be loaded, has no trained classification head, or does
                 not have the label.
         """
-        place = resolve(source)
-        of_hub = pinned(source, revision, "rewards.revision")
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(place, **of_hub)
-            model, loading = AutoModelForSequenceClassification.from_pretrained(
-                place, dtype=torch.float32, output_loading_info=True, **of_hub
-            )
-        except Exception as problem:
-            raise DprlhfError(
-                f"classifier {source!r} cannot be loaded: {type_and_message(problem)}"
-            ) from problem
-        if loading["missing_keys"]:
-            raise DprlhfError(
-                f"classifier {source!r} has no trained weights for "
-                f"{', '.join(sorted(loading['missing_keys']))}: name a fine-tuned classifier"
-            )
+        if isinstance(source, str):
+            model, self._tokenizer = _loaded(source, revision)
+        else:
+            model, self._tokenizer = _taken(source, tokenizer)
+            source = _name_of(model)
         self.__name__ = source
         # A mixture of experts couples the texts of a batch.
         self.dprlhf_per_user = mixing_layer(model) is not None
@@ -93,8 +88,11 @@ class ClassifierReward:
         model.config.pad_token_id = self._tokenizer.pad_token_id
         positions = getattr(model.config, "max_position_embeddings", None) or max_tokens
         self._max_tokens = int(min(max_tokens, self._tokenizer.model_max_length, positions))
-        self._model: Any = model.eval().requires_grad_(False).to(device)
-        self._device = device
+        self._model: Any = model.eval().requires_grad_(False)
+        # Loaders place quantized and dispatched models, which refuse to be moved.
+        if not (getattr(model, "is_quantized", False) or getattr(model, "hf_device_map", None)):
+            self._model = model.to(device)
+        self._device = next(model.parameters()).device
 
     def __call__(
         self, prompts: list[Any], completions: list[Any], **_: object
@@ -140,6 +138,53 @@ class ClassifierReward:
             others = [j for j in range(logits.shape[1]) if j != self._label]
             scores = logits[:, self._label] - logits[:, others].logsumexp(dim=1)
         return [float(score) for score in scores[: len(batch)].tolist()]
+
+
+def _loaded(source: str, revision: str | None) -> tuple[Any, Any]:
+    """Load model and tokenizer by their name; all weights, the head's too, must be there."""
+    place = resolve(source)
+    of_hub = pinned(source, revision, "rewards.revision")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(place, **of_hub)
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            place, dtype=torch.float32, output_loading_info=True, **of_hub
+        )
+    except Exception as problem:
+        raise DprlhfError(
+            f"classifier {source!r} cannot be loaded: {type_and_message(problem)}"
+        ) from problem
+    if loading["missing_keys"]:
+        raise DprlhfError(
+            f"classifier {source!r} has no trained weights for "
+            f"{', '.join(sorted(loading['missing_keys']))}: name a fine-tuned classifier"
+        )
+    return model, tokenizer
+
+
+def _taken(model: Any, tokenizer: Any) -> tuple[Any, Any]:
+    """Check a model object, and return it with a copy of its tokenizer."""
+    can_generate = getattr(model, "can_generate", None)
+    if can_generate is not None and can_generate():
+        raise DprlhfError(
+            f"reward {_name_of(model)!r} is a {type(model).__name__}, which writes texts: a reward"
+            " model is a sequence classifier (AutoModelForSequenceClassification)"
+        )
+    if tokenizer is not None:
+        return model, copy.deepcopy(tokenizer)
+    place = str(getattr(model.config, "name_or_path", "") or "")
+    try:
+        return model, AutoTokenizer.from_pretrained(place)
+    except Exception as problem:
+        raise DprlhfError(
+            f"reward model {_name_of(model)!r}: its tokenizer cannot be loaded from {place!r}"
+            f" ({type_and_message(problem)}): give it as reward_processing_classes"
+        ) from problem
+
+
+def _name_of(model: Any) -> str:
+    """Return the last part of a model's hub id or folder, as TRL does; else its class."""
+    place = str(getattr(model.config, "name_or_path", "") or "").rstrip("/")
+    return place.rsplit("/")[-1] or type(model).__name__
 
 
 def classifier_tokens(

@@ -1,4 +1,4 @@
-"""Find the reward that a recipe names and wrap it with its weight."""
+"""Load the rewards that a recipe names or a program passes, each with its weight."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import importlib.metadata
 import importlib.util
 import operator
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dprlhf import recipe
+from dprlhf.data.given_rewards import GivenReward, given_rewards, is_model, rewards_of
 from dprlhf.errors import DprlhfError
 from dprlhf.rewards.reward import (
     LoadedReward,
     RewardFunction,
-    as_reward,
     declared_per_user,
+    name_of,
     suggestion,
     type_and_message,
 )
@@ -29,26 +31,66 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP = "dprlhf.rewards"
 
 
-def load_reward(
-    spec: recipe.Reward | RewardFunction, *, device: str | torch.device = "cpu"
-) -> LoadedReward:
-    """Load the reward that ``spec`` names, or wrap a callable that is already in memory.
+def load_rewards(
+    specs: Sequence[recipe.Reward],
+    given: Sequence[GivenReward] | None,
+    *,
+    device: str | torch.device = "cpu",
+) -> list[LoadedReward]:
+    """Load the rewards of a recipe, of which the program may pass some or all as objects.
 
     Args:
-        spec: Settings of the reward, or a callable, which gets weight 1.
+        specs: The recipe's rewards.
+        given: The rewards that the program passes, in the same order; None if it passes none.
+        device: Torch device of classifiers.
+
+    Raises:
+        DprlhfError: A reward cannot be loaded, or is not the one that the recipe has.
+    """
+    return [_load(one, device) for one in rewards_of(specs, given)]
+
+
+def load_reward(
+    spec: Any, *, tokenizer: Any = None, device: str | torch.device = "cpu"
+) -> LoadedReward:
+    """Load a reward by its name or settings, or wrap one that is already in memory.
+
+    Args:
+        spec: Settings of the reward, a callable, a name, a sequence classifier, a pair with a
+            weight, or a :class:`LoadedReward`, as
+            :func:`~dprlhf.data.given_rewards.given_rewards` takes them; without a weight it is 1.
+        tokenizer: Tokenizer of a model object; None takes the one beside the model's weights.
         device: Torch device of a classifier.
 
     Raises:
-        DprlhfError: a source cannot be found or is not a callable. Nothing private exists at this
+        DprlhfError: A source cannot be found or is not a callable. Nothing private exists at this
             point, so messages may quote exceptions.
 
     >>> def shouting(completions):
     ...     return [float(text.isupper()) for text in completions]
     >>> load_reward(shouting).name
     'shouting'
+    >>> load_reward((shouting, 0.5)).weight
+    0.5
     """
-    if callable(spec):
-        return as_reward(spec)
+    [one] = given_rewards(spec, tokenizers=tokenizer)
+    return _load(one, device)
+
+
+def _load(one: GivenReward, device: str | torch.device) -> LoadedReward:
+    spec, function = one.settings, one.given
+    if function is None:
+        return _load_named(spec, device)
+    if is_model(function):
+        function = _classifier(spec, function, device, one.tokenizer)
+    name = name_of(function)
+    if isinstance(function, LoadedReward):
+        name, function = function.name, function.function
+    per_user = spec.per_user or declared_per_user(function)
+    return LoadedReward(function, name, spec.weight, per_user, times_column=spec.times_column)
+
+
+def _load_named(spec: recipe.Reward, device: str | torch.device) -> LoadedReward:
     function: object
     if spec.function is not None:
         source, function = spec.function, _load_function(spec.function)
@@ -56,24 +98,14 @@ def load_reward(
         source, function = spec.plugin, _load_plugin(spec.plugin)
     else:
         assert spec.classifier is not None
-        source = spec.classifier
-        # Here, because torch and transformers take seconds to import.
-        from dprlhf.rewards.classifier import ClassifierReward
-
-        function = ClassifierReward(
-            source,
-            label=spec.label,
-            max_tokens=spec.max_tokens,
-            batch_size=spec.batch_size,
-            text=spec.text,
-            device=device,
-            revision=spec.revision,
-        )
+        source, function = spec.classifier, _classifier(spec, spec.classifier, device)
     if isinstance(function, type):
         raise DprlhfError(
             f"reward {source!r} is the class {function.__name__}, not an instance: "
             f"add `name = {function.__name__}(...)` beside it and name that"
         )
+    if is_model(function):
+        function = _classifier(spec, function, device)
     if not callable(function):
         raise DprlhfError(
             f"reward {source!r} is a {type(function).__name__}, not a callable: name a function "
@@ -81,6 +113,24 @@ def load_reward(
         )
     per_user = spec.per_user or declared_per_user(function)
     return LoadedReward(function, source, spec.weight, per_user, times_column=spec.times_column)
+
+
+def _classifier(
+    spec: recipe.Reward, source: Any, device: str | torch.device, tokenizer: Any = None
+) -> RewardFunction:
+    # Here, because torch and transformers take seconds to import.
+    from dprlhf.rewards.classifier import ClassifierReward
+
+    return ClassifierReward(
+        source,
+        tokenizer=tokenizer,
+        label=spec.label,
+        max_tokens=spec.max_tokens,
+        batch_size=spec.batch_size,
+        text=spec.text,
+        device=device,
+        revision=spec.revision,
+    )
 
 
 def _load_function(source: str) -> object:

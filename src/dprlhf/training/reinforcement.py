@@ -24,15 +24,14 @@ from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy, align_with_activations, load_policy
 from dprlhf.policies.optimizers import set_noise
 from dprlhf.privacy.plan import Plan
-from dprlhf.recipe import IN_MEMORY, QuantileClip, Recipe, TrustRegion
-from dprlhf.recipe import Reward as RewardSettings
+from dprlhf.recipe import QuantileClip, Recipe, TrustRegion
 from dprlhf.rewards import (
     LoadedReward,
     RewardSummary,
     Scorer,
     Scores,
     check_reward,
-    load_reward,
+    load_rewards,
     summarize_rewards,
 )
 from dprlhf.rewards.isolation import captured
@@ -205,8 +204,7 @@ class Reinforcement:
     def load(self, parts: Parts) -> None:
         """Load and check the rewards; make the critic and the telemetry coordinates."""
         recipe, plan, policy, processes = self.recipe, parts.plan, parts.policy, parts.processes
-        given: Sequence[Any] = self._sources.rewards or [_loadable(r) for r in recipe.rewards]
-        loaded = [load_reward(reward, device=processes.device) for reward in given]
+        loaded = load_rewards(recipe.rewards, self._sources.rewards, device=processes.device)
         _check_times_columns(loaded, parts.users.column_names)
         rows = plan.expected_batch_size * recipe.rollout.responses / processes.count
         self.spread = _check_rewards(
@@ -468,12 +466,6 @@ def _settle_clip_norm(
         )
     update = recipe.update.model_copy(update={"clip_norm": norm})
     return recipe.model_copy(update={"update": update})
-
-
-def _loadable(spec: RewardSettings) -> RewardSettings:
-    if spec.function == IN_MEMORY:
-        raise DprlhfError("this run's reward was given in Python: give it again to resume()")
-    return spec
 
 
 def _check_times_columns(rewards: Sequence[LoadedReward], columns: Sequence[str]) -> None:

@@ -1,0 +1,149 @@
+"""Rewards that a program passes: what each is, and the recipe's section that stands for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from dprlhf.errors import DprlhfError
+from dprlhf.recipe import IN_MEMORY, Reward
+
+WHOLE_TEXT = 32768
+"""``max_tokens`` of a reward model given in Python, which TRL does not cut either; the model's own
+limit holds all the same."""
+
+_FORMS = (
+    "give a function with TRL's signature, the hub id or folder of a classifier, 'module:function',"
+    " a sequence classifier, a recipe.Reward, or a pair (reward, weight)"
+)
+
+
+@dataclass(frozen=True, repr=False)
+class GivenReward:
+    """A reward that a program passes.
+
+    Attributes:
+        settings: What the run's recipe says of it; its ``function`` is ``in-memory`` for an object.
+        given: The object; None where the settings name the reward.
+        tokenizer: The tokenizer of a model object; None takes the one beside the model's weights.
+    """
+
+    settings: Reward
+    given: Any = None
+    tokenizer: Any = None
+
+
+def given_rewards(
+    reward: Any, weights: Sequence[float] | None = None, tokenizers: Any = None
+) -> list[GivenReward]:
+    """Return the rewards of TRL's arguments ``reward_funcs`` and ``reward_processing_classes``.
+
+    Args:
+        reward: A reward or a list of them: a callable with TRL's signature, the hub id or folder of
+            a sequence classifier, ``module:function`` or ``file.py:function``, a sequence
+            classifier, a :class:`~dprlhf.recipe.Reward`, a ``LoadedReward``, or a pair of any of
+            these with its weight.
+        weights: A weight for each reward, TRL's ``reward_weights``; None takes those of the pairs,
+            and 1 where there is none.
+        tokenizers: A tokenizer, or one or None for each reward; only model objects use them.
+
+    Raises:
+        DprlhfError: The lists differ in length, a weight is given twice, or something is no reward.
+    """
+    several = isinstance(reward, list | tuple) and not _is_pair(reward)
+    rewards = list(reward) if several else [reward]
+    if weights is not None and any(_is_pair(one) for one in rewards):
+        raise DprlhfError("reward_weights: a reward has a weight already, in its pair")
+    pairs: list[tuple[Any, Any]] = [one if _is_pair(one) else (one, None) for one in rewards]
+    if weights is not None:
+        _check_count("reward_weights", weights, rewards)
+        pairs = [(one, weight) for (one, _), weight in zip(pairs, weights, strict=True)]
+    each = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers]
+    if tokenizers is None:
+        each = [None] * len(rewards)
+    _check_count("reward_processing_classes", each, rewards)
+    return [_given(*pair, tokenizer) for pair, tokenizer in zip(pairs, each, strict=True)]
+
+
+def named_reward(name: str) -> Reward:
+    """Return the settings of a reward that is given by its name.
+
+    >>> named_reward("my_rewards.py:concise").function
+    'my_rewards.py:concise'
+    >>> named_reward("org/toxicity").classifier
+    'org/toxicity'
+    """
+    if ":" in name and not name.startswith("asset:"):
+        return Reward(function=name)
+    return Reward(classifier=name, max_tokens=WHOLE_TEXT)
+
+
+def is_model(value: Any) -> bool:
+    """Return whether a value is a model with a config, also one that ``torch.compile`` wrapped."""
+    return hasattr(value, "forward") and hasattr(value, "config")
+
+
+def rewards_of(specs: Sequence[Reward], given: Sequence[GivenReward] | None) -> list[GivenReward]:
+    """Pair each reward of a run's recipe with the object that the program passes for it.
+
+    The recipe's settings hold, so that a resumed run weighs its rewards as before.
+
+    Raises:
+        DprlhfError: A resumed run needs an object again, or gets other rewards than it had.
+    """
+    if given is None:
+        if any(spec.function == IN_MEMORY for spec in specs):
+            raise DprlhfError("this run's reward was given in Python: give it again to resume()")
+        return [GivenReward(spec) for spec in specs]
+    if len(specs) == 1 and specs[0].function == IN_MEMORY and len(given) > 1:
+        return list(given)  # one entry stands for all of them
+    if len(specs) != len(given):
+        raise DprlhfError(f"this run has {len(specs)} rewards, not {len(given)}: give the same")
+    for i, (spec, one) in enumerate(zip(specs, given, strict=True)):
+        if spec.name != one.settings.name:
+            raise DprlhfError(
+                f"rewards.{i} of this run is {spec.name!r}, not {one.settings.name!r}"
+            )
+        if one.settings.weight not in (1.0, spec.weight):
+            raise DprlhfError(
+                f"rewards.{i} of this run has the weight {spec.weight:g}, not"
+                f" {one.settings.weight:g}"
+            )
+    return [
+        GivenReward(spec, one.given, one.tokenizer) for spec, one in zip(specs, given, strict=True)
+    ]
+
+
+def _is_pair(value: Any) -> bool:
+    return (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and isinstance(value[1], Real)
+        and not isinstance(value[1], bool)
+    )
+
+
+def _given(one: Any, weight: float | None, tokenizer: Any) -> GivenReward:
+    changes: dict[str, Any] = {} if weight is None else {"weight": float(weight)}
+    if isinstance(one, str):
+        one = named_reward(one)
+    if isinstance(one, Reward):
+        return GivenReward(Reward.model_validate(one.model_dump() | changes))
+    if is_model(one):
+        settings = Reward(function=IN_MEMORY, max_tokens=WHOLE_TEXT, **changes)
+        return GivenReward(settings, one, tokenizer)
+    if isinstance(one, type):
+        raise DprlhfError(f"reward: {one.__name__} is a class: give an instance of it")
+    if hasattr(one, "times_column"):  # a LoadedReward, whose room is above this one
+        kept = {name: getattr(one, name) for name in ("weight", "per_user", "times_column")}
+        return GivenReward(Reward(function=IN_MEMORY, **{**kept, **changes}), one)
+    if not callable(one):
+        raise DprlhfError(f"reward: a {type(one).__name__} is no reward: {_FORMS}")
+    return GivenReward(Reward(function=IN_MEMORY, **changes), one)
+
+
+def _check_count(name: str, values: Sequence[Any], rewards: Sequence[Any]) -> None:
+    if len(values) != len(rewards):
+        raise DprlhfError(f"{name}: {len(values)} for {len(rewards)} rewards")

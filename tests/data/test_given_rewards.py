@@ -1,0 +1,91 @@
+"""Rewards that a program passes, in every form that TRL's ``reward_funcs`` has."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dprlhf.data.given_rewards import WHOLE_TEXT, given_rewards, rewards_of
+from dprlhf.errors import DprlhfError
+from dprlhf.recipe import IN_MEMORY, Reward
+
+
+def length(completions: list[str]) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def vowels(completions: list[str]) -> list[float]:
+    return [float(sum(c in "aeiou" for c in text)) for text in completions]
+
+
+MODEL = SimpleNamespace(config=SimpleNamespace(), forward=print)
+
+
+@pytest.mark.parametrize(
+    ("reward", "weights", "expected"),
+    [
+        (length, None, [(IN_MEMORY, 1.0)]),
+        ([length, vowels], None, [(IN_MEMORY, 1.0), (IN_MEMORY, 1.0)]),
+        ((length, vowels), None, [(IN_MEMORY, 1.0), (IN_MEMORY, 1.0)]),
+        ((length, 0.5), None, [(IN_MEMORY, 0.5)]),
+        ([(length, 0.5), vowels], None, [(IN_MEMORY, 0.5), (IN_MEMORY, 1.0)]),
+        ([length, vowels], [2, -1], [(IN_MEMORY, 2.0), (IN_MEMORY, -1.0)]),
+        ("org/model", None, [("org/model", 1.0)]),
+        ([("asset:sentiment", 3)], None, [("asset:sentiment", 3.0)]),
+        ("pkg.mod:f", [0.25], [("pkg.mod:f", 0.25)]),
+        (Reward(plugin="p", weight=0.5), None, [("p", 0.5)]),
+        ((Reward(plugin="p", weight=0.5), 4), None, [("p", 4.0)]),
+        (MODEL, [0.5], [(IN_MEMORY, 0.5)]),
+    ],
+)
+def test_each_form_has_its_settings(reward: Any, weights: Any, expected: Any) -> None:
+    found = given_rewards(reward, weights)
+    assert [(one.settings.name, one.settings.weight) for one in found] == expected
+
+
+def test_a_model_keeps_its_tokenizer_and_is_not_cut_short() -> None:
+    plain, model = given_rewards([length, MODEL], tokenizers=[None, "tokenizer"])
+    assert (plain.given, plain.tokenizer) == (length, None)
+    assert (model.given, model.tokenizer) == (MODEL, "tokenizer")
+    assert model.settings.max_tokens == WHOLE_TEXT
+    assert plain.settings == Reward(function=IN_MEMORY)  # as earlier runs have it
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (([(length, 0.5)], [1.0]), "has a weight already"),
+        (([length, vowels], [1.0]), r"reward_weights: 1 for 2 rewards"),
+        ((length, None, ["a", "b"]), r"reward_processing_classes: 2 for 1 rewards"),
+        (({"f": length},), r"a dict is no reward: give a function with TRL's signature"),
+        ((None,), r"a NoneType is no reward"),
+        ((SimpleNamespace,), r"SimpleNamespace is a class: give an instance"),
+        (((length, True),), r"a bool is no reward"),
+    ],
+)
+def test_what_is_no_reward_is_refused(arguments: Any, text: str) -> None:
+    with pytest.raises(DprlhfError, match=text):
+        given_rewards(*arguments)
+
+
+def test_a_resumed_run_weighs_its_rewards_as_before() -> None:
+    specs = [Reward(function=IN_MEMORY, weight=0.5), Reward(classifier="org/model")]
+    first, second = rewards_of(specs, given_rewards([length, "org/model"]))
+    assert (first.settings.weight, first.given) == (0.5, length)
+    assert (second.settings, second.given) == (specs[1], None)
+    assert [one.settings for one in rewards_of(specs[1:], None)] == specs[1:]
+    for reward, text in (
+        (None, "give it again to resume"),
+        (length, "has 2 rewards, not 1"),
+        ([length, "org/other"], r"rewards.1 of this run is 'org/model', not 'org/other'"),
+        ([(length, 2), "org/model"], r"rewards.0 of this run has the weight 0.5, not 2"),
+    ):
+        with pytest.raises(DprlhfError, match=text):
+            rewards_of(specs, None if reward is None else given_rewards(reward))
+
+
+def test_an_older_run_has_one_entry_for_all_rewards_given_in_python() -> None:
+    both = rewards_of([Reward(function=IN_MEMORY)], given_rewards([length, (vowels, 2)]))
+    assert [(one.given, one.settings.weight) for one in both] == [(length, 1.0), (vowels, 2.0)]
