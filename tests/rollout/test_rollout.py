@@ -400,7 +400,7 @@ def test_the_largest_uniform_number_never_picks_a_token_of_mass_zero(
     policy.model.get_output_embeddings().register_forward_hook(forbid)
     for uniform, token in ((1 - 2.0**-53, 199), (2.0**-53, 100)):
         monkeypatch.setattr(
-            "dprlhf.rollout.sampling._draws",
+            "dprlhf.rollout.sampling.draws_of",
             lambda prompts, key, context, k, length, u=uniform: torch.full(
                 (len(prompts), k, length), u, dtype=torch.float64
             ),

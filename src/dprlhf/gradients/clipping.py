@@ -488,12 +488,13 @@ def _loss(
     batch: MicroBatch,
     shared_rows: int,
 ) -> torch.Tensor:
-    """Return Σ weight · log π over the tokens of a micro-batch, a scalar."""
+    """Return Σ weight · log π over the policy's own tokens of a micro-batch, a scalar."""
     tokens, mask = responses.micro_batch(batch.rows, batch.width, batch.height)
     tokens, mask = tokens.to(policy.device), mask.to(policy.device)
     logprobs = policy.response_logprobs(tokens, mask, responses.max_new_tokens, shared_rows)
     # where, not a product: a log-probability on padding may be −∞, and 0 · ∞ is NaN.
-    real = torch.where(mask[:, -responses.max_new_tokens :].bool(), logprobs, 0.0)
+    own = responses.policy_micro_batch(batch.rows, batch.height).to(policy.device)
+    real = torch.where(own.bool(), logprobs, 0.0)
     weight = torch.zeros_like(real)
     of_rows = torch.from_numpy(weights[batch.rows].reshape(len(batch.rows), -1))
     weight[: len(of_rows)] = of_rows.to(real)

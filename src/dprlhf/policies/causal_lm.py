@@ -36,6 +36,9 @@ class CausalLMPolicy:
             of the checkpoint's generation config. Nothing else of that config is used: a
             repetition penalty would sample from another distribution than π_θ.
         is_base: Whether the adapter is off, inside :meth:`base`.
+        tools: The functions that the chat template shows to the model; empty for none.
+        sampler: The way to sample responses of several turns, a
+            :class:`~dprlhf.rollout.sampling.Sampler`; None for responses of one turn.
 
     Raises:
         DprlhfError: Nothing is trainable, or the model has a layer that mixes the rows of a batch.
@@ -48,6 +51,8 @@ class CausalLMPolicy:
         self.temperature = temperature
         self.end_tokens = _end_tokens(model, tokenizer)
         self.is_base = False
+        self.tools: Sequence[Any] = ()
+        self.sampler: Any = None
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.dimension = sum(p.numel() for p in self.parameters.values())
         # torch multiplies a sliced (non-contiguous) batch by the vocabulary as one bmm, for which
@@ -97,12 +102,7 @@ class CausalLMPolicy:
                 ids = tokenizer(prompt, verbose=False)["input_ids"]  # a warning tells the length
             else:
                 try:
-                    ids = tokenizer.apply_chat_template(
-                        prompt,
-                        add_generation_prompt=True,
-                        return_dict=True,
-                        tokenizer_kwargs={"verbose": False},
-                    )["input_ids"]
+                    ids = self.render(prompt, add_generation_prompt=True)
                 except Exception as error:
                     raise DprlhfError(
                         f"the tokenizer's chat template refuses conversation {number} of"
@@ -110,6 +110,18 @@ class CausalLMPolicy:
                     ) from None
             encoded.append(list(ids)[-max_tokens:] or [start])
         return encoded
+
+    def render(self, messages: Sequence[Any], *, add_generation_prompt: bool = False) -> list[int]:
+        """Return the tokens of a conversation, as the chat template writes it."""
+        return list(
+            self.tokenizer.apply_chat_template(
+                messages,
+                tools=list(self.tools) or None,
+                add_generation_prompt=add_generation_prompt,
+                return_dict=True,
+                tokenizer_kwargs={"verbose": False},
+            )["input_ids"]
+        )
 
     def check_context_length(self, tokens: int, what: str, name: str) -> None:
         """Refuse texts that are longer than the model's context.

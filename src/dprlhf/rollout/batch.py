@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,14 @@ class Responses:
         max_prompt_tokens: Upper bound on a prompt's length in tokens, a public number.
         num_generations: Number of adjacent rows that answer the same prompt, token for token; a
             public number.
+        tool_mask: 0 where a response token came from a tool or an environment, 1 where the policy
+            wrote it (TRL's ``tool_mask``), ``[rows, response]``; None where the policy wrote all.
+        completions: The responses as lists of messages, with the tools' answers among them; None
+            for responses of one turn.
+        extra: Further values for the rewards by name, ``[rows]`` each, such as the rows'
+            ``environments``.
+        failed: True where a trajectory broke off with an error, ``[rows]``; its user contributes
+            zero. None where nothing can fail.
     """
 
     tokens: torch.Tensor
@@ -48,11 +56,24 @@ class Responses:
     max_new_tokens: int
     max_prompt_tokens: int
     num_generations: int = 1
+    tool_mask: torch.Tensor | None = None
+    completions: list[list[dict[str, Any]]] | None = None
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    failed: NDArray[np.bool_] | None = None
 
     @property
     def response_mask(self) -> torch.Tensor:
         """1 where a response token is real, ``[rows, response]``."""
         return self.mask[:, -self.max_new_tokens :]
+
+    @property
+    def policy_mask(self) -> torch.Tensor:
+        """1 where the policy itself sampled a response token, ``[rows, response]``.
+
+        What a tool answered is context for the tokens behind it and has no log-probability of its
+        own: no loss, ratio or length counts it.
+        """
+        return self.response_mask if self.tool_mask is None else self.response_mask * self.tool_mask
 
     @property
     def prompt_tokens(self) -> list[list[int]]:
@@ -77,19 +98,20 @@ class Responses:
         ``num_generations`` is kept: the caller takes either all rows of a prompt or, of each
         prompt, the same number of adjacent ones.
         """
-        return Responses(
-            tokens=self.tokens[rows],
-            mask=self.mask[rows],
-            prompt=self.prompt[rows],
-            user=self.user[rows],
-            from_base=self.from_base[rows],
-            texts=[self.texts[row] for row in rows],
-            prompts=self.prompts,
-            users=self.users,
-            max_new_tokens=self.max_new_tokens,
-            max_prompt_tokens=self.max_prompt_tokens,
-            num_generations=self.num_generations,
-        )
+        messages = self.completions
+        chosen = {
+            "tokens": self.tokens[rows],
+            "mask": self.mask[rows],
+            "prompt": self.prompt[rows],
+            "user": self.user[rows],
+            "from_base": self.from_base[rows],
+            "texts": [self.texts[row] for row in rows],
+            "tool_mask": None if self.tool_mask is None else self.tool_mask[rows],
+            "completions": None if messages is None else [messages[row] for row in rows],
+            "extra": {name: [values[row] for row in rows] for name, values in self.extra.items()},
+            "failed": None if self.failed is None else self.failed[rows],
+        }
+        return Responses(**{**vars(self), **chosen})
 
     def micro_batch(
         self, chosen: NDArray[np.int64], width: int, size: int
@@ -111,6 +133,13 @@ class Responses:
         tokens, mask = F.pad(tokens, filling), F.pad(mask, filling)
         mask[len(chosen) :, width - 1 :] = 1
         return tokens, mask
+
+    def policy_micro_batch(self, chosen: NDArray[np.int64], size: int) -> torch.Tensor:
+        """Return :attr:`policy_mask` of a micro-batch, ``[size, response]``; 0 in fillers."""
+        own = self.response_mask[chosen]
+        if self.tool_mask is not None:
+            own = own * self.tool_mask[chosen]
+        return F.pad(own, (0, 0, 0, size - len(chosen)))
 
 
 _WIDTH_STEP = 16

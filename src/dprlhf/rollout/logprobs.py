@@ -19,7 +19,9 @@ def token_logprobs(
     batch_size: int,
     rows: NDArray[np.int64] | None = None,
 ) -> Array:
-    """Return log π_θ(token | what stands before it) of the response tokens; 0 on padding.
+    """Return log π_θ(token | what stands before it) of the policy's own tokens; 0 on others.
+
+    The others are padding, and what tools answered.
 
     Args:
         policy: π_θ; inside ``policy.base()`` it is the reference policy.
@@ -44,7 +46,8 @@ def token_logprobs(
             tokens, mask = responses.micro_batch(rows[places], int(width), size)
             tokens, mask = tokens.to(policy.device), mask.to(policy.device)
             logprobs = policy.response_logprobs(tokens, mask, responses.max_new_tokens, shared_rows)
-            real = torch.where(mask[:, -responses.max_new_tokens :].bool(), logprobs, 0.0)
+            own = responses.policy_micro_batch(rows[places], size).to(policy.device)
+            real = torch.where(own.bool(), logprobs, 0.0)
             found[places] = real[: len(places)].double().cpu().numpy()
     return found
 

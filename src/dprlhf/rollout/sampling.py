@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,6 +20,40 @@ from dprlhf.privacy.randomness import uniforms
 from dprlhf.rollout import vllm
 from dprlhf.rollout.batch import Responses, Tick, padded_width
 from dprlhf.rollout.decoding import batch_size, decode
+
+
+class Sampler(Protocol):
+    """A way to sample responses of several turns; it keeps the promises of :func:`sample`.
+
+    No row may depend on another user's rows, and all randomness comes from the key, ``context``,
+    the row's user and prompt, and the response's number.
+    """
+
+    def __call__(
+        self,
+        policy: CausalLMPolicy,
+        prompts: Prompts,
+        spec: recipe.Rollout,
+        *,
+        key: bytes,
+        context: tuple[str | int, ...],
+        max_prompt_tokens: int,
+        tick: Tick | None,
+        private: bool,
+    ) -> Responses:
+        """Sample ``spec.responses`` trajectories for each prompt.
+
+        Args:
+            policy: Policy π_t, with its adapter on.
+            prompts: The users' prompts.
+            spec: Rollout settings; ``batch_size`` is a number.
+            key: Key of the random stream.
+            context: Name of the use.
+            max_prompt_tokens: Longest prompt in tokens.
+            tick: Progress callback.
+            private: Whether the prompts are private: an error then costs its user's responses
+                and not the run, and quotes nothing.
+        """
 
 
 def resolve_batch_size(
@@ -63,6 +98,7 @@ def sample_responses(
             context=("rollout", round_),
             max_prompt_tokens=max_prompt_tokens,
             tick=tick,
+            private=True,
         )
     )
 
@@ -76,8 +112,11 @@ def sample(
     context: tuple[str | int, ...],
     max_prompt_tokens: int,
     tick: Tick | None = None,
+    private: bool = False,
 ) -> Responses:
     """Sample ``spec.responses`` responses for each prompt.
+
+    A policy with a ``sampler`` of its own, such as an agent, acts in several turns.
 
     With ``base_policy: reference`` the first half of a prompt's rows come from μ (the adapter
     off) and the rest from π_t; with ``on-policy`` all come from π_t.
@@ -91,17 +130,42 @@ def sample(
         context: Name of the use, so that no two uses share random numbers.
         max_prompt_tokens: Longest prompt in tokens; a longer one keeps its last tokens.
         tick: Progress callback, called with the number of rows done since the last call.
+        private: Whether the prompts are private, for :class:`Sampler`.
     """
+    if policy.sampler is not None:
+        several: Responses = policy.sampler(
+            policy,
+            prompts,
+            spec,
+            key=key,
+            context=context,
+            max_prompt_tokens=max_prompt_tokens,
+            tick=tick,
+            private=private,
+        )
+        return several
+    draws = draws_of(prompts, key, context, spec.responses, spec.max_new_tokens)
+    return _one_turn(policy, prompts, spec, draws, max_prompt_tokens, tick)
+
+
+def _one_turn(
+    policy: CausalLMPolicy,
+    prompts: Prompts,
+    spec: recipe.Rollout,
+    draws: torch.Tensor,
+    max_prompt_tokens: int,
+    tick: Tick | None,
+) -> Responses:
+    """Sample responses of one turn with these draws, ``[prompts, k, max_new_tokens]``."""
     k, max_new_tokens = spec.responses, spec.max_new_tokens
     encoded = policy.encode(prompts.prompts, max_prompt_tokens)
     width = int(padded_width(max(map(len, encoded), default=0), max_prompt_tokens))
     tokens = torch.full((len(prompts) * k, width + max_new_tokens), policy.tokenizer.pad_token_id)
     mask = torch.zeros_like(tokens)
     from_base = np.arange(k) < (k // 2 if spec.base_policy == "reference" else 0)
-    draws = _draws(prompts, key, context, k, max_new_tokens)
     generate = vllm.generate
     if spec.backend != "vllm":
-        generate = partial(_generate, max_prompt_tokens=max_prompt_tokens)
+        generate = partial(generate_rows, max_prompt_tokens=max_prompt_tokens)
     # Two passes, not one with PEFT's adapter_names: that costs hooks on every layer at every step,
     # and saves filler rows only.
     for base in np.unique(from_base):
@@ -117,16 +181,14 @@ def sample(
                 if tick is not None:
                     tick(len(positions))
     _, user = np.unique(prompts.users, return_inverse=True)
-    texts = [
-        _text(policy, t[m.bool()]) for t, m in zip(tokens[:, width:], mask[:, width:], strict=True)
-    ]
+    written = zip(tokens[:, width:], mask[:, width:], strict=True)
     return Responses(
         tokens=tokens,
         mask=mask,
         prompt=np.repeat(np.arange(len(prompts)), k),
         user=np.repeat(user, k),
         from_base=np.tile(from_base, len(prompts)),
-        texts=texts,
+        texts=[text_of_tokens(policy, t[m.bool()]) for t, m in written],
         prompts=prompts,
         users=len(np.unique(prompts.users)),
         max_new_tokens=max_new_tokens,
@@ -135,7 +197,8 @@ def sample(
     )
 
 
-def _text(policy: CausalLMPolicy, tokens: torch.Tensor) -> str:
+def text_of_tokens(policy: CausalLMPolicy, tokens: torch.Tensor | Sequence[int]) -> str:
+    """Return the text of some tokens without special ones, or "" where they have none."""
     try:
         return str(policy.tokenizer.decode(tokens, skip_special_tokens=True))
     except EXITS:
@@ -144,7 +207,7 @@ def _text(policy: CausalLMPolicy, tokens: torch.Tensor) -> str:
         return ""
 
 
-def _draws(
+def draws_of(
     prompts: Prompts, key: bytes, context: tuple[str | int, ...], k: int, max_new_tokens: int
 ) -> torch.Tensor:
     """Return one uniform draw in (0, 1) per token, ``[prompts, k, max_new_tokens]``."""
@@ -167,7 +230,7 @@ def prompts_at_once(batch_size: int, num_generations: int) -> tuple[int, int]:
     return batch_size // together, together
 
 
-def _generate(
+def generate_rows(
     policy: CausalLMPolicy,
     prompts: Sequence[list[int]],
     draws: torch.Tensor,

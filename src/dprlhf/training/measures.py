@@ -145,7 +145,7 @@ def measure(
     lengths = responses.response_mask.sum(1)
     last = responses.tokens[:, -responses.max_new_tokens :].gather(1, lengths[:, None] - 1)
     ended = torch.isin(last, torch.tensor(policy.end_tokens))[:, 0]
-    tokens, count = lengths.double().numpy(), len(lengths)
+    tokens, count = responses.policy_mask.sum(1).double().numpy(), len(lengths)
     found = {
         "response_tokens": estimate(tokens),
         "ended_share": estimate(ended.double().numpy()),

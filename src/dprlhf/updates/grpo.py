@@ -59,7 +59,7 @@ def token_weights(
         log_ratio: Log-ratio log π_t − log μ of each response token, ``[rows, response]``.
         spec: The recipe's ``update`` section.
     """
-    real = responses.response_mask.numpy()
+    real = responses.policy_mask.numpy()
     with np.errstate(over="ignore"):  # an infinite ratio is clipped or truncated
         ratio = np.where(responses.from_base[:, None], np.exp(log_ratio), 1.0)
     weights: Array = (

@@ -133,8 +133,7 @@ def train_copies(
     parameter = next(iter(policy.parameters.values()))
     height = batch.height * batch.passes
     tokens, mask = responses.micro_batch(batch.rows, batch.width, height)
-    real = mask[:, -responses.max_new_tokens :].bool()
-    real[len(batch.rows) :] = False
+    real = responses.policy_micro_batch(batch.rows, height).bool()
     weight = parameter.new_zeros(real.shape)
     weight[: len(batch.rows)] = torch.from_numpy(weights[batch.rows]).to(weight)
     real, weight = real.view(batch.size, -1), weight.view(batch.size, -1)

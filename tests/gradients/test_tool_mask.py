@@ -1,0 +1,162 @@
+"""What tools answered is context and nothing else: against autograd, in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from dprlhf import recipe
+from dprlhf.boundary import Private
+from dprlhf.gradients.clipping import Weighted, clipped_sum, user_gradients
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.rewards import Scores
+from dprlhf.rollout import Responses
+from dprlhf.rollout.logprobs import token_logprobs
+from dprlhf.updates import UPDATES
+from helpers import tiny
+from helpers.autograd import relative_error
+from helpers.batches import Shape, batch_of
+from helpers.policies import policy_of
+from helpers.rounds import flat_gradient, round_of, some_users
+from helpers.rounds import token_logprobs as true_logprobs
+
+SHAPE = Shape([[5, 1], [2], [7], [4, 6]], k=4, length=8)
+
+
+def with_tools(seed: int) -> Responses:
+    """Random responses in which a third of the tokens, never the first, came from tools."""
+    responses = batch_of(SHAPE, seed)
+    random = np.random.default_rng(seed)
+    own = torch.from_numpy((random.random(tuple(responses.response_mask.shape)) > 0.3).astype(int))
+    own[:, 0] = 1
+    assert bool((own * responses.response_mask != responses.response_mask).any(1)[:4].any())
+    return dataclasses.replace(responses, tool_mask=own)
+
+
+def true_gradient(
+    policy: CausalLMPolicy, responses: Responses, weights: NDArray[np.float64], user: int
+) -> torch.Tensor:
+    """Σ weight · ∇ log π over the policy's own tokens, one unpadded row after the other."""
+    total = torch.zeros(policy.dimension, dtype=torch.float64)
+    for row in np.flatnonzero(responses.user == user):
+        own = responses.policy_mask[row][responses.response_mask[row].bool()]
+        score = (true_logprobs(policy, responses, row) * own).sum()
+        total += float(weights[row]) * flat_gradient(policy, score)
+    return total
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("batch_size", [4, 16])
+def test_the_gradient_is_that_of_the_policys_own_tokens(kind: tiny.Kind, batch_size: int) -> None:
+    policy, responses = policy_of(kind), with_tools(3)
+    weights = np.random.default_rng(1).normal(size=len(responses.user))
+    found = {}
+    for users, gradients, _ in user_gradients(
+        policy, responses, weights, batch_size=batch_size, rows=None
+    ):
+        found |= dict(zip(users.tolist(), gradients[:, 0], strict=True))
+    plain = dataclasses.replace(responses, tool_mask=None)
+    for user in range(responses.users):
+        truth = true_gradient(policy, responses, weights, user)
+        assert relative_error(found[user].double(), truth) < 1e-12
+        assert relative_error(true_gradient(policy, plain, weights, user), truth) > 0.05
+
+
+def test_tool_tokens_have_no_log_probability_and_condition_what_follows() -> None:
+    policy, responses = policy_of("gpt2"), with_tools(4)
+    found = token_logprobs(policy, responses, 16)
+    own = responses.policy_mask.numpy().astype(bool)
+    assert (found[~own] == 0.0).all()
+    assert (found[own] < 0.0).all()
+    row = next(r for r in range(len(own)) if (~own[r, 1:-1] & own[r, 2:]).any())
+    place = int(np.flatnonzero(~own[row, :-1] & own[row, 1:])[0])
+    tokens = responses.tokens.clone()
+    column = tokens.shape[1] - responses.max_new_tokens + place
+    tokens[row, column] = tokens[row, column] % 256 + 1
+    other = token_logprobs(policy, dataclasses.replace(responses, tokens=tokens), 16)
+    assert (other[row, : place + 1] == found[row, : place + 1]).all()
+    assert (
+        other[row, place + 1 :][own[row, place + 1 :]]
+        != found[row, place + 1 :][own[row, place + 1 :]]
+    ).all()
+    assert (np.delete(other, row, 0) == np.delete(found, row, 0)).all()
+
+
+@pytest.mark.parametrize("name", ["pg", "grpo", "ppo", "rebel", "npg"])
+def test_what_a_tool_said_last_changes_no_update(name: str) -> None:
+    """The last token of a response conditions nothing: where a tool wrote it, any other will do."""
+    policy = policy_of("gpt2")
+    responses = with_tools(5)
+    lengths = responses.response_mask.sum(1)
+    rows = torch.arange(len(lengths))
+    own = responses.tool_mask
+    assert own is not None
+    own[rows, lengths - 1] = torch.where(lengths > 1, 0, 1)
+    tokens = responses.tokens.clone()
+    last = tokens.shape[1] - responses.max_new_tokens + lengths - 1
+    tokens[rows, last] = torch.where(lengths > 1, 7, tokens[rows, last])
+    values = np.random.default_rng(5).uniform(-3, 3, len(responses.user))
+    scores = Scores(values, np.ones(len(values), dtype=bool), {})
+    assert bool((tokens != responses.tokens).any())
+
+    def released(given: Responses) -> list[torch.Tensor]:
+        settings = recipe.UPDATE_SETTINGS[name].model_validate({"name": name, "batch_size": 16})
+        made, gate = round_of(policy, given, scores, clip_norm=2.0)
+        UPDATES[name](made, settings)
+        return [bounded.total for bounded in gate.sums]
+
+    for one, other in zip(
+        released(responses), released(dataclasses.replace(responses, tokens=tokens)), strict=True
+    ):
+        assert torch.equal(one, other)
+    bare = released(dataclasses.replace(responses, tool_mask=None))
+    assert not torch.equal(released(responses)[0], bare[0])
+
+
+def test_grpo_divides_by_the_tokens_that_the_policy_wrote() -> None:
+    policy, responses = policy_of("gpt2"), with_tools(6)
+    values = np.random.default_rng(6).uniform(-3, 3, len(responses.user))
+    settings = recipe.GRPO.model_validate({"name": "grpo", "scale_rewards": False})
+    scores = Scores(values, np.ones(len(values), dtype=bool), {})
+    made, gate = round_of(policy, responses, scores, clip_norm=1e9)
+    UPDATES["grpo"](made, settings)
+    groups = values.reshape(-1, SHAPE.k)
+    advantages = (groups - groups.mean(1, keepdims=True)).ravel()
+    rows = np.bincount(responses.user)[responses.user]
+    weights = advantages / rows / responses.policy_mask.sum(1).numpy()
+    truth = sum(true_gradient(policy, responses, weights, u) for u in range(responses.users))
+    assert isinstance(truth, torch.Tensor)
+    assert relative_error(gate.sums[0].total, truth) < 1e-9
+
+
+def test_another_user_changes_its_own_contribution_alone() -> None:
+    policy, responses = policy_of("gpt2"), with_tools(7)
+    values = np.random.default_rng(7).uniform(-3, 3, len(responses.user))
+    scores = Scores(values, np.ones(len(values), dtype=bool), {})
+
+    def total(given: Responses, weights: NDArray[np.float64]) -> torch.Tensor:
+        weighted = Weighted(given, weights, np.zeros((given.users, 0)), 0.0)
+        made = clipped_sum(
+            policy, Private(weighted), clip_norm=0.5, batch_size=16, reduce=lambda x: x
+        )
+        return made.bounded.total
+
+    whole = total(responses, values)
+    fewer, left = some_users(responses, scores, [0, 1, 3])
+    without = total(
+        dataclasses.replace(
+            fewer, tool_mask=responses.policy_mask[np.isin(responses.user, [0, 1, 3])]
+        ),
+        left.values,
+    )
+    alone, own = some_users(responses, scores, [2])
+    of_user = total(
+        dataclasses.replace(alone, tool_mask=responses.policy_mask[responses.user == 2]),
+        own.values,
+    )
+    assert float(of_user.norm()) <= 0.5
+    assert float((whole - without - of_user).norm()) < 1e-12
