@@ -1,4 +1,4 @@
-"""Pinning what comes from the Hugging Face hub."""
+"""What comes from the Hugging Face hub: its revision, and whether the hub can be asked at all."""
 
 from __future__ import annotations
 
@@ -23,3 +23,62 @@ def pinned(source: str, revision: str | None, key: str) -> dict[str, str]:
     if source.startswith("asset:") or Path(source).exists():
         raise DprlhfError(f"{key}: {source!r} is on this machine; only what is on the hub has one")
     return {"revision": revision}
+
+
+def check_reachable(source: str, revision: str | None, key: str) -> None:
+    """Refuse a model that is neither here nor in the cache, at once where the hub does not answer.
+
+    The hub's own client tries again for half a minute first, which helps nobody whose folder is
+    misspelt.
+
+    Args:
+        source: As the recipe names it.
+        revision: A branch, tag or commit of it; None is the main branch.
+        key: The recipe's key of the source.
+
+    Raises:
+        DprlhfError: It is not on this machine, and there is no connection to the hub.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if source.startswith("asset:") or Path(source).exists() or constants.HF_HUB_OFFLINE:
+        return
+    try:
+        if isinstance(try_to_load_from_cache(source, "config.json", revision=revision), str):
+            return
+    except HFValidationError:
+        raise DprlhfError(
+            f"{key} {source!r}: there is no such folder, and no model on the hub can be called that"
+        ) from None
+    check_connection(
+        f"{key} {source!r}: there is no such folder, no copy from the hub in"
+        f" {constants.HF_HUB_CACHE}"
+    )
+
+
+def check_connection(missing: str) -> None:
+    """Refuse what only the hub could have, where the hub cannot be asked.
+
+    Args:
+        missing: Start of the message: what is missing, and where it was looked for.
+
+    Raises:
+        DprlhfError: There is no connection to the hub.
+    """
+    from huggingface_hub import constants
+
+    if not constants.HF_HUB_OFFLINE and not _hub_answers():
+        raise DprlhfError(f"{missing}, and no connection to {constants.ENDPOINT}")
+
+
+def _hub_answers() -> bool:
+    """Return whether the hub answers one request, whatever it says."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10)
+    except Exception as error:  # by name: the client's library differs between its versions
+        return type(error).__name__ not in ("ConnectError", "ConnectTimeout")
+    return True

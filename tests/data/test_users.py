@@ -11,6 +11,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -452,17 +453,18 @@ def test_only_what_can_be_a_hub_id_is_looked_up_on_the_hub(
         raise FileNotFoundError("no such dataset")
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    for name in ("patients.tsv", "patients.txt", "patients.CSV", "patients"):
+    monkeypatch.setattr("dprlhf.hub._hub_answers", lambda: True)
+    for name in ("patients.arrow", "patients.xlsx", "patients.CSV", "patients"):
         (tmp_path / name).write_text("prompt\na\n")
         for path in (name, f"./{name}", str(tmp_path / name)):
-            with pytest.raises(DprlhfError, match=r"use \.csv, \.json, \.jsonl, \.parquet"):
+            with pytest.raises(DprlhfError, match=r"use \.csv, \.json, \.jsonl"):
                 load_rows(Data(path=path))
     missing = (
         "./clients", "../clients", "~/clients", "/clients", "~clients", "a/b/clients", "my clients",
         "clients.tsv", "a/clients.txt", "clients.csv.gz", "a/clients.JSONL",
     )  # fmt: skip
     for path in missing:
-        with pytest.raises(DprlhfError, match="there is no such file or folder"):
+        with pytest.raises(DprlhfError, match="there is no such file"):
             load_rows(Data(path=path))
     assert asked == []
     for path in ("imdb", "stanfordnlp/imdb", "owner/set-v1.0"):
@@ -480,8 +482,10 @@ def test_only_what_can_be_a_hub_id_is_looked_up_on_the_hub(
         ("d.parquet", b"CANARY"),
         ("e.csv", b"prompt\n\xff\xfeCANARY\n"),
         ("f.csv", b""),
+        ("g.tsv", b'prompt\tx\na\t1\n"CANARY\t2\t3\nCANARY\t1\t2\n'),
+        ("h.txt", b"a\n\xff\xfeCANARY\n"),
     ],
-    ids=["quotes", "types", "json", "parquet", "encoding", "empty"],
+    ids=["quotes", "types", "json", "parquet", "encoding", "empty", "tabs", "text"],
 )
 def test_a_broken_file_is_named_and_not_quoted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes
@@ -532,3 +536,71 @@ def test_what_datasets_logs_about_a_file_is_not_shown(
         logger.removeHandler(handler)
     assert [record.getMessage() for record in logged] == ["the control"]
     assert "CANARY" not in str(caught.value)
+
+
+def test_text_and_tab_separated_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one, \ttwo\n\n  three\n", encoding="utf-8")
+    rows = load_rows(Data(path=str(tmp_path / "a.txt"), prompt_column="question"))
+    assert rows.to_dict() == {"question": ["one, \ttwo", "", "  three"]}
+    (tmp_path / "train.tsv").write_text('prompt\tuser\na, b\t1\n"c\td"\t2\n')
+    for path in (tmp_path, tmp_path / "train.tsv"):
+        assert load_rows(Data(path=str(path)))["prompt"][:] == ["a, b", "c\td"]
+    (tmp_path / "b.tsv").write_text("prompt\tuser\na\t1\nb\t2\t3\n")
+    with pytest.raises(DprlhfError, match="broken: line 3"):
+        load_rows(Data(path=str(tmp_path / "b.tsv")))
+    (tmp_path / "b.txt").write_bytes(b"a\n\xff\n")
+    with pytest.raises(DprlhfError, match="broken: line 2"):
+        load_rows(Data(path=str(tmp_path / "b.txt")))
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        ["a", "CANARY\ud800"],
+        [{"prompt": "CANARY\ud800"}],
+        [[{"role": "user", "content": "CANARY\ud800"}]],
+        lambda: iter(["a", "CANARY\ud800"]),
+        pd.DataFrame({"prompt": np.array(["CANARY\ud800"], dtype=object)}, dtype=object),
+    ],
+    ids=["texts", "dicts", "conversations", "generator", "table"],
+)
+def test_half_a_character_is_called_by_its_name(prompts: Any) -> None:
+    with pytest.raises(DprlhfError, match="lone surrogate") as caught:
+        rows_from(prompts, "prompt")
+    assert "mixture" not in str(caught.value)
+    assert "CANARY" not in str(caught.value)
+    with pytest.raises(DprlhfError, match="mixture"):
+        rows_from(["a", 1.5, ["b"]], "prompt")
+
+
+# ------------------------------------------------------------------------------ what is left out
+
+
+def test_the_rows_that_are_left_out_cut_or_unreadable_are_counted() -> None:
+    def cut(prompts: Prompts) -> list[bool]:
+        if "refused" in prompts.prompts:
+            raise ValueError("CANARY")
+        return [len(str(prompt)) > 4 for prompt in prompts.prompts]
+
+    made = users(
+        {
+            "prompt": ["fine", "long one", None, "", "refused", "fine", "longer", "third", "4th"],
+            "user": ["a", "b", "c", "d", "e", "f", "f", "f", "f"],
+        },
+        max_prompts_per_user=2,
+    )
+    found = made.left_out(cut)
+    assert isinstance(found, Private)
+    assert open_private(found) == {
+        "beyond": 2, "missing": 1, "empty": 1, "unreadable": 1, "cut": 2,
+    }  # fmt: skip
+    assert not open_private(users({"prompt": ["fine", "too"]}).left_out(cut))
+
+
+def test_the_count_goes_over_all_users_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("dprlhf.data.users")
+    monkeypatch.setattr(module, "_AT_ONCE", 3)
+    made = users({"prompt": ["long"] * 10})
+    assert open_private(made.left_out(lambda some: [True] * len(some)))["cut"] == 10
+    monkeypatch.setattr(module, "LOOKED_AT", 7)
+    assert open_private(made.left_out(lambda some: [True] * len(some)))["cut"] == 7

@@ -1043,7 +1043,7 @@ def test_classifier_says_what_is_wrong(tmp_path: Path) -> None:
         (folder, None, "has 2 labels (NEGATIVE, POSITIVE)"),
         (folder, "POSITVE", "did you mean 'POSITIVE'?"),
         (encoder, "POSITIVE", "no trained weights for classifier.bias"),
-        (tmp_path / "nowhere", "POSITIVE", "cannot be loaded"),
+        (tmp_path / "nowhere", "POSITIVE", "there is no such folder"),
     ):
         with pytest.raises(DprlhfError) as caught:
             load_reward(recipe.Reward(classifier=str(place), label=label))

@@ -31,6 +31,7 @@ from dprlhf.privacy.ledger import read_ledger
 from dprlhf.rewards.classifier import ClassifierReward
 from dprlhf.rollout import Responses
 from dprlhf.runs.earlier import records_of, total_of_runs
+from dprlhf.training.dpo import PreferredAnswers
 from dprlhf.training.dry_run import dry_run_stage, explain
 from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task
 from helpers import runs, tiny
@@ -522,3 +523,48 @@ def test_the_commands(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_recipes_that_contradict_themselves(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sft("x", Path("y"), **changes)
+
+
+# --------------------------------------------------------------------------- what is cut of a row
+
+
+def test_each_task_knows_which_rows_it_cuts() -> None:
+    """A row is cut if keeping one more token changes what is encoded."""
+    trained = policy()
+    rows = [
+        {"prompt": "ab", "completion": "cd", "chosen": "ef", "rejected": "g"},
+        {"prompt": "a" * 9, "completion": "cd", "chosen": "ef", "rejected": "g"},
+        {"prompt": "ab", "completion": "c" * 9, "chosen": "ef", "rejected": "g" * 9},
+    ]
+    limits = {"path": "x", "max_prompt_tokens": 6, "max_completion_tokens": 6}
+    documents = recipe.Documents(**limits)
+    whole = recipe.Documents(**limits, completion_column=None)
+    pairs = recipe.Preferences(path="x", max_tokens=6)
+    preferred = recipe.DPORecipe.model_validate(
+        {
+            "policy": {"model_name_or_path": "m", "adapter": ADAPTER},
+            "data": limits,
+            "privacy": {"epsilon": 1.0},
+            "rounds": 1,
+        }
+    )
+    tasks: list[tuple[Task, recipe.Data]] = [
+        (NextTokens(documents), documents),
+        (NextTokens(whole), whole),
+        (Pairs(pairs), pairs),
+        (PreferredAnswers(preferred), preferred.data),
+    ]
+    expected = [[False, True, True], [False, True, False], [False, True, True], [False, True, True]]
+    for (task, data), cut in zip(tasks, expected, strict=True):
+        assert task.cut(trained, examples(rows, data)) == cut
+
+
+def test_labelled_texts_that_are_cut(encoder: str) -> None:
+    labels = ["bad", "good"]
+    spec = recipe.Policy(
+        model_name_or_path=encoder, adapter=recipe.Adapter(type="biases", target_modules=["value"])
+    )
+    data = recipe.Preferences(path="x", label_column="label", max_tokens=6)
+    rows = [{"prompt": text, "label": "good"} for text in ("a", "a b c d", "a b c d e")]
+    trained = load_reward_model(spec, labels)
+    assert Labels(data, labels).cut(trained, examples(rows, data)) == [False, False, True]

@@ -25,7 +25,7 @@ from dprlhf import DprlhfError, api
 from dprlhf.boundary import open_private
 from dprlhf.privacy.ledger import read_ledger
 from dprlhf.privacy.partition import allocate
-from dprlhf.training import reinforcement
+from dprlhf.training import build, reinforcement
 from helpers import tiny
 from helpers.runs import ADAPTER, charged, lower_case, weights
 from helpers.runs import run_settings as settings
@@ -316,6 +316,35 @@ class TestLeaks:
         assert not said("alone/private", mixed, of="baseline")
         monkeypatch.setattr(sys.stderr, "isatty", lambda: False)  # a log, which is passed on
         assert not said("f", mixed)
+
+    def test_rows_that_vanish_are_counted_on_a_terminal_before_the_first_charge(
+        self,
+        model: str,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        rows = [{"prompt": f"user {i}", "user": str(i)} for i in range(20)]
+        rows += [{"prompt": text, "user": "odd"} for text in (None, "", "x" * 99, "third")]
+        given = settings(
+            model, rounds=1, prompts=rows, data__user_column="user", data__max_prompts_per_user=3
+        )
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        monkeypatch.setattr(build, "_open_gate", lambda *_: pytest.fail("said too late"))
+        shown = []
+        monkeypatch.setattr(
+            build, "_start", lambda *_, **__: shown.append(capsys.readouterr().err) or 1 / 0
+        )
+        with pytest.raises(ZeroDivisionError):
+            dprlhf.train(**given, output_dir=tmp_path / "a")
+        monkeypatch.undo()
+        assert [line.split()[0] for line in shown[0].splitlines() if line.startswith("  ")] == [
+            "1", "1", "1", "1"
+        ]  # fmt: skip
+        for said in ("beyond the first 3", "without a prompt", "empty: only", "longer than"):
+            assert f"1 {said}" in shown[0]
+        dprlhf.train(**given, output_dir=tmp_path / "log")  # no terminal
+        assert "private rows" not in capsys.readouterr().err
 
     def test_the_private_prompts_are_refused_for_evaluation(
         self, model: str, tmp_path: Path

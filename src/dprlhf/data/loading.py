@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import json
 import logging
 import re
@@ -21,21 +22,26 @@ import pyarrow.compute as pc
 
 from dprlhf import recipe
 from dprlhf.errors import DprlhfError, one_line
-from dprlhf.hub import pinned
+from dprlhf.hub import check_connection, pinned
 
 ROWS_AT_ONCE = 10_000
 """Rows of a column that are read into memory together."""
 
 _SHOWN = 5
 
+_NO_TEXT = (
+    "a text holds a lone surrogate, which is half of a character and cannot be written as UTF-8:"
+    ' mend it with text.encode(errors="replace").decode()'
+)
 
-def _with_datasets(builder: str) -> Callable[[str], Any]:
+
+def _with_datasets(builder: str, **options: Any) -> Callable[[str], Any]:
     """Return a reader of files by one of the builders of ``datasets.load_dataset``."""
 
     def read(file: str) -> Any:
         import datasets
 
-        return datasets.load_dataset(builder, data_files={"train": file}, split="train")
+        return datasets.load_dataset(builder, data_files={"train": file}, split="train", **options)
 
     return read
 
@@ -52,12 +58,12 @@ def _broken_json_lines(file: Path) -> list[int]:
     return broken
 
 
-def _broken_csv_lines(file: Path) -> list[int]:
+def _broken_csv_lines(file: Path, delimiter: str = ",") -> list[int]:
     """Return the lines (from 1) with another number of fields than the header, or no UTF-8."""
     broken: list[int] = []
     width, start = None, 1
     with open(file, encoding="utf-8", errors="replace", newline="") as lines:
-        reader = csv.reader(lines)
+        reader = csv.reader(lines, delimiter=delimiter)
         try:
             for fields in reader:
                 width = width or len(fields)
@@ -66,6 +72,17 @@ def _broken_csv_lines(file: Path) -> list[int]:
                 start = reader.line_num + 1
         except csv.Error:
             broken.append(start)
+    return broken
+
+
+def _broken_text_lines(file: Path) -> list[int]:
+    """Return the lines (from 1) that are no UTF-8."""
+    broken: list[int] = []
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        try:
+            line.decode()
+        except UnicodeDecodeError:
+            broken.append(number)
     return broken
 
 
@@ -91,15 +108,20 @@ FORMATS = {
     ".csv": Format(_with_datasets("csv"), _broken_csv_lines),
     ".json": Format(_with_datasets("json"), _broken_json_lines),
     ".jsonl": Format(_with_datasets("json"), _broken_json_lines),
+    ".ndjson": Format(_with_datasets("json"), _broken_json_lines),
     ".parquet": Format(_with_datasets("parquet")),
+    ".tsv": Format(
+        _with_datasets("csv", sep="\t"), functools.partial(_broken_csv_lines, delimiter="\t")
+    ),
+    ".txt": Format(_with_datasets("text"), _broken_text_lines),
 }
-"""The kinds of files that are read, by their suffix."""
+"""The kinds of files that are read, by their suffix; a text file has one prompt a line."""
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 _FILE_SUFFIXES = {
-    *FORMATS, ".tsv", ".txt", ".ndjson", ".arrow", ".feather", ".xls", ".xlsx", ".db", ".sqlite",
-    ".pkl", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz",
+    *FORMATS, ".arrow", ".feather", ".xls", ".xlsx", ".db", ".sqlite", ".pkl", ".gz", ".bz2", ".xz",
+    ".zst", ".zip", ".tar", ".tgz",
 }  # fmt: skip
 """Suffixes of files of one's own, readable or not: no dataset on the hub has one of them."""
 
@@ -158,14 +180,25 @@ def _read(path: str, spec: recipe.Data) -> Any:
     if place.suffix in FORMATS:
         if not place.is_file():
             raise DprlhfError(f"data {spec.path!r}: there is no such file")
-        return FORMATS[place.suffix].read(path)
+        return _read_file(place, spec)
     if place.exists():
         raise DprlhfError(
             f"data {spec.path!r}: not a kind of file that is read: use {', '.join(FORMATS)}"
         )
     if not _HUB_ID.fullmatch(path) or place.suffix.lower() in _FILE_SUFFIXES:
         raise DprlhfError(f"data {spec.path!r}: there is no such file or folder")
+    copies = Path(datasets.config.HF_DATASETS_CACHE)
+    if not (copies / path.replace("/", "___")).exists():
+        check_connection(
+            f"data {spec.path!r}: there is no such file or folder, no copy from the hub in {copies}"
+        )
     return datasets.load_dataset(path, spec.name, split=spec.split, **revision)
+
+
+def _read_file(file: Path, spec: recipe.Data) -> Any:
+    rows = FORMATS[file.suffix].read(str(file))
+    # The lines of a text file have no name of their own.
+    return rows.rename_column("text", spec.prompt_column) if file.suffix == ".txt" else rows
 
 
 def _load_folder(folder: Path, spec: recipe.Data) -> Any:
@@ -176,7 +209,7 @@ def _load_folder(folder: Path, spec: recipe.Data) -> Any:
         return loaded[spec.split] if isinstance(loaded, datasets.DatasetDict) else loaded
     for file in sorted(folder.glob(f"{spec.split}.*")):
         if file.suffix in FORMATS:
-            return FORMATS[file.suffix].read(str(file))
+            return _read_file(file, spec)
     return datasets.load_dataset(str(folder), spec.name, split=spec.split)
 
 
@@ -253,6 +286,8 @@ def rows_from(prompts: Any, column: str) -> Any:
         if prompts and isinstance(prompts[0], dict):
             return datasets.Dataset.from_list(list(prompts))
         return datasets.Dataset.from_dict({column: list(prompts)})
+    except UnicodeEncodeError:
+        raise DprlhfError(f"prompts: {_NO_TEXT}") from None
     except Exception as error:  # Arrow quotes the value that it could not convert
         raise DprlhfError(
             f"prompts: could not be read as rows of one kind ({type(error).__name__}): give texts,"
@@ -275,6 +310,8 @@ def _rows_of_table(table: Any) -> Any:
         )
     try:
         return converters[library]()
+    except UnicodeEncodeError:
+        raise DprlhfError(f"prompts: {_NO_TEXT}") from None
     except Exception as error:  # Arrow quotes the value that it could not convert
         raise DprlhfError(
             f"prompts: the table could not be read ({type(error).__name__}): give columns of one"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,11 @@ from dprlhf import recipe
 from dprlhf.boundary import Private
 from dprlhf.data.loading import ROWS_AT_ONCE, listed, rows_without_value
 from dprlhf.errors import EXITS, DprlhfError
+
+LOOKED_AT = 20_000
+"""Most users whose prompts are tokenized to count those that are cut or cannot be read."""
+
+_AT_ONCE = 500
 
 _NAMES = (
     pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view,
@@ -198,7 +204,7 @@ class Users:
         """
         slots = _counting_up(self._kept[users])
         owners = np.repeat(users, self._kept[users])
-        rows = self._rows[self._order[self._starts[owners] + slots].tolist()]
+        rows = self._rows[self._places(owners, slots)]
         given = rows.pop(self._spec.prompt_column)
         if not missing and any(prompt is None for prompt in given):
             raise ValueError("a row has no prompt")
@@ -232,6 +238,49 @@ class Users:
         if everyone is not None:
             return everyone
         return self.select(np.array([u for u in users if read(np.array([u]))], dtype=np.int64))
+
+    def left_out(self, cut: Callable[[Prompts], Sequence[bool]]) -> Private[Counter[str]]:
+        """Count the rows that a run leaves out, cannot read, or cuts.
+
+        Args:
+            cut: Tokenizes prompts and returns for each whether it is longer than what is used; it
+                raises an exception for one that cannot be read.
+
+        Returns:
+            The number of rows ``beyond`` the first of their user; and among the first
+            ``LOOKED_AT`` users of prompts that are ``missing``, ``empty`` or ``cut``, and of users
+            who are ``unreadable``.
+        """
+        looked = np.arange(min(self.count, LOOKED_AT))
+        found = Counter[str]()
+        for start in range(0, len(looked), _AT_ONCE):
+            found += self._faults(looked[start : start + _AT_ONCE], cut)
+        return self.dropped_prompts.map(lambda beyond: found + Counter(beyond=beyond))
+
+    def _faults(
+        self, users: NDArray[np.int64], cut: Callable[[Prompts], Sequence[bool]]
+    ) -> Counter[str]:
+        try:
+            owners = np.repeat(users, self._kept[users])
+            places = self._places(owners, _counting_up(self._kept[users]))
+            given = self._rows[places][self._spec.prompt_column]
+            return Counter(
+                missing=sum(prompt is None for prompt in given),
+                empty=sum(prompt in ("", []) for prompt in given),
+                cut=sum(cut(self.select(users))),
+            )
+        except EXITS:
+            raise
+        except BaseException:  # a panic in a tokenizer's compiled code is no Exception
+            if len(users) == 1:
+                return Counter(unreadable=1)
+            alone = (self._faults(users[i : i + 1], cut) for i in range(len(users)))
+            return sum(alone, Counter[str]())
+
+    def _places(self, owners: NDArray[np.int64], slots: NDArray[np.int64]) -> list[int]:
+        """Return the rows of prompts, given by their users and by their number in the user."""
+        places: list[int] = self._order[self._starts[owners] + slots].tolist()
+        return places
 
 
 def _written(value: Any) -> str:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from dprlhf import recipe
 from dprlhf.errors import DprlhfError, one_line
 from dprlhf.hardware import native_dtype
-from dprlhf.hub import pinned
+from dprlhf.hub import check_reachable, pinned
 from dprlhf.policies import shared_prompt
 from dprlhf.policies.adapters import add_adapter, quiet_peft, stored_state
 from dprlhf.policies.mixing import refuse_mixing
@@ -317,6 +317,7 @@ def load_policy(spec: recipe.Policy, *, temperature: float = 1.0, seed: int = 0)
     from dprlhf.assets import resolve
 
     path = resolve(spec.model_name_or_path)
+    check_reachable(spec.model_name_or_path, spec.revision, "policy.model_name_or_path")
     revision = pinned(spec.model_name_or_path, spec.revision, "policy.revision")
     try:
         tokenizer = AutoTokenizer.from_pretrained(

@@ -10,7 +10,7 @@ from torch import nn
 
 from dprlhf import recipe
 from dprlhf.errors import DprlhfError, one_line
-from dprlhf.hub import pinned
+from dprlhf.hub import check_reachable, pinned
 from dprlhf.policies.adapters import add_adapter
 from dprlhf.policies.causal_lm import CausalLMPolicy
 
@@ -85,6 +85,7 @@ def load_reward_model(
     from dprlhf.assets import resolve
 
     path = resolve(spec.model_name_or_path)
+    check_reachable(spec.model_name_or_path, spec.revision, "model.model_name_or_path")
     revision = pinned(spec.model_name_or_path, spec.revision, "model.revision")
     try:
         tokenizer = AutoTokenizer.from_pretrained(

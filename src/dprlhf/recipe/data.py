@@ -10,10 +10,11 @@ from dprlhf.recipe.base import PositiveInt, Settings
 
 
 class Data(Settings):
-    """A prompt dataset: a hub id, a folder, a ``.csv``/``.jsonl``/``.parquet`` file, ``asset:…``.
+    """A prompt dataset: a hub id, a folder, a file or ``asset:…``.
 
     Attributes:
-        path: Hub id, folder or file of the rows.
+        path: Hub id, folder or file of the rows: ``.csv``, ``.tsv``, ``.jsonl``, ``.parquet``, or
+            ``.txt`` with one prompt a line.
         name: Name of the dataset's configuration on the hub.
         revision: Branch, tag or commit of the dataset on the hub; null takes what the hub has now.
         split: Split of the dataset. In a folder of files, the file's name without its suffix.
@@ -23,7 +24,8 @@ class Data(Settings):
         max_prompts_per_user: Number of prompts that a user keeps: the first ones, in the order of
             the rows. Further ones are dropped.
         prompt_words: Keep only this many words from the start of a text prompt; null keeps all.
-        max_prompt_tokens: Keep only this many tokens from the end of a prompt.
+        max_prompt_tokens: Keep only this many tokens from the end of a prompt: a longer one loses
+            its beginning.
         skip: Number of rows at the start that are left out.
         limit: Number of rows after these that are used; null uses all.
     """

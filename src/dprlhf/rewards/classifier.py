@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from dprlhf.assets import resolve
 from dprlhf.errors import DprlhfError
-from dprlhf.hub import pinned
+from dprlhf.hub import check_reachable, pinned
 from dprlhf.policies.mixing import mixing_layer
 from dprlhf.rewards.reward import suggestion, text_of, type_and_message
 
@@ -144,6 +144,7 @@ def _loaded(source: str, revision: str | None) -> tuple[Any, Any]:
     """Load model and tokenizer by their name; all weights, the head's too, must be there."""
     place = resolve(source)
     of_hub = pinned(source, revision, "rewards.revision")
+    check_reachable(source, revision, "classifier")
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, **of_hub)
         model, loading = AutoModelForSequenceClassification.from_pretrained(

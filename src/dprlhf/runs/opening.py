@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import io
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from dprlhf.boundary import Private, open_private
 from dprlhf.data.public import Guides, used_rows
-from dprlhf.data.users import Users
+from dprlhf.data.users import LOOKED_AT, Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.ledger import Ledger, read_opened
 from dprlhf.privacy.plan import Plan
@@ -150,6 +151,31 @@ def uncounted(folder: RunFolder, users: Users, earlier: Earlier) -> list[str]:
                 beside.append(run)
     own = open_private(users.identities()) if beside else np.empty(0, dtype=np.uint64)
     return [r.path.name for r in beside if np.isin(own, np.load(r.identities)).any()]
+
+
+def left_out(users: Users, cut: Callable[[Prompts], Sequence[bool]], most: int) -> list[str]:
+    """Return lines with the number of rows that a run leaves out, cannot read, or cuts.
+
+    The numbers depend on the users, so they are for the operator's terminal alone, never for a log.
+
+    Args:
+        users: The private users.
+        cut: Tells which prompts have more tokens than are used, as ``Users.left_out`` takes it.
+        most: The bound on the prompts of one user.
+    """
+    found = open_private(users.left_out(cut))
+    meaning = {
+        "beyond": f"beyond the first {most} of their user (data.max_prompts_per_user): left out",
+        "missing": "without a prompt: their users contribute nothing",
+        "unreadable": "users whose rows cannot be read, as where the chat template refuses a"
+        " conversation: they contribute nothing",
+        "empty": "empty: only a start token is read",
+        "cut": "longer than the recipe keeps: cut to the tokens that it does keep",
+    }
+    lines = [f"{found[kind]:,} {about}" for kind, about in meaning.items() if found[kind]]
+    if lines and users.count > LOOKED_AT:
+        lines.append(f"(of the prompts, those of {LOOKED_AT:,} users were looked at)")
+    return lines
 
 
 def check_public(

@@ -30,6 +30,7 @@ from dprlhf.privacy.partition import allocate
 from dprlhf.privacy.plan import Plan, check_promise, make_plan
 from dprlhf.privacy.relations import Adjacency
 from dprlhf.recipe import AnyRecipe, Recipe, experimental
+from dprlhf.rewards.isolation import captured
 from dprlhf.runs.budget import NO_BOOK, reserve
 from dprlhf.runs.card import released_dimension
 from dprlhf.runs.earlier import check_lineage, read_earlier
@@ -37,6 +38,7 @@ from dprlhf.runs.folder import RunFolder, write_atomically
 from dprlhf.runs.opening import (
     check_disjoint,
     check_public,
+    left_out,
     open_folder,
     open_ledger,
     uncounted,
@@ -158,6 +160,8 @@ def open_run(
     stage, parts = load_parts(
         recipe, sources, processes, quiet=quiet, folder=folder, counted=counted
     )
+    if create and counted:
+        processes.on_main(lambda: say_what_is_left_out(stage, parts))
     plan, policy = parts.plan, parts.policy
     key, reservation = processes.on_main(
         lambda: _start(parts, folder, create=create, counted=counted)
@@ -229,6 +233,24 @@ def _start(
                 file=sys.stderr,
             )
     return key, reservation
+
+
+def say_what_is_left_out(stage: Stage, parts: Parts) -> None:
+    """Say how many rows are left out, unreadable or cut: on a terminal alone, as it tells of users.
+
+    A job's log is passed on; a terminal is read by the operator, who has the rows.
+    """
+    if not sys.stderr.isatty():
+        return
+    with captured(None):  # a panic in compiled code prints the text that it failed on
+        lines = left_out(
+            parts.users,
+            lambda rows: stage.cut(parts.policy, rows),
+            parts.recipe.data.max_prompts_per_user,
+        )
+    if lines:
+        print("dprlhf: of the private rows (said on a terminal alone):", file=sys.stderr)
+        print("\n".join(f"  {line}" for line in lines), file=sys.stderr)
 
 
 def _open_gate(

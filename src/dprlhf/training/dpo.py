@@ -24,7 +24,7 @@ from dprlhf.recipe import DPORecipe, PreferencePairs
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import log_ratio_to_base
 from dprlhf.training.supervised import Supervised
-from dprlhf.training.tasks import completion_tokens, pack
+from dprlhf.training.tasks import completion_tokens, pack, too_long
 
 Array = NDArray[np.float64]
 
@@ -62,6 +62,10 @@ class PreferredAnswers:
     def encode(self, model: CausalLMPolicy, examples: Prompts) -> Responses:
         """Return two rows for each pair: the chosen completion and the rejected one."""
         return encode_pairs(self._data, model, examples)
+
+    def cut(self, model: CausalLMPolicy, examples: Prompts) -> list[bool]:
+        """Return for each pair whether its prompt or one of its completions is cut."""
+        return pairs_cut(self._data, model, examples)
 
     def weights(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
         """Return minus the derivative of the user's mean loss by each log-probability, ``[rows]``.
@@ -135,17 +139,29 @@ def encode_pairs(data: PreferencePairs, model: CausalLMPolicy, examples: Prompts
         examples: The pairs, those of a user adjacent.
     """
     length = data.max_completion_tokens
-    rejected = examples.columns[data.rejected_column]
-    given: Sequence[Any] = examples.prompts
-    if data.implicit_prompt:
-        split = [split_prompt(c, r) for c, r in zip(given, rejected, strict=True)]
-    else:
-        chosen = examples.columns[data.chosen_column]
-        split = list(zip(given, chosen, rejected, strict=True))
+    split = _split_pairs(data, examples)
     prompts = model.encode([prompt for prompt, _, _ in split], data.max_prompt_tokens)
     answers = [_answer(model, p, a)[:length] for p, *pair in split for a in pair]
     both = [prompt for prompt in prompts for _ in range(2)]
     return pack(model, examples, both, answers, length, data.max_prompt_tokens)
+
+
+def pairs_cut(data: PreferencePairs, model: CausalLMPolicy, examples: Prompts) -> list[bool]:
+    """Return for each pair whether its prompt or one of its completions is cut, ``[pairs]``."""
+    split, most = _split_pairs(data, examples), data.max_completion_tokens
+    long = too_long(model, [prompt for prompt, _, _ in split], data.max_prompt_tokens)
+    return [
+        cut or any(len(completion_tokens(model, prompt, answer)) > most for answer in pair)
+        for cut, (prompt, *pair) in zip(long, split, strict=True)
+    ]
+
+
+def _split_pairs(data: PreferencePairs, examples: Prompts) -> list[tuple[Any, Any, Any]]:
+    rejected = examples.columns[data.rejected_column]
+    given: Sequence[Any] = examples.prompts
+    if data.implicit_prompt:
+        return [split_prompt(c, r) for c, r in zip(given, rejected, strict=True)]
+    return list(zip(given, examples.columns[data.chosen_column], rejected, strict=True))
 
 
 def split_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:

@@ -17,7 +17,7 @@ from dprlhf.recipe import AnyRecipe, Recipe, experimental
 from dprlhf.recipe.supervised import StageRecipe
 from dprlhf.runs.card import released_dimension
 from dprlhf.runs.earlier import total
-from dprlhf.training.build import load_parts
+from dprlhf.training.build import load_parts, say_what_is_left_out
 from dprlhf.training.planner import resolve_auto
 from dprlhf.training.processes import Processes
 from dprlhf.training.reinforcement import Reinforcement
@@ -44,6 +44,7 @@ def dry_run(recipe: Recipe, sources: Sources | None = None) -> dict[str, Any]:
     sources = sources or Sources(None, None, None)
     recipe = resolve_auto(recipe, sources)
     stage, parts = load_parts(recipe, sources, processes, quiet=True)
+    processes.on_main(lambda: say_what_is_left_out(stage, parts))
     assert isinstance(stage, Reinforcement)
     recipe, plan, policy = stage.recipe, parts.plan, parts.policy
     public = stage.public or neutral_prompts()
@@ -90,6 +91,7 @@ def dry_run_stage(
     processes = Processes.connect()
     sources = Sources(data, None, evaluation_data)
     stage, parts = load_parts(recipe, sources, processes, quiet=True)
+    processes.on_main(lambda: say_what_is_left_out(stage, parts))
     assert isinstance(stage, Supervised)
     recipe, plan, public = stage.recipe, parts.plan, stage.public
     seconds = estimated = None

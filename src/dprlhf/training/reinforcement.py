@@ -46,7 +46,7 @@ from dprlhf.training.layout import Shapes
 from dprlhf.training.measures import Comparison, PolicyEstimate, RewardEstimate, as_metrics
 from dprlhf.training.processes import Processes
 from dprlhf.training.run import Batch, Outcome, Parts, Run
-from dprlhf.training.tasks import check_template
+from dprlhf.training.tasks import check_template, too_long
 from dprlhf.training.timing import seconds_a_response, seconds_a_round
 from dprlhf.updates import PrivateRound, find_update
 from dprlhf.updates.adaptive_clip import AdaptiveClip
@@ -164,6 +164,10 @@ class Reinforcement:
         """Refuse a tokenizer without a template, or a policy too large for the recipe's oracle."""
         check_template(self.recipe.data, users, policy)
         check_dimension(self.recipe.update, policy.dimension)
+
+    def cut(self, policy: CausalLMPolicy, prompts: Prompts) -> list[bool]:
+        """Return for each prompt whether it has more tokens than the recipe keeps."""
+        return too_long(policy, prompts.prompts, self.recipe.data.max_prompt_tokens)
 
     def settle(self, parts: Parts) -> None:
         """Decide the rollout's batch size, the adapter's start and the clip norm."""

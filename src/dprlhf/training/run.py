@@ -205,6 +205,9 @@ class Stage(Protocol):
                 has no chat template.
         """
 
+    def cut(self, policy: CausalLMPolicy, prompts: Prompts) -> list[bool]:
+        """Return for each row whether it has more tokens than the recipe keeps, ``[prompts]``."""
+
     def settle(self, parts: Parts) -> None:
         """Decide what the recipe leaves open, on PUBLIC rows and the machine alone."""
 

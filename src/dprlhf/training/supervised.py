@@ -151,6 +151,10 @@ class Supervised:
         if not self.recipe.classifier:
             check_template(self.recipe.data, users, policy)
 
+    def cut(self, policy: CausalLMPolicy, prompts: Prompts) -> list[bool]:
+        """Return for each row whether it has more tokens than the recipe keeps."""
+        return self.task.cut(policy, prompts)
+
     def settle(self, parts: Parts) -> None:
         """Initialise the adapter from activations on public rows, where the recipe says so."""
         recipe, public = self.recipe, parts.public

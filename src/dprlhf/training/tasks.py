@@ -43,6 +43,10 @@ class Task(Protocol):
         """Turn rows of data into rows of tokens, those of a user adjacent."""
         ...
 
+    def cut(self, model: CausalLMPolicy, examples: Prompts) -> list[bool]:
+        """Return for each row of data whether it has more tokens than are kept, ``[rows]``."""
+        ...
+
     def check(self, rows: Any) -> None:
         """Raise a :class:`DprlhfError`, which quotes no row, if the task cannot use the data."""
         ...
@@ -75,17 +79,28 @@ class NextTokens:
         The end-of-sequence token is learnt unless the document is truncated.
         """
         data = self._data
-        if data.completion_column is None:
-            given: Sequence[Any] = [""] * len(examples)
-            learnt: Sequence[Any] = examples.prompts
-        else:
-            given, learnt = examples.prompts, examples.columns[data.completion_column]
+        given, learnt = self._texts(examples)
         prompts = model.encode(given, data.max_prompt_tokens)
         completions = [completion_tokens(model, p, c) for p, c in zip(given, learnt, strict=True)]
         length = data.max_completion_tokens
         end = [model.tokenizer.eos_token_id]
         answers = [(c + end)[:length] for c in completions]
         return pack(model, examples, prompts, answers, length, data.max_prompt_tokens)
+
+    def cut(self, model: CausalLMPolicy, examples: Prompts) -> list[bool]:
+        """Return for each document whether its prompt or its completion is cut."""
+        given, learnt = self._texts(examples)
+        most = self._data.max_completion_tokens
+        answers = [len(completion_tokens(model, *both)) for both in zip(given, learnt, strict=True)]
+        long = too_long(model, given, self._data.max_prompt_tokens)
+        return [cut or answer > most for cut, answer in zip(long, answers, strict=True)]
+
+    def _texts(self, examples: Prompts) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Return what each document is learnt after, and what is learnt."""
+        column = self._data.completion_column
+        if column is None:
+            return [""] * len(examples), examples.prompts
+        return examples.prompts, examples.columns[column]
 
     def weights(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
         """Return 1 / (the user's number of documents × the document's learnt tokens)."""
@@ -115,19 +130,31 @@ class Pairs:
 
     def encode(self, model: CausalLMPolicy, examples: Prompts) -> Responses:
         """Return two rows for each pair: the chosen one and the rejected one."""
-        data, tokenizer = self._data, model.tokenizer
-        texts = [
+        most = self._data.max_tokens
+        both = [tokens for pair in self._texts(model, examples, most) for tokens in pair]
+        return pack(model, examples, both, [[0]] * len(both), 1, most)
+
+    def cut(self, model: CausalLMPolicy, examples: Prompts) -> list[bool]:
+        """Return for each pair whether one of its texts is cut."""
+        most = self._data.max_tokens
+        pairs = self._texts(model, examples, most + 1)
+        return [max(map(len, pair)) > most for pair in pairs]
+
+    def _texts(
+        self, model: CausalLMPolicy, examples: Prompts, most: int
+    ) -> list[tuple[list[int], list[int]]]:
+        """Return the tokens of each pair's chosen and rejected text."""
+        chosen, rejected = (
             classifier_tokens(
-                tokenizer,
+                model.tokenizer,
                 examples.prompts,
                 examples.columns[column],
                 whole=True,
-                max_tokens=data.max_tokens,
+                max_tokens=most,
             )
-            for column in (data.chosen_column, data.rejected_column)
-        ]
-        both = [tokens for pair in zip(*texts, strict=True) for tokens in pair]
-        return pack(model, examples, both, [[0]] * len(both), 1, data.max_tokens)
+            for column in (self._data.chosen_column, self._data.rejected_column)
+        )
+        return list(zip(chosen, rejected, strict=True))
 
     def weights(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
         """Return minus the loss's derivative, ± σ(r(rejected) − r(chosen)) / the user's pairs."""
@@ -156,15 +183,18 @@ class Labels:
         """Return a row for each text, with the index of its label as the answer."""
         assert self._data.label_column is not None
         given = examples.columns[self._data.label_column]
-        texts = classifier_tokens(
-            model.tokenizer,
-            examples.prompts,
-            examples.prompts,
-            whole=False,
-            max_tokens=self._data.max_tokens,
-        )
+        texts = self._texts(model, examples, self._data.max_tokens)
         answers = [[self.number(label)] for label in given]
         return pack(model, examples, texts, answers, 1, self._data.max_tokens)
+
+    def cut(self, model: CausalLMPolicy, examples: Prompts) -> list[bool]:
+        """Return for each text whether it is cut."""
+        most = self._data.max_tokens
+        return [len(text) > most for text in self._texts(model, examples, most + 1)]
+
+    def _texts(self, model: CausalLMPolicy, examples: Prompts, most: int) -> list[list[int]]:
+        given = examples.prompts
+        return classifier_tokens(model.tokenizer, given, given, whole=False, max_tokens=most)
 
     def check(self, rows: Any) -> None:
         """Check that every label is known."""
@@ -216,6 +246,11 @@ def check_template(data: recipe.Data, users: Users, policy: CausalLMPolicy) -> N
             f"data.prompt_column {data.prompt_column!r} holds conversations, and the policy's"
             " tokenizer has no chat template: take an instruction-tuned model, or give text"
         )
+
+
+def too_long(model: CausalLMPolicy, prompts: Sequence[Any], most: int) -> list[bool]:
+    """Return for each prompt whether it has more than ``most`` tokens, ``[prompts]``."""
+    return [len(tokens) > most for tokens in model.encode(prompts, most + 1)]
 
 
 def completion_tokens(model: CausalLMPolicy, prompt: Any, completion: Any) -> list[int]:
