@@ -12,7 +12,7 @@ from typing import Any, Literal
 import datasets
 import pytest
 import transformers
-from huggingface_hub.utils import get_session
+from huggingface_hub import get_session
 from pydantic import ValidationError
 
 from dprlhf import recipe

@@ -74,8 +74,7 @@ def check_connection(missing: str) -> None:
 
 def _hub_answers() -> bool:
     """Return whether the hub answers one request, whatever it says."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import constants, get_session
 
     try:
         get_session().head(constants.ENDPOINT, timeout=10)
