@@ -5,6 +5,15 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rollout import Responses
@@ -19,13 +28,44 @@ def gradient_of_user(
     for row in np.flatnonzero((responses.user == user) & (weights != 0)):
         ids = responses.tokens[row][responses.mask[row].bool()]
         prompt = int(responses.mask[row, : -responses.max_new_tokens].sum())
-        logits = policy.model(input_ids=ids[None]).logits[0] / policy.temperature
-        log_probabilities = torch.log_softmax(logits, dim=-1)
-        score = sum(log_probabilities[i - 1, ids[i]] for i in range(prompt, len(ids)))
+        logits = policy.model(input_ids=ids[None]).logits[0]
+        score = sum(
+            log_distribution(policy, logits[i - 1], ids[:i], prompt)[ids[i]]
+            for i in range(prompt, len(ids))
+        )
         assert isinstance(score, torch.Tensor)
         gradients = torch.autograd.grad(score, parameters)
         total += float(weights[row]) * torch.cat([g.flatten() for g in gradients]).double()
     return total
+
+
+def log_distribution(
+    policy: CausalLMPolicy, logits: torch.Tensor, before: torch.Tensor, prompt: int
+) -> torch.Tensor:
+    """The log-probabilities of the next token, by transformers' own processors, ``[vocabulary]``.
+
+    Args:
+        policy: The policy, with its temperature and its settings of sampling.
+        logits: Logits of the next token, ``[vocabulary]``.
+        before: Tokens that stand before it, without padding.
+        prompt: Number of them that are the prompt's.
+    """
+    sampling, processors = policy.sampling, LogitsProcessorList()
+    scores = logits[None]
+    if sampling.repetition_penalty != 1:
+        # Each token once: autograd counts a scattered value as often as its place is written.
+        penalty = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
+        scores = penalty(before.unique()[None], scores)
+    if least := sampling.min_new_tokens:
+        processors.append(MinNewTokensLengthLogitsProcessor(prompt, least, policy.end_tokens))
+    processors.append(TemperatureLogitsWarper(policy.temperature))
+    if sampling.top_k:
+        processors.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        processors.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        processors.append(MinPLogitsWarper(sampling.min_p))
+    return torch.log_softmax(processors(before[None], scores)[0], dim=-1)
 
 
 def relative_error(measured: torch.Tensor, truth: torch.Tensor) -> float:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from dprlhf.data.public import in_memory_prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.warpers import Sampling
 from dprlhf.rollout.logprobs import token_logprobs
 from dprlhf.training.tasks import completion_tokens, pack
 
@@ -39,7 +40,8 @@ def text_logprobs(
     length = max(map(len, tokens), default=1)
     before = policy.encode(prompts, max_prompt_tokens)
     rows = pack(policy, asked, before, tokens, length, max_prompt_tokens)
-    found: Array = token_logprobs(policy, rows, batch_size).sum(1)
+    with policy.sampled_with(Sampling()):  # nothing of the texts was sampled
+        found: Array = token_logprobs(policy, rows, batch_size).sum(1)
     return found
 
 

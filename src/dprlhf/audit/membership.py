@@ -21,6 +21,7 @@ from dprlhf.audit.guesses import planned_guesses, surest_guesses
 from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import Scorer
+from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import token_logprobs
 from dprlhf.training.evaluate import evaluate
 
@@ -114,12 +115,19 @@ def membership_scores(
             )
             rewards.append(done.rewards)
             with policy.base() if base else contextlib.nullcontext():
-                likely.append(token_logprobs(policy, done.responses, _ROWS).sum(1))
+                likely.append(_logprobs(policy, done.responses))
         with policy.base():
-            under_base = token_logprobs(policy, done.responses, _ROWS).sum(1)
+            under_base = _logprobs(policy, done.responses)
         found["reward"] += (rewards[1] - rewards[0]) / responses
         found["drift"] += (likely[1] - under_base) / responses
         found["entropy"] += (likely[1] - likely[0]) / responses
+    return found
+
+
+def _logprobs(policy: CausalLMPolicy, responses: Responses) -> Array:
+    # Without top-k and the like: each policy keeps other tokens, and log 0 is no score.
+    with policy.sampled_with(policy.sampling.untruncated()):
+        found: Array = token_logprobs(policy, responses, _ROWS).sum(1)
     return found
 
 

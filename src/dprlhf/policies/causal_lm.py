@@ -18,6 +18,7 @@ from dprlhf.hub import check_reachable, pinned
 from dprlhf.policies import shared_prompt
 from dprlhf.policies.adapters import add_adapter, quiet_peft, stored_state
 from dprlhf.policies.mixing import refuse_mixing
+from dprlhf.policies.warpers import Rows, Sampling, warped_logprobs
 
 
 class CausalLMPolicy:
@@ -28,13 +29,15 @@ class CausalLMPolicy:
             randomness.
         tokenizer: A tokenizer with a padding token that pads on the left.
         temperature: Sampling temperature. Log-probabilities are taken at the same temperature.
+        sampling: Top-k, top-p, min-p, repetition penalty and shortest response. Log-probabilities
+            are those of what these leave.
 
     Attributes:
         parameters: The trainable parameters by name, in a fixed order.
         dimension: Number d of trainable parameters.
         end_tokens: Tokens at which a response ends: the tokenizer's end-of-sequence token and those
-            of the checkpoint's generation config. Nothing else of that config is used: a
-            repetition penalty would sample from another distribution than π_θ.
+            of the checkpoint's generation config. Nothing else of that config is used: what
+            responses are sampled from is stated in the recipe.
         is_base: Whether the adapter is off, inside :meth:`base`.
         tools: The functions that the chat template shows to the model; empty for none.
         sampler: The way to sample responses of several turns, a
@@ -44,11 +47,18 @@ class CausalLMPolicy:
         DprlhfError: Nothing is trainable, or the model has a layer that mixes the rows of a batch.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, temperature: float = 1.0) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        temperature: float = 1.0,
+        sampling: Sampling | None = None,
+    ) -> None:
         refuse_mixing(model)
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.temperature = temperature
+        self.sampling = sampling or Sampling()
         self.end_tokens = _end_tokens(model, tokenizer)
         self.is_base = False
         self.tools: Sequence[Any] = ()
@@ -82,6 +92,25 @@ class CausalLMPolicy:
             # PEFT makes all of an adapter trainable when it switches it on, frozen parts too
             for name, parameter in self.model.named_parameters():
                 parameter.requires_grad_(name in self.parameters)
+
+    @contextlib.contextmanager
+    def sampled_with(self, sampling: Sampling, temperature: float | None = None) -> Iterator[bool]:
+        """Take log-probabilities of another distribution within the context.
+
+        Args:
+            sampling: The settings of that distribution.
+            temperature: Its temperature; None leaves it as it is.
+
+        Yields:
+            Whether that is another distribution than outside.
+        """
+        own = self.sampling, self.temperature
+        self.sampling = sampling
+        self.temperature = self.temperature if temperature is None else temperature
+        try:
+            yield own != (self.sampling, self.temperature)
+        finally:
+            self.sampling, self.temperature = own
 
     def encode(self, prompts: Sequence[Any], max_tokens: int) -> list[list[int]]:
         """Tokenize prompts one by one: text as it is, conversations by the chat template.
@@ -179,6 +208,9 @@ class CausalLMPolicy:
     ) -> torch.Tensor:
         """Return log π(token | all tokens before it) of the last ``responses`` tokens of each row.
 
+        π is the distribution that responses are sampled from, at ``temperature`` and with
+        ``sampling``.
+
         Args:
             tokens: ``[rows, prompt + response]``, prompts padded on the left.
             mask: 1 for real tokens and 0 for padding, same shape.
@@ -202,8 +234,12 @@ class CausalLMPolicy:
             inputs = {"input_ids": ids, "attention_mask": seen, "position_ids": positions}
             inputs["logits_to_keep"] = responses
         logits = self.model(**inputs, use_cache=False).logits
-        chosen = tokens[:, -responses:].flatten()
-        found = chosen_logprobs(logits.flatten(0, 1), chosen, self.temperature)
+        logits = logits.flatten(0, 1)
+        if self.sampling.plain:
+            found = chosen_logprobs(logits, tokens[:, -responses:].flatten(), self.temperature)
+        else:
+            rows = Rows(tokens, mask, responses, self.end_tokens)
+            found = warped_logprobs(logits, rows, self.sampling, self.temperature)
         return found.view(len(tokens), responses)
 
     @torch.no_grad()

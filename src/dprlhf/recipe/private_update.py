@@ -138,6 +138,11 @@ class PrivateUpdate(Settings):
         )
 
     @property
+    def moves_within_round(self) -> bool:
+        """Whether log-probabilities are taken at parameters other than those that sampled."""
+        return self.releases > 1
+
+    @property
     def noised_critic(self) -> Critic | None:
         """Settings of the critic that serves the advantages; None without one."""
         return None

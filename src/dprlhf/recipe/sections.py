@@ -81,6 +81,14 @@ class Rollout(Settings):
         max_new_tokens: Number of tokens of a response, at most.
         temperature: Sampling temperature of both policies. Log-probabilities are taken at the same
             temperature.
+        top_k: Sample from this many most likely tokens; 0 for all. This and the next four keys mean
+            what they mean in transformers' ``generate``, and log-probabilities are those of the
+            distribution that they leave.
+        top_p: Sample from the most likely tokens whose probability reaches this; 1 for all.
+        min_p: Sample from tokens at least this share as likely as the most likely one; 0 for all.
+        repetition_penalty: Divide the logits of tokens that the prompt or the response has already
+            (multiply negative ones) by this; 1 for no penalty.
+        min_new_tokens: Number of tokens before which a response does not end.
         batch_size: Number of responses that are sampled at once; dummy prompts fill up an
             incomplete batch, so that its shape says nothing about the users. Larger is faster until
             the dummies outnumber the responses. ``auto`` determines it once for a run: a round's
@@ -93,13 +101,40 @@ class Rollout(Settings):
     responses: Annotated[int, Field(ge=2)] = 2
     max_new_tokens: PositiveInt = 16
     temperature: PositiveFloat = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: PositiveFloat = 1.0
+    min_new_tokens: Annotated[int, Field(ge=0)] = 0
     batch_size: PositiveInt | Literal["auto"] = 128
     backend: Annotated[Literal["transformers", "vllm"], Experimental(("vllm",))] = "transformers"
 
+    @property
+    def truncates(self) -> list[str]:
+        """The keys that give some tokens probability zero because others are more likely."""
+        off = {"top_k": 0, "top_p": 1, "min_p": 0}
+        return [f"rollout.{name}" for name, value in off.items() if getattr(self, name) != value]
+
+    @field_validator("top_k", "min_p", mode="before")
+    @classmethod
+    def _none_is_off(cls, value: Any) -> Any:
+        return 0 if value is None else value
+
     @model_validator(mode="after")
-    def _even(self) -> Rollout:
+    def _consistent(self) -> Rollout:
         if self.base_policy == "reference" and self.responses % 2:
             raise ValueError("responses must be even when base_policy is reference")
+        if self.base_policy == "reference" and self.truncates:
+            raise ValueError(
+                f"{self.truncates[0]} works with base_policy on-policy: the base model keeps other"
+                " tokens than the policy, which makes a response's probability under the policy"
+                " zero"
+            )
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens {self.min_new_tokens} is more than max_new_tokens"
+                f" {self.max_new_tokens}"
+            )
         return self
 
 

@@ -6,6 +6,7 @@ What only one update refuses stands in its settings class (``check``).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NoReturn
 
 from dprlhf.recipe.private_update import Critic, PrivateUpdate, Sections, TrustRegion
 from dprlhf.recipe.quantile import QuantileClip
@@ -33,6 +34,8 @@ def check_update(update: PrivateUpdate, recipe: Sections) -> None:
         _check_critic(update.noised_critic, recipe)
     if update.subspace is not None:
         _check_subspace(update, update.subspace, recipe)
+    if recipe.rollout.truncates and update.moves_within_round:
+        _refuse_truncation(update, recipe.rollout.truncates[0])
     if recipe.kl.level == "token" and not update.token_rewards:
         raise ValueError(
             "kl.level: token works with update.name"
@@ -40,6 +43,18 @@ def check_update(update: PrivateUpdate, recipe: Sections) -> None:
             " response: write kl.level: sequence"
         )
     update.check(recipe)
+
+
+def _refuse_truncation(update: PrivateUpdate, key: str) -> NoReturn:
+    instead = {
+        "ppo": "write update.epochs: 1 and minibatches: 1",
+        "rebel": "write update.steps: 1 or solver: gauss-newton",
+    }
+    raise ValueError(
+        f"{key}: update.name {update.name} takes several steps on a round's responses, after which"
+        " the policy keeps other tokens than those it sampled from:"
+        f" {instead.get(update.name, 'take pg, grpo or npg')}, or leave {key} out"
+    )
 
 
 def _check_trust_region(update: PrivateUpdate, region: TrustRegion, recipe: Sections) -> None:

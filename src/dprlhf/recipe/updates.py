@@ -180,6 +180,11 @@ class PPO(_Advantage):
         return self.epochs
 
     @property
+    def moves_within_round(self) -> bool:
+        """Whether log-probabilities are taken at parameters other than those that sampled."""
+        return self.epochs * self.minibatches > 1
+
+    @property
     def released(self) -> str:
         """What a round's releases are the noised mean of, for the privacy card."""
         return "move of the users' copies of the policy in each round"
@@ -209,6 +214,11 @@ class REBEL(PrivateUpdate):
     def releases(self) -> int:
         """Number J of noised sums that a round releases: the gate charges J and refuses more."""
         return self.steps if self.least_squares is None else self.oracle.releases
+
+    @property
+    def moves_within_round(self) -> bool:
+        """Whether log-probabilities are taken at parameters other than those that sampled."""
+        return self.least_squares is None and self.steps > 1
 
     @property
     def released(self) -> str:
@@ -259,6 +269,11 @@ class NPG(_Score):
     def releases(self) -> int:
         """Number J of noised sums that a round releases: the gate charges J and refuses more."""
         return self.oracle.releases
+
+    @property
+    def moves_within_round(self) -> bool:
+        """Whether log-probabilities are taken at parameters other than those that sampled."""
+        return False  # however many releases it takes, the features are those of π_t
 
     @property
     def released(self) -> str:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.shared_prompt import own_tokens_behind_prompt
+from dprlhf.policies.warpers import truncated, warped
 
 _BLOCK = 256
 _BELOW_ONE = 1 - 2.0**-53
@@ -60,6 +61,45 @@ def inverse_cdf(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
     return block * _BLOCK + token
 
 
+def draw(
+    policy: CausalLMPolicy,
+    logits: torch.Tensor,
+    uniforms: torch.Tensor,
+    prompts: torch.Tensor,
+    written: torch.Tensor,
+) -> torch.Tensor:
+    """Return the next token of each response, from the distribution that the policy states.
+
+    Args:
+        policy: The policy, with its temperature, top-k and so on.
+        logits: Logits, ``[rows, vocabulary]``; before the first token, a row is a prompt.
+        uniforms: Uniform random numbers, ``[rows, draws]``.
+        prompts: Tokens of the prompts, ``[prompts, any]``; those of one prompt in any order.
+        written: What the responses have so far, ``[responses, step]``, those to one prompt
+            adjacent.
+
+    Returns:
+        Token ids, ``[rows, draws]``.
+    """
+    sampling, step = policy.sampling, written.shape[1]
+    if sampling.plain:
+        return inverse_cdf(logits, uniforms, policy.temperature)
+    before = None
+    if sampling.repetition_penalty != 1:
+        before = prompts.repeat_interleave(len(logits) // len(prompts), 0)
+        before = torch.cat([before, written], 1) if step else before
+    early = step < sampling.min_new_tokens
+    scores = warped(
+        logits,
+        sampling,
+        policy.temperature,
+        before=before,
+        may_end=torch.zeros(len(logits), dtype=torch.bool, device=logits.device) if early else None,
+        ends=policy.end_tokens,
+    )
+    return inverse_cdf(truncated(scores, sampling), uniforms, 1.0)
+
+
 @torch.no_grad()
 def decode(
     policy: CausalLMPolicy,
@@ -95,9 +135,10 @@ def decode(
     # A row of the first logits is a prompt; from here on, a row is a response.
     steps = Steps(policy, mask, num_generations, max_new_tokens)
     cache.reorder_cache(steps.prompt_of_row)
+    asked = torch.where(mask.bool(), ids, ids[:, -1:])
     for step in range(max_new_tokens):
         now = draws.reshape(len(logits), -1, max_new_tokens)[:, :, step]
-        chosen = inverse_cdf(logits, now, policy.temperature).flatten()
+        chosen = draw(policy, logits, now, asked, tokens[:, :step]).flatten()
         tokens[:, step] = torch.where(ended, pad, chosen)
         ended |= torch.isin(chosen, ends)
         if step + 1 == max_new_tokens or bool(ended.all()):
@@ -135,7 +176,7 @@ def try_last_step(
             layer.values = F.pad(layer.values, (0, 0, 0, missing))
     logits = steps.logits(torch.full((rows,), pad, device=device), last, cache)
     half = torch.full((rows, 1), 0.5, dtype=torch.float64, device=device)
-    inverse_cdf(logits, half, policy.temperature)
+    draw(policy, logits, half, ids, torch.full((rows, max_new_tokens - 1), pad, device=device))
 
 
 def _prefill(policy: CausalLMPolicy, ids: torch.Tensor, mask: torch.Tensor) -> Any:
@@ -252,5 +293,7 @@ def bytes_per_row(policy: CausalLMPolicy, tokens: int) -> int:
     # Twice: a cache is copied to grow. The prefill holds one layer's activations.
     cache = 2 * 2 * config.num_hidden_layers * groups * of_head * tokens
     prefill = (8 * hidden + 3 * inner) * tokens
-    # Logits, and in float32 their copy, its softmax and both with padding.
-    return int((cache + prefill + vocabulary) * weight.element_size() + 4 * 4 * vocabulary)
+    # Logits, and in float32 their copy, its softmax and both with padding. Truncation sorts them:
+    # values and places, their masses in float64, and masks.
+    copies = 4 if policy.sampling.plain else 14
+    return int((cache + prefill + vocabulary) * weight.element_size() + copies * 4 * vocabulary)

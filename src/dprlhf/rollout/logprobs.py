@@ -23,6 +23,9 @@ def token_logprobs(
 
     The others are padding, and what tools answered.
 
+    π_θ is the distribution that responses are sampled from, at the policy's temperature and with
+    its top-k and so on.
+
     Args:
         policy: π_θ; inside ``policy.base()`` it is the reference policy.
         responses: Responses of all users of the round.
@@ -58,7 +61,12 @@ def log_ratio_to_base(
     batch_size: int,
     rows: NDArray[np.int64] | None = None,
 ) -> Array:
-    """Return log π_θ(token) − log π_ref(token) as :func:`token_logprobs` does."""
-    current = token_logprobs(policy, responses, batch_size, rows)
-    with policy.base():
-        return current - token_logprobs(policy, responses, batch_size, rows)
+    """Return log π_θ(token) − log π_ref(token) as :func:`token_logprobs` does.
+
+    Top-k, top-p and min-p are left out of both: the two policies keep different tokens, and the
+    ratio would be infinite at a token that only one of them keeps.
+    """
+    with policy.sampled_with(policy.sampling.untruncated()):
+        current = token_logprobs(policy, responses, batch_size, rows)
+        with policy.base():
+            return current - token_logprobs(policy, responses, batch_size, rows)

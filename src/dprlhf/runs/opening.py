@@ -91,14 +91,15 @@ def recipe_digest(recipe: AnyRecipe) -> str:
     earlier versions keep their digest. What the evaluation measures and declares
     may change later.
     """
-    newer = (
-        "revision", "attn_implementation", "damping", "average", "times_column", "subspace", "auto",
-    )  # fmt: skip
+    names = "revision attn_implementation damping average times_column subspace auto"
+    unset: dict[str, Any] = dict.fromkeys(names.split())
+    unset |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    unset |= {"min_new_tokens": 0}
     former = {today: old for old, today in FORMER_NAMES.items()}
 
     def without_unset(values: Any) -> Any:
         if isinstance(values, dict):
-            kept = {k: v for k, v in values.items() if v is not None or k not in newer}
+            kept = {k: v for k, v in values.items() if k not in unset or v != unset[k]}
             return {k: without_unset(v) for k, v in kept.items()}
         return [without_unset(v) for v in values] if isinstance(values, list) else values
 

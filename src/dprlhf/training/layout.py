@@ -191,7 +191,8 @@ def _key(policy: CausalLMPolicy, shapes: Shapes) -> tuple[str, ...]:
     trained = sorted(policy.parameters)
     attention = getattr(config, "_attn_implementation", "")
     threads, device = torch.get_num_threads(), str(policy.device)
-    facts = (type(policy), config, attention, weights, trained, shapes, threads, device)
+    drawn = policy.temperature, policy.sampling
+    facts = (type(policy), config, attention, weights, trained, drawn, shapes, threads, device)
     return tuple(map(str, facts))
 
 
@@ -306,7 +307,7 @@ def _differ(size: int, values: Callable[[Sequence[int]], list[list[torch.Tensor]
 def _logits(
     policy: CausalLMPolicy, shapes: Shapes, numbers: Sequence[int], width: int
 ) -> list[list[torch.Tensor]]:
-    """Return the logits of each made-up prompt's responses in the first steps of decoding."""
+    """Return each made-up prompt's responses and their logits in the first steps of decoding."""
     assert shapes.rollout is not None
     size, together = prompts_at_once(_rows(shapes.rollout), shapes.sampled_together)
     steps = min(_STEPS, shapes.response)
@@ -319,7 +320,7 @@ def _logits(
     draws = [np.random.default_rng([9, number]).random((together, steps)) for number in numbers]
     hook = policy.model.register_forward_hook(note)
     try:
-        decode(
+        written = decode(
             policy,
             [made_up_prompt(policy, number, width, shapes.prompt) for number in numbers],
             torch.from_numpy(np.array(draws)),
@@ -328,7 +329,11 @@ def _logits(
         )
     finally:
         hook.remove()
-    return [[step.view(size, -1)[place] for step in seen] for place in range(len(numbers))]
+    found = [[step.view(size, -1)[place] for step in seen] for place in range(len(numbers))]
+    for place, steps_of_one in enumerate(found):  # what was drawn from the last logits, too
+        own = written[place * together : (place + 1) * together]
+        steps_of_one.insert(0, torch.tensor([token for response in own for token in response]))
+    return found
 
 
 def _gradients(

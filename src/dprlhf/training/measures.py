@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.warpers import Sampling
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import token_logprobs
 
@@ -137,7 +137,8 @@ def measure(
         ``response_tokens``: mean length; ``ended_share``: share of responses that ended before the
         length limit; ``distinct_1`` and ``distinct_2``: see :func:`distinct`. With ``batch_size``
         also ``kl``: mean of log π(y|x) − log μ(y|x) in nats per response, the plain estimator
-        (TRL's k1) of KL(π ‖ μ) at the sampling temperature; ``kl_per_token``: mean over tokens of
+        (TRL's k1) of KL(π ‖ μ) at the sampling temperature (π and μ without top-k, top-p and
+        min-p, which would make it infinite); ``kl_per_token``: mean over tokens of
         μ/π − log(μ/π) − 1, the estimator k3 that TRL's GRPO logs as ``kl``; ``perplexity``: of the
         responses under the base model μ at temperature 1, exp of the mean negative log-likelihood
         of all tokens.
@@ -154,12 +155,13 @@ def measure(
     }
     if batch_size is None:
         return found
-    current = token_logprobs(policy, responses, batch_size)
     untuned = policy.is_base
-    with policy.base():
-        base = current if untuned else token_logprobs(policy, responses, batch_size)
-        with _temperature(policy, 1.0) as changed:
-            plain = token_logprobs(policy, responses, batch_size) if changed else base
+    with policy.sampled_with(policy.sampling.untruncated()):
+        current = token_logprobs(policy, responses, batch_size)
+        with policy.base():
+            base = current if untuned else token_logprobs(policy, responses, batch_size)
+            with policy.sampled_with(Sampling(), temperature=1.0) as changed:
+                plain = token_logprobs(policy, responses, batch_size) if changed else base
     ratio = base - current  # log μ/π of each token; 0 on padding
     likelihood = _per_token(-plain.sum(1), tokens)
     perplexity = math.exp(likelihood.mean)
@@ -169,17 +171,6 @@ def measure(
         "kl_per_token": _per_token((np.expm1(ratio) - ratio).sum(1), tokens),
         "perplexity": RewardEstimate(perplexity, perplexity * likelihood.standard_error, count),
     }
-
-
-@contextlib.contextmanager
-def _temperature(policy: CausalLMPolicy, value: float) -> Iterator[bool]:
-    """Set the policy's temperature within the context; yield whether that changes it."""
-    own = policy.temperature
-    policy.temperature = value
-    try:
-        yield own != value
-    finally:
-        policy.temperature = own
 
 
 def _per_token(sums: Array, tokens: Array) -> RewardEstimate:

@@ -23,6 +23,7 @@ from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy, align_with_activations, load_policy
 from dprlhf.policies.optimizers import set_noise
+from dprlhf.policies.warpers import Sampling
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import QuantileClip, Recipe, TrustRegion
 from dprlhf.rewards import (
@@ -155,7 +156,12 @@ class Reinforcement:
 
     def load_policy(self) -> CausalLMPolicy:
         """Return the program's own policy, or load the recipe's."""
-        return self._sources.policy or load_policy_of(self.recipe)
+        policy = self._sources.policy
+        if policy is None:
+            return load_policy_of(self.recipe)
+        policy.sampling = Sampling.of(self.recipe.rollout)
+        given: CausalLMPolicy = policy
+        return given
 
     def check_rows(self, rows: Any) -> None:
         """Check nothing: an unreadable prompt is found as it is read, and contributes nothing."""
@@ -410,6 +416,7 @@ def load_policy_of(recipe: Recipe) -> CausalLMPolicy:
         DprlhfError: The policy cannot be loaded, or its context is too short.
     """
     policy = load_policy(recipe.policy, temperature=recipe.rollout.temperature, seed=recipe.seed)
+    policy.sampling = Sampling.of(recipe.rollout)
     prompt, response = recipe.data.max_prompt_tokens, recipe.rollout.max_new_tokens
     policy.check_context_length(
         prompt + response,

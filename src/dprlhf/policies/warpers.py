@@ -1,0 +1,269 @@
+"""Top-k, top-p, min-p, repetition penalty: the distribution that a token is really drawn from.
+
+The settings mean what they mean in transformers' ``generate``, and are applied in its order: the
+repetition penalty and the ban of an early end act on the logits, which are then divided by the
+temperature and cut by top-k, top-p and min-p, one after the other. What is left is renormalised.
+
+The log-probability of a token is that of this distribution π̃, and so is its gradient: with K the
+kept tokens,
+
+    ∇ log π̃(y) = ∇ s_y − Σ_{v ∈ K} π̃(v) ∇ s_v        (s: scores, the logits after the penalty)
+
+K does not move with θ, except where two scores are equal or a cumulative probability is exactly
+top_p. There the expected reward jumps, and no gradient shows that.
+
+**The sampled token always counts as kept.** K is found again in the update, from logits of the same
+policy that are rounded in another way (no cache of keys and values, another shape). A token at the
+very edge of K could fall out of it there, and log 0 would poison its user's contribution.
+
+A row's set depends on that row's logits alone, so it couples no users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dprlhf import recipe
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How scores are changed and cut before a token is drawn; the defaults change nothing.
+
+    Attributes:
+        top_k: Number of the most likely tokens that are kept (with all ties of the last); 0 for
+            all.
+        top_p: The most likely tokens are kept until their probability reaches this.
+        min_p: Tokens are kept that are at least this share as likely as the most likely one.
+        repetition_penalty: Scores of tokens in the prompt and in the response so far are divided by
+            it where they are positive, and multiplied by it where they are negative.
+        min_new_tokens: Number of tokens before which no end token can be drawn.
+    """
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+
+    @classmethod
+    def of(cls, rollout: recipe.Rollout) -> Sampling:
+        """Return the settings of the recipe's section."""
+        return cls(**{name: getattr(rollout, name) for name in cls.__dataclass_fields__})
+
+    @property
+    def plain(self) -> bool:
+        """Whether tokens come from the softmax of the logits as they are."""
+        return self == Sampling()
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens have probability zero because others are more likely."""
+        return self != self.untruncated()
+
+    def untruncated(self) -> Sampling:
+        """Return the settings without top-k, top-p and min-p."""
+        return replace(self, top_k=0, top_p=1.0, min_p=0.0)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Responses whose tokens' log-probabilities are asked for.
+
+    Attributes:
+        tokens: ``[rows, prompt + response]``, prompts padded on the left.
+        mask: 1 for real tokens and 0 for padding, same shape.
+        length: Width of the response part, in tokens.
+        ends: The end tokens.
+    """
+
+    tokens: torch.Tensor
+    mask: torch.Tensor
+    length: int
+    ends: Sequence[int]
+
+    @property
+    def chosen(self) -> torch.Tensor:
+        """The response tokens, ``[rows · response]``."""
+        return self.tokens[:, -self.length :].flatten()
+
+    def before(self, part: slice) -> torch.Tensor:
+        """Return the tokens before some of the response tokens, ``[part, prompt + response]``.
+
+        In the place of padding and of what comes later, there is the prompt's last token.
+        """
+        numbers = torch.arange(part.start, part.stop, device=self.tokens.device)
+        row, first = numbers // self.length, self.tokens.shape[1] - self.length
+        column = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        stands = self.mask[row].bool() & (column < (first + numbers % self.length)[:, None])
+        return torch.where(stands, self.tokens[row], self.tokens[row, first - 1, None])
+
+    def may_end(self, part: slice, least: int) -> torch.Tensor:
+        """Return whether an end token could be drawn at some of the response's places, ``[part]``.
+
+        Where the token is an end token it could: padding may be one, and made-up rows have them.
+        """
+        numbers = torch.arange(part.start, part.stop, device=self.tokens.device)
+        is_end = torch.isin(self.chosen[part], torch.tensor(self.ends, device=self.tokens.device))
+        return (numbers % self.length >= least) | is_end
+
+
+def warped(
+    logits: torch.Tensor,
+    sampling: Sampling,
+    temperature: float,
+    *,
+    before: torch.Tensor | None,
+    may_end: torch.Tensor | None,
+    ends: Sequence[int],
+) -> torch.Tensor:
+    """Return the scores before truncation, whose softmax is a distribution; float32 or wider.
+
+    Args:
+        logits: The model's output, ``[rows, vocabulary]``.
+        sampling: The settings.
+        temperature: Divides the scores, after the penalty.
+        before: Tokens that the penalty is for, ``[rows, any]``, in any order and number; needed for
+            a penalty.
+        may_end: Whether an end token may be drawn, ``[rows]``; None where it may in all rows.
+        ends: The end tokens.
+    """
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if sampling.repetition_penalty != 1:
+        assert before is not None
+        picked, penalty = scores.gather(1, before), sampling.repetition_penalty
+        picked = torch.where(picked < 0, picked * penalty, picked / penalty)
+        scores = scores.scatter(1, before, picked)
+    if may_end is not None:
+        banned = torch.zeros(scores.shape[1], dtype=torch.bool, device=scores.device)
+        banned[list(ends)] = True
+        scores = scores.masked_fill(~may_end[:, None] & banned, -torch.inf)
+    return scores / temperature
+
+
+def cutoff(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Return the lowest score that is kept: the kept tokens are those with this score or a higher.
+
+    All ties of the lowest are kept, also with top-p, of which transformers keeps an arbitrary part:
+    what is kept must not depend on the order in which a sort leaves equal scores.
+
+    Args:
+        scores: Scores at the sampling temperature, ``[rows, vocabulary]``.
+        sampling: The settings.
+
+    Returns:
+        ``[rows, 1]``; −∞ where nothing is cut.
+    """
+    lowest = scores.new_full((len(scores), 1), -torch.inf)
+    if sampling.top_k:
+        lowest = scores.topk(min(sampling.top_k, scores.shape[1]), 1).values[:, -1:]
+        scores = scores.masked_fill(scores < lowest, -torch.inf)
+    if sampling.top_p < 1:
+        ordered = scores.sort(dim=1).values
+        mass = ordered.softmax(1).cumsum(1, dtype=torch.float64)
+        removed = (mass <= 1 - sampling.top_p).sum(1, keepdim=True)
+        lowest = ordered.gather(1, removed.clamp(max=scores.shape[1] - 1))
+        scores = scores.masked_fill(scores < lowest, -torch.inf)
+    if sampling.min_p > 0:
+        probability = scores.softmax(1)
+        unlikely = probability < sampling.min_p * probability.amax(1, keepdim=True)
+        lowest = scores.masked_fill(unlikely, torch.inf).amin(1, keepdim=True)
+    return lowest
+
+
+def truncated(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Return the scores with −∞ for each token that top-k, top-p or min-p cuts."""
+    if not sampling.truncates:
+        return scores
+    return scores.masked_fill(scores < cutoff(scores, sampling), -torch.inf)
+
+
+def warped_logprobs(
+    logits: torch.Tensor, rows: Rows, sampling: Sampling, temperature: float
+) -> torch.Tensor:
+    """Return log π̃ of the response tokens, for the distribution that they were drawn from.
+
+    Args:
+        logits: The model's output at each token's place, ``[rows · response, vocabulary]``. The
+            backward pass keeps it as it is.
+        rows: The responses.
+        sampling: The settings.
+        temperature: Temperature of the sampling.
+
+    Returns:
+        Log-probabilities, ``[rows · response]``, float32 or wider.
+    """
+    found: torch.Tensor = _WarpedLogProbs.apply(logits, rows, sampling, temperature)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _WarpedLogProbs(torch.autograd.Function):
+    """The function behind :func:`warped_logprobs`.
+
+    Some of the rows at a time, as for plain log-probabilities. For the backward pass, a row keeps
+    its logits and two numbers: the normaliser and the cutoff.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, rows: Rows, sampling: Sampling, temperature: float
+    ) -> torch.Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        lowest, normalizers, found = logits.new_empty((3, len(logits), 1), dtype=wide)
+        chosen = rows.chosen[:, None]
+        for part in _parts(logits):
+            scores = _scores(logits, rows, sampling, temperature, part)
+            lowest[part] = cutoff(scores, sampling)
+            cut = (scores < lowest[part]).scatter_(1, chosen[part], False)
+            normalizers[part] = scores.masked_fill(cut, -torch.inf).logsumexp(1, keepdim=True)
+            found[part] = scores.gather(1, chosen[part])
+        ctx.save_for_backward(logits, lowest, normalizers)
+        ctx.settings = rows, sampling, temperature
+        logprobs: torch.Tensor = (found - normalizers)[:, 0]
+        return logprobs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        logits, lowest, normalizers = ctx.saved_tensors
+        rows, sampling, temperature = ctx.settings
+        of_logits = torch.empty_like(logits)
+        chosen, gradient = rows.chosen[:, None], gradient[:, None]
+        for part in _parts(logits):
+            scores = _scores(logits, rows, sampling, temperature, part)
+            cut = (scores < lowest[part]).scatter_(1, chosen[part], False)
+            share = (scores - normalizers[part]).exp_().masked_fill_(cut, 0.0)
+            of_scores = share.mul_(-gradient[part]).scatter_add_(1, chosen[part], gradient[part])
+            if sampling.repetition_penalty != 1:
+                before, penalty = rows.before(part), sampling.repetition_penalty
+                negative, picked = logits[part].gather(1, before) < 0, of_scores.gather(1, before)
+                picked = torch.where(negative, picked * penalty, picked / penalty)
+                of_scores = of_scores.scatter(1, before, picked)
+            of_logits[part] = of_scores / temperature
+        return of_logits, None, None, None
+
+
+def _scores(
+    logits: torch.Tensor, rows: Rows, sampling: Sampling, temperature: float, part: slice
+) -> torch.Tensor:
+    least = sampling.min_new_tokens
+    return warped(
+        logits[part],
+        sampling,
+        temperature,
+        before=rows.before(part) if sampling.repetition_penalty != 1 else None,
+        may_end=rows.may_end(part, least) if least else None,
+        ends=rows.ends,
+    )
+
+
+def _parts(logits: torch.Tensor) -> Iterator[slice]:
+    """Cut the rows of ``[rows, vocabulary]`` into parts; sorting one takes several copies of it."""
+    most = 2**24 if logits.is_cuda else 2**21
+    size = max(1, most // logits.shape[1])
+    for start in range(0, len(logits), size):
+        yield slice(start, min(start + size, len(logits)))

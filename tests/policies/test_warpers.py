@@ -1,0 +1,339 @@
+"""Top-k, top-p, min-p, the repetition penalty and the shortest response, against transformers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from dprlhf import recipe
+from dprlhf.data.users import Prompts
+from dprlhf.gradients.clipping import user_gradients
+from dprlhf.policies import warpers
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.warpers import Rows, Sampling, cutoff, truncated, warped, warped_logprobs
+from dprlhf.rollout import Responses, sample
+from dprlhf.rollout.decoding import decode
+from dprlhf.rollout.logprobs import log_ratio_to_base, token_logprobs
+from dprlhf.training.measures import measure
+from helpers.autograd import gradient_of_user, log_distribution, relative_error
+from helpers.policies import policy_of
+
+EOS = 0
+PROMPT = 5
+
+EACH = [
+    Sampling(top_k=5),
+    Sampling(top_p=0.83),
+    Sampling(min_p=0.2),
+    Sampling(repetition_penalty=1.3),
+    Sampling(min_new_tokens=3),
+    Sampling(top_k=40, top_p=0.9, min_p=0.02, repetition_penalty=0.8, min_new_tokens=2),
+]
+
+
+def flat(sampling: Sampling) -> str:
+    changed = dataclasses.asdict(sampling).items() - dataclasses.asdict(Sampling()).items()
+    return ",".join(f"{name}={value}" for name, value in sorted(changed))
+
+
+def with_sampling(sampling: Sampling, kind: Any = "gpt2", **changes: Any) -> CausalLMPolicy:
+    """A policy in float64 whose next token is far from uniform."""
+    policy = copy.deepcopy(policy_of(kind, **changes))
+    with torch.no_grad():
+        policy.model.get_output_embeddings().weight.mul_(12)
+    policy.parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
+    policy.sampling = sampling
+    return policy
+
+
+def five(count: int = 5) -> Prompts:
+    texts: list[Any] = ["a", "some longer text", "middle", "xy", "another of them"][:count]
+    return Prompts(texts, np.arange(count) // 2, np.arange(count) % 2, {})
+
+
+def draw(policy: CausalLMPolicy, prompts: Prompts, **changes: Any) -> Responses:
+    given_ = {"responses": 2, "max_new_tokens": 6, "batch_size": 16}
+    spec = recipe.Rollout.model_validate(given_ | changes)
+    return sample(
+        policy, prompts, spec, key=bytes(32), context=("rollout", 1), max_prompt_tokens=16
+    )
+
+
+def rows_of(rows: int, length: int, vocabulary: int, seed: int = 0) -> Rows:
+    random = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, vocabulary, (rows, PROMPT + length), generator=random)
+    mask = torch.ones_like(tokens)
+    for row in range(rows):
+        mask[row, : row % PROMPT] = 0
+    return Rows(tokens, mask, length, [EOS])
+
+
+# --- the kept set --------------------------------------------------------------------------------
+
+
+def by_transformers(policy: Any, logits: torch.Tensor) -> torch.Tensor:
+    rows = [log_distribution(policy, row, torch.tensor([1]), 1) for row in logits]
+    return torch.stack(rows)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    top_k=st.sampled_from([0, 1, 3, 20, 1000]),
+    top_p=st.sampled_from([1.0, 0.951, 0.503, 0.0307]),
+    min_p=st.sampled_from([0.0, 0.103, 0.907, 1.0]),
+    temperature=st.sampled_from([1.0, 0.7, 2.0]),
+    vocabulary=st.sampled_from([2, 13, 257]),
+    spread=st.sampled_from([0.3, 2.0, 9.0]),
+    ties=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_the_kept_tokens_are_those_of_transformers(
+    top_k: int, top_p: float, min_p: float, temperature: float,
+    vocabulary: int, spread: float, ties: bool, seed: int,
+) -> None:  # fmt: skip
+    """Where scores are equal, all that equal the lowest kept one are kept, and no others."""
+    random = torch.Generator().manual_seed(seed)
+    logits = spread * torch.randn(4, vocabulary, generator=random)
+    logits = (2 * logits).round() / 2 if ties else logits
+    sampling = Sampling(top_k, top_p, min_p)
+    policy = policy_of()
+    with policy.sampled_with(sampling, temperature):
+        theirs = by_transformers(policy, logits).isfinite()
+    scores = warped(logits, sampling, temperature, before=None, may_end=None, ends=[EOS])
+    ours = truncated(scores, sampling).isfinite()
+    assert bool(ours.any(1).all())
+    if not ties:
+        assert torch.equal(ours, theirs)
+        return
+    lowest = scores.masked_fill(~theirs, math.inf).amin(1, keepdim=True)
+    assert bool((ours | ~theirs).all())
+    assert torch.equal(ours & ~theirs, (scores == lowest) & ~theirs & ours)
+
+
+@pytest.mark.parametrize("sampling", EACH, ids=flat)
+def test_a_rows_kept_tokens_do_not_depend_on_the_other_rows(sampling: Sampling) -> None:
+    scores = 3 * torch.randn(6, 300, generator=torch.Generator().manual_seed(2))
+    together = cutoff(scores, sampling)
+    for row in range(6):
+        assert torch.equal(cutoff(scores[row : row + 1], sampling)[0], together[row])
+    assert torch.equal(cutoff(scores.flip(0), sampling).flip(0), together)
+
+
+# --- log-probabilities and their gradients -------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize("sampling", EACH, ids=flat)
+def test_value_and_gradient_are_those_of_autograd(
+    sampling: Sampling, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parts(logits: torch.Tensor) -> Any:
+        return (slice(s, min(s + size, len(logits))) for s in range(0, len(logits), size))
+
+    monkeypatch.setattr(warpers, "_parts", parts)
+    rows, length, vocabulary = 3, 4, 23
+    random = torch.Generator().manual_seed(1)
+    logits = 3 * torch.randn(rows * length, vocabulary, generator=random, dtype=torch.float64)
+    weights = torch.randn(rows * length, generator=random, dtype=torch.float64)
+    given_ = rows_of(rows, length, vocabulary)
+    policy = policy_of()
+    ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
+    with policy.sampled_with(sampling, 0.7):
+        truth = []
+        for number in range(rows * length):
+            row, step = divmod(number, length)
+            before = given_.tokens[row, row % PROMPT : PROMPT + step]
+            prompt = PROMPT - row % PROMPT
+            distribution = log_distribution(policy, theirs[number], before, prompt)
+            # a token that can be drawn: the likeliest but for a row's number
+            order = distribution.argsort(descending=True)[: int(distribution.isfinite().sum())]
+            given_.tokens[row, PROMPT + step] = order[min(row, len(order) - 1)]
+            truth.append(distribution[given_.tokens[row, PROMPT + step]])
+        expected = torch.stack(truth)
+    found = warped_logprobs(ours, given_, sampling, 0.7)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    found.backward(weights)
+    expected.backward(weights)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-13)
+
+
+def test_a_sampled_token_that_rounding_puts_below_the_edge_counts_as_kept() -> None:
+    """Its log-probability is finite and its gradient that of a set with it."""
+    logits = torch.tensor([[3.0, 2.0, 2.0 - 1e-6, -1.0]] * 2, dtype=torch.float64)
+    logits.requires_grad_()
+    rows = Rows(torch.tensor([[1, 2], [1, 3]]), torch.ones(2, 2, dtype=torch.long), 1, [EOS])
+    found = warped_logprobs(logits, rows, Sampling(top_k=2), 1.0)
+    sets = [logits[0, :3], logits[1, [0, 1, 3]]]
+    expected = torch.stack([s.log_softmax(0)[2] for s in sets])
+    torch.testing.assert_close(found, expected)
+    [ours] = torch.autograd.grad(found.sum(), logits)
+    [theirs] = torch.autograd.grad(expected.sum(), logits)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_padding_has_a_finite_log_probability_whatever_stands_there() -> None:
+    """End tokens as padding where no end could be drawn: 0 · ∞ would reach the gradient."""
+    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    rows = Rows(torch.tensor([[1, 2, EOS, EOS, EOS]]), torch.tensor([[1, 1, 0, 0, 0]]), 4, [EOS])
+    found = warped_logprobs(logits, rows, Sampling(min_new_tokens=4, top_k=2), 1.0)
+    assert bool(found.isfinite().all())
+    [gradient] = torch.autograd.grad((found * torch.tensor([1.0, 0, 0, 0])).sum(), logits)
+    assert bool(gradient.isfinite().all())
+    assert not gradient[1:].any()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("sampling", EACH, ids=flat)
+def test_each_users_gradient_is_that_of_autograd(sampling: Sampling, kind: Any) -> None:
+    """Through sampling, the padded forward pass, shared prompts and the per-user engine."""
+    policy = with_sampling(sampling, kind)
+    responses = draw(policy, five())
+    weights = np.random.default_rng(0).normal(size=len(responses.user))
+    found = {}
+    for users, gradients, _ in user_gradients(policy, responses, weights, batch_size=4, rows=None):
+        found.update(zip(users.tolist(), gradients[:, 0], strict=True))
+    for user in range(responses.users):
+        truth = gradient_of_user(policy, responses, weights, user)
+        assert relative_error(found[user].double(), truth) < 1e-9
+
+
+@pytest.mark.parametrize("sampling", EACH, ids=flat)
+def test_the_gradient_is_the_difference_quotient(sampling: Sampling) -> None:
+    policy = with_sampling(sampling)
+    responses = draw(policy, five(2))
+    ones = np.ones(len(responses.user))
+    [(_, gradients, _)] = list(user_gradients(policy, responses, ones, batch_size=8, rows=None))
+    gradient = gradients.sum((0, 1))
+    random = torch.Generator().manual_seed(3)
+    direction = torch.randn(policy.dimension, generator=random, dtype=torch.float64)
+    direction /= direction.norm()
+    values = []
+    for sign in (1, -1):
+        moved, start = copy.deepcopy(policy.model.state_dict()), 0
+        with torch.no_grad():
+            for parameter in policy.parameters.values():
+                step = direction[start : start + parameter.numel()].view(parameter.shape)
+                parameter += sign * 1e-6 * step
+                start += parameter.numel()
+        values.append(token_logprobs(policy, responses, 8).sum())
+        policy.model.load_state_dict(moved)
+    quotient = (values[0] - values[1]) / 2e-6
+    assert float(gradient @ direction) == pytest.approx(quotient, rel=1e-5)
+
+
+@pytest.mark.parametrize("sampling", EACH, ids=flat)
+def test_the_score_has_mean_zero_under_what_is_sampled(sampling: Sampling) -> None:
+    """Σ π̃(v) ∇ log π̃(v) = 0; with the plain log-softmax it is not (the negative control)."""
+    vocabulary = 19
+    logits = 2 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(4)).double()
+    logits[[EOS, 3]] = logits.max()  # what may not be drawn yet, and what is repeated
+    tokens = torch.cat([torch.full((vocabulary, 1), 3), torch.arange(vocabulary)[:, None]], 1)
+    rows = Rows(tokens, torch.ones_like(tokens), 1, [EOS])
+    before, banned = torch.tensor([[3]]), torch.zeros(1, dtype=torch.bool)
+    may_end = banned if sampling.min_new_tokens else None
+    scores = warped(logits[None], sampling, 1.0, before=before, may_end=may_end, ends=[EOS])
+    mass = truncated(scores, sampling).softmax(1)[0]
+    repeated = logits.expand(vocabulary, -1).clone().requires_grad_()
+    found = warped_logprobs(repeated, rows, sampling, 1.0)
+    drawn = mass > 0
+    torch.testing.assert_close(found[drawn].exp(), mass[drawn])
+    [mean] = torch.autograd.grad((found * mass)[drawn].sum(), repeated)
+    assert float(mean.sum(0).abs().max()) < 1e-14
+    plain = repeated.log_softmax(1).diagonal()
+    [mean] = torch.autograd.grad((plain * mass)[drawn].sum(), repeated)
+    assert float(mean.sum(0).abs().max()) > 1e-3
+
+
+# --- sampling ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", EACH, ids=flat)
+def test_tokens_are_drawn_from_the_stated_distribution(sampling: Sampling) -> None:
+    """The first token, and the second after the likeliest first one."""
+    policy = with_sampling(sampling)
+    uniforms = torch.from_numpy(np.random.default_rng(5).random((1, 3000, 2)))
+    [ids] = policy.encode(["abc"], 16)
+    drawn = decode(policy, [ids], uniforms, size=1, width=16)
+    first = np.array([response[0] for response in drawn])
+    likeliest = int(np.bincount(first).argmax())
+    second = [response[1] for response in drawn if response[0] == likeliest and len(response) > 1]
+    for tokens, before in ((first, ids), (np.array(second), [*ids, likeliest])):
+        if likeliest == EOS and before is not ids:
+            continue
+        with torch.no_grad():
+            logits = policy.model(input_ids=torch.tensor([before])).logits[0, -1]
+            truth = log_distribution(policy, logits, torch.tensor(before), len(ids)).exp().numpy()
+        counts = np.bincount(tokens, minlength=len(truth))
+        assert not counts[truth == 0].any()
+        assert chi_square(counts, truth) > 1e-4
+        plain = torch.softmax(logits / policy.temperature, 0).numpy()
+        if before is ids and np.abs(plain - truth).sum() > 0.2:  # the negative control
+            assert chi_square(counts, plain) < 1e-6
+
+
+def chi_square(counts: NDArray[np.int64], truth: NDArray[np.float64]) -> float:
+    """The p-value, with the tokens of expected count below 5 as one cell."""
+    expected = truth * counts.sum()
+    rare = expected < 5
+    seen = [*counts[~rare], counts[rare].sum()]
+    wanted = [*expected[~rare], max(expected[rare].sum(), 1e-9)]
+    wanted = np.array(wanted) * sum(seen) / sum(wanted)
+    return float(scipy.stats.chisquare(seen, wanted).pvalue) if len(seen) > 1 else 1.0
+
+
+@pytest.mark.parametrize("sampling", EACH[-1:], ids=flat)
+def test_what_a_user_samples_does_not_depend_on_the_batch(sampling: Sampling) -> None:
+    policy = with_sampling(sampling, "llama")
+    whole = draw(policy, five(), responses=4)
+    for size in (1, 3):
+        assert torch.equal(draw(policy, five(), responses=4, batch_size=size).tokens, whole.tokens)
+    alone = draw(policy, five(2), responses=4)
+    assert torch.equal(alone.tokens[:, -6:], whole.tokens[:8, -6:])
+    assert torch.equal(alone.mask[:, -6:], whole.mask[:8, -6:])
+
+
+def test_no_response_ends_too_early() -> None:
+    policy = with_sampling(Sampling(min_new_tokens=4))
+    policy.end_tokens = list(range(0, 257, 2))  # half of all tokens end a response
+    lengths = draw(policy, five(), responses=8).response_mask.sum(1)
+    assert int(lengths.min()) == 5  # the fifth token is the first that may end it
+    policy.sampling = Sampling()
+    assert int(draw(policy, five(), responses=8).response_mask.sum(1).min()) == 1
+
+
+# --- what is compared with the base policy -------------------------------------------------------
+
+
+def test_the_log_ratio_to_the_base_policy_leaves_truncation_out() -> None:
+    sampling = Sampling(top_k=2, repetition_penalty=1.2)
+    policy = with_sampling(sampling)
+    responses = draw(policy, five(), responses=4)
+    found = log_ratio_to_base(policy, responses, 8)
+    with policy.base():  # some sampled token is none of the base policy's two
+        logits = token_logprobs(policy, responses, 8)
+    assert policy.sampling == sampling
+    policy.sampling = sampling.untruncated()
+    current = token_logprobs(policy, responses, 8)
+    with policy.base():
+        expected = current - token_logprobs(policy, responses, 8)
+    np.testing.assert_array_equal(found, expected)
+    assert not np.allclose(logits, current)
+
+
+def test_the_measures_are_those_of_the_whole_distribution() -> None:
+    policy = with_sampling(Sampling(top_k=3))
+    responses = draw(policy, five())
+    cut = measure(policy, responses, 8)
+    policy.sampling = Sampling()
+    whole = measure(policy, responses, 8)
+    assert {name: e.mean for name, e in cut.items()} == {n: e.mean for n, e in whole.items()}
