@@ -25,6 +25,7 @@ from dprlhf.boundary import Private, open_private
 from dprlhf.data.users import Prompt, Prompts
 from dprlhf.gradients.clipping import Weighted, user_gradients
 from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.policies.warpers import Sampling
 from dprlhf.privacy import randomness
 from dprlhf.rollout import Responses, resolve_batch_size, sample, sample_responses
 from dprlhf.rollout import vllm as backend
@@ -703,6 +704,15 @@ def test_vllm_is_asked_for_the_policys_own_distribution(fake: type[FakeLLM]) -> 
     assert all(torch.equal(sent[name], tensor) for name, tensor in policy.state().items())
 
 
+def test_vllm_gets_the_settings_that_log_probabilities_follow(fake: type[FakeLLM]) -> None:
+    policy = bfloat16_policy()
+    policy.sampling = Sampling(5, 0.9, 0.0, 1.2, 20)
+    draw(policy, five(), backend="vllm")
+    settings = vars(backend.engine(policy).calls[-1][1][0])
+    asked = {"top_k": 5, "top_p": 0.9, "min_p": 0.0, "repetition_penalty": 1.2, "min_tokens": 6}
+    assert asked.items() <= settings.items()
+
+
 def test_an_adapter_that_moved_comes_under_another_number(fake: type[FakeLLM]) -> None:
     policy = bfloat16_policy()
     draw(policy, five(), backend="vllm")
@@ -790,7 +800,10 @@ def test_vllm_is_refused_for_policies_that_it_cannot_sample(fake: type[FakeLLM])
     no_adapter = CausalLMPolicy(tiny.model("llama").bfloat16(), tiny.tokenizer())
     wide = bfloat16_policy()
     wide.model.peft_config["default"].r = 513
+    mixed = bfloat16_policy()
+    mixed.sampling = Sampling(top_p=0.9, min_p=0.1)
     for policy, message in (
+        (mixed, "rollout.min_p: vllm applies it before top_p"),
         (dora, "LoRA adapters only"),
         (no_adapter, "LoRA adapters only"),
         (policy_of("llama", torch.float32), "policy.dtype: bfloat16"),

@@ -24,6 +24,10 @@ KEYS = {
     "num_generations": "rollout.responses",
     "max_completion_length": "rollout.max_new_tokens",
     "temperature": "rollout.temperature",
+    "top_k": "rollout.top_k",
+    "top_p": "rollout.top_p",
+    "min_p": "rollout.min_p",
+    "repetition_penalty": "rollout.repetition_penalty",
     "per_device_train_batch_size": "update.batch_size",
     "beta": "kl.beta",
     "learning_rate": "optimizer.learning_rate",
@@ -51,11 +55,6 @@ INSTEAD = {
     "bf16": "write policy.dtype=auto or bfloat16",
     "fp16": "write policy.dtype=auto or bfloat16",
     "gradient_checkpointing": "not offered; a smaller update.batch_size saves memory",
-    "top_p": "responses come from the whole distribution; rollout.temperature=… shapes it",
-    "top_k": "responses come from the whole distribution; rollout.temperature=… shapes it",
-    "min_p": "responses come from the whole distribution; rollout.temperature=… shapes it",
-    "repetition_penalty": "responses come from the whole distribution; rollout.temperature=…"
-    " shapes it",
     "use_vllm": "write rollout.backend=vllm",
     "epsilon": "in TRL this is the clip range, here update.clip_range=…; the budget is"
     " privacy.epsilon=…",

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dprlhf import recipe
 from dprlhf.boundary import Private
 from dprlhf.data.users import Prompts
-from dprlhf.errors import EXITS
+from dprlhf.errors import EXITS, DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.randomness import uniforms
 from dprlhf.rollout import vllm
@@ -133,6 +133,11 @@ def sample(
         private: Whether the prompts are private, for :class:`Sampler`.
     """
     if policy.sampler is not None:
+        if policy.sampling.min_new_tokens:
+            raise DprlhfError(
+                "rollout.min_new_tokens: responses of several turns would have it in each turn, and"
+                " log-probabilities in the first alone: leave it out"
+            )
         several: Responses = policy.sampler(
             policy,
             prompts,

@@ -12,6 +12,8 @@ Differences from :mod:`dprlhf.rollout.decoding`:
 
 - The distribution is the same, the draws are not: vLLM has a generator for each request, seeded
   here with the row's own first uniform number.
+- top_k, top_p, min_p, the penalty and the shortest response are vLLM's own. They mean the same; a
+  token that rounding alone lets vLLM keep counts as kept (:mod:`dprlhf.policies.warpers`).
 - vLLM has its own kernels and rounds the adapter to bfloat16, while log-probabilities are
   those of transformers. π_t is sampled up to rounding, which affects utility and not privacy.
 """
@@ -130,6 +132,11 @@ def _refuse(policy: CausalLMPolicy) -> None:
         raise DprlhfError(
             f"rollout.temperature {policy.temperature}: vllm samples exactly from {_COOLEST} on"
         )
+    if policy.sampling.min_p > 0 and policy.sampling.top_p < 1:
+        raise DprlhfError(
+            "rollout.min_p: vllm applies it before top_p and transformers after it, which keeps"
+            " other tokens: leave one of them out"
+        )
     if policy.device.type != "cuda" or torch.distributed.is_initialized():
         raise DprlhfError(
             "rollout.backend vllm needs one process with a GPU; otherwise take"
@@ -157,15 +164,15 @@ def _sample(
     settings = [
         vllm.SamplingParams(
             temperature=policy.temperature,
-            top_p=1.0,
-            top_k=0,
-            min_p=0.0,
-            repetition_penalty=1.0,
+            top_p=policy.sampling.top_p,
+            top_k=policy.sampling.top_k,
+            min_p=policy.sampling.min_p,
+            repetition_penalty=policy.sampling.repetition_penalty,
             presence_penalty=0.0,
             frequency_penalty=0.0,
             seed=seed,
             max_tokens=max_new_tokens,
-            min_tokens=0,
+            min_tokens=min(policy.sampling.min_new_tokens, max_new_tokens),
             ignore_eos=True,  # else vLLM adds end tokens of the checkpoint to ours
             stop_token_ids=policy.end_tokens,
             detokenize=False,

@@ -4,7 +4,9 @@
 2203.02155) and TRL's RLOO. Its mean over y ~ π_t is β KL(π_t ‖ π_ref), and where π_t and the reward
 are not clipped, the policy gradient of the penalised reward is the gradient of E r − β KL: the
 derivative of the log-ratio itself has mean zero. π_ref is the network with its adapter off, both
-policies at the temperature of sampling.
+policies at the temperature of sampling. With top-k, top-p or min-p the log-ratio is that of the
+policies before they are cut, which is finite at every token; the penalty's mean is then a KL
+divergence of the whole distributions, weighted by the sampled ones.
 
 The penalty is a function of one user's own rows, so it changes no sensitivity. Any update sees it
 as part of the reward: GRPO, too, has it there and not in its loss (arXiv 2402.03300, equation 3),
