@@ -226,7 +226,8 @@ def test_every_response_of_a_row_is_compared() -> None:
     """Behind one copy of its prompt, a response's logits are not all at the row's last place."""
     policy, shapes = policy_of("llama"), shapes_of()
     assert policy.shared_cache(shapes.sampled_together, 16, shapes.response) > 1
-    prefill, *steps = layout._logits(policy, shapes, [0, 1], 16)[0]
+    tokens, prefill, *steps = layout._logits(policy, shapes, [0, 1], 16)[0]
+    assert len(tokens) > shapes.sampled_together
     assert [len(step) for step in steps] == [shapes.sampled_together * len(prefill)] * 3
 
 
