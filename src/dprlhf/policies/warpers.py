@@ -22,7 +22,7 @@ A row's set depends on that row's logits alone, so it couples no users.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,7 +67,9 @@ class Sampling:
 
     def untruncated(self) -> Sampling:
         """Return the settings without top-k, top-p and min-p."""
-        return replace(self, top_k=0, top_p=1.0, min_p=0.0)
+        return Sampling(
+            repetition_penalty=self.repetition_penalty, min_new_tokens=self.min_new_tokens
+        )
 
 
 @dataclass(frozen=True)
