@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dprlhf.errors import DprlhfError
+from dprlhf.rewards.logs import CallLog, Logged, gathered
 from dprlhf.rewards.reward import (
     Failure,
     LoadedReward,
     RewardFunction,
+    RoundState,
     Rows,
     as_reward,
     call_reward,
@@ -50,6 +52,10 @@ class ContractReport:
         checked_rows: The largest number of rows, a power of two, for which calls of it and of all
             smaller powers of two gave the same scores bit for bit, at every place; 0 where no call
             may have several users' rows.
+        published: Names that the reward logs (``log_metric``, ``log_extra``) with the same values
+            whenever it is called with the same rows.
+        unpublished: The other names that it logs. They depend on earlier calls, so on private
+            rows in a run, and stay out of the metrics.
     """
 
     name: str
@@ -65,6 +71,8 @@ class ContractReport:
     scores: tuple[float | None, ...] = field(repr=False)
     moved: float
     checked_rows: int = 0
+    published: frozenset[str] = frozenset()
+    unpublished: frozenset[str] = frozenset()
 
 
 def check_reward(
@@ -79,6 +87,7 @@ def check_reward(
     rtol: float = 1e-3,
     atol: float = 1e-3,
     most_rows: int = 2 * _ALONE,
+    state: RoundState | None = None,
 ) -> ContractReport:
     """Check a reward on PUBLIC prompts: messages may quote scores and exceptions.
 
@@ -95,7 +104,8 @@ def check_reward(
 
     For a reward declared per-user, a unit is a user's rows instead of a row, and the reward is
     called as the :class:`~dprlhf.rewards.Scorer` does. Passing is evidence, not a proof: a reward
-    can behave differently on other texts. Use several different prompts and completions.
+    can behave differently on other texts. Use several different prompts and completions. A reward
+    that names ``trainer_state`` is checked at the first round and at the last.
 
     Args:
         reward: Loaded reward or callable.
@@ -108,6 +118,7 @@ def check_reward(
         rtol: Tolerance relative to the score in the batch.
         atol: Absolute tolerance, added to the relative one.
         most_rows: Largest number of rows of several users that a call will have.
+        state: The ``trainer_state`` of a run's first round; by default that of a run of one round.
 
     Raises:
         DprlhfError: a check fails; or there are fewer than two rows (users, when declared
@@ -119,52 +130,107 @@ def check_reward(
     >>> check_reward(brevity, ["a", "b"], ["short", "rather long"]).minimum
     -1.1
     """
-    batch = _Batch.of(as_reward(reward), prompts, completions, columns, completion_ids, users)
+    reward, state = as_reward(reward), state or RoundState()
+    named = "trainer_state" in (keywords_of(reward.function)[0] or ())
+    found = [
+        _checked(
+            _Batch.of(reward, prompts, completions, columns, completion_ids, users, at),
+            _Limits(rtol, atol, most_rows),
+        )
+        for at in (state, state.after(state.max_steps))[: 1 + named]
+    ]
+    first = found[0]
+    values = [value for value in first.scores.values() if value is not None]
+    moved = max(one.moved for one in found)
+    rows = len(first.scores)
+    changing = frozenset().union(*(one.unpublished for one in found))
+    return ContractReport(
+        name=reward.name,
+        per_user=reward.per_user,
+        rows=rows,
+        users=first.users,
+        rows_per_second=rows / max(first.seconds, 1e-9),
+        minimum=min(values),
+        mean=math.fsum(values) / len(values),
+        maximum=max(values),
+        missing=1 - len(values) / rows,
+        clipped=sum(abs(reward.weight * value) > bound for value in values) / rows,
+        scores=tuple(first.scores[i] for i in range(rows)),
+        moved=moved,
+        checked_rows=0 if moved else min(one.checked_rows for one in found),
+        published=frozenset().union(*(one.published for one in found)) - changing,
+        unpublished=changing,
+    )
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """How far a score may move by rounding, and the largest call to try."""
+
+    rtol: float
+    atol: float
+    most_rows: int
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the checks found with one ``trainer_state``; the names are those of the report."""
+
+    scores: dict[int, float | None]
+    users: int
+    seconds: float
+    moved: float
+    checked_rows: int
+    published: frozenset[str]
+    unpublished: frozenset[str]
+
+
+def _checked(batch: _Batch, limits: _Limits) -> _Found:
+    """Make all checks of :func:`check_reward` on a batch."""
     _check_columns(batch.reward, batch.rows)
-    scores = batch.scores(range(len(batch.units)))
-    values = _answered(batch, scores)
+    everything = range(len(batch.units))
+    logs: list[Logged] = []
+    scores = batch.scores(everything, logs)
+    _check_applies(batch, scores)
     start = time.perf_counter()
-    again = batch.scores(range(len(batch.units)))
+    again = batch.scores(everything, logs)
     seconds = time.perf_counter() - start
 
     def moved(check: str, other: Mapping[int, float | None], situation: str) -> float:
-        return _largest_move(batch.reward, scores, other, check, situation, rtol, atol)
+        return _largest_move(batch.reward, scores, other, check, situation, limits)
 
     moves = [
         moved("repeat", again, "when called again with the same batch"),
         *(moved("alone", one, "alone") for one in _each_alone(batch)),
-        moved("order", batch.scores(range(len(batch.units))[::-1]), "in reversed order"),
+        moved("order", batch.scores(everything[::-1]), "in reversed order"),
         *(
             moved("company", half, "in a batch with a copy of every completion")
             for half in _in_company(batch)
         ),
-        moved("repeat", batch.scores(range(len(batch.units))), "after some more calls"),
+        moved("repeat", batch.scores(everything, logs), "after some more calls"),
     ]
     checked_rows = 0
     if not batch.reward.per_user and not max(moves):
         checked_rows = _largest_size(
             batch.of_rows,
             len(batch.rows),
-            most_rows,
+            limits.most_rows,
             lambda some, size: moved("size", some, f"in a call of {size}"),
         )
-    end = batch.scores(range(len(batch.units)))
+    end = batch.scores(everything, logs)
     moves.append(moved("repeat", end, "after calls of other sizes"))
-    rows = len(batch.rows)
-    return ContractReport(
-        name=batch.reward.name,
-        per_user=batch.reward.per_user,
-        rows=rows,
-        users=batch.users,
-        rows_per_second=rows / max(seconds, 1e-9),
-        minimum=min(values),
-        mean=math.fsum(values) / len(values),
-        maximum=max(values),
-        missing=1 - len(values) / rows,
-        clipped=sum(abs(batch.reward.weight * value) > bound for value in values) / rows,
-        scores=tuple(scores[i] for i in range(rows)),
-        moved=max(moves),
-        checked_rows=checked_rows if not max(moves) else 0,
+    names = {name for logged in logs for name in (*logged.metrics, *logged.extra)}
+    kept = {name for name in names if all(_same_log(logs[0], log, name) for log in logs)}
+    return _Found(
+        scores, batch.users, seconds, max(moves), 0 if max(moves) else checked_rows,
+        frozenset(kept), frozenset(names - kept),
+    )  # fmt: skip
+
+
+def _same_log(one: Logged, other: Logged, name: str) -> bool:
+    return (one.metrics.get(name), one.extra.get(name)) == (
+        other.metrics.get(name),
+        other.extra.get(name),
     )
 
 
@@ -176,6 +242,7 @@ class _Batch:
     rows: Rows
     units: list[list[int]]  # row numbers of each unit
     users: int
+    state: RoundState
 
     @classmethod
     def of(
@@ -186,6 +253,7 @@ class _Batch:
         columns: Mapping[str, Sequence[Any]] | None,
         completion_ids: Sequence[Sequence[int]] | None,
         users: Sequence[Any] | None,
+        state: RoundState,
     ) -> _Batch:
         if completion_ids is None:
             completion_ids = [list(text_of(completion).encode()) for completion in completions]
@@ -200,11 +268,16 @@ class _Batch:
             raise DprlhfError(
                 f"reward {reward.name!r} cannot be checked on {len(units)} {unit}: give at least 2"
             )
-        return cls(reward, rows, units, len(groups))
+        return cls(reward, rows, units, len(groups), state)
 
-    def scores(self, chosen: Sequence[int]) -> dict[int, float | None]:
-        """Return the scores of the chosen units by row number, with the calls of a Scorer."""
-        return _evaluate(self.reward, self.rows, self.units, chosen)
+    def scores(
+        self, chosen: Sequence[int], logs: list[Logged] | None = None
+    ) -> dict[int, float | None]:
+        """Return the scores of the chosen units by row number, with the calls of a Scorer.
+
+        What the reward logs meanwhile is added to ``logs``.
+        """
+        return self.evaluate(self.rows, self.units, chosen, logs)
 
     def of_rows(self, numbers: Sequence[int]) -> Iterator[dict[int, float | None]]:
         """Call the reward once with the rows of these numbers; yield each score by its number.
@@ -213,9 +286,46 @@ class _Batch:
         """
         some = self.rows.take(numbers)
         units = [[place] for place in range(len(numbers))]
-        found = _evaluate(self.reward, some, units, range(len(numbers)))
+        found = self.evaluate(some, units, range(len(numbers)))
         for place, i in enumerate(numbers):
             yield {i: found[place]}
+
+    def evaluate(
+        self,
+        rows: Rows,
+        units: Sequence[Sequence[int]],
+        chosen: Sequence[int],
+        logs: list[Logged] | None = None,
+    ) -> dict[int, float | None]:
+        """Return scores by row number of the chosen units, in one call or one call per user."""
+        reward = self.reward
+        members = [list(units[u]) for u in chosen]
+        calls = members if reward.per_user else [[i for group in members for i in group]]
+        scores: dict[int, float | None] = {}
+        logged = []
+        for numbers in calls:
+            log = CallLog(len(numbers))
+            try:
+                answers = call_reward(reward, rows.take(numbers), self.state, log)
+            except Exception as problem:
+                raise DprlhfError(
+                    f"reward {reward.name!r} fails the check 'answer' on {len(numbers)}"
+                    f" completions: {type_and_message(problem)}"
+                ) from problem
+            if log.problem:
+                raise DprlhfError(f"reward {reward.name!r} fails the check 'answer': {log.problem}")
+            logged.append((log, numbers))
+            for i, answer in zip(numbers, answers, strict=True):
+                value = parse_answer(answer)
+                if isinstance(value, Failure):
+                    raise DprlhfError(
+                        f"reward {reward.name!r} fails the check 'answer': completion {i} gets "
+                        f"{answer!r}, not a finite number or None"
+                    )
+                scores[i] = value
+        if logs is not None:
+            logs.append(gathered(logged, len(rows)))
+        return scores
 
 
 def _largest_size(
@@ -246,14 +356,12 @@ def _largest_size(
     return size
 
 
-def _answered(batch: _Batch, scores: Mapping[int, float | None]) -> list[float]:
-    values = [value for value in scores.values() if value is not None]
-    if not values:
+def _check_applies(batch: _Batch, scores: Mapping[int, float | None]) -> None:
+    if all(value is None for value in scores.values()):
         raise DprlhfError(
             f"reward {batch.reward.name!r} fails the check 'answer': it answers None for all "
             f"{len(batch.rows)} completions, so it never applies"
         )
-    return values
 
 
 def _each_alone(batch: _Batch) -> Iterator[dict[int, float | None]]:
@@ -268,7 +376,7 @@ def _in_company(batch: _Batch) -> Iterator[dict[int, float | None]]:
     count = len(batch.rows)
     doubled = batch.rows.take([*range(count), *range(count)])
     copies = [[i + count for i in members] for members in batch.units]
-    both = _evaluate(batch.reward, doubled, [*batch.units, *copies], range(2 * len(batch.units)))
+    both = batch.evaluate(doubled, [*batch.units, *copies], range(2 * len(batch.units)))
     for offset in (0, count):
         yield {i: both[i + offset] for i in range(count)}
 
@@ -279,13 +387,12 @@ def _largest_move(
     other: Mapping[int, float | None],
     check: str,
     situation: str,
-    rtol: float,
-    atol: float,
+    limits: _Limits,
 ) -> float:
     """Return the largest difference between two scores of a row; raise beyond the tolerance."""
     largest = 0.0
     for i, value in other.items():
-        if not _close(value, expected[i], rtol, atol):
+        if not _close(value, expected[i], limits.rtol, limits.atol):
             raise DprlhfError(
                 f"reward {reward.name!r} fails the check {check!r}: completion {i} scores "
                 f"{expected[i]!r} in the batch and {value!r} {situation}; "
@@ -308,32 +415,6 @@ def _check_columns(reward: LoadedReward, rows: Rows) -> None:
         )
 
 
-def _evaluate(
-    reward: LoadedReward, rows: Rows, units: Sequence[Sequence[int]], chosen: Sequence[int]
-) -> dict[int, float | None]:
-    """Return scores by row number of the chosen units, in one call or one call per user."""
-    members = [list(units[u]) for u in chosen]
-    calls = members if reward.per_user else [[i for group in members for i in group]]
-    scores: dict[int, float | None] = {}
-    for numbers in calls:
-        try:
-            answers = call_reward(reward, rows.take(numbers))
-        except Exception as problem:
-            raise DprlhfError(
-                f"reward {reward.name!r} fails the check 'answer' on {len(numbers)} completions: "
-                f"{type_and_message(problem)}"
-            ) from problem
-        for i, answer in zip(numbers, answers, strict=True):
-            value = parse_answer(answer)
-            if isinstance(value, Failure):
-                raise DprlhfError(
-                    f"reward {reward.name!r} fails the check 'answer': completion {i} gets "
-                    f"{answer!r}, not a finite number or None"
-                )
-            scores[i] = value
-    return scores
-
-
 def _close(value: float | None, expected: float | None, rtol: float, atol: float) -> bool:
     if value is None or expected is None:
         return value is expected
@@ -343,8 +424,8 @@ def _close(value: float | None, expected: float | None, rtol: float, atol: float
 def _remedy(check: str, per_user: bool) -> str:
     if check == "repeat" or per_user:
         return (
-            "a reward must not keep anything from call to call or draw at random: make it a "
-            "function of its arguments"
+            "a reward must not draw at random, nor keep anything from call to call that changes a "
+            "score, as a running mean does: make it a function of its arguments"
         )
     return (
         "one user's score would depend on other users: score each completion by itself, or, if it "

@@ -8,9 +8,9 @@ import functools
 import inspect
 import math
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
@@ -33,6 +33,46 @@ means that the reward does not apply to that completion.
 
 
 @dataclass(frozen=True)
+class RoundState:
+    """TRL's ``trainer_state``, with what is public of it: a round is a step.
+
+    Frozen, so that a reward cannot carry anything in it from one call to the next.
+
+    Attributes:
+        global_step: Number of finished rounds: 0 in the first round, and ``max_steps`` in every
+            evaluation, so that those before and after the run measure the same.
+        max_steps: Number of rounds T of the run.
+        num_train_epochs: Number of rounds that each user takes part in.
+    """
+
+    global_step: int = 0
+    max_steps: int = 1
+    num_train_epochs: int = 1
+
+    @property
+    def epoch(self) -> float:
+        """Epochs so far: the share of the rounds that is done, times ``num_train_epochs``."""
+        return self.num_train_epochs * self.global_step / self.max_steps
+
+    def after(self, rounds: int) -> RoundState:
+        """Return the state after a number of rounds of the same run."""
+        return RoundState(rounds, self.max_steps, self.num_train_epochs)
+
+
+class Log(Protocol):
+    """Takes what one call of a reward logs: see :class:`dprlhf.rewards.logs.CallLog`."""
+
+    def log_metric(self, name: object, value: object) -> None:
+        """Take a scalar."""
+
+    def log_extra(self, column: object, values: object) -> None:
+        """Take a column with one value for each row of the call."""
+
+    def close(self) -> None:
+        """End the call."""
+
+
+@dataclass(frozen=True)
 class LoadedReward:
     """A reward callable with its settings.
 
@@ -45,6 +85,8 @@ class LoadedReward:
         checked_rows: The most rows of several private users in one call; a call has 1, 2, 4, … of
             them, sizes at which :func:`~dprlhf.rewards.check_reward` found every row's score to be
             the same as alone. 0, without a check, calls it for one private user at a time.
+        published: Names that it may log to the metrics of public rows; the check found that their
+            values depend on these rows alone.
     """
 
     function: RewardFunction
@@ -53,17 +95,22 @@ class LoadedReward:
     per_user: bool = False
     checked_rows: int = 0
     times_column: str | None = None
+    published: frozenset[str] = frozenset()
 
     def one_user_at_a_time(self) -> LoadedReward:
         """Return the same reward, called once per user."""
-        column = self.times_column
-        return LoadedReward(self.function, self.name, self.weight, True, times_column=column)
+        return self._with(per_user=True, checked_rows=0)
 
     def in_calls_of(self, rows: int) -> LoadedReward:
         """Return the same reward, called with at most so many rows of private users."""
-        return LoadedReward(
-            self.function, self.name, self.weight, self.per_user, rows, self.times_column
-        )
+        return self._with(checked_rows=rows)
+
+    def publishing(self, names: Iterable[str]) -> LoadedReward:
+        """Return the same reward, which may log these names to the metrics of public rows."""
+        return self._with(published=frozenset(names))
+
+    def _with(self, **changes: Any) -> LoadedReward:
+        return LoadedReward(**{**vars(self), **changes})
 
 
 def as_reward(reward: LoadedReward | RewardFunction) -> LoadedReward:
@@ -165,21 +212,28 @@ def keywords_of(function: RewardFunction) -> tuple[frozenset[str] | None, frozen
     return frozenset(p.name for p in named), needs
 
 
-def keywords_for(rows: Rows) -> dict[str, Any]:
-    """Return all keywords that TRL 1.16 passes; the logging functions among them do nothing."""
+def keywords_for(
+    rows: Rows, state: RoundState | None = None, log: Log | None = None
+) -> dict[str, Any]:
+    """Return all keywords that TRL 1.16 passes; without a log, the logging functions do nothing."""
     return {
         **{name: list(values) for name, values in rows.columns.items() if name not in _RESERVED},
         # Fresh lists: a reward that changes its arguments must not change the caller's.
         "prompts": list(rows.prompts),
         "completions": list(rows.completions),
         "completion_ids": [list(ids) for ids in rows.completion_ids],
-        "trainer_state": None,
-        "log_extra": _drop,
-        "log_metric": _drop,
+        "trainer_state": state or RoundState(),
+        "log_extra": log.log_extra if log else _drop,
+        "log_metric": log.log_metric if log else _drop,
     }
 
 
-def call_reward(reward: LoadedReward, rows: Rows) -> list[Any]:
+def call_reward(
+    reward: LoadedReward,
+    rows: Rows,
+    state: RoundState | None = None,
+    log: Log | None = None,
+) -> list[Any]:
     """Call a reward as TRL does and return its answers, one per row, not yet parsed.
 
     With a ``times_column`` the answers are multiplied by that column's values, each row by its own;
@@ -191,10 +245,16 @@ def call_reward(reward: LoadedReward, rows: Rows) -> list[Any]:
         BaseException: whatever the reward raises.
     """
     takes, _ = keywords_of(reward.function)
-    keywords = keywords_for(rows)
-    answer = reward.function(**{k: v for k, v in keywords.items() if takes is None or k in takes})
-    if inspect.isawaitable(answer):
-        answer = _wait_for(answer)
+    keywords = keywords_for(rows, state, log)
+    try:
+        answer = reward.function(
+            **{k: v for k, v in keywords.items() if takes is None or k in takes}
+        )
+        if inspect.isawaitable(answer):
+            answer = _wait_for(answer)
+    finally:
+        if log is not None:
+            log.close()
     if hasattr(answer, "tolist"):  # numpy arrays and torch tensors
         answer = answer.tolist()
     if not isinstance(answer, list | tuple):
@@ -262,8 +322,16 @@ def declared_per_user(function: object) -> bool:
     return bool(getattr(function, "dprlhf_per_user", False))
 
 
+def is_async(function: object) -> bool:
+    """Return whether a callable, also inside ``functools.partial``, is asynchronous."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    called = getattr(function, "__call__", None)  # noqa: B004 - the method itself is looked at
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+
+
 def _drop(*_: object, **__: object) -> None:
-    """Stand in for TRL's ``log_extra`` and ``log_metric``, which would leak."""
+    """Stand in for TRL's ``log_extra`` and ``log_metric`` where there is no log."""
 
 
 @functools.cache

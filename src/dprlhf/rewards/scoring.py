@@ -7,7 +7,8 @@ import math
 import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,17 @@ from numpy.typing import NDArray
 
 from dprlhf.errors import DprlhfError
 from dprlhf.rewards.isolation import SecretSink, captured
+from dprlhf.rewards.logs import CallLog, Logged, gathered
 from dprlhf.rewards.reward import (
     Failure,
     LoadedReward,
     RewardFunction,
+    RoundState,
     Rows,
     as_reward,
     call_reward,
     group_rows,
+    is_async,
     parse_answer,
 )
 
@@ -36,11 +40,14 @@ class Scores:
         valid: Whether each row has a score, ``[rows]``, bool.
         failures: Number of rows by kind of failure (``"nan"``, ``"ValueError"``, …). It is computed
             from users, so it is for ``secret/`` only.
+        logged: What the rewards logged about the rows. Of private rows it is for ``secret/`` only;
+            of public rows it has the names that may be published.
     """
 
     values: NDArray[np.float64]
     valid: NDArray[np.bool_]
     failures: Mapping[str, int]
+    logged: Logged = field(default_factory=Logged)
 
 
 class Scorer:
@@ -64,9 +71,16 @@ class Scorer:
     rows: its scores are the same bit for bit whoever else is in the batch.
 
     Scoring never raises because of a reward. Text that a reward prints, warns or logs, and the
-    traceback of its exceptions, may quote a prompt: it goes to the secret sink or nowhere. TRL's
-    ``log_extra`` and ``log_metric`` get functions that drop everything, and ``trainer_state`` is
-    ``None``. A reward is trusted code all the same: it can write files and open connections.
+    traceback of its exceptions, may quote a prompt: it goes to the secret sink or nowhere. What it
+    gives to TRL's ``log_extra`` and ``log_metric`` comes back with the scores, as private as they
+    are. A reward is trusted code all the same: it can write files and open connections.
+
+    Asynchronous rewards run side by side, as in TRL; the calls of one reward run one after another.
+
+    Attributes:
+        rewards: The rewards that are combined.
+        bound: Bound R on the score.
+        state: The ``trainer_state`` that rewards get; the run sets it before each round.
     """
 
     def __init__(
@@ -75,6 +89,7 @@ class Scorer:
         bound: float,
         *,
         sink: SecretSink | None = None,
+        state: RoundState | None = None,
     ) -> None:
         """Combine ``rewards`` with their weights.
 
@@ -82,6 +97,7 @@ class Scorer:
             rewards: Rewards to combine, at least one.
             bound: Bound R on the score, above 0 and finite.
             sink: Receiver of the text captured during :meth:`score`.
+            state: The first value of :attr:`state`.
 
         Raises:
             DprlhfError: no reward, a weight that is not finite, or a bound that is not positive
@@ -89,6 +105,7 @@ class Scorer:
         """
         self.rewards = tuple(as_reward(reward) for reward in rewards)
         self.bound = float(bound)
+        self.state = state or RoundState()
         self._sink = sink
         if not self.rewards:
             raise DprlhfError("scoring needs at least one reward: name one in the recipe")
@@ -136,8 +153,9 @@ class Scorer:
         present = np.zeros(len(rows), dtype=bool)
         failed = np.zeros(len(rows), dtype=bool)
         with captured(self._sink):
-            for reward in self.rewards:
-                for i, answer in enumerate(_answers(reward, rows, groups, private=private)):
+            found = self._answered(rows, groups, private=private)
+            for reward, answered in zip(self.rewards, found, strict=True):
+                for i, answer in enumerate(answered.values):
                     value = parse_answer(answer)
                     if isinstance(value, Failure):
                         failures[value.kind] += 1
@@ -150,49 +168,91 @@ class Scorer:
         failures.update({"None": int(missing.sum()), "overflow": int(overflow.sum())})
         valid = present & ~failed & ~overflow
         values = np.where(valid, np.clip(np.where(valid, total, 0.0), -self.bound, self.bound), 0.0)
-        return Scores(values, valid, {kind: n for kind, n in failures.items() if n})
+        kept = {kind: n for kind, n in failures.items() if n}
+        return Scores(values, valid, kept, self._logged(found, len(rows), private=private))
+
+    def _answered(
+        self, rows: Rows, groups: Sequence[Sequence[int]], *, private: bool
+    ) -> list[_Answers]:
+        """Return the answers of each reward; asynchronous ones run at the same time."""
+        found = [_Answers(reward, rows, self.state, private) for reward in self.rewards]
+        waiting = [one for one in found if is_async(one.reward.function)]
+        with ThreadPoolExecutor(max(1, len(waiting))) as pool:
+            for one in found:
+                if one not in waiting:
+                    one.ask(groups)
+            for done in [pool.submit(one.ask, groups) for one in waiting]:
+                done.result()
+        return found
+
+    def _logged(self, found: Sequence[_Answers], rows: int, *, private: bool) -> Logged:
+        """Put together what was logged; of public rows, what each reward may publish."""
+        metrics: dict[str, float] = {}
+        extra: dict[str, Sequence[Any]] = {}
+        for reward, answered in zip(self.rewards, found, strict=True):
+            logged = gathered(answered.logs, rows)
+            logged = logged if private else logged.only(reward.published)
+            metrics |= logged.metrics
+            extra |= logged.extra
+        return Logged(metrics, extra)
 
 
-def _answers(
-    reward: LoadedReward, rows: Rows, groups: Sequence[Sequence[int]], *, private: bool
-) -> list[Any]:
-    answers: list[Any] = [None] * len(rows)
-    alone = list(groups)
-    if not reward.per_user and len(groups) > 1:
-        left = _call_together(reward, rows, groups, answers, private=private)
-        alone = [group for group in groups if not left.isdisjoint(group)]
-    for group in alone:
-        found = _attempt(reward, rows.take(group), private=private)
-        for place, i in enumerate(group):
-            answers[i] = found if isinstance(found, Failure) else found[place]
-    return answers
+class _Answers:
+    """The answers of one reward for some rows, and what its calls logged.
 
-
-def _call_together(
-    reward: LoadedReward,
-    rows: Rows,
-    groups: Sequence[Sequence[int]],
-    answers: list[Any],
-    *,
-    private: bool,
-) -> set[int]:
-    """Call a reward with several users' rows, and return the rows that are left without an answer.
-
-    Private users' rows go in calls of sizes that were checked; public ones all in one call.
+    Attributes:
+        reward: The reward.
+        values: Its answers, not yet parsed, ``[rows]``; a Failure where a call failed.
+        logs: The log of each call that did not fail, with the numbers of its rows.
     """
-    order = [i for group in groups for i in group] if private else list(range(len(rows)))
-    sizes = checked_sizes(len(rows), reward.checked_rows) if private else [len(rows)]
-    left, start = set(order[sum(sizes) :]), 0
-    for size in sizes:
-        chosen = order[start : start + size]
-        start += size
-        found = _attempt(reward, rows.take(chosen), private=private)
+
+    def __init__(self, reward: LoadedReward, rows: Rows, state: RoundState, private: bool) -> None:
+        self.reward = reward
+        self.values: list[Any] = [None] * len(rows)
+        self.logs: list[tuple[CallLog, Sequence[int]]] = []
+        self._rows = rows
+        self._state = state
+        self._private = private
+
+    def ask(self, groups: Sequence[Sequence[int]]) -> None:
+        """Call the reward for the rows of all users, of which each has a group."""
+        alone = list(groups)
+        if not self.reward.per_user and len(groups) > 1:
+            left = self._ask_together(groups)
+            alone = [group for group in groups if not left.isdisjoint(group)]
+        for group in alone:
+            failure = self._call(group)
+            if failure is not None:
+                for i in group:
+                    self.values[i] = failure
+
+    def _ask_together(self, groups: Sequence[Sequence[int]]) -> set[int]:
+        """Call the reward with several users' rows, and return the rows left without an answer.
+
+        Private users' rows go in calls of sizes that were checked; public ones all in one call.
+        """
+        count = len(self._rows)
+        order = [i for group in groups for i in group] if self._private else list(range(count))
+        sizes = checked_sizes(count, self.reward.checked_rows) if self._private else [count]
+        left, start = set(order[sum(sizes) :]), 0
+        for size in sizes:
+            chosen = order[start : start + size]
+            start += size
+            if self._call(chosen) is not None:
+                left.update(chosen)
+        return left
+
+    def _call(self, numbers: Sequence[int]) -> Failure | None:
+        """Call the reward once with some rows; return a failure in place of answers."""
+        log = CallLog(len(numbers))
+        rows = self._rows.take(numbers)
+        found = _attempt(self.reward, rows, self._state, log, private=self._private)
         if isinstance(found, Failure):
-            left.update(chosen)
-            continue
-        for place, i in enumerate(chosen):
-            answers[i] = found[place]
-    return left
+            return found
+        for i, answer in zip(numbers, found, strict=True):
+            self.values[i] = answer
+        self.logs.append((log, numbers))
+        return None
 
 
 def checked_sizes(rows: int, most: int) -> list[int]:
@@ -210,11 +270,13 @@ def checked_sizes(rows: int, most: int) -> list[int]:
     return sizes
 
 
-def _attempt(reward: LoadedReward, rows: Rows, *, private: bool) -> list[Any] | Failure:
+def _attempt(
+    reward: LoadedReward, rows: Rows, state: RoundState, log: CallLog, *, private: bool
+) -> list[Any] | Failure:
     # The text of an exception may quote a prompt: it goes to the captured stderr, and an interrupt
     # or an exit that must propagate does so as a new exception without text.
     try:
-        return call_reward(reward, rows)
+        return call_reward(reward, rows, state, log)
     except BaseException as problem:
         if isinstance(problem, KeyboardInterrupt | SystemExit) and not private:
             left = KeyboardInterrupt() if isinstance(problem, KeyboardInterrupt) else SystemExit(1)

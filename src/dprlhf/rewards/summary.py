@@ -26,6 +26,8 @@ class RewardSummary:
         bound: Bound R on the sum.
         rounded: Largest change of a score with its batch, by reward; only rewards that change.
         checked_rows: The most rows of several users in a call, by reward.
+        published: Names that a reward may log to the metrics of public rows, by reward.
+        unpublished: Other names that it logs, by reward; only rewards that log such.
     """
 
     responses: int
@@ -35,11 +37,13 @@ class RewardSummary:
     bound: float
     rounded: dict[str, float]
     checked_rows: dict[str, int] = field(default_factory=dict)
+    published: dict[str, frozenset[str]] = field(default_factory=dict)
+    unpublished: dict[str, frozenset[str]] = field(default_factory=dict)
 
     @property
     def warnings(self) -> list[str]:
         """Warnings that the reward is slow, or gives no signal although the run spends ε."""
-        return self._slow + self._idle
+        return self._slow + self._idle + self._kept_back
 
     @property
     def _slow(self) -> list[str]:
@@ -48,6 +52,15 @@ class RewardSummary:
             " so it is called for one user at a time; with inputs of a fixed shape it could be"
             " called for all at once"
             for name, moved in self.rounded.items()
+        ]
+
+    @property
+    def _kept_back(self) -> list[str]:
+        return [
+            f"what reward {name!r} logs as {', '.join(sorted(names))} changes when it scores the"
+            " same responses again, so it depends on earlier calls, which private users take part"
+            " in: it is kept in secret/ and out of the metrics"
+            for name, names in self.unpublished.items()
         ]
 
     @property
@@ -91,4 +104,9 @@ def summarize_rewards(
             name: min(r.checked_rows for r in reports if r.name == name)
             for name in {r.name for r in reports}
         },
+        published={
+            name: frozenset.intersection(*(r.published for r in reports if r.name == name))
+            for name in {r.name for r in reports}
+        },
+        unpublished={r.name: r.unpublished for r in reports if r.unpublished},
     )

@@ -14,6 +14,7 @@ from dprlhf import recipe
 from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import Scorer
+from dprlhf.rewards.logs import Logged
 from dprlhf.rewards.private import score_responses
 from dprlhf.rollout import Responses, sample
 from dprlhf.training.measures import (
@@ -38,12 +39,14 @@ class Evaluated:
         responses: One response to each prompt.
         judges: Scores of each judge, ``[prompts]``; NaN where it gave none.
         measures: The built-in measures of the responses, by name.
+        logged: What the rewards logged about the responses, as far as it may be published.
     """
 
     rewards: NDArray[np.float64]
     responses: Responses
     judges: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     measures: Mapping[str, RewardEstimate] = field(default_factory=dict)
+    logged: Logged = field(default_factory=Logged)
 
     @property
     def estimate(self) -> PolicyEstimate:
@@ -132,4 +135,5 @@ def evaluate(
     for name, judge in (judges or {}).items():
         scores = score_responses(judge, responses)
         judged[name] = np.where(scores.valid, scores.values, np.nan)
-    return Evaluated(score_responses(scorer, responses).values, responses, judged, measures)
+    scored = score_responses(scorer, responses)
+    return Evaluated(scored.values, responses, judged, measures, scored.logged)

@@ -37,6 +37,7 @@ from dprlhf.rewards import (
 )
 from dprlhf.rewards.isolation import captured
 from dprlhf.rewards.private import rows_to_score, score_private
+from dprlhf.rewards.reward import RoundState
 from dprlhf.rollout import Responses, resolve_batch_size, sample, sample_responses
 from dprlhf.runs.checkpoint import Stateful
 from dprlhf.runs.folder import JsonLines, RunFolder, write_json
@@ -217,8 +218,14 @@ class Reinforcement:
         loaded = load_rewards(recipe.rewards, self._sources.rewards, device=processes.device)
         _check_times_columns(loaded, parts.users.column_names)
         rows = plan.expected_batch_size * recipe.rollout.responses / processes.count
+        self._state = RoundState(0, plan.rounds, recipe.privacy.participations)
         self.spread = _check_rewards(
-            loaded, policy, recipe, self.public or neutral_prompts(), most_rows=call_size(rows)
+            loaded,
+            policy,
+            recipe,
+            self.public or neutral_prompts(),
+            most_rows=call_size(rows),
+            state=self._state,
         )
         # One user's scores must not depend on another's rows, not even by rounding, and all
         # processes must score alike.
@@ -229,7 +236,8 @@ class Reinforcement:
             else r.in_calls_of(self.spread.checked_rows.get(r.name, 0))
             for r in loaded
         ]
-        self.scorer = Scorer(self.rewards, recipe.reward_range)
+        self.rewards = [r.publishing(self.spread.published.get(r.name, ())) for r in self.rewards]
+        self.scorer = Scorer(self.rewards, recipe.reward_range, state=self._state)
         self.judges = judge_scorers(recipe, policy, self.public, device=processes.device)
         self.critic = _critic(recipe, plan, policy, processes, self.public)
         if isinstance(recipe.update.clip_norm, QuantileClip):
@@ -246,7 +254,9 @@ class Reinforcement:
         """Send what the rewards print to a file in ``secret/``."""
         file = os.open(folder.secret / "reward-output.txt", _APPEND, 0o600)
         with os.fdopen(file, "a") as sink:
-            self.scorer = Scorer(self.rewards, self.recipe.reward_range, sink=sink)
+            self.scorer = Scorer(
+                self.rewards, self.recipe.reward_range, sink=sink, state=self._state
+            )
             yield
 
     # --- the rounds -------------------------------------------------------------------------
@@ -254,6 +264,7 @@ class Reinforcement:
     def update(self, run: Run, batch: Batch) -> Outcome:
         """Sample responses to the users' prompts, score them, and update the policy."""
         recipe, longest = self.recipe, self.recipe.data.max_prompt_tokens
+        self.scorer.state = self._state.after(batch.t - 1)
         subspace = None
         if self.guidance is not None:
             subspace = self.guidance.subspace(run, batch, self.scorer, self.critic)
@@ -338,6 +349,7 @@ class Reinforcement:
             return None
         spec = self.recipe.evaluation
         assert spec is not None
+        self.scorer.state = self._state.after(self._state.max_steps)
         with run.progress.bar(description, len(self.public)) as tick:
             found = evaluate(
                 run.policy,
@@ -376,9 +388,12 @@ class Reinforcement:
             }
             if self.judges:
                 line["judges"] = public.judged(row)
+            if public.logged.extra:
+                line["logged"] = public.logged.row(row)
             kept.write(line)
         against_base = comparison_metrics(compared(self._before, public))
-        return {**as_metrics(public.estimates), **against_base}
+        logged = {f"public_logged_{n}": v for n, v in public.logged.metrics.items()}
+        return {**as_metrics(public.estimates), **against_base, **logged}
 
     def write(self, run: Run, before: Evaluated | None, after: Evaluated | None) -> None:
         """Write ``samples.json``, ``evaluation.json`` and ``timing.json``, from public prompts."""
@@ -390,6 +405,8 @@ class Reinforcement:
             }
             of_pairs = compared(before, after).items()
             figures["compared"] = {name: one.as_dict() for name, one in of_pairs}
+            if after.logged.metrics:
+                figures["logged"] = {w: dict(e.logged.metrics) for w, e in both.items()}
             write_json(run.folder.evaluation, figures)
             write_json(run.folder.samples, _samples(before, after))
             write_json(run.folder.timing, self.timing)
@@ -500,6 +517,7 @@ def _check_rewards(
     public: Prompts,
     *,
     most_rows: int,
+    state: RoundState,
 ) -> RewardSummary:
     """Check on public prompts that no reward couples users, and summarise their distribution."""
     per_user = any(reward.per_user for reward in rewards)
@@ -525,6 +543,7 @@ def _check_rewards(
                 users=sampled.user.tolist(),
                 bound=recipe.reward_range,
                 most_rows=most_rows,
+                state=state,
             )
             for reward in rewards
         ]
@@ -550,11 +569,17 @@ def _critic(
 
 
 def _rewards(scored: Scores) -> dict[str, Any]:
-    """Return this process's raw rewards for ``secret/``, JSON-ready."""
-    return {
+    """Return this process's raw rewards and what they logged for ``secret/``, JSON-ready."""
+    found: dict[str, Any] = {
         "reward_mean": float(scored.values.mean()) if len(scored.values) else None,
         "reward_failures": dict(scored.failures),
     }
+    if scored.logged.metrics or scored.logged.extra:
+        found["reward_logged"] = {
+            "metrics": dict(scored.logged.metrics),
+            "extra": dict(scored.logged.extra),
+        }
+    return found
 
 
 def _samples(before: Evaluated | None, after: Evaluated | None) -> list[dict[str, Any]]:
@@ -568,5 +593,7 @@ def _samples(before: Evaluated | None, after: Evaluated | None) -> list[dict[str
             sample_[f"reward_{when}"] = float(found.rewards[row])
             if found.judges:
                 sample_[f"judges_{when}"] = found.judged(row)
+            if found.logged.extra:
+                sample_[f"logged_{when}"] = found.logged.row(row)
         samples.append(sample_)
     return samples

@@ -1,0 +1,302 @@
+"""Rewards as TRL 1.16 calls them: trainer_state, log_metric, log_extra, asynchronous, stateful."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import dprlhf
+from dprlhf.errors import DprlhfError
+from dprlhf.rewards import LoadedReward, Scorer, Scores, check_reward
+from dprlhf.rewards.reward import RoundState, is_async
+from helpers import tiny
+
+PROMPTS = ["p", "q", "r", "s"]
+TEXTS = ["a", "bb", "ccc", "dddd"]
+
+
+def score(reward: Any, texts: Sequence[str], **settings: Any) -> Scores:
+    rewards = reward if isinstance(reward, list) else [reward]
+    private = settings.pop("private", False)
+    users = settings.pop("users", range(len(texts)))
+    scorer = Scorer(rewards, 100.0, **settings)
+    return scorer.score(["p"] * len(texts), texts, [[]] * len(texts), {}, users, private=private)
+
+
+def length(completions: list[str]) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def run(tmp_path: Path, reward: Any, **flat: Any) -> Path:
+    settings: dict[str, Any] = {
+        "epsilon": 8.0, "delta": 1e-4, "rounds": 3, "rollout__max_new_tokens": 2,
+        "evaluation__prompts": 4, "evaluation__every": 1,
+    }  # fmt: skip
+    dprlhf.train(
+        model=str(tiny.save(tmp_path / "model")),
+        prompts=[f"private {i}" for i in range(12)],
+        reward=reward,
+        evaluation_prompts=[f"public {i}" for i in range(8)],
+        output_dir=tmp_path / "run",
+        quiet=True,
+        **settings | flat,
+    )
+    return tmp_path / "run"
+
+
+# --- answers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [np.float32(1.5), np.int64(2)],
+        [torch.tensor(1.5), torch.tensor([2.0])],
+        torch.tensor([1.5, 2.0], dtype=torch.bfloat16),
+        torch.tensor([1.5, 2.0], requires_grad=True),
+        np.array([1.5, 2], dtype=object),
+    ],
+)
+def test_scalars_and_arrays_of_other_libraries_are_numbers(answer: Any) -> None:
+    assert score(lambda completions: answer, ["a", "b"]).values.tolist() == [1.5, 2.0]
+
+
+# --- trainer_state ------------------------------------------------------------------------------
+
+
+def test_a_curriculum_sees_the_round_and_nothing_of_the_users(tmp_path: Path) -> None:
+    seen: list[tuple[bool, RoundState]] = []
+
+    def curriculum(prompts: list[str], completions: list[str], trainer_state: Any) -> list[float]:
+        seen.append((any(p.startswith("private") for p in prompts), trainer_state))
+        share = trainer_state.global_step / trainer_state.max_steps
+        return [share * len(text) for text in completions]
+
+    run(tmp_path, curriculum, update__clip_norm=0.5)
+    private = {state for is_private, state in seen if is_private}
+    assert private <= {RoundState(t, 3, 1) for t in range(3)}
+    assert len(private) > 1
+    public = [state for is_private, state in seen if not is_private]
+    assert set(public) == {RoundState(0, 3, 1), RoundState(3, 3, 1)}  # the check; evaluations
+    # All evaluations measure by the reward of the end, so that they can be compared.
+    assert public[-1].epoch == 1.0
+
+
+def test_the_state_has_public_fields_alone_and_cannot_carry_anything() -> None:
+    found = []
+
+    def keeping(completions: list[str], trainer_state: Any) -> list[float]:
+        found.append(trainer_state)
+        return [0.0] * len(completions)
+
+    state = RoundState(2, 10, 3)
+    for texts in (["a"], ["b"] * 7):
+        score(keeping, texts, state=state, private=True)
+    assert set(found) == {state}
+    assert {f.name for f in dataclasses.fields(state)} == {
+        "global_step", "max_steps", "num_train_epochs",
+    }  # fmt: skip
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        state.best = 1  # type: ignore[attr-defined]
+    assert state.epoch == pytest.approx(0.6)
+
+
+def test_a_reward_that_couples_users_in_later_rounds_is_refused() -> None:
+    def later(completions: list[str], trainer_state: Any) -> list[float]:
+        mean = sum(map(len, completions)) / len(completions)
+        return [len(c) - mean * (trainer_state.global_step > 5) for c in completions]
+
+    assert check_reward(later, PROMPTS, TEXTS, state=RoundState(0, 5)).checked_rows == 64
+    with pytest.raises(DprlhfError, match=r"fails the check 'alone'"):
+        check_reward(later, PROMPTS, TEXTS, state=RoundState(0, 6))
+
+
+# --- log_metric and log_extra -------------------------------------------------------------------
+
+SECRET = 4321.5
+
+
+def logging_reward(
+    prompts: list[str], completions: list[str], log_metric: Any, log_extra: Any
+) -> list[float]:
+    private = any(p.startswith("private") for p in prompts)
+    log_metric("share", SECRET if private else 0.25)
+    log_metric("only private" if private else "only public", np.float32(0.5))
+    log_extra("said", [f"about {p}" for p in prompts])
+    return [float(len(c)) for c in completions]
+
+
+def test_what_is_logged_of_private_rows_stays_in_the_secret_folder(tmp_path: Path) -> None:
+    folder = run(tmp_path, logging_reward)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    logged = [{n: v for n, v in line.items() if "logged" in n} for line in lines]
+    public = {"public_logged_share": 0.25, "public_logged_only public": 0.5}
+    assert logged == [public, public, {}]  # after the last round comes the evaluation at the end
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    own = {"share": 0.25, "only public": 0.5}
+    assert evaluation["logged"] == {"before": own, "after": own}
+    [first, *_] = json.loads((folder / "samples.json").read_text())
+    assert first["logged_after"] == {"said": f"about {first['prompt']}"}
+    sample = json.loads((folder / "public-samples.jsonl").read_text().splitlines()[0])
+    assert sample["logged"] == {"said": f"about {sample['prompt']}"}
+    for file in folder.rglob("*"):
+        if file.is_file() and "secret" not in file.relative_to(folder).parts:
+            content = file.read_bytes()
+            assert b"4321.5" not in content, file
+            assert b"only private" not in content, file
+            assert b"about private" not in content, file
+    secret = "".join(f.read_text() for f in (folder / "secret").glob("telemetry-*.jsonl"))
+    assert all(text in secret for text in ("4321.5", "only private", "about private"))
+
+
+def test_what_is_logged_outside_of_its_call_is_dropped() -> None:
+    kept: list[Callable[..., None]] = []
+
+    def hoarding(prompts: list[str], completions: list[str], log_metric: Any) -> list[float]:
+        for log in kept:
+            log("late", SECRET)
+        kept.append(log_metric)
+        return [0.0] * len(completions)
+
+    reward = LoadedReward(hoarding, "r", per_user=True, published=frozenset(["late"]))
+    for _ in range(3):
+        assert dict(score(reward, TEXTS).logged.metrics) == {}
+    assert len(kept) == 12
+
+
+def test_a_logged_value_that_depends_on_earlier_calls_is_not_published() -> None:
+    calls = [0]
+
+    def counting(completions: list[str], log_metric: Any, log_extra: Any) -> list[float]:
+        calls[0] += 1
+        log_metric("calls", calls[0])
+        log_metric("rows", len(completions))
+        log_extra("seen", [calls[0]] * len(completions))
+        log_extra("size", [len(c) for c in completions])
+        return [float(len(c)) for c in completions]
+
+    report = check_reward(counting, PROMPTS, TEXTS)
+    assert (report.published, report.unpublished) == ({"rows", "size"}, {"calls", "seen"})
+    reward = LoadedReward(counting, "c").publishing(report.published)
+    public, private = score(reward, TEXTS), score(reward, TEXTS, private=True)
+    assert dict(public.logged.metrics) == {"rows": 4.0}
+    assert dict(public.logged.extra) == {"size": [1, 2, 3, 4]}
+    assert set(private.logged.metrics) == {"rows", "calls"}
+
+
+def test_the_operator_hears_what_is_not_published(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = [0]
+
+    def counting(completions: list[str], log_metric: Any) -> list[float]:
+        calls[0] += 1
+        log_metric("calls", calls[0])
+        return [float(len(c)) for c in completions]
+
+    folder = run(tmp_path, counting, rounds=2)
+    assert "what reward 'counting' logs as calls changes when" in capsys.readouterr().err
+    assert "calls" not in (folder / "metrics.jsonl").read_text()
+
+
+def test_rows_that_are_scored_apart_are_logged_in_their_places() -> None:
+    def logging(completions: list[str], log_extra: Any, log_metric: Any) -> list[float]:
+        if "bb" in completions and len(completions) > 1:
+            raise ValueError
+        log_extra("text", np.array([len(c) for c in completions]))
+        log_metric("rows", len(completions))
+        return [1.0] * len(completions)
+
+    for reward in (logging, LoadedReward(logging, "r", per_user=True)):
+        logged = score(reward, TEXTS, private=True).logged
+        assert dict(logged.extra) == {"text": [1, 2, 3, 4]}
+        assert dict(logged.metrics) == {"rows": 1.0}  # the call that failed logged nothing
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("log_metric", "high", r"log_metric\('x', …\) got a value that is not a finite number"),
+        ("log_metric", float("nan"), r"not a finite number"),
+        ("log_extra", [1, 1, 1], r"log_extra\('x', …\) needs a list with one value per completion"),
+        ("log_extra", 3, r"needs a list"),
+    ],
+)
+def test_what_cannot_be_logged_is_refused_on_public_prompts_alone(
+    name: str, value: Any, text: str
+) -> None:
+    def reward(completions: list[str], **columns: Any) -> list[float]:
+        columns[name]("x", value)
+        return length(completions)
+
+    with pytest.raises(DprlhfError, match=text):
+        check_reward(reward, PROMPTS, TEXTS)
+    scores = score(reward, TEXTS, private=True)
+    assert scores.valid.all()  # there it must not cost a user its score
+    assert (dict(scores.logged.metrics), dict(scores.logged.extra)) == ({}, {})
+
+
+# --- asynchronous -------------------------------------------------------------------------------
+
+
+def test_asynchronous_rewards_run_side_by_side_and_beside_synchronous_ones() -> None:
+    met = {"a": asyncio.Event(), "b": asyncio.Event()}
+
+    def meeting(own: str, other: str) -> Any:
+        async def reward(completions: list[str]) -> list[float]:
+            met[own].set()
+            await asyncio.wait_for(met[other].wait(), 10)  # never set, if the other runs after it
+            return length(completions)
+
+        return reward
+
+    result = score([meeting("a", "b"), length, meeting("b", "a")], TEXTS)
+    assert result.values.tolist() == [3.0, 6.0, 9.0, 12.0]
+    assert result.failures == {}
+
+
+def test_what_is_asynchronous_is_seen_through_partial_and_class() -> None:
+    import functools
+
+    class Judge:
+        async def __call__(self, completions: list[str]) -> list[float]:
+            return [0.0]
+
+    assert is_async(Judge())
+    assert is_async(functools.partial(Judge()))
+    assert not is_async(length)
+
+
+# --- state --------------------------------------------------------------------------------------
+
+
+class RunningMean:
+    def __init__(self) -> None:
+        self.mean = 0.0
+
+    def __call__(self, completions: list[str], **_: Any) -> list[float]:
+        raw = [float(len(c)) for c in completions]
+        self.mean = 0.9 * self.mean + 0.1 * sum(raw) / len(raw)
+        return [value - self.mean for value in raw]
+
+
+class Cached:
+    def __init__(self) -> None:
+        self.known: dict[str, float] = {}
+
+    def __call__(self, completions: list[str], **_: Any) -> list[float]:
+        return [self.known.setdefault(c, float(len(c))) for c in completions]
+
+
+def test_state_that_carries_over_is_refused_and_a_cache_is_not(tmp_path: Path) -> None:
+    with pytest.raises(DprlhfError, match=r"'RunningMean' fails the check 'repeat'.*running mean"):
+        run(tmp_path, RunningMean())
+    assert check_reward(Cached(), PROMPTS, TEXTS).checked_rows == 64
