@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import calendar
 import os
 import time
 from pathlib import Path
 
 import pytest
 
-from dprlhf.privacy.file_times import stamp, stamp_run
+from dprlhf.privacy import file_times
+from dprlhf.privacy.file_times import first_day, stamp, stamp_run
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.runs.folder import JsonLines, RunFolder, replaced_folder, write_atomically, write_json
 
@@ -93,3 +95,19 @@ def test_what_belongs_to_no_run_keeps_its_time(tmp_path: Path) -> None:
     before = (tmp_path / "data.json").stat().st_mtime
     stamp(tmp_path / "data.json")
     assert (tmp_path / "data.json").stat().st_mtime == before > time.time() - 60
+
+
+def test_the_first_day_is_kept_when_a_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = calendar.timegm((2026, 1, 31, 23, 59, 0))
+    monkeypatch.setattr(file_times, "_STARTED", began)
+    root = tmp_path / "run"
+    (root / "secret").mkdir(parents=True)
+    (root / "secret/key").write_bytes(bytes(32))
+    assert first_day(root) == "2026-01-31"
+    (root / "recipe.yaml").write_text("rounds: 1\n")
+    os.utime(root / "recipe.yaml", (began - 86_400,) * 2)  # as the first program stamped it
+    monkeypatch.setattr(file_times, "_STARTED", began + 9 * 86_400)  # resumed days later
+    stamp_run(root)
+    assert first_day(root) == "2026-01-31"

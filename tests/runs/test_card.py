@@ -73,6 +73,36 @@ def test_the_card_says_that_no_earlier_run_was_declared() -> None:
     assert in_plain_words(card) in text
 
 
+def test_the_card_tells_a_reader_without_mathematics_what_it_is_about() -> None:
+    card = card_of(None)
+    assert card["in_plain_words"] == in_plain_words(card)
+    assert card["dataset"] == "nowhere"
+    assert "the operator decides how long it is kept" in card["secret_folder"]
+    assert "anything that the base model could write" in card["responses"]
+    text = model_card(recipe_of(None), {**card, "date": "2026-01-31"})
+    for said in (card["secret_folder"], card["responses"], "Data set of the users: nowhere."):
+        assert said in text
+    assert "2026-01-31" in text
+    old = {k: v for k, v in card.items() if k not in ("dataset", "in_plain_words", "responses")}
+    assert "not on record" in model_card(recipe_of(None), old)
+
+
+@pytest.mark.parametrize(
+    ("path", "named", "shown"),
+    [
+        ("org/questions", None, "org/questions"),
+        ("/home/somebody/clinic/2026.csv", None, "2026.csv"),
+        ("/home/somebody/clinic/2026.csv", "clinic", "clinic"),
+        ("in-memory", None, "given in Python"),
+        ("asset:imdb/private.parquet", None, "asset:imdb/private.parquet"),
+    ],
+)
+def test_the_data_set_is_named_without_its_place(path: str, named: str, shown: str) -> None:
+    recipe = make_recipe(recipe_settings(data__path=path, privacy__dataset=named))
+    card = privacy_card(recipe, plan_of(recipe, 200), 10, bytes(32), Earlier())
+    assert card["dataset"] == shown
+
+
 def test_declared_tuning_runs_are_paid_for() -> None:
     card = card_of(8)
     whole = card["total"]

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,32 @@ class TestWholeRun:
         assert page.texts["h2"] == ["Comparison", "run", "other"]
         assert ("href", "#run-2") in page.attributes
         assert ("id", "run-2") in page.attributes
+        assert page.texts["h3"].count("Reward on public prompts") == 1  # both in one plot
+
+    def test_a_rise_within_noise_is_not_praised(self, run: Path) -> None:
+        samples = json.loads((run / "samples.json").read_text())
+        for number, sample in enumerate(samples):
+            sample |= {"reward_before": 0.0, "reward_after": 0.02 + (-1) ** number}
+        (run / "samples.json").write_text(json.dumps(samples))
+        html = render([read_run(run)])
+        assert "not distinguishable from 0" in html
+        assert "<strong>+0.02" not in html
+        for number, sample in enumerate(samples):
+            sample["reward_after"] = 2 + (-1) ** number / 100
+        (run / "samples.json").write_text(json.dumps(samples))
+        html = render([read_run(run)])
+        assert "not distinguishable from 0" not in html
+        assert "rise <strong>+2.000" in html
+
+    def test_the_share_of_valid_rewards_has_a_band_and_epsilon_has_steps(self, run: Path) -> None:
+        html = render([read_run(run)])
+        line = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+        assert f"± {1.96 * line['valid_share_noise_std']:.3g}</title>" in html
+        spent = html[html.index("<h3>ε spent") :]
+        path = re.findall(r'<polyline class="line s0" points="(.*?)"', spent)[0]
+        points = [tuple(map(float, p.split(","))) for p in path.split()]
+        assert all(x0 == x1 or y0 == y1 for (x0, y0), (x1, y1) in pairwise(points))
+        assert len({y for _, y in points}) == 2
 
     def test_it_is_written_beside_the_run(self, run: Path) -> None:
         assert write_report([run]) == run / "report.html"

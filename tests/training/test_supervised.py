@@ -494,7 +494,14 @@ def test_the_commands(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert done.exit_code == 0, done.output
     assert "the next stage names one/model" in done.output
     told = runner.invoke(app, ["privacy", "total", "one", "--json"])
-    assert json.loads(told.output)["epsilon"] <= 8
+    told_json = json.loads(told.output)
+    assert told_json["epsilon"] <= 8
+    assert told_json["by_run"][0]["epsilon"] == told_json["epsilon"]
+    table = runner.invoke(app, ["privacy", "total", "one"]).output.splitlines()
+    assert table[0].split()[:3] == ["run", "stage", "epsilon"]
+    assert table[1].split()[:2] == ["one", "sft"]
+    assert told_json["epsilon"] <= float(table[1].split()[2]) < told_json["epsilon"] * 1.01
+    assert "{" not in "".join(table)
     assert runner.invoke(app, ["resume", "one"]).exit_code == 0
     wrong = runner.invoke(app, ["reward", "sft.yaml"])
     assert "a recipe of stage sft" in str(wrong.exception)

@@ -207,6 +207,7 @@ class TestLeaks:
             assert set(json.loads(line)) == {
                 "round", "epsilon", "delta", "released_gradient_norm", "expected_noise_norm",
                 "private_reward_noised", "private_reward_noise_std", "valid_share_noised",
+                "valid_share_noise_std",
             }  # fmt: skip
         kinds = {e.kind: set(e.body) for e in read_ledger(tmp_path / "run/ledger.jsonl")}
         assert kinds["charge"] == {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,7 @@ from dprlhf.privacy import partitions, relations
 
 if TYPE_CHECKING:
     from dprlhf.privacy.accounting import Epsilon, Mechanism
+    from dprlhf.runs.earlier import Record
 
 accounting = typer.Typer(help="Privacy accounting without a recipe.", no_args_is_help=True)
 
@@ -261,11 +263,14 @@ def privacy_total(
     as_json: AsJson = False,
 ) -> None:
     """State what several runs cost together: stages of a pipeline, or runs on the same users."""
+    from dataclasses import asdict
+
     from dprlhf.privacy.gaussian import upwards
     from dprlhf.privacy.plan import json_ready
-    from dprlhf.runs.earlier import total_of_runs
+    from dprlhf.runs.earlier import total_of, total_of_runs
 
     records, cost = total_of_runs(runs, disjoint=disjoint, delta=delta)
+    alone = [total_of([record]) for record in records]
     if as_json:
         answer = {
             "epsilon": json_ready(cost.epsilon),
@@ -273,13 +278,44 @@ def privacy_total(
             "delta": cost.delta,
             "accountant": cost.accountant,
             "runs": [record.name for record in records],
+            "by_run": [
+                {
+                    **asdict(record),
+                    "epsilon": json_ready(own.epsilon),
+                    "epsilon_lower": json_ready(own.epsilon_lower),
+                }
+                for record, own in zip(records, alone, strict=True)
+            ],
         }
         typer.echo(json.dumps(answer))
         return
-    for record in records:
-        typer.echo(f"{record.name:<24}{record.stage:<8}{json.dumps(record.mechanism)}")
+    typer.echo(_total_table(records, [upwards(own.epsilon, 4) for own in alone]))
     shown = upwards(cost.epsilon, 6)
     typer.echo(f"total: epsilon = {shown} at delta = {cost.delta:g} ({cost.accountant})")
+
+
+def _total_table(records: Sequence[Record], epsilons: Sequence[str]) -> str:
+    """Return a table with a line for each run: what it cost by itself, and its terms."""
+    rows = [("run", "stage", "epsilon", "delta", "noise", "rounds", "users in")]
+    for record, epsilon in zip(records, epsilons, strict=True):
+        terms = record.mechanism
+        passes = terms["participations"]
+        each = "" if passes == 1 else f", {passes} rounds each"
+        tuned = f", and {record.tuning_runs} tuning runs" if record.tuning_runs else ""
+        rows.append(
+            (
+                record.name,
+                record.stage,
+                epsilon,
+                f"{record.delta:g}",
+                f"{terms['noise_multiplier']:.4g}",
+                str(terms["rounds"]),
+                f"{terms['partition']}{each}{tuned}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = (map(str.ljust, row, widths) for row in rows)
+    return "\n".join("  ".join(cells).rstrip() for cells in padded)
 
 
 def audit(

@@ -13,6 +13,7 @@ and cannot be set: a copy or an archive of a run has public times only, the fold
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import time
 import zlib
@@ -49,6 +50,15 @@ def public_time(path: Path, root: Path) -> float:
         return day
     with open(path, "rb") as file:
         return day + zlib.crc32(file.read(_HEAD), path.stat().st_size & 0xFFFFFFFF) % _DAY
+
+
+def first_day(root: Path) -> str:
+    """Return the day on which a run began, in UTC, as ``2026-01-31``.
+
+    It is public already, as the day after the modification time of the run's files.
+    """
+    began = public_time(root, root) + _DAY
+    return datetime.datetime.fromtimestamp(began, datetime.UTC).date().isoformat()
 
 
 def stamp(path: Path) -> None:

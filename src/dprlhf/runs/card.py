@@ -14,7 +14,7 @@ from typing import Any
 from dprlhf.privacy.gaussian import downwards, upwards
 from dprlhf.privacy.plan import Plan, json_ready
 from dprlhf.privacy.randomness import commitment
-from dprlhf.recipe import ADAPTERS, AnyRecipe, Source, experimental, load_any_recipe
+from dprlhf.recipe import ADAPTERS, IN_MEMORY, AnyRecipe, Source, experimental, load_any_recipe
 from dprlhf.runs.earlier import Earlier, Record, runs_of_model, total
 from dprlhf.runs.evidence.words import of_hundred, right_guesses
 from dprlhf.runs.folder import RunFolder, write_atomically, write_json
@@ -43,6 +43,18 @@ _TUNING = {
 }
 
 
+_SECRET_FOLDER = (
+    "not published; dprlhf never deletes it, so the operator decides how long it is kept: it is"
+    " needed to continue the run, to audit it, and to check that later runs have other users. It"
+    " holds what would undo the guarantee, and is deleted when none of these is wanted any more"
+)
+
+_RESPONSES = (
+    "may contain anything that the base model could write: the guarantee is about what they can"
+    " tell of the users, not about their content"
+)
+
+
 def privacy_card(
     recipe: AnyRecipe, plan: Plan, dimension: int, key: bytes, earlier: Earlier
 ) -> dict[str, Any]:
@@ -56,8 +68,9 @@ def privacy_card(
         else "one row of the prompt dataset"
     )
     most = recipe.data.max_prompts_per_user
-    return {
+    card = {
         "private": plan.private,
+        "dataset": _dataset(recipe),
         "unit": f"user = {unit}, at most {most} prompt{'s' if most > 1 else ''}",
         "neighbouring": _NEIGHBOURS[plan.adjacency],
         **plan.terms(),
@@ -87,9 +100,12 @@ def privacy_card(
         "tuning": _TUNING.get(recipe.privacy.tuning_runs)
         or f"declared: {_runs(earlier)} on the same users, which the total counts",
         "earlier_runs": _named(earlier),
+        "secret_folder": _SECRET_FOLDER,
+        "responses": _RESPONSES,
         "version": metadata.version("dprlhf"),
         "run": commitment(key),
     }
+    return {"in_plain_words": in_plain_words(card), **card}
 
 
 def released_dimension(recipe: AnyRecipe, dimension: int) -> int:
@@ -151,6 +167,20 @@ def carried_with(card: dict[str, Any], records: Sequence[Record]) -> Carried:
         records: The run's own terms, then those of the runs before it.
     """
     return {"statement": guarantee_sentence(card), "runs": [asdict(r) for r in records]}
+
+
+def _dataset(recipe: AnyRecipe) -> str:
+    """Return the data set's name; of a file of one's own its last part, not where it is."""
+    data = recipe.data
+    if recipe.privacy.dataset is not None:
+        return recipe.privacy.dataset
+    if data.path == IN_MEMORY:
+        return "given in Python"
+    return (
+        data.path
+        if is_hub_id(data.path) or data.path.startswith("asset:")
+        else Path(data.path).name
+    )
 
 
 def _origin(source: Source, earlier: Earlier) -> str:
@@ -274,14 +304,16 @@ tags:
 
 In plain words: {in_plain_words(card)}
 
+Data set of the users: {card.get("dataset", recipe.data.path)}.
+
 Earlier runs: {card.get("earlier_runs", "see above")}.
 
-Software: dprlhf {card.get("version", "of an earlier version")}.
+Software: dprlhf {card.get("version", "of an earlier version")}. Day on which the run began:
+{card.get("date", "not on record")}.
 
-The folder `secret/` of the run is not published. It is needed to continue the run, to audit it, and
-to check that later runs have other users. It holds what would undo the guarantee: delete it when
-none of these is wanted any more. Responses may contain anything that the base model could write:
-the guarantee is about what they can tell of the users, not about their content.
+The folder `secret/` of the run: {_SECRET_FOLDER}.
+
+Responses {_RESPONSES}.
 
 Accountant: {card["accountant"]}; lower bound on the same ε: {lower}.
 

@@ -10,6 +10,7 @@ import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise, zip_longest
 
 _WIDTH, _HEIGHT = 420, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 10, 22, 38
@@ -31,7 +32,12 @@ class Series:
 
 
 def line_plot(
-    series: Sequence[Series], x_label: str, y_label: str, *, from_zero: bool = False
+    series: Sequence[Series],
+    x_label: str,
+    y_label: str,
+    *,
+    from_zero: bool = False,
+    steps: bool = False,
 ) -> str | None:
     """Return an SVG element that fills the width of its container; None without any point.
 
@@ -40,6 +46,7 @@ def line_plot(
         x_label: Label of the horizontal axis.
         y_label: Label of the vertical axis.
         from_zero: Whether the vertical axis includes 0.
+        steps: Whether a line keeps a value up to the next point, as a staircase.
     """
     points = [p for line in series for p in line.points]
     if not points:
@@ -74,7 +81,11 @@ def line_plot(
             edge += [(px, py - e) for px, py, e in reversed(banded)]
             outline = " ".join(f"{x(px)},{y(py)}" for px, py in edge)
             parts.append(f'<polygon class="band {style}" points="{outline}"/>')
-        path = " ".join(f"{x(px)},{y(py)}" for px, py, _ in line.points)
+        corners = [(px, py) for px, py, _ in line.points]
+        if steps:
+            late = [(px, py) for (_, py), (px, _) in pairwise(corners)]
+            corners = [p for both in zip_longest(corners, late) for p in both if p is not None]
+        path = " ".join(f"{x(px)},{y(py)}" for px, py in corners)
         parts.append(f'<polyline class="line {style}" points="{path}"/>')
         for px, py, e in line.points:
             spread = "" if e is None else f" ± {e:.3g}"

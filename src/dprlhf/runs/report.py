@@ -152,7 +152,7 @@ def render(runs: Sequence[PublishedRun]) -> str:
     compared = [s for run in runs if (s := Series(run.name, _public_reward(run))).points]
     html: str = _template().render(
         runs=runs,
-        figures=_figures,
+        figures=lambda run: _figures(run, alone=len(compared) < 2),
         phases=_phases,
         compared=compared,
         comparison=line_plot(compared, "round", "reward"),
@@ -169,6 +169,7 @@ def _template() -> Any:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"number": _shown, "estimate": _estimate, "text": _text}
+    environment.tests["noise"] = _within_noise
     source = resources.files("dprlhf").joinpath("runs/report.html.j2")
     return environment.from_string(source.read_text("utf-8"))
 
@@ -295,14 +296,15 @@ class Figure:
     y: str
     series: list[Series]
     from_zero: bool = False
+    steps: bool = False
 
     @property
     def svg(self) -> str | None:
         """The plot as an SVG element; None without points."""
-        return line_plot(self.series, self.x, self.y, from_zero=self.from_zero)
+        return line_plot(self.series, self.x, self.y, from_zero=self.from_zero, steps=self.steps)
 
 
-def _figures(run: PublishedRun) -> list[Figure]:
+def _figures(run: PublishedRun, *, alone: bool = True) -> list[Figure]:
     def column(key: str, error: str | None = None) -> list[tuple[float, float, float | None]]:
         points = []
         for line in run.metrics:
@@ -324,15 +326,15 @@ def _figures(run: PublishedRun) -> list[Figure]:
             for name in run.public_losses
         ]
         return [*learnt, *_budget_figures(run, column)]
+    public = Figure(
+        "Reward on public prompts",
+        "Mean and 95% confidence band. Round 0 is the base model. Public prompts cost no privacy.",
+        "round",
+        "reward",
+        [Series("public reward", _public_reward(run))],
+    )
     return [
-        Figure(
-            "Reward on public prompts",
-            "Mean and 95% confidence band. Round 0 is the base model. Public prompts cost no"
-            " privacy.",
-            "round",
-            "reward",
-            [Series("public reward", _public_reward(run))],
-        ),
+        *([public] if alone else []),  # else the comparison has drawn it
         Figure(
             "Reward on private prompts, noised",
             "Released with each round's gradient, inside the same noise. The band is 95% of the"
@@ -350,10 +352,12 @@ def _figures(run: PublishedRun) -> list[Figure]:
         Figure(
             "Users with valid rewards, noised",
             "Share of the expected users of a round whose rewards were all valid, as released. How"
-            " many users were clipped is not released: it is in secret/ for the operator alone.",
+            " many users were clipped is not released: it is in secret/ for the operator alone."
+            " The band is 95% of the noise, which can carry a share above 1; the number of users in"
+            " a round varies, too.",
             "round",
             "share",
-            [Series("valid share (noised)", column("valid_share_noised"))],
+            [Series("valid share (noised)", column("valid_share_noised", "valid_share_noise_std"))],
             from_zero=True,
         ),
     ]
@@ -373,6 +377,7 @@ def _budget_figures(run: PublishedRun, column: Callable[..., Any]) -> list[Figur
             "ε",
             [Series("ε (upper bound)", [(0.0, 0.0, None), *spent] if spent else [])],
             from_zero=True,
+            steps=True,
         ),
         Figure(
             "Noise against signal",
@@ -438,6 +443,11 @@ def _estimate(value: tuple[float, float] | None) -> str:
         return "–"
     error = "" if math.isnan(value[1]) else f" ± {value[1]:.3f}"
     return f"{value[0]:+.3f}{error}"
+
+
+def _within_noise(value: tuple[float, float]) -> bool:
+    """Return whether a mean's 95% interval holds 0, or there is none."""
+    return not abs(value[0]) > _Z95 * value[1]
 
 
 def _text(value: Any) -> str:

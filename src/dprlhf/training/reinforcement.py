@@ -318,6 +318,7 @@ class Reinforcement:
             metrics["private_reward_noised"] = reward.mean
             metrics["private_reward_noise_std"] = reward.noise_std
             metrics["valid_share_noised"] = reward.valid_share
+            metrics["valid_share_noise_std"] = reward.valid_std
         if self.critic is not None:
             metrics["critic_value_noised"] = self.critic.mean_value
         if self.clip is not None:
