@@ -220,6 +220,7 @@ ADAPTERS = {
     "ia3": "An IA3 adapter (trained scales)",
     "norms": "Trained norm layers (PEFT's LN tuning)",
     "biases": "Trained biases (stored as LoRA whose B is zero)",
+    "full": "All weights (full fine-tuning)",
 }
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from dprlhf import recipe as settings
-from dprlhf.data.given_rewards import GivenReward, given_rewards
+from dprlhf.data.given_rewards import GivenReward, given_rewards, is_model
 from dprlhf.data.loading import load_rows, rows_from
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.plan import Plan
@@ -37,6 +37,8 @@ class Sources:
             them: callables with TRL's signature, names, models, or pairs with a weight.
         evaluation_prompts: Public prompts.
         policy: The policy, of any type that the training loop takes.
+        models: Models in memory that the run starts from, by the argument's name; the private runs
+            that tuned them must count.
         stand_in_plan: Where the "users" are public prompts that stand in for them: returns the plan
             of the run, which states no ε. None plans for private users.
         reward_weights: A weight for each reward.
@@ -59,6 +61,7 @@ class Sources:
         *,
         reward_weights: Sequence[float] | None = None,
         reward_processing_classes: Any = None,
+        models: Mapping[str, Any] | None = None,
     ) -> None:
         if prompts is not None and evaluation_prompts is prompts:
             raise DprlhfError(
@@ -69,14 +72,21 @@ class Sources:
         self.evaluation_prompts = evaluation_prompts
         self.policy = policy
         self.stand_in_plan = stand_in_plan
+        self.models = dict(models or {})
         self.rewards: list[GivenReward] | None = None
         if reward is not None:
-            self.rewards = given_rewards(reward, reward_weights, reward_processing_classes)
+            self.take_rewards(given_rewards(reward, reward_weights, reward_processing_classes))
         elif reward_weights is not None or reward_processing_classes is not None:
             raise DprlhfError(
                 "reward_weights and reward_processing_classes are for the rewards that `reward`"
                 " gives; those of a recipe have their weight there"
             )
+
+    def take_rewards(self, rewards: Sequence[GivenReward]) -> None:
+        """Take rewards with their settings, and keep the models among them in mind."""
+        self.rewards = list(rewards)
+        given = enumerate(rewards)
+        self.models |= {f"rewards.{i}": one.given for i, one in given if is_model(one.given)}
 
 
 def recipe_of(

@@ -75,6 +75,11 @@ class CausalLMPolicy:
             raise DprlhfError("the policy has no trainable parameters: check policy.adapter")
 
     @property
+    def network(self) -> Any:
+        """The transformers model inside, with the adapter's layers in place."""
+        return getattr(self.model, "get_base_model", lambda: self.model)()
+
+    @property
     def device(self) -> torch.device:
         """Device of the model's parameters."""
         device: torch.device = next(self.model.parameters()).device
@@ -251,7 +256,7 @@ class CausalLMPolicy:
             mask: 1 for real tokens and 0 for padding, same shape.
         """
         ids, seen = F.pad(tokens, (1, 0)), F.pad(mask, (1, 0))  # as in response_logprobs
-        states: torch.Tensor = self.model.get_base_model().base_model(
+        states: torch.Tensor = self.network.base_model(
             input_ids=ids,
             attention_mask=seen,
             position_ids=(seen.cumsum(1) - 1).clamp(min=0),
@@ -277,6 +282,64 @@ class CausalLMPolicy:
         """Save the adapter in PEFT's format, and the tokenizer."""
         with quiet_peft():
             self.model.save_pretrained(folder, state_dict=stored_state(self.model))
+        self.tokenizer.save_pretrained(folder)
+
+
+class WholePolicy(CausalLMPolicy):
+    """The policy π_θ without an adapter: every weight of the model is trained.
+
+    The base policy is a frozen copy of the weights that the run started from, which is swapped in
+    inside :meth:`base`. So a model takes twice its memory.
+
+    Args:
+        model: The transformers model. Its weights become trainable, in float32 or wider.
+        tokenizer: A tokenizer with a padding token that pads on the left.
+        temperature: Sampling temperature.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, temperature: float = 1.0) -> None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+            parameter.requires_grad_(True)
+        super().__init__(model, tokenizer, temperature)
+        self._start = {n: p.detach().clone() for n, p in self.parameters.items()}
+
+    @property
+    def network(self) -> Any:
+        """The transformers model."""
+        return self.model
+
+    @contextlib.contextmanager
+    def base(self) -> Iterator[None]:
+        """Put the weights of the run's start in the place of the trained ones."""
+        if self.is_base:
+            yield
+            return
+        self.is_base = True
+        trained = {name: p.data for name, p in self.parameters.items()}
+        try:
+            for name, parameter in self.parameters.items():
+                self._start[name] = self._start[name].to(parameter.device)
+                parameter.data = self._start[name]
+            yield
+        finally:
+            self.is_base = False
+            for name, parameter in self.parameters.items():
+                parameter.data = trained[name]
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return a copy of all weights on the CPU."""
+        return {n: p.detach().cpu().clone() for n, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Load weights that :meth:`state` returned."""
+        for name, parameter in self.parameters.items():
+            parameter.copy_(state[name])
+
+    def save(self, folder: Path) -> None:
+        """Save the whole model and the tokenizer."""
+        self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
 
@@ -337,43 +400,77 @@ def _parts(logits: torch.Tensor) -> Iterator[slice]:
         yield slice(start, start + size)
 
 
-def load_policy(spec: recipe.Policy, *, temperature: float = 1.0, seed: int = 0) -> CausalLMPolicy:
+def load_policy(
+    spec: recipe.Policy,
+    *,
+    temperature: float = 1.0,
+    seed: int = 0,
+    model: Any = None,
+    tokenizer: Any = None,
+    quantization: Any = None,
+) -> CausalLMPolicy:
     """Load a base model through transformers and put a new adapter on it.
 
     Args:
         spec: The recipe's section.
         temperature: Sampling temperature of the policy.
         seed: Seed of the adapter's initial weights, which are public.
+        model: A loaded transformers model to use in place of the one that ``spec`` names. The
+            adapter is put into it.
+        tokenizer: A tokenizer to use in place of the model's own.
+        quantization: transformers' ``quantization_config``, for a frozen base in 4 or 8 bit.
 
     Raises:
         DprlhfError: The model cannot be loaded, or the adapter does not fit it.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from dprlhf.assets import resolve
-
-    path = resolve(spec.model_name_or_path)
-    check_reachable(spec.model_name_or_path, spec.revision, "policy.model_name_or_path")
-    revision = pinned(spec.model_name_or_path, spec.revision, "policy.revision")
+    if model is None and spec.model_name_or_path == recipe.IN_MEMORY:
+        raise DprlhfError("this run's model was given in Python: continue it there, with the model")
+    if model is None:
+        check_reachable(spec.model_name_or_path, spec.revision, "policy.model_name_or_path")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=spec.trust_remote_code, padding_side="left", **revision
-        )
-        dtype = native_dtype() if spec.dtype == "auto" else getattr(torch, spec.dtype)
-        model = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=dtype,
-            attn_implementation=spec.attn_implementation,
-            trust_remote_code=spec.trust_remote_code,
-            **revision,
-        )
+        if tokenizer is None:
+            tokenizer = _tokenizer_of(spec, model)
+        if model is None:
+            model = _base_of(spec, quantization)
     except (OSError, ValueError) as error:
         raise DprlhfError(
             f"policy.model_name_or_path {spec.model_name_or_path!r}: {one_line(error)}"
         ) from None
     policy = make_policy(model, tokenizer, spec.adapter, temperature=temperature, seed=seed)
-    policy.model.peft_config["default"].revision = spec.revision  # stored with the adapter
+    if spec.adapter.type != "full":
+        policy.model.peft_config["default"].revision = spec.revision  # stored with the adapter
     return policy
+
+
+def _tokenizer_of(spec: recipe.Policy, model: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    from dprlhf.assets import resolve
+
+    name = spec.model_name_or_path if model is None else model.config._name_or_path
+    return AutoTokenizer.from_pretrained(
+        resolve(name),
+        trust_remote_code=spec.trust_remote_code,
+        padding_side="left",
+        **pinned(name, spec.revision, "policy.revision"),
+    )
+
+
+def _base_of(spec: recipe.Policy, quantization: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from dprlhf.assets import resolve
+
+    settings: dict[str, Any] = pinned(spec.model_name_or_path, spec.revision, "policy.revision")
+    if quantization is not None:
+        settings["quantization_config"] = quantization
+    return AutoModelForCausalLM.from_pretrained(
+        resolve(spec.model_name_or_path),
+        dtype=native_dtype() if spec.dtype == "auto" else getattr(torch, spec.dtype),
+        attn_implementation=spec.attn_implementation,
+        trust_remote_code=spec.trust_remote_code,
+        **settings,
+    )
 
 
 def make_policy(
@@ -396,6 +493,8 @@ def make_policy(
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"
+    if adapter.type == "full":
+        return WholePolicy(model, tokenizer, temperature)
     adapted = add_adapter(model, adapter, seed=seed)
     return CausalLMPolicy(adapted, tokenizer, temperature)
 

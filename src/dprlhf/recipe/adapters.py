@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-AdapterType = Literal["lora", "ffa-lora", "lora-xs", "vera", "ia3", "norms", "biases"]
+AdapterType = Literal["lora", "ffa-lora", "lora-xs", "vera", "ia3", "norms", "biases", "full"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ ADAPTERS: dict[AdapterType, AdapterKind] = {
     "ia3": AdapterKind("An IA3 adapter (trained scales)", experimental=True),
     "norms": AdapterKind("Trained norm layers (PEFT's LN tuning)", experimental=True),
     "biases": AdapterKind("Trained biases (stored as LoRA whose B is zero)", experimental=True),
+    "full": AdapterKind("All weights (full fine-tuning)", experimental=True),
 }
 
 FORMER_NAMES = {"lora-b": "ffa-lora"}

@@ -40,7 +40,9 @@ class Adapter(Settings):
         type: ``lora`` trains both factors A and B of LoRA; ``ffa-lora`` (formerly ``lora-b``)
             freezes A and trains B alone. Experimental: ``lora-xs`` trains an r × r matrix between
             singular directions of the weight; ``vera`` two vectors in each layer; ``ia3`` scales of
-            activations; ``norms`` the norm layers; ``biases`` a bias of each output.
+            activations; ``norms`` the norm layers; ``biases`` a bias of each output; ``full`` all
+            weights of the model, without an adapter, for small models: the noise grows with their
+            number.
         rank: Rank r of the LoRA types and of ``vera``.
         alpha: LoRA's alpha: the adapter's output is scaled by alpha / rank, or by alpha / √rank
             with ``use_rslora``. For the LoRA types.

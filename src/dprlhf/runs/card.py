@@ -279,14 +279,15 @@ def model_card(recipe: AnyRecipe, card: dict[str, Any], *, merged: bool = False)
     trained = recipe.trained
     base = trained.model_name_or_path
     # The hub refuses a card whose base model is no repository.
-    relation = "finetune" if merged else "adapter"
+    whole = merged or trained.adapter.type == "full"
+    relation = "finetune" if whole else "adapter"
     named = f"base_model: {base}\nbase_model_relation: {relation}\n" if is_hub_id(base) else ""
     adapter = ADAPTERS[trained.adapter.type].description.format(rank=trained.adapter.rank)
     if merged:
         adapter = f"Whole weights with the adapter merged ({adapter[0].lower()}{adapter[1:]})"
     lower = downwards(float(card["epsilon_lower"]), 4)
     return f"""---
-{named}library_name: {"transformers" if merged else "peft"}
+{named}library_name: {"transformers" if whole else "peft"}
 pipeline_tag: {recipe.hub_task}
 tags:
 - dprlhf

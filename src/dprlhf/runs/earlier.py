@@ -24,7 +24,7 @@ from dprlhf.privacy.partitions import all_partitions
 from dprlhf.privacy.plan import NO_PRIVACY, Plan
 from dprlhf.recipe import AnyRecipe, load_any_recipe
 from dprlhf.runs.folder import RunFolder
-from dprlhf.runs.lineage import carried_by, is_adapter
+from dprlhf.runs.lineage import KEY, carried_by, is_adapter
 
 
 @dataclass(frozen=True)
@@ -298,6 +298,44 @@ def check_lineage(recipe: AnyRecipe, named: Collection[str]) -> None:
                 f"{key} {model!r} is an adapter: name the whole model that dprlhf merge (or the"
                 " stage itself, in its folder model/) writes"
             )
+
+
+def check_lineage_of_objects(models: Mapping[str, Any], named: Collection[str]) -> None:
+    """Check that every private run that tuned a model which a program passes is accounted for.
+
+    Args:
+        models: Models in memory, such as transformers makes them, by the argument's name.
+        named: The runs (by commitment) whose cost counts.
+
+    Raises:
+        DprlhfError: A model comes from another private run.
+    """
+    for key, model in models.items():
+        if not runs_of_object(model) <= set(named):
+            raise DprlhfError(
+                f"{key}: this model was tuned by a private run on users of its own: name that run"
+                " under previous (privacy_previous of a trainer), so that its cost is counted"
+            )
+
+
+def runs_of_object(model: Any) -> set[str]:
+    """Return the runs (by commitment) that tuned a model in memory, as far as it shows.
+
+    transformers keeps the record of ``config.json`` in the model's config; the place that the model
+    was loaded from is looked at, too.
+    """
+    config = getattr(model, "config", None)
+    told, place = getattr(config, KEY, None), getattr(config, "_name_or_path", None)
+    found = runs_of_model(place) if place else set()
+    if told is None:
+        return found
+    try:
+        return {*found, told["runs"][0]["run"]}
+    except (TypeError, KeyError, IndexError):
+        raise DprlhfError(
+            f"the model's privacy record ({KEY}) was altered, so what it cost its users is not"
+            " known; take the model from its run's folder again"
+        ) from None
 
 
 def runs_of_model(model: str) -> set[str]:

@@ -18,7 +18,14 @@ from dprlhf.runs.folder import RunFolder, replaced_folder
 from dprlhf.runs.lineage import FILE, attach
 
 
-def push(run: str | Path, repo: str, *, private: bool = False) -> str:
+def push(
+    run: str | Path,
+    repo: str,
+    *,
+    private: bool = False,
+    token: str | None = None,
+    message: str | None = None,
+) -> str:
     """Upload a run's adapter with its model card, and return the address.
 
     Only ``policy/`` is uploaded. A failed upload changes nothing in the run folder.
@@ -27,6 +34,8 @@ def push(run: str | Path, repo: str, *, private: bool = False) -> str:
         run: The run folder.
         repo: The repository, ``owner/name``; created if it does not exist.
         private: Whether to create a private repository.
+        token: The hub's token; None takes the one of the login.
+        message: Message of the commit; None names the run.
 
     Raises:
         DprlhfError: The run has no policy yet, or the hub refused the upload.
@@ -38,12 +47,13 @@ def push(run: str | Path, repo: str, *, private: bool = False) -> str:
         card = json.loads(folder.privacy.read_text())
         attach(folder.policy, carried_with(card, records_of(folder.path)))
     try:
-        api = HfApi()
-        api.create_repo(repo, private=private, exist_ok=True)
+        api = HfApi(token=token)
+        made = api.create_repo(repo, private=private, exist_ok=True)
+        repo = repo if "/" in repo else made.repo_id  # the owner is who has logged in
         api.upload_folder(
             repo_id=repo,
             folder_path=folder.policy,
-            commit_message=f"Private tuning run {folder.path.resolve().name}",
+            commit_message=message or f"Private tuning run {folder.path.resolve().name}",
         )
     except Exception as error:  # no network, no token, no such owner, a card that is refused
         raise DprlhfError(

@@ -33,7 +33,7 @@ from dprlhf.recipe import AnyRecipe, Recipe, experimental
 from dprlhf.rewards.isolation import captured
 from dprlhf.runs.budget import NO_BOOK, reserve
 from dprlhf.runs.card import released_dimension
-from dprlhf.runs.earlier import check_lineage, read_earlier
+from dprlhf.runs.earlier import check_lineage, check_lineage_of_objects, read_earlier
 from dprlhf.runs.folder import RunFolder, write_atomically
 from dprlhf.runs.opening import (
     check_disjoint,
@@ -123,6 +123,8 @@ def load_parts(
     stage.load(parts)
     # What came from the hub is on this machine now, and with it the records that it carries.
     processes.on_main(lambda: check_lineage(recipe, [r.run for r in earlier.records]))
+    known = [record.run for record in earlier.records]
+    processes.on_main(lambda: check_lineage_of_objects(sources.models, known))
     return stage, parts
 
 

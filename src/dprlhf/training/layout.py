@@ -126,7 +126,7 @@ def settle_layout(
 
 
 def _eager(policy: CausalLMPolicy, shapes: Shapes) -> Shapes | None:
-    model = getattr(policy.model, "get_base_model", lambda: policy.model)()
+    model = policy.network
     if getattr(model.config, "_attn_implementation", "eager") == "eager":
         return None
     try:

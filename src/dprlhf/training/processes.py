@@ -214,7 +214,7 @@ class _LockStep:
         group: torch.distributed.ProcessGroup,
         together: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
-        self._backbone = policy.model.get_base_model().base_model
+        self._backbone = policy.network.base_model
         self._parameters = list(policy.parameters.values())
         self._device, self._group, self._together = device, group, together
         self._helping = False
@@ -254,7 +254,7 @@ def _shard(
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    base = policy.model.get_base_model()
+    base = policy.network
     names = set(getattr(base, "_no_split_modules", None) or ())
     layers = [module for module in base.modules() if type(module).__name__ in names]
     if not layers:

@@ -427,13 +427,19 @@ class Reinforcement:
         )
 
 
-def load_policy_of(recipe: Recipe) -> CausalLMPolicy:
+def load_policy_of(recipe: Recipe, **given: Any) -> CausalLMPolicy:
     """Load the recipe's policy, and check that prompts and responses fit into its context.
+
+    Args:
+        recipe: The settings.
+        **given: Objects in place of what the recipe names, see
+            :func:`dprlhf.policies.causal_lm.load_policy`.
 
     Raises:
         DprlhfError: The policy cannot be loaded, or its context is too short.
     """
-    policy = load_policy(recipe.policy, temperature=recipe.rollout.temperature, seed=recipe.seed)
+    temperature, seed = recipe.rollout.temperature, recipe.seed
+    policy = load_policy(recipe.policy, temperature=temperature, seed=seed, **given)
     policy.sampling = Sampling.of(recipe.rollout)
     prompt, response = recipe.data.max_prompt_tokens, recipe.rollout.max_new_tokens
     policy.check_context_length(

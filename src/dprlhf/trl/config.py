@@ -1,0 +1,247 @@
+"""TRL's configs with a privacy budget: ``PrivateGRPOConfig`` and ``PrivateRLOOConfig``."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import warnings
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self, TypeVar
+
+import trl
+
+from dprlhf.errors import DprlhfError
+from dprlhf.trl.fields import GRPO, RLOO, Field
+
+C = TypeVar("C", bound="PrivacyFields")
+
+
+@dataclass
+class PrivacyFields:
+    """What a private trainer needs beside TRL's settings.
+
+    TRL's ``epsilon`` and ``delta`` are clip ranges, so the guarantee's settings begin with
+    ``privacy_``. They are the keys of the section ``privacy`` of a recipe, unless noted.
+
+    Attributes:
+        privacy_epsilon: Largest ε that the run may spend; ``math.inf`` is a baseline without noise.
+        privacy_noise_multiplier: Noise multiplier z, in place of ``privacy_epsilon``.
+        privacy_delta: δ; keep it well below 1 / (number of users).
+        privacy_unit: Column that names the user; None makes every row a user of its own.
+        privacy_max_prompts_per_user: Number of prompts that a user keeps.
+        privacy_max_prompt_tokens: Longer prompts keep their last tokens: all prompts are padded to
+            one width, which then says nothing about the users.
+        privacy_adjacency: How neighbouring datasets differ: ``zero-out`` or ``replace-one``.
+        privacy_partition: How users are assigned to rounds.
+        privacy_participations: Number of rounds that a user takes part in; None takes
+            ``num_train_epochs``.
+        privacy_clip_norm: Clip norm S, the L2 bound on one user's gradient.
+        privacy_reward_range: Bound R: the weighted sum of the rewards is clipped to [−R, R]. The
+            noise on the released mean reward is in proportion to it.
+        privacy_lora_fa: Train B of a LoRA alone, with A frozen at its random start (FFA-LoRA, the
+            adapter that LoRA-FA trains, too), which halves what the noise is spread over.
+        privacy_declared_public: Declares that the prompts of ``eval_dataset`` were public before,
+            even where a user has the same text.
+        privacy_subspace: Settings of ``update.subspace``: directions from public prompts, along
+            which gradients are released.
+        privacy_previous: Folders of earlier runs on the same users, whose cost counts.
+        privacy_book: Budget book that counts what the users spend over all runs.
+    """
+
+    privacy_epsilon: float | None = field(default=None, metadata={"help": "The budget ε."})
+    privacy_noise_multiplier: float | None = field(
+        default=None, metadata={"help": "The noise multiplier z, in place of privacy_epsilon."}
+    )
+    privacy_delta: float = field(default=1e-5, metadata={"help": "δ of the guarantee."})
+    privacy_unit: str | None = field(
+        default=None, metadata={"help": "Column that names the user; rows are users without it."}
+    )
+    privacy_max_prompts_per_user: int = field(
+        default=1, metadata={"help": "Number of prompts that a user keeps."}
+    )
+    privacy_max_prompt_tokens: int = field(
+        default=256, metadata={"help": "Longest prompt; longer ones keep their last tokens."}
+    )
+    privacy_adjacency: str | None = field(
+        default=None, metadata={"help": "How neighbouring datasets differ."}
+    )
+    privacy_partition: str = field(
+        default="random-allocation", metadata={"help": "How users are assigned to rounds."}
+    )
+    privacy_participations: int | None = field(
+        default=None, metadata={"help": "Rounds of a user; None takes num_train_epochs."}
+    )
+    privacy_clip_norm: float = field(
+        default=1.0, metadata={"help": "Bound on the norm of one user's gradient."}
+    )
+    privacy_reward_range: float = field(
+        default=10.0, metadata={"help": "The rewards' sum is clipped to ± this number."}
+    )
+    privacy_lora_fa: bool = field(
+        default=False, metadata={"help": "Train B of a LoRA alone, with A frozen."}
+    )
+    privacy_declared_public: bool = field(
+        default=False, metadata={"help": "The evaluation prompts were public before."}
+    )
+    privacy_subspace: dict[str, Any] | None = field(
+        default=None, metadata={"help": "Settings of update.subspace."}
+    )
+    privacy_previous: list[str] = field(
+        default_factory=list, metadata={"help": "Earlier runs on the same users."}
+    )
+    privacy_book: str | None = field(default=None, metadata={"help": "Budget book."})
+
+    trl_fields: ClassVar[dict[str, Field]]
+    trl_config: ClassVar[type[Any]]
+
+    def __post_init__(self) -> None:
+        """Refuse what TRL offers and a private run cannot do, and settings without a budget.
+
+        Raises:
+            ValueError: Names the setting, the reason, and the nearest private setting.
+        """
+        for name, default in defaults(type(self)).items():
+            value = getattr(self, name)
+            if self.trl_fields[name].kind == "refused" and value != default:
+                raise ValueError(f"{name}={value!r}: {self.trl_fields[name].note}")
+        if (self.privacy_epsilon is None) == (self.privacy_noise_multiplier is None):
+            raise ValueError(
+                "give exactly one of privacy_epsilon (math.inf for a run without privacy) and"
+                " privacy_noise_multiplier"
+            )
+        if self.privacy_epsilon is not None and not self.privacy_epsilon > 0:
+            raise ValueError(f"privacy_epsilon must be above 0, not {self.privacy_epsilon}")
+        if getattr(self, "bf16", None) is None:  # TRL's True needs hardware; nothing here does
+            self.bf16 = False
+        with warnings.catch_warnings():
+            # TRL's defaults have names that transformers is about to change.
+            warnings.simplefilter("ignore", FutureWarning)
+            super().__post_init__()  # type: ignore[misc]
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether the run adds no noise and promises nothing."""
+        return self.privacy_epsilon == math.inf or self.privacy_noise_multiplier == 0
+
+    @classmethod
+    def from_trl(cls, config: Any, **privacy: Any) -> Self:
+        """Return a config with TRL's settings and a budget.
+
+        A setting that TRL has at its default, and whose default here is another, takes the one of
+        here; a line on the terminal names these.
+
+        Args:
+            config: TRL's config of the same algorithm.
+            **privacy: ``privacy_epsilon`` and the other settings of :class:`PrivacyFields`, or
+                changes of TRL's.
+
+        Raises:
+            ValueError: A setting is refused.
+        """
+        if not isinstance(config, cls.trl_config):
+            raise ValueError(f"from_trl takes a {cls.trl_config.__name__}, not {config!r}")
+        # TRL fills in some settings from others and from the machine: only what differs from a
+        # config of the same machine was set.
+        device = {"use_cpu": config.use_cpu, "bf16": config.bf16}
+        untouched = cls.trl_config(output_dir=config.output_dir, **device)
+        changed = {
+            f.name: getattr(config, f.name)
+            for f in dataclasses.fields(cls.trl_config)
+            if f.init and getattr(config, f.name) != getattr(untouched, f.name)
+        }
+        if changed.pop("steps_per_generation", None) is not None:  # TRL derives one from the other
+            changed.pop("generation_batch_size", None)
+        given = {"output_dir": config.output_dir, **device, **changed, **privacy}
+        made = cls(**given)
+        made.say_differences(set(given))
+        return made
+
+    def say_differences(self, known: Collection[str] = ()) -> None:
+        """Print which settings have another default than TRL's, once a process and kind of config.
+
+        Args:
+            known: Names of settings that were set, about which nothing is said.
+        """
+        trl_defaults, own = defaults(self.trl_config), defaults(type(self))
+        others = [
+            f"{name}={own[name]!r} (TRL: {value!r})"
+            for name, value in trl_defaults.items()
+            if value != own[name] and getattr(self, name) == own[name] and name not in known
+        ]
+        if others and type(self) not in _SAID:
+            _SAID.add(type(self))
+            print(f"dprlhf: defaults that differ from TRL's: {', '.join(others)}", file=sys.stderr)
+
+
+_SAID: set[type] = set()
+
+
+def defaults(config: type[Any]) -> dict[str, Any]:
+    """Return the default of each setting that TRL's config has, as ``config`` declares it."""
+    base = config.trl_config if issubclass(config, PrivacyFields) else config
+    names = {f.name for f in dataclasses.fields(base)}
+    return {
+        f.name: f.default_factory() if callable(f.default_factory) else f.default
+        for f in dataclasses.fields(config)
+        if f.name in names
+    }
+
+
+@dataclass
+class PrivateGRPOConfig(PrivacyFields, trl.GRPOConfig):  # type: ignore[misc]
+    """TRL's ``GRPOConfig`` with a privacy budget.
+
+    The defaults of ``loss_type`` and ``num_train_epochs`` differ from TRL's: its loss divides by
+    the tokens of the batch, and each further epoch is a round more in which a user takes part.
+    """
+
+    loss_type: str = field(default="grpo", metadata={"help": "grpo or dr_grpo."})
+    num_train_epochs: float = field(default=1.0, metadata={"help": "Participations of a user."})
+
+    trl_fields: ClassVar[dict[str, Field]] = GRPO
+    trl_config: ClassVar[type[Any]] = trl.GRPOConfig
+
+    def __post_init__(self) -> None:
+        """Refuse losses and scales that would couple the users.
+
+        Raises:
+            ValueError: Names the setting and what would work.
+        """
+        if self.loss_type not in ("grpo", "dr_grpo"):
+            raise ValueError(f"loss_type={self.loss_type!r}: {GRPO['loss_type'].note}")
+        if self.scale_rewards == "batch":
+            raise ValueError(f"scale_rewards='batch': {GRPO['scale_rewards'].note}")
+        super().__post_init__()
+
+
+@dataclass
+class PrivateRLOOConfig(PrivacyFields, trl.RLOOConfig):  # type: ignore[misc]
+    """TRL's ``RLOOConfig`` with a privacy budget.
+
+    The default of ``num_train_epochs`` differs from TRL's, as that of :class:`PrivateGRPOConfig`.
+    """
+
+    num_train_epochs: float = field(default=1.0, metadata={"help": "Participations of a user."})
+
+    trl_fields: ClassVar[dict[str, Field]] = RLOO
+    trl_config: ClassVar[type[Any]] = trl.RLOOConfig
+
+
+def as_private(config: Any, kind: type[C], default_folder: str) -> C:
+    """Return the trainer's config, or say what is missing.
+
+    Raises:
+        DprlhfError: There is none, or it is TRL's own, which has no budget.
+    """
+    if isinstance(config, kind):
+        return config
+    if isinstance(config, kind.trl_config):
+        raise DprlhfError(
+            f"args is TRL's {type(config).__name__}, which has no privacy budget: give"
+            f" {kind.__name__}.from_trl(args, privacy_epsilon=…)"
+        )
+    raise DprlhfError(
+        f"args: give {kind.__name__}(output_dir={default_folder!r}, privacy_epsilon=…)"
+    )

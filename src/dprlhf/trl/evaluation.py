@@ -1,0 +1,58 @@
+"""Evaluation of a trainer's policy on public prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dprlhf.data.public import evaluated, public_users
+from dprlhf.data.users import Users
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.recipe import Recipe
+from dprlhf.rewards import LoadedReward, Scorer
+from dprlhf.rollout import resolve_batch_size
+from dprlhf.runs.opening import check_public
+from dprlhf.training.evaluate import Evaluated, evaluate
+from dprlhf.training.measures import PolicyEstimate, RewardEstimate, as_metrics
+from dprlhf.trl.logs import as_evaluation
+
+
+def evaluate_on(
+    policy: CausalLMPolicy,
+    recipe: Recipe,
+    users: Users,
+    rows: Any,
+    rewards: list[LoadedReward],
+) -> Evaluated:
+    """Sample and score one response to each public prompt.
+
+    Args:
+        policy: The policy.
+        recipe: The recipe, with a section ``evaluation``.
+        users: The private users, among whom no public row may be.
+        rows: The public rows, a ``datasets.Dataset``.
+        rewards: The rewards.
+
+    Raises:
+        DprlhfError: A public row is a user's, too.
+    """
+    public = public_users(recipe, rows)
+    check_public(recipe, users, public)
+    prompts = evaluated(recipe, public)
+    assert prompts is not None
+    longest = recipe.data.max_prompt_tokens
+    one = recipe.rollout.model_copy(update={"responses": 1})
+    rollout = resolve_batch_size(one, policy, rows=len(prompts), max_prompt_tokens=longest)
+    return evaluate(
+        policy,
+        Scorer(rewards, recipe.reward_range),
+        prompts,
+        rollout,
+        seed=recipe.seed,
+        max_prompt_tokens=longest,
+    )
+
+
+def public_values(found: PolicyEstimate, prefix: str = "eval") -> dict[str, float]:
+    """Return an estimate on public prompts under TRL's names."""
+    reward = RewardEstimate(found.mean, found.standard_error, found.prompts)
+    return as_evaluation(as_metrics({"reward": reward, **found.judges, **found.measures}), prefix)

@@ -1,0 +1,244 @@
+"""Every setting of TRL's ``GRPOConfig`` and ``RLOOConfig``, and what becomes of it here.
+
+The table is complete: a test compares it with the installed TRL, and ``docs/trl.md`` shows it.
+A setting is
+
+- ``honoured``: it means the same here;
+- ``mapped``: the nearest meaning that stays within one user, which the note describes;
+- ``no effect``: any value is taken, and nothing here depends on it;
+- ``refused``: only the default is taken, for the reason in the note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["honoured", "mapped", "no effect", "refused"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """What a private trainer does with one of TRL's settings.
+
+    Attributes:
+        kind: Honoured, mapped, no effect, or refused.
+        note: The recipe's key, the nearest meaning, or the reason with the nearest private setting.
+    """
+
+    kind: Kind
+    note: str
+
+
+def _all(kind: Kind, note: str, names: str) -> Iterable[tuple[str, Field]]:
+    return ((name, Field(kind, note)) for name in names.split())
+
+
+_BATCH = (
+    "it divides by the tokens or the spread of the whole batch, which would couple the users:"
+    " loss_type='grpo' or 'dr_grpo' divides within a user"
+)
+_WHOLE = "responses come from the whole distribution, whose log-probabilities the update needs:" + (
+    " temperature shapes it"
+)
+_SAMPLER = "the sampler is this package's own, with shapes that say nothing about the users"
+_VLLM = "use_vllm=True takes the recipe's rollout.backend: vllm, in this process, which has no such"
+_LOADER = "there is no data loader: the partition draws the users of a round"
+_DDP = "gradients are not synchronised by DDP: clipped sums of processes are added up"
+_ENTROPY = "an entropy bonus is not offered; beta keeps the policy near the base model"
+_ONE_STEP = "a batch has one step, at which the ratio is 1"
+_OTHER_LOSS = "only for a loss_type that is refused"
+_EVERY_ROUND = "every round is logged and leaves a checkpoint"
+_NO_TOOLS = "tools are refused"
+_PRECISION = "the trained parameters, the clipping and the noise are in float32 or wider; give the"
+_PRECISION += " frozen model's dtype in model_init_kwargs"
+
+COMMON: dict[str, Field] = {
+    "output_dir": Field("honoured", "the run folder, which must not exist unless a run resumes"),
+    "seed": Field("honoured", "of public draws alone; private ones come from the run's secret key"),
+    "learning_rate": Field("honoured", "optimizer.learning_rate"),
+    "adam_beta1": Field("honoured", "optimizer.betas"),
+    "adam_beta2": Field("honoured", "optimizer.betas"),
+    "adam_epsilon": Field("honoured", "optimizer.eps"),
+    "max_completion_length": Field("honoured", "rollout.max_new_tokens"),
+    "num_generations": Field("honoured", "rollout.responses"),
+    "temperature": Field("honoured", "rollout.temperature"),
+    "reward_weights": Field("honoured", "rewards.N.weight"),
+    "report_to": Field("honoured", "tracking.report_to: released values and public ones"),
+    "disable_tqdm": Field("honoured", "no progress bars"),
+    "hub_model_id": Field("honoured", "the repository of push_to_hub()"),
+    "hub_private_repo": Field("honoured", "whether push_to_hub() makes a private repository"),
+    "trust_remote_code": Field("honoured", "policy.trust_remote_code"),
+    "resume_from_checkpoint": Field("honoured", "as of train(resume_from_checkpoint=…)"),
+    "eval_steps": Field("honoured", "evaluation.every, in rounds"),
+    "max_steps": Field("mapped", "rounds: a round is one step, with one noised release"),
+    "num_train_epochs": Field(
+        "mapped",
+        "privacy.participations, the number of rounds that a user takes part in (more noise each)",
+    ),
+    "per_device_train_batch_size": Field(
+        "mapped", "update.batch_size, a micro-batch; without max_steps it also sizes the rounds"
+    ),
+    "gradient_accumulation_steps": Field("mapped", "without max_steps it sizes the rounds"),
+    "generation_batch_size": Field("mapped", "derived; responses are sampled in batches of a size"
+                                   " that rollout.batch_size: auto determines"),
+    "steps_per_generation": Field("mapped", "derived, as generation_batch_size"),
+    "max_grad_norm": Field(
+        "mapped", "privacy_clip_norm: each user's gradient is clipped, before noise is added; a"
+        " clipped mean would still depend on one user without bound",
+    ),
+    "optim": Field("mapped", "adamw_torch, adamw_torch_fused and the like: adam; sgd: sgd"),
+    "lr_scheduler_type": Field("mapped", "optimizer.schedule: constant, linear or cosine"),
+    "warmup_steps": Field("mapped", "optimizer.warmup, a share of the rounds"),
+    "eval_strategy": Field("mapped", "'steps': evaluation.every; else before and after the run"),
+    "model_init_kwargs": Field(
+        "mapped", "dtype, attn_implementation, revision and trust_remote_code; others are refused"
+    ),
+    "disable_dropout": Field("honoured", "dropout is always off: it would be a second randomness"),
+    "use_cpu": Field("honoured", "through accelerate, which places the policy"),
+    "use_vllm": Field("mapped", "rollout.backend: vllm (experimental)"),
+    "push_to_hub": Field("mapped", "uploads the adapter after the last round, not during the run"),
+    "project": Field("mapped", "tracking.project"),
+    "mask_truncated_completions": Field(
+        "refused", "a response that is cut counts like any other; a reward may return None for it,"
+        " which leaves it out",
+    ),
+    "top_p": Field("refused", _WHOLE),
+    "top_k": Field("refused", _WHOLE),
+    "min_p": Field("refused", _WHOLE),
+    "repetition_penalty": Field("refused", _WHOLE),
+    "generation_kwargs": Field("refused", _SAMPLER),
+    "cache_implementation": Field("refused", _SAMPLER),
+    "chat_template_kwargs": Field("refused", "set the defaults in the tokenizer's chat template"),
+    "num_iterations": Field(
+        "refused", "a second step on a batch would be a second release at its own cost; DP-PPO"
+        " (update: {name: ppo, epochs: …} in a recipe) steps within a user",
+    ),
+    "sync_ref_model": Field("refused", "the reference is the base model, the adapter off"),
+    "log_completions": Field(
+        "refused", "completions of private prompts stay private; samples.json and"
+        " public-samples.jsonl have those of eval_dataset",
+    ),
+    "num_generations_eval": Field("refused", "the evaluation samples one response to a prompt"),
+    "weight_decay": Field("refused", "there is none: an adapter is small, and starts at zero"),
+    "optim_args": Field("refused", "adam and sgd take none"),
+    "optim_target_modules": Field("refused", "peft_config names what is trained"),
+    "lr_scheduler_kwargs": Field("refused", "the schedules take none"),
+    "label_smoothing_factor": Field("refused", "there are no labels"),
+    "neftune_noise_alpha": Field("refused", "noise on embeddings would be no part of the policy"),
+    "activation_checkpointing": Field("refused", "a smaller per_device_train_batch_size saves"
+                                      " memory and computes the same"),
+    "torch_compile": Field("refused", "per-user gradients read the layers' inputs by hooks"),
+    "use_liger_kernel": Field("refused", "its fused layers hide the inputs that clipping needs"),
+    "auto_find_batch_size": Field("refused", "TRL refuses it, too: set a smaller batch size"),
+    "fp16": Field("refused", _PRECISION),
+    "deepspeed": Field("refused", "it shards what is clipped per user: see docs/scaling.md"),
+    "fsdp": Field("refused", "start with recipes/accelerate/eight_gpus_sharded.yaml"),
+    "parallelism_config": Field("refused", "processes share a round's users, and nothing else"),
+    "full_determinism": Field("refused", "private draws come from a secret key by design"),
+    "load_best_model_at_end": Field(
+        "refused", "the last policy is the result; picking by rewards of public prompts is free:"
+        " use eval_steps and look",
+    ),
+    "include_num_input_tokens_seen": Field("refused", "the tokens of a round tell about its users"),
+    "use_transformers_continuous_batching": Field("refused", _SAMPLER),
+    "transformers_continuous_batching_config": Field("refused", _SAMPLER),
+    "use_transformers_paged": Field("refused", _SAMPLER),
+    "eval_on_start": Field("no effect", "the evaluation always begins before the first round"),
+    "bf16": Field("no effect", _PRECISION),
+    "tf32": Field("no effect", "set torch's own switch"),
+    "beta": Field("mapped", "kl.beta: β times the whole response's log-ratio to the base model is"
+                  " subtracted from its reward, not added to the loss"),
+    **dict(_all("no effect", _LOADER, """
+        dataloader_drop_last dataloader_num_workers dataloader_pin_memory
+        dataloader_persistent_workers dataloader_prefetch_factor dataloader_in_order
+        dataloader_multiprocessing_context remove_unused_columns label_names data_seed
+        train_sampling_strategy length_column_name ignore_data_skip shuffle_dataset
+        accelerator_config""")),
+    **dict(_all("no effect", _DDP, """
+        ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph
+        ddp_backend ddp_timeout average_tokens_across_devices local_rank""")),
+    **dict(_all("no effect", _EVERY_ROUND, """
+        logging_strategy logging_steps logging_first_step logging_nan_inf_filter log_on_each_node
+        save_strategy save_steps save_total_limit save_only_model save_on_each_node
+        enable_jit_checkpoint restore_callback_states_from_checkpoint""")),
+    **dict(_all("no effect", "it changes memory or speed in TRL, and nothing here", """
+        gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing_kwargs
+        torch_compile_backend torch_compile_mode liger_kernel_config use_cache
+        torch_empty_cache_steps pad_to_multiple_of ds3_gather_for_generation skip_memory_metrics
+        fsdp_config debug""")),
+    **dict(_all("no effect", "the evaluation is this package's own, on eval_dataset", """
+        eval_delay per_device_eval_batch_size prediction_loss_only eval_do_concat_batches
+        eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics
+        metric_for_best_model greater_is_better bf16_full_eval fp16_full_eval do_train do_eval
+        do_predict""")),
+    **dict(_all("no effect", "for logging that is not offered", """
+        log_level log_level_replica log_multimodal num_completions_to_print log_unique_prompts
+        run_name trackio_space_id trackio_bucket_id trackio_static_space_id""")),
+    **dict(_all("no effect", "uploads happen once, after the last round", """
+        hub_token hub_strategy hub_always_push hub_revision""")),
+    **dict(_all("no effect", "sync_ref_model is refused", """
+        ref_model_mixup_alpha ref_model_sync_steps""")),
+    **dict(_all("no effect", _VLLM + " setting", """
+        vllm_model_impl vllm_enable_sleep_mode vllm_server_base_url vllm_server_host
+        vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization
+        vllm_max_model_length vllm_tensor_parallel_size""")),
+    "vllm_mode": Field("refused", _VLLM + " mode as 'server'"),
+    "vllm_structured_outputs_regex": Field("refused", _WHOLE),
+}  # fmt: skip
+"""The settings that both configs have."""
+
+GRPO: dict[str, Field] = COMMON | {
+    "loss_type": Field("mapped", "'grpo' is update: grpo; 'dr_grpo' divides each response by one"
+                       " constant, which is update: pg; " + _BATCH),
+    "scale_rewards": Field(
+        "mapped", "'group' and 'none'; 'batch' is refused: the standard deviation of the batch"
+        " would couple the users",
+    ),
+    "epsilon": Field("honoured", "update.clip_range; the privacy budget is privacy_epsilon"),
+    "epsilon_high": Field("refused", "the clip range is symmetric: epsilon"),
+    "delta": Field("refused", "a clip of the ratio; the guarantee's δ is privacy_delta"),
+    "multi_objective_aggregation": Field(
+        "refused", "'normalize_then_sum' normalises each reward over the batch, which would couple"
+        " the users: weigh rewards of one scale with reward_weights",
+    ),
+    "top_entropy_quantile": Field(
+        "refused", "the quantile is of the tokens of the whole batch, which would couple the users"
+    ),
+    "off_policy_mask_threshold": Field("refused", _ONE_STEP + ", so nothing is off-policy"),
+    "cast_lm_head_to_fp32": Field("refused", "give dtype float32 in model_init_kwargs"),
+    "use_adaptive_entropy": Field("refused", _ENTROPY),
+    "entropy_coef": Field("refused", _ENTROPY),
+    "router_aux_loss_coef": Field(
+        "refused", "a mixture of experts whose experts have a capacity couples the rows of a batch"
+    ),
+    "log_completions_hub_repo": Field("refused", "as log_completions"),
+    "importance_sampling_level": Field("no effect", _ONE_STEP),
+    "use_bias_correction_kl": Field("no effect", _ONE_STEP),
+    **dict(_all("no effect", "use_adaptive_entropy is refused", """
+        entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target""")),
+    **dict(_all("no effect", _OTHER_LOSS, """
+        sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg
+        vespo_lambda_neg""")),
+    **dict(_all("no effect", "the update computes its own log-probabilities of vLLM's samples", """
+        vllm_importance_sampling_correction vllm_importance_sampling_mode
+        vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
+        vllm_importance_sampling_cap""")),
+    "max_tool_calling_iterations": Field("no effect", _NO_TOOLS),
+}  # fmt: skip
+"""Every setting of TRL's ``GRPOConfig``."""
+
+RLOO: dict[str, Field] = COMMON | {
+    "router_aux_loss_coef": GRPO["router_aux_loss_coef"],
+    "reward_clip_range": Field(
+        "mapped", "reward_range: the weighted sum is clipped, to a range symmetric about 0"
+    ),
+    "normalize_advantages": Field(
+        "refused", "advantages normalised over the batch would couple the users: PrivateGRPOTrainer"
+        " normalises within a user",
+    ),
+    "epsilon": Field("no effect", _ONE_STEP + "; the privacy budget is privacy_epsilon"),
+    "epsilon_high": Field("no effect", _ONE_STEP),
+}  # fmt: skip
+"""Every setting of TRL's ``RLOOConfig``."""

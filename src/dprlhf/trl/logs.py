@@ -1,0 +1,136 @@
+"""What a private trainer logs: released and public values, under TRL's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from dprlhf.errors import DprlhfError
+
+NAMES = {
+    "private_reward_noised": "reward",
+    "private_reward_noise_std": "reward_noise_std",
+    "valid_share_noised": "valid_share",
+    "released_gradient_norm": "grad_norm",
+}
+"""This package's names of released values, with TRL's."""
+
+_PUBLIC = {
+    "public_response_tokens": "eval_completions/mean_length",
+    "public_kl": "eval_kl",
+}
+"""Names of values from public prompts, with TRL's; others become ``eval_NAME``."""
+
+
+def as_logs(metrics: Mapping[str, Any], means: Mapping[str, str]) -> dict[str, float]:
+    """Return a round's released values under TRL's names.
+
+    Args:
+        metrics: The round's line of ``metrics.jsonl``.
+        means: Further names by name, such as ``rewards/NAME/mean`` for ``reward``.
+    """
+    logs = {
+        NAMES.get(name, name): value
+        for name, value in metrics.items()
+        if name != "round" and not name.startswith("public_") and value is not None
+    }
+    return logs | {new: logs[old] for old, new in means.items() if old in logs}
+
+
+def as_evaluation(values: Mapping[str, Any], prefix: str = "eval") -> dict[str, float]:
+    """Return values from public prompts under TRL's names, which begin with ``prefix``."""
+    logs = {}
+    for name, value in values.items():
+        if name.startswith("public_") and value is not None:
+            told = _PUBLIC.get(name, f"eval_{name.removeprefix('public_')}")
+            logs[prefix + told.removeprefix("eval")] = value
+    return logs
+
+
+class Log:
+    """The trainer's state, and the events of its callbacks.
+
+    ``on_train_begin`` comes first; for each round ``on_step_begin``, ``on_step_end``, ``on_log``,
+    and ``on_evaluate`` where the round has an evaluation; then ``on_train_end``. All of them come
+    after the round's values are released. A callback that sets ``control.should_training_stop``
+    ends the run after the round.
+
+    Args:
+        callbacks: ``transformers.TrainerCallback`` objects or classes.
+        args: The trainer's config.
+
+    Raises:
+        DprlhfError: A callback is of another type.
+    """
+
+    def __init__(self, callbacks: Sequence[Any] | None, args: Any) -> None:
+        self.state = TrainerState()
+        self.control = TrainerControl()
+        self.callbacks: list[Any] = []
+        self.args = args
+        self.values: dict[str, Any] = {}
+        for callback in callbacks or ():
+            self.add(callback)
+
+    def add(self, callback: Any) -> None:
+        """Add a callback, an object or a class.
+
+        Raises:
+            DprlhfError: It is no ``TrainerCallback``.
+        """
+        one = callback() if isinstance(callback, type) else callback
+        if not isinstance(one, TrainerCallback):
+            raise DprlhfError(
+                f"callbacks: a {type(one).__name__} is no transformers.TrainerCallback"
+            )
+        self.callbacks.append(one)
+
+    def remove(self, callback: Any) -> Any:
+        """Remove a callback, given as object or class, and return it; None if it is not there."""
+        for one in self.callbacks:
+            if one is callback or type(one) is callback:
+                self.callbacks.remove(one)
+                return one
+        return None
+
+    def call(self, event: str, **values: Any) -> None:
+        """Call an event of every callback."""
+        for callback in self.callbacks:
+            answer = getattr(callback, event)(
+                self.args, self.state, self.control, **self.values, **values
+            )
+            self.control = answer or self.control
+
+    def write(self, logs: Mapping[str, float]) -> None:
+        """Add an entry to ``state.log_history``, and call ``on_log``."""
+        entry = {**logs, "epoch": self.state.epoch, "step": self.state.global_step}
+        self.state.log_history.append(entry)
+        self.call("on_log", logs=dict(logs))
+
+    def round(self, t: int, logs: Mapping[str, float], evaluation: Mapping[str, float]) -> None:
+        """Log a round.
+
+        Raises:
+            KeyboardInterrupt: A callback asked to stop; the run ends at a safe point.
+        """
+        self.call("on_step_begin")
+        self.state.global_step = t
+        self.state.epoch = t / max(1, self.state.max_steps) * self.state.num_train_epochs
+        self.call("on_step_end")
+        self.write(logs)
+        if evaluation:
+            self.write(evaluation)
+            self.call("on_evaluate", metrics=dict(evaluation))
+        if self.control.should_training_stop and t < self.state.max_steps:
+            raise KeyboardInterrupt
+
+    def evaluation(self, step: int, logs: Mapping[str, float]) -> None:
+        """Add an evaluation before the first round or after the last to ``state.log_history``."""
+        if not logs:
+            return
+        whole = self.state.num_train_epochs
+        entry = {**logs, "epoch": whole * step / max(1, self.state.max_steps), "step": step}
+        place = 0 if step == 0 else len(self.state.log_history)
+        self.state.log_history.insert(place, entry)

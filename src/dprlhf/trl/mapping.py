@@ -1,0 +1,188 @@
+"""From TRL's settings to a recipe: what a private trainer starts is an ordinary run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from dprlhf.errors import DprlhfError
+from dprlhf.recipe import IN_MEMORY, Recipe, make_recipe
+from dprlhf.trl.config import PrivacyFields, PrivateRLOOConfig
+
+_SCHEDULES = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+}
+_MODEL_SETTINGS = ("revision", "dtype", "torch_dtype", "attn_implementation", "trust_remote_code")
+
+
+def recipe_of(
+    config: PrivacyFields,
+    *,
+    model: str,
+    adapter: dict[str, Any],
+    rewards: Sequence[dict[str, Any]],
+    users: int,
+    public: int,
+    processes: int,
+) -> Recipe:
+    """Return the recipe of a private trainer.
+
+    Args:
+        config: The trainer's config.
+        model: Hub id or folder of the model; ``in-memory`` for one that has neither.
+        adapter: The section ``policy.adapter``.
+        rewards: The section ``rewards``.
+        users: Number N of users.
+        public: Number of public prompts for the evaluation; 0 without.
+        processes: Number of processes of the launch.
+
+    Raises:
+        DprlhfError: A setting has no meaning here, or a wrong value.
+    """
+    args: Any = config
+    participations = args.privacy_participations or max(1, round(args.num_train_epochs))
+    rounds = _rounds(args, users, participations, processes)
+    values: dict[str, Any] = {
+        "policy": {**_policy(args), "model_name_or_path": model, "adapter": adapter},
+        "data": _data(args),
+        "rewards": list(rewards),
+        "reward_range": _reward_range(args),
+        "rollout": {
+            "responses": args.num_generations,
+            "max_new_tokens": args.max_completion_length,
+            "temperature": args.temperature,
+            "batch_size": "auto",
+            "backend": "vllm" if args.use_vllm else "transformers",
+        },
+        "update": {
+            **_update(args),
+            "clip_norm": math.inf if config.is_baseline else args.privacy_clip_norm,
+            "batch_size": args.per_device_train_batch_size,
+            "subspace": args.privacy_subspace,
+        },
+        "kl": {"beta": args.beta},
+        "optimizer": _optimizer(args, rounds),
+        "privacy": {
+            "epsilon": args.privacy_epsilon,
+            "noise_multiplier": args.privacy_noise_multiplier,
+            "delta": args.privacy_delta,
+            "partition": args.privacy_partition,
+            "adjacency": args.privacy_adjacency,
+            "participations": participations,
+            "book": args.privacy_book,
+        },
+        "rounds": rounds,
+        "tracking": {"report_to": args.report_to, "project": args.project},
+        "previous": [{"run": run} for run in args.privacy_previous],
+        "seed": args.seed,
+        "output_dir": args.output_dir,
+    }
+    if public:
+        values["evaluation"] = _evaluation(args, public)
+    return make_recipe(values, source=type(config).__name__)
+
+
+def with_evaluation(recipe: Recipe, config: PrivacyFields, public: int) -> Recipe:
+    """Return a trainer's recipe with an evaluation on so many public prompts."""
+    values = recipe.model_dump() | {"evaluation": _evaluation(config, public)}
+    return make_recipe(values, source=type(config).__name__)
+
+
+def _evaluation(args: Any, public: int) -> dict[str, Any]:
+    return {
+        "data": {**_data(args), "user_column": None},
+        "prompts": public,
+        "every": _every(args),
+        "declared_public": args.privacy_declared_public,
+    }
+
+
+def _rounds(args: Any, users: int, participations: int, processes: int) -> int:
+    """Return ``max_steps``, or the steps that TRL would take on these users."""
+    if args.max_steps > 0:
+        return int(args.max_steps)
+    responses = args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
+    prompts = max(1, responses // args.num_generations)
+    return int(max(1, math.ceil(users * participations / prompts)))
+
+
+def _policy(args: Any) -> dict[str, Any]:
+    given = dict(args.model_init_kwargs or {})
+    unknown = sorted(set(given) - set(_MODEL_SETTINGS))
+    if unknown:
+        raise DprlhfError(
+            f"model_init_kwargs: {unknown[0]!r} is not taken: use {', '.join(_MODEL_SETTINGS)}, or"
+            " load the model yourself and pass the object"
+        )
+    if "torch_dtype" in given:
+        given["dtype"] = given.pop("torch_dtype")
+    if "dtype" in given:
+        given["dtype"] = str(given["dtype"]).removeprefix("torch.")
+    return {"trust_remote_code": args.trust_remote_code, **given}
+
+
+def _data(args: Any) -> dict[str, Any]:
+    return {
+        "path": IN_MEMORY,
+        "prompt_column": "prompt",
+        "user_column": args.privacy_unit,
+        "max_prompts_per_user": args.privacy_max_prompts_per_user,
+        "max_prompt_tokens": args.privacy_max_prompt_tokens,
+    }
+
+
+def _reward_range(args: Any) -> float:
+    clip = getattr(args, "reward_clip_range", None)
+    if clip is None:
+        return float(args.privacy_reward_range)
+    low, high = clip
+    if low != -high:
+        raise DprlhfError(
+            f"reward_clip_range=({low}, {high}): the range is symmetric about 0 here: give"
+            f" (-{max(abs(low), abs(high))}, {max(abs(low), abs(high))})"
+        )
+    return float(high)
+
+
+def _update(args: Any) -> dict[str, Any]:
+    if isinstance(args, PrivateRLOOConfig):
+        return {"name": "pg", "baseline": "loo"}
+    scaled = args.scale_rewards in ("group", True)
+    if args.loss_type == "dr_grpo":
+        # A constant length: each response's log-probability has one weight, as in DP-PG. The mean
+        # of the others differs from that of all by a constant factor, which the clip norm absorbs.
+        return {"name": "pg", "baseline": "group" if scaled else "loo"}
+    return {"name": "grpo", "scale_rewards": scaled, "clip_range": args.epsilon}
+
+
+def _optimizer(args: Any, rounds: int) -> dict[str, Any]:
+    optim, schedule = (
+        str(getattr(args.optim, "value", args.optim)),
+        str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+    )
+    if not (optim == "sgd" or optim.startswith(("adamw_torch", "adamw_hf"))):
+        raise DprlhfError(
+            f"optim={optim!r}: the moments of few parameters need no such saving: give adamw_torch"
+            " or sgd"
+        )
+    if schedule not in _SCHEDULES:
+        raise DprlhfError(f"lr_scheduler_type={schedule!r}: use {', '.join(_SCHEDULES)}")
+    warmup = float(args.warmup_steps)
+    return {
+        "name": "sgd" if optim == "sgd" else "adam",
+        "learning_rate": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+        "schedule": _SCHEDULES[schedule],
+        "warmup": warmup if warmup < 1 else min(warmup / rounds, 0.99),
+    }
+
+
+def _every(args: Any) -> int | None:
+    if str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "steps":
+        return None
+    return max(1, int(args.eval_steps)) if args.eval_steps else None

@@ -1,0 +1,440 @@
+"""``PrivateGRPOTrainer`` and ``PrivateRLOOTrainer``: TRL's trainers as runs of this package.
+
+A trainer turns its arguments into a recipe and starts the run that ``dprlhf.train`` would start:
+the same plan, gate, ledger and run folder. What differs from TRL is in ``docs/trl.md``.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from transformers.trainer_utils import EvalPrediction, TrainOutput
+
+from dprlhf.data.in_memory import Sources
+from dprlhf.data.loading import rows_from
+from dprlhf.data.users import Users
+from dprlhf.errors import DprlhfError, InterruptedRunError
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.optimizers import learning_rate
+from dprlhf.policies.peft_configs import adapter_of
+from dprlhf.privacy.file_times import stamp_run
+from dprlhf.recipe import IN_MEMORY, Data, Recipe, load_recipe
+from dprlhf.rewards.loading import load_rewards
+from dprlhf.runs.card import carried_with, model_card
+from dprlhf.runs.earlier import records_of
+from dprlhf.runs.folder import RunFolder
+from dprlhf.runs.lineage import attach
+from dprlhf.runs.opening import recipe_digest
+from dprlhf.runs.publish import push
+from dprlhf.training.build import open_run
+from dprlhf.training.measures import as_metrics
+from dprlhf.training.processes import Processes
+from dprlhf.training.reinforcement import Result, load_policy_of
+from dprlhf.training.run import Run
+from dprlhf.training.trainer import complete
+from dprlhf.trl.config import PrivacyFields, PrivateGRPOConfig, PrivateRLOOConfig, as_private
+from dprlhf.trl.evaluation import evaluate_on, public_values
+from dprlhf.trl.logs import Log, as_evaluation, as_logs
+from dprlhf.trl.mapping import recipe_of, with_evaluation
+from dprlhf.trl.rewards import means_of, trl_rewards
+
+C = TypeVar("C", bound=PrivacyFields)
+
+
+class PrivateTrainer(Generic[C]):
+    """The methods of :class:`PrivateGRPOTrainer` and :class:`PrivateRLOOTrainer`.
+
+    Attributes:
+        args: The config.
+        model: The model that is trained: a PEFT model, or the model itself without ``peft_config``.
+        processing_class: Its tokenizer.
+        state: transformers' ``TrainerState``; ``log_history`` has released and public values alone.
+        recipe: The recipe of the run.
+        result: What :func:`dprlhf.train` returns; None before the run has finished.
+    """
+
+    config: ClassVar[type[Any]]
+    _default_folder: ClassVar[str]
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: C | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: list[Any] | None = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+        *,
+        compute_metrics: Any = None,
+        user_column: str | None = None,
+    ) -> None:
+        """Check the arguments, load the model, and write nothing.
+
+        Args:
+            model: Name or folder of a causal language model, or the model. A model that is passed
+                is public, as a model that is named is.
+            reward_funcs: Rewards as in TRL: a classifier's name, a model, a callable, or a list.
+            args: The config, with a budget.
+            train_dataset: The users' prompts, in the column ``prompt``: a ``Dataset``, an
+                ``IterableDataset``, a list of rows, a pandas ``DataFrame``.
+            eval_dataset: PUBLIC prompts, of nobody among the users.
+            processing_class: The model's tokenizer; None loads it.
+            reward_processing_classes: A tokenizer for each reward model; None loads them.
+            callbacks: ``transformers.TrainerCallback`` objects; they see released and public
+                values alone.
+            optimizers: Refused: ``args.optim`` names the optimizer.
+            quantization_config: How to quantise the frozen base model; with ``peft_config``.
+            peft_config: What is trained; None trains all weights.
+            tools: Refused.
+            rollout_func: Refused.
+            environment_factory: Refused.
+            compute_metrics: A function of ``transformers.EvalPrediction`` on public prompts:
+                ``predictions`` are the responses, ``label_ids`` their rewards, and ``inputs`` the
+                prompts.
+            user_column: Column that names the user; short for ``args.privacy_unit``.
+
+        Raises:
+            DprlhfError: An argument is wrong, or cannot be private; the message says why.
+        """
+        own: Any = copy.copy(as_private(args, self.config, self._default_folder))
+        _refuse(optimizers, tools, rollout_func, environment_factory)
+        if user_column is not None:
+            if own.privacy_unit not in (None, user_column):
+                raise DprlhfError(
+                    f"user_column={user_column!r}, but args.privacy_unit is {own.privacy_unit!r}"
+                )
+            own.privacy_unit = user_column
+        self.args: Any = own
+        self._compute_metrics = compute_metrics
+        self._rewards = trl_rewards(
+            reward_funcs, self.args.reward_weights, reward_processing_classes
+        )
+        self._rows = _rows(train_dataset, "train_dataset")
+        self._public = None if eval_dataset is None else _rows(eval_dataset, "eval_dataset")
+        self.recipe = self._recipe(model, peft_config)
+        self._models = {} if isinstance(model, str) else {"model": model}
+        self._policy = _policy(self.recipe, model, processing_class, quantization_config)
+        self.result: Result | None = None
+        self._settled = self.recipe
+        self._started = False
+        self._log = Log(callbacks, self.args)
+        self._log.values = {"model": self.model, "processing_class": self.processing_class}
+        self._log.call("on_init_end")
+
+    def _recipe(self, model: Any, peft_config: Any) -> Recipe:
+        args = self.args
+        spec = Data(path=IN_MEMORY, prompt_column="prompt", user_column=args.privacy_unit)
+        return recipe_of(
+            args,
+            model=model if isinstance(model, str) else IN_MEMORY,
+            adapter=adapter_of(peft_config, freeze_a=args.privacy_lora_fa),
+            rewards=[reward.settings.model_dump() for reward in self._rewards],
+            users=Users(self._rows, spec).count,
+            public=0 if self._public is None else len(self._public),
+            processes=Processes.connect().count,
+        )
+
+    # --- what is trained, and what is known of it --------------------------------------------
+
+    @property
+    def model(self) -> Any:
+        """The model that is trained."""
+        return self._policy.model
+
+    @property
+    def processing_class(self) -> Any:
+        """The model's tokenizer."""
+        return self._policy.tokenizer
+
+    @property
+    def state(self) -> Any:
+        """transformers' ``TrainerState``, with what has been released so far."""
+        return self._log.state
+
+    @property
+    def folder(self) -> RunFolder:
+        """The run folder, ``args.output_dir``."""
+        return RunFolder(Path(self.args.output_dir))
+
+    @property
+    def privacy(self) -> dict[str, Any]:
+        """The privacy card of the run: the guarantee, what is released, and the assumptions.
+
+        Raises:
+            DprlhfError: The run has not begun.
+        """
+        if not self.folder.privacy.is_file():
+            raise DprlhfError("there is no privacy card before train() begins")
+        card: dict[str, Any] = json.loads(self.folder.privacy.read_text())
+        return card
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a ``transformers.TrainerCallback``, an object or a class."""
+        self._log.add(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a callback, given as object or class."""
+        self._log.remove(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove a callback, given as object or class, and return it."""
+        return self._log.remove(callback)
+
+    # --- training ----------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainOutput:
+        """Train privately, or continue a run that was interrupted.
+
+        Args:
+            resume_from_checkpoint: True or the run folder continues the run in ``args.output_dir``;
+                rounds that were charged stay spent. None takes ``args.resume_from_checkpoint``.
+
+        Returns:
+            The number of rounds, NaN for the loss, which is private, and the last public values.
+
+        Raises:
+            DprlhfError: The folder exists, this trainer has trained already, or the run fails.
+        """
+        again = resume_from_checkpoint
+        again = self.args.resume_from_checkpoint if again is None else again
+        recipe = self._continued(again) if again else self.recipe
+        if self._started:
+            raise DprlhfError(
+                "this trainer has trained: a second train() would move a model that is no longer"
+                " the base. Make a new trainer"
+                + ("" if self.result else ", and give train(resume_from_checkpoint=True)")
+            )
+        self._started = True
+        self.args.say_differences()
+        sources = Sources(
+            self._rows,
+            None,
+            self._public,
+            policy=self._policy,
+            models=self._models,
+        )
+        sources.take_rewards(self._rewards)
+        quiet = bool(self.args.disable_tqdm)
+        try:
+            with open_run(recipe, self.folder, sources, create=not again, quiet=quiet) as run:
+                self._begin(run)
+                self.result = complete(run)
+        except InterruptedRunError:
+            if not self._log.control.should_training_stop:
+                raise
+        return self._end()
+
+    def _continued(self, again: bool | str | Path) -> Recipe:
+        """Return the recipe of the run to continue, if it is this trainer's."""
+        place = self.folder.path if again is True else Path(str(again))
+        if place.name == self.folder.checkpoint.name and not (place / "recipe.yaml").exists():
+            place = place.parent
+        if place.resolve() != self.folder.path.resolve():
+            raise DprlhfError(
+                f"resume_from_checkpoint: a run continues in its own folder: give True and"
+                f" output_dir={str(place)!r}"
+            )
+        self.folder.require()
+        held = load_recipe(self.folder.recipe)
+        size = {"batch_size": held.rollout.batch_size}  # what "auto" became
+        rollout = self.recipe.rollout.model_copy(update=size)
+        own = self.recipe.model_copy(update={"rollout": rollout})
+        if recipe_digest(own) != recipe_digest(held):
+            raise DprlhfError(
+                f"{self.folder.path}: its settings are not this trainer's ({_other(own, held)});"
+                " continue it with the same ones"
+            )
+        return held
+
+    def _begin(self, run: Run) -> None:
+        """Let the log follow a run that is open."""
+        log, rounds, means = self._log, run.plan.rounds, means_of(self._rewards)
+        assert isinstance(run.recipe, Recipe)
+        self._settled = run.recipe
+        log.state.max_steps = rounds
+        log.state.num_train_epochs = run.recipe.privacy.participations
+        log.state.is_world_process_zero = log.state.is_local_process_zero = run.processes.main
+        log.call("on_train_begin")
+
+        def told(metrics: dict[str, Any]) -> None:
+            t = metrics["round"]
+            logs = as_logs(metrics, means)
+            logs["learning_rate"] = learning_rate(run.recipe.optimizer, t, rounds)
+            log.round(t, logs, as_evaluation(metrics))
+
+        run.callbacks.append(told)
+
+    def _end(self) -> TrainOutput:
+        """Return what TRL's ``train`` returns, after the last round."""
+        log, found = self._log, self.result
+        metrics: dict[str, Any] = {}
+        if found is not None and found.before is not None and found.after is not None:
+            log.evaluation(0, public_values(found.before))
+            metrics = public_values(found.after)
+            log.evaluation(log.state.max_steps, metrics)
+        log.call("on_train_end")
+        if self.args.push_to_hub and found is not None:
+            self.push_to_hub()
+        card = self.privacy
+        metrics |= {"epsilon": card["epsilon"], "delta": card["delta"]}
+        return TrainOutput(log.state.global_step, math.nan, metrics)
+
+    # --- public evaluation, and what the run leaves --------------------------------------------
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Sample one response to each PUBLIC prompt, and score it; it costs no privacy.
+
+        Args:
+            eval_dataset: Public prompts; None takes the trainer's.
+            ignore_keys: Taken for TRL's sake; nothing depends on it.
+            metric_key_prefix: Start of the names.
+
+        Returns:
+            The mean reward and measures of the responses.
+
+        Raises:
+            DprlhfError: There are no public prompts, or they are the users'.
+        """
+        rows = self._public if eval_dataset is None else _rows(eval_dataset, "eval_dataset")
+        if rows is None:
+            raise DprlhfError(
+                "evaluate() needs eval_dataset: public prompts, of nobody among users"
+            )
+        self._policy.model.to(Processes.connect().device)
+        recipe = with_evaluation(self._settled, self.args, len(rows))
+        specs = recipe.rewards
+        loaded = load_rewards(specs, self._rewards, device=self._policy.device)
+        found = evaluate_on(self._policy, recipe, Users(self._rows, recipe.data), rows, loaded)
+        values = as_evaluation(as_metrics(found.estimates), metric_key_prefix)
+        if self._compute_metrics is not None:
+            prediction = EvalPrediction(
+                found.responses.texts, found.rewards, found.responses.prompts.prompts
+            )
+            told = self._compute_metrics(prediction)
+            values |= {f"{metric_key_prefix}_{name}": value for name, value in told.items()}
+        self._log.write(values)
+        self._log.call("on_evaluate", metrics=dict(values))
+        return values
+
+    def save_model(
+        self, output_dir: str | Path | None = None, _internal_call: bool = False
+    ) -> None:
+        """Save the tuned adapter (or model), its tokenizer, and the record of the guarantee.
+
+        Args:
+            output_dir: A folder; None takes ``args.output_dir``, the run folder, whose ``policy/``
+                has the same files.
+            _internal_call: Taken for TRL's sake; nothing depends on it.
+
+        Raises:
+            DprlhfError: Nothing has been trained yet.
+        """
+        if not self._started or not self.folder.ledger.is_file():
+            raise DprlhfError("there is nothing to save before train()")
+        if not Processes.connect().main:
+            return
+        place = Path(output_dir) if output_dir else self.folder.path
+        card = self.privacy
+        with tempfile.TemporaryDirectory() as held:
+            self._policy.save(Path(held))
+            (Path(held) / "README.md").write_text(model_card(self._settled, card))
+            attach(Path(held), carried_with(card, records_of(self.folder.path)))
+            shutil.copytree(held, place, dirs_exist_ok=True)
+        if place.resolve() == self.folder.path.resolve():
+            stamp_run(place)
+
+    def push_to_hub(self, commit_message: str | None = None, **settings: Any) -> str:
+        """Upload the tuned policy with its model card, and return the address.
+
+        Args:
+            commit_message: Message of the commit; None names the run.
+            **settings: ``token`` in place of ``args.hub_token``; TRL's others are taken and unused.
+
+        Raises:
+            DprlhfError: The run has not finished, or the hub refused the upload.
+        """
+        args = self.args
+        repo = args.hub_model_id or self.folder.path.resolve().name
+        private = bool(args.hub_private_repo)
+        token = settings.get("token") or args.hub_token
+        return push(self.folder.path, repo, private=private, token=token, message=commit_message)
+
+
+def _rows(given: Any, name: str) -> Any:
+    """Return rows in memory as a ``datasets.Dataset`` with a column ``prompt``."""
+    if given is None:
+        raise DprlhfError(f"{name}: give the prompts")
+    if isinstance(given, dict):
+        raise DprlhfError(f"{name}: give one dataset, not a dictionary of several")
+    rows = rows_from(given, "prompt")
+    if "prompt" not in rows.column_names:
+        found = ", ".join(rows.column_names)
+        raise DprlhfError(f"{name}: there is no column 'prompt'; the columns are {found}")
+    return rows
+
+
+def _policy(recipe: Recipe, model: Any, tokenizer: Any, quantization: Any) -> CausalLMPolicy:
+    """Return the policy of a trainer's model, which is a name or a model."""
+    given = None if isinstance(model, str) else model
+    if given is not None and hasattr(given, "peft_config"):
+        raise DprlhfError(
+            "model: this model has an adapter already: merge it (merge_and_unload()), and give"
+            " peft_config"
+        )
+    if given is not None and not hasattr(given, "config"):
+        raise DprlhfError(f"model: a {type(model).__name__} is no name and no transformers model")
+    if hasattr(tokenizer, "tokenizer"):
+        raise DprlhfError("processing_class: prompts are text here: give the processor's tokenizer")
+    return load_policy_of(recipe, model=given, tokenizer=tokenizer, quantization=quantization)
+
+
+def _refuse(optimizers: Any, tools: Any, rollout_func: Any, environment_factory: Any) -> None:
+    """Refuse what a private trainer does not take, each with its reason."""
+    if tuple(optimizers or (None, None)) != (None, None):
+        raise DprlhfError(
+            "optimizers: the optimizer steps along released gradients, and a resumed run makes it"
+            " again: name it in args (optim, learning_rate, lr_scheduler_type)"
+        )
+    for name, given in (
+        ("tools", tools),
+        ("rollout_func", rollout_func),
+        ("environment_factory", environment_factory),
+    ):
+        if given:
+            raise DprlhfError(f"{name}: responses are one turn of text here: leave it out")
+
+
+def _other(own: Recipe, held: Recipe) -> str:
+    """Return the names of the sections in which two recipes differ."""
+    mine, theirs = own.model_dump(), held.model_dump()
+    return ", ".join(name for name in mine if mine[name] != theirs[name])
+
+
+class PrivateGRPOTrainer(PrivateTrainer[PrivateGRPOConfig]):
+    """TRL's ``GRPOTrainer`` with a privacy guarantee for every user whose prompts it trains on."""
+
+    config = PrivateGRPOConfig
+    _default_folder = "private-grpo"
+
+
+class PrivateRLOOTrainer(PrivateTrainer[PrivateRLOOConfig]):
+    """TRL's ``RLOOTrainer`` with a privacy guarantee for every user whose prompts it trains on."""
+
+    config = PrivateRLOOConfig
+    _default_folder = "private-rloo"

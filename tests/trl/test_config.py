@@ -1,0 +1,122 @@
+"""Every setting of TRL's configs is known, and each that is refused says why."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import trl
+
+from dprlhf.errors import DprlhfError
+from dprlhf.trl import PrivateGRPOConfig, PrivateRLOOConfig
+from dprlhf.trl import config as configs
+from dprlhf.trl.config import as_private, defaults
+from dprlhf.trl.fields import GRPO, RLOO
+
+KINDS = [(PrivateGRPOConfig, trl.GRPOConfig, GRPO), (PrivateRLOOConfig, trl.RLOOConfig, RLOO)]
+
+CHANGED: dict[str, Any] = {
+    "loss_type": "dapo",
+    "scale_rewards": "batch",
+    "vllm_mode": "server",
+    "multi_objective_aggregation": "normalize_then_sum",
+    "vllm_structured_outputs_regex": "a+",
+    "cache_implementation": "static",
+    "log_completions_hub_repo": "me/mine",
+    "optim_args": "a=1",
+}
+"""Another value than the default, where one cannot be made up from the default's type."""
+
+
+def changed(name: str, default: Any) -> Any:
+    if name in CHANGED:
+        return CHANGED[name]
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int | float):
+        return default + 1
+    return {"a": 1} if default is None else [default]
+
+
+@pytest.mark.parametrize(("own", "theirs", "table"), KINDS)
+def test_the_table_has_every_setting_of_trl_and_no_other(own: Any, theirs: Any, table: Any) -> None:
+    assert {f.name for f in dataclasses.fields(theirs)} == table.keys()
+    assert {f.name for f in dataclasses.fields(own)} >= table.keys()
+    assert all(field.note and field.note[0] != " " for field in table.values())
+
+
+REFUSED = [
+    (own, name)
+    for own, _, table in KINDS
+    for name, field in table.items()
+    if field.kind == "refused" or name in ("loss_type", "scale_rewards")
+]
+
+
+@pytest.mark.parametrize(("own", "name"), REFUSED)
+def test_a_refused_setting_says_why(own: Any, name: str) -> None:
+    value = changed(name, defaults(own)[name])
+    with pytest.raises(ValueError, match=f"^{name}=") as caught:
+        own(output_dir="x", privacy_epsilon=4.0, **{name: value})
+    note = own.trl_fields[name].note
+    assert str(caught.value).endswith(note)
+
+
+@pytest.mark.parametrize("losses", ["bnpo", "cispo", "dapo", "sapo", "vespo", "luspo"])
+def test_losses_that_divide_by_the_batch_are_refused(losses: str) -> None:
+    with pytest.raises(ValueError, match="couple the users"):
+        PrivateGRPOConfig(output_dir="x", privacy_epsilon=4.0, loss_type=losses)
+
+
+@pytest.mark.parametrize("own", [PrivateGRPOConfig, PrivateRLOOConfig])
+@pytest.mark.parametrize(
+    "budget",
+    [{}, {"privacy_epsilon": 1.0, "privacy_noise_multiplier": 1.0}, {"privacy_epsilon": 0.0}],
+)
+def test_a_budget_is_asked_for(own: Any, budget: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="privacy_epsilon"):
+        own(output_dir="x", **budget)
+
+
+def test_a_baseline_is_one() -> None:
+    for budget in ({"privacy_epsilon": math.inf}, {"privacy_noise_multiplier": 0.0}):
+        assert PrivateGRPOConfig(output_dir="x", **budget).is_baseline
+    assert not PrivateGRPOConfig(output_dir="x", privacy_epsilon=1.0).is_baseline
+
+
+def test_from_trl_keeps_what_was_set_and_says_the_other_defaults_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(configs, "_SAID", set())
+    given = trl.GRPOConfig(
+        output_dir="x", use_cpu=True, bf16=False, learning_rate=3e-5, num_generations=4,
+        gradient_accumulation_steps=2, scale_rewards="none", temperature=0.7,
+    )  # fmt: skip
+    for _ in range(2):
+        made = PrivateGRPOConfig.from_trl(given, privacy_epsilon=2.0, privacy_unit="who")
+    for name in ("learning_rate", "num_generations", "scale_rewards", "temperature", "use_cpu"):
+        assert getattr(made, name) == getattr(given, name)
+    assert made.generation_batch_size == given.generation_batch_size
+    assert (made.loss_type, made.num_train_epochs, made.privacy_unit) == ("grpo", 1.0, "who")
+    said = capsys.readouterr().err
+    assert said.count("loss_type='grpo' (TRL: 'dapo')") == 1
+    assert "num_train_epochs=1.0 (TRL: 3.0)" in said
+
+
+def test_from_trl_refuses_what_is_refused() -> None:
+    given = trl.GRPOConfig(output_dir="x", use_cpu=True, bf16=False, num_iterations=2)
+    with pytest.raises(ValueError, match=r"^num_iterations=2"):
+        PrivateGRPOConfig.from_trl(given, privacy_epsilon=2.0)
+    with pytest.raises(ValueError, match="takes a GRPOConfig"):
+        PrivateGRPOConfig.from_trl(
+            trl.RLOOConfig(output_dir="x", use_cpu=True, bf16=False), privacy_epsilon=2.0
+        )
+
+
+def test_trls_own_config_has_no_budget() -> None:
+    given = trl.RLOOConfig(output_dir="x", use_cpu=True, bf16=False)
+    for args, said in ((given, "from_trl"), (None, "privacy_epsilon")):
+        with pytest.raises(DprlhfError, match=said):
+            as_private(args, PrivateRLOOConfig, "x")

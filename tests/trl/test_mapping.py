@@ -1,0 +1,112 @@
+"""Each setting of TRL's that is honoured or mapped changes the recipe as the table says."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from dprlhf.errors import DprlhfError
+from dprlhf.recipe import Recipe
+from dprlhf.trl import PrivateGRPOConfig, PrivateRLOOConfig
+from dprlhf.trl.mapping import recipe_of
+
+
+def made(cls: Any = PrivateGRPOConfig, users: int = 400, public: int = 0, **changes: Any) -> Recipe:
+    budget = {} if "privacy_noise_multiplier" in changes else {"privacy_epsilon": 4.0}
+    config = cls(**{"output_dir": "x", **budget, **changes})
+    return recipe_of(
+        config,
+        model="gpt2",
+        adapter={"type": "lora"},
+        rewards=[{"function": "in-memory"}],
+        users=users,
+        public=public,
+        processes=1,
+    )
+
+
+def value(recipe: Any, key: str) -> Any:
+    for part in key.split("."):
+        recipe = recipe[int(part)] if isinstance(recipe, list) else getattr(recipe, part)
+    return recipe
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "expected"),
+    [
+        ({"seed": 7}, "seed", 7),
+        ({"learning_rate": 0.5}, "optimizer.learning_rate", 0.5),
+        ({"adam_beta1": 0.8}, "optimizer.betas", (0.8, 0.999)),
+        ({"adam_beta2": 0.9}, "optimizer.betas", (0.9, 0.9)),
+        ({"adam_epsilon": 1e-3}, "optimizer.eps", 1e-3),
+        ({"max_completion_length": 9}, "rollout.max_new_tokens", 9),
+        ({"num_generations": 4}, "rollout.responses", 4),
+        ({"temperature": 0.5}, "rollout.temperature", 0.5),
+        ({"use_vllm": True}, "rollout.backend", "vllm"),
+        ({"report_to": "wandb"}, "tracking.report_to", ["wandb"]),
+        ({"project": "mine"}, "tracking.project", "mine"),
+        ({"trust_remote_code": True}, "policy.trust_remote_code", True),
+        ({"max_steps": 12}, "rounds", 12),
+        ({"num_train_epochs": 2}, "privacy.participations", 2),
+        ({"per_device_train_batch_size": 16}, "update.batch_size", 16),
+        ({"per_device_train_batch_size": 16}, "rounds", 200),
+        ({"gradient_accumulation_steps": 10}, "rounds", 40),
+        ({"gradient_accumulation_steps": 10, "num_train_epochs": 2}, "rounds", 80),
+        ({"optim": "sgd"}, "optimizer.name", "sgd"),
+        ({"optim": "adamw_torch"}, "optimizer.name", "adam"),
+        ({"lr_scheduler_type": "cosine"}, "optimizer.schedule", "cosine"),
+        ({}, "optimizer.schedule", "linear"),
+        ({"warmup_steps": 0.1}, "optimizer.warmup", 0.1),
+        ({"warmup_steps": 40}, "optimizer.warmup", 0.1),
+        ({"beta": 0.1}, "kl.beta", 0.1),
+        ({"model_init_kwargs": {"dtype": "bfloat16"}}, "policy.dtype", "bfloat16"),
+        ({"model_init_kwargs": {"revision": "abc"}}, "policy.revision", "abc"),
+        ({"scale_rewards": "none"}, "update.scale_rewards", False),
+        ({"scale_rewards": True}, "update.scale_rewards", True),
+        ({"epsilon": 0.3}, "update.clip_range", 0.3),
+        ({"loss_type": "dr_grpo"}, "update.name", "pg"),
+        ({"loss_type": "dr_grpo"}, "update.baseline", "group"),
+        ({"loss_type": "dr_grpo", "scale_rewards": "none"}, "update.baseline", "loo"),
+        ({"privacy_epsilon": math.inf}, "update.clip_norm", math.inf),
+        ({"privacy_clip_norm": 0.5}, "update.clip_norm", 0.5),
+        ({"privacy_noise_multiplier": 2.0}, "privacy.noise_multiplier", 2.0),
+        ({"privacy_delta": 1e-7}, "privacy.delta", 1e-7),
+        ({"privacy_unit": "who"}, "data.user_column", "who"),
+        ({"privacy_max_prompts_per_user": 3}, "data.max_prompts_per_user", 3),
+        ({"privacy_max_prompt_tokens": 30}, "data.max_prompt_tokens", 30),
+        ({"privacy_adjacency": "replace-one"}, "privacy.adjacency", "replace-one"),
+        ({"privacy_partition": "poisson"}, "privacy.partition", "poisson"),
+        ({"privacy_participations": 3}, "privacy.participations", 3),
+        ({"privacy_reward_range": 2.0}, "reward_range", 2.0),
+        ({"privacy_previous": ["a"]}, "previous.0.run", "a"),
+        ({"privacy_book": "book.db"}, "privacy.book", "book.db"),
+        ({"public": 5}, "evaluation.prompts", 5),
+        ({"public": 5, "eval_strategy": "steps", "eval_steps": 3}, "evaluation.every", 3),
+        ({"public": 5}, "evaluation.every", None),
+    ],
+)
+def test_a_setting_changes_the_recipe(changes: dict[str, Any], key: str, expected: Any) -> None:
+    assert value(made(**changes), key) == expected
+
+
+def test_rloo_is_the_policy_gradient_with_the_other_responses_as_baseline() -> None:
+    recipe = made(PrivateRLOOConfig, reward_clip_range=(-2.0, 2.0))
+    assert (recipe.update.name, value(recipe, "update.baseline")) == ("pg", "loo")
+    assert recipe.reward_range == 2.0
+    assert recipe.kl.beta == PrivateRLOOConfig(output_dir="x", privacy_epsilon=1.0).beta == 0.05
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"optim": "adafactor"}, "^optim='adafactor'"),
+        ({"lr_scheduler_type": "polynomial"}, "^lr_scheduler_type='polynomial'"),
+        ({"model_init_kwargs": {"device_map": "auto"}}, "^model_init_kwargs: 'device_map'"),
+        ({"cls": PrivateRLOOConfig, "reward_clip_range": (0.0, 1.0)}, "symmetric"),
+    ],
+)
+def test_a_value_without_a_meaning_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(DprlhfError, match=said):
+        made(**changes)

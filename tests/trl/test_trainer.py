@@ -1,0 +1,391 @@
+"""The private trainers run as ``dprlhf.train`` runs, and behave as TRL's do."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import peft
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    TrainerCallback,
+)
+
+import dprlhf
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.file_times import public_time
+from dprlhf.recipe import load_recipe
+from dprlhf.trl import (
+    PrivateGRPOConfig,
+    PrivateGRPOTrainer,
+    PrivateRLOOConfig,
+    PrivateRLOOTrainer,
+)
+from helpers import tiny
+from helpers.runs import lower_case, save_sharp, weights
+
+PROMPTS = [{"prompt": f"user {i} says"} for i in range(60)]
+PUBLIC = [{"prompt": f"nobody {i} asks"} for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_sharp(tmp_path_factory.mktemp("model"))
+
+
+def lora(**changes: Any) -> peft.LoraConfig:
+    return peft.LoraConfig(**{"r": 2, "target_modules": ["c_attn"], **changes})
+
+
+def settings(folder: Path, cls: Any = PrivateGRPOConfig, **changes: Any) -> Any:
+    values: dict[str, Any] = {
+        "output_dir": str(folder), "privacy_epsilon": 8.0, "max_steps": 3, "num_generations": 2,
+        "per_device_train_batch_size": 4, "max_completion_length": 6, "learning_rate": 0.05,
+        "privacy_max_prompt_tokens": 32, "disable_tqdm": True,
+    }  # fmt: skip
+    return cls(**(values | changes))
+
+
+def trainer(model: Any, folder: Path, **changes: Any) -> PrivateGRPOTrainer:
+    given: dict[str, Any] = {"reward_funcs": lower_case, "train_dataset": PROMPTS}
+    given["peft_config"] = changes.pop("peft_config", lora())
+    for name in ("reward_funcs", "train_dataset", "eval_dataset", "processing_class", "callbacks",
+                 "reward_processing_classes", "user_column", "compute_metrics"):  # fmt: skip
+        if name in changes:
+            given[name] = changes.pop(name)
+    return PrivateGRPOTrainer(model, args=settings(folder, **changes), **given)
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    a, b = weights(one), weights(other)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture
+def one_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dprlhf.runs.folder.new_key", lambda: bytes(range(32)))
+
+
+def test_a_trainer_is_the_run_of_its_recipe(model: str, tmp_path: Path, one_key: None) -> None:
+    made = trainer(model, tmp_path / "a", eval_dataset=PUBLIC)
+    out = made.train()
+    result = dprlhf.train(
+        made.recipe,
+        prompts=PROMPTS,
+        reward=lower_case,
+        evaluation_prompts=PUBLIC,
+        output_dir=tmp_path / "b",
+        quiet=True,
+    )
+    assert same_weights(tmp_path / "a", tmp_path / "b")
+    cards = [json.loads((tmp_path / run / "privacy.json").read_text()) for run in "ab"]
+    assert cards[0] == cards[1] == made.privacy
+    assert out.global_step == 3
+    assert math.isnan(out.training_loss)
+    assert result.after is not None
+    assert out.metrics["eval_reward"] == result.after.mean
+    assert 0 < out.metrics["epsilon"] <= 8
+
+
+def test_a_name_and_an_object_give_the_same_run(
+    model: str, tmp_path: Path, one_key: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The noise's stream is named by a hash that covers the recipe, which says name or object.
+    monkeypatch.setattr("dprlhf.runs.opening.recipe_digest", lambda recipe: "one digest")
+    trainer(model, tmp_path / "a").train()
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    trainer(loaded, tmp_path / "b", processing_class=tokenizer).train()
+    trainer(AutoModelForCausalLM.from_pretrained(model), tmp_path / "c").train()
+    assert same_weights(tmp_path / "a", tmp_path / "b")
+    assert same_weights(tmp_path / "a", tmp_path / "c")
+    assert load_recipe(tmp_path / "b/recipe.yaml").policy.model_name_or_path == "in-memory"
+
+
+class Stop(TrainerCallback):  # type: ignore[misc]
+    """Interrupts a run, or asks it to stop, after a round."""
+
+    def __init__(self, after: int, *, politely: bool = False) -> None:
+        self.after, self.politely = after, politely
+        self.seen: list[str] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        assert kwargs["model"] is not None
+        if state.global_step == self.after:
+            if not self.politely:
+                raise KeyboardInterrupt
+            control.should_training_stop = True
+        return control
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.seen.append("reward" if "grad_norm" in logs else "eval")
+
+
+def test_an_interrupted_run_continues_to_the_same_weights(
+    model: str, tmp_path: Path, one_key: None
+) -> None:
+    trainer(model, tmp_path / "a").train()
+    broken = trainer(model, tmp_path / "b", callbacks=[Stop(2)])
+    with pytest.raises(KeyboardInterrupt, match="continue with"):
+        broken.train()
+    with pytest.raises(DprlhfError, match="Make a new trainer"):
+        broken.train(resume_from_checkpoint=True)
+    with pytest.raises(DprlhfError, match="optimizer"):
+        trainer(model, tmp_path / "b", learning_rate=0.1).train(resume_from_checkpoint=True)
+    trainer(model, tmp_path / "b").train(resume_from_checkpoint=str(tmp_path / "b/checkpoint"))
+    assert same_weights(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(DprlhfError, match="the run folder exists"):
+        trainer(model, tmp_path / "b").train()
+
+
+def test_a_callback_stops_a_run_that_can_be_saved_and_continued(model: str, tmp_path: Path) -> None:
+    stop = Stop(1, politely=True)
+    stopped = trainer(model, tmp_path / "a", callbacks=[stop])
+    assert stopped.train().global_step == 1
+    assert stop.seen == ["reward"]
+    assert [entry["step"] for entry in stopped.state.log_history] == [1]
+    stopped.save_model(tmp_path / "saved")
+    assert (tmp_path / "saved/adapter_model.safetensors").is_file()
+    again = trainer(model, tmp_path / "a")
+    assert again.train(resume_from_checkpoint=True).global_step == 3
+
+
+def test_the_log_has_released_and_public_values_under_trls_names(
+    model: str, tmp_path: Path
+) -> None:
+    made = trainer(model, tmp_path / "a", eval_dataset=PUBLIC, eval_strategy="steps", eval_steps=1)
+    made.train()
+    history = made.state.log_history
+    steps = [(entry["step"], "eval_reward" in entry) for entry in history]
+    assert steps == [(0, True), (1, False), (1, True), (2, False), (2, True), (3, False), (3, True)]
+    rounds = [entry for entry in history if "grad_norm" in entry]
+    metrics = [json.loads(line) for line in (tmp_path / "a/metrics.jsonl").read_text().splitlines()]
+    for entry, line in zip(rounds, metrics, strict=True):
+        assert entry["grad_norm"] == line["released_gradient_norm"]
+        assert entry.get("reward") == line["private_reward_noised"]
+        assert entry.get("rewards/lower_case/mean") == line["private_reward_noised"]
+        assert not entry.keys() & {"loss", "reward_std", "entropy", "completions/mean_length"}
+    assert [entry["learning_rate"] for entry in rounds] == pytest.approx([0.05, 0.1 / 3, 0.05 / 3])
+    assert rounds[-1]["epoch"] == 1.0
+    assert made.evaluate()["eval_reward"] == history[-1]["eval_reward"]
+
+
+def test_a_public_metric_of_ones_own(model: str, tmp_path: Path) -> None:
+    def longest(prediction: Any) -> dict[str, float]:
+        assert len(prediction.inputs) == len(prediction.label_ids) == len(PUBLIC)
+        return {"longest": float(max(map(len, prediction.predictions)))}
+
+    made = trainer(model, tmp_path / "a", eval_dataset=PUBLIC, compute_metrics=longest)
+    assert made.evaluate(metric_key_prefix="test")["test_longest"] > 0
+    with pytest.raises(DprlhfError, match="are users' rows, too"):
+        made.evaluate(PROMPTS[:3])
+
+
+def test_what_is_saved_loads_as_trls(model: str, tmp_path: Path) -> None:
+    made = trainer(model, tmp_path / "a", privacy_lora_fa=True)
+    with pytest.raises(DprlhfError, match=r"before train\(\)"):
+        made.save_model()
+    made.train()
+    made.save_model()
+    made.save_model(tmp_path / "saved")
+    tokens = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        expected = made.model(tokens).logits
+        for place in (tmp_path / "a", tmp_path / "saved", tmp_path / "a/policy"):
+            loaded = peft.AutoPeftModelForCausalLM.from_pretrained(place)
+            assert torch.allclose(loaded(tokens).logits, expected, atol=1e-5)
+            assert AutoTokenizer.from_pretrained(place).padding_side == "left"
+            assert json.loads((place / "dprlhf_privacy.json").read_text())["runs"]
+    for file in (tmp_path / "a").iterdir():
+        assert file.stat().st_mtime == public_time(file, tmp_path / "a")
+
+
+def test_all_weights_are_trained_without_a_peft_config(
+    model: str, tmp_path: Path, one_key: None
+) -> None:
+    made = trainer(model, tmp_path / "a", peft_config=None, learning_rate=1e-3)
+    before = {n: p.detach().clone() for n, p in made.model.named_parameters()}
+    made.train()
+    assert made.privacy["dimension"] == sum(p.numel() for p in before.values())
+    moved = [n for n, p in made.model.named_parameters() if not torch.equal(p, before[n])]
+    assert moved == list(before)
+    made.save_model(tmp_path / "saved")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, made.model.get_parameter(name))
+    assert "library_name: transformers" in (tmp_path / "saved/README.md").read_text()
+    broken = trainer(
+        model, tmp_path / "b", peft_config=None, learning_rate=1e-3, callbacks=[Stop(1)]
+    )
+    with pytest.raises(KeyboardInterrupt):
+        broken.train()
+    again = trainer(model, tmp_path / "b", peft_config=None, learning_rate=1e-3)
+    again.train(resume_from_checkpoint=True)
+    assert same_weights(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_model_that_a_private_run_left_must_be_counted(model: str, tmp_path: Path) -> None:
+    first = trainer(model, tmp_path / "a", peft_config=None)
+    first.train()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def left(place: str) -> Any:
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / "a/policy")
+        found.config._name_or_path = place  # the record in its config is enough
+        return found
+
+    for place in (str(tmp_path / "a/policy"), ""):
+        with pytest.raises(DprlhfError, match="name that run"):
+            trainer(left(place), tmp_path / "b", processing_class=tokenizer).train()
+    previous = [str(tmp_path / "a")]
+    second = trainer(
+        left(""), tmp_path / "c", processing_class=tokenizer, privacy_previous=previous
+    )
+    second.train()
+    assert second.privacy["total"]["epsilon"] > first.privacy["epsilon"]
+
+
+def classifier(folder: Path) -> GPT2ForSequenceClassification:
+    torch.manual_seed(1)
+    config = GPT2Config(
+        vocab_size=257, n_positions=128, n_embd=16, n_layer=1, n_head=2, num_labels=1,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = GPT2ForSequenceClassification(config).eval()
+    model.save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return model
+
+
+def test_rewards_by_name_object_and_callable_add_up_with_their_weights(
+    model: str, tmp_path: Path, one_key: None
+) -> None:
+    judge = classifier(tmp_path / "judge")
+    weights_ = [0.5, 2.0, 1.0]
+    mixed: list[Any] = [str(tmp_path / "judge"), judge, lower_case]
+    tokenizers = [None, tiny.tokenizer(), None]
+    made = trainer(
+        model, tmp_path / "a", reward_funcs=mixed, reward_processing_classes=tokenizers,
+        reward_weights=weights_, eval_dataset=PUBLIC,
+    )  # fmt: skip
+    assert [r.weight for r in made.recipe.rewards] == weights_
+    assert made.recipe.rewards[0].classifier == str(tmp_path / "judge")
+    alone = [
+        trainer(model, tmp_path / str(i), reward_funcs=one, eval_dataset=PUBLIC,
+                reward_processing_classes=tokenizers[i]).evaluate()["eval_reward"]
+        for i, one in enumerate(mixed)
+    ]  # fmt: skip
+    assert alone[0] == pytest.approx(alone[1], abs=1e-6)
+    total = sum(w * value for w, value in zip(weights_, alone, strict=True))
+    assert made.evaluate()["eval_reward"] == pytest.approx(total, abs=1e-5)
+    made.train()
+    assert "rewards/lower_case/mean" not in made.state.log_history[-2]
+
+
+def test_rloo_trains_as_its_recipe_does(model: str, tmp_path: Path, one_key: None) -> None:
+    args = settings(tmp_path / "a", PrivateRLOOConfig, beta=0.1)
+    made = PrivateRLOOTrainer(model, lower_case, args, PROMPTS, peft_config=lora())
+    made.train()
+    dprlhf.train(
+        made.recipe, prompts=PROMPTS, reward=lower_case, output_dir=tmp_path / "b", quiet=True
+    )
+    assert same_weights(tmp_path / "a", tmp_path / "b")
+
+
+def test_users_are_those_of_the_column(model: str, tmp_path: Path) -> None:
+    rows = [{**row, "who": i // 2} for i, row in enumerate(PROMPTS)]
+    made = trainer(model, tmp_path / "a", train_dataset=Dataset.from_list(rows), user_column="who")
+    assert made.recipe.data.user_column == "who"
+    made.train()
+    assert made.privacy["users"] == 30
+    with pytest.raises(DprlhfError, match="user_column='who'"):
+        trainer(model, tmp_path / "b", user_column="who", privacy_unit="prompt")
+
+
+def test_prompts_of_other_kinds(model: str, tmp_path: Path) -> None:
+    streamed = IterableDataset.from_generator(lambda: iter(PROMPTS))
+    assert len(trainer(model, tmp_path / "a", train_dataset=streamed)._rows) == len(PROMPTS)
+    for given, said in (
+        (None, "train_dataset: give"),
+        ({"train": PROMPTS}, "one dataset"),
+        ([{"text": "x"}], "no column 'prompt'"),
+    ):
+        with pytest.raises(DprlhfError, match=said):
+            trainer(model, tmp_path / "a", train_dataset=given)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"optimizers": (torch.optim.SGD([torch.zeros(1)], 0.1), None)}, "^optimizers: "),
+        ({"tools": [len]}, "^tools: "),
+        ({"rollout_func": len}, "^rollout_func: "),
+        ({"environment_factory": dict}, "^environment_factory: "),
+        ({"reward_funcs": None}, "^reward_funcs: "),
+        ({"reward_funcs": 3}, "^reward: a int"),
+        ({"callbacks": [len]}, "^callbacks: "),
+        ({"args": None}, "^args: "),
+    ],
+)
+def test_what_is_refused_says_why(
+    model: str, tmp_path: Path, given: dict[str, Any], said: str
+) -> None:
+    values: dict[str, Any] = {"reward_funcs": lower_case, "args": settings(tmp_path / "a")}
+    with pytest.raises(DprlhfError, match=said):
+        PrivateGRPOTrainer(model, train_dataset=PROMPTS, peft_config=lora(), **(values | given))
+
+
+def test_the_wrong_model_is_refused(model: str, tmp_path: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(model)
+    adapted = peft.get_peft_model(base, lora(fan_in_fan_out=True))
+    with pytest.raises(DprlhfError, match="merge_and_unload"):
+        trainer(adapted, tmp_path / "a")
+    with pytest.raises(DprlhfError, match="no transformers model"):
+        trainer(torch.nn.Linear(1, 1), tmp_path / "a")
+
+
+def test_weights_of_the_wrong_number_are_refused(model: str, tmp_path: Path) -> None:
+    with pytest.raises(DprlhfError, match="reward_weights: 2 for 1"):
+        trainer(model, tmp_path / "a", reward_weights=[1.0, 2.0])
+
+
+def test_a_run_is_pushed_when_it_has_finished(model: str, tmp_path: Path) -> None:
+    made = trainer(model, tmp_path / "a", push_to_hub=True, hub_model_id="me/mine")
+    with mock.patch("huggingface_hub.HfApi") as api:
+        made.train()
+    api.return_value.create_repo.assert_called_once_with("me/mine", private=False, exist_ok=True)
+    assert api.return_value.upload_folder.call_args.kwargs["repo_id"] == "me/mine"
+
+
+def test_the_signatures_are_trls() -> None:
+    import inspect
+
+    import trl
+
+    for own, theirs in (
+        (PrivateGRPOTrainer, trl.GRPOTrainer),
+        (PrivateRLOOTrainer, trl.RLOOTrainer),
+    ):
+        names = list(inspect.signature(theirs).parameters)
+        parameters = inspect.signature(own).parameters
+        assert list(parameters)[: len(names)] == names
+        further = list(parameters)[len(names) :]
+        assert {"compute_metrics", "user_column"} <= set(further)
+
+
+@pytest.mark.slow
+def test_the_core_does_not_import_trl() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, dprlhf, dprlhf.api, dprlhf.cli.app; assert 'trl' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
