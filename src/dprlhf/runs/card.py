@@ -280,8 +280,7 @@ def model_card(recipe: AnyRecipe, card: dict[str, Any], *, merged: bool = False)
     base = trained.model_name_or_path
     # The hub refuses a card whose base model is no repository.
     whole = merged or trained.adapter.type == "full"
-    relation = "finetune" if whole else "adapter"
-    named = f"base_model: {base}\nbase_model_relation: {relation}\n" if is_hub_id(base) else ""
+    named = _relation(base, "finetune" if whole else "adapter")
     adapter = ADAPTERS[trained.adapter.type].description.format(rank=trained.adapter.rank)
     if merged:
         adapter = f"Whole weights with the adapter merged ({adapter[0].lower()}{adapter[1:]})"
@@ -334,6 +333,10 @@ Assumptions:
 
 {assumptions}
 """
+
+
+def _relation(base: str, relation: str) -> str:
+    return f"base_model: {base}\nbase_model_relation: {relation}\n" if is_hub_id(base) else ""
 
 
 def _counted(card: dict[str, Any]) -> str:
