@@ -360,8 +360,14 @@ def _check_applies(batch: _Batch, scores: Mapping[int, float | None]) -> None:
     if all(value is None for value in scores.values()):
         raise DprlhfError(
             f"reward {batch.reward.name!r} fails the check 'answer': it answers None for all "
-            f"{len(batch.rows)} completions, so it never applies"
+            f"{len(batch.rows)} completions, so it never applies" + _problem(batch.reward)
         )
+
+
+def _problem(reward: LoadedReward) -> str:
+    """Return what a remote judge says of its last failure, on public rows as all here."""
+    problem = getattr(reward.function, "problem", "")
+    return f" (last problem: {problem})" if problem else ""
 
 
 def _each_alone(batch: _Batch) -> Iterator[dict[int, float | None]]:
@@ -395,7 +401,7 @@ def _largest_move(
         if not _close(value, expected[i], limits.rtol, limits.atol):
             raise DprlhfError(
                 f"reward {reward.name!r} fails the check {check!r}: completion {i} scores "
-                f"{expected[i]!r} in the batch and {value!r} {situation}; "
+                f"{expected[i]!r} in the batch and {value!r} {situation}{_problem(reward)}; "
                 + _remedy(check, reward.per_user)
             )
         largest = max(largest, abs((value or 0.0) - (expected[i] or 0.0)))
