@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from dprlhf import DprlhfError, recipe
+from dprlhf.cli.trl_flags import overrides_of
 from dprlhf.policies.warpers import Sampling
 from dprlhf.recipe import make_recipe
+from dprlhf.recipe.generation import KEYS, rollout_settings
 
 SETTINGS: dict[str, Any] = {
     "policy": {"model_name_or_path": "org/model"},
@@ -87,3 +89,45 @@ def test_updates_that_move_within_a_round_refuse_truncation(
 )
 def test_the_others_take_it(update: dict[str, Any]) -> None:
     made({"top_p": 0.9}, update)
+
+
+def test_stop_strings_may_be_one() -> None:
+    assert recipe.Rollout.model_validate({"stop": "END"}).stop == ["END"]
+    assert recipe.Rollout.model_validate({"stop": None}).stop == []
+
+
+def test_truncated_responses_are_left_out_where_responses_have_weights() -> None:
+    for name in ("pg", "grpo", "ppo", "npg"):
+        made({"mask_truncated": True}, {"name": name})
+    with pytest.raises(DprlhfError, match=r"update.name pg, grpo, ppo or npg; rebel takes"):
+        made({"mask_truncated": True}, {"name": "rebel"})
+
+
+def test_the_chat_templates_arguments_are_not_the_tokenizers() -> None:
+    spec = recipe.Policy(model_name_or_path="m", chat_template_kwargs={"enable_thinking": False})
+    assert spec.chat_template_kwargs == {"enable_thinking": False}
+    with pytest.raises(ValueError, match="tokenize is set by the run"):
+        recipe.Policy(model_name_or_path="m", chat_template_kwargs={"tokenize": True})
+
+
+def test_generation_kwargs_become_keys_of_the_section() -> None:
+    given = {"top_k": 20, "stop_strings": ["END"], "do_sample": True, "min_p": None}
+    assert rollout_settings(given) == {"top_k": 20, "stop": ["END"]}
+    assert set(KEYS.values()) <= recipe.Rollout.model_fields.keys()
+    for name, value in {"typical_p": 0.3, "do_sample": False, "no_repeat_ngram_size": 2}.items():
+        with pytest.raises(DprlhfError, match=f"generation_kwargs: {name}={value} would change"):
+            rollout_settings({name: value})
+    with pytest.raises(DprlhfError, match="did you mean top_k"):
+        rollout_settings({"topk": 3})
+
+
+def test_flags_named_as_in_trl_become_keys_of_the_section() -> None:
+    given = ["--generation_kwargs", '{"top_k": 20, "stop": ["a b"]}', "--top_p=0.9"]
+    given += ["--mask-truncated-completions", "true", "--chat_template_kwargs={thinking: true}"]
+    assert overrides_of(given) == [
+        "rollout.top_k=20", 'rollout.stop=["a b"]', "rollout.top_p=0.9",
+        "rollout.mask_truncated=true", "policy.chat_template_kwargs={thinking: true}",
+    ]  # fmt: skip
+    for wrong in ("3", "{"):
+        with pytest.raises(DprlhfError, match="write a mapping"):
+            overrides_of(["--generation_kwargs", wrong])

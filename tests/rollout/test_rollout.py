@@ -25,6 +25,7 @@ from dprlhf.boundary import Private, open_private
 from dprlhf.data.users import Prompt, Prompts
 from dprlhf.gradients.clipping import Weighted, user_gradients
 from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.policies.stopping import StopStrings
 from dprlhf.policies.warpers import Sampling
 from dprlhf.privacy import randomness
 from dprlhf.rollout import Responses, resolve_batch_size, sample, sample_responses
@@ -802,7 +803,10 @@ def test_vllm_is_refused_for_policies_that_it_cannot_sample(fake: type[FakeLLM])
     wide.model.peft_config["default"].r = 513
     mixed = bfloat16_policy()
     mixed.sampling = Sampling(top_p=0.9, min_p=0.1)
+    stopping = bfloat16_policy()
+    stopping.stop = StopStrings(stopping.tokenizer, ["x"])
     for policy, message in (
+        (stopping, "rollout.stop"),
         (mixed, "rollout.min_p: vllm applies it before top_p"),
         (dora, "LoRA adapters only"),
         (no_adapter, "LoRA adapters only"),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 
+import yaml
+
 from dprlhf.errors import DprlhfError, nearest
+from dprlhf.recipe.generation import rollout_settings
 
 KEYS = {
     "model_name_or_path": "policy.model_name_or_path",
@@ -28,6 +32,8 @@ KEYS = {
     "top_p": "rollout.top_p",
     "min_p": "rollout.min_p",
     "repetition_penalty": "rollout.repetition_penalty",
+    "mask_truncated_completions": "rollout.mask_truncated",
+    "chat_template_kwargs": "policy.chat_template_kwargs",
     "per_device_train_batch_size": "update.batch_size",
     "beta": "kl.beta",
     "learning_rate": "optimizer.learning_rate",
@@ -64,8 +70,6 @@ INSTEAD = {
     " grpo; the others count tokens over the batch, which would couple users",
     "epsilon_high": "the clip range has one width, update.clip_range=…",
     "importance_sampling_level": "write update.name=grpo for token, update.name=pg for sequence",
-    "mask_truncated_completions": "a response counts whether it ended or not; a reward can score"
-    " one without an answer as 0",
     "steps_per_generation": "a round's responses serve one step: each further one would be a"
     " release of its own; update.name=ppo takes several inside a user",
     "top_entropy_quantile": "not offered: all tokens of a response count",
@@ -105,16 +109,18 @@ def overrides_of(arguments: Sequence[str]) -> list[str]:
     Raises:
         DprlhfError: A flag is unknown, has no value, or has no key of the same meaning.
     """
-    left = iter(arguments)
-    return [_override(argument, left) if argument[:2] == "--" else argument for argument in left]
+    left, found = iter(arguments), []
+    for argument in left:
+        found += _overrides(argument, left) if argument[:2] == "--" else [argument]
+    return found
 
 
-def _override(flag: str, left: Iterator[str]) -> str:
+def _overrides(flag: str, left: Iterator[str]) -> list[str]:
     name, equals, value = flag[2:].partition("=")
     name = name.replace("-", "_")
     if name in INSTEAD:
         raise DprlhfError(f"flag '{flag.partition('=')[0]}': {INSTEAD[name]}")
-    if name not in KEYS:
+    if name not in KEYS and name != "generation_kwargs":
         near = nearest(name, KEYS)
         hint = f"; did you mean '--{near}'?" if near else "; write section.key=value"
         raise DprlhfError(f"unknown flag '{flag.partition('=')[0]}'{hint}")
@@ -122,4 +128,12 @@ def _override(flag: str, left: Iterator[str]) -> str:
         value = next(left, "")
         if not value or value.startswith("--"):
             raise DprlhfError(f"flag '{flag}' needs a value")
-    return f"{KEYS[name]}={value}"
+    if name in KEYS:
+        return [f"{KEYS[name]}={value}"]
+    try:
+        given = yaml.safe_load(value)
+    except yaml.YAMLError:
+        given = None
+    if not isinstance(given, dict):
+        raise DprlhfError("flag '--generation_kwargs': write a mapping, such as {\"top_k\": 20}")
+    return [f"rollout.{key}={json.dumps(one)}" for key, one in rollout_settings(given).items()]

@@ -18,6 +18,7 @@ from dprlhf.hub import check_reachable, pinned
 from dprlhf.policies import shared_prompt
 from dprlhf.policies.adapters import add_adapter, quiet_peft, stored_state
 from dprlhf.policies.mixing import refuse_mixing
+from dprlhf.policies.stopping import StopStrings
 from dprlhf.policies.warpers import Rows, Sampling, warped_logprobs
 
 
@@ -38,6 +39,8 @@ class CausalLMPolicy:
         end_tokens: Tokens at which a response ends: the tokenizer's end-of-sequence token and those
             of the checkpoint's generation config. Nothing else of that config is used: what
             responses are sampled from is stated in the recipe.
+        stop: The strings at which a response ends; None for none.
+        chat_template_kwargs: Further arguments of the chat template.
         is_base: Whether the adapter is off, inside :meth:`base`.
         tools: The functions that the chat template shows to the model; empty for none.
         sampler: The way to sample responses of several turns, a
@@ -60,6 +63,8 @@ class CausalLMPolicy:
         self.temperature = temperature
         self.sampling = sampling or Sampling()
         self.end_tokens = _end_tokens(model, tokenizer)
+        self.stop: StopStrings | None = None
+        self.chat_template_kwargs: dict[str, Any] = {}
         self.is_base = False
         self.tools: Sequence[Any] = ()
         self.sampler: Any = None
@@ -154,6 +159,7 @@ class CausalLMPolicy:
                 add_generation_prompt=add_generation_prompt,
                 return_dict=True,
                 tokenizer_kwargs={"verbose": False},
+                **self.chat_template_kwargs,
             )["input_ids"]
         )
 
@@ -439,6 +445,7 @@ def load_policy(
     policy = make_policy(model, tokenizer, spec.adapter, temperature=temperature, seed=seed)
     if spec.adapter.type != "full":
         policy.model.peft_config["default"].revision = spec.revision  # stored with the adapter
+    policy.chat_template_kwargs = spec.chat_template_kwargs
     return policy
 
 

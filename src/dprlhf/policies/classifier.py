@@ -112,7 +112,9 @@ def load_reward_model(
     model.config.pad_token_id = tokenizer.pad_token_id  # decoders find a text's last token by it
     adapted = add_adapter(model, spec.adapter, seed=seed, task_type="SEQ_CLS")
     adapted.peft_config["default"].revision = spec.revision  # stored with the adapter
-    return RewardModel(adapted, tokenizer)
+    made = RewardModel(adapted, tokenizer)
+    made.chat_template_kwargs = spec.chat_template_kwargs
+    return made
 
 
 def head_settings(labels: list[str] | None) -> dict[str, object]:

@@ -10,6 +10,15 @@ from pydantic import field_validator, model_validator
 from dprlhf.recipe.adapters import ADAPTERS, FORMER_NAMES, AdapterType
 from dprlhf.recipe.base import Experimental, PositiveFloat, PositiveInt, Settings, note_new_name
 
+_OF_TOKENIZER = frozenset(
+    {
+        "conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize",
+        "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs",
+        "return_assistant_tokens_mask",
+    }
+)  # fmt: skip
+"""Arguments of ``apply_chat_template`` that are not the template's own."""
+
 _UNMEASURED = Experimental(tuple(name for name, kind in ADAPTERS.items() if kind.experimental))
 
 
@@ -112,6 +121,8 @@ class Policy(Settings):
             without a stated privacy cost. Then no ε can be stated for them, and only a non-private
             baseline runs.
         trust_remote_code: Run code that the checkpoint brings, as in transformers.
+        chat_template_kwargs: Further arguments of the tokenizer's chat template, such as
+            ``enable_thinking: false``.
         adapter: The trainable part of the model.
     """
 
@@ -121,7 +132,15 @@ class Policy(Settings):
     attn_implementation: Literal["sdpa", "eager"] | None = None
     trained_on_private_users: bool = False
     trust_remote_code: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
     adapter: Adapter = Adapter()
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _of_the_template(cls, given: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(_OF_TOKENIZER & given.keys()):
+            raise ValueError(f"{taken[0]} is set by the run, not by the template: leave it out")
+        return given
 
     def source(self, key: str) -> Source:
         """Return where the base model comes from; ``key`` is this section's name."""

@@ -105,6 +105,9 @@ class PrivateUpdate(Settings):
     token_rewards: ClassVar[bool] = False
     """Whether the update takes one reward for each token, as ``kl.level: token`` gives."""
 
+    leaves_rows_out: ClassVar[bool] = False
+    """Whether the update gives weight 0 to single responses (``rollout.mask_truncated``)."""
+
     name: str
     clip_norm: ClipNorm = 1.0
     batch_size: PositiveInt = 64

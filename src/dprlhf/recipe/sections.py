@@ -88,7 +88,11 @@ class Rollout(Settings):
         min_p: Sample from tokens at least this share as likely as the most likely one; 0 for all.
         repetition_penalty: Divide the logits of tokens that the prompt or the response has already
             (multiply negative ones) by this; 1 for no penalty.
-        min_new_tokens: Number of tokens before which a response does not end.
+        min_new_tokens: Number of tokens before which no end token is sampled.
+        stop: Strings at which a response ends; it keeps them.
+        mask_truncated: Leave a response that did not end within ``max_new_tokens`` out of its
+            user's update (TRL's ``mask_truncated_completions``). Its reward still counts in the
+            advantages of the user's other responses.
         batch_size: Number of responses that are sampled at once; dummy prompts fill up an
             incomplete batch, so that its shape says nothing about the users. Larger is faster until
             the dummies outnumber the responses. ``auto`` determines it once for a run: a round's
@@ -106,6 +110,8 @@ class Rollout(Settings):
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: PositiveFloat = 1.0
     min_new_tokens: Annotated[int, Field(ge=0)] = 0
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    mask_truncated: bool = False
     batch_size: PositiveInt | Literal["auto"] = 128
     backend: Annotated[Literal["transformers", "vllm"], Experimental(("vllm",))] = "transformers"
 
@@ -114,6 +120,11 @@ class Rollout(Settings):
         """The keys that give some tokens probability zero because others are more likely."""
         off = {"top_k": 0, "top_p": 1, "min_p": 0}
         return [f"rollout.{name}" for name, value in off.items() if getattr(self, name) != value]
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_or_several(cls, stop: Any) -> Any:
+        return [stop] if isinstance(stop, str) else stop or []
 
     @field_validator("top_k", "min_p", mode="before")
     @classmethod

@@ -34,6 +34,12 @@ def check_update(update: PrivateUpdate, recipe: Sections) -> None:
         _check_critic(update.noised_critic, recipe)
     if update.subspace is not None:
         _check_subspace(update, update.subspace, recipe)
+    if recipe.rollout.mask_truncated and not update.leaves_rows_out:
+        raise ValueError(
+            "rollout.mask_truncated works with update.name"
+            f" {_names(lambda kind: kind.leaves_rows_out)}; {update.name} takes a user's responses"
+            " together: leave it out"
+        )
     if recipe.rollout.truncates and update.moves_within_round:
         _refuse_truncation(update, recipe.rollout.truncates[0])
     if recipe.kl.level == "token" and not update.token_rewards:

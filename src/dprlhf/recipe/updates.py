@@ -31,6 +31,8 @@ class _Score(PrivateUpdate):
             is truncated.
     """
 
+    leaves_rows_out: ClassVar[bool] = True
+
     max_importance_ratio: PositiveFloat = 2.0
 
 

@@ -43,6 +43,8 @@ class Responses:
             ``environments``.
         failed: True where a trajectory broke off with an error, ``[rows]``; its user contributes
             zero. None where nothing can fail.
+        left_out: True where a response counts in no update, because it did not end,
+            ``[rows]``; None where all count.
     """
 
     tokens: torch.Tensor
@@ -60,6 +62,7 @@ class Responses:
     completions: list[list[dict[str, Any]]] | None = None
     extra: dict[str, list[Any]] = field(default_factory=dict)
     failed: NDArray[np.bool_] | None = None
+    left_out: NDArray[np.bool_] | None = None
 
     @property
     def response_mask(self) -> torch.Tensor:
@@ -110,6 +113,7 @@ class Responses:
             "completions": None if messages is None else [messages[row] for row in rows],
             "extra": {name: [values[row] for row in rows] for name, values in self.extra.items()},
             "failed": None if self.failed is None else self.failed[rows],
+            "left_out": None if self.left_out is None else self.left_out[rows],
         }
         return Responses(**{**vars(self), **chosen})
 

@@ -11,6 +11,7 @@ is in the micro-batch, on its size, or on which process it runs.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -121,7 +122,8 @@ def decode(
 
     Returns:
         ``prompts · num_generations`` responses of at most ``max_new_tokens`` tokens, those to one
-        prompt adjacent. A response includes its end-of-sequence token, which was sampled too.
+        prompt adjacent. A response includes its end-of-sequence token or stop string, which was
+        sampled too.
     """
     _, num_generations, max_new_tokens = uniforms.shape
     device, real, pad = policy.device, len(prompts), policy.tokenizer.pad_token_id
@@ -130,6 +132,7 @@ def decode(
     draws = F.pad(uniforms, (0, 0, 0, 0, 0, size - real), value=0.5).to(device)
     tokens = torch.full((size * num_generations, max_new_tokens), pad, device=device)
     ended = torch.arange(size * num_generations, device=device) >= real * num_generations
+    lengths = torch.zeros_like(ended, dtype=torch.long)
     output = _prefill(policy, ids, mask)
     logits, cache = output.logits[:, -1], output.past_key_values
     # A row of the first logits is a prompt; from here on, a row is a response.
@@ -140,11 +143,15 @@ def decode(
         now = draws.reshape(len(logits), -1, max_new_tokens)[:, :, step]
         chosen = draw(policy, logits, now, asked, tokens[:, :step]).flatten()
         tokens[:, step] = torch.where(ended, pad, chosen)
+        lengths += ~ended
         ended |= torch.isin(chosen, ends)
+        if policy.stop is not None:
+            ended |= policy.stop.completed(tokens[:, : step + 1])
         if step + 1 == max_new_tokens or bool(ended.all()):
             break
         logits = steps.logits(tokens[:, step], step, cache)
-    return [_until_end(row, policy.end_tokens) for row in tokens[: real * num_generations].tolist()]
+    rows = zip(tokens.tolist(), lengths.tolist(), strict=True)
+    return [row[:length] for row, length in itertools.islice(rows, real * num_generations)]
 
 
 @torch.no_grad()
@@ -251,13 +258,6 @@ def _padded(
         ids[row, 1 + width - len(prompt) :] = torch.tensor(prompt)
         mask[row, 1 + width - len(prompt) :] = 1
     return ids, mask
-
-
-def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
-    for position, token in enumerate(tokens):
-        if token in ends:
-            return tokens[: position + 1]
-    return tokens
 
 
 def batch_size(policy: CausalLMPolicy, *, prompt: int, response: int, rows: float) -> int:

@@ -138,7 +138,7 @@ def sample(
                 "rollout.min_new_tokens: responses of several turns would have it in each turn, and"
                 " log-probabilities in the first alone: leave it out"
             )
-        several: Responses = policy.sampler(
+        found: Responses = policy.sampler(
             policy,
             prompts,
             spec,
@@ -148,9 +148,29 @@ def sample(
             tick=tick,
             private=private,
         )
-        return several
-    draws = draws_of(prompts, key, context, spec.responses, spec.max_new_tokens)
-    return _one_turn(policy, prompts, spec, draws, max_prompt_tokens, tick)
+    else:
+        draws = draws_of(prompts, key, context, spec.responses, spec.max_new_tokens)
+        found = _one_turn(policy, prompts, spec, draws, max_prompt_tokens, tick)
+    if spec.mask_truncated:
+        return Responses(**{**vars(found), "left_out": ~ended(policy, found)})
+    return found
+
+
+def ended(policy: CausalLMPolicy, responses: Responses) -> NDArray[np.bool_]:
+    """Return which responses end by an end token or a stop string of their own, ``[rows]``."""
+    tokens = responses.tokens[:, -responses.max_new_tokens :]
+    lengths = responses.response_mask.sum(1)
+    last = (lengths[:, None] - 1).clamp(min=0)
+    done = torch.isin(tokens.gather(1, last), torch.tensor(policy.end_tokens))[:, 0]
+    if policy.stop is not None:
+        within = lengths.clamp(max=policy.stop.reach)
+        for width in np.unique(within.numpy()).tolist():
+            rows = (within == width).nonzero()[:, 0]
+            columns = lengths[rows, None] - width + torch.arange(width)
+            if width:
+                done[rows] |= policy.stop.completed(tokens[rows].gather(1, columns))
+    found: NDArray[np.bool_] = (done & responses.policy_mask.gather(1, last)[:, 0].bool()).numpy()
+    return found
 
 
 def _one_turn(

@@ -132,6 +132,11 @@ def _refuse(policy: CausalLMPolicy) -> None:
         raise DprlhfError(
             f"rollout.temperature {policy.temperature}: vllm samples exactly from {_COOLEST} on"
         )
+    if policy.stop is not None:
+        raise DprlhfError(
+            "rollout.stop: vllm gets tokens here and makes no text of them; take"
+            " rollout.backend: transformers"
+        )
     if policy.sampling.min_p > 0 and policy.sampling.top_p < 1:
         raise DprlhfError(
             "rollout.min_p: vllm applies it before top_p and transformers after it, which keeps"

@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.warpers import Sampling
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import token_logprobs
+from dprlhf.rollout.sampling import ended
 
 Array = NDArray[np.float64]
 
@@ -144,12 +144,10 @@ def measure(
         of all tokens.
     """
     lengths = responses.response_mask.sum(1)
-    last = responses.tokens[:, -responses.max_new_tokens :].gather(1, lengths[:, None] - 1)
-    ended = torch.isin(last, torch.tensor(policy.end_tokens))[:, 0]
     tokens, count = responses.policy_mask.sum(1).double().numpy(), len(lengths)
     found = {
         "response_tokens": estimate(tokens),
-        "ended_share": estimate(ended.double().numpy()),
+        "ended_share": estimate(ended(policy, responses).astype(np.float64)),
         "distinct_1": RewardEstimate(distinct(responses.texts, 1), math.nan, count),
         "distinct_2": RewardEstimate(distinct(responses.texts, 2), math.nan, count),
     }

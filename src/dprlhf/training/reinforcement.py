@@ -23,6 +23,7 @@ from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy, align_with_activations, load_policy
 from dprlhf.policies.optimizers import set_noise
+from dprlhf.policies.stopping import StopStrings
 from dprlhf.policies.warpers import Sampling
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import QuantileClip, Recipe, TrustRegion
@@ -160,9 +161,8 @@ class Reinforcement:
         policy = self._sources.policy
         if policy is None:
             return load_policy_of(self.recipe)
-        policy.sampling = Sampling.of(self.recipe.rollout)
         given: CausalLMPolicy = policy
-        return given
+        return _with_sampling(given, self.recipe)
 
     def check_rows(self, rows: Any) -> None:
         """Check nothing: an unreadable prompt is found as it is read, and contributes nothing."""
@@ -440,13 +440,21 @@ def load_policy_of(recipe: Recipe, **given: Any) -> CausalLMPolicy:
     """
     temperature, seed = recipe.rollout.temperature, recipe.seed
     policy = load_policy(recipe.policy, temperature=temperature, seed=seed, **given)
-    policy.sampling = Sampling.of(recipe.rollout)
+    _with_sampling(policy, recipe)
     prompt, response = recipe.data.max_prompt_tokens, recipe.rollout.max_new_tokens
     policy.check_context_length(
         prompt + response,
         f"data.max_prompt_tokens {prompt} + rollout.max_new_tokens {response} is",
         recipe.policy.model_name_or_path,
     )
+    return policy
+
+
+def _with_sampling(policy: CausalLMPolicy, recipe: Recipe) -> CausalLMPolicy:
+    rollout = recipe.rollout
+    policy.sampling = Sampling.of(rollout)
+    policy.stop = StopStrings(policy.tokenizer, rollout.stop) if rollout.stop else None
+    policy.chat_template_kwargs = recipe.policy.chat_template_kwargs
     return policy
 
 

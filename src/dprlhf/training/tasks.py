@@ -9,6 +9,7 @@ the user's own rows and on the model, never on another user.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -262,7 +263,7 @@ def completion_tokens(model: CausalLMPolicy, prompt: Any, completion: Any) -> li
         return list(ids)
     # A conversation: the text that its template adds after the prompt.
     messages = prompt if isinstance(prompt, list) else []
-    template = model.tokenizer.apply_chat_template
+    template = partial(model.tokenizer.apply_chat_template, **model.chat_template_kwargs)
     whole = template([*messages, *completion], tokenize=False)
     start = template(messages, tokenize=False, add_generation_prompt=True) if messages else ""
     rest = whole.removeprefix(start)

@@ -30,7 +30,7 @@ from dprlhf.policies.protocol import Rows
 from dprlhf.rewards import Scores
 from dprlhf.updates.pg import advantage_weights, importance_ratios
 from dprlhf.updates.privls.in_round import Examples, solve
-from dprlhf.updates.round import P, PrivateRound, R
+from dprlhf.updates.round import P, PrivateRound, R, counted_rows
 
 LARGEST_SCORE = 3.0
 """Bound R for the baseline ``group``, whose |Â| is at most (k − 1)/√k: 2.5 at k = 8 responses."""
@@ -72,6 +72,6 @@ def response_examples(
         baseline: A name in :data:`~dprlhf.updates.baselines.BASELINES`.
     """
     of_user = np.bincount(responses.user, minlength=responses.users)[responses.user]
-    root = np.where(valid[responses.user], np.sqrt(ratio), 0.0)
+    root = np.where(counted_rows(responses, valid), np.sqrt(ratio), 0.0)
     targets = advantage_weights(responses, scores, valid, root, baseline=baseline) * of_user
     return Examples(responses, root, targets, rows=1)

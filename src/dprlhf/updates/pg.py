@@ -27,7 +27,7 @@ from dprlhf.boundary import Private
 from dprlhf.policies.protocol import Rows
 from dprlhf.rewards import Scores
 from dprlhf.updates.baselines import BASELINES
-from dprlhf.updates.round import P, PrivateRound, R
+from dprlhf.updates.round import P, PrivateRound, R, counted_rows
 
 
 def policy_gradient(round_: PrivateRound[P, R], spec: recipe.PG) -> None:
@@ -119,7 +119,8 @@ def advantage_weights(
         advantages = (1 - weight) * advantages + weight * (columns.T - values[:, None])
     of_user = np.bincount(responses.user, minlength=responses.users)
     weights = advantages * (ratio / of_user[responses.user])[:, None]
-    return np.where(valid[responses.user, None], weights, 0.0).reshape(scores.values.shape)
+    counted = counted_rows(responses, valid)[:, None]
+    return np.where(counted, weights, 0.0).reshape(scores.values.shape)
 
 
 def importance_ratio(

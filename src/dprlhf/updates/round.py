@@ -337,6 +337,21 @@ def _log_ratio(
     return found
 
 
+def counted_rows(responses: Rows, valid: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return a mask of the rows that count in an update, ``[rows]``.
+
+    Those of users with valid rewards, without the responses that ``rollout.mask_truncated`` leaves
+    out. What a user's other rows weigh does not change.
+
+    Args:
+        responses: The round's responses.
+        valid: Mask of the users with valid rewards, ``[users]``.
+    """
+    left_out = getattr(responses, "left_out", None)  # only a language model's rows have it
+    counted: NDArray[np.bool_] = valid[responses.user]
+    return counted if left_out is None else counted & ~left_out
+
+
 def users_with_valid_scores(responses: Rows, scores: Scores) -> NDArray[np.bool_]:
     """Return a mask of the users whose every response has a valid score, ``[users]``."""
     broken = np.bincount(responses.user, ~scores.valid, minlength=responses.users)

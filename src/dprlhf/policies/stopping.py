@@ -1,0 +1,48 @@
+"""Stop strings: a response ends where its own text has one, as in transformers' ``generate``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dprlhf.errors import DprlhfError, one_line
+
+
+class StopStrings:
+    """Says which responses have just completed a stop string.
+
+    The matching is transformers' ``StopStringCriteria``, on the tokens of the responses alone: a
+    string that starts in the prompt stops nothing.
+
+    Args:
+        tokenizer: The policy's tokenizer.
+        strings: The stop strings, at least one.
+
+    Attributes:
+        strings: The stop strings.
+        reach: The most tokens, from the last one back, that can be part of a string.
+
+    Raises:
+        DprlhfError: The tokenizer has no tokens for a string.
+    """
+
+    def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
+        from transformers import StopStringCriteria
+
+        self.strings = tuple(strings)
+        try:
+            self._criteria: Any = StopStringCriteria(tokenizer, list(strings))
+        except (ValueError, AttributeError, TypeError) as error:
+            raise DprlhfError(f"rollout.stop {list(strings)}: {one_line(error)}") from None
+        self.reach = int(self._criteria.maximum_token_len)
+
+    def completed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return whether the last token completes a stop string, ``[rows]``.
+
+        Args:
+            tokens: Tokens of the responses so far, ``[rows, tokens]``, without padding.
+        """
+        found: torch.Tensor = self._criteria(tokens, None)
+        return found

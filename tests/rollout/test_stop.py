@@ -1,0 +1,180 @@
+"""Stop strings, responses that did not end, and a run with every setting of sampling."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from dprlhf import DprlhfError, recipe, resume, train
+from dprlhf.data.users import Prompts
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.stopping import StopStrings
+from dprlhf.rollout import Responses, sample
+from dprlhf.rollout.sampling import ended
+from dprlhf.training.measures import measure
+from helpers import tiny
+from helpers.policies import policy_of
+
+EOS = 0
+LENGTH = 24
+
+
+def stopped_at(*strings: str) -> CausalLMPolicy:
+    policy = copy.deepcopy(policy_of("llama"))
+    policy.stop = StopStrings(policy.tokenizer, strings) if strings else None
+    return policy
+
+
+def texts(count: int = 12) -> Prompts:
+    """Prompts that end with the start of a stop string."""
+    given: list[Any] = [f"{i} ab" for i in range(count)]
+    return Prompts(given, np.arange(count), np.zeros(count, dtype=np.int64), {})
+
+
+def draw(policy: CausalLMPolicy, prompts: Prompts, **changes: Any) -> Responses:
+    given = {"responses": 2, "max_new_tokens": LENGTH, "batch_size": 8} | changes
+    spec = recipe.Rollout.model_validate(given)
+    return sample(policy, prompts, spec, key=bytes(32), context=("stop",), max_prompt_tokens=16)
+
+
+def tokens_of(responses: Responses) -> list[list[int]]:
+    rows = zip(responses.tokens[:, -LENGTH:], responses.response_mask.bool(), strict=True)
+    return [tokens[real].tolist() for tokens, real in rows]
+
+
+def bytes_of(policy: CausalLMPolicy, tokens: list[int]) -> str:
+    """One character a token, so that tokens that are no UTF-8 by themselves count too."""
+    return "".join(policy.tokenizer.convert_ids_to_tokens(tokens))
+
+
+def frequent(policy: CausalLMPolicy, width: int) -> str:
+    """A string of some letters that several responses have, and not at their end alone."""
+    found: dict[str, int] = {}
+    for tokens in tokens_of(draw(policy, texts())):
+        letters = bytes_of(policy, [token for token in tokens if token != EOS])
+        for text in {letters[i : i + width] for i in range(len(letters) - width)}:
+            if text.isascii() and text.isalnum():
+                found[text] = found.get(text, 0) + 1
+    return max(found, key=lambda text: found[text])
+
+
+@pytest.mark.parametrize("widths", [(1,), (2,), (1, 2)])
+def test_a_response_ends_at_its_first_stop_string_and_is_the_same_until_there(
+    widths: tuple[int, ...],
+) -> None:
+    plain = stopped_at()
+    strings = [frequent(plain, width) for width in widths]
+    policy, cut = stopped_at(*strings), 0
+    for whole, found in zip(
+        tokens_of(draw(plain, texts())), tokens_of(draw(policy, texts())), strict=True
+    ):
+        ends = [
+            n
+            for n in range(1, len(whole) + 1)
+            if any(bytes_of(plain, whole[:n]).endswith(string) for string in strings)
+        ]
+        expected = whole[: ends[0]] if ends else whole
+        assert found == expected
+        cut += len(expected) < len(whole)
+    assert cut > (3 if 1 in widths else 0)
+
+
+def test_the_prompts_text_is_no_part_of_a_stop_string() -> None:
+    """Every prompt ends with "ab"; a response that starts with "c" does not complete "abc"."""
+    policy = stopped_at("abc", "bc")
+    letters = policy.tokenizer("c")["input_ids"]
+    assert policy.stop is not None
+    assert not bool(policy.stop.completed(torch.tensor([letters]))[0])
+    assert bool(policy.stop.completed(torch.tensor([policy.tokenizer("xbc")["input_ids"]]))[0])
+
+
+def test_what_a_user_gets_does_not_depend_on_the_batch() -> None:
+    policy = stopped_at(frequent(stopped_at(), 1))
+    whole = tokens_of(draw(policy, texts()))
+    assert tokens_of(draw(policy, texts(), batch_size=3)) == whole
+    assert tokens_of(draw(policy, texts(4))) == whole[:8]
+
+
+def test_ended_responses_and_those_that_are_left_out() -> None:
+    string = frequent(stopped_at(), 1)
+    policy = stopped_at(string)
+    responses = draw(policy, texts(), responses=4, mask_truncated=True)
+    tokens = tokens_of(responses)
+    expected = [t[-1] == EOS or bytes_of(policy, t).endswith(string) for t in tokens]
+    assert ended(policy, responses).tolist() == expected
+    assert 0 < sum(expected) < len(expected)
+    assert any(len(t) == LENGTH for t, done in zip(tokens, expected, strict=True) if not done)
+    assert responses.left_out is not None
+    assert responses.left_out.tolist() == [not done for done in expected]
+    assert draw(policy, texts()).left_out is None
+    some = responses.take(np.array([5, 2]))
+    assert some.left_out is not None
+    assert some.left_out.tolist() == [not expected[5], not expected[2]]
+    assert measure(policy, responses, None)["ended_share"].mean == np.mean(expected)
+
+
+def test_tokens_of_a_tool_end_no_response() -> None:
+    policy = stopped_at()
+    responses = draw(policy, texts())
+    own = responses.response_mask.clone()
+    last = own.sum(1) - 1
+    done = ended(policy, responses)
+    own[torch.arange(len(own)), last] = 0
+    answered = Responses(**{**vars(responses), "tool_mask": own})
+    assert done.any()
+    assert not ended(policy, answered).any()
+
+
+def test_a_string_that_no_token_can_write_is_refused() -> None:
+    inner = Tokenizer(models.WordLevel({"a": 0, "abcdef": 1, "<eos>": 2}, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
+    with pytest.raises(DprlhfError, match=r"rollout.stop \['§'\]: "):
+        StopStrings(tokenizer, ["§"])
+
+
+def test_the_chat_template_gets_its_arguments() -> None:
+    policy = stopped_at()
+    policy.tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if thinking %}?{% endif %}"
+    )
+    chat: list[Any] = [[{"role": "user", "content": "hi"}]]
+    assert policy.encode(chat, 9) == [policy.tokenizer("hi")["input_ids"]]
+    policy.chat_template_kwargs = {"thinking": True}
+    assert policy.encode(chat, 9) == [policy.tokenizer("hi?")["input_ids"]]
+
+
+def test_a_run_with_every_setting_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        return [float(len(text)) / 10 for text in completions]
+
+    def interrupted(metrics: Any) -> None:
+        if metrics["round"] == 1:
+            raise DprlhfError("stop here")
+
+    model, users = str(tiny.save(tmp_path / "model")), [f"{i} is" for i in range(24)]
+    rollout = {
+        "max_new_tokens": 6, "batch_size": 8, "top_k": 100, "top_p": 0.9, "min_p": 0.001,
+        "repetition_penalty": 1.1, "min_new_tokens": 2, "stop": ["e", "xy"], "mask_truncated": True,
+    }  # fmt: skip
+    made: dict[str, Any] = {
+        "model": model, "prompts": users, "reward": reward, "epsilon": 8.0, "rounds": 2,
+        "rollout": rollout, "seed": 1, "quiet": True,
+    }  # fmt: skip
+    with pytest.raises(DprlhfError, match="stop here"):
+        train(**made, output_dir=tmp_path / "run", callbacks=[interrupted])
+    done = resume(tmp_path / "run", prompts=users, reward=reward, quiet=True)
+    policy = done.policy
+    assert (policy.sampling.top_k, policy.sampling.min_new_tokens) == (100, 2)
+    assert policy.stop is not None
+    assert policy.stop.strings == ("e", "xy")
+    with pytest.raises(
+        DprlhfError, match=r"rollout.mask_truncated works with update"
+    ):
+        train(**made, update={"name": "rebel"}, output_dir=tmp_path / "other")
