@@ -174,7 +174,5 @@ def test_a_run_with_every_setting_goes_on_where_it_stopped(tmp_path: Path) -> No
     assert (policy.sampling.top_k, policy.sampling.min_new_tokens) == (100, 2)
     assert policy.stop is not None
     assert policy.stop.strings == ("e", "xy")
-    with pytest.raises(
-        DprlhfError, match=r"rollout.mask_truncated works with update"
-    ):
+    with pytest.raises(DprlhfError, match=r"rollout.mask_truncated works with update"):
         train(**made, update={"name": "rebel"}, output_dir=tmp_path / "other")
