@@ -39,9 +39,8 @@ _BATCH = (
     "it divides by the tokens or the spread of the whole batch, which would couple the users:"
     " loss_type='grpo' or 'dr_grpo' divides within a user"
 )
-_WHOLE = "responses come from the whole distribution, whose log-probabilities the update needs:" + (
-    " temperature shapes it"
-)
+_CUT = "log π is that of the distribution that is left, and TRL's that of the whole one"
+_REGEX = "log-probabilities of what a pattern leaves are not computed: reward the format"
 _SAMPLER = "the sampler is this package's own, with shapes that say nothing about the users"
 _VLLM = "use_vllm=True takes the recipe's rollout.backend: vllm, in this process, which has no such"
 _LOADER = "there is no data loader: the partition draws the users of a round"
@@ -101,16 +100,18 @@ COMMON: dict[str, Field] = {
     "push_to_hub": Field("mapped", "uploads the adapter after the last round, not during the run"),
     "project": Field("mapped", "tracking.project"),
     "mask_truncated_completions": Field(
-        "refused", "a response that is cut counts like any other; a reward may return None for it,"
-        " which leaves it out",
+        "honoured", "rollout.mask_truncated: weight 0 for a response that did not end"
     ),
-    "top_p": Field("refused", _WHOLE),
-    "top_k": Field("refused", _WHOLE),
-    "min_p": Field("refused", _WHOLE),
-    "repetition_penalty": Field("refused", _WHOLE),
-    "generation_kwargs": Field("refused", _SAMPLER),
+    "top_p": Field("honoured", "rollout.top_p; " + _CUT),
+    "top_k": Field("honoured", "rollout.top_k; " + _CUT),
+    "min_p": Field("honoured", "rollout.min_p; " + _CUT),
+    "repetition_penalty": Field("honoured", "rollout.repetition_penalty; log π counts it"),
+    "generation_kwargs": Field(
+        "mapped", "temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens,"
+        " min_new_tokens, stop_strings and vLLM's names of these; others are refused by name"
+    ),
     "cache_implementation": Field("refused", _SAMPLER),
-    "chat_template_kwargs": Field("refused", "set the defaults in the tokenizer's chat template"),
+    "chat_template_kwargs": Field("honoured", "policy.chat_template_kwargs"),
     "num_iterations": Field(
         "refused", "a second step on a batch would be a second release at its own cost; DP-PPO"
         " (update: {name: ppo, epochs: …} in a recipe) steps within a user",
@@ -185,7 +186,7 @@ COMMON: dict[str, Field] = {
         vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization
         vllm_max_model_length vllm_tensor_parallel_size""")),
     "vllm_mode": Field("refused", _VLLM + " mode as 'server'"),
-    "vllm_structured_outputs_regex": Field("refused", _WHOLE),
+    "vllm_structured_outputs_regex": Field("refused", _REGEX),
 }  # fmt: skip
 """The settings that both configs have."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import IN_MEMORY, Recipe, make_recipe
+from dprlhf.recipe.generation import rollout_settings
 from dprlhf.trl.config import PrivacyFields, PrivateRLOOConfig
 
 _SCHEDULES = {
@@ -55,8 +56,14 @@ def recipe_of(
             "responses": args.num_generations,
             "max_new_tokens": args.max_completion_length,
             "temperature": args.temperature,
+            "top_k": args.top_k,
+            "top_p": args.top_p,
+            "min_p": args.min_p,
+            "repetition_penalty": args.repetition_penalty,
+            "mask_truncated": args.mask_truncated_completions,
             "batch_size": "auto",
             "backend": "vllm" if args.use_vllm else "transformers",
+            **rollout_settings(args.generation_kwargs or {}),  # they take precedence in TRL
         },
         "update": {
             **_update(args),
@@ -122,7 +129,12 @@ def _policy(args: Any) -> dict[str, Any]:
         given["dtype"] = given.pop("torch_dtype")
     if "dtype" in given:
         given["dtype"] = str(given["dtype"]).removeprefix("torch.")
-    return {"trust_remote_code": args.trust_remote_code, **given}
+    template = args.chat_template_kwargs or {}
+    return {
+        "trust_remote_code": args.trust_remote_code,
+        "chat_template_kwargs": template,
+        **given,
+    }
 
 
 def _data(args: Any) -> dict[str, Any]:
