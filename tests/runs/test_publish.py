@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import huggingface_hub
 import peft
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import dprlhf
@@ -121,6 +123,18 @@ class TestMerge:
         assert card.data.to_dict()["library_name"] == "transformers"
         assert "\nWhole weights with the adapter merged (a LoRA adapter (rank 4))" in card.text
         assert "## Privacy" in card.text
+
+    def test_it_has_what_a_server_loads(self, finished: Path, tmp_path: Path) -> None:
+        """Weights as safetensors and nothing pickled, a config of a known type, the tokenizer."""
+        merge(finished, tmp_path / "merged")
+        names = {file.name for file in (tmp_path / "merged").iterdir()}
+        assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= names
+        assert not [name for name in names if name.endswith((".bin", ".pt", ".pkl"))]
+        assert not [name for name in names if name.startswith("adapter")]
+        config = json.loads((tmp_path / "merged/config.json").read_text())
+        assert config["architectures"] == ["LlamaForCausalLM"]
+        with safe_open(tmp_path / "merged/model.safetensors", "pt") as weights:
+            assert not [name for name in weights.keys() if "lora" in name]  # noqa: SIM118
 
     def test_it_generates(self, finished: Path, tmp_path: Path) -> None:
         out = merge(finished, tmp_path / "merged", dtype="bfloat16")

@@ -14,7 +14,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from dprlhf.cli import bench, budget, folders, plan, prepare, privacy, train, tune
+from dprlhf.cli import bench, budget, convert, folders, plan, prepare, privacy, train, tune
 from dprlhf.errors import DprlhfError, one_line
 
 # Idle threads that spin starve each other when cores are busy: a training step on two busy cores
@@ -52,6 +52,7 @@ _FOLDERS, _PRIVACY, _PAPERS = "After a run", "Privacy", "Papers"
 
 app.command(rich_help_panel=_PREPARE)(prepare.doctor)
 app.command(rich_help_panel=_PREPARE)(prepare.init)
+app.command(rich_help_panel=_PREPARE)(convert.convert)
 app.command("reward-check", rich_help_panel=_PREPARE)(prepare.reward_check)
 app.add_typer(prepare.assets, name="assets", rich_help_panel=_PREPARE)
 app.command(

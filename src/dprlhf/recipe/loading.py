@@ -62,7 +62,15 @@ def load_any_recipe(
         overrides: Changes ``section.key=value``.
         stage: The stage of a recipe that names none; None for a run of private updates.
     """
-    path = Path(path)
+    return recipe_from(read_settings(Path(path)), overrides, source=str(path), stage=stage)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read a YAML file of settings, in which no key is given twice.
+
+    Raises:
+        DprlhfError: It cannot be read, or is no mapping.
+    """
     try:
         settings = _UniqueKeys(path.read_text()).get_single_data()
     except OSError as error:
@@ -71,16 +79,33 @@ def load_any_recipe(
         raise DprlhfError(f"{path}: not valid YAML: {one_line(error, None)}") from None
     if not isinstance(settings, dict):
         raise DprlhfError(f"{path}: a recipe is a mapping of keys to values")
+    return settings
+
+
+def recipe_from(
+    settings: dict[str, Any], overrides: Sequence[str], *, source: str, stage: str | None = None
+) -> AnyRecipe:
+    """Apply overrides to settings, in place, and return the recipe of their stage.
+
+    Args:
+        settings: The settings of a recipe.
+        overrides: Changes ``section.key=value``.
+        source: Where they come from, for errors.
+        stage: The stage of a recipe that names none; None for a run of private updates.
+
+    Raises:
+        DprlhfError: A key or value is wrong.
+    """
     for override in overrides:
         _override(settings, override)
     stage = settings.setdefault("stage", stage)
     if stage is None:
         del settings["stage"]
-        return _make(Recipe, settings, str(path))
+        return _make(Recipe, settings, source)
     if stage not in STAGES:
         names = ", ".join(STAGES)
-        raise DprlhfError(f"{path}: {_refused('stage', f'it is one of {names}', stage, names)}")
-    return _make(STAGES[stage], settings, str(path))
+        raise DprlhfError(f"{source}: {_refused('stage', f'it is one of {names}', stage, names)}")
+    return _make(STAGES[stage], settings, source)
 
 
 def make_recipe(settings: Mapping[str, Any], source: str = "recipe") -> Recipe:
