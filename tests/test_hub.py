@@ -213,6 +213,7 @@ def test_runs_from_before_the_keys_keep_their_digest() -> None:
     off |= {"stop": [], "mask_truncated": False}
     assert {name: older["rollout"].pop(name) for name in off} == off
     assert older["policy"].pop("chat_template_kwargs") == {}
+    assert older["rollout"].pop("agent") is None
     assert older["evaluation"].pop("declared_public") is False
     assert older["evaluation"].pop("judges") == {}
     assert older["evaluation"].pop("log_probs") is False

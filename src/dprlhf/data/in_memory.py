@@ -43,6 +43,8 @@ class Sources:
             of the run, which states no ε. None plans for private users.
         reward_weights: A weight for each reward.
         reward_processing_classes: The tokenizers of rewards that are models.
+        tools: Functions that the policy may call.
+        environment_factory: Makes an environment for each trajectory.
 
     Attributes:
         rewards: The rewards with their settings; None for those of the recipe.
@@ -62,6 +64,8 @@ class Sources:
         reward_weights: Sequence[float] | None = None,
         reward_processing_classes: Any = None,
         models: Mapping[str, Any] | None = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        environment_factory: Callable[[], Any] | None = None,
     ) -> None:
         if prompts is not None and evaluation_prompts is prompts:
             raise DprlhfError(
@@ -73,6 +77,8 @@ class Sources:
         self.policy = policy
         self.stand_in_plan = stand_in_plan
         self.models = dict(models or {})
+        self.tools = list(tools) if tools else None
+        self.environment_factory = environment_factory
         self.rewards: list[GivenReward] | None = None
         if reward is not None:
             self.take_rewards(given_rewards(reward, reward_weights, reward_processing_classes))
@@ -87,6 +93,12 @@ class Sources:
         self.rewards = list(rewards)
         given = enumerate(rewards)
         self.models |= {f"rewards.{i}": one.given for i, one in given if is_model(one.given)}
+
+    @property
+    def agent(self) -> dict[str, Any]:
+        """The keys of ``rollout.agent`` that objects replace; empty without any."""
+        given: dict[str, Any] = {} if self.tools is None else {"tools": [IN_MEMORY]}
+        return given if self.environment_factory is None else {**given, "environment": IN_MEMORY}
 
 
 def recipe_of(
@@ -118,6 +130,7 @@ def recipe_of(
             data=sources.prompts is not None,
             rewards=sources.rewards,
             evaluation=sources.evaluation_prompts is not None,
+            agent=sources.agent,
         )
     values: dict[str, Any] = {}
     for name, value in flat.items():
@@ -133,6 +146,9 @@ def recipe_of(
     if sources.evaluation_prompts is not None:
         public = values.setdefault("evaluation", {}).setdefault("data", {})
         public.setdefault("path", IN_MEMORY)
+    if sources.agent:
+        rollout = values.setdefault("rollout", {})
+        rollout["agent"] = {**rollout.get("agent", {}), **sources.agent}
     return make_recipe(values, source="train")
 
 
@@ -150,7 +166,12 @@ def check_overrides(recipe: Any, overrides: Sequence[str]) -> None:
 
 
 def from_memory(
-    recipe: R, *, data: bool, rewards: Sequence[GivenReward] | None = None, evaluation: bool
+    recipe: R,
+    *,
+    data: bool,
+    rewards: Sequence[GivenReward] | None = None,
+    evaluation: bool,
+    agent: dict[str, Any] | None = None,
 ) -> R:
     """Replace the paths in a recipe by ``in-memory`` where the program passes objects instead.
 
@@ -163,6 +184,7 @@ def from_memory(
         data: Whether the users' rows are in memory.
         rewards: The rewards that the program passes; None for those of the recipe.
         evaluation: Whether the public rows are.
+        agent: The keys of ``rollout.agent`` that the program passes objects for.
     """
     values = recipe.model_dump()
     if evaluation:
@@ -172,6 +194,8 @@ def from_memory(
         values["data"] |= _PLACE
     if rewards is not None:
         values["rewards"] = [one.settings.model_dump() for one in rewards]
+    if agent:
+        values["rollout"]["agent"] = {**(values["rollout"]["agent"] or {}), **agent}
     return cast(R, type(recipe).model_validate(values))
 
 

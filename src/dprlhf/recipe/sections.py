@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from dprlhf.recipe.agent import Agent
 from dprlhf.recipe.base import Experimental, PositiveFloat, PositiveInt, Settings
 from dprlhf.recipe.policy import Source
 
@@ -99,6 +100,8 @@ class Rollout(Settings):
             expected responses, but at most 128 on a CPU and what fits into a GPU's memory.
         backend: ``transformers``, or experimental ``vllm`` (``pip install -e '.[vllm]'`` in the
             clone, a GPU, one process, ``VLLM_BATCH_INVARIANT=1``), which ignores ``batch_size``.
+        agent: Tools or an environment, with which a response becomes a conversation of several
+            turns; null for responses of one turn.
     """
 
     base_policy: Literal["on-policy", "reference"] = "on-policy"
@@ -114,6 +117,12 @@ class Rollout(Settings):
     mask_truncated: bool = False
     batch_size: PositiveInt | Literal["auto"] = 128
     backend: Annotated[Literal["transformers", "vllm"], Experimental(("vllm",))] = "transformers"
+    agent: Annotated[Agent | None, Experimental()] = None
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether all responses to a prompt answer the same tokens."""
+        return self.agent is None or self.agent.environment is None
 
     @property
     def truncates(self) -> list[str]:
@@ -146,6 +155,10 @@ class Rollout(Settings):
                 f"min_new_tokens {self.min_new_tokens} is more than max_new_tokens"
                 f" {self.max_new_tokens}"
             )
+        if self.agent is not None and self.backend == "vllm":
+            raise ValueError("agent: turns are sampled by backend transformers, not by vllm")
+        if self.agent is not None and self.min_new_tokens:
+            raise ValueError("agent: a turn may be short; leave min_new_tokens out")
         return self
 
 
