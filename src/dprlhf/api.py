@@ -62,8 +62,9 @@ def train(
         callbacks: Called after every round with its public and released metrics: functions, or
             ``transformers.TrainerCallback`` objects (:mod:`dprlhf.training.callbacks`).
         quiet: Show no progress bars.
-        **flat: Settings by name in place of a recipe: ``model``, ``epsilon``, ``rounds``, or any
-            key with ``__`` for the dot (``update__clip_norm=0.5``).
+        **flat: Settings by name in place of a recipe: ``model``, ``epsilon``, ``rounds``, any key
+            with ``__`` for the dot (``update__clip_norm=0.5``), or TRL's name of one
+            (``num_generations=4``), as ``dprlhf train`` takes it.
 
     Returns:
         The tuned policy, the guarantee and the public rewards.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -9,9 +10,10 @@ from typing import Any, TypeVar, cast
 from dprlhf import recipe as settings
 from dprlhf.data.given_rewards import GivenReward, given_rewards, is_model
 from dprlhf.data.loading import load_rows, rows_from
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, nearest
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, Recipe, load_recipe, make_recipe
+from dprlhf.recipe.trl_names import COMBINED, INSTEAD, KEYS, settings_of
 
 R = TypeVar("R", bound=AnyRecipe)
 Reward = Any
@@ -23,6 +25,14 @@ _SHORT = {
     "delta": "privacy__delta",
     "learning_rate": "optimizer__learning_rate",
 }
+_ARGUMENTS = {
+    "reward_funcs": "write reward=…, which takes the same",
+    "train_dataset": "write prompts=…",
+    "eval_dataset": "write evaluation_prompts=…, of nobody among the users",
+    "args": "give settings by name, or take dprlhf.trl.PrivateGRPOTrainer with a config",
+}
+"""Arguments of TRL's trainers that have another name in :func:`dprlhf.train`."""
+
 _PLACE = {
     "path": IN_MEMORY, "name": None, "revision": None, "split": "train", "skip": 0, "limit": None,
 }  # fmt: skip
@@ -132,13 +142,7 @@ def recipe_of(
             evaluation=sources.evaluation_prompts is not None,
             agent=sources.agent,
         )
-    values: dict[str, Any] = {}
-    for name, value in flat.items():
-        *parents, last = _SHORT.get(name, name).split("__")
-        node = values
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = value
+    values = _sections(flat)
     if sources.prompts is not None:
         values.setdefault("data", {}).setdefault("path", IN_MEMORY)
     if sources.rewards is not None:
@@ -150,6 +154,49 @@ def recipe_of(
         rollout = values.setdefault("rollout", {})
         rollout["agent"] = {**rollout.get("agent", {}), **sources.agent}
     return make_recipe(values, source="train")
+
+
+def _sections(flat: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe's sections from settings by name.
+
+    A name is short for a key (``epsilon``), a key with ``__`` for the dot, or TRL's.
+
+    Raises:
+        DprlhfError: A name has no key, or two have the same.
+    """
+    keys: dict[str, Any] = {}
+    trl = {}
+    for name, value in flat.items():
+        if name in _SHORT or "__" in name or name in Recipe.model_fields:
+            keys[_SHORT.get(name, name)] = value
+        elif name in KEYS or name in COMBINED:
+            trl[name] = value
+        else:
+            _refuse(name)
+            keys[name] = value  # which the recipe refuses, with the nearest of its keys
+    for key, value in settings_of(trl).items():
+        if key.replace(".", "__") in keys:
+            raise DprlhfError(f"train: {key} is given twice, also by TRL's name of it")
+        keys[key.replace(".", "__")] = value
+    values: dict[str, Any] = {}
+    for key, value in keys.items():
+        *parents, last = key.split("__")
+        node = values
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return values
+
+
+def _refuse(name: str) -> None:
+    """Refuse one of TRL's names that has no key, as the command line does, or one misspelt."""
+    text = _ARGUMENTS.get(name) or INSTEAD.get(name)
+    if text:
+        dots = "; in Python write __ for the dot" if re.search(r"[a-z]\.[a-z]", text) else ""
+        raise DprlhfError(f"argument '{name}': {text}{dots}")
+    near = nearest(name, [*_SHORT, *Recipe.model_fields, *KEYS, *COMBINED])
+    if near and name not in {key.rpartition(".")[2] for key in settings.known_keys(Recipe)}:
+        raise DprlhfError(f"unknown argument '{name}'; did you mean '{near}'?")
 
 
 def check_overrides(recipe: Any, overrides: Sequence[str]) -> None:

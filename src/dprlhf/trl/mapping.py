@@ -9,6 +9,7 @@ from typing import Any
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import IN_MEMORY, Recipe, make_recipe
 from dprlhf.recipe.generation import rollout_settings
+from dprlhf.recipe.trl_names import update_settings
 from dprlhf.trl.config import PrivacyFields, PrivateRLOOConfig
 
 _SCHEDULES = {
@@ -163,12 +164,8 @@ def _reward_range(args: Any) -> float:
 def _update(args: Any) -> dict[str, Any]:
     if isinstance(args, PrivateRLOOConfig):
         return {"name": "pg", "baseline": "loo"}
-    scaled = args.scale_rewards in ("group", True)
-    if args.loss_type == "dr_grpo":
-        # A constant length: each response's log-probability has one weight, as in DP-PG. The mean
-        # of the others differs from that of all by a constant factor, which the clip norm absorbs.
-        return {"name": "pg", "baseline": "group" if scaled else "loo"}
-    return {"name": "grpo", "scale_rewards": scaled, "clip_range": args.epsilon}
+    settings = update_settings(args.loss_type, args.scale_rewards)
+    return settings | ({"clip_range": args.epsilon} if settings["name"] == "grpo" else {})
 
 
 def _optimizer(args: Any, rounds: int) -> dict[str, Any]:
