@@ -78,7 +78,8 @@ class Rollout(Settings):
         base_policy: Sampling policy μ of He & Zhou 2025, Algorithm 1: ``on-policy`` samples all
             responses from the current policy π_t; ``reference`` samples half of them from the base
             model (the adapter switched off).
-        responses: Number of responses to each prompt; with ``reference``, half from each policy.
+        responses: Number of responses to each prompt, at least 2, since each is compared with the
+            user's others (TRL's ``num_generations``); with ``reference``, half from each policy.
         max_new_tokens: Number of tokens of a response, at most.
         temperature: Sampling temperature of both policies. Log-probabilities are taken at the same
             temperature.
@@ -105,7 +106,7 @@ class Rollout(Settings):
     """
 
     base_policy: Literal["on-policy", "reference"] = "on-policy"
-    responses: Annotated[int, Field(ge=2)] = 2
+    responses: int = 2
     max_new_tokens: PositiveInt = 16
     temperature: PositiveFloat = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
@@ -129,6 +130,15 @@ class Rollout(Settings):
         """The keys that give some tokens probability zero because others are more likely."""
         off = {"top_k": 0, "top_p": 1, "min_p": 0}
         return [f"rollout.{name}" for name, value in off.items() if getattr(self, name) != value]
+
+    @field_validator("responses")
+    @classmethod
+    def _compared_with_others(cls, responses: int) -> int:
+        if responses < 2:
+            raise ValueError(
+                "at least 2 responses to a prompt, since each is compared with the user's others"
+            )
+        return responses
 
     @field_validator("stop", mode="before")
     @classmethod

@@ -134,8 +134,8 @@ COMMON: dict[str, Field] = {
     "use_liger_kernel": Field("refused", "its fused layers hide the inputs that clipping needs"),
     "auto_find_batch_size": Field("refused", "TRL refuses it, too: set a smaller batch size"),
     "fp16": Field("refused", _PRECISION),
-    "deepspeed": Field("refused", "it shards what is clipped per user: see docs/scaling.md"),
-    "fsdp": Field("refused", "start with recipes/accelerate/eight_gpus_sharded.yaml"),
+    "deepspeed": Field("refused", "it owns the backward pass that users' gradients are taken from"),
+    "fsdp": Field("refused", "accelerate launch asks for it (in its config, distributed_type)"),
     "parallelism_config": Field("refused", "processes share a round's users, and nothing else"),
     "full_determinism": Field("refused", "private draws come from a secret key by design"),
     "load_best_model_at_end": Field(
