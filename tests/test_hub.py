@@ -203,6 +203,8 @@ def test_runs_from_before_the_keys_keep_their_digest() -> None:
     for section in (older["policy"], older["data"], *older["rewards"], older["evaluation"]["data"]):
         assert section.pop("revision") is None
     assert older["policy"].pop("attn_implementation") is None
+    assert older["policy"].pop("quantization") is None
+    assert older["policy"].pop("gradient_checkpointing") is False
     assert older["rewards"][0].pop("times_column") is None
     assert older["privacy"].pop("auto") is None
     assert older["privacy"].pop("book") is None

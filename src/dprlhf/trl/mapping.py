@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dprlhf.errors import DprlhfError
@@ -30,6 +30,7 @@ def recipe_of(
     users: int,
     public: int,
     processes: int,
+    quantization: Mapping[str, str] | None = None,
 ) -> Recipe:
     """Return the recipe of a private trainer.
 
@@ -41,6 +42,7 @@ def recipe_of(
         users: Number N of users.
         public: Number of public prompts for the evaluation; 0 without.
         processes: Number of processes of the launch.
+        quantization: Keys of the section ``policy`` for a quantised base model.
 
     Raises:
         DprlhfError: A setting has no meaning here, or a wrong value.
@@ -49,7 +51,12 @@ def recipe_of(
     participations = args.privacy_participations or max(1, round(args.num_train_epochs))
     rounds = _rounds(args, users, participations, processes)
     values: dict[str, Any] = {
-        "policy": {**_policy(args), "model_name_or_path": model, "adapter": adapter},
+        "policy": {
+            **_policy(args),
+            **(quantization or {}),
+            "model_name_or_path": model,
+            "adapter": adapter,
+        },
         "data": _data(args),
         "rewards": list(rewards),
         "reward_range": _reward_range(args),
@@ -74,15 +81,7 @@ def recipe_of(
         },
         "kl": {"beta": args.beta},
         "optimizer": _optimizer(args, rounds),
-        "privacy": {
-            "epsilon": args.privacy_epsilon,
-            "noise_multiplier": args.privacy_noise_multiplier,
-            "delta": args.privacy_delta,
-            "partition": args.privacy_partition,
-            "adjacency": args.privacy_adjacency,
-            "participations": participations,
-            "book": args.privacy_book,
-        },
+        "privacy": _privacy(args, participations),
         "rounds": rounds,
         "tracking": {"report_to": args.report_to, "project": args.project},
         "previous": [{"run": run} for run in args.privacy_previous],
@@ -130,11 +129,25 @@ def _policy(args: Any) -> dict[str, Any]:
         given["dtype"] = given.pop("torch_dtype")
     if "dtype" in given:
         given["dtype"] = str(given["dtype"]).removeprefix("torch.")
+    if args.gradient_checkpointing or args.activation_checkpointing:
+        given["gradient_checkpointing"] = True
     template = args.chat_template_kwargs or {}
     return {
         "trust_remote_code": args.trust_remote_code,
         "chat_template_kwargs": template,
         **given,
+    }
+
+
+def _privacy(args: Any, participations: int) -> dict[str, Any]:
+    return {
+        "epsilon": args.privacy_epsilon,
+        "noise_multiplier": args.privacy_noise_multiplier,
+        "delta": args.privacy_delta,
+        "partition": args.privacy_partition,
+        "adjacency": args.privacy_adjacency,
+        "participations": participations,
+        "book": args.privacy_book,
     }
 
 
