@@ -59,8 +59,8 @@ class CausalLMPolicy:
         sampling: Sampling | None = None,
     ) -> None:
         refuse_mixing(model)
-        keep_unpacked(model)
         self.model = model.eval()
+        keep_unpacked(model)
         self.tokenizer = tokenizer
         self.temperature = temperature
         self.sampling = sampling or Sampling()
