@@ -7,54 +7,20 @@ short review-like sentences, good and bad, which is all that a comparison of upd
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 
 import pandas as pd
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import pre_tokenizers
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dprlhf.assets import path
-
-
-def tokenizer_of(texts: list[str], size: int) -> PreTrainedTokenizerFast:
-    inner = Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    inner.decoder = decoders.ByteLevel()
-    inner.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=size,
-            special_tokens=["<eos>"],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="<eos>", pad_token="<eos>", padding_side="left"
-    )
+from small_llama import Fit, tokenizer_of
 
 
 def train(folder: Path, *, epochs: int, seed: int = 0) -> None:
     texts = [str(t) for t in pd.read_parquet(path("rotten-tomatoes") / "train.parquet")["text"]]
-    tokenizer = tokenizer_of(texts, 4096)
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=128,
-            tie_word_embeddings=True,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
+    tokenizer = tokenizer_of(texts, 4096, pre_tokenizers.ByteLevel(add_prefix_space=True))
     # Between sentences stands <eos>; the model reads a stream of them.
     stream = [0]
     for text in texts:
@@ -62,10 +28,7 @@ def train(folder: Path, *, epochs: int, seed: int = 0) -> None:
     length, rows = 64, 32
     blocks = torch.tensor(stream[: len(stream) // length * length]).reshape(-1, length)
     steps = epochs * (len(blocks) // rows)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda s: min(1, s / 50) * (0.05 + 0.95 * math.cos(math.pi / 2 * s / steps) ** 2)
-    )
+    fit = Fit(len(tokenizer), 128, steps=steps, warmup=50, seed=seed)
     order = torch.Generator().manual_seed(seed)
     batches = (
         b
@@ -75,16 +38,11 @@ def train(folder: Path, *, epochs: int, seed: int = 0) -> None:
     )
     with tqdm(total=steps, desc="reviews-lm", unit="step") as bar:
         for chosen in batches:
-            loss = model(input_ids=blocks[chosen], labels=blocks[chosen]).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
+            loss = fit.model(input_ids=blocks[chosen], labels=blocks[chosen]).loss
+            fit.step(loss)
             bar.set_postfix(loss=f"{loss.item():.2f}", refresh=False)
             bar.update()
-    model.eval().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    fit.save(folder, tokenizer)
 
 
 if __name__ == "__main__":

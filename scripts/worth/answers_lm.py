@@ -9,40 +9,25 @@ the intent in its states, as a pretrained model does with the subject of a text.
 from __future__ import annotations
 
 import argparse
-import math
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import pre_tokenizers
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dprlhf.assets.answers import CODES, INTENTS, private_answers
+from small_llama import Fit, tokenizer_of
 
 THINGS = ("rose", "sky", "leaf", "night", "snow", "coin", "shell", "stone")
 """What has the colour of each code: words that teach the model to say one code and not another."""
+WIDTH = 64
+"""Hidden size of the model."""
 SEED = 71
 """Seed of the public questions, another one than that of any users in a table."""
-
-
-def tokenizer_of(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE tokenizer with a token for each digit."""
-    inner = Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel()]
-    )
-    inner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=512,
-        special_tokens=["<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    inner.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="<eos>", pad_token="<eos>", padding_side="left"
-    )
 
 
 def train(folder: Path, *, questions: int = 16_000, seed: int = 0) -> None:
@@ -55,25 +40,9 @@ def train(folder: Path, *, questions: int = 16_000, seed: int = 0) -> None:
         for row in public.itertuples()
     ]
     intents = torch.tensor([INTENTS.index(intent) for intent in public["intent"]])
-    tokenizer = tokenizer_of(texts[:2000])
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=192,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=128,
-            tie_word_embeddings=True,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
-    # Orthonormal, so that states of different intents differ in different directions.
-    size = (len(INTENTS), model.config.hidden_size)
-    probe = torch.nn.init.orthogonal_(torch.empty(size))
+    digits = pre_tokenizers.Digits(individual_digits=True)  # a token for each digit
+    split = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel()])
+    tokenizer = tokenizer_of(texts[:2000], 512, split)
     # Batches of texts of one length need no padding.
     by_length: dict[int, list[int]] = {}
     rows = [tokenizer(text)["input_ids"] for text in texts]
@@ -82,29 +51,23 @@ def train(folder: Path, *, questions: int = 16_000, seed: int = 0) -> None:
         by_length.setdefault(len(row), []).append(index)
     batches = [b for group in by_length.values() for b in torch.tensor(group).split(32)]
     steps = len(batches)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda s: min(1, s / 30) * (0.05 + 0.95 * math.cos(math.pi / 2 * s / steps) ** 2)
-    )
+    fit = Fit(len(tokenizer), WIDTH, steps=steps, warmup=30, seed=seed)
+    # Orthonormal, so that states of different intents differ in different directions.
+    probe = torch.nn.init.orthogonal_(torch.empty(len(INTENTS), WIDTH))
     loss_of = torch.nn.functional.cross_entropy
     bar = tqdm(np.random.RandomState(seed).permutation(steps), desc="answers-lm", unit="step")
     for step in bar:
         ids = torch.tensor([rows[index] for index in batches[step]])
         last = torch.arange(len(ids)), asked[batches[step]]
-        out = model(input_ids=ids, output_hidden_states=True)
+        out = fit.model(input_ids=ids, output_hidden_states=True)
         words = loss_of(out.logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
         # Where the code is predicted, before the last layer.
         state = torch.nn.functional.normalize(out.hidden_states[-2][last], dim=1)
         subject = loss_of(10 * state @ probe.T, intents[batches[step]])
         code = words[last].mean()
-        (words.mean() + code + subject).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+        fit.step(words.mean() + code + subject)
         bar.set_postfix(code=f"{code.item():.2f}", all=f"{words.mean().item():.2f}", refresh=False)
-    model.eval().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    fit.save(folder, tokenizer)
 
 
 if __name__ == "__main__":
