@@ -13,8 +13,8 @@ setup: .venv/ready
 
 demo: STARTED := $(shell date +%s)
 demo: setup
-	$(BIN)/dprlhf assets pull
-	$(BIN)/python scripts/demo.py $(if $(RESULTS),--results $(RESULTS) --started $(STARTED))
+	ready=$$(date +%s); $(BIN)/dprlhf assets pull && $(BIN)/python scripts/demo.py \
+	  $(if $(RESULTS),--results $(RESULTS) --started $(STARTED) --ready $$ready)
 
 # Two processes on two cores: a second thread in each only waits for the other's.
 test test-fast check: export OMP_NUM_THREADS ?= 1

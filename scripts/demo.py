@@ -1,7 +1,7 @@
 """Run the demo (recipes/demo.yaml), print what it shows, and keep the figures.
 
     make demo
-    python scripts/demo.py --results docs/results/demo.json --started 1700000000
+    python scripts/demo.py --results docs/results/demo.json
     python scripts/demo.py --public-only --results docs/results/demo.json
 
 The second keeps the figures, the third tunes the same model by the same method on as many PUBLIC
@@ -20,14 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dprlhf import load_recipe, train
 from dprlhf.assets import path
 from dprlhf.cli.output import flat
 from dprlhf.data.public import evaluated, public_users
 from dprlhf.recipe import Recipe
+from dprlhf.rollout import sample
 from dprlhf.runs.card import guarantee_sentence
 from dprlhf.runs.measurements import Result, write_results
 from dprlhf.training.measures import RewardEstimate
+from dprlhf.training.reinforcement import load_policy_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "demo.yaml"
@@ -70,6 +74,36 @@ def wishes(recipe: Recipe) -> Wishes:
     return Wishes([int(value) for value in prompts.columns["wants"]], recipe.reward_range)
 
 
+def show_start(recipe: Recipe, wants: Sequence[int]) -> None:
+    """Print what is about to happen, and how the untuned model continues the first prompts."""
+    users, budget = recipe.data.limit, recipe.privacy
+    print(
+        f"{users} private users, ε = {budget.epsilon:g}, δ = {budget.delta:g}; the untuned model:"
+    )
+    public, policy = public_users(recipe, None), load_policy_of(recipe)
+    assert public is not None
+    few = {"responses": 1, "batch_size": PAIRS}
+    with policy.base():
+        prompts = public.select(np.arange(PAIRS))
+        found = sample(
+            policy,
+            prompts,
+            recipe.rollout.model_copy(update=few),
+            key=bytes(32),
+            context=("evaluation", recipe.seed),
+            max_prompt_tokens=recipe.data.max_prompt_tokens,
+        )
+    for prompt, text, wish in zip(prompts.prompts, found.texts, wants, strict=False):
+        print(f"  {asked(prompt, wish)}\n      {flat(text)}")
+    print(flush=True)
+
+
+def asked(prompt: Any, wish: int) -> str:
+    """Return a prompt with its author's rating."""
+    rating = "good; wants praise" if wish > 0 else "bad; wants criticism"
+    return f"{flat(prompt)} ...   (rating: {rating})"
+
+
 def over_before(result: Any, measure: str) -> float:
     """Return a measure of the tuned policy's texts over that of the base model's."""
     return float(result.after.measures[measure].mean / result.before.measures[measure].mean)
@@ -79,8 +113,7 @@ def show_pairs(samples: Sequence[dict[str, Any]], wants: Sequence[int]) -> None:
     """Print the first pairs, as they come: of each five authors, four gave a bad rating."""
     print(f"\nThe first {PAIRS} held-out prompts, each continued with the same random numbers:")
     for pair, wish in zip(samples[:PAIRS], wants, strict=False):
-        rating, wanted = ("good", "praise") if wish > 0 else ("bad", "criticism")
-        print(f"\n{flat(pair['prompt'])} ...   (rating: {rating}; wants {wanted})")
+        print(f"\n{asked(pair['prompt'], wish)}")
         print(f"  before ({pair['reward_before']:+.2f}): {flat(pair['before'])}")
         print(f"  after  ({pair['reward_after']:+.2f}): {flat(pair['after'])}")
 
@@ -128,6 +161,8 @@ def rows(result: Any, told: Wishes, public: dict[str, dict[str, Any]]) -> list[R
         Result("demo: reward before, standard error", before.standard_error, UNIT),
         Result("demo: reward after", after.mean, UNIT),
         Result("demo: reward after, standard error", after.standard_error, UNIT),
+        Result("demo: rise of the reward", rise.mean, UNIT),
+        Result("demo: rise of the reward, standard error", rise.standard_error, UNIT),
         Result("demo: rise over its standard error", rise.mean / max(rise.standard_error, 1e-9),
                "1", "at least 5", rise.mean >= 5 * rise.standard_error),
         Result("demo: reward of praise for everybody", told.praise, UNIT),
@@ -173,15 +208,20 @@ def main() -> None:
     parser.add_argument(
         "--started", type=float, help="when 'make demo' started, seconds since 1970"
     )
+    parser.add_argument("--ready", type=float, help="when its packages were installed")
     parser.add_argument("--public-only", action="store_true", help="tune on public prompts instead")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     options = parser.parse_args()
     began, processor = time.time(), time.process_time()
+    seen = began
     if options.public_only:
         found = public_only(options.overrides)
     else:
         given = [JUDGE, *options.overrides]
-        told, public = wishes(load_recipe(RECIPE, given)), kept()
+        recipe = load_recipe(RECIPE, given)
+        told, public = wishes(recipe), kept()
+        show_start(recipe, told.wants)
+        seen = time.time()
         result = train(RECIPE, overrides=given)
         show(result, told, public)
         found = rows(result, told, public)
@@ -195,7 +235,13 @@ def main() -> None:
             Result("demo: tuning and evaluation", seconds, "s"),
             Result("demo: tuning and evaluation, processor time", processor, "s"),
         ]
-    if options.started is not None:
+    if options.started is not None and options.ready is not None:
+        found += [
+            Result("demo: installing", options.ready - options.started, "s"),
+            Result("demo: models, data and the reward's fit", began - options.ready, "s"),
+            Result("demo: first continuations", seen - options.started, "s", "at most 180",
+                   seen - options.started <= 180),
+        ]  # fmt: skip
         seconds = time.time() - options.started
         name = "demo: make demo, clean clone"
         found.append(Result(name, seconds, "s", "at most 600", seconds <= 600))

@@ -55,6 +55,20 @@ def test_a_user_whose_gradient_is_not_finite_has_no_part_in_them() -> None:
     assert torch.equal(fit(broken, 3).directions, fit(gradients, 3).directions)
 
 
+@pytest.mark.parametrize("rank", [1, 3])
+def test_the_first_direction_is_the_mean_where_it_is_asked_for(rank: int) -> None:
+    # The mean is orthogonal to what varies, and too weak to be among the leading directions.
+    basis = orthonormal(4, 60)
+    gradients = gradients_along(basis[:3], 50, noise=1e-3) + 0.2 * basis[3]
+    gradients[::2, :] = 0.4 * basis[3] - gradients[1::2, :]  # pairs: their variation cancels
+    given = {"clip_norm": 1.0, "clip_ratio": 0.5}
+    found = fit_subspace(gradients, rank, mean_first=True, **given).directions
+    assert (found[0] @ basis[3]).abs() > 0.9
+    assert torch.allclose(found @ found.T, torch.eye(rank, dtype=torch.float64), atol=1e-12)
+    usual = fit_subspace(gradients, rank, **given).directions
+    assert (usual[0] @ basis[3]).abs() < 0.5
+
+
 def test_one_loud_user_does_not_turn_them() -> None:
     planted = orthonormal(3, 50)
     gradients = gradients_along(planted, 40, noise=1e-3)

@@ -27,9 +27,7 @@ def tune(
     output: Annotated[Path, typer.Option(help="The tuned recipe.")] = Path("tuned.yaml"),
     search: Annotated[
         str,
-        typer.Option(
-            help="Keys to search, comma-separated, such as rounds,update.clip_norm; empty: all."
-        ),
+        typer.Option(help="Keys to search, comma-separated; empty: all that docs/tuning.md lists."),
     ] = "",
     public: Annotated[
         Path | None,

@@ -49,7 +49,12 @@ class Subspace:
 
 
 def fit_subspace(
-    gradients: torch.Tensor, rank: int, *, clip_norm: float, clip_ratio: float
+    gradients: torch.Tensor,
+    rank: int,
+    *,
+    clip_norm: float,
+    clip_ratio: float,
+    mean_first: bool = False,
 ) -> Subspace:
     """Return the subspace in which PUBLIC users' gradients vary most.
 
@@ -65,6 +70,8 @@ def fit_subspace(
         clip_norm: Clip norm S of the private users' coordinates; infinite for no clipping.
         clip_ratio: Clip norm S as a share of the median norm of the public users' scaled
             coordinates.
+        mean_first: Make the mean of the clipped gradients the first direction, and fill up with
+            singular vectors.
     """
     gradients = gradients[gradients.isfinite().all(1)]
     norms = gradients.double().norm(dim=1)
@@ -75,6 +82,8 @@ def fit_subspace(
     keep = min(rank, len(values))
     top = vectors[:, len(values) - keep :].flip(1).to(clipped).T @ clipped
     top = torch.cat([top, top.new_zeros(rank - keep, gradients.shape[1])])
+    if mean_first:
+        top = torch.cat([clipped.sum(0, keepdim=True), top])[:rank]
     size = top.norm(dim=1, keepdim=True)
     top = torch.where(size > 1e-6 * size.max(), top / size.clamp(min=1e-30), 0.0)
     directions = torch.linalg.qr(top.T).Q.T.contiguous()

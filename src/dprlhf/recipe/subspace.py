@@ -25,6 +25,9 @@ class Subspace(Settings):
             does not use.
         prompts: Number of prompts whose gradients are computed each time.
         refresh: Number of rounds for which directions are kept; 1 finds new ones for each round.
+        mean_first: Make the mean of the public prompts' gradients the first direction. With a small
+            rank it holds more of what a reward asks for than directions of variation do: the public
+            prompts give an axis, and the users say which way to go along it, and how far.
         clip_ratio: Clip norm as a share of the public users' median norm. Users' coordinates are
             scaled to this end, so ``update.clip_norm`` only sets the unit.
         declared_public: Declare that ``data`` was public before, and was chosen without a look at
@@ -36,6 +39,7 @@ class Subspace(Settings):
     data: Data | None = None
     prompts: Annotated[int, Field(ge=2)] = 256
     refresh: PositiveInt = 1
+    mean_first: bool = False
     clip_ratio: PositiveFloat = 0.5
     declared_public: bool = False
 

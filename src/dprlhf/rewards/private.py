@@ -25,7 +25,7 @@ def score_responses(scorer: Scorer, responses: Responses, *, private: bool = Fal
         private: Whether the responses belong to private users, as in :meth:`Scorer.score`.
     """
     rows = rows_to_score(responses)
-    scores = scorer.score(
+    return scorer.score(
         rows.prompts,
         rows.completions,
         rows.completion_ids,
@@ -33,15 +33,12 @@ def score_responses(scorer: Scorer, responses: Responses, *, private: bool = Fal
         responses.user,
         private=private,
     )
-    if responses.failed is None:
-        return scores
-    return Scores(**{**vars(scores), "valid": scores.valid & ~responses.failed})
 
 
 def rows_to_score(responses: Responses) -> Rows:
     """Return the prompts, completions, token ids and columns that a reward is called with."""
     owner = responses.prompt.tolist()
-    prompts = responses.asked or [responses.prompts.prompts[p] for p in owner]
+    prompts = [responses.prompts.prompts[p] for p in owner]
     ids = [
         t[m.bool()].tolist()
         for t, m in zip(
@@ -51,8 +48,7 @@ def rows_to_score(responses: Responses) -> Rows:
     columns = {
         name: [values[p] for p in owner] for name, values in responses.prompts.columns.items()
     }
-    completions = responses.completions or in_form_of(prompts, responses.texts)
-    return Rows(prompts, completions, ids, {**columns, **responses.extra})
+    return Rows(prompts, in_form_of(prompts, responses.texts), ids, columns)
 
 
 def in_form_of(prompts: Sequence[Any], texts: Sequence[str]) -> list[Any]:

@@ -113,6 +113,7 @@ class Guidance:
             self._settings.rank,
             clip_norm=run.plan.clip_norm,
             clip_ratio=self._settings.clip_ratio,
+            mean_first=self._settings.mean_first,
         )
         shared: Subspace = processes.from_main(fitted)
         return shared

@@ -103,7 +103,11 @@ def _signal(policy: CausalLMPolicy, recipe: Recipe, responses: Responses, scores
         return signal_of(vectors, clip)
     half = len(vectors) // 2
     fitted = fit_subspace(
-        vectors[:half], subspace.rank, clip_norm=clip, clip_ratio=subspace.clip_ratio
+        vectors[:half],
+        subspace.rank,
+        clip_norm=clip,
+        clip_ratio=subspace.clip_ratio,
+        mean_first=subspace.mean_first,
     )
     return signal_of(vectors[half:], clip, fitted.directions, fitted.scale)
 
