@@ -389,3 +389,14 @@ def test_the_core_does_not_import_trl() -> None:
 
     code = "import sys, dprlhf, dprlhf.api, dprlhf.cli.app; assert 'trl' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.filterwarnings("ignore")  # of Opacus, about hooks
+def test_a_model_that_opacus_wrapped_is_a_start(model: str, tmp_path: Path, one_key: None) -> None:
+    from opacus import GradSampleModule
+
+    plain, wrapped = (AutoModelForCausalLM.from_pretrained(model) for _ in range(2))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    for name, given in (("a", plain), ("b", GradSampleModule(wrapped, strict=False))):
+        trainer(given, tmp_path / name, processing_class=tokenizer, max_steps=1).train()
+    assert same_weights(tmp_path / "a", tmp_path / "b")

@@ -294,6 +294,42 @@ def privacy_total(
     typer.echo(f"total: epsilon = {shown} at delta = {cost.delta:g} ({cost.accountant})")
 
 
+@accounting.command("declare")
+def privacy_declare(
+    model: Annotated[Path, typer.Argument(help="Folder of a model, as save_pretrained writes it.")],
+    noise_multiplier: Annotated[float, typer.Option(help="z of each step.")],
+    sample_rate: Annotated[float, typer.Option(help="Chance of a row to be in a step's batch.")],
+    steps: Annotated[int, typer.Option(help="Number of steps.")],
+    delta: Delta,
+    user_column: Annotated[
+        str | None,
+        typer.Option(help="The column that was protected.", show_default="each row was"),
+    ] = None,
+    shuffled: Annotated[
+        bool,
+        typer.Option("--shuffled", help="Batches were shuffled rows, not Poisson samples."),
+    ] = False,
+    program: Annotated[str, typer.Option(help="The program that trained it.")] = "opacus",
+) -> None:
+    """Declare that another program trained a model privately, so that later runs count it.
+
+    A run that starts from the model then has to name it: previous: [{run: MODEL}].
+    """
+    from dprlhf.privacy.gaussian import upwards
+    from dprlhf.runs.declared import declare
+
+    cost = declare(
+        model,
+        [(noise_multiplier, sample_rate, steps)],
+        delta=delta,
+        unit=user_column,
+        sampling="shuffled" if shuffled else "poisson",
+        program=program,
+    )
+    shown = upwards(cost.epsilon, 6)
+    typer.echo(f"{model}: declared epsilon = {shown} at delta = {delta:g} ({cost.accountant})")
+
+
 def _total_table(records: Sequence[Record], epsilons: Sequence[str]) -> str:
     """Return a table with a line for each run: what it cost by itself, and its terms."""
     rows = [("run", "stage", "epsilon", "delta", "noise", "rounds", "users in")]

@@ -21,6 +21,7 @@ from dprlhf.data.loading import rows_from
 from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError, InterruptedRunError
 from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.opacus import without_wrapper
 from dprlhf.policies.optimizers import learning_rate
 from dprlhf.policies.peft_configs import adapter_of
 from dprlhf.privacy.file_times import stamp_run
@@ -120,6 +121,7 @@ class PrivateTrainer(Generic[C]):
             own.privacy_unit = user_column
         self.args: Any = own
         self._compute_metrics = compute_metrics
+        model = without_wrapper(model)
         self._rewards = trl_rewards(
             reward_funcs, self.args.reward_weights, reward_processing_classes
         )

@@ -1,0 +1,25 @@
+"""Models that Opacus has wrapped, as a start: the model inside, without hooks."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def without_wrapper(model: Any) -> Any:
+    """Return the model inside an Opacus ``GradSampleModule``; any other one as it is.
+
+    The wrapper's hooks are removed: they would keep a gradient of each row in memory. The weights
+    are the wrapped model's own. A line on standard error reminds of ``dprlhf privacy declare``.
+
+    Args:
+        model: A module, or a name.
+    """
+    if not hasattr(model, "to_standard_module"):
+        return model
+    print(
+        "dprlhf: the model comes wrapped by Opacus: if it was trained on rows of users, save it,"
+        " declare that with dprlhf privacy declare, and name its folder under previous",
+        file=sys.stderr,
+    )
+    return model.to_standard_module()

@@ -1,0 +1,102 @@
+"""Private training by another program, such as Opacus, as an earlier run that a total counts.
+
+What the other program released is written beside the weights, as the record of a run of this
+project is (:mod:`dprlhf.runs.lineage`). A run that starts from the weights is then refused unless
+it names them under ``previous``, and its total composes both.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal
+
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.accounting import Epsilon, Mechanism
+from dprlhf.privacy.gaussian import upwards
+from dprlhf.privacy.randomness import commitment
+from dprlhf.runs.earlier import Record, cost_terms, records_of, total_of
+from dprlhf.runs.lineage import attach, carried_by
+
+History = Iterable[tuple[float, float, int]]
+"""Noise multiplier, sampling rate and number of steps of each part of a training run: what
+``PrivacyEngine.accountant.history`` has in Opacus."""
+
+Sampling = Literal["poisson", "shuffled"]
+
+
+def declare(
+    folder: str | Path,
+    history: History,
+    *,
+    delta: float,
+    unit: str | None = None,
+    sampling: Sampling = "poisson",
+    program: str = "opacus",
+) -> Epsilon:
+    """Write what private training by another program released beside the weights that it left.
+
+    Nothing here can check the declaration. ε is computed from the terms, as for a run.
+
+    Args:
+        folder: The model, as ``save_pretrained`` writes it.
+        history: Noise multiplier, sampling rate and steps, as in Opacus's ``accountant.history``.
+        delta: δ at which ε is stated.
+        unit: The column whose values were protected; None where each row was, as in Opacus.
+        sampling: ``poisson`` where each row joined each step independently (Opacus's
+            ``poisson_sampling=True``). ``shuffled`` where it was in one batch of each pass: its
+            steps then count in full, because no theorem covers the shuffling.
+        program: Name of the program, for the cards.
+
+    Returns:
+        ε of the declared training alone.
+
+    Raises:
+        DprlhfError: The folder holds no model or has a record already, or a term is out of range.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise DprlhfError(f"{folder}: no model that save_pretrained wrote (config.json)")
+    if carried_by(str(folder)):
+        raise DprlhfError(f"{folder}: it carries a privacy record already")
+    mechanisms = [_mechanism(*part, sampling) for part in history]
+    if not mechanisms:
+        raise DprlhfError("the history is empty: nothing was released")
+    records = [
+        Record(
+            run=commitment(os.urandom(32)),
+            name=folder.resolve().name,
+            stage=program,
+            unit=unit,
+            delta=delta,
+            mechanism=cost_terms(vars(mechanism)),
+            disjoint=[],
+        )
+        for mechanism in mechanisms
+    ]
+    cost = total_of(records)
+    protected = "one row" if unit is None else f"all rows with one value of '{unit}'"
+    statement = (
+        f"Declared, not checked: training with {program} was ({upwards(cost.epsilon, 4)},"
+        f" {upwards(delta, 3)})-differentially private where {protected} is replaced by nothing."
+    )
+    attach(folder, {"statement": statement, "runs": [asdict(record) for record in records]})
+    assert records_of(folder) == records
+    return cost
+
+
+def _mechanism(noise_multiplier: float, rate: float, steps: int, sampling: Sampling) -> Mechanism:
+    if not 0 < rate <= 1:
+        raise DprlhfError(f"the sampling rate must be above 0 and at most 1, not {rate}")
+    if not noise_multiplier > 0:
+        raise DprlhfError(f"the noise multiplier must be above 0, not {noise_multiplier}")
+    if steps < 1:
+        raise DprlhfError(f"the number of steps must be at least 1, not {steps}")
+    passes = max(1, int(rate * steps))
+    while passes < steps and passes / steps < rate:  # a larger rate costs more: an upper bound
+        passes += 1
+    if sampling == "poisson":
+        return Mechanism(noise_multiplier, steps, "poisson", participations=passes)
+    return Mechanism(noise_multiplier, steps, "fixed", releases_per_round=passes)

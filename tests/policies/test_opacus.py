@@ -1,0 +1,36 @@
+"""Models that Opacus has wrapped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dprlhf.policies.opacus import without_wrapper
+from helpers import tiny
+
+
+@pytest.mark.filterwarnings("ignore")  # of Opacus, about hooks
+def test_a_wrapped_model_is_the_one_inside(capsys: pytest.CaptureFixture[str]) -> None:
+    from opacus import GradSampleModule
+
+    model = tiny.model("llama").train()  # Opacus keeps what a layer saw in training alone
+    tokens = torch.arange(1, 9)[None]
+    before = model(tokens).logits.detach()
+    wrapped = GradSampleModule(model, strict=False)
+    wrapped(tokens).logits.sum().backward()
+    assert any(getattr(p, "grad_sample", None) is not None for p in model.parameters())
+    found = without_wrapper(wrapped)
+    assert found is model
+    assert "dprlhf privacy declare" in capsys.readouterr().err
+    assert not any(hasattr(p, "grad_sample") for p in found.parameters())
+    after = found(tokens).logits
+    after.sum().backward()  # no hook is left that would keep the rows' gradients
+    assert not any(hasattr(p, "grad_sample") for p in found.parameters())
+    torch.testing.assert_close(after.detach(), before)
+
+
+def test_any_other_model_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny.model()
+    assert without_wrapper(model) is model
+    assert without_wrapper("org/model") == "org/model"
+    assert capsys.readouterr().err == ""

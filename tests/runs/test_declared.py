@@ -1,0 +1,126 @@
+"""Models that another program trained privately: their cost is counted, never forgotten."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from typer.testing import CliRunner
+
+import dprlhf
+from dprlhf.cli.app import app
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.gaussian import gaussian_epsilon
+from dprlhf.runs.declared import _mechanism, declare
+from dprlhf.runs.earlier import records_of, total_of_runs
+from helpers import tiny
+from helpers.runs import run_settings
+
+DELTA = 1e-5
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return tiny.save(tmp_path / "model")
+
+
+@pytest.mark.filterwarnings("ignore")  # of Opacus, about its random numbers and hooks
+def test_the_history_of_a_training_run_of_opacus(model: Path) -> None:
+    from opacus import PrivacyEngine
+
+    torch.manual_seed(0)
+    rows = TensorDataset(torch.randn(60, 3), torch.randn(60, 1))
+    net = torch.nn.Linear(3, 1)
+    engine = PrivacyEngine(accountant="prv")
+    private, optimizer, loader = engine.make_private(
+        module=net,
+        optimizer=torch.optim.SGD(net.parameters(), 0.1),
+        data_loader=DataLoader(rows, batch_size=6),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    for _ in range(3):
+        for x, y in loader:
+            optimizer.zero_grad()
+            (private(x) - y).square().mean().backward()
+            optimizer.step()
+    assert engine.accountant.history == [(1.0, 0.1, 30)]
+    cost = declare(model, engine.accountant.history, delta=DELTA)
+    assert cost.epsilon == pytest.approx(engine.get_epsilon(DELTA), rel=0.02)
+    (record,) = records_of(model)
+    assert record.mechanism["participations"] == 3  # a tenth of thirty steps
+    assert (record.stage, record.unit) == ("opacus", None)
+
+
+def test_a_rate_between_two_whole_numbers_of_passes_is_rounded_up(tmp_path: Path) -> None:
+    for name, rate, passes in (("a", 0.25, 5), ("b", 0.2501, 6), ("c", 1e-6, 1), ("d", 1.0, 20)):
+        folder = tiny.save(tmp_path / name)
+        declare(folder, [(2.0, rate, 20)], delta=DELTA)
+        mechanism = records_of(folder)[0].mechanism
+        assert mechanism["participations"] == passes
+        assert mechanism["participations"] / 20 >= rate
+    # The rate 1/L of a loader with L batches, over whole passes, is not rounded up.
+    for length in range(1, 400, 7):
+        assert _mechanism(1.0, 1 / length, 3 * length, "poisson").participations == 3
+
+
+def test_shuffled_batches_get_no_amplification(model: Path) -> None:
+    cost = declare(model, [(2.0, 0.1, 40)], delta=DELTA, sampling="shuffled")
+    assert cost.epsilon == pytest.approx(gaussian_epsilon(2.0 / 4**0.5, DELTA), rel=1e-9)
+
+
+def test_a_run_that_starts_from_the_model_counts_it(model: Path, tmp_path: Path) -> None:
+    parts = [(2.0, 0.2, 10), (4.0, 0.2, 10)]
+    cost = declare(model, parts, delta=DELTA, sampling="shuffled")
+    settings: dict[str, Any] = run_settings(str(model), rounds=1)
+    with pytest.raises(DprlhfError, match="name that run"):
+        dprlhf.train(**settings, output_dir=tmp_path / "refused")
+    dprlhf.train(**settings, previous=[{"run": str(model)}], output_dir=tmp_path / "run")
+    card = json.loads((tmp_path / "run/privacy.json").read_text())
+    assert card["total"]["epsilon"] > max(cost.epsilon, card["epsilon"])
+    assert card["total"]["epsilon"] < cost.epsilon + card["epsilon"]
+    records, whole = total_of_runs([tmp_path / "run"])
+    assert [record.stage for record in records] == ["opacus", "opacus", "rl"]
+    assert whole.epsilon == pytest.approx(card["total"]["epsilon"])
+    column = [{"prompt": f"user {i} says", "user": str(i)} for i in range(40)]
+    with pytest.raises(DprlhfError, match="so there is no one statement"):  # rows, not people
+        dprlhf.train(
+            **{**settings, "prompts": column, "data__user_column": "user"},
+            previous=[{"run": str(model)}],
+            output_dir=tmp_path / "people",
+        )
+
+
+@pytest.mark.parametrize(
+    ("history", "message"),
+    [
+        ([], "nothing was released"),
+        ([(1.0, 0.0, 5)], "sampling rate"),
+        ([(1.0, 1.5, 5)], "sampling rate"),
+        ([(0.0, 0.5, 5)], "noise multiplier"),
+        ([(1.0, 0.5, 0)], "number of steps"),
+    ],
+    ids=str,
+)
+def test_terms_out_of_range(model: Path, history: Any, message: str) -> None:
+    with pytest.raises(DprlhfError, match=message):
+        declare(model, history, delta=DELTA)
+    with pytest.raises(DprlhfError):
+        records_of(model)
+
+
+def test_the_command_and_a_second_declaration(model: Path, tmp_path: Path) -> None:
+    given = ["privacy", "declare", str(model), "--noise-multiplier", "1", "--sample-rate", "0.1"]
+    given += ["--steps", "30", "--delta", "1e-5"]
+    runner = CliRunner()
+    shown = runner.invoke(app, given)
+    assert shown.exit_code == 0, shown.output
+    assert "declared epsilon = " in shown.output
+    again = runner.invoke(app, given)
+    assert "carries a privacy record already" in str(again.exception)
+    with pytest.raises(DprlhfError, match="no model"):
+        declare(tmp_path, [(1.0, 0.1, 10)], delta=DELTA)
