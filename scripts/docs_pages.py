@@ -182,14 +182,17 @@ def commands_page() -> str:
 
 def flags_table() -> str:
     """Return which of TRL's flags `dprlhf train` takes, and what stands for others."""
-    from dprlhf.cli.trl_flags import INSTEAD, KEYS
+    from dprlhf.recipe.trl_names import COMBINED, INSTEAD, KEYS
 
-    taken = "".join(f"| `--{name}` | `{key}` |\n" for name, key in KEYS.items())
+    both = KEYS | COMBINED
+    taken = "".join(f"| `--{name}` | `{key}` |\n" for name, key in both.items())
     others = "".join(f"| `--{name}` | {text} |\n" for name, text in INSTEAD.items())
     return (
         "\n## Flags named as in TRL\n\n`dprlhf train` takes these names of TRL's GRPOConfig,"
         " ModelConfig and ScriptArguments, with hyphens or underscores, as `--name value` or"
-        " `--name=value`:\n\n| flag | key of the recipe |\n|---|---|\n" + taken + "\nThese of TRL's"
-        " names it refuses, and says what to do instead:\n\n| flag | instead |\n|---|---|\n"
-        + others
+        " `--name=value`, and `dprlhf.train` takes them as arguments:\n\n"
+        "| flag | key of the recipe |\n|---|---|\n"
+        + taken
+        + "\nThese of TRL's names it refuses, and says what to do instead:\n\n"
+        "| flag | instead |\n|---|---|\n" + others
     )

@@ -16,12 +16,12 @@ from huggingface_hub import get_session
 from pydantic import ValidationError
 
 from dprlhf import recipe
-from dprlhf.cli.trl_flags import overrides_of
 from dprlhf.data.loading import load_rows
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import load_policy
 from dprlhf.policies.classifier import load_reward_model
 from dprlhf.recipe import Data, Policy, make_recipe
+from dprlhf.recipe.trl_names import overrides_of
 from dprlhf.rewards import load_reward
 from dprlhf.runs.opening import recipe_digest
 from helpers import tiny
@@ -203,6 +203,8 @@ def test_runs_from_before_the_keys_keep_their_digest() -> None:
     for section in (older["policy"], older["data"], *older["rewards"], older["evaluation"]["data"]):
         assert section.pop("revision") is None
     assert older["policy"].pop("attn_implementation") is None
+    assert older["policy"].pop("quantization") is None
+    assert older["policy"].pop("gradient_checkpointing") is False
     assert older["rewards"][0].pop("times_column") is None
     assert older["privacy"].pop("auto") is None
     assert older["privacy"].pop("book") is None
@@ -213,6 +215,7 @@ def test_runs_from_before_the_keys_keep_their_digest() -> None:
     off |= {"stop": [], "mask_truncated": False}
     assert {name: older["rollout"].pop(name) for name in off} == off
     assert older["policy"].pop("chat_template_kwargs") == {}
+    assert older["rollout"].pop("agent") is None
     assert older["evaluation"].pop("declared_public") is False
     assert older["evaluation"].pop("judges") == {}
     assert older["evaluation"].pop("log_probs") is False

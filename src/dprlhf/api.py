@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ def train(
     reward: Reward | None = None,
     reward_weights: Sequence[float] | None = None,
     reward_processing_classes: Any = None,
+    tools: Sequence[Callable[..., Any]] | None = None,
+    environment_factory: Callable[[], Any] | None = None,
     evaluation_prompts: Sequence[Any] | Any | None = None,
     overrides: Sequence[str] = (),
     output_dir: str | Path | None = None,
@@ -51,14 +53,18 @@ def train(
         reward_weights: A weight for each reward, in place of pairs.
         reward_processing_classes: The tokenizer of a reward that is a model object, or a list with
             one, or None, for each reward; None takes the tokenizer beside the model's weights.
+        tools: Functions that the policy may call in a conversation, as TRL's ``GRPOTrainer`` takes
+            them (:mod:`dprlhf.agents`).
+        environment_factory: Makes an environment for each trajectory, whose methods are tools.
         evaluation_prompts: Public prompts in memory, for the reward before and after.
         overrides: Changes ``section.key=value``, applied to a YAML file.
         output_dir: The run folder; must not exist.
         callbacks: Called after every round with its public and released metrics: functions, or
             ``transformers.TrainerCallback`` objects (:mod:`dprlhf.training.callbacks`).
         quiet: Show no progress bars.
-        **flat: Settings by name in place of a recipe: ``model``, ``epsilon``, ``rounds``, or any
-            key with ``__`` for the dot (``update__clip_norm=0.5``).
+        **flat: Settings by name in place of a recipe: ``model``, ``epsilon``, ``rounds``, any key
+            with ``__`` for the dot (``update__clip_norm=0.5``), or TRL's name of one
+            (``num_generations=4``), as ``dprlhf train`` takes it.
 
     Returns:
         The tuned policy, the guarantee and the public rewards.
@@ -72,6 +78,8 @@ def train(
         evaluation_prompts,
         reward_weights=reward_weights,
         reward_processing_classes=reward_processing_classes,
+        tools=tools,
+        environment_factory=environment_factory,
     )
     recipe = recipe_of(recipe, overrides, flat, sources)
     result: Result = _train(recipe, sources, output_dir, "", callbacks, quiet)
@@ -84,6 +92,8 @@ def resume(
     prompts: Sequence[Any] | Any | None = None,
     reward: Reward | None = None,
     reward_processing_classes: Any = None,
+    tools: Sequence[Callable[..., Any]] | None = None,
+    environment_factory: Callable[[], Any] | None = None,
     evaluation_prompts: Sequence[Any] | Any | None = None,
     callbacks: Sequence[Callback] = (),
     quiet: bool = False,
@@ -101,6 +111,8 @@ def resume(
         reward,
         evaluation_prompts,
         reward_processing_classes=reward_processing_classes,
+        tools=tools,
+        environment_factory=environment_factory,
     )
     result: Result = _resume(_recipe_in(run_folder), run_folder, sources, callbacks, quiet)
     return result

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -13,6 +15,7 @@ from dprlhf import DprlhfError
 from dprlhf.api import train_stage
 from dprlhf.data.in_memory import Sources, recipe_of
 from dprlhf.recipe import IN_MEMORY, Recipe, SFTRecipe, load_recipe, make_recipe
+from dprlhf.recipe.trl_names import INSTEAD, overrides_of
 from helpers import tiny
 
 PUBLIC = [f"public {i}" for i in range(8)]
@@ -69,6 +72,69 @@ class TestNothingIsIgnored:
         )
         with pytest.raises(DprlhfError, match="has no effect"):
             train_stage(stage, overrides=change)
+
+
+class TestTrlsNames:
+    FLAT: ClassVar[dict[str, Any]] = {"model": "m", "epsilon": 4.0, "delta": 1e-5, "rounds": 2}
+
+    def made(self, **flat: Any) -> Recipe:
+        return recipe_of(None, [], self.FLAT | flat, Sources(["a", "b"], length, None))
+
+    def test_they_are_the_same_settings_as_the_keys(self) -> None:
+        by_key = self.made(
+            rollout__responses=4, rollout__max_new_tokens=9, kl__beta=0.1, rollout__top_k=20,
+            rollout__stop=["END"], rollout__mask_truncated=True, policy__adapter__rank=3,
+        )  # fmt: skip
+        by_trl = self.made(
+            num_generations=4, max_completion_length=9, beta=0.1, mask_truncated_completions=True,
+            generation_kwargs={"top_k": 20, "stop_strings": ["END"]}, lora_r=3,
+        )  # fmt: skip
+        assert by_trl == by_key
+        assert by_trl.privacy.epsilon == 4.0  # TRL's epsilon is a clip range
+
+    @pytest.mark.parametrize(
+        ("flat", "update"),
+        [
+            ({"loss_type": "grpo"}, {"name": "grpo", "scale_rewards": True}),
+            ({"scale_rewards": "none"}, {"name": "grpo", "scale_rewards": False}),
+            ({"loss_type": "dr_grpo"}, {"name": "pg", "baseline": "group"}),
+            ({"loss_type": "dr_grpo", "scale_rewards": False}, {"name": "pg", "baseline": "loo"}),
+        ],
+    )
+    def test_the_loss_is_an_update(self, flat: dict[str, Any], update: dict[str, Any]) -> None:
+        assert self.made(**flat).update.model_dump().items() >= update.items()
+        words = [word for n, v in flat.items() for word in (f"--{n}", str(v))]
+        assert set(overrides_of(words)) == {
+            f"update.{k}={json.dumps(v)}" for k, v in update.items()
+        }
+
+    @pytest.mark.parametrize(
+        ("flat", "text"),
+        [
+            ({"max_steps": 4}, "argument 'max_steps': write rounds=N: a round is one step$"),
+            ({"num_iterations": 2}, "write update.epochs=N, with update.name=ppo; in Python write"),
+            ({"loss_type": "dapo"}, "loss_type=dapo: only grpo and dr_grpo divide within a user"),
+            ({"scale_rewards": "batch"}, "spread of the whole batch"),
+            ({"generation_kwargs": {"typical_p": 1}}, "typical_p=1 would change what is sampled"),
+            ({"generation_kwargs": 3}, "write a mapping"),
+            ({"num_generation": 4}, "unknown argument 'num_generation'; did you mean 'num_genera"),
+            ({"roundss": 4}, "did you mean 'rounds'"),
+            ({"clip_norm": 4}, "unknown key 'clip_norm'; did you mean 'update.clip_norm'"),
+            ({"reward_funcs": [length]}, "argument 'reward_funcs': write reward=…"),
+            ({"num_generations": 4, "rollout__responses": 4}, "rollout.responses is given twice"),
+        ],
+    )
+    def test_a_name_without_a_key_says_what_the_command_line_says(
+        self, flat: dict[str, Any], text: str
+    ) -> None:
+        with pytest.raises(DprlhfError, match=text):
+            self.made(**flat)
+
+    def test_every_refusal_of_the_command_line_is_one_here(self) -> None:
+        for name, text in INSTEAD.items():
+            if name not in {*self.FLAT, "reward_funcs"}:
+                with pytest.raises(DprlhfError, match=re.escape(text)):
+                    self.made(**{name: 1})
 
 
 class TestTheRecipeSaysWhatWasUsed:

@@ -17,7 +17,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "dprlhf"
 LEVELS = [
     {"errors", "boundary", "hardware", "hub"},
     *({room} for room in (
-        "privacy", "budget", "assets", "recipe", "data", "policies", "rollout", "rewards",
+        "privacy", "budget", "assets", "recipe", "data", "policies", "rollout", "rewards", "agents",
         "gradients", "updates", "runs", "training", "tuning", "audit", "papers", "testing",
         "api", "trl", "worth", "cli", "__main__", "",
     )),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import MixtralConfig, MixtralForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from dprlhf import DprlhfError, train
 from dprlhf.policies.causal_lm import CausalLMPolicy, load_policy, make_policy
@@ -162,6 +164,51 @@ def test_an_adapter_that_does_not_fit_the_model_is_refused(
 ) -> None:
     with pytest.raises(DprlhfError, match=message):
         make("gpt2", type_, **settings)
+
+
+def phi3(**settings: Any) -> Any:
+    torch.manual_seed(0)
+    return Phi3ForCausalLM(
+        Phi3Config(
+            vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+            pad_token_id=0, bos_token_id=0, eos_token_id=0, **settings,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("type_", ["ffa-lora", "lora", "lora-xs", "vera", "biases"])
+def test_an_architecture_that_peft_does_not_know_has_its_projections_adapted(type_: str) -> None:
+    policy = make_policy(phi3(), tiny.tokenizer(), Adapter(type=type_))
+    trained = {name.split(".layers.0.")[1] for name in policy.parameters if ".layers.0." in name}
+    assert {name.rpartition(".qkv_proj")[0] for name in trained} == {"self_attn"}
+    layers = policy.model.named_modules()
+    assert not [name for name, _ in layers if "lora_A" in name and "qkv_proj" not in name]
+
+
+def test_phi3_trains_with_the_default_adapter_and_without_a_warning(tmp_path: Path) -> None:
+    phi3().save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        train(
+            model=str(tmp_path / "model"), prompts=[f"user {i}" for i in range(8)],
+            reward=lambda completions: [float(len(c)) for c in completions], epsilon=8.0,
+            delta=1e-3, rounds=1, rollout__max_new_tokens=2, output_dir=tmp_path / "run",
+            quiet=True,
+        )  # fmt: skip
+    config = json.loads((tmp_path / "run" / "policy" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["qkv_proj"]
+
+
+def test_a_model_whose_layers_say_nothing_names_them() -> None:
+    model = phi3()
+    for layer in model.model.layers:
+        layer.self_attn.mixing = layer.self_attn.qkv_proj
+        del layer.self_attn.qkv_proj
+    message = r"target_modules: name the layers to adapt of a model of type phi3, .*mixing"
+    with pytest.raises(DprlhfError, match=message):
+        make_policy(model, tiny.tokenizer(), Adapter())
 
 
 @pytest.mark.parametrize("type_", [t for t in GPT2 if t not in ("lora", "ffa-lora")])

@@ -207,6 +207,25 @@ def test_each_users_gradient_is_that_of_autograd(sampling: Sampling, kind: Any) 
         assert relative_error(found[user].double(), truth) < 1e-9
 
 
+@pytest.mark.parametrize("sampling", EACH[-1:], ids=flat)
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_users_gradient_has_the_same_bits_without_the_others(
+    sampling: Sampling, kind: Any
+) -> None:
+    policy = with_sampling(sampling, kind, dtype=torch.float32)
+    assert policy.shared_rows(2, 16, 6) > 1  # behind one copy of their prompt, as in a run
+    found: list[dict[int, torch.Tensor]] = []
+    for count in (5, 2):
+        responses = draw(policy, five(count))
+        weights = np.arange(1.0, len(responses.user) + 1)
+        given_ = user_gradients(policy, responses, weights, batch_size=8, rows=None)
+        found.append({})
+        for users, gradients, _ in given_:
+            found[-1].update(zip(users.tolist(), gradients[:, 0].clone(), strict=True))
+    assert torch.equal(found[0][0], found[1][0])
+    assert float(found[0][0].norm()) > 0
+
+
 @pytest.mark.parametrize("sampling", EACH, ids=flat)
 def test_the_gradient_is_the_difference_quotient(sampling: Sampling) -> None:
     policy = with_sampling(sampling)

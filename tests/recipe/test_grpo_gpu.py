@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import dprlhf
-from dprlhf.cli.trl_flags import INSTEAD, KEYS, overrides_of
+from dprlhf.recipe.trl_names import INSTEAD, KEYS, overrides_of
 from helpers import tiny
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -71,7 +71,7 @@ def test_every_flag_of_grpo_that_a_user_sets_has_a_key_or_an_explanation() -> No
     }
     of_script = {"reward_funcs", "reward_model_name_or_path"}
     assert {"num_generations", "beta", "loss_type", "scale_rewards"} <= known
-    for name in ("loss_type", "epsilon_high", "importance_sampling_level", "steps_per_generation"):
+    for name in ("epsilon_high", "importance_sampling_level", "steps_per_generation"):
         assert name in known & set(INSTEAD)
     assert of_script <= set(INSTEAD)
     assert not set(KEYS) & set(INSTEAD)

@@ -122,7 +122,7 @@ def test_a_missing_key_is_named(key: str) -> None:
         ("data.user_column", False, ["valid string", "not False"]),
         ("update.clip_norm", 0, ["greater than 0", "not 0"]),
         ("update.clip_norm", math.nan, ["greater than 0", "not nan"]),
-        ("rollout.responses", 1, ["greater than or equal to 2", "not 1"]),
+        ("rollout.responses", 1, ["at least 2 responses to a prompt, since each", "not 1"]),
         ("rollout.temperature", math.inf, ["finite", "not inf"]),
         ("rewards.1.weight", math.nan, ["finite", "not nan"]),
         ("optimizer.momentum", 1.0, ["less than 1", "not 1.0"]),

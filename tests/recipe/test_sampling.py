@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from dprlhf import DprlhfError, recipe
-from dprlhf.cli.trl_flags import overrides_of
 from dprlhf.policies.warpers import Sampling
 from dprlhf.recipe import make_recipe
 from dprlhf.recipe.generation import KEYS, rollout_settings
+from dprlhf.recipe.trl_names import overrides_of
 
 SETTINGS: dict[str, Any] = {
     "policy": {"model_name_or_path": "org/model"},

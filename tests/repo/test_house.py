@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 import pytest
 
@@ -47,6 +48,35 @@ def test_functions_are_short_and_branch_little() -> None:
 def test_docstrings_are_sentences() -> None:
     poor = house.poor_docstrings(MODULES)
     assert not poor, "\n".join(poor)
+
+
+SHIPPED_WITH_THE_SOURCE = {"runs.evidence.answers", "cli.bench"}
+"""Modules whose texts may name them: an auditor has the proofs, and ``bench`` a checkout."""
+
+
+def test_messages_name_no_page_that_an_installed_package_lacks() -> None:
+    """docs/ and recipes/ are in the repository, not in the wheel."""
+    found = [
+        f"{name}: {text}"
+        for name, tree in MODULES.items()
+        if name.removeprefix("dprlhf.") not in SHIPPED_WITH_THE_SOURCE
+        and not name.startswith(("dprlhf.papers", "dprlhf.worth"))
+        for text in texts_of(tree)
+        if re.search(r"\b(docs|recipes)/\w+", text)
+    ]
+    assert not found, "\n".join(found)
+
+
+def texts_of(tree: ast.Module) -> list[str]:
+    """Return the texts that are no docstrings, nor notes on the line above them."""
+    notes = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+    texts = [n for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in notes]
+    return [n.value for n in texts if isinstance(n.value, str)]
+
+
+def test_a_text_is_told_from_a_docstring() -> None:
+    tree = ast.parse('"""See docs/a.md."""\nx = 1\n"""docs/b.md"""\nraise E("see docs/c.md")')
+    assert texts_of(tree) == ["see docs/c.md"]
 
 
 # --- what reads the house sees what it should ------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from datasets import Dataset, IterableDataset
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     GPT2Config,
     GPT2ForSequenceClassification,
     TrainerCallback,
@@ -342,6 +344,30 @@ def test_what_is_refused_says_why(
     values: dict[str, Any] = {"reward_funcs": lower_case, "args": settings(tmp_path / "a")}
     with pytest.raises(DprlhfError, match=said):
         PrivateGRPOTrainer(model, train_dataset=PROMPTS, peft_config=lora(), **(values | given))
+
+
+def test_a_base_in_8_bit_stays_as_it_is(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    folder = str(tiny.save(tmp_path / "llama", kind="llama"))
+    config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    args = settings(tmp_path / "a", max_steps=1)
+    made = PrivateGRPOTrainer(
+        folder, lower_case, args, PROMPTS, quantization_config=config,
+        peft_config=lora(target_modules=["q_proj"]),
+    )  # fmt: skip
+    assert made.recipe.policy.quantization == "int8"
+    base = made.model.get_base_model().model.layers[0].self_attn.k_proj
+    before = base.weight.detach().clone()
+    assert before.dtype == torch.int8
+    made.train()
+    assert torch.equal(base.weight, before)
+    assert load_recipe(tmp_path / "a/recipe.yaml").policy.quantization == "int8"
+    with pytest.raises(DprlhfError, match="llm_int8_threshold"):
+        PrivateGRPOTrainer(
+            folder, lower_case, args, PROMPTS, peft_config=lora(),
+            quantization_config=BitsAndBytesConfig(load_in_8bit=True),
+        )  # fmt: skip
 
 
 def test_the_wrong_model_is_refused(model: str, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def train(
     Experimental (no measurement shows their use yet): update.critic=noised, rollout.backend=vllm,
     update.clip_norm.quantile, the adapters lora-xs, vera, ia3, norms and biases.
     """
-    from dprlhf.cli.trl_flags import overrides_of
+    from dprlhf.recipe.trl_names import overrides_of
 
     changes = overrides_of(overrides or ())
     if dry_run:

@@ -27,7 +27,9 @@ def tune(
     output: Annotated[Path, typer.Option(help="The tuned recipe.")] = Path("tuned.yaml"),
     search: Annotated[
         str,
-        typer.Option(help="Keys to search, comma-separated; empty: all that docs/tuning.md lists."),
+        typer.Option(
+            help="Keys to search, comma-separated, such as rounds,update.clip_norm; empty: all."
+        ),
     ] = "",
     public: Annotated[
         Path | None,

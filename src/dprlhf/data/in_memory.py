@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -9,9 +10,10 @@ from typing import Any, TypeVar, cast
 from dprlhf import recipe as settings
 from dprlhf.data.given_rewards import GivenReward, given_rewards, is_model
 from dprlhf.data.loading import load_rows, rows_from
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, nearest
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, Recipe, load_recipe, make_recipe
+from dprlhf.recipe.trl_names import COMBINED, INSTEAD, KEYS, settings_of
 
 R = TypeVar("R", bound=AnyRecipe)
 Reward = Any
@@ -23,6 +25,14 @@ _SHORT = {
     "delta": "privacy__delta",
     "learning_rate": "optimizer__learning_rate",
 }
+_ARGUMENTS = {
+    "reward_funcs": "write reward=…, which takes the same",
+    "train_dataset": "write prompts=…",
+    "eval_dataset": "write evaluation_prompts=…, of nobody among the users",
+    "args": "give settings by name, or take dprlhf.trl.PrivateGRPOTrainer with a config",
+}
+"""Arguments of TRL's trainers that have another name in :func:`dprlhf.train`."""
+
 _PLACE = {
     "path": IN_MEMORY, "name": None, "revision": None, "split": "train", "skip": 0, "limit": None,
 }  # fmt: skip
@@ -43,6 +53,8 @@ class Sources:
             of the run, which states no ε. None plans for private users.
         reward_weights: A weight for each reward.
         reward_processing_classes: The tokenizers of rewards that are models.
+        tools: Functions that the policy may call.
+        environment_factory: Makes an environment for each trajectory.
 
     Attributes:
         rewards: The rewards with their settings; None for those of the recipe.
@@ -62,6 +74,8 @@ class Sources:
         reward_weights: Sequence[float] | None = None,
         reward_processing_classes: Any = None,
         models: Mapping[str, Any] | None = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        environment_factory: Callable[[], Any] | None = None,
     ) -> None:
         if prompts is not None and evaluation_prompts is prompts:
             raise DprlhfError(
@@ -73,6 +87,8 @@ class Sources:
         self.policy = policy
         self.stand_in_plan = stand_in_plan
         self.models = dict(models or {})
+        self.tools = list(tools) if tools else None
+        self.environment_factory = environment_factory
         self.rewards: list[GivenReward] | None = None
         if reward is not None:
             self.take_rewards(given_rewards(reward, reward_weights, reward_processing_classes))
@@ -87,6 +103,12 @@ class Sources:
         self.rewards = list(rewards)
         given = enumerate(rewards)
         self.models |= {f"rewards.{i}": one.given for i, one in given if is_model(one.given)}
+
+    @property
+    def agent(self) -> dict[str, Any]:
+        """The keys of ``rollout.agent`` that objects replace; empty without any."""
+        given: dict[str, Any] = {} if self.tools is None else {"tools": [IN_MEMORY]}
+        return given if self.environment_factory is None else {**given, "environment": IN_MEMORY}
 
 
 def recipe_of(
@@ -118,14 +140,9 @@ def recipe_of(
             data=sources.prompts is not None,
             rewards=sources.rewards,
             evaluation=sources.evaluation_prompts is not None,
+            agent=sources.agent,
         )
-    values: dict[str, Any] = {}
-    for name, value in flat.items():
-        *parents, last = _SHORT.get(name, name).split("__")
-        node = values
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = value
+    values = _sections(flat)
     if sources.prompts is not None:
         values.setdefault("data", {}).setdefault("path", IN_MEMORY)
     if sources.rewards is not None:
@@ -133,7 +150,53 @@ def recipe_of(
     if sources.evaluation_prompts is not None:
         public = values.setdefault("evaluation", {}).setdefault("data", {})
         public.setdefault("path", IN_MEMORY)
+    if sources.agent:
+        rollout = values.setdefault("rollout", {})
+        rollout["agent"] = {**rollout.get("agent", {}), **sources.agent}
     return make_recipe(values, source="train")
+
+
+def _sections(flat: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe's sections from settings by name.
+
+    A name is short for a key (``epsilon``), a key with ``__`` for the dot, or TRL's.
+
+    Raises:
+        DprlhfError: A name has no key, or two have the same.
+    """
+    keys: dict[str, Any] = {}
+    trl = {}
+    for name, value in flat.items():
+        if name in _SHORT or "__" in name or name in Recipe.model_fields:
+            keys[_SHORT.get(name, name)] = value
+        elif name in KEYS or name in COMBINED:
+            trl[name] = value
+        else:
+            _refuse(name)
+            keys[name] = value  # which the recipe refuses, with the nearest of its keys
+    for key, value in settings_of(trl).items():
+        if key.replace(".", "__") in keys:
+            raise DprlhfError(f"train: {key} is given twice, also by TRL's name of it")
+        keys[key.replace(".", "__")] = value
+    values: dict[str, Any] = {}
+    for key, value in keys.items():
+        *parents, last = key.split("__")
+        node = values
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return values
+
+
+def _refuse(name: str) -> None:
+    """Refuse one of TRL's names that has no key, as the command line does, or one misspelt."""
+    text = _ARGUMENTS.get(name) or INSTEAD.get(name)
+    if text:
+        dots = "; in Python write __ for the dot" if re.search(r"[a-z]\.[a-z]", text) else ""
+        raise DprlhfError(f"argument '{name}': {text}{dots}")
+    near = nearest(name, [*_SHORT, *Recipe.model_fields, *KEYS, *COMBINED])
+    if near and name not in {key.rpartition(".")[2] for key in settings.known_keys(Recipe)}:
+        raise DprlhfError(f"unknown argument '{name}'; did you mean '{near}'?")
 
 
 def check_overrides(recipe: Any, overrides: Sequence[str]) -> None:
@@ -150,7 +213,12 @@ def check_overrides(recipe: Any, overrides: Sequence[str]) -> None:
 
 
 def from_memory(
-    recipe: R, *, data: bool, rewards: Sequence[GivenReward] | None = None, evaluation: bool
+    recipe: R,
+    *,
+    data: bool,
+    rewards: Sequence[GivenReward] | None = None,
+    evaluation: bool,
+    agent: dict[str, Any] | None = None,
 ) -> R:
     """Replace the paths in a recipe by ``in-memory`` where the program passes objects instead.
 
@@ -163,6 +231,7 @@ def from_memory(
         data: Whether the users' rows are in memory.
         rewards: The rewards that the program passes; None for those of the recipe.
         evaluation: Whether the public rows are.
+        agent: The keys of ``rollout.agent`` that the program passes objects for.
     """
     values = recipe.model_dump()
     if evaluation:
@@ -172,6 +241,8 @@ def from_memory(
         values["data"] |= _PLACE
     if rewards is not None:
         values["rewards"] = [one.settings.model_dump() for one in rewards]
+    if agent:
+        values["rollout"]["agent"] = {**(values["rollout"]["agent"] or {}), **agent}
     return cast(R, type(recipe).model_validate(values))
 
 

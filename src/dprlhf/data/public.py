@@ -136,6 +136,7 @@ def prompts_in(file: Path, column: str) -> list[Any]:
     return list(rows[column])
 
 
-def neutral_prompts() -> Prompts:
-    """Return a few neutral prompts, for a recipe without public ones."""
-    return in_memory_prompts(_NEUTRAL)
+def neutral_prompts(*, conversations: bool = False) -> Prompts:
+    """Return a few neutral prompts, for a recipe without public ones; as messages if asked."""
+    asked = [[{"role": "user", "content": text}] for text in _NEUTRAL]
+    return in_memory_prompts(asked if conversations else _NEUTRAL)

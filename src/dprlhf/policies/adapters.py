@@ -101,7 +101,7 @@ def _lora(model: Any, adapter: recipe.Adapter, seed: int) -> Any:
         lora_alpha=adapter.alpha,
         lora_dropout=0.0,
         use_rslora=adapter.use_rslora,
-        target_modules=adapter.target_modules,
+        target_modules=_projections(model, adapter, "LORA"),
         layers_to_transform=_layers(model, adapter.layers),
         fan_in_fan_out=_fan_in_fan_out(model),
     )
@@ -120,7 +120,7 @@ def _vera(model: Any, adapter: recipe.Adapter, seed: int) -> Any:
         task_type="CAUSAL_LM",
         r=adapter.rank,
         projection_prng_key=seed,
-        target_modules=adapter.target_modules,
+        target_modules=_projections(model, adapter, "VERA"),
         layers_to_transform=_layers(model, adapter.layers),
         fan_in_fan_out=_fan_in_fan_out(model),
     )
@@ -235,6 +235,34 @@ _ADAPTERS: dict[AdapterType, _Adapter] = {
 
 def _fan_in_fan_out(model: Any) -> bool:
     return bool(model.config.model_type == "gpt2")
+
+
+_QUERY_AND_VALUE = (
+    ("q_proj", "v_proj"), ("query", "value"), ("q_lin", "v_lin"), ("qkv_proj",),
+    ("query_key_value",), ("c_attn",), ("Wqkv",),
+)  # fmt: skip
+"""Names of the query and value projections, which LoRA adapts, alone or fused with the keys'."""
+
+
+def _projections(model: Any, adapter: recipe.Adapter, kind: str) -> list[str] | str | None:
+    """Return the target modules; None where PEFT has a choice for the architecture.
+
+    Raises:
+        DprlhfError: Neither PEFT nor the names of the model's layers say what to adapt.
+    """
+    from peft.utils import constants
+
+    known = getattr(constants, f"TRANSFORMERS_MODELS_TO_{kind}_TARGET_MODULES_MAPPING")
+    if adapter.target_modules is not None or model.config.model_type in known:
+        return adapter.target_modules
+    layers = _linear_names(model)
+    for names in _QUERY_AND_VALUE:
+        if set(names) <= set(layers):
+            return list(names)
+    raise DprlhfError(
+        f"policy.adapter.target_modules: name the layers to adapt of a model of type"
+        f" {model.config.model_type}, some of [{', '.join(layers)}], or all-linear"
+    )
 
 
 def _named(model: Any, adapter: recipe.Adapter, defaults: list[str] | None) -> list[str]:

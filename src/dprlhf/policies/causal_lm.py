@@ -18,6 +18,7 @@ from dprlhf.hub import check_reachable, pinned
 from dprlhf.policies import shared_prompt
 from dprlhf.policies.adapters import add_adapter, quiet_peft, stored_state
 from dprlhf.policies.mixing import refuse_mixing
+from dprlhf.policies.quantization import keep_unpacked, quantization_config
 from dprlhf.policies.stopping import StopStrings
 from dprlhf.policies.warpers import Rows, Sampling, warped_logprobs
 
@@ -59,12 +60,14 @@ class CausalLMPolicy:
     ) -> None:
         refuse_mixing(model)
         self.model = model.eval()
+        keep_unpacked(model)
         self.tokenizer = tokenizer
         self.temperature = temperature
         self.sampling = sampling or Sampling()
         self.end_tokens = _end_tokens(model, tokenizer)
         self.stop: StopStrings | None = None
         self.chat_template_kwargs: dict[str, Any] = {}
+        self._checkpointed: list[Any] = []
         self.is_base = False
         self.tools: Sequence[Any] = ()
         self.sampler: Any = None
@@ -186,6 +189,40 @@ class CausalLMPolicy:
         if tokens > room:
             raise DprlhfError(f"{what} more than the {room} positions of {name}")
 
+    def checkpoint_layers(self) -> None:
+        """Keep only the decoder layers' inputs for the backward pass, and compute the rest again.
+
+        transformers checkpoints layers in training mode alone, where it also takes the cache away
+        from sampling. So only the flag of the layers is set, and only as gradients are computed;
+        what is inside them stays in evaluation mode.
+
+        Raises:
+            DprlhfError: The model's class does not support it.
+        """
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        network = self.network
+        layers = [m for m in network.modules() if isinstance(m, GradientCheckpointingLayer)]
+        if not layers or not getattr(network, "supports_gradient_checkpointing", False):
+            raise DprlhfError(
+                f"policy.gradient_checkpointing: {type(network).__name__} has no layers for it;"
+                " lower update.batch_size to save memory"
+            )
+        network.gradient_checkpointing_enable({"use_reentrant": False})
+        self._checkpointed = layers
+
+    @contextlib.contextmanager
+    def _checkpointing(self) -> Iterator[None]:
+        """Switch the layers' checkpoints on within the context, if gradients are computed."""
+        layers = self._checkpointed if torch.is_grad_enabled() else []
+        try:
+            for layer in layers:
+                layer.training = True
+            yield
+        finally:
+            for layer in layers:
+                layer.training = False
+
     def shared_rows(self, num_generations: int, prompt: int, responses: int) -> int:
         """Return the fastest number of responses to compute in one row, behind one prompt.
 
@@ -244,7 +281,8 @@ class CausalLMPolicy:
             positions = (seen.cumsum(1) - 1).clamp(min=0)
             inputs = {"input_ids": ids, "attention_mask": seen, "position_ids": positions}
             inputs["logits_to_keep"] = responses
-        logits = self.model(**inputs, use_cache=False).logits
+        with self._checkpointing():
+            logits = self.model(**inputs, use_cache=False).logits
         logits = logits.flatten(0, 1)
         if self.sampling.plain:
             found = chosen_logprobs(logits, tokens[:, -responses:].flatten(), self.temperature)
@@ -413,7 +451,6 @@ def load_policy(
     seed: int = 0,
     model: Any = None,
     tokenizer: Any = None,
-    quantization: Any = None,
 ) -> CausalLMPolicy:
     """Load a base model through transformers and put a new adapter on it.
 
@@ -424,7 +461,6 @@ def load_policy(
         model: A loaded transformers model to use in place of the one that ``spec`` names. The
             adapter is put into it.
         tokenizer: A tokenizer to use in place of the model's own.
-        quantization: transformers' ``quantization_config``, for a frozen base in 4 or 8 bit.
 
     Raises:
         DprlhfError: The model cannot be loaded, or the adapter does not fit it.
@@ -437,12 +473,14 @@ def load_policy(
         if tokenizer is None:
             tokenizer = _tokenizer_of(spec, model)
         if model is None:
-            model = _base_of(spec, quantization)
+            model = _base_of(spec)
     except (OSError, ValueError) as error:
         raise DprlhfError(
             f"policy.model_name_or_path {spec.model_name_or_path!r}: {one_line(error)}"
         ) from None
     policy = make_policy(model, tokenizer, spec.adapter, temperature=temperature, seed=seed)
+    if spec.gradient_checkpointing:
+        policy.checkpoint_layers()
     if spec.adapter.type != "full":
         policy.model.peft_config["default"].revision = spec.revision  # stored with the adapter
     policy.chat_template_kwargs = spec.chat_template_kwargs
@@ -463,17 +501,18 @@ def _tokenizer_of(spec: recipe.Policy, model: Any) -> Any:
     )
 
 
-def _base_of(spec: recipe.Policy, quantization: Any) -> Any:
+def _base_of(spec: recipe.Policy) -> Any:
     from transformers import AutoModelForCausalLM
 
     from dprlhf.assets import resolve
 
     settings: dict[str, Any] = pinned(spec.model_name_or_path, spec.revision, "policy.revision")
-    if quantization is not None:
-        settings["quantization_config"] = quantization
+    dtype = native_dtype() if spec.dtype == "auto" else getattr(torch, spec.dtype)
+    if spec.quantization is not None:
+        settings["quantization_config"] = quantization_config(spec.quantization, dtype)
     return AutoModelForCausalLM.from_pretrained(
         resolve(spec.model_name_or_path),
-        dtype=native_dtype() if spec.dtype == "auto" else getattr(torch, spec.dtype),
+        dtype=dtype,
         attn_implementation=spec.attn_implementation,
         trust_remote_code=spec.trust_remote_code,
         **settings,

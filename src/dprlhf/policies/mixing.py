@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from dprlhf.errors import DprlhfError
@@ -11,7 +13,10 @@ def mixing_layer(model: nn.Module) -> tuple[str, str] | None:
     """Return the path of a layer whose output for a row depends on other rows, and how it does.
 
     Batch norm normalises by the batch. A mixture of experts groups the tokens of a batch by expert:
-    a matrix product then has a shape, and with it a rounding, that all users decide together.
+    a matrix product then has a shape, and with it a rounding, that all users decide together. The
+    8-bit layers of bitsandbytes compute the columns in which any token of the batch has an outlier
+    in another precision (LLM.int8(), arXiv 2208.07339), unless their threshold is 0. Other ways of
+    quantising may take a scale from the batch, so they are counted as mixing, too.
 
     Args:
         model: Any module; its submodules are looked at, too.
@@ -20,13 +25,37 @@ def mixing_layer(model: nn.Module) -> tuple[str, str] | None:
         The layer's path with its class, and the end of a sentence about it; None without such a
         layer.
     """
+    method = _quantised_by(model)
+    if method not in (None, "bitsandbytes"):
+        return f"the model ({type(model).__name__})", _SCALES.format(method)
     for path, module in model.named_modules():
         name = f"'{path}' ({type(module).__name__})"
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             return name, "normalises by the batch"
         if "experts" in dict(module.named_children()) or "Experts" in type(module).__name__:
             return name, "sends the tokens of a batch through its experts together"
+        if getattr(getattr(module, "state", None), "threshold", 0.0) > 0.0:
+            return name, _OUTLIERS
     return None
+
+
+_SCALES = (
+    "is quantised by {}, and whether a scale is taken from the batch is not known (bitsandbytes is"
+    " known)"
+)
+_OUTLIERS = (
+    "computes a column in 16 bit for all rows where one of them has an outlier (give"
+    " BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or 4 bit)"
+)
+
+
+def _quantised_by(model: Any) -> str | None:
+    """Return the method by which transformers quantised a model; None for one that is not."""
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    if config is None:
+        return None
+    method = config.get("quant_method") if isinstance(config, dict) else config.quant_method
+    return str(getattr(method, "value", method))
 
 
 def refuse_mixing(model: nn.Module) -> None:

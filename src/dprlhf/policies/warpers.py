@@ -162,13 +162,16 @@ def cutoff(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """
     lowest = scores.new_full((len(scores), 1), -torch.inf)
     if sampling.top_k:
-        lowest = scores.topk(min(sampling.top_k, scores.shape[1]), 1).values[:, -1:]
+        best = scores.topk(min(sampling.top_k, scores.shape[1]), 1).values
+        lowest = best[:, -1:]
         scores = scores.masked_fill(scores < lowest, -torch.inf)
     if sampling.top_p < 1:
-        ordered = scores.sort(dim=1).values
-        mass = ordered.softmax(1).cumsum(1, dtype=torch.float64)
-        removed = (mass <= 1 - sampling.top_p).sum(1, keepdim=True)
-        lowest = ordered.gather(1, removed.clamp(max=scores.shape[1] - 1))
+        # After top-k, only its tokens need be in order; those tied with its last one come with it.
+        ordered = best if sampling.top_k else scores.sort(dim=1, descending=True).values
+        mass = (ordered - scores.logsumexp(1, keepdim=True)).exp().double()
+        before = mass.cumsum(1) - mass
+        last = (before < sampling.top_p).sum(1, keepdim=True) - 1
+        lowest = ordered.gather(1, last.clamp(min=0))
         scores = scores.masked_fill(scores < lowest, -torch.inf)
     if sampling.min_p > 0:
         probability = scores.softmax(1)

@@ -4,6 +4,7 @@ An unknown key or a bad value is refused before anything is loaded, with the nea
 """
 
 from dprlhf.recipe.adapters import ADAPTERS
+from dprlhf.recipe.agent import Agent
 from dprlhf.recipe.base import (
     IN_MEMORY,
     Experimental,
@@ -61,6 +62,7 @@ __all__ = [
     "STAGES",
     "UPDATE_SETTINGS",
     "Adapter",
+    "Agent",
     "AnyRecipe",
     "Auto",
     "Average",

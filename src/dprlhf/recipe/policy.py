@@ -103,6 +103,9 @@ class Adapter(Settings):
             )
 
 
+Quantization = Literal["nf4", "nf4-double", "fp4", "fp4-double", "int8"]
+
+
 class Policy(Settings):
     """The language model that is trained.
 
@@ -123,6 +126,12 @@ class Policy(Settings):
         trust_remote_code: Run code that the checkpoint brings, as in transformers.
         chat_template_kwargs: Further arguments of the tokenizer's chat template, such as
             ``enable_thinking: false``.
+        quantization: Quantise the frozen base model with bitsandbytes (``pip install
+            'dprlhf[quantization]'``): ``nf4`` or ``fp4`` in 4 bit, with ``-double`` to quantise
+            their scales, too (QLoRA, arXiv 2305.14314), or ``int8`` in 8 bit without LLM.int8()'s
+            outlier columns, which couple the rows of a batch. Null keeps ``dtype``.
+        gradient_checkpointing: Keep only the decoder layers' inputs for the backward pass and
+            compute the rest again: less memory, more time, the same gradients.
         adapter: The trainable part of the model.
     """
 
@@ -133,6 +142,8 @@ class Policy(Settings):
     trained_on_private_users: bool = False
     trust_remote_code: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    quantization: Quantization | None = None
+    gradient_checkpointing: bool = False
     adapter: Adapter = Adapter()
 
     @field_validator("chat_template_kwargs")
@@ -141,6 +152,15 @@ class Policy(Settings):
         if taken := sorted(_OF_TOKENIZER & given.keys()):
             raise ValueError(f"{taken[0]} is set by the run, not by the template: leave it out")
         return given
+
+    @model_validator(mode="after")
+    def _frozen_base(self) -> Policy:
+        if self.quantization is not None and self.adapter.type in ("full", "norms"):
+            raise ValueError(
+                f"quantization is for a frozen base model, and policy.adapter.type"
+                f" {self.adapter.type} trains its weights: take lora"
+            )
+        return self
 
     def source(self, key: str) -> Source:
         """Return where the base model comes from; ``key`` is this section's name."""

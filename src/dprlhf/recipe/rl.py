@@ -47,9 +47,6 @@ class Recipe(Settings):
     hub_task: ClassVar[str] = "text-generation"
     hub_tag: ClassVar[str] = "reinforcement-learning"
     public_losses: ClassVar[tuple[str, ...]] = ()
-    assumptions: ClassVar[tuple[str, ...]] = (
-        "a reward scores a completion alike in any batch (checked on public prompts)",
-    )
 
     policy: Policy
     data: Data
@@ -81,6 +78,18 @@ class Recipe(Settings):
             *(reward.source(f"rewards.{i}") for i, reward in enumerate(self.rewards)),
             *(judge.source(f"evaluation.judges.{name}") for name, judge in judges.items()),
         ]
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the guarantee takes for granted of the code that the recipe names."""
+        alike = "a reward scores a completion alike in any batch (checked on public prompts)"
+        if self.rollout.agent is None:
+            return (alike,)
+        apart = (
+            "tools and environments keep nothing of one trajectory that another could see, and pass"
+            " on no call (that trajectories keep apart was tried on public prompts)"
+        )
+        return alike, apart
 
     @property
     def purpose(self) -> str:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from dprlhf.recipe.agent import Agent
 from dprlhf.recipe.base import Experimental, PositiveFloat, PositiveInt, Settings
 from dprlhf.recipe.policy import Source
 
@@ -77,7 +78,8 @@ class Rollout(Settings):
         base_policy: Sampling policy μ of He & Zhou 2025, Algorithm 1: ``on-policy`` samples all
             responses from the current policy π_t; ``reference`` samples half of them from the base
             model (the adapter switched off).
-        responses: Number of responses to each prompt; with ``reference``, half from each policy.
+        responses: Number of responses to each prompt, at least 2, since each is compared with the
+            user's others (TRL's ``num_generations``); with ``reference``, half from each policy.
         max_new_tokens: Number of tokens of a response, at most.
         temperature: Sampling temperature of both policies. Log-probabilities are taken at the same
             temperature.
@@ -99,10 +101,12 @@ class Rollout(Settings):
             expected responses, but at most 128 on a CPU and what fits into a GPU's memory.
         backend: ``transformers``, or experimental ``vllm`` (``pip install -e '.[vllm]'`` in the
             clone, a GPU, one process, ``VLLM_BATCH_INVARIANT=1``), which ignores ``batch_size``.
+        agent: Tools or an environment, with which a response becomes a conversation of several
+            turns; null for responses of one turn.
     """
 
     base_policy: Literal["on-policy", "reference"] = "on-policy"
-    responses: Annotated[int, Field(ge=2)] = 2
+    responses: int = 2
     max_new_tokens: PositiveInt = 16
     temperature: PositiveFloat = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
@@ -114,12 +118,27 @@ class Rollout(Settings):
     mask_truncated: bool = False
     batch_size: PositiveInt | Literal["auto"] = 128
     backend: Annotated[Literal["transformers", "vllm"], Experimental(("vllm",))] = "transformers"
+    agent: Annotated[Agent | None, Experimental()] = None
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether all responses to a prompt answer the same tokens."""
+        return self.agent is None or self.agent.environment is None
 
     @property
     def truncates(self) -> list[str]:
         """The keys that give some tokens probability zero because others are more likely."""
         off = {"top_k": 0, "top_p": 1, "min_p": 0}
         return [f"rollout.{name}" for name, value in off.items() if getattr(self, name) != value]
+
+    @field_validator("responses")
+    @classmethod
+    def _compared_with_others(cls, responses: int) -> int:
+        if responses < 2:
+            raise ValueError(
+                "at least 2 responses to a prompt, since each is compared with the user's others"
+            )
+        return responses
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -146,6 +165,10 @@ class Rollout(Settings):
                 f"min_new_tokens {self.min_new_tokens} is more than max_new_tokens"
                 f" {self.max_new_tokens}"
             )
+        if self.agent is not None and self.backend == "vllm":
+            raise ValueError("agent: turns are sampled by backend transformers, not by vllm")
+        if self.agent is not None and self.min_new_tokens:
+            raise ValueError("agent: a turn may be short; leave min_new_tokens out")
         return self
 
 

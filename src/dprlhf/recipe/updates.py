@@ -354,8 +354,7 @@ def _check_critic(values: Mapping[str, Any], settings: type[PrivateUpdate]) -> N
         raise ValueError(
             f"there is no critic but critic: noised, with update.name {', '.join(first)} or {last}:"
             " one fitted without noise would carry a round's users into later releases"
-            " (docs/privacy.md, 'Rules that the code keeps'); or write baseline: loo, which takes"
-            " the user's own other responses"
+            "; or write baseline: loo, which takes the user's own other responses"
         )
 
 

@@ -93,7 +93,7 @@ def _load(one: GivenReward, device: str | torch.device) -> LoadedReward:
 def _load_named(spec: recipe.Reward, device: str | torch.device) -> LoadedReward:
     function: object
     if spec.function is not None:
-        source, function = spec.function, _load_function(spec.function)
+        source, function = spec.function, load_function(spec.function)
     elif spec.plugin is not None:
         source, function = spec.plugin, _load_plugin(spec.plugin)
     else:
@@ -133,14 +133,23 @@ def _classifier(
     )
 
 
-def _load_function(source: str) -> object:
+def load_function(source: str, kind: str = "reward") -> object:
+    """Load what ``package.module:attribute`` or ``path/to/file.py:attribute`` names.
+
+    Args:
+        source: The name.
+        kind: What it is loaded as, for messages.
+
+    Raises:
+        DprlhfError: There is no such module, file or attribute, or its code fails.
+    """
     place, _, attribute = source.rpartition(":")
     if not place or not attribute:
         raise DprlhfError(
-            f"reward function {source!r} is not of the form 'package.module:attribute' or "
+            f"{kind} function {source!r} is not of the form 'package.module:attribute' or "
             "'path/to/file.py:attribute'"
         )
-    module = _module_from_file(place) if place.endswith(".py") else _module_by_name(place)
+    module = (_module_from_file if place.endswith(".py") else _module_by_name)(place, kind)
     try:
         return operator.attrgetter(attribute)(module)
     except AttributeError:
@@ -150,25 +159,25 @@ def _load_function(source: str) -> object:
             if callable(value) and not name.startswith("_")
         ]
         raise DprlhfError(
-            f"reward function {source!r}: {place} has no {attribute!r}; "
+            f"{kind} function {source!r}: {place} has no {attribute!r}; "
             + suggestion(attribute, known, "its callables")
         ) from None
 
 
-def _module_by_name(name: str) -> ModuleType:
+def _module_by_name(name: str, kind: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as problem:
         raise DprlhfError(
-            f"reward module {name!r} cannot be imported ({type_and_message(problem)}): install it,"
+            f"{kind} module {name!r} cannot be imported ({type_and_message(problem)}): install it,"
             " or name a file as 'path/to/file.py:attribute'"
         ) from problem
 
 
-def _module_from_file(place: str) -> ModuleType:
+def _module_from_file(place: str, kind: str) -> ModuleType:
     path = Path(place).expanduser().resolve()
     if not path.is_file():
-        raise DprlhfError(f"reward file {place!r} does not exist: paths start at {Path.cwd()}")
+        raise DprlhfError(f"{kind} file {place!r} does not exist: paths start at {Path.cwd()}")
     # A name of its own, because two files may share a stem; registered, because pickle and
     # dataclasses look modules up.
     digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
@@ -182,7 +191,7 @@ def _module_from_file(place: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as problem:
         del sys.modules[name]
-        raise DprlhfError(f"reward file {place!r} fails: {type_and_message(problem)}") from problem
+        raise DprlhfError(f"{kind} file {place!r} fails: {type_and_message(problem)}") from problem
     return module
 
 

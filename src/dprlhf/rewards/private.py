@@ -25,7 +25,7 @@ def score_responses(scorer: Scorer, responses: Responses, *, private: bool = Fal
         private: Whether the responses belong to private users, as in :meth:`Scorer.score`.
     """
     rows = rows_to_score(responses)
-    return scorer.score(
+    scores = scorer.score(
         rows.prompts,
         rows.completions,
         rows.completion_ids,
@@ -33,12 +33,15 @@ def score_responses(scorer: Scorer, responses: Responses, *, private: bool = Fal
         responses.user,
         private=private,
     )
+    if responses.failed is None:
+        return scores
+    return Scores(**{**vars(scores), "valid": scores.valid & ~responses.failed})
 
 
 def rows_to_score(responses: Responses) -> Rows:
     """Return the prompts, completions, token ids and columns that a reward is called with."""
     owner = responses.prompt.tolist()
-    prompts = [responses.prompts.prompts[p] for p in owner]
+    prompts = responses.asked or [responses.prompts.prompts[p] for p in owner]
     ids = [
         t[m.bool()].tolist()
         for t, m in zip(
@@ -48,7 +51,8 @@ def rows_to_score(responses: Responses) -> Rows:
     columns = {
         name: [values[p] for p in owner] for name, values in responses.prompts.columns.items()
     }
-    return Rows(prompts, in_form_of(prompts, responses.texts), ids, columns)
+    completions = responses.completions or in_form_of(prompts, responses.texts)
+    return Rows(prompts, completions, ids, {**columns, **responses.extra})
 
 
 def in_form_of(prompts: Sequence[Any], texts: Sequence[str]) -> list[Any]:

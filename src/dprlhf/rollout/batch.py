@@ -39,6 +39,8 @@ class Responses:
             wrote it (TRL's ``tool_mask``), ``[rows, response]``; None where the policy wrote all.
         completions: The responses as lists of messages, with the tools' answers among them; None
             for responses of one turn.
+        asked: The prompts as the policy saw them, with the first observation of an environment,
+            ``[rows]``; None where they are those of ``prompts``.
         extra: Further values for the rewards by name, ``[rows]`` each, such as the rows'
             ``environments``.
         failed: True where a trajectory broke off with an error, ``[rows]``; its user contributes
@@ -60,6 +62,7 @@ class Responses:
     num_generations: int = 1
     tool_mask: torch.Tensor | None = None
     completions: list[list[dict[str, Any]]] | None = None
+    asked: list[Any] | None = None
     extra: dict[str, list[Any]] = field(default_factory=dict)
     failed: NDArray[np.bool_] | None = None
     left_out: NDArray[np.bool_] | None = None
@@ -111,6 +114,7 @@ class Responses:
             "texts": [self.texts[row] for row in rows],
             "tool_mask": None if self.tool_mask is None else self.tool_mask[rows],
             "completions": None if messages is None else [messages[row] for row in rows],
+            "asked": None if self.asked is None else [self.asked[row] for row in rows],
             "extra": {name: [values[row] for row in rows] for name, values in self.extra.items()},
             "failed": None if self.failed is None else self.failed[rows],
             "left_out": None if self.left_out is None else self.left_out[rows],

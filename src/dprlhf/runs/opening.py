@@ -91,7 +91,9 @@ def recipe_digest(recipe: AnyRecipe) -> str:
     earlier versions keep their digest. What the evaluation measures and declares
     may change later.
     """
-    names = "revision attn_implementation damping average times_column subspace auto"
+    names = (
+        "revision attn_implementation damping average times_column subspace auto agent quantization"
+    )
     unset: dict[str, Any] = dict.fromkeys(names.split())
     unset |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     unset |= {
@@ -99,6 +101,7 @@ def recipe_digest(recipe: AnyRecipe) -> str:
         "min_new_tokens": 0,
         "stop": [],
         "mask_truncated": False,
+        "gradient_checkpointing": False,
         "chat_template_kwargs": {},
     }
     former = {today: old for old, today in FORMER_NAMES.items()}

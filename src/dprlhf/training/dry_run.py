@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from dprlhf.data.in_memory import Sources
-from dprlhf.data.public import neutral_prompts
 from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.gaussian import upwards
@@ -47,7 +46,7 @@ def dry_run(recipe: Recipe, sources: Sources | None = None) -> dict[str, Any]:
     processes.on_main(lambda: say_what_is_left_out(stage, parts))
     assert isinstance(stage, Reinforcement)
     recipe, plan, policy = stage.recipe, parts.plan, parts.policy
-    public = stage.public or neutral_prompts()
+    public = stage.known
     seconds_a_response(policy, stage.scorer, public, recipe)  # the first pass also warms up
     phases = seconds_a_response(policy, stage.scorer, public, recipe)
     terms = _terms(recipe, parts)

@@ -28,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from dprlhf import recipe
+from dprlhf.agents import steps_of
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.clipping import micro_batches, recorded_by_user, user_gradients
 from dprlhf.policies.causal_lm import CausalLMPolicy
@@ -71,6 +72,8 @@ class Shapes:
         """The number of responses to a prompt that are sampled from one policy."""
         if self.rollout is None:
             return self.num_generations
+        if not self.rollout.shares_prompts:
+            return 1
         of_two = self.rollout.base_policy == "reference"
         return self.rollout.responses // 2 if of_two else self.rollout.responses
 
@@ -81,8 +84,11 @@ class Shapes:
 
     def alone(self) -> Shapes:
         """Return the shapes of a layout in which a micro-batch has one prompt of one user."""
-        size = {"batch_size": self.sampled_together}
-        rollout = self.rollout.model_copy(update=size) if self.rollout is not None else None
+        size, rollout = {"batch_size": self.sampled_together}, self.rollout
+        if rollout is not None:
+            # The later turns of an agent's responses are contexts of their own.
+            single = {"batch_size": 1} if rollout.agent is not None else size
+            rollout = rollout.model_copy(update=single)
         return Shapes(
             **{**vars(self), "update": self.update.model_copy(update=size), "rollout": rollout}
         )
@@ -242,6 +248,16 @@ def _try_largest(policy: CausalLMPolicy, shapes: Shapes) -> None:
                 num_generations=together,
                 max_new_tokens=shapes.response,
             )
+        if shapes.rollout.agent is not None:
+            with _in_memory(_sampling(shapes), "rollout.batch_size or rollout.max_new_tokens"):
+                width = shapes.prompt + shapes.response
+                try_last_step(
+                    policy,
+                    size=_rows(shapes.rollout),
+                    width=width,
+                    num_generations=1,
+                    max_new_tokens=steps_of(width, shapes.prompt, shapes.response),
+                )
     if shapes.rows * shapes.prompts > shapes.update.batch_size:
         with _in_memory(
             f"the gradient of a user with {shapes.prompts} prompts",
@@ -284,6 +300,18 @@ def _moved(policy: CausalLMPolicy, shapes: Shapes) -> str | None:
                 continue  # a supervised loss whose weights need no log-probabilities
             if _differ(size, lambda some: _logprobs(policy, shapes, some, width)):  # noqa: B023
                 return "log-probabilities"
+    return _moved_in_later_turns(policy, shapes)
+
+
+def _moved_in_later_turns(policy: CausalLMPolicy, shapes: Shapes) -> str | None:
+    """Return "sampling" if a context of an agent's later turn depends on its batch."""
+    if shapes.rollout is None or shapes.rollout.agent is None:
+        return None
+    longest, size = shapes.prompt + shapes.response, _rows(shapes.rollout)
+    for width in sorted({int(padded_width(2, longest)), longest}):
+        with _in_memory(_sampling(shapes), "rollout.batch_size or rollout.max_new_tokens"):
+            if _differ(size, lambda some: _logits(policy, shapes, some, width, longest)):  # noqa: B023
+                return "sampling"
     return None
 
 
@@ -305,11 +333,26 @@ def _differ(size: int, values: Callable[[Sequence[int]], list[list[torch.Tensor]
 
 
 def _logits(
-    policy: CausalLMPolicy, shapes: Shapes, numbers: Sequence[int], width: int
+    policy: CausalLMPolicy,
+    shapes: Shapes,
+    numbers: Sequence[int],
+    width: int,
+    context: int | None = None,
 ) -> list[list[torch.Tensor]]:
-    """Return each made-up prompt's responses and their logits in the first steps of decoding."""
+    """Return each made-up prompt's responses and their logits in the first steps of decoding.
+
+    Args:
+        policy: The policy.
+        shapes: The shapes of the run.
+        numbers: Numbers of the made-up users.
+        width: The padded width of what stands before.
+        context: The longest context of an agent's later turn, which has one response; None for
+            prompts.
+    """
     assert shapes.rollout is not None
     size, together = prompts_at_once(_rows(shapes.rollout), shapes.sampled_together)
+    if context is not None:
+        size, together = _rows(shapes.rollout), 1
     steps = min(_STEPS, shapes.response)
     seen: list[torch.Tensor] = []
 
@@ -322,7 +365,7 @@ def _logits(
     try:
         written = decode(
             policy,
-            [made_up_prompt(policy, number, width, shapes.prompt) for number in numbers],
+            [made_up_prompt(policy, n, width, context or shapes.prompt) for n in numbers],
             torch.from_numpy(np.array(draws)),
             size=size,
             width=width,

@@ -59,7 +59,7 @@ class Processes:
                 raise DprlhfError(
                     f"accelerate launch: {name} is not supported, since it owns the backward pass"
                     " that per-user gradients are taken from; launch with whole copies of the model"
-                    " or with FSDP (recipes/accelerate)"
+                    " or with FSDP (distributed_type: FSDP in the config of accelerate)"
                 )
         made = cls(
             Accelerator(
@@ -177,8 +177,7 @@ def _check_count(joined: int) -> None:
     if name is not None and int(os.environ[name]) != joined:
         raise DprlhfError(
             f"{name} asks for {os.environ[name]} processes, but this launch has {joined};"
-            " start with torchrun or accelerate launch (recipes/accelerate), which also set RANK"
-            " and LOCAL_RANK"
+            " start with torchrun or accelerate launch, which also set RANK and LOCAL_RANK"
         )
     # accelerate's single-process launcher leaves no number behind, but sets a port for several.
     if "WORLD_SIZE" not in os.environ and {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= set(
@@ -186,8 +185,8 @@ def _check_count(joined: int) -> None:
     ):
         raise DprlhfError(
             "accelerate launch was asked for several processes and started one (--cpu does that);"
-            " use --config_file recipes/accelerate/two_cpu_processes.yaml, or unset MASTER_PORT if"
-            " one is meant"
+            " give it a --config_file with distributed_type: MULTI_CPU, or unset MASTER_PORT if one"
+            " is meant"
         )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dprlhf.agents import AgentSampler, act, check_apart, load_agent, longest_row
 from dprlhf.boundary import Private
 from dprlhf.data.in_memory import Sources
 from dprlhf.data.public import evaluated, held_out, neutral_prompts
@@ -106,6 +107,7 @@ class Reinforcement:
         recipe: The settings; :meth:`settle` replaces what they leave open.
         public: The public prompts of the evaluation; None without evaluation.
         critic: The value function V(x); None without a critic.
+        agent: Samples the trajectories of a policy with tools; None without them.
         clip: The clip norm that follows a quantile; None for a constant one.
         guidance: Finds the subspace of each round; None without one.
         rewards: The recipe's rewards, loaded.
@@ -129,6 +131,7 @@ class Reinforcement:
         self.clip: AdaptiveClip | None = None
         self.guidance: Guidance | None = None
         self.timing: dict[str, float] = {}
+        self.agent: AgentSampler | None = None
         self._sources = sources
         self._failed_rounds = 0
         self._last_reward: ReleasedReward | None = None
@@ -138,6 +141,11 @@ class Reinforcement:
     def rows_a_user(self) -> int:
         """The number of responses to a user's prompt."""
         return self.recipe.rollout.responses
+
+    @property
+    def known(self) -> Prompts:
+        """The public prompts, or a few neutral ones for a recipe without them."""
+        return self.public or neutral_prompts(conversations=self.recipe.rollout.agent is not None)
 
     @property
     def warnings(self) -> list[str]:
@@ -158,11 +166,16 @@ class Reinforcement:
 
     def load_policy(self) -> CausalLMPolicy:
         """Return the program's own policy, or load the recipe's."""
-        policy = self._sources.policy
-        if policy is None:
-            return load_policy_of(self.recipe)
-        given: CausalLMPolicy = policy
-        return _with_sampling(given, self.recipe)
+        policy: CausalLMPolicy
+        if self._sources.policy is None:
+            policy = load_policy_of(self.recipe)
+        else:
+            policy = _with_sampling(self._sources.policy, self.recipe)
+        policy.tools, policy.sampler, spec = (), None, self.recipe.rollout.agent
+        if spec is not None:
+            agent = load_agent(spec, self._sources.tools, self._sources.environment_factory)
+            self.agent = act(policy, agent, self.recipe.data.max_prompt_tokens)
+        return policy
 
     def check_rows(self, rows: Any) -> None:
         """Check nothing: an unreadable prompt is found as it is read, and contributes nothing."""
@@ -170,6 +183,11 @@ class Reinforcement:
     def check_policy(self, users: Users, policy: CausalLMPolicy) -> None:
         """Refuse a tokenizer without a template, or a policy too large for the recipe's oracle."""
         check_template(self.recipe.data, users, policy)
+        if policy.sampler is not None and not users.conversations:
+            raise DprlhfError(
+                "rollout.agent: tools are called in conversations, and data.prompt_column"
+                f" {self.recipe.data.prompt_column!r} holds plain text: give lists of messages"
+            )
         check_dimension(self.recipe.update, policy.dimension)
 
     def cut(self, policy: CausalLMPolicy, prompts: Prompts) -> list[bool]:
@@ -199,7 +217,7 @@ class Reinforcement:
             prompt=recipe.data.max_prompt_tokens,
             response=rollout.max_new_tokens,
             rows=rollout.responses,
-            num_generations=rollout.responses,
+            num_generations=rollout.responses if rollout.shares_prompts else 1,
             prompts=recipe.data.max_prompts_per_user,
             update=recipe.update,
             rollout=rollout if rollout.backend != "vllm" else None,
@@ -219,11 +237,13 @@ class Reinforcement:
         _check_times_columns(loaded, parts.users.column_names)
         rows = plan.expected_batch_size * recipe.rollout.responses / processes.count
         self._state = RoundState(0, plan.rounds, recipe.privacy.participations)
+        if policy.sampler is not None:
+            check_apart(policy, recipe.rollout, self.known, recipe.data.max_prompt_tokens)
         self.spread = _check_rewards(
             loaded,
             policy,
             recipe,
-            self.public or neutral_prompts(),
+            self.known,
             most_rows=call_size(rows),
             state=self._state,
         )
@@ -257,6 +277,8 @@ class Reinforcement:
             self.scorer = Scorer(
                 self.rewards, self.recipe.reward_range, sink=sink, state=self._state
             )
+            if self.agent is not None:
+                self.agent.sink = sink
             yield
 
     # --- the rounds -------------------------------------------------------------------------
@@ -442,8 +464,9 @@ def load_policy_of(recipe: Recipe, **given: Any) -> CausalLMPolicy:
     policy = load_policy(recipe.policy, temperature=temperature, seed=seed, **given)
     _with_sampling(policy, recipe)
     prompt, response = recipe.data.max_prompt_tokens, recipe.rollout.max_new_tokens
+    agent = recipe.rollout.agent is not None
     policy.check_context_length(
-        prompt + response,
+        longest_row(prompt, response) if agent else prompt + response,
         f"data.max_prompt_tokens {prompt} + rollout.max_new_tokens {response} is",
         recipe.policy.model_name_or_path,
     )

@@ -193,12 +193,16 @@ def defaults(config: type[Any]) -> dict[str, Any]:
 class PrivateGRPOConfig(PrivacyFields, trl.GRPOConfig):  # type: ignore[misc]
     """TRL's ``GRPOConfig`` with a privacy budget.
 
-    The defaults of ``loss_type`` and ``num_train_epochs`` differ from TRL's: its loss divides by
-    the tokens of the batch, and each further epoch is a round more in which a user takes part.
+    The defaults of ``loss_type``, ``num_train_epochs`` and ``gradient_checkpointing`` differ from
+    TRL's: its loss divides by the tokens of the batch, each further epoch is a round more in which
+    a user takes part, and micro-batches bound the memory as it is.
     """
 
     loss_type: str = field(default="grpo", metadata={"help": "grpo or dr_grpo."})
     num_train_epochs: float = field(default=1.0, metadata={"help": "Participations of a user."})
+    gradient_checkpointing: bool = field(
+        default=False, metadata={"help": "Compute activations again to save memory."}
+    )
 
     trl_fields: ClassVar[dict[str, Field]] = GRPO
     trl_config: ClassVar[type[Any]] = trl.GRPOConfig
@@ -220,10 +224,14 @@ class PrivateGRPOConfig(PrivacyFields, trl.GRPOConfig):  # type: ignore[misc]
 class PrivateRLOOConfig(PrivacyFields, trl.RLOOConfig):  # type: ignore[misc]
     """TRL's ``RLOOConfig`` with a privacy budget.
 
-    The default of ``num_train_epochs`` differs from TRL's, as that of :class:`PrivateGRPOConfig`.
+    The defaults of ``num_train_epochs`` and ``gradient_checkpointing`` differ from TRL's, as those
+    of :class:`PrivateGRPOConfig` do.
     """
 
     num_train_epochs: float = field(default=1.0, metadata={"help": "Participations of a user."})
+    gradient_checkpointing: bool = field(
+        default=False, metadata={"help": "Compute activations again to save memory."}
+    )
 
     trl_fields: ClassVar[dict[str, Field]] = RLOO
     trl_config: ClassVar[type[Any]] = trl.RLOOConfig

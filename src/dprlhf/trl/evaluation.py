@@ -9,6 +9,7 @@ from dprlhf.data.users import Users
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.recipe import Recipe
 from dprlhf.rewards import LoadedReward, Scorer
+from dprlhf.rewards.reward import RoundState
 from dprlhf.rollout import resolve_batch_size
 from dprlhf.runs.opening import check_public
 from dprlhf.training.evaluate import Evaluated, evaluate
@@ -42,9 +43,11 @@ def evaluate_on(
     longest = recipe.data.max_prompt_tokens
     one = recipe.rollout.model_copy(update={"responses": 1})
     rollout = resolve_batch_size(one, policy, rows=len(prompts), max_prompt_tokens=longest)
+    rounds = recipe.rounds
+    end = RoundState(rounds, rounds, recipe.privacy.participations)  # as in the run's evaluations
     return evaluate(
         policy,
-        Scorer(rewards, recipe.reward_range),
+        Scorer(rewards, recipe.reward_range, state=end),
         prompts,
         rollout,
         seed=recipe.seed,

@@ -128,14 +128,14 @@ COMMON: dict[str, Field] = {
     "lr_scheduler_kwargs": Field("refused", "the schedules take none"),
     "label_smoothing_factor": Field("refused", "there are no labels"),
     "neftune_noise_alpha": Field("refused", "noise on embeddings would be no part of the policy"),
-    "activation_checkpointing": Field("refused", "a smaller per_device_train_batch_size saves"
-                                      " memory and computes the same"),
+    "gradient_checkpointing": Field("mapped", "policy.gradient_checkpointing: the same gradients"),
+    "activation_checkpointing": Field("mapped", "the newer name of gradient_checkpointing"),
     "torch_compile": Field("refused", "per-user gradients read the layers' inputs by hooks"),
     "use_liger_kernel": Field("refused", "its fused layers hide the inputs that clipping needs"),
     "auto_find_batch_size": Field("refused", "TRL refuses it, too: set a smaller batch size"),
     "fp16": Field("refused", _PRECISION),
-    "deepspeed": Field("refused", "it shards what is clipped per user: see docs/scaling.md"),
-    "fsdp": Field("refused", "start with recipes/accelerate/eight_gpus_sharded.yaml"),
+    "deepspeed": Field("refused", "it owns the backward pass that users' gradients are taken from"),
+    "fsdp": Field("refused", "accelerate launch asks for it (in its config, distributed_type)"),
     "parallelism_config": Field("refused", "processes share a round's users, and nothing else"),
     "full_determinism": Field("refused", "private draws come from a secret key by design"),
     "load_best_model_at_end": Field(
@@ -165,7 +165,7 @@ COMMON: dict[str, Field] = {
         save_strategy save_steps save_total_limit save_only_model save_on_each_node
         enable_jit_checkpoint restore_callback_states_from_checkpoint""")),
     **dict(_all("no effect", "it changes memory or speed in TRL, and nothing here", """
-        gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing_kwargs
+        gradient_checkpointing_kwargs activation_checkpointing_kwargs
         torch_compile_backend torch_compile_mode liger_kernel_config use_cache
         torch_empty_cache_steps pad_to_multiple_of ds3_gather_for_generation skip_memory_metrics
         fsdp_config debug""")),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import IN_MEMORY, Recipe, make_recipe
 from dprlhf.recipe.generation import rollout_settings
+from dprlhf.recipe.trl_names import update_settings
 from dprlhf.trl.config import PrivacyFields, PrivateRLOOConfig
 
 _SCHEDULES = {
@@ -29,6 +30,7 @@ def recipe_of(
     users: int,
     public: int,
     processes: int,
+    quantization: Mapping[str, str] | None = None,
 ) -> Recipe:
     """Return the recipe of a private trainer.
 
@@ -40,6 +42,7 @@ def recipe_of(
         users: Number N of users.
         public: Number of public prompts for the evaluation; 0 without.
         processes: Number of processes of the launch.
+        quantization: Keys of the section ``policy`` for a quantised base model.
 
     Raises:
         DprlhfError: A setting has no meaning here, or a wrong value.
@@ -48,7 +51,12 @@ def recipe_of(
     participations = args.privacy_participations or max(1, round(args.num_train_epochs))
     rounds = _rounds(args, users, participations, processes)
     values: dict[str, Any] = {
-        "policy": {**_policy(args), "model_name_or_path": model, "adapter": adapter},
+        "policy": {
+            **_policy(args),
+            **(quantization or {}),
+            "model_name_or_path": model,
+            "adapter": adapter,
+        },
         "data": _data(args),
         "rewards": list(rewards),
         "reward_range": _reward_range(args),
@@ -73,15 +81,7 @@ def recipe_of(
         },
         "kl": {"beta": args.beta},
         "optimizer": _optimizer(args, rounds),
-        "privacy": {
-            "epsilon": args.privacy_epsilon,
-            "noise_multiplier": args.privacy_noise_multiplier,
-            "delta": args.privacy_delta,
-            "partition": args.privacy_partition,
-            "adjacency": args.privacy_adjacency,
-            "participations": participations,
-            "book": args.privacy_book,
-        },
+        "privacy": _privacy(args, participations),
         "rounds": rounds,
         "tracking": {"report_to": args.report_to, "project": args.project},
         "previous": [{"run": run} for run in args.privacy_previous],
@@ -129,11 +129,25 @@ def _policy(args: Any) -> dict[str, Any]:
         given["dtype"] = given.pop("torch_dtype")
     if "dtype" in given:
         given["dtype"] = str(given["dtype"]).removeprefix("torch.")
+    if args.gradient_checkpointing or args.activation_checkpointing:
+        given["gradient_checkpointing"] = True
     template = args.chat_template_kwargs or {}
     return {
         "trust_remote_code": args.trust_remote_code,
         "chat_template_kwargs": template,
         **given,
+    }
+
+
+def _privacy(args: Any, participations: int) -> dict[str, Any]:
+    return {
+        "epsilon": args.privacy_epsilon,
+        "noise_multiplier": args.privacy_noise_multiplier,
+        "delta": args.privacy_delta,
+        "partition": args.privacy_partition,
+        "adjacency": args.privacy_adjacency,
+        "participations": participations,
+        "book": args.privacy_book,
     }
 
 
@@ -163,12 +177,8 @@ def _reward_range(args: Any) -> float:
 def _update(args: Any) -> dict[str, Any]:
     if isinstance(args, PrivateRLOOConfig):
         return {"name": "pg", "baseline": "loo"}
-    scaled = args.scale_rewards in ("group", True)
-    if args.loss_type == "dr_grpo":
-        # A constant length: each response's log-probability has one weight, as in DP-PG. The mean
-        # of the others differs from that of all by a constant factor, which the clip norm absorbs.
-        return {"name": "pg", "baseline": "group" if scaled else "loo"}
-    return {"name": "grpo", "scale_rewards": scaled, "clip_range": args.epsilon}
+    settings = update_settings(args.loss_type, args.scale_rewards)
+    return settings | ({"clip_range": args.epsilon} if settings["name"] == "grpo" else {})
 
 
 def _optimizer(args: Any, rounds: int) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.opacus import without_wrapper
 from dprlhf.policies.optimizers import learning_rate
 from dprlhf.policies.peft_configs import adapter_of
+from dprlhf.policies.quantization import quantization_of
 from dprlhf.privacy.file_times import stamp_run
 from dprlhf.recipe import IN_MEMORY, Data, Recipe, load_recipe
 from dprlhf.rewards.loading import load_rewards
@@ -127,9 +128,9 @@ class PrivateTrainer(Generic[C]):
         )
         self._rows = _rows(train_dataset, "train_dataset")
         self._public = None if eval_dataset is None else _rows(eval_dataset, "eval_dataset")
-        self.recipe = self._recipe(model, peft_config)
+        self.recipe = self._recipe(model, peft_config, quantization_config)
         self._models = {} if isinstance(model, str) else {"model": model}
-        self._policy = _policy(self.recipe, model, processing_class, quantization_config)
+        self._policy = _policy(self.recipe, model, processing_class)
         self.result: Result | None = None
         self._settled = self.recipe
         self._started = False
@@ -137,9 +138,11 @@ class PrivateTrainer(Generic[C]):
         self._log.values = {"model": self.model, "processing_class": self.processing_class}
         self._log.call("on_init_end")
 
-    def _recipe(self, model: Any, peft_config: Any) -> Recipe:
+    def _recipe(self, model: Any, peft_config: Any, quantization: Any) -> Recipe:
         args = self.args
         spec = Data(path=IN_MEMORY, prompt_column="prompt", user_column=args.privacy_unit)
+        if quantization is not None and not isinstance(model, str):
+            raise DprlhfError("quantization_config is for a model by name: this one is loaded")
         return recipe_of(
             args,
             model=model if isinstance(model, str) else IN_MEMORY,
@@ -148,6 +151,7 @@ class PrivateTrainer(Generic[C]):
             users=Users(self._rows, spec).count,
             public=0 if self._public is None else len(self._public),
             processes=Processes.connect().count,
+            quantization=quantization_of(quantization),
         )
 
     # --- what is trained, and what is known of it --------------------------------------------
@@ -391,7 +395,7 @@ def _rows(given: Any, name: str) -> Any:
     return rows
 
 
-def _policy(recipe: Recipe, model: Any, tokenizer: Any, quantization: Any) -> CausalLMPolicy:
+def _policy(recipe: Recipe, model: Any, tokenizer: Any) -> CausalLMPolicy:
     """Return the policy of a trainer's model, which is a name or a model."""
     given = None if isinstance(model, str) else model
     if given is not None and hasattr(given, "peft_config"):
@@ -403,7 +407,7 @@ def _policy(recipe: Recipe, model: Any, tokenizer: Any, quantization: Any) -> Ca
         raise DprlhfError(f"model: a {type(model).__name__} is no name and no transformers model")
     if hasattr(tokenizer, "tokenizer"):
         raise DprlhfError("processing_class: prompts are text here: give the processor's tokenizer")
-    return load_policy_of(recipe, model=given, tokenizer=tokenizer, quantization=quantization)
+    return load_policy_of(recipe, model=given, tokenizer=tokenizer)
 
 
 def _refuse(optimizers: Any, tools: Any, rollout_func: Any, environment_factory: Any) -> None:

@@ -151,7 +151,7 @@ def refused(name: str, reason: str, *settled_by: str) -> Finding:
 
 LOGGED = unused("every round is logged, and leaves a checkpoint")
 SPEED = unused("it changes how fast and in what memory a run goes, not what it learns")
-SHARED = unused("how processes share the work is up to accelerate: docs/scaling.md")
+SHARED = unused("how processes share the work is up to accelerate launch")
 PREPARED = unused("rows are read as they are needed")
 
 NO_DROPOUT = off("there is no dropout: leave it out or write 0")

@@ -1,9 +1,10 @@
-"""Flags of ``dprlhf train`` that are named as in TRL, turned into overrides of the recipe."""
+"""TRL's names of settings, for flags of ``dprlhf train`` and arguments of :func:`dprlhf.train`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import yaml
 
@@ -65,9 +66,6 @@ INSTEAD = {
     "epsilon": "in TRL this is the clip range, here update.clip_range=…; the budget is"
     " privacy.epsilon=…",
     "delta": "in TRL this is a clip range; δ of the guarantee is privacy.delta=…",
-    "scale_rewards": "write update.scale_rewards=true, with update.name=grpo",
-    "loss_type": "write update.name=grpo: each response's tokens are averaged, as with loss_type"
-    " grpo; the others count tokens over the batch, which would couple users",
     "epsilon_high": "the clip range has one width, update.clip_range=…",
     "importance_sampling_level": "write update.name=grpo for token, update.name=pg for sequence",
     "steps_per_generation": "a round's responses serve one step: each further one would be a"
@@ -94,10 +92,78 @@ INSTEAD = {
     "save_steps": "not needed: every round leaves a checkpoint",
     "resume_from_checkpoint": "run: dprlhf resume RUN",
     "push_to_hub": "afterwards run: dprlhf push RUN OWNER/NAME",
-    "deepspeed": "refused: see docs/scaling.md for what shares the work",
-    "fsdp": "start with recipes/accelerate/eight_gpus_sharded.yaml: see docs/scaling.md",
+    "deepspeed": "refused: it owns the backward pass that per-user gradients are taken from;"
+    " torchrun and accelerate launch share the work, also with FSDP",
+    "fsdp": "write it into the config of accelerate launch (distributed_type: FSDP)",
 }
 """TRL's names that no key of the recipe corresponds to, each with what to do instead."""
+
+
+COMBINED = {
+    "generation_kwargs": "rollout.top_k, rollout.top_p, rollout.stop, …",
+    "loss_type": "update.name",
+    "scale_rewards": "update.scale_rewards",
+}
+"""TRL's names whose value decides on the recipe's keys."""
+
+_SCALED = {"group": True, "true": True, "none": False, "false": False}
+
+
+def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recipe's keys as ``section.key``, with values, for settings by TRL's names.
+
+    Args:
+        given: Values by TRL's names, all of them in ``KEYS`` or ``COMBINED``.
+
+    >>> settings_of({"num_generations": 4, "generation_kwargs": {"top_k": 20}})
+    {'rollout.responses': 4, 'rollout.top_k': 20}
+    >>> settings_of({"loss_type": "grpo"})
+    {'update.name': 'grpo', 'update.scale_rewards': True}
+
+    Raises:
+        DprlhfError: A value has no meaning within one user.
+    """
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in KEYS:
+            found[KEYS[name]] = value
+        elif name == "generation_kwargs":
+            if not isinstance(value, Mapping):
+                raise DprlhfError('generation_kwargs: write a mapping, such as {"top_k": 20}')
+            found |= {f"rollout.{key}": one for key, one in rollout_settings(value).items()}
+    if "loss_type" in given or "scale_rewards" in given:
+        named = given.keys() & {"loss_type", "scale_rewards"}
+        update = update_settings(**{name: given[name] for name in named})
+        found |= {f"update.{key}": value for key, value in update.items()}
+    return found
+
+
+def update_settings(loss_type: str = "grpo", scale_rewards: Any = "group") -> dict[str, Any]:
+    """Return the section ``update`` that stands for two settings of TRL's ``GRPOConfig``.
+
+    Args:
+        loss_type: ``grpo`` averages the tokens of a response; ``dr_grpo`` divides all responses by
+            one constant, as DP-PG does: the clip norm absorbs it.
+        scale_rewards: ``group`` or True divides advantages by the spread of a prompt's rewards;
+            ``none`` or False does not.
+
+    Raises:
+        DprlhfError: The value divides by what the whole batch has, which would couple the users.
+    """
+    scaled = _SCALED.get(str(scale_rewards).lower())
+    if scaled is None:
+        raise DprlhfError(
+            f"scale_rewards={scale_rewards}: it divides by the spread of the whole batch, which"
+            " would couple the users: write group or none"
+        )
+    if loss_type == "dr_grpo":
+        return {"name": "pg", "baseline": "group" if scaled else "loo"}
+    if loss_type == "grpo":
+        return {"name": "grpo", "scale_rewards": scaled}
+    raise DprlhfError(
+        f"loss_type={loss_type}: only grpo and dr_grpo divide within a user; the others count the"
+        " tokens of the whole batch, which would couple the users"
+    )
 
 
 def overrides_of(arguments: Sequence[str]) -> list[str]:
@@ -109,31 +175,44 @@ def overrides_of(arguments: Sequence[str]) -> list[str]:
     Raises:
         DprlhfError: A flag is unknown, has no value, or has no key of the same meaning.
     """
-    left, found = iter(arguments), []
+    left = iter(arguments)
+    found: list[str] = []
+    combined: dict[str, Any] = {}
     for argument in left:
-        found += _overrides(argument, left) if argument[:2] == "--" else [argument]
-    return found
+        if argument[:2] != "--":
+            found.append(argument)
+            continue
+        name, equals, value = argument[2:].partition("=")
+        flag, name = f"--{name}", name.replace("-", "_")
+        _check_flag(flag, name)
+        if not equals:
+            value = next(left, "")
+            if not value or value.startswith("--"):
+                raise DprlhfError(f"flag '{flag}' needs a value")
+        if name in KEYS:
+            found.append(f"{KEYS[name]}={value}")
+        elif name == "generation_kwargs":
+            found += _texts({name: _parsed(value)})
+        else:
+            combined[name] = _parsed(value)  # two names, one decision
+    return found + _texts(combined)
 
 
-def _overrides(flag: str, left: Iterator[str]) -> list[str]:
-    name, equals, value = flag[2:].partition("=")
-    name = name.replace("-", "_")
+def _texts(given: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={json.dumps(value)}" for key, value in settings_of(given).items()]
+
+
+def _check_flag(flag: str, name: str) -> None:
     if name in INSTEAD:
-        raise DprlhfError(f"flag '{flag.partition('=')[0]}': {INSTEAD[name]}")
-    if name not in KEYS and name != "generation_kwargs":
-        near = nearest(name, KEYS)
+        raise DprlhfError(f"flag '{flag}': {INSTEAD[name]}")
+    if name not in KEYS and name not in COMBINED:
+        near = nearest(name, [*KEYS, *COMBINED])
         hint = f"; did you mean '--{near}'?" if near else "; write section.key=value"
-        raise DprlhfError(f"unknown flag '{flag.partition('=')[0]}'{hint}")
-    if not equals:
-        value = next(left, "")
-        if not value or value.startswith("--"):
-            raise DprlhfError(f"flag '{flag}' needs a value")
-    if name in KEYS:
-        return [f"{KEYS[name]}={value}"]
+        raise DprlhfError(f"unknown flag '{flag}'{hint}")
+
+
+def _parsed(text: str) -> Any:
     try:
-        given = yaml.safe_load(value)
+        return yaml.safe_load(text)
     except yaml.YAMLError:
-        given = None
-    if not isinstance(given, dict):
-        raise DprlhfError("flag '--generation_kwargs': write a mapping, such as {\"top_k\": 20}")
-    return [f"rollout.{key}={json.dumps(one)}" for key, one in rollout_settings(given).items()]
+        return text

@@ -1,0 +1,258 @@
+"""An agent: its tools, and one fresh environment for each trajectory."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from dprlhf.agents.chat import Tool, check_chat
+from dprlhf.errors import EXITS, DprlhfError, one_line
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.rewards.reward import _wait_for as wait_for
+
+EnvironmentFactory = Callable[[], Any]
+"""Makes an environment with a method ``reset``; TRL's ``environment_factory``."""
+
+_OWN = ("reset", "get_reward")
+
+
+class OwnRandomness:
+    """The global generators of Python, NumPy and PyTorch, in states that are one trajectory's own.
+
+    A game that draws from ``random`` would otherwise take its numbers from a stream that all users
+    share, and each user's draws would shift those of the next.
+
+    Args:
+        seed: Seed of the trajectory's generators, from the run's secret key, 63 bits.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._states: tuple[Any, Any, torch.Tensor] | None = None
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Put the trajectory's states in for the context, and those from before back after it."""
+        outside = self._read()
+        if self._states is None:
+            random.seed(self._seed)
+            np.random.seed(self._seed % 2**32)
+            torch.random.set_rng_state(torch.Generator().manual_seed(self._seed).get_state())
+        else:
+            self._write(self._states)
+        try:
+            yield
+        finally:
+            self._states = self._read()
+            self._write(outside)
+
+    @staticmethod
+    def _read() -> tuple[Any, Any, torch.Tensor]:
+        return random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+
+    @staticmethod
+    def _write(states: tuple[Any, Any, torch.Tensor]) -> None:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.random.set_rng_state(states[2])
+
+
+@dataclass(repr=False, eq=False)
+class Trajectory:
+    """One response in the making: its turns so far, and what only this trajectory has.
+
+    Attributes:
+        asked: The conversation that the policy answers.
+        prompt: Its tokens.
+        tools: The functions that the policy may call, by name.
+        environment: The trajectory's own environment; None without one.
+        own_randomness: Generators for tools and environment.
+        tokens: The response so far: what the policy wrote and what tools answered.
+        own: 1 for each of these that the policy wrote, else 0.
+        messages: The turns and answers as messages.
+        failed: Whether it broke off with an error.
+    """
+
+    asked: Any
+    prompt: list[int]
+    tools: Mapping[str, Tool]
+    environment: Any
+    own_randomness: OwnRandomness
+    tokens: list[int] = field(default_factory=list)
+    own: list[int] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    failed: bool = False
+
+    @property
+    def context(self) -> list[int]:
+        """All tokens that stand before the next turn."""
+        return self.prompt + self.tokens
+
+    def add(self, tokens: Sequence[int], *, own: bool) -> None:
+        """Append tokens that the policy wrote (``own``) or that it got as an answer."""
+        self.tokens += tokens
+        self.own += [int(own)] * len(tokens)
+
+
+class Agent:
+    """What a policy acts with: tools, and a factory of environments.
+
+    Tools and environments run outside the model, in this process. One that keeps something from
+    call to call (a counter, a cache, a file), or asks a service that does, lets one user change
+    what another gets; then ε is wrong, and nothing here can see it in general. A fresh environment
+    for each trajectory and generators of its own close the common ways.
+
+    Args:
+        tools: Functions with type hints and a docstring, sync or async.
+        environment_factory: Makes an environment; its public methods but ``reset`` and
+            ``get_reward`` are tools.
+        max_tool_calling_iterations: Most turns in which tools are called; None for any number.
+
+    Raises:
+        DprlhfError: A tool has no name or no schema, or an environment no ``reset``.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Tool] = (),
+        environment_factory: EnvironmentFactory | None = None,
+        max_tool_calling_iterations: int | None = None,
+    ) -> None:
+        self.tools = list(tools)
+        self.environment_factory = environment_factory
+        self.most_iterations = max_tool_calling_iterations
+        self._first: Any = None
+        methods: list[Tool] = []
+        if environment_factory is not None:
+            self._first = environment_factory()
+            if not callable(getattr(self._first, "reset", None)):
+                raise DprlhfError(
+                    f"rollout.agent.environment: {type(self._first).__name__} has no method reset,"
+                    " which begins a trajectory"
+                )
+            methods = _methods(self._first)
+        self.shown = [*self.tools, *methods]
+        _check_tools(self.shown)
+
+    def attach(self, policy: CausalLMPolicy, max_prompt_tokens: int) -> None:
+        """Let the chat template show the tools, and check that it can.
+
+        Raises:
+            DprlhfError: The template leaves out tools, calls or answers.
+        """
+        policy.tools = self.shown
+        check_chat(policy, max_prompt_tokens)
+
+    def environment(self) -> Any:
+        """Return a new environment; None without a factory."""
+        return None if self.environment_factory is None else self.environment_factory()
+
+    def check_fresh(self, environments: Sequence[Any]) -> None:
+        """Check that each trajectory has an environment of its own.
+
+        Raises:
+            DprlhfError: The factory returned an object twice: two users would share its state.
+        """
+        given = [id(one) for one in (self._first, *environments) if one is not None]
+        if len(set(given)) < len(given):
+            raise DprlhfError(
+                "rollout.agent.environment: the factory returned the same environment twice, so"
+                " that one user would act in another's: it must make a new one at each call"
+            )
+
+    def tools_of(self, environment: Any) -> dict[str, Tool]:
+        """Return the tools of a trajectory by name."""
+        methods = _methods(environment) if environment is not None else []
+        return {tool.__name__: tool for tool in (*self.tools, *methods)}
+
+
+def begin(
+    environment: Any, own_randomness: OwnRandomness, prompt: Any, row: Mapping[str, Any]
+) -> Any:
+    """Reset an environment and return the conversation with its first observation appended.
+
+    Args:
+        environment: The trajectory's environment.
+        own_randomness: Its generators.
+        prompt: The conversation.
+        row: All columns of the prompt's row; ``reset`` gets those that it has parameters for.
+    """
+    takes = inspect.signature(environment.reset).parameters.values()
+    named = {p.name for p in takes}
+    every = any(p.kind is p.VAR_KEYWORD for p in takes)
+    with own_randomness():
+        seen = environment.reset(**{k: v for k, v in row.items() if every or k in named})
+        seen = wait_for(seen) if inspect.isawaitable(seen) else seen
+    if seen is None:
+        return prompt
+    last = prompt[-1]
+    return [*prompt[:-1], {**last, "content": f"{last['content']}{seen}"}]
+
+
+def call(trajectory: Trajectory, made: Mapping[str, Any], *, private: bool) -> dict[str, Any]:
+    """Call a tool and return its answer as a message ``{"role": "tool", "name", "content"}``.
+
+    An exception is an answer, too: ``{'error': …}`` with its text, as in TRL.
+
+    Args:
+        trajectory: The trajectory whose policy calls.
+        made: The call, ``{"name", "arguments"}``.
+        private: Whether a tool that exits is answered like one that fails, so that no user's
+            call can end the run.
+    """
+    name = made["name"]
+    try:
+        if name not in trajectory.tools:
+            raise ValueError(f"Tool {name} not found.")
+        with trajectory.own_randomness():
+            result = trajectory.tools[name](**made["arguments"])
+            result = wait_for(result) if inspect.isawaitable(result) else result
+        content = str(result)
+    except BaseException as problem:
+        if isinstance(problem, EXITS) and not private:
+            raise
+        content = str({"error": _text_of(problem)})
+    return {"role": "tool", "name": name, "content": content}
+
+
+def _text_of(problem: BaseException) -> str:
+    try:
+        return str(problem)
+    except Exception:
+        return type(problem).__name__
+
+
+def _methods(environment: Any) -> list[Tool]:
+    """Return the public methods of an environment, as tools, in the order of their names."""
+    functions = inspect.getmembers(type(environment), predicate=inspect.isfunction)
+    return [
+        getattr(environment, name)
+        for name, _ in functions
+        if name not in _OWN and not name.startswith("_")
+    ]
+
+
+def _check_tools(tools: Sequence[Tool]) -> None:
+    from transformers.utils import get_json_schema
+
+    names = [getattr(tool, "__name__", None) for tool in tools]
+    for tool, name in zip(tools, names, strict=True):
+        if name is None or names.count(name) > 1:
+            raise DprlhfError(
+                f"rollout.agent: the tool {name or tool!r} has no name of its own: give functions"
+                " with different names"
+            )
+        try:
+            get_json_schema(tool)
+        except Exception as problem:
+            raise DprlhfError(
+                f"rollout.agent: the tool {name!r} cannot be shown to the model:"
+                f" {one_line(problem)}"
+            ) from None

@@ -1,0 +1,79 @@
+"""The check that trajectories keep apart, on PUBLIC prompts before a run's first charge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from dprlhf import recipe
+from dprlhf.data.users import Prompts
+from dprlhf.errors import DprlhfError
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.rollout import Responses, sample
+
+_PROMPTS = 4
+_ROWS = 8  # of a micro-batch: few, because the check is of tools and not of shapes
+
+
+def check_apart(
+    policy: CausalLMPolicy, spec: recipe.Rollout, prompts: Prompts, max_prompt_tokens: int
+) -> None:
+    """Check that a trajectory is the same alone, in company, in another order, and again.
+
+    A tool that counts its calls, a cache, or an environment that shares its state would make one
+    user's trajectories depend on another's. Passing is evidence, not a proof: what is shared may
+    show on other prompts only, and a policy that calls no tool yet shows nothing.
+
+    Args:
+        policy: The policy with its sampler.
+        spec: The rollout settings.
+        prompts: Public conversations, at least one.
+        max_prompt_tokens: The longest prompt, in tokens.
+
+    Raises:
+        DprlhfError: A trajectory came out otherwise.
+    """
+    some = prompts.first(_PROMPTS)
+    assert spec.batch_size != "auto"
+    few = spec.model_copy(update={"batch_size": min(spec.batch_size, _ROWS)})
+
+    def sampled(chosen: list[int]) -> dict[int, Any]:
+        made = sample(
+            policy,
+            some.take(chosen),
+            few,
+            key=bytes(32),
+            context=("tools apart",),
+            max_prompt_tokens=max_prompt_tokens,
+        )
+        return {number: _of_prompt(made, place) for place, number in enumerate(chosen)}
+
+    everyone = list(range(len(some)))
+    together = sampled(everyone)
+    situations = {"with the prompts in another order": [everyone[::-1]]}
+    situations["alone"] = [[number] for number in everyone]
+    situations["when sampled again"] = [everyone]
+    for situation, calls in situations.items():
+        for chosen in calls:
+            for number, found in sampled(chosen).items():
+                if found != together[number]:
+                    raise DprlhfError(
+                        f"rollout.agent: the trajectories of public prompt {number} come out"
+                        f" otherwise {situation}: a tool or the environment keeps something from"
+                        " call to call, so one user would change another's responses. Make it a"
+                        " function of its arguments, or keep its state in the environment"
+                    )
+
+
+def _of_prompt(made: Responses, place: int) -> list[Any]:
+    rows = np.flatnonzero(made.prompt == place)
+    seen: list[Any] = []
+    for row in rows.tolist():
+        tokens = made.tokens[row][made.mask[row].bool()]
+        own: torch.Tensor = made.policy_mask[row]
+        seen.append(
+            (tokens.tolist(), own.tolist(), repr(made.completions and made.completions[row]))
+        )
+    return seen

@@ -1,0 +1,43 @@
+"""Load the agent that a recipe names, or take what the program passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dprlhf import recipe
+from dprlhf.agents.agent import Agent, EnvironmentFactory
+from dprlhf.agents.chat import Tool
+from dprlhf.errors import DprlhfError
+from dprlhf.recipe import IN_MEMORY
+from dprlhf.rewards.loading import load_function
+
+
+def load_agent(
+    spec: recipe.Agent, tools: Sequence[Tool] | None, environment_factory: EnvironmentFactory | None
+) -> Agent:
+    """Return the agent of a recipe.
+
+    Args:
+        spec: The section ``rollout.agent``.
+        tools: The tools that the program passes; None for those that the recipe names.
+        environment_factory: The factory that the program passes; None for that of the recipe.
+
+    Raises:
+        DprlhfError: Something cannot be loaded, or a resumed run needs objects of the program
+            again.
+    """
+    given = list(tools) if tools is not None else [_named(name, "tool") for name in spec.tools]
+    factory = environment_factory
+    if factory is None and spec.environment is not None:
+        factory = _named(spec.environment, "environment")
+    return Agent(given, factory, spec.max_tool_calling_iterations)
+
+
+def _named(source: str, kind: str) -> Any:
+    if source == IN_MEMORY:
+        raise DprlhfError(f"this run's {kind} was given in Python: give it again to resume()")
+    found = load_function(source, kind)
+    if not callable(found):
+        raise DprlhfError(f"{kind} {source!r} is a {type(found).__name__}, not a callable")
+    return found

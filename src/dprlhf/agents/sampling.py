@@ -1,0 +1,315 @@
+"""Sampling with tools: turns of the policy, answers of the tools, until no more is called.
+
+The promises of :mod:`dprlhf.rollout` hold for every turn: a row's tokens depend on its own prompt,
+tools and draws, in micro-batches whose shapes are public. Place p of a response has the draw p of
+the row's own stream, in whichever turn it is sampled.
+
+A turn's context is the prompt with all that came since, and it is read anew at each turn. Contexts
+of one padded width go together, and each makes as many steps as the longest could that has this
+width (:func:`steps_of`); what a row samples past its own end is dropped. **How many turns there
+are depends on the users**, as the number of decoding steps does: the time that a private round
+takes is shown nowhere (``docs/privacy.md``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dprlhf import recipe
+from dprlhf.agents.agent import Agent, OwnRandomness, Trajectory, begin, call
+from dprlhf.agents.chat import answer_tokens, read_turn
+from dprlhf.data.users import Prompts
+from dprlhf.errors import EXITS, DprlhfError, one_line
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.privacy.randomness import uint64_stream
+from dprlhf.rewards.isolation import SecretSink, captured
+from dprlhf.rollout.batch import Responses, Tick, padded_width
+from dprlhf.rollout.sampling import draws_of, generate_rows, text_of_tokens
+
+_SLACK = 15  # a padded width holds contexts that are up to so many tokens shorter
+
+
+def steps_of(width: int, prompt: int, response: int) -> int:
+    """Return the number of steps of a later turn, from public numbers alone.
+
+    A context of ``width`` tokens, padding included, has at least ``width`` − 15 of its own, of
+    which at most ``prompt`` are the prompt's: the room left in its response is at most this.
+
+    Args:
+        width: The padded width of the context.
+        prompt: The longest prompt, in tokens.
+        response: The longest response, in tokens.
+    """
+    return min(response, prompt + response - width + _SLACK)
+
+
+def longest_row(prompt: int, response: int) -> int:
+    """Return the most positions that a row of a later turn takes, with what is dropped of it."""
+    return prompt + response + _SLACK
+
+
+class AgentSampler:
+    """Samples trajectories with an :class:`Agent`; a :class:`~dprlhf.rollout.sampling.Sampler`.
+
+    Args:
+        agent: The tools and the environment.
+
+    Attributes:
+        sink: Receiver of the text that tools print on private trajectories; None drops it.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self.sink: SecretSink | None = None
+
+    def __call__(
+        self,
+        policy: CausalLMPolicy,
+        prompts: Prompts,
+        spec: recipe.Rollout,
+        *,
+        key: bytes,
+        context: tuple[str | int, ...],
+        max_prompt_tokens: int,
+        tick: Tick | None,
+        private: bool,
+    ) -> Responses:
+        """Sample ``spec.responses`` trajectories for each prompt.
+
+        Raises:
+            DprlhfError: A prompt is no conversation, or the environments' factory returns the same
+                one twice; on public prompts also where an environment cannot be reset.
+        """
+        if any(isinstance(prompt, str) for prompt in prompts.prompts):
+            raise DprlhfError(
+                "rollout.agent: tools are called in conversations, and a prompt is plain text: give"
+                ' prompts as lists of messages, [{"role": "user", "content": …}]'
+            )
+        k, run = spec.responses, _Turns(policy, spec, max_prompt_tokens, self, private)
+        rows = run.begun(prompts, key, context)
+        draws = draws_of(prompts, key, context, k, spec.max_new_tokens)
+        from_base = np.arange(k) < (k // 2 if spec.base_policy == "reference" else 0)
+        for base in np.unique(from_base):
+            numbers = np.flatnonzero(from_base == base)
+            chosen = (k * np.arange(len(prompts))[:, None] + numbers).ravel()
+            with policy.base() if base else contextlib.nullcontext():
+                run.all_turns([rows[r] for r in chosen], draws[:, numbers], tick)
+        return _packed(policy, prompts, rows, np.tile(from_base, len(prompts)), spec, run.longest)
+
+
+class _Turns:
+    """The turns of some trajectories.
+
+    Args:
+        policy: The policy, its adapter on or off as the caller has it at each turn.
+        spec: The rollout settings.
+        longest: The longest prompt, in tokens.
+        sampler: The agent, and where the tools' output goes.
+        private: Whether the prompts are private.
+    """
+
+    def __init__(
+        self,
+        policy: CausalLMPolicy,
+        spec: recipe.Rollout,
+        longest: int,
+        sampler: AgentSampler,
+        private: bool,
+    ) -> None:
+        self.policy, self.spec, self.longest = policy, spec, longest
+        self.agent, self.private, self._sink = sampler.agent, private, sampler.sink
+
+    def begun(
+        self, prompts: Prompts, key: bytes, context: tuple[str | int, ...]
+    ) -> list[Trajectory]:
+        """Return the trajectories before their first turn, each with an environment of its own."""
+        k, rows = self.spec.responses, []
+        with self._quiet():
+            for p, asked in enumerate(prompts.prompts):
+                owner = int(prompts.users[p]), int(prompts.slots[p])
+                seeds = uint64_stream(key, *context, *owner, "tools", count=k) >> np.uint64(1)
+                columns = {"prompt": asked, **{n: v[p] for n, v in prompts.columns.items()}}
+                rows += [self._begun(asked, columns, OwnRandomness(int(s))) for s in seeds]
+        self.agent.check_fresh([row.environment for row in rows])
+        return rows
+
+    def _begun(self, asked: Any, columns: dict[str, Any], own: OwnRandomness) -> Trajectory:
+        """Return a trajectory before its first turn; a private one that cannot begin has failed."""
+        environment, failed = None, False
+        try:
+            with own():
+                environment = self.agent.environment()
+            if environment is not None:
+                asked = begin(environment, own, asked, columns)
+            ids = self.policy.encode([asked], self.longest)[0]
+        except BaseException as problem:
+            if not self.private:
+                raise _refused(problem) from None
+            ids, failed = self.policy.encode([""], self.longest)[0], True
+        tools = self.agent.tools_of(environment)
+        return Trajectory(asked, ids, tools, environment, own, failed=failed)
+
+    def all_turns(self, rows: Sequence[Trajectory], draws: torch.Tensor, tick: Tick | None) -> None:
+        """Let trajectories act until each has ended.
+
+        Args:
+            rows: The trajectories, those of a prompt adjacent.
+            draws: Their uniform numbers, ``[prompts, responses, max_new_tokens]``.
+            tick: Progress callback.
+        """
+        flat = draws.flatten(0, 1)
+        # Trajectories that failed take part in the first turn: shapes must not depend on them.
+        live, iterations = list(range(len(rows))), 0
+        while live:
+            before = {n: rows[n].context for n in live}
+            for n, tokens in self._sampled(rows, live, flat, draws.shape[1], first=not iterations):
+                room = self.spec.max_new_tokens - len(rows[n].tokens)
+                rows[n].add(tokens[:room], own=True)
+            if tick is not None:
+                tick(len(rows) if not iterations else 0)
+            most = self.agent.most_iterations
+            last = most is not None and iterations >= most
+            with self._quiet():
+                live = [n for n in live if self._answered(rows[n], before[n], last=last)]
+            iterations += 1
+
+    def _sampled(
+        self,
+        rows: Sequence[Trajectory],
+        live: Sequence[int],
+        draws: torch.Tensor,
+        k: int,
+        *,
+        first: bool,
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Yield the number of each live trajectory, and the tokens of its next turn."""
+        prompt, response = self.longest, self.spec.max_new_tokens
+        alike = first and self.agent.environment_factory is None
+        each = k if alike else 1  # responses that share their prompt's prefill
+        longest = prompt if first else prompt + response
+        starts = np.array(live, dtype=np.int64)[::each]
+        contexts = [rows[n].context for n in starts.tolist()]
+        widths = padded_width(np.array([len(c) for c in contexts]), longest)
+        for width in np.unique(widths):
+            chosen = np.flatnonzero(widths == width)
+            steps = response if first else steps_of(int(width), prompt, response)
+            left = torch.full((len(chosen) * each, steps), 0.5, dtype=torch.float64)
+            numbers = (starts[chosen][:, None] + np.arange(each)).ravel()
+            for place, n in enumerate(numbers.tolist()):
+                own = draws[n, len(rows[n].tokens) :][:steps]
+                left[place, : len(own)] = own
+            for positions, turns in generate_rows(
+                self.policy,
+                [contexts[c] for c in chosen],
+                left.view(len(chosen), each, steps),
+                self.spec,
+                max_prompt_tokens=longest,
+            ):
+                yield from zip(numbers[positions].tolist(), turns, strict=True)
+
+    def _answered(self, row: Trajectory, before: list[int], *, last: bool) -> bool:
+        """Read a turn, call its tools and append their answers; return whether a turn follows."""
+        if row.failed:
+            return False
+        try:
+            start = len(before) - len(row.prompt)
+            turn = read_turn(self.policy, before, row.tokens[start:], list(row.tools.values()))
+            row.messages.append(turn)
+            calls = turn.get("tool_calls")
+            if not calls or last:
+                return False
+            answers = [call(row, made["function"], private=self.private) for made in calls]
+            tokens = answer_tokens(self.policy, answers)
+        except BaseException as problem:
+            if not self.private:
+                raise _refused(problem) from None
+            row.failed = True
+            return False
+        if len(row.tokens) + len(tokens) >= self.spec.max_new_tokens:
+            return False  # no room for an answer and a turn after it: as in TRL, it is left out
+        row.messages += answers
+        row.add(tokens, own=False)
+        return True
+
+    @contextlib.contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Keep what tools print about private trajectories away from the terminal."""
+        with captured(self._sink) if self.private else contextlib.nullcontext():
+            yield
+
+
+def _refused(problem: BaseException) -> BaseException:
+    if isinstance(problem, (*EXITS, DprlhfError)):
+        return problem
+    text = one_line(problem)
+    return DprlhfError(f"rollout.agent: on a public prompt, {type(problem).__name__}: {text}")
+
+
+def _packed(
+    policy: CausalLMPolicy,
+    prompts: Prompts,
+    rows: Sequence[Trajectory],
+    from_base: NDArray[np.bool_],
+    spec: recipe.Rollout,
+    longest: int,
+) -> Responses:
+    """Return the trajectories as responses; one that failed has an end token alone."""
+    k, length = spec.responses, spec.max_new_tokens
+    width = int(padded_width(max((len(row.prompt) for row in rows), default=0), longest))
+    tokens = torch.full((len(rows), width + length), policy.tokenizer.pad_token_id)
+    mask, own = torch.zeros_like(tokens), torch.zeros(len(rows), length, dtype=torch.long)
+    for number, row in enumerate(rows):
+        if row.failed or not row.tokens:
+            row.tokens, row.own = [policy.end_tokens[0]], [1]
+            row.messages = [{"role": "assistant", "content": ""}]
+        columns = slice(width - len(row.prompt), width + len(row.tokens))
+        tokens[number, columns] = torch.tensor(row.prompt + row.tokens)
+        mask[number, columns] = 1
+        own[number, : len(row.own)] = torch.tensor(row.own)
+    _, user = np.unique(prompts.users, return_inverse=True)
+    environments = [row.environment for row in rows]
+    with_environment = any(one is not None for one in environments)
+    return Responses(
+        tokens=tokens,
+        mask=mask,
+        prompt=np.repeat(np.arange(len(prompts)), k),
+        user=np.repeat(user, k),
+        from_base=from_base,
+        texts=[text_of_tokens(policy, row.tokens) for row in rows],
+        prompts=prompts,
+        users=len(np.unique(prompts.users)),
+        max_new_tokens=length,
+        max_prompt_tokens=longest,
+        # An environment's first observation may make each row's prompt another.
+        num_generations=1 if with_environment else k,
+        tool_mask=own,
+        completions=[row.messages for row in rows],
+        asked=[row.asked for row in rows],
+        extra={"environments": environments} if with_environment else {},
+        failed=np.array([row.failed for row in rows], dtype=bool),
+    )
+
+
+def act(policy: CausalLMPolicy, agent: Agent, max_prompt_tokens: int) -> AgentSampler:
+    """Let a policy act with an agent: its template shows the tools, and its turns call them.
+
+    Args:
+        policy: The policy.
+        agent: Tools and environment.
+        max_prompt_tokens: The longest prompt, in tokens.
+
+    Returns:
+        The sampler, which is the policy's from now on.
+
+    Raises:
+        DprlhfError: The policy's chat template cannot show them.
+    """
+    agent.attach(policy, max_prompt_tokens)
+    policy.sampler = sampler = AgentSampler(agent)
+    return sampler

@@ -1,0 +1,364 @@
+"""Tools and environments: what the policy gets to see, and that nobody gets at another's."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dprlhf import DprlhfError, recipe
+from dprlhf.agents import Agent, act, check_apart, steps_of
+from dprlhf.agents.agent import OwnRandomness, Trajectory, call
+from dprlhf.agents.chat import answer_tokens, read_turn
+from dprlhf.data.users import Prompts
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.rewards import Scorer
+from dprlhf.rewards.private import score_responses
+from dprlhf.rollout import Responses, sample
+from dprlhf.rollout.logprobs import token_logprobs
+from helpers.agents import Guessing, add, asked, fail, policy_of, written
+
+KEY = bytes(range(32))
+LONGEST, LENGTH = 40, 64
+
+
+def prompts_of(texts: list[str], users: list[int] | None = None, **columns: Any) -> Prompts:
+    owners = np.arange(len(texts)) if users is None else np.array(users)
+    slots = np.array([list(owners[:i]).count(u) for i, u in enumerate(owners)], dtype=np.int64)
+    return Prompts([asked(text) for text in texts], owners, slots, columns)
+
+
+def draw(policy: CausalLMPolicy, prompts: Prompts, **changes: Any) -> Responses:
+    private = changes.pop("private", True)
+    settings = {"responses": 3, "max_new_tokens": LENGTH, "batch_size": 8, **changes}
+    spec = recipe.Rollout.model_validate(settings)
+    return sample(
+        policy, prompts, spec, key=KEY, context=("rollout", 1), max_prompt_tokens=LONGEST,
+        private=private,
+    )  # fmt: skip
+
+
+def with_agent(*tools: Any, environment: Any = None, most: int | None = None) -> CausalLMPolicy:
+    policy = policy_of()
+    act(policy, Agent(tools, environment, most), LONGEST)
+    return policy
+
+
+USERS = ["2 and 1?", "two and two, please?", "0 1", "what?", "1 and 2 and so on and on"]
+
+
+@pytest.fixture(scope="module")
+def calculated() -> Responses:
+    return draw(with_agent(add, fail), prompts_of(USERS))
+
+
+def rows_with_tools(responses: Responses) -> list[int]:
+    assert responses.completions is not None
+    return [r for r, c in enumerate(responses.completions) if any(m["role"] == "tool" for m in c)]
+
+
+def test_the_policy_calls_tools_and_their_answers_are_no_tokens_of_its_own(
+    calculated: Responses,
+) -> None:
+    policy, rows = policy_of(), rows_with_tools(calculated)
+    assert len(rows) >= 5
+    assert calculated.completions is not None
+    for row in rows:
+        messages = calculated.completions[row]
+        own, real = calculated.policy_mask[row].bool(), calculated.response_mask[row].bool()
+        tokens = calculated.tokens[row, -LENGTH:]
+        said = [m["content"] for m in messages if m["role"] == "tool"]
+        answered = policy.tokenizer.decode(tokens[real & ~own])
+        assert answered.replace("<eos>a", "<eos>") == "".join(f"t{text}<eos>" for text in said)
+        called = [made["function"] for m in messages[:-1] for made in m.get("tool_calls", [])]
+        assert len(called) == len(said)
+        for made, answer in zip(called, said, strict=True):
+            if made["name"] == "add":
+                assert answer == str(made["arguments"]["a"] + made["arguments"]["b"])
+            shown = written(made["name"], **made["arguments"])
+            assert shown in policy.tokenizer.decode(tokens[own])
+
+
+def calls_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [made["function"] for m in messages for made in m.get("tool_calls", [])]
+
+
+def test_a_response_is_its_turns_and_answers_in_their_order(calculated: Responses) -> None:
+    policy = policy_of()
+    assert calculated.completions is not None
+    for row, messages in enumerate(calculated.completions):
+        whole = policy.tokenizer.decode(
+            calculated.tokens[row, -LENGTH:][calculated.response_mask[row].bool()]
+        )
+        place = 0
+        for message in messages:
+            shown = message["content"]
+            assert shown in whole[place:]
+            place = whole.index(shown, place) + len(shown)
+        assert messages[0]["role"] == "assistant"
+
+
+def test_failing_and_missing_tools_answer_with_their_error() -> None:
+    def leave() -> None:
+        sys.exit(3)
+
+    trajectory = Trajectory([], [], {"fail": fail, "leave": leave}, None, OwnRandomness(1))
+    for name, private, answer in [
+        ("fail", False, "{'error': 'this tool is broken'}"),
+        ("nothing", False, "{'error': 'Tool nothing not found.'}"),
+        ("leave", True, "{'error': '3'}"),
+    ]:
+        made = {"name": name, "arguments": {}}
+        said = call(trajectory, made, private=private)
+        assert said == {"role": "tool", "name": name, "content": answer}
+    with pytest.raises(SystemExit):
+        call(trajectory, {"name": "leave", "arguments": {}}, private=False)
+
+
+def test_async_tools_are_waited_for() -> None:
+    async def later(a: int) -> int:
+        await asyncio.sleep(0)
+        return a + 1
+
+    trajectory = Trajectory([], [], {"later": later}, None, OwnRandomness(1))
+    assert (
+        call(trajectory, {"name": "later", "arguments": {"a": 4}}, private=True)["content"] == "5"
+    )
+
+
+def test_the_answers_condition_what_the_policy_writes_next(calculated: Responses) -> None:
+    """Each own token is the one that its draw picks behind everything that stands before it."""
+    policy = with_agent(add, fail)
+    row = rows_with_tools(calculated)[0]
+    found = token_logprobs(policy, calculated, 8)
+    ids = calculated.tokens[row][calculated.mask[row].bool()]
+    logits = policy.model(input_ids=ids[None]).logits[0] / policy.temperature
+    truth = torch.log_softmax(logits, -1)[range(len(ids) - 1), ids[1:]].detach()
+    own = calculated.policy_mask[row][calculated.response_mask[row].bool()]
+    truth = truth[-len(own) :] * own
+    assert np.allclose(found[row, : len(own)], truth.numpy(), atol=1e-9)
+    assert (found[row][calculated.policy_mask[row].numpy() == 0] == 0).all()
+
+
+@pytest.mark.parametrize("chosen", [[0], [3, 1], [4, 3, 2, 1]])
+@pytest.mark.parametrize("base_policy", ["on-policy", "reference"])
+def test_trajectories_do_not_depend_on_who_else_is_there(
+    chosen: list[int], base_policy: str
+) -> None:
+    policy = with_agent(add, fail)
+    changes = {"base_policy": base_policy, "responses": 4}
+    everyone = draw(policy, prompts_of(USERS), **changes)
+    some = draw(policy, prompts_of(USERS).take(chosen), **changes)
+    for place, number in enumerate(chosen):
+        for response in range(4):
+            a, b = 4 * number + response, 4 * place + response
+            assert trajectory(everyone, a) == trajectory(some, b)
+    assert len(rows_with_tools(everyone)) > 4
+
+
+def trajectory(responses: Responses, row: int) -> tuple[Any, ...]:
+    assert responses.completions is not None
+    seen = responses.mask[row].bool()
+    return (
+        responses.tokens[row][seen].tolist(),
+        responses.policy_mask[row].tolist(),
+        responses.completions[row],
+    )
+
+
+def test_a_trajectory_ends_after_the_last_iteration() -> None:
+    for most in (1, 2):
+        responses = draw(with_agent(add, fail, most=most), prompts_of(USERS))
+        assert responses.completions is not None
+        turns = [sum(m["role"] == "assistant" for m in c) for c in responses.completions]
+        assert max(turns) == most + 1
+
+
+def test_what_does_not_fit_is_left_out() -> None:
+    responses = draw(with_agent(add, fail), prompts_of(USERS), max_new_tokens=6)
+    assert responses.completions is not None
+    assert int(responses.response_mask.sum(1).max()) <= 6
+    own = responses.policy_mask.sum(1)
+    assert int(own.min()) >= 1
+    last = responses.response_mask.sum(1) - 1
+    assert bool((responses.policy_mask[range(len(last)), last] == 1).all())
+
+
+def test_the_steps_of_a_later_turn_hold_every_response_that_the_width_can_have() -> None:
+    from dprlhf.rollout import padded_width
+
+    for prompt, response in [(20, 48), (16, 7), (100, 33), (5, 5)]:
+        for own in range(1, prompt + 1):
+            for given in range(1, response):
+                width = int(padded_width(own + given, prompt + response))
+                steps = steps_of(width, prompt, response)
+                assert min(response, response - given) <= steps <= response
+                assert own + given + steps <= prompt + response + 15 + 1
+
+
+# --- environments -------------------------------------------------------------------------------
+
+
+def test_each_trajectory_has_its_own_environment_and_draws() -> None:
+    policy = with_agent(environment=Guessing)
+    prompts = prompts_of(USERS, level=["a", "b", "c", "d", "e"])
+    random.seed(5)
+    before = random.getstate()
+    responses = draw(policy, prompts, responses=8)
+    assert random.getstate() == before
+    environments = responses.extra["environments"]
+    assert len({id(one) for one in environments}) == len(environments) == 40
+    assert len({one.number for one in environments}) == 4
+    assert responses.asked is not None
+    assert responses.asked[8][0]["content"] == "two and two, please? (b)"
+    assert responses.completions is not None
+    for one, messages in zip(environments, responses.completions, strict=True):
+        answered = [m["content"] for m in messages if m["role"] == "tool"]
+        guesses = [c["arguments"]["number"] for c in calls_of(messages) if c["name"] == "guess"]
+        assert one.guesses == guesses[: len(one.guesses)]
+        assert answered.count("right") <= one.guesses.count(one.number)
+    random.seed(6)  # nothing is drawn from the generators that all share
+    again = draw(policy, prompts.take([3, 1]), responses=8)
+    assert [e.number for e in again.extra["environments"]] == [
+        e.number for e in environments[24:32] + environments[8:16]
+    ]
+
+
+def test_an_environment_for_two_trajectories_is_refused() -> None:
+    shared = Guessing()
+    with pytest.raises(DprlhfError, match="same environment twice"):
+        draw(with_agent(environment=lambda: shared), prompts_of(USERS))
+    two = [Guessing(), Guessing(), Guessing()]
+    with pytest.raises(DprlhfError, match="same environment twice"):
+        draw(with_agent(environment=lambda: two.append(two.pop(0)) or two[-1]), prompts_of(USERS))
+
+
+def played(completions: list[Any], environments: list[Guessing]) -> list[float]:
+    return [float(len(one.guesses)) for one in environments]
+
+
+class Fragile(Guessing):
+    def reset(self, prompt: Any, **columns: Any) -> str:
+        if "please" in prompt[-1]["content"]:
+            raise ValueError("cannot play with " + prompt[-1]["content"])
+        return super().reset(prompt, **columns)
+
+
+def test_a_user_whose_environment_fails_is_alone_in_that() -> None:
+    good = draw(with_agent(environment=Guessing), prompts_of(USERS))
+    policy = with_agent(environment=Fragile)
+    responses = draw(policy, prompts_of(USERS))
+    assert responses.failed is not None
+    assert responses.failed.tolist() == [u == 1 for u in responses.user]
+    for row in np.flatnonzero(responses.user != 1).tolist():
+        assert trajectory(good, row) == trajectory(responses, row)
+    scores = score_responses(Scorer([played], 3.0), responses)
+    assert scores.valid.tolist() == (~responses.failed).tolist()
+    with pytest.raises(DprlhfError, match=r"public prompt, ValueError: cannot play"):
+        draw(policy, prompts_of(USERS), private=False)
+
+
+# --- the check before the first charge -----------------------------------------------------------
+
+
+class Crowded(Guessing):
+    players = 0
+
+    def reset(self, prompt: Any, **columns: Any) -> str:
+        Crowded.players += 1
+        return f"{super().reset(prompt, **columns)} player {Crowded.players}"
+
+
+def counted() -> Any:
+    calls: list[int] = []
+
+    def add(a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        """
+        calls.append(a)
+        return len(calls)
+
+    return add
+
+
+def checked(policy: CausalLMPolicy) -> None:
+    spec = recipe.Rollout(responses=4, max_new_tokens=LENGTH)
+    check_apart(policy, spec, prompts_of(USERS), LONGEST)
+
+
+@pytest.mark.parametrize("agent", [Agent([add, fail]), Agent([], Guessing)], ids=["tools", "game"])
+def test_trajectories_that_keep_apart_pass(agent: Agent) -> None:
+    policy = policy_of()
+    act(policy, agent, LONGEST)
+    checked(policy)
+
+
+def test_tools_and_environments_that_keep_something_are_refused() -> None:
+    with pytest.raises(DprlhfError, match="keeps something from call to call"):
+        checked(with_agent(counted()))
+    with pytest.raises(DprlhfError, match="keeps something from call to call"):
+        checked(with_agent(environment=Crowded))
+
+
+# --- messages and templates -----------------------------------------------------------------------
+
+
+def test_turns_are_read_as_messages() -> None:
+    policy = with_agent(add)
+
+    def read(text: str) -> dict[str, Any]:
+        return read_turn(policy, [], policy.tokenizer(text)["input_ids"], [add])
+
+    assert read("Well.<eos>") == {"role": "assistant", "content": "Well."}
+    both = read(f"So {written('add', a=1, b=2)}{written('nothing')}")
+    assert both["content"] == "So"
+    assert [c["function"]["name"] for c in both["tool_calls"]] == ["add", "nothing"]
+    assert both["tool_calls"][0]["function"]["arguments"] == {"a": 1, "b": 2}
+    for broken in ("<tool_call>{</tool_call>", "<tool_call>[1]</tool_call>", '<tool_call>{"a": 1}'):
+        assert "tool_calls" not in read(broken)
+    assert read_turn(policy, [], [], [add])["content"] == ""
+
+
+def test_answers_continue_the_conversation_as_the_template_has_it() -> None:
+    policy = with_agent(add)
+    answers = [{"role": "tool", "name": "add", "content": text} for text in ("3", "4")]
+    assert policy.tokenizer.decode(answer_tokens(policy, answers)) == "t3<eos>t4<eos>a"
+
+
+def test_a_template_that_shows_no_tools_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = policy_of()
+    plain = "{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
+    monkeypatch.setattr(policy.tokenizer, "chat_template", plain)
+    with pytest.raises(DprlhfError, match="leaves out tools and tool calls"):
+        act(policy, Agent([add]), LONGEST)
+    monkeypatch.undo()
+    with pytest.raises(DprlhfError, match=r"data\.max_prompt_tokens 5: the tools alone take"):
+        act(policy, Agent([add]), 5)
+
+
+def test_what_is_no_tool_is_refused() -> None:
+    def bare(x):  # type: ignore[no-untyped-def]
+        return x
+
+    for tools, environment, why in [
+        ([add, add], None, "no name of its own"),
+        ([bare], None, "cannot be shown to the model"),
+        ([], object, "has no method reset"),
+    ]:
+        with pytest.raises(DprlhfError, match=why):
+            Agent(tools, environment)
+    with pytest.raises(DprlhfError, match="plain text"):
+        draw(
+            with_agent(add),
+            dataclasses.replace(prompts_of(USERS), prompts=["text"] * len(USERS)),
+        )

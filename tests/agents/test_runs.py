@@ -1,0 +1,131 @@
+"""Whole runs of agents on a tiny model: what rewards get, what is resumed, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dprlhf
+from dprlhf import DprlhfError
+from dprlhf.recipe import load_recipe
+from helpers import agents
+from helpers.runs import weights
+
+SEEN: list[dict[str, Any]] = []
+
+
+def sums(completions: list[Any], **columns: Any) -> list[float]:
+    """1 for a response in which the calculator was asked, less a little for each turn."""
+    SEEN.append({"completions": completions, **columns})
+    return [
+        float(any(m.get("name") == "add" for m in messages)) - 0.1 * len(messages)
+        for messages in completions
+    ]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return agents.save(tmp_path_factory.mktemp("agents") / "model")
+
+
+def settings(model: str, folder: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "model": model,
+        "prompts": [agents.asked(f"{i % 3} and {i % 2}?") for i in range(24)],
+        "reward": sums,
+        "epsilon": 8.0,
+        "rounds": 2,
+        "learning_rate": 0.05,
+        "policy__adapter": {"type": "lora", "rank": 2, "target_modules": ["c_attn"]},
+        "data__max_prompt_tokens": 40,
+        "rollout__max_new_tokens": 40,
+        "rollout__responses": 2,
+        "rollout__batch_size": 16,
+        "update__batch_size": 16,
+        "quiet": True,
+        "output_dir": folder,
+        **changes,
+    }
+
+
+@pytest.mark.parametrize("update", ["pg", "grpo"])
+def test_a_run_with_a_calculator(update: str, model: str, tmp_path: Path) -> None:
+    SEEN.clear()
+    public = [agents.asked(f"say {i}") for i in range(3)]
+    private = settings(model, tmp_path)["prompts"]
+    result = dprlhf.train(
+        **settings(
+            model,
+            tmp_path / "run",
+            tools=[agents.add],
+            evaluation_prompts=public,
+            update__name=update,
+        )
+    )
+    assert result.after is not None
+    assert bool(torch.cat([w.flatten() for w in weights(result.folder.path).values()]).any())
+    roles = {m["role"] for call in SEEN for c in call["completions"] for m in c}
+    assert roles == {"assistant", "tool"}
+    recipe = load_recipe(result.folder.recipe)
+    assert recipe.rollout.agent is not None
+    assert recipe.rollout.agent.tools == ["in-memory"]
+    card = json.loads(result.folder.privacy.read_text())
+    assert any("tools and environments keep nothing" in line for line in card["assumptions"])
+    assert "rollout.agent" in card["experimental"]
+    given = {"prompts": private, "reward": sums, "evaluation_prompts": public, "quiet": True}
+    with pytest.raises(DprlhfError, match="given in Python: give it again to resume"):
+        dprlhf.resume(result.folder.path, **given)
+    again = dprlhf.resume(result.folder.path, tools=[agents.add], **given)
+    assert again.after == result.after
+
+
+def test_a_run_in_a_game_whose_environments_the_reward_sees(model: str, tmp_path: Path) -> None:
+    def guessed(environments: list[agents.Guessing], **columns: Any) -> list[float]:
+        assert all(isinstance(one, agents.Guessing) and one.number >= 0 for one in environments)
+        return [one.get_reward() for one in environments]
+
+    result = dprlhf.train(
+        **settings(
+            model, tmp_path / "run", environment_factory=agents.Guessing, reward=guessed,
+            rollout__max_new_tokens=60,
+        )
+    )  # fmt: skip
+    assert bool(torch.cat([w.flatten() for w in weights(result.folder.path).values()]).any())
+
+
+def test_the_recipe_names_tools_and_environments(model: str, tmp_path: Path) -> None:
+    place = Path(agents.__file__)
+    agent = {
+        "tools": [f"{place}:add", "helpers.agents:fail"],
+        "environment": "helpers.agents:Guessing",
+        "max_tool_calling_iterations": 2,
+    }
+    result = dprlhf.train(**settings(model, tmp_path / "run", rollout__agent=agent))
+    recipe = load_recipe(result.folder.recipe)
+    assert recipe.rollout.agent is not None
+    assert recipe.rollout.agent.model_dump() == agent
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"prompts": ["text"] * 24, "tools": [agents.add]}, "called in conversations"),
+        ({"rollout__agent": {}}, "give tools or an environment"),
+        ({"rollout__agent": {"tools": ["helpers.agents:missing"]}}, "has no 'missing'"),
+        ({"rollout__agent": {"tools": ["helpers.agents:CALLS"]}}, "not a callable"),
+        (
+            {"tools": [agents.add], "rollout__max_new_tokens": 205},
+            "more than the 256 positions",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    changes: dict[str, Any], why: str, model: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DprlhfError, match=why):
+        dprlhf.train(**settings(model, tmp_path / "run", **changes))
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,137 @@
+"""A tiny model that calls tools: calls are tokens of its own, and its random weights write them."""
+
+from __future__ import annotations
+
+import functools
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from dprlhf import recipe
+from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from helpers import tiny
+
+TEMPLATE = (
+    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
+    "{% for m in messages %}{{ m.role[0] }}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "<eos>{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+)
+
+
+def written(name: str, **arguments: Any) -> str:
+    """Return a call as Qwen and Hermes models write it."""
+    made = ", ".join(f'"{key}": {value!r}' for key, value in arguments.items())
+    return f'<tool_call>{{"name": "{name}", "arguments": {{{made}}}}}</tool_call>'
+
+
+ADDITIONS = [written("add", a=a, b=b) for a in range(3) for b in range(3)]
+MOVES = [written("guess", number=n) for n in range(4)]
+BROKEN = [written("fail"), written("nothing"), '<tool_call>{"name": }</tool_call>']
+CALLS = [*ADDITIONS, *MOVES, *BROKEN]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """The byte-level tokenizer with a chat template, and a token for each of ``CALLS``."""
+    made = tiny.tokenizer()
+    made.add_tokens(CALLS)
+    made.chat_template = TEMPLATE
+    return made
+
+
+def model(seed: int = 0, calls: float = 3.0, ends: float = 6.0) -> GPT2LMHeadModel:
+    """A two-layer model that likes to call tools (``calls``) and to end turns (``ends``)."""
+    torch.manual_seed(seed)
+    made = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=257 + len(CALLS), n_positions=256, n_embd=32, n_layer=2, n_head=4,
+            bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            tie_word_embeddings=False,
+        )
+    )  # fmt: skip
+    with torch.no_grad():
+        head, always = made.lm_head.weight, made.transformer.ln_f.bias
+        head.mul_(10)
+        always.fill_(1.0)  # a direction that every hidden state has
+        head[257:] += calls / len(always)
+        head[0] += ends / len(always)
+    return made.eval()
+
+
+@functools.cache
+def _policy(dtype: torch.dtype) -> CausalLMPolicy:
+    spec = recipe.Adapter.model_validate({"rank": 2, "alpha": 8.0, "target_modules": ["c_attn"]})
+    made = make_policy(model(), tokenizer(), spec, temperature=0.9)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in made.parameters.values():
+            parameter.add_(torch.randn(parameter.shape, generator=generator))
+    made.model.to(dtype)
+    return made
+
+
+def policy_of(dtype: torch.dtype = torch.float64) -> CausalLMPolicy:
+    """A policy without tools, shared by the tests of a process."""
+    made = _policy(dtype)
+    made.tools, made.sampler = (), None
+    return made
+
+
+def save(folder: Path) -> str:
+    """Save model and tokenizer as ``from_pretrained`` expects them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def asked(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+# --- tools and environments ----------------------------------------------------------------------
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a + b
+
+
+def fail() -> str:
+    """Fail, whatever is asked."""
+    raise ValueError("this tool is broken")
+
+
+class Guessing:
+    """Guess a number from 0 to 3; the environment says whether it is larger or smaller."""
+
+    def __init__(self) -> None:
+        self.number = -1
+        self.guesses: list[int] = []
+
+    def reset(self, prompt: Any, **columns: Any) -> str:
+        """Choose another number."""
+        self.number = random.randrange(4)
+        return f" ({columns.get('level', 'easy')})"
+
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: The guess.
+        """
+        self.guesses.append(number)
+        if number == self.number:
+            return "right"
+        return "larger" if number < self.number else "smaller"
+
+    def get_reward(self) -> float:
+        return float(self.number in self.guesses)

@@ -1,0 +1,101 @@
+"""The policy without an adapter, and with checkpoints in its layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dprlhf import recipe
+from dprlhf.errors import DprlhfError
+from dprlhf.gradients.per_user import PerUserGradients
+from dprlhf.policies.causal_lm import CausalLMPolicy, load_policy, make_policy
+from helpers import tiny
+
+KINDS: list[tiny.Kind] = ["gpt2", "llama"]
+
+
+def rows() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(1, 257, (4, 12), generator=torch.Generator().manual_seed(2))
+    return tokens, torch.ones_like(tokens)
+
+
+def made(kind: tiny.Kind, **adapter: Any) -> CausalLMPolicy:
+    return make_policy(tiny.model(kind), tiny.tokenizer(), recipe.Adapter.model_validate(adapter))
+
+
+def gradients(policy: CausalLMPolicy) -> torch.Tensor:
+    found = PerUserGradients(policy.model, policy.parameters, whole=True)
+    found.run(lambda: policy.response_logprobs(*rows(), 5).sum(), users=2, rows=4)
+    return found.gradients()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("adapter", ["lora", "full"])
+def test_checkpoints_change_no_bit_of_a_gradient(kind: tiny.Kind, adapter: str) -> None:
+    changes = {"type": adapter, **({"target_modules": "all-linear"} if adapter == "lora" else {})}
+    plain, checkpointed = made(kind, **changes), made(kind, **changes)
+    checkpointed.checkpoint_layers()
+    calls: list[Any] = []
+    assert len(checkpointed._checkpointed) == 2
+    inner = next(m for n, m in checkpointed.model.named_modules() if n.endswith("attn"))
+    hook = inner.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    expected, found = gradients(plain), gradients(checkpointed)
+    hook.remove()
+    assert calls == [True, True]  # once forward, and again in the backward pass
+    assert expected.abs().max() > 0
+    assert torch.equal(found, expected)
+    assert not any(module.training for module in checkpointed.model.modules())
+    with torch.no_grad():
+        first, second = (p.response_logprobs(*rows(), 5) for p in (plain, checkpointed))
+    assert torch.equal(first, second)
+
+
+def test_a_model_without_layers_for_checkpoints_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = made("gpt2")
+    monkeypatch.setattr(type(policy.network), "supports_gradient_checkpointing", False)
+    with pytest.raises(DprlhfError, match="gradient_checkpointing"):
+        policy.checkpoint_layers()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_base_of_a_whole_policy_is_where_it_started(kind: tiny.Kind) -> None:
+    policy, start = made(kind, type="full"), made(kind, type="full")
+    assert policy.dimension == sum(p.numel() for p in policy.model.parameters())
+    tokens, mask = rows()
+    with torch.no_grad():
+        expected = start.response_logprobs(tokens, mask, 5)
+        for parameter in policy.parameters.values():
+            parameter.add_(0.01)
+        moved = policy.response_logprobs(tokens, mask, 5)
+        with policy.base():
+            assert policy.is_base
+            assert torch.equal(policy.response_logprobs(tokens, mask, 5), expected)
+            with policy.base():
+                assert torch.equal(policy.response_logprobs(tokens, mask, 5), expected)
+            assert torch.equal(policy.response_logprobs(tokens, mask, 5), expected)
+        assert not policy.is_base
+        assert torch.equal(policy.response_logprobs(tokens, mask, 5), moved)
+        assert not torch.equal(moved, expected)
+
+
+def test_a_whole_policy_keeps_its_state_and_is_trained_in_float32(tmp_path: Path) -> None:
+    model = tiny.model("llama").to(torch.bfloat16).requires_grad_(False)
+    policy = make_policy(model, tiny.tokenizer(), recipe.Adapter(type="full"))
+    assert {p.dtype for p in policy.parameters.values()} == {torch.float32}
+    state = policy.state()
+    with torch.no_grad():
+        next(iter(policy.parameters.values())).zero_()
+    policy.load_state(state)
+    assert all(torch.equal(p, state[n]) for n, p in policy.parameters.items())
+    policy.save(tmp_path)
+    again = load_policy(recipe.Policy(model_name_or_path=str(tmp_path)))
+    assert torch.equal(again.network.get_input_embeddings().weight,
+                       policy.network.get_input_embeddings().weight)  # fmt: skip
+
+
+def test_a_model_given_in_python_is_asked_for_again() -> None:
+    with pytest.raises(DprlhfError, match="given in Python"):
+        load_policy(recipe.Policy(model_name_or_path=recipe.IN_MEMORY))

@@ -1,0 +1,151 @@
+"""A frozen base in 4 or 8 bit: what is taken, and that rows stay apart."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+from dprlhf import recipe
+from dprlhf.errors import DprlhfError
+from dprlhf.gradients.per_user import PerUserGradients
+from dprlhf.policies.causal_lm import CausalLMPolicy, load_policy
+from dprlhf.policies.mixing import mixing_layer
+from dprlhf.policies.quantization import quantization_config, quantization_of
+from helpers import tiny
+
+pytest.importorskip("bitsandbytes")
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=257, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=128,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def policy(model: str, quantization: Any) -> CausalLMPolicy:
+    adapter = {"type": "lora", "rank": 2, "target_modules": ["q_proj", "v_proj"]}
+    settings = {"model_name_or_path": model, "quantization": quantization, "adapter": adapter}
+    made = load_policy(recipe.Policy.model_validate(settings))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():  # away from B = 0
+        for parameter in made.parameters.values():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return made
+
+
+def rows(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(1, 257, (count, 12), generator=torch.Generator().manual_seed(2))
+    return tokens, torch.ones_like(tokens)
+
+
+@pytest.mark.parametrize("name", ["nf4", "nf4-double", "fp4", "int8"])
+def test_each_users_gradient_is_autograds_of_its_rows(model: str, name: str) -> None:
+    made = policy(model, name)
+    tokens, mask = rows(4)
+    with torch.no_grad():  # in evaluation mode, as sampling is
+        made.response_logprobs(tokens, mask, 5)
+    found = PerUserGradients(made.model, made.parameters, whole=True)
+    found.run(lambda: made.response_logprobs(tokens, mask, 5).sum(), users=4, rows=4)
+    of_users = found.gradients()
+    for user in range(4):
+        made.model.zero_grad()
+        one = slice(user, user + 1)
+        made.response_logprobs(tokens[one], mask[one], 5).sum().backward()
+        grads = [p.grad for p in made.parameters.values()]
+        assert all(grad is not None and grad.abs().max() > 0 for grad in grads)
+        alone = torch.cat([grad.flatten() for grad in grads if grad is not None])
+        assert torch.allclose(of_users[user], alone, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8"])
+def test_a_quantised_model_is_another_one_but_close(model: str, name: str) -> None:
+    tokens, mask = rows(2)
+    with torch.no_grad():
+        plain = policy(model, None).response_logprobs(tokens, mask, 5)
+        rounded = policy(model, name).response_logprobs(tokens, mask, 5)
+    assert not torch.equal(plain, rounded)
+    assert torch.allclose(plain, rounded, atol=0.2)
+
+
+def outlier_model(threshold: float) -> torch.nn.Module:
+    from bitsandbytes.nn import Linear8bitLt
+
+    torch.manual_seed(0)
+    layer = Linear8bitLt(64, 64, bias=False, has_fp16_weights=False, threshold=threshold)
+    layer.load_state_dict({"weight": torch.randn(64, 64)})
+    return torch.nn.Sequential(layer.to("cpu")).eval()
+
+
+@pytest.mark.parametrize("threshold", [6.0, 0.0])
+def test_outlier_columns_couple_the_rows_and_are_refused(threshold: float) -> None:
+    layer = outlier_model(threshold)
+    x = torch.randn(4, 1, 64, generator=torch.Generator().manual_seed(3))
+    other = x.clone()
+    other[3] *= 20  # another user's row, with outliers
+    with torch.no_grad():
+        coupled = not torch.equal(layer(x)[:3], layer(other)[:3])
+    assert coupled == (threshold > 0)
+    assert (mixing_layer(layer) is not None) == (threshold > 0)
+
+
+def test_other_ways_of_quantising_are_refused() -> None:
+    layer: Any = torch.nn.Linear(1, 1)
+    layer.config = SimpleNamespace(quantization_config={"quant_method": "fbgemm_fp8"})
+    assert mixing_layer(layer) is not None
+    layer.config.quantization_config = SimpleNamespace(quant_method="bitsandbytes")
+    assert mixing_layer(layer) is None
+
+
+@pytest.mark.parametrize("name", ["nf4", "nf4-double", "fp4", "fp4-double", "int8"])
+def test_a_config_is_read_as_it_is_written(name: str) -> None:
+    read = quantization_of(quantization_config(name, torch.bfloat16))
+    assert read["quantization"] == name
+    assert read.get("dtype", "bfloat16") == "bfloat16"
+    assert quantization_of(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (BitsAndBytesConfig(load_in_8bit=True), "llm_int8_threshold=0.0"),
+        (BitsAndBytesConfig(), "load_in_4bit=True"),
+        (SimpleNamespace(), "SimpleNamespace is not offered"),
+    ],
+)
+def test_what_is_not_offered_is_refused(config: Any, said: str) -> None:
+    with pytest.raises(DprlhfError, match=said):
+        quantization_of(config)
+
+
+@pytest.mark.parametrize("kind", ["full", "norms"])
+def test_the_base_must_be_frozen(kind: str) -> None:
+    values = {"model_name_or_path": "x", "quantization": "nf4", "adapter": {"type": kind}}
+    with pytest.raises(ValidationError, match="frozen base"):
+        recipe.Policy.model_validate(values)
+
+
+def test_without_bitsandbytes_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(DprlhfError, match="pip install"):
+        quantization_config("nf4", torch.float32)
+
+
+def test_a_folder_of_a_quantised_run_keeps_the_choice(tmp_path: Path) -> None:
+    values = recipe.Policy(model_name_or_path="x", quantization="nf4").model_dump()
+    assert recipe.Policy.model_validate(values).quantization == "nf4"

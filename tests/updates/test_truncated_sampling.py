@@ -1,0 +1,82 @@
+"""Each update's sum over users, with truncated sampling, against autograd through transformers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dprlhf import recipe
+from dprlhf.data.users import Prompts
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.warpers import Sampling
+from dprlhf.rewards import Scores
+from dprlhf.rollout import Responses, sample
+from dprlhf.rollout.logprobs import log_ratio_to_base
+from dprlhf.updates import find_update
+from dprlhf.updates.kl import subtract_kl
+from dprlhf.updates.pg import advantage_weights
+from dprlhf.updates.rebel import loss_weights
+from helpers.autograd import gradient_of_user, relative_error
+from helpers.policies import policy_of
+from helpers.rounds import round_of
+
+SAMPLING = Sampling(top_k=20, top_p=0.9, repetition_penalty=1.2, min_new_tokens=2)
+BETA = 0.1
+
+
+def sampled() -> tuple[CausalLMPolicy, Responses, Scores]:
+    policy = copy.deepcopy(policy_of("llama"))
+    with torch.no_grad():
+        policy.model.get_output_embeddings().weight.mul_(12)
+    policy.parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
+    policy.sampling = SAMPLING
+    texts: list[Any] = ["a", "some longer text", "middle", "xy"]
+    prompts = Prompts(texts, np.array([0, 0, 1, 2]), np.array([0, 1, 0, 0]), {})
+    spec = recipe.Rollout(responses=4, max_new_tokens=5)
+    responses = sample(policy, prompts, spec, key=bytes(32), context=("r",), max_prompt_tokens=16)
+    rewards = np.random.default_rng(6).normal(size=len(responses.user))
+    return policy, responses, Scores(rewards, np.ones(len(rewards), bool), {})
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        {"name": "pg"},
+        {"name": "grpo"},
+        {"name": "ppo", "local_learning_rate": 1.0},
+        {"name": "rebel", "steps": 1},
+    ],
+    ids=lambda update: update["name"],
+)
+def test_the_sum_is_that_of_the_truncated_policys_scores(update: dict[str, Any]) -> None:
+    policy, responses, scores = sampled()
+    spec = recipe.UPDATE_SETTINGS[update["name"]].model_validate({**update, "clip_norm": 1e6})
+    round_, gate = round_of(policy, responses, scores, clip_norm=1e6)
+    subtract_kl(round_, recipe.KL(beta=BETA), spec.batch_size)
+    find_update(spec)(round_, spec)
+    # The penalty compares the policies before they are cut.
+    penalty = BETA * log_ratio_to_base(policy, responses, 8).sum(1)
+    assert np.isfinite(penalty).all()
+    assert np.abs(penalty).max() > 0.01
+    less = Scores((scores.values - penalty).clip(-3, 3), scores.valid, {})
+    valid, ones = np.ones(responses.users, bool), np.ones(len(responses.user))
+    if update["name"] == "rebel":
+        weights = loss_weights(responses, less, valid, 0 * ones, eta=1.0)
+    else:
+        baseline = "group" if update["name"] == "grpo" else "loo"
+        weights = advantage_weights(responses, less, valid, ones, baseline=baseline)
+    if update["name"] == "grpo":
+        weights = weights / responses.response_mask.sum(1).numpy()
+    truth = torch.zeros(policy.dimension, dtype=torch.float64)
+    for user in range(responses.users):
+        truth += gradient_of_user(policy, responses, weights, user)
+    assert relative_error(gate.sums[0].total, truth) < 1e-9
+    policy.sampling = Sampling()
+    whole = torch.zeros_like(truth)
+    for user in range(responses.users):
+        whole += gradient_of_user(policy, responses, weights, user)
+    assert relative_error(whole, truth) > 0.05
