@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from dprlhf.data.given_rewards import is_model
 from dprlhf.data.in_memory import Reward, Sources, check_overrides, from_memory, recipe_of
 from dprlhf.data.public import in_memory_prompts, prompts_in
 from dprlhf.errors import DprlhfError
-from dprlhf.recipe import AnyRecipe, Recipe, load_any_recipe
+from dprlhf.policies.peft_configs import adapter_of
+from dprlhf.recipe import IN_MEMORY, AnyRecipe, Recipe, load_any_recipe
 from dprlhf.recipe.supervised import StageRecipe
 from dprlhf.rollout import sample
 from dprlhf.runs.checkpoint import last_checkpoint, load_tuned
@@ -27,6 +29,8 @@ def train(
     recipe: Recipe | str | Path | None = None,
     *,
     prompts: Sequence[Any] | Any | None = None,
+    processing_class: Any = None,
+    peft_config: Any = None,
     reward: Reward | None = None,
     reward_weights: Sequence[float] | None = None,
     reward_processing_classes: Any = None,
@@ -46,6 +50,9 @@ def train(
         prompts: Private prompts in memory: a list of texts, conversations or rows, a generator, a
             pandas ``DataFrame``, or a ``datasets.Dataset`` or ``IterableDataset``. Replaces the
             recipe's data.
+        processing_class: Tokenizer of a model that is passed as an object; None loads the one that
+            belongs to ``model.config.name_or_path``.
+        peft_config: PEFT's config of what is trained, in place of ``policy__adapter``.
         reward: A reward, or a list of them. Replaces the recipe's rewards. Each is a callable with
             TRL's signature, the hub id or folder of a sequence classifier, ``module:function``, a
             sequence classifier as an object, a :class:`~dprlhf.recipe.Reward`, or a pair
@@ -62,9 +69,10 @@ def train(
         callbacks: Called after every round with its public and released metrics: functions, or
             ``transformers.TrainerCallback`` objects (:mod:`dprlhf.training.callbacks`).
         quiet: Show no progress bars.
-        **flat: Settings by name in place of a recipe: ``model``, ``epsilon``, ``rounds``, any key
-            with ``__`` for the dot (``update__clip_norm=0.5``), or TRL's name of one
-            (``num_generations=4``), as ``dprlhf train`` takes it.
+        **flat: Settings by name in place of a recipe: ``model`` (a hub id, a folder, or a causal
+            language model as an object), ``epsilon``, ``rounds``, any key with ``__`` for the dot
+            (``update__clip_norm=0.5``), or TRL's name of one (``num_generations=4``), as
+            ``dprlhf train`` takes it.
 
     Returns:
         The tuned policy, the guarantee and the public rewards.
@@ -81,7 +89,15 @@ def train(
         tools=tools,
         environment_factory=environment_factory,
     )
+    model = flat.get("model")
+    if is_model(model):
+        flat["model"] = IN_MEMORY
+    if peft_config is not None and recipe is None:
+        flat["policy__adapter"] = adapter_of(peft_config)
+    elif peft_config is not None:
+        flat["peft_config"] = peft_config  # to be refused, as any setting beside a recipe
     recipe = recipe_of(recipe, overrides, flat, sources)
+    _take_model(sources, recipe, model, processing_class)
     result: Result = _train(recipe, sources, output_dir, "", callbacks, quiet)
     return result
 
@@ -90,6 +106,8 @@ def resume(
     folder: str | Path,
     *,
     prompts: Sequence[Any] | Any | None = None,
+    model: Any = None,
+    processing_class: Any = None,
     reward: Reward | None = None,
     reward_processing_classes: Any = None,
     tools: Sequence[Callable[..., Any]] | None = None,
@@ -114,7 +132,9 @@ def resume(
         tools=tools,
         environment_factory=environment_factory,
     )
-    result: Result = _resume(_recipe_in(run_folder), run_folder, sources, callbacks, quiet)
+    recipe = _recipe_in(run_folder)
+    _take_model(sources, recipe, model, processing_class)
+    result: Result = _resume(recipe, run_folder, sources, callbacks, quiet)
     return result
 
 
@@ -253,6 +273,18 @@ def generate(
         {"prompt": p, "base": b, "tuned": t}
         for p, b, t in zip(prompts, texts["base"], texts["tuned"], strict=True)
     ]
+
+
+def _take_model(sources: Sources, recipe: Recipe, model: Any, tokenizer: Any) -> None:
+    """Make the policy of a model that the program passes as an object."""
+    if is_model(model):
+        sources.policy = load_policy_of(recipe, model=model, tokenizer=tokenizer)
+        sources.models["model"] = model
+    elif tokenizer is not None:
+        raise DprlhfError(
+            "processing_class: a model that is named brings its tokenizer, also when the run is"
+            " resumed: pass the model as an object too, or save the tokenizer into its folder"
+        )
 
 
 def _recipe_in(folder: RunFolder) -> Recipe:

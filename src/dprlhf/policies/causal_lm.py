@@ -467,6 +467,10 @@ def load_policy(
     """
     if model is None and spec.model_name_or_path == recipe.IN_MEMORY:
         raise DprlhfError("this run's model was given in Python: continue it there, with the model")
+    if hasattr(model, "peft_config"):
+        raise DprlhfError(
+            "model: it has an adapter already: merge it (merge_and_unload()), and say what to train"
+        )
     if model is None:
         check_reachable(spec.model_name_or_path, spec.revision, "policy.model_name_or_path")
     try:
