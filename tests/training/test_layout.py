@@ -14,7 +14,9 @@ import torch
 import dprlhf
 from dprlhf import recipe
 from dprlhf.errors import DprlhfError
+from dprlhf.policies import warpers
 from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.policies.warpers import Sampling
 from dprlhf.training import layout
 from dprlhf.training.layout import Shapes, settle_layout
 from helpers import tiny
@@ -93,6 +95,33 @@ def test_rows_that_keep_apart_keep_the_layout_and_the_parameters(
     assert "as configured" in sentence
     assert all(torch.equal(p, before[name]) for name, p in policy.parameters.items())
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("where", ["nowhere", "sampling", "gradients"])
+def test_tokens_that_are_kept_by_place_are_found(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What top-p keeps is compared, too: of the draws and of the gradients."""
+    policy, shapes = policy_of(), shapes_of()
+    policy.sampling = Sampling(top_p=0.8, repetition_penalty=1.2)
+    cutoff = warpers.cutoff
+
+    def by_batch(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+        found = cutoff(scores, sampling)
+        return found.flip(0) if len(found) > 1 else found
+
+    if where == "sampling":
+        monkeypatch.setattr(warpers, "cutoff", by_batch)
+    if where == "gradients":
+        real = policy.response_logprobs
+
+        def of_update(*arguments: Any, **named: Any) -> torch.Tensor:
+            with monkeypatch.context() as patch:
+                patch.setattr(warpers, "cutoff", by_batch)
+                return real(*arguments, **named)
+
+        monkeypatch.setattr(policy, "response_logprobs", of_update)
+    assert layout._moved(policy, shapes) == (None if where == "nowhere" else where)
 
 
 @pytest.mark.parametrize("update", UPDATES)
