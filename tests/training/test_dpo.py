@@ -142,6 +142,7 @@ def test_one_user_fewer_moves_the_sum_by_its_own_part(user: str) -> None:
     torch.testing.assert_close(whole - fewer, alone, rtol=1e-8, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_micro_batches_do_not_change_the_sum() -> None:
     found = [user_sums(settings(), PAIRS, 0.05, size) for size in (1, 3, 4, 64)]
     for other in found[1:]:
@@ -249,6 +250,7 @@ def people(count: int, first: int = 0) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_it_learns_without_noise_and_resumes_after_an_interruption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,6 +292,7 @@ def test_it_learns_without_noise_and_resumes_after_an_interruption(
         assert torch.equal(value, resumed.policy.state()[name])
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
