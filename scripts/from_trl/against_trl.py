@@ -32,7 +32,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "scripts")]
 import dprlhf.trl  # noqa: E402
-
 from bench import models  # noqa: E402
 from bench.measure import Turns, ratio  # noqa: E402
 from dprlhf.assets import resolve  # noqa: E402

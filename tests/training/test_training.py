@@ -710,3 +710,30 @@ def test_the_machine_decides_dtype_auto_once(
     run = dprlhf.train(**given, output_dir=tmp_path / "run")
     kept = api._recipe_in(run.folder).policy.dtype
     assert kept == str(native).removeprefix("torch.")
+
+
+def test_a_reward_whose_column_only_users_have_is_called_for_one_user_at_a_time(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[int] = []
+
+    def right(completions: list[str], answer: list[str]) -> list[float]:
+        calls.append(len(set(answer)))
+        return [float(a in c) for a, c in zip(answer, completions, strict=True)]
+
+    rows = [{"prompt": f"question {i}", "answer": str(i)} for i in range(40)]
+    given = settings(model, prompts=rows, reward=right)
+    given.pop("evaluation_prompts", None)
+    dprlhf.train(**given, output_dir=tmp_path / "run")
+    assert set(calls) == {1}  # 40 users, each alone
+    assert "reward 'right' needs answer, which no public prompt has" in capsys.readouterr().err
+
+
+def test_a_reward_whose_column_nobody_has_is_refused(model: str, tmp_path: Path) -> None:
+    def right(completions: list[str], answer: list[str]) -> list[float]:
+        return [0.0 for _ in completions]
+
+    given = settings(model, prompts=[f"question {i}" for i in range(40)], reward=right)
+    given.pop("evaluation_prompts", None)
+    with pytest.raises(DprlhfError, match="needs the column 'answer', which the prompts lack"):
+        dprlhf.train(**given, output_dir=tmp_path / "run")

@@ -64,6 +64,17 @@ def test_a_refused_setting_says_why(own: Any, name: str) -> None:
     assert str(caught.value).endswith(note)
 
 
+@pytest.mark.parametrize("own", [PrivateGRPOConfig, PrivateRLOOConfig])
+def test_a_setting_that_is_changed_later_is_refused_by_the_trainer(own: Any) -> None:
+    config = own(output_dir="x", privacy_epsilon=4.0)
+    assert as_private(config, own, "x") is config
+    config.include_num_input_tokens_seen = False  # what a command line makes of "no"
+    assert as_private(config, own, "x") is config
+    config.weight_decay = 0.1
+    with pytest.raises(ValueError, match=r"^weight_decay="):
+        as_private(config, own, "x")
+
+
 @pytest.mark.parametrize("losses", ["bnpo", "cispo", "dapo", "sapo", "vespo", "luspo"])
 def test_losses_that_divide_by_the_batch_are_refused(losses: str) -> None:
     with pytest.raises(ValueError, match="couple the users"):

@@ -82,7 +82,10 @@ class Recipe(Settings):
     @property
     def assumptions(self) -> tuple[str, ...]:
         """What the guarantee takes for granted of the code that the recipe names."""
-        alike = "a reward scores a completion alike in any batch (checked on public prompts)"
+        alike = (
+            "a reward scores a completion alike in any batch, and keeps nothing of one user for"
+            " another (tried on public prompts where these have the columns that it needs)"
+        )
         if self.rollout.agent is None:
             return (alike,)
         apart = (

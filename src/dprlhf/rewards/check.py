@@ -408,11 +408,16 @@ def _largest_move(
     return largest
 
 
-def _check_columns(reward: LoadedReward, rows: Rows) -> None:
+def lacking_columns(reward: LoadedReward, rows: Rows) -> list[str]:
+    """Return the columns that a reward cannot do without and that these rows lack."""
     _, needs = keywords_of(reward.function)
     if reward.times_column is not None:
         needs |= {reward.times_column}
-    lacking = sorted(needs - set(keywords_for(rows)))
+    return sorted(needs - set(keywords_for(rows)))
+
+
+def _check_columns(reward: LoadedReward, rows: Rows) -> None:
+    lacking = lacking_columns(reward, rows)
     if lacking:
         raise DprlhfError(
             f"reward {reward.name!r} needs the column {lacking[0]!r}, which the prompts lack "

@@ -28,6 +28,8 @@ class RewardSummary:
         checked_rows: The most rows of several users in a call, by reward.
         published: Names that a reward may log to the metrics of public rows, by reward.
         unpublished: Other names that it logs, by reward; only rewards that log such.
+        unchecked: Columns that a reward needs and no public prompt has, by reward; only rewards
+            that were not checked for that reason.
     """
 
     responses: int
@@ -39,11 +41,22 @@ class RewardSummary:
     checked_rows: dict[str, int] = field(default_factory=dict)
     published: dict[str, frozenset[str]] = field(default_factory=dict)
     unpublished: dict[str, frozenset[str]] = field(default_factory=dict)
+    unchecked: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings that the reward is slow, or gives no signal although the run spends ε."""
-        return self._slow + self._idle + self._kept_back
+        """Warnings that the reward is slow, unchecked, or gives no signal although ε is spent."""
+        return self._slow + self._idle + self._kept_back + self._unchecked
+
+    @property
+    def _unchecked(self) -> list[str]:
+        return [
+            f"reward {name!r} needs {', '.join(columns)}, which no public prompt has, so it could"
+            " not be checked. It is called for one user at a time; that it keeps nothing of one"
+            " user for the next is your promise. Public rows with that column (evaluation) let it"
+            " be checked"
+            for name, columns in self.unchecked.items()
+        ]
 
     @property
     def _slow(self) -> list[str]:
@@ -65,6 +78,8 @@ class RewardSummary:
 
     @property
     def _idle(self) -> list[str]:
+        if self.unchecked:  # the sum of the others says little
+            return []
         if self.clipped >= _MOSTLY:
             return [
                 f"the reward is outside ±{self.bound:g} (reward_range) on {self.clipped:.0%} of"
@@ -80,7 +95,10 @@ class RewardSummary:
 
 
 def summarize_rewards(
-    rewards: Sequence[LoadedReward], reports: Sequence[ContractReport], bound: float
+    rewards: Sequence[LoadedReward],
+    reports: Sequence[ContractReport],
+    bound: float,
+    unchecked: dict[str, list[str]] | None = None,
 ) -> RewardSummary:
     """Summarize the weighted sum of the rewards from their contract checks on the same rows.
 
@@ -88,7 +106,11 @@ def summarize_rewards(
         rewards: The rewards, with their weights.
         reports: The report of :func:`~dprlhf.rewards.check_reward` for each reward.
         bound: Bound R to which the sum is clipped.
+        unchecked: Columns that other rewards need and no public prompt has, by reward.
     """
+    unchecked = unchecked or {}
+    if not reports:
+        return RewardSummary(0, 0.0, 0.0, 0.0, bound, {}, unchecked=unchecked)
     scores = [[0.0 if s is None else s for s in report.scores] for report in reports]
     sums = np.array([reward.weight for reward in rewards]) @ np.array(scores)
     bounded = sums.clip(-bound, bound)
@@ -109,4 +131,5 @@ def summarize_rewards(
             for name in {r.name for r in reports}
         },
         unpublished={r.name: r.unpublished for r in reports if r.unpublished},
+        unchecked=unchecked,
     )

@@ -37,6 +37,7 @@ from dprlhf.rewards import (
     load_rewards,
     summarize_rewards,
 )
+from dprlhf.rewards.check import lacking_columns
 from dprlhf.rewards.isolation import captured
 from dprlhf.rewards.private import rows_to_score, score_private
 from dprlhf.rewards.reward import RoundState
@@ -243,7 +244,8 @@ class Reinforcement:
             loaded,
             policy,
             recipe,
-            self.known,
+            self.public,
+            parts.users.column_names,
             most_rows=call_size(rows),
             state=self._state,
         )
@@ -552,24 +554,34 @@ def _check_rewards(
     rewards: Sequence[LoadedReward],
     policy: CausalLMPolicy,
     recipe: Recipe,
-    public: Prompts,
+    public: Prompts | None,
+    columns: Sequence[str],
     *,
     most_rows: int,
     state: RoundState,
 ) -> RewardSummary:
-    """Check on public prompts that no reward couples users, and summarise their distribution."""
+    """Check on public prompts that no reward couples users, and summarise their distribution.
+
+    Without public prompts neutral ones take their place. A reward that needs a column of the
+    users' rows, which these have not, cannot be checked: it is called for one user at a time.
+    """
     per_user = any(reward.per_user for reward in rewards)
     # A reward that compares a user's responses cannot be checked on one response alone.
     responses = recipe.rollout.responses if per_user else 1
     sampled = sample(
         policy,
-        public.first(max(2, 16 // responses)),
+        (public or neutral_prompts()).first(max(2, 16 // responses)),
         recipe.rollout.model_copy(update={"responses": responses, "base_policy": "on-policy"}),
         key=bytes(32),
         context=("evaluation", recipe.seed),
         max_prompt_tokens=recipe.data.max_prompt_tokens,
     )
     rows = rows_to_score(sampled)
+    unchecked: dict[str, list[str]] = {}
+    if public is None:
+        lacking = ((r.name, lacking_columns(r, rows)) for r in rewards)
+        unchecked = {name: found for name, found in lacking if found and {*found} <= {*columns}}
+    rewards = [r for r in rewards if r.name not in unchecked]
     with captured(None):  # a reward's own output would corrupt a plan that is printed as JSON
         reports = [
             check_reward(
@@ -585,7 +597,7 @@ def _check_rewards(
             )
             for reward in rewards
         ]
-    return summarize_rewards(rewards, reports, recipe.reward_range)
+    return summarize_rewards(rewards, reports, recipe.reward_range, unchecked)
 
 
 def _critic(

@@ -97,14 +97,32 @@ class PrivacyFields:
     trl_config: ClassVar[type[Any]]
 
     def __post_init__(self) -> None:
+        """Refuse what cannot be private, and settings without a budget.
+
+        Raises:
+            ValueError: Names the setting, the reason, and the nearest private setting.
+        """
+        self.refuse()
+        if getattr(self, "bf16", None) is None:  # TRL's True needs hardware; nothing here does
+            self.bf16 = False
+        with warnings.catch_warnings():
+            # TRL's defaults have names that transformers is about to change.
+            warnings.simplefilter("ignore", FutureWarning)
+            super().__post_init__()  # type: ignore[misc]
+
+    def refuse(self) -> None:
         """Refuse what TRL offers and a private run cannot do, and settings without a budget.
+
+        A trainer asks again, since scripts change attributes of a config.
 
         Raises:
             ValueError: Names the setting, the reason, and the nearest private setting.
         """
         for name, default in defaults(type(self)).items():
             value = getattr(self, name)
-            if self.trl_fields[name].kind == "refused" and value != default:
+            # A command line turns "no" into False.
+            untouched = value == default or (default == "no" and value is False)
+            if self.trl_fields[name].kind == "refused" and not untouched:
                 raise ValueError(f"{name}={value!r}: {self.trl_fields[name].note}")
         if (self.privacy_epsilon is None) == (self.privacy_noise_multiplier is None):
             raise ValueError(
@@ -113,12 +131,6 @@ class PrivacyFields:
             )
         if self.privacy_epsilon is not None and not self.privacy_epsilon > 0:
             raise ValueError(f"privacy_epsilon must be above 0, not {self.privacy_epsilon}")
-        if getattr(self, "bf16", None) is None:  # TRL's True needs hardware; nothing here does
-            self.bf16 = False
-        with warnings.catch_warnings():
-            # TRL's defaults have names that transformers is about to change.
-            warnings.simplefilter("ignore", FutureWarning)
-            super().__post_init__()  # type: ignore[misc]
 
     @property
     def is_baseline(self) -> bool:
@@ -207,8 +219,8 @@ class PrivateGRPOConfig(PrivacyFields, trl.GRPOConfig):  # type: ignore[misc]
     trl_fields: ClassVar[dict[str, Field]] = GRPO
     trl_config: ClassVar[type[Any]] = trl.GRPOConfig
 
-    def __post_init__(self) -> None:
-        """Refuse losses and scales that would couple the users.
+    def refuse(self) -> None:
+        """Refuse losses and scales that would couple the users, too.
 
         Raises:
             ValueError: Names the setting and what would work.
@@ -217,7 +229,7 @@ class PrivateGRPOConfig(PrivacyFields, trl.GRPOConfig):  # type: ignore[misc]
             raise ValueError(f"loss_type={self.loss_type!r}: {GRPO['loss_type'].note}")
         if self.scale_rewards == "batch":
             raise ValueError(f"scale_rewards='batch': {GRPO['scale_rewards'].note}")
-        super().__post_init__()
+        super().refuse()
 
 
 @dataclass
@@ -242,8 +254,10 @@ def as_private(config: Any, kind: type[C], default_folder: str) -> C:
 
     Raises:
         DprlhfError: There is none, or it is TRL's own, which has no budget.
+        ValueError: A setting that was changed since is refused.
     """
     if isinstance(config, kind):
+        config.refuse()
         return config
     if isinstance(config, kind.trl_config):
         raise DprlhfError(

@@ -118,8 +118,8 @@ COMMON: dict[str, Field] = {
     ),
     "sync_ref_model": Field("refused", "the reference is the base model, the adapter off"),
     "log_completions": Field(
-        "refused", "completions of private prompts stay private; samples.json and"
-        " public-samples.jsonl have those of eval_dataset",
+        "mapped", "completions of eval_dataset alone, in samples.json and public-samples.jsonl;"
+        " those of private prompts stay private",
     ),
     "num_generations_eval": Field("refused", "the evaluation samples one response to a prompt"),
     "weight_decay": Field("refused", "there is none: an adapter is small, and starts at zero"),
@@ -143,9 +143,9 @@ COMMON: dict[str, Field] = {
         " use eval_steps and look",
     ),
     "include_num_input_tokens_seen": Field("refused", "the tokens of a round tell about its users"),
-    "use_transformers_continuous_batching": Field("refused", _SAMPLER),
-    "transformers_continuous_batching_config": Field("refused", _SAMPLER),
-    "use_transformers_paged": Field("refused", _SAMPLER),
+    "use_transformers_continuous_batching": Field("no effect", _SAMPLER),
+    "transformers_continuous_batching_config": Field("no effect", _SAMPLER),
+    "use_transformers_paged": Field("no effect", _SAMPLER),
     "eval_on_start": Field("no effect", "the evaluation always begins before the first round"),
     "bf16": Field("no effect", _PRECISION),
     "tf32": Field("no effect", "set torch's own switch"),

@@ -172,6 +172,16 @@ class PrivateTrainer(Generic[C]):
         return self._log.state
 
     @property
+    def accelerator(self) -> Any:
+        """accelerate's ``Accelerator`` of this process."""
+        return Processes.connect().accelerator
+
+    @property
+    def hub_model_id(self) -> str:
+        """The repository of :meth:`push_to_hub`."""
+        return str(self.args.hub_model_id or self.folder.path.resolve().name)
+
+    @property
     def folder(self) -> RunFolder:
         """The run folder, ``args.output_dir``."""
         return RunFolder(Path(self.args.output_dir))
@@ -365,6 +375,9 @@ class PrivateTrainer(Generic[C]):
         if place.resolve() == self.folder.path.resolve():
             stamp_run(place)
 
+    def end(self) -> None:
+        """Taken for TRL's sake: trackers end with the run, and accelerate leaves the group."""
+
     def push_to_hub(self, commit_message: str | None = None, **settings: Any) -> str:
         """Upload the tuned policy with its model card, and return the address.
 
@@ -376,10 +389,15 @@ class PrivateTrainer(Generic[C]):
             DprlhfError: The run has not finished, or the hub refused the upload.
         """
         args = self.args
-        repo = args.hub_model_id or self.folder.path.resolve().name
         private = bool(args.hub_private_repo)
         token = settings.get("token") or args.hub_token
-        return push(self.folder.path, repo, private=private, token=token, message=commit_message)
+        return push(
+            self.folder.path,
+            self.hub_model_id,
+            private=private,
+            token=token,
+            message=commit_message,
+        )
 
 
 def _rows(given: Any, name: str) -> Any:
