@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from dprlhf.agents.rewards import ENVIRONMENT_REWARD, gives_reward
 from dprlhf.data.given_rewards import is_model
 from dprlhf.data.in_memory import Reward, Sources, check_overrides, from_memory, recipe_of
 from dprlhf.data.public import in_memory_prompts, prompts_in
@@ -36,6 +37,7 @@ def train(
     reward_processing_classes: Any = None,
     tools: Sequence[Callable[..., Any]] | None = None,
     environment_factory: Callable[[], Any] | None = None,
+    rollout_func: Callable[..., Any] | None = None,
     evaluation_prompts: Sequence[Any] | Any | None = None,
     overrides: Sequence[str] = (),
     output_dir: str | Path | None = None,
@@ -63,6 +65,9 @@ def train(
         tools: Functions that the policy may call in a conversation, as TRL's ``GRPOTrainer`` takes
             them (:mod:`dprlhf.agents`).
         environment_factory: Makes an environment for each trajectory, whose methods are tools.
+            Without ``reward``, its method ``get_reward`` is the reward.
+        rollout_func: TRL's ``rollout_func(prompts, trainer)``, which makes the responses itself; it
+            is called with one user's prompts at a time.
         evaluation_prompts: Public prompts in memory, for the reward before and after.
         overrides: Changes ``section.key=value``, applied to a YAML file.
         output_dir: The run folder; must not exist.
@@ -80,6 +85,9 @@ def train(
     Raises:
         DprlhfError: A setting, the data or a reward is wrong; the message names it.
     """
+    named = reward is not None or recipe is not None or "rewards" in flat
+    if not named and gives_reward(environment_factory):
+        reward = ENVIRONMENT_REWARD
     sources = Sources(
         prompts,
         reward,
@@ -88,6 +96,7 @@ def train(
         reward_processing_classes=reward_processing_classes,
         tools=tools,
         environment_factory=environment_factory,
+        rollout_func=rollout_func,
     )
     model = flat.get("model")
     if is_model(model):
@@ -112,6 +121,7 @@ def resume(
     reward_processing_classes: Any = None,
     tools: Sequence[Callable[..., Any]] | None = None,
     environment_factory: Callable[[], Any] | None = None,
+    rollout_func: Callable[..., Any] | None = None,
     evaluation_prompts: Sequence[Any] | Any | None = None,
     callbacks: Sequence[Callback] = (),
     quiet: bool = False,
@@ -131,6 +141,7 @@ def resume(
         reward_processing_classes=reward_processing_classes,
         tools=tools,
         environment_factory=environment_factory,
+        rollout_func=rollout_func,
     )
     recipe = _recipe_in(run_folder)
     _take_model(sources, recipe, model, processing_class)

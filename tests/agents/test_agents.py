@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dprlhf import DprlhfError, recipe
-from dprlhf.agents import Agent, act, check_apart, steps_of
+from dprlhf.agents import Agent, AgentSampler, check_apart, steps_of
 from dprlhf.agents.agent import OwnRandomness, Trajectory, call
 from dprlhf.agents.chat import answer_tokens, read_turn
 from dprlhf.data.users import Prompts
@@ -46,7 +46,7 @@ def draw(policy: CausalLMPolicy, prompts: Prompts, **changes: Any) -> Responses:
 
 def with_agent(*tools: Any, environment: Any = None, most: int | None = None) -> CausalLMPolicy:
     policy = policy_of()
-    act(policy, Agent(tools, environment, most), LONGEST)
+    AgentSampler(Agent(tools, environment, most)).attach(policy, LONGEST)
     return policy
 
 
@@ -299,7 +299,7 @@ def checked(policy: CausalLMPolicy) -> None:
 @pytest.mark.parametrize("agent", [Agent([add, fail]), Agent([], Guessing)], ids=["tools", "game"])
 def test_trajectories_that_keep_apart_pass(agent: Agent) -> None:
     policy = policy_of()
-    act(policy, agent, LONGEST)
+    AgentSampler(agent).attach(policy, LONGEST)
     checked(policy)
 
 
@@ -340,10 +340,10 @@ def test_a_template_that_shows_no_tools_is_refused(monkeypatch: pytest.MonkeyPat
     plain = "{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
     monkeypatch.setattr(policy.tokenizer, "chat_template", plain)
     with pytest.raises(DprlhfError, match="leaves out tools and tool calls"):
-        act(policy, Agent([add]), LONGEST)
+        AgentSampler(Agent([add])).attach(policy, LONGEST)
     monkeypatch.undo()
     with pytest.raises(DprlhfError, match=r"data\.max_prompt_tokens 5: the tools alone take"):
-        act(policy, Agent([add]), 5)
+        AgentSampler(Agent([add])).attach(policy, 5)
 
 
 def test_what_is_no_tool_is_refused() -> None:

@@ -102,6 +102,7 @@ def test_the_recipe_names_tools_and_environments(model: str, tmp_path: Path) -> 
     agent = {
         "tools": [f"{place}:add", "helpers.agents:fail"],
         "environment": "helpers.agents:Guessing",
+        "rollout_func": None,
         "max_tool_calling_iterations": 2,
     }
     result = dprlhf.train(**settings(model, tmp_path / "run", rollout__agent=agent))
@@ -114,7 +115,7 @@ def test_the_recipe_names_tools_and_environments(model: str, tmp_path: Path) -> 
     ("changes", "why"),
     [
         ({"prompts": ["text"] * 24, "tools": [agents.add]}, "called in conversations"),
-        ({"rollout__agent": {}}, "give tools or an environment"),
+        ({"rollout__agent": {}}, "give tools, an environment or both"),
         ({"rollout__agent": {"tools": ["helpers.agents:missing"]}}, "has no 'missing'"),
         ({"rollout__agent": {"tools": ["helpers.agents:CALLS"]}}, "not a callable"),
         (

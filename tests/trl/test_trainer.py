@@ -329,7 +329,8 @@ def test_prompts_of_other_kinds(model: str, tmp_path: Path) -> None:
     ("given", "said"),
     [
         ({"optimizers": (torch.optim.SGD([torch.zeros(1)], 0.1), None)}, "^optimizers: "),
-        ({"tools": [len]}, "^tools: "),
+        ({"tools": [len]}, "cannot be shown to the model"),
+        ({"environment_factory": {"a": dict}}, "^environment_factory: one factory"),
         ({"rollout_func": len}, "^rollout_func: "),
         ({"environment_factory": dict}, "^environment_factory: "),
         ({"reward_funcs": None}, "^reward_funcs: "),

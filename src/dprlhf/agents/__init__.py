@@ -8,15 +8,16 @@ change what another user's calls answer; a shared counter, cache, database or we
 
 from dprlhf.agents.agent import Agent
 from dprlhf.agents.check import check_apart
-from dprlhf.agents.loading import load_agent
-from dprlhf.agents.sampling import AgentSampler, act, longest_row, steps_of
+from dprlhf.agents.loading import load_sampler
+from dprlhf.agents.rollout_func import FunctionSampler
+from dprlhf.agents.sampling import AgentSampler, longest_row, steps_of
 
 __all__ = [
     "Agent",
     "AgentSampler",
-    "act",
+    "FunctionSampler",
     "check_apart",
-    "load_agent",
+    "load_sampler",
     "longest_row",
     "steps_of",
 ]

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from dprlhf.agents.chat import Tool, check_chat
+from dprlhf.agents.packing import Row
 from dprlhf.errors import EXITS, DprlhfError, one_line
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards.reward import _wait_for as wait_for
@@ -21,6 +22,7 @@ EnvironmentFactory = Callable[[], Any]
 """Makes an environment with a method ``reset``; TRL's ``environment_factory``."""
 
 _OWN = ("reset", "get_reward")
+_NOTHING = {"role": "assistant", "content": ""}
 
 
 class OwnRandomness:
@@ -35,7 +37,7 @@ class OwnRandomness:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._states: tuple[Any, Any, torch.Tensor] | None = None
+        self._states: tuple[Any, Any, list[torch.Tensor]] | None = None
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
@@ -44,7 +46,7 @@ class OwnRandomness:
         if self._states is None:
             random.seed(self._seed)
             np.random.seed(self._seed % 2**32)
-            torch.random.set_rng_state(torch.Generator().manual_seed(self._seed).get_state())
+            torch.manual_seed(self._seed)  # those of all GPUs, too
         else:
             self._write(self._states)
         try:
@@ -54,14 +56,19 @@ class OwnRandomness:
             self._write(outside)
 
     @staticmethod
-    def _read() -> tuple[Any, Any, torch.Tensor]:
-        return random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+    def _read() -> tuple[Any, Any, list[torch.Tensor]]:
+        used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        on_gpu = torch.cuda.get_rng_state_all() if used else []
+        drawn = torch.random.get_rng_state()
+        return random.getstate(), np.random.get_state(), [drawn, *on_gpu]
 
     @staticmethod
-    def _write(states: tuple[Any, Any, torch.Tensor]) -> None:
+    def _write(states: tuple[Any, Any, list[torch.Tensor]]) -> None:
         random.setstate(states[0])
         np.random.set_state(states[1])
-        torch.random.set_rng_state(states[2])
+        torch.random.set_rng_state(states[2][0])
+        if states[2][1:]:
+            torch.cuda.set_rng_state_all(states[2][1:])
 
 
 @dataclass(repr=False, eq=False)
@@ -94,6 +101,12 @@ class Trajectory:
     def context(self) -> list[int]:
         """All tokens that stand before the next turn."""
         return self.prompt + self.tokens
+
+    def finished(self) -> Row:
+        """Return the trajectory as a row of a batch."""
+        messages = self.messages if self.messages and not self.failed else [_NOTHING]
+        extra = {"environments": self.environment}
+        return Row(self.prompt, self.tokens, self.own, self.asked, messages, extra, self.failed)
 
     def add(self, tokens: Sequence[int], *, own: bool) -> None:
         """Append tokens that the policy wrote (``own``) or that it got as an answer."""

@@ -8,30 +8,39 @@ from typing import Any
 from dprlhf import recipe
 from dprlhf.agents.agent import Agent, EnvironmentFactory
 from dprlhf.agents.chat import Tool
+from dprlhf.agents.rollout_func import FunctionSampler, RolloutFunc
+from dprlhf.agents.sampling import AgentSampler
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import IN_MEMORY
 from dprlhf.rewards.loading import load_function
 
 
-def load_agent(
-    spec: recipe.Agent, tools: Sequence[Tool] | None, environment_factory: EnvironmentFactory | None
-) -> Agent:
-    """Return the agent of a recipe.
+def load_sampler(
+    spec: recipe.Agent,
+    *,
+    tools: Sequence[Tool] | None = None,
+    environment_factory: EnvironmentFactory | None = None,
+    rollout_func: RolloutFunc | None = None,
+) -> AgentSampler | FunctionSampler:
+    """Return what samples the trajectories of a recipe.
 
     Args:
         spec: The section ``rollout.agent``.
         tools: The tools that the program passes; None for those that the recipe names.
         environment_factory: The factory that the program passes; None for that of the recipe.
+        rollout_func: The function that the program passes; None for that of the recipe.
 
     Raises:
         DprlhfError: Something cannot be loaded, or a resumed run needs objects of the program
             again.
     """
+    if spec.rollout_func is not None:
+        return FunctionSampler(rollout_func or _named(spec.rollout_func, "rollout_func"))
     given = list(tools) if tools is not None else [_named(name, "tool") for name in spec.tools]
     factory = environment_factory
     if factory is None and spec.environment is not None:
         factory = _named(spec.environment, "environment")
-    return Agent(given, factory, spec.max_tool_calling_iterations)
+    return AgentSampler(Agent(given, factory, spec.max_tool_calling_iterations))
 
 
 def _named(source: str, kind: str) -> Any:

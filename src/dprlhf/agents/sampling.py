@@ -19,18 +19,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from dprlhf import recipe
 from dprlhf.agents.agent import Agent, OwnRandomness, Trajectory, begin, call
 from dprlhf.agents.chat import answer_tokens, read_turn
+from dprlhf.agents.packing import packed, refused
 from dprlhf.data.users import Prompts
-from dprlhf.errors import EXITS, DprlhfError, one_line
+from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.randomness import uint64_stream
 from dprlhf.rewards.isolation import SecretSink, captured
 from dprlhf.rollout.batch import Responses, Tick, padded_width
-from dprlhf.rollout.sampling import draws_of, generate_rows, text_of_tokens
+from dprlhf.rollout.sampling import draws_of, generate_rows
 
 _SLACK = 15  # a padded width holds contexts that are up to so many tokens shorter
 
@@ -68,6 +68,15 @@ class AgentSampler:
         self.agent = agent
         self.sink: SecretSink | None = None
 
+    def attach(self, policy: CausalLMPolicy, max_prompt_tokens: int) -> None:
+        """Let a policy act: its template shows the tools, and its turns call them.
+
+        Raises:
+            DprlhfError: The policy's chat template cannot show them.
+        """
+        self.agent.attach(policy, max_prompt_tokens)
+        policy.sampler = self
+
     def __call__(
         self,
         policy: CausalLMPolicy,
@@ -100,7 +109,18 @@ class AgentSampler:
             chosen = (k * np.arange(len(prompts))[:, None] + numbers).ravel()
             with policy.base() if base else contextlib.nullcontext():
                 run.all_turns([rows[r] for r in chosen], draws[:, numbers], tick)
-        return _packed(policy, prompts, rows, np.tile(from_base, len(prompts)), spec, run.longest)
+        with_environment = self.agent.environment_factory is not None
+        return packed(
+            policy,
+            prompts,
+            [row.finished() for row in rows],
+            from_base=np.tile(from_base, len(prompts)),
+            spec=spec,
+            longest=max_prompt_tokens,
+            # An environment's first observation may make each row's prompt another.
+            num_generations=1 if with_environment else k,
+            extra=["environments"] if with_environment else [],
+        )
 
 
 class _Turns:
@@ -150,7 +170,7 @@ class _Turns:
             ids = self.policy.encode([asked], self.longest)[0]
         except BaseException as problem:
             if not self.private:
-                raise _refused(problem) from None
+                raise refused(problem) from None
             ids, failed = self.policy.encode([""], self.longest)[0], True
         tools = self.agent.tools_of(environment)
         return Trajectory(asked, ids, tools, environment, own, failed=failed)
@@ -228,7 +248,7 @@ class _Turns:
             tokens = answer_tokens(self.policy, answers)
         except BaseException as problem:
             if not self.private:
-                raise _refused(problem) from None
+                raise refused(problem) from None
             row.failed = True
             return False
         if len(row.tokens) + len(tokens) >= self.spec.max_new_tokens:
@@ -242,74 +262,3 @@ class _Turns:
         """Keep what tools print about private trajectories away from the terminal."""
         with captured(self._sink) if self.private else contextlib.nullcontext():
             yield
-
-
-def _refused(problem: BaseException) -> BaseException:
-    if isinstance(problem, (*EXITS, DprlhfError)):
-        return problem
-    text = one_line(problem)
-    return DprlhfError(f"rollout.agent: on a public prompt, {type(problem).__name__}: {text}")
-
-
-def _packed(
-    policy: CausalLMPolicy,
-    prompts: Prompts,
-    rows: Sequence[Trajectory],
-    from_base: NDArray[np.bool_],
-    spec: recipe.Rollout,
-    longest: int,
-) -> Responses:
-    """Return the trajectories as responses; one that failed has an end token alone."""
-    k, length = spec.responses, spec.max_new_tokens
-    width = int(padded_width(max((len(row.prompt) for row in rows), default=0), longest))
-    tokens = torch.full((len(rows), width + length), policy.tokenizer.pad_token_id)
-    mask, own = torch.zeros_like(tokens), torch.zeros(len(rows), length, dtype=torch.long)
-    for number, row in enumerate(rows):
-        if row.failed or not row.tokens:
-            row.tokens, row.own = [policy.end_tokens[0]], [1]
-            row.messages = [{"role": "assistant", "content": ""}]
-        columns = slice(width - len(row.prompt), width + len(row.tokens))
-        tokens[number, columns] = torch.tensor(row.prompt + row.tokens)
-        mask[number, columns] = 1
-        own[number, : len(row.own)] = torch.tensor(row.own)
-    _, user = np.unique(prompts.users, return_inverse=True)
-    environments = [row.environment for row in rows]
-    with_environment = any(one is not None for one in environments)
-    return Responses(
-        tokens=tokens,
-        mask=mask,
-        prompt=np.repeat(np.arange(len(prompts)), k),
-        user=np.repeat(user, k),
-        from_base=from_base,
-        texts=[text_of_tokens(policy, row.tokens) for row in rows],
-        prompts=prompts,
-        users=len(np.unique(prompts.users)),
-        max_new_tokens=length,
-        max_prompt_tokens=longest,
-        # An environment's first observation may make each row's prompt another.
-        num_generations=1 if with_environment else k,
-        tool_mask=own,
-        completions=[row.messages for row in rows],
-        asked=[row.asked for row in rows],
-        extra={"environments": environments} if with_environment else {},
-        failed=np.array([row.failed for row in rows], dtype=bool),
-    )
-
-
-def act(policy: CausalLMPolicy, agent: Agent, max_prompt_tokens: int) -> AgentSampler:
-    """Let a policy act with an agent: its template shows the tools, and its turns call them.
-
-    Args:
-        policy: The policy.
-        agent: Tools and environment.
-        max_prompt_tokens: The longest prompt, in tokens.
-
-    Returns:
-        The sampler, which is the policy's from now on.
-
-    Raises:
-        DprlhfError: The policy's chat template cannot show them.
-    """
-    agent.attach(policy, max_prompt_tokens)
-    policy.sampler = sampler = AgentSampler(agent)
-    return sampler

@@ -55,6 +55,7 @@ class Sources:
         reward_processing_classes: The tokenizers of rewards that are models.
         tools: Functions that the policy may call.
         environment_factory: Makes an environment for each trajectory.
+        rollout_func: Makes the responses itself, in place of tools and environment.
 
     Attributes:
         rewards: The rewards with their settings; None for those of the recipe.
@@ -76,6 +77,7 @@ class Sources:
         models: Mapping[str, Any] | None = None,
         tools: Sequence[Callable[..., Any]] | None = None,
         environment_factory: Callable[[], Any] | None = None,
+        rollout_func: Callable[..., Any] | None = None,
     ) -> None:
         if prompts is not None and evaluation_prompts is prompts:
             raise DprlhfError(
@@ -87,8 +89,11 @@ class Sources:
         self.policy = policy
         self.stand_in_plan = stand_in_plan
         self.models = dict(models or {})
-        self.tools = list(tools) if tools else None
-        self.environment_factory = environment_factory
+        self.agent: dict[str, Any] = {
+            "tools": list(tools) if tools else None,
+            "environment_factory": environment_factory,
+            "rollout_func": rollout_func,
+        }
         self.rewards: list[GivenReward] | None = None
         if reward is not None:
             self.take_rewards(given_rewards(reward, reward_weights, reward_processing_classes))
@@ -105,10 +110,11 @@ class Sources:
         self.models |= {f"rewards.{i}": one.given for i, one in given if is_model(one.given)}
 
     @property
-    def agent(self) -> dict[str, Any]:
+    def agent_settings(self) -> dict[str, Any]:
         """The keys of ``rollout.agent`` that objects replace; empty without any."""
-        given: dict[str, Any] = {} if self.tools is None else {"tools": [IN_MEMORY]}
-        return given if self.environment_factory is None else {**given, "environment": IN_MEMORY}
+        keys = {"environment_factory": "environment"}
+        given = [name for name, value in self.agent.items() if value is not None]
+        return {keys.get(n, n): [IN_MEMORY] if n == "tools" else IN_MEMORY for n in given}
 
 
 def recipe_of(
@@ -140,7 +146,7 @@ def recipe_of(
             data=sources.prompts is not None,
             rewards=sources.rewards,
             evaluation=sources.evaluation_prompts is not None,
-            agent=sources.agent,
+            agent=sources.agent_settings,
         )
     values = _sections(flat)
     if sources.prompts is not None:
@@ -150,9 +156,9 @@ def recipe_of(
     if sources.evaluation_prompts is not None:
         public = values.setdefault("evaluation", {}).setdefault("data", {})
         public.setdefault("path", IN_MEMORY)
-    if sources.agent:
+    if sources.agent_settings:
         rollout = values.setdefault("rollout", {})
-        rollout["agent"] = {**rollout.get("agent", {}), **sources.agent}
+        rollout["agent"] = {**rollout.get("agent", {}), **sources.agent_settings}
     return make_recipe(values, source="train")
 
 

@@ -17,16 +17,20 @@ class Agent(Settings):
         environment: Class, or a function without arguments, that makes one environment for each
             trajectory: ``package.module:Class`` or ``file.py:Class``. Its ``reset`` gets the
             prompt's row, and its other public methods are tools.
+        rollout_func: Function ``rollout_func(prompts, trainer)`` that makes the responses itself,
+            in place of tools and environment; it is called with one user's prompts at a time.
         max_tool_calling_iterations: Most turns in which tools are called; null ends a trajectory
             only where the policy calls none, or where ``rollout.max_new_tokens`` are full.
     """
 
     tools: list[str] = []
     environment: str | None = None
+    rollout_func: str | None = None
     max_tool_calling_iterations: PositiveInt | None = None
 
     @model_validator(mode="after")
     def _some(self) -> Agent:
-        if not self.tools and self.environment is None:
-            raise ValueError("give tools or an environment")
+        acts = bool(self.tools) or self.environment is not None
+        if acts == (self.rollout_func is not None):
+            raise ValueError("give tools, an environment or both; or a rollout_func")
         return self

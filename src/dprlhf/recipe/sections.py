@@ -123,7 +123,8 @@ class Rollout(Settings):
     @property
     def shares_prompts(self) -> bool:
         """Whether all responses to a prompt answer the same tokens."""
-        return self.agent is None or self.agent.environment is None
+        agent = self.agent
+        return agent is None or (agent.environment is None and agent.rollout_func is None)
 
     @property
     def truncates(self) -> list[str]:
@@ -167,6 +168,8 @@ class Rollout(Settings):
             )
         if self.agent is not None and self.backend == "vllm":
             raise ValueError("agent: turns are sampled by backend transformers, not by vllm")
+        if self.agent is not None and self.agent.rollout_func and self.base_policy == "reference":
+            raise ValueError("agent.rollout_func works with base_policy on-policy")
         if self.agent is not None and self.min_new_tokens:
             raise ValueError("agent: a turn may be short; leave min_new_tokens out")
         return self

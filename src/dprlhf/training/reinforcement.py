@@ -16,7 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dprlhf.agents import AgentSampler, act, check_apart, load_agent, longest_row
+from dprlhf.agents import (
+    AgentSampler,
+    FunctionSampler,
+    check_apart,
+    load_sampler,
+    longest_row,
+)
 from dprlhf.boundary import Private
 from dprlhf.data.in_memory import Sources
 from dprlhf.data.public import evaluated, held_out, neutral_prompts
@@ -132,8 +138,9 @@ class Reinforcement:
         self.clip: AdaptiveClip | None = None
         self.guidance: Guidance | None = None
         self.timing: dict[str, float] = {}
-        self.agent: AgentSampler | None = None
+        self.agent: AgentSampler | FunctionSampler | None = None
         self._sources = sources
+        self._conversations = False
         self._failed_rounds = 0
         self._last_reward: ReleasedReward | None = None
         self._before: Evaluated | None = None
@@ -146,7 +153,7 @@ class Reinforcement:
     @property
     def known(self) -> Prompts:
         """The public prompts, or a few neutral ones for a recipe without them."""
-        return self.public or neutral_prompts(conversations=self.recipe.rollout.agent is not None)
+        return self.public or neutral_prompts(conversations=self._conversations)
 
     @property
     def warnings(self) -> list[str]:
@@ -174,8 +181,8 @@ class Reinforcement:
             policy = _with_sampling(self._sources.policy, self.recipe)
         policy.tools, policy.sampler, spec = (), None, self.recipe.rollout.agent
         if spec is not None:
-            agent = load_agent(spec, self._sources.tools, self._sources.environment_factory)
-            self.agent = act(policy, agent, self.recipe.data.max_prompt_tokens)
+            self.agent = load_sampler(spec, **self._sources.agent)
+            self.agent.attach(policy, self.recipe.data.max_prompt_tokens)
         return policy
 
     def check_rows(self, rows: Any) -> None:
@@ -184,7 +191,9 @@ class Reinforcement:
     def check_policy(self, users: Users, policy: CausalLMPolicy) -> None:
         """Refuse a tokenizer without a template, or a policy too large for the recipe's oracle."""
         check_template(self.recipe.data, users, policy)
-        if policy.sampler is not None and not users.conversations:
+        # Neutral prompts for an agent have the form of the users'.
+        self._conversations = users.conversations and self.agent is not None
+        if isinstance(self.agent, AgentSampler) and not users.conversations:
             raise DprlhfError(
                 "rollout.agent: tools are called in conversations, and data.prompt_column"
                 f" {self.recipe.data.prompt_column!r} holds plain text: give lists of messages"
@@ -214,6 +223,7 @@ class Reinforcement:
     def shapes(self) -> Shapes:
         """The shapes of sampling and of the update."""
         recipe, rollout = self.recipe, self.recipe.rollout
+        given = isinstance(self.agent, FunctionSampler)
         return Shapes(
             prompt=recipe.data.max_prompt_tokens,
             response=rollout.max_new_tokens,
@@ -221,7 +231,7 @@ class Reinforcement:
             num_generations=rollout.responses if rollout.shares_prompts else 1,
             prompts=recipe.data.max_prompts_per_user,
             update=recipe.update,
-            rollout=rollout if rollout.backend != "vllm" else None,
+            rollout=None if rollout.backend == "vllm" or given else rollout,
         )
 
     def lay_out(self, shapes: Shapes) -> None:

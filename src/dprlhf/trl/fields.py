@@ -49,7 +49,6 @@ _ENTROPY = "an entropy bonus is not offered; beta keeps the policy near the base
 _ONE_STEP = "a batch has one step, at which the ratio is 1"
 _OTHER_LOSS = "only for a loss_type that is refused"
 _EVERY_ROUND = "every round is logged and leaves a checkpoint"
-_NO_TOOLS = "tools are refused"
 _PRECISION = "the trained parameters, the clipping and the noise are in float32 or wider; give the"
 _PRECISION += " frozen model's dtype in model_init_kwargs"
 
@@ -226,7 +225,7 @@ GRPO: dict[str, Field] = COMMON | {
         vllm_importance_sampling_correction vllm_importance_sampling_mode
         vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
         vllm_importance_sampling_cap""")),
-    "max_tool_calling_iterations": Field("no effect", _NO_TOOLS),
+    "max_tool_calling_iterations": Field("honoured", "rollout.agent.max_tool_calling_iterations"),
 }  # fmt: skip
 """Every setting of TRL's ``GRPOConfig``."""
 

@@ -31,6 +31,7 @@ def recipe_of(
     public: int,
     processes: int,
     quantization: Mapping[str, str] | None = None,
+    agent: dict[str, Any] | None = None,
 ) -> Recipe:
     """Return the recipe of a private trainer.
 
@@ -43,6 +44,7 @@ def recipe_of(
         public: Number of public prompts for the evaluation; 0 without.
         processes: Number of processes of the launch.
         quantization: Keys of the section ``policy`` for a quantised base model.
+        agent: The keys of ``rollout.agent`` for which there are objects; none for plain responses.
 
     Raises:
         DprlhfError: A setting has no meaning here, or a wrong value.
@@ -71,6 +73,7 @@ def recipe_of(
             "mask_truncated": args.mask_truncated_completions,
             "batch_size": "auto",
             "backend": "vllm" if args.use_vllm else "transformers",
+            "agent": _agent(args, agent),
             **rollout_settings(args.generation_kwargs or {}),  # they take precedence in TRL
         },
         "update": {
@@ -91,6 +94,15 @@ def recipe_of(
     if public:
         values["evaluation"] = _evaluation(args, public)
     return make_recipe(values, source=type(config).__name__)
+
+
+def _agent(args: Any, agent: dict[str, Any] | None) -> dict[str, Any] | None:
+    if not agent:
+        return None
+    return {
+        **agent,
+        "max_tool_calling_iterations": getattr(args, "max_tool_calling_iterations", None),
+    }
 
 
 def with_evaluation(recipe: Recipe, config: PrivacyFields, public: int) -> Recipe:

@@ -16,6 +16,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from transformers.trainer_utils import EvalPrediction, TrainOutput
 
+from dprlhf.agents import load_sampler
+from dprlhf.agents.rewards import ENVIRONMENT_REWARD, gives_reward
 from dprlhf.data.in_memory import Sources
 from dprlhf.data.loading import rows_from
 from dprlhf.data.users import Users
@@ -45,6 +47,7 @@ from dprlhf.trl.evaluation import evaluate_on, public_values
 from dprlhf.trl.logs import Log, as_evaluation, as_logs
 from dprlhf.trl.mapping import recipe_of, with_evaluation
 from dprlhf.trl.rewards import means_of, trl_rewards
+from dprlhf.trl.tools import with_response_template
 
 C = TypeVar("C", bound=PrivacyFields)
 
@@ -101,9 +104,11 @@ class PrivateTrainer(Generic[C]):
             optimizers: Refused: ``args.optim`` names the optimizer.
             quantization_config: How to quantise the frozen base model; with ``peft_config``.
             peft_config: What is trained; None trains all weights.
-            tools: Refused.
-            rollout_func: Refused.
-            environment_factory: Refused.
+            tools: Functions that the policy may call, sync or async.
+            rollout_func: Makes the responses itself; called with one user's prompts at a time, and
+                with a stand-in for the trainer that has its model, tokenizer and settings.
+            environment_factory: Makes an environment for each trajectory; its public methods are
+                tools, and its ``get_reward`` is a reward.
             compute_metrics: A function of ``transformers.EvalPrediction`` on public prompts:
                 ``predictions`` are the responses, ``label_ids`` their rewards, and ``inputs`` the
                 prompts.
@@ -113,7 +118,7 @@ class PrivateTrainer(Generic[C]):
             DprlhfError: An argument is wrong, or cannot be private; the message says why.
         """
         own: Any = copy.copy(as_private(args, self.config, self._default_folder))
-        _refuse(optimizers, tools, rollout_func, environment_factory)
+        _refuse(optimizers, environment_factory)
         if user_column is not None:
             if own.privacy_unit not in (None, user_column):
                 raise DprlhfError(
@@ -123,6 +128,16 @@ class PrivateTrainer(Generic[C]):
         self.args: Any = own
         self._compute_metrics = compute_metrics
         model = without_wrapper(model)
+        self._agent: dict[str, Any] = {
+            "tools": tools or None,
+            "environment_factory": environment_factory,
+            "rollout_func": rollout_func,
+        }
+        if gives_reward(environment_factory):
+            named = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
+            reward_funcs = [*(one for one in named if one is not None), ENVIRONMENT_REWARD]
+            if self.args.reward_weights is not None:
+                self.args.reward_weights = [*self.args.reward_weights, 1.0]
         self._rewards = trl_rewards(
             reward_funcs, self.args.reward_weights, reward_processing_classes
         )
@@ -131,6 +146,10 @@ class PrivateTrainer(Generic[C]):
         self.recipe = self._recipe(model, peft_config, quantization_config)
         self._models = {} if isinstance(model, str) else {"model": model}
         self._policy = _policy(self.recipe, model, processing_class)
+        if (agent := self.recipe.rollout.agent) is not None:
+            with_response_template(self._policy.tokenizer)
+            sampler = load_sampler(agent, **self._agent)
+            sampler.attach(self._policy, self.recipe.data.max_prompt_tokens)
         self.result: Result | None = None
         self._settled = self.recipe
         self._started = False
@@ -152,6 +171,7 @@ class PrivateTrainer(Generic[C]):
             public=0 if self._public is None else len(self._public),
             processes=Processes.connect().count,
             quantization=quantization_of(quantization),
+            agent=Sources(None, None, None, **self._agent).agent_settings,
         )
 
     # --- what is trained, and what is known of it --------------------------------------------
@@ -242,6 +262,7 @@ class PrivateTrainer(Generic[C]):
             self._public,
             policy=self._policy,
             models=self._models,
+            **self._agent,
         )
         sources.take_rewards(self._rewards)
         quiet = bool(self.args.disable_tqdm)
@@ -428,20 +449,18 @@ def _policy(recipe: Recipe, model: Any, tokenizer: Any) -> CausalLMPolicy:
     return load_policy_of(recipe, model=given, tokenizer=tokenizer)
 
 
-def _refuse(optimizers: Any, tools: Any, rollout_func: Any, environment_factory: Any) -> None:
+def _refuse(optimizers: Any, environment_factory: Any) -> None:
     """Refuse what a private trainer does not take, each with its reason."""
     if tuple(optimizers or (None, None)) != (None, None):
         raise DprlhfError(
             "optimizers: the optimizer steps along released gradients, and a resumed run makes it"
             " again: name it in args (optim, learning_rate, lr_scheduler_type)"
         )
-    for name, given in (
-        ("tools", tools),
-        ("rollout_func", rollout_func),
-        ("environment_factory", environment_factory),
-    ):
-        if given:
-            raise DprlhfError(f"{name}: responses are one turn of text here: leave it out")
+    if isinstance(environment_factory, dict):
+        raise DprlhfError(
+            "environment_factory: one factory serves all prompts here: let it choose by the columns"
+            " that reset gets"
+        )
 
 
 def _other(own: Recipe, held: Recipe) -> str:

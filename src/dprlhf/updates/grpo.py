@@ -62,9 +62,8 @@ def token_weights(
     real = responses.policy_mask.numpy()
     with np.errstate(over="ignore"):  # an infinite ratio is clipped or truncated
         ratio = np.where(responses.from_base[:, None], np.exp(log_ratio), 1.0)
-    weights: Array = (
-        surrogate_derivative(advantages[:, None], ratio, spec) * real / real.sum(1, keepdims=True)
-    )
+    share = real / np.maximum(real.sum(1, keepdims=True), 1)
+    weights: Array = surrogate_derivative(advantages[:, None], ratio, spec) * share
     return weights
 
 

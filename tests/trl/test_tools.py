@@ -1,0 +1,53 @@
+"""The private trainers take TRL's tools, environments and rollout_func."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+
+from dprlhf.trl import PrivateGRPOConfig, PrivateGRPOTrainer
+from helpers import agents
+
+
+def called(completions: list[Any], **columns: Any) -> list[float]:
+    return [float(any(m["role"] == "tool" for m in messages)) for messages in completions]
+
+
+@pytest.mark.parametrize(
+    ("agent", "rewards"),
+    [
+        ({"tools": [agents.add]}, ["in-memory"]),
+        (
+            {"environment_factory": agents.Guessing},
+            ["in-memory", "dprlhf.agents.rewards:environment_reward"],
+        ),
+    ],
+    ids=["tools", "environment"],
+)
+def test_a_trainer_with_an_agent(agent: dict[str, Any], rewards: list[str], tmp_path: Path) -> None:
+    args = PrivateGRPOConfig(
+        output_dir=str(tmp_path / "run"), privacy_epsilon=8.0, max_steps=2, num_generations=2,
+        per_device_train_batch_size=8, max_completion_length=48, max_tool_calling_iterations=2,
+        privacy_max_prompt_tokens=48, disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    trainer = PrivateGRPOTrainer(
+        model=agents.save(tmp_path / "model"),
+        reward_funcs=called,
+        args=args,
+        train_dataset=[{"prompt": agents.asked(f"{i} and 1?")} for i in range(12)],
+        eval_dataset=[{"prompt": agents.asked(f"public {i}")} for i in range(3)],
+        peft_config=peft.LoraConfig(r=2, target_modules=["c_attn"]),
+        **agent,
+    )
+    assert [reward.name for reward in trainer.recipe.rewards] == rewards
+    assert trainer.recipe.rollout.agent is not None
+    assert trainer.recipe.rollout.agent.max_tool_calling_iterations == 2
+    before = trainer.evaluate()
+    trainer.train()
+    assert set(before) <= set(trainer.evaluate())
+    samples = json.loads((tmp_path / "run" / "samples.json").read_text())
+    assert len(samples) == 3
