@@ -140,6 +140,7 @@ def test_a_result_that_cannot_be_used_is_refused(change: Any, why: str) -> None:
     assert responses.failed.all()
 
 
+@pytest.mark.slow
 def test_one_that_keeps_something_is_refused() -> None:
     seen: list[Any] = []
 
