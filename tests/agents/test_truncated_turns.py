@@ -1,0 +1,50 @@
+"""Later turns are sampled from the distribution whose log-probabilities the update takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dprlhf import DprlhfError, recipe
+from dprlhf.agents import Agent, act
+from dprlhf.data.users import Prompts
+from dprlhf.policies.warpers import Sampling
+from dprlhf.recipe import make_recipe
+from dprlhf.rollout import sample
+from dprlhf.rollout.logprobs import token_logprobs
+from helpers.agents import add, asked, fail, policy_of
+
+
+def test_each_token_of_each_turn_is_the_one_that_is_kept() -> None:
+    """With top-k 1, log π̃ is 0 exactly where sampling and update see the same tokens before."""
+    policy = policy_of()
+    act(policy, Agent((add, fail), None, None), 40)
+    texts = ["2 and 1?", "two and two, please?", "0 1", "what?"]
+    prompts = Prompts([asked(t) for t in texts], np.arange(4), np.zeros(4, dtype=np.int64), {})
+    spec = recipe.Rollout(responses=2, max_new_tokens=64, batch_size=8)
+    with policy.sampled_with(Sampling(top_k=1, repetition_penalty=1.15)):
+        responses = sample(
+            policy, prompts, spec, key=bytes(32), context=("turns",), max_prompt_tokens=40
+        )
+        found = token_logprobs(policy, responses, 8)
+    own = responses.policy_mask.numpy().astype(bool)
+    later = own & (np.cumsum(~own & responses.response_mask.numpy().astype(bool), 1) > 0)
+    assert later.sum() > 5  # tokens behind a tool's answer
+    assert (found == 0).all()
+    with policy.sampled_with(Sampling(top_k=1)):  # the negative control
+        assert (token_logprobs(policy, responses, 8)[later] < -0.01).any()
+
+
+def test_a_shortest_length_is_for_responses_of_one_turn() -> None:
+    settings: dict[str, Any] = {
+        "policy": {"model_name_or_path": "org/model"},
+        "data": {"path": "org/prompts"},
+        "rewards": [{"function": "module:reward"}],
+        "privacy": {"epsilon": 1.0},
+        "rounds": 2,
+        "rollout": {"agent": {"tools": ["module:add"]}, "min_new_tokens": 2},
+    }
+    with pytest.raises(DprlhfError, match="min_new_tokens"):
+        make_recipe(settings)
