@@ -434,6 +434,20 @@ class TestRewardCheck:
         assert not stand_ins
         assert report.scores == (1.0,) * 6
 
+    def test_what_a_reward_logs(self, here: Path) -> None:
+        Path("logging.py").write_text(
+            "calls = []\n"
+            "def reward(completions, log_metric):\n"
+            "    calls.append(1)\n"
+            "    log_metric('rows', len(completions))\n"
+            "    log_metric('calls', len(calls))\n"
+            "    return [len(c) / 10 for c in completions]\n"
+        )
+        done = call("reward-check", "logging.py:reward", "--prompts", "public.csv")
+        lines = [line.split("│")[1:3] for line in done.output.splitlines() if "logs" in line]
+        shown = [" ".join(" ".join(cells).split()) for cells in lines]
+        assert shown == ["logs rows", "logs, not published calls: changes when called again"]
+
     def test_stand_ins(self, here: Path) -> None:
         report, stand_ins = reward_check("my_rewards.py:brevity", "private.csv", reward_range=3)
         assert stand_ins

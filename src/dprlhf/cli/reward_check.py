@@ -96,6 +96,11 @@ def explain(report: ContractReport, reward_range: float) -> RenderableType:
     facts.add_row("speed", f"{report.rows_per_second:,.0f} completions a second")
     facts.add_row("range", f"{report.minimum:.4g} to {report.maximum:.4g}, mean {report.mean:.4g}")
     facts.add_row("answers None", f"{report.missing:.0%}")
+    if report.published:
+        facts.add_row("logs", ", ".join(sorted(report.published)))
+    if report.unpublished:
+        names = ", ".join(sorted(report.unpublished))
+        facts.add_row("logs, not published", f"{names}: changes when called again")
     facts.add_row(f"outside ±{reward_range:g}", f"{report.clipped:.0%} (clipped in training)")
     return Group(checks, facts, *histogram([s for s in report.scores if s is not None]))
 

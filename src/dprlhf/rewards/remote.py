@@ -42,7 +42,7 @@ class RemoteJudge:
             above the longest answer under load: requests that time out because the judge is busy
             with other users' rows are the one way in which these could still matter.
         retries: Number of further tries after connections that fail, time-outs, and the statuses
-            408, 425, 429, 500, 502, 503 and 504. The waits before them are 0, 1, 2, 4, … times
+            408, 425, 429, 500, 502, 503 and 504. The waits before them are 0, 2, 4, 8, … times
             ``wait``.
         wait: Seconds.
         at_once: Number of requests that are under way at a time.
