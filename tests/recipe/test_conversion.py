@@ -153,7 +153,8 @@ def test_every_setting_is_accounted_for(values: dict[str, Any], tmp_path: Path) 
     ("changed", "name"),
     [
         ({"lora_dropout": 0.05}, "lora_dropout"),
-        ({"quantization_bit": 4}, "quantization_bit"),
+        ({"quantization_bit": 3}, "quantization_bit"),
+        ({"quantization_method": "gptq"}, "quantization_method"),
         ({"template": "llama3"}, "template"),
         ({"cutoff_len": 2048}, "cutoff_len"),
         ({"val_size": 0.1}, "val_size"),
@@ -236,6 +237,23 @@ def test_the_other_stages(tmp_path: Path) -> None:
     assert dpo.update.beta == 0.3
     pairs["datasets"][0]["type"]["prompt_format"] = "Q: {prompt}"  # type: ignore[index]
     assert [finding.name for finding in of(pairs, tmp_path).left] == ["datasets"]
+
+
+def test_a_quantized_base_model(tmp_path: Path) -> None:
+    values = listed(tmp_path, file_name="pairs.json", columns={"prompt": "question"})
+    for changed, kind in (
+        ({"quantization_bit": 4}, "nf4-double"),
+        ({"quantization_bit": 4, "double_quantization": False}, "nf4"),
+        ({"quantization_bit": 8, "gradient_checkpointing": True}, "int8"),
+    ):
+        recipe = of(values | changed, tmp_path).recipe
+        assert isinstance(recipe, DPORecipe)
+        assert recipe.policy.quantization == kind
+        assert recipe.policy.gradient_checkpointing == ("gradient_checkpointing" in changed)
+    changed = {"adapter": "qlora", "load_in_4bit": True}
+    qlora = of(AXOLOTL | changed, tmp_path, "data.prompt_column=question").recipe
+    assert isinstance(qlora, Recipe)
+    assert (qlora.policy.adapter.type, qlora.policy.quantization) == ("lora", "nf4-double")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from dprlhf.recipe.conversion.rules import (
     LOGGED,
     NO_DECAY,
     NO_DROPOUT,
-    NO_QUANTIZATION,
     NO_SPLIT,
     OPTIMIZER,
     PREPARED,
@@ -50,6 +49,18 @@ _COLUMNS = ("data.prompt_column",)
 _STEPS = ("num_epochs", "max_steps", "micro_batch_size", "gradient_accumulation_steps")
 _WANDB = unused("only tracking.report_to and tracking.project are passed on")
 
+
+def _quantized(kind: str) -> Rule:
+    """Return the rule of a switch for the frozen base model in 4 or 8 bit."""
+
+    def rule(name: str, value: Any, draft: Draft) -> Finding:
+        if not value:
+            return Finding(name, "no effect", "as it is here")
+        return to("model.quantization", lambda _: kind)(name, value, draft)
+
+    return rule
+
+
 FIELDS: dict[str, Rule] = {
     "base_model": to("model.model_name_or_path"),
     "revision_of_model": to("model.revision"),
@@ -57,14 +68,11 @@ FIELDS: dict[str, Rule] = {
     "model_type": unused("the model's own files say which"),
     "tokenizer_type": unused("the model's own files say which"),
     "strict": unused("an unknown setting is always refused"),
-    "load_in_8bit": NO_QUANTIZATION,
-    "load_in_4bit": NO_QUANTIZATION,
-    "gptq": NO_QUANTIZATION,
+    "load_in_8bit": _quantized("int8"),
+    "load_in_4bit": _quantized("nf4-double"),
+    "gptq": off("the base model is quantized with bitsandbytes"),
     "adapter": one_of(
-        "model.adapter.type",
-        {"lora": "lora"},
-        "the base model is not quantized: write lora, without load_in_4bit",
-        ["policy.adapter.type"],
+        "model.adapter.type", {"lora": "lora", "qlora": "lora"}, "write lora or qlora"
     ),
     "lora_model_dir": off("name the merged model in base_model"),
     "lora_r": to("model.adapter.rank", int),
@@ -133,7 +141,9 @@ FIELDS: dict[str, Rule] = {
     ),
     "fp16": off("float16 is not offered: write bf16: auto"),
     "tf32": SPEED,
-    "gradient_checkpointing": SPEED,
+    "gradient_checkpointing": one_of(
+        "model.gradient_checkpointing", {True: True, False: False}, "write true or false"
+    ),
     "gradient_checkpointing_kwargs": SPEED,
     "flash_attention": SPEED,
     "xformers_attention": SPEED,
@@ -203,7 +213,8 @@ def stage_of(given: dict[str, Any]) -> str:
         raise DprlhfError(f"rl {kind!r} has no private counterpart: {', '.join(RL)} have one")
     if not given.get("adapter"):
         raise DprlhfError(
-            "there is no adapter, so all weights would be trained: write adapter: lora"
+            "there is no adapter, so all weights would be trained: write adapter: lora, or a recipe"
+            " with policy.adapter.type: full"
         )
     return RL[kind] if kind else "reward" if given.get("reward_model") else "sft"
 

@@ -15,7 +15,6 @@ from dprlhf.recipe.conversion.rules import (
     LOGGED,
     NO_DECAY,
     NO_DROPOUT,
-    NO_QUANTIZATION,
     NO_SPLIT,
     OPTIMIZER,
     PREPARED,
@@ -59,6 +58,15 @@ _STEPS = (
     "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps",
 )  # fmt: skip
 
+
+def _bits(name: str, value: Any, draft: Draft) -> Finding:
+    """Map a frozen base model in 4 or 8 bit, whose scales are quantised, too, by default."""
+    kind = draft.given.get("quantization_type", "nf4")
+    double = "-double" if draft.given.get("double_quantization", True) else ""
+    kinds = {4: f"{kind}{double}", 8: "int8"}
+    return one_of("model.quantization", kinds, "4 or 8 bit are offered")(name, value, draft)
+
+
 FIELDS: dict[str, Rule] = {
     "model_name_or_path": to("model.model_name_or_path"),
     "model_revision": to("model.revision"),
@@ -68,15 +76,17 @@ FIELDS: dict[str, Rule] = {
     "use_unsloth": SPEED,
     "rope_scaling": off("the model's own positions are kept"),
     "adapter_name_or_path": off("name the merged model in policy.model_name_or_path"),
-    "quantization_bit": NO_QUANTIZATION,
-    "quantization_method": unused("nothing is quantized"),
-    "double_quantization": unused("nothing is quantized"),
+    "quantization_bit": _bits,
+    "quantization_method": off("the base model is quantized with bitsandbytes", also=["bnb"]),
+    "quantization_type": unused("it is in quantization_bit's key"),
+    "double_quantization": unused("it is in quantization_bit's key"),
     "do_train": unused("it is a training file"),
     "do_eval": unused("evaluation.data says whether"),
     "do_predict": off("dprlhf generate shows responses"),
     "finetuning_type": one_of(
-        "model.adapter.type", {"lora": "lora"}, "an adapter is trained: write lora",
-        ["policy.adapter.type"],
+        "model.adapter.type",
+        {"lora": "lora"},
+        "write lora; for all weights, write a recipe with policy.adapter.type: full",
     ),
     "lora_alpha": to("model.adapter.alpha", float),
     "lora_dropout": NO_DROPOUT,
@@ -151,7 +161,7 @@ FIELDS: dict[str, Rule] = {
     "pure_bf16": off("adapters are trained in float32"),
     "fp16": off("float16 is not offered: write bf16: true"),
     "tf32": SPEED,
-    "gradient_checkpointing": SPEED,
+    "gradient_checkpointing": to("model.gradient_checkpointing"),
     "disable_gradient_checkpointing": SPEED,
     "seed": to("seed", int),
     "ddp_timeout": SHARED,

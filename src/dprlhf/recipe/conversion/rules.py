@@ -156,9 +156,6 @@ PREPARED = unused("rows are read as they are needed")
 
 NO_DROPOUT = off("there is no dropout: leave it out or write 0")
 NO_DECAY = off("there is no weight decay: leave it out or write 0")
-NO_QUANTIZATION = off(
-    "a recipe's base model is not quantized; policy.dtype=bfloat16 halves float32"
-)
 NO_SPLIT = off(
     "a part of the users' rows would still be private: evaluate on public rows (evaluation.data)",
     ["evaluation"],
