@@ -30,6 +30,15 @@ in the folder `recipes/`.
 
 """
 
+TRL_INTRODUCTION = """# TRL's settings: every field
+
+What [`PrivateGRPOConfig` and `PrivateRLOOConfig`](../trl.md) do with the settings of TRL 1.16's
+`GRPOConfig` and `RLOOConfig`. This page is made from the table that the code uses, and a test
+compares it with TRL: *honoured* means the same here, *mapped* the nearest meaning that stays within
+one user, *no effect* takes any value, *refused* takes the default only.
+
+"""
+
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the generated pages; mkdocs calls this."""
@@ -55,7 +64,11 @@ def on_page_content(html: str, **others: Any) -> str:
 
 
 def pages() -> dict[str, str]:
-    return {"reference/recipes.md": recipes_page(), "reference/commands.md": commands_page()}
+    return {
+        "reference/recipes.md": recipes_page(),
+        "reference/commands.md": commands_page(),
+        "reference/trl.md": trl_page(),
+    }
 
 
 def recipes_page() -> str:
@@ -178,6 +191,26 @@ def commands_page() -> str:
 
     describe(typer.main.get_command(app), "dprlhf")
     return "".join(lines) + flags_table()
+
+
+def trl_page() -> str:
+    """Return the table of every setting of TRL's configs."""
+    from dprlhf.trl.fields import GRPO, RLOO, Field
+
+    def table(fields: dict[str, Field]) -> str:
+        rows = "".join(
+            f"| `{name}` | {field.kind} | {field.note.replace('|', chr(92) + '|')} |\n"
+            for name, field in sorted(fields.items())
+        )
+        return f"| setting | | |\n|---|---|---|\n{rows}"
+
+    both = {name: field for name, field in GRPO.items() if RLOO.get(name) == field}
+    alone = {"`GRPOConfig` alone": GRPO, "`RLOOConfig` alone": RLOO}
+    text = TRL_INTRODUCTION + "## Both configs\n\n" + table(both)
+    for title, fields in alone.items():
+        own = {name: field for name, field in fields.items() if name not in both}
+        text += f"\n## {title}\n\n" + table(own)
+    return text
 
 
 def flags_table() -> str:

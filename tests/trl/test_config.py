@@ -131,3 +131,13 @@ def test_trls_own_config_has_no_budget() -> None:
     for args, said in ((given, "from_trl"), (None, "privacy_epsilon")):
         with pytest.raises(DprlhfError, match=said):
             as_private(args, PrivateRLOOConfig, "x")
+
+
+def test_the_page_of_settings_has_every_row() -> None:
+    import docs_pages
+
+    page = docs_pages.pages()["reference/trl.md"]
+    for table in (GRPO, RLOO):
+        for name, field in table.items():
+            assert f"| `{name}` | {field.kind} | " in page
+    assert page.count("| `loss_type` |") == page.count("| `reward_clip_range` |") == 1

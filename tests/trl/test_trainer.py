@@ -26,6 +26,7 @@ import dprlhf
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.file_times import public_time
 from dprlhf.recipe import load_recipe
+from dprlhf.runs.publish import merge
 from dprlhf.trl import (
     PrivateGRPOConfig,
     PrivateGRPOTrainer,
@@ -224,6 +225,8 @@ def test_all_weights_are_trained_without_a_peft_config(
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, made.model.get_parameter(name))
+    merged = AutoModelForCausalLM.from_pretrained(merge(tmp_path / "a", tmp_path / "merged"))
+    assert torch.equal(merged.get_input_embeddings().weight, loaded.get_input_embeddings().weight)
     assert "library_name: transformers" in (tmp_path / "saved/README.md").read_text()
     broken = trainer(
         model, tmp_path / "b", peft_config=None, learning_rate=1e-3, callbacks=[Stop(1)]

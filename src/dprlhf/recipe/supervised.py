@@ -126,6 +126,11 @@ class StageRecipe(Settings):
             fitted=any(source.trained_on_private_users for source in self.sources),
         )
         self.trained.adapter.check(public_rows=self.evaluation is not None)
+        if self.trained.adapter.type == "full":
+            raise ValueError(
+                f"{self.trained_key}.adapter.type: full is for dprlhf train; a supervised stage"
+                " trains an adapter, such as lora, and merges it"
+            )
         return self
 
 

@@ -84,8 +84,11 @@ def merge(
     recipe = load_any_recipe(folder.recipe)
     adapter = recipe.trained.adapter.type
     try:
-        base, tokenizer = _base_and_tokenizer(recipe, folder)
-        merged, right = _merged(base, folder)
+        if adapter == "full":
+            (merged, tokenizer), right = _whole(folder), True
+        else:
+            base, tokenizer = _base_and_tokenizer(recipe, folder)
+            merged, right = _merged(base, folder)
     except (OSError, ValueError, RuntimeError, AttributeError) as error:
         raise DprlhfError(
             f"{run}: the adapter ({adapter}) cannot be merged"
@@ -105,6 +108,14 @@ def merge(
         (fresh / "privacy.json").write_text(folder.privacy.read_text())
         attach(fresh, carried_with(card, records_of(folder.path)))
     return out
+
+
+def _whole(folder: RunFolder) -> tuple[Any, Any]:
+    """Load the model and the tokenizer of a run without an adapter."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder.policy, dtype=torch.float32)
+    return model, transformers.AutoTokenizer.from_pretrained(folder.policy)
 
 
 def _base_and_tokenizer(recipe: AnyRecipe, folder: RunFolder) -> tuple[Any, Any]:

@@ -2,10 +2,37 @@
 
 ``PrivateGRPOTrainer`` and ``PrivateRLOOTrainer`` take what TRL 1.16's ``GRPOTrainer`` and
 ``RLOOTrainer`` take. Underneath they make a recipe and start an ordinary run of this package. Needs
-TRL (``pip install trl``).
+TRL (extra ``trl``).
 """
 
-from dprlhf.trl.config import PrivateGRPOConfig, PrivateRLOOConfig
-from dprlhf.trl.trainer import PrivateGRPOTrainer, PrivateRLOOTrainer
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dprlhf.trl.config import PrivateGRPOConfig, PrivateRLOOConfig
+    from dprlhf.trl.trainer import PrivateGRPOTrainer, PrivateRLOOTrainer
+
+_HOMES = {
+    "PrivateGRPOConfig": "config",
+    "PrivateGRPOTrainer": "trainer",
+    "PrivateRLOOConfig": "config",
+    "PrivateRLOOTrainer": "trainer",
+}
 
 __all__ = ["PrivateGRPOConfig", "PrivateGRPOTrainer", "PrivateRLOOConfig", "PrivateRLOOTrainer"]
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on first use: the table of settings is read without TRL.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dprlhf.trl' has no attribute {name!r}")
+    import importlib
+
+    try:
+        home = importlib.import_module(f"dprlhf.trl.{_HOMES[name]}")
+    except ModuleNotFoundError as missing:
+        if missing.name != "trl":
+            raise
+        raise ModuleNotFoundError(
+            "dprlhf.trl needs TRL: pip install 'dprlhf[trl]'", name="trl"
+        ) from None
+    return getattr(home, name)
