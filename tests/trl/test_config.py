@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,7 +134,8 @@ def test_trls_own_config_has_no_budget() -> None:
             as_private(args, PrivateRLOOConfig, "x")
 
 
-def test_the_page_of_settings_has_every_row() -> None:
+def test_the_page_of_settings_has_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
     import docs_pages
 
     page = docs_pages.pages()["reference/trl.md"]
