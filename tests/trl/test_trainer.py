@@ -133,6 +133,7 @@ class Stop(TrainerCallback):  # type: ignore[misc]
         self.seen.append("reward" if "grad_norm" in logs else "eval")
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_continues_to_the_same_weights(
     model: str, tmp_path: Path, one_key: None
 ) -> None:
@@ -212,6 +213,7 @@ def test_what_is_saved_loads_as_trls(model: str, tmp_path: Path) -> None:
         assert file.stat().st_mtime == public_time(file, tmp_path / "a")
 
 
+@pytest.mark.slow
 def test_all_weights_are_trained_without_a_peft_config(
     model: str, tmp_path: Path, one_key: None
 ) -> None:
@@ -271,6 +273,7 @@ def classifier(folder: Path) -> GPT2ForSequenceClassification:
     return model
 
 
+@pytest.mark.slow
 def test_rewards_by_name_object_and_callable_add_up_with_their_weights(
     model: str, tmp_path: Path, one_key: None
 ) -> None:
@@ -296,6 +299,7 @@ def test_rewards_by_name_object_and_callable_add_up_with_their_weights(
     assert "rewards/lower_case/mean" not in made.state.log_history[-2]
 
 
+@pytest.mark.slow
 def test_rloo_trains_as_its_recipe_does(model: str, tmp_path: Path, one_key: None) -> None:
     args = settings(tmp_path / "a", PrivateRLOOConfig, beta=0.1)
     made = PrivateRLOOTrainer(model, lower_case, args, PROMPTS, peft_config=lora())
@@ -349,6 +353,7 @@ def test_what_is_refused_says_why(
         PrivateGRPOTrainer(model, train_dataset=PROMPTS, peft_config=lora(), **(values | given))
 
 
+@pytest.mark.slow
 def test_a_base_in_8_bit_stays_as_it_is(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
