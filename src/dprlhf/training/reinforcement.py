@@ -258,6 +258,7 @@ class Reinforcement:
             parts.users.column_names,
             most_rows=call_size(rows),
             state=self._state,
+            conversations=self._conversations,
         )
         # One user's scores must not depend on another's rows, not even by rounding, and all
         # processes must score alike.
@@ -569,6 +570,7 @@ def _check_rewards(
     *,
     most_rows: int,
     state: RoundState,
+    conversations: bool = False,
 ) -> RewardSummary:
     """Check on public prompts that no reward couples users, and summarise their distribution.
 
@@ -580,7 +582,7 @@ def _check_rewards(
     responses = recipe.rollout.responses if per_user else 1
     sampled = sample(
         policy,
-        (public or neutral_prompts()).first(max(2, 16 // responses)),
+        (public or neutral_prompts(conversations=conversations)).first(max(2, 16 // responses)),
         recipe.rollout.model_copy(update={"responses": responses, "base_policy": "on-policy"}),
         key=bytes(32),
         context=("evaluation", recipe.seed),
