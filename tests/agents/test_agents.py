@@ -18,6 +18,7 @@ from dprlhf.agents.agent import OwnRandomness, Trajectory, call
 from dprlhf.agents.chat import answer_tokens, read_turn
 from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.warpers import Sampling
 from dprlhf.rewards import Scorer
 from dprlhf.rewards.private import score_responses
 from dprlhf.rollout import Responses, sample
@@ -170,6 +171,20 @@ def trajectory(responses: Responses, row: int) -> tuple[Any, ...]:
         responses.policy_mask[row].tolist(),
         responses.completions[row],
     )
+
+
+@pytest.mark.parametrize("kept", [{"top_k": 20}, {"top_p": 0.8, "repetition_penalty": 1.3}])
+def test_log_probabilities_are_of_what_each_turn_was_sampled_from(kept: dict[str, Any]) -> None:
+    """Own tokens are among those that truncation keeps; a tool's may be outside, at no cost."""
+    policy = with_agent(add, fail)
+    settings = recipe.Rollout.model_validate({"max_new_tokens": LENGTH, **kept})
+    with policy.sampled_with(Sampling.of(settings)):
+        responses = draw(policy, prompts_of(USERS), **kept)
+        found = token_logprobs(policy, responses, 8)
+    own = responses.policy_mask.numpy().astype(bool)
+    assert len(rows_with_tools(responses)) >= 2
+    assert np.isfinite(found[own]).all()
+    assert (found[~own] == 0).all()
 
 
 def test_a_trajectory_ends_after_the_last_iteration() -> None:
