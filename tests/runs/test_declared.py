@@ -28,6 +28,7 @@ def model(tmp_path: Path) -> Path:
     return tiny.save(tmp_path / "model")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of Opacus, about its random numbers and hooks
 def test_the_history_of_a_training_run_of_opacus(model: Path) -> None:
     from opacus import PrivacyEngine
@@ -73,6 +74,7 @@ def test_shuffled_batches_get_no_amplification(model: Path) -> None:
     assert cost.epsilon == pytest.approx(gaussian_epsilon(2.0 / 4**0.5, DELTA), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_run_that_starts_from_the_model_counts_it(model: Path, tmp_path: Path) -> None:
     parts = [(2.0, 0.2, 10), (4.0, 0.2, 10)]
     cost = declare(model, parts, delta=DELTA, sampling="shuffled")
