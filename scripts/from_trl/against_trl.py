@@ -41,7 +41,7 @@ from from_trl.stand_ins import tiny_model  # noqa: E402
 
 RESULTS = ROOT / "docs/results/trl.json"
 STEPS, PROMPTS, GENERATIONS, TOKENS = 40, 16, 8, 16
-LEARNING_RATE = 1e-2
+LEARNING_RATE = 2e-3
 TRAINERS = {
     "GRPO": (trl.GRPOTrainer, trl.GRPOConfig),
     "RLOO": (trl.RLOOTrainer, trl.RLOOConfig),
@@ -119,11 +119,21 @@ def reward_of(model: Any, tokenizer: Any, seed: int) -> float:
     return statistics.mean(letters(texts))
 
 
+def sharp_model(folder: Path) -> Path:
+    """Save a tiny model whose hidden states decide what it writes: a random head is all but flat."""
+    tiny_model(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(10)
+    model.save_pretrained(folder)
+    return folder
+
+
 def learning(seeds: int) -> Iterator[Result]:
     """Yield the rewards after training with TRL and with the private trainer at ε = ∞."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        model = tiny_model(folder / "model")
+        model = sharp_model(folder / "model")
         tokenizer = AutoTokenizer.from_pretrained(model)
         before = reward_of(AutoModelForCausalLM.from_pretrained(model), tokenizer, 0)
         yield Result("learning: reward before", before, "reward")

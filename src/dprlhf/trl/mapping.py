@@ -139,6 +139,8 @@ def _policy(args: Any) -> dict[str, Any]:
         )
     if "torch_dtype" in given:
         given["dtype"] = given.pop("torch_dtype")
+    if given.get("revision") == "main":  # TRL's command line says so of a local folder as well
+        del given["revision"]
     if "dtype" in given:
         given["dtype"] = str(given["dtype"]).removeprefix("torch.")
     if args.gradient_checkpointing or args.activation_checkpointing:
