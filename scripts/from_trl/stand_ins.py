@@ -31,23 +31,26 @@ BUDGET = 8.0
 ROWS = 8
 SYSTEM = "You are a helpful assistant."
 
-MATH = [{"problem": f"What is {i} + {i}?", "solution": f"\\boxed{{{2 * i}}}"} for i in range(ROWS)]
+MATH = [
+    {"problem": f"What is {i} + {i}?", "solution": f"\\boxed{{{2 * i}}}"} for i in range(2 * ROWS)
+]
 DATA: dict[str, list[dict[str, Any]]] = {
     "AI-MO/NuminaMath-TIR": [{**row, "messages": []} for row in MATH],
     "openai/gsm8k": [
         {"question": f"What is {i} + {i}?", "answer": f"Add them.\n#### {2 * i}"}
-        for i in range(ROWS)
+        for i in range(2 * ROWS)
     ],
     "trl-lib/tldr": [
         {"prompt": f"SUBREDDIT: r/a\nPOST: Day {i} of my trip.\nTL;DR:", "completion": " A trip."}
-        for i in range(ROWS)
+        for i in range(2 * ROWS)
     ],
     "qgallouedec/biogrid": [
-        {"Alt IDs Interactor A": f"a{i}", "Taxid Interactor A": "taxid:9606"} for i in range(ROWS)
+        {"Alt IDs Interactor A": f"a{i}", "Taxid Interactor A": "taxid:9606"}
+        for i in range(2 * ROWS)
     ],
     "qgallouedec/biogrid_qa": [
         {"question": f"Does the gene a{i} interact with a{i + 1}?", "answer": "yes"}
-        for i in range(ROWS)
+        for i in range(2 * ROWS)
     ],
 }
 """A few rows with the columns of the data sets that the examples name."""
@@ -157,11 +160,12 @@ def tiny_model(folder: Path) -> Path:
 
 
 def load_dataset(path: str, *_: Any, split: Any = None, **__: Any) -> Any:
-    """Return a few rows with the data set's columns, in as many splits as were asked for."""
+    """Return a few rows with the data set's columns, others in each split."""
     rows = datasets.Dataset.from_list(DATA.get(path, CONVERSATIONS))
+    train, test = rows.select(range(ROWS)), rows.select(range(ROWS, 2 * ROWS))
     if isinstance(split, list):
-        return [rows for _ in split]
-    return rows if split else datasets.DatasetDict(train=rows, test=rows)
+        return [test if "test" in name else train for name in split]
+    return train if split else datasets.DatasetDict(train=train, test=test)
 
 
 def lengths(completions: list[Any], **_: Any) -> list[float]:
