@@ -120,7 +120,7 @@ def reward_of(model: Any, tokenizer: Any, seed: int) -> float:
 
 
 def sharp_model(folder: Path) -> Path:
-    """Save a tiny model whose hidden states decide what it writes: a random head is all but flat."""
+    """Save a tiny model whose hidden states decide what it writes; a random head is nearly flat."""
     tiny_model(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
