@@ -185,6 +185,8 @@ def cut(config: type[Any], model: Path) -> None:
         given |= {"report_to": "none", "use_cpu": True, "bf16": False, "push_to_hub": False}
         if given.get("use_vllm") and given.get("vllm_mode", "colocate") == "colocate":
             given["use_vllm"] = False  # the same samples, from a package that needs a GPU
+        if "privacy_epsilon" in given:  # here a token is a byte
+            given["privacy_max_prompt_tokens"] = 3000
         if not args and not given.get("output_dir"):
             given["output_dir"] = "out"
         original(self, *args, **given)

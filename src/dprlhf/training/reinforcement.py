@@ -152,7 +152,7 @@ class Reinforcement:
 
     @property
     def known(self) -> Prompts:
-        """The public prompts, or a few neutral ones for a recipe without them."""
+        """The public prompts, or without them a few neutral ones in the form of the users'."""
         return self.public or neutral_prompts(conversations=self._conversations)
 
     @property
@@ -191,8 +191,7 @@ class Reinforcement:
     def check_policy(self, users: Users, policy: CausalLMPolicy) -> None:
         """Refuse a tokenizer without a template, or a policy too large for the recipe's oracle."""
         check_template(self.recipe.data, users, policy)
-        # Neutral prompts for an agent have the form of the users'.
-        self._conversations = users.conversations and self.agent is not None
+        self._conversations = users.conversations
         if isinstance(self.agent, AgentSampler) and not users.conversations:
             raise DprlhfError(
                 "rollout.agent: tools are called in conversations, and data.prompt_column"
@@ -254,11 +253,10 @@ class Reinforcement:
             loaded,
             policy,
             recipe,
-            self.public,
-            parts.users.column_names,
+            self.known,
+            [] if self.public else parts.users.column_names,
             most_rows=call_size(rows),
             state=self._state,
-            conversations=self._conversations,
         )
         # One user's scores must not depend on another's rows, not even by rounding, and all
         # processes must score alike.
@@ -565,34 +563,31 @@ def _check_rewards(
     rewards: Sequence[LoadedReward],
     policy: CausalLMPolicy,
     recipe: Recipe,
-    public: Prompts | None,
+    public: Prompts,
     columns: Sequence[str],
     *,
     most_rows: int,
     state: RoundState,
-    conversations: bool = False,
 ) -> RewardSummary:
     """Check on public prompts that no reward couples users, and summarise their distribution.
 
-    Without public prompts neutral ones take their place. A reward that needs a column of the
-    users' rows, which these have not, cannot be checked: it is called for one user at a time.
+    A reward that needs one of ``columns``, which only the users' rows have, cannot be checked: it
+    is called for one user at a time.
     """
     per_user = any(reward.per_user for reward in rewards)
     # A reward that compares a user's responses cannot be checked on one response alone.
     responses = recipe.rollout.responses if per_user else 1
     sampled = sample(
         policy,
-        (public or neutral_prompts(conversations=conversations)).first(max(2, 16 // responses)),
+        public.first(max(2, 16 // responses)),
         recipe.rollout.model_copy(update={"responses": responses, "base_policy": "on-policy"}),
         key=bytes(32),
         context=("evaluation", recipe.seed),
         max_prompt_tokens=recipe.data.max_prompt_tokens,
     )
     rows = rows_to_score(sampled)
-    unchecked: dict[str, list[str]] = {}
-    if public is None:
-        lacking = ((r.name, lacking_columns(r, rows)) for r in rewards)
-        unchecked = {name: found for name, found in lacking if found and {*found} <= {*columns}}
+    lacking = ((r.name, lacking_columns(r, rows)) for r in rewards)
+    unchecked = {name: found for name, found in lacking if found and {*found} <= {*columns}}
     rewards = [r for r in rewards if r.name not in unchecked]
     with captured(None):  # a reward's own output would corrupt a plan that is printed as JSON
         reports = [

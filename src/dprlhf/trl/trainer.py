@@ -424,7 +424,9 @@ class PrivateTrainer(Generic[C]):
 def _rows(given: Any, name: str) -> Any:
     """Return rows in memory as a ``datasets.Dataset`` with a column ``prompt``."""
     if given is None:
-        raise DprlhfError(f"{name}: give the prompts")
+        raise DprlhfError(
+            f"{name}: give the users' prompts; without any there is nobody to protect"
+        )
     if isinstance(given, dict):
         raise DprlhfError(f"{name}: give one dataset, not a dictionary of several")
     rows = rows_from(given, "prompt")
