@@ -66,18 +66,19 @@ def execute(command: str) -> int:
 TASKS = {task.title: task for task in newcomer.tasks()}
 
 
-def test_the_page_has_all_seven() -> None:
+def test_the_page_has_all_eight() -> None:
     assert list(TASKS) == [
-        "Run the demo", "Your own reward", "Your own CSV with a `user_id` column", "Two processes",
-        "Resume a killed run", "Read the report", "Load the adapter",
+        "Run the demo", "Your own reward", "From TRL", "Your own CSV with a `user_id` column",
+        "Two processes", "Resume a killed run", "Read the report", "Load the adapter",
     ]  # fmt: skip
     assert TASKS["Run the demo"].is_demo
 
 
 REWARD, CSV = "Your own reward", "Your own CSV with a `user_id` column"
 NEEDS = {
-    REWARD: (), CSV: (REWARD,), "Two processes": (REWARD,), "Resume a killed run": (REWARD,),
-    "Read the report": (REWARD, CSV), "Load the adapter": (REWARD,),
+    REWARD: (), "From TRL": (), CSV: (REWARD,), "Two processes": (REWARD,),
+    "Resume a killed run": (REWARD,), "Read the report": (REWARD, CSV),
+    "Load the adapter": (REWARD,),
 }  # fmt: skip
 """The steps that leave what a step takes up; another process may have the tests of those."""
 

@@ -337,11 +337,16 @@ def plan_of(recipe: AnyRecipe, users: Users | int, stated: str | None = None) ->
 
 def hush_libraries() -> None:
     """Switch off other libraries' progress bars and notices."""
-    import datasets
-    from transformers.utils import logging
+    import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    # As PEFT loads it, it warns of a kernel that it did not find on the hub.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+    import datasets
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
 
 
