@@ -41,7 +41,7 @@ from from_trl.stand_ins import tiny_model  # noqa: E402
 
 RESULTS = ROOT / "docs/results/trl.json"
 STEPS, PROMPTS, GENERATIONS, TOKENS = 40, 16, 8, 16
-LEARNING_RATE = 3e-4
+LEARNING_RATE = 5e-4
 TRAINERS = {
     "GRPO": (trl.GRPOTrainer, trl.GRPOConfig),
     "RLOO": (trl.RLOOTrainer, trl.RLOOConfig),
