@@ -160,12 +160,12 @@ def test_an_offending_value_is_short_and_one_of_a_program_is_not_quoted() -> Non
     assert "CANARY" not in refusal(settings(data__path=pd.DataFrame({"prompt": ["CANARY"]})))
 
 
-def test_a_model_in_memory_is_to_be_saved_first() -> None:
+def test_a_model_made_in_memory_needs_its_tokenizer() -> None:
     with pytest.raises(DprlhfError) as caught:
         dprlhf.train(model=tiny.model(), prompts=["a"], reward=len, epsilon=1.0, rounds=1)
     assert str(caught.value) == (
-        "train: policy.model_name_or_path: give a hub id or a folder, not a GPT2LMHeadModel: save"
-        " it first with save_pretrained (a model together with its tokenizer)"
+        "processing_class: a model that was not loaded from a hub id or a folder does not say which"
+        " tokenizer it has: give it"
     )
 
 

@@ -92,11 +92,17 @@ def test_what_is_required_is_what_is_imported() -> None:
     runtime, extras = names(project["dependencies"]), project["optional-dependencies"]
     papers = [path for path in SOURCES if {"papers", "worth"} & set(path.parts)]
     tuning = [path for path in SOURCES if "tuning" in path.parts]
+    trainers = [path for path in SOURCES if "trl" in path.parts]
     # Other accountants are compared with where they are installed, by name.
     core = imported(
-        [p for p in SOURCES if p not in (*papers, *tuning) and p.name != "cross_check.py"]
+        [
+            path
+            for path in SOURCES
+            if path not in (*papers, *tuning, *trainers) and path.name != "cross_check.py"
+        ]
     )
     assert imported(tuning) <= runtime | names(extras["tune"])
+    assert imported(trainers) <= runtime | names(extras["trl"])
     assert core - {"pydantic_core"} <= runtime  # pydantic's own other half, pinned by it
     assert runtime - core == {"gguf"}  # transformers reads the demo's model with it
     assert imported(papers) <= runtime | names(extras["papers"])

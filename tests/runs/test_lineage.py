@@ -129,6 +129,8 @@ def test_a_run_of_an_earlier_version_gets_it_when_it_is_pushed(
     uploaded = []
 
     class Hub:
+        def __init__(self, token: str | None) -> None: ...
+
         def create_repo(self, *_: Any, **__: Any) -> None: ...
 
         def upload_folder(self, folder_path: Path, **_: Any) -> None:

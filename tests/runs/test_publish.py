@@ -37,6 +37,9 @@ class FakeHub:
     calls: list[tuple[str, dict[str, Any]]]
     problem: Exception | None = None
 
+    def __init__(self, token: str | None) -> None:
+        assert token is None  # that of the login
+
     def create_repo(self, repo_id: str, **more: Any) -> None:
         if self.problem:
             raise self.problem

@@ -135,7 +135,11 @@ class TestLearning:
         tokenizer.save_pretrained(folder)
         rows = [[{"role": "user", "content": f"hi {i}"}] for i in range(39)]
         dprlhf.train(
-            **settings(str(folder), prompts=[*rows, [{"role": "tool", "content": CANARY}]]),
+            **settings(
+                str(folder),
+                prompts=[*rows, [{"role": "tool", "content": CANARY}]],
+                reward=lambda completions: [float(len(c[0]["content"])) for c in completions],
+            ),
             output_dir=tmp_path / "run",
         )
         assert charged(tmp_path / "run") == [1, 2, 3, 4, 5]

@@ -123,7 +123,7 @@ def prompts_in(file: Path, column: str) -> list[Any]:
     Raises:
         DprlhfError: The file cannot be read, or has no such column.
     """
-    if file.suffix not in FORMATS:
+    if file.suffix == ".txt" or file.suffix not in FORMATS:
         try:
             return [line for line in file.read_text().splitlines() if line.strip()]
         except (OSError, UnicodeDecodeError) as error:

@@ -471,6 +471,11 @@ def load_policy(
         raise DprlhfError(
             "model: it has an adapter already: merge it (merge_and_unload()), and say what to train"
         )
+    if model is not None and tokenizer is None and not model.config._name_or_path:
+        raise DprlhfError(
+            "processing_class: a model that was not loaded from a hub id or a folder does not say"
+            " which tokenizer it has: give it"
+        )
     if model is None:
         check_reachable(spec.model_name_or_path, spec.revision, "policy.model_name_or_path")
     try:
