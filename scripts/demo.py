@@ -30,6 +30,7 @@ from dprlhf.recipe import Recipe
 from dprlhf.rollout import sample
 from dprlhf.runs.card import guarantee_sentence
 from dprlhf.runs.measurements import Result, write_results
+from dprlhf.training.build import hush_libraries
 from dprlhf.training.measures import RewardEstimate
 from dprlhf.training.reinforcement import load_policy_of
 
@@ -213,6 +214,7 @@ def main() -> None:
     parser.add_argument("--public-only", action="store_true", help="tune on public prompts instead")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     options = parser.parse_args()
+    hush_libraries()
     began, processor = time.time(), time.process_time()
     seen = began
     if options.public_only:

@@ -69,7 +69,8 @@ def test_the_figures_of_a_run(run: Any, overrides: list[str], capsys: Any) -> No
     assert above.value == pytest.approx(1 / run.after.standard_error)
     assert found["demo: epsilon (delta 1e-5)"].holds
     assert found["demo: lexicon, rise"].value == pytest.approx(sum(rise) / len(rise))
-    assert found["demo: KL to the base model"].value > 0
+    # An estimate from few texts of a hardly changed policy, which may be below 0.
+    assert abs(found["demo: KL to the base model"].value) < 1
     assert demo.PUBLIC_ONLY not in found
     assert len(demo.rows(run, told, {})) == len(found) - 1
     demo.show(run, told, public)
