@@ -142,6 +142,8 @@ def results(tried: dict[Example, Outcome]) -> Iterator[Result]:
     """Yield how many examples run, whole ones and single settings apart."""
     for what, whole in (("whole examples", True), ("single settings", False)):
         outcomes = [o.kind for e, o in tried.items() if e.is_whole is whole]
+        if not outcomes:
+            continue
         yield _row(f"{what}: tried", len(outcomes))
         yield _row(f"{what}: refused", outcomes.count("refused"))
         failed = outcomes.count("failed")
@@ -164,6 +166,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args()
     chosen = [e for e in examples(given.trl) if given.only in e.name]
+    chosen.sort(key=lambda example: not example.is_whole)
     tried: dict[Example, Outcome] = {}
     with ThreadPoolExecutor(given.jobs) as pool:
         both = [(e, pool.submit(run, e, "trl"), pool.submit(run, e, "dprlhf")) for e in chosen]
@@ -173,9 +176,9 @@ def main() -> None:
                 continue
             tried[example] = outcome = ours.result()
             print(f"{outcome.kind:8} {example.name}  {outcome.said}", flush=True)
-    if not given.only:
-        TABLE.write_text(table(tried))
-        write_results(RESULTS, results(tried))
+            if not given.only:
+                TABLE.write_text(table(tried))
+                write_results(RESULTS, results(tried))
 
 
 if __name__ == "__main__":
