@@ -66,6 +66,6 @@ def test_what_cannot_be_taken_says_what_to_do(tmp_path: Path) -> None:
         train(tmp_path, model=adapted, processing_class=tiny.tokenizer())
     with pytest.raises(DprlhfError, match=r"argument 'peft_config' has no effect with"):
         dprlhf.train("recipe.yaml", peft_config=peft.LoraConfig())
-    with pytest.raises(DprlhfError, match=r"use_dora"):
-        train(tmp_path, model=folder, peft_config=peft.LoraConfig(use_dora=True))
+    with pytest.raises(DprlhfError, match=r"rank_pattern"):
+        train(tmp_path, model=folder, peft_config=peft.LoraConfig(rank_pattern={"c_attn": 2}))
     assert not (tmp_path / "run").exists()

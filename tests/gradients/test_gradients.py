@@ -223,6 +223,24 @@ def test_clipped_sum_equals_autograd_whatever_is_trained(kind: tiny.Kind, traine
     assert relative_error(single.bounded.total, truth) < 2e-5
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_with_dora_the_sum_is_that_of_users_alone_whatever_the_micro_batch(kind: tiny.Kind) -> None:
+    """PEFT multiplies A and B by an identity for the norm: it is no row of any user's."""
+    policy = trained_policy(kind, "dora")
+    hidden = policy.model.config.hidden_size
+    shape = Shape([[n % 5 + 1] for n in range(hidden)], k=1, length=2)
+    weighted = weighted_of(batch_of(shape, seed=3), seed=4)
+    _, norms = reference_sum(policy, weighted, 1.0)
+    clip_norm = float(np.median(norms)) * 1.01
+    truth, _ = reference_sum(policy, weighted, clip_norm)
+    for batch_size in (1, 5, hidden):  # the identity has as many rows as the last of these
+        result = run(policy, weighted, clip_norm, batch_size=batch_size)
+        assert relative_error(result.bounded.total, truth) < 2e-9
+        np.testing.assert_allclose(open_private(result.norms), norms, rtol=1e-10)
+    magnitudes = [n for n in policy.parameters if "lora_magnitude_vector" in n]
+    assert len(magnitudes) == len(policy.parameters) / 3
+
+
 @pytest.mark.parametrize("trained", ["lora", "full"])
 @pytest.mark.parametrize("rows", [2, 4])
 def test_user_gradients_are_those_of_parts_of_a_user(trained: str, rows: int) -> None:
@@ -286,7 +304,7 @@ def test_what_is_kept_of_a_user_is_no_larger_than_the_weights(trained: str) -> N
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("trained", ["lora", "full"])
+@pytest.mark.parametrize("trained", ["lora", "dora", "full"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_gradient_checkpointing_changes_nothing(
     kind: tiny.Kind, trained: str, reentrant: bool
@@ -309,7 +327,7 @@ def test_gradient_checkpointing_changes_nothing(
 
 
 @pytest.mark.parametrize("how", ["weights", "autocast"])
-@pytest.mark.parametrize("trained", ["lora", "full"])
+@pytest.mark.parametrize("trained", ["lora", "dora", "full"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_under_bfloat16_norms_factors_and_sums_are_float32_or_wider(
     kind: tiny.Kind, trained: str, how: str

@@ -15,6 +15,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Phi3Config, Phi3ForC
 from dprlhf import DprlhfError, train
 from dprlhf.policies.causal_lm import CausalLMPolicy, load_policy, make_policy
 from dprlhf.policies.classifier import load_reward_model
+from dprlhf.policies.peft_configs import adapter_of
 from dprlhf.recipe import Adapter, Policy
 from helpers import tiny
 
@@ -23,6 +24,7 @@ HIDDEN, LAYERS = 32, 2
 
 GPT2 = {  # layers of shapes 32 → 96 (c_attn) and 32 → 128 (c_fc); 2 norms a layer and one more
     "lora": (["c_attn"], LAYERS * 2 * (32 + 96)),
+    "dora": (["c_attn"], LAYERS * (2 * (32 + 96) + 96)),
     "ffa-lora": (["c_attn"], LAYERS * 2 * 96),
     "lora-xs": (["c_attn"], LAYERS * 2 * 2),
     "vera": (["c_attn"], LAYERS * (2 + 96)),
@@ -32,11 +34,16 @@ GPT2 = {  # layers of shapes 32 → 96 (c_attn) and 32 → 128 (c_fc); 2 norms a
 }
 
 
+def section(name: str) -> dict[str, Any]:
+    """What a recipe says of the adapter beside its rank and its layers."""
+    return {"type": "lora", "use_dora": True} if name == "dora" else {"type": name}
+
+
 def make(
     kind: tiny.Kind, type_: str, *, dtype: torch.dtype = torch.float32, **settings: Any
 ) -> CausalLMPolicy:
-    ranked = {"rank": 2} if type_ in ("lora", "ffa-lora", "lora-xs", "vera") else {}
-    adapter = Adapter(type=type_, **{**ranked, **settings})
+    ranked = {"rank": 2} if type_ in ("lora", "dora", "ffa-lora", "lora-xs", "vera") else {}
+    adapter = Adapter.model_validate({**section(type_), **ranked, **settings})
     return make_policy(tiny.model(kind).to(dtype), tiny.tokenizer(), adapter, seed=3)
 
 
@@ -114,6 +121,25 @@ def test_starts_as_the_base_model_and_comes_back_from_disk(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, where it loads them
+def test_dora_is_pefts_own_and_merges(kind: tiny.Kind, tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=2, use_dora=True)
+    target = "c_attn" if kind == "gpt2" else "v_proj"
+    adapter = Adapter.model_validate({**adapter_of(config), "target_modules": [target]})
+    policy = make_policy(tiny.model(kind), tiny.tokenizer(), adapter, seed=3)
+    assert [n for n in policy.parameters if "lora_magnitude_vector" in n]
+    disturb(policy)
+    policy.save(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(tiny.model(kind), tmp_path)
+    tokens = torch.arange(1, 25).view(2, 12)
+    with torch.no_grad():
+        wanted = policy.model(input_ids=tokens).logits
+        torch.testing.assert_close(loaded.eval()(input_ids=tokens).logits, wanted)
+        merged = loaded.merge_and_unload()
+        torch.testing.assert_close(merged(input_ids=tokens).logits, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_lora_xs_spans_the_leading_singular_directions(kind: tiny.Kind) -> None:
     target = "c_attn" if kind == "gpt2" else "v_proj"
     policy = make(kind, "lora-xs", target_modules=[target])
@@ -141,6 +167,7 @@ def test_layers_limit_what_is_trained(type_: str) -> None:
     [
         ("ia3", {"rank": 3}, "rank is for type lora, ffa-lora, lora-xs, vera, not for ia3"),
         ("lora-xs", {"init": "public-activations"}, "init is for type lora, ffa-lora, not for"),
+        ("lora-xs", {"use_dora": True}, "use_dora is for type lora, ffa-lora, not for lora-xs"),
     ],
 )
 def test_a_setting_of_another_type_is_refused(
@@ -220,7 +247,7 @@ def test_training_moves_it(type_: str, tmp_path: Path) -> None:
         reward=lambda prompts, completions, **_: [float(len(c) % 5) for c in completions],
         epsilon=8.0,
         rounds=2,
-        policy__adapter={"type": type_, "target_modules": targets},
+        policy__adapter={**section(type_), "target_modules": targets},
         rollout__max_new_tokens=4,
         output_dir=tmp_path / "run",
         quiet=True,

@@ -38,10 +38,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def policy(model: str, quantization: Any) -> CausalLMPolicy:
-    adapter = {"type": "lora", "rank": 2, "target_modules": ["q_proj", "v_proj"]}
-    settings = {"model_name_or_path": model, "quantization": quantization, "adapter": adapter}
-    made = load_policy(recipe.Policy.model_validate(settings))
+def policy(model: str, quantization: Any, **settings: Any) -> CausalLMPolicy:
+    adapter = {"type": "lora", "rank": 2, "target_modules": ["q_proj", "v_proj"], **settings}
+    spec = {"model_name_or_path": model, "quantization": quantization, "adapter": adapter}
+    made = load_policy(recipe.Policy.model_validate(spec))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():  # away from B = 0
         for parameter in made.parameters.values():
@@ -54,9 +54,12 @@ def rows(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, torch.ones_like(tokens)
 
 
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("name", ["nf4", "nf4-double", "fp4", "int8"])
-def test_each_users_gradient_is_autograds_of_its_rows(model: str, name: str) -> None:
-    made = policy(model, name)
+def test_each_users_gradient_is_autograds_of_its_rows(
+    model: str, name: str, use_dora: bool
+) -> None:
+    made = policy(model, name, use_dora=use_dora)
     tokens, mask = rows(4)
     with torch.no_grad():  # in evaluation mode, as sampling is
         made.response_logprobs(tokens, mask, 5)

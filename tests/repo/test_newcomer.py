@@ -277,6 +277,7 @@ def test_what_is_experimental_is_marked_everywhere() -> None:
     marked = re.findall(r"^\| `([\w.]+)` .*\(\*\*experimental\*\*(.*)\) \|$", table, re.MULTILINE)
     assert {key for key, _ in marked} == {
         "policy.adapter.type",
+        "policy.adapter.use_dora",
         "rollout.agent",
         "rollout.backend",
         "update.clip_norm.quantile",

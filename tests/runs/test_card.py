@@ -229,6 +229,8 @@ def test_the_model_card_says_what_each_type_of_adapter_is(type_: str) -> None:
     said = ADAPTERS[type_]
     rank = {"rank": 3} if " 3" in said else {}
     assert words_on(type=type_, **rank) == said
+    if type_ in ("lora", "ffa-lora"):
+        assert words_on(type=type_, use_dora=True, **rank) == said.replace("LoRA", "DoRA")
 
 
 ORACLES = get_args(Oracle.model_fields["name"].annotation)

@@ -144,16 +144,16 @@ def test_a_run_keeps_the_clip_norm_that_was_decided(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("user_of", ["trust region", "adapter"])
+@pytest.mark.parametrize("user_of", ["trust region", "adapter", "adapter with DoRA"])
 def test_what_is_decided_before_the_first_round_is_decided_on_public_prompts(
     user_of: str, tmp_path: Path
 ) -> None:
     """Other private prompts, the same public ones: the same clip norm, and the same start."""
     public = [f"guest {i} says" for i in range(30)]
     changes: dict[str, Any] = {"update__clip_norm": {"trust_region": "kl", "alpha": 0.01}}
-    if user_of == "adapter":
+    if user_of.startswith("adapter"):
         adapter = {"type": "ffa-lora", "target_modules": ["c_attn"], "init": "public-activations"}
-        changes = {"policy__adapter": adapter}
+        changes = {"policy__adapter": adapter | {"use_dora": user_of.endswith("DoRA")}}
     decided = []
     for name, prompts in (("a", [f"user {i} says" for i in range(60)]), ("b", ["xyz!"] * 60)):
         (tmp_path / name).mkdir()

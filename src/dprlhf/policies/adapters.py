@@ -4,7 +4,10 @@ The norm of a release's noise grows with √d, so what is trained decides utilit
 its adapter as PEFT does, and ``PeftModel.from_pretrained`` loads it. Which settings an adapter
 takes stands in :mod:`dprlhf.recipe.adapters`, which is read without loading torch.
 
-- ``lora``: A and B of LoRA (arXiv 2106.09685).
+- ``lora``: A and B of LoRA (arXiv 2106.09685). With ``use_dora`` also the magnitudes of DoRA
+  (arXiv 2402.09353), which PEFT divides by the norms of the merged weight. These norms follow from
+  the current weights, so they are public, and PEFT keeps them constant in the backward pass
+  (section 4.3 of the paper): each user's gradient is exact, and a magnitude's is that of a scale.
 - ``ffa-lora``: B alone, with A frozen at its random start (FFA-LoRA, arXiv 2403.12313).
 - ``lora-xs``: an r × r matrix R between the frozen singular directions of the weight (LoRA-XS,
   arXiv 2405.17604): A holds the right ones, B the left ones times the singular values, R starts at
@@ -67,6 +70,8 @@ def add_adapter(
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+    if adapter.use_dora:
+        _measure_magnitudes(adapted)
     return adapted
 
 
@@ -101,6 +106,7 @@ def _lora(model: Any, adapter: recipe.Adapter, seed: int) -> Any:
         lora_alpha=adapter.alpha,
         lora_dropout=0.0,
         use_rslora=adapter.use_rslora,
+        use_dora=adapter.use_dora,
         target_modules=_projections(model, adapter, "LORA"),
         layers_to_transform=_layers(model, adapter.layers),
         fan_in_fan_out=_fan_in_fan_out(model),
@@ -190,6 +196,24 @@ def _to_lora_xs(model: Any) -> None:
         layer.lora_A["default"] = _Core(right[:, :rank].T.contiguous())
         layer.lora_B["default"].weight.copy_(left[:, :rank] * singular[:rank])
         layer.lora_B["default"].requires_grad_(False)
+
+
+@torch.no_grad()
+def _measure_magnitudes(model: Any) -> None:
+    """Set DoRA's magnitudes to the norms as the forward pass computes them.
+
+    PEFT takes them in the base's data type, where rounding would move the policy from the base.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    layers = [m for m in model.modules() if isinstance(m, LoraLayer)]
+    for layer in [m for m in layers if "default" in m.lora_A]:  # an embedding is refused later
+        layer.lora_magnitude_vector["default"].update_layer(
+            base_layer=layer.get_base_layer(),
+            lora_A=layer.lora_A["default"].weight,
+            lora_B=layer.lora_B["default"].weight,
+            scaling=layer.scaling["default"],
+        )
 
 
 def _keep_dtype(model: Any) -> None:

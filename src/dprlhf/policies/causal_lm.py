@@ -576,6 +576,8 @@ def align_with_activations(
 
     def capture(name: str) -> Any:
         def hook(module: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
+            if inputs[0].dim() == 2:
+                return  # DoRA multiplies A by the identity to take the merged weight's norm
             x = inputs[0][real].double()
             second_moments[name] = second_moments.get(name, 0) + x.T @ x
 

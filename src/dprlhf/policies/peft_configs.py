@@ -10,8 +10,8 @@ from dprlhf.errors import DprlhfError
 _COMMON = "task_type peft_type auto_mapping peft_version base_model_name_or_path inference_mode"
 _TAKEN = {
     # Dropout is off, as all dropout is: it would be a second source of randomness.
-    "LORA": "r lora_alpha use_rslora target_modules layers_to_transform lora_dropout revision"
-    " fan_in_fan_out runtime_config megatron_core loftq_config",
+    "LORA": "r lora_alpha use_rslora use_dora target_modules layers_to_transform lora_dropout"
+    " revision fan_in_fan_out runtime_config megatron_core loftq_config",
     "IA3": "target_modules feedforward_modules fan_in_fan_out revision",
     "LN_TUNING": "target_modules revision",
     "VERA": "r target_modules layers_to_transform vera_dropout fan_in_fan_out save_projection"
@@ -20,8 +20,6 @@ _TAKEN = {
 """The settings of each kind that are taken, or that the adapter decides from the model itself."""
 
 _REASONS = {
-    "use_dora": "DoRA divides by the norm of the merged weight, so its output mixes A, B and the"
-    " magnitude: no layer of it has a per-user gradient here; plain LoRA has",
     "modules_to_save": "it would train whole modules; without peft_config all weights are trained",
     "bias": "an adapter of its own: LNTuningConfig, or a recipe's policy.adapter.type: biases",
     "lora_bias": "an adapter of its own: a recipe's policy.adapter.type: biases",
@@ -71,8 +69,8 @@ def adapter_of(peft_config: Any, *, freeze_a: bool = False) -> dict[str, Any]:
     if kind in ("LORA", "VERA"):
         found |= {"rank": peft_config.r, "layers": _layers(peft_config)}
     if kind == "LORA":
-        alpha, rslora = peft_config.lora_alpha, peft_config.use_rslora
-        found |= {"alpha": alpha, "use_rslora": rslora}
+        found["alpha"] = peft_config.lora_alpha
+        found |= {name: getattr(peft_config, name) for name in ("use_rslora", "use_dora")}
     types = {"LORA": "ffa-lora" if freeze_a else "lora", "IA3": "ia3", "LN_TUNING": "norms"}
     return {"type": types.get(kind, "vera"), **found}
 

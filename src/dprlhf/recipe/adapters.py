@@ -18,7 +18,8 @@ class AdapterKind:
 
     Attributes:
         description: What a model card says that ``policy/`` holds; ``{rank}`` is filled in.
-        takes: Which of ``rank``, ``alpha``, ``use_rslora`` and ``init`` have an effect.
+        takes: Which of ``rank``, ``alpha``, ``use_rslora``, ``use_dora`` and ``init`` have an
+            effect.
         experimental: Whether no published experiment measures it yet.
     """
 
@@ -28,11 +29,13 @@ class AdapterKind:
 
 
 _SCALED = frozenset({"rank", "alpha", "use_rslora"})
+_PLAIN = _SCALED | {"use_dora", "init"}
 
 ADAPTERS: dict[AdapterType, AdapterKind] = {
-    "lora": AdapterKind("A LoRA adapter (rank {rank})", _SCALED | {"init"}),
+    "lora": AdapterKind("A LoRA adapter (rank {rank})", _PLAIN),
     "ffa-lora": AdapterKind(
-        "A LoRA adapter (rank {rank}, A frozen at its start, B trained)", _SCALED | {"init"}
+        "A LoRA adapter (rank {rank}, A frozen at its start, B trained)",
+        _PLAIN,
     ),
     "lora-xs": AdapterKind(
         "A LoRA-XS adapter (trained {rank} x {rank} matrices, stored as LoRA)",

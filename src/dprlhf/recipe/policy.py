@@ -57,6 +57,8 @@ class Adapter(Settings):
             with ``use_rslora``. For the LoRA types.
         use_rslora: Scale the output by alpha / √rank (rsLoRA, arXiv 2312.03732). For the LoRA
             types.
+        use_dora: Train the magnitude of each output of a layer beside the LoRA, which changes the
+            directions alone (DoRA, arXiv 2402.09353). For ``lora`` and ``ffa-lora``.
         target_modules: Names of the adapted modules, as PEFT takes them; for the LoRA types and
             ``vera`` also ``all-linear``. Null takes PEFT's choice for the model's architecture.
         layers: Adapt only these decoder layers (from 0; −1 is the last): fewer dimensions, and the
@@ -70,6 +72,7 @@ class Adapter(Settings):
     rank: PositiveInt = 1
     alpha: PositiveFloat = 1.0
     use_rslora: bool = False
+    use_dora: Annotated[bool, Experimental()] = False
     target_modules: list[str] | str | None = None
     layers: list[int] | None = None
     init: Literal["random", "public-activations"] = "random"
@@ -84,7 +87,7 @@ class Adapter(Settings):
 
     @model_validator(mode="after")
     def _settings_of_type(self) -> Adapter:
-        for name in ("rank", "alpha", "use_rslora", "init"):
+        for name in ("rank", "alpha", "use_rslora", "use_dora", "init"):
             changed = getattr(self, name) != type(self).model_fields[name].default
             if changed and name not in ADAPTERS[self.type].takes:
                 types_ = ", ".join(t for t, kind in ADAPTERS.items() if name in kind.takes)

@@ -282,6 +282,8 @@ def model_card(recipe: AnyRecipe, card: dict[str, Any], *, merged: bool = False)
     whole = merged or trained.adapter.type == "full"
     named = _relation(base, "finetune" if whole else "adapter")
     adapter = ADAPTERS[trained.adapter.type].description.format(rank=trained.adapter.rank)
+    if trained.adapter.use_dora:
+        adapter = adapter.replace("LoRA", "DoRA")
     if merged and trained.adapter.type != "full":
         adapter = f"Whole weights with the adapter merged ({adapter[0].lower()}{adapter[1:]})"
     lower = downwards(float(card["epsilon_lower"]), 4)

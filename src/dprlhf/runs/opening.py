@@ -102,6 +102,7 @@ def recipe_digest(recipe: AnyRecipe) -> str:
         "stop": [],
         "mask_truncated": False,
         "gradient_checkpointing": False,
+        "use_dora": False,
         "chat_template_kwargs": {},
     }
     former = {today: old for old, today in FORMER_NAMES.items()}

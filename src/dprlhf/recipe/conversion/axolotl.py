@@ -84,7 +84,7 @@ FIELDS: dict[str, Rule] = {
     "lora_target_modules": to("model.adapter.target_modules"),
     "peft_layers_to_transform": to("model.adapter.layers"),
     "peft_use_rslora": to("model.adapter.use_rslora"),
-    "peft_use_dora": off("DoRA is no recipe's adapter"),
+    "peft_use_dora": to("model.adapter.use_dora"),
     "lora_modules_to_save": off("the adapter alone is trained"),
     "lora_fan_in_fan_out": unused("PEFT sees it from the layer"),
     "lora_mlp_kernel": SPEED,

@@ -95,7 +95,7 @@ FIELDS: dict[str, Rule] = {
         lambda v: "all-linear" if v == "all" else v if isinstance(v, list) else _split(v),
     ),
     "use_rslora": to("model.adapter.use_rslora"),
-    "use_dora": off("DoRA is no recipe's adapter"),
+    "use_dora": to("model.adapter.use_dora"),
     "pissa_init": off("A starts at random, or from public activations (policy.adapter.init)"),
     "loraplus_lr_ratio": off("all trained parameters have one learning rate"),
     "additional_target": off("the adapter alone is trained"),
