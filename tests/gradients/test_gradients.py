@@ -114,6 +114,9 @@ def trained_policy(
     if dtype == torch.float64:
         exact_norms(policy.model)
     policy.parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
+    if trained == "dora" and dtype == torch.bfloat16:  # as PEFT and add_adapter leave them
+        for parameter in policy.parameters.values():
+            parameter.data = parameter.data.float()
     return policy
 
 

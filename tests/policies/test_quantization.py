@@ -15,6 +15,7 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from dprlhf import recipe
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.per_user import PerUserGradients
+from dprlhf.policies.adapters import add_adapter
 from dprlhf.policies.causal_lm import CausalLMPolicy, load_policy
 from dprlhf.policies.mixing import mixing_layer
 from dprlhf.policies.quantization import quantization_config, quantization_of
@@ -38,10 +39,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def policy(model: str, quantization: Any, **settings: Any) -> CausalLMPolicy:
-    adapter = {"type": "lora", "rank": 2, "target_modules": ["q_proj", "v_proj"], **settings}
-    spec = {"model_name_or_path": model, "quantization": quantization, "adapter": adapter}
-    made = load_policy(recipe.Policy.model_validate(spec))
+def policy(model: str, quantization: Any) -> CausalLMPolicy:
+    adapter = {"type": "lora", "rank": 2, "target_modules": ["q_proj", "v_proj"]}
+    settings = {"model_name_or_path": model, "quantization": quantization, "adapter": adapter}
+    made = load_policy(recipe.Policy.model_validate(settings))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():  # away from B = 0
         for parameter in made.parameters.values():
@@ -54,12 +55,9 @@ def rows(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, torch.ones_like(tokens)
 
 
-@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("name", ["nf4", "nf4-double", "fp4", "int8"])
-def test_each_users_gradient_is_autograds_of_its_rows(
-    model: str, name: str, use_dora: bool
-) -> None:
-    made = policy(model, name, use_dora=use_dora)
+def test_each_users_gradient_is_autograds_of_its_rows(model: str, name: str) -> None:
+    made = policy(model, name)
     tokens, mask = rows(4)
     with torch.no_grad():  # in evaluation mode, as sampling is
         made.response_logprobs(tokens, mask, 5)
@@ -152,3 +150,13 @@ def test_without_bitsandbytes_it_says_what_to_install(monkeypatch: pytest.Monkey
 def test_a_folder_of_a_quantised_run_keeps_the_choice(tmp_path: Path) -> None:
     values = recipe.Policy(model_name_or_path="x", quantization="nf4").model_dump()
     assert recipe.Policy.model_validate(values).quantization == "nf4"
+
+
+def test_dora_on_a_quantised_base_is_refused(model: str) -> None:
+    adapter = {"type": "lora", "use_dora": True, "target_modules": ["q_proj"]}
+    settings = {"model_name_or_path": model, "quantization": "nf4", "adapter": adapter}
+    with pytest.raises(ValidationError, match="use_dora needs the weights"):
+        recipe.Policy.model_validate(settings)
+    loaded = policy(model, "nf4").model.unload()
+    with pytest.raises(DprlhfError, match="use_dora does not work with a quantised base"):
+        add_adapter(loaded, recipe.Adapter.model_validate(adapter), seed=0)

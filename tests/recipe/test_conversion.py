@@ -250,11 +250,13 @@ def test_a_quantized_base_model(tmp_path: Path) -> None:
         assert isinstance(recipe, DPORecipe)
         assert recipe.policy.quantization == kind
         assert recipe.policy.gradient_checkpointing == ("gradient_checkpointing" in changed)
-    changed = {"adapter": "qlora", "load_in_4bit": True, "peft_use_dora": True}
+    changed = {"adapter": "qlora", "load_in_4bit": True}
     qlora = of(AXOLOTL | changed, tmp_path, "data.prompt_column=question").recipe
     assert isinstance(qlora, Recipe)
     assert (qlora.policy.adapter.type, qlora.policy.quantization) == ("lora", "nf4-double")
-    assert qlora.policy.adapter.use_dora
+    dora = of(AXOLOTL | {"peft_use_dora": True}, tmp_path, "data.prompt_column=question").recipe
+    assert isinstance(dora, Recipe)
+    assert dora.policy.adapter.use_dora
 
 
 @pytest.mark.parametrize(

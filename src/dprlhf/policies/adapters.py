@@ -54,6 +54,8 @@ def add_adapter(
     """
     import peft
 
+    if adapter.use_dora and getattr(model.config, "quantization_config", None) is not None:
+        raise DprlhfError("policy.adapter.use_dora does not work with a quantised base model")
     built = _ADAPTERS[adapter.type]
     with torch.random.fork_rng(), quiet_peft():
         torch.manual_seed(seed)

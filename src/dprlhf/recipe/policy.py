@@ -163,6 +163,11 @@ class Policy(Settings):
                 f"quantization is for a frozen base model, and policy.adapter.type"
                 f" {self.adapter.type} trains its weights: take lora"
             )
+        if self.quantization is not None and self.adapter.use_dora:
+            raise ValueError(
+                "policy.adapter.use_dora needs the weights of the base model for their norm, so it"
+                " does not work with quantization: leave one of them out"
+            )
         return self
 
     def source(self, key: str) -> Source:
