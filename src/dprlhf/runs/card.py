@@ -14,7 +14,15 @@ from typing import Any
 from dprlhf.privacy.gaussian import downwards, upwards
 from dprlhf.privacy.plan import Plan, json_ready
 from dprlhf.privacy.randomness import commitment
-from dprlhf.recipe import ADAPTERS, IN_MEMORY, AnyRecipe, Source, experimental, load_any_recipe
+from dprlhf.recipe import (
+    ADAPTERS,
+    IN_MEMORY,
+    Adapter,
+    AnyRecipe,
+    Source,
+    experimental,
+    load_any_recipe,
+)
 from dprlhf.runs.earlier import Earlier, Record, runs_of_model, total
 from dprlhf.runs.evidence.words import of_hundred, right_guesses
 from dprlhf.runs.folder import RunFolder, write_atomically, write_json
@@ -266,6 +274,12 @@ def guarantee_sentence(card: dict[str, Any]) -> str:
     )
 
 
+def _described(adapter: Adapter) -> str:
+    """Return what ``policy/`` holds, in words."""
+    words = ADAPTERS[adapter.type].description.format(rank=adapter.rank)
+    return words.replace("LoRA", "DoRA") if adapter.use_dora else words
+
+
 def model_card(recipe: AnyRecipe, card: dict[str, Any], *, merged: bool = False) -> str:
     """Return the model's README with the standard metadata and a privacy section.
 
@@ -281,9 +295,7 @@ def model_card(recipe: AnyRecipe, card: dict[str, Any], *, merged: bool = False)
     # The hub refuses a card whose base model is no repository.
     whole = merged or trained.adapter.type == "full"
     named = _relation(base, "finetune" if whole else "adapter")
-    adapter = ADAPTERS[trained.adapter.type].description.format(rank=trained.adapter.rank)
-    if trained.adapter.use_dora:
-        adapter = adapter.replace("LoRA", "DoRA")
+    adapter = _described(trained.adapter)
     if merged and trained.adapter.type != "full":
         adapter = f"Whole weights with the adapter merged ({adapter[0].lower()}{adapter[1:]})"
     lower = downwards(float(card["epsilon_lower"]), 4)
