@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def train(
     reward_weights: Sequence[float] | None = None,
     reward_processing_classes: Any = None,
     tools: Sequence[Callable[..., Any]] | None = None,
-    environment_factory: Callable[[], Any] | None = None,
+    environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
     rollout_func: Callable[..., Any] | None = None,
     evaluation_prompts: Sequence[Any] | Any | None = None,
     overrides: Sequence[str] = (),
@@ -65,7 +65,8 @@ def train(
         tools: Functions that the policy may call in a conversation, as TRL's ``GRPOTrainer`` takes
             them (:mod:`dprlhf.agents`).
         environment_factory: Makes an environment for each trajectory, whose methods are tools.
-            Without ``reward``, its method ``get_reward`` is the reward.
+            Without ``reward``, its method ``get_reward`` is the reward. A dictionary has a factory
+            for each name that the column ``environment`` holds.
         rollout_func: TRL's ``rollout_func(prompts, trainer)``, which makes the responses itself; it
             is called with one user's prompts at a time.
         evaluation_prompts: Public prompts in memory, for the reward before and after.
@@ -120,7 +121,7 @@ def resume(
     reward: Reward | None = None,
     reward_processing_classes: Any = None,
     tools: Sequence[Callable[..., Any]] | None = None,
-    environment_factory: Callable[[], Any] | None = None,
+    environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
     rollout_func: Callable[..., Any] | None = None,
     evaluation_prompts: Sequence[Any] | Any | None = None,
     callbacks: Sequence[Callback] = (),

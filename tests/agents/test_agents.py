@@ -16,33 +16,24 @@ from dprlhf import DprlhfError, recipe
 from dprlhf.agents import Agent, AgentSampler, check_apart, steps_of
 from dprlhf.agents.agent import OwnRandomness, Trajectory, call
 from dprlhf.agents.chat import answer_tokens, read_turn
-from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.warpers import Sampling
 from dprlhf.rewards import Scorer
 from dprlhf.rewards.private import score_responses
-from dprlhf.rollout import Responses, sample
+from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import token_logprobs
-from helpers.agents import Guessing, add, asked, fail, policy_of, written
-
-KEY = bytes(range(32))
-LONGEST, LENGTH = 40, 64
-
-
-def prompts_of(texts: list[str], users: list[int] | None = None, **columns: Any) -> Prompts:
-    owners = np.arange(len(texts)) if users is None else np.array(users)
-    slots = np.array([list(owners[:i]).count(u) for i, u in enumerate(owners)], dtype=np.int64)
-    return Prompts([asked(text) for text in texts], owners, slots, columns)
-
-
-def draw(policy: CausalLMPolicy, prompts: Prompts, **changes: Any) -> Responses:
-    private = changes.pop("private", True)
-    settings = {"responses": 3, "max_new_tokens": LENGTH, "batch_size": 8, **changes}
-    spec = recipe.Rollout.model_validate(settings)
-    return sample(
-        policy, prompts, spec, key=KEY, context=("rollout", 1), max_prompt_tokens=LONGEST,
-        private=private,
-    )  # fmt: skip
+from helpers.agents import (
+    LENGTH,
+    LONGEST,
+    Guessing,
+    add,
+    draw,
+    fail,
+    policy_of,
+    prompts_of,
+    trajectory,
+    written,
+)
 
 
 def with_agent(*tools: Any, environment: Any = None, most: int | None = None) -> CausalLMPolicy:
@@ -161,16 +152,6 @@ def test_trajectories_do_not_depend_on_who_else_is_there(
             a, b = 4 * number + response, 4 * place + response
             assert trajectory(everyone, a) == trajectory(some, b)
     assert len(rows_with_tools(everyone)) > 4
-
-
-def trajectory(responses: Responses, row: int) -> tuple[Any, ...]:
-    assert responses.completions is not None
-    seen = responses.mask[row].bool()
-    return (
-        responses.tokens[row][seen].tolist(),
-        responses.policy_mask[row].tolist(),
-        responses.completions[row],
-    )
 
 
 @pytest.mark.parametrize("kept", [{"top_k": 20}, {"top_p": 0.8, "repetition_penalty": 1.3}])

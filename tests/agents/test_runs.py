@@ -97,6 +97,24 @@ def test_a_run_in_a_game_whose_environments_the_reward_sees(model: str, tmp_path
     assert bool(torch.cat([w.flatten() for w in weights(result.folder.path).values()]).any())
 
 
+def test_a_run_with_two_environments_of_which_a_user_names_neither(
+    model: str, tmp_path: Path
+) -> None:
+    rows = [
+        {"prompt": agents.asked("? "), "environment": ["sums", "numbers", None, "no"][min(i, 3)]}
+        for i in range(4)
+    ] + [{"prompt": agents.asked("! "), "environment": "sums"} for _ in range(20)]
+    given = settings(model, tmp_path / "run", environment_factory=agents.TWO, prompts=rows)
+    result = dprlhf.train(**given)
+    recipe = load_recipe(result.folder.recipe)
+    assert recipe.rollout.agent is not None
+    assert recipe.rollout.agent.environment == {"sums": "in-memory", "numbers": "in-memory"}
+    assert bool(torch.cat([w.flatten() for w in weights(result.folder.path).values()]).any())
+    given = settings(model, tmp_path / "other", environment_factory=agents.TWO)
+    with pytest.raises(DprlhfError, match="column 'environment'"):
+        dprlhf.train(**given)
+
+
 def test_the_recipe_names_tools_and_environments(model: str, tmp_path: Path) -> None:
     place = Path(agents.__file__)
     agent = {

@@ -7,12 +7,18 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from dprlhf import recipe
+from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.rollout import Responses, sample
 from helpers import tiny
+
+KEY = bytes(range(32))
+LONGEST, LENGTH = 40, 64
 
 TEMPLATE = (
     "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
@@ -92,6 +98,35 @@ def asked(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
+def prompts_of(texts: list[str], users: list[int] | None = None, **columns: Any) -> Prompts:
+    """Return conversations, each of a user of its own unless users are given."""
+    owners = np.arange(len(texts)) if users is None else np.array(users)
+    slots = np.array([list(owners[:i]).count(u) for i, u in enumerate(owners)], dtype=np.int64)
+    return Prompts([asked(text) for text in texts], owners, slots, columns)
+
+
+def draw(policy: CausalLMPolicy, prompts: Prompts, **changes: Any) -> Responses:
+    """Sample three private trajectories for each prompt."""
+    private = changes.pop("private", True)
+    settings = {"responses": 3, "max_new_tokens": LENGTH, "batch_size": 8, **changes}
+    spec = recipe.Rollout.model_validate(settings)
+    return sample(
+        policy, prompts, spec, key=KEY, context=("rollout", 1), max_prompt_tokens=LONGEST,
+        private=private,
+    )  # fmt: skip
+
+
+def trajectory(responses: Responses, row: int) -> tuple[Any, ...]:
+    """Return all that a trajectory is, without padding."""
+    assert responses.completions is not None
+    seen = responses.mask[row].bool()
+    return (
+        responses.tokens[row][seen].tolist(),
+        responses.policy_mask[row].tolist(),
+        responses.completions[row],
+    )
+
+
 # --- tools and environments ----------------------------------------------------------------------
 
 
@@ -135,3 +170,29 @@ class Guessing:
 
     def get_reward(self) -> float:
         return float(self.number in self.guesses)
+
+
+class Adding:
+    """Add numbers; the environment keeps the sums. It gives no reward of its own."""
+
+    def __init__(self) -> None:
+        self.row: dict[str, Any] = {}
+        self.sums: list[int] = []
+
+    def reset(self, **row: Any) -> str:
+        """Keep what is given, and ask for a sum."""
+        self.row = row
+        return f"{row.get('seed', 0)} and 1?"
+
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        """
+        self.sums.append(a + b)
+        return a + b
+
+
+TWO = {"sums": Adding, "numbers": Guessing}

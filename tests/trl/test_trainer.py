@@ -337,7 +337,7 @@ def test_prompts_of_other_kinds(model: str, tmp_path: Path) -> None:
     [
         ({"optimizers": (torch.optim.SGD([torch.zeros(1)], 0.1), None)}, "^optimizers: "),
         ({"tools": [len]}, "cannot be shown to the model"),
-        ({"environment_factory": {"a": dict}}, "^environment_factory: one factory"),
+        ({"environment_factory": {"a": dict}}, "has no method reset"),
         ({"environment_factory": dict}, "has no method reset"),
         ({"reward_funcs": None}, "^reward_funcs: "),
         ({"reward_funcs": 3}, "^reward: a int"),

@@ -21,6 +21,12 @@ from dprlhf.rewards.reward import _wait_for as wait_for
 EnvironmentFactory = Callable[[], Any]
 """Makes an environment with a method ``reset``; TRL's ``environment_factory``."""
 
+EnvironmentFactories = EnvironmentFactory | Mapping[str, EnvironmentFactory]
+"""One factory for all rows, or factories by the name in each row's column ``environment``."""
+
+ENVIRONMENT = "environment"
+"""The column that names a row's environment where there are several, as in TRL."""
+
 _OWN = ("reset", "get_reward")
 _NOTHING = {"role": "assistant", "content": ""}
 
@@ -125,8 +131,12 @@ class Agent:
     Args:
         tools: Functions with type hints and a docstring, sync or async.
         environment_factory: Makes an environment; its public methods but ``reset`` and
-            ``get_reward`` are tools.
+            ``get_reward`` are tools. A dictionary has a factory for each name that the column
+            ``environment`` may hold, and the tools of a trajectory are those of its own.
         max_tool_calling_iterations: Most turns in which tools are called; None for any number.
+
+    Attributes:
+        factories: The factories by name; a single one has the name None.
 
     Raises:
         DprlhfError: A tool has no name or no schema, or an environment no ``reset``.
@@ -135,24 +145,25 @@ class Agent:
     def __init__(
         self,
         tools: Sequence[Tool] = (),
-        environment_factory: EnvironmentFactory | None = None,
+        environment_factory: EnvironmentFactories | None = None,
         max_tool_calling_iterations: int | None = None,
     ) -> None:
         self.tools = list(tools)
-        self.environment_factory = environment_factory
+        self.several = isinstance(environment_factory, Mapping)
+        self.factories = factories_by_name(environment_factory)
+        if self.several and not self.factories:
+            raise DprlhfError("rollout.agent.environment: give an environment for each name")
         self.most_iterations = max_tool_calling_iterations
-        self._first: Any = None
-        methods: list[Tool] = []
-        if environment_factory is not None:
-            self._first = environment_factory()
-            if not callable(getattr(self._first, "reset", None)):
+        self._first = [make() for make in self.factories.values()]
+        for first in self._first:
+            if not callable(getattr(first, "reset", None)):
                 raise DprlhfError(
-                    f"rollout.agent.environment: {type(self._first).__name__} has no method reset,"
+                    f"rollout.agent.environment: {type(first).__name__} has no method reset,"
                     " which begins a trajectory"
                 )
-            methods = _methods(self._first)
-        self.shown = [*self.tools, *methods]
-        _check_tools(self.shown)
+        self._shown = [[*self.tools, *_methods(one)] for one in self._first or [None]]
+        for shown in self._shown:
+            _check_tools(shown)
 
     def attach(self, policy: CausalLMPolicy, max_prompt_tokens: int) -> None:
         """Let the chat template show the tools, and check that it can.
@@ -160,12 +171,52 @@ class Agent:
         Raises:
             DprlhfError: The template leaves out tools, calls or answers.
         """
-        policy.tools = self.shown
-        check_chat(policy, max_prompt_tokens)
+        for shown in self._shown:
+            policy.tools = shown
+            check_chat(policy, max_prompt_tokens)
+        # Outside a trajectory, such as where prompts are counted that are too long: all tools.
+        policy.tools = list(
+            {tool.__name__: tool for shown in self._shown for tool in shown}.values()
+        )
 
-    def environment(self) -> Any:
-        """Return a new environment; None without a factory."""
-        return None if self.environment_factory is None else self.environment_factory()
+    def check_columns(self, names: Sequence[str]) -> None:
+        """Check that rows name their environment where there are several.
+
+        Args:
+            names: The names of the users' columns, which are public.
+
+        Raises:
+            DprlhfError: The column is missing.
+        """
+        if self.several and ENVIRONMENT not in names:
+            raise DprlhfError(
+                f"rollout.agent.environment: with environments by name ({self._names}), each row"
+                f" needs its own in the column {ENVIRONMENT!r}; the columns are {', '.join(names)}"
+            )
+
+    def environment(self, name: Any = None) -> Any:
+        """Return a new environment; None without a factory.
+
+        Args:
+            name: The row's environment, where there are several.
+
+        Raises:
+            DprlhfError: There is none of this name.
+        """
+        if not self.factories:
+            return None
+        if not self.several:
+            return self.factories[None]()
+        if name not in self.factories:
+            raise DprlhfError(
+                f"the column {ENVIRONMENT!r} names no environment of rollout.agent.environment:"
+                f" {name!r} is none of {self._names}"
+            )
+        return self.factories[name]()
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(map(str, self.factories))
 
     def check_fresh(self, environments: Sequence[Any]) -> None:
         """Check that each trajectory has an environment of its own.
@@ -173,7 +224,7 @@ class Agent:
         Raises:
             DprlhfError: The factory returned an object twice: two users would share its state.
         """
-        given = [id(one) for one in (self._first, *environments) if one is not None]
+        given = [id(one) for one in (*self._first, *environments) if one is not None]
         if len(set(given)) < len(given):
             raise DprlhfError(
                 "rollout.agent.environment: the factory returned the same environment twice, so"
@@ -182,8 +233,14 @@ class Agent:
 
     def tools_of(self, environment: Any) -> dict[str, Tool]:
         """Return the tools of a trajectory by name."""
-        methods = _methods(environment) if environment is not None else []
-        return {tool.__name__: tool for tool in (*self.tools, *methods)}
+        return {tool.__name__: tool for tool in (*self.tools, *_methods(environment))}
+
+
+def factories_by_name(factory: EnvironmentFactories | None) -> dict[Any, EnvironmentFactory]:
+    """Return factories by name: a single one has the name None, and without one there is none."""
+    if isinstance(factory, Mapping):
+        return dict(factory)
+    return {} if factory is None else {None: factory}
 
 
 def begin(
@@ -195,7 +252,7 @@ def begin(
         environment: The trajectory's environment.
         own_randomness: Its generators.
         prompt: The conversation.
-        row: All columns of the prompt's row; ``reset`` gets those that it has parameters for.
+        row: The columns of the prompt's row; ``reset`` gets those that it has parameters for.
     """
     takes = inspect.signature(environment.reset).parameters.values()
     named = {p.name for p in takes}
@@ -243,7 +300,12 @@ def _text_of(problem: BaseException) -> str:
 
 
 def _methods(environment: Any) -> list[Tool]:
-    """Return the public methods of an environment, as tools, in the order of their names."""
+    """Return the public methods of an environment, as tools, in the order of their names.
+
+    Without an environment (None) there are none.
+    """
+    if environment is None:
+        return []
     functions = inspect.getmembers(type(environment), predicate=inspect.isfunction)
     return [
         getattr(environment, name)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from dprlhf.errors import EXITS, DprlhfError
@@ -29,6 +30,16 @@ PLAIN = {
 {…}}</tool_call>``, as Qwen and Hermes models write their calls."""
 
 _MARKS = ("tool_a8f3", "answer_c4f9", "argument_d6e7")
+
+
+@contextlib.contextmanager
+def showing(policy: CausalLMPolicy, tools: Sequence[Tool]) -> Iterator[None]:
+    """Let the chat template show these tools for the context: those of a trajectory."""
+    outside, policy.tools = policy.tools, tools
+    try:
+        yield
+    finally:
+        policy.tools = outside
 
 
 def read_turn(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 import torch
 
 from dprlhf import recipe
+from dprlhf.agents.agent import ENVIRONMENT
+from dprlhf.agents.sampling import AgentSampler
 from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
@@ -35,7 +38,7 @@ def check_apart(
     Raises:
         DprlhfError: A trajectory came out otherwise.
     """
-    some = prompts.first(_PROMPTS)
+    some = _in_all_environments(policy, prompts.first(_PROMPTS))
     assert spec.batch_size != "auto"
     few = spec.model_copy(update={"batch_size": min(spec.batch_size, _ROWS)})
 
@@ -65,6 +68,20 @@ def check_apart(
                         " call to call, so one user would change another's responses. Make it a"
                         " function of its arguments, or keep its state in the environment"
                     )
+
+
+def _in_all_environments(policy: CausalLMPolicy, prompts: Prompts) -> Prompts:
+    """Return prompts of which each environment has some, where no column chooses among several."""
+    sampler = policy.sampler
+    if not isinstance(sampler, AgentSampler) or not sampler.agent.several:
+        return prompts
+    if ENVIRONMENT in prompts.columns:
+        return prompts
+    count = max(len(prompts), len(sampler.agent.factories))
+    names = itertools.islice(itertools.cycle(sampler.agent.factories), count)
+    some, owners = prompts.take(np.arange(count) % len(prompts)), np.arange(count)
+    columns = {**some.columns, ENVIRONMENT: list(names)}
+    return Prompts(some.prompts, owners, np.zeros_like(owners), columns)
 
 
 def _of_prompt(made: Responses, place: int) -> list[Any]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dprlhf import recipe
-from dprlhf.agents.agent import Agent, EnvironmentFactory
+from dprlhf.agents.agent import Agent, EnvironmentFactories
 from dprlhf.agents.chat import Tool
 from dprlhf.agents.rollout_func import FunctionSampler, RolloutFunc
 from dprlhf.agents.sampling import AgentSampler
@@ -19,7 +19,7 @@ def load_sampler(
     spec: recipe.Agent,
     *,
     tools: Sequence[Tool] | None = None,
-    environment_factory: EnvironmentFactory | None = None,
+    environment_factory: EnvironmentFactories | None = None,
     rollout_func: RolloutFunc | None = None,
 ) -> AgentSampler | FunctionSampler:
     """Return what samples the trajectories of a recipe.
@@ -27,7 +27,8 @@ def load_sampler(
     Args:
         spec: The section ``rollout.agent``.
         tools: The tools that the program passes; None for those that the recipe names.
-        environment_factory: The factory that the program passes; None for that of the recipe.
+        environment_factory: The factory that the program passes, or several by name; None for
+            those of the recipe.
         rollout_func: The function that the program passes; None for that of the recipe.
 
     Raises:
@@ -39,7 +40,12 @@ def load_sampler(
     given = list(tools) if tools is not None else [_named(name, "tool") for name in spec.tools]
     factory = environment_factory
     if factory is None and spec.environment is not None:
-        factory = _named(spec.environment, "environment")
+        named = spec.environment
+        factory = (
+            {name: _named(source, "environment") for name, source in named.items()}
+            if isinstance(named, dict)
+            else _named(named, "environment")
+        )
     return AgentSampler(Agent(given, factory, spec.max_tool_calling_iterations))
 
 

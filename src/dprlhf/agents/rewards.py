@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from dprlhf.agents.agent import EnvironmentFactory
+from dprlhf.agents.agent import EnvironmentFactories, factories_by_name
 
 ENVIRONMENT_REWARD = "dprlhf.agents.rewards:environment_reward"
 """The name of :func:`environment_reward` in a recipe."""
@@ -29,10 +29,9 @@ async def environment_reward(environments: Sequence[Any], **columns: Any) -> lis
     return scores
 
 
-def gives_reward(factory: EnvironmentFactory | None) -> bool:
-    """Return whether the environments of a factory have a method ``get_reward``."""
-    if factory is None:
-        return False
-    return callable(
-        getattr(factory if isinstance(factory, type) else factory(), "get_reward", None)
+def gives_reward(factory: EnvironmentFactories | None) -> bool:
+    """Return whether the environments of a factory, or of one of several, give a reward."""
+    return any(
+        callable(getattr(make if isinstance(make, type) else make(), "get_reward", None))
+        for make in factories_by_name(factory).values()
     )

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from dprlhf import recipe
-from dprlhf.agents.agent import Agent, OwnRandomness, Trajectory, begin, call
-from dprlhf.agents.chat import answer_tokens, read_turn
+from dprlhf.agents.agent import ENVIRONMENT, Agent, OwnRandomness, Trajectory, begin, call
+from dprlhf.agents.chat import answer_tokens, read_turn, showing
 from dprlhf.agents.packing import packed, refused
 from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
@@ -109,7 +109,7 @@ class AgentSampler:
             chosen = (k * np.arange(len(prompts))[:, None] + numbers).ravel()
             with policy.base() if base else contextlib.nullcontext():
                 run.all_turns([rows[r] for r in chosen], draws[:, numbers], tick)
-        with_environment = self.agent.environment_factory is not None
+        with_environment = bool(self.agent.factories)
         return packed(
             policy,
             prompts,
@@ -155,19 +155,25 @@ class _Turns:
                 owner = int(prompts.users[p]), int(prompts.slots[p])
                 seeds = uint64_stream(key, *context, *owner, "tools", count=k) >> np.uint64(1)
                 columns = {"prompt": asked, **{n: v[p] for n, v in prompts.columns.items()}}
+                if self.agent.several and not self.private:
+                    # Public prompts need not name one: they try the environments in turn.
+                    names = list(self.agent.factories)
+                    columns.setdefault(ENVIRONMENT, names[owner[0] % len(names)])
                 rows += [self._begun(asked, columns, OwnRandomness(int(s))) for s in seeds]
         self.agent.check_fresh([row.environment for row in rows])
         return rows
 
     def _begun(self, asked: Any, columns: dict[str, Any], own: OwnRandomness) -> Trajectory:
         """Return a trajectory before its first turn; a private one that cannot begin has failed."""
-        environment, failed = None, False
+        environment, failed, several = None, False, self.agent.several
+        name = columns.pop(ENVIRONMENT, None) if several else None  # not for reset, as in TRL
         try:
             with own():
-                environment = self.agent.environment()
+                environment = self.agent.environment(name)
             if environment is not None:
                 asked = begin(environment, own, asked, columns)
-            ids = self.policy.encode([asked], self.longest)[0]
+            with showing(self.policy, list(self.agent.tools_of(environment).values())):
+                ids = self.policy.encode([asked], self.longest)[0]
         except BaseException as problem:
             if not self.private:
                 raise refused(problem) from None
@@ -210,7 +216,7 @@ class _Turns:
     ) -> Iterator[tuple[int, list[int]]]:
         """Yield the number of each live trajectory, and the tokens of its next turn."""
         prompt, response = self.longest, self.spec.max_new_tokens
-        alike = first and self.agent.environment_factory is None
+        alike = first and not self.agent.factories
         each = k if alike else 1  # responses that share their prompt's prefill
         longest = prompt if first else prompt + response
         starts = np.array(live, dtype=np.int64)[::each]
@@ -238,14 +244,15 @@ class _Turns:
         if row.failed:
             return False
         try:
-            start = len(before) - len(row.prompt)
-            turn = read_turn(self.policy, before, row.tokens[start:], list(row.tools.values()))
+            start, tools = len(before) - len(row.prompt), list(row.tools.values())
+            turn = read_turn(self.policy, before, row.tokens[start:], tools)
             row.messages.append(turn)
             calls = turn.get("tool_calls")
             if not calls or last:
                 return False
             answers = [call(row, made["function"], private=self.private) for made in calls]
-            tokens = answer_tokens(self.policy, answers)
+            with showing(self.policy, tools):
+                tokens = answer_tokens(self.policy, answers)
         except BaseException as problem:
             if not self.private:
                 raise refused(problem) from None

@@ -54,7 +54,7 @@ class Sources:
         reward_weights: A weight for each reward.
         reward_processing_classes: The tokenizers of rewards that are models.
         tools: Functions that the policy may call.
-        environment_factory: Makes an environment for each trajectory.
+        environment_factory: Makes an environment for each trajectory; or several by name.
         rollout_func: Makes the responses itself, in place of tools and environment.
 
     Attributes:
@@ -76,7 +76,7 @@ class Sources:
         reward_processing_classes: Any = None,
         models: Mapping[str, Any] | None = None,
         tools: Sequence[Callable[..., Any]] | None = None,
-        environment_factory: Callable[[], Any] | None = None,
+        environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
         rollout_func: Callable[..., Any] | None = None,
     ) -> None:
         if prompts is not None and evaluation_prompts is prompts:
@@ -114,7 +114,10 @@ class Sources:
         """The keys of ``rollout.agent`` that objects replace; empty without any."""
         keys = {"environment_factory": "environment"}
         given = [name for name, value in self.agent.items() if value is not None]
-        return {keys.get(n, n): [IN_MEMORY] if n == "tools" else IN_MEMORY for n in given}
+        found = {keys.get(n, n): [IN_MEMORY] if n == "tools" else IN_MEMORY for n in given}
+        if isinstance(several := self.agent["environment_factory"], Mapping):
+            return {**found, "environment": dict.fromkeys(several, IN_MEMORY)}
+        return found
 
 
 def recipe_of(

@@ -16,7 +16,8 @@ class Agent(Settings):
             template shows them to the model.
         environment: Class, or a function without arguments, that makes one environment for each
             trajectory: ``package.module:Class`` or ``file.py:Class``. Its ``reset`` gets the
-            prompt's row, and its other public methods are tools.
+            prompt's row, and its other public methods are tools. A mapping gives several by name,
+            of which each row's column ``environment`` chooses one.
         rollout_func: Function ``rollout_func(prompts, trainer)`` that makes the responses itself,
             in place of tools and environment; it is called with one user's prompts at a time.
         max_tool_calling_iterations: Most turns in which tools are called; null ends a trajectory
@@ -24,7 +25,7 @@ class Agent(Settings):
     """
 
     tools: list[str] = []
-    environment: str | None = None
+    environment: str | dict[str, str] | None = None
     rollout_func: str | None = None
     max_tool_calling_iterations: PositiveInt | None = None
 

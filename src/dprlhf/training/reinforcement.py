@@ -192,6 +192,8 @@ class Reinforcement:
         """Refuse a tokenizer without a template, or a policy too large for the recipe's oracle."""
         check_template(self.recipe.data, users, policy)
         self._conversations = users.conversations
+        if isinstance(self.agent, AgentSampler):
+            self.agent.agent.check_columns(users.column_names)
         if isinstance(self.agent, AgentSampler) and not users.conversations:
             raise DprlhfError(
                 "rollout.agent: tools are called in conversations, and data.prompt_column"

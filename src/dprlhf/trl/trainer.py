@@ -108,7 +108,8 @@ class PrivateTrainer(Generic[C]):
             rollout_func: Makes the responses itself; called with one user's prompts at a time, and
                 with a stand-in for the trainer that has its model, tokenizer and settings.
             environment_factory: Makes an environment for each trajectory; its public methods are
-                tools, and its ``get_reward`` is a reward.
+                tools, and its ``get_reward`` is a reward. A dictionary has a factory for each
+                name that the column ``environment`` holds.
             compute_metrics: A function of ``transformers.EvalPrediction`` on public prompts:
                 ``predictions`` are the responses, ``label_ids`` their rewards, and ``inputs`` the
                 prompts.
@@ -118,7 +119,7 @@ class PrivateTrainer(Generic[C]):
             DprlhfError: An argument is wrong, or cannot be private; the message says why.
         """
         own: Any = copy.copy(as_private(args, self.config, self._default_folder))
-        _refuse(optimizers, environment_factory)
+        _refuse(optimizers)
         if user_column is not None:
             if own.privacy_unit not in (None, user_column):
                 raise DprlhfError(
@@ -451,17 +452,12 @@ def _policy(recipe: Recipe, model: Any, tokenizer: Any) -> CausalLMPolicy:
     return load_policy_of(recipe, model=given, tokenizer=tokenizer)
 
 
-def _refuse(optimizers: Any, environment_factory: Any) -> None:
-    """Refuse what a private trainer does not take, each with its reason."""
+def _refuse(optimizers: Any) -> None:
+    """Refuse what a private trainer does not take, with the reason."""
     if tuple(optimizers or (None, None)) != (None, None):
         raise DprlhfError(
             "optimizers: the optimizer steps along released gradients, and a resumed run makes it"
             " again: name it in args (optim, learning_rate, lr_scheduler_type)"
-        )
-    if isinstance(environment_factory, dict):
-        raise DprlhfError(
-            "environment_factory: one factory serves all prompts here: let it choose by the columns"
-            " that reset gets"
         )
 
 

@@ -1,0 +1,153 @@
+"""Several environments by name: whose tools a row sees, and who pays for a name that is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dprlhf import DprlhfError, recipe
+from dprlhf.agents import Agent, AgentSampler, check_apart, load_sampler
+from dprlhf.agents.rewards import gives_reward
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.rewards import Scorer
+from dprlhf.rewards.private import score_responses
+from dprlhf.rollout import Responses
+from helpers.agents import (
+    LENGTH,
+    LONGEST,
+    TWO,
+    Adding,
+    Guessing,
+    draw,
+    fail,
+    policy_of,
+    prompts_of,
+    trajectory,
+)
+
+USERS = ["2 and 1?", "two and two, please?", "0 1", "what?", "1 and 2 and so on and on"]
+NAMES = ["sums", "numbers", "sums", "numbers", "sums"]
+
+
+def acting(environments: Any = None, *tools: Any) -> CausalLMPolicy:
+    policy = policy_of()
+    AgentSampler(Agent(tools, environments or TWO)).attach(policy, LONGEST)
+    return policy
+
+
+def shown(responses: Responses, row: int) -> str:
+    prompt = responses.mask[row].bool()
+    prompt[-LENGTH:] = False
+    text: str = policy_of().tokenizer.decode(responses.tokens[row][prompt])
+    return text
+
+
+def turns(completions: list[Any], environments: list[Any], **columns: Any) -> list[float]:
+    assert all(environments), "failed trajectories are not scored"
+    return [float(len(messages)) for messages in completions]
+
+
+def test_each_row_acts_in_its_own_environment_with_its_tools_alone() -> None:
+    policy = acting(None, fail)
+    prompts = prompts_of(USERS, environment=NAMES, seed=[1, 2, 3, 4, 5])
+    responses = draw(policy, prompts)
+    answers = set()
+    for row, environment in enumerate(responses.extra["environments"]):
+        name = NAMES[responses.user[row]]
+        assert type(environment) is TWO[name]
+        start = {"sums": "[fail][add]", "numbers": "[fail][guess]"}[name]
+        assert shown(responses, row).startswith(start + "u" + USERS[responses.user[row]])
+        if isinstance(environment, Adding):  # the name chooses, and is no column for reset
+            assert set(environment.row) == {"prompt", "seed"}
+        assert responses.completions is not None
+        answers |= {
+            (name, m["name"], "not found" in m["content"])
+            for m in responses.completions[row]
+            if m["role"] == "tool"
+        }
+    assert {("sums", "add", False), ("numbers", "guess", False)} <= answers
+    assert {("sums", "guess", True), ("numbers", "add", True)} & answers
+    assert not {("sums", "guess", False), ("numbers", "add", False)} & answers
+    assert [tool.__name__ for tool in policy.tools] == ["fail", "add", "guess"]
+
+
+@pytest.mark.parametrize("wrong", ["nothing", None, ["sums"]], ids=["unknown", "none", "list"])
+def test_a_user_with_an_unknown_environment_contributes_zero_and_nobody_else(wrong: Any) -> None:
+    policy = acting()
+    good = draw(policy, prompts_of(USERS, environment=NAMES))
+    names = [wrong if user == 1 else name for user, name in enumerate(NAMES)]
+    responses = draw(policy, prompts_of(USERS, environment=names))
+    assert good.failed is not None
+    assert responses.failed is not None
+    assert not good.failed.any()
+    assert responses.failed.tolist() == [user == 1 for user in responses.user]
+    before, after = (score_responses(Scorer([turns], 3.0), each) for each in (good, responses))
+    assert after.valid.tolist() == [user != 1 for user in responses.user]
+    for row in np.flatnonzero(responses.user != 1).tolist():
+        assert trajectory(good, row) == trajectory(responses, row)
+        assert before.values[row] == after.values[row]
+    with pytest.raises(DprlhfError, match="names no environment"):
+        draw(policy, prompts_of(USERS, environment=names), private=False)
+
+
+def test_no_row_with_a_name_is_no_error_on_private_rows() -> None:
+    responses = draw(acting(), prompts_of(USERS))
+    assert responses.failed is not None
+    assert responses.failed.all()
+
+
+def test_public_prompts_without_a_name_try_all_environments() -> None:
+    responses = draw(acting(), prompts_of(USERS), private=False)
+    found = [type(one) for one in responses.extra["environments"]]
+    assert found == [kind for user in range(5) for kind in [[Adding, Guessing][user % 2]] * 3]
+
+
+class Counted(Adding):
+    """An environment that keeps a count of all trajectories."""
+
+    count = 0
+
+    def reset(self, **row: Any) -> str:
+        """Count."""
+        Counted.count += 1
+        return f"{Counted.count} and 1?"
+
+
+def test_the_check_before_the_first_charge_tries_every_environment() -> None:
+    spec = recipe.Rollout(responses=2, max_new_tokens=LENGTH)
+    check_apart(acting(), spec, prompts_of(USERS), LONGEST)
+    kinds = {f"sums{number}": Adding for number in range(5)} | {"counted": Counted}
+    with pytest.raises(DprlhfError, match="keeps something from call to call"):
+        check_apart(acting(kinds), spec, prompts_of(USERS), LONGEST)
+
+
+def test_a_factory_may_not_return_an_environment_twice() -> None:
+    shared = Guessing()
+    with pytest.raises(DprlhfError, match="same environment twice"):
+        draw(
+            acting({"sums": Adding, "numbers": lambda: shared}),
+            prompts_of(USERS, environment=NAMES),
+        )
+
+
+def test_environments_are_named_in_a_recipe() -> None:
+    named = {"sums": "helpers.agents:Adding", "numbers": "helpers.agents:Guessing"}
+    sampler = load_sampler(recipe.Agent(environment=named))
+    assert isinstance(sampler, AgentSampler)
+    assert [type(make()).__name__ for make in sampler.agent.factories.values()] == [
+        "Adding",
+        "Guessing",
+    ]
+    for environments, why in [({}, "give an environment for each"), ({"a": dict}, "no method re")]:
+        with pytest.raises(DprlhfError, match=why):
+            Agent([], environments)
+    with pytest.raises(DprlhfError, match="column 'environment'; the columns are prompt, seed"):
+        Agent([], TWO).check_columns(["prompt", "seed"])
+
+
+def test_one_environment_that_gives_a_reward_is_enough() -> None:
+    assert gives_reward(TWO)
+    assert not gives_reward({"sums": Adding})
+    assert not gives_reward(None)
