@@ -115,6 +115,32 @@ def test_a_run_with_two_environments_of_which_a_user_names_neither(
         dprlhf.train(**given)
 
 
+def test_rows_without_prompts_are_asked_by_their_environment(model: str, tmp_path: Path) -> None:
+    def seeds(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+        SEEN.append({"prompts": prompts, **columns})
+        return [float(len(messages)) for messages in completions]
+
+    SEEN.clear()
+    rows = [{"seed": i, "environment": "sums" if i % 2 else "numbers"} for i in range(24)]
+    both = {"sums": agents.Adding, "numbers": agents.Asking}
+    given = settings(
+        model, tmp_path / "run", environment_factory=both, prompts=rows, reward=seeds,
+        evaluation_prompts=[{"seed": 30 + i, "environment": "sums"} for i in range(4)],
+    )  # fmt: skip
+    result = dprlhf.train(**given)
+    assert bool(torch.cat([w.flatten() for w in weights(result.folder.path).values()]).any())
+    for call in SEEN:
+        for prompt, seed, name in zip(
+            call["prompts"], call.get("seed", []), call.get("environment", []), strict=True
+        ):
+            asked = f"{seed} and 1?" if name == "sums" else f"number {seed}?"
+            assert prompt == agents.asked(asked)
+    assert {seed for call in SEEN for seed in call["seed"]} > set(range(24))
+    given["output_dir"] = tmp_path / "neutral"
+    with pytest.raises(DprlhfError, match="no column 'prompt'"):
+        dprlhf.train(**(given | {"environment_factory": None, "tools": [agents.add]}))
+
+
 def test_the_recipe_names_tools_and_environments(model: str, tmp_path: Path) -> None:
     place = Path(agents.__file__)
     agent = {

@@ -195,4 +195,13 @@ class Adding:
         return a + b
 
 
+class Asking(Guessing):
+    """A game whose rows have no prompt: it asks itself."""
+
+    def reset(self, seed: int = 0) -> str:  # type: ignore[override]
+        """Ask, and keep a number."""
+        self.number = seed % 4
+        return f"number {seed}?"
+
+
 TWO = {"sums": Adding, "numbers": Guessing}

@@ -33,7 +33,7 @@ from dprlhf.trl import (
     PrivateRLOOConfig,
     PrivateRLOOTrainer,
 )
-from helpers import tiny
+from helpers import agents, tiny
 from helpers.runs import lower_case, save_sharp, weights
 
 PROMPTS = [{"prompt": f"user {i} says"} for i in range(60)]
@@ -351,6 +351,27 @@ def test_what_is_refused_says_why(
     values: dict[str, Any] = {"reward_funcs": lower_case, "args": settings(tmp_path / "a")}
     with pytest.raises(DprlhfError, match=said):
         PrivateGRPOTrainer(model, train_dataset=PROMPTS, peft_config=lora(), **(values | given))
+
+
+def test_environments_by_name_ask_rows_without_prompts(tmp_path: Path) -> None:
+    def turns(completions: list[Any], **columns: Any) -> list[float]:
+        return [float(len(messages)) for messages in completions]
+
+    folder = agents.save(tmp_path / "model")
+    both = {"sums": agents.Adding, "numbers": agents.Asking}
+    rows = Dataset.from_dict({"environment": ["sums", "numbers"] * 12, "seed": list(range(24))})
+    args = settings(
+        tmp_path / "a", max_steps=1, num_generations=2, max_completion_length=40,
+        privacy_max_prompt_tokens=40,
+    )  # fmt: skip
+    made = PrivateGRPOTrainer(
+        folder, turns, args, rows, peft_config=lora(target_modules=["c_attn"]),
+        environment_factory=both,
+    )  # fmt: skip
+    assert len(made.recipe.rewards) == 2
+    assert made.train().global_step == 1
+    with pytest.raises(DprlhfError, match="^train_dataset: give"):
+        PrivateGRPOTrainer(folder, None, args, None, environment_factory=both)
 
 
 @pytest.mark.slow

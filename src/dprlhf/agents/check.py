@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,7 @@ def _in_all_environments(policy: CausalLMPolicy, prompts: Prompts) -> Prompts:
     names = itertools.islice(itertools.cycle(sampler.agent.factories), count)
     some, owners = prompts.take(np.arange(count) % len(prompts)), np.arange(count)
     columns = {**some.columns, ENVIRONMENT: list(names)}
-    return Prompts(some.prompts, owners, np.zeros_like(owners), columns)
+    return replace(some, users=owners, slots=np.zeros_like(owners), columns=columns)
 
 
 def _of_prompt(made: Responses, place: int) -> list[Any]:

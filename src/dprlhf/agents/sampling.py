@@ -154,7 +154,8 @@ class _Turns:
             for p, asked in enumerate(prompts.prompts):
                 owner = int(prompts.users[p]), int(prompts.slots[p])
                 seeds = uint64_stream(key, *context, *owner, "tools", count=k) >> np.uint64(1)
-                columns = {"prompt": asked, **{n: v[p] for n, v in prompts.columns.items()}}
+                columns: dict[str, Any] = {"prompt": asked} if prompts.in_rows else {}
+                columns |= {name: values[p] for name, values in prompts.columns.items()}
                 if self.agent.several and not self.private:
                     # Public prompts need not name one: they try the environments in turn.
                     names = list(self.agent.factories)

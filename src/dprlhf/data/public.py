@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def public_users(recipe: AnyRecipe, given: Any) -> Users | None:
     if recipe.evaluation is None:
         return None
     data = recipe.evaluation.data.model_copy(update={"user_column": None})
-    return Users(rows_of(data, given), data)
+    return Users(rows_of(data, given), data, may_lack_prompts=recipe.rows_may_lack_prompts)
 
 
 def evaluated(recipe: AnyRecipe, public: Users | None) -> Prompts | None:
@@ -78,7 +78,7 @@ class Guides:
         chosen = random.choice(self.count, min(count, self.count), replace=False)
         prompts = self.rows.select(self.first + np.sort(chosen))
         users = np.arange(len(prompts))
-        return Prompts(prompts.prompts, users, np.zeros_like(users), prompts.columns)
+        return replace(prompts, users=users, slots=np.zeros_like(users))
 
 
 def guides(recipe: AnyRecipe, public: Users | None) -> Guides | None:
@@ -93,7 +93,7 @@ def guides(recipe: AnyRecipe, public: Users | None) -> Guides | None:
         return None
     if spec.data is not None:
         data = spec.data.model_copy(update={"user_column": None})
-        return Guides(Users(load_rows(data), data))
+        return Guides(Users(load_rows(data), data, may_lack_prompts=recipe.rows_may_lack_prompts))
     assert public is not None
     assert recipe.evaluation is not None
     return Guides(public, recipe.evaluation.prompts)
@@ -136,7 +136,12 @@ def prompts_in(file: Path, column: str) -> list[Any]:
     return list(rows[column])
 
 
-def neutral_prompts(*, conversations: bool = False) -> Prompts:
-    """Return a few neutral prompts, for a recipe without public ones; as messages if asked."""
-    asked = [[{"role": "user", "content": text}] for text in _NEUTRAL]
-    return in_memory_prompts(asked if conversations else _NEUTRAL)
+def neutral_prompts(*, conversations: bool = False, in_rows: bool = True) -> Prompts:
+    """Return a few neutral prompts, for a recipe without public ones.
+
+    Args:
+        conversations: Whether they are messages.
+        in_rows: Whether the users' rows have prompts; else these are empty, too.
+    """
+    asked = [[{"role": "user", "content": text if in_rows else ""}] for text in _NEUTRAL]
+    return replace(in_memory_prompts(asked if conversations else _NEUTRAL), in_rows=in_rows)

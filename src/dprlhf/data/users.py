@@ -9,7 +9,7 @@ import hashlib
 import json
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,12 +45,15 @@ class Prompts:
         users: Index of each prompt's user in the whole dataset, ``[prompts]``.
         slots: Index of each prompt among the prompts of its user, ``[prompts]``.
         columns: Values of the other columns, ``[prompts]`` each, for rewards that name them.
+        in_rows: Whether the rows have prompts. Without them each is an empty message, and the
+            prompt is what an environment's ``reset`` returns.
     """
 
     prompts: list[Prompt]
     users: NDArray[np.int64]
     slots: NDArray[np.int64]
     columns: dict[str, list[Any]]
+    in_rows: bool = True
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -60,7 +63,7 @@ class Prompts:
         places = np.asarray(chosen, dtype=np.int64)
         columns = {name: [values[i] for i in places] for name, values in self.columns.items()}
         prompts = [self.prompts[i] for i in places]
-        return Prompts(prompts, self.users[places], self.slots[places], columns)
+        return Prompts(prompts, self.users[places], self.slots[places], columns, self.in_rows)
 
     def first(self, count: int) -> Prompts:
         """Return the first ``count`` prompts, or all if there are fewer."""
@@ -73,21 +76,30 @@ class Users:
     Args:
         rows: A ``datasets.Dataset``.
         spec: The recipe's section: the columns, and the bound on the prompts of one user.
+        may_lack_prompts: Whether rows may come without a column ``prompt``, because an environment
+            gives the prompt. A row without one is known by all its columns.
 
     Attributes:
         count: Number N of users, which is assumed to be public.
+        with_prompts: Whether the rows have prompts.
         dropped_prompts: Number of prompts beyond ``max_prompts_per_user``.
 
     Raises:
         DprlhfError: There are no rows, or a column is missing.
     """
 
-    def __init__(self, rows: Any, spec: recipe.Data) -> None:
+    def __init__(self, rows: Any, spec: recipe.Data, *, may_lack_prompts: bool = False) -> None:
         self._rows = rows
         self._spec = spec
         if len(rows) == 0:
             raise DprlhfError(f"data {spec.path!r}: the dataset is empty")
         asked = spec.model_dump(include={n for n in type(spec).model_fields if "_column" in n})
+        # A column by another name was asked for: without it, its name is misspelt.
+        lacking = spec.prompt_column not in rows.column_names
+        self.with_prompts = not (may_lack_prompts and lacking and spec.prompt_column == "prompt")
+        if not self.with_prompts:
+            del asked["prompt_column"]
+        self._columns = list(spec.columns if self.with_prompts else rows.column_names)
         for key, column in asked.items():
             wanted = column in spec.columns or key == "user_column"
             if wanted and column is not None and column not in rows.column_names:
@@ -106,6 +118,8 @@ class Users:
         """Whether prompts are lists of messages, by the type of the column."""
         import datasets
 
+        if not self.with_prompts:
+            return True
         return not isinstance(self._rows.features[self._spec.prompt_column], datasets.Value)
 
     @property
@@ -119,7 +133,8 @@ class Users:
         It is private: a published digest would confirm a guess at the data.
         """
         state = hashlib.sha256()
-        names = [c for c in (self._spec.user_column, *self._spec.columns) if c is not None]
+        names = [c for c in (self._spec.user_column, *self._columns) if c is not None]
+        names = list(dict.fromkeys(names)) if not self.with_prompts else names
         for batch in self._rows.select_columns(names).iter(batch_size=1000):
             state.update(json.dumps(batch, sort_keys=True, default=str).encode())
         return Private(state.hexdigest())
@@ -132,10 +147,9 @@ class Users:
         """
         from pandas.util import hash_array
 
-        column = self._spec.user_column or self._spec.prompt_column
         found = [np.empty(0, dtype=np.uint64)]
-        for batch in self._rows.select_columns([column]).iter(batch_size=ROWS_AT_ONCE):
-            names = [v if isinstance(v, str) else json.dumps(v, default=str) for v in batch[column]]
+        for given in self._names():
+            names = [v if isinstance(v, str) else json.dumps(v, default=str) for v in given]
             found.append(hash_array(np.array(names, dtype=object), categorize=False))
         return Private(np.unique(np.concatenate(found)))
 
@@ -147,11 +161,20 @@ class Users:
         Args:
             by: Hashes names under a budget book's key.
         """
-        column = self._spec.user_column or self._spec.prompt_column
         found: set[bytes] = set()
-        for batch in self._rows.select_columns([column]).iter(batch_size=ROWS_AT_ONCE):
-            found |= by({_written(value) for value in batch[column]})
+        for given in self._names():
+            found |= by({_written(value) for value in given})
         return Private(found)
+
+    def _names(self) -> Iterator[list[Any]]:
+        """Yield what users are known by: their name, without one their prompt, or the whole row."""
+        column = self._spec.user_column
+        if column is None and self.with_prompts:
+            column = self._spec.prompt_column
+        columns = [column] if column is not None else sorted(self._columns)
+        for batch in self._rows.select_columns(columns).iter(batch_size=ROWS_AT_ONCE):
+            rows = zip(*(batch[name] for name in columns), strict=True)
+            yield batch[column] if column is not None else [list(row) for row in rows]
 
     def traces(
         self, user_column: str | None, first: int | None = None
@@ -167,20 +190,23 @@ class Users:
         Returns:
             Hashes of each row's ``text`` (prompt and completions), of its ``prompt`` cut to
             ``prompt_words`` (none without that setting), and of its ``user``, each in an array
-            without order or repetition.
+            without order or repetition. The text of rows without prompts is that of all columns but
+            ``environment``: its name alone is nobody's.
         """
         from pandas.util import hash_array
 
         spec, rows = self._spec, self._rows
         if first is not None:
             rows = rows.select(range(min(first, len(rows))))
-        texts = [c for c in spec.columns if c != getattr(spec, "label_column", None)]
+        texts = [c for c in self._columns if c != getattr(spec, "label_column", None)]
+        if not self.with_prompts:
+            texts = sorted(set(texts) - {"environment", user_column})
         named = [user_column] if user_column in rows.column_names else []
         found: dict[str, list[NDArray[np.uint64]]] = {"text": [], "prompt": [], "user": []}
         for batch in rows.select_columns([*texts, *named]).iter(batch_size=ROWS_AT_ONCE):
             whole = zip(*(batch[c] for c in texts), strict=True)
             seen = {"text": [_plain(list(row)) for row in whole]}
-            if spec.prompt_words is not None:
+            if spec.prompt_words is not None and self.with_prompts:
                 seen["prompt"] = [_plain(_shorten(p, spec)) for p in batch[spec.prompt_column]]
             if named:
                 seen["user"] = [_written(name) for name in batch[named[0]]]
@@ -205,6 +231,9 @@ class Users:
         slots = _counting_up(self._kept[users])
         owners = np.repeat(users, self._kept[users])
         rows = self._rows[self._places(owners, slots)]
+        if not self.with_prompts:
+            empty: list[Prompt] = [[{"role": "user", "content": ""}] for _ in slots]
+            return Prompts(empty, owners, slots, rows, in_rows=False)
         given = rows.pop(self._spec.prompt_column)
         if not missing and any(prompt is None for prompt in given):
             raise ValueError("a row has no prompt")
@@ -260,6 +289,8 @@ class Users:
     def _faults(
         self, users: NDArray[np.int64], cut: Callable[[Prompts], Sequence[bool]]
     ) -> Counter[str]:
+        if not self.with_prompts:  # what an environment returns is not known before it runs
+            return Counter()
         try:
             owners = np.repeat(users, self._kept[users])
             places = self._places(owners, _counting_up(self._kept[users]))

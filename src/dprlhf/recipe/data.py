@@ -19,6 +19,8 @@ class Data(Settings):
         revision: Branch, tag or commit of the dataset on the hub; null takes what the hub has now.
         split: Split of the dataset. In a folder of files, the file's name without its suffix.
         prompt_column: Column of the prompts: text, or a list of ``{"role", "content"}`` messages.
+            With ``rollout.agent.environment`` there may be no column ``prompt``: the prompt is then
+            what ``reset`` returns.
         user_column: Column that identifies the user: rows with the same value belong to one user.
             Null makes every row a user of its own.
         max_prompts_per_user: Number of prompts that a user keeps: the first ones, in the order of

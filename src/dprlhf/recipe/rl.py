@@ -80,6 +80,12 @@ class Recipe(Settings):
         ]
 
     @property
+    def rows_may_lack_prompts(self) -> bool:
+        """Whether an environment's ``reset`` gives the prompt to rows without a column of it."""
+        agent = self.rollout.agent
+        return agent is not None and agent.environment is not None
+
+    @property
     def assumptions(self) -> tuple[str, ...]:
         """What the guarantee takes for granted of the code that the recipe names."""
         alike = (

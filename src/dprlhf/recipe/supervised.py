@@ -92,6 +92,11 @@ class StageRecipe(Settings):
     output_dir: str | None = None
 
     @property
+    def rows_may_lack_prompts(self) -> bool:
+        """Whether something else than the rows gives the prompts; in supervised stages nothing."""
+        return False
+
+    @property
     def trained(self) -> Policy:
         """The model that is trained."""
         trained: Policy = getattr(self, self.trained_key)

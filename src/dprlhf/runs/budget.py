@@ -112,7 +112,8 @@ def enrol(recipe: AnyRecipe, name: str, source: str, dataset: str) -> Reservatio
     Raises:
         DprlhfError: The data or the book cannot be read, or a user has spent too much already.
     """
-    users = Users(rows_of(recipe.data, None), recipe.data)
+    rows = rows_of(recipe.data, None)
+    users = Users(rows, recipe.data, may_lack_prompts=recipe.rows_may_lack_prompts)
     book = Book(name)
     hashes = open_private(users.hashed(book.hashed))
     return book.enrol(hashes, source, dataset=dataset, unit=recipe.data.user_column)

@@ -101,7 +101,7 @@ def load_parts(
     stage = STAGES[recipe.stage](recipe, sources)
     earlier = processes.on_main(lambda: read_earlier(recipe))
     rows = rows_of(recipe.data, sources.prompts)
-    users = Users(rows, recipe.data)
+    users = Users(rows, recipe.data, may_lack_prompts=recipe.rows_may_lack_prompts)
     stage.check_rows(rows)
     processes.on_main(lambda: check_disjoint(recipe, users))
     public = public_users(recipe, sources.evaluation_prompts)

@@ -6,6 +6,7 @@ every few rounds. Nothing private is read: the policy is made of releases.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -148,7 +149,7 @@ def with_factors(prompts: Prompts, settings: Recipe) -> Prompts:
     """
     lacking = {reward.times_column for reward in settings.rewards} - {None, *prompts.columns}
     ones = {str(name): [1.0] * len(prompts) for name in lacking}
-    return Prompts(prompts.prompts, prompts.users, prompts.slots, {**prompts.columns, **ones})
+    return replace(prompts, columns={**prompts.columns, **ones})
 
 
 def written_prompts(policy: CausalLMPolicy, settings: Recipe, count: int) -> Prompts:

@@ -153,7 +153,7 @@ class Reinforcement:
     @property
     def known(self) -> Prompts:
         """The public prompts, or without them a few neutral ones in the form of the users'."""
-        return self.public or neutral_prompts(conversations=self._conversations)
+        return self.public or self._neutral
 
     @property
     def warnings(self) -> list[str]:
@@ -191,7 +191,9 @@ class Reinforcement:
     def check_policy(self, users: Users, policy: CausalLMPolicy) -> None:
         """Refuse a tokenizer without a template, or a policy too large for the recipe's oracle."""
         check_template(self.recipe.data, users, policy)
-        self._conversations = users.conversations
+        self._neutral = neutral_prompts(
+            conversations=users.conversations, in_rows=users.with_prompts
+        )
         if isinstance(self.agent, AgentSampler):
             self.agent.agent.check_columns(users.column_names)
         if isinstance(self.agent, AgentSampler) and not users.conversations:

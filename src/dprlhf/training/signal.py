@@ -7,7 +7,7 @@ contributions average to the square of their mean's norm, without bias: sÂ² = Eâ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -62,12 +62,8 @@ def measure_signal(
         The signals, and the mean reward.
     """
     rollout = recipe.rollout.model_copy(update={"responses": max(responses)})
-    alone = Prompts(
-        prompts.prompts,
-        np.arange(len(prompts)),
-        np.zeros(len(prompts), dtype=np.int64),
-        prompts.columns,
-    )
+    users = np.arange(len(prompts))
+    alone = replace(prompts, users=users, slots=np.zeros_like(users))
     sampled = sample(
         policy,
         alone,

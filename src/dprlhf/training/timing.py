@@ -7,6 +7,7 @@ So every duration that a run publishes is measured on public prompts.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 
@@ -42,12 +43,8 @@ def seconds_a_response(
     rows = max(int(rollout.batch_size), update.batch_size)
     count = max(1, rows // rollout.responses)
     chosen = np.arange(count) % len(prompts)
-    batch = Prompts(
-        [prompts.prompts[i] for i in chosen],
-        np.arange(count),
-        np.zeros(count, dtype=np.int64),
-        {name: [values[i] for i in chosen] for name, values in prompts.columns.items()},
-    )
+    users = np.arange(count)
+    batch = replace(prompts.take(chosen), users=users, slots=np.zeros_like(users))
     clock = [time.perf_counter()]
     responses = sample(
         policy,

@@ -95,7 +95,8 @@ class PrivateTrainer(Generic[C]):
             reward_funcs: Rewards as in TRL: a classifier's name, a model, a callable, or a list.
             args: The config, with a budget.
             train_dataset: The users' prompts, in the column ``prompt``: a ``Dataset``, an
-                ``IterableDataset``, a list of rows, a pandas ``DataFrame``.
+                ``IterableDataset``, a list of rows, a pandas ``DataFrame``. With
+                ``environment_factory`` the column may be missing: ``reset`` returns the prompt.
             eval_dataset: PUBLIC prompts, of nobody among the users.
             processing_class: The model's tokenizer; None loads it.
             reward_processing_classes: A tokenizer for each reward model; None loads them.
@@ -142,8 +143,9 @@ class PrivateTrainer(Generic[C]):
         self._rewards = trl_rewards(
             reward_funcs, self.args.reward_weights, reward_processing_classes
         )
-        self._rows = _rows(train_dataset, "train_dataset")
-        self._public = None if eval_dataset is None else _rows(eval_dataset, "eval_dataset")
+        self._rows = self._dataset(train_dataset, "train_dataset")
+        given = eval_dataset is not None
+        self._public = self._dataset(eval_dataset, "eval_dataset") if given else None
         self.recipe = self._recipe(model, peft_config, quantization_config)
         self._models = {} if isinstance(model, str) else {"model": model}
         self._policy = _policy(self.recipe, model, processing_class)
@@ -168,12 +170,20 @@ class PrivateTrainer(Generic[C]):
             model=model if isinstance(model, str) else IN_MEMORY,
             adapter=adapter_of(peft_config, freeze_a=args.privacy_lora_fa),
             rewards=[reward.settings.model_dump() for reward in self._rewards],
-            users=Users(self._rows, spec).count,
+            users=Users(self._rows, spec, may_lack_prompts=self._may_lack_prompts).count,
             public=0 if self._public is None else len(self._public),
             processes=Processes.connect().count,
             quantization=quantization_of(quantization),
             agent=Sources(None, None, None, **self._agent).agent_settings,
         )
+
+    @property
+    def _may_lack_prompts(self) -> bool:
+        return self._agent["environment_factory"] is not None
+
+    def _dataset(self, given: Any, name: str) -> Any:
+        """Return rows in memory, which may lack prompts where an environment gives them."""
+        return _rows(given, name, may_lack_prompts=self._may_lack_prompts)
 
     # --- what is trained, and what is known of it --------------------------------------------
 
@@ -349,7 +359,8 @@ class PrivateTrainer(Generic[C]):
         Raises:
             DprlhfError: There are no public prompts, or they are the users'.
         """
-        rows = self._public if eval_dataset is None else _rows(eval_dataset, "eval_dataset")
+        given = eval_dataset is not None
+        rows = self._dataset(eval_dataset, "eval_dataset") if given else self._public
         if rows is None:
             raise DprlhfError(
                 "evaluate() needs eval_dataset: public prompts, of nobody among users"
@@ -358,7 +369,8 @@ class PrivateTrainer(Generic[C]):
         recipe = with_evaluation(self._settled, self.args, len(rows))
         specs = recipe.rewards
         loaded = load_rewards(specs, self._rewards, device=self._policy.device)
-        found = evaluate_on(self._policy, recipe, Users(self._rows, recipe.data), rows, loaded)
+        users = Users(self._rows, recipe.data, may_lack_prompts=self._may_lack_prompts)
+        found = evaluate_on(self._policy, recipe, users, rows, loaded)
         values = as_evaluation(as_metrics(found.estimates), metric_key_prefix)
         if self._compute_metrics is not None:
             prediction = EvalPrediction(
@@ -422,8 +434,8 @@ class PrivateTrainer(Generic[C]):
         )
 
 
-def _rows(given: Any, name: str) -> Any:
-    """Return rows in memory as a ``datasets.Dataset`` with a column ``prompt``."""
+def _rows(given: Any, name: str, *, may_lack_prompts: bool) -> Any:
+    """Return rows in memory as a ``datasets.Dataset``, with a column ``prompt`` if they need it."""
     if given is None:
         raise DprlhfError(
             f"{name}: give the users' prompts; without any there is nobody to protect"
@@ -431,7 +443,7 @@ def _rows(given: Any, name: str) -> Any:
     if isinstance(given, dict):
         raise DprlhfError(f"{name}: give one dataset, not a dictionary of several")
     rows = rows_from(given, "prompt")
-    if "prompt" not in rows.column_names:
+    if "prompt" not in rows.column_names and not may_lack_prompts:
         found = ", ".join(rows.column_names)
         raise DprlhfError(f"{name}: there is no column 'prompt'; the columns are {found}")
     return rows

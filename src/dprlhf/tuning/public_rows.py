@@ -69,6 +69,11 @@ def public_rows(
     final = recipe.evaluation.prompts if recipe.evaluation is not None else 0
     spec = _spec(recipe, file)
     found = rows_of(spec, rows if file is None else None)
+    if spec.prompt_column not in found.column_names:
+        raise DprlhfError(
+            f"tuning: there is no column {spec.prompt_column!r} in {spec.path!r}: stand-ins are"
+            " told apart by their prompts, also where an environment gives the prompt"
+        )
     if recipe.evaluation is None:
         reported: set[str] = set()
     else:

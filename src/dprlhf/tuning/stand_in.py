@@ -143,7 +143,8 @@ def count_users(recipe: Recipe) -> int:
     """
     if recipe.data.user_column is None and recipe.data.limit is not None:
         return recipe.data.limit
-    return Users(rows_of(recipe.data, None), recipe.data).count
+    rows = rows_of(recipe.data, None)
+    return Users(rows, recipe.data, may_lack_prompts=recipe.rows_may_lack_prompts).count
 
 
 def stand_in_plan(private: Plan, stand_ins: int, clip_norm: float | None = None) -> Plan:
