@@ -21,7 +21,6 @@ from helpers.agents import (
     Adding,
     Guessing,
     draw,
-    fail,
     policy_of,
     prompts_of,
     trajectory,
@@ -50,14 +49,16 @@ def turns(completions: list[Any], environments: list[Any], **columns: Any) -> li
 
 
 def test_each_row_acts_in_its_own_environment_with_its_tools_alone() -> None:
-    policy = acting(None, fail)
+    policy = acting()
+    assert [tool.__name__ for tool in policy.tools] == ["add", "guess"]
     prompts = prompts_of(USERS, environment=NAMES, seed=[1, 2, 3, 4, 5])
     responses = draw(policy, prompts)
+    assert [tool.__name__ for tool in policy.tools] == ["add", "guess"]
     answers = set()
     for row, environment in enumerate(responses.extra["environments"]):
         name = NAMES[responses.user[row]]
         assert type(environment) is TWO[name]
-        start = {"sums": "[fail][add]", "numbers": "[fail][guess]"}[name]
+        start = {"sums": "[add]", "numbers": "[guess]"}[name]
         assert shown(responses, row).startswith(start + "u" + USERS[responses.user[row]])
         if isinstance(environment, Adding):  # the name chooses, and is no column for reset
             assert set(environment.row) == {"prompt", "seed"}
@@ -70,7 +71,6 @@ def test_each_row_acts_in_its_own_environment_with_its_tools_alone() -> None:
     assert {("sums", "add", False), ("numbers", "guess", False)} <= answers
     assert {("sums", "guess", True), ("numbers", "add", True)} & answers
     assert not {("sums", "guess", False), ("numbers", "add", False)} & answers
-    assert [tool.__name__ for tool in policy.tools] == ["fail", "add", "guess"]
 
 
 @pytest.mark.parametrize("wrong", ["nothing", None, ["sums"]], ids=["unknown", "none", "list"])

@@ -370,7 +370,7 @@ def test_environments_by_name_ask_rows_without_prompts(tmp_path: Path) -> None:
     )  # fmt: skip
     assert len(made.recipe.rewards) == 2
     assert made.train().global_step == 1
-    with pytest.raises(DprlhfError, match="^train_dataset: give"):
+    with pytest.raises(DprlhfError, match=r"^train_dataset: give"):
         PrivateGRPOTrainer(folder, None, args, None, environment_factory=both)
 
 

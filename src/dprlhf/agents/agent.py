@@ -207,7 +207,7 @@ class Agent:
             return None
         if not self.several:
             return self.factories[None]()
-        if name not in self.factories:
+        if name not in list(self.factories):  # which takes any value that a row may hold
             raise DprlhfError(
                 f"the column {ENVIRONMENT!r} names no environment of rollout.agent.environment:"
                 f" {name!r} is none of {self._names}"

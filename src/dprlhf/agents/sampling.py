@@ -166,8 +166,9 @@ class _Turns:
 
     def _begun(self, asked: Any, columns: dict[str, Any], own: OwnRandomness) -> Trajectory:
         """Return a trajectory before its first turn; a private one that cannot begin has failed."""
-        environment, failed, several = None, False, self.agent.several
-        name = columns.pop(ENVIRONMENT, None) if several else None  # not for reset, as in TRL
+        environment, failed, name = None, False, columns.get(ENVIRONMENT)
+        if self.agent.several:  # the name is not for reset, as in TRL
+            columns = {key: value for key, value in columns.items() if key != ENVIRONMENT}
         try:
             with own():
                 environment = self.agent.environment(name)
