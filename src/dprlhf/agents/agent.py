@@ -137,6 +137,8 @@ class Agent:
 
     Attributes:
         factories: The factories by name; a single one has the name None.
+        shown: The tools of all environments, which prompts show outside of a trajectory, such as
+            where those are counted that are too long.
 
     Raises:
         DprlhfError: A tool has no name or no schema, or an environment no ``reset``.
@@ -164,6 +166,7 @@ class Agent:
         self._shown = [[*self.tools, *_methods(one)] for one in self._first or [None]]
         for shown in self._shown:
             _check_tools(shown)
+        self.shown = list({tool.__name__: tool for one in self._shown for tool in one}.values())
 
     def attach(self, policy: CausalLMPolicy, max_prompt_tokens: int) -> None:
         """Let the chat template show the tools, and check that it can.
@@ -174,10 +177,7 @@ class Agent:
         for shown in self._shown:
             policy.tools = shown
             check_chat(policy, max_prompt_tokens)
-        # Outside a trajectory, such as where prompts are counted that are too long: all tools.
-        policy.tools = list(
-            {tool.__name__: tool for shown in self._shown for tool in shown}.values()
-        )
+        policy.tools = self.shown
 
     def check_columns(self, names: Sequence[str]) -> None:
         """Check that rows name their environment where there are several.
