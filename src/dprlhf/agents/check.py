@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -82,7 +81,7 @@ def _in_all_environments(policy: CausalLMPolicy, prompts: Prompts) -> Prompts:
     names = itertools.islice(itertools.cycle(sampler.agent.factories), count)
     some, owners = prompts.take(np.arange(count) % len(prompts)), np.arange(count)
     columns = {**some.columns, ENVIRONMENT: list(names)}
-    return replace(some, users=owners, slots=np.zeros_like(owners), columns=columns)
+    return Prompts(some.prompts, owners, np.zeros_like(owners), columns, some.in_rows)
 
 
 def _of_prompt(made: Responses, place: int) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,8 @@ class Guides:
         chosen = random.choice(self.count, min(count, self.count), replace=False)
         prompts = self.rows.select(self.first + np.sort(chosen))
         users = np.arange(len(prompts))
-        return replace(prompts, users=users, slots=np.zeros_like(users))
+        slots = np.zeros_like(users)
+        return Prompts(prompts.prompts, users, slots, prompts.columns, prompts.in_rows)
 
 
 def guides(recipe: AnyRecipe, public: Users | None) -> Guides | None:
@@ -144,4 +145,5 @@ def neutral_prompts(*, conversations: bool = False, in_rows: bool = True) -> Pro
         in_rows: Whether the users' rows have prompts; else these are empty, too.
     """
     asked = [[{"role": "user", "content": text if in_rows else ""}] for text in _NEUTRAL]
-    return replace(in_memory_prompts(asked if conversations else _NEUTRAL), in_rows=in_rows)
+    some = in_memory_prompts(asked if conversations else _NEUTRAL)
+    return Prompts(some.prompts, some.users, some.slots, {}, in_rows)

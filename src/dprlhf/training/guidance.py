@@ -6,7 +6,6 @@ every few rounds. Nothing private is read: the policy is made of releases.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -149,7 +148,8 @@ def with_factors(prompts: Prompts, settings: Recipe) -> Prompts:
     """
     lacking = {reward.times_column for reward in settings.rewards} - {None, *prompts.columns}
     ones = {str(name): [1.0] * len(prompts) for name in lacking}
-    return replace(prompts, columns={**prompts.columns, **ones})
+    columns = {**prompts.columns, **ones}
+    return Prompts(prompts.prompts, prompts.users, prompts.slots, columns, prompts.in_rows)
 
 
 def written_prompts(policy: CausalLMPolicy, settings: Recipe, count: int) -> Prompts:

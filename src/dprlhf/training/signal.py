@@ -7,7 +7,7 @@ contributions average to the square of their mean's norm, without bias: sÂ² = Eâ
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -63,7 +63,8 @@ def measure_signal(
     """
     rollout = recipe.rollout.model_copy(update={"responses": max(responses)})
     users = np.arange(len(prompts))
-    alone = replace(prompts, users=users, slots=np.zeros_like(users))
+    slots = np.zeros_like(users)
+    alone = Prompts(prompts.prompts, users, slots, prompts.columns, prompts.in_rows)
     sampled = sample(
         policy,
         alone,

@@ -7,7 +7,6 @@ So every duration that a run publishes is measured on public prompts.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import numpy as np
 
@@ -44,7 +43,8 @@ def seconds_a_response(
     count = max(1, rows // rollout.responses)
     chosen = np.arange(count) % len(prompts)
     users = np.arange(count)
-    batch = replace(prompts.take(chosen), users=users, slots=np.zeros_like(users))
+    some, slots = prompts.take(chosen), np.zeros_like(users)
+    batch = Prompts(some.prompts, users, slots, some.columns, some.in_rows)
     clock = [time.perf_counter()]
     responses = sample(
         policy,
