@@ -207,21 +207,19 @@ def overhead(repeats: int) -> Iterator[Result]:
             models.byte_tokenizer().save_pretrained(model)
         budget = {"privacy_epsilon": 8.0, "privacy_partition": "fixed"}
         fast = {"gradient_checkpointing": False, "save_strategy": "no", "logging_strategy": "no"}
-        loops: dict[str, Callable[[Callable[[], None]], object]] = {}
-        for name in TRAINERS:
+        for name in TRAINERS:  # one pair at a time: each loop holds a model and its activations
             loss = {"loss_type": "grpo"} if name == "GRPO" else {}
+            loops: dict[str, Callable[[Callable[[], None]], object]] = {}
             for whose, kinds, given in (("TRL", TRAINERS, fast), ("private", PRIVATE, budget)):
-                loops[f"{name} {whose}"] = lambda lap, k=kinds[name], g=given | loss: steps(  # type: ignore[misc]
+                loops[whose] = lambda lap, k=kinds[name], g=given | loss: steps(  # type: ignore[misc]
                     k, model, repeats + 1, lap, **g
                 )
-        turns = Turns(loops)
-        turns.run()
-    for name in TRAINERS:
-        yield from ratio(
-            f"a private {name} step over TRL's: time",
-            turns.laps[f"{name} private"],
-            turns.laps[f"{name} TRL"],
-        )
+            turns = Turns(loops)
+            turns.run()
+            laps = turns.laps
+            yield from ratio(
+                f"a private {name} step over TRL's: time", laps["private"], laps["TRL"]
+            )
 
 
 def main() -> None:
