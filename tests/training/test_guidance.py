@@ -240,3 +240,17 @@ def test_the_state_of_a_checkpoint_is_what_comes_back() -> None:
     other.load_state(one.state())
     assert torch.equal(other.state()["directions"], torch.eye(2, 5))
     assert float(other.state()["scale"]) == 0.3
+
+
+def test_the_mean_public_gradient_can_be_the_one_direction(model: str, tmp_path: Path) -> None:
+    seen: dict[bool, torch.Tensor] = {}
+    for mean_first in (False, True):
+        folder = tmp_path / str(mean_first)
+
+        def look(_: dict[str, Any], folder: Path = folder, which: bool = mean_first) -> None:
+            seen.setdefault(which, subspace_in(folder)["directions"])
+
+        given = settings(rounds=1, subspace={"rank": 1, "mean_first": mean_first})
+        train(model, folder, **given, callbacks=[look])
+    along = (seen[False].double() * seen[True].double()).sum().abs()
+    assert along < 0.999
