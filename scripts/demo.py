@@ -32,7 +32,7 @@ from dprlhf.runs.card import guarantee_sentence
 from dprlhf.runs.measurements import Result, write_results
 from dprlhf.training.build import hush_libraries
 from dprlhf.training.measures import RewardEstimate
-from dprlhf.training.reinforcement import load_policy_of
+from dprlhf.training.policy_setup import load_policy_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "demo.yaml"

@@ -20,8 +20,9 @@ from dprlhf.runs.checkpoint import last_checkpoint, load_tuned
 from dprlhf.runs.folder import RunFolder, time_stamp
 from dprlhf.training.build import Callback, hush_libraries, open_run
 from dprlhf.training.planner import resolve_auto
+from dprlhf.training.policy_setup import load_policy_of
 from dprlhf.training.processes import Processes
-from dprlhf.training.reinforcement import Result, load_policy_of
+from dprlhf.training.reinforcement import Result
 from dprlhf.training.supervised import StageResult
 from dprlhf.training.trainer import complete
 

@@ -43,7 +43,7 @@ from dprlhf.rewards.classifier import ClassifierReward
 from dprlhf.rewards.summary import RewardSummary, summarize_rewards
 from dprlhf.training.build import load_parts
 from dprlhf.training.processes import Processes
-from dprlhf.training.reinforcement import _check_times_columns
+from dprlhf.training.reward_setup import check_times_columns
 from dprlhf.training.run import Parts
 from helpers import tiny
 
@@ -124,8 +124,8 @@ def test_a_column_to_multiply_by_that_is_missing_is_named() -> None:
     with pytest.raises(DprlhfError, match=r"needs the column 'wants', which the prompts lack"):
         check_reward(reward, ["p", "q"], ["a", "bb"], {"other": [1, -1]})
     with pytest.raises(DprlhfError, match=r"times_column 'wants', which the private rows lack"):
-        _check_times_columns([reward], ["text", "label"])
-    _check_times_columns([reward], ["text", "wants"])
+        check_times_columns([reward], ["text", "label"])
+    check_times_columns([reward], ["text", "wants"])
 
 
 @pytest.mark.parametrize(
@@ -1097,7 +1097,7 @@ def test_a_run_scores_on_its_own_device(tmp_path: Path, monkeypatch: pytest.Monk
     folder, _, _ = bert(tmp_path, ["reward"])
     monkeypatch.setattr(Processes, "device", torch.device("meta"))
     unchecked = RewardSummary(responses=0, mean=0.0, std=1.0, clipped=0.0, bound=1.0, rounded={})
-    monkeypatch.setattr("dprlhf.training.reinforcement._check_rewards", lambda *_, **__: unchecked)
+    monkeypatch.setattr("dprlhf.training.reinforcement.check_rewards", lambda *_, **__: unchecked)
     monkeypatch.setattr("dprlhf.training.layout._outcome", lambda *_: (None, None))
     stage, parts = assembled(tmp_path, {"classifier": str(folder)}, None)
     [reward] = stage.rewards

@@ -7,9 +7,8 @@ in :mod:`dprlhf.updates`, which clips, releases through the gate, and moves the 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,33 +20,27 @@ from dprlhf.agents import (
     FunctionSampler,
     check_apart,
     load_sampler,
-    longest_row,
 )
 from dprlhf.boundary import Private
 from dprlhf.data.in_memory import Sources
-from dprlhf.data.public import evaluated, held_out, neutral_prompts
+from dprlhf.data.public import evaluated, neutral_prompts
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
-from dprlhf.policies.causal_lm import CausalLMPolicy, align_with_activations, load_policy
+from dprlhf.policies.causal_lm import CausalLMPolicy, align_with_activations
 from dprlhf.policies.optimizers import set_noise
-from dprlhf.policies.stopping import StopStrings
-from dprlhf.policies.warpers import Sampling
 from dprlhf.privacy.plan import Plan
-from dprlhf.recipe import QuantileClip, Recipe, TrustRegion
+from dprlhf.recipe import QuantileClip, Recipe
 from dprlhf.rewards import (
     LoadedReward,
     RewardSummary,
     Scorer,
     Scores,
-    check_reward,
     load_rewards,
-    summarize_rewards,
 )
-from dprlhf.rewards.check import lacking_columns
 from dprlhf.rewards.isolation import captured
-from dprlhf.rewards.private import rows_to_score, score_private
+from dprlhf.rewards.private import score_private
 from dprlhf.rewards.reward import RoundState
-from dprlhf.rollout import Responses, resolve_batch_size, sample, sample_responses
+from dprlhf.rollout import Responses, sample_responses
 from dprlhf.runs.checkpoint import Stateful
 from dprlhf.runs.folder import JsonLines, RunFolder, write_json
 from dprlhf.training.evaluate import Evaluated, compared, comparison_metrics, evaluate
@@ -55,7 +48,15 @@ from dprlhf.training.guidance import Guidance
 from dprlhf.training.judging import judge_scorers
 from dprlhf.training.layout import Shapes
 from dprlhf.training.measures import Comparison, PolicyEstimate, RewardEstimate, as_metrics
+from dprlhf.training.policy_setup import (
+    leftover_responses,
+    load_policy_of,
+    with_batch_size,
+    with_clip_norm,
+    with_sampling,
+)
 from dprlhf.training.processes import Processes
+from dprlhf.training.reward_setup import call_size, check_rewards, check_times_columns
 from dprlhf.training.run import Batch, Outcome, Parts, Run
 from dprlhf.training.tasks import check_template, too_long
 from dprlhf.training.timing import seconds_a_response, seconds_a_round
@@ -65,14 +66,10 @@ from dprlhf.updates.critic import Critic
 from dprlhf.updates.kl import subtract_kl
 from dprlhf.updates.privls.in_round import check_dimension
 from dprlhf.updates.telemetry import ReleasedReward, TelemetryCoordinates
-from dprlhf.updates.trust_region import clip_norm, fisher_trace_and_top
 
 MAX_FAILED_ROUNDS = 3
 SAMPLES = 5
 """Number of public responses that each evaluation during the run keeps."""
-
-_LARGEST_CALL = 256
-"""The most rows in a call of a reward, all of which are tried on public prompts first."""
 
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
@@ -178,7 +175,7 @@ class Reinforcement:
         if self._sources.policy is None:
             policy = load_policy_of(self.recipe)
         else:
-            policy = _with_sampling(self._sources.policy, self.recipe)
+            policy = with_sampling(self._sources.policy, self.recipe)
         policy.tools, policy.sampler, spec = (), None, self.recipe.rollout.agent
         if spec is not None:
             self.agent = load_sampler(spec, **self._sources.agent)
@@ -211,15 +208,15 @@ class Reinforcement:
         """Decide the rollout's batch size, the adapter's start and the clip norm."""
         plan, policy, public, processes = parts.plan, parts.policy, parts.public, parts.processes
         self.recipe = processes.on_main(
-            lambda: _with_batch_size(self.recipe, plan, policy, processes.count)
+            lambda: with_batch_size(self.recipe, plan, policy, processes.count)
         )
         recipe = self.recipe
         self.public = evaluated(recipe, public)
         if public is not None and recipe.policy.adapter.init == "public-activations":
-            some = _leftover_responses(policy, recipe, public)
+            some = leftover_responses(policy, recipe, public)
             align_with_activations(policy, some.tokens, some.mask, recipe.update.batch_size)
         self.recipe = processes.from_main(
-            _settle_clip_norm(recipe, plan, policy, public, quiet=parts.quiet or not processes.main)
+            with_clip_norm(recipe, plan, policy, public, quiet=parts.quiet or not processes.main)
         )
 
     @property
@@ -248,12 +245,12 @@ class Reinforcement:
         """Load and check the rewards; make the critic and the telemetry coordinates."""
         recipe, plan, policy, processes = self.recipe, parts.plan, parts.policy, parts.processes
         loaded = load_rewards(recipe.rewards, self._sources.rewards, device=processes.device)
-        _check_times_columns(loaded, parts.users.column_names)
+        check_times_columns(loaded, parts.users.column_names)
         rows = plan.expected_batch_size * recipe.rollout.responses / processes.count
         self._state = RoundState(0, plan.rounds, recipe.privacy.participations)
         if policy.sampler is not None:
             check_apart(policy, recipe.rollout, self.known, recipe.data.max_prompt_tokens)
-        self.spread = _check_rewards(
+        self.spread = check_rewards(
             loaded,
             policy,
             recipe,
@@ -462,153 +459,6 @@ class Reinforcement:
             policy=run.policy,
             compared=found,
         )
-
-
-def load_policy_of(recipe: Recipe, **given: Any) -> CausalLMPolicy:
-    """Load the recipe's policy, and check that prompts and responses fit into its context.
-
-    Args:
-        recipe: The settings.
-        **given: Objects in place of what the recipe names, see
-            :func:`dprlhf.policies.causal_lm.load_policy`.
-
-    Raises:
-        DprlhfError: The policy cannot be loaded, or its context is too short.
-    """
-    temperature, seed = recipe.rollout.temperature, recipe.seed
-    policy = load_policy(recipe.policy, temperature=temperature, seed=seed, **given)
-    _with_sampling(policy, recipe)
-    prompt, response = recipe.data.max_prompt_tokens, recipe.rollout.max_new_tokens
-    agent = recipe.rollout.agent is not None
-    policy.check_context_length(
-        longest_row(prompt, response) if agent else prompt + response,
-        f"data.max_prompt_tokens {prompt} + rollout.max_new_tokens {response} is",
-        recipe.policy.model_name_or_path,
-    )
-    return policy
-
-
-def _with_sampling(policy: CausalLMPolicy, recipe: Recipe) -> CausalLMPolicy:
-    rollout = recipe.rollout
-    policy.sampling = Sampling.of(rollout)
-    policy.stop = StopStrings(policy.tokenizer, rollout.stop) if rollout.stop else None
-    policy.chat_template_kwargs = recipe.policy.chat_template_kwargs
-    return policy
-
-
-def _with_batch_size(recipe: Recipe, plan: Plan, policy: CausalLMPolicy, processes: int) -> Recipe:
-    rollout = resolve_batch_size(
-        recipe.rollout,
-        policy,
-        rows=plan.expected_batch_size * recipe.rollout.responses / processes,
-        max_prompt_tokens=recipe.data.max_prompt_tokens,
-    )
-    return recipe.model_copy(update={"rollout": rollout})
-
-
-def _leftover_responses(policy: CausalLMPolicy, recipe: Recipe, public: Users) -> Responses:
-    """Sample one response to each of several public prompts that the evaluation does not use."""
-    one = recipe.rollout.model_copy(update={"responses": 1, "base_policy": "on-policy"})
-    return sample(
-        policy,
-        held_out(recipe, public),
-        one,
-        key=bytes(32),
-        context=("alignment", recipe.seed),
-        max_prompt_tokens=recipe.data.max_prompt_tokens,
-    )
-
-
-def _settle_clip_norm(
-    recipe: Recipe, plan: Plan, policy: CausalLMPolicy, public: Users | None, *, quiet: bool
-) -> Recipe:
-    """Set the clip norm from the trust region; the noise multiplier does not depend on it."""
-    region = recipe.update.clip_norm
-    if not isinstance(region, TrustRegion):
-        return recipe
-    fisher = None
-    if region.trust_region == "kl":
-        assert public is not None
-        responses = _leftover_responses(policy, recipe, public)
-        fisher = fisher_trace_and_top(policy, responses, recipe.update.batch_size)
-    norm = clip_norm(
-        region,
-        learning_rate=recipe.optimizer.learning_rate,
-        noise_multiplier=plan.noise_multiplier,
-        expected_batch_size=plan.expected_batch_size,
-        dimension=policy.dimension,
-        fisher=fisher,
-    )
-    if not quiet:
-        of_fisher = f", tr F = {fisher[0]:.4g}, top eigenvalue {fisher[1]:.4g}" if fisher else ""
-        print(
-            f"clip norm {norm:.4g} from trust region {region.trust_region}, alpha {region.alpha:g},"
-            f" beta {region.beta:g}: d = {policy.dimension:,}{of_fisher}"
-        )
-    update = recipe.update.model_copy(update={"clip_norm": norm})
-    return recipe.model_copy(update={"update": update})
-
-
-def _check_times_columns(rewards: Sequence[LoadedReward], columns: Sequence[str]) -> None:
-    for reward in rewards:
-        if reward.times_column is not None and reward.times_column not in columns:
-            raise DprlhfError(
-                f"rewards: {reward.name!r} has times_column {reward.times_column!r}, which the"
-                f" private rows lack; their columns are {', '.join(columns)}"
-            )
-
-
-def call_size(rows: float) -> int:
-    """Return the size of a reward's calls, a power of two, from the rows expected in a round."""
-    return min(_LARGEST_CALL, 1 << max(0, math.ceil(rows) - 1).bit_length())
-
-
-def _check_rewards(
-    rewards: Sequence[LoadedReward],
-    policy: CausalLMPolicy,
-    recipe: Recipe,
-    public: Prompts,
-    columns: Sequence[str],
-    *,
-    most_rows: int,
-    state: RoundState,
-) -> RewardSummary:
-    """Check on public prompts that no reward couples users, and summarise their distribution.
-
-    A reward that needs one of ``columns``, which only the users' rows have, cannot be checked: it
-    is called for one user at a time.
-    """
-    per_user = any(reward.per_user for reward in rewards)
-    # A reward that compares a user's responses cannot be checked on one response alone.
-    responses = recipe.rollout.responses if per_user else 1
-    sampled = sample(
-        policy,
-        public.first(max(2, 16 // responses)),
-        recipe.rollout.model_copy(update={"responses": responses, "base_policy": "on-policy"}),
-        key=bytes(32),
-        context=("evaluation", recipe.seed),
-        max_prompt_tokens=recipe.data.max_prompt_tokens,
-    )
-    rows = rows_to_score(sampled)
-    lacking = ((r.name, lacking_columns(r, rows)) for r in rewards)
-    unchecked = {name: found for name, found in lacking if found and {*found} <= {*columns}}
-    rewards = [r for r in rewards if r.name not in unchecked]
-    with captured(None):  # a reward's own output would corrupt a plan that is printed as JSON
-        reports = [
-            check_reward(
-                reward,
-                rows.prompts,
-                rows.completions,
-                rows.columns,
-                completion_ids=rows.completion_ids,
-                users=sampled.user.tolist(),
-                bound=recipe.reward_range,
-                most_rows=most_rows,
-                state=state,
-            )
-            for reward in rewards
-        ]
-    return summarize_rewards(rewards, reports, recipe.reward_range, unchecked)
 
 
 def _critic(

@@ -38,8 +38,9 @@ from dprlhf.runs.opening import recipe_digest
 from dprlhf.runs.publish import push
 from dprlhf.training.build import open_run
 from dprlhf.training.measures import as_metrics
+from dprlhf.training.policy_setup import load_policy_of
 from dprlhf.training.processes import Processes
-from dprlhf.training.reinforcement import Result, load_policy_of
+from dprlhf.training.reinforcement import Result
 from dprlhf.training.run import Run
 from dprlhf.training.trainer import complete
 from dprlhf.trl.config import PrivacyFields, PrivateGRPOConfig, PrivateRLOOConfig, as_private

@@ -1,0 +1,106 @@
+"""Load the recipe's policy, and decide what depends on it before a run.
+
+That is the micro-batch of sampling, the adapter's start and the clip norm, from public data alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dprlhf.agents import longest_row
+from dprlhf.data.public import held_out
+from dprlhf.data.users import Users
+from dprlhf.policies.causal_lm import CausalLMPolicy, load_policy
+from dprlhf.policies.stopping import StopStrings
+from dprlhf.policies.warpers import Sampling
+from dprlhf.privacy.plan import Plan
+from dprlhf.recipe import Recipe, TrustRegion
+from dprlhf.rollout import Responses, resolve_batch_size, sample
+from dprlhf.updates.trust_region import clip_norm, fisher_trace_and_top
+
+
+def load_policy_of(recipe: Recipe, **given: Any) -> CausalLMPolicy:
+    """Load the recipe's policy, and check that prompts and responses fit into its context.
+
+    Args:
+        recipe: The settings.
+        **given: Objects in place of what the recipe names, see
+            :func:`dprlhf.policies.causal_lm.load_policy`.
+
+    Raises:
+        DprlhfError: The policy cannot be loaded, or its context is too short.
+    """
+    temperature, seed = recipe.rollout.temperature, recipe.seed
+    policy = load_policy(recipe.policy, temperature=temperature, seed=seed, **given)
+    with_sampling(policy, recipe)
+    prompt, response = recipe.data.max_prompt_tokens, recipe.rollout.max_new_tokens
+    agent = recipe.rollout.agent is not None
+    policy.check_context_length(
+        longest_row(prompt, response) if agent else prompt + response,
+        f"data.max_prompt_tokens {prompt} + rollout.max_new_tokens {response} is",
+        recipe.policy.model_name_or_path,
+    )
+    return policy
+
+
+def with_sampling(policy: CausalLMPolicy, recipe: Recipe) -> CausalLMPolicy:
+    """Give a policy the recipe's way of sampling, stop strings and chat template settings."""
+    rollout = recipe.rollout
+    policy.sampling = Sampling.of(rollout)
+    policy.stop = StopStrings(policy.tokenizer, rollout.stop) if rollout.stop else None
+    policy.chat_template_kwargs = recipe.policy.chat_template_kwargs
+    return policy
+
+
+def with_batch_size(recipe: Recipe, plan: Plan, policy: CausalLMPolicy, processes: int) -> Recipe:
+    """Decide the micro-batch of sampling, where the recipe says ``auto``, from public numbers."""
+    rollout = resolve_batch_size(
+        recipe.rollout,
+        policy,
+        rows=plan.expected_batch_size * recipe.rollout.responses / processes,
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+    )
+    return recipe.model_copy(update={"rollout": rollout})
+
+
+def leftover_responses(policy: CausalLMPolicy, recipe: Recipe, public: Users) -> Responses:
+    """Sample one response to each of several public prompts that the evaluation does not use."""
+    one = recipe.rollout.model_copy(update={"responses": 1, "base_policy": "on-policy"})
+    return sample(
+        policy,
+        held_out(recipe, public),
+        one,
+        key=bytes(32),
+        context=("alignment", recipe.seed),
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+    )
+
+
+def with_clip_norm(
+    recipe: Recipe, plan: Plan, policy: CausalLMPolicy, public: Users | None, *, quiet: bool
+) -> Recipe:
+    """Set the clip norm from the trust region; the noise multiplier does not depend on it."""
+    region = recipe.update.clip_norm
+    if not isinstance(region, TrustRegion):
+        return recipe
+    fisher = None
+    if region.trust_region == "kl":
+        assert public is not None
+        responses = leftover_responses(policy, recipe, public)
+        fisher = fisher_trace_and_top(policy, responses, recipe.update.batch_size)
+    norm = clip_norm(
+        region,
+        learning_rate=recipe.optimizer.learning_rate,
+        noise_multiplier=plan.noise_multiplier,
+        expected_batch_size=plan.expected_batch_size,
+        dimension=policy.dimension,
+        fisher=fisher,
+    )
+    if not quiet:
+        of_fisher = f", tr F = {fisher[0]:.4g}, top eigenvalue {fisher[1]:.4g}" if fisher else ""
+        print(
+            f"clip norm {norm:.4g} from trust region {region.trust_region}, alpha {region.alpha:g},"
+            f" beta {region.beta:g}: d = {policy.dimension:,}{of_fisher}"
+        )
+    update = recipe.update.model_copy(update={"clip_norm": norm})
+    return recipe.model_copy(update={"update": update})

@@ -1,0 +1,83 @@
+"""Check on public prompts, before a run, that the rewards work and that they couple no users."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from dprlhf.data.users import Prompts
+from dprlhf.errors import DprlhfError
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.recipe import Recipe
+from dprlhf.rewards import LoadedReward, RewardSummary, check_reward, summarize_rewards
+from dprlhf.rewards.check import lacking_columns
+from dprlhf.rewards.isolation import captured
+from dprlhf.rewards.private import rows_to_score
+from dprlhf.rewards.reward import RoundState
+from dprlhf.rollout import sample
+
+_LARGEST_CALL = 256
+"""The most rows in a call of a reward, all of which are tried on public prompts first."""
+
+
+def check_times_columns(rewards: Sequence[LoadedReward], columns: Sequence[str]) -> None:
+    """Refuse a reward whose ``times_column`` is not among the private rows' columns."""
+    for reward in rewards:
+        if reward.times_column is not None and reward.times_column not in columns:
+            raise DprlhfError(
+                f"rewards: {reward.name!r} has times_column {reward.times_column!r}, which the"
+                f" private rows lack; their columns are {', '.join(columns)}"
+            )
+
+
+def call_size(rows: float) -> int:
+    """Return the size of a reward's calls, a power of two, from the rows expected in a round."""
+    return min(_LARGEST_CALL, 1 << max(0, math.ceil(rows) - 1).bit_length())
+
+
+def check_rewards(
+    rewards: Sequence[LoadedReward],
+    policy: CausalLMPolicy,
+    recipe: Recipe,
+    public: Prompts,
+    columns: Sequence[str],
+    *,
+    most_rows: int,
+    state: RoundState,
+) -> RewardSummary:
+    """Check on public prompts that no reward couples users, and summarise their distribution.
+
+    A reward that needs one of ``columns``, which only the users' rows have, cannot be checked: it
+    is called for one user at a time.
+    """
+    per_user = any(reward.per_user for reward in rewards)
+    # A reward that compares a user's responses cannot be checked on one response alone.
+    responses = recipe.rollout.responses if per_user else 1
+    sampled = sample(
+        policy,
+        public.first(max(2, 16 // responses)),
+        recipe.rollout.model_copy(update={"responses": responses, "base_policy": "on-policy"}),
+        key=bytes(32),
+        context=("evaluation", recipe.seed),
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+    )
+    rows = rows_to_score(sampled)
+    lacking = ((r.name, lacking_columns(r, rows)) for r in rewards)
+    unchecked = {name: found for name, found in lacking if found and {*found} <= {*columns}}
+    rewards = [r for r in rewards if r.name not in unchecked]
+    with captured(None):  # a reward's own output would corrupt a plan that is printed as JSON
+        reports = [
+            check_reward(
+                reward,
+                rows.prompts,
+                rows.completions,
+                rows.columns,
+                completion_ids=rows.completion_ids,
+                users=sampled.user.tolist(),
+                bound=recipe.reward_range,
+                most_rows=most_rows,
+                state=state,
+            )
+            for reward in rewards
+        ]
+    return summarize_rewards(rewards, reports, recipe.reward_range, unchecked)
