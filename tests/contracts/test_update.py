@@ -17,7 +17,8 @@ from dprlhf.gradients.clipping import micro_batches
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import read_ledger
 from dprlhf.rewards import Scores
-from dprlhf.testing import TIGHT, check_update
+from dprlhf.testing import check_update
+from dprlhf.testing.update import TIGHT
 from dprlhf.training.reinforcement import Result
 from dprlhf.updates import UPDATES
 from helpers.batches import Shape, batch_of
