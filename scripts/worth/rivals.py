@@ -1,15 +1,15 @@
 """Rivals on the same work: what each method gains from the same users at the same ε.
 
-    python scripts/worth/rivals.py --tuning            # users of no table: chooses settings
     python scripts/worth/rivals.py                     # the small public model; resumable
     python scripts/worth/rivals.py --write-only        # the table of what is finished
 
 The unit is the user for every method, and each takes every user once. A method may see of a user:
 its prompt (the first eight words of a review), its reward of any text, and for DP-SFT how its own
 review goes on. The public knows sentences of another kind, with labels of their own, and nothing of
-what the users want. Every method had the same number of settings tried, in one run each at
-ε = 2, on users and held-out prompts of no table; those of this package had also been developed on
-such users before.
+what the users want. For every method the same number of settings is tried first, once each at
+ε = 2, on users and held-out prompts of no table, and the best one is taken. The methods of this
+package had also been developed on such users before. Methods without privacy are this package's own
+at ε = infinity, which learn what TRL's trainers do (docs/results/trl.json).
 
 Writes docs/results/worth.json, and docs/results/worth-rivals-TASK.md.
 """
@@ -40,7 +40,9 @@ from worth.rival_methods import Method, Place, measure
 
 USERS, SEEDS = 600, 5
 EPSILONS = [0.5, 1.0, 2.0, 4.0, 8.0]
-TUNING_EPSILON, FIRST_TUNING_SEED = 2.0, 500
+TUNING_EPSILON, TUNING_SEED, TRIES = 2.0, 500, 2
+ORDER = [1.0, 4.0, 0.5, 2.0, 8.0]
+"""The order in which the ε are measured."""
 LEAST_FIRST = 4
 """Of the five ε, at how many this package's method should be first."""
 RATES = [1.0, 4.0]
@@ -70,17 +72,22 @@ class Rival:
 
     @property
     def tried(self) -> list[Setting]:
-        """The settings that are tried on users of no table, as many for each method."""
+        """The settings that may be tried, as many for each method; the first ones are, in order."""
         name, values = self.knob
         return [
             {**self.fixed, "rate": rate, name: value}
-            for rate, value in itertools.product(RATES, values)
+            for value, rate in itertools.product(values, RATES)
         ]
+
+    @property
+    def competes(self) -> bool:
+        """Whether it is compared at each ε with this package's method."""
+        return self.kind in ("private", "public")
 
 
 RIVALS: dict[str, Rival] = {
     OURS: Rival(
-        "**private updates, 64 or 16 public directions**", methods.by_updates, ("rank", (16, 64))
+        "**private updates, public directions**", methods.by_updates, ("rank", (64, 16))
     ),
     "plain updates": Rival(
         "private updates, no directions", methods.by_updates, ("clip", (1.0, 0.25)), {}, "variant"
@@ -88,20 +95,20 @@ RIVALS: dict[str, Rival] = {
     "grpo": Rival(
         "DP-GRPO, public directions",
         methods.by_updates,
-        ("rank", (16, 64)),
+        ("rank", (64, 16)),
         {"update": "grpo"},
         "variant",
     ),
-    "dp-sft": Rival("DP-SFT", methods.by_texts, ("text", ("own", "best")), {"clip": 0.1}),
+    "dp-sft": Rival("DP-SFT", methods.by_texts, ("text", ("best", "own")), {"clip": 0.1}),
     "dp-dpo": Rival("DP-DPO", methods.by_pairs, ("pairs", (1, 2)), {"clip": 0.1}),
     "dp-reward": Rival(
         "DP reward model, public prompts",
         methods.by_reward,
-        ("reward rate", (0.3, 1.0)),
+        ("reward rate", (1.0, 0.3)),
         {"clip": 0.1},
     ),
     "public": Rival(
-        "public prompts alone", methods.by_public, ("rows", ("praise", "labels")), {}, "public"
+        "public prompts alone", methods.by_public, ("rows", ("labels", "praise")), {}, "public"
     ),
     "reviews": Rival(
         "100 rated public reviews",
@@ -121,8 +128,6 @@ RIVALS: dict[str, Rival] = {
         "plain",
     ),
 }  # fmt: skip
-CHOSEN: dict[str, dict[str, int]] = {}
-"""By task and method, the place of the chosen setting among those tried; found by ``--tuning``."""
 
 
 @dataclass(frozen=True)
@@ -148,20 +153,38 @@ def run(cell: Cell, place: Place, folder: Path) -> dict[str, float]:
     return measure(rival.method, place, rival.tried[cell.setting], folder)
 
 
-def epsilons_of(rival: Rival, epsilons: list[float]) -> list[float]:
+def epsilons_of(name: str, epsilons: list[float]) -> list[float]:
     """Return the ε at which a method is measured: all of them, or once without any."""
-    return epsilons if rival.kind in ("private", "variant") else [math.inf]
+    return epsilons if RIVALS[name].kind in ("private", "variant") else [math.inf]
 
 
-def cells_of(task: str, tuning: bool) -> list[Cell]:
-    """Return the cells of a task, for one seed."""
-    epsilons = [TUNING_EPSILON] if tuning else EPSILONS
+def tried_of(task: str, names: list[str], tries: int) -> list[Cell]:
+    """Return the runs that choose settings, the first setting of every method first."""
     return [
-        Cell(task, name, epsilon, setting)
-        for name, rival in RIVALS.items()
-        for epsilon in epsilons_of(rival, epsilons)
-        for setting in (range(len(rival.tried)) if tuning else [CHOSEN[task][name]])
+        Cell(task, name, epsilons_of(name, [TUNING_EPSILON])[0], place)
+        for place in range(tries)
+        for name in names
     ]
+
+
+def chosen_of(found: Mapping[Cell, float], names: list[str], tries: int) -> dict[str, int]:
+    """Return the place of the best setting by method, where all methods have had their tries."""
+    gains: dict[str, dict[int, float]] = {}
+    for cell, gain in found.items():
+        gains.setdefault(cell.rival, {})[cell.setting] = gain
+    if any(len(gains.get(name, {})) < tries for name in names):
+        return {}
+    return {name: max(gains[name], key=gains[name].__getitem__) for name in names}
+
+
+def cells_of(task: str, chosen: Mapping[str, int]) -> list[Cell]:
+    """Return the cells of a table for one seed, ε by ε."""
+    cells = [
+        Cell(task, name, epsilons_of(name, [epsilon])[0], place)
+        for epsilon in ORDER
+        for name, place in chosen.items()
+    ]
+    return list(dict.fromkeys(cells))
 
 
 @dataclass(frozen=True)
@@ -181,6 +204,11 @@ class Table:
         """The number of seeds."""
         return len(next(iter(self.gains[OURS].values())))
 
+    @property
+    def epsilons(self) -> list[float]:
+        """The ε that are measured."""
+        return sorted(self.gains[OURS])
+
     def at(self, rival: str, epsilon: float) -> Values:
         """Return a method's gains at an ε; those of methods without one are the same at all."""
         by = self.gains[rival]
@@ -188,7 +216,7 @@ class Table:
 
     def best_rival(self, epsilon: float) -> str:
         """Return the rival of the largest mean gain at an ε."""
-        names = [n for n in self.gains if n != OURS and RIVALS[n].kind in ("private", "public")]
+        names = [name for name in self.gains if name != OURS and RIVALS[name].competes]
         return max(names, key=lambda name: float(np.mean(self.at(name, epsilon))))
 
     def lead(self, epsilon: float) -> Values:
@@ -196,18 +224,30 @@ class Table:
         return self.at(OURS, epsilon) - self.at(self.best_rival(epsilon), epsilon)
 
 
-def table_of(task: str, found: Mapping[tuple[Cell, int], float]) -> Table | None:
-    """Return the table over the seeds that are finished in all cells; None before the first."""
-    cells = cells_of(task, False)
-    seeds = sorted({seed for _, seed in found})
-    complete = [seed for seed in seeds if all((cell, seed) in found for cell in cells)]
-    if not complete:
-        return None
+def table_of(cells: list[Cell], found: Mapping[tuple[Cell, int], float]) -> Table | None:
+    """Return the table over the seeds that are finished in all cells of those who compete.
+
+    Before the first such seed it has those ε at which seed 0 is finished; None where there is none.
+    Methods that do not compete are in it where they have the same seeds.
+    """
+    needed = [cell for cell in cells if RIVALS[cell.rival].competes]
+    seeds = sorted({s for _, s in found if all((cell, s) in found for cell in needed)})
+    private = {cell.epsilon for cell in needed} - {math.inf}
+    epsilons = private
+    if not seeds:
+        seeds = [0]
+        always = all((cell, 0) in found for cell in needed if math.isinf(cell.epsilon))
+        epsilons = {
+            e for e in private
+            if always and all((cell, 0) in found for cell in needed if cell.epsilon == e)
+        }  # fmt: skip
     gains: dict[str, dict[float, Values]] = {}
-    for cell in cells:
-        values = np.array([found[cell, seed] for seed in complete])
-        gains.setdefault(cell.rival, {})[cell.epsilon] = values
-    return Table(task, gains)
+    for cell in sorted(cells, key=lambda cell: list(RIVALS).index(cell.rival)):
+        shown = cell.epsilon in epsilons or math.isinf(cell.epsilon)
+        if shown and all((cell, seed) in found for seed in seeds):
+            values = np.array([found[cell, seed] for seed in seeds])
+            gains.setdefault(cell.rival, {})[cell.epsilon] = values
+    return Table(cells[0].task, gains) if epsilons else None
 
 
 def rows(table: Table) -> Iterator[Result]:
@@ -219,13 +259,14 @@ def rows(table: Table) -> Iterator[Result]:
             at = "" if math.isinf(epsilon) else f", epsilon {epsilon:g}"
             yield from _stated(f"{start}, {name}{at}: gain", gains)
     first = 0
-    for epsilon in EPSILONS:
+    for epsilon in table.epsilons:
         lead = table.lead(epsilon)
         first += bool(np.mean(lead) > 0)
         yield from _stated(f"{start}, epsilon {epsilon:g}: lead over the best rival", lead)
     goal = f"at least {LEAST_FIRST} of {len(EPSILONS)}, with {SEEDS} seeds or more"
     holds = first >= LEAST_FIRST and table.seeds >= SEEDS
-    yield Result(f"{start}: first among the rivals, number of epsilons", first, "1", goal, holds)
+    name = f"{start}: first among the rivals, number of epsilons"
+    yield Result(name, first, f"of {len(table.epsilons)}", goal, holds)
 
 
 def _stated(name: str, values: Values) -> Iterator[Result]:
@@ -236,15 +277,16 @@ def _stated(name: str, values: Values) -> Iterator[Result]:
 
 def lines(table: Table) -> Iterator[str]:
     """Yield a Markdown table: a row for each method, a column for each ε."""
-    heads = ["", *(f"ε = {epsilon:g}" for epsilon in EPSILONS)]
+    heads = ["", *(f"ε = {epsilon:g}" for epsilon in table.epsilons)]
     yield "| " + " | ".join(heads) + " |"
     yield "|---" * len(heads) + "|"
     for name in table.gains:
-        entries = [_pair(table.at(name, epsilon)) for epsilon in EPSILONS]
+        at = [table.at(name, epsilon) for epsilon in table.epsilons]
+        entries = [_pair(gains) if len(gains) else "" for gains in at]
         if math.inf in table.gains[name]:
-            entries = [entries[0], *["″"] * (len(EPSILONS) - 1)]
+            entries = [entries[0], *["″"] * (len(entries) - 1)]
         yield "| " + " | ".join([RIVALS[name].title, *entries]) + " |"
-    leads = [f"{_pair(table.lead(e))} ({table.best_rival(e)})" for e in EPSILONS]
+    leads = [f"{_pair(table.lead(e))} ({table.best_rival(e)})" for e in table.epsilons]
     yield "| lead over the best rival | " + " | ".join(leads) + " |"
 
 
@@ -253,76 +295,80 @@ def _pair(values: Values) -> str:
     return f"{np.mean(values):+.2f}" + ("" if math.isnan(error) else f" ± {error:.2f}")
 
 
-def tuned(task: str, found: Mapping[tuple[Cell, int], float]) -> Iterator[str]:
-    """Yield what each tried setting gained, and the place of the best one."""
-    best: dict[str, int] = {}
-    for name, rival in RIVALS.items():
-        gains = {
-            cell.setting: np.mean([v for (c, _), v in found.items() if c == cell])
-            for cell, _ in found
-            if (cell.task, cell.rival) == (task, name)
-        }
-        if gains:
-            best[name] = max(gains, key=lambda place: float(gains[place]))
-        for place, gain in sorted(gains.items()):
-            yield f"{task}, {name}: {gain:+.3f} with {json.dumps(rival.tried[place])}"
-    yield f"CHOSEN[{task!r}] = {best}"
+def settings_in_words(chosen: Mapping[str, int], tries: int) -> str:
+    """Say which setting each method has."""
+    words = [f"{name}: `{json.dumps(RIVALS[name].tried[place])}`" for name, place in chosen.items()]
+    return f"Of {tries} settings tried for each method: " + "; ".join(words) + "."
 
 
 def parsed() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tasks", nargs="+", choices=["community", "praise"], default=None)
-    parser.add_argument("--tuning", action="store_true", help="users outside the table; no results")
-    parser.add_argument("--only", nargs="+", choices=RIVALS, help="with --tuning")
+    parser.add_argument("--task", choices=["community", "praise"], default="community")
+    parser.add_argument("--methods", nargs="+", choices=RIVALS, default=list(RIVALS))
+    parser.add_argument("--tries", type=int, default=TRIES, help="settings tried for each method")
     return options_of_runs(parser, runs="rivals", results="worth.json", seeds=SEEDS).parse_args()
 
 
+def gains_of(
+    cells: list[Cell], seed: int, tuning: bool, options: argparse.Namespace
+) -> Iterator[tuple[Cell, float]]:
+    """Measure what is missing of some cells; yield the finished ones with their gain."""
+    runs = options.runs.resolve()
+    for cell in cells:  # one after the other, so that a table can be written between them
+        file = runs / f"{cell.file(seed, tuning)}.json"
+        place = Place(cell.task, USERS, cell.epsilon, seed, runs / "reviews-lm", tuning)
+        job = {file: (cell, place, file.with_suffix(""))}
+        done = run_missing(run, job, write_only=options.write_only, quiet=True)
+        if file in done:
+            yield cell, done[file]["gain"]
+
+
 def main() -> None:
-    """Run the cells, seed by seed, and write what is finished after each."""
+    """Choose the settings, run the cells seed by seed, and write what is finished."""
     options = parsed()
     small = options.runs.resolve() / "reviews-lm"
     small_policy(small)
     methods.public_scorer(small)
-    first = FIRST_TUNING_SEED if options.tuning else 0
-    tasks = options.tasks or (["community"] if options.tuning else list(CHOSEN))
+    tried = tried_of(options.task, options.methods, options.tries)
+    tuned = dict(gains_of(tried, TUNING_SEED, True, options))
+    chosen = chosen_of(tuned, options.methods, options.tries)
+    if not chosen:
+        sys.exit("no settings yet: run without --write-only")
+    cells = cells_of(options.task, chosen)
     found: dict[tuple[Cell, int], float] = {}
-    for seed, task in itertools.product(range(first, first + options.seeds), tasks):
-        some = [c for c in cells_of(task, options.tuning) if c.rival in (options.only or RIVALS)]
-        files = {options.runs.resolve() / f"{c.file(seed, options.tuning)}.json": c for c in some}
-        jobs = {
-            file: (
-                cell,
-                Place(task, USERS, cell.epsilon, seed, small, options.tuning),
-                file.with_suffix(""),
-            )
-            for file, cell in files.items()
-        }
-        done = run_missing(
-            run, jobs, side_by_side=options.jobs, write_only=options.write_only, quiet=True
-        )
-        found |= {(files[file], seed): figures["gain"] for file, figures in done.items()}
-        if options.tuning:
-            print("\n".join(tuned(task, found)), flush=True)
-        else:
-            write(task, {key: gain for key, gain in found.items() if key[0].task == task}, options)
+    for seed in range(options.seeds):
+        for cell, gain in gains_of(cells, seed, False, options):
+            found[cell, seed] = gain
+            if not options.write_only:
+                write(cells, found, chosen, options)
+    write(cells, found, chosen, options)
 
 
-def write(task: str, found: Mapping[tuple[Cell, int], float], options: argparse.Namespace) -> None:
-    """Write the results and the table of a task, where a seed is finished."""
-    table = table_of(task, found)
+def write(
+    cells: list[Cell],
+    found: Mapping[tuple[Cell, int], float],
+    chosen: Mapping[str, int],
+    options: argparse.Namespace,
+) -> None:
+    """Write the results and the table, where there is something to compare."""
+    table = table_of(cells, found)
     if table is None:
         return
     text = page(
-        f"Rivals on the same work: {task} (small, {USERS} users)",
+        f"Rivals on the same work: {table.task} (small, {USERS} users)",
         "Gain of the mean reward on held-out public prompts, mean over paired seeds"
-        f" ({table.seeds}) ± standard error. The unit is the user; ″ is the same at every ε.",
+        f" (seeds: {table.seeds}) ± standard error. The unit is the user; ″ is the same at every"
+        " ε, without users or without privacy.",
         "",
         *lines(table),
+        "",
+        settings_in_words(chosen, options.tries),
     )
-    print(text, flush=True)
     write_results(options.results, rows(table))
-    (options.results.parent / f"worth-rivals-{task}.md").write_text(text)
+    (options.results.parent / f"worth-rivals-{table.task}.md").write_text(text)
+    if options.write_only:
+        print(text)
 
 
 if __name__ == "__main__":

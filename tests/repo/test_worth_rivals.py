@@ -29,7 +29,7 @@ def test_as_many_settings_are_tried_for_each_method() -> None:
 def test_settings_are_chosen_on_users_and_prompts_of_no_table(task: str) -> None:
     pool = TASKS[task].users - TUNING_USERS
     for tuning in (False, True):
-        for seed in (0, 1, 4, rivals.FIRST_TUNING_SEED):
+        for seed in (0, 1, 4, rivals.TUNING_SEED):
             place = Place(task, rivals.USERS, 2.0, seed, SMALL, tuning)
             made = rival_methods.recipe_for(place, {})
             first = made.data.skip
@@ -62,53 +62,77 @@ def test_pairs_are_of_one_user_and_the_better_sample_is_chosen() -> None:
     ]
 
 
-def found_in(
-    task: str, seeds: int, ours: float, theirs: float
-) -> dict[tuple[rivals.Cell, int], float]:
-    """Return gains in all cells of a task; seed s adds s to each."""
+NAMES = [rivals.OURS, "dp-dpo", "public", "rloo"]
+CELLS = rivals.cells_of("community", dict.fromkeys(NAMES, 0))
+
+
+def found_in(seeds: int, ours: float, theirs: float) -> dict[tuple[rivals.Cell, int], float]:
+    """Return gains in all cells; seed s adds s to each."""
     return {
         (cell, seed): (ours if cell.rival == rivals.OURS else theirs) + seed
-        for cell in rivals.cells_of(task, False)
+        for cell in CELLS
         for seed in range(seeds)
     }
 
 
-@pytest.fixture
-def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(rivals.CHOSEN, "made up", dict.fromkeys(rivals.RIVALS, 0))
+def test_a_method_without_an_epsilon_is_measured_once() -> None:
+    assert len(CELLS) == 2 * len(rivals.EPSILONS) + 2
+    assert sorted(rivals.ORDER) == rivals.EPSILONS
 
 
-@pytest.mark.usefixtures("chosen")
+def test_settings_are_chosen_when_all_methods_had_their_tries() -> None:
+    tried = rivals.tried_of("community", ["dp-sft", "public"], 2)
+    assert [(cell.rival, cell.setting) for cell in tried[:3]] == [
+        ("dp-sft", 0), ("public", 0), ("dp-sft", 1),
+    ]  # fmt: skip
+    gains = dict(zip(tried, [0.3, 0.1, 0.2, 0.4], strict=True))
+    assert rivals.chosen_of(gains, ["dp-sft", "public"], 2) == {"dp-sft": 0, "public": 1}
+    del gains[tried[-1]]
+    assert rivals.chosen_of(gains, ["dp-sft", "public"], 2) == {}
+
+
 def test_only_seeds_that_are_finished_everywhere_count() -> None:
-    found = found_in("made up", 3, 1.0, 0.0)
-    del found[rivals.cells_of("made up", False)[-1], 1]
-    table = rivals.table_of("made up", found)
+    found = found_in(3, 1.0, 0.0)
+    needed = next(cell for cell in reversed(CELLS) if cell.rival == "dp-dpo")
+    del found[needed, 1]
+    table = rivals.table_of(CELLS, found)
     assert table is not None
     assert table.seeds == 2
     assert table.at("public", 8.0).tolist() == [0.0, 2.0]
-    assert rivals.table_of("made up", {k: v for k, v in found.items() if k[1] == 1}) is None
+    assert table.at("dp-dpo", 0.5).tolist() == [0.0, 2.0]
 
 
-@pytest.mark.usefixtures("chosen")
+def test_before_the_first_seed_the_finished_epsilons_are_shown() -> None:
+    found = {(cell, 0): gain for (cell, s), gain in found_in(1, 1.0, 0.0).items() if s == 0}
+    for cell in CELLS:
+        if cell.epsilon == 0.5 and cell.rival == "dp-dpo":
+            del found[cell, 0]
+    table = rivals.table_of(CELLS, found)
+    assert table is not None
+    assert (table.seeds, table.epsilons) == (1, [1.0, 2.0, 4.0, 8.0])
+    [row] = [one for one in rivals.rows(table) if "first" in one.name]
+    assert (row.value, row.unit, row.holds) == (4, "of 4", False)
+    assert rivals.table_of(CELLS, {}) is None
+
+
 @pytest.mark.parametrize(("ours", "seeds", "first", "holds"), [
     (1.0, 5, 5, True), (1.0, 4, 5, False), (-1.0, 5, 0, False),
 ])  # fmt: skip
 def test_first_is_stated_with_enough_seeds(
     ours: float, seeds: int, first: int, holds: bool
 ) -> None:
-    table = rivals.table_of("made up", found_in("made up", seeds, ours, 0.0))
+    table = rivals.table_of(CELLS, found_in(seeds, ours, 0.0))
     assert table is not None
     [row] = [one for one in rivals.rows(table) if "first" in one.name]
     assert (row.value, row.holds) == (first, holds)
     assert f"{ours + (seeds - 1) / 2:+.2f} ±" in "\n".join(rivals.lines(table))
 
 
-@pytest.mark.usefixtures("chosen")
 def test_a_method_without_privacy_is_no_rival() -> None:
-    found = found_in("made up", 2, 1.0, 0.0)
+    found = found_in(2, 1.0, 0.0)
     for cell, seed in found:
-        if rivals.RIVALS[cell.rival].kind in ("plain", "reference", "variant"):
+        if cell.rival == "rloo":
             found[cell, seed] = 9.0
-    table = rivals.table_of("made up", found)
+    table = rivals.table_of(CELLS, found)
     assert table is not None
-    assert np.mean(table.lead(1.0)) == 1.0
+    assert float(np.mean(table.lead(1.0))) == 1.0
