@@ -17,6 +17,7 @@ from dprlhf.hardware import native_dtype
 from dprlhf.hub import check_reachable, pinned
 from dprlhf.policies import shared_prompt
 from dprlhf.policies.adapters import add_adapter, quiet_peft, stored_state
+from dprlhf.policies.head_logprobs import has_plain_head, head_logprobs
 from dprlhf.policies.mixing import refuse_mixing
 from dprlhf.policies.quantization import keep_unpacked, quantization_config
 from dprlhf.policies.stopping import StopStrings
@@ -81,6 +82,7 @@ class CausalLMPolicy:
             )
         if self.dimension == 0:
             raise DprlhfError("the policy has no trainable parameters: check policy.adapter")
+        self._plain_head = has_plain_head(model, frozenset(map(id, self.parameters.values())))
 
     @property
     def network(self) -> Any:
@@ -281,11 +283,19 @@ class CausalLMPolicy:
             positions = (seen.cumsum(1) - 1).clamp(min=0)
             inputs = {"input_ids": ids, "attention_mask": seen, "position_ids": positions}
             inputs["logits_to_keep"] = responses
+        chosen = tokens[:, -responses:].flatten()
+        if self._plain_head and self.sampling.plain:
+            kept = inputs.pop("logits_to_keep")
+            with self._checkpointing():
+                states = self.network.base_model(**inputs, use_cache=False)[0]
+            states = states[:, slice(-kept, None) if isinstance(kept, int) else kept].flatten(0, 1)
+            head = self.network.get_output_embeddings()
+            return head_logprobs(head, states, chosen, self.temperature).view(-1, responses)
         with self._checkpointing():
             logits = self.model(**inputs, use_cache=False).logits
         logits = logits.flatten(0, 1)
         if self.sampling.plain:
-            found = chosen_logprobs(logits, tokens[:, -responses:].flatten(), self.temperature)
+            found = chosen_logprobs(logits, chosen, self.temperature)
         else:
             rows = Rows(tokens, mask, responses, self.end_tokens)
             found = warped_logprobs(logits, rows, self.sampling, self.temperature)

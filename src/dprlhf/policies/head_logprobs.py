@@ -1,0 +1,123 @@
+"""log π(token) from the last hidden states: the vocabulary's logits never exist for all tokens.
+
+The logits of 16 responses of 512 tokens over 128,000 words take 4 GB in float32, and the backward
+pass takes as much again for their gradient. A token's log-probability depends on its own hidden
+state h alone, with
+
+    ∂ log π(y) / ∂h = (W_y − Σ_v π(v) W_v) / temperature,
+
+a vector of the hidden size. Where the vocabulary's weight W is frozen, the forward pass computes it
+beside log π(y), some tokens at a time, from logits that are then dropped; the backward pass only
+scales it. The products are those that the ordinary passes make.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+_PLAIN_HEADS = frozenset(
+    {"gemma", "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3"}
+)
+"""Model types that are tested to have no step between the vocabulary's product and the logits."""
+
+# The most logits that exist at once. Few tokens at a time would read W more often than it pays.
+_LOGITS = 2**25
+
+
+def has_plain_head(model: Any, trained: frozenset[int]) -> bool:
+    """Return whether logits are W h (+ b) with a frozen vocabulary weight W.
+
+    Args:
+        model: A transformers model with a language-modelling head.
+        trained: The ``id()`` of each trainable parameter.
+    """
+    config = getattr(model, "config", None)
+    if getattr(config, "model_type", None) not in _PLAIN_HEADS or getattr(config, "auto_map", None):
+        return False
+    head = model.get_output_embeddings()
+    return type(head) is nn.Linear and trained.isdisjoint(map(id, head.parameters()))
+
+
+def head_logprobs(
+    head: nn.Linear, states: torch.Tensor, chosen: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """Return log softmax(head(states) / temperature) at one token a row, in float32 or wider.
+
+    Args:
+        head: The layer from hidden states to the vocabulary; nothing is differentiated by it.
+        states: Last hidden states, ``[rows, hidden]``.
+        chosen: One token for each row, ``[rows]``.
+        temperature: Temperature that the logits are divided by.
+
+    Returns:
+        Log-probabilities, ``[rows]``.
+    """
+    found: torch.Tensor = _HeadLogProbs.apply(  # type: ignore[no-untyped-call]
+        states, head.weight, head.bias, chosen, 1 / temperature
+    )
+    return found
+
+
+class _HeadLogProbs(torch.autograd.Function):
+    """The function behind :func:`head_logprobs`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        chosen: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        wide = torch.promote_types(states.dtype, torch.float32)
+        rows, size = len(states), _tokens_at_once(len(states), len(weight))
+        # Parts of one size: rounding depends on a product's shape, and the last part would be
+        # another one.
+        missing = -rows % size
+        if missing:
+            states, chosen = F.pad(states, (0, 0, 0, missing)), F.pad(chosen, (0, missing))
+        found = states.new_empty(rows + missing, dtype=wide)
+        slopes = torch.empty_like(states) if ctx.needs_input_grad[0] else None
+        for start in range(0, len(states), size):
+            part = slice(start, start + size)
+            logits = F.linear(states[part], weight, bias)
+            for inner in _in_cache(logits):
+                own = slice(start + inner.start, min(start + inner.stop, start + size))
+                scores = logits[inner].to(wide).mul_(scale)
+                normalizers = scores.logsumexp(1)
+                at = chosen[own, None]
+                found[own] = scores.gather(1, at)[:, 0] - normalizers
+                if slopes is not None:  # ∂ log π / ∂ logits, in the place of the logits
+                    scores.sub_(normalizers[:, None]).exp_().mul_(-scale)
+                    scores.scatter_add_(1, at, scores.new_full(at.shape, scale))
+                    logits[inner] = scores
+            if slopes is not None:
+                slopes[part] = logits @ weight
+        if slopes is not None:
+            ctx.save_for_backward(slopes[:rows])
+        return found[:rows]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (slopes,) = ctx.saved_tensors
+        of_states = (slopes.to(gradient.dtype) * gradient[:, None]).to(slopes.dtype)
+        return of_states, None, None, None, None
+
+
+def _tokens_at_once(rows: int, vocabulary: int) -> int:
+    """Return how many tokens' logits to hold: equal parts of the rows, up to one row."""
+    most = max(1, _LOGITS // vocabulary)
+    parts = max(1, -(-rows // most))
+    return max(1, -(-rows // parts))
+
+
+def _in_cache(logits: torch.Tensor) -> list[slice]:
+    """Cut the rows of ``[rows, vocabulary]`` into parts whose copies stay in the cache."""
+    size = max(1, (2**28 if logits.is_cuda else 2**21) // logits.shape[1])
+    return [slice(start, start + size) for start in range(0, len(logits), size)]

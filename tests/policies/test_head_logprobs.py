@@ -1,0 +1,186 @@
+"""Log-probabilities from hidden states, without logits for all tokens at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from dprlhf.policies import head_logprobs as module
+from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.recipe import Adapter
+from helpers import tiny
+
+HIDDEN, WORDS = 5, 23
+SMALL = {
+    "vocab_size": 257, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "n_embd": 32, "n_layer": 2,
+    "n_head": 4, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0,
+    "pad_token_id": 0, "sliding_window": None,
+}  # fmt: skip
+PROMPT, RESPONSE = 5, 4
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tokens_at_once", [1, 3, 4, 100])  # 7 rows
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_value_and_gradient_are_those_of_the_logits(
+    bias: bool, tokens_at_once: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LOGITS", tokens_at_once * WORDS)
+    random = torch.Generator().manual_seed(0)
+    head = nn.Linear(HIDDEN, WORDS, bias=bias).double().requires_grad_(False)
+    states = 3 * torch.randn(7, HIDDEN, generator=random, dtype=torch.float64)
+    chosen = torch.randint(WORDS, (7,), generator=random)
+    weights = torch.randn(7, generator=random, dtype=torch.float64)
+    ours, theirs = (states.clone().requires_grad_() for _ in range(2))
+    found = module.head_logprobs(head, ours, chosen, temperature)
+    expected = torch.log_softmax(head(theirs) / temperature, 1)[torch.arange(7), chosen]
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+    [first] = torch.autograd.grad(found, ours, weights, retain_graph=True)
+    [second] = torch.autograd.grad(found, ours, weights)  # nothing was used up
+    [correct] = torch.autograd.grad(expected, theirs, weights)
+    torch.testing.assert_close(first, correct, rtol=1e-12, atol=1e-14)
+    assert torch.equal(first, second)
+    assert torch.equal(ours, states)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_is_as_near_as_with_all_logits(dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(0)
+    exact = nn.Linear(64, 300, bias=False).double().requires_grad_(False)
+    states = torch.randn(40, 64, generator=random).to(dtype)
+    chosen = torch.randint(300, (40,), generator=random)
+    head = nn.Linear(64, 300, bias=False).to(dtype).requires_grad_(False)
+    head.weight.copy_(exact.weight)
+    exact.weight.copy_(head.weight)
+    held, wide = states.requires_grad_(), states.detach().double().requires_grad_()
+    found = module.head_logprobs(head, held, chosen, 1.0)
+    correct = torch.log_softmax(exact(wide), 1)[torch.arange(40), chosen]
+    assert found.dtype == torch.float32
+    unit = torch.finfo(dtype).eps
+    assert float((found.double() - correct).detach().abs().max()) < 16 * unit
+    [gradient] = torch.autograd.grad(found.sum(), held)
+    [right] = torch.autograd.grad(correct.sum(), wide)
+    assert gradient.dtype == dtype
+    assert float((gradient.double() - right).norm() / right.norm()) < 4 * unit
+
+
+@pytest.mark.parametrize("rows", [1, 6, 7, 8, 9, 23])
+def test_parts_have_one_size_and_waste_little(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product's shape decides how it rounds: what a token gets must not depend on its place."""
+    shapes = set()
+    linear = module.F.linear
+    monkeypatch.setattr(module, "_LOGITS", 4 * WORDS)
+    monkeypatch.setattr(
+        module.F, "linear", lambda x, *rest: shapes.add(tuple(x.shape)) or linear(x, *rest)
+    )
+    head = nn.Linear(HIDDEN, WORDS)
+    found = module.head_logprobs(
+        head, torch.randn(rows, HIDDEN), torch.zeros(rows, dtype=torch.long), 1.0
+    )
+    assert found.shape == (rows,)
+    [(size, _)] = shapes
+    assert size <= 4
+    assert -rows % size < -(-rows // 4)
+
+
+# ----------------------------------------------------------------------------------- policies
+
+
+def policy_of(model_type: str, adapter: Adapter | None = None, **settings: Any) -> CausalLMPolicy:
+    known = transformers.AutoConfig.for_model(model_type)
+    chosen = {name: value for name, value in SMALL.items() if hasattr(known, name)}
+    config = transformers.AutoConfig.for_model(model_type, **{**chosen, **settings})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    adapter = adapter or Adapter(
+        type="lora", rank=1, target_modules=r".*(q_proj|qkv|query_key_value|c_attn|qkv_proj)"
+    )
+    policy = make_policy(model.double(), tiny.tokenizer(), adapter, temperature=0.7)
+    for name, weight in policy.parameters.items():
+        if "lora" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    return policy
+
+
+def value_and_gradient(
+    policy: CausalLMPolicy, shared_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, 257, (4, PROMPT + RESPONSE), generator=generator)
+    tokens[:, :PROMPT] = tokens[::2, :PROMPT].repeat_interleave(2, 0)
+    mask = torch.ones_like(tokens)
+    mask[2:, :2] = 0
+    logprobs = policy.response_logprobs(tokens, mask, RESPONSE, shared_rows)
+    weights = torch.linspace(-1, 1, logprobs.numel(), dtype=torch.float64).view_as(logprobs)
+    gradients = torch.autograd.grad((logprobs * weights).sum(), list(policy.parameters.values()))
+    return logprobs.detach(), torch.cat([g.flatten() for g in gradients])
+
+
+@pytest.mark.parametrize("shared_rows", [1, 2])
+@pytest.mark.parametrize("model_type", sorted(module._PLAIN_HEADS))
+def test_every_listed_model_computes_the_same(model_type: str, shared_rows: int) -> None:
+    policy = policy_of(model_type)
+    assert policy._plain_head
+    value, gradient = value_and_gradient(policy, shared_rows)
+    policy._plain_head = False
+    expected, of_logits = value_and_gradient(policy, shared_rows)
+    torch.testing.assert_close(value, expected, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(gradient, of_logits, rtol=1e-9, atol=1e-11)
+    assert float(gradient.norm()) > 0
+
+
+def test_a_model_that_scales_its_logits_would_be_wrong() -> None:
+    policy = policy_of("granite", logits_scaling=3.0)
+    assert not policy._plain_head
+    value, _ = value_and_gradient(policy, 1)
+    policy._plain_head = True
+    assert not torch.allclose(value_and_gradient(policy, 1)[0], value, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        Adapter(type="full"),
+        Adapter(type="lora", rank=1, target_modules=["q_proj", "lm_head"]),
+    ],
+    ids=["full", "lora on the head"],
+)
+def test_a_head_that_is_trained_keeps_its_logits(adapter: Adapter) -> None:
+    """Its own gradient needs them."""
+    policy = policy_of("llama", adapter)
+    assert not policy._plain_head
+    assert value_and_gradient(policy, 1)[1].shape == (policy.dimension,)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest tensor that any operation returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.numel = max(self.numel, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_logits_of_all_tokens_never_exist(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = policy_of("llama", vocab_size=4096, hidden_size=4, head_dim=2)
+    monkeypatch.setattr(module, "_LOGITS", 4 * 4096)
+    policy._plain_head = plain
+    with Largest() as largest:
+        value_and_gradient(policy, 1)
+    every = 4 * RESPONSE * 4096
+    assert (largest.numel == every / 4) if plain else (largest.numel == every)
