@@ -8,6 +8,7 @@ a comparison of updates spends its time on updates.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from functools import cache
 
 import numpy as np
@@ -22,14 +23,13 @@ _WORD = re.compile(r"[a-z']+")
 def weights() -> dict[str, float]:
     """Return the log-odds of each word, smoothed by one sentence on either side."""
     table = pd.read_parquet(path("rotten-tomatoes") / "train.parquet")
-    rows = [
-        (word, int(label))
-        for text, label in zip(table["text"], table["label"], strict=True)
-        for word in sorted(words(str(text)))
-    ]
-    counts = pd.crosstab(*zip(*rows, strict=True)) + 1
-    odds = np.log(counts[1] / counts[1].sum()) - np.log(counts[0] / counts[0].sum())
-    return {str(word): float(value) for word, value in odds.items()}
+    seen: dict[int, Counter[str]] = {0: Counter(), 1: Counter()}
+    for text, label in zip(table["text"], table["label"], strict=True):
+        seen[int(label)].update(words(str(text)))
+    known = sorted(seen[0].keys() | seen[1].keys())
+    good, bad = (np.array([seen[label][word] + 1 for word in known]) for label in (1, 0))
+    odds = np.log(good / good.sum()) - np.log(bad / bad.sum())
+    return dict(zip(known, odds.tolist(), strict=True))
 
 
 def words(text: str) -> set[str]:
