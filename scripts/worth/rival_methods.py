@@ -318,7 +318,7 @@ def by_reward(place: Place, setting: Settings, folder: Path) -> Outcome:
     recipe = recipe_for(place, {"optimizer.learning_rate": setting["reward rate"]})
     model = {
         "model_name_or_path": str(public_scorer(place.small)),
-        "adapter": {"type": "ffa-lora", "rank": 1, "target_modules": ["v_proj"], "layers": [2, 3]},
+        "adapter": {**recipe.policy.adapter.model_dump(), "init": "random"},
     }
     rows = pairs_of(*preferences(place), 1).drop(columns="user")
     learnt = folder.with_name(f"{folder.name}-reward")
@@ -340,7 +340,8 @@ def by_reward(place: Place, setting: Settings, folder: Path) -> Outcome:
 def by_public(place: Place, setting: Settings, folder: Path) -> Outcome:
     """Plain updates on public prompts, in which no user is looked at: ε = 0."""
     changes = with_public(place, public_of(place.task, setting["rows"]), folder)
-    return outcome(reinforced(recipe_for(place, changes | _steps(setting)), folder))
+    found = outcome(reinforced(recipe_for(place, changes | _steps(setting)), folder))
+    return replace(found, epsilon=0.0)
 
 
 def _steps(setting: Settings) -> dict[str, Any]:

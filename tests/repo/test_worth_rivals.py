@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +16,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from dprlhf.data.public import HELD_OUT
 from dprlhf.data.users import Prompts
-from dprlhf.worth.tasks import TASKS, TUNING_USERS
+from dprlhf.recipe import load_recipe
+from dprlhf.worth.runs import overrides_of
+from dprlhf.worth.tasks import TASKS, TUNING_USERS, PublicPrompts
+from helpers import tiny
+from helpers.runs import save_sharp
 from worth import rival_methods, rivals
 from worth.rival_methods import Place
 
@@ -49,6 +56,78 @@ def test_the_budget_is_the_asked_one_and_plain_runs_have_none() -> None:
     plain = rival_methods.recipe_for(Place("community", 600, math.inf, 0, SMALL), {})
     assert math.isinf(plain.privacy.epsilon or 0)
     assert math.isinf(plain.update.radius)
+
+
+REWARD = """
+def score(prompts, completions, **columns):
+    return [4.0 * sum(c.islower() for c in text) / max(len(text), 1) for text in completions]
+"""
+RECIPE = """
+policy:
+  model_name_or_path: {folder}/model
+  adapter: {{type: ffa-lora, rank: 1, target_modules: [c_attn]}}
+data: &data
+  path: {folder}/private.jsonl
+  prompt_column: text
+  prompt_words: 3
+  max_prompt_tokens: 16
+rewards: [{{function: "{folder}/reward.py:score", times_column: wants}}]
+rollout: {{base_policy: on-policy, max_new_tokens: 8, responses: 4, batch_size: 64}}
+update: {{name: pg, baseline: loo, clip_norm: 1, batch_size: 64}}
+privacy: {{delta: 1.0e-5, partition: random-allocation}}
+rounds: 2
+evaluation:
+  data: {{<<: *data, path: {folder}/public.jsonl}}
+  prompts: 4
+  declared_public: true
+"""
+
+
+@pytest.fixture
+def miniature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """Forty users of a tiny model, whose reward is the share of small letters times a wish."""
+    save_sharp(tmp_path / "model")
+    tiny.save(tmp_path / "scorer")
+    (tmp_path / "reward.py").write_text(REWARD)
+    for name, count in (("private", 40), ("public", 460)):
+        rows = [{"text": f"{name} {i} says this and that", "wants": -1} for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "task.yaml").write_text(RECIPE.format(folder=tmp_path))
+
+    def made(place: Place, changes: Any) -> Any:
+        settings = {"privacy.epsilon": place.epsilon if math.isfinite(place.epsilon) else ".inf"}
+        if math.isinf(place.epsilon):
+            settings["update.clip_norm"] = ".inf"
+        given = overrides_of({**settings, **changes})
+        return load_recipe(tmp_path / "task.yaml", overrides=given)
+
+    public = PublicPrompts(str(tmp_path / "public.jsonl"), "train")
+    monkeypatch.setattr(rival_methods, "recipe_for", made)
+    monkeypatch.setattr(rival_methods, "public_of", lambda *_: public)
+    monkeypatch.setattr(rival_methods, "public_scorer", lambda _: tmp_path / "scorer")
+    rival_methods.liked.cache_clear()
+    return Place("community", 40, 2.0, 0, tmp_path / "model")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain updates", "dp-sft", "dp-dpo", "dp-reward", "public"])
+def test_each_method_trains_and_spends_at_most_what_it_was_given(
+    miniature: Place, tmp_path: Path, name: str
+) -> None:
+    rival = rivals.RIVALS[name]
+    place = replace(miniature, epsilon=rivals.epsilons_of(name, [2.0])[0])
+    found = rival_methods.measure(rival.method, place, rival.tried[-1], tmp_path / "run")
+    assert found["epsilon"] == 0.0 if name == "public" else 1.9 < found["epsilon"] <= 2.0
+    assert math.isfinite(found["gain"])
+
+
+def test_a_users_samples_are_ordered_by_its_own_wish(miniature: Place) -> None:
+    prompts, ordered = rival_methods.preferences(miniature)
+    for texts in ordered:
+        small = [sum(c.islower() for c in text) / max(len(text), 1) for text in texts]
+        assert small == sorted(small)  # every user wants fewer small letters
+    rows = rival_methods.own_texts(rival_methods.recipe_for(miniature, {}), prompts)
+    assert rows.loc[7].tolist() == ["private 7 says", " this and that"]
 
 
 def test_pairs_are_of_one_user_and_the_better_sample_is_chosen() -> None:
