@@ -4,6 +4,9 @@
     pip install math-verify
     python scripts/from_trl/examples.py --trl ./trl      # writes docs/results/trl.json
 
+Examples that the table (``docs/results/trl-examples.md``) has are not run again, unless ``--only``
+names them; remove their lines to start afresh.
+
 An example is a block of Python in TRL's documentation, or a script of its repository, that builds a
 ``GRPOTrainer`` or a ``RLOOTrainer``. What it takes to run without a hub or a GPU is described in
 :mod:`stand_ins`. Left out are examples that need a server or a game of their own (vLLM's
@@ -23,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,6 +141,14 @@ def table(tried: dict[Example, Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def known(chosen: Sequence[Example]) -> dict[Example, Outcome]:
+    """Return what the table has of these examples, from an earlier call."""
+    lines = TABLE.read_text().splitlines()[2:] if TABLE.is_file() else []
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ", 3)] for line in lines]
+    outcomes = {name.strip("`"): Outcome(kind, said) for name, _, kind, said in cells}
+    return {e: outcomes[e.name] for e in chosen if e.name in outcomes}
+
+
 def results(tried: dict[Example, Outcome]) -> Iterator[Result]:
     """Yield how many examples run, whole ones and single settings apart."""
     for what, whole in (("whole examples", True), ("single settings", False)):
@@ -167,9 +178,10 @@ def main() -> None:
     given = parser.parse_args()
     chosen = [e for e in examples(given.trl) if given.only in e.name]
     chosen.sort(key=lambda example: not example.is_whole)
-    tried: dict[Example, Outcome] = {}
+    tried = {} if given.only else known(chosen)
+    left = [example for example in chosen if example not in tried]
     with ThreadPoolExecutor(given.jobs) as pool:
-        both = [(e, pool.submit(run, e, "trl"), pool.submit(run, e, "dprlhf")) for e in chosen]
+        both = [(e, pool.submit(run, e, "trl"), pool.submit(run, e, "dprlhf")) for e in left]
         for example, theirs, ours in both:
             if theirs.result().kind != "run":
                 print(f"left out {example.name}  TRL: {theirs.result().said}", flush=True)
