@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -13,6 +14,9 @@ from dprlhf.recipe import IN_MEMORY, Reward
 WHOLE_TEXT = 32768
 """``max_tokens`` of a reward model given in Python, which TRL does not cut either; the model's own
 limit holds all the same."""
+
+BY_TURN = "dprlhf_by_turn"
+"""The attribute by which a callable declares that it answers a score for each turn."""
 
 _FORMS = (
     "give a function with TRL's signature, the hub id or folder of a classifier, 'module:function',"
@@ -80,6 +84,20 @@ def named_reward(name: str) -> Reward:
     return Reward(classifier=name, max_tokens=WHOLE_TEXT)
 
 
+def declares(function: object, attribute: str) -> bool:
+    """Return whether a callable, also inside ``functools.partial``, has an attribute that is true.
+
+    >>> def by_step(completions):
+    ...     return [[1.0] for _ in completions]
+    >>> by_step.dprlhf_by_turn = True
+    >>> declares(functools.partial(by_step), BY_TURN)
+    True
+    """
+    while isinstance(function, functools.partial) and not hasattr(function, attribute):
+        function = function.func
+    return bool(getattr(function, attribute, False))
+
+
 def is_model(value: Any) -> bool:
     """Return whether a value is a model with a config, also one that ``torch.compile`` wrapped."""
     return hasattr(value, "forward") and hasattr(value, "config")
@@ -137,10 +155,12 @@ def _given(one: Any, weight: float | None, tokenizer: Any) -> GivenReward:
     if isinstance(one, type):
         raise DprlhfError(f"reward: {one.__name__} is a class: give an instance of it")
     if hasattr(one, "times_column"):  # a LoadedReward, whose room is above this one
-        kept = {name: getattr(one, name) for name in ("weight", "per_user", "times_column")}
+        names = ("weight", "per_user", "by_turn", "times_column")
+        kept = {name: getattr(one, name) for name in names}
         return GivenReward(Reward(function=IN_MEMORY, **{**kept, **changes}), one)
     if not callable(one):
         raise DprlhfError(f"reward: a {type(one).__name__} is no reward: {_FORMS}")
+    changes["by_turn"] = declares(one, BY_TURN)
     return GivenReward(Reward(function=IN_MEMORY, **changes), one)
 
 

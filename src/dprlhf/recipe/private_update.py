@@ -14,7 +14,7 @@ from dprlhf.recipe.base import PositiveFloat, PositiveInt, Settings
 from dprlhf.recipe.evaluation import Evaluation
 from dprlhf.recipe.privacy import Privacy
 from dprlhf.recipe.quantile import QuantileClip
-from dprlhf.recipe.sections import KL, Optimizer, Rollout
+from dprlhf.recipe.sections import KL, Optimizer, Reward, Rollout
 from dprlhf.recipe.subspace import Subspace
 
 
@@ -29,6 +29,11 @@ class Sections(Protocol):
     @property
     def kl(self) -> KL:
         """The KL penalty."""
+        ...
+
+    @property
+    def rewards(self) -> list[Reward]:
+        """The rewards."""
         ...
 
     @property
@@ -104,6 +109,9 @@ class PrivateUpdate(Settings):
 
     token_rewards: ClassVar[bool] = False
     """Whether the update takes one reward for each token, as ``kl.level: token`` gives."""
+
+    turn_rewards: ClassVar[bool] = False
+    """Whether the update takes a reward for each turn, as ``rewards.N.by_turn`` gives."""
 
     leaves_rows_out: ClassVar[bool] = False
     """Whether the update gives weight 0 to single responses (``rollout.mask_truncated``)."""

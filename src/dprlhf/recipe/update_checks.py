@@ -48,7 +48,27 @@ def check_update(update: PrivateUpdate, recipe: Sections) -> None:
             f" {_names(lambda kind: kind.token_rewards)}; {update.name} takes one reward a"
             " response: write kl.level: sequence"
         )
+    if any(reward.by_turn for reward in recipe.rewards):
+        _check_turns(update, recipe)
     update.check(recipe)
+
+
+def _check_turns(update: PrivateUpdate, recipe: Sections) -> None:
+    if recipe.rollout.agent is None:
+        raise ValueError(
+            "rewards: by_turn is for the turns of an agent (rollout.agent), and a response without"
+            " one is a single turn: leave it out"
+        )
+    if not update.turn_rewards:
+        raise ValueError(
+            f"rewards: by_turn works with update.name {_names(lambda kind: kind.turn_rewards)};"
+            f" {update.name} compares whole responses: leave it out, and answer one score for each"
+        )
+    if recipe.kl.level == "token":
+        raise ValueError(
+            "kl.level: with rewards by turn (by_turn) a baseline compares turns, and a penalty by"
+            " token has none: write kl.level: sequence"
+        )
 
 
 def _refuse_truncation(update: PrivateUpdate, key: str) -> NoReturn:

@@ -48,6 +48,7 @@ class _Advantage(_Score):
     """
 
     allows_trust_region: ClassVar[bool] = True
+    turn_rewards: ClassVar[bool] = True
     unscaled: ClassVar[str] = "baseline: loo"
     """The setting under which advantages keep the unit of rewards."""
 

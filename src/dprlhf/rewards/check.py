@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dprlhf.data.given_rewards import BY_TURN
 from dprlhf.errors import DprlhfError
 from dprlhf.rewards.logs import CallLog, Logged, gathered
 from dprlhf.rewards.reward import (
@@ -21,7 +22,7 @@ from dprlhf.rewards.reward import (
     group_rows,
     keywords_for,
     keywords_of,
-    parse_answer,
+    parse_turns,
     text_of,
     type_and_message,
 )
@@ -46,7 +47,7 @@ class ContractReport:
         missing: Share of rows that the reward answers with None.
         clipped: Share of rows where |weight · score| is above R.
         scores: Score of each row, before weight and clipping, ``[rows]``; None where the reward
-            does not apply.
+            does not apply. Of a reward by turn, the sum over the turns.
         moved: Largest change of a score with the rest of its batch: rounding, since a larger one
             is refused.
         checked_rows: The largest number of rows, a power of two, for which calls of it and of all
@@ -83,6 +84,7 @@ def check_reward(
     *,
     completion_ids: Sequence[Sequence[int]] | None = None,
     users: Sequence[Any] | None = None,
+    turns: Sequence[int] = (),
     bound: float = math.inf,
     rtol: float = 1e-3,
     atol: float = 1e-3,
@@ -114,6 +116,8 @@ def check_reward(
         columns: Dataset columns by name, each ``[rows]``.
         completion_ids: Token ids, ``[rows][tokens]``; by default the UTF-8 bytes of the text.
         users: Hashable user ids, ``[rows]``; by default rows with the same prompt are one user.
+        turns: Number of turns of the policy in each completion, ``[rows]``; by default that of its
+            messages of an assistant. Each turn's score is checked.
         bound: Bound R, for the share of scores outside ±R.
         rtol: Tolerance relative to the score in the batch.
         atol: Absolute tolerance, added to the relative one.
@@ -134,13 +138,14 @@ def check_reward(
     named = "trainer_state" in (keywords_of(reward.function)[0] or ())
     found = [
         _checked(
-            _Batch.of(reward, prompts, completions, columns, completion_ids, users, at),
+            _Batch.of(reward, prompts, completions, columns, completion_ids, users, turns, at),
             _Limits(rtol, atol, most_rows),
         )
         for at in (state, state.after(state.max_steps))[: 1 + named]
     ]
     first = found[0]
-    values = [value for value in first.scores.values() if value is not None]
+    sums = {i: None if score is None else math.fsum(score) for i, score in first.scores.items()}
+    values = [value for value in sums.values() if value is not None]
     moved = max(one.moved for one in found)
     rows = len(first.scores)
     changing = frozenset().union(*(one.unpublished for one in found))
@@ -155,12 +160,16 @@ def check_reward(
         maximum=max(values),
         missing=1 - len(values) / rows,
         clipped=sum(abs(reward.weight * value) > bound for value in values) / rows,
-        scores=tuple(first.scores[i] for i in range(rows)),
+        scores=tuple(sums[i] for i in range(rows)),
         moved=moved,
         checked_rows=0 if moved else min(one.checked_rows for one in found),
         published=frozenset().union(*(one.published for one in found)) - changing,
         unpublished=changing,
     )
+
+
+Score = tuple[float, ...] | None
+"""The score of each turn, one for a reward that scores whole completions; None: not applicable."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +185,7 @@ class _Limits:
 class _Found:
     """What the checks found with one ``trainer_state``; the names are those of the report."""
 
-    scores: dict[int, float | None]
+    scores: dict[int, Score]
     users: int
     seconds: float
     moved: float
@@ -196,7 +205,7 @@ def _checked(batch: _Batch, limits: _Limits) -> _Found:
     again = batch.scores(everything, logs)
     seconds = time.perf_counter() - start
 
-    def moved(check: str, other: Mapping[int, float | None], situation: str) -> float:
+    def moved(check: str, other: Mapping[int, Score], situation: str) -> float:
         return _largest_move(batch.reward, scores, other, check, situation, limits)
 
     moves = [
@@ -253,11 +262,12 @@ class _Batch:
         columns: Mapping[str, Sequence[Any]] | None,
         completion_ids: Sequence[Sequence[int]] | None,
         users: Sequence[Any] | None,
+        turns: Sequence[int],
         state: RoundState,
     ) -> _Batch:
         if completion_ids is None:
             completion_ids = [list(text_of(completion).encode()) for completion in completions]
-        rows = Rows(prompts, completions, completion_ids, columns or {})
+        rows = Rows(prompts, completions, completion_ids, columns or {}, turns)
         owners = [text_of(prompt) for prompt in prompts] if users is None else list(users)
         if len(owners) != len(rows):
             raise ValueError(f"{len(owners)} user ids for {len(rows)} rows to check")
@@ -270,16 +280,14 @@ class _Batch:
             )
         return cls(reward, rows, units, len(groups), state)
 
-    def scores(
-        self, chosen: Sequence[int], logs: list[Logged] | None = None
-    ) -> dict[int, float | None]:
+    def scores(self, chosen: Sequence[int], logs: list[Logged] | None = None) -> dict[int, Score]:
         """Return the scores of the chosen units by row number, with the calls of a Scorer.
 
         What the reward logs meanwhile is added to ``logs``.
         """
         return self.evaluate(self.rows, self.units, chosen, logs)
 
-    def of_rows(self, numbers: Sequence[int]) -> Iterator[dict[int, float | None]]:
+    def of_rows(self, numbers: Sequence[int]) -> Iterator[dict[int, Score]]:
         """Call the reward once with the rows of these numbers; yield each score by its number.
 
         A number may come several times, so the scores come one by one.
@@ -296,12 +304,12 @@ class _Batch:
         units: Sequence[Sequence[int]],
         chosen: Sequence[int],
         logs: list[Logged] | None = None,
-    ) -> dict[int, float | None]:
+    ) -> dict[int, Score]:
         """Return scores by row number of the chosen units, in one call or one call per user."""
         reward = self.reward
         members = [list(units[u]) for u in chosen]
         calls = members if reward.per_user else [[i for group in members for i in group]]
-        scores: dict[int, float | None] = {}
+        scores: dict[int, Score] = {}
         logged = []
         for numbers in calls:
             log = CallLog(len(numbers))
@@ -316,11 +324,12 @@ class _Batch:
                 raise DprlhfError(f"reward {reward.name!r} fails the check 'answer': {log.problem}")
             logged.append((log, numbers))
             for i, answer in zip(numbers, answers, strict=True):
-                value = parse_answer(answer)
+                turns = rows.turns[i] if reward.by_turn else 1
+                value = parse_turns(answer, turns, by_turn=reward.by_turn)
                 if isinstance(value, Failure):
                     raise DprlhfError(
                         f"reward {reward.name!r} fails the check 'answer': completion {i} gets "
-                        f"{answer!r}, not a finite number or None"
+                        f"{answer!r}, not a finite number or None" + _by_turn(reward, answer, turns)
                     )
                 scores[i] = value
         if logs is not None:
@@ -328,11 +337,23 @@ class _Batch:
         return scores
 
 
+def _by_turn(reward: LoadedReward, answer: object, turns: int) -> str:
+    """Return the end of a message about an answer that may be meant as a score for each turn."""
+    if reward.by_turn:
+        return f", nor a list of them for its {turns} turns"
+    if isinstance(answer, list | tuple):
+        return (
+            "; to score each turn of an agent, declare it by turn (`by_turn: true` in the recipe or"
+            f" `{BY_TURN} = True` on the callable)"
+        )
+    return ""
+
+
 def _largest_size(
-    call: Callable[[Sequence[int]], Iterator[dict[int, float | None]]],
+    call: Callable[[Sequence[int]], Iterator[dict[int, Score]]],
     rows: int,
     most: int,
-    moved: Callable[[Mapping[int, float | None], int], float],
+    moved: Callable[[Mapping[int, Score], int], float],
 ) -> int:
     """Return the largest power of two, up to ``most``, whose calls give the same scores.
 
@@ -356,7 +377,7 @@ def _largest_size(
     return size
 
 
-def _check_applies(batch: _Batch, scores: Mapping[int, float | None]) -> None:
+def _check_applies(batch: _Batch, scores: Mapping[int, Score]) -> None:
     if all(value is None for value in scores.values()):
         raise DprlhfError(
             f"reward {batch.reward.name!r} fails the check 'answer': it answers None for all "
@@ -370,13 +391,13 @@ def _problem(reward: LoadedReward) -> str:
     return f" (last problem: {problem})" if problem else ""
 
 
-def _each_alone(batch: _Batch) -> Iterator[dict[int, float | None]]:
+def _each_alone(batch: _Batch) -> Iterator[dict[int, Score]]:
     step = max(1, math.ceil(len(batch.units) / _ALONE))
     for unit in range(len(batch.units))[::step]:
         yield batch.scores([unit])
 
 
-def _in_company(batch: _Batch) -> Iterator[dict[int, float | None]]:
+def _in_company(batch: _Batch) -> Iterator[dict[int, Score]]:
     """Score the batch followed by a copy of itself; yield the scores of either half."""
     # Two copies need row numbers of their own, or the second would hide the first.
     count = len(batch.rows)
@@ -389,23 +410,28 @@ def _in_company(batch: _Batch) -> Iterator[dict[int, float | None]]:
 
 def _largest_move(
     reward: LoadedReward,
-    expected: Mapping[int, float | None],
-    other: Mapping[int, float | None],
+    expected: Mapping[int, Score],
+    other: Mapping[int, Score],
     check: str,
     situation: str,
     limits: _Limits,
 ) -> float:
     """Return the largest difference between two scores of a row; raise beyond the tolerance."""
     largest = 0.0
-    for i, value in other.items():
-        if not _close(value, expected[i], limits.rtol, limits.atol):
+    for i, score in other.items():
+        if not _close(score, expected[i], limits.rtol, limits.atol):
             raise DprlhfError(
                 f"reward {reward.name!r} fails the check {check!r}: completion {i} scores "
-                f"{expected[i]!r} in the batch and {value!r} {situation}{_problem(reward)}; "
-                + _remedy(check, reward.per_user)
+                f"{_shown(expected[i])} in the batch and {_shown(score)}"
+                f" {situation}{_problem(reward)}; " + _remedy(check, reward.per_user)
             )
-        largest = max(largest, abs((value or 0.0) - (expected[i] or 0.0)))
+        pairs = zip(score or (), expected[i] or (), strict=True)
+        largest = max(largest, *(abs(one - other) for one, other in pairs), 0.0)
     return largest
+
+
+def _shown(score: Score) -> str:
+    return repr(list(score) if score and len(score) > 1 else score and score[0])
 
 
 def lacking_columns(reward: LoadedReward, rows: Rows) -> list[str]:
@@ -426,10 +452,11 @@ def _check_columns(reward: LoadedReward, rows: Rows) -> None:
         )
 
 
-def _close(value: float | None, expected: float | None, rtol: float, atol: float) -> bool:
-    if value is None or expected is None:
-        return value is expected
-    return abs(value - expected) <= atol + rtol * abs(expected)
+def _close(score: Score, expected: Score, rtol: float, atol: float) -> bool:
+    if score is None or expected is None:
+        return score is expected
+    pairs = zip(score, expected, strict=True)
+    return all(abs(one - other) <= atol + rtol * abs(other) for one, other in pairs)
 
 
 def _remedy(check: str, per_user: bool) -> str:

@@ -14,7 +14,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from dprlhf import recipe
-from dprlhf.data.given_rewards import GivenReward, given_rewards, is_model, rewards_of
+from dprlhf.data.given_rewards import (
+    BY_TURN,
+    GivenReward,
+    declares,
+    given_rewards,
+    is_model,
+    rewards_of,
+)
 from dprlhf.errors import DprlhfError
 from dprlhf.rewards.reward import (
     LoadedReward,
@@ -47,7 +54,14 @@ def load_rewards(
     Raises:
         DprlhfError: A reward cannot be loaded, or is not the one that the recipe has.
     """
-    return [_load(one, device) for one in rewards_of(specs, given)]
+    loaded = [_load(one, device) for one in rewards_of(specs, given)]
+    for spec, reward in zip(specs, loaded, strict=False):
+        if reward.by_turn and not spec.by_turn:
+            raise DprlhfError(
+                f"reward {reward.name!r} answers a score for each turn: write by_turn: true beside"
+                " it in the recipe"
+            )
+    return loaded
 
 
 def load_reward(
@@ -86,8 +100,18 @@ def _load(one: GivenReward, device: str | torch.device) -> LoadedReward:
     name = name_of(function)
     if isinstance(function, LoadedReward):
         name, function = function.name, function.function
-    per_user = spec.per_user or declared_per_user(function)
-    return LoadedReward(function, name, spec.weight, per_user, times_column=spec.times_column)
+    return _loaded(function, name, spec)
+
+
+def _loaded(function: RewardFunction, name: str, spec: recipe.Reward) -> LoadedReward:
+    return LoadedReward(
+        function,
+        name,
+        spec.weight,
+        per_user=spec.per_user or declared_per_user(function),
+        by_turn=spec.by_turn or declares(function, BY_TURN),
+        times_column=spec.times_column,
+    )
 
 
 def _load_named(spec: recipe.Reward, device: str | torch.device) -> LoadedReward:
@@ -111,8 +135,7 @@ def _load_named(spec: recipe.Reward, device: str | torch.device) -> LoadedReward
             f"reward {source!r} is a {type(function).__name__}, not a callable: name a function "
             "reward(prompts, completions, **columns)"
         )
-    per_user = spec.per_user or declared_per_user(function)
-    return LoadedReward(function, source, spec.weight, per_user, times_column=spec.times_column)
+    return _loaded(function, source, spec)
 
 
 def _classifier(

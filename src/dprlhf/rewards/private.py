@@ -31,6 +31,7 @@ def score_responses(scorer: Scorer, responses: Responses, *, private: bool = Fal
         rows.completion_ids,
         rows.columns,
         responses.user,
+        turns=rows.turns,
         private=private,
     )
     if responses.failed is None:
@@ -52,7 +53,7 @@ def rows_to_score(responses: Responses) -> Rows:
         name: [values[p] for p in owner] for name, values in responses.prompts.columns.items()
     }
     completions = responses.completions or in_form_of(prompts, responses.texts)
-    return Rows(prompts, completions, ids, {**columns, **responses.extra})
+    return Rows(prompts, completions, ids, {**columns, **responses.extra}, responses.turns)
 
 
 def in_form_of(prompts: Sequence[Any], texts: Sequence[str]) -> list[Any]:

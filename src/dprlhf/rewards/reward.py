@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
 import inspect
 import math
-import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from dprlhf.data.given_rewards import BY_TURN, declares
 from dprlhf.errors import EXITS, nearest, one_line
+from dprlhf.rewards.event_loop import wait_for
 
 _RESERVED = frozenset(
     {"prompt", "completion", "prompts", "completions", "completion_ids"}
@@ -28,7 +27,8 @@ RewardFunction = Callable[..., Any]
     reward(prompts, completions, **columns) -> list[float | None]
 
 All arguments are keywords and lists with one entry per completion; so is the answer. ``None``
-means that the reward does not apply to that completion.
+means that the reward does not apply to that completion. A reward *by turn* may answer a list for a
+completion, with a score for each turn of the policy.
 """
 
 
@@ -82,6 +82,7 @@ class LoadedReward:
         weight: Factor of the reward in the weighted sum.
         times_column: Column of the dataset by whose value each answer is multiplied; None for none.
         per_user: Whether the reward must be called once per user.
+        by_turn: Whether an answer may be a list with a score for each turn of the policy.
         checked_rows: The most rows of several private users in one call; a call has 1, 2, 4, … of
             them, sizes at which :func:`~dprlhf.rewards.check_reward` found every row's score to be
             the same as alone. 0, without a check, calls it for one private user at a time.
@@ -96,6 +97,7 @@ class LoadedReward:
     checked_rows: int = 0
     times_column: str | None = None
     published: frozenset[str] = frozenset()
+    by_turn: bool = False
 
     def one_user_at_a_time(self) -> LoadedReward:
         """Return the same reward, called once per user."""
@@ -117,7 +119,8 @@ def as_reward(reward: LoadedReward | RewardFunction) -> LoadedReward:
     """Wrap a callable with weight 1 under its own name; a loaded reward stays as it is."""
     if isinstance(reward, LoadedReward):
         return reward
-    return LoadedReward(reward, name_of(reward), per_user=declared_per_user(reward))
+    per_user, by_turn = declared_per_user(reward), declares(reward, BY_TURN)
+    return LoadedReward(reward, name_of(reward), per_user=per_user, by_turn=by_turn)
 
 
 class AnswerError(Exception):
@@ -133,18 +136,24 @@ class Rows:
         completions: Texts or lists of messages, ``[rows]``.
         completion_ids: Token ids, ``[rows][tokens]``.
         columns: Dataset columns by name, each ``[rows]``.
+        turns: Number of turns of the policy in each completion, ``[rows]``; by default that of its
+            messages of an assistant, and 1 for a text.
     """
 
     prompts: Sequence[Any]
     completions: Sequence[Any]
     completion_ids: Sequence[Sequence[int]]
     columns: Mapping[str, Sequence[Any]]
+    turns: Sequence[int] = ()
 
     def __post_init__(self) -> None:
+        if not self.turns:
+            object.__setattr__(self, "turns", [_turns(one) for one in self.completions])
         lengths = {
             "prompts": len(self.prompts),
             "completions": len(self.completions),
             "completion_ids": len(self.completion_ids),
+            "turns": len(self.turns),
             **{f"columns[{name!r}]": len(column) for name, column in self.columns.items()},
         }
         if len(set(lengths.values())) > 1:
@@ -160,7 +169,14 @@ class Rows:
             [self.completions[i] for i in indices],
             [self.completion_ids[i] for i in indices],
             {name: [column[i] for i in indices] for name, column in self.columns.items()},
+            [self.turns[i] for i in indices],
         )
+
+
+def _turns(completion: Any) -> int:
+    messages = completion if isinstance(completion, list) else []
+    roles = [message.get("role") for message in messages if isinstance(message, dict)]
+    return max(1, roles.count("assistant"))
 
 
 @dataclass(frozen=True)
@@ -251,7 +267,7 @@ def call_reward(
             **{k: v for k, v in keywords.items() if takes is None or k in takes}
         )
         if inspect.isawaitable(answer):
-            answer = _wait_for(answer)
+            answer = wait_for(answer)
     finally:
         if log is not None:
             log.close()
@@ -264,7 +280,18 @@ def call_reward(
     if reward.times_column is None:
         return list(answer)
     factors = rows.columns[reward.times_column]
-    return [_product(value, factor) for value, factor in zip(answer, factors, strict=True)]
+    return [
+        [_product(of_turn, factor) for of_turn in listed]
+        if reward.by_turn and (listed := _listed(value)) is not None
+        else _product(value, factor)
+        for value, factor in zip(answer, factors, strict=True)
+    ]
+
+
+def _listed(answer: Any) -> list[Any] | None:
+    """Return a list, tuple or array as a list; None for anything else."""
+    answer = answer.tolist() if hasattr(answer, "tolist") else answer
+    return list(answer) if isinstance(answer, list | tuple) else None
 
 
 def _product(answer: object, factor: object) -> float | Failure | None:
@@ -295,6 +322,42 @@ def parse_answer(answer: object) -> float | Failure | None:
     return value
 
 
+def parse_turns(answer: object, turns: int, *, by_turn: bool) -> tuple[float, ...] | Failure | None:
+    """Return the score of each turn, None (does not apply), or the reason for neither.
+
+    One number is the whole trajectory's, known at its end: it counts at the last turn. In a list,
+    None is no score for that turn; a list with nothing else does not apply.
+
+    Args:
+        answer: A reward's answer for one completion.
+        turns: The number of turns of the policy in it.
+        by_turn: Whether the answer may be a list.
+
+    >>> parse_turns([0.5, None, 1], 3, by_turn=True), parse_turns(2, 3, by_turn=True)
+    ((0.5, 0.0, 1.0), (0.0, 0.0, 2.0))
+    >>> parse_turns([0.5, 1], 3, by_turn=True)
+    Failure(kind='turns')
+    """
+    try:
+        listed = _listed(answer) if by_turn else None
+    except EXITS:
+        raise
+    except BaseException:
+        return Failure(type(answer).__name__)
+    if listed is None:
+        value = parse_answer(answer)
+        return (0.0,) * (turns - 1) + (value,) if isinstance(value, float) else value
+    if len(listed) != turns:
+        return Failure("turns")
+    values = [parse_answer(one) for one in listed]
+    failed = [one for one in values if isinstance(one, Failure)]
+    if failed:
+        return failed[0]
+    if all(one is None for one in values):
+        return None
+    return tuple(one if isinstance(one, float) else 0.0 for one in values)
+
+
 def type_and_message(problem: BaseException) -> str:
     """Return an exception's type and message on one line; for public inputs only."""
     message = one_line(problem, None)
@@ -317,9 +380,7 @@ def name_of(function: object) -> str:
 
 def declared_per_user(function: object) -> bool:
     """Return whether a callable, also inside ``functools.partial``, sets ``dprlhf_per_user``."""
-    while isinstance(function, functools.partial) and not hasattr(function, "dprlhf_per_user"):
-        function = function.func
-    return bool(getattr(function, "dprlhf_per_user", False))
+    return declares(function, "dprlhf_per_user")
 
 
 def is_async(function: object) -> bool:
@@ -332,33 +393,3 @@ def is_async(function: object) -> bool:
 
 def _drop(*_: object, **__: object) -> None:
     """Stand in for TRL's ``log_extra`` and ``log_metric`` where there is no log."""
-
-
-@functools.cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    # One loop for the whole process, as in TRL: asynchronous clients belong to their first loop.
-    # In a thread, because a notebook's thread already runs a loop.
-    loop = asyncio.new_event_loop()
-    # The default handler logs exceptions of forgotten tasks, with their text, at any later time.
-    loop.set_exception_handler(lambda *_: None)
-
-    def run() -> None:
-        while True:  # an exit raised in a task stops run_forever; the caller still needs its answer
-            with contextlib.suppress(BaseException):
-                loop.run_forever()
-
-    threading.Thread(target=run, name="dprlhf-async-rewards", daemon=True).start()
-    return loop
-
-
-def _wait_for(answer: Awaitable[Any]) -> Any:
-    async def guarded() -> tuple[Any, BaseException | None]:
-        try:
-            return await answer, None
-        except BaseException as problem:
-            return None, problem
-
-    value, problem = asyncio.run_coroutine_threadsafe(guarded(), _event_loop()).result()
-    if problem is not None:
-        raise problem
-    return value

@@ -27,7 +27,7 @@ from dprlhf.rewards.reward import (
     call_reward,
     group_rows,
     is_async,
-    parse_answer,
+    parse_turns,
 )
 
 
@@ -36,18 +36,29 @@ class Scores:
     """Bounded scores of private completions: private values, without a repr.
 
     Attributes:
-        values: Scores in [−R, R], ``[rows]``, float64; 0.0 where not valid.
+        values: Scores in [−R, R], ``[rows]``, float64; 0.0 where not valid. With rewards by turn,
+            the sum over a trajectory's turns.
         valid: Whether each row has a score, ``[rows]``, bool.
         failures: Number of rows by kind of failure (``"nan"``, ``"ValueError"``, …). It is computed
             from users, so it is for ``secret/`` only.
         logged: What the rewards logged about the rows. Of private rows it is for ``secret/`` only;
             of public rows it has the names that may be published.
+        returns: With rewards by turn the return-to-go of each turn, the sum of the scores from that
+            turn on, in [−R, R], ``[rows, turns]``; None without. A trajectory that ended before a
+            turn has the return of its last one there, so that with a score for whole trajectories
+            alone every turn has the same return.
     """
 
     values: NDArray[np.float64]
     valid: NDArray[np.bool_]
     failures: Mapping[str, int]
     logged: Logged = field(default_factory=Logged)
+    returns: NDArray[np.float64] | None = None
+
+    def take(self, rows: NDArray[np.int64]) -> Scores:
+        """Return the scores of these rows, in this order, without what was logged."""
+        returns = None if self.returns is None else self.returns[rows]
+        return Scores(self.values[rows], self.valid[rows], self.failures, returns=returns)
 
 
 class Scorer:
@@ -57,6 +68,10 @@ class Scorer:
     row's value in the reward's ``times_column``, where it has one), clipped to ±R; ``None`` drops
     that reward's term. A row is not valid where a reward answers NaN, infinity or something that is
     no number, where all answer ``None``, and where a reward fails.
+
+    With a reward by turn there is such a sum for each turn of the row's trajectory, from it the
+    return-to-go of each turn, and its clip to ±R; the score is that of the first turn. A reward
+    with one number for a trajectory counts at the last turn.
 
     **No user's score may depend on another user**, or the sensitivity of the sum over users is
     lost. The score that counts is the one that a user gets when the reward is called with that
@@ -123,6 +138,7 @@ class Scorer:
         columns: Mapping[str, Sequence[Any]],
         users: Sequence[Any] | NDArray[Any],
         *,
+        turns: Sequence[int] = (),
         private: bool = False,
     ) -> Scores:
         """Score completions.
@@ -134,6 +150,8 @@ class Scorer:
             columns: Dataset columns by name, each ``[rows]``; a reward without ``**kwargs`` gets
                 only those that it names.
             users: User id of each row, any hashable, ``[rows]``.
+            turns: Number of turns of the policy in each completion, ``[rows]``; by default that of
+                its messages of an assistant. Only rewards by turn use it.
             private: Whether a reward that exits or raises ``KeyboardInterrupt`` fails like any
                 other, so that no user's text can end the run. Signals are held back during a round
                 by :class:`~dprlhf.training.interrupt.Interruptible`.
@@ -144,32 +162,36 @@ class Scorer:
         Raises:
             ValueError: the arguments differ in length.
         """
-        rows = Rows(prompts, completions, completion_ids, columns)
+        rows = Rows(prompts, completions, completion_ids, columns, turns)
         if len(users) != len(rows):
             raise ValueError(f"{len(users)} user ids for {len(rows)} rows to score")
         groups = group_rows(users)
         failures: Counter[str] = Counter()
-        total = np.zeros(len(rows))
+        by_turn = any(reward.by_turn for reward in self.rewards)
+        counts = np.array(rows.turns if by_turn else [1] * len(rows), dtype=np.int64)
+        total = np.zeros((len(rows), counts.max(initial=1)))
         present = np.zeros(len(rows), dtype=bool)
         failed = np.zeros(len(rows), dtype=bool)
         with captured(self._sink):
             found = self._answered(rows, groups, private=private)
             for reward, answered in zip(self.rewards, found, strict=True):
                 for i, answer in enumerate(answered.values):
-                    value = parse_answer(answer)
+                    value = parse_turns(answer, int(counts[i]), by_turn=reward.by_turn)
                     if isinstance(value, Failure):
                         failures[value.kind] += 1
                         failed[i] = True
                     elif value is not None:
-                        total[i] += reward.weight * value
+                        total[i, : counts[i]] += reward.weight * np.array(value)
                         present[i] = True
+        returns = returns_to_go(total, counts)
         missing = ~present & ~failed
-        overflow = ~np.isfinite(total) & ~failed
+        overflow = ~np.isfinite(returns).all(1) & ~failed
         failures.update({"None": int(missing.sum()), "overflow": int(overflow.sum())})
         valid = present & ~failed & ~overflow
-        values = np.where(valid, np.clip(np.where(valid, total, 0.0), -self.bound, self.bound), 0.0)
+        returns = np.where(valid[:, None], returns, 0.0).clip(-self.bound, self.bound)
         kept = {kind: n for kind, n in failures.items() if n}
-        return Scores(values, valid, kept, self._logged(found, len(rows), private=private))
+        logged = self._logged(found, len(rows), private=private)
+        return Scores(returns[:, 0], valid, kept, logged, returns if by_turn else None)
 
     def _answered(
         self, rows: Rows, groups: Sequence[Sequence[int]], *, private: bool
@@ -253,6 +275,24 @@ class _Answers:
             self.values[i] = answer
         self.logs.append((log, numbers))
         return None
+
+
+def returns_to_go(scores: NDArray[np.float64], counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the sum of each row's scores from every turn on, ``[rows, turns]``.
+
+    Args:
+        scores: The score of each turn, ``[rows, turns]``; 0 behind a row's last turn.
+        counts: The number of turns of each row, ``[rows]``; behind the last, its return is
+            repeated.
+
+    >>> returns_to_go(np.array([[1.0, 2.0, 3.0], [1.0, 2.0, 0.0]]), np.array([3, 2]))
+    array([[6., 5., 3.],
+           [3., 2., 2.]])
+    """
+    with np.errstate(over="ignore", invalid="ignore"):  # such rows are not valid
+        sums = scores[:, ::-1].cumsum(1)[:, ::-1]
+    last = np.minimum(np.arange(scores.shape[1]), counts[:, None] - 1)
+    return np.take_along_axis(sums, last, 1)
 
 
 def checked_sizes(rows: int, most: int) -> list[int]:

@@ -82,6 +82,23 @@ class Responses:
         return self.response_mask if self.tool_mask is None else self.response_mask * self.tool_mask
 
     @property
+    def turn(self) -> NDArray[np.int64]:
+        """Number of the turn, from 0, in which the policy wrote a token, ``[rows, response]``.
+
+        A turn is a stretch of the policy's own tokens. What a tool answered has the number of the
+        turn before it.
+        """
+        own = self.policy_mask.numpy() != 0
+        starts = own & ~np.pad(own, ((0, 0), (1, 0)))[:, :-1]
+        turn: NDArray[np.int64] = np.maximum(starts.cumsum(1) - 1, 0)
+        return turn
+
+    @property
+    def turns(self) -> list[int]:
+        """Number of turns of each response, ``[rows]``."""
+        return [int(last) + 1 for last in self.turn[:, -1]]
+
+    @property
     def prompt_tokens(self) -> list[list[int]]:
         """The tokens of each prompt, without padding."""
         _, first = np.unique(self.prompt, return_index=True)

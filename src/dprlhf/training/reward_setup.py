@@ -74,6 +74,7 @@ def check_rewards(
                 rows.columns,
                 completion_ids=rows.completion_ids,
                 users=sampled.user.tolist(),
+                turns=rows.turns,
                 bound=recipe.reward_range,
                 most_rows=most_rows,
                 state=state,

@@ -79,8 +79,7 @@ def measure_signal(
         of_prompt = np.arange(len(sampled.user)) % max(responses)
         rows = np.flatnonzero(of_prompt < count)
         taken = Responses(**{**vars(sampled.take(rows)), "num_generations": count})
-        some = Scores(scores.values[rows], scores.valid[rows], scores.failures)
-        found[count] = _signal(policy, recipe, taken, some)
+        found[count] = _signal(policy, recipe, taken, scores.take(rows))
     return Probe(found, float(scores.values[scores.valid].mean()), len(prompts))
 
 

@@ -55,7 +55,8 @@ def token_weights(
 
     Args:
         responses: The round's responses.
-        advantages: Advantages divided by the user's number of responses, ``[rows]``.
+        advantages: Advantages divided by the user's number of responses, ``[rows]``; with rewards
+            by turn those of each token, ``[rows, response]``.
         log_ratio: Log-ratio log π_t − log μ of each response token, ``[rows, response]``.
         spec: The recipe's ``update`` section.
     """
@@ -63,7 +64,8 @@ def token_weights(
     with np.errstate(over="ignore"):  # an infinite ratio is clipped or truncated
         ratio = np.where(responses.from_base[:, None], np.exp(log_ratio), 1.0)
     share = real / np.maximum(real.sum(1, keepdims=True), 1)
-    weights: Array = surrogate_derivative(advantages[:, None], ratio, spec) * share
+    of_tokens = advantages if advantages.ndim == 2 else advantages[:, None]
+    weights: Array = surrogate_derivative(of_tokens, ratio, spec) * share
     return weights
 
 
@@ -71,7 +73,7 @@ def surrogate_derivative(advantages: Array, ratio: Array, spec: recipe.GRPO) -> 
     """Return the derivative of min(ρÂ, clip(ρ, 1 − c, 1 + c) Â) with respect to log π_θ.
 
     Args:
-        advantages: Advantages Â, ``[rows, 1]``.
+        advantages: Advantages Â, ``[rows, 1]`` or ``[rows, response]``.
         ratio: Importance ratio ρ of each token, ``[rows, response]``.
         spec: The settings: ``clip_range`` is c, ``max_importance_ratio`` truncates ρ in the
             derivative.

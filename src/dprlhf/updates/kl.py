@@ -15,6 +15,8 @@ so ``scale_rewards`` scales it with the reward.
 
 from __future__ import annotations
 
+import numpy as np
+
 from dprlhf import recipe
 from dprlhf.rewards import Scores
 from dprlhf.rollout.logprobs import Array
@@ -34,7 +36,11 @@ def subtract_kl(round_: PrivateRound, spec: recipe.KL, batch_size: int) -> None:
 
     def less_penalty(scores: Scores, log_ratio: Array) -> Scores:
         values = penalised(scores.values, log_ratio, spec, bound)
-        return Scores(values, scores.valid, scores.failures)
+        returns = scores.returns
+        if returns is not None:  # with level sequence, as the recipe's checks have it
+            each = [penalised(of_turn, log_ratio, spec, bound) for of_turn in returns.T]
+            returns = np.stack(each, 1)
+        return Scores(values, scores.valid, scores.failures, returns=returns)
 
     round_.scores = round_.scores.map(less_penalty, round_.log_ratio(batch_size, every_row=True))
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from dprlhf import recipe
 from dprlhf.boundary import Private
+from dprlhf.gradients.clipping import language_model_rows
 from dprlhf.policies.protocol import Rows
 from dprlhf.rewards import Scores
 from dprlhf.updates.baselines import BASELINES
@@ -51,6 +52,8 @@ def round_advantage_weights(
     round_: PrivateRound[P, R], baseline: str, ratio: Private[NDArray[np.float64]] | None = None
 ) -> Private[NDArray[np.float64]]:
     """Return :func:`advantage_weights` of a round, ``[rows]`` or ``[rows, response]``.
+
+    With rewards by turn the weights are those of each token, as with ``kl.level: token``.
 
     Args:
         round_: The round: its responses, scores and, with a critic, the values V(x).
@@ -98,7 +101,9 @@ def advantage_weights(
     Args:
         responses: The round's responses; each prompt has the same number of them.
         scores: Rewards, ``[rows]``; or each token's reward-to-go, ``[rows, response]``, which gives
-            a weight for each token, with a baseline from the other responses' rewards-to-go.
+            a weight for each token, with a baseline from the other responses' rewards-to-go. With
+            rewards by turn, the returns of the turns: a token has the weight of its turn, whose
+            baseline is from the same turn of the user's other responses to the prompt.
         valid: Mask of the users with valid rewards, ``[users]``; the others contribute zero.
         ratio: The importance ratio of each row, ``[rows]``.
         baseline: A name in :data:`~dprlhf.updates.baselines.BASELINES`.
@@ -106,12 +111,13 @@ def advantage_weights(
         weight: The share of r − V(x) in an advantage; the rest is the baseline's.
 
     Returns:
-        The weights, in the shape of the scores.
+        The weights, in the shape of the scores; with rewards by turn, ``[rows, response]``.
     """
+    rewards = scores.values if scores.returns is None else scores.returns
     if not len(responses.user):
-        return np.empty_like(scores.values)
+        return np.empty_like(rewards)
     k = len(responses.user) // len(responses.prompts)
-    columns = scores.values.reshape(len(responses.user), -1).T
+    columns = rewards.reshape(len(responses.user), -1).T
     advantages = np.stack(
         [BASELINES[baseline](c.reshape(-1, k), responses.from_base[:k]).ravel() for c in columns], 1
     )
@@ -120,7 +126,10 @@ def advantage_weights(
     of_user = np.bincount(responses.user, minlength=responses.users)
     weights = advantages * (ratio / of_user[responses.user])[:, None]
     counted = counted_rows(responses, valid)[:, None]
-    return np.where(counted, weights, 0.0).reshape(scores.values.shape)
+    weights = np.where(counted, weights, 0.0)
+    if scores.returns is None:
+        return weights.reshape(rewards.shape)
+    return np.take_along_axis(weights, language_model_rows(responses).turn, 1)
 
 
 def importance_ratio(
