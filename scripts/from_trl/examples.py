@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
+import multiprocessing
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,8 @@ BUILDS = re.compile(r"\b(GRPO|RLOO)(Trainer|Config)\(")
 OTHER = re.compile(
     r"AsyncGRPO|experimental|EchoEnv|WordleEnv|harbor|openreward|image|vlm|vllm_mode=.server", re.I
 )
+SECONDS = 600
+"""The longest that an example may take."""
 SCRIPTS = ("examples/scripts/*.py", "trl/scripts/*.py")
 ARGUMENTS = {
     "grpo_agent.py": "--model_name_or_path m --output_dir out",
@@ -110,26 +112,36 @@ def _parses(source: str) -> bool:
 def run(example: Example, package: str) -> Outcome:
     """Run an example in a folder of its own, with TRL (``trl``) or with the import changed."""
     with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder, "example.py")
-        script.write_text(example.source)
-        budget = ("--privacy_epsilon", "8") if example.arguments and package == "dprlhf" else ()
-        arguments = (*example.arguments, *budget)
-        stand_ins = Path(__file__).with_name("stand_ins.py")
-        done = subprocess.run(
-            [sys.executable, str(stand_ins), package, str(script), *arguments],
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"},
-            capture_output=True,
-            text=True,
-            timeout=600,
+        # A fork, because importing the libraries takes longer than most examples.
+        child = multiprocessing.get_context("fork").Process(
+            target=_run_in, args=(Path(folder), example, package)
         )
-    if done.returncode == 0:
+        child.start()
+        child.join(SECONDS)
+        if child.is_alive():
+            child.kill()
+            child.join()
+        said = Path(folder, "said.txt").read_text()
+    if child.exitcode == 0:
         return Outcome("run", "")
-    last = [line for line in done.stderr.splitlines() if line.strip()][-1]
-    error, _, said = last.partition(": ")
-    if error.rpartition(".")[2] in ("DprlhfError", "ValueError") and "dprlhf" in done.stderr:
-        return Outcome("refused", said)
+    last = [line for line in said.splitlines() if line.strip()][-1]
+    error, _, reason = last.partition(": ")
+    if error.rpartition(".")[2] in ("DprlhfError", "ValueError") and "src/dprlhf" in said:
+        return Outcome("refused", reason)
     return Outcome("failed", last)
+
+
+def _run_in(folder: Path, example: Example, package: str) -> None:
+    """Run an example in this process, which is a fork for it, with its output in a file."""
+    os.chdir(folder)
+    with open("said.txt", "w") as said:
+        for stream in (1, 2):
+            os.dup2(said.fileno(), stream)
+    script = folder / "example.py"
+    script.write_text(example.source)
+    budget = ("--privacy_epsilon", "8") if example.arguments and package == "dprlhf" else ()
+    sys.argv = ["stand_ins.py", package, str(script), *example.arguments, *budget]
+    importlib.import_module("stand_ins").main()
 
 
 def table(tried: dict[Example, Outcome]) -> str:
@@ -174,23 +186,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--trl", type=Path, required=True, help="a clone of TRL's repository")
     parser.add_argument("--only", default="", help="examples whose name contains this; no results")
-    parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args()
     chosen = [e for e in examples(given.trl) if given.only in e.name]
     chosen.sort(key=lambda example: not example.is_whole)
     tried = {} if given.only else known(chosen)
     left = [example for example in chosen if example not in tried]
-    with ThreadPoolExecutor(given.jobs) as pool:
-        both = [(e, pool.submit(run, e, "trl"), pool.submit(run, e, "dprlhf")) for e in left]
-        for example, theirs, ours in both:
-            if theirs.result().kind != "run":
-                print(f"left out {example.name}  TRL: {theirs.result().said}", flush=True)
-                continue
-            tried[example] = outcome = ours.result()
-            print(f"{outcome.kind:8} {example.name}  {outcome.said}", flush=True)
-            if not given.only:
-                TABLE.write_text(table(tried))
-                write_results(RESULTS, results(tried))
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    for module in ("stand_ins", "dprlhf.trl"):
+        importlib.import_module(module)
+    for example in left:
+        theirs = run(example, "trl")
+        if theirs.kind != "run":
+            print(f"left out {example.name}  TRL: {theirs.said}", flush=True)
+            continue
+        tried[example] = outcome = run(example, "dprlhf")
+        print(f"{outcome.kind:8} {example.name}  {outcome.said}", flush=True)
+        if not given.only:
+            TABLE.write_text(table(tried))
+            write_results(RESULTS, results(tried))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dprlhf.agents.rewards import ENVIRONMENT_REWARD, gives_reward
+from dprlhf.agents.rewards import environment_rewards
 from dprlhf.data.given_rewards import is_model
 from dprlhf.data.in_memory import Reward, Sources, check_overrides, from_memory, recipe_of
 from dprlhf.data.public import in_memory_prompts, prompts_in
@@ -66,8 +66,8 @@ def train(
         tools: Functions that the policy may call in a conversation, as TRL's ``GRPOTrainer`` takes
             them (:mod:`dprlhf.agents`).
         environment_factory: Makes an environment for each trajectory, whose methods are tools.
-            Without ``reward``, its method ``get_reward`` is the reward. A dictionary has a factory
-            for each name that the column ``environment`` holds.
+            Without ``reward``, its ``get_reward`` and ``get_turn_reward`` are the rewards. A
+            dictionary has a factory for each name that the column ``environment`` holds.
         rollout_func: TRL's ``rollout_func(prompts, trainer)``, which makes the responses itself; it
             is called with one user's prompts at a time.
         evaluation_prompts: Public prompts in memory, for the reward before and after.
@@ -88,8 +88,8 @@ def train(
         DprlhfError: A setting, the data or a reward is wrong; the message names it.
     """
     named = reward is not None or recipe is not None or "rewards" in flat
-    if not named and gives_reward(environment_factory):
-        reward = ENVIRONMENT_REWARD
+    if not named:
+        reward = environment_rewards(environment_factory) or None
     sources = Sources(
         prompts,
         reward,

@@ -9,7 +9,7 @@ import pytest
 
 from dprlhf import DprlhfError, recipe
 from dprlhf.agents import Agent, AgentSampler, check_apart, load_sampler
-from dprlhf.agents.rewards import gives_reward
+from dprlhf.agents.rewards import environment_rewards
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import Scorer
 from dprlhf.rewards.private import score_responses
@@ -148,6 +148,6 @@ def test_environments_are_named_in_a_recipe() -> None:
 
 
 def test_one_environment_that_gives_a_reward_is_enough() -> None:
-    assert gives_reward(TWO)
-    assert not gives_reward({"sums": Adding})
-    assert not gives_reward(None)
+    assert environment_rewards(TWO)
+    assert not environment_rewards({"sums": Adding})
+    assert not environment_rewards(None)

@@ -19,22 +19,12 @@ from dprlhf.rollout.logprobs import token_logprobs
 from dprlhf.updates import UPDATES
 from helpers import tiny
 from helpers.autograd import relative_error
-from helpers.batches import Shape, batch_of
+from helpers.batches import Shape, with_tools
 from helpers.policies import policy_of
 from helpers.rounds import flat_gradient, round_of, some_users
 from helpers.rounds import token_logprobs as true_logprobs
 
 SHAPE = Shape([[5, 1], [2], [7], [4, 6]], k=4, length=8)
-
-
-def with_tools(seed: int) -> Responses:
-    """Random responses in which a third of the tokens, never the first, came from tools."""
-    responses = batch_of(SHAPE, seed)
-    random = np.random.default_rng(seed)
-    own = torch.from_numpy((random.random(tuple(responses.response_mask.shape)) > 0.3).astype(int))
-    own[:, 0] = 1
-    assert bool((own * responses.response_mask != responses.response_mask).any(1)[:4].any())
-    return dataclasses.replace(responses, tool_mask=own)
 
 
 def true_gradient(
@@ -52,7 +42,7 @@ def true_gradient(
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("batch_size", [4, 16])
 def test_the_gradient_is_that_of_the_policys_own_tokens(kind: tiny.Kind, batch_size: int) -> None:
-    policy, responses = policy_of(kind), with_tools(3)
+    policy, responses = policy_of(kind), with_tools(SHAPE, 3)
     weights = np.random.default_rng(1).normal(size=len(responses.user))
     found = {}
     for users, gradients, _ in user_gradients(
@@ -67,7 +57,7 @@ def test_the_gradient_is_that_of_the_policys_own_tokens(kind: tiny.Kind, batch_s
 
 
 def test_tool_tokens_have_no_log_probability_and_condition_what_follows() -> None:
-    policy, responses = policy_of("gpt2"), with_tools(4)
+    policy, responses = policy_of("gpt2"), with_tools(SHAPE, 4)
     found = token_logprobs(policy, responses, 16)
     own = responses.policy_mask.numpy().astype(bool)
     assert (found[~own] == 0.0).all()
@@ -90,7 +80,7 @@ def test_tool_tokens_have_no_log_probability_and_condition_what_follows() -> Non
 def test_what_a_tool_said_last_changes_no_update(name: str) -> None:
     """The last token of a response conditions nothing: where a tool wrote it, any other will do."""
     policy = policy_of("gpt2")
-    responses = with_tools(5)
+    responses = with_tools(SHAPE, 5)
     lengths = responses.response_mask.sum(1)
     rows = torch.arange(len(lengths))
     own = responses.tool_mask
@@ -118,7 +108,7 @@ def test_what_a_tool_said_last_changes_no_update(name: str) -> None:
 
 
 def test_grpo_divides_by_the_tokens_that_the_policy_wrote() -> None:
-    policy, responses = policy_of("gpt2"), with_tools(6)
+    policy, responses = policy_of("gpt2"), with_tools(SHAPE, 6)
     values = np.random.default_rng(6).uniform(-3, 3, len(responses.user))
     settings = recipe.GRPO.model_validate({"name": "grpo", "scale_rewards": False})
     scores = Scores(values, np.ones(len(values), dtype=bool), {})
@@ -134,7 +124,7 @@ def test_grpo_divides_by_the_tokens_that_the_policy_wrote() -> None:
 
 
 def test_another_user_changes_its_own_contribution_alone() -> None:
-    policy, responses = policy_of("gpt2"), with_tools(7)
+    policy, responses = policy_of("gpt2"), with_tools(SHAPE, 7)
     values = np.random.default_rng(7).uniform(-3, 3, len(responses.user))
     scores = Scores(values, np.ones(len(values), dtype=bool), {})
 
@@ -147,16 +137,8 @@ def test_another_user_changes_its_own_contribution_alone() -> None:
 
     whole = total(responses, values)
     fewer, left = some_users(responses, scores, [0, 1, 3])
-    without = total(
-        dataclasses.replace(
-            fewer, tool_mask=responses.policy_mask[np.isin(responses.user, [0, 1, 3])]
-        ),
-        left.values,
-    )
+    without = total(fewer, left.values)
     alone, own = some_users(responses, scores, [2])
-    of_user = total(
-        dataclasses.replace(alone, tool_mask=responses.policy_mask[responses.user == 2]),
-        own.values,
-    )
+    of_user = total(alone, own.values)
     assert float(of_user.norm()) <= 0.5
     assert float((whole - without - of_user).norm()) < 1e-12

@@ -60,4 +60,14 @@ def batch_of(
     )
 
 
+def with_tools(shape: Shape, seed: int) -> Responses:
+    """Random responses in which a third of the tokens, never the first, came from tools."""
+    responses = batch_of(shape, seed)
+    random = np.random.default_rng(seed)
+    own = torch.from_numpy((random.random(tuple(responses.response_mask.shape)) > 0.3).astype(int))
+    own[:, 0] = 1
+    assert bool((own * responses.response_mask != responses.response_mask).any(1)[:4].any())
+    return dataclasses.replace(responses, tool_mask=own)
+
+
 MIXED = Shape(prompts=[[5, 1, 3], [2], [7], [1, 1], [4, 6, 2]], k=3, length=5)

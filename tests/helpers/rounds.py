@@ -131,8 +131,9 @@ def some_users(
         prompt=owner,
         user=np.searchsorted(np.sort(users), responses.user[rows]),
         from_base=responses.from_base[rows],
+        tool_mask=None if responses.tool_mask is None else responses.tool_mask[rows],
         texts=[""] * len(rows),
         prompts=fewer,
         users=len(users),
     )
-    return chosen, Scores(scores.values[rows], scores.valid[rows], {})
+    return chosen, scores.take(rows)

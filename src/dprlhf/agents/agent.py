@@ -27,7 +27,7 @@ EnvironmentFactories = EnvironmentFactory | Mapping[str, EnvironmentFactory]
 ENVIRONMENT = "environment"
 """The column that names a row's environment where there are several, as in TRL."""
 
-_OWN = ("reset", "get_reward")
+_OWN = ("reset", "get_reward", "get_turn_reward")
 _NOTHING = {"role": "assistant", "content": ""}
 
 
@@ -90,6 +90,7 @@ class Trajectory:
         tokens: The response so far: what the policy wrote and what tools answered.
         own: 1 for each of these that the policy wrote, else 0.
         messages: The turns and answers as messages.
+        turn_rewards: The environment's score of each turn, where it gives one.
         failed: Whether it broke off with an error.
     """
 
@@ -101,6 +102,7 @@ class Trajectory:
     tokens: list[int] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
+    turn_rewards: list[Any] = field(default_factory=list)
     failed: bool = False
 
     @property
@@ -111,8 +113,16 @@ class Trajectory:
     def finished(self) -> Row:
         """Return the trajectory as a row of a batch."""
         messages = self.messages if self.messages and not self.failed else [_NOTHING]
-        extra = {"environments": self.environment}
+        extra = {"environments": self.environment, "turn_rewards": self.turn_rewards or None}
         return Row(self.prompt, self.tokens, self.own, self.asked, messages, extra, self.failed)
+
+    def end_turn(self) -> None:
+        """Ask the environment for the score of a turn whose tools have been called."""
+        if not callable(getattr(self.environment, "get_turn_reward", None)):
+            return
+        with self.own_randomness():
+            score = self.environment.get_turn_reward()
+            self.turn_rewards.append(wait_for(score) if inspect.isawaitable(score) else score)
 
     def add(self, tokens: Sequence[int], *, own: bool) -> None:
         """Append tokens that the policy wrote (``own``) or that it got as an answer."""
@@ -130,9 +140,9 @@ class Agent:
 
     Args:
         tools: Functions with type hints and a docstring, sync or async.
-        environment_factory: Makes an environment; its public methods but ``reset`` and
-            ``get_reward`` are tools. A dictionary has a factory for each name that the column
-            ``environment`` may hold, and the tools of a trajectory are those of its own.
+        environment_factory: Makes an environment; its public methods are tools, but for ``reset``,
+            ``get_reward`` and ``get_turn_reward``. A dictionary has a factory for each name that
+            the column ``environment`` may hold, and the tools of a trajectory are those of its own.
         max_tool_calling_iterations: Most turns in which tools are called; None for any number.
 
     Attributes:
@@ -213,6 +223,12 @@ class Agent:
                 f" {name!r} is none of {self._names}"
             )
         return self.factories[name]()
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the values that rewards get from the environments."""
+        by_turn = any(callable(getattr(one, "get_turn_reward", None)) for one in self._first)
+        return ["environments"] * bool(self._first) + ["turn_rewards"] * by_turn
 
     @property
     def _names(self) -> str:

@@ -109,7 +109,6 @@ class AgentSampler:
             chosen = (k * np.arange(len(prompts))[:, None] + numbers).ravel()
             with policy.base() if base else contextlib.nullcontext():
                 run.all_turns([rows[r] for r in chosen], draws[:, numbers], tick)
-        with_environment = bool(self.agent.factories)
         return packed(
             policy,
             prompts,
@@ -118,8 +117,8 @@ class AgentSampler:
             spec=spec,
             longest=max_prompt_tokens,
             # An environment's first observation may make each row's prompt another.
-            num_generations=1 if with_environment else k,
-            extra=["environments"] if with_environment else [],
+            num_generations=1 if self.agent.factories else k,
+            extra=self.agent.columns,
         )
 
 
@@ -249,10 +248,11 @@ class _Turns:
             start, tools = len(before) - len(row.prompt), list(row.tools.values())
             turn = read_turn(self.policy, before, row.tokens[start:], tools)
             row.messages.append(turn)
-            calls = turn.get("tool_calls")
-            if not calls or last:
-                return False
+            calls = [] if last else turn.get("tool_calls") or []
             answers = [call(row, made["function"], private=self.private) for made in calls]
+            row.end_turn()
+            if not answers:
+                return False
             with showing(self.policy, tools):
                 tokens = answer_tokens(self.policy, answers)
         except BaseException as problem:

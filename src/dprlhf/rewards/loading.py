@@ -55,8 +55,8 @@ def load_rewards(
         DprlhfError: A reward cannot be loaded, or is not the one that the recipe has.
     """
     loaded = [_load(one, device) for one in rewards_of(specs, given)]
-    for spec, reward in zip(specs, loaded, strict=False):
-        if reward.by_turn and not spec.by_turn:
+    for reward in loaded:
+        if reward.by_turn and not any(spec.by_turn for spec in specs):
             raise DprlhfError(
                 f"reward {reward.name!r} answers a score for each turn: write by_turn: true beside"
                 " it in the recipe"

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from transformers.trainer_utils import EvalPrediction, TrainOutput
 
 from dprlhf.agents import load_sampler
-from dprlhf.agents.rewards import ENVIRONMENT_REWARD, gives_reward
+from dprlhf.agents.rewards import environment_rewards
 from dprlhf.data.in_memory import Sources
 from dprlhf.data.loading import rows_from
 from dprlhf.data.users import Users
@@ -110,8 +110,8 @@ class PrivateTrainer(Generic[C]):
             rollout_func: Makes the responses itself; called with one user's prompts at a time, and
                 with a stand-in for the trainer that has its model, tokenizer and settings.
             environment_factory: Makes an environment for each trajectory; its public methods are
-                tools, and its ``get_reward`` is a reward. A dictionary has a factory for each
-                name that the column ``environment`` holds.
+                tools, and its ``get_reward`` and ``get_turn_reward`` are rewards. A dictionary has
+                a factory for each name that the column ``environment`` holds.
             compute_metrics: A function of ``transformers.EvalPrediction`` on public prompts:
                 ``predictions`` are the responses, ``label_ids`` their rewards, and ``inputs`` the
                 prompts.
@@ -136,11 +136,11 @@ class PrivateTrainer(Generic[C]):
             "environment_factory": environment_factory,
             "rollout_func": rollout_func,
         }
-        if gives_reward(environment_factory):
+        if own_rewards := environment_rewards(environment_factory):
             named = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
-            reward_funcs = [*(one for one in named if one is not None), ENVIRONMENT_REWARD]
+            reward_funcs = [*(one for one in named if one is not None), *own_rewards]
             if self.args.reward_weights is not None:
-                self.args.reward_weights = [*self.args.reward_weights, 1.0]
+                self.args.reward_weights = [*self.args.reward_weights, *[1.0] * len(own_rewards)]
         self._rewards = trl_rewards(
             reward_funcs, self.args.reward_weights, reward_processing_classes
         )
