@@ -8,10 +8,12 @@ more unit in each of d coordinates, so that σ = z(S/γ + √d) in place of zS/�
 
 The noise is drawn by inversion. A uniform V in (0, ½), given by 63 random bits and as many further
 ones as it takes, and a random sign determine ξ = ±Q(V), where Q(V) = −Φ⁻¹(V). Float64 arithmetic
-gives σQ(V) − f with a proven error: a Taylor polynomial of Q around the middle of one of 1,280
-intervals, with coefficients from 100-bit arithmetic. Only additions, multiplications and roundings
-of IEEE 754 are used on the way. Where the error leaves open to which integer a value rounds (about
-3 in a million), more bits and multiple-precision arithmetic decide.
+gives σQ(V) − f with a proven error: a cubic polynomial around the middle of one of 81,920
+intervals, taken from Taylor polynomials of Q around the middles of 1,280 wider ones, whose
+coefficients come from 100-bit arithmetic. Only additions, multiplications and roundings of IEEE 754
+are used on the way. Where the error leaves open to which integer a value rounds (about 4 in a
+million), more bits and multiple-precision arithmetic decide. How wide the intervals are decides the
+time alone: what is drawn is round(σξ − f) of the stream's bits, to the last digit.
 
 The proof is in ``docs/proofs/floating_point_noise.md``.
 """
@@ -21,7 +23,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -41,19 +42,28 @@ BITS = 30
 
 _BLOCK = 2**15
 _BINADES = 20  # V from 2⁻²¹ to ½ by the polynomials; below, by multiple-precision arithmetic
-_SPLIT = 6  # 2⁶ intervals in a binade
+_SPLIT = 6  # 2⁶ wide intervals in a binade
 _INTERVALS = _BINADES << _SPLIT
 _DEGREE = 7
+_FINER = 6  # 2⁶ narrow intervals in a wide one: half of all draws need 4,096 of them, in the cache
+_CUBIC = 3
 _PRECISION = 100  # binary digits after the point of Q at the intervals' middles
 
-# The bits of a float64 V · 2⁶⁴ without the last 46 number its interval, from that of 2⁴³ on.
+# The bits of a float64 V · 2⁶⁴ without the last 46 number its wide interval, from that of 2⁴³ on;
+# those without the last 40 its narrow one.
 _DROPPED = 52 - _SPLIT
 _FIRST = (1023 + 63 - _BINADES) << _SPLIT
+_NARROW = _INTERVALS << _FINER
+_NARROW_DROPPED = _DROPPED - _FINER
+_NARROW_FIRST = _FIRST << _FINER
+_SIGN = np.uint64(2**63)
 
 _MARGIN = 2.0**-32  # of V's last digit; the multiple-precision arithmetic errs by less than 2⁻⁵⁰
 
-_ERROR = 2.0**-50
-"""Bound on the rounding errors of σQ(V) − f over σ + 4; the proof shows less than half of it."""
+_UNIT = 2.0**-53
+_ERROR = 8 * _UNIT
+"""Bound on the rounding errors of σQ(V) − f beside those of σQ(c), c the middle of the narrow
+interval, over σ + 4; the proof shows less than half of it."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +106,8 @@ def rounded_gaussian(
 ) -> torch.Tensor:
     """Return ``[count]`` exact draws of round(σξ − f), ξ standard normal, as float64 integers.
 
-    Each block of 2¹⁵ coordinates has a stream of its own, so that several threads draw the same
-    numbers as one.
+    Each block of 2¹⁵ coordinates has a stream of its own, and is drawn within the cache. (Threads
+    were slower than one: NumPy's steps are short, and Python lets one of them run at a time.)
 
     Args:
         key: Secret key of the stream.
@@ -107,43 +117,41 @@ def rounded_gaussian(
         offset: Numerators, ``[count]``, and common denominator of f in [0, 1); None for f = 0.
     """
     table = _table(std)
-    noise = np.empty(count)
-
-    def draw(block: int) -> None:
-        part = slice(block * _BLOCK, min(count, (block + 1) * _BLOCK))
+    noise, room = np.empty(count), _Room(min(count, _BLOCK))
+    for block, start in enumerate(range(0, count, _BLOCK)):
+        part = slice(start, min(count, start + _BLOCK))
         own = offset and (offset[0][part], offset[1])
-        noise[part] = _draw(table, own, part.stop - part.start, key, *context, block)
-
-    blocks = range(-(-count // _BLOCK))
-    threads = min(len(blocks), torch.get_num_threads())
-    if threads <= 1:
-        for block in blocks:
-            draw(block)
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(draw, blocks))
+        _draw(table, own, noise[part], room, key, *context, block)
     return torch.from_numpy(noise)
+
+
+class _Room:
+    """Memory that the blocks share, ``[count]`` each: asking for it anew takes time, too."""
+
+    def __init__(self, count: int) -> None:
+        self.words = np.empty(count, dtype=np.uint64)
+        self.interval = np.empty(count, dtype=np.int64)
+        self.v, self.taken, self.value = np.empty((3, count))
+        self.unsure, self.outside = np.empty((2, count), dtype=bool)
 
 
 @dataclass(frozen=True, eq=False)
 class _Table:
-    """The Taylor polynomials of σQ(V), one for each interval of V, from the smallest V on.
+    """The polynomials of σQ(V), one for each narrow interval of V, from the smallest V on.
 
     Attributes:
         std: σ.
-        whole: The nearest integer to σQ at the interval's middle, ``[intervals]``.
-        powers: Taylor coefficients of σQ − ``whole`` in the distance from the middle, in units of
-            2⁻⁶⁴, ``[degree + 1, intervals]``.
+        powers: Coefficients of σQ in the distance from the interval's middle, in units of 2⁻⁶⁴,
+            ``[4, intervals]``.
         slack: Bound on the error of all float64 arithmetic in the interval, ``[intervals]``.
     """
 
     std: Fraction
-    whole: Array
     powers: Array
     slack: Array
 
 
-@functools.lru_cache(64)
+@functools.lru_cache(16)
 def _table(std: Fraction) -> _Table:
     exact, x, density = _middles()
     top, bottom = std.numerator, std.denominator << _PRECISION
@@ -155,12 +163,39 @@ def _table(std: Fraction) -> _Table:
         sigma * (-1) ** n * derivatives[n - 1](x[1:]) * unit[1:] ** n / math.factorial(n)
         for n in range(1, _DEGREE + 1)
     ]
-    # The derivative in the remainder grows as V falls: in an interval it is below its value at the
-    # middle of the interval before.
+    # The derivatives in the remainders grow as V falls: in an interval they are below their values
+    # at the middle of the wide interval before.
     half = 2.0 ** (np.arange(_INTERVALS) // 2**_SPLIT + 62 - _BINADES - _SPLIT)
-    remainder = derivatives[_DEGREE](x[:-1]) * (unit[:-1] * half) ** (_DEGREE + 1)
-    slack = sigma * (remainder / math.factorial(_DEGREE + 1) + unit[:-1]) + _ERROR * (sigma + 4)
-    return _Table(std, np.array(whole, dtype=np.float64), np.stack([rest, *series]), slack)
+    slack = sigma * unit[:-1] + _ERROR * (sigma + 4)
+    for degree, reach in ((_DEGREE, half), (_CUBIC, half / 2**_FINER)):
+        remainder = derivatives[degree](x[:-1]) * (unit[:-1] * reach) ** (degree + 1)
+        slack = slack + sigma * remainder / math.factorial(degree + 1)
+    powers = _narrowed(np.stack([np.array(rest), *series]), half)
+    powers[0] += np.repeat(np.array(whole, dtype=np.float64), 2**_FINER)
+    # σQ(c) is rounded when the integer and the rest are added, and so are the last sum and f.
+    return _Table(std, powers, np.repeat(slack, 2**_FINER) + 4 * _UNIT * np.abs(powers[0]))
+
+
+def _narrowed(powers: Array, half: Array) -> Array:
+    """Return the polynomials around the middles of the narrow intervals, without their ends.
+
+    Args:
+        powers: Coefficients around the middles of the wide intervals, ``[degree + 1, intervals]``.
+        half: Half of a wide interval, ``[intervals]``.
+
+    Returns:
+        ``[4, 64 · intervals]``: Σ_j (j over n) p_j rʲ⁻ⁿ for n = 0 to 3, r the distance of the
+        middles.
+    """
+    places = (np.arange(2**_FINER) + 0.5) / 2 ** (_FINER - 1) - 1
+    moved = half[:, None] * places  # exact: both are small multiples of powers of two
+    found = np.empty((_CUBIC + 1, _INTERVALS, 2**_FINER))
+    for n in range(_CUBIC + 1):
+        value = np.zeros_like(moved)
+        for j in range(_DEGREE, n - 1, -1):
+            value = value * moved + math.comb(j, n) * powers[j][:, None]
+        found[n] = value
+    return found.reshape(_CUBIC + 1, -1)
 
 
 @functools.cache
@@ -196,41 +231,50 @@ def _derivatives(count: int) -> list[np.polynomial.Polynomial]:
 def _draw(
     table: _Table,
     offset: tuple[Integers, int] | None,
-    count: int,
+    noise: Array,
+    room: _Room,
     key: bytes,
     *context: str | int,
-) -> Array:
-    """Return one block of draws, ``[count]``."""
-    words = uint64_stream(key, *context, count=count).astype(np.uint64)
-    sign = ((words.view(np.int64) >> 63) | 1).astype(np.float64)
-    words &= np.uint64(2**63 - 1)
-    v = words.view(np.int64).astype(np.float64)
+) -> None:
+    """Write one block of draws into ``noise``, ``[count]``."""
+    count = len(noise)
+    words = uint64_stream(key, *context, count=count)
+    rest, interval = room.words[:count], room.interval[:count]
+    v, taken, value = room.v[:count], room.taken[:count], room.value[:count]
+    unsure, outside = room.unsure[:count], room.outside[:count]
+    np.bitwise_and(words, ~_SIGN, out=rest)
+    np.copyto(v, rest.view(np.int64))
     bits = v.view(np.int64)
-    interval = (bits >> _DROPPED) - _FIRST
-    middle = ((bits & -(1 << _DROPPED)) | 1 << (_DROPPED - 1)).view(np.float64)
-    v -= middle
-    taken = middle  # its memory
-    value = np.take(table.powers[_DEGREE], interval, mode="clip")
+    np.right_shift(bits, _NARROW_DROPPED, out=interval)
+    interval -= _NARROW_FIRST
+    middle = taken.view(np.int64)
+    np.bitwise_and(bits, -(1 << _NARROW_DROPPED), out=middle)
+    middle |= 1 << (_NARROW_DROPPED - 1)
+    v -= taken
+    np.take(table.powers[_CUBIC], interval, mode="clip", out=value)
     for coefficients in table.powers[-2::-1]:
         value *= v
         value += np.take(coefficients, interval, mode="clip", out=taken)
-    value *= sign
+    np.bitwise_and(words, _SIGN, out=rest)
+    bits_of_value = value.view(np.uint64)
+    bits_of_value ^= rest  # the sign
     if offset is not None:
         value -= offset[0] / offset[1]
-    noise: Array = np.rint(value)
+    np.rint(value, out=noise)
     value -= noise
-    unsure = 0.5 - np.abs(value) <= table.slack.max()
-    unsure |= interval.view(np.uint64) >= _INTERVALS
-    noise += sign * np.take(table.whole, interval, mode="clip", out=taken)
+    np.abs(value, out=value)
+    np.greater_equal(value, 0.5 - table.slack.max(), out=unsure)
+    np.greater_equal(interval.view(np.uint64), _NARROW, out=outside)
+    unsure |= outside
     for i in np.flatnonzero(unsure).tolist():
-        inside = 0 <= interval[i] < _INTERVALS
-        if inside and 0.5 - abs(value[i]) > table.slack[interval[i]]:
+        inside = 0 <= interval[i] < _NARROW
+        if inside and 0.5 - value[i] > table.slack[interval[i]]:
             continue
         own = Fraction(0) if offset is None else Fraction(int(offset[0][i]), offset[1])
-        side = int(sign[i])
+        word = int(words[i])
+        side = -1 if word >> 63 else 1
         more = _words(key, *context, "more", i)
-        noise[i] = side * _settle(table.std, side * own, int(words[i]), more)
-    return noise
+        noise[i] = side * _settle(table.std, side * own, word % 2**63, more)
 
 
 def _words(key: bytes, *context: str | int) -> Iterator[int]:
