@@ -13,7 +13,7 @@ setup: .venv/ready
 
 demo: STARTED := $(shell date +%s)
 demo: setup
-	ready=$$(date +%s); $(BIN)/dprlhf assets pull && $(BIN)/python scripts/demo.py \
+	ready=$$(date +%s); $(BIN)/python scripts/demo.py \
 	  $(if $(RESULTS),--results $(RESULTS) --started $(STARTED) --ready $$ready)
 
 # Two processes on two cores: a second thread in each only waits for the other's.

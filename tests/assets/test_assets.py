@@ -217,7 +217,7 @@ def test_an_interrupted_build_leaves_nothing(
 
 
 def test_what_a_killed_process_left_is_cleared(shelf: Shelf) -> None:
-    for left in (".tmp-build/out/half.txt", ".tmp-download/half.whl"):
+    for left in (".tmp-build/out/half.txt", ".tmp-download-fruit/half.whl"):
         (shelf.cache / left).parent.mkdir(parents=True)
         (shelf.cache / left).write_text("half")
     folders = assets.pull(quiet=True)
@@ -468,8 +468,11 @@ def test_a_conversion_that_changes_the_logits_is_refused(
     original = tiny.model("llama", seed=3)
     write_gguf(tmp_path / "tiny.gguf", original)
 
-    def forget(self: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
-        """Leave the fresh model at its random start."""
+    load = type(original).load_state_dict
+
+    def forget(self: torch.nn.Module, state: dict[str, torch.Tensor], assign: bool) -> None:
+        """Leave out the weights' values."""
+        load(self, {name: torch.zeros_like(value) for name, value in state.items()}, assign=assign)
 
     monkeypatch.setattr(type(original), "load_state_dict", forget)
     with pytest.raises(DprlhfError, match=r"the conversion of tiny\.gguf changed"):

