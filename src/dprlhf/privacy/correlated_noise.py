@@ -68,7 +68,6 @@ def noise_matrix(rounds: int, bands: int) -> NDArray[np.float64]:
     return full
 
 
-@functools.cache
 def noise_gain(rounds: int, bands: int, round_: int) -> float:
     """Return the norm of row t of C⁻¹: the factor by which correlation scales round t's noise.
 
@@ -77,11 +76,25 @@ def noise_gain(rounds: int, bands: int, round_: int) -> float:
         bands: Number b of bands; at most T are used.
         round_: Row t, from 1.
     """
+    return 1.0 if bands == 1 else float(_gains(rounds, bands)[round_ - 1])
+
+
+@functools.cache
+def _gains(rounds: int, bands: int) -> NDArray[np.float64]:
+    """Return the norms of the rows of C⁻¹, ``[rounds]``, from one pass over the rows.
+
+    Row t is (e_t − Σ_k C[t, t−k] row_{t−k}) / C[t, t], with the b − 1 rows before it.
+    """
     root = square_root(rounds, bands)
-    row = np.zeros(round_)
-    row[-1] = 1.0
-    # Row t of C⁻¹ solves w C = e_t, from the last column backwards.
-    for s in range(round_ - 1, -1, -1):
-        later = np.arange(s + 1, min(s + root.shape[1], round_))
-        row[s] = (row[s] - row[later] @ root[later, later - s]) / root[s, 0]
-    return float(np.linalg.norm(row))
+    before = np.zeros((max(1, root.shape[1] - 1), rounds))  # row s at place s mod (b − 1)
+    norms = np.empty(rounds)
+    for t in range(rounds):
+        k = np.arange(1, min(root.shape[1], t + 1))
+        weights = np.zeros(len(before))
+        weights[(t - k) % len(before)] = root[t, k]
+        row = -weights @ before[:, : t + 1]
+        row[t] += 1.0
+        row /= root[t, 0]
+        norms[t] = np.linalg.norm(row)
+        before[t % len(before), : t + 1] = row
+    return norms

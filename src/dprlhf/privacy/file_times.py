@@ -23,6 +23,10 @@ _DAY = 86_400  # seconds
 _HEAD = 1 << 22
 """Bytes at a file's start that its checksum covers: each release changes all trained weights."""
 
+_TAIL = 1 << 16
+"""Bytes at the end of a file that only grows, which its checksum covers: a round's stamps must not
+take longer the more rounds came before."""
+
 _STARTED = time.time()
 """When the program was loaded, which is before it read any user's row."""
 
@@ -48,8 +52,11 @@ def public_time(path: Path, root: Path) -> float:
     day = first // _DAY * _DAY
     if path.is_dir():
         return day
+    size = path.stat().st_size
     with open(path, "rb") as file:
-        return day + zlib.crc32(file.read(_HEAD), path.stat().st_size & 0xFFFFFFFF) % _DAY
+        if path.suffix == ".jsonl" or "tfevents" in path.name:
+            file.seek(max(0, size - _TAIL))
+        return day + zlib.crc32(file.read(_HEAD), size & 0xFFFFFFFF) % _DAY
 
 
 def first_day(root: Path) -> str:

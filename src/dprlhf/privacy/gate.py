@@ -96,17 +96,17 @@ class Gate:
         Row t is n_t = round((σξ_t − Σ_k C[t, t−k] n_{t−k}) / C[t, t]) with the integers n of the
         rows before it, and that sum is exact. A resumed run draws the rows before it again.
         """
-        root = (square_root(self.plan.rounds, self.plan.bands) * UNITS).astype(int)
-        charges = {e.body["round"]: e for e in self.ledger.entries if e.kind == "charge"}
+        root = square_root(self.plan.rounds, self.plan.bands)
         for t in range(self._last, last):
             noise = torch.zeros(dimension, dtype=torch.int64)
-            charge = charges.get(t + 1)
+            charge = self.ledger.charge_of(t + 1)
             # A round that was left out has nothing to take back. Nor has one of before charges had
             # nonces, whose noise was drawn otherwise.
             if charge is not None and "nonce" in charge.body:
-                own = int(root[t, 0])
-                for k in range(1, min(root.shape[1], t + 1)):
-                    noise += int(root[t, k]) * self._noises[-k]
+                row = (root[t] * UNITS).astype(int)
+                own = int(row[0])
+                for k in range(1, min(len(row), t + 1)):
+                    noise += int(row[k]) * self._noises[-k]
                 rest = noise % own
                 noise -= rest
                 noise //= -own

@@ -87,8 +87,8 @@ class Ledger:
         try:
             self._drop_torn_tail()
             self.entries = read_ledger(path) if existed else []
-            self._charged = {e.body["round"] for e in self.entries if e.kind == "charge"}
-            self._last_charged = max(self._charged, default=0)
+            self._charges = {e.body["round"]: e for e in self.entries if e.kind == "charge"}
+            self._last_charged = max(self._charges, default=0)
             if not self.entries:
                 self._append("open", terms)
                 fsync_folder(path.parent)
@@ -133,7 +133,7 @@ class Ledger:
             ) from None
         self.entries.append(entry)
         if kind == "charge":
-            self._charged.add(body["round"])
+            self._charges[body["round"]] = entry
             self._last_charged = body["round"]
         return entry
 
@@ -146,7 +146,11 @@ class Ledger:
     @property
     def charged(self) -> Set[int]:
         """The numbers of all charged rounds; their users are spent."""
-        return self._charged
+        return self._charges.keys()
+
+    def charge_of(self, round_: int) -> Entry | None:
+        """Return the charge of a round; None where it was not charged."""
+        return self._charges.get(round_)
 
     @property
     def next_round(self) -> int:

@@ -32,6 +32,8 @@ from dprlhf.privacy.file_times import stamp
 from dprlhf.privacy.ledger import fsync_folder
 from dprlhf.privacy.randomness import KEY_BYTES, new_key
 
+_BLOCK = 1 << 16
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -199,8 +201,7 @@ class JsonLines:
     def __init__(self, path: Path, mode: int = 0o644) -> None:
         self.path = path
         path.touch(mode=mode)
-        whole = path.read_bytes().rfind(b"\n") + 1
-        os.truncate(path, whole)  # a torn last line would make the next one unreadable
+        os.truncate(path, _whole_lines(path))  # a torn last line would spoil the next one
         stamp(path)
 
     def write(self, values: Mapping[str, Any]) -> None:
@@ -217,6 +218,23 @@ class JsonLines:
         """Return all objects; a torn last line is dropped."""
         lines = self.path.read_text().split("\n")[:-1]
         return [json.loads(line) for line in lines]
+
+
+def _whole_lines(path: Path) -> int:
+    """Return the length of a file up to its last newline, in bytes.
+
+    It is read from its end: a file of ten thousand rounds is opened once for each of them.
+    """
+    with open(path, "rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - _BLOCK)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            end = start
+    return 0
 
 
 @contextlib.contextmanager
