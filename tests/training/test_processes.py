@@ -22,6 +22,7 @@ import dprlhf
 from dprlhf import DprlhfError
 from dprlhf.budget import Book
 from dprlhf.privacy.ledger import read_ledger
+from dprlhf.runs.folder import JsonLines
 from dprlhf.training import processes
 from dprlhf.training.processes import Processes
 from helpers import launched
@@ -253,6 +254,8 @@ def test_accelerate_launch_starts_two_and_a_killed_one_ends_the_launch(
     assert {p.name for p in (run / "secret").glob("telemetry-*")} == {
         "telemetry-0.jsonl", "telemetry-1.jsonl",
     }  # fmt: skip
+    shares = [JsonLines(run / f"secret/telemetry-{rank}.jsonl").read() for rank in (0, 1)]
+    assert [[line["users"] for line in lines] for lines in shares] == [[2], [1]]  # of three
     dprlhf.resume(run, quiet=True)
     assert charges(run) == charges(run, "commit") == [1, 2, 3]
 
