@@ -227,9 +227,10 @@ class Times:
     def report(self, metrics: dict[str, Any]) -> None:
         """Print the first round's released mean reward: the first figure that users paid for."""
         self.rewards.append(time.time())
-        reward, noise = metrics["private_reward_noised"], metrics["private_reward_noise_std"]
         if len(self.rewards) == 1:
-            print(f"first release: mean reward {reward:+.2f}, noise of ± {noise:.2f}", flush=True)
+            mean, noise = metrics["private_reward_noised"], metrics["private_reward_noise_std"]
+            known = "the noise hides it" if mean is None else f"{mean:+.2f} ± {noise:.2f} (noise)"
+            print(f"mean reward of the first round's users: {known}", flush=True)
 
     def rows(self, started: float, ready: float) -> list[Result]:
         """Return the seconds of each part of ``make demo``, which started at ``started``."""

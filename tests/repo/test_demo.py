@@ -80,6 +80,43 @@ def test_the_figures_of_a_run(run: Any, overrides: list[str], capsys: Any) -> No
     assert "measured 2026-11-23: c" in printed
 
 
+def test_texts_come_before_the_reward_is_fitted(
+    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    printed = []
+
+    def pull(names: Any) -> dict[str, Path]:
+        printed.append((tuple(names), capsys.readouterr().out))
+        return dict.fromkeys(names, tmp_path)
+
+    monkeypatch.setattr(demo, "pull", pull)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "metrics.json").write_text('{"accuracy": 0.81}')
+    times = demo.Times(100.0)
+    found = {row.name: row for row in demo.tune(overrides, times)}
+    assert [names for names, _ in printed] == [demo.SHOWN_FIRST, (demo.REWARD,)]
+    assert "the untuned model" in printed[1][1]
+    assert capsys.readouterr().out.count("mean reward of the first round's users") == 1
+    assert found["demo: accuracy of the reward model"].holds is False
+    assert len(times.rewards) == 2
+    assert times.built < times.texts < times.fitted < times.rewards[0] < times.rewards[1]
+    times.built, times.texts, times.fitted, times.rewards = 110.0, 130.0, 170.0, [190.0, 200.0]
+    seconds = {row.name: row.value for row in times.rows(started=60.0, ready=95.0)}
+    assert seconds["demo: installing"] == 35
+    assert seconds["demo: models, data and the reward's fit"] == 10 + 40
+    assert seconds["demo: the reward's fit"] == 40
+    assert seconds["demo: first continuations"] == 70
+    assert seconds["demo: first noised reward"] == 130
+
+
+def test_a_round_whose_reward_the_noise_hides_stops_nothing(capsys: Any) -> None:
+    hidden = {"private_reward_noised": None, "private_reward_noise_std": None}
+    times = demo.Times(0.0)
+    times.report(hidden)
+    times.report(hidden)
+    assert "the noise hides it" in capsys.readouterr().out
+
+
 def test_public_prompts_alone_are_no_users(overrides: list[str]) -> None:
     recipe = load_recipe(demo.RECIPE, [*overrides, *demo.PUBLIC_ROWS])
     assert recipe.privacy.baseline
