@@ -92,6 +92,24 @@ def test_a_budget_is_asked_for(own: Any, budget: dict[str, float]) -> None:
         own(output_dir="x", **budget)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "takes"),
+    [
+        ("privacy_epsilon", "4", "a number or None"),
+        ("privacy_epsilon", True, "a number or None"),
+        ("privacy_delta", "1e-5", "a number"),
+        ("privacy_participations", 1.5, "a whole number or None"),
+        ("privacy_lora_fa", "no", "True or False"),
+        ("privacy_previous", "runs/first", "a list"),
+        ("privacy_subspace", "model", "a mapping or None"),
+        ("privacy_unit", 3, "a text or None"),
+    ],
+)
+def test_a_setting_of_another_type_is_named(name: str, value: Any, takes: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} takes {takes}, not "):
+        PrivateGRPOConfig(output_dir="x", **{"privacy_epsilon": 4, name: value})
+
+
 def test_a_baseline_is_one() -> None:
     for budget in ({"privacy_epsilon": math.inf}, {"privacy_noise_multiplier": 0.0}):
         assert PrivateGRPOConfig(output_dir="x", **budget).is_baseline

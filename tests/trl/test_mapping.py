@@ -10,7 +10,7 @@ import pytest
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import Recipe
 from dprlhf.trl import PrivateGRPOConfig, PrivateRLOOConfig
-from dprlhf.trl.mapping import recipe_of
+from dprlhf.trl.mapping import recipe_of, small_rounds
 
 
 def made(cls: Any = PrivateGRPOConfig, users: int = 400, public: int = 0, **changes: Any) -> Recipe:
@@ -127,3 +127,31 @@ def test_rloo_is_the_policy_gradient_with_the_other_responses_as_baseline() -> N
 def test_a_value_without_a_meaning_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(DprlhfError, match=said):
         made(**changes)
+
+
+@pytest.mark.parametrize(
+    ("users", "changes", "said"),
+    [
+        (1000, {}, "1000 rounds of about 1 users"),
+        (1000, {}, "max_steps=16 for about 62.5 users"),
+        (1000, {"max_steps": 1000}, None),
+        (1000, {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 32}, None),
+        (1000, {"privacy_epsilon": math.inf}, None),
+        (20, {}, None),
+    ],
+)
+def test_rounds_of_few_users_from_trls_batch_sizes_are_said(
+    users: int, changes: dict[str, Any], said: str | None
+) -> None:
+    config = PrivateGRPOConfig(
+        **(
+            {"output_dir": "x", "privacy_epsilon": 1.0, "max_steps": -1, "num_generations": 8}
+            | changes
+        )
+    )
+    recipe = recipe_of(
+        config, model="gpt2", adapter={"type": "lora"}, rewards=[{"function": "in-memory"}],
+        users=users, public=0, processes=1,
+    )  # fmt: skip
+    found = small_rounds(config, recipe, users)
+    assert (found is None) if said is None else (found is not None and said in found)

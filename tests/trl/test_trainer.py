@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import signal
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -147,8 +149,55 @@ def test_an_interrupted_run_continues_to_the_same_weights(
         trainer(model, tmp_path / "b", learning_rate=0.1).train(resume_from_checkpoint=True)
     trainer(model, tmp_path / "b").train(resume_from_checkpoint=str(tmp_path / "b/checkpoint"))
     assert same_weights(tmp_path / "a", tmp_path / "b")
-    with pytest.raises(DprlhfError, match="the run folder exists"):
+    with pytest.raises(DprlhfError, match="there is a run already"):
         trainer(model, tmp_path / "b").train()
+
+
+class Kill(TrainerCallback):
+    """Kills the process in the middle of a run, as ``kill -9`` does."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_path", [False, True])
+def test_a_killed_run_continues(model: str, tmp_path: Path, *, by_path: bool) -> None:
+    child = os.fork()
+    if not child:
+        try:
+            trainer(model, tmp_path / "run", callbacks=[Kill()]).train()
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    ledger = (tmp_path / "run" / "ledger.jsonl").read_text()
+    with pytest.raises(DprlhfError, match=r"train\(resume_from_checkpoint=True\)"):
+        trainer(model, tmp_path / "run").train()
+    made = trainer(model, tmp_path / "run")
+    out = made.train(resume_from_checkpoint=str(tmp_path / "run") if by_path else True)
+    assert out.global_step == 3
+    assert (tmp_path / "run" / "ledger.jsonl").read_text().startswith(ledger)
+    assert out.metrics["epsilon"] <= 8
+    with pytest.raises(DprlhfError, match="this trainer has trained"):
+        made.train()
+    again = trainer(model, tmp_path / "run").train(resume_from_checkpoint=True)
+    assert again.global_step == 3
+
+
+def test_what_there_is_not_before_training(model: str, tmp_path: Path) -> None:
+    made = trainer(model, tmp_path / "run", eval_dataset=PUBLIC)
+    assert math.isfinite(made.evaluate()["eval_reward"])
+    for call, said in [
+        (made.save_model, "nothing to save before train"),
+        (made.push_to_hub, "nothing to push before train"),
+        (lambda: made.privacy, "no privacy card before train"),
+        (lambda: made.train(resume_from_checkpoint=True), "there is no .*run"),
+        (lambda: made.train(resume_from_checkpoint="elsewhere/checkpoint-5"), "no elsewhere"),
+    ]:
+        with pytest.raises(DprlhfError, match=said):
+            call()
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_callback_stops_a_run_that_can_be_saved_and_continued(model: str, tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ import sys
 import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, TypeVar
+from numbers import Integral, Real
+from types import NoneType
+from typing import Any, ClassVar, Self, TypeVar, get_args, get_origin, get_type_hints
 
 import trl
 
@@ -124,6 +126,7 @@ class PrivacyFields:
             untouched = value == default or (default == "no" and value is False)
             if self.trl_fields[name].kind == "refused" and not untouched:
                 raise ValueError(f"{name}={value!r}: {self.trl_fields[name].note}")
+        _check_types(self)
         if (self.privacy_epsilon is None) == (self.privacy_noise_multiplier is None):
             raise ValueError(
                 "give exactly one of privacy_epsilon (math.inf for a run without privacy) and"
@@ -185,6 +188,40 @@ class PrivacyFields:
         if others and type(self) not in _SAID:
             _SAID.add(type(self))
             print(f"dprlhf: defaults that differ from TRL's: {', '.join(others)}", file=sys.stderr)
+
+
+def _check_types(config: PrivacyFields) -> None:
+    """Refuse a privacy setting of another type, such as the text ``"4"`` for a number.
+
+    Raises:
+        ValueError: Names the setting and what it takes.
+    """
+    for name, hint in get_type_hints(PrivacyFields).items():
+        if get_origin(hint) is ClassVar:
+            continue
+        kinds = [get_origin(kind) or kind for kind in get_args(hint) or (hint,)]
+        if get_origin(hint) in (list, dict):
+            kinds = [get_origin(hint)]
+        value = getattr(config, name)
+        if not any(_is(value, kind) for kind in kinds):
+            taken = " or ".join(_KINDS[kind][0] for kind in kinds)
+            raise ValueError(f"{name} takes {taken}, not {value!r}")
+
+
+_KINDS: dict[type, tuple[str, type]] = {
+    float: ("a number", Real),
+    int: ("a whole number", Integral),
+    str: ("a text", str),
+    bool: ("True or False", bool),
+    list: ("a list", list),
+    dict: ("a mapping", dict),
+    NoneType: ("None", NoneType),
+}
+"""What a type is called in messages, and what is taken for it."""
+
+
+def _is(value: Any, kind: type) -> bool:
+    return isinstance(value, _KINDS[kind][1]) and (kind is bool or not isinstance(value, bool))
 
 
 _SAID: set[type] = set()

@@ -129,6 +129,32 @@ def _rounds(args: Any, users: int, participations: int, processes: int) -> int:
     return int(max(1, math.ceil(users * participations / prompts)))
 
 
+FEW = 16
+"""Users of a round below which a trainer warns, where the rounds follow from TRL's batch sizes."""
+
+
+def small_rounds(config: PrivacyFields, recipe: Recipe, users: int) -> str | None:
+    """Return a warning where rounds of few users follow from TRL's batch sizes; None elsewhere.
+
+    Args:
+        config: The trainer's config.
+        recipe: Its recipe.
+        users: Number N of users.
+    """
+    args: Any = config
+    uses = users * recipe.privacy.participations
+    size = uses / recipe.rounds
+    if args.max_steps > 0 or config.is_baseline or size >= FEW or uses < 2 * FEW:
+        return None
+    rounds = max(recipe.privacy.participations, min(FEW, uses // (2 * FEW)))
+    return (
+        f"dprlhf: {recipe.rounds} rounds of about {size:.3g} users each follow from"
+        " per_device_train_batch_size, gradient_accumulation_steps and num_generations; the noise"
+        " of a round hides what so few users say. Give max_steps, such as"
+        f" max_steps={rounds} for about {uses / rounds:.3g} users in each"
+    )
+
+
 def _policy(args: Any) -> dict[str, Any]:
     given = dict(args.model_init_kwargs or {})
     unknown = sorted(set(given) - set(_MODEL_SETTINGS))

@@ -10,6 +10,7 @@ import copy
 import json
 import math
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -19,34 +20,32 @@ from transformers.trainer_utils import EvalPrediction, TrainOutput
 from dprlhf.agents import load_sampler
 from dprlhf.agents.rewards import environment_rewards
 from dprlhf.data.in_memory import Sources
-from dprlhf.data.loading import rows_from
 from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError, InterruptedRunError
-from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.opacus import without_wrapper
 from dprlhf.policies.optimizers import learning_rate
 from dprlhf.policies.peft_configs import adapter_of
 from dprlhf.policies.quantization import quantization_of
 from dprlhf.privacy.file_times import stamp_run
-from dprlhf.recipe import IN_MEMORY, Data, Recipe, load_recipe
+from dprlhf.recipe import IN_MEMORY, Data, Recipe
 from dprlhf.rewards.loading import load_rewards
 from dprlhf.runs.card import carried_with, model_card
 from dprlhf.runs.earlier import records_of
 from dprlhf.runs.folder import RunFolder
 from dprlhf.runs.lineage import attach
-from dprlhf.runs.opening import recipe_digest
 from dprlhf.runs.publish import push
 from dprlhf.training.build import open_run
 from dprlhf.training.measures import as_metrics
-from dprlhf.training.policy_setup import load_policy_of
 from dprlhf.training.processes import Processes
 from dprlhf.training.reinforcement import Result
 from dprlhf.training.run import Run
 from dprlhf.training.trainer import complete
+from dprlhf.trl.arguments import policy_of, refuse_optimizers, rows_of
 from dprlhf.trl.config import PrivacyFields, PrivateGRPOConfig, PrivateRLOOConfig, as_private
 from dprlhf.trl.evaluation import evaluate_on, public_values
 from dprlhf.trl.logs import Log, as_evaluation, as_logs
-from dprlhf.trl.mapping import recipe_of, with_evaluation
+from dprlhf.trl.mapping import recipe_of, small_rounds, with_evaluation
+from dprlhf.trl.resuming import continued
 from dprlhf.trl.rewards import means_of, trl_rewards
 from dprlhf.trl.tools import with_response_template
 
@@ -121,7 +120,7 @@ class PrivateTrainer(Generic[C]):
             DprlhfError: An argument is wrong, or cannot be private; the message says why.
         """
         own: Any = copy.copy(as_private(args, self.config, self._default_folder))
-        _refuse(optimizers)
+        refuse_optimizers(optimizers)
         if user_column is not None:
             if own.privacy_unit not in (None, user_column):
                 raise DprlhfError(
@@ -149,7 +148,7 @@ class PrivateTrainer(Generic[C]):
         self._public = self._dataset(eval_dataset, "eval_dataset") if given else None
         self.recipe = self._recipe(model, peft_config, quantization_config)
         self._models = {} if isinstance(model, str) else {"model": model}
-        self._policy = _policy(self.recipe, model, processing_class)
+        self._policy = policy_of(self.recipe, model, processing_class)
         if (agent := self.recipe.rollout.agent) is not None:
             with_response_template(self._policy.tokenizer)
             sampler = load_sampler(agent, **self._agent)
@@ -166,12 +165,13 @@ class PrivateTrainer(Generic[C]):
         spec = Data(path=IN_MEMORY, prompt_column="prompt", user_column=args.privacy_unit)
         if quantization is not None and not isinstance(model, str):
             raise DprlhfError("quantization_config is for a model by name: this one is loaded")
+        self._users = Users(self._rows, spec, may_lack_prompts=self._may_lack_prompts).count
         return recipe_of(
             args,
             model=model if isinstance(model, str) else IN_MEMORY,
             adapter=adapter_of(peft_config, freeze_a=args.privacy_lora_fa),
             rewards=[reward.settings.model_dump() for reward in self._rewards],
-            users=Users(self._rows, spec, may_lack_prompts=self._may_lack_prompts).count,
+            users=self._users,
             public=0 if self._public is None else len(self._public),
             processes=Processes.connect().count,
             quantization=quantization_of(quantization),
@@ -184,7 +184,7 @@ class PrivateTrainer(Generic[C]):
 
     def _dataset(self, given: Any, name: str) -> Any:
         """Return rows in memory, which may lack prompts where an environment gives them."""
-        return _rows(given, name, may_lack_prompts=self._may_lack_prompts)
+        return rows_of(given, name, may_lack_prompts=self._may_lack_prompts)
 
     # --- what is trained, and what is known of it --------------------------------------------
 
@@ -259,7 +259,12 @@ class PrivateTrainer(Generic[C]):
         """
         again = resume_from_checkpoint
         again = self.args.resume_from_checkpoint if again is None else again
-        recipe = self._continued(again) if again else self.recipe
+        recipe = continued(self.recipe, self.folder, again) if again else self.recipe
+        if not again and not self._started and self.folder.recipe.is_file():
+            raise DprlhfError(
+                f"{self.folder.path}: there is a run already: continue it with"
+                " train(resume_from_checkpoint=True), or choose another output_dir"
+            )
         if self._started:
             raise DprlhfError(
                 "this trainer has trained: a second train() would move a model that is no longer"
@@ -268,6 +273,8 @@ class PrivateTrainer(Generic[C]):
             )
         self._started = True
         self.args.say_differences()
+        if told := small_rounds(self.args, self.recipe, self._users):
+            print(told, file=sys.stderr)
         sources = Sources(
             self._rows,
             None,
@@ -286,28 +293,6 @@ class PrivateTrainer(Generic[C]):
             if not self._log.control.should_training_stop:
                 raise
         return self._end()
-
-    def _continued(self, again: bool | str | Path) -> Recipe:
-        """Return the recipe of the run to continue, if it is this trainer's."""
-        place = self.folder.path if again is True else Path(str(again))
-        if place.name == self.folder.checkpoint.name and not (place / "recipe.yaml").exists():
-            place = place.parent
-        if place.resolve() != self.folder.path.resolve():
-            raise DprlhfError(
-                f"resume_from_checkpoint: a run continues in its own folder: give True and"
-                f" output_dir={str(place)!r}"
-            )
-        self.folder.require()
-        held = load_recipe(self.folder.recipe)
-        size = {"batch_size": held.rollout.batch_size}  # what "auto" became
-        rollout = self.recipe.rollout.model_copy(update=size)
-        own = self.recipe.model_copy(update={"rollout": rollout})
-        if recipe_digest(own) != recipe_digest(held):
-            raise DprlhfError(
-                f"{self.folder.path}: its settings are not this trainer's ({_other(own, held)});"
-                " continue it with the same ones"
-            )
-        return held
 
     def _begin(self, run: Run) -> None:
         """Let the log follow a run that is open."""
@@ -331,6 +316,8 @@ class PrivateTrainer(Generic[C]):
         """Return what TRL's ``train`` returns, after the last round."""
         log, found = self._log, self.result
         metrics: dict[str, Any] = {}
+        if found is not None:
+            log.state.global_step = log.state.max_steps
         if found is not None and found.before is not None and found.after is not None:
             log.evaluation(0, public_values(found.before))
             metrics = public_values(found.after)
@@ -423,6 +410,8 @@ class PrivateTrainer(Generic[C]):
         Raises:
             DprlhfError: The run has not finished, or the hub refused the upload.
         """
+        if not self.folder.recipe.is_file():
+            raise DprlhfError("there is nothing to push before train()")
         args = self.args
         private = bool(args.hub_private_repo)
         token = settings.get("token") or args.hub_token
@@ -433,51 +422,6 @@ class PrivateTrainer(Generic[C]):
             token=token,
             message=commit_message,
         )
-
-
-def _rows(given: Any, name: str, *, may_lack_prompts: bool) -> Any:
-    """Return rows in memory as a ``datasets.Dataset``, with a column ``prompt`` if they need it."""
-    if given is None:
-        raise DprlhfError(
-            f"{name}: give the users' prompts; without any there is nobody to protect"
-        )
-    if isinstance(given, dict):
-        raise DprlhfError(f"{name}: give one dataset, not a dictionary of several")
-    rows = rows_from(given, "prompt")
-    if "prompt" not in rows.column_names and not may_lack_prompts:
-        found = ", ".join(rows.column_names)
-        raise DprlhfError(f"{name}: there is no column 'prompt'; the columns are {found}")
-    return rows
-
-
-def _policy(recipe: Recipe, model: Any, tokenizer: Any) -> CausalLMPolicy:
-    """Return the policy of a trainer's model, which is a name or a model."""
-    given = None if isinstance(model, str) else model
-    if given is not None and hasattr(given, "peft_config"):
-        raise DprlhfError(
-            "model: this model has an adapter already: merge it (merge_and_unload()), and give"
-            " peft_config"
-        )
-    if given is not None and not hasattr(given, "config"):
-        raise DprlhfError(f"model: a {type(model).__name__} is no name and no transformers model")
-    if hasattr(tokenizer, "tokenizer"):
-        raise DprlhfError("processing_class: prompts are text here: give the processor's tokenizer")
-    return load_policy_of(recipe, model=given, tokenizer=tokenizer)
-
-
-def _refuse(optimizers: Any) -> None:
-    """Refuse what a private trainer does not take, with the reason."""
-    if tuple(optimizers or (None, None)) != (None, None):
-        raise DprlhfError(
-            "optimizers: the optimizer steps along released gradients, and a resumed run makes it"
-            " again: name it in args (optim, learning_rate, lr_scheduler_type)"
-        )
-
-
-def _other(own: Recipe, held: Recipe) -> str:
-    """Return the names of the sections in which two recipes differ."""
-    mine, theirs = own.model_dump(), held.model_dump()
-    return ", ".join(name for name in mine if mine[name] != theirs[name])
 
 
 class PrivateGRPOTrainer(PrivateTrainer[PrivateGRPOConfig]):

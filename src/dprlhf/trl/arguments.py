@@ -1,0 +1,50 @@
+"""The arguments of a private trainer: rows, model and tokenizer as TRL's trainers take them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dprlhf.data.loading import rows_from
+from dprlhf.errors import DprlhfError
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.recipe import Recipe
+from dprlhf.training.policy_setup import load_policy_of
+
+
+def rows_of(given: Any, name: str, *, may_lack_prompts: bool) -> Any:
+    """Return rows in memory as a ``datasets.Dataset``, with a column ``prompt`` if they need it."""
+    if given is None:
+        raise DprlhfError(
+            f"{name}: give the users' prompts; without any there is nobody to protect"
+        )
+    if isinstance(given, dict):
+        raise DprlhfError(f"{name}: give one dataset, not a dictionary of several")
+    rows = rows_from(given, "prompt")
+    if "prompt" not in rows.column_names and not may_lack_prompts:
+        found = ", ".join(rows.column_names)
+        raise DprlhfError(f"{name}: there is no column 'prompt'; the columns are {found}")
+    return rows
+
+
+def policy_of(recipe: Recipe, model: Any, tokenizer: Any) -> CausalLMPolicy:
+    """Return the policy of a trainer's model, which is a name or a model."""
+    given = None if isinstance(model, str) else model
+    if given is not None and hasattr(given, "peft_config"):
+        raise DprlhfError(
+            "model: this model has an adapter already: merge it (merge_and_unload()), and give"
+            " peft_config"
+        )
+    if given is not None and not hasattr(given, "config"):
+        raise DprlhfError(f"model: a {type(model).__name__} is no name and no transformers model")
+    if hasattr(tokenizer, "tokenizer"):
+        raise DprlhfError("processing_class: prompts are text here: give the processor's tokenizer")
+    return load_policy_of(recipe, model=given, tokenizer=tokenizer)
+
+
+def refuse_optimizers(optimizers: Any) -> None:
+    """Refuse what a private trainer does not take, with the reason."""
+    if tuple(optimizers or (None, None)) != (None, None):
+        raise DprlhfError(
+            "optimizers: the optimizer steps along released gradients, and a resumed run makes it"
+            " again: name it in args (optim, learning_rate, lr_scheduler_type)"
+        )

@@ -1,0 +1,55 @@
+"""``train(resume_from_checkpoint=…)``: the run that a private trainer continues."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dprlhf.errors import DprlhfError
+from dprlhf.recipe import Recipe, load_recipe
+from dprlhf.runs.folder import RunFolder
+from dprlhf.runs.opening import recipe_digest
+
+
+def continued(recipe: Recipe, folder: RunFolder, again: bool | str | Path) -> Recipe:
+    """Return the recipe of the run to continue, if it is a trainer's own.
+
+    Args:
+        recipe: The trainer's recipe.
+        folder: Its run folder.
+        again: True, the run folder, or the checkpoint in it.
+
+    Raises:
+        DprlhfError: There is no such run, or it has other settings.
+    """
+    place = folder.path if again is True else Path(str(again))
+    if place.name == folder.checkpoint.name and not (place / "recipe.yaml").exists():
+        place = place.parent
+    if not place.exists() or not folder.path.exists():
+        missing = folder.path if place.exists() else place
+        raise DprlhfError(
+            f"resume_from_checkpoint: there is no {missing}. True continues the run in"
+            f" output_dir ({folder.path}) after its last finished round; without such a"
+            " run, call train() alone"
+        )
+    if place.resolve() != folder.path.resolve():
+        raise DprlhfError(
+            f"resume_from_checkpoint: a run continues in its own folder: give True and"
+            f" output_dir={str(place)!r}"
+        )
+    folder.require()
+    held = load_recipe(folder.recipe)
+    size = {"batch_size": held.rollout.batch_size}  # what "auto" became
+    rollout = recipe.rollout.model_copy(update=size)
+    own = recipe.model_copy(update={"rollout": rollout})
+    if recipe_digest(own) != recipe_digest(held):
+        raise DprlhfError(
+            f"{folder.path}: its settings are not this trainer's ({_other(own, held)});"
+            " continue it with the same ones"
+        )
+    return held
+
+
+def _other(own: Recipe, held: Recipe) -> str:
+    """Return the names of the sections in which two recipes differ."""
+    mine, theirs = own.model_dump(), held.model_dump()
+    return ", ".join(name for name in mine if mine[name] != theirs[name])
