@@ -17,6 +17,17 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def memory_bytes(device: torch.device) -> int:
+    """Return the whole memory of a device in bytes, used or not: of the GPU, or of the machine."""
+    import torch
+
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return 2**33
+
+
 def native_dtype(device_type: str | None = None) -> torch.dtype:
     """Return bfloat16 where a device computes in it, else float32.
 

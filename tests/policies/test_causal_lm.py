@@ -39,7 +39,7 @@ def test_checkpoints_change_no_bit_of_a_gradient(kind: tiny.Kind, adapter: str) 
     plain, checkpointed = made(kind, **changes), made(kind, **changes)
     checkpointed.checkpoint_layers()
     calls: list[Any] = []
-    assert len(checkpointed._checkpointed) == 2
+    assert len(checkpointed.checkpointed) == 2
     inner = next(m for n, m in checkpointed.model.named_modules() if n.endswith("attn"))
     hook = inner.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     expected, found = gradients(plain), gradients(checkpointed)

@@ -491,7 +491,8 @@ def _loss(
     """Return Σ weight · log π over the policy's own tokens of a micro-batch, a scalar."""
     tokens, mask = responses.micro_batch(batch.rows, batch.width, batch.height)
     tokens, mask = tokens.to(policy.device), mask.to(policy.device)
-    logprobs = policy.response_logprobs(tokens, mask, responses.max_new_tokens, shared_rows)
+    kept = responses.replay(batch.rows, batch.width, batch.height, shared_rows)
+    logprobs = policy.response_logprobs(tokens, mask, responses.max_new_tokens, shared_rows, kept)
     # where, not a product: a log-probability on padding may be −∞, and 0 · ∞ is NaN.
     own = responses.policy_micro_batch(batch.rows, batch.height).to(policy.device)
     real = torch.where(own.bool(), logprobs, 0.0)

@@ -18,6 +18,7 @@ from dprlhf.hub import check_reachable, pinned
 from dprlhf.policies import shared_prompt
 from dprlhf.policies.adapters import add_adapter, quiet_peft, stored_state
 from dprlhf.policies.head_logprobs import has_plain_head, head_logprobs
+from dprlhf.policies.kept import Replay
 from dprlhf.policies.mixing import refuse_mixing
 from dprlhf.policies.quantization import keep_unpacked, quantization_config
 from dprlhf.policies.stopping import StopStrings
@@ -38,6 +39,8 @@ class CausalLMPolicy:
     Attributes:
         parameters: The trainable parameters by name, in a fixed order.
         dimension: Number d of trainable parameters.
+        checkpointed: The layers of which only the inputs are kept for the backward pass; empty
+            without gradient checkpointing.
         end_tokens: Tokens at which a response ends: the tokenizer's end-of-sequence token and those
             of the checkpoint's generation config. Nothing else of that config is used: what
             responses are sampled from is stated in the recipe.
@@ -68,7 +71,7 @@ class CausalLMPolicy:
         self.end_tokens = _end_tokens(model, tokenizer)
         self.stop: StopStrings | None = None
         self.chat_template_kwargs: dict[str, Any] = {}
-        self._checkpointed: list[Any] = []
+        self.checkpointed: list[Any] = []
         self.is_base = False
         self.tools: Sequence[Any] = ()
         self.sampler: Any = None
@@ -211,12 +214,12 @@ class CausalLMPolicy:
                 " lower update.batch_size to save memory"
             )
         network.gradient_checkpointing_enable({"use_reentrant": False})
-        self._checkpointed = layers
+        self.checkpointed = layers
 
     @contextlib.contextmanager
     def _checkpointing(self) -> Iterator[None]:
         """Switch the layers' checkpoints on within the context, if gradients are computed."""
-        layers = self._checkpointed if torch.is_grad_enabled() else []
+        layers = self.checkpointed if torch.is_grad_enabled() else []
         try:
             for layer in layers:
                 layer.training = True
@@ -254,7 +257,12 @@ class CausalLMPolicy:
         return shared_prompt.most_behind_one_cache(num_generations, prompt, responses)
 
     def response_logprobs(
-        self, tokens: torch.Tensor, mask: torch.Tensor, responses: int, shared_rows: int = 1
+        self,
+        tokens: torch.Tensor,
+        mask: torch.Tensor,
+        responses: int,
+        shared_rows: int = 1,
+        replay: Replay | None = None,
     ) -> torch.Tensor:
         """Return log π(token | all tokens before it) of the last ``responses`` tokens of each row.
 
@@ -267,6 +275,7 @@ class CausalLMPolicy:
             responses: Width of the response part, in tokens.
             shared_rows: Number of adjacent rows that share a prompt and go through the model as
                 one row.
+            replay: What sampling kept of these rows; None computes everything.
 
         Returns:
             ``[rows, responses]``, float32 or wider.
@@ -284,15 +293,21 @@ class CausalLMPolicy:
             inputs = {"input_ids": ids, "attention_mask": seen, "position_ids": positions}
             inputs["logits_to_keep"] = responses
         chosen = tokens[:, -responses:].flatten()
-        if self._plain_head and self.sampling.plain:
+        fits = replay is not None and replay.fits(self)
+        taken = contextlib.nullcontext() if replay is None else replay.replacing(self)
+        if fits and not torch.is_grad_enabled():
+            assert replay is not None
+            logits = replay.of_logits()
+        elif self._plain_head and self.sampling.plain and not fits:
             kept = inputs.pop("logits_to_keep")
-            with self._checkpointing():
+            with self._checkpointing(), taken:
                 states = self.network.base_model(**inputs, use_cache=False)[0]
             states = states[:, slice(-kept, None) if isinstance(kept, int) else kept].flatten(0, 1)
             head = self.network.get_output_embeddings()
             return head_logprobs(head, states, chosen, self.temperature).view(-1, responses)
-        with self._checkpointing():
-            logits = self.model(**inputs, use_cache=False).logits
+        else:
+            with self._checkpointing(), taken:
+                logits = self.model(**inputs, use_cache=False).logits
         logits = logits.flatten(0, 1)
         if self.sampling.plain:
             found = chosen_logprobs(logits, chosen, self.temperature)

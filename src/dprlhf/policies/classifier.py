@@ -13,6 +13,7 @@ from dprlhf.errors import DprlhfError, one_line
 from dprlhf.hub import check_reachable, pinned
 from dprlhf.policies.adapters import add_adapter
 from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.kept import Replay
 
 
 class RewardModel(CausalLMPolicy):
@@ -23,7 +24,12 @@ class RewardModel(CausalLMPolicy):
     """
 
     def response_logprobs(
-        self, tokens: torch.Tensor, mask: torch.Tensor, responses: int, shared_rows: int = 1
+        self,
+        tokens: torch.Tensor,
+        mask: torch.Tensor,
+        responses: int,
+        shared_rows: int = 1,
+        replay: Replay | None = None,
     ) -> torch.Tensor:
         """Return log p(label | text), or the score of a model with one output.
 
@@ -32,6 +38,7 @@ class RewardModel(CausalLMPolicy):
             mask: 1 for real tokens and 0 for padding, same shape.
             responses: Always 1.
             shared_rows: Always 1; texts share no prompt.
+            replay: Always None; nothing is sampled.
 
         Returns:
             ``[rows, 1]``, float32 or wider.

@@ -10,6 +10,14 @@ without a mask is another kernel. Every row therefore starts with one more colum
 """
 
 from dprlhf.rollout.batch import Responses, Tick, padded_width
-from dprlhf.rollout.sampling import resolve_batch_size, sample, sample_responses
+from dprlhf.rollout.sampling import keeps_outputs, resolve_batch_size, sample, sample_responses
 
-__all__ = ["Responses", "Tick", "padded_width", "resolve_batch_size", "sample", "sample_responses"]
+__all__ = [
+    "Responses",
+    "Tick",
+    "keeps_outputs",
+    "padded_width",
+    "resolve_batch_size",
+    "sample",
+    "sample_responses",
+]

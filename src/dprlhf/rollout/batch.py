@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from dprlhf.data.users import Prompts
+from dprlhf.policies.kept import Kept, Replay
 
 Tick = Callable[[int], None]
 """Called with the number of rows done since the last call."""
@@ -47,6 +48,7 @@ class Responses:
             zero. None where nothing can fail.
         left_out: True where a response counts in no update, because it did not end,
             ``[rows]``; None where all count.
+        kept: What the model computed as it sampled the responses; None where nothing was kept.
     """
 
     tokens: torch.Tensor
@@ -66,6 +68,7 @@ class Responses:
     extra: dict[str, list[Any]] = field(default_factory=dict)
     failed: NDArray[np.bool_] | None = None
     left_out: NDArray[np.bool_] | None = None
+    kept: Kept | None = None
 
     @property
     def response_mask(self) -> torch.Tensor:
@@ -135,6 +138,7 @@ class Responses:
             "extra": {name: [values[row] for row in rows] for name, values in self.extra.items()},
             "failed": None if self.failed is None else self.failed[rows],
             "left_out": None if self.left_out is None else self.left_out[rows],
+            "kept": None if self.kept is None else self.kept.take(rows),
         }
         return Responses(**{**vars(self), **chosen})
 
@@ -158,6 +162,28 @@ class Responses:
         tokens, mask = F.pad(tokens, filling), F.pad(mask, filling)
         mask[len(chosen) :, width - 1 :] = 1
         return tokens, mask
+
+    def replay(
+        self, chosen: NDArray[np.int64], width: int, size: int, shared_rows: int
+    ) -> Replay | None:
+        """Return what sampling kept of a micro-batch; None where it kept nothing.
+
+        Args:
+            chosen: Row numbers, as for :meth:`micro_batch`.
+            width: Width of the prompt part.
+            size: Number of rows of the micro-batch.
+            shared_rows: Number of rows that go behind one copy of their prompt.
+        """
+        if self.kept is None:
+            return None
+        return Replay(
+            self.kept,
+            chosen,
+            height=size,
+            width=width,
+            length=self.max_new_tokens,
+            shared_rows=shared_rows,
+        )
 
     def policy_micro_batch(self, chosen: NDArray[np.int64], size: int) -> torch.Tensor:
         """Return :attr:`policy_mask` of a micro-batch, ``[size, response]``; 0 in fillers."""

@@ -48,7 +48,13 @@ def token_logprobs(
             places = alike[start : start + size]
             tokens, mask = responses.micro_batch(rows[places], int(width), size)
             tokens, mask = tokens.to(policy.device), mask.to(policy.device)
-            logprobs = policy.response_logprobs(tokens, mask, responses.max_new_tokens, shared_rows)
+            logprobs = policy.response_logprobs(
+                tokens,
+                mask,
+                responses.max_new_tokens,
+                shared_rows,
+                responses.replay(rows[places], int(width), size, shared_rows),
+            )
             own = responses.policy_micro_batch(rows[places], size).to(policy.device)
             real = torch.where(own.bool(), logprobs, 0.0)
             found[places] = real[: len(places)].double().cpu().numpy()

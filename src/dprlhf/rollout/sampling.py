@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ from dprlhf.boundary import Private
 from dprlhf.data.users import Prompts
 from dprlhf.errors import EXITS, DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.kept import Kept, Layout, room_for
+from dprlhf.policies.kept import keep as keep_outputs
 from dprlhf.privacy.randomness import uniforms
 from dprlhf.rollout import vllm
 from dprlhf.rollout.batch import Responses, Tick, padded_width
@@ -78,6 +80,35 @@ def resolve_batch_size(
     return spec.model_copy(update={"batch_size": size})
 
 
+def keeps_outputs(
+    policy: CausalLMPolicy,
+    spec: recipe.Rollout,
+    *,
+    rows: float,
+    max_prompt_tokens: int,
+    gradients: bool = True,
+) -> bool:
+    """Return whether sampling can keep what it computes, and has the memory for it.
+
+    Args:
+        policy: The policy.
+        spec: Rollout settings.
+        rows: Number of responses that a process expects in a round, a public number.
+        max_prompt_tokens: Upper bound on a prompt's length, in tokens.
+        gradients: Whether it is kept for a gradient pass, or for log-probabilities alone.
+    """
+    if policy.sampler is not None or spec.backend == "vllm" or spec.base_policy != "on-policy":
+        return False
+    return room_for(
+        policy,
+        rows=rows,
+        prompt=max_prompt_tokens,
+        response=spec.max_new_tokens,
+        together=spec.responses,
+        gradients=gradients,
+    )
+
+
 def sample_responses(
     policy: CausalLMPolicy,
     prompts: Private[Prompts],
@@ -87,6 +118,7 @@ def sample_responses(
     round_: int,
     max_prompt_tokens: int,
     tick: Tick | None = None,
+    keep: Literal["gradients", "logits"] | None = None,
 ) -> Private[Responses]:
     """Sample this round's responses to the private users' prompts, as :func:`sample` does."""
     return prompts.map(
@@ -99,6 +131,7 @@ def sample_responses(
             max_prompt_tokens=max_prompt_tokens,
             tick=tick,
             private=True,
+            keep=keep,
         )
     )
 
@@ -113,6 +146,7 @@ def sample(
     max_prompt_tokens: int,
     tick: Tick | None = None,
     private: bool = False,
+    keep: Literal["gradients", "logits"] | None = None,
 ) -> Responses:
     """Sample ``spec.responses`` responses for each prompt.
 
@@ -131,6 +165,8 @@ def sample(
         max_prompt_tokens: Longest prompt in tokens; a longer one keeps its last tokens.
         tick: Progress callback, called with the number of rows done since the last call.
         private: Whether the prompts are private, for :class:`Sampler`.
+        keep: Whether to keep what the model computes, for the gradients of these responses or for
+            log-probabilities alone (:mod:`dprlhf.policies.kept`), where :func:`keeps_outputs`.
     """
     if policy.sampler is not None:
         if policy.sampling.min_new_tokens:
@@ -150,7 +186,10 @@ def sample(
         )
     else:
         draws = draws_of(prompts, key, context, spec.responses, spec.max_new_tokens)
-        found = _one_turn(policy, prompts, spec, draws, max_prompt_tokens, tick)
+        kept = None
+        if keep is not None:
+            kept = keep_outputs(policy, gradients=keep == "gradients")
+        found = _one_turn(policy, prompts, spec, draws, max_prompt_tokens, tick, kept)
     if spec.mask_truncated:
         return Responses(**{**vars(found), "left_out": ~ended(policy, found)})
     return found
@@ -180,6 +219,7 @@ def _one_turn(
     draws: torch.Tensor,
     max_prompt_tokens: int,
     tick: Tick | None,
+    kept: Kept | None,
 ) -> Responses:
     """Sample responses of one turn with these draws, ``[prompts, k, max_new_tokens]``."""
     k, max_new_tokens = spec.responses, spec.max_new_tokens
@@ -190,7 +230,7 @@ def _one_turn(
     from_base = np.arange(k) < (k // 2 if spec.base_policy == "reference" else 0)
     generate = vllm.generate
     if spec.backend != "vllm":
-        generate = partial(generate_rows, max_prompt_tokens=max_prompt_tokens)
+        generate = partial(generate_rows, max_prompt_tokens=max_prompt_tokens, kept=kept)
     # Two passes, not one with PEFT's adapter_names: that costs hooks on every layer at every step,
     # and saves filler rows only.
     for base in np.unique(from_base):
@@ -203,6 +243,8 @@ def _one_turn(
                     columns = slice(width - len(prompt), width + len(response))
                     tokens[row, columns] = torch.tensor(prompt + response)
                     mask[row, columns] = 1
+                if kept is not None:
+                    kept.found(row_of[positions], len(tokens))
                 if tick is not None:
                     tick(len(positions))
     _, user = np.unique(prompts.users, return_inverse=True)
@@ -219,6 +261,7 @@ def _one_turn(
         max_new_tokens=max_new_tokens,
         max_prompt_tokens=max_prompt_tokens,
         num_generations=k,
+        kept=kept if kept is not None and kept.batches else None,
     )
 
 
@@ -262,11 +305,20 @@ def generate_rows(
     spec: recipe.Rollout,
     *,
     max_prompt_tokens: int,
+    kept: Kept | None = None,
 ) -> Iterator[tuple[NDArray[np.int64], list[list[int]]]]:
     """Yield row numbers in the flat ``[prompts · num_generations]``, with their responses.
 
     Prompts of one padded width go together. All responses to a prompt share its prefill, or the
     largest divisor of their number that fits into a micro-batch.
+
+    Args:
+        policy: The policy.
+        prompts: Their tokens.
+        draws: Uniform draws, ``[prompts, num_generations, max_new_tokens]``.
+        spec: Rollout settings.
+        max_prompt_tokens: Longest prompt in tokens.
+        kept: Where to keep what the model computes; None keeps nothing.
     """
     _, num_generations, max_new_tokens = draws.shape
     assert spec.batch_size != "auto", (
@@ -281,13 +333,13 @@ def generate_rows(
         alike = np.flatnonzero(widths == width)
         for start in range(0, len(alike), size):
             chosen = alike[start : start + size]
-            yield (
-                (chosen[:, None] * together + np.arange(together)).ravel(),
-                decode(
+            layout = Layout(size, 1 + int(width), together, max_new_tokens)
+            with contextlib.nullcontext() if kept is None else kept.recording(layout):
+                responses = decode(
                     policy,
                     [prompts[p] for p in prompt_of[chosen]],
                     groups[chosen],
                     size=size,
                     width=int(width),
-                ),
-            )
+                )
+            yield (chosen[:, None] * together + np.arange(together)).ravel(), responses

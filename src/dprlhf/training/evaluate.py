@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import Scorer
 from dprlhf.rewards.logs import Logged
 from dprlhf.rewards.private import score_responses
-from dprlhf.rollout import Responses, sample
+from dprlhf.rollout import Responses, keeps_outputs, sample
 from dprlhf.training.measures import (
     Comparison,
     PolicyEstimate,
@@ -120,17 +120,23 @@ def evaluate(
         batch_size: Rows of a forward pass for KL and perplexity; None leaves them out.
     """
     one = rollout.model_copy(update={"responses": 1, "base_policy": "on-policy"})
+    longest = max_prompt_tokens
     with policy.base() if base else contextlib.nullcontext():
+        room = keeps_outputs(
+            policy, one, rows=len(prompts), max_prompt_tokens=longest, gradients=False
+        )
         responses = sample(
             policy,
             prompts,
             one,
             key=_PUBLIC_KEY,
             context=("evaluation", seed),
-            max_prompt_tokens=max_prompt_tokens,
+            max_prompt_tokens=longest,
             tick=tick,
+            keep="logits" if batch_size is not None and room else None,
         )
         measures = measure(policy, responses, batch_size)
+        responses = replace(responses, kept=None)
     judged = {}
     for name, judge in (judges or {}).items():
         scores = score_responses(judge, responses)

@@ -21,7 +21,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.recipe import Recipe
 from dprlhf.rewards import Scorer
 from dprlhf.rewards.private import score_responses
-from dprlhf.rollout import sample
+from dprlhf.rollout import keeps_outputs, sample
 from dprlhf.training.run import Batch, Run
 from dprlhf.updates.critic import Critic
 from dprlhf.updates.public_gradients import public_gradients
@@ -78,6 +78,12 @@ class Guidance:
         own = processes.share(np.arange(len(prompts)))
         batch.bar.start("public gradients", Private(own))
         longest = settings.data.max_prompt_tokens
+        keeps = not isinstance(settings.update, recipe.PPO) and keeps_outputs(
+            run.policy,
+            settings.rollout,
+            rows=len(own) * settings.rollout.responses,
+            max_prompt_tokens=longest,
+        )
         responses = sample(
             run.policy,
             prompts.take(own),
@@ -85,6 +91,7 @@ class Guidance:
             key=_PUBLIC_KEY,
             context=("subspace", self._seed, batch.t),
             max_prompt_tokens=longest,
+            keep="gradients" if keeps else None,
         )
         gradients = public_gradients(
             run.policy,

@@ -18,6 +18,7 @@ because one that starts at zero would hide its own rounding.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from dprlhf.agents import steps_of
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.clipping import micro_batches, recorded_by_user, user_gradients
 from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.kept import Layout, keep
 from dprlhf.rollout import Responses
 from dprlhf.rollout.batch import padded_width
 from dprlhf.rollout.decoding import decode, try_last_step
@@ -57,6 +59,7 @@ class Shapes:
         prompts: The most prompts of a user.
         update: The recipe's update, with its ``batch_size``.
         rollout: The settings of sampling; None where this process samples nothing.
+        keeps: Whether the gradients take what sampling has computed.
     """
 
     prompt: int
@@ -66,6 +69,7 @@ class Shapes:
     prompts: int
     update: Any
     rollout: recipe.Rollout | None = None
+    keeps: bool = False
 
     @property
     def sampled_together(self) -> int:
@@ -362,20 +366,26 @@ def _logits(
 
     draws = [np.random.default_rng([9, number]).random((together, steps)) for number in numbers]
     hook = policy.model.register_forward_hook(note)
+    kept = keep(policy, gradients=True) if shapes.keeps and context is None else None
+    layout = Layout(size, 1 + width, together, steps)
     try:
-        written = decode(
-            policy,
-            [made_up_prompt(policy, n, width, context or shapes.prompt) for n in numbers],
-            torch.from_numpy(np.array(draws)),
-            size=size,
-            width=width,
-        )
+        with contextlib.nullcontext() if kept is None else kept.recording(layout):
+            written = decode(
+                policy,
+                [made_up_prompt(policy, n, width, context or shapes.prompt) for n in numbers],
+                torch.from_numpy(np.array(draws)),
+                size=size,
+                width=width,
+            )
     finally:
         hook.remove()
     found = [[step.view(size, -1)[place] for step in seen] for place in range(len(numbers))]
     for place, steps_of_one in enumerate(found):  # what was drawn from the last logits, too
         own = written[place * together : (place + 1) * together]
         steps_of_one.insert(0, torch.tensor([token for response in own for token in response]))
+        if kept is not None:
+            of_one = (x[place].flatten() for x in kept.batches[0].values())
+            steps_of_one += [x[:: -(-len(x) // _COLUMNS)].clone() for x in of_one]
     return found
 
 
@@ -409,6 +419,8 @@ def _contributions(
     """Yield users and what the update computes their contributions from, ``[users, ...]`` each."""
     rows = _made_up(policy, shapes, numbers, width, prompts)
     update, size = shapes.update, shapes.update.batch_size
+    if shapes.keeps and prompts == 1:
+        rows = _with_outputs(policy, rows, size)
     weights = np.cos(rows.tokens.sum(1).numpy().astype(np.float64))
     if isinstance(update, recipe.PPO):
         quick = update.model_copy(update={"epochs": 1, "minibatches": 1})
@@ -430,6 +442,28 @@ def _contributions(
             yield users, [gradients]
     else:
         yield from recorded_by_user(policy, rows, weights, batch_size=size)
+
+
+@torch.no_grad()
+def _with_outputs(policy: CausalLMPolicy, rows: Responses, batch_size: int) -> Responses:
+    """Return the rows with the outputs that their gradients take, as if they had been sampled.
+
+    They are computed at the shapes of the gradients, so these are checked with and without them.
+    """
+    kept = keep(policy, gradients=True)
+    assert kept is not None
+    length = rows.max_new_tokens
+    for batch in (part for whole in micro_batches(rows, batch_size) for part in whole.parts()):
+        tokens, mask = rows.micro_batch(batch.rows, batch.width, batch.height)
+        together = math.gcd(rows.num_generations, batch.height // batch.size)
+        shared = policy.shared_rows(together, batch.width, length)
+        columns = batch.width if shared > 1 else 1 + batch.width
+        with kept.recording(Layout(batch.height // shared, columns, shared, length)):
+            policy.response_logprobs(
+                tokens.to(policy.device), mask.to(policy.device), length, shared
+            )
+        kept.found(batch.rows, len(rows.user))
+    return Responses(**{**vars(rows), "kept": kept})
 
 
 def _made_up(

@@ -29,7 +29,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy, align_with_activations
 from dprlhf.policies.optimizers import set_noise
 from dprlhf.privacy.plan import Plan
-from dprlhf.recipe import QuantileClip, Recipe
+from dprlhf.recipe import PPO, QuantileClip, Recipe
 from dprlhf.rewards import (
     LoadedReward,
     RewardSummary,
@@ -40,7 +40,7 @@ from dprlhf.rewards import (
 from dprlhf.rewards.isolation import captured
 from dprlhf.rewards.private import score_private
 from dprlhf.rewards.reward import RoundState
-from dprlhf.rollout import Responses, sample_responses
+from dprlhf.rollout import Responses, keeps_outputs, sample_responses
 from dprlhf.runs.checkpoint import Stateful
 from dprlhf.runs.folder import JsonLines, RunFolder, write_json
 from dprlhf.training.evaluate import Evaluated, compared, comparison_metrics, evaluate
@@ -119,6 +119,7 @@ class Reinforcement:
         scorer: The weighted sum of the rewards, clipped to ± ``reward_range``.
         judges: The judges of the evaluation, by name; they see public responses alone.
         telemetry: The coordinates that carry the mean reward in each round's first release.
+        keeps: Whether sampling keeps what it computes for the gradients of the same responses.
         timing: Duration of each phase in seconds per response, measured on public prompts.
     """
 
@@ -134,6 +135,7 @@ class Reinforcement:
         self.critic: Critic | None = None
         self.clip: AdaptiveClip | None = None
         self.guidance: Guidance | None = None
+        self.keeps = False
         self.timing: dict[str, float] = {}
         self.agent: AgentSampler | FunctionSampler | None = None
         self._sources = sources
@@ -211,6 +213,7 @@ class Reinforcement:
             lambda: with_batch_size(self.recipe, plan, policy, processes.count)
         )
         recipe = self.recipe
+        self.keeps = _keeps(recipe, plan, policy, processes.count)
         self.public = evaluated(recipe, public)
         if public is not None and recipe.policy.adapter.init == "public-activations":
             some = leftover_responses(policy, recipe, public)
@@ -232,6 +235,7 @@ class Reinforcement:
             prompts=recipe.data.max_prompts_per_user,
             update=recipe.update,
             rollout=None if rollout.backend == "vllm" or given else rollout,
+            keeps=self.keeps,
         )
 
     def lay_out(self, shapes: Shapes) -> None:
@@ -316,6 +320,7 @@ class Reinforcement:
             round_=batch.t,
             max_prompt_tokens=longest,
             tick=batch.tick,
+            keep="gradients" if self.keeps else None,
         )
         batch.bar.start("rewards", batch.users)
         scores: Private[Scores] = score_private(self.scorer, responses)
@@ -459,6 +464,22 @@ class Reinforcement:
             policy=run.policy,
             compared=found,
         )
+
+
+def _keeps(recipe: Recipe, plan: Plan, policy: CausalLMPolicy, processes: int) -> bool:
+    """Return whether the gradients take what sampling has computed; local copies of PPO move."""
+    rows = plan.expected_batch_size * recipe.rollout.responses / processes
+    return not isinstance(recipe.update, PPO) and keeps_outputs(
+        policy,
+        recipe.rollout,
+        rows=rows * recipe.data.max_prompts_per_user * _processes_here(policy, processes),
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+    )
+
+
+def _processes_here(policy: CausalLMPolicy, processes: int) -> int:
+    """Return how many processes may share the memory of the policy's device."""
+    return 1 if policy.device.type == "cuda" else processes
 
 
 def _critic(

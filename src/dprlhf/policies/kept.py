@@ -1,0 +1,388 @@
+"""What the frozen layers computed while responses were sampled, kept for the gradient pass.
+
+Sampling has computed every layer at every token already, with the same parameters. The products of
+the frozen linear layers are most of that work. They are kept, and the forward pass of the gradients
+takes them instead of multiplying again; norms, attention and the trainable layers are computed as
+ever, and the backward pass is the usual one. Below the lowest layer that is trained nothing is
+computed at all, because the input of that layer is kept. That input depends on no trained
+parameter, so it also serves passes of the base policy.
+
+What is kept of a row is a function of that row alone, wherever sampling keeps rows apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from dprlhf.hardware import memory_bytes
+from dprlhf.policies import shared_prompt
+
+_INPUT, _HEAD = "input", "head"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The shape of a micro-batch of sampling.
+
+    Attributes:
+        prompts: Number of prompts, fillers included.
+        columns: Number of columns of a prompt, padding included.
+        together: Number of responses to each prompt.
+        length: Length of a response in tokens.
+    """
+
+    prompts: int
+    columns: int
+    together: int
+    length: int
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The layers of a policy whose outputs are kept.
+
+    Attributes:
+        skipped: The layers below the lowest one with a trained parameter.
+        lowest: That layer.
+        linear: Frozen linear layers from there on, by name.
+        head: The layer that makes the logits.
+    """
+
+    skipped: list[nn.Module]
+    lowest: nn.Module
+    linear: dict[str, nn.Module]
+    head: nn.Module
+
+
+def parts_of(policy: Any) -> _Parts | None:
+    """Return the layers to keep outputs of; None for a model that is not tested for it."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    network = policy.network
+    head = network.get_output_embeddings()
+    if not shared_prompt.supported(network.config) or policy.checkpointed or not _linear(head):
+        return None
+    layers = [m for m in network.modules() if isinstance(m, GradientCheckpointingLayer)]
+    trained = {id(p) for p in policy.parameters.values()}
+    own = [[p for p in layer.parameters() if id(p) in trained] for layer in layers]
+    if sum(map(len, own)) != len(trained):
+        return None  # something is trained outside of the layers
+    lowest = next(number for number, parameters in enumerate(own) if parameters)
+    names = {module: name for name, module in network.named_modules()}
+    linear = {
+        names[module]: module
+        for layer in layers[lowest:]
+        for module in layer.modules()
+        if _linear(module)
+        and not any(id(p) in trained for p in module.parameters())
+        and "lora_" not in names[module]
+    }
+    return _Parts(layers[:lowest], layers[lowest], linear, head)
+
+
+def _linear(module: Any) -> bool:
+    from transformers.pytorch_utils import Conv1D
+
+    return getattr(type(module), "forward", None) in (nn.Linear.forward, Conv1D.forward)
+
+
+def room_for(
+    policy: Any, *, rows: float, prompt: int, response: int, together: int, gradients: bool = True
+) -> bool:
+    """Return whether what sampling would keep fits into an eighth of the device's memory.
+
+    All numbers are public ones, since it decides how gradients are rounded. A round may have more
+    rows than are expected, which the other seven eighths allow for.
+
+    Args:
+        policy: The policy; for some models nothing can be kept.
+        rows: Expected number of responses.
+        prompt: Upper bound on a prompt's length in tokens.
+        response: Length of a response in tokens.
+        together: Number of responses to a prompt.
+        gradients: Whether it is kept for a gradient pass.
+    """
+    parts = parts_of(policy)
+    if parts is None:
+        return False
+    weight = policy.model.get_input_embeddings().weight
+    outputs = [weight.shape[1]] if parts.skipped else []
+    if gradients:
+        outputs += [_outputs(module) for module in parts.linear.values()]
+    tokens = (1 + prompt) / together + response
+    numbers = rows * (tokens * sum(outputs) + response * _outputs(parts.head))
+    return bool(numbers * weight.element_size() <= memory_bytes(policy.device) / 8)
+
+
+def _outputs(module: nn.Module) -> int:
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.shape[0 if isinstance(module, nn.Linear) else 1]
+
+
+@dataclass(eq=False, repr=False)
+class Kept:
+    """What is kept of one call of sampling, in its micro-batches.
+
+    Args:
+        parts: The layers, from :func:`parts_of`.
+        state: The trained parameters that were sampled with; None for the base policy.
+        gradients: Whether the linear layers' outputs are kept for a gradient pass. Otherwise the
+            lowest trained layer's input and the logits are, for passes without gradients.
+        batches: What is kept of each micro-batch, by the name of the layer: its output at each
+            token, ``[prompts, columns + responses · (length − 1), outputs]``, and the logits,
+            ``[prompts, responses, length, vocabulary]``.
+        layouts: The shape of each micro-batch.
+        batch: The micro-batch of each row, ``[rows]``; −1 before it is sampled.
+        place: The number of each row's response in its micro-batch, ``[rows]``.
+    """
+
+    parts: _Parts
+    state: dict[str, torch.Tensor] | None
+    gradients: bool
+    batches: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    layouts: list[Layout] = field(default_factory=list)
+    batch: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    place: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+
+    @contextlib.contextmanager
+    def recording(self, layout: Layout) -> Iterator[None]:
+        """Keep what is computed within the context: one micro-batch of sampling.
+
+        Or one forward pass over prompts with their responses behind them, as the gradients take.
+        """
+        found: dict[str, torch.Tensor] = {}
+        calls: dict[str, int] = {}
+        linear = self.parts.linear if self.gradients else {}
+        watched = {**linear, _HEAD: self.parts.head}
+        hooks = [
+            module.register_forward_hook(_keeping(name, layout, found, calls))
+            for name, module in watched.items()
+        ]
+        keep = _keeping(_INPUT, layout, found, calls)
+
+        def before(module: Any, args: Any, kwargs: Any) -> None:
+            keep(module, args, args[0] if args else kwargs["hidden_states"])
+
+        if self.parts.skipped:
+            hooks.append(self.parts.lowest.register_forward_pre_hook(before, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        # A layer that is called otherwise than once for all tokens is computed again.
+        steps = calls.get(_HEAD, 0)
+        self.batches.append({name: x for name, x in found.items() if calls[name] == steps})
+        self.layouts.append(layout)
+
+    def found(self, rows: NDArray[np.int64], count: int) -> None:
+        """Take down whose responses the last micro-batch has.
+
+        Args:
+            rows: The number of each response's row, in the order of the micro-batch.
+            count: Number of rows in all.
+        """
+        if not len(self.batch):
+            self.batch, self.place = np.full((2, count), -1)
+        self.batch[rows], self.place[rows] = len(self.batches) - 1, np.arange(len(rows))
+
+    def take(self, rows: NDArray[np.int64]) -> Kept:
+        """Return what is kept of these rows, in this order."""
+        return Kept(**{**vars(self), "batch": self.batch[rows], "place": self.place[rows]})
+
+    def fits(self, policy: Any) -> bool:
+        """Return whether the policy has the parameters that were sampled with."""
+        if policy.is_base or self.state is None:
+            return policy.is_base and self.state is None
+        return all(torch.equal(self.state[n], p) for n, p in policy.parameters.items())
+
+
+def keep(policy: Any, *, gradients: bool) -> Kept | None:
+    """Return where sampling keeps what it computes; None for a model that is not tested for it.
+
+    Args:
+        policy: The policy that will sample, as it is now.
+        gradients: Whether to keep what a gradient pass needs, see :class:`Kept`.
+    """
+    parts = parts_of(policy)
+    if parts is None:
+        return None
+    state = {name: p.detach().clone() for name, p in policy.parameters.items()}
+    return Kept(parts, None if policy.is_base else state, gradients)
+
+
+def _keeping(
+    name: str, layout: Layout, found: dict[str, torch.Tensor], calls: dict[str, int]
+) -> Callable[[Any, Any, torch.Tensor], None]:
+    """Return a hook that keeps a layer's output, of the prompts first and then of each step."""
+    size, columns, together = layout.prompts, layout.columns, layout.together
+    own = layout.length - 1
+
+    def keeping(module: Any, args: Any, output: torch.Tensor) -> None:
+        calls[name] = step = calls.get(name, 0) + 1
+        if step == 1 and output.shape[:2] == (size, columns + together * own):
+            found[name] = output
+        elif name == _HEAD and step == 1 and output.shape[:2] == (size, together * (own + 1)):
+            found[name] = output.view(size, together, own + 1, -1)
+        elif name == _HEAD:
+            if step == 1:
+                found[name] = output.new_zeros(size, together, own + 1, output.shape[-1])
+            found[name][:, :, step - 1] = output.view(size, -1, output.shape[-1])
+        elif step == 1 and output.shape[:2] == (size, columns):
+            found[name] = output.new_zeros(size, columns + together * own, output.shape[-1])
+            found[name][:, :columns] = output
+        elif name in found and output.shape[:-1].numel() == size * together:
+            of_steps = found[name][:, columns:].view(size, together, own, -1)
+            of_steps[:, :, step - 2] = output.view(size, together, -1)
+        else:  # not the layer's output at each token
+            calls[name] = -1
+
+    return keeping
+
+
+class Replay:
+    """What is kept of some rows, as outputs of the layers in a forward pass over these rows.
+
+    Every output is copied into a new tensor of the pass' shape, zero on fillers and on further
+    columns of padding: how it is rounded may not depend on what is beside it in memory.
+
+    Args:
+        kept: What sampling kept.
+        rows: Numbers of the rows; those that share a prompt are adjacent.
+        height: Number of rows with fillers.
+        width: Number of columns of a prompt.
+        length: Length of a response in tokens.
+        shared_rows: Number of rows behind one copy of their prompt.
+    """
+
+    def __init__(
+        self,
+        kept: Kept,
+        rows: NDArray[np.int64],
+        *,
+        height: int,
+        width: int,
+        length: int,
+        shared_rows: int,
+    ) -> None:
+        self._kept, self._own, self._shared = kept, length - 1, shared_rows
+        self._inputs = height // shared_rows
+        # Rows that share no prompt have a column of padding in front.
+        self._columns = width if shared_rows > 1 else 1 + width
+        self._place, batch = kept.place[rows], kept.batch[rows]
+        self._rows = [(b, np.flatnonzero(batch == b)) for b in np.unique(batch).tolist()]
+
+    def fits(self, policy: Any) -> bool:
+        """Return whether the policy has the parameters that were sampled with."""
+        return self._kept.fits(policy)
+
+    def of_tokens(self, name: str) -> torch.Tensor:
+        """Return a layer's output, ``[inputs, columns + own tokens, outputs]``."""
+        columns, own, shared = self._columns, self._own, self._shared
+        some = next(iter(self._kept.batches))[name]
+        taken = some.new_zeros(self._inputs, columns + shared * own, some.shape[-1])
+        of_responses = taken[:, columns:].view(self._inputs, shared, own, -1)
+        for number, rows in self._rows:
+            kept, layout = self._kept.batches[number][name], self._kept.layouts[number]
+            prompt, response = np.divmod(self._place[rows], layout.together)
+            width = min(columns, layout.columns)
+            to, place = np.divmod(rows, shared)
+            first = place == 0
+            prompts = kept[:, layout.columns - width : layout.columns]
+            taken[_at(to[first]), columns - width : columns] = prompts[_at(prompt[first])]
+            steps = kept[:, layout.columns :].view(layout.prompts, layout.together, own, -1)
+            if shared == layout.together and np.array_equal(place, response):
+                of_responses[_at(to[first])] = steps[_at(prompt[first])]
+            else:
+                of_responses[to, place] = steps[prompt, response]
+        return taken
+
+    def of_logits(self) -> torch.Tensor:
+        """Return the logits, ``[inputs, responses · length, vocabulary]``."""
+        some = next(iter(self._kept.batches))[_HEAD]
+        taken = some.new_zeros(self._inputs * self._shared, *some.shape[2:])
+        for number, rows in self._rows:
+            taken[_at(rows)] = self._kept.batches[number][_HEAD].flatten(0, 1)[
+                _at(self._place[rows])
+            ]
+        return taken.view(self._inputs, -1, some.shape[-1])
+
+    @contextlib.contextmanager
+    def replacing(self, policy: Any) -> Iterator[None]:
+        """Let the layers take what is kept, in a forward pass within the context.
+
+        All of it where :meth:`fits`; otherwise only the input of the lowest trained layer, which
+        no trained parameter moves.
+        """
+        kept, parts = self._kept, self._kept.parts
+        replaced: dict[nn.Module, Callable[..., Any]] = {}
+        if parts.skipped and all(_INPUT in batch for batch in kept.batches):
+            replaced = dict.fromkeys(parts.skipped, _passed_on)
+            replaced[parts.lowest] = partial(self._from_input, parts.lowest.forward)
+        if self.fits(policy):
+            for name, module in parts.linear.items():
+                if all(name in batch for batch in kept.batches):
+                    replaced[module] = _product_of(module, partial(self.of_tokens, name))
+            replaced[parts.head] = _product_of(parts.head, self.of_logits)
+        try:
+            for module, forward in replaced.items():
+                module.forward = forward
+            yield
+        finally:
+            for module in replaced:
+                module.__dict__.pop("forward", None)
+
+    def _from_input(
+        self, forward: Callable[..., Any], hidden_states: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        return forward(self.of_tokens(_INPUT), *args, **kwargs)
+
+
+def _at(places: NDArray[np.int64]) -> Any:
+    """Return an index of these places: a slice where they follow one another."""
+    if len(places) and np.array_equal(places, np.arange(places[0], places[0] + len(places))):
+        return slice(int(places[0]), int(places[0]) + len(places))
+    return torch.from_numpy(places)
+
+
+def _passed_on(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stand in for a layer whose output nothing reads."""
+    return hidden_states
+
+
+def _product_of(
+    module: nn.Module, output: Callable[[], torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    weight = module.weight if isinstance(module, nn.Linear) else module.weight.T
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = _Product.apply(x, weight, output())  # type: ignore[no-untyped-call]
+        return found
+
+    return forward
+
+
+class _Product(torch.autograd.Function):
+    """A product with a frozen weight ``[outputs, inputs]``, whose result is known."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (weight,) = ctx.saved_tensors
+        return gradient @ weight, None, None

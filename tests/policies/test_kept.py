@@ -1,0 +1,218 @@
+"""What sampling keeps for the gradient pass: the same numbers, for less work."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
+
+from dprlhf import recipe
+from dprlhf.boundary import Private, open_private
+from dprlhf.data.public import in_memory_prompts
+from dprlhf.data.users import Prompts
+from dprlhf.gradients.clipping import Weighted, clipped_sum
+from dprlhf.policies import kept, shared_prompt
+from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.rollout import Responses, sample
+from dprlhf.rollout.logprobs import token_logprobs
+from helpers import tiny
+from helpers.policies import exact_norms
+
+SMALL = {
+    "vocab_size": 257, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "n_embd": 32, "n_layer": 3,
+    "n_head": 4, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0,
+    "pad_token_id": 0, "sliding_window": None,
+}  # fmt: skip
+"""Settings that make any of the models tiny; each configuration takes those that it knows."""
+
+LINEAR = (nn.Linear, Conv1D)
+TEXTS = ["a story of two", "no", "the film", "ab", "x", "a longer text, cut at its front", "b"]
+LENGTH, K = 4, 4
+
+
+def policy_of(model_type: str, layers: list[int] | None = None) -> CausalLMPolicy:
+    known = transformers.AutoConfig.for_model(model_type)
+    chosen = {name: value for name, value in SMALL.items() if hasattr(known, name)}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(model_type, **chosen)
+    )
+    for parameter in model.parameters():  # far from uniform: a wrong neighbour is seen
+        torch.nn.init.normal_(parameter, std=0.3)
+    layer = next(m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
+    linear = {n.split(".")[-1] for n, m in layer.named_modules() if isinstance(m, LINEAR)}
+    spec = {"type": "lora", "rank": 1, "target_modules": sorted(linear), "init": "random"}
+    adapter = recipe.Adapter.model_validate(spec if layers is None else {**spec, "layers": layers})
+    policy = make_policy(model.double(), tiny.tokenizer(), adapter, temperature=0.7)
+    exact_norms(policy.model)
+    for weight in policy.parameters.values():
+        torch.nn.init.normal_(weight, std=0.3)
+    policy.end_tokens = list(range(0, 257, 4))  # so that some responses end early
+    return policy
+
+
+def sampled(
+    policy: CausalLMPolicy, texts: list[str] = TEXTS, *, size: int = 8, keep: Any = "gradients"
+) -> Responses:
+    prompts = in_memory_prompts(texts)
+    users = np.array([0, 0, *range(1, len(texts) - 1)])  # the first user has two prompts
+    slots = np.array([0, 1, *[0] * (len(texts) - 2)])
+    rollout = {"responses": K, "max_new_tokens": LENGTH, "temperature": 0.7, "batch_size": size}
+    return sample(
+        policy,
+        Prompts(prompts.prompts, users, slots, {}),
+        recipe.Rollout.model_validate(rollout),
+        key=bytes(32),
+        context=("test", 1),
+        max_prompt_tokens=20,
+        keep=keep,
+    )
+
+
+def without(rows: Responses) -> Responses:
+    return Responses(**{**vars(rows), "kept": None})
+
+
+def sums(policy: CausalLMPolicy, rows: Responses, size: int = 12) -> tuple[torch.Tensor, Any]:
+    weights = np.random.default_rng(3).standard_normal((len(rows.user), LENGTH))
+    found = clipped_sum(
+        policy,
+        Private(Weighted(rows, weights, np.zeros((rows.users, 0)), 0.0)),
+        clip_norm=0.2,
+        batch_size=size,
+        reduce=lambda total: total,
+    )
+    return found.bounded.total, open_private(found.norms)
+
+
+@pytest.mark.parametrize("layers", [None, [1, 2], [2]])
+@pytest.mark.parametrize("model_type", sorted(shared_prompt._MODELS))
+def test_the_clipped_sum_of_what_was_kept_is_that_of_a_second_pass(
+    model_type: str, layers: list[int] | None
+) -> None:
+    policy = policy_of(model_type, layers)
+    rows = sampled(policy)
+    assert rows.kept is not None
+    assert rows.kept.fits(policy)
+    assert len(set(rows.response_mask.sum(1).tolist())) > 1  # some end early
+    total, norms = sums(policy, rows)
+    again, norms_again = sums(policy, without(rows))
+    exact = model_type in ("gpt2", "llama")
+    close = {"rtol": 1e-10, "atol": 1e-12} if exact else {"rtol": 1e-4, "atol": 1e-6}
+    assert norms.min() > 0.1
+    torch.testing.assert_close(total, again, **close)
+    np.testing.assert_allclose(norms, norms_again, rtol=close["rtol"])
+
+
+def test_micro_batches_of_other_sizes_and_rows_of_other_places_take_their_own() -> None:
+    policy = policy_of("llama", [1, 2])
+    expected = sums(policy, without(sampled(policy, keep=None)))[0]
+    for sampled_at_once in (2, 4, 12, 64):
+        rows = sampled(policy, size=sampled_at_once)
+        for size in (2, 4, 12, 28, 40):
+            torch.testing.assert_close(
+                sums(policy, rows, size)[0], expected, rtol=1e-10, atol=1e-12
+            )
+    mixed = np.random.default_rng(0).permutation(len(rows.user))
+    taken = Responses(**{**vars(rows.take(mixed)), "num_generations": 1})
+    torch.testing.assert_close(
+        sums(policy, taken)[0], sums(policy, without(taken))[0], rtol=1e-10, atol=1e-12
+    )
+
+
+def test_frozen_layers_multiply_once() -> None:
+    policy = policy_of("llama", [1, 2])
+    rows = sampled(policy)
+    inputs: list[torch.Tensor] = []
+    for name, module in policy.network.named_modules():
+        if isinstance(module, nn.Linear) and "lora_" not in name:
+            module.register_forward_hook(
+                lambda module, x, y: inputs.append(x[0]) if "forward" not in vars(module) else None
+            )
+    sums(policy, rows)
+    assert not inputs
+    sums(policy, without(rows))
+    assert len(inputs) > 20
+
+
+def test_a_policy_that_moved_takes_the_input_of_its_lowest_trained_layer_alone() -> None:
+    policy = policy_of("llama", [1, 2])
+    rows = sampled(policy)
+    with torch.no_grad():
+        for weight in policy.parameters.values():
+            weight.mul_(-1.5)
+    assert rows.kept is not None
+    assert not rows.kept.fits(policy)
+    torch.testing.assert_close(
+        sums(policy, rows)[0], sums(policy, without(rows))[0], rtol=1e-10, atol=1e-12
+    )
+    with policy.base():
+        assert not rows.kept.fits(policy)
+        np.testing.assert_allclose(
+            token_logprobs(policy, rows, 8), token_logprobs(policy, without(rows), 8), rtol=1e-10
+        )
+
+
+@pytest.mark.parametrize("base", [False, True])
+def test_log_probabilities_come_from_the_logits_that_were_sampled_from(base: bool) -> None:
+    policy = policy_of("llama", [1, 2])
+    with policy.base() if base else contextlib.nullcontext():
+        rows = sampled(policy, keep="logits")
+        calls: list[int] = []
+        policy.network.register_forward_hook(lambda *_: calls.append(1))
+        found = token_logprobs(policy, rows, 8)
+        assert not calls
+        np.testing.assert_allclose(found, token_logprobs(policy, without(rows), 8), rtol=1e-10)
+    if not base:
+        with policy.base():
+            of_base = token_logprobs(policy, rows, 8)
+            assert np.abs(of_base - found).max() > 0.1
+            expected = token_logprobs(policy, without(rows), 8)
+            np.testing.assert_allclose(of_base, expected, rtol=1e-10)
+
+
+def test_other_users_move_no_bit_of_a_users_gradient() -> None:
+    policy = policy_of("llama", [1, 2])
+    policy.model.float()
+
+    def norms(texts: list[str]) -> Any:
+        rows = sampled(policy, texts, size=16)
+        assert rows.kept is not None
+        return sums(policy, rows, 8)[1]
+
+    alone, together = norms(TEXTS[:3]), norms(TEXTS)
+    np.testing.assert_array_equal(alone, together[:2])
+
+
+def test_nothing_is_left_in_the_model() -> None:
+    policy = policy_of("llama", [1, 2])
+    sums(policy, sampled(policy))
+    assert not any("forward" in vars(m) for m in policy.network.modules())
+    assert not any(m._forward_pre_hooks for m in policy.network.model.layers)
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "opt", "gemma2"])
+def test_of_models_that_are_not_tested_nothing_is_kept(model_type: str) -> None:
+    policy = policy_of(model_type)
+    assert kept.keep(policy, gradients=True) is None
+    assert not kept.room_for(policy, rows=1, prompt=1, response=1, together=1)
+
+
+def test_the_memory_that_is_kept_is_estimated_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = policy_of("llama", [1, 2])
+    rows = sampled(policy, ["a story of twenty ltr"] * 8, size=32)  # prompts of full length
+    assert rows.kept is not None
+    held = sum(x.numel() * x.element_size() for b in rows.kept.batches for x in b.values())
+    shape = {"rows": 32, "prompt": 20, "response": LENGTH, "together": K}
+    for total, fits in ((8 * 1.1 * held, True), (8 * 0.8 * held, False)):
+        monkeypatch.setattr(kept, "memory_bytes", lambda device, total=total: total)
+        assert kept.room_for(policy, **shape) is fits
