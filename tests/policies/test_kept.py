@@ -61,12 +61,17 @@ def policy_of(model_type: str, layers: list[int] | None = None) -> CausalLMPolic
 
 
 def sampled(
-    policy: CausalLMPolicy, texts: list[str] = TEXTS, *, size: int = 8, keep: Any = "gradients"
+    policy: CausalLMPolicy,
+    texts: list[str] = TEXTS,
+    *,
+    size: int = 8,
+    keep: Any = "gradients",
+    length: int = LENGTH,
 ) -> Responses:
     prompts = in_memory_prompts(texts)
     users = np.array([0, 0, *range(1, len(texts) - 1)])  # the first user has two prompts
     slots = np.array([0, 1, *[0] * (len(texts) - 2)])
-    rollout = {"responses": K, "max_new_tokens": LENGTH, "temperature": 0.7, "batch_size": size}
+    rollout = {"responses": K, "max_new_tokens": length, "temperature": 0.7, "batch_size": size}
     return sample(
         policy,
         Prompts(prompts.prompts, users, slots, {}),
@@ -83,7 +88,7 @@ def without(rows: Responses) -> Responses:
 
 
 def sums(policy: CausalLMPolicy, rows: Responses, size: int = 12) -> tuple[torch.Tensor, Any]:
-    weights = np.random.default_rng(3).standard_normal((len(rows.user), LENGTH))
+    weights = np.random.default_rng(3).standard_normal((len(rows.user), rows.max_new_tokens))
     found = clipped_sum(
         policy,
         Private(Weighted(rows, weights, np.zeros((rows.users, 0)), 0.0)),
@@ -126,6 +131,14 @@ def test_micro_batches_of_other_sizes_and_rows_of_other_places_take_their_own() 
     taken = Responses(**{**vars(rows.take(mixed)), "num_generations": 1})
     torch.testing.assert_close(
         sums(policy, taken)[0], sums(policy, without(taken))[0], rtol=1e-10, atol=1e-12
+    )
+
+
+def test_responses_of_one_token_are_kept_too() -> None:
+    policy = policy_of("llama", [1, 2])
+    rows = sampled(policy, length=1)
+    torch.testing.assert_close(
+        sums(policy, rows)[0], sums(policy, without(rows))[0], rtol=1e-10, atol=1e-12
     )
 
 

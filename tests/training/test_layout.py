@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 import dprlhf
 from dprlhf import recipe
 from dprlhf.errors import DprlhfError
-from dprlhf.policies import warpers
+from dprlhf.policies import kept, warpers
 from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.policies.kept import Replay
 from dprlhf.policies.warpers import Sampling
 from dprlhf.training import layout
 from dprlhf.training.layout import Shapes, settle_layout
@@ -281,3 +283,29 @@ def test_a_resumed_run_checks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     given = {"prompts": settings["prompts"], "reward": settings["reward"]}
     with pytest.raises(DprlhfError, match="does not fit into memory"):
         dprlhf.resume(tmp_path / "run", **given)
+
+
+# --- what sampling keeps ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["nowhere", "sampling", "gradients"])
+def test_kept_outputs_that_depend_on_a_place_are_found(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, shapes = policy_of(), replace(shapes_of(), keeps=True)
+    if where == "sampling":  # of the prompts alone, in one layer, that no logit shows
+        real = kept._keeping
+
+        def by_place_too(name: str, *arguments: Any) -> Any:
+            keeping = real(name, *arguments)
+            if not name.endswith("down_proj"):
+                return keeping
+            return lambda module, args, y: keeping(module, args, by_place(module, args, y))
+
+        monkeypatch.setattr(kept, "_keeping", by_place_too)
+    if where == "gradients":
+        taken = Replay.of_tokens
+        monkeypatch.setattr(
+            Replay, "of_tokens", lambda self, name: by_place(None, None, taken(self, name))
+        )
+    assert layout._moved(policy, shapes) == (None if where == "nowhere" else where)

@@ -256,6 +256,27 @@ class CausalLMPolicy:
             return 1
         return shared_prompt.most_behind_one_cache(num_generations, prompt, responses)
 
+    def inputs_of(
+        self, tokens: torch.Tensor, mask: torch.Tensor, responses: int, shared_rows: int
+    ) -> dict[str, Any]:
+        """Return the model's inputs for the logits of the responses' tokens.
+
+        Arguments are those of :meth:`response_logprobs`.
+        """
+        if shared_rows > 1:
+            dtype = self.model.get_input_embeddings().weight.dtype
+            return shared_prompt.behind_one_prompt(tokens, mask, responses, shared_rows, dtype)
+        # The last token predicts nothing, so it is left out. A masked column comes in front:
+        # without it, the attention kernel would depend on the batch's users (dprlhf.rollout).
+        ids, seen = F.pad(tokens[:, :-1], (1, 0)), F.pad(mask[:, :-1], (1, 0))
+        positions = (seen.cumsum(1) - 1).clamp(min=0)
+        return {
+            "input_ids": ids,
+            "attention_mask": seen,
+            "position_ids": positions,
+            "logits_to_keep": responses,
+        }
+
     def response_logprobs(
         self,
         tokens: torch.Tensor,
@@ -280,18 +301,7 @@ class CausalLMPolicy:
         Returns:
             ``[rows, responses]``, float32 or wider.
         """
-        if shared_rows > 1:
-            dtype = self.model.get_input_embeddings().weight.dtype
-            inputs: dict[str, Any] = shared_prompt.behind_one_prompt(
-                tokens, mask, responses, shared_rows, dtype
-            )
-        else:
-            # The last token predicts nothing, so it is left out. A masked column comes in front:
-            # without it, the attention kernel would depend on the batch's users (dprlhf.rollout).
-            ids, seen = F.pad(tokens[:, :-1], (1, 0)), F.pad(mask[:, :-1], (1, 0))
-            positions = (seen.cumsum(1) - 1).clamp(min=0)
-            inputs = {"input_ids": ids, "attention_mask": seen, "position_ids": positions}
-            inputs["logits_to_keep"] = responses
+        inputs = self.inputs_of(tokens, mask, responses, shared_rows)
         chosen = tokens[:, -responses:].flatten()
         fits = replay is not None and replay.fits(self)
         taken = contextlib.nullcontext() if replay is None else replay.replacing(self)

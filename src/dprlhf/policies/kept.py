@@ -242,7 +242,7 @@ def _keeping(
             found[name] = output.new_zeros(size, columns + together * own, output.shape[-1])
             found[name][:, :columns] = output
         elif name in found and output.shape[:-1].numel() == size * together:
-            of_steps = found[name][:, columns:].view(size, together, own, -1)
+            of_steps = found[name][:, columns:].view(size, together, own, output.shape[-1])
             of_steps[:, :, step - 2] = output.view(size, together, -1)
         else:  # not the layer's output at each token
             calls[name] = -1
@@ -291,7 +291,7 @@ class Replay:
         columns, own, shared = self._columns, self._own, self._shared
         some = next(iter(self._kept.batches))[name]
         taken = some.new_zeros(self._inputs, columns + shared * own, some.shape[-1])
-        of_responses = taken[:, columns:].view(self._inputs, shared, own, -1)
+        of_responses = taken[:, columns:].view(self._inputs, shared, own, some.shape[-1])
         for number, rows in self._rows:
             kept, layout = self._kept.batches[number][name], self._kept.layouts[number]
             prompt, response = np.divmod(self._place[rows], layout.together)
@@ -300,7 +300,9 @@ class Replay:
             first = place == 0
             prompts = kept[:, layout.columns - width : layout.columns]
             taken[_at(to[first]), columns - width : columns] = prompts[_at(prompt[first])]
-            steps = kept[:, layout.columns :].view(layout.prompts, layout.together, own, -1)
+            steps = kept[:, layout.columns :].view(
+                layout.prompts, layout.together, own, kept.shape[-1]
+            )
             if shared == layout.together and np.array_equal(place, response):
                 of_responses[_at(to[first])] = steps[_at(prompt[first])]
             else:

@@ -459,9 +459,10 @@ def _with_outputs(policy: CausalLMPolicy, rows: Responses, batch_size: int) -> R
         shared = policy.shared_rows(together, batch.width, length)
         columns = batch.width if shared > 1 else 1 + batch.width
         with kept.recording(Layout(batch.height // shared, columns, shared, length)):
-            policy.response_logprobs(
+            inputs = policy.inputs_of(
                 tokens.to(policy.device), mask.to(policy.device), length, shared
             )
+            policy.model(**inputs, use_cache=False)
         kept.found(batch.rows, len(rows.user))
     return Responses(**{**vars(rows), "kept": kept})
 
