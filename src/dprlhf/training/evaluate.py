@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -136,7 +136,7 @@ def evaluate(
             keep="logits" if batch_size is not None and room else None,
         )
         measures = measure(policy, responses, batch_size)
-        responses = replace(responses, kept=None)
+        responses = Responses(**{**vars(responses), "kept": None})
     judged = {}
     for name, judge in (judges or {}).items():
         scores = score_responses(judge, responses)
