@@ -127,7 +127,8 @@ step() {
 
 mapfile -t files < <(grep -rl 'mark\.gpu' tests --include='test_*.py')
 step tests 150 "$python" -m pytest -q -m gpu "${files[@]}"
-if timeout -k 5 "$(at_most 60)" "$python" -m dprlhf assets pull >"$out/assets.log" 2>&1; then
+if timeout -k 5 "$(at_most 60)" "$python" -m dprlhf assets pull imdb smollm2-135m sentiment-minilm \
+  >"$out/assets.log" 2>&1; then
   rm -rf "$out/imdb"
   step imdb 120 "$python" -m dprlhf train recipes/imdb_sentiment.yaml --output-dir "$out/imdb" &&
     row '' '' '' "$(grep '^reward on' "$out/imdb.log" | cut -c1-100)"

@@ -22,7 +22,7 @@ case "$*" in
   scripts/bench.py*) echo done
     echo '[{{"name": "a ratio", "value": 1.04, "goal": "at most 1.05", "holds": true}},
     {{"name": "no goal", "value": 3, "goal": "", "holds": null}}]' >"${{@: -1}}" ;;
-  *"assets pull") {assets} ;;
+  *"assets pull"*) {assets} ;;
   "-m dprlhf train"*) echo "reward on 256 prompts: rise"; echo "run folder: here" ;;
 esac
 """
