@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.shared_prompt import own_tokens_behind_prompt
 from dprlhf.policies.warpers import truncated, warped
+from dprlhf.rollout.reserved_cache import ReservedLayer, reserve
 
 _BLOCK = 256
 _BELOW_ONE = 1 - 2.0**-53
@@ -138,6 +139,7 @@ def decode(
     # A row of the first logits is a prompt; from here on, a row is a response.
     steps = Steps(policy, mask, num_generations, max_new_tokens)
     cache.reorder_cache(steps.prompt_of_row)
+    reserve(cache, (max_new_tokens - 1) * steps.shared)  # the last tokens are not read
     asked = torch.where(mask.bool(), ids, ids[:, -1:])
     for step in range(max_new_tokens):
         now = draws.reshape(len(logits), -1, max_new_tokens)[:, :, step]
@@ -160,7 +162,7 @@ def try_last_step(
 ) -> None:
     """Make the first and the last step of :func:`decode` on fillers: those that need most memory.
 
-    Between them the cache is only padded to its full length, which computes nothing.
+    Between them the cache is only taken as filled, which computes nothing.
 
     Args:
         policy: The policy.
@@ -176,9 +178,12 @@ def try_last_step(
     cache.reorder_cache(steps.prompt_of_row)
     last = max(max_new_tokens - 2, 0)
     missing = last * steps.shared
+    reserve(cache, (last + 1) * steps.shared)
     for layer in getattr(cache, "layers", []):
         keys = getattr(layer, "keys", None)
-        if isinstance(keys, torch.Tensor) and keys.ndim == 4 and missing > 0:
+        if isinstance(layer, ReservedLayer):
+            layer.skip(missing)
+        elif isinstance(keys, torch.Tensor) and keys.ndim == 4 and missing > 0:
             layer.keys = F.pad(keys, (0, 0, 0, missing))
             layer.values = F.pad(layer.values, (0, 0, 0, missing))
     logits = steps.logits(torch.full((rows,), pad, device=device), last, cache)
@@ -290,7 +295,8 @@ def bytes_per_row(policy: CausalLMPolicy, tokens: int) -> int:
     groups = getattr(config, "num_key_value_heads", None) or heads
     of_head = getattr(config, "head_dim", None) or hidden // heads
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
-    # Twice: a cache is copied to grow. The prefill holds one layer's activations.
+    # Twice: the cache is copied when its room is reserved. The prefill holds one layer's
+    # activations.
     cache = 2 * 2 * config.num_hidden_layers * groups * of_head * tokens
     prefill = (8 * hidden + 3 * inner) * tokens
     # Logits, and in float32 their copy, its softmax and both with padding. Truncation sorts them:

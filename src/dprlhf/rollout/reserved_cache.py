@@ -1,0 +1,57 @@
+"""Keys and values in memory that is reserved once: a step of decoding writes its own, copies none.
+
+transformers' cache grows by ``torch.cat``, which copies all keys and values at every step: over a
+response that is quadratic in its length.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers.cache_utils import DynamicLayer
+
+
+class ReservedLayer(DynamicLayer):
+    """A layer's keys and values, ``[rows, heads, places, size]``, with room for further places.
+
+    Args:
+        layer: The keys and values so far.
+        more: Number of places that may be added.
+    """
+
+    def __init__(self, layer: DynamicLayer, more: int) -> None:
+        super().__init__()
+        self.dtype, self.device, self.is_initialized = layer.dtype, layer.device, True
+        self._room = [F.pad(x, (0, 0, 0, more)) for x in (layer.keys, layer.values)]
+        self._show(layer.keys.shape[2])
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add keys and values behind those that are there, and return all of them as views."""
+        start, more = self.keys.shape[2], key_states.shape[2]
+        self._show(start + more)
+        self.keys[:, :, start:], self.values[:, :, start:] = key_states, value_states
+        return self.keys, self.values
+
+    def skip(self, places: int) -> None:
+        """Count places as filled, which hold zeros, to try a step that comes later."""
+        self._show(self.keys.shape[2] + places)
+
+    def _show(self, places: int) -> None:
+        if places > self._room[0].shape[2]:
+            raise ValueError(f"{places} places where {self._room[0].shape[2]} are reserved")
+        self.keys, self.values = (room[:, :, :places] for room in self._room)
+
+
+def reserve(cache: Any, more: int) -> None:
+    """Reserve room for so many further places in each layer that grows by copying.
+
+    Layers of other kinds (a sliding window, a state) are left as they are.
+    """
+    layers = getattr(cache, "layers", [])
+    for number, layer in enumerate(layers):
+        if type(layer) is DynamicLayer and layer.is_initialized:
+            layers[number] = ReservedLayer(layer, more)
