@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from transformers.cache_utils import DynamicLayer
 
 
-class ReservedLayer(DynamicLayer):
+class ReservedLayer(DynamicLayer):  # type: ignore[misc]
     """A layer's keys and values, ``[rows, heads, places, size]``, with room for further places.
 
     Args:
