@@ -124,6 +124,8 @@ def run(example: Example, package: str) -> Outcome:
         said = Path(folder, "said.txt").read_text()
     if child.exitcode == 0:
         return Outcome("run", "")
+    if (child.exitcode or 0) < 0:
+        return Outcome("failed", f"killed: more than {SECONDS} seconds, or memory")
     last = [line for line in said.splitlines() if line.strip()][-1]
     error, _, reason = last.partition(": ")
     if error.rpartition(".")[2] in ("DprlhfError", "ValueError") and "src/dprlhf" in said:

@@ -182,6 +182,8 @@ def cut(config: type[Any], model: Path) -> None:
         given["max_steps"] = 2
         given["max_completion_length"] = min(given.get("max_completion_length") or 16, 16)
         given["num_generations"] = min(given.get("num_generations") or 8, 8)
+        if given.get("per_device_train_batch_size", 0) > 4 * ROWS:
+            given["per_device_train_batch_size"] = 4 * ROWS
         given |= {"report_to": "none", "use_cpu": True, "bf16": False, "push_to_hub": False}
         if given.get("use_vllm") and given.get("vllm_mode", "colocate") == "colocate":
             given["use_vllm"] = False  # the same samples, from a package that needs a GPU
