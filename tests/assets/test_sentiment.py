@@ -111,40 +111,6 @@ def test_the_result_depends_on_the_seed_alone(encoder: Path, data: Path, tmp_pat
     assert not torch.equal(states[0], states[2])
 
 
-@pytest.mark.parametrize("frozen", [1, 2])
-def test_the_model_above_frozen_layers_is_the_whole_model(
-    encoder: Path, monkeypatch: pytest.MonkeyPatch, frozen: int
-) -> None:
-    monkeypatch.setattr(sentiment, "native_dtype", lambda device: torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(encoder)
-    model = AutoModelForSequenceClassification.from_pretrained(encoder).eval()
-    texts = sentences(9, 5)["text"].tolist()
-    tokens = tokenizer(texts)["input_ids"]
-    rows = [7, 0, 3]
-    with torch.no_grad():
-        whole = model(**tokenizer([texts[i] for i in rows], padding=True, return_tensors="pt"))
-        with sentiment._inputs(model, tokenizer, tokens, frozen) as inputs:
-            found = model(**inputs(rows)).logits
-            assert "input_ids" not in inputs(rows)
-        torch.testing.assert_close(found, whole.logits, rtol=0, atol=1e-5)
-        again = model(**tokenizer([texts[i] for i in rows], padding=True, return_tensors="pt"))
-    assert torch.equal(again.logits, whole.logits)
-
-
-def test_frozen_layers_stay_as_they_are(encoder: Path, data: Path, tmp_path: Path) -> None:
-    accuracy = sentiment.train_sentiment(
-        encoder, data, tmp_path, frozen_layers=1, epochs=6, learning_rate=3e-3, quiet=True
-    )
-    assert accuracy > 0.7
-    start = BertModel.from_pretrained(encoder).state_dict()
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    same = {n: torch.equal(p, start[n]) for n, p in model.base_model.named_parameters()}
-    assert {n for n, kept in same.items() if kept} == {
-        n for n in same if n.startswith(("embeddings.", "encoder.layer.0."))
-    }
-    assert json.loads((tmp_path / "metrics.json").read_text())["frozen_layers"] == 1
-
-
 def test_labels_without_meaning_are_not_learned(encoder: Path, data: Path, tmp_path: Path) -> None:
     frame = pd.read_parquet(data / "train.parquet")
     frame["label"] = np.random.default_rng(3).permutation(frame["label"])

