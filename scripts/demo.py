@@ -45,7 +45,7 @@ PUBLIC_ROWS = (
 )  # fmt: skip
 """The demo with public sentences for users: neither noise nor clipping, nor a subspace for them."""
 SHOWN_FIRST = ("smollm2-135m", "community", "minilm")  # their three wheels come side by side
-REWARD = "sentiment-minilm"
+REWARD = "sentiment-minilm-fast"
 PAIRS = 5
 UNIT = "logit difference"
 

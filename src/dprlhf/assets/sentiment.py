@@ -85,7 +85,7 @@ def train_sentiment(
     tokenizer.save_pretrained(out)
     (out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
     if not quiet:
-        print(f"sentiment-minilm: accuracy {accuracy:.3f} on {len(test)} held-out sentences")
+        print(f"sentiment reward model: accuracy {accuracy:.3f} on {len(test)} held-out sentences")
     return accuracy
 
 
@@ -111,7 +111,7 @@ def _fit(
     bf16 = native_dtype("cpu") == torch.bfloat16
     model.train()
     shown = float("nan")
-    with tqdm(total=steps, desc="sentiment-minilm", unit="step", disable=quiet) as bar:
+    with tqdm(total=steps, desc="fitting the reward", unit="step", disable=quiet) as bar:
         for rows in batches:
             batch = tokenizer.pad({"input_ids": [tokens[i] for i in rows]}, return_tensors="pt")
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
