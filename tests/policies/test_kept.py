@@ -220,6 +220,14 @@ def test_of_models_that_are_not_tested_nothing_is_kept(model_type: str) -> None:
     assert not kept.room_for(policy, rows=1, prompt=1, response=1, together=1)
 
 
+def test_of_a_network_of_another_library_nothing_is_kept() -> None:
+    class Own:
+        network = nn.Linear(2, 3)
+        checkpointed = ()
+
+    assert kept.keep(Own(), gradients=True) is None
+
+
 def test_the_memory_that_is_kept_is_estimated_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = policy_of("llama", [1, 2])
     rows = sampled(policy, ["a story of twenty ltr"] * 8, size=32)  # prompts of full length

@@ -65,9 +65,12 @@ class _Parts:
 
 def parts_of(policy: Any) -> _Parts | None:
     """Return the layers to keep outputs of; None for a model that is not tested for it."""
+    from transformers import PreTrainedModel
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     network = policy.network
+    if not isinstance(network, PreTrainedModel):
+        return None  # such as the bandit of an audit
     head = network.get_output_embeddings()
     if not shared_prompt.supported(network.config) or policy.checkpointed or not _linear(head):
         return None
