@@ -240,9 +240,7 @@ def _build_minilm(sources: dict[str, Path], out: Path, quiet: bool) -> None:
                     shutil.copyfileobj(packed, unpacked)
 
 
-def _build_sentiment(
-    sources: dict[str, Path], out: Path, quiet: bool, *, epochs: int = 2
-) -> None:
+def _build_sentiment(sources: dict[str, Path], out: Path, quiet: bool, *, epochs: int = 2) -> None:
     encoder, sentences = sources["minilm"], sources["rotten-tomatoes"]
     accuracy = train_sentiment(encoder, sentences, out, epochs=epochs, quiet=quiet)
     if accuracy < SENTIMENT_ACCURACY_FLOOR:
