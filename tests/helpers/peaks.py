@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from bench.measure import peak_bytes
-
 
 def least_peak() -> float:
     """Return the peak of some arrays in MiB, least of five."""
+    from bench.measure import peak_bytes  # in scripts/, which only the program's path has
+
     mebibyte = 2**20
 
     def call() -> None:

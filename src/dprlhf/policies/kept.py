@@ -65,12 +65,15 @@ class _Parts:
 
 def parts_of(policy: Any) -> _Parts | None:
     """Return the layers to keep outputs of; None for a model that is not tested for it."""
+    from torch.distributed.tensor import DTensor
     from transformers import PreTrainedModel
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     network = policy.network
     if not isinstance(network, PreTrainedModel):
         return None  # such as the bandit of an audit
+    if any(isinstance(p, DTensor) for p in network.parameters()):
+        return None  # of a sharded model a process has parts of the weights
     head = network.get_output_embeddings()
     if not shared_prompt.supported(network.config) or policy.checkpointed or not _linear(head):
         return None
