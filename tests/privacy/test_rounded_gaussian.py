@@ -133,6 +133,27 @@ def test_the_error_of_the_polynomials_is_below_its_bound() -> None:
     assert worst > 0.3  # the bound is no wider than it need be
 
 
+def test_the_bound_has_room_for_what_the_polynomials_leave_out() -> None:
+    """Beside its part for roundings: both remainders and the digits not drawn, by derivatives."""
+    table, unit = module._table(FULL), 2.0**-53
+    places = np.arange(module._INTERVALS + 1) + module._FIRST
+    ends = (places << module._DROPPED).view(np.float64)
+    with mpmath.workdps(60):
+        for i in (600, 900, 1100, 1200, 1279):
+            low, high = (mpmath.ldexp(mpmath.mpf(e), -64) for e in ends[i : i + 2].tolist())
+            half = (high - low) / 2
+            first, fourth, eighth = (
+                abs(mpmath.diff(lambda v: mpmath.sqrt(2) * mpmath.erfinv(1 - 2 * v), low, n))
+                for n in (1, 4, 8)
+            )
+            left_out = first * mpmath.mpf(2) ** -64
+            left_out += fourth * (half / 64) ** 4 / 24 + eighth * half**8 / math.factorial(8)
+            wanted = float(left_out * FULL.numerator / FULL.denominator)
+            for j in (64 * i, 64 * i + 63):
+                roundings = 8 * unit * (float(FULL) + 4) + 4 * unit * abs(table.powers[0, j])
+                assert wanted <= (table.slack[j] - roundings) * (1 + 1e-9) <= 1.5 * wanted
+
+
 def test_narrow_polynomials_are_the_wide_ones_around_other_middles() -> None:
     """In exact arithmetic, but for the terms that are cut off: the same values at the same V."""
     rng = np.random.default_rng(2)
