@@ -18,6 +18,14 @@ from transformers import (
 
 Kind = Literal["gpt2", "llama"]
 
+SMALL = {
+    "vocab_size": 257, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "n_embd": 32, "n_layer": 2,
+    "n_head": 4, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0,
+    "pad_token_id": 0, "sliding_window": None,
+}  # fmt: skip
+"""Settings that make any of the models tiny; each configuration takes those that it knows."""
+
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level tokenizer with 256 byte tokens and an end-of-sequence token."""

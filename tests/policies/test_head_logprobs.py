@@ -17,12 +17,6 @@ from dprlhf.recipe import Adapter
 from helpers import tiny
 
 HIDDEN, WORDS = 5, 23
-SMALL = {
-    "vocab_size": 257, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "n_embd": 32, "n_layer": 2,
-    "n_head": 4, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0,
-    "pad_token_id": 0, "sliding_window": None,
-}  # fmt: skip
 PROMPT, RESPONSE = 5, 4
 
 
@@ -95,7 +89,7 @@ def test_parts_have_one_size_and_waste_little(rows: int, monkeypatch: pytest.Mon
 
 def policy_of(model_type: str, adapter: Adapter | None = None, **settings: Any) -> CausalLMPolicy:
     known = transformers.AutoConfig.for_model(model_type)
-    chosen = {name: value for name, value in SMALL.items() if hasattr(known, name)}
+    chosen = {name: value for name, value in tiny.SMALL.items() if hasattr(known, name)}
     config = transformers.AutoConfig.for_model(model_type, **{**chosen, **settings})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)

@@ -26,13 +26,7 @@ from dprlhf.rollout.logprobs import token_logprobs
 from helpers import tiny
 from helpers.policies import exact_norms
 
-SMALL = {
-    "vocab_size": 257, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "n_embd": 32, "n_layer": 3,
-    "n_head": 4, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0,
-    "pad_token_id": 0, "sliding_window": None,
-}  # fmt: skip
-"""Settings that make any of the models tiny; each configuration takes those that it knows."""
+SMALL = {**tiny.SMALL, "num_hidden_layers": 3, "n_layer": 3}
 
 LINEAR = (nn.Linear, Conv1D)
 TEXTS = ["a story of two", "no", "the film", "ab", "x", "a longer text, cut at its front", "b"]

@@ -20,20 +20,12 @@ from dprlhf.rollout.decoding import decode
 from helpers import tiny
 from helpers.batches import Shape, batch_of
 
-SMALL = {
-    "vocab_size": 257, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "n_embd": 32, "n_layer": 2,
-    "n_head": 4, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0,
-    "pad_token_id": 0, "sliding_window": None,
-}  # fmt: skip
-"""Settings that make any of the models tiny; each configuration takes those that it knows."""
-
 PROMPT, RESPONSE, COPIES = 5, 4, 3
 
 
 def policy_of(model_type: str, **settings: Any) -> CausalLMPolicy:
     known = transformers.AutoConfig.for_model(model_type)
-    chosen = {name: value for name, value in SMALL.items() if hasattr(known, name)}
+    chosen = {name: value for name, value in tiny.SMALL.items() if hasattr(known, name)}
     config = transformers.AutoConfig.for_model(model_type, **{**chosen, **settings})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
