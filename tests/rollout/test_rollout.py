@@ -5,9 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import sys
-import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,88 +14,31 @@ import scipy.stats
 import torch
 import yaml
 from numpy.typing import NDArray
-from safetensors.torch import load_file
 from transformers import GenerationConfig, Phi3Config, Phi3ForCausalLM
 
 from dprlhf import DprlhfError, recipe, resume, train
 from dprlhf.boundary import Private, open_private
-from dprlhf.data.users import Prompt, Prompts
+from dprlhf.data.users import Prompt
 from dprlhf.gradients.clipping import Weighted, user_gradients
 from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
-from dprlhf.policies.stopping import StopStrings
-from dprlhf.policies.warpers import Sampling
 from dprlhf.privacy import randomness
 from dprlhf.rollout import Responses, resolve_batch_size, sample, sample_responses
-from dprlhf.rollout import vllm as backend
 from dprlhf.rollout.decoding import bytes_per_row
 from helpers import tiny
-
-KEY = bytes(range(32))
-EOS = 0
-TEMPERATURE = 0.7
-
-
-def model_of(kind: tiny.Kind) -> Any:
-    """A tiny model whose next-token distribution is far from uniform."""
-    model = tiny.model(kind)
-    with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(15)
-    return model.double()
-
-
-@functools.cache
-def policy_of(kind: tiny.Kind = "gpt2", dtype: torch.dtype = torch.float64) -> CausalLMPolicy:
-    targets = ["c_attn", "c_fc"] if kind == "gpt2" else ["q_proj", "v_proj", "up_proj"]
-    spec = recipe.Adapter(type="lora", rank=2, alpha=8.0, target_modules=targets)
-    policy = make_policy(model_of(kind), tiny.tokenizer(), spec, temperature=TEMPERATURE)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in policy.parameters.values():
-            parameter.add_(torch.randn(parameter.shape, generator=generator))
-    policy.model.to(dtype)
-    return policy
-
-
-def prompts_of(
-    texts: list[Prompt], users: list[int] | None = None, slots: list[int] | None = None
-) -> Prompts:
-    return Prompts(
-        texts,
-        np.arange(len(texts)) if users is None else np.array(users),
-        np.zeros(len(texts), dtype=np.int64) if slots is None else np.array(slots),
-        {},
-    )
-
-
-def draw(policy: CausalLMPolicy, prompts: Prompts, **changes: Any) -> Responses:
-    settings: dict[str, Any] = {
-        "responses": 2, "max_new_tokens": 6, "temperature": TEMPERATURE, "batch_size": 16,
-    }  # fmt: skip
-    key, context = changes.pop("key", KEY), changes.pop("context", ("rollout", 1))
-    limit = changes.pop("max_prompt_tokens", 16)
-    spec = recipe.Rollout.model_validate(settings | changes)
-    return sample(policy, prompts, spec, key=key, context=context, max_prompt_tokens=limit)
-
-
-def answers(responses: Responses) -> dict[tuple[int, int, int], list[int]]:
-    """The response tokens by (user of the data set, slot, number of the response)."""
-    k = len(responses.user) // len(responses.prompts)
-    found = {}
-    for row, prompt in enumerate(responses.prompt):
-        mask = responses.response_mask[row].bool()
-        tokens = responses.tokens[row, -responses.max_new_tokens :][mask].tolist()
-        key = (int(responses.prompts.users[prompt]), int(responses.prompts.slots[prompt]), row % k)
-        found[key] = tokens
-    return found
-
-
-TEXTS: list[Prompt] = ["a", "some longer text", "middle", "xy", "another of them"]
-USERS, SLOTS = [3, 3, 7, 8, 12], [0, 1, 0, 0, 0]
-
-
-def five() -> Prompts:
-    return prompts_of(TEXTS, USERS, SLOTS)
-
+from helpers.sampled import (
+    EOS,
+    KEY,
+    SLOTS,
+    TEMPERATURE,
+    TEXTS,
+    USERS,
+    answers,
+    draw,
+    five,
+    model_of,
+    policy_of,
+    prompts_of,
+)
 
 # --- what the tokens depend on -------------------------------------------------------------------
 
@@ -601,218 +541,3 @@ def test_a_run_keeps_the_size_that_it_started_with(
     assert sizes == {32}  # 24 users, 2 rounds, 2 responses: 24 rows a round
     with pytest.raises(AssertionError, match="resolve_batch_size"):
         draw(policy_of(), five(), batch_size="auto")
-
-
-# --- vLLM, with a stand-in ------------------------------------------------------------------------
-
-
-class FakeLLM:
-    """Answers a request by its tokens, its seed and the adapter; notes what it was asked for."""
-
-    couples_requests = False
-    cuts_short = False
-    fails = ""
-
-    def __init__(self, **arguments: Any) -> None:
-        if self.fails:
-            raise ValueError(self.fails)
-        self.arguments = arguments
-        self.calls: list[tuple[list[Any], list[Any], Any]] = []
-
-    def generate(self, prompts: Any, settings: Any, *, lora_request: Any, use_tqdm: bool) -> Any:
-        assert use_tqdm is False
-        self.calls.append((prompts, settings, lora_request))
-        if lora_request is not None:
-            lora_request.weights = load_file(Path(lora_request.path) / "adapter_model.safetensors")
-        other = len(prompts) if self.couples_requests else 0
-        answers = [
-            fake_answer(p["prompt_token_ids"], s.seed + other, lora_request is None, s.max_tokens)
-            for p, s in zip(prompts, settings, strict=True)
-        ]
-        if self.cuts_short:
-            answers = [[1]] * len(answers)
-        return [
-            types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=a)]) for a in answers
-        ]
-
-
-def fake_answer(prompt: list[int], seed: int, base: bool, length: int) -> list[int]:
-    drawn = np.random.default_rng([seed, base, *prompt]).integers(0, 6, length).tolist()
-    return drawn[: drawn.index(EOS) + 1] if EOS in drawn else drawn
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeLLM]]:
-    """A ``vllm`` in batch-invariant mode, and a GPU with 60 of 80 GB free."""
-    kind = type("FakeLLM", (FakeLLM,), {})
-    request = type("LoRARequest", (), {})
-
-    def new_request(name: str, number: int, path: str) -> Any:
-        made = request()
-        made.name, made.number, made.path = name, number, path
-        return made
-
-    modules = {
-        "vllm": {"LLM": kind, "SamplingParams": types.SimpleNamespace, "__version__": "0.1"},
-        "vllm.envs": {"VLLM_BATCH_INVARIANT": True},
-        "vllm.lora": {},
-        "vllm.lora.request": {"LoRARequest": new_request},
-    }
-    for name, attributes in modules.items():
-        module = types.ModuleType(name)
-        vars(module).update(attributes)
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
-    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
-    monkeypatch.setattr(CausalLMPolicy, "device", torch.device("cuda:0"))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * 10**9, 80 * 10**9))
-    backend.engine.cache_clear()
-    yield kind
-    backend.engine.cache_clear()
-
-
-def bfloat16_policy(temperature: float = TEMPERATURE, **adapter: Any) -> CausalLMPolicy:
-    spec = recipe.Adapter(**{"type": "lora", "rank": 3, **adapter})
-    model = tiny.model("llama").bfloat16()
-    model.name_or_path = "the/model"
-    return make_policy(model, tiny.tokenizer(), spec, temperature=temperature)
-
-
-def test_vllm_is_asked_for_the_policys_own_distribution(fake: type[FakeLLM]) -> None:
-    policy = bfloat16_policy()
-    policy.end_tokens = [EOS, 5]
-    draw(policy, five(), backend="vllm", base_policy="reference")
-    llm = backend.engine(policy)
-    assert isinstance(llm, fake)
-    asked = {
-        "model": "the/model", "dtype": "bfloat16", "gpu_memory_utilization": 60 / 80 / 2,
-        "enable_lora": True, "max_lora_rank": 8, "enable_prefix_caching": False,
-        "generation_config": "vllm",
-    }  # fmt: skip
-    assert asked.items() <= llm.arguments.items()
-    (_, settings, adapter), (_, _, without) = llm.calls[-2:]
-    assert without is None
-    assert vars(settings[0]) == {
-        "temperature": TEMPERATURE, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
-        "seed": settings[0].seed, "repetition_penalty": 1.0, "presence_penalty": 0.0,
-        "frequency_penalty": 0.0, "max_tokens": 6, "min_tokens": 0, "ignore_eos": True,
-        "stop_token_ids": [EOS, 5], "detokenize": False,
-    }  # fmt: skip
-    assert not Path(adapter.path).exists()
-    sent = {name: tensor.float() for name, tensor in adapter.weights.items()}
-    assert sent.keys() == policy.state().keys()
-    assert all(torch.equal(sent[name], tensor) for name, tensor in policy.state().items())
-
-
-def test_vllm_gets_the_settings_that_log_probabilities_follow(fake: type[FakeLLM]) -> None:
-    policy = bfloat16_policy()
-    policy.sampling = Sampling(5, 0.9, 0.0, 1.2, 20)
-    draw(policy, five(), backend="vllm")
-    settings = vars(backend.engine(policy).calls[-1][1][0])
-    asked = {"top_k": 5, "top_p": 0.9, "min_p": 0.0, "repetition_penalty": 1.2, "min_tokens": 6}
-    assert asked.items() <= settings.items()
-
-
-def test_an_adapter_that_moved_comes_under_another_number(fake: type[FakeLLM]) -> None:
-    policy = bfloat16_policy()
-    draw(policy, five(), backend="vllm")
-    with torch.no_grad():
-        for parameter in policy.parameters.values():
-            parameter.add_(1)
-    draw(policy, five(), backend="vllm")
-    (*_, old), (*_, new) = backend.engine(policy).calls[-2:]
-    assert old.number != new.number
-    assert old.name != new.name
-    assert not all(torch.equal(old.weights[name], new.weights[name]) for name in new.weights)
-
-
-def test_vllms_answers_come_back_to_their_rows(fake: type[FakeLLM]) -> None:
-    """Each by its own seed, which neither the order nor the presence of others changes."""
-    policy = bfloat16_policy()
-    whole = draw(policy, five(), backend="vllm", responses=4, base_policy="reference")
-    seeds = {
-        (tuple(p["prompt_token_ids"]), s.seed)
-        for prompts, settings, _ in backend.engine(policy).calls[-2:]
-        for p, s in zip(prompts, settings, strict=True)
-    }
-    assert len({seed for _, seed in seeds}) == 20
-    truth = answers(whole)
-    assert sorted(truth.values()) == sorted(
-        fake_answer(p["prompt_token_ids"], s.seed, request is None, 6)
-        for prompts, settings, request in backend.engine(policy).calls[-2:]
-        for p, s in zip(prompts, settings, strict=True)
-    )
-    assert {len(tokens) for tokens in truth.values()} > {6}  # some end early
-    fewer = prompts_of(TEXTS[3:0:-1], USERS[3:0:-1], SLOTS[3:0:-1])
-    some = answers(draw(policy, fewer, backend="vllm", responses=4, base_policy="reference"))
-    assert some == {key: truth[key] for key in some}
-    assert len(some) == 12
-    assert draw(policy, prompts_of([], [], []), backend="vllm").users == 0
-
-
-def test_vllm_must_not_let_requests_move_each_other(fake: type[FakeLLM]) -> None:
-    fake.couples_requests = True
-    with pytest.raises(DprlhfError, match="other tokens alone"):
-        resolve_batch_size(
-            recipe.Rollout(backend="vllm"), bfloat16_policy(), rows=9, max_prompt_tokens=9
-        )
-
-
-@pytest.mark.slow
-def test_a_response_that_stops_without_an_end_is_an_error(fake: type[FakeLLM]) -> None:
-    policy = bfloat16_policy()
-    backend.engine(policy)
-    fake.cuts_short = True
-    with pytest.raises(DprlhfError, match="stopped before its end"):
-        draw(policy, five(), backend="vllm")
-
-
-REFUSALS: dict[str, Any] = {
-    "VLLM_BATCH_INVARIANT=1": lambda patch: patch.setenv("VLLM_BATCH_INVARIANT", "0"),
-    "unset VLLM_ENABLE_V1_MULTIPROCESSING": lambda patch: patch.setenv(
-        "VLLM_ENABLE_V1_MULTIPROCESSING", "0"
-    ),
-    r"pip install -e '\.\[vllm\]'": lambda patch: patch.setitem(sys.modules, "vllm", None),
-    "version 0.1 has no batch-invariant mode": lambda patch: patch.delattr(
-        sys.modules["vllm.envs"], "VLLM_BATCH_INVARIANT"
-    ),
-    "one process with a GPU": lambda patch: patch.setattr(
-        CausalLMPolicy, "device", torch.device("cpu")
-    ),
-    "no such layer": lambda patch: patch.setattr(sys.modules["vllm"].LLM, "fails", "no such layer"),
-}
-
-
-@pytest.mark.parametrize("message", REFUSALS)
-def test_vllm_is_refused_where_it_cannot_keep_users_apart(
-    fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, message: str
-) -> None:
-    REFUSALS[message](monkeypatch)
-    with pytest.raises(DprlhfError, match=message):
-        resolve_batch_size(
-            recipe.Rollout(backend="vllm"), bfloat16_policy(), rows=9, max_prompt_tokens=9
-        )
-
-
-def test_vllm_is_refused_for_policies_that_it_cannot_sample(fake: type[FakeLLM]) -> None:
-    dora = bfloat16_policy()
-    dora.model.peft_config["default"].use_dora = True
-    no_adapter = CausalLMPolicy(tiny.model("llama").bfloat16(), tiny.tokenizer())
-    wide = bfloat16_policy()
-    wide.model.peft_config["default"].r = 513
-    mixed = bfloat16_policy()
-    mixed.sampling = Sampling(top_p=0.9, min_p=0.1)
-    stopping = bfloat16_policy()
-    stopping.stop = StopStrings(stopping.tokenizer, ["x"])
-    for policy, message in (
-        (stopping, "rollout.stop"),
-        (mixed, "rollout.min_p: vllm applies it before top_p"),
-        (dora, "LoRA adapters only"),
-        (no_adapter, "LoRA adapters only"),
-        (policy_of("llama", torch.float32), "policy.dtype: bfloat16"),
-        (bfloat16_policy(temperature=0.001), "rollout.temperature 0.001"),
-        (wide, "policy.adapter.rank 513"),
-    ):
-        with pytest.raises(DprlhfError, match=message):
-            backend.engine(policy)

@@ -141,5 +141,6 @@ class Recipe(Settings):
             guides=self.update.subspace.data if self.update.subspace else None,
         )
         self.policy.adapter.check(public_rows=self.evaluation is not None)
+        self.rollout.check(self.policy)
         check_update(self.update, self)
         return self

@@ -1,6 +1,7 @@
 """Sampling by vLLM, for long responses on a GPU; the adapter is sent as a LoRA request.
 
-This code has not been run on a GPU or measured: the tests replace vLLM by a fake.
+This code has not been run on a GPU or measured: the tests replace vLLM by a stand-in with the
+signatures of the version that the extra ``vllm`` pins.
 
 vLLM batches the requests that are present, so its shapes depend on the users of the round. Only its
 batch-invariant mode makes a row's tokens independent of the others. Without it one user could
@@ -38,8 +39,10 @@ from dprlhf.errors import DprlhfError, one_line
 from dprlhf.policies.causal_lm import CausalLMPolicy
 
 _INSTALL = "pip install -e '.[vllm]' in the clone"
-_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM accepts for max_lora_rank
-_COOLEST = 0.01  # below it vLLM raises the temperature to it, or decodes greedily
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM accepts for max_lora_rank
+# Below the first vLLM raises the temperature to it, or decodes greedily; it refuses any above the
+# second.
+_COOLEST, _HOTTEST = 0.01, 2.0
 _adapter_ids = itertools.count(1)
 
 
@@ -99,7 +102,9 @@ def engine(policy: CausalLMPolicy) -> Any:
     free, total = torch.cuda.mem_get_info(policy.device)
     try:
         made = vllm.LLM(
-            model=policy.model.get_base_model().name_or_path,
+            model=policy.network.name_or_path,
+            # The commit that transformers loaded: the gradients are those of its weights.
+            revision=getattr(policy.network.config, "_commit_hash", None),
             dtype="bfloat16",
             skip_tokenizer_init=True,
             max_model_len=-1,  # the model's own, or what fits
@@ -128,9 +133,10 @@ def _refuse(policy: CausalLMPolicy) -> None:
         )
     if policy.model.get_input_embeddings().weight.dtype != torch.bfloat16:
         raise DprlhfError("rollout.backend vllm needs policy.dtype: bfloat16, its adapters' type")
-    if policy.temperature < _COOLEST:
+    if not _COOLEST <= policy.temperature <= _HOTTEST:
         raise DprlhfError(
-            f"rollout.temperature {policy.temperature}: vllm samples exactly from {_COOLEST} on"
+            f"rollout.temperature {policy.temperature}: vllm samples exactly from {_COOLEST} to"
+            f" {_HOTTEST}"
         )
     if policy.stop is not None:
         raise DprlhfError(
