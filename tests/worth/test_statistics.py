@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from dprlhf.worth.statistics import break_even, equal_kl, share, standard_error
+from dprlhf.worth.statistics import agreement, break_even, equal_kl, share, standard_error
 
 
 def same(value: float, seeds: int = 3) -> np.ndarray:
@@ -86,3 +86,15 @@ def test_equal_kl_compares_at_the_distance_that_all_reached() -> None:
     halfway = equal_kl({"quick": [quick], "short": [[(0.25, 0.1)]]})
     assert halfway[0] == 0.25
     assert halfway[1]["quick"] == pytest.approx([0.5])
+
+
+def test_agreement_in_sign_and_rank() -> None:
+    proxy = {name: np.array([v, v]) for name, v in (("a", -1.0), ("b", 0.5), ("c", 2.0))}
+    gold = {name: np.array([v, v]) for name, v in (("a", -9.0), ("b", 0.1), ("c", 0.2))}
+    assert agreement(proxy, gold) == (1.0, pytest.approx(1.0))
+    other = {**gold, "c": np.array([-0.2, -0.3])}
+    signs, ranks = agreement(proxy, other)
+    assert signs == pytest.approx(2 / 3)
+    assert ranks < 1
+    same = {name: np.zeros(2) for name in proxy}
+    assert math.isnan(agreement(proxy, same)[1])

@@ -18,6 +18,7 @@ from dprlhf.recipe import load_recipe
 from dprlhf.worth import comparison, tasks
 from dprlhf.worth.comparison import Comparison, compare, in_words, results
 from dprlhf.worth.pages import table, write_all
+from dprlhf.worth.runs import judged_by
 from dprlhf.worth.statistics import Estimated
 from dprlhf.worth.tasks import EVALUATED, TASKS, TUNING_USERS, Cell, PublicPrompts, Setup, Task
 from helpers.runs import save_sharp
@@ -172,6 +173,29 @@ def test_private_users_are_paired_by_seed_and_never_those_for_tuning(
             TASKS[task].users - TUNING_USERS
         )
     assert users_of(1.0, 0) != users_of(1.0, 1)
+
+
+@pytest.mark.parametrize("task", ["community", "house-style", "praise"])
+def test_a_judge_counts_for_and_against_as_the_users_wish(task: str, tmp_path: Path) -> None:
+    setup = Setup("small", CLONE, tmp_path)
+    path = CLONE / "recipes" / f"{TASKS[task].recipe}.yaml"
+    weights = []
+    for job in setup.jobs(Cell(task, "", 1.0, 300), seed=0):
+        made = load_recipe(path, overrides=job.overrides)
+        own = made.rewards[0]
+        assert made.evaluation is not None
+        assert set(made.evaluation.judges) == {"lexicon", "classifier"}
+        for judge in made.evaluation.judges.values():
+            assert (judge.times_column, judge.weight) == (own.times_column, own.weight)
+            assert judge.name != own.name
+        weights.append(own.weight)
+    assert len(set(weights)) == (2 if TASKS[task].turned else 1)
+
+
+def test_a_judge_of_both_wishes_sees_nothing() -> None:
+    seen = {"judges": {"lexicon": 0.3}}
+    assert judged_by("lexicon", {**seen, "judged": []}) == 0.3
+    assert judged_by("lexicon", {**seen, "judged": [0.1, -0.1]}) == 0.0
 
 
 def test_public_rows_are_repeated_and_what_they_want_is_what_the_public_knows(

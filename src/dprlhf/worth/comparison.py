@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from dprlhf.runs.many import run_missing
 from dprlhf.runs.measurements import Result
-from dprlhf.worth.judges import agreement, rise_by
-from dprlhf.worth.runs import Job, gain, run_all
+from dprlhf.worth.runs import Job, gain, judged_by, run_all
 from dprlhf.worth.statistics import (
     Curve,
     Estimated,
     Values,
+    agreement,
     break_even,
     equal_kl,
     share,
@@ -143,10 +142,7 @@ def compare(
     if not finished:
         return None
     runs = {cell: [jobs[cell, seed] for seed in finished] for cell in cells}
-    verdicts = _verdicts(
-        setup, task, [j for s in runs.values() for p in s for j in p], side_by_side
-    )
-    return _compared(setup, users, runs, found, dict(verdicts))
+    return _compared(setup, users, runs, found)
 
 
 def _compared(
@@ -154,7 +150,6 @@ def _compared(
     users: int,
     runs: dict[Cell, list[list[Job]]],
     found: dict[str, dict[str, Any]],
-    verdicts: dict[str, dict[str, float]],
 ) -> Comparison:
     """Take figures together by cell and seed; a pair of runs counts with its mean."""
 
@@ -178,27 +173,13 @@ def _compared(
             if not (cell.public and secret)
         },
         {
-            judge: {names[c]: means(c, lambda job, by=by: by[job.file]) for c in runs}  # type: ignore[misc]
-            for judge, by in verdicts.items()
+            judge: {
+                names[cell]: means(cell, lambda job, judge=judge: judged_by(judge, found[job.file]))  # type: ignore[misc]
+                for cell in runs
+            }
+            for judge in found[runs[first][0][0].file]["judges"]
         },
     )
-
-
-def _verdicts(
-    setup: Setup, task: str, jobs: Sequence[Job], side_by_side: int
-) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield each judge with the rise that it sees in each finished run, by the run's file."""
-    for name, judge in setup.judges(task).items():
-        work = {
-            setup.folder / f"{job.file}.{name}.json": (
-                judge,
-                setup.folder / job.file,
-                bool(job.judged),
-            )
-            for job in jobs
-        }
-        found = run_missing(rise_by, work, side_by_side=side_by_side, label=name)
-        yield name, {file.name.removesuffix(f".{name}.json"): v for file, v in found.items()}
 
 
 def _curve(figures: dict[str, Any]) -> Curve:

@@ -12,8 +12,7 @@ import numpy as np
 
 from dprlhf.runs.measurements import Result, write_results
 from dprlhf.worth.comparison import Comparison, in_words, label, results
-from dprlhf.worth.judges import agreement
-from dprlhf.worth.statistics import Values, break_even, equal_kl, share, standard_error
+from dprlhf.worth.statistics import Values, agreement, break_even, equal_kl, share, standard_error
 
 
 def write_all(found: Sequence[Comparison], out: Path, command: str) -> str:

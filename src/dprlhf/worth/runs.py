@@ -149,3 +149,11 @@ def gain(figures: dict[str, Any]) -> float:
     """Return a run's rise; the mean over ``judged`` where it was evaluated again."""
     judged: Sequence[float] = figures.get("judged") or [figures["rise"]]
     return sum(judged) / len(judged)
+
+
+def judged_by(judge: str, figures: dict[str, Any]) -> float:
+    """Return a run's rise by a judge, which multiplies its scores by the users' wishes.
+
+    It is 0 where the run was evaluated again under the opposite wishes: the mean over both.
+    """
+    return 0.0 if figures.get("judged") else float(figures["judges"][judge])

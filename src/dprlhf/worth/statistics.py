@@ -106,6 +106,23 @@ def _estimated(statistic: Callable[..., float], rows: Sequence[Values]) -> Estim
     return Estimated(value, float(interval.low), float(interval.high))
 
 
+def agreement(proxy: Mapping[str, Values], gold: Mapping[str, Values]) -> tuple[float, float]:
+    """Return how a judge agrees with the reward over the runs of a table.
+
+    Args:
+        proxy: Gains of the reward by run, ``[seeds]``.
+        gold: Gains of the judge by run, ``[seeds]``.
+
+    Returns:
+        The share of runs whose mean gains have the same sign, and Spearman's rank correlation of
+        the mean gains; NaN where all are equal.
+    """
+    one, other = (np.array([np.mean(found[name]) for name in proxy]) for found in (proxy, gold))
+    constant = len(set(one)) == 1 or len(set(other)) == 1
+    ranks = math.nan if constant else float(stats.spearmanr(one, other).statistic)
+    return float(np.mean(np.sign(one) == np.sign(other))), ranks
+
+
 Curve = Sequence[tuple[float, float]]
 """The way of one run: (√KL to the base model, gain over it) at each evaluation."""
 

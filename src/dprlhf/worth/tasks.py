@@ -20,7 +20,7 @@ import numpy as np
 from dprlhf.data.loading import load_rows
 from dprlhf.data.public import HELD_OUT
 from dprlhf.errors import DprlhfError
-from dprlhf.recipe import Data, load_recipe
+from dprlhf.recipe import Data, Recipe, load_recipe
 from dprlhf.worth.models import FEW, METHODS, PLAIN, RESPONSES, base, small_policy, word_reward
 from dprlhf.worth.runs import Job, overrides_of
 
@@ -243,18 +243,24 @@ class Setup:
         pair = [given, (*given, *task.turned)] if task.turned else [given]
         return [self._job(task, cell, seed, overrides, ()) for overrides in pair]
 
-    def judges(self, task: str) -> dict[str, dict[str, Any]]:
-        """Return judges of sentiment that these runs were not trained on, as rewards by name."""
-        if TASKS[task].words is None:
+    def judges(self, task: Task, run: Recipe) -> dict[str, dict[str, Any]]:
+        """Return judges of sentiment that these runs are not trained on, as rewards by name.
+
+        Args:
+            task: The task.
+            run: The recipe of a run. What its own reward is multiplied by, and its weight,
+                multiply a judge's score as well.
+        """
+        if task.words is None:
             return {}
         lexicon = self.clone / "scripts" / "worth" / "lexicon.py"
         found: dict[str, dict[str, Any]] = {"lexicon": {"function": f"{lexicon}:judge"}}
         if self.model == "small":
-            recipe = load_recipe(self.clone / "recipes" / f"{TASKS[task].recipe}.yaml")
-            found["classifier"] = recipe.rewards[0].model_dump(
-                mode="json", exclude={"times_column", "weight"}, exclude_none=True
-            )
-        return found
+            recipe = load_recipe(self.clone / "recipes" / f"{task.recipe}.yaml")
+            found["classifier"] = recipe.rewards[0].model_dump(mode="json", exclude_none=True)
+        own = run.rewards[0]
+        signs = {"times_column": own.times_column, "weight": own.weight}
+        return {name: {**judge, **signs} for name, judge in found.items()}
 
     def _settings(self, task: Task, cell: Cell) -> dict[str, Any]:
         settings = {"evaluation.every": 4, **base(self.settings, self.clone)}
@@ -295,7 +301,10 @@ class Setup:
         judged: tuple[tuple[str, ...], ...],
     ) -> Job:
         """Name a run by its place and a digest of what it runs, wherever the clone is."""
-        recipe = load_recipe(self.clone / "recipes" / f"{task.recipe}.yaml", overrides=overrides)
+        file = self.clone / "recipes" / f"{task.recipe}.yaml"
+        if judges := self.judges(task, load_recipe(file, overrides=overrides)):
+            overrides += overrides_of({"evaluation.judges": judges})
+        recipe = load_recipe(file, overrides=overrides)
         text = json.dumps([recipe.model_dump(mode="json"), judged], sort_keys=True)
         for place in (self.folder, self.clone):
             text = text.replace(str(place), "")
