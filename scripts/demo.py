@@ -4,17 +4,24 @@
     python scripts/demo.py --results docs/results/demo.json
     python scripts/demo.py --public-only --results docs/results/demo.json
 
-What the cache lacks is fetched and made first; the untuned model shows its texts before the reward
-model is fitted. The second command keeps the figures, the third tunes the same model by the same
-method on as many PUBLIC prompts instead, without noise and clipping. That takes as long as the demo
-itself, so the demo does not repeat it: it prints the kept figure and says from when it is.
+What the cache lacks is fetched and made first. On two or more cores and without a GPU, a second
+process fits the reward model while the first makes the language model and shows its texts; then the
+two share the rounds and the evaluation. The second command keeps the figures, the third tunes the
+same model by the same method on as many PUBLIC prompts instead, without noise and clipping. That
+takes as long as the demo itself, so the demo does not repeat it: it prints the kept figure and says
+from when it is.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import math
+import os
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from dprlhf import load_recipe, train
 from dprlhf.assets import pull
@@ -52,6 +60,56 @@ UNIT = "logit difference"
 WORDS = {"function": "worth.lexicon:judge", "times_column": "wants"}
 JUDGE = "evaluation.judges=" + json.dumps({"words": WORDS})
 """Adds the judge "words" to a recipe: words of opinion as the author wants them, less others."""
+
+
+class Helper:
+    """The second process of the demo: it fits the reward model, then joins the run as rank 1.
+
+    Two processes of one thread each make better use of two cores than two threads of one process,
+    which wait for each other after each of many small products.
+    """
+
+    def __init__(self, overrides: Sequence[str]) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        launch = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        launch |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": str(max(1, cores() // 2))}
+        os.environ |= launch | {"RANK": "0", "LOCAL_RANK": "0"}
+        torch.set_num_threads(max(1, cores() // 2))
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--helper", str(os.getpid()), *overrides],
+            env={**os.environ, "RANK": "1", "LOCAL_RANK": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the first process, which waits for a safe point
+        )
+        atexit.register(self._process.kill)
+
+    def check(self) -> None:
+        """Raise an error if the process has ended: a run of two would wait for it."""
+        if self._process.poll() is not None:
+            raise SystemExit(f"the second process ended with status {self._process.returncode}")
+
+    def processor_seconds(self) -> float:
+        """Wait for its end; return the processor time of its part of the run."""
+        return float(self._process.communicate()[0].split()[-1])
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def help_tuning(parent: int, overrides: Sequence[str]) -> None:
+    """Fit the reward model, then take part in the run; print the processor time of that part."""
+    pull([REWARD], quiet=True)
+    pull(SHOWN_FIRST, quiet=True)
+    if os.getppid() != parent:
+        raise SystemExit("the first process has ended")
+    began = time.process_time()
+    train(RECIPE, overrides=[JUDGE, *overrides], quiet=True)
+    print(time.process_time() - began)
 
 
 @dataclass(frozen=True)
@@ -239,7 +297,7 @@ class Times:
         return [
             Result("demo: installing", ready - started, "s"),
             Result("demo: models, data and the reward's fit", made, "s"),
-            Result("demo: the reward's fit", self.fitted - self.texts, "s"),
+            Result("demo: waiting for the reward's fit", self.fitted - self.texts, "s"),
             Result("demo: first continuations", texts, "s", "at most 180", texts <= 180),
             Result("demo: first noised reward", reward, "s", "at most 180", reward <= 180),
             Result("demo: make demo, clean clone", end, "s", "at most 360", end <= 360),
@@ -248,6 +306,7 @@ class Times:
 
 def tune(overrides: Sequence[str], times: Times) -> list[Result]:
     """Show the untuned model, fit the reward, tune, show the result; return the figures."""
+    helper = Helper(overrides) if cores() > 1 and not torch.cuda.is_available() else None
     pull(SHOWN_FIRST)
     times.built = time.time()
     given = [JUDGE, *overrides]
@@ -257,10 +316,13 @@ def tune(overrides: Sequence[str], times: Times) -> list[Result]:
     times.texts = time.time()
     accuracy = json.loads((pull([REWARD])[REWARD] / "metrics.json").read_text())["accuracy"]
     times.fitted, processor = time.time(), time.process_time()
+    if helper is not None:
+        helper.check()
     result = train(RECIPE, overrides=given, callbacks=[times.report])
     show(result, told, public)
     print(f"accuracy of the reward model on held-out sentences: {accuracy:.3f}")
     seconds, processor = time.time() - times.fitted, time.process_time() - processor
+    processor += helper.processor_seconds() if helper is not None else 0
     print(f"seconds for tuning and evaluation: {seconds:.0f} ({processor:.0f} of a processor)")
     return [
         *rows(result, told, public),
@@ -280,9 +342,12 @@ def main() -> None:
     )
     parser.add_argument("--ready", type=float, help="when its packages were installed")
     parser.add_argument("--public-only", action="store_true", help="tune on public prompts instead")
+    parser.add_argument("--helper", type=int, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     options = parser.parse_args()
     hush_libraries()
+    if options.helper is not None:
+        return help_tuning(options.helper, options.overrides)
     times = Times(time.time())
     if options.public_only:
         pull([*SHOWN_FIRST, REWARD])

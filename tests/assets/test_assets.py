@@ -90,7 +90,9 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shelf:
 
 
 def visible(folder: Path) -> set[str]:
-    return {f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file()}
+    """Return the files of a cache, without the empty ones that processes lock."""
+    found = {f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file()}
+    return {name for name in found if not name.startswith(".locks/")}
 
 
 # --- pull -------------------------------------------------------------------------------------
@@ -102,9 +104,9 @@ def test_pull_makes_the_sources_first(shelf: Shelf) -> None:
     assert (folders["pie"] / "pie.txt").read_text() == "apple" * 1000 + " pie"
     assert shelf.builds == ["leaf", "pie"]
     assert shelf.pip_calls == ["fruit==1.0"]
-    # Nothing is left beside the wheel, the assets and the lock.
+    # Nothing is left beside the wheel and the assets.
     assert visible(shelf.cache) == {
-        ".lock", f"wheels/{shelf.wheel.file}", "v1/leaf/apple.txt", "v1/pie/pie.txt",
+        f"wheels/{shelf.wheel.file}", "v1/leaf/apple.txt", "v1/pie/pie.txt",
     }  # fmt: skip
 
 
@@ -144,7 +146,7 @@ def test_a_bad_download_is_refused_and_mended(shelf: Shelf, damage: str) -> None
     for expected in (shelf.wheel.file, shelf.wheel.sha256, hashlib.sha256(bad).hexdigest()):
         assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert visible(shelf.cache) == {".lock"}
+    assert visible(shelf.cache) == set()
     assert shelf.builds == []
 
     shelf.offered.write_bytes(good)
@@ -176,7 +178,7 @@ def test_a_failing_pip_is_one_clear_line(shelf: Shelf, monkeypatch: pytest.Monke
     assert message.startswith("pip could not download fruit==1.0 (ERROR: no route to the index): ")
     assert "retrying" not in message
     assert "\n" not in message
-    assert visible(shelf.cache) == {".lock"}
+    assert visible(shelf.cache) == set()
 
 
 def test_pip_that_brings_another_file_is_an_error(
@@ -207,7 +209,7 @@ def test_an_interrupted_build_leaves_nothing(
     monkeypatch.setitem(cache.ASSETS, "leaf", catalogue.Asset("", ("fruit",), half))
     with pytest.raises(interruption):
         assets.pull(quiet=True)
-    assert visible(shelf.cache) == {".lock", f"wheels/{shelf.wheel.file}"}
+    assert visible(shelf.cache) == {f"wheels/{shelf.wheel.file}"}
     assert [s.ready for s in assets.status()] == [False, False]
     with pytest.raises(DprlhfError, match="is not in the cache"):
         assets.path("leaf")
@@ -217,7 +219,7 @@ def test_an_interrupted_build_leaves_nothing(
 
 
 def test_what_a_killed_process_left_is_cleared(shelf: Shelf) -> None:
-    for left in (".tmp-build/out/half.txt", ".tmp-download-fruit/half.whl"):
+    for left in (".tmp-build-leaf/out/half.txt", ".tmp-download-fruit/half.whl"):
         (shelf.cache / left).parent.mkdir(parents=True)
         (shelf.cache / left).write_text("half")
     folders = assets.pull(quiet=True)
@@ -244,6 +246,28 @@ def test_two_pulls_at_once_build_once(shelf: Shelf, monkeypatch: pytest.MonkeyPa
     assert len(results) == 2
     assert shelf.builds == ["leaf", "pie"]
     assert shelf.pip_calls == ["fruit==1.0"]
+
+
+def test_a_pull_waits_for_nothing_that_it_does_not_need(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assets.pull(["leaf"], quiet=True)
+    build, found = cache.ASSETS["pie"].build, threading.Event()
+
+    def slow(sources: dict[str, Path], out: Path, quiet: bool) -> None:
+        assert found.wait(20)
+        build(sources, out, quiet)
+
+    monkeypatch.setitem(cache.ASSETS, "pie", catalogue.Asset("", ("leaf",), slow))
+    monkeypatch.setitem(cache.ASSETS, "tart", catalogue.Asset("", ("leaf",), build))
+    other = threading.Thread(target=lambda: assets.pull(["pie"], quiet=True))
+    other.start()
+    while not (shelf.cache / ".tmp-build-pie").exists():
+        time.sleep(0.01)
+    assert (assets.pull(["tart"], quiet=True)["tart"] / "pie.txt").exists()
+    found.set()
+    other.join()
+    assert (shelf.cache / "v1/pie/pie.txt").exists()
 
 
 def test_a_cache_that_cannot_be_written_is_named(

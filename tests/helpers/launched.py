@@ -36,7 +36,7 @@ from dprlhf.budget import Book
 from dprlhf.privacy import gate
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.recipe import RewardRecipe, SFTRecipe
-from dprlhf.training import reinforcement
+from dprlhf.training import evaluate, reinforcement
 from dprlhf.training.processes import Processes
 from helpers import tiny
 from helpers.fixed import fix_randomness, make_tables
@@ -44,6 +44,7 @@ from helpers.rounds import value_of
 
 PROMPTS = [f"user {i} says {'more ' * (i % 4)}" for i in range(9)]
 ROUNDS = 4
+EVALUATED = 8
 
 
 def reward(prompts: list[str], completions: list[str]) -> list[float]:
@@ -66,7 +67,8 @@ def settings(model: str) -> dict[str, Any]:
         "update__batch_size": 4,
         "update__clip_norm": 0.01,
         "update__critic": {"features": 2, "share": 0.1},
-        "evaluation_prompts": [f"public {'words ' * (i % 3)}{i}" for i in range(8)],
+        "evaluation_prompts": [f"public {'words ' * (i % 3)}{i}" for i in range(EVALUATED)],
+        "evaluation__log_probs": True,
         "quiet": True,
     }
 
@@ -87,6 +89,7 @@ class Seen:
     released: list[str] = dataclasses.field(default_factory=list)
     parameters: list[torch.Tensor] = dataclasses.field(default_factory=list)
     weights_held: int = 0
+    evaluated: list[int] = dataclasses.field(default_factory=list)
 
 
 def spy(owner: Any, name: str, note: Callable[[Any], object]) -> None:
@@ -108,6 +111,7 @@ def watch(dtype: torch.dtype) -> Seen:
     spy(dprlhf.training.reinforcement, "load_policy_of", lambda policy: policy.model.to(dtype))
     spy(Ledger, "__init__", lambda _: setattr(seen, "ledgers", seen.ledgers + 1))
     spy(Processes, "share", lambda users: seen.shares.append(len(users)))
+    spy(evaluate, "token_logs", lambda logs: seen.evaluated.append(len(logs.plain)))
     # Sums of two numbers are votes on the layout.
     spy(Processes, "sum", lambda sum_: seen.sums.append(sum_.clone()) if len(sum_) > 2 else None)
     spy(gate, "rounded_gaussian", lambda noise: seen.noise.append(digest(noise)))

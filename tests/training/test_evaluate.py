@@ -16,7 +16,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
 from dprlhf.recipe import load_any_recipe, make_recipe
 from dprlhf.rollout import Responses, sample
-from dprlhf.training.measures import compare, distinct, measure
+from dprlhf.training.measures import compare, distinct, measure, token_logs
 from helpers import runs, tiny
 
 PUBLIC = [f"public {'x' * i}" for i in range(12)]
@@ -57,10 +57,10 @@ def policy_and_responses(moved: float) -> tuple[CausalLMPolicy, Responses]:
 
 def test_kl_is_zero_before_training() -> None:
     policy, responses = policy_and_responses(0.0)
-    found = measure(policy, responses, 8)
+    found = measure(policy, responses, token_logs(policy, responses, 8))
     assert found["kl"].mean == found["kl_per_token"].mean == 0.0
     with policy.base():
-        assert measure(policy, responses, 8) == found
+        assert measure(policy, responses, token_logs(policy, responses, 8)) == found
 
 
 def test_against_a_direct_computation() -> None:
@@ -100,7 +100,7 @@ def test_against_a_direct_computation() -> None:
         "kl_per_token": sum(k3) / sum(lengths),
         "perplexity": math.exp(sum(losses) / sum(lengths)),
     }
-    measured = measure(policy, responses, 8)
+    measured = measure(policy, responses, token_logs(policy, responses, 8))
     assert {n: e.mean for n, e in measured.items()} == pytest.approx(expected, abs=1e-5, rel=1e-5)
     assert policy.temperature == TEMPERATURE
     assert measure(policy, responses, None).keys() == set(list(expected)[:4])
@@ -121,7 +121,7 @@ def test_the_kl_of_one_token_by_enumeration() -> None:
         spec.model_copy(update={"responses": 1}), key=bytes(32), context=("test",),
         max_prompt_tokens=32,
     )  # fmt: skip
-    found = measure(policy, many, 500)
+    found = measure(policy, many, token_logs(policy, many, 500))
     for name in ("kl", "kl_per_token"):
         assert abs(found[name].mean - exact) < 4 * found[name].standard_error
     assert exact > 4 * found["kl_per_token"].standard_error

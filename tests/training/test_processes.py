@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -84,6 +85,33 @@ def test_sums_and_parameters_equal_those_of_one_process(folder: Path, run: str) 
             assert float((found - expected).norm()) <= tolerance * float(expected.norm())
         for found, expected in zip(process.parameters, one.parameters, strict=True):
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-3 * tolerance)
+
+
+@pytest.mark.parametrize("run", DOUBLE)
+def test_the_evaluation_of_several_processes_is_that_of_one(folder: Path, run: str) -> None:
+    seen(folder, run)
+    one, several = (
+        json.loads((folder / name / "samples.json").read_text()) for name in ("run-1", run)
+    )
+    assert len(one) == launched.EVALUATED
+    assert several == one
+    one, several = (
+        json.loads((folder / name / "evaluation.json").read_text()) for name in ("run-1", run)
+    )
+    assert one["after"]["kl"]["mean"] != 0
+    for when in ("before", "after"):
+        for name, figures in one[when].items():
+            assert several[when][name] == pytest.approx(figures, abs=1e-9, nan_ok=True)
+
+
+@pytest.mark.parametrize("run", DOUBLE)
+def test_processes_share_the_evaluation(folder: Path, run: str) -> None:
+    """Each samples its own prompts alone, once before and once after."""
+    share = sorted(
+        len(range(rank, launched.EVALUATED, int(run[-1]))) for rank in range(int(run[-1]))
+    )
+    assert sorted(p.evaluated[-1] for p in seen(folder, run)) == share
+    assert all(p.evaluated == 2 * p.evaluated[-1:] for p in seen(folder, run))
 
 
 def test_the_subspace_of_two_processes_is_that_of_one(folder: Path) -> None:

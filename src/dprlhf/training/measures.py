@@ -123,19 +123,53 @@ def distinct(texts: Sequence[str], n: int) -> float:
     return len(grams) / max(1, sum(map(len, words)))
 
 
+@dataclass(frozen=True)
+class TokenLogs:
+    """Log-probabilities of sampled tokens; 0 on padding.
+
+    Attributes:
+        plain: log μ(token) of the base model at temperature 1, ``[rows, response]``.
+        ratio: log μ(token) − log π(token) at the sampling temperature, ``[rows, response]``; 0
+            where π is the base model.
+    """
+
+    plain: Array
+    ratio: Array
+
+
+def token_logs(policy: CausalLMPolicy, responses: Responses, batch_size: int) -> TokenLogs:
+    """Return the log-probabilities of the responses' tokens under the policy and the base model.
+
+    Args:
+        policy: The policy that sampled the responses, in its state then.
+        responses: Responses of the policy.
+        batch_size: Number of rows in a forward pass.
+    """
+    untuned = policy.is_base
+    with policy.base(), policy.sampled_with(Sampling(), temperature=1.0) as changed:
+        plain = token_logprobs(policy, responses, batch_size)
+    if untuned:
+        return TokenLogs(plain, np.zeros_like(plain))
+    with policy.sampled_with(policy.sampling.untruncated()):
+        current = token_logprobs(policy, responses, batch_size)
+        with policy.base():
+            base = token_logprobs(policy, responses, batch_size) if changed else plain
+    return TokenLogs(plain, base - current)
+
+
 def measure(
-    policy: CausalLMPolicy, responses: Responses, batch_size: int | None
+    policy: CausalLMPolicy, responses: Responses, logs: TokenLogs | None
 ) -> dict[str, RewardEstimate]:
     """Measure PUBLIC responses of a policy: what reveals reward hacking while the reward rises.
 
     Args:
         policy: The policy that sampled the responses, in its state then.
         responses: One response to each prompt.
-        batch_size: Number of rows in a forward pass; None leaves out the measures that need one.
+        logs: What :func:`token_logs` returns of them; None leaves out the measures that need it.
 
     Returns:
         ``response_tokens``: mean length; ``ended_share``: share of responses that ended before the
-        length limit; ``distinct_1`` and ``distinct_2``: see :func:`distinct`. With ``batch_size``
+        length limit; ``distinct_1`` and ``distinct_2``: see :func:`distinct`. With ``logs``
         also ``kl``: mean of log π(y|x) − log μ(y|x) in nats per response, the plain estimator
         (TRL's k1) of KL(π ‖ μ) at the sampling temperature (π and μ without top-k, top-p and
         min-p, which would make it infinite); ``kl_per_token``: mean over tokens of
@@ -151,24 +185,14 @@ def measure(
         "distinct_1": RewardEstimate(distinct(responses.texts, 1), math.nan, count),
         "distinct_2": RewardEstimate(distinct(responses.texts, 2), math.nan, count),
     }
-    if batch_size is None:
+    if logs is None:
         return found
-    untuned = policy.is_base
-    with policy.base(), policy.sampled_with(Sampling(), temperature=1.0) as changed:
-        plain = token_logprobs(policy, responses, batch_size)
-    ratio = np.zeros_like(plain)  # log μ/π of each token; 0 on padding, and where π is μ
-    if not untuned:
-        with policy.sampled_with(policy.sampling.untruncated()):
-            current = token_logprobs(policy, responses, batch_size)
-            with policy.base():
-                base = token_logprobs(policy, responses, batch_size) if changed else plain
-        ratio = base - current
-    likelihood = _per_token(-plain.sum(1), tokens)
+    likelihood = _per_token(-logs.plain.sum(1), tokens)
     perplexity = math.exp(likelihood.mean)
     return {
         **found,
-        "kl": estimate(-ratio.sum(1)),
-        "kl_per_token": _per_token((np.expm1(ratio) - ratio).sum(1), tokens),
+        "kl": estimate(-logs.ratio.sum(1)),
+        "kl_per_token": _per_token((np.expm1(logs.ratio) - logs.ratio).sum(1), tokens),
         "perplexity": RewardEstimate(perplexity, perplexity * likelihood.standard_error, count),
     }
 

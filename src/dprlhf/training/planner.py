@@ -162,8 +162,8 @@ def measure(
     settled = stage.recipe
     counts = sorted({*responses} or {recipe.rollout.responses})
     probe = measure_signal(parts.policy, stage.scorer, rows, settled, counts)
-    seconds_a_response(parts.policy, stage.scorer, rows, settled)  # warms up
-    phases = seconds_a_response(parts.policy, stage.scorer, rows, settled)
+    for _ in range(2):  # the first pass warms up
+        phases = seconds_a_response(parts.policy, stage.scorer, rows, settled, keeps=stage.keeps)
     signal = probe.signals[counts[-1]]
     return Facts(
         recipe=settled.model_copy(update={"privacy": recipe.privacy, "rounds": recipe.rounds}),

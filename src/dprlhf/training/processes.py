@@ -127,6 +127,17 @@ class Processes:
             broadcast_object_list(box, from_process=0)
         return box[0]
 
+    def gathered(self, value: T) -> list[T]:
+        """Return the values of all processes, in the order of their numbers, on every process."""
+        if self.count == 1:
+            return [value]
+        from accelerate.utils import gather_object
+
+        self._meet()
+        with self._together():
+            found: list[T] = gather_object([value])
+        return found
+
     def on_main(self, action: Callable[[], T]) -> T:
         """Run an action on the main process; every process gets its value, or its error.
 

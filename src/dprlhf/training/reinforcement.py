@@ -7,6 +7,7 @@ in :mod:`dprlhf.updates`, which clips, releases through the gate, and moves the 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -390,7 +391,9 @@ class Reinforcement:
         spec = self.recipe.evaluation
         assert spec is not None
         self.scorer.state = self._state.after(self._state.max_steps)
-        with run.progress.bar(description, len(self.public)) as tick:
+        processes = None if during else run.processes  # during the run the main process is alone
+        share = len(self.public) / (processes.count if processes else 1)
+        with run.progress.bar(description, math.ceil(share)) as tick:
             found = evaluate(
                 run.policy,
                 self.scorer,
@@ -401,6 +404,7 @@ class Reinforcement:
                 tick=tick,
                 judges=self.judges,
                 batch_size=self.recipe.update.batch_size if during or spec.log_probs else None,
+                processes=processes,
             )
         if run.policy.is_base:
             self._before = found
@@ -410,7 +414,9 @@ class Reinforcement:
         """Time the phases of a response on public prompts."""
         if self.public is None:
             return None
-        self.timing = seconds_a_response(run.policy, self.scorer, self.public, self.recipe)
+        self.timing = seconds_a_response(
+            run.policy, self.scorer, self.public, self.recipe, keeps=self.keeps
+        )
         return seconds_a_round(self.recipe, run.plan, self.timing)
 
     def public_metrics(self, run: Run, t: int) -> dict[str, float | None]:

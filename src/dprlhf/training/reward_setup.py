@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.recipe import Recipe
+from dprlhf.recipe import Recipe, Rollout
 from dprlhf.rewards import LoadedReward, RewardSummary, check_reward, summarize_rewards
 from dprlhf.rewards.check import lacking_columns
 from dprlhf.rewards.isolation import captured
@@ -35,6 +35,20 @@ def call_size(rows: float) -> int:
     return min(_LARGEST_CALL, 1 << max(0, math.ceil(rows) - 1).bit_length())
 
 
+def filled_once(rollout: Rollout, prompts: int, responses: int) -> Rollout:
+    """Return settings to sample a few PUBLIC prompts, in a micro-batch without fillers.
+
+    Args:
+        rollout: The recipe's settings, in which ``batch_size`` is a number.
+        prompts: Number of prompts.
+        responses: Number of responses to each, all from the policy.
+    """
+    assert rollout.batch_size != "auto"
+    size = min(rollout.batch_size, max(1, prompts * responses))
+    chosen = {"responses": responses, "batch_size": size, "base_policy": "on-policy"}
+    return rollout.model_copy(update=chosen)
+
+
 def check_rewards(
     rewards: Sequence[LoadedReward],
     policy: CausalLMPolicy,
@@ -53,10 +67,11 @@ def check_rewards(
     per_user = any(reward.per_user for reward in rewards)
     # A reward that compares a user's responses cannot be checked on one response alone.
     responses = recipe.rollout.responses if per_user else 1
+    some = public.first(max(2, 16 // responses))
     sampled = sample(
         policy,
-        public.first(max(2, 16 // responses)),
-        recipe.rollout.model_copy(update={"responses": responses, "base_policy": "on-policy"}),
+        some,
+        filled_once(recipe.rollout, len(some), responses),
         key=bytes(32),
         context=("evaluation", recipe.seed),
         max_prompt_tokens=recipe.data.max_prompt_tokens,

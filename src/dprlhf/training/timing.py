@@ -23,7 +23,12 @@ from dprlhf.training.tasks import Task
 
 
 def seconds_a_response(
-    policy: CausalLMPolicy, scorer: Scorer, prompts: Prompts, recipe: Recipe
+    policy: CausalLMPolicy,
+    scorer: Scorer,
+    prompts: Prompts,
+    recipe: Recipe,
+    *,
+    keeps: bool,
 ) -> dict[str, float]:
     """Sample, score and differentiate one micro-batch of PUBLIC prompts.
 
@@ -34,6 +39,7 @@ def seconds_a_response(
         scorer: The recipe's rewards.
         prompts: Public prompts, repeated until they fill a micro-batch.
         recipe: The settled recipe, in which ``rollout.batch_size`` is a number.
+        keeps: Whether sampling keeps what it computes for the gradients, as in the run.
 
     Returns:
         Seconds per response of the phases ``rollout``, ``reward`` and ``update`` (one pass).
@@ -53,6 +59,7 @@ def seconds_a_response(
         key=bytes(32),
         context=("timing", recipe.seed),
         max_prompt_tokens=recipe.data.max_prompt_tokens,
+        keep="gradients" if keeps else None,
     )
     clock.append(time.perf_counter())
     score_responses(scorer, responses)

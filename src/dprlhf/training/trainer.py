@@ -82,8 +82,15 @@ def complete(run: Run) -> Any:
         write_json(run.folder.privacy, card)
         for warning in stage.warnings:
             print(f"dprlhf: warning: {warning}", file=sys.stderr)
-    with run.policy.base():
-        before = stage.evaluate(run, "evaluation before")
+
+    def of_base() -> Any:
+        with run.policy.base():
+            return stage.evaluate(run, "evaluation before")
+
+    # Evaluations during the run are compared with the base model. Without them it can be evaluated
+    # at the end, and the first round comes earlier.
+    during = run.recipe.evaluation is not None and run.recipe.evaluation.every is not None
+    before = of_base() if during else None
     seconds = stage.seconds_a_round(run)
     if seconds is not None:
         run.progress.expect(seconds / run.processes.count)
@@ -93,6 +100,7 @@ def complete(run: Run) -> Any:
         run.progress.close()
     if run.average is not None:
         run.average.apply()
+    before = before if during else of_base()
     after = stage.evaluate(run, "evaluation after")
     if main:
         with replaced_folder(run.folder.policy) as fresh:

@@ -51,7 +51,7 @@ from dprlhf.runs.folder import RunFolder
 from dprlhf.training.build import check_settled, open_run, plan_of
 from dprlhf.training.dry_run import dry_run
 from dprlhf.training.evaluate import Evaluated
-from dprlhf.training.measures import RewardEstimate, estimate, measure
+from dprlhf.training.measures import RewardEstimate, estimate, measure, token_logs
 from dprlhf.training.run import Run
 from dprlhf.training.trainer import run_rounds
 from dprlhf.tuning.public_rows import PublicRows
@@ -241,7 +241,8 @@ def run_stand_ins(
             run_rounds(run)
             with run.averaged():
                 after = _evaluate(run)
-                moved = measure(run.policy, after.responses, recipe.update.batch_size)["kl"].mean
+                logs = token_logs(run.policy, after.responses, recipe.update.batch_size)
+                moved = measure(run.policy, after.responses, logs)["kl"].mean
     return StandInRun(
         plan=private,
         stand_ins=count,
