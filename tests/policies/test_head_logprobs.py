@@ -140,6 +140,18 @@ def test_a_model_that_scales_its_logits_would_be_wrong() -> None:
     assert not torch.allclose(value_and_gradient(policy, 1)[0], value, rtol=1e-2)
 
 
+def test_a_head_that_a_program_changed_keeps_its_logits() -> None:
+    policy = policy_of("llama")
+    head = policy.network.lm_head
+    plain = head.forward
+    head.forward = lambda x: 3 * plain(x)
+    changed = CausalLMPolicy(policy.model, policy.tokenizer, policy.temperature)
+    assert not changed._plain_head
+    expected, _ = value_and_gradient(changed, 1)
+    changed._plain_head = True
+    assert not torch.allclose(value_and_gradient(changed, 1)[0], expected, rtol=1e-2)
+
+
 @pytest.mark.parametrize(
     "adapter",
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import accelerate.hooks
 import numpy as np
 import pytest
 import torch
@@ -23,6 +24,7 @@ from dprlhf.policies import kept, shared_prompt
 from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
 from dprlhf.rollout import Responses, sample
 from dprlhf.rollout.logprobs import token_logprobs
+from dprlhf.training.layout import Shapes, _gradients
 from helpers import tiny
 from helpers.policies import exact_norms
 
@@ -33,7 +35,9 @@ TEXTS = ["a story of two", "no", "the film", "ab", "x", "a longer text, cut at i
 LENGTH, K = 4, 4
 
 
-def policy_of(model_type: str, layers: list[int] | None = None) -> CausalLMPolicy:
+def policy_of(
+    model_type: str, layers: list[int] | None = None, spec: dict[str, Any] | None = None
+) -> CausalLMPolicy:
     known = transformers.AutoConfig.for_model(model_type)
     chosen = {name: value for name, value in SMALL.items() if hasattr(known, name)}
     torch.manual_seed(0)
@@ -44,10 +48,11 @@ def policy_of(model_type: str, layers: list[int] | None = None) -> CausalLMPolic
         torch.nn.init.normal_(parameter, std=0.3)
     layer = next(m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
     linear = {n.split(".")[-1] for n, m in layer.named_modules() if isinstance(m, LINEAR)}
-    spec = {"type": "lora", "rank": 1, "target_modules": sorted(linear), "init": "random"}
-    adapter = recipe.Adapter.model_validate(spec if layers is None else {**spec, "layers": layers})
+    plain = {"type": "lora", "rank": 1, "target_modules": sorted(linear), "init": "random"}
+    given = spec or (plain if layers is None else {**plain, "layers": layers})
+    adapter = recipe.Adapter.model_validate(given)
     policy = make_policy(model.double(), tiny.tokenizer(), adapter, temperature=0.7)
-    exact_norms(policy.model)
+    exact_norms(policy.model.double())
     for weight in policy.parameters.values():
         torch.nn.init.normal_(weight, std=0.3)
     policy.end_tokens = list(range(0, 257, 4))  # so that some responses end early
@@ -198,6 +203,76 @@ def test_other_users_move_no_bit_of_a_users_gradient() -> None:
 
     alone, together = norms(TEXTS[:3]), norms(TEXTS)
     np.testing.assert_array_equal(alone, together[:2])
+
+
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("columns", [4, 8])  # as many as responses to a prompt, and more
+def test_the_check_at_start_takes_what_is_kept_at_its_own_shapes(columns: int, length: int) -> None:
+    policy = policy_of("llama", [1, 2])
+    assert policy.shared_rows(K, columns, length) == K
+    update = recipe.GRPO(batch_size=2 * K)
+    shapes = Shapes(columns, length, K, K, 1, update)
+    plain = _gradients(policy, shapes, range(2), columns)
+    found = _gradients(policy, Shapes(**{**vars(shapes), "keeps": True}), range(2), columns)
+    for ours, theirs in zip(found, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+ADAPTERS: list[dict[str, Any]] = [
+    {"type": "lora", "use_dora": True},
+    {"type": "ffa-lora"},
+    {"type": "lora-xs"},
+    {"type": "vera"},
+    {"type": "ia3"},
+    {"type": "norms", "target_modules": None},
+    {"type": "biases"},
+]
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter["type"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_every_adapter_has_the_gradients_of_a_second_pass(
+    model_type: str, adapter: dict[str, Any]
+) -> None:
+    targets = {"llama": ["q_proj", "down_proj"], "gpt2": ["c_attn", "c_proj"]}[model_type]
+    spec = {"rank": 1, "target_modules": targets, "layers": [1, 2], **adapter}
+    policy = policy_of(model_type, spec=spec)
+    rows = sampled(policy)
+    assert rows.kept is not None
+    assert rows.kept.parts.skipped
+    total, norms = sums(policy, rows)
+    assert norms.min() > 0.01
+    torch.testing.assert_close(total, sums(policy, without(rows))[0], rtol=1e-9, atol=1e-12)
+
+
+def test_nothing_is_kept_of_a_model_that_a_program_changed() -> None:
+    policy = policy_of("llama", [1, 2])
+    layer = policy.network.model.layers[1].mlp.gate_proj.get_base_layer()
+    doubled = layer.forward
+    layer.forward = lambda x: 2 * doubled(x)
+    assert kept.keep(policy, gradients=True) is None
+
+    class Scaled(type(policy.network)):  # type: ignore[misc]
+        pass
+
+    policy = policy_of("llama", [1, 2])
+    policy.network.__class__ = Scaled
+    assert kept.keep(policy, gradients=True) is None
+
+
+def test_hooks_of_accelerate_stay_in_the_model() -> None:
+    policy = policy_of("llama", [1, 2])
+    rows = sampled(policy)
+    hooked = [policy.network.model.layers[0], policy.network.lm_head]
+    before = []
+    for module in hooked:
+        accelerate.hooks.add_hook_to_module(module, accelerate.hooks.ModelHook())
+        before.append(vars(module)["forward"])
+    assert kept.keep(policy, gradients=True) is not None
+    torch.testing.assert_close(
+        sums(policy, rows)[0], sums(policy, without(rows))[0], rtol=1e-10, atol=1e-12
+    )
+    assert [vars(module)["forward"] for module in hooked] == before
 
 
 def test_nothing_is_left_in_the_model() -> None:

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dprlhf.policies import shared_prompt
+
 _PLAIN_HEADS = frozenset(
     {"gemma", "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3"}
 )
@@ -31,12 +33,16 @@ _LOGITS = 2**25
 def has_plain_head(model: Any, trained: frozenset[int]) -> bool:
     """Return whether logits are W h (+ b) with a frozen vocabulary weight W.
 
+    A model that a program has changed is taken as it is called, by its logits.
+
     Args:
         model: A transformers model with a language-modelling head.
         trained: The ``id()`` of each trainable parameter.
     """
     config = getattr(model, "config", None)
     if getattr(config, "model_type", None) not in _PLAIN_HEADS or getattr(config, "auto_map", None):
+        return False
+    if shared_prompt.patched(getattr(model, "get_base_model", lambda: model)()):
         return False
     head = model.get_output_embeddings()
     return type(head) is nn.Linear and trained.isdisjoint(map(id, head.parameters()))

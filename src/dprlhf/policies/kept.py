@@ -74,6 +74,8 @@ def parts_of(policy: Any) -> _Parts | None:
         return None  # such as the bandit of an audit
     if any(isinstance(p, DTensor) for p in network.parameters()):
         return None  # of a sharded model a process has parts of the weights
+    if shared_prompt.patched(network):
+        return None
     head = network.get_output_embeddings()
     if not shared_prompt.supported(network.config) or policy.checkpointed or not _linear(head):
         return None
@@ -236,10 +238,11 @@ def _keeping(
 
     def keeping(module: Any, args: Any, output: torch.Tensor) -> None:
         calls[name] = step = calls.get(name, 0) + 1
-        if step == 1 and output.shape[:2] == (size, columns + together * own):
-            found[name] = output
-        elif name == _HEAD and step == 1 and output.shape[:2] == (size, together * (own + 1)):
+        # The head comes first: as many columns as responses would make its shape a layer's.
+        if name == _HEAD and step == 1 and output.shape[:2] == (size, together * (own + 1)):
             found[name] = output.view(size, together, own + 1, -1)
+        elif name != _HEAD and step == 1 and output.shape[:2] == (size, columns + together * own):
+            found[name] = output
         elif name == _HEAD:
             if step == 1:
                 found[name] = output.new_zeros(size, together, own + 1, output.shape[-1])
@@ -334,6 +337,7 @@ class Replay:
         """
         kept, parts = self._kept, self._kept.parts
         replaced: dict[nn.Module, Callable[..., Any]] = {}
+        own: dict[nn.Module, Any] = {}  # accelerate puts a forward of its own into a module
         if parts.skipped and all(_INPUT in batch for batch in kept.batches):
             replaced = dict.fromkeys(parts.skipped, _passed_on)
             replaced[parts.lowest] = partial(self._from_input, parts.lowest.forward)
@@ -344,11 +348,14 @@ class Replay:
             replaced[parts.head] = _product_of(parts.head, self.of_logits)
         try:
             for module, forward in replaced.items():
+                own[module] = vars(module).get("forward")
                 module.forward = forward
             yield
         finally:
-            for module in replaced:
-                module.__dict__.pop("forward", None)
+            for module, forward in own.items():
+                del module.forward
+                if forward is not None:
+                    module.forward = forward
 
     def _from_input(
         self, forward: Callable[..., Any], hidden_states: Any = None, *args: Any, **kwargs: Any

@@ -29,6 +29,21 @@ def supported(config: Any) -> bool:
     return known and not any(getattr(config, n, None) for n in ("sliding_window", "auto_map"))
 
 
+def patched(network: Any) -> bool:
+    """Return whether a program changed what a model computes, so that its type says nothing of it.
+
+    That is a class of its own, such as one that scales the logits, or a ``forward`` put into one of
+    its modules. accelerate's hooks, which move tensors between devices, change no value.
+
+    Args:
+        network: The transformers model, adapters in place.
+    """
+    return not type(network).__module__.startswith("transformers.") or any(
+        "forward" in vars(module) and not hasattr(module, "_hf_hook")
+        for module in network.modules()
+    )
+
+
 def best_shared_rows(num_generations: int, prompt: int, response: int, hidden: int) -> int:
     """Return the fastest number of responses behind one copy of their prompt.
 

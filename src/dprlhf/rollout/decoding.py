@@ -42,7 +42,8 @@ def inverse_cdf(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
         temperature: Divides the logits.
 
     Returns:
-        Token ids, ``[rows, draws]``; never one of probability zero.
+        Token ids, ``[rows, draws]``; never one of probability zero. A row whose logits are NaN
+        gets the last token, and its gradient counts as zero.
     """
     scaled = logits.float() if temperature == 1 else logits.float() / temperature
     mass = scaled.softmax(1)
@@ -54,13 +55,14 @@ def inverse_cdf(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
     threshold = uniforms * cumulative[:, -1:]
     # right: the first entry above the threshold, so its own mass is not zero.
     block = torch.searchsorted(cumulative, threshold, right=True)
+    block = block.clamp_(max=blocks.shape[1] - 1)  # a row of NaN must not end everybody's run
     rows = torch.arange(len(logits), device=logits.device)[:, None]
     inside = blocks[rows, block].cumsum(2, dtype=torch.float64)
     left = threshold - (cumulative - of_blocks).gather(1, block)
     # Rounding may carry what is left of the threshold to the end of its block.
     left = torch.minimum(left, inside[..., -1] * _BELOW_ONE)
     token = torch.searchsorted(inside, left[..., None], right=True)[..., 0]
-    return block * _BLOCK + token
+    return (block * _BLOCK + token).clamp_(max=logits.shape[1] - 1)
 
 
 def draw(
