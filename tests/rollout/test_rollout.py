@@ -23,7 +23,7 @@ from dprlhf.gradients.clipping import Weighted, user_gradients
 from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
 from dprlhf.privacy import randomness
 from dprlhf.rollout import Responses, resolve_batch_size, sample, sample_responses
-from dprlhf.rollout.decoding import bytes_per_row
+from dprlhf.rollout.decoding import bytes_per_row, inverse_cdf
 from helpers import tiny
 from helpers.sampled import (
     EOS,
@@ -348,6 +348,18 @@ def test_the_largest_uniform_number_never_picks_a_token_of_mass_zero(
             ),
         )
         assert draw(policy, prompts_of(["a"])).tokens[:, -6:].unique().tolist() == [token]
+
+
+@pytest.mark.parametrize("words", [3, 256, 700])
+def test_a_row_of_nan_costs_nobody_else(words: int) -> None:
+    logits = torch.randn(4, words, generator=torch.Generator().manual_seed(0))
+    uniform = torch.tensor([[0.2], [0.9], [0.5], [0.7]], dtype=torch.float64)
+    expected = inverse_cdf(logits, uniform, 1.0)
+    broken = logits.clone()
+    broken[1, words // 2], broken[2, 0] = math.nan, math.inf
+    found = inverse_cdf(broken, uniform, 1.0)
+    assert found[[0, 3]].tolist() == expected[[0, 3]].tolist()
+    assert 0 <= int(found.min()) <= int(found.max()) < words
 
 
 def test_uniform_numbers_stay_inside_the_open_interval(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,7 +193,8 @@ def test_what_there_is_not_before_training(model: str, tmp_path: Path) -> None:
         (made.push_to_hub, "nothing to push before train"),
         (lambda: made.privacy, "no privacy card before train"),
         (lambda: made.train(resume_from_checkpoint=True), "there is no .*run"),
-        (lambda: made.train(resume_from_checkpoint="elsewhere/checkpoint-5"), "no elsewhere"),
+        (lambda: made.train(resume_from_checkpoint="elsewhere"), "there is no elsewhere"),
+        (lambda: made.train(resume_from_checkpoint="run/checkpoint-500"), "Pass True, with"),
     ]:
         with pytest.raises(DprlhfError, match=said):
             call()
@@ -210,6 +211,29 @@ def test_a_callback_stops_a_run_that_can_be_saved_and_continued(model: str, tmp_
     assert (tmp_path / "saved/adapter_model.safetensors").is_file()
     again = trainer(model, tmp_path / "a")
     assert again.train(resume_from_checkpoint=True).global_step == 3
+
+
+class Watch(TrainerCallback):
+    """Puts a hook into the model, as ``wandb.watch`` does."""
+
+    def __init__(self, event: str, put: str) -> None:
+        self.put = put
+        setattr(self, event, self._watch)
+
+    def _watch(self, args: Any, state: Any, control: Any, model: Any = None, **given: Any) -> None:
+        weight = next(p for p in model.parameters() if p.requires_grad)
+        getattr(weight if self.put == "register_hook" else model, self.put)(lambda *values: None)
+
+
+@pytest.mark.parametrize("event", ["on_train_begin", "on_step_end"])
+@pytest.mark.parametrize("put", ["register_hook", "register_forward_hook"])
+def test_a_callback_may_not_look_into_the_model(
+    model: str, tmp_path: Path, event: str, put: str
+) -> None:
+    made = trainer(model, tmp_path / "a", callbacks=[Watch(event, put)])
+    with pytest.raises(DprlhfError, match="Watch put hooks into the model"):
+        made.train()
+    assert len(made.state.log_history) == 0
 
 
 def test_the_log_has_released_and_public_values_under_trls_names(
@@ -376,6 +400,7 @@ def test_prompts_of_other_kinds(model: str, tmp_path: Path) -> None:
         (None, "train_dataset: give"),
         ({"train": PROMPTS}, "one dataset"),
         ([{"text": "x"}], "no column 'prompt'"),
+        ("trl-lib/tldr", "^train_dataset='trl-lib/tldr': give the rows, such as datasets.load"),
     ):
         with pytest.raises(DprlhfError, match=said):
             trainer(model, tmp_path / "a", train_dataset=given)
@@ -392,6 +417,8 @@ def test_prompts_of_other_kinds(model: str, tmp_path: Path) -> None:
         ({"reward_funcs": 3}, "^reward: a int"),
         ({"callbacks": [len]}, "^callbacks: "),
         ({"args": None}, "^args: "),
+        ({"args": PROMPTS}, "^args is a list: give PrivateGRPOConfig"),
+        ({"processing_class": "gpt2"}, "^processing_class='gpt2': give the tokenizer, such as"),
     ],
 )
 def test_what_is_refused_says_why(

@@ -19,6 +19,11 @@ def rows_of(given: Any, name: str, *, may_lack_prompts: bool) -> Any:
         )
     if isinstance(given, dict):
         raise DprlhfError(f"{name}: give one dataset, not a dictionary of several")
+    if isinstance(given, str):
+        raise DprlhfError(
+            f"{name}={given!r}: give the rows, such as datasets.load_dataset({given!r},"
+            " split='train')"
+        )
     rows = rows_from(given, "prompt")
     if "prompt" not in rows.column_names and not may_lack_prompts:
         found = ", ".join(rows.column_names)
@@ -36,6 +41,11 @@ def policy_of(recipe: Recipe, model: Any, tokenizer: Any) -> CausalLMPolicy:
         )
     if given is not None and not hasattr(given, "config"):
         raise DprlhfError(f"model: a {type(model).__name__} is no name and no transformers model")
+    if isinstance(tokenizer, str):
+        raise DprlhfError(
+            f"processing_class={tokenizer!r}: give the tokenizer, such as"
+            f" AutoTokenizer.from_pretrained({tokenizer!r}); None takes the model's own"
+        )
     if hasattr(tokenizer, "tokenizer"):
         raise DprlhfError("processing_class: prompts are text here: give the processor's tokenizer")
     return load_policy_of(recipe, model=given, tokenizer=tokenizer)

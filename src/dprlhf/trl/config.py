@@ -130,7 +130,7 @@ class PrivacyFields:
         if (self.privacy_epsilon is None) == (self.privacy_noise_multiplier is None):
             raise ValueError(
                 "give exactly one of privacy_epsilon (math.inf for a run without privacy) and"
-                " privacy_noise_multiplier"
+                " privacy_noise_multiplier (TRL's epsilon and delta are clip ranges, no budget)"
             )
         if self.privacy_epsilon is not None and not self.privacy_epsilon > 0:
             raise ValueError(f"privacy_epsilon must be above 0, not {self.privacy_epsilon}")
@@ -301,6 +301,7 @@ def as_private(config: Any, kind: type[C], default_folder: str) -> C:
             f"args is TRL's {type(config).__name__}, which has no privacy budget: give"
             f" {kind.__name__}.from_trl(args, privacy_epsilon=…)"
         )
+    given = "" if config is None else f" is a {type(config).__name__}"
     raise DprlhfError(
-        f"args: give {kind.__name__}(output_dir={default_folder!r}, privacy_epsilon=…)"
+        f"args{given}: give {kind.__name__}(output_dir={default_folder!r}, privacy_epsilon=…)"
     )

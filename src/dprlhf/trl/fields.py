@@ -35,10 +35,6 @@ def _all(kind: Kind, note: str, names: str) -> Iterable[tuple[str, Field]]:
     return ((name, Field(kind, note)) for name in names.split())
 
 
-_BATCH = (
-    "it divides by the tokens or the spread of the whole batch, which would couple the users:"
-    " loss_type='grpo' or 'dr_grpo' divides within a user"
-)
 _CUT = "log π is that of the distribution that is left, and TRL's that of the whole one"
 _REGEX = "log-probabilities of what a pattern leaves are not computed: reward the format"
 _SAMPLER = "the sampler is this package's own, with shapes that say nothing about the users"
@@ -190,11 +186,13 @@ COMMON: dict[str, Field] = {
 """The settings that both configs have."""
 
 GRPO: dict[str, Field] = COMMON | {
-    "loss_type": Field("mapped", "'grpo' is update: grpo; 'dr_grpo' divides each response by one"
-                       " constant, which is update: pg; " + _BATCH),
+    "loss_type": Field(
+        "mapped", "'grpo' (update: grpo) and 'dr_grpo' (update: pg) divide within a user; the"
+        " others, by the tokens or the spread of the whole batch, which would couple the users",
+    ),
     "scale_rewards": Field(
-        "mapped", "'group' and 'none'; 'batch' is refused: the standard deviation of the batch"
-        " would couple the users",
+        "mapped", "'group' or 'none'; with 'batch' the spread of the whole batch would couple the"
+        " users",
     ),
     "epsilon": Field("honoured", "update.clip_range; the privacy budget is privacy_epsilon"),
     "epsilon_high": Field("refused", "the clip range is symmetric: epsilon"),

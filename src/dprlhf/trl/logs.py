@@ -49,6 +49,26 @@ def as_evaluation(values: Mapping[str, Any], prefix: str = "eval") -> dict[str, 
     return logs
 
 
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_post_accumulate_grad_hooks",
+)
+
+
+def hooks_of(model: Any) -> int:
+    """Return the number of hooks in a model's modules and parameters; 0 without a model."""
+    if model is None:
+        return 0
+    return sum(
+        len(getattr(one, name, None) or ())
+        for one in (*model.modules(), *model.parameters())
+        for name in _HOOKS
+    )
+
+
 class Log:
     """The trainer's state, and the events of its callbacks.
 
@@ -96,11 +116,22 @@ class Log:
         return None
 
     def call(self, event: str, **values: Any) -> None:
-        """Call an event of every callback."""
+        """Call an event of every callback.
+
+        Raises:
+            DprlhfError: A callback put hooks into the model, such as ``wandb.watch`` does.
+        """
         for callback in self.callbacks:
+            before = hooks_of(self.values.get("model"))
             answer = getattr(callback, event)(
                 self.args, self.state, self.control, **self.values, **values
             )
+            if hooks_of(self.values.get("model")) > before:
+                raise DprlhfError(
+                    f"callbacks: {type(callback).__name__} put hooks into the model, as wandb.watch"
+                    " does: they would see users' activations and gradients before any noise is"
+                    " added. Leave it out (for W&B: WANDB_WATCH=false), or use report_to"
+                )
             self.control = answer or self.control
 
     def write(self, logs: Mapping[str, float]) -> None:

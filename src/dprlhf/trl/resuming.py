@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import Recipe, load_recipe
 from dprlhf.runs.folder import RunFolder
 from dprlhf.runs.opening import recipe_digest
+
+_TRLS = re.compile(r"checkpoint-\d+")
+"""The name of a checkpoint of TRL's trainers."""
 
 
 def continued(recipe: Recipe, folder: RunFolder, again: bool | str | Path) -> Recipe:
@@ -22,6 +26,13 @@ def continued(recipe: Recipe, folder: RunFolder, again: bool | str | Path) -> Re
         DprlhfError: There is no such run, or it has other settings.
     """
     place = folder.path if again is True else Path(str(again))
+    if _TRLS.fullmatch(place.name):
+        raise DprlhfError(
+            f"resume_from_checkpoint={str(again)!r}: a private run has no folders {place.name}, as"
+            " TRL's have: it goes on after its last finished round and never from an earlier one,"
+            f" whose users would be drawn again. Pass True, with output_dir ({folder.path}) the"
+            " folder of that run"
+        )
     if place.name == folder.checkpoint.name and not (place / "recipe.yaml").exists():
         place = place.parent
     if not place.exists() or not folder.path.exists():
