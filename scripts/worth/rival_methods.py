@@ -38,6 +38,7 @@ from dprlhf.rollout import sample
 from dprlhf.training.reinforcement import Result
 from dprlhf.worth.runs import overrides_of, rise_under
 from dprlhf.worth.tasks import TASKS, TUNING_USERS, PublicPrompts
+from dprlhf.worth.taste import prefers
 from noise.many_runs import ROOT
 
 EVALUATED = 384
@@ -47,6 +48,8 @@ TUNING_PROMPTS = 640
 WORDS = {"function": "word_sentiment:reward"}
 """The small model's reward, by its module's name, so that its word list is read once."""
 ROUNDS, RESPONSES, NEW_TOKENS, DELTA = 8, 4, 8, 1e-5
+TASTE = "taste"
+"""The task whose users say of two texts which one they like better, and say nothing else."""
 NAMES = {"praise": "praise", "labels": "their labels"}
 """What public sentences ask for, by the name of the setting."""
 
@@ -92,7 +95,7 @@ def recipe_for(place: Place, changes: Settings) -> Recipe:
         "policy.dtype": "float32",
         "data.skip": first,
         "data.limit": place.users,
-        "rewards": [{**WORDS, **(task.words or {})}],
+        "rewards": [{**WORDS, **(task.words or {}), **taste_of(place)}],
         "rounds": ROUNDS,
         "rollout.responses": RESPONSES,
         "rollout.max_new_tokens": NEW_TOKENS,
@@ -110,6 +113,12 @@ def recipe_for(place: Place, changes: Settings) -> Recipe:
         settings["update.clip_norm"] = ".inf"
     file = ROOT / "recipes" / f"{task.recipe}.yaml"
     return load_recipe(file, overrides=overrides_of({**settings, **changes}))
+
+
+def taste_of(place: Place) -> dict[str, str]:
+    """Return the reward of the secret taste of a seed, on the task that has one; else nothing."""
+    known = place.task == TASTE
+    return {"function": f"dprlhf.worth.taste:reward_{place.seed}"} if known else {}
 
 
 @dataclass(frozen=True)
@@ -142,7 +151,9 @@ def outcome(result: Result) -> Outcome:
 def liked(place: Place) -> tuple[Prompts, list[list[str]]]:
     """Return the users' prompts and base samples to each, those that the user likes best first.
 
-    A user's order is that of its own reward, so it depends on no other user. The samples are the
+    A user's order is that of its own reward, so it depends on no other user. On "taste" a user only
+    compares the first two samples, and the other two: the order is the winner of the first pair,
+    that of the second, and who lost to them, as :func:`pairs_of` takes them. The samples are the
     base model's, the same for each method and ε.
 
     Args:
@@ -165,6 +176,11 @@ def liked(place: Place) -> tuple[Prompts, list[list[str]]]:
     rewards = score_responses(scorer, found).values.reshape(len(prompts), -1)
     texts = [found.texts[i : i + RESPONSES] for i in range(0, len(found.texts), RESPONSES)]
     order = np.argsort(-rewards, axis=1, kind="stable")
+    if place.task == TASTE:
+        random = np.random.default_rng((recipe.seed, place.users))
+        loses = [~prefers(rewards[:, i], rewards[:, i + 1], random) for i in (0, 2)]
+        first, second = loses[0].astype(int), 2 + loses[1].astype(int)
+        order = np.stack([first, second, 5 - second, 1 - first], axis=1)
     return prompts, [[some[i] for i in best] for some, best in zip(texts, order, strict=True)]
 
 
@@ -249,16 +265,18 @@ def staged(
     return result.policy, result.plan.guarantee.epsilon
 
 
-def public_scorer(small: Path) -> Path:
-    """Return the folder of a public classifier of sentiment, made on the first call.
+def public_scorer(small: Path, task: str) -> Path:
+    """Return the folder of a public classifier where a learnt reward starts; made on first call.
 
-    It is the small model with a head, fitted to the public sentences and their labels: where a
-    learnt reward starts.
+    It is the small model with a head, fitted to the public sentences: to their labels, or on
+    "taste" to how many words of each group they have, and then with a head of zeros.
     """
-    folder = small.parent / "reviews-scorer"
+    kind = "words" if task == TASTE else "labels"
+    folder = small.parent / ("word-scorer" if task == TASTE else "reviews-scorer")
     if not (folder / "config.json").exists():
         script = ROOT / "scripts" / "worth" / "scorer.py"
-        subprocess.run([sys.executable, str(script), str(small), str(folder)], check=True)
+        command = [sys.executable, str(script), str(small), str(folder), "--to", kind]
+        subprocess.run(command, check=True)
     return folder
 
 
@@ -281,6 +299,11 @@ def with_public(place: Place, public: PublicPrompts, folder: Path) -> dict[str, 
 
 def by_updates(place: Place, setting: Settings, folder: Path) -> Outcome:
     """Private (or, at an infinite ε, plain) policy gradients on the users: DP-PG and DP-GRPO."""
+    changes = _steps(setting) | {"update": _update(place, setting)}
+    return outcome(reinforced(recipe_for(place, changes), folder))
+
+
+def _update(place: Place, setting: Settings) -> dict[str, Any]:
     bound = math.inf if math.isinf(place.epsilon) else setting.get("clip", 1.0)
     update: dict[str, Any] = {
         "name": setting.get("update", "pg"),
@@ -292,8 +315,7 @@ def by_updates(place: Place, setting: Settings, folder: Path) -> Outcome:
         update["subspace"] = {"data": guides, "rank": setting["rank"], "prompts": 128, "refresh": 4}
     if update["name"] == "pg":
         update["baseline"] = "loo"
-    changes = _steps(setting) | {"update": update}
-    return outcome(reinforced(recipe_for(place, changes), folder))
+    return update
 
 
 def by_texts(place: Place, setting: Settings, folder: Path) -> Outcome:
@@ -314,27 +336,44 @@ def by_pairs(place: Place, setting: Settings, folder: Path) -> Outcome:
 
 
 def by_reward(place: Place, setting: Settings, folder: Path) -> Outcome:
-    """A reward learnt from the users' pairs with privacy, then plain updates on public prompts."""
-    recipe = recipe_for(place, {"optimizer.learning_rate": setting["reward rate"]})
+    """A reward learnt from the users' pairs with privacy, then plain updates on public prompts.
+
+    With ``split`` the updates are on private prompts, and private as well. Either one half of the
+    users gives pairs and the other half prompts, each at ε ("users"), or all give both, each at
+    ε/2 and δ/2 ("budget"), which together cost at most (ε, δ).
+    """
+    split, half = setting.get("split"), place.users // 2
+    each: dict[str, Any] = {}
+    if split == "budget" and math.isfinite(place.epsilon):
+        each = {"privacy.epsilon": place.epsilon / 2, "privacy.delta": DELTA / 2}
+    recipe = recipe_for(place, each | {"optimizer.learning_rate": setting["reward rate"]})
     model = {
-        "model_name_or_path": str(public_scorer(place.small)),
+        "model_name_or_path": str(public_scorer(place.small, place.task)),
         "adapter": {**recipe.policy.adapter.model_dump(), "init": "random"},
     }
     rows = pairs_of(*preferences(place), 1).drop(columns="user")
+    rows = rows[:half] if split == "users" else rows
     learnt = folder.with_name(f"{folder.name}-reward")
     _, epsilon = staged("reward", recipe, rows, learnt, setting["clip"], model=model)
-    changes = with_public(place, public_of(place.task, "praise"), folder)
+    if split is None:
+        changes = with_public(place, public_of(place.task, "praise"), folder)
+        changes |= {"privacy.epsilon": ".inf", "update.clip_norm": ".inf"}
+    else:
+        changes = each | {"update": _update(place, {"rank": setting["rank"]})}
+    if split == "users":
+        changes |= {"data.skip": recipe.data.skip + half, "data.limit": place.users - half}
+    known = "shared" if split == "budget" else "disjoint"
     changes |= _steps(setting) | {
-        "privacy.epsilon": ".inf",
-        "update.clip_norm": ".inf",
         "rewards": [{"classifier": str(learnt / "model"), "batch_size": 64}],
-        "previous": [{"run": str(learnt), "users": "disjoint"}],
+        "previous": [{"run": str(learnt), "users": known}],
         # The task's reward judges it below; the rows to which the adapter is aligned stay the same.
         "evaluation.prompts": 2,
         "evaluation.data.skip": (TUNING_PROMPTS if place.tuning else 0) + EVALUATED - 2,
     }
     tuned = reinforced(recipe_for(place, changes), folder)
-    return judged(place, tuned.policy, epsilon)
+    spent = tuned.plan.guarantee.epsilon
+    total = {None: epsilon, "users": max(epsilon, spent), "budget": epsilon + spent}
+    return judged(place, tuned.policy, total[split])
 
 
 def by_public(place: Place, setting: Settings, folder: Path) -> Outcome:

@@ -2,6 +2,10 @@
 
     python scripts/worth/rivals.py                     # the small public model; resumable
     python scripts/worth/rivals.py --write-only        # the table of what is finished
+    python scripts/worth/rivals.py --task taste --epsilons 1 4
+
+On the task "taste" a user says which of two texts it likes better, and nothing else, and each seed
+has a secret of its own. The question there is whether private prompts are needed.
 
 The unit is the user for every method, and each takes every user once. A method may see of a user:
 its prompt (the first eight words of a review), its reward of any text, and for DP-SFT how its own
@@ -21,7 +25,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,6 +114,22 @@ RIVALS: dict[str, Rival] = {
     "public": Rival(
         "public prompts alone", methods.by_public, ("rows", ("labels", "praise")), {}, "public"
     ),
+    "dp-reward, private prompts": Rival(
+        "DP reward model, private prompts",
+        methods.by_reward,
+        ("split", ("users", "budget")),
+        {"clip": 0.1, "rank": 64, "reward rate": 0.3},
+    ),
+    "reward, no privacy": Rival(
+        "reward model without privacy, public prompts",
+        methods.by_reward,
+        ("reward rate", (1.0, 0.3)),
+        {"clip": 0.1},
+        "plain",
+    ),
+    "dpo, no privacy": Rival(
+        "DPO without privacy", methods.by_pairs, ("pairs", (1, 2)), {"clip": 0.1}, "plain"
+    ),
     "reviews": Rival(
         "100 rated public reviews",
         methods.by_public,
@@ -128,6 +148,14 @@ RIVALS: dict[str, Rival] = {
         "plain",
     ),
 }  # fmt: skip
+
+
+PAIRS = "dp-reward"
+"""What the table of "taste" is about, where no method sees a user's reward of any text."""
+PAIRS_PRIVATE = "dp-reward, private prompts"
+TASTE = [PAIRS, PAIRS_PRIVATE, "dp-dpo", "reward, no privacy", "dpo, no privacy"]
+"""The methods of "taste", which learn from pairs; all others are for the tasks with rewards."""
+OTHERS = [name for name in RIVALS if name not in TASTE or name in (PAIRS, "dp-dpo")]
 
 
 @dataclass(frozen=True)
@@ -177,11 +205,11 @@ def chosen_of(found: Mapping[Cell, float], names: list[str], tries: int) -> dict
     return {name: max(gains[name], key=gains[name].__getitem__) for name in names}
 
 
-def cells_of(task: str, chosen: Mapping[str, int]) -> list[Cell]:
+def cells_of(task: str, chosen: Mapping[str, int], epsilons: Iterable[float] = ORDER) -> list[Cell]:
     """Return the cells of a table for one seed, ε by ε."""
     cells = [
         Cell(task, name, epsilons_of(name, [epsilon])[0], place)
-        for epsilon in ORDER
+        for epsilon in epsilons
         for name, place in chosen.items()
     ]
     return list(dict.fromkeys(cells))
@@ -200,14 +228,19 @@ class Table:
     gains: dict[str, dict[float, Values]]
 
     @property
+    def about(self) -> str:
+        """The method that the others are compared with."""
+        return PAIRS if self.task == methods.TASTE else OURS
+
+    @property
     def seeds(self) -> int:
         """The number of seeds."""
-        return len(next(iter(self.gains[OURS].values())))
+        return len(next(iter(self.gains[self.about].values())))
 
     @property
     def epsilons(self) -> list[float]:
         """The ε that are measured."""
-        return sorted(self.gains[OURS])
+        return sorted(self.gains[self.about])
 
     def at(self, rival: str, epsilon: float) -> Values:
         """Return a method's gains at an ε; those of methods without one are the same at all."""
@@ -216,12 +249,12 @@ class Table:
 
     def best_rival(self, epsilon: float) -> str:
         """Return the rival of the largest mean gain at an ε."""
-        names = [name for name in self.gains if name != OURS and RIVALS[name].competes]
+        names = [name for name in self.gains if name != self.about and RIVALS[name].competes]
         return max(names, key=lambda name: float(np.mean(self.at(name, epsilon))))
 
     def lead(self, epsilon: float) -> Values:
-        """Return by how much this package's method is ahead of the best rival, ``[seeds]``."""
-        return self.at(OURS, epsilon) - self.at(self.best_rival(epsilon), epsilon)
+        """Return by how much what the table is about leads the best rival, ``[seeds]``."""
+        return self.at(self.about, epsilon) - self.at(self.best_rival(epsilon), epsilon)
 
 
 def table_of(cells: list[Cell], found: Mapping[tuple[Cell, int], float]) -> Table | None:
@@ -263,6 +296,11 @@ def rows(table: Table) -> Iterator[Result]:
         lead = table.lead(epsilon)
         first += bool(np.mean(lead) > 0)
         yield from _stated(f"{start}, epsilon {epsilon:g}: lead over the best rival", lead)
+        if PAIRS_PRIVATE in table.gains:
+            more = table.at(PAIRS_PRIVATE, epsilon) - table.at(PAIRS, epsilon)
+            yield from _stated(f"{start}, epsilon {epsilon:g}: private over public prompts", more)
+    if table.about != OURS:
+        return
     goal = f"at least {LEAST_FIRST} of {len(EPSILONS)}, with {SEEDS} seeds or more"
     holds = first >= LEAST_FIRST and table.seeds >= SEEDS
     name = f"{start}: first among the rivals, number of epsilons"
@@ -287,7 +325,8 @@ def lines(table: Table) -> Iterator[str]:
             entries = [entries[0], *["″"] * (len(entries) - 1)]
         yield "| " + " | ".join([RIVALS[name].title, *entries]) + " |"
     leads = [f"{_pair(table.lead(e))} ({table.best_rival(e)})" for e in table.epsilons]
-    yield "| lead over the best rival | " + " | ".join(leads) + " |"
+    whose = "" if table.about == OURS else f"{RIVALS[table.about].title}: "
+    yield f"| {whose}lead over the best rival | " + " | ".join(leads) + " |"
 
 
 def _pair(values: Values) -> str:
@@ -304,10 +343,13 @@ def settings_in_words(chosen: Mapping[str, int], tries: int) -> str:
 def parsed() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--task", choices=["community", "praise"], default="community")
-    parser.add_argument("--methods", nargs="+", choices=RIVALS, default=list(RIVALS))
+    parser.add_argument("--task", choices=["community", "praise", "taste"], default="community")
+    parser.add_argument("--methods", nargs="+", choices=RIVALS, help="all of the task if not given")
+    parser.add_argument("--epsilons", nargs="+", type=float, choices=EPSILONS, default=ORDER)
     parser.add_argument("--tries", type=int, default=TRIES, help="settings tried for each method")
-    return options_of_runs(parser, runs="rivals", results="worth.json", seeds=SEEDS).parse_args()
+    given = options_of_runs(parser, runs="rivals", results="worth.json", seeds=SEEDS).parse_args()
+    given.methods = given.methods or (TASTE if given.task == methods.TASTE else OTHERS)
+    return given
 
 
 def gains_of(
@@ -329,13 +371,13 @@ def main() -> None:
     options = parsed()
     small = options.runs.resolve() / "reviews-lm"
     small_policy(small)
-    methods.public_scorer(small)
+    methods.public_scorer(small, options.task)
     tried = tried_of(options.task, options.methods, options.tries)
     tuned = dict(gains_of(tried, TUNING_SEED, True, options))
     chosen = chosen_of(tuned, options.methods, options.tries)
     if not chosen:
         sys.exit("no settings yet: run without --write-only")
-    cells = cells_of(options.task, chosen)
+    cells = cells_of(options.task, chosen, options.epsilons)
     found: dict[tuple[Cell, int], float] = {}
     for seed in range(options.seeds):
         for cell, gain in gains_of(cells, seed, False, options):

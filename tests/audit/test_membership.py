@@ -65,6 +65,11 @@ def test_the_area_and_its_standard_error_are_those_of_known_scores() -> None:
     assert 0.91 < np.mean(inside) < 0.98
 
 
+def test_a_tie_is_half_a_success() -> None:
+    assert roc(np.zeros(3), np.zeros(4)).auc == 0.5
+    assert roc(np.array([1.0, 1.0]), np.array([0.0, 1.0])).auc == 0.75
+
+
 def test_exposure_counts_bits() -> None:
     scores = np.array([[4.0, 1, 2, 3], [4.0, 1, 2, 3], [1.0, 1, 1, 1]])
     found = exposure(scores, np.array([0, 1, 2]))

@@ -32,7 +32,7 @@ def test_as_many_settings_are_tried_for_each_method() -> None:
     assert counts == {4}
 
 
-@pytest.mark.parametrize("task", ["community", "praise"])
+@pytest.mark.parametrize("task", ["community", "praise", "taste"])
 def test_settings_are_chosen_on_users_and_prompts_of_no_table(task: str) -> None:
     pool = TASKS[task].users - TUNING_USERS
     for tuning in (False, True):
@@ -104,7 +104,7 @@ def miniature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     public = PublicPrompts(str(tmp_path / "public.jsonl"), "train")
     monkeypatch.setattr(rival_methods, "recipe_for", made)
     monkeypatch.setattr(rival_methods, "public_of", lambda *_: public)
-    monkeypatch.setattr(rival_methods, "public_scorer", lambda _: tmp_path / "scorer")
+    monkeypatch.setattr(rival_methods, "public_scorer", lambda *_: tmp_path / "scorer")
     rival_methods.liked.cache_clear()
     return Place("community", 40, 2.0, 0, tmp_path / "model")
 
@@ -119,6 +119,41 @@ def test_each_method_trains_and_spends_at_most_what_it_was_given(
     found = rival_methods.measure(rival.method, place, rival.tried[-1], tmp_path / "run")
     assert found["epsilon"] == 0.0 if name == "public" else 1.9 < found["epsilon"] <= 2.0
     assert math.isfinite(found["gain"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("split", "users", "known"), [
+    ("users", 20, "disjoint"), ("budget", 40, "shared"),
+])  # fmt: skip
+def test_pairs_and_private_prompts_share_the_users_or_the_budget(
+    miniature: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    split: str, users: int, known: str,
+) -> None:  # fmt: skip
+    update = {"name": "pg", "baseline": "loo", "clip_norm": 1.0, "batch_size": 64}
+    monkeypatch.setattr(rival_methods, "_update", lambda *_: update)
+    [setting, *_] = [s for s in rivals.RIVALS[rivals.PAIRS_PRIVATE].tried if s["split"] == split]
+    found = rival_methods.measure(rival_methods.by_reward, miniature, setting, tmp_path / "run")
+    assert 1.9 < found["epsilon"] <= 2.0
+    tuned = load_recipe(tmp_path / "run/recipe.yaml")
+    assert (tuned.data.skip, tuned.data.limit or 40) == (40 - users, users)
+    assert [one.users for one in tuned.previous] == [known]
+    private = json.loads((tmp_path / "run-reward/privacy.json").read_text())
+    assert private["users"] == users
+
+
+def test_on_taste_a_user_compares_two_samples_and_then_the_other_two(
+    miniature: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, by_reward = rival_methods.liked(miniature)
+    monkeypatch.setattr(rival_methods, "prefers", lambda one, two, _: one >= two)
+    rival_methods.liked.cache_clear()
+    prompts, ordered = rival_methods.liked(replace(miniature, task=rival_methods.TASTE))
+    rows = rival_methods.pairs_of(prompts, ordered, 2)
+    for user, texts in enumerate(by_reward):
+        place = {text: i for i, text in enumerate(texts)}
+        own = rows[rows["user"] == str(user)]
+        assert sorted(own[["chosen", "rejected"]].to_numpy().ravel()) == sorted(texts)
+        assert all(place[r.chosen] <= place[r.rejected] for r in own.itertuples())
 
 
 def test_a_users_samples_are_ordered_by_its_own_wish(miniature: Place) -> None:

@@ -80,8 +80,8 @@ class Task:
         users: Number of private rows.
         public: The public alternatives by name.
         guides: Public rows of another kind than the users', for ``update.subspace``.
-        words: What completes the word reward, which the small model has in place of the recipe's;
-            None keeps the recipe's.
+        words: What completes or replaces the word reward, which the small model has in place of
+            the recipe's; None keeps the recipe's, which that model cannot earn.
         turned: Changes of the rewards that turn every user's wish, for tasks with a secret that is
             drawn: private runs come in pairs, and a public policy is judged under both. Empty
             where the users' wishes are real.
@@ -152,6 +152,18 @@ TASKS = {
         guides={"path": "asset:house-style", "split": "sentences", **_WORDS},
         words={"times_column": "wants", "weight": 0.3333},
         turned=("rewards.0.weight=-0.3333",),
+    ),
+    "taste": Task(
+        title="Community taste (secret signs of 32 word groups, drawn; pairs of opposites)",
+        recipe="taste",
+        users=23_000,
+        public={
+            "sentences": PublicPrompts("asset:rotten-tomatoes", "train"),
+            "1,500 reviews": PublicPrompts("asset:imdb", "public", 1500, _FIRST),
+        },
+        guides={"path": "asset:rotten-tomatoes", "split": "train", **_WORDS},
+        words={"function": "dprlhf.worth.taste:reward_0"},
+        turned=("rewards.0.weight=-1",),
     ),
     "answers": Task(
         title="Private answers (synthetic questions, a secret map, exact match)",
@@ -246,12 +258,14 @@ class Setup:
     def judges(self, task: Task, run: Recipe) -> dict[str, dict[str, Any]]:
         """Return judges of sentiment that these runs are not trained on, as rewards by name.
 
+        A task whose reward is not sentiment has none.
+
         Args:
             task: The task.
             run: The recipe of a run. What its own reward is multiplied by, and its weight,
                 multiply a judge's score as well.
         """
-        if task.words is None:
+        if task.words is None or "function" in task.words:
             return {}
         lexicon = self.clone / "scripts" / "worth" / "lexicon.py"
         found: dict[str, dict[str, Any]] = {"lexicon": {"function": f"{lexicon}:judge"}}
