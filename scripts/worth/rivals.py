@@ -2,7 +2,7 @@
 
     python scripts/worth/rivals.py                     # the small public model; resumable
     python scripts/worth/rivals.py --write-only        # the table of what is finished
-    python scripts/worth/rivals.py --task taste --epsilons 1 4
+    python scripts/worth/rivals.py --task taste --epsilons 1 --setting 1
 
 On the task "taste" a user says which of two texts it likes better, and nothing else, and each seed
 has a secret of its own. The question there is whether private prompts are needed.
@@ -118,7 +118,7 @@ RIVALS: dict[str, Rival] = {
         "DP reward model, private prompts",
         methods.by_reward,
         ("split", ("users", "budget")),
-        {"clip": 0.1, "rank": 64, "reward rate": 0.3},
+        {"clip": 0.1, "rank": 64, "reward rate": 1.0},
     ),
     "reward, no privacy": Rival(
         "reward model without privacy, public prompts",
@@ -337,7 +337,12 @@ def _pair(values: Values) -> str:
 def settings_in_words(chosen: Mapping[str, int], tries: int) -> str:
     """Say which setting each method has."""
     words = [f"{name}: `{json.dumps(RIVALS[name].tried[place])}`" for name, place in chosen.items()]
-    return f"Of {tries} settings tried for each method: " + "; ".join(words) + "."
+    of = (
+        f"Of {tries} settings tried for each method"
+        if tries
+        else "Settings, none of them tried here"
+    )
+    return f"{of}: " + "; ".join(words) + "."
 
 
 def parsed() -> argparse.Namespace:
@@ -347,6 +352,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", choices=RIVALS, help="all of the task if not given")
     parser.add_argument("--epsilons", nargs="+", type=float, choices=EPSILONS, default=ORDER)
     parser.add_argument("--tries", type=int, default=TRIES, help="settings tried for each method")
+    parser.add_argument("--setting", type=int, help="take this of the settings, and try none")
     given = options_of_runs(parser, runs="rivals", results="worth.json", seeds=SEEDS).parse_args()
     given.methods = given.methods or (TASTE if given.task == methods.TASTE else OTHERS)
     return given
@@ -372,9 +378,13 @@ def main() -> None:
     small = options.runs.resolve() / "reviews-lm"
     small_policy(small)
     methods.public_scorer(small, options.task)
+    if options.setting is not None:
+        options.tries = 0
     tried = tried_of(options.task, options.methods, options.tries)
     tuned = dict(gains_of(tried, TUNING_SEED, True, options))
     chosen = chosen_of(tuned, options.methods, options.tries)
+    if options.setting is not None:
+        chosen = dict.fromkeys(options.methods, options.setting)
     if not chosen:
         sys.exit("no settings yet: run without --write-only")
     cells = cells_of(options.task, chosen, options.epsilons)
