@@ -19,15 +19,18 @@ The bound on rounding is proven in ``docs/proofs/floating_point_sums.md``.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-# The side of a block of one user's product: it and its float64 sum stay in a core's cache. On an
+from dprlhf.gradients.threads import side_by_side
+
+# The sides of a block of one user's product: it and its float64 sum stay near a core. On an
 # accelerator: the most elements of the blocks of all users together.
-_SIDE = 384
+_ROWS, _COLUMNS = 256, 768
 _BLOCK_ON_ACCELERATOR = 2**24
 # The most elements of the users' Gram matrices to hold at once.
 _GRAM = 2**22
@@ -180,15 +183,16 @@ def add_weighted(uses: Sequence[OuterProducts], factors: torch.Tensor, total: to
             own = _block_of_users(dense, tokens, of_tokens, slice(None), block)
             total[block] += own.sum(0, dtype=total.dtype)
         return
-    for start in range(0, len(total), _SIDE):
-        for column in range(0, total.shape[1], _SIDE):
-            block = slice(start, start + _SIDE), slice(column, column + _SIDE)
-            part = torch.zeros_like(total[block])
-            wide = torch.empty_like(part)
-            for user in range(len(factors)):
-                own = _block_of_users(dense, tokens, of_tokens, slice(user, user + 1), block)
-                part += wide.copy_(own[0])
-            total[block] += part
+
+    def add(block: tuple[slice, slice]) -> None:
+        part = torch.zeros_like(total[block])
+        for user in range(len(factors)):
+            own = _block_of_users(dense, tokens, of_tokens, slice(user, user + 1), block)
+            part += own[0]  # float32 to float64, which is exact
+        total[block] += part
+
+    corners = itertools.product(range(0, len(total), _ROWS), range(0, total.shape[1], _COLUMNS))
+    side_by_side(add, [(slice(i, i + _ROWS), slice(j, j + _COLUMNS)) for i, j in corners])
 
 
 def _block_of_users(

@@ -20,7 +20,7 @@ are one contribution.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,7 @@ from dprlhf.gradients.ghost_norm import (
     rounding,
     square_norm,
 )
+from dprlhf.gradients.threads import side_by_side
 from dprlhf.policies.mixing import refuse_mixing
 
 
@@ -121,11 +122,20 @@ class PerUserGradients:
             exact = gradient.flatten(1).double().square().sum(1).cpu()
             error = rounding(gradient[0].numel() + 4, torch.float64)
             square, bound = square + exact, bound + (1 + error) * exact
-        for uses in self._factors.values():
-            with _exact(uses[0].right.device):
-                rounded, upper = (x.cpu() for x in square_norm(uses))
-            square, bound = square + rounded, bound + upper
+        for rounded, upper in self._square_norms():
+            square, bound = square + rounded.cpu(), bound + upper.cpu()
         return square.sqrt(), bound.sqrt()
+
+    def _square_norms(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield :func:`square_norm` of each weight that is kept as factors."""
+        of_weights = list(self._factors.values())
+        if {uses[0].right.device.type for uses in of_weights} == {"cpu"}:
+            with _exact(of_weights[0][0].right.device):  # around the threads: it is one switch
+                yield from side_by_side(square_norm, of_weights)
+            return
+        for uses in of_weights:
+            with _exact(uses[0].right.device):
+                yield square_norm(uses)
 
     def add_weighted_sum(self, factors: torch.Tensor, total: torch.Tensor) -> None:
         """Add Σ_u factor_u g_u to ``total``, and drop the micro-batch.
