@@ -27,6 +27,7 @@ from dprlhf.runs.measurements import Result, write_results
 PARTS = {  # name: (module, repeats, repeats of --quick)
     "overhead": ("bench.overhead", 7, 2),
     "opacus": ("bench.against_opacus", 5, 2),
+    "counted": ("bench.counted", 1, 1),
     "trl": ("bench.against_trl", 3, 2),
     "logprobs": ("bench.logprobs", 9, 1),
     "sharing": ("bench.sharing", 5, 1),

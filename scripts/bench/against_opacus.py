@@ -45,23 +45,7 @@ def results(
 def _case(
     kind: models.Kind, part: str, quick: bool, device: str, repeats: int, tick: Tick
 ) -> Iterator[Result]:
-    # Ghost clipping refuses tied embeddings, so they are untied for all sides.
-    model = models.causal_lm(kind, small=quick, tied=part == "LoRA").to(device)
-    policy = models.policy(model, kind, full=part == "full")
-    rows = 8 if quick else 16
-    batch = models.a_row_a_user(models.responses(rows // 2, each=2, prompt=16, response=16))
-    weights = np.random.default_rng(1).normal(size=rows)
-    norms = open_private(clipped(policy, batch, weights, 1.0).norms)
-    clip_norm = float(np.median(norms))  # so half of the rows are clipped
-
-    sides = {"ours": lambda: clipped(policy, batch, weights, clip_norm).bounded.total}
-    owners = {"ours": policy.model}
-    for name, method in OPACUS.items():
-        if part == "full" and name == "hooks":
-            continue  # every row's gradient of 10⁸ parameters at once does not fit
-        other = CausalLMPolicy(copy.deepcopy(policy.model), policy.tokenizer)
-        losses = functools.partial(weighted_logprobs, other, batch, weights)
-        sides[name], owners[name] = method(other.model, losses, clip_norm), other.model
+    sides, owners, _ = case(kind, part, quick, device, rows=8 if quick else 16)
     opacus = list(sides)[1:]
     expected = sides["ours"]().float().cpu()
     for name in opacus:
@@ -76,6 +60,30 @@ def _case(
         time_goal, memory_goal = (1.5, 1.0) if name == "ghost clipping" else (None, None)
         yield from ratio(f"{title}: time", times[name], times["ours"], at_least=time_goal)
         yield from ratio(f"{title}: peak memory", peaks[name], peaks["ours"], at_least=memory_goal)
+
+
+def case(
+    kind: models.Kind, part: str, quick: bool, device: str, *, rows: int
+) -> tuple[dict[str, Callable[[], torch.Tensor]], dict[str, torch.nn.Module], Losses]:
+    """Return the clipped sum by ours and by Opacus, their models, and the loss alone."""
+    # Ghost clipping refuses tied embeddings, so they are untied for all sides.
+    model = models.causal_lm(kind, small=quick, tied=part == "LoRA").to(device)
+    policy = models.policy(model, kind, full=part == "full")
+    batch = models.a_row_a_user(models.responses(rows // 2, each=2, prompt=16, response=16))
+    weights = np.random.default_rng(1).normal(size=rows)
+    norms = open_private(clipped(policy, batch, weights, 1.0).norms)
+    clip_norm = float(np.median(norms))  # so half of the rows are clipped
+
+    sides: dict[str, Callable[[], torch.Tensor]]
+    sides = {"ours": lambda: clipped(policy, batch, weights, clip_norm).bounded.total}
+    owners: dict[str, torch.nn.Module] = {"ours": policy.model}
+    for name, method in OPACUS.items():
+        if part == "full" and name == "hooks":
+            continue  # every row's gradient of 10⁸ parameters at once does not fit
+        other = CausalLMPolicy(copy.deepcopy(policy.model), policy.tokenizer)
+        losses = functools.partial(weighted_logprobs, other, batch, weights)
+        sides[name], owners[name] = method(other.model, losses, clip_norm), other.model
+    return sides, owners, functools.partial(weighted_logprobs, policy, batch, weights)
 
 
 def ghost(model: Any, losses: Losses, clip_norm: float) -> Callable[[], torch.Tensor]:
