@@ -12,10 +12,17 @@ import pytest
 
 from helpers import house
 
-MODULES = house.read_modules()
-ARROWS = house.read_arrows(MODULES)
-FUNCTIONS = house.read_functions(MODULES)
 MOST_LINES, MOST_BRANCHES = 60, 10
+
+
+@pytest.fixture(scope="module")
+def modules() -> dict[str, ast.Module]:
+    return house.read_modules()
+
+
+@pytest.fixture(scope="module")
+def arrows(modules: dict[str, ast.Module]) -> list[house.Arrow]:
+    return house.read_arrows(modules)
 
 
 def test_few_modules_stand_at_the_root() -> None:
@@ -23,30 +30,31 @@ def test_few_modules_stand_at_the_root() -> None:
     assert len(loose) <= 9, f"put it into a room: {loose}"
 
 
-def test_every_room_has_a_level_and_says_what_it_is_for() -> None:
+def test_every_room_has_a_level_and_says_what_it_is_for(modules: dict[str, ast.Module]) -> None:
     rooms = {p.name for p in house.SOURCE.iterdir() if p.suffix in ("", ".py") and p.name[0] != "_"}
     assert {name.removesuffix(".py") for name in rooms} <= house.LEVEL.keys()
-    silent = [name for name, tree in MODULES.items() if not ast.get_docstring(tree)]
+    silent = [name for name, tree in modules.items() if not ast.get_docstring(tree)]
     assert not silent, f"modules without a docstring: {silent}"
 
 
-def test_no_import_goes_from_a_lower_room_to_a_higher_one() -> None:
-    found = house.upward(ARROWS)
+def test_no_import_goes_from_a_lower_room_to_a_higher_one(arrows: list[house.Arrow]) -> None:
+    found = house.upward(arrows)
     assert not found, "upward: " + "; ".join(map(str, found))
 
 
-def test_no_modules_import_one_another_in_a_circle() -> None:
-    for circle in house.circles(ARROWS):
-        within = [str(a) for a in ARROWS if a.importer in circle and a.imported in circle]
+def test_no_modules_import_one_another_in_a_circle(arrows: list[house.Arrow]) -> None:
+    for circle in house.circles(arrows):
+        within = [str(a) for a in arrows if a.importer in circle and a.imported in circle]
         pytest.fail("circle: " + "; ".join(within))
 
 
-def test_functions_are_short_and_branch_little() -> None:
-    assert not [f for f in FUNCTIONS if f.lines > MOST_LINES or f.branches > MOST_BRANCHES]
+def test_functions_are_short_and_branch_little(modules: dict[str, ast.Module]) -> None:
+    functions = house.read_functions(modules)
+    assert not [f for f in functions if f.lines > MOST_LINES or f.branches > MOST_BRANCHES]
 
 
-def test_docstrings_are_sentences() -> None:
-    poor = house.poor_docstrings(MODULES)
+def test_docstrings_are_sentences(modules: dict[str, ast.Module]) -> None:
+    poor = house.poor_docstrings(modules)
     assert not poor, "\n".join(poor)
 
 
@@ -54,11 +62,13 @@ SHIPPED_WITH_THE_SOURCE = {"runs.evidence.answers", "cli.bench"}
 """Modules whose texts may name them: an auditor has the proofs, and ``bench`` a checkout."""
 
 
-def test_messages_name_no_page_that_an_installed_package_lacks() -> None:
+def test_messages_name_no_page_that_an_installed_package_lacks(
+    modules: dict[str, ast.Module],
+) -> None:
     """docs/ and recipes/ are in the repository, not in the wheel."""
     found = [
         f"{name}: {text}"
-        for name, tree in MODULES.items()
+        for name, tree in modules.items()
         if name.removeprefix("dprlhf.") not in SHIPPED_WITH_THE_SOURCE
         and not name.startswith(("dprlhf.papers", "dprlhf.worth"))
         for text in texts_of(tree)
