@@ -4,6 +4,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_WAIT_POLICY ?= PASSIVE
+# Each process takes a whole file at a time, in the order of conftest.py.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 setup: .venv/ready
 
@@ -20,18 +22,18 @@ demo: setup
 test test-fast check: export OMP_NUM_THREADS ?= 1
 
 test: setup
-	$(BIN)/python -m pytest -q -n 2
+	$(PYTEST)
 
 # Without what takes seconds a test: processes, kills, leaks, whole runs, drawn calibrations.
 test-fast: setup
-	$(BIN)/python -m pytest -q -n 2 -m "not slow"
+	$(PYTEST) -m "not slow"
 
 check: setup
 	$(BIN)/ruff check src tests scripts
 	$(BIN)/ruff format --check src tests scripts
 	$(BIN)/mypy
 	$(BIN)/python scripts/supply.py
-	$(BIN)/python -m pytest -q -n 2
+	$(PYTEST)
 	if [ -x $(BIN)/mkdocs ]; then $(BIN)/mkdocs build --strict --quiet --site-dir build/site; fi
 
 # The site, in build/site; its tools are locked apart and installed on the first call.

@@ -172,16 +172,25 @@ def f(
 """
 
 
-def mypy(tmp_path: Path, **types: str) -> set[int]:
-    """Return the lines of the snippet with these types that mypy refuses."""
-    source = SNIPPET
-    for name, kind in types.items():
-        source = source.replace(f": {name}", f": {kind}")
-    file = tmp_path / "snippet.py"
-    file.write_text(source)
+def mypy(tmp_path: Path, variants: dict[str, dict[str, str]]) -> dict[str, set[int]]:
+    """Return the lines of the snippet that mypy refuses with each variant of its types."""
+    files = {}
+    for variant, types in variants.items():
+        source = SNIPPET
+        for name, kind in types.items():
+            source = source.replace(f": {name}", f": {kind}")
+        files[variant] = tmp_path / f"{variant}.py"
+        files[variant].write_text(source)
     root = Path(__file__).parents[1]
     told = subprocess.run(
-        [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", str(file)],
+        [
+            sys.executable,
+            "-m",
+            "mypy",
+            "--config-file",
+            "pyproject.toml",
+            *map(str, files.values()),
+        ],
         cwd=root,
         capture_output=True,
         text=True,
@@ -189,19 +198,28 @@ def mypy(tmp_path: Path, **types: str) -> set[int]:
     )
     assert told.returncode in (0, 1), told.stderr
     lines = [x for x in told.stdout.splitlines() if "error:" in x]
-    assert all("[arg-type]" in x and x.startswith(str(file)) for x in lines), told.stdout
-    return {int(x.split(":")[1]) for x in lines}
+    found = {
+        variant: {int(x.split(":")[1]) for x in lines if x.startswith(f"{file}:")}
+        for variant, file in files.items()
+    }
+    assert all("[arg-type]" in x for x in lines), told.stdout
+    assert all(x.startswith(tuple(map(str, files.values()))) for x in lines), told.stdout
+    return found
 
 
 @pytest.mark.slow
 def test_mypy_refuses_what_was_not_released(tmp_path: Path) -> None:
     tensor = "torch.Tensor"
     good = {"RAW": "Released[torch.Tensor]", "SUMMED": "BoundedSum", "CLIPPED": "ClippedSum"}
-    assert mypy(tmp_path, **good) == set()  # the control
     calls = {n for n, line in enumerate(SNIPPET.splitlines(), 1) if line.startswith("    ")}
     calls -= {n for n in calls if SNIPPET.splitlines()[n - 1].endswith(",")}
     assert len(calls) == 10
-    for raw in (tensor, "BoundedSum", "Private[torch.Tensor]"):
+    variants = {"good": good}  # the control
+    for variant, raw in (
+        ("raw", tensor), ("summed", "BoundedSum"), ("private", "Private[torch.Tensor]"),
+    ):  # fmt: skip
         clipped = "BoundedSum" if raw == "BoundedSum" else raw
         summed = tensor if raw == "BoundedSum" else raw
-        assert mypy(tmp_path, RAW=raw, SUMMED=summed, CLIPPED=clipped) == calls
+        variants[variant] = {"RAW": raw, "SUMMED": summed, "CLIPPED": clipped}
+    expected = dict.fromkeys(variants, calls) | {"good": set()}
+    assert mypy(tmp_path, variants) == expected

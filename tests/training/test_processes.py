@@ -26,7 +26,7 @@ from dprlhf.privacy.ledger import read_ledger
 from dprlhf.runs.folder import JsonLines
 from dprlhf.training import processes
 from dprlhf.training.processes import Processes
-from helpers import launched
+from helpers import launched, runs, tiny
 
 pytestmark = pytest.mark.slow
 
@@ -400,25 +400,42 @@ def test_launch_files_are_what_accelerate_reads(name: str) -> None:
         assert arguments.fsdp_version == 2
 
 
-def test_a_process_of_several_leaves_its_group_when_it_ends(tmp_path: Path) -> None:
-    """Threads of a group that is still open abort the process now and then."""
-    script = (
-        "import atexit, os, torch\n"
-        "def left():\n"
-        # a file for each: what two processes print can end up in one line
-        "    state = 'open' if torch.distributed.is_initialized() else 'left'\n"
-        f"    open({str(tmp_path)!r} + '/left' + os.environ['RANK'], 'w').write(state)\n"
-        "atexit.register(left)\n"  # called after what is registered later
-        "from dprlhf.training.processes import Processes\n"
-        "assert Processes.connect().count == 2\n"
-        "assert Processes.connect().count == 2\n"
+UNDER_TORCHRUN = {"epsilon": 8.0, "rounds": 3, "learning_rate": 0.05, "optimizer__name": "sgd"}
+
+
+def test_under_torchrun_two_processes_equal_one_and_leave_their_group(tmp_path: Path) -> None:
+    """In float32, by a user's own script; threads of an open group abort a process now and then."""
+    model = str(tiny.save(tmp_path / "model"))
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import atexit, os, pathlib
+        import torch
+        torch.set_num_threads(1)
+        folder = pathlib.Path({str(tmp_path)!r})
+        def left():
+            # a file for each: what two processes print can end up in one line
+            state = "open" if torch.distributed.is_initialized() else "left"
+            (folder / ("left" + os.environ["RANK"])).write_text(state)
+        atexit.register(left)  # called after what is registered later
+        from dprlhf.training.processes import Processes
+        from helpers import fixed, runs
+        fixed.fix_randomness()
+        assert Processes.connect().count == 2
+        runs.train({model!r}, folder / "two", **{UNDER_TORCHRUN!r})
+        assert Processes.connect().count == 2
+        """)
     )
-    (tmp_path / "script.py").write_text(script)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         str(tmp_path / "script.py")],
-        env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+         str(script)],
+        env=ENVIRONMENT | {"ACCELERATE_USE_CPU": "true"},
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert [(tmp_path / f"left{rank}").read_text() for rank in (0, 1)] == ["left", "left"]
+    runs.train(model, tmp_path / "one", **UNDER_TORCHRUN)
+    assert charges(tmp_path / "two") == charges(tmp_path / "one") == [1, 2, 3]
+    one, two = (runs.weights(tmp_path / name) for name in ("one", "two"))
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, rtol=1e-4, atol=1e-6)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
-import os
 import shutil
-import signal
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -27,7 +24,8 @@ from dprlhf.privacy.ledger import read_ledger
 from dprlhf.privacy.partition import allocate
 from dprlhf.training import build, reinforcement
 from helpers import tiny
-from helpers.runs import ADAPTER, charged, lower_case, weights
+from helpers.commands import dprlhf as command
+from helpers.runs import charged, lower_case, weights
 from helpers.runs import run_settings as settings
 
 CANARY = "zanzibar-7319"
@@ -550,7 +548,16 @@ class TestResume:
         prompts = tmp_path / "prompts.csv"
         prompts.write_text("prompt\n" + "\n".join(f"user {i}" for i in range(400)))
         (tmp_path / "myreward.py").write_text(
-            "def length(prompts, completions):\n    return [len(c) / 10 for c in completions]\n"
+            textwrap.dedent(f"""
+            import os, pathlib, signal, threading
+            pressed = pathlib.Path({str(tmp_path)!r}, "pressed")
+            def length(prompts, completions):
+                metrics = pathlib.Path({str(tmp_path)!r}, "run/metrics.jsonl")
+                if not pressed.exists() and metrics.exists() and metrics.read_text().strip():
+                    pressed.touch()  # Ctrl-C, wherever the round is by then
+                    threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT)).start()
+                return [len(c) / 10 for c in completions]
+            """)
         )
         recipe = tmp_path / "recipe.yaml"
         recipe.write_text(
@@ -564,32 +571,17 @@ class TestResume:
             """)
         )
         run = tmp_path / "run"
-        command = [sys.executable, "-m", "dprlhf.cli.app"]
-        process = subprocess.Popen(
-            [*command, "train", str(recipe), "--output-dir", str(run)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        metrics = run / "metrics.jsonl"
-        while process.poll() is None and not (metrics.exists() and metrics.read_text().strip()):
-            pass
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=120)
-        assert process.returncode == 130
-        assert "dprlhf resume" in err
-        assert "Traceback" not in err
+        stopped = command("train", str(recipe), "--output-dir", str(run))
+        assert stopped.returncode == 130, stopped.stderr
+        assert "dprlhf resume" in stopped.stderr
+        assert "Traceback" not in stopped.stderr
         before = charged(run)
         assert 0 < len(before) < 60
-        done = subprocess.run(
-            [*command, "resume", str(run)], capture_output=True, text=True, timeout=300,
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True,
-        )  # fmt: skip
+        done = command("resume", str(run))
+        assert done.returncode == 0, done.stderr
         assert charged(run) == list(range(1, 61))
         assert "guarantee: (4, 0.0001)-differential privacy" in done.stdout
-        shown = subprocess.run(
-            [*command, "generate", str(run), "--prompt", "hello"], capture_output=True, text=True,
-            timeout=120, check=True,
-        ).stdout  # fmt: skip
+        shown = command("generate", str(run), "--prompt", "hello").stdout
         assert "base:" in shown
         assert "tuned:" in shown
         whole = api.generate(run, ["hello"])
@@ -609,53 +601,6 @@ def _find(dotted: str) -> Any:
             found = getattr(found, part)
         return found
     raise AssertionError(dotted)
-
-
-class TestProcesses:
-    @pytest.mark.slow
-    def test_two_and_three_processes_equal_one(self, model: str, tmp_path: Path) -> None:
-        script = tmp_path / "launched.py"
-        script.write_text(
-            textwrap.dedent(f"""
-            import sys
-            import torch
-            torch.set_num_threads(1)
-            import dprlhf.runs.folder
-            dprlhf.runs.folder.new_key = lambda: bytes(range(32))
-            import dprlhf.privacy.ledger
-            dprlhf.privacy.ledger.new_nonce = lambda: "a test"
-            from accelerate import PartialState
-            import dprlhf
-            def reward(prompts, completions):
-                return [len(c.encode()) / 8 for c in completions]
-            dprlhf.train(
-                model={model!r}, prompts=[f"user {{i}} says" for i in range(50)], reward=reward,
-                epsilon=8.0, rounds=3, learning_rate=0.05, policy__adapter={ADAPTER!r},
-                rollout__max_new_tokens=5, optimizer__name="sgd", quiet=True,
-                output_dir=sys.argv[1],
-            )
-            if PartialState().is_main_process:
-                print("processes:", PartialState().num_processes)
-            """)
-        )
-        results = {}
-        for count in (1, 2, 3):
-            folder = tmp_path / f"run-{count}"
-            done = subprocess.run(
-                [
-                    sys.executable, "-m", "torch.distributed.run", "--standalone",
-                    f"--nproc_per_node={count}", str(script), str(folder),
-                ],
-                capture_output=True, text=True, timeout=240,
-                env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
-            assert done.returncode == 0, done.stderr[-3000:]
-            assert f"processes: {count}" in done.stdout
-            assert charged(folder) == [1, 2, 3]
-            results[count] = weights(folder)
-        for count in (2, 3):
-            for name, weight in results[1].items():
-                torch.testing.assert_close(results[count][name], weight, rtol=1e-4, atol=1e-6)
 
 
 class TestRecipes:

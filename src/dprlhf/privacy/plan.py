@@ -6,6 +6,7 @@ sampler that was accounted for.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from dprlhf.privacy import accounting
 from dprlhf.privacy.accounting import Adjacency, Epsilon, Mechanism, Partition
 from dprlhf.privacy.correlated_noise import noise_gain
 from dprlhf.privacy.partitions import all_partitions
+from dprlhf.privacy.partitions.base import PartitionSpec
 from dprlhf.privacy.relations import DEFAULT_ADJACENCY
 
 
@@ -234,7 +236,23 @@ def _cost(mechanism: Mechanism, target: float | None, delta: float) -> tuple[Mec
         return mechanism.with_noise(0.0), none
     if target is None:
         return mechanism, accounting.epsilon(mechanism, delta)
-    z, guarantee = accounting.noise_multiplier(
+    z, guarantee = _calibrated(mechanism, target, delta, mechanism.spec)
+    return mechanism.with_noise(z), guarantee
+
+
+@functools.lru_cache(64)
+def _calibrated(
+    mechanism: Mechanism, target: float, delta: float, spec: PartitionSpec
+) -> tuple[float, Epsilon]:
+    """Return the noise of a plan and its cost, which a run asks for more than once.
+
+    Args:
+        mechanism: Everything but the noise.
+        target: The ε to stay below.
+        delta: δ.
+        spec: The draw and the accountant of the mechanism, by which the answer is kept.
+    """
+    return accounting.noise_multiplier(
         target,
         delta,
         rounds=mechanism.rounds,
@@ -244,7 +262,6 @@ def _cost(mechanism: Mechanism, target: float | None, delta: float) -> tuple[Mec
         releases_per_round=mechanism.releases_per_round,
         bands=mechanism.bands,
     )
-    return mechanism.with_noise(z), guarantee
 
 
 def delta_warning(delta: float, users: int) -> str | None:

@@ -7,6 +7,7 @@ counts in full, whether it was finished or not.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -208,7 +209,19 @@ def total_of(records: Sequence[Record], delta: float | None = None) -> Epsilon:
         [a.run not in b.disjoint and b.run not in a.disjoint for b in records] for a in records
     ]
     times = [1 + r.tuning_runs for r in records]
-    return total_epsilon([Mechanism(**r.mechanism) for r in records], delta, shared, times)
+    mechanisms = tuple(Mechanism(**r.mechanism) for r in records)
+    return _total(mechanisms, delta, tuple(map(tuple, shared)), tuple(times))
+
+
+@functools.lru_cache(64)
+def _total(
+    mechanisms: tuple[Mechanism, ...],
+    delta: float,
+    shared: tuple[tuple[bool, ...], ...],
+    times: tuple[int, ...],
+) -> Epsilon:
+    """Return the total ε, which a run's opening, its card and its report all ask for."""
+    return total_epsilon(mechanisms, delta, shared, times)
 
 
 def total_of_runs(
