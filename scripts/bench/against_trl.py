@@ -2,11 +2,12 @@
 
 Both sample, score and differentiate 48 prompts × 2 responses × 16 tokens, for the same model,
 LoRA and Python reward, and take one optimizer step. A round of ours also charges the ledger, draws
-the noise and saves a checkpoint; TRL saves and logs nothing. Two comparisons:
+the noise and saves a checkpoint; TRL saves and logs nothing. Three comparisons:
 
 - alike: both in float32, and TRL with the settings that were fastest for it: no gradient
   checkpointing, dropout off, β = 0 (no reference model), all responses generated in one call and
   differentiated in MICRO_BATCH rows at once;
+- bfloat16: the same, with the frozen weights of both in bfloat16 and no autocast;
 - as they come: what a user gets who sets nothing but the task. TRL then computes under bfloat16
   autocast, checkpoints activations, keeps β = 0.05 and differentiates 8 rows at once; a recipe of
   ours says ``dtype: auto``, which is bfloat16 weights where the processor multiplies in it.
@@ -62,6 +63,15 @@ def results(
                 "GRPO": lambda lap: trl_steps(
                     GRPOTrainer, GRPOConfig, model, prompts, steps, device, lap
                 ),
+                "private round, bfloat16": lambda lap: _ours(
+                    model, prompts, steps, Path(folder) / "bfloat16", lap, "bfloat16"
+                ),
+                "RLOO, bfloat16": lambda lap: trl_steps(
+                    RLOOTrainer, RLOOConfig, model, prompts, steps, device, lap, torch.bfloat16
+                ),
+                "GRPO, bfloat16": lambda lap: trl_steps(
+                    GRPOTrainer, GRPOConfig, model, prompts, steps, device, lap, torch.bfloat16
+                ),
                 "private round, as it comes": lambda lap: _ours(
                     model, prompts, steps, Path(folder) / "as-it-comes", lap, "auto"
                 ),
@@ -73,7 +83,9 @@ def results(
         turns.run(tick)
     for name, ours, goal in (
         ("RLOO", "private round", 3.0),
-        ("GRPO", "private round", None),
+        ("GRPO", "private round", 3.0),
+        ("RLOO, bfloat16", "private round, bfloat16", 3.0),
+        ("GRPO, bfloat16", "private round, bfloat16", 3.0),
         ("RLOO, as it comes", "private round, as it comes", 3.0),
     ):
         # The goal is one for a CPU.
@@ -139,10 +151,15 @@ def trl_steps(
     steps: int,
     device: str,
     lap: Callable[[], None],
+    dtype: torch.dtype = torch.float32,
     *,
     tuned: bool = True,
 ) -> None:
-    """Take ``steps`` training steps and call ``lap`` after each; ``tuned`` for speed, or not."""
+    """Take ``steps`` training steps and call ``lap`` after each; ``tuned`` for speed, or not.
+
+    Args:
+        dtype: of the model's weights; the adapter's are float32.
+    """
     fast: dict[str, Any] = {
         "bf16": False, "gradient_checkpointing": False, "disable_dropout": True, "beta": 0.0,
     }  # fmt: skip
@@ -155,7 +172,7 @@ def trl_steps(
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     with tempfile.TemporaryDirectory() as folder:
         loop = trainer(
-            model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+            model=AutoModelForCausalLM.from_pretrained(model, dtype=dtype),
             reward_funcs=reward,
             args=config(
                 output_dir=folder,

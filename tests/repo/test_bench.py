@@ -112,7 +112,7 @@ def test_both_updates_do_the_same_work(kind: models.Kind, full: bool) -> None:
 def test_the_comparison_with_trl_runs_and_all_sides_do_the_same_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each of the five sides scores the same prompts, two responses each, in both of its steps."""
+    """Each of the eight sides scores the same prompts, two responses each, in both of its steps."""
     scored: list[str] = []
 
     def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
@@ -125,12 +125,16 @@ def test_the_comparison_with_trl_runs_and_all_sides_do_the_same_work(
     rows = list(against_trl.results(quick=True, device="cpu", repeats=1))
     assert [row.name.split(":")[0] for row in rows] == [
         "a TRL step (RLOO) over a private round", "a TRL step (GRPO) over a private round",
+        "a TRL step (RLOO, bfloat16) over a private round, bfloat16",
+        "a TRL step (GRPO, bfloat16) over a private round, bfloat16",
         "a TRL step (RLOO, as it comes) over a private round, as it comes",
-        "private round", "RLOO", "GRPO", "private round, as it comes", "RLOO, as it comes",
+        "private round", "RLOO", "GRPO",
+        "private round, bfloat16", "RLOO, bfloat16", "GRPO, bfloat16",
+        "private round, as it comes", "RLOO, as it comes",
     ]  # fmt: skip
     assert all(row.value > 0 and math.isfinite(row.value) for row in rows)
     assert len(set(scored)) == 2 * 4
-    assert {scored.count(prompt) for prompt in scored} == {5 * 2}
+    assert {scored.count(prompt) for prompt in scored} == {8 * 2}
 
 
 @pytest.mark.slow
