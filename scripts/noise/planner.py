@@ -1,14 +1,16 @@
 """How well ``dprlhf plan RECIPE`` predicts and ranks private runs: ten plans, drawn at random.
 
-    python scripts/noise/planner.py --side-by-side 2    # half a core-minute a run
-    python scripts/noise/planner.py --write-only        # reads the finished runs only
+    python scripts/noise/planner.py --seeds 3 --side-by-side 2    # half a core-minute a run
+    python scripts/noise/planner.py --seeds 3 --write-only        # reads the finished runs only
 
 The plans were drawn once, with a fixed seed: users, ε, partition, rounds, passes, bands and
-responses. The prediction is the rise that the command shows, from public prompts alone. The result
-is the rise of a finished private run on the same public prompts that every run is evaluated on;
-runs of one plan differ by secret rounds and noise. DP-PG with the small public model and the word
-reward of ``scripts/utility.py --small``, on users that are in no other table: rows 9,000 and up of
-IMDB's private split. Finished runs are kept and read again, interrupted ones resumed.
+responses. There are two predictions, from public prompts alone: the formula's, which the command
+shows at once, and the mean rise of its trial runs (``--trial-runs``), in which public prompts stand
+in for the users. The result is the mean rise of finished private runs on public prompts that no
+trial run sees; runs of one plan differ by secret rounds and noise. DP-PG with the small public
+model and the word reward of ``scripts/utility.py --small``, on users that are in no other table:
+rows 9,000 and up of IMDB's private split. Finished runs are kept and read again, interrupted ones
+resumed.
 
 Writes rows to docs/results/noise.json.
 """
@@ -25,12 +27,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
+import torch
 from scipy.stats import spearmanr
 
+from dprlhf.hardware import usable_cores
 from dprlhf.recipe import load_recipe
+from dprlhf.runs.many import run_missing
 from dprlhf.runs.measurements import Result, write_results
 from dprlhf.training.choices import Candidate, Choice, planner
-from dprlhf.training.planner import measure
+from dprlhf.training.planner import measure, with_choice
+from dprlhf.tuning.public_rows import public_rows
+from dprlhf.tuning.stand_in import run_stand_ins
 from noise.many_runs import ROOT, SMALL, Job, overrides_of, run_all, small_policy
 
 OUT = ROOT / "docs" / "results" / "noise.json"
@@ -86,6 +93,39 @@ def predicted(settings: dict[str, Any]) -> list[Choice]:
     return found
 
 
+def trial_run(settings: dict[str, Any], number: int, seed: int, threads: int) -> dict[str, Any]:
+    """Run a plan on public prompts in place of its users; return the rise."""
+    torch.set_num_threads(threads)
+    users, epsilon, candidate = held_out()[number]
+    changes = {**settings, "data.limit": users, "privacy.epsilon": epsilon}
+    recipe = load_recipe(ROOT / "recipes" / "imdb_sentiment.yaml", overrides_of(changes))
+    chosen = with_choice(recipe, candidate)
+    run = run_stand_ins(chosen, public_rows(recipe), users=users, seed=seed)
+    return {"rise": run.rise.mean, "stand_ins": run.stand_ins, "prompts": run.prompts}
+
+
+def trial_rises(
+    settings: dict[str, Any], folder: Path, *, runs: int, side_by_side: int, write_only: bool
+) -> dict[int, list[float]]:
+    """Return the rises of all finished trial runs, by the plan's position; missing ones are run."""
+    threads = max(1, usable_cores() // side_by_side)
+    work = {
+        folder / f"trial-{number}-{seed}.json": (settings, number, seed, threads)
+        for seed in range(runs)
+        for number in range(PLANS)
+    }
+    finished = run_missing(trial_run, work, side_by_side=side_by_side, write_only=write_only)
+    return by_plan({file.stem: figures for file, figures in finished.items()})
+
+
+def by_plan(figures: dict[str, dict[str, Any]]) -> dict[int, list[float]]:
+    """Return the rises of runs whose files are called ``KIND-PLAN-SEED``, by the plan."""
+    found: dict[int, list[float]] = {}
+    for file, of_run in sorted(figures.items()):
+        found.setdefault(int(file.split("-")[1]), []).append(of_run["rise"])
+    return found
+
+
 def jobs(settings: dict[str, Any], choices: Sequence[Choice], seeds: int) -> list[Job]:
     """Return the private runs, with the overrides that the command shows."""
     found = []
@@ -99,14 +139,17 @@ def jobs(settings: dict[str, Any], choices: Sequence[Choice], seeds: int) -> lis
     return found
 
 
-def rows(choices: Sequence[Choice], rises: dict[int, list[float]]) -> list[Result]:
-    """Return each finished plan's prediction and result, the errors, and how well plans rank.
+def rows(
+    choices: Sequence[Choice], tried: dict[int, list[float]], rises: dict[int, list[float]]
+) -> list[Result]:
+    """Return each finished plan's predictions and result, the errors, and how well plans rank.
 
     Args:
-        choices: The plans with their predictions.
-        rises: The rise of every finished run, by the plan's position.
+        choices: The plans with the formula's prediction.
+        tried: The rises of each plan's trial runs, by the plan's position.
+        rises: The rises of each plan's finished private runs.
     """
-    found = []
+    found = [Result(f"{NAME}: finished private runs", sum(map(len, rises.values())), "runs")]
     for number, reached in rises.items():
         (users, epsilon, c), choice = held_out()[number], choices[number]
         label = (
@@ -118,28 +161,44 @@ def rows(choices: Sequence[Choice], rises: dict[int, list[float]]) -> list[Resul
             Result(f"{label}, predicted rise", choice.reward or 0.0, "reward"),
             Result(f"{label}, measured rise", float(np.mean(reached)), "reward"),
         ]
-    foreseen = np.array([choices[number].reward for number in rises])
-    reached = np.array([np.mean(rises[number]) for number in rises])
+        if len(reached) > 1:
+            error = float(np.std(reached, ddof=1)) / len(reached) ** 0.5
+            found.append(Result(f"{label}, measured rise, standard error", error, "reward"))
+        if number in tried:
+            mean = float(np.mean(tried[number]))
+            found.append(Result(f"{label}, rise of its trial runs", mean, "reward"))
+    found += compared("", {number: choices[number].reward or 0.0 for number in rises}, rises)
+    if tried:
+        means = {number: float(np.mean(tried[number])) for number in rises if number in tried}
+        found.append(Result(f"{NAME}: trial runs", sum(map(len, tried.values())), "runs"))
+        found += compared(", by trial runs", means, rises)
+    return found
+
+
+def compared(by: str, predicted: dict[int, float], rises: dict[int, list[float]]) -> list[Result]:
+    """Return how far predictions are from the mean measured rises, and how well they rank.
+
+    Args:
+        by: End of the rows' names.
+        predicted: The prediction for each plan, by its position.
+        rises: The rises of each plan's finished private runs.
+    """
+    foreseen = np.array(list(predicted.values()))
+    reached = np.array([np.mean(rises[number]) for number in predicted])
     errors = foreseen / reached - 1
     near = int((np.abs(errors) <= SHARE).sum())
+    within = f"{NAME}: plans predicted within 10%{by}"
+    rank = float(spearmanr(foreseen, reached).statistic)
     return [
-        *found,
-        Result(f"{NAME}: finished private runs", sum(map(len, rises.values())), "runs"),
+        Result(within, near, "plans", f"at least {WANTED} of {PLANS}", near >= WANTED),
         Result(
-            f"{NAME}: plans predicted within 10%",
-            near,
-            "plans",
-            f"at least {WANTED} of {PLANS}",
-            near >= WANTED,
-        ),
-        Result(f"{NAME}: median relative error of the prediction", float(np.median(errors)), "1"),
-        Result(
-            f"{NAME}: rank correlation of predicted and measured rise (Spearman)",
-            float(spearmanr(foreseen, reached).statistic),
-            "1",
+            f"{NAME}: median relative error of the prediction{by}", float(np.median(errors)), "1"
         ),
         Result(
-            f"{NAME}: measured rise of the plan ranked first over the largest measured rise",
+            f"{NAME}: rank correlation of predicted and measured rise (Spearman){by}", rank, "1"
+        ),
+        Result(
+            f"{NAME}: measured rise of the plan ranked first over the largest measured rise{by}",
             float(reached[foreseen.argmax()] / reached.max()),
             "1",
         ),
@@ -151,6 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "noise-planner")
     parser.add_argument("--seeds", type=int, default=1, help="private runs of each plan")
+    parser.add_argument("--trial-runs", type=int, default=3, help="trial runs of each plan")
     parser.add_argument("--side-by-side", type=int, default=1, help="number of processes")
     parser.add_argument("--write-only", action="store_true", help="read the finished runs only")
     options = parser.parse_args()
@@ -162,10 +222,14 @@ def main() -> None:
         side_by_side=options.side_by_side,
         write_only=options.write_only,
     )
-    rises: dict[int, list[float]] = {}
-    for file, of_run in sorted(figures.items()):
-        rises.setdefault(int(file.split("-")[1]), []).append(of_run["rise"])
-    results = rows(choices, rises)
+    tried = trial_rises(
+        settings,
+        options.runs,
+        runs=options.trial_runs,
+        side_by_side=options.side_by_side,
+        write_only=options.write_only,
+    )
+    results = rows(choices, tried, by_plan(figures))
     for row in results:
         print(f"{row.name}: {row.value:.3f}")
     write_results(OUT, results)

@@ -34,6 +34,14 @@ NumGenerations = Annotated[
     typer.Option(min=2, help="With a recipe: responses to a prompt to compare; may be repeated."),
 ]
 Show = Annotated[int, typer.Option(min=1, help="With a recipe: number of choices.")]
+TrialRuns = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="With a recipe: runs of each shown choice on public prompts in place of the users;"
+        " their rise orders the choices.",
+    ),
+]
 Users = Annotated[int | None, typer.Option(help="Without a recipe: N, the number of users.")]
 Epsilon = Annotated[float | None, typer.Option(help="Without a recipe: ε to keep within.")]
 Delta = Annotated[float, typer.Option(help="Without a recipe: δ of the guarantee.")]
@@ -54,6 +62,7 @@ def plan(
     responses: Responses = None,
     num_generations: NumGenerations = None,
     show: Show = 5,
+    trial_runs: TrialRuns = 0,
     users: Users = None,
     epsilon: Epsilon = None,
     delta: Delta = 1e-5,
@@ -65,8 +74,9 @@ def plan(
     """Choose rounds, passes, bands, partition and responses for an ε and a compute budget.
 
     With a recipe, signal, reward and time are measured on its public prompts, and the best choices
-    are shown with their noise and the predicted rise of the reward. Without one, numbers of rounds
-    are compared. No privacy is spent.
+    are shown with their noise and the predicted rise of the reward; with --trial-runs, also with
+    the rise that was measured on public prompts. Without a recipe, numbers of rounds are compared.
+    No privacy is spent.
     """
     if recipe is None:
         _without_recipe(users, epsilon, delta, dimension, rounds or [], signal, as_json)
@@ -78,8 +88,11 @@ def plan(
         )
     from dprlhf.recipe import load_recipe
     from dprlhf.training.planner import choose, measure
+    from dprlhf.tuning.public_rows import public_rows
+    from dprlhf.tuning.trial_runs import try_choices
 
     loaded = load_recipe(recipe, overrides or ())
+    public = public_rows(loaded) if trial_runs else None  # refuses before the work begins
     facts = measure(loaded, responses=num_generations or ())
     choices, passed = choose(
         facts,
@@ -89,16 +102,17 @@ def plan(
         show=show,
         progress=_progress,
     )
+    if public is not None:
+        tried = try_choices(loaded, choices, public, runs=trial_runs, users=facts.users, told=_told)
+        choices, rows = [t.choice for t in tried], [t.as_dict() for t in tried]
+    else:
+        rows = [choice.as_dict() for choice in choices]
     if as_json:
-        shown: dict[str, Any] = {
-            **facts.as_dict(),
-            "choices": [choice.as_dict() for choice in choices],
-            "not_costed": passed,
-        }
+        shown: dict[str, Any] = {**facts.as_dict(), "choices": rows, "not_costed": passed}
         typer.echo(json.dumps(shown))
         return
     typer.echo(facts.describe() + "\n")
-    typer.echo(choices_table([choice.as_dict() for choice in choices]))
+    typer.echo(choices_table(rows))
     if passed:
         typer.echo(f"{passed} more were passed over: their noise takes seconds each to compute")
     typer.echo(f"\nthe first as overrides: {' '.join(choices[0].overrides())}")
@@ -132,3 +146,7 @@ def _progress(done: int, of: int) -> None:
     if sys.stderr.isatty():
         end = "\r" if done < of else "\n"
         print(f"plan: {done} of {of} candidates", end=end, file=sys.stderr, flush=True)
+
+
+def _told(line: str) -> None:
+    print(f"plan: {line}", file=sys.stderr, flush=True)  # the prompts are public
