@@ -168,6 +168,10 @@ def rows(
             mean = float(np.mean(tried[number]))
             found.append(Result(f"{label}, rise of its trial runs", mean, "reward"))
     found += compared("", {number: choices[number].reward or 0.0 for number in rises}, rises)
+    spreads = [np.std(r, ddof=1) / np.mean(r) for r in rises.values() if len(r) > 1]
+    if spreads:
+        name = f"{NAME}: standard deviation between runs of a plan over its mean rise, median"
+        found.append(Result(name, float(np.median(spreads)), "1"))
     if tried:
         means = {number: float(np.mean(tried[number])) for number in rises if number in tried}
         found.append(Result(f"{NAME}: trial runs", sum(map(len, tried.values())), "runs"))
