@@ -43,6 +43,7 @@ from dprlhf.training.build import hush_libraries
 from dprlhf.training.measures import RewardEstimate
 from dprlhf.training.policy_setup import load_policy_of
 
+SCRIPT = str(Path(__file__).resolve())
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "demo.yaml"
 KEPT = ROOT / "docs" / "results" / "demo.json"
@@ -78,18 +79,22 @@ class Helper:
         os.environ |= launch | {"RANK": "0", "LOCAL_RANK": "0"}
         torch.set_num_threads(max(1, cores() // 2))
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--helper", str(os.getpid()), *overrides],
+            [sys.executable, SCRIPT, "--helper", str(os.getpid()), *overrides],
             env={**os.environ, "RANK": "1", "LOCAL_RANK": "1"},
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C is for the first process, which waits for a safe point
+            process_group=0,  # Ctrl-C is for the first process, which waits for a safe point
         )
         atexit.register(self._process.kill)
 
-    def check(self) -> None:
-        """Raise an error if the process has ended: a run of two would wait for it."""
-        if self._process.poll() is not None:
-            raise SystemExit(f"the second process ended with status {self._process.returncode}")
+    def wait(self) -> None:
+        """Wait until it is ready for the run; raise an error if it has ended instead.
+
+        A run of two processes would wait for the other's connection, for an hour.
+        """
+        assert self._process.stdout is not None
+        if not self._process.stdout.readline():
+            raise SystemExit(f"the second process ended with status {self._process.wait()}")
 
     def processor_seconds(self) -> float:
         """Wait for its end; return the processor time of its part of the run."""
@@ -107,6 +112,7 @@ def help_tuning(parent: int, overrides: Sequence[str]) -> None:
     pull(SHOWN_FIRST, quiet=True)
     if os.getppid() != parent:
         raise SystemExit("the first process has ended")
+    print("ready", flush=True)
     began = time.process_time()
     train(RECIPE, overrides=[JUDGE, *overrides], quiet=True)
     print(time.process_time() - began)
@@ -317,7 +323,7 @@ def tune(overrides: Sequence[str], times: Times) -> list[Result]:
     accuracy = json.loads((pull([REWARD])[REWARD] / "metrics.json").read_text())["accuracy"]
     times.fitted, processor = time.time(), time.process_time()
     if helper is not None:
-        helper.check()
+        helper.wait()
     result = train(RECIPE, overrides=given, callbacks=[times.report])
     show(result, told, public)
     print(f"accuracy of the reward model on held-out sentences: {accuracy:.3f}")

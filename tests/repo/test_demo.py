@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,7 @@ def test_texts_come_before_the_reward_is_fitted(
         return dict.fromkeys(names, tmp_path)
 
     monkeypatch.setattr(demo, "pull", pull)
+    monkeypatch.setattr(demo, "cores", lambda: 1)  # on more, a second process takes part
     monkeypatch.chdir(tmp_path)
     (tmp_path / "metrics.json").write_text('{"accuracy": 0.81}')
     times = demo.Times(100.0)
@@ -104,9 +107,55 @@ def test_texts_come_before_the_reward_is_fitted(
     seconds = {row.name: row.value for row in times.rows(started=60.0, ready=95.0)}
     assert seconds["demo: installing"] == 35
     assert seconds["demo: models, data and the reward's fit"] == 10 + 40
-    assert seconds["demo: the reward's fit"] == 40
+    assert seconds["demo: waiting for the reward's fit"] == 40
     assert seconds["demo: first continuations"] == 70
     assert seconds["demo: first noised reward"] == 130
+
+
+WITHOUT_ASSETS = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {scripts!r})
+import demo
+demo.SCRIPT, demo.cores = __file__, lambda: 2
+def pull(names, quiet=False):
+    print("pull", *names, file=sys.stderr)
+    if "--helper" in sys.argv and {dies!r} in names:
+        raise SystemExit(3)
+    return dict.fromkeys(names, Path(__file__).parent)
+demo.pull = pull
+demo.main()
+"""
+
+
+def in_two_processes(folder: Path, overrides: list[str], dies: str) -> Any:
+    (folder / "metrics.json").write_text('{"accuracy": 0.84}')
+    script = WITHOUT_ASSETS.format(scripts=str(Path(demo.__file__).parent), dies=dies)
+    (folder / "script.py").write_text(script)
+    return subprocess.run(
+        [sys.executable, "script.py", *overrides], cwd=folder, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, timeout=200, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_demo(overrides: list[str], tmp_path: Path) -> None:
+    done = in_two_processes(tmp_path, overrides, dies="nothing")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("mean reward of the first round's users") == 1
+    assert done.stdout.count("guarantee: ") == 1
+    assert len(list(tmp_path.glob("runs/*/ledger.jsonl"))) == 1
+    assert done.stderr.count(f"pull {demo.REWARD}\n") == 2
+    assert "seconds for tuning and evaluation" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_second_process_that_dies_ends_the_demo(overrides: list[str], tmp_path: Path) -> None:
+    done = in_two_processes(tmp_path, overrides, dies=demo.REWARD)
+    assert done.returncode == 1
+    assert "the second process ended with status 3" in done.stderr
+    assert "the untuned model" in done.stdout
+    assert not list(tmp_path.glob("runs/*"))
 
 
 def test_a_round_whose_reward_the_noise_hides_stops_nothing(capsys: Any) -> None:

@@ -240,9 +240,9 @@ def _build_minilm(sources: dict[str, Path], out: Path, quiet: bool) -> None:
                     shutil.copyfileobj(packed, unpacked)
 
 
-def _build_sentiment(sources: dict[str, Path], out: Path, quiet: bool, *, epochs: int = 2) -> None:
+def _build_sentiment(sources: dict[str, Path], out: Path, quiet: bool, **settings: Any) -> None:
     encoder, sentences = sources["minilm"], sources["rotten-tomatoes"]
-    accuracy = train_sentiment(encoder, sentences, out, epochs=epochs, quiet=quiet)
+    accuracy = train_sentiment(encoder, sentences, out, quiet=quiet, **settings)
     if accuracy < SENTIMENT_ACCURACY_FLOOR:
         raise DprlhfError(
             f"the sentiment classifier reached accuracy {accuracy:.3f} only, below "
@@ -301,7 +301,7 @@ ASSETS = {
     "sentiment-minilm-fast": Asset(
         about="the demo's reward model: as sentiment-minilm, in half of the time",
         sources=("minilm", "rotten-tomatoes"),
-        build=functools.partial(_build_sentiment, epochs=1),
+        build=functools.partial(_build_sentiment, epochs=1, dropout=False),
     ),
     "community": Asset(
         about="14,355 private IMDB reviewers, 80% of whom gave a bad rating; 1,265 public",

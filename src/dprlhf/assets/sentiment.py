@@ -8,8 +8,10 @@ difference ±ln(0.95 / 0.05) = ±2.94 instead of ±infinity.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from dprlhf.hardware import native_dtype
 LABELS = ("NEGATIVE", "POSITIVE")
 MAX_TOKENS = 64
 LABEL_SMOOTHING = 0.1
+DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 
 
 def train_sentiment(
@@ -31,6 +34,7 @@ def train_sentiment(
     epochs: int = 2,
     batch_size: int = 32,
     learning_rate: float = 2e-4,
+    dropout: bool = True,
     quiet: bool = False,
 ) -> float:
     """Fine-tune an encoder into a two-class sentence classifier and save it.
@@ -50,6 +54,8 @@ def train_sentiment(
         batch_size: Sentences per step.
         learning_rate: Peak learning rate of AdamW, reached after 10% of the steps; it falls from
             there linearly to zero.
+        dropout: Whether to train with the encoder's dropout. Without it the two halves of a batch
+            are computed side by side: the order of random draws would depend on which is first.
         quiet: Show no progress bar.
 
     Returns:
@@ -71,12 +77,14 @@ def train_sentiment(
             id2label=dict(enumerate(LABELS)),
             label2id={label: i for i, label in enumerate(LABELS)},
             dtype=torch.float32,
+            **({} if dropout else dict.fromkeys(DROPOUT, 0.0)),
         )
         lengths = [len(t) for t in tokens]
         batches = (rows for _ in range(epochs) for rows in _batches(lengths, batch_size, shuffler))
         steps = epochs * -(-len(tokens) // batch_size)
         labels = torch.tensor(train["label"].tolist())
-        _fit(model, tokenizer, tokens, labels, batches, steps, learning_rate, quiet)
+        parts = 1 if dropout else 2
+        _fit(model, tokenizer, tokens, labels, batches, steps, learning_rate, parts, quiet)
     metrics = _measure(model, tokenizer, test["text"].tolist(), test["label"].tolist())
     accuracy: float = metrics["accuracy"]
     metrics |= {"accuracy": round(accuracy, 4), "train_sentences": len(train)}
@@ -97,35 +105,54 @@ def _fit(
     batches: Iterable[list[int]],
     steps: int,
     learning_rate: float,
+    parts: int,
     quiet: bool,
 ) -> None:
-    """Fine-tune the classifier in place on batches of rows, one AdamW step for each."""
+    """Fine-tune the classifier in place on batches of rows, one AdamW step for each.
+
+    The parts of a batch go through the model side by side, each in a Python thread that computes
+    alone: threads of one operation would wait for each other after each of many small ones.
+    """
     import torch
     from transformers import get_linear_schedule_with_warmup
 
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=learning_rate, weight_decay=0.01, fused=True
-    )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.01, fused=True)
     schedule: Any = get_linear_schedule_with_warmup(optimizer, steps // 10, steps)
     loss_function = torch.nn.CrossEntropyLoss(label_smoothing=LABEL_SMOOTHING)
     bf16 = native_dtype("cpu") == torch.bfloat16
+
+    def of_part(rows: list[int], count: int) -> tuple[float, tuple[Any, ...]]:
+        """Return the part's share of the mean loss over ``count`` rows, and its gradients."""
+        batch = tokenizer.pad({"input_ids": [tokens[i] for i in rows]}, return_tensors="pt")
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+            logits = model(**batch).logits
+        loss = loss_function(logits.float(), labels[rows]) * (len(rows) / count)
+        return float(loss.detach()), torch.autograd.grad(loss, trained)
+
     model.train()
-    shown = float("nan")
-    with tqdm(total=steps, desc="fitting the reward", unit="step", disable=quiet) as bar:
-        for rows in batches:
-            batch = tokenizer.pad({"input_ids": [tokens[i] for i in rows]}, return_tensors="pt")
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
-                logits = model(**batch).logits
-            loss = loss_function(logits.float(), labels[rows])
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            value = loss.item()
-            shown = value if shown != shown else 0.95 * shown + 0.05 * value
-            bar.set_postfix(loss=f"{shown:.3f}", refresh=False)
-            bar.update()
+    shown, threads = float("nan"), torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // parts))
+    try:
+        with (
+            ThreadPoolExecutor(parts) as pool,
+            tqdm(total=steps, desc="fitting the reward", unit="step", disable=quiet) as bar,
+        ):
+            for rows in batches:
+                cuts = [len(rows) * part // parts for part in range(parts + 1)]
+                some = [rows[i:j] for i, j in itertools.pairwise(cuts) if i < j]
+                found = list(pool.map(of_part, some, [len(rows)] * len(some)))
+                for parameter, *gradients in zip(trained, *(g for _, g in found), strict=True):
+                    parameter.grad = sum(gradients[1:], gradients[0])
+                torch.nn.utils.clip_grad_norm_(trained, 1.0)
+                optimizer.step()
+                schedule.step()
+                value = sum(loss for loss, _ in found)
+                shown = value if shown != shown else 0.95 * shown + 0.05 * value
+                bar.set_postfix(loss=f"{shown:.3f}", refresh=False)
+                bar.update()
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _measure(model: Any, tokenizer: Any, texts: list[str], labels: list[int]) -> dict[str, Any]:
