@@ -372,19 +372,23 @@ def gains_of(
             yield cell, done[file]["gain"]
 
 
+def settings_for(options: argparse.Namespace) -> dict[str, int]:
+    """Return each method's setting: the one that is asked for, or else the best of those tried."""
+    if options.setting is not None:
+        options.tries = 0
+        return dict.fromkeys(options.methods, options.setting)
+    tried = tried_of(options.task, options.methods, options.tries)
+    tuned = dict(gains_of(tried, TUNING_SEED, True, options))
+    return chosen_of(tuned, options.methods, options.tries)
+
+
 def main() -> None:
     """Choose the settings, run the cells seed by seed, and write what is finished."""
     options = parsed()
     small = options.runs.resolve() / "reviews-lm"
     small_policy(small)
     methods.public_scorer(small, options.task)
-    if options.setting is not None:
-        options.tries = 0
-    tried = tried_of(options.task, options.methods, options.tries)
-    tuned = dict(gains_of(tried, TUNING_SEED, True, options))
-    chosen = chosen_of(tuned, options.methods, options.tries)
-    if options.setting is not None:
-        chosen = dict.fromkeys(options.methods, options.setting)
+    chosen = settings_for(options)
     if not chosen:
         sys.exit("no settings yet: run without --write-only")
     cells = cells_of(options.task, chosen, options.epsilons)
