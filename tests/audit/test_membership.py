@@ -112,12 +112,12 @@ def test_a_planted_leak_is_found_and_an_untouched_policy_shows_none(policy: Caus
 
 def test_a_discriminant_fitted_on_shadow_runs_joins_scores() -> None:
     random = np.random.default_rng(1)
-    included = random.random(600) < 0.5
-    features = random.normal(size=(600, 3)) * [1, 5, 1]
+    included = random.random(6000) < 0.5
+    features = random.normal(size=(6000, 3)) * [1, 5, 1]
     features[:, :2] += included[:, None] * [1.0, 5.0]  # each alone has the area Φ(1/√2) = 0.76
-    joined = combined_scores(features[:300], features[300:], included[300:])
-    inside = included[:300]
-    assert roc(joined[inside], joined[~inside]).auc == pytest.approx(ndtr(1), abs=0.06)
+    joined = combined_scores(features[:3000], features[3000:], included[3000:])
+    inside = included[:3000]
+    assert roc(joined[inside], joined[~inside]).auc == pytest.approx(ndtr(1), abs=0.03)
     assert np.abs(combined_scores(0 * features, 0 * features, included)).max() == 0
 
 
