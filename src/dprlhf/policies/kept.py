@@ -139,7 +139,7 @@ def _outputs(module: nn.Module) -> int:
 
 @dataclass(eq=False, repr=False)
 class Kept:
-    """What is kept of one call of sampling, in its micro-batches.
+    """Layer outputs and logits of one call of sampling, stored by micro-batch.
 
     Args:
         parts: The layers, from :func:`parts_of`.
@@ -194,7 +194,7 @@ class Kept:
         self.layouts.append(layout)
 
     def found(self, rows: NDArray[np.int64], count: int) -> None:
-        """Take down whose responses the last micro-batch has.
+        """Record which rows the responses of the last micro-batch belong to.
 
         Args:
             rows: The number of each response's row, in the order of the micro-batch.

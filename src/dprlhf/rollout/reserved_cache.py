@@ -37,7 +37,7 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def skip(self, places: int) -> None:
-        """Count places as filled, which hold zeros, to try a step that comes later."""
+        """Advance without writing keys and values (they stay zero), to try a later step's shape."""
         self._show(self.keys.shape[2] + places)
 
     def _show(self, places: int) -> None:

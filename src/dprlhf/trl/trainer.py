@@ -101,7 +101,8 @@ class PrivateTrainer(Generic[C]):
             processing_class: The model's tokenizer; None loads it.
             reward_processing_classes: A tokenizer for each reward model; None loads them.
             callbacks: ``transformers.TrainerCallback`` objects; they see released and public
-                values alone.
+                values alone. One that puts hooks into the model, as ``wandb.watch`` does, ends the
+                run with an error.
             optimizers: Refused: ``args.optim`` names the optimizer.
             quantization_config: How to quantise the frozen base model; with ``peft_config``.
             peft_config: What is trained; None trains all weights.
