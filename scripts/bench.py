@@ -58,6 +58,8 @@ def main() -> None:
             ):
                 if options.quick:  # small models say nothing about a goal
                     row = replace(row, goal="", holds=None)
+                if options.device == "cuda":  # beside the rows of a CPU, not in their place
+                    row = replace(row, name=f"{row.name}, on a GPU")
                 rows.append(row)
                 if out is not None:  # at once: a long run may be interrupted
                     write_results(out, [row])

@@ -2,11 +2,12 @@
 # Check this project on a machine with an NVIDIA GPU, in under eight minutes: the GPU half of the
 # tests, the benchmarks, and a short private run on the IMDB prompts. Prints one table last.
 #
-#   bash scripts/gpu_check.sh [--python PYTHON] [--wheels FOLDER] [--out FOLDER]
+#   bash scripts/gpu_check.sh [--python PYTHON] [--wheels FOLDER] [--out FOLDER] [--results FILE]
 #
 #   --python PYTHON   an interpreter with torch and transformers (default: python3)
 #   --wheels FOLDER   install what else is needed from here, without a network
 #   --out FOLDER      keep logs and figures here (default: runs/gpu-check)
+#   --results FILE    add the figures to this file (default: docs/results/bench.json)
 #
 # Exit status: 0 all passed or skipped with a reason, 1 something failed, 2 it could not start.
 set -uo pipefail
@@ -17,17 +18,18 @@ stop() {
 }
 
 root=$(cd "$(dirname "$0")/.." && pwd)
-python=python3 wheels='' out=$root/runs/gpu-check
+python=python3 wheels='' out=$root/runs/gpu-check results=$root/docs/results/bench.json
 while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) sed -n '2,/^# Exit/s/^# \{0,1\}//p' "$0"; exit 0 ;;
-    --python | --wheels | --out) [ $# -ge 2 ] || stop "$1 needs a value" ;;
+    --python | --wheels | --out | --results) [ $# -ge 2 ] || stop "$1 needs a value" ;;
     *) stop "unknown option '$1'; see --help" ;;
   esac
   case $1 in
     --python) python=$2 ;;
     --wheels) wheels=$2 ;;
     --out) out=$2 ;;
+    --results) results=$(realpath -m "$2") ;;
   esac
   shift 2
 done
@@ -139,14 +141,19 @@ rm -f "$out/bench.json"
 step bench 300 "$python" scripts/bench.py --device cuda --parts overhead opacus trl \
   --results "$out/bench.json"
 if [ -f "$out/bench.json" ]; then
-  "$python" - "$out/bench.json" >>"$rows" <<'PY'
+  "$python" - "$out/bench.json" "$results" >>"$rows" <<'PY'
 import json
 import sys
+from pathlib import Path
 
-for row in json.load(open(sys.argv[1])):
+found, kept = (Path(name) for name in sys.argv[1:])
+rows = {row["name"]: row for row in json.loads(kept.read_text())} if kept.exists() else {}
+for row in json.loads(found.read_text()):
+    rows[row["name"]] = {**row, "command": "bash scripts/gpu_check.sh"}
     if row["goal"]:
         word = "holds" if row["holds"] else "SHORT"
         print(f"{'':10} {word:8} {row['value']:6.3g}  {row['name']} ({row['goal']})")
+kept.write_text(json.dumps(list(rows.values()), indent=2) + "\n")
 PY
 fi
 

@@ -213,7 +213,7 @@ def test_runs_from_before_the_keys_keep_their_digest() -> None:
     assert older["optimizer"].pop("average") is None
     assert older["update"].pop("subspace") is None
     off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
-    off |= {"stop": [], "mask_truncated": False}
+    off |= {"stop": [], "mask_truncated": False, "cuda_graphs": False}
     assert {name: older["rollout"].pop(name) for name in off} == off
     assert older["policy"].pop("chat_template_kwargs") == {}
     assert older["rollout"].pop("agent") is None

@@ -28,6 +28,18 @@ def memory_bytes(device: torch.device) -> int:
     return 2**33
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on a device; a copy to a GPU does not make Python wait for it.
+
+    It goes through page-locked memory with ``non_blocking=True``. A copy from ordinary memory waits
+    until the GPU has done all that it was asked for before. PyTorch keeps the page-locked memory
+    until the copy is done.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def native_dtype(device_type: str | None = None) -> torch.dtype:
     """Return bfloat16 where a device computes in it, else float32.
 

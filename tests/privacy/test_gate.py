@@ -57,6 +57,24 @@ def gate(tmp_path: Path) -> Callable[..., Gate]:
     return make
 
 
+@pytest.mark.parametrize("bands", [1, 3])
+def test_the_noise_does_not_depend_on_the_device(
+    gate: Callable[..., Gate], bands: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is drawn and added on the CPU, whatever device tensors are made on by default."""
+    monkeypatch.setattr("dprlhf.privacy.ledger.new_nonce", lambda: "0" * 32)
+    p = plan(partition="fixed", bands=bands) if bands > 1 else plan()
+    gates = [gate(p), gate(p)]
+    for t in (1, 2):
+        sums = [zeros(p, 9) for _ in gates]
+        with torch.device("meta"):  # where nothing has a value
+            elsewhere = value_of(gates[0].release(t, sums[0]))
+        here = value_of(gates[1].release(t, sums[1]))
+        assert elsewhere.device.type == "cpu"
+        assert torch.equal(elsewhere, here)
+        assert float(here.abs().min()) > 0
+
+
 # -------------------------------------------------------------------------------- the order
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +35,12 @@ def check(folder: Path, *options: str, **answers: str) -> subprocess.CompletedPr
         interpreter = folder / "python"
         interpreter.write_text(INTERPRETER.format(**defaults | {"real": sys.executable} | answers))
         interpreter.chmod(0o755)
-        options = ("--python", str(interpreter), "--out", str(folder / "out"), *options)
+        results = folder / "bench.json"
+        results.write_text('[{"name": "on a CPU", "value": 2}]')
+        options = (
+            "--python", str(interpreter), "--out", str(folder / "out"),
+            "--results", str(results), *options,
+        )  # fmt: skip
     return subprocess.run(
         ["bash", str(SCRIPT), *options], capture_output=True, text=True, timeout=60, check=False
     )
@@ -84,6 +90,10 @@ def test_the_table_comes_last(tmp_path: Path) -> None:
     assert reward.strip() == "reward on 256 prompts: rise"
     assert bench.split()[:2] == ["bench", "ok"]
     assert ratio.split() == ["holds", "1.04", "a", "ratio", "(at", "most", "1.05)"]
+    other, found, _ = json.loads((tmp_path / "bench.json").read_text())
+    assert other == {"name": "on a CPU", "value": 2}
+    assert found["command"] == "bash scripts/gpu_check.sh"  # no folder of this machine
+    assert found["value"] == 1.04
 
 
 def test_a_failure_and_what_cannot_be_fetched_are_in_the_table(tmp_path: Path) -> None:

@@ -280,6 +280,7 @@ def test_what_is_experimental_is_marked_everywhere() -> None:
         "policy.adapter.use_dora",
         "rollout.agent",
         "rollout.backend",
+        "rollout.cuda_graphs",
         "update.clip_norm.quantile",
         "update.critic",
     }

@@ -19,6 +19,7 @@ from dprlhf.policies import kept, warpers
 from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
 from dprlhf.policies.kept import Replay
 from dprlhf.policies.warpers import Sampling
+from dprlhf.rollout.static_steps import StaticSteps
 from dprlhf.training import layout
 from dprlhf.training.layout import Shapes, settle_layout
 from helpers import tiny
@@ -97,6 +98,27 @@ def test_rows_that_keep_apart_keep_the_layout_and_the_parameters(
     assert "as configured" in sentence
     assert all(torch.equal(p, before[name]) for name, p in policy.parameters.items())
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_steps_over_fixed_tensors_are_tried_where_the_run_takes_them(
+    moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, shapes = policy_of(), shapes_of()
+    assert shapes.rollout is not None
+    shapes = replace(shapes, rollout=shapes.rollout.model_copy(update={"cuda_graphs": True}))
+    step, made = StaticSteps.logits, []
+
+    def by_batch(steps: StaticSteps, *args: Any) -> torch.Tensor:
+        made.append(steps)
+        logits = step(steps, *args)
+        return logits + 1e-3 * logits.abs().mean() if moves else logits
+
+    monkeypatch.setattr(StaticSteps, "logits", by_batch)
+    found = layout._moved(policy, shapes)
+    assert made
+    assert found == ("sampling" if moves else None)
+    layout._try_largest(policy, shapes)
 
 
 @pytest.mark.parametrize("where", ["nowhere", "sampling", "gradients"])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import queue
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +21,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
 from filelock import FileLock
 from safetensors.torch import load_file
+from torch import distributed
 
 import dprlhf
 from dprlhf import DprlhfError
@@ -29,6 +33,45 @@ from dprlhf.training.processes import Processes
 from helpers import launched, runs, tiny
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 64])
+def test_a_sum_takes_few_messages_of_each_process(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process of the tree is a thread; messages go through queues and are counted."""
+    rank, sent = threading.local(), dict.fromkeys(range(count), 0)
+    boxes = {
+        pair: queue.Queue[torch.Tensor]() for pair in itertools.product(range(count), repeat=2)
+    }
+
+    def send(values: torch.Tensor, to: int) -> None:
+        sent[rank.own] += 1
+        boxes[rank.own, to].put(values.clone())
+
+    def recv(values: torch.Tensor, source: int) -> None:
+        values.copy_(boxes[source, rank.own].get(timeout=60))
+
+    monkeypatch.setattr(distributed, "get_rank", lambda: rank.own)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: count)
+    monkeypatch.setattr(distributed, "send", send)
+    monkeypatch.setattr(distributed, "recv", recv)
+    monkeypatch.setattr(distributed, "broadcast", lambda values, source: None)
+    own = torch.randint(-(2**40), 2**40, (count, 7), generator=torch.Generator().manual_seed(count))
+    found: dict[int, torch.Tensor] = {}
+
+    def act(number: int) -> None:
+        rank.own = number
+        found[number] = processes._tree_sum(own[number].double())
+
+    threads = [threading.Thread(target=act, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(found[0], own.sum(0).double())
+    assert sent == {number: int(number > 0) for number in range(count)}
+
 
 CONFIGS = Path(__file__).parents[2] / "recipes/accelerate"
 ENVIRONMENT = {

@@ -15,6 +15,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.gradients.ghost_norm import rounding
 from dprlhf.gradients.per_user import PerUserGradients
 from dprlhf.gradients.subspace import Subspace
+from dprlhf.hardware import to_device
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.protocol import ExplicitPolicy, Rows
 from dprlhf.rollout import Responses, Tick
@@ -490,11 +491,11 @@ def _loss(
 ) -> torch.Tensor:
     """Return Σ weight · log π over the policy's own tokens of a micro-batch, a scalar."""
     tokens, mask = responses.micro_batch(batch.rows, batch.width, batch.height)
-    tokens, mask = tokens.to(policy.device), mask.to(policy.device)
+    tokens, mask = to_device(tokens, policy.device), to_device(mask, policy.device)
     kept = responses.replay(batch.rows, batch.width, batch.height, shared_rows)
     logprobs = policy.response_logprobs(tokens, mask, responses.max_new_tokens, shared_rows, kept)
     # where, not a product: a log-probability on padding may be −∞, and 0 · ∞ is NaN.
-    own = responses.policy_micro_batch(batch.rows, batch.height).to(policy.device)
+    own = to_device(responses.policy_micro_batch(batch.rows, batch.height), policy.device)
     real = torch.where(own.bool(), logprobs, 0.0)
     weight = torch.zeros_like(real)
     of_rows = torch.from_numpy(weights[batch.rows].reshape(len(batch.rows), -1))

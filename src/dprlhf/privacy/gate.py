@@ -98,7 +98,7 @@ class Gate:
         """
         root = square_root(self.plan.rounds, self.plan.bands)
         for t in range(self._last, last):
-            noise = torch.zeros(dimension, dtype=torch.int64)
+            noise = torch.zeros(dimension, dtype=torch.int64, device="cpu")
             charge = self.ledger.charge_of(t + 1)
             # A round that was left out has nothing to take back. Nor has one of before charges had
             # nonces, whose noise was drawn otherwise.

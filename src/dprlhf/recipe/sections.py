@@ -104,6 +104,10 @@ class Rollout(Settings):
             expected responses, but at most 128 on a CPU and what fits into a GPU's memory.
         backend: ``transformers``, or experimental ``vllm`` (``pip install -e '.[vllm]'`` in the
             clone, a GPU, one process, ``VLLM_BATCH_INVARIANT=1``), which ignores ``batch_size``.
+        cuda_graphs: Experimental, and never yet run on a GPU: make each step of sampling over
+            tensors of fixed shape (transformers' ``static`` cache) and, on a GPU, replay it as a
+            CUDA graph. Not for every model, not with an agent, and nothing that sampling computes
+            is then kept for the gradients.
         agent: Tools or an environment, with which a response becomes a conversation of several
             turns; null for responses of one turn.
     """
@@ -121,6 +125,7 @@ class Rollout(Settings):
     mask_truncated: bool = False
     batch_size: PositiveInt | Literal["auto"] = 128
     backend: Annotated[Literal["transformers", "vllm"], Experimental(("vllm",))] = "transformers"
+    cuda_graphs: Annotated[bool, Experimental()] = False
     agent: Annotated[Agent | None, Experimental()] = None
 
     def check(self, policy: Policy) -> None:
@@ -182,6 +187,10 @@ class Rollout(Settings):
                 f"min_new_tokens {self.min_new_tokens} is more than max_new_tokens"
                 f" {self.max_new_tokens}"
             )
+        if self.cuda_graphs and self.backend == "vllm":
+            raise ValueError("cuda_graphs is for backend transformers; vllm captures its own")
+        if self.cuda_graphs and self.agent is not None:
+            raise ValueError("agent: its turns have too many shapes for cuda_graphs")
         if self.agent is not None and self.backend == "vllm":
             raise ValueError("agent: turns are sampled by backend transformers, not by vllm")
         if self.agent is not None and self.agent.rollout_func and self.base_policy == "reference":

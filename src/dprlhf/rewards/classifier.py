@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from dprlhf.assets import resolve
 from dprlhf.errors import DprlhfError
+from dprlhf.hardware import to_device
 from dprlhf.hub import check_reachable, pinned
 from dprlhf.policies.mixing import mixing_layer
 from dprlhf.rewards.reward import suggestion, text_of, type_and_message
@@ -129,7 +130,8 @@ class ClassifierReward:
             input_ids[i, : len(ids)] = torch.tensor(ids)
             attention_mask[i, : len(ids)] = 1
         logits = self._model(
-            input_ids=input_ids.to(self._device), attention_mask=attention_mask.to(self._device)
+            input_ids=to_device(input_ids, self._device),
+            attention_mask=to_device(attention_mask, self._device),
         ).logits
         logits = logits.cpu().double()  # MPS has no float64
         if self._label is None:

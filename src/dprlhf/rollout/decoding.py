@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from dprlhf.hardware import to_device
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.shared_prompt import own_tokens_behind_prompt
 from dprlhf.policies.warpers import truncated, warped
 from dprlhf.rollout.reserved_cache import ReservedLayer, reserve
+from dprlhf.rollout.static_steps import StaticSteps
 
 _BLOCK = 256
 _BELOW_ONE = 1 - 2.0**-53
@@ -112,6 +114,8 @@ def decode(
     *,
     size: int,
     width: int,
+    static: StaticSteps | None = None,
+    watch: Callable[[torch.Tensor], None] | None = None,
 ) -> list[list[int]]:
     """Sample several responses for each prompt, at shapes that ``size`` and ``width`` alone fix.
 
@@ -122,6 +126,9 @@ def decode(
             ``[prompts, num_generations, max_new_tokens]``, float64.
         size: Number of prompts in the micro-batch; fillers make up the rest.
         width: Number of columns for prompts, padded on the left; one padding column comes before.
+        static: Steps over fixed tensors, of these shapes; None for steps that grow.
+        watch: Called with the logits of each step, ``[rows, vocabulary]``; the next step may write
+            over them.
 
     Returns:
         ``prompts · num_generations`` responses of at most ``max_new_tokens`` tokens, those to one
@@ -130,20 +137,27 @@ def decode(
     """
     _, num_generations, max_new_tokens = uniforms.shape
     device, real, pad = policy.device, len(prompts), policy.tokenizer.pad_token_id
-    ids, mask = (t.to(device) for t in _padded(prompts, size, width, pad))
+    ids, mask = (to_device(t, device) for t in _padded(prompts, size, width, pad))
     ends = torch.tensor(policy.end_tokens, device=device)
-    draws = F.pad(uniforms, (0, 0, 0, 0, 0, size - real), value=0.5).to(device)
+    draws = to_device(F.pad(uniforms, (0, 0, 0, 0, 0, size - real), value=0.5), device)
     tokens = torch.full((size * num_generations, max_new_tokens), pad, device=device)
     ended = torch.arange(size * num_generations, device=device) >= real * num_generations
     lengths = torch.zeros_like(ended, dtype=torch.long)
     output = _prefill(policy, ids, mask)
     logits, cache = output.logits[:, -1], output.past_key_values
     # A row of the first logits is a prompt; from here on, a row is a response.
-    steps = Steps(policy, mask, num_generations, max_new_tokens)
-    cache.reorder_cache(steps.prompt_of_row)
-    reserve(cache, (max_new_tokens - 1) * steps.shared)  # the last tokens are not read
+    steps: Steps | StaticSteps
+    if static is None:
+        steps = Steps(policy, mask, num_generations, max_new_tokens)
+        cache.reorder_cache(steps.prompt_of_row)
+        reserve(cache, (max_new_tokens - 1) * steps.shared)  # the last tokens are not read
+    else:
+        steps = static
+        static.start(mask, output)
     asked = torch.where(mask.bool(), ids, ids[:, -1:])
     for step in range(max_new_tokens):
+        if watch is not None:
+            watch(logits)
         now = draws.reshape(len(logits), -1, max_new_tokens)[:, :, step]
         chosen = draw(policy, logits, now, asked, tokens[:, :step]).flatten()
         tokens[:, step] = torch.where(ended, pad, chosen)
@@ -160,7 +174,13 @@ def decode(
 
 @torch.no_grad()
 def try_last_step(
-    policy: CausalLMPolicy, *, size: int, width: int, num_generations: int, max_new_tokens: int
+    policy: CausalLMPolicy,
+    *,
+    size: int,
+    width: int,
+    num_generations: int,
+    max_new_tokens: int,
+    static: StaticSteps | None = None,
 ) -> None:
     """Make the first and the last step of :func:`decode` on fillers: those that need most memory.
 
@@ -172,10 +192,28 @@ def try_last_step(
         width: Number of columns for prompts.
         num_generations: Number of responses to each prompt.
         max_new_tokens: Length of a response in tokens.
+        static: Steps over fixed tensors, of these shapes; None for steps that grow.
     """
     device, pad = policy.device, policy.tokenizer.pad_token_id
     ids, mask = (t.to(device) for t in _padded([], size, width, pad))
-    cache, rows = _prefill(policy, ids, mask).past_key_values, size * num_generations
+    output, rows = _prefill(policy, ids, mask), size * num_generations
+    last = max(max_new_tokens - 2, 0)
+    steps = static or _filled(policy, mask, output.past_key_values, num_generations, max_new_tokens)
+    if static is not None:
+        static.start(mask, output)
+    logits = steps.logits(torch.full((rows,), pad, device=device), last, output.past_key_values)
+    half = torch.full((rows, 1), 0.5, dtype=torch.float64, device=device)
+    draw(policy, logits, half, ids, torch.full((rows, max_new_tokens - 1), pad, device=device))
+
+
+def _filled(
+    policy: CausalLMPolicy,
+    mask: torch.Tensor,
+    cache: Any,
+    num_generations: int,
+    max_new_tokens: int,
+) -> Steps:
+    """Return the steps, and take the cache as filled up to the last of them."""
     steps = Steps(policy, mask, num_generations, max_new_tokens)
     cache.reorder_cache(steps.prompt_of_row)
     last = max(max_new_tokens - 2, 0)
@@ -188,9 +226,7 @@ def try_last_step(
         elif isinstance(keys, torch.Tensor) and keys.ndim == 4 and missing > 0:
             layer.keys = F.pad(keys, (0, 0, 0, missing))
             layer.values = F.pad(layer.values, (0, 0, 0, missing))
-    logits = steps.logits(torch.full((rows,), pad, device=device), last, cache)
-    half = torch.full((rows, 1), 0.5, dtype=torch.float64, device=device)
-    draw(policy, logits, half, ids, torch.full((rows, max_new_tokens - 1), pad, device=device))
+    return steps
 
 
 def _prefill(policy: CausalLMPolicy, ids: torch.Tensor, mask: torch.Tensor) -> Any:

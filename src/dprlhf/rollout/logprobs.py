@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dprlhf.hardware import to_device
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rollout import Responses
 
@@ -47,7 +48,7 @@ def token_logprobs(
         for start in range(0, len(alike), size):
             places = alike[start : start + size]
             tokens, mask = responses.micro_batch(rows[places], int(width), size)
-            tokens, mask = tokens.to(policy.device), mask.to(policy.device)
+            tokens, mask = to_device(tokens, policy.device), to_device(mask, policy.device)
             logprobs = policy.response_logprobs(
                 tokens,
                 mask,
@@ -55,7 +56,7 @@ def token_logprobs(
                 shared_rows,
                 responses.replay(rows[places], int(width), size, shared_rows),
             )
-            own = responses.policy_micro_batch(rows[places], size).to(policy.device)
+            own = to_device(responses.policy_micro_batch(rows[places], size), policy.device)
             real = torch.where(own.bool(), logprobs, 0.0)
             found[places] = real[: len(places)].double().cpu().numpy()
     return found

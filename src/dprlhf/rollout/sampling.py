@@ -22,6 +22,7 @@ from dprlhf.privacy.randomness import uniforms
 from dprlhf.rollout import vllm
 from dprlhf.rollout.batch import Responses, Tick, padded_width
 from dprlhf.rollout.decoding import batch_size, decode
+from dprlhf.rollout.static_steps import StaticSteps, check_static
 
 
 class Sampler(Protocol):
@@ -70,10 +71,12 @@ def resolve_batch_size(
         max_prompt_tokens: Upper bound on a prompt's length, in tokens.
 
     Raises:
-        DprlhfError: vLLM cannot sample this policy.
+        DprlhfError: vLLM, or CUDA graphs, cannot sample this policy.
     """
     if spec.backend == "vllm":
         vllm.engine(policy)
+    if spec.cuda_graphs:
+        check_static(policy)
     if spec.batch_size != "auto":
         return spec
     size = batch_size(policy, prompt=max_prompt_tokens, response=spec.max_new_tokens, rows=rows)
@@ -98,6 +101,8 @@ def keeps_outputs(
         gradients: Whether it is kept for a gradient pass, or for log-probabilities alone.
     """
     if policy.sampler is not None or spec.backend == "vllm" or spec.base_policy != "on-policy":
+        return False
+    if spec.cuda_graphs:  # a graph calls no hook
         return False
     return room_for(
         policy,
@@ -331,6 +336,16 @@ def generate_rows(
     widths = padded_width(lengths, max_prompt_tokens)[prompt_of]
     for width in np.unique(widths):
         alike = np.flatnonzero(widths == width)
+        static = None
+        if spec.cuda_graphs:
+            assert kept is None, "a graph calls no hook"
+            static = StaticSteps(
+                policy,
+                size=size,
+                width=int(width),
+                num_generations=together,
+                max_new_tokens=max_new_tokens,
+            )
         for start in range(0, len(alike), size):
             chosen = alike[start : start + size]
             layout = Layout(size, 1 + int(width), together, max_new_tokens)
@@ -341,5 +356,6 @@ def generate_rows(
                     groups[chosen],
                     size=size,
                     width=int(width),
+                    static=static,
                 )
             yield (chosen[:, None] * together + np.arange(together)).ravel(), responses

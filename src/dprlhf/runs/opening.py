@@ -101,6 +101,7 @@ def recipe_digest(recipe: AnyRecipe) -> str:
         "min_new_tokens": 0,
         "stop": [],
         "mask_truncated": False,
+        "cuda_graphs": False,
         "by_turn": False,
         "gradient_checkpointing": False,
         "use_dora": False,

@@ -40,6 +40,7 @@ from dprlhf.rollout.decoding import decode, try_last_step
 from dprlhf.rollout.logprobs import token_logprobs
 from dprlhf.rollout.made_up import made_up_prompt, made_up_responses
 from dprlhf.rollout.sampling import prompts_at_once
+from dprlhf.rollout.static_steps import StaticSteps
 from dprlhf.training.processes import Processes
 from dprlhf.updates.ppo import train_copies
 
@@ -245,12 +246,12 @@ def _try_largest(policy: CausalLMPolicy, shapes: Shapes) -> None:
     if shapes.rollout is not None:
         with _in_memory(_sampling(shapes), "rollout.batch_size or data.max_prompt_tokens"):
             size, together = prompts_at_once(_rows(shapes.rollout), shapes.sampled_together)
+            sizes = {"size": size, "width": shapes.prompt, "num_generations": together}
             try_last_step(
                 policy,
-                size=size,
-                width=shapes.prompt,
-                num_generations=together,
+                **sizes,
                 max_new_tokens=shapes.response,
+                static=_static(policy, shapes, **sizes, max_new_tokens=shapes.response),
             )
         if shapes.rollout.agent is not None:
             with _in_memory(_sampling(shapes), "rollout.batch_size or rollout.max_new_tokens"):
@@ -360,25 +361,25 @@ def _logits(
     steps = min(_STEPS, shapes.response)
     seen: list[torch.Tensor] = []
 
-    def note(module: Any, inputs: Any, output: Any) -> None:
-        last = output.logits.flatten(0, 1)  # several places of a row are several responses
-        seen.append(last[:, :: -(-last.shape[1] // _COLUMNS)].detach().clone())
+    def note(last: torch.Tensor) -> None:
+        seen.append(last[:, :: -(-last.shape[1] // _COLUMNS)].clone())
 
     draws = [np.random.default_rng([9, number]).random((together, steps)) for number in numbers]
-    hook = policy.model.register_forward_hook(note)
     kept = keep(policy, gradients=True) if shapes.keeps and context is None else None
     layout = Layout(size, 1 + width, together, steps)
-    try:
-        with contextlib.nullcontext() if kept is None else kept.recording(layout):
-            written = decode(
-                policy,
-                [made_up_prompt(policy, n, width, context or shapes.prompt) for n in numbers],
-                torch.from_numpy(np.array(draws)),
-                size=size,
-                width=width,
-            )
-    finally:
-        hook.remove()
+    static = _static(
+        policy, shapes, size=size, width=width, num_generations=together, max_new_tokens=steps
+    )
+    with contextlib.nullcontext() if kept is None else kept.recording(layout):
+        written = decode(
+            policy,
+            [made_up_prompt(policy, n, width, context or shapes.prompt) for n in numbers],
+            torch.from_numpy(np.array(draws)),
+            size=size,
+            width=width,
+            static=static,
+            watch=note,
+        )
     found = [[step.view(size, -1)[place] for step in seen] for place in range(len(numbers))]
     for place, steps_of_one in enumerate(found):  # what was drawn from the last logits, too
         own = written[place * together : (place + 1) * together]
@@ -387,6 +388,12 @@ def _logits(
             of_one = (x[place].flatten() for x in kept.batches[0].values())
             steps_of_one += [x[:: -(-len(x) // _COLUMNS)].clone() for x in of_one]
     return found
+
+
+def _static(policy: CausalLMPolicy, shapes: Shapes, **sizes: int) -> StaticSteps | None:
+    """Return the run's steps over fixed tensors; None where its steps grow."""
+    assert shapes.rollout is not None
+    return StaticSteps(policy, **sizes) if shapes.rollout.cuda_graphs else None
 
 
 def _gradients(

@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 from dprlhf import recipe
 from dprlhf.gradients.clipping import MicroBatch, micro_batches
 from dprlhf.gradients.user_copies import local_copies
+from dprlhf.hardware import to_device
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.optimizers import remember_release, remembered_release
 from dprlhf.rollout import Responses
@@ -199,7 +200,8 @@ class _Passes:
         first = not self._old
         for number, start in enumerate(range(0, len(self._tokens), self._height)):
             rows = slice(start, start + self._height)
-            tokens, mask = self._tokens[rows].to(policy.device), self._mask[rows].to(policy.device)
+            tokens = to_device(self._tokens[rows], policy.device)
+            mask = to_device(self._mask[rows], policy.device)
             at = moves.detach().requires_grad_()
             with local_copies(model, policy.parameters, at, self._height // self._shared_rows):
                 logprobs = policy.response_logprobs(tokens, mask, self._length, self._shared_rows)
