@@ -331,10 +331,17 @@ def test_accelerate_launch_starts_two_and_a_killed_one_ends_the_launch(
     assert charges(run) == charges(run, "commit") == [1, 2, 3]
 
 
-def test_a_failed_collective_is_one_clear_line() -> None:
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_failed_collective_is_one_clear_line(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def reduce(*_: Any, **__: Any) -> None:
         raise RuntimeError("[pair.cc:553] Connection closed by peer [10.0.0.2]:1. This is\nlong")
 
+    monkeypatch.setattr(distributed, "get_backend", lambda: backend)
+    monkeypatch.setattr(distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 4)
+    monkeypatch.setattr(distributed, "send", reduce)
     alone = Processes(
         SimpleNamespace(reduce=reduce, process_index=1, num_processes=4, device=torch.device("cpu"))
     )
