@@ -141,6 +141,21 @@ def test_responses_of_one_token_are_kept_too() -> None:
     )
 
 
+def test_a_layer_that_is_called_twice_is_computed_again() -> None:
+    policy = policy_of("llama", [1, 2])
+    mlp = policy.network.model.layers[2].mlp
+    hook = mlp.register_forward_hook(lambda module, x, y: (module.gate_proj(x[0]), y)[1])
+    rows = sampled(policy)
+    hook.remove()
+    assert rows.kept is not None
+    names = {name for batch in rows.kept.batches for name in batch}
+    assert any("layers.2.mlp.up_proj" in name for name in names)
+    assert not any("layers.2.mlp.gate_proj" in name for name in names)
+    torch.testing.assert_close(
+        sums(policy, rows)[0], sums(policy, without(rows))[0], rtol=1e-10, atol=1e-12
+    )
+
+
 def test_frozen_layers_multiply_once() -> None:
     policy = policy_of("llama", [1, 2])
     rows = sampled(policy)

@@ -523,15 +523,15 @@ def test_a_row_holds_its_cache_its_prefill_and_its_logits() -> None:
 def test_a_run_keeps_the_size_that_it_started_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = set()
+    sizes = []
 
-    def spy(policy: Any, prompts: Any, *arguments: Any, size: int, **named: Any) -> Any:
-        sizes.add(size * len(arguments[0][0]))
-        return decode(policy, prompts, *arguments, size=size, **named)
+    def spy(policy: Any, prompts: Any, rollout: Any, **named: Any) -> Any:
+        sizes.append(rollout.batch_size)
+        return sample_responses(policy, prompts, rollout, **named)
 
-    from dprlhf.rollout.sampling import decode
+    from dprlhf.rollout import sample_responses
 
-    monkeypatch.setattr("dprlhf.rollout.sampling.decode", spy)
+    monkeypatch.setattr("dprlhf.training.reinforcement.sample_responses", spy)
     users = [f"{i} is" for i in range(24)]
     folder = tmp_path / "run"
 
@@ -550,6 +550,6 @@ def test_a_run_keeps_the_size_that_it_started_with(
         )  # fmt: skip
     assert yaml.safe_load((folder / "recipe.yaml").read_text())["rollout"]["batch_size"] == 32
     resume(folder, prompts=users, reward=reward, quiet=True)
-    assert sizes == {32}  # 24 users, 2 rounds, 2 responses: 24 rows a round
+    assert sizes == [32, 32]  # 24 users, 2 rounds, 2 responses: 24 rows a round
     with pytest.raises(AssertionError, match="resolve_batch_size"):
         draw(policy_of(), five(), batch_size="auto")

@@ -237,6 +237,8 @@ def _keeping(
     own = layout.length - 1
 
     def keeping(module: Any, args: Any, output: torch.Tensor) -> None:
+        if calls.get(name, 0) < 0:
+            return
         calls[name] = step = calls.get(name, 0) + 1
         # The head comes first: as many columns as responses would make its shape a layer's.
         if name == _HEAD and step == 1 and output.shape[:2] == (size, together * (own + 1)):
@@ -250,7 +252,7 @@ def _keeping(
         elif step == 1 and output.shape[:2] == (size, columns):
             found[name] = output.new_zeros(size, columns + together * own, output.shape[-1])
             found[name][:, :columns] = output
-        elif name in found and output.shape[:-1].numel() == size * together:
+        elif name in found and step <= own + 1 and output.shape[:-1].numel() == size * together:
             of_steps = found[name][:, columns:].view(size, together, own, output.shape[-1])
             of_steps[:, :, step - 2] = output.view(size, together, -1)
         else:  # not the layer's output at each token
