@@ -24,7 +24,7 @@ from dprlhf.policies.warpers import Rows, Sampling, cutoff, truncated, warped, w
 from dprlhf.rollout import Responses, sample
 from dprlhf.rollout.decoding import decode
 from dprlhf.rollout.logprobs import log_ratio_to_base, token_logprobs
-from dprlhf.training.measures import measure
+from dprlhf.training.measures import measure, token_logs
 from helpers.autograd import gradient_of_user, log_distribution, relative_error
 from helpers.policies import policy_of
 
@@ -352,7 +352,7 @@ def test_the_log_ratio_to_the_base_policy_leaves_truncation_out() -> None:
 def test_the_measures_are_those_of_the_whole_distribution() -> None:
     policy = with_sampling(Sampling(top_k=3))
     responses = draw(policy, five())
-    cut = measure(policy, responses, 8)
+    cut = measure(policy, responses, token_logs(policy, responses, 8))
     policy.sampling = Sampling()
-    whole = measure(policy, responses, 8)
+    whole = measure(policy, responses, token_logs(policy, responses, 8))
     assert {name: e.mean for name, e in cut.items()} == {n: e.mean for n, e in whole.items()}
