@@ -32,6 +32,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -484,7 +485,8 @@ def table(mutants: list[Mutant], found: dict[str, Any]) -> str:
             "failed first. They are in `tests/mutants`, one small file each; `make mutants` plants"
             " each into a copy",
             "of the source and runs the tests on it (`scripts/mutants.py`, which writes this"
-            " table).",
+            " table; last on",
+            f"{date.today()}). Newer ones are planted when they are written; `--list` names all.",
             "",
             "| bug | where | caught by |",
             "|---|---|---|",
