@@ -15,6 +15,7 @@ the noise and saves a checkpoint; TRL saves and logs nothing. Three comparisons:
 
 from __future__ import annotations
 
+import gc
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +40,7 @@ PROMPTS, RESPONSES, TOKENS = 48, 2, 16
 LONGEST = 12  # tokens of a prompt; TRL pads to what it finds in a batch, ours to a public number
 ROWS = PROMPTS * RESPONSES
 MICRO_BATCH = 96
+Loop = Callable[[Callable[[], None]], None]
 
 
 def results(
@@ -52,51 +54,43 @@ def results(
     prompts = [f"Film {i}: when the story began," for i in range(PROMPTS * steps)]
     with tempfile.TemporaryDirectory() as folder:
         model = _model(Path(folder), quick)
-        turns = Turns(
+
+        def ours(name: str, dtype: str) -> Loop:
+            return lambda lap: _ours(model, prompts, steps, Path(folder) / name, lap, dtype)
+
+        def trl(algorithm: str, dtype: torch.dtype = torch.float32, *, tuned: bool = True) -> Loop:
+            sides = {"RLOO": (RLOOTrainer, RLOOConfig), "GRPO": (GRPOTrainer, GRPOConfig)}
+            return lambda lap: trl_steps(
+                *sides[algorithm], model, prompts, steps, device, lap, dtype, tuned=tuned
+            )
+
+        comparisons: list[dict[str, Loop]] = [  # our side first
             {
-                "private round": lambda lap: _ours(
-                    model, prompts, steps, Path(folder) / "alike", lap, "float32"
-                ),
-                "RLOO": lambda lap: trl_steps(
-                    RLOOTrainer, RLOOConfig, model, prompts, steps, device, lap
-                ),
-                "GRPO": lambda lap: trl_steps(
-                    GRPOTrainer, GRPOConfig, model, prompts, steps, device, lap
-                ),
-                "private round, bfloat16": lambda lap: _ours(
-                    model, prompts, steps, Path(folder) / "bfloat16", lap, "bfloat16"
-                ),
-                "RLOO, bfloat16": lambda lap: trl_steps(
-                    RLOOTrainer, RLOOConfig, model, prompts, steps, device, lap, torch.bfloat16
-                ),
-                "GRPO, bfloat16": lambda lap: trl_steps(
-                    GRPOTrainer, GRPOConfig, model, prompts, steps, device, lap, torch.bfloat16
-                ),
-                "private round, as it comes": lambda lap: _ours(
-                    model, prompts, steps, Path(folder) / "as-it-comes", lap, "auto"
-                ),
-                "RLOO, as it comes": lambda lap: trl_steps(
-                    RLOOTrainer, RLOOConfig, model, prompts, steps, device, lap, tuned=False
-                ),
-            }
-        )
-        turns.run(tick)
-    for name, ours, goal in (
-        ("RLOO", "private round", 3.0),
-        ("GRPO", "private round", 3.0),
-        ("RLOO, bfloat16", "private round, bfloat16", 3.0),
-        ("GRPO, bfloat16", "private round, bfloat16", 3.0),
-        ("RLOO, as it comes", "private round, as it comes", 3.0),
-    ):
-        # The goal is one for a CPU.
-        yield from ratio(
-            f"a TRL step ({name}) over a {ours}: time",
-            turns.laps[name],
-            turns.laps[ours],
-            at_least=goal if device == "cpu" else None,
-        )
-    for name, times in turns.laps.items():
-        yield seconds(name, times)
+                "private round, bfloat16": ours("bfloat16", "bfloat16"),
+                "RLOO, bfloat16": trl("RLOO", torch.bfloat16),
+                "GRPO, bfloat16": trl("GRPO", torch.bfloat16),
+            },
+            {
+                "private round, as it comes": ours("as-it-comes", "auto"),
+                "RLOO, as it comes": trl("RLOO", tuned=False),
+            },
+            {"private round": ours("alike", "float32"), "RLOO": trl("RLOO"), "GRPO": trl("GRPO")},
+        ]
+        for comparison in comparisons:  # one after the other: all at once need more than 20 GB
+            turns = Turns(comparison)
+            turns.run(tick)
+            first, *others = comparison
+            for name in others:
+                yield from ratio(
+                    f"a TRL step ({name}) over a {first}: time",
+                    turns.laps[name],
+                    turns.laps[first],
+                    at_least=3.0 if device == "cpu" else None,  # the goal is one for a CPU
+                )
+            for name, times in turns.laps.items():
+                yield seconds(name, times)
+            del turns
+            gc.collect()
 
 
 def reward(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:

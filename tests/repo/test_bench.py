@@ -124,13 +124,13 @@ def test_the_comparison_with_trl_runs_and_all_sides_do_the_same_work(
         monkeypatch.setattr(against_trl, name, value)
     rows = list(against_trl.results(quick=True, device="cpu", repeats=1))
     assert [row.name.split(":")[0] for row in rows] == [
-        "a TRL step (RLOO) over a private round", "a TRL step (GRPO) over a private round",
         "a TRL step (RLOO, bfloat16) over a private round, bfloat16",
         "a TRL step (GRPO, bfloat16) over a private round, bfloat16",
-        "a TRL step (RLOO, as it comes) over a private round, as it comes",
-        "private round", "RLOO", "GRPO",
         "private round, bfloat16", "RLOO, bfloat16", "GRPO, bfloat16",
+        "a TRL step (RLOO, as it comes) over a private round, as it comes",
         "private round, as it comes", "RLOO, as it comes",
+        "a TRL step (RLOO) over a private round", "a TRL step (GRPO) over a private round",
+        "private round", "RLOO", "GRPO",
     ]  # fmt: skip
     assert all(row.value > 0 and math.isfinite(row.value) for row in rows)
     assert len(set(scored)) == 2 * 4
