@@ -141,10 +141,16 @@ def test_responses_of_one_token_are_kept_too() -> None:
     )
 
 
-def test_a_layer_that_is_called_twice_is_computed_again() -> None:
+@pytest.mark.parametrize("longest", [4, 1000], ids=["in steps alone", "always"])
+def test_a_layer_that_is_called_twice_is_computed_again(longest: int) -> None:
     policy = policy_of("llama", [1, 2])
     mlp = policy.network.model.layers[2].mlp
-    hook = mlp.register_forward_hook(lambda module, x, y: (module.gate_proj(x[0]), y)[1])
+
+    def again(module: Any, x: Any, y: Any) -> None:
+        if x[0].shape[1] <= longest:
+            module.gate_proj(x[0])
+
+    hook = mlp.register_forward_hook(again)
     rows = sampled(policy)
     hook.remove()
     assert rows.kept is not None
