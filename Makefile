@@ -4,6 +4,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_WAIT_POLICY ?= PASSIVE
+# What uv installs is compiled when it is first imported: kept, or else each process does it again.
+unexport PYTHONDONTWRITEBYTECODE
 # Each process takes a whole file at a time, in the order of conftest.py.
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
