@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM
 import dprlhf
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import AnyRecipe, make_recipe
+from dprlhf.runs import earlier
 from dprlhf.runs.card import note_audit
 from dprlhf.runs.earlier import Earlier, read_earlier, records_of, total_of_runs
 from dprlhf.runs.folder import RunFolder
@@ -221,6 +223,44 @@ def test_a_pushed_model_is_known_once_it_is_on_this_machine(
         assert len(read_earlier(recipe("me/mine", "me/mine")).records) == 1
     here.clear()  # before it was loaded, nothing is known of it, and the hub is not asked
     assert not read_earlier(recipe("me/mine")).records
+
+
+@pytest.mark.parametrize("reward", [False, True])
+@pytest.mark.parametrize("name", ["merged", "run/policy"])
+def test_a_pinned_revision_is_looked_up_as_itself(
+    place: Path, monkeypatch: pytest.MonkeyPatch, name: str, reward: bool
+) -> None:
+    def download(repo: str, file: str, *, revision: Any, local_files_only: bool) -> str:
+        found = place / (name if revision == "c0ffee" else "model") / file
+        if not found.is_file():
+            raise OSError(file)
+        return str(found)
+
+    def pinned(revision: str | None, *previous: Any) -> AnyRecipe:
+        made = recipe("me/mine", *previous, reward=reward).model_dump(mode="json")
+        (made["rewards"][1] if reward else made["policy"])["revision"] = revision
+        return make_recipe(made)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert not read_earlier(pinned(None)).records  # the main branch has no record
+    with pytest.raises(DprlhfError, match=TUNED):
+        read_earlier(pinned("c0ffee"))
+    if name == "run/policy":
+        with pytest.raises(DprlhfError, match="is an adapter: name the whole model"):
+            read_earlier(pinned("c0ffee", place / "run"))
+
+
+def test_a_loaded_model_is_looked_up_at_its_own_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def carried(model: str, revision: str | None) -> list[Any]:
+        asked.append((model, revision))
+        return []
+
+    monkeypatch.setattr(earlier, "carried_by", carried)
+    config = types.SimpleNamespace(_name_or_path="me/mine", _commit_hash="c0ffee")
+    assert not earlier.runs_of_object(types.SimpleNamespace(config=config))
+    assert asked == [("me/mine", "c0ffee")]
 
 
 def test_what_is_known_only_after_loading_is_refused_before_the_first_charge(

@@ -30,12 +30,14 @@ class Source:
         key: The recipe's key that names it; None where the model is not a file or hub id.
         label: What the privacy card calls it.
         path: Hub id or folder; empty for a reward that is a function.
+        revision: Branch, tag or commit of a hub id; None for its main branch.
         trained_on_private_users: Whether the recipe declares that it was fitted on the same users.
     """
 
     key: str | None
     label: str
     path: str
+    revision: str | None
     trained_on_private_users: bool
 
 
@@ -174,5 +176,9 @@ class Policy(Settings):
         """Return where the base model comes from; ``key`` is this section's name."""
         path = self.model_name_or_path
         return Source(
-            f"{key}.model_name_or_path", f"base model {path}", path, self.trained_on_private_users
+            f"{key}.model_name_or_path",
+            f"base model {path}",
+            path,
+            self.revision,
+            self.trained_on_private_users,
         )

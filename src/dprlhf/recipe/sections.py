@@ -62,6 +62,7 @@ class Reward(Settings):
             f"{key}.classifier" if self.classifier else None,
             f"reward {self.name}",
             self.classifier or "",
+            self.revision,
             self.trained_on_private_users,
         )
 

@@ -192,7 +192,7 @@ def _dataset(recipe: AnyRecipe) -> str:
 
 
 def _origin(source: Source, earlier: Earlier) -> str:
-    runs = runs_of_model(source.path) if source.key is not None else set()
+    runs = runs_of_model(source.path, source.revision) if source.key is not None else set()
     for record in earlier.records:
         if record.run in runs:
             return f"released by the earlier run {record.name}, whose cost the total counts"

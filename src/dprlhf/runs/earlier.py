@@ -297,7 +297,7 @@ def check_lineage(recipe: AnyRecipe, named: Collection[str]) -> None:
     named = set(named)
     for source in recipe.sources:
         key, model = source.key, source.path
-        runs = runs_of_model(model) if key is not None else set()
+        runs = runs_of_model(model, source.revision) if key is not None else set()
         if not runs:
             continue
         if not runs <= named:
@@ -306,7 +306,7 @@ def check_lineage(recipe: AnyRecipe, named: Collection[str]) -> None:
                 " under previous, so that its cost is counted (the run's folder, or the model:"
                 f" previous: [{{run: {model}}}])"
             )
-        if is_adapter(model):
+        if is_adapter(model, source.revision):
             raise DprlhfError(
                 f"{key} {model!r} is an adapter: name the whole model that dprlhf merge (or the"
                 " stage itself, in its folder model/) writes"
@@ -339,7 +339,7 @@ def runs_of_object(model: Any) -> set[str]:
     """
     config = getattr(model, "config", None)
     told, place = getattr(config, KEY, None), getattr(config, "_name_or_path", None)
-    found = runs_of_model(place) if place else set()
+    found = runs_of_model(place, getattr(config, "_commit_hash", None)) if place else set()
     if told is None:
         return found
     try:
@@ -351,13 +351,14 @@ def runs_of_object(model: Any) -> set[str]:
         ) from None
 
 
-def runs_of_model(model: str) -> set[str]:
+def runs_of_model(model: str, revision: str | None = None) -> set[str]:
     """Return the runs (by commitment) that tuned a model, as its record or its run's card says.
 
     Args:
         model: A folder, or a hub id, of which only what is on this machine is read.
+        revision: Branch, tag or commit of a hub id; None for its main branch.
     """
-    found = {carried["runs"][0]["run"] for carried in carried_by(model)}
+    found = {carried["runs"][0]["run"] for carried in carried_by(model, revision)}
     place = Path(model)
     if found or not place.is_dir():
         return found

@@ -66,7 +66,7 @@ def carried_by(model: str, revision: str | None = None, *, fetch: bool = False) 
 
     Args:
         model: A folder, or an id on the Hugging Face hub.
-        revision: Branch, tag or commit of a hub id.
+        revision: Branch, tag or commit of a hub id; None for its main branch.
         fetch: Whether to ask the hub for files that are not on this machine yet.
 
     Raises:
@@ -89,9 +89,9 @@ def carried_by(model: str, revision: str | None = None, *, fetch: bool = False) 
     return found
 
 
-def is_adapter(model: str) -> bool:
+def is_adapter(model: str, revision: str | None = None) -> bool:
     """Return whether a model, in a folder or in the hub's cache, is a PEFT adapter."""
-    return any(True for _ in _files(model, "adapter_config.json", None, False))
+    return any(True for _ in _files(model, "adapter_config.json", revision, False))
 
 
 def _texts(model: str, revision: str | None, fetch: bool) -> Iterator[Any]:
