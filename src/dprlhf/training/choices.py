@@ -39,8 +39,8 @@ Array = NDArray[np.float64]
 ROUNDS = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of rounds that are compared where none are given."""
 
-_PASSES = (1, 2, 3, 4, 6, 8)
-_BANDS = (1, 2, 4, 8, 16)
+_PASSES = (1, 2, 3, 4, 6, 8)  # numbers of passes k
+_BANDS = (1, 2, 4, 8, 16)  # numbers of rounds whose noise may be correlated
 _FEWEST_USERS = 8  # in a round: below that a round is one accident after another
 _SPARE = 0.005  # noise above the least that keeps within ε, where the least takes long to find
 _TRIES = 4
@@ -213,26 +213,24 @@ def candidates(
     *,
     most_responses: float,
     rounds: Sequence[int] = ROUNDS,
-    participations: Sequence[int] = _PASSES,
     partitions: Sequence[Partition] = ("random-allocation", "fixed"),
-    bands: Sequence[int] = _BANDS,
     responses: Sequence[int] = (2,),
 ) -> Iterator[Candidate]:
-    """List what fits into a budget of responses.
+    """List what fits into a budget of responses, over several numbers of passes and of bands.
+
+    Under random allocation the number of passes k divides T.
 
     Args:
         users: Number N of users.
         most_responses: Responses to users' prompts that the run may sample, N·k·(responses).
         rounds: Numbers of rounds T; those that leave fewer than 8 users to a round are left out,
             unless there is one number only.
-        participations: Numbers of passes k; a user's rounds must divide T.
         partitions: How users may be assigned to rounds.
-        bands: Numbers of rounds whose noise may be correlated.
         responses: Numbers of responses to a prompt.
     """
     for partition in partitions:
         for count in rounds:
-            for k in participations:
+            for k in _PASSES:
                 if k > count or (count % k and partition == "random-allocation"):
                     continue
                 if k > 1 and all_partitions()[partition].disjoint:
@@ -243,7 +241,7 @@ def candidates(
                     if users * k * r > most_responses * (1 + 1e-9):
                         continue
                     most = count if all_partitions()[partition].disjoint else _MOST_BANDED
-                    for b in bands:
+                    for b in _BANDS:
                         if b == 1 or (k == 1 and b <= count <= most):
                             yield Candidate(partition, count, k, b, r)
 

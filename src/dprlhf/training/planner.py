@@ -194,7 +194,6 @@ def choose(
     minutes: float | None = None,
     responses: float | None = None,
     rounds: Sequence[int] = (),
-    partitions: Sequence[Partition] = (),
     show: int = 5,
     seconds: float = 10.0,
     progress: Callable[[int, int], None] = lambda done, of: None,
@@ -202,7 +201,8 @@ def choose(
     """Return the best few choices, the best first, and how many were not costed for lack of time.
 
     The best choice has the largest predicted rise of the reward; without a prediction, the largest
-    mean cosine.
+    mean cosine. The partitions are those of ``privacy.auto``; without it, random allocation and
+    disjoint batches, or the recipe's own if that is another one.
 
     Args:
         facts: What :func:`measure` found.
@@ -210,8 +210,6 @@ def choose(
         responses: Most responses to users' prompts, N·k·(responses to a prompt). Without either
             limit, that of ``privacy.auto``, or the responses that the recipe as it stands samples.
         rounds: Numbers of rounds to compare; none for those of ``privacy.auto`` or a default list.
-        partitions: Partitions to compare; none for those of ``privacy.auto``; without it, random
-            allocation and disjoint batches, or the recipe's own if that is another one.
         show: Number of choices.
         seconds: Time for the accountant.
         progress: Called with the number of costed candidates and that of all.
@@ -240,7 +238,7 @@ def choose(
         minutes,
         responses,
         rounds or auto.rounds or sorted({*ROUNDS, recipe.rounds}),
-        partitions or auto.partitions,
+        auto.partitions,
     )
 
     def rank(choice: Choice) -> float:

@@ -140,7 +140,6 @@ class Reinforcement:
         self.timing: dict[str, float] = {}
         self.agent: AgentSampler | FunctionSampler | None = None
         self._sources = sources
-        self._conversations = False
         self._failed_rounds = 0
         self._last_reward: ReleasedReward | None = None
         self._before: Evaluated | None = None

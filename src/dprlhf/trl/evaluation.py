@@ -55,7 +55,7 @@ def evaluate_on(
     )
 
 
-def public_values(found: PolicyEstimate, prefix: str = "eval") -> dict[str, float]:
+def public_values(found: PolicyEstimate) -> dict[str, float]:
     """Return an estimate on public prompts under TRL's names."""
     reward = RewardEstimate(found.mean, found.standard_error, found.prompts)
-    return as_evaluation(as_metrics({"reward": reward, **found.judges, **found.measures}), prefix)
+    return as_evaluation(as_metrics({"reward": reward, **found.judges, **found.measures}))
