@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import norm
 
 from dprlhf.privacy import random_allocation, replaced_allocation
-from dprlhf.privacy.accounting import Mechanism, delta_of, epsilon
+from dprlhf.privacy.accounting import Mechanism, delta_of, epsilon, noise_multiplier
 from dprlhf.privacy.gaussian import gaussian_epsilon
 
 
@@ -96,6 +96,24 @@ def test_small_deltas_keep_their_precision(target: float) -> None:
     found = replaced_allocation.epsilon(1.0, 30, target, 0.0, 5.0)
     assert replaced_allocation.delta(1.0, 30, found) <= target
     assert replaced_allocation.delta(1.0, 30, found) > 0.98 * target
+
+
+@pytest.mark.parametrize("rough", [False, True])
+@pytest.mark.parametrize(("z", "rounds"), [(0.8, 30), (0.9, 8), (1.07, 8), (1.5, 8), (3.0, 16)])
+def test_delta_falls_until_it_is_negligible(z: float, rounds: int, rough: bool) -> None:
+    """A curve that rose again would lead the search for the smallest noise astray."""
+    found = [replaced_allocation.delta(z, rounds, e, rough) for e in np.linspace(0.0, 12.0, 25)]
+    falling = [(a, b) for a, b in zip(found, found[1:], strict=False) if a > 1e-8]
+    assert all(b < a for a, b in falling)
+    assert max(found[len(falling) :]) < 1e-8
+    assert len(falling) > 1
+
+
+def test_no_noise_is_wasted_at_a_small_delta() -> None:
+    terms = {"rounds": 8, "partition": "random-allocation", "adjacency": "replace-one"}
+    z, cost = noise_multiplier(5.0, 1e-7, **terms)
+    assert 4.99 < cost.epsilon <= 5.0
+    assert z < 0.88
 
 
 def test_where_nothing_can_be_computed_the_other_bounds_are_left() -> None:

@@ -149,7 +149,8 @@ def _below(sigma: float, c: float, rounds: int, bound: float) -> float:
 
 def _tilt(sigma: float, c: float, rounds: int, bound: float) -> tuple[float, float]:
     """Choose the tilt and the window's width from a rough quadrature; no choice is invalid."""
-    g = np.linspace(-9, min(9.0, float(_g_of(sigma, c, np.array(bound)))), 4000)
+    # Up to B, however unlikely that is: near it the tilted mass may be largest.
+    g = np.linspace(-9, float(_g_of(sigma, c, np.array(bound))), 4000)
     w, log_mass = _of_g(sigma, c, g), -(g**2) / 2
 
     def log_moment(theta: float) -> float:
