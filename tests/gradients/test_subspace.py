@@ -55,6 +55,15 @@ def test_a_user_whose_gradient_is_not_finite_has_no_part_in_them() -> None:
     assert torch.equal(fit(broken, 3).directions, fit(gradients, 3).directions)
 
 
+def test_users_without_a_gradient_have_no_part_in_them() -> None:
+    """Where most public users' responses all fail, the median of all norms is zero."""
+    gradients = gradients_along(orthonormal(3, 50), 40)
+    silent = torch.zeros(60, 50, dtype=torch.float64)
+    found, alone = fit(torch.cat([silent, gradients]), 3), fit(gradients, 3)
+    assert torch.equal(found.directions, alone.directions)
+    assert found.scale == alone.scale != 1
+
+
 @pytest.mark.parametrize("rank", [1, 3])
 def test_the_first_direction_is_the_mean_where_it_is_asked_for(rank: int) -> None:
     # The mean is orthogonal to what varies, and too weak to be among the leading directions.

@@ -65,7 +65,8 @@ def fit_subspace(
 
     Args:
         gradients: A gradient for each public user, ``[users, dimension]``; users whose gradient is
-            not finite are left out.
+            not finite are left out, and so are those whose gradient is zero, as all their
+            responses have the same reward: half of them would make the median zero.
         rank: Number p of directions, at most the number of dimensions.
         clip_norm: Clip norm S of the private users' coordinates; infinite for no clipping.
         clip_ratio: Clip norm S as a share of the median norm of the public users' scaled
@@ -73,7 +74,7 @@ def fit_subspace(
         mean_first: Make the mean of the clipped gradients the first direction, and fill up with
             singular vectors.
     """
-    gradients = gradients[gradients.isfinite().all(1)]
+    gradients = gradients[gradients.isfinite().all(1) & gradients.any(1)]
     norms = gradients.double().norm(dim=1)
     bound = float(norms.median()) / 2 if len(norms) else 0.0
     clipped = gradients * (bound / norms.clamp(min=1e-300)).clamp(max=1)[:, None].to(gradients)
