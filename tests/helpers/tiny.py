@@ -39,20 +39,20 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def model(kind: Kind = "gpt2", seed: int = 0) -> PreTrainedModel:
-    """A two-layer random causal LM over the byte vocabulary."""
+def model(kind: Kind = "gpt2", seed: int = 0, layers: int = 2) -> PreTrainedModel:
+    """A random causal LM of a few layers over the byte vocabulary."""
     torch.manual_seed(seed)
     if kind == "gpt2":
         built: PreTrainedModel = GPT2LMHeadModel(
             GPT2Config(
-                vocab_size=257, n_positions=128, n_embd=32, n_layer=2, n_head=4,
+                vocab_size=257, n_positions=128, n_embd=32, n_layer=layers, n_head=4,
                 bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
             )
         )  # fmt: skip
     else:
         built = LlamaForCausalLM(
             LlamaConfig(
-                vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=layers,
                 num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
                 bos_token_id=0, eos_token_id=0,
             )

@@ -16,11 +16,12 @@ from dprlhf import DprlhfError, train
 from dprlhf.policies.causal_lm import CausalLMPolicy, load_policy, make_policy
 from dprlhf.policies.classifier import load_reward_model
 from dprlhf.policies.peft_configs import adapter_of
-from dprlhf.recipe import Adapter, Policy
+from dprlhf.recipe import Adapter, Policy, load_recipe
 from helpers import tiny
 
 KINDS = ("gpt2", "llama")
 HIDDEN, LAYERS = 32, 2
+ROOT = Path(__file__).resolve().parents[2]
 
 GPT2 = {  # layers of shapes 32 → 96 (c_attn) and 32 → 128 (c_fc); 2 norms a layer and one more
     "lora": (["c_attn"], LAYERS * 2 * (32 + 96)),
@@ -65,6 +66,28 @@ def test_a_mixture_of_experts_is_refused_as_it_is_loaded(tmp_path: Path) -> None
         load_policy(spec)
     with pytest.raises(DprlhfError, match="mixes the users of a batch"):
         load_reward_model(spec, None)
+
+
+@pytest.mark.parametrize("type_", ["lora", "ffa-lora", "vera"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_linear_goes_with_chosen_layers(kind: tiny.Kind, type_: str) -> None:
+    """PEFT takes the word only where every layer is adapted."""
+
+    def adapted(**settings: Any) -> set[str]:
+        names = make(kind, type_, target_modules="all-linear", **settings).parameters
+        return {name.partition(".lora_")[0].partition(".vera_")[0] for name in names}
+
+    everywhere = adapted()
+    assert adapted(layers=[-1]) == {name for name in everywhere if f".{LAYERS - 1}." in name}
+    assert adapted(layers=[0, 1]) == everywhere
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
+def test_the_adapter_of_every_recipe_can_be_built(path: Path) -> None:
+    policy = load_recipe(path).policy
+    kind: tiny.Kind = "gpt2" if "gpt2" in policy.model_name_or_path else "llama"
+    model = tiny.model(kind, layers=30)
+    assert make_policy(model, tiny.tokenizer(), policy.adapter).parameters
 
 
 def logprobs(policy: CausalLMPolicy) -> torch.Tensor:

@@ -279,9 +279,12 @@ def _projections(model: Any, adapter: recipe.Adapter, kind: str) -> list[str] | 
     from peft.utils import constants
 
     known = getattr(constants, f"TRANSFORMERS_MODELS_TO_{kind}_TARGET_MODULES_MAPPING")
+    layers = _linear_names(model)
+    if adapter.target_modules == "all-linear" and adapter.layers is not None:
+        # PEFT takes the word without layers only.
+        return _linear_names(model, without=model.get_output_embeddings())
     if adapter.target_modules is not None or model.config.model_type in known:
         return adapter.target_modules
-    layers = _linear_names(model)
     for names in _QUERY_AND_VALUE:
         if set(names) <= set(layers):
             return list(names)
@@ -315,10 +318,11 @@ def _named(model: Any, adapter: recipe.Adapter, defaults: list[str] | None) -> l
     return found
 
 
-def _linear_names(model: Any) -> list[str]:
+def _linear_names(model: Any, without: nn.Module | None = None) -> list[str]:
     from transformers.pytorch_utils import Conv1D
 
-    names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)]
+    linear = nn.Linear | Conv1D
+    names = [n for n, m in model.named_modules() if isinstance(m, linear) and m is not without]
     return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
 
