@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -103,7 +104,7 @@ def test_small_deltas_keep_their_precision(target: float) -> None:
 def test_delta_falls_until_it_is_negligible(z: float, rounds: int, rough: bool) -> None:
     """A curve that rose again would lead the search for the smallest noise astray."""
     found = [replaced_allocation.delta(z, rounds, e, rough) for e in np.linspace(0.0, 12.0, 25)]
-    falling = [(a, b) for a, b in zip(found, found[1:], strict=False) if a > 1e-8]
+    falling = [(a, b) for a, b in itertools.pairwise(found) if a > 1e-8]
     assert all(b < a for a, b in falling)
     assert max(found[len(falling) :]) < 1e-8
     assert len(falling) > 1
