@@ -17,8 +17,9 @@ import torch
 
 from dprlhf.data.loading import load_rows
 from dprlhf.data.users import Users
-from dprlhf.gradients.clipping import user_gradients
-from dprlhf.policies.causal_lm import align_with_activations, load_policy
+from dprlhf.gradients.micro_batches import user_gradients
+from dprlhf.policies.activations import align_with_activations
+from dprlhf.policies.loading import load_policy
 from dprlhf.recipe import Adapter, load_recipe
 from dprlhf.rewards import Scorer, load_reward
 from dprlhf.rewards.private import score_responses

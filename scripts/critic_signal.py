@@ -21,8 +21,8 @@ import torch
 from dprlhf.boundary import Released
 from dprlhf.data.loading import load_rows
 from dprlhf.data.users import Users
-from dprlhf.gradients.clipping import user_gradients
-from dprlhf.policies.causal_lm import load_policy
+from dprlhf.gradients.micro_batches import user_gradients
+from dprlhf.policies.loading import load_policy
 from dprlhf.privacy.plan import make_plan
 from dprlhf.recipe import Critic as Settings
 from dprlhf.recipe import load_recipe

@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench import models
 from dprlhf import recipe
-from dprlhf.gradients.clipping import micro_batches
+from dprlhf.gradients.micro_batches import micro_batches
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rollout import Responses
 from dprlhf.runs.measurements import Result, write_results

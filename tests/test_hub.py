@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from dprlhf import recipe
 from dprlhf.data.loading import load_rows
 from dprlhf.errors import DprlhfError
-from dprlhf.policies.causal_lm import load_policy
 from dprlhf.policies.classifier import load_reward_model
+from dprlhf.policies.loading import load_policy
 from dprlhf.recipe import Data, Policy, make_recipe
 from dprlhf.recipe.trl_names import overrides_of
 from dprlhf.rewards import load_reward

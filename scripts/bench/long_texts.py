@@ -37,7 +37,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bench import models
 from bench.measure import peak_bytes, resident_bytes
 from bench.overhead import clipped
-from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import make_policy
 from dprlhf.recipe import Adapter
 from dprlhf.rollout import decoding
 from dprlhf.runs.measurements import Result, write_results

@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from dprlhf.data.users import Prompts
-from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import make_policy
 from dprlhf.recipe import Adapter
 from dprlhf.rollout import Responses
 

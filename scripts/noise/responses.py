@@ -40,8 +40,11 @@ from dprlhf import train
 from dprlhf.boundary import Private
 from dprlhf.data.loading import load_rows
 from dprlhf.data.users import Prompts, Users
-from dprlhf.gradients.clipping import Weighted, clipped_sum, user_gradients
-from dprlhf.policies.causal_lm import CausalLMPolicy, align_with_activations, load_policy
+from dprlhf.gradients.clipping import Weighted, clipped_sum
+from dprlhf.gradients.micro_batches import user_gradients
+from dprlhf.policies.activations import align_with_activations
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import load_policy
 from dprlhf.recipe import Recipe, Rollout, load_recipe
 from dprlhf.rewards import Scorer, load_reward
 from dprlhf.rewards.private import score_responses

@@ -24,8 +24,9 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from dprlhf import recipe  # noqa: E402
 from dprlhf.errors import DprlhfError  # noqa: E402
-from dprlhf.gradients.clipping import micro_batches  # noqa: E402
-from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy  # noqa: E402
+from dprlhf.gradients.micro_batches import micro_batches  # noqa: E402
+from dprlhf.policies.causal_lm import CausalLMPolicy  # noqa: E402
+from dprlhf.policies.loading import make_policy  # noqa: E402
 from dprlhf.rewards import LoadedReward, Scorer, check_reward  # noqa: E402
 from dprlhf.runs.measurements import Result, write_results  # noqa: E402
 from dprlhf.training import layout  # noqa: E402

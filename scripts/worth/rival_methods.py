@@ -29,7 +29,8 @@ from dprlhf import load_recipe, train, train_stage
 from dprlhf.data.loading import load_rows
 from dprlhf.data.public import HELD_OUT
 from dprlhf.data.users import Prompts, Users
-from dprlhf.policies.causal_lm import CausalLMPolicy, load_policy
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import load_policy
 from dprlhf.recipe import Recipe
 from dprlhf.recipe.supervised import STAGES
 from dprlhf.rewards import Scorer, load_reward

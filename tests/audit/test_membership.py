@@ -22,7 +22,8 @@ from dprlhf.audit import (
     text_logprobs,
 )
 from dprlhf.data.public import in_memory_prompts
-from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import make_policy
 from dprlhf.privacy.gaussian import gaussian_epsilon
 from dprlhf.rewards import Scorer
 from helpers import tiny

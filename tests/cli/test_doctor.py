@@ -21,7 +21,7 @@ from dprlhf.cli.app import app
 from dprlhf.cli.init import new_recipe
 from dprlhf.cli.reward_check import histogram, reward_check
 from dprlhf.errors import DprlhfError
-from dprlhf.policies.causal_lm import load_policy
+from dprlhf.policies.loading import load_policy
 from dprlhf.recipe import load_recipe, make_recipe
 from dprlhf.recipe.trl_names import INSTEAD, KEYS, overrides_of
 from dprlhf.training.dry_run import dry_run, explain

@@ -13,7 +13,7 @@ import torch
 
 from dprlhf import recipe
 from dprlhf.boundary import BoundedSum, Released
-from dprlhf.gradients.clipping import micro_batches
+from dprlhf.gradients.micro_batches import micro_batches
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import read_ledger
 from dprlhf.rewards import Scores

@@ -14,7 +14,8 @@ from dprlhf import recipe
 from dprlhf.boundary import BoundedSum, Private, open_private
 from dprlhf.data.users import Prompts
 from dprlhf.gradients.clipping import ClippedSum, Weighted, clipped_sum
-from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import make_policy
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Ledger, read_ledger
 from dprlhf.privacy.plan import make_plan

@@ -25,18 +25,12 @@ from dprlhf import recipe
 from dprlhf.boundary import Private, open_private
 from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
-from dprlhf.gradients.clipping import (
-    ClippedSum,
-    Weighted,
-    clip_factors,
-    clip_users,
-    clipped_sum,
-    micro_batches,
-    user_gradients,
-)
+from dprlhf.gradients.clipping import ClippedSum, Weighted, clip_factors, clip_users, clipped_sum
 from dprlhf.gradients.ghost_norm import OuterProducts, add_weighted, square_norm
+from dprlhf.gradients.micro_batches import micro_batches, user_gradients
 from dprlhf.gradients.per_user import PerUserGradients
-from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import make_policy
 from dprlhf.rollout import Responses
 from helpers import tiny
 from helpers.autograd import gradient_of_user, relative_error

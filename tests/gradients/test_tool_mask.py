@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from dprlhf import recipe
 from dprlhf.boundary import Private
-from dprlhf.gradients.clipping import Weighted, clipped_sum, user_gradients
+from dprlhf.gradients.clipping import Weighted, clipped_sum
+from dprlhf.gradients.micro_batches import user_gradients
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses

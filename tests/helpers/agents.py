@@ -13,7 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from dprlhf import recipe
 from dprlhf.data.users import Prompts
-from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import make_policy
 from dprlhf.rollout import Responses, sample
 from helpers import tiny
 

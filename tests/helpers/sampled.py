@@ -10,7 +10,8 @@ import torch
 
 from dprlhf import recipe
 from dprlhf.data.users import Prompt, Prompts
-from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import make_policy
 from dprlhf.rollout import Responses, sample
 from helpers import tiny
 

@@ -36,8 +36,9 @@ from dprlhf.papers.control.policies import (
     TrajectoryPolicy,
 )
 from dprlhf.papers.control.results import slopes, write
+from dprlhf.papers.control.run_rows import Found, run_table
 from dprlhf.papers.control.settings import Advantage, load, make
-from dprlhf.papers.control.tables import Found, Row, run_table
+from dprlhf.papers.control.tables import Row
 from dprlhf.papers.control.train import plan_of, train
 from dprlhf.papers.control.trajectories import Trajectories, evaluate, simulate
 from dprlhf.papers.control.ucbvi import Counting, PrivateCounts, ucbvi

@@ -13,8 +13,9 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from dprlhf import DprlhfError, train
-from dprlhf.policies.causal_lm import CausalLMPolicy, load_policy, make_policy
+from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.classifier import load_reward_model
+from dprlhf.policies.loading import load_policy, make_policy
 from dprlhf.policies.peft_configs import adapter_of
 from dprlhf.recipe import Adapter, Policy, load_recipe
 from helpers import tiny

@@ -11,7 +11,8 @@ import torch
 from dprlhf import recipe
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.per_user import PerUserGradients
-from dprlhf.policies.causal_lm import CausalLMPolicy, load_policy, make_policy
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import load_policy, make_policy
 from helpers import tiny
 
 KINDS: list[tiny.Kind] = ["gpt2", "llama"]

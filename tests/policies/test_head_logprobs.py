@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from dprlhf.policies import head_logprobs as module
-from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import make_policy
 from dprlhf.recipe import Adapter
 from helpers import tiny
 

@@ -21,10 +21,11 @@ from dprlhf.data.public import in_memory_prompts
 from dprlhf.data.users import Prompts
 from dprlhf.gradients.clipping import Weighted, clipped_sum
 from dprlhf.policies import kept, shared_prompt
-from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import make_policy
 from dprlhf.rollout import Responses, sample
 from dprlhf.rollout.logprobs import token_logprobs
-from dprlhf.training.layout import Shapes, _gradients
+from dprlhf.training.made_up_rounds import Shapes, gradients_of
 from helpers import tiny
 from helpers.policies import exact_norms
 
@@ -233,8 +234,8 @@ def test_the_check_at_start_takes_what_is_kept_at_its_own_shapes(columns: int, l
     assert policy.shared_rows(K, columns, length) == K
     update = recipe.GRPO(batch_size=2 * K)
     shapes = Shapes(columns, length, K, K, 1, update)
-    plain = _gradients(policy, shapes, range(2), columns)
-    found = _gradients(policy, Shapes(**{**vars(shapes), "keeps": True}), range(2), columns)
+    plain = gradients_of(policy, shapes, range(2), columns)
+    found = gradients_of(policy, Shapes(**{**vars(shapes), "keeps": True}), range(2), columns)
     for ours, theirs in zip(found, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 

@@ -16,7 +16,8 @@ from dprlhf import recipe
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.per_user import PerUserGradients
 from dprlhf.policies.adapters import add_adapter
-from dprlhf.policies.causal_lm import CausalLMPolicy, load_policy
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import load_policy
 from dprlhf.policies.mixing import mixing_layer
 from dprlhf.policies.quantization import quantization_config, quantization_of
 from helpers import tiny

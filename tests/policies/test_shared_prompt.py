@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from dprlhf.boundary import Private, open_private
 from dprlhf.gradients.clipping import Weighted, clipped_sum
 from dprlhf.policies import shared_prompt
-from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import make_policy
 from dprlhf.policies.shared_prompt import best_shared_rows, most_behind_one_cache, supported
 from dprlhf.recipe import Adapter
 from dprlhf.rollout.decoding import decode

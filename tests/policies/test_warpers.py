@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dprlhf import recipe
 from dprlhf.data.users import Prompts
-from dprlhf.gradients.clipping import user_gradients
+from dprlhf.gradients.micro_batches import user_gradients
 from dprlhf.policies import warpers
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.warpers import Rows, Sampling, cutoff, truncated, warped, warped_logprobs

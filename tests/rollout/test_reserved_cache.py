@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from dprlhf.policies.causal_lm import make_policy
+from dprlhf.policies.loading import make_policy
 from dprlhf.recipe import Adapter
 from dprlhf.rollout import decoding
 from dprlhf.rollout.reserved_cache import ReservedLayer, reserve

@@ -19,8 +19,10 @@ from transformers import GenerationConfig, Phi3Config, Phi3ForCausalLM
 from dprlhf import DprlhfError, recipe, resume, train
 from dprlhf.boundary import Private, open_private
 from dprlhf.data.users import Prompt
-from dprlhf.gradients.clipping import Weighted, user_gradients
-from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.gradients.clipping import Weighted
+from dprlhf.gradients.micro_batches import user_gradients
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import make_policy
 from dprlhf.privacy import randomness
 from dprlhf.rollout import Responses, resolve_batch_size, sample, sample_responses
 from dprlhf.rollout.decoding import bytes_per_row, inverse_cdf

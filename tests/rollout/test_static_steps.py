@@ -11,7 +11,8 @@ from transformers import MistralConfig, MistralForCausalLM
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from dprlhf import DprlhfError, recipe
-from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import make_policy
 from dprlhf.policies.warpers import Sampling
 from dprlhf.rollout import keeps_outputs, resolve_batch_size, sampling
 from dprlhf.rollout.decoding import decode

@@ -15,7 +15,8 @@ import torch
 from packaging.requirements import Requirement
 
 from dprlhf import DprlhfError, recipe
-from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import make_policy
 from dprlhf.policies.stopping import StopStrings
 from dprlhf.policies.warpers import Sampling
 from dprlhf.recipe import make_recipe

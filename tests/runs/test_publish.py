@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import dprlhf
 from dprlhf.errors import DprlhfError
-from dprlhf.policies.causal_lm import make_policy
+from dprlhf.policies.loading import make_policy
 from dprlhf.recipe import Adapter, load_recipe
 from dprlhf.runs.card import is_hub_id
 from dprlhf.runs.publish import merge, push

@@ -18,7 +18,8 @@ from dprlhf.cli.app import app
 from dprlhf.data.loading import rows_from
 from dprlhf.data.users import Prompts, Users
 from dprlhf.gradients.clipping import Weighted, clipped_sum
-from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import make_policy
 from dprlhf.training.dpo import PreferredAnswers, split_prompt
 from helpers import runs, tiny
 from helpers.rounds import flat_gradient

@@ -13,7 +13,8 @@ import torch
 import dprlhf
 from dprlhf.data.public import in_memory_prompts
 from dprlhf.errors import DprlhfError
-from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import make_policy
 from dprlhf.recipe import load_any_recipe, make_recipe
 from dprlhf.rollout import Responses, sample
 from dprlhf.training.measures import compare, distinct, measure, token_logs

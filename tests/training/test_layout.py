@@ -16,12 +16,14 @@ import dprlhf
 from dprlhf import recipe
 from dprlhf.errors import DprlhfError
 from dprlhf.policies import kept, warpers
-from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.kept import Replay
+from dprlhf.policies.loading import make_policy
 from dprlhf.policies.warpers import Sampling
 from dprlhf.rollout.static_steps import StaticSteps
-from dprlhf.training import layout
-from dprlhf.training.layout import Shapes, settle_layout
+from dprlhf.training import layout, made_up_rounds
+from dprlhf.training.layout import settle_layout
+from dprlhf.training.made_up_rounds import Shapes
 from helpers import tiny
 from helpers.runs import run_settings, save_sharp
 
@@ -191,7 +193,7 @@ def test_rows_that_never_repeat_their_bits_are_refused() -> None:
 @pytest.mark.parametrize("phase", ["gradients", "log-probabilities"])
 def test_each_phase_is_looked_at(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name = {"gradients": "recorded_by_user", "log-probabilities": "token_logprobs"}[phase]
-    whole = getattr(layout, name)
+    whole = getattr(made_up_rounds, name)
 
     def by_users(policy: Any, rows: Any, *given: Any, **named: Any) -> Any:
         found = whole(policy, rows, *given, **named)
@@ -199,7 +201,7 @@ def test_each_phase_is_looked_at(phase: str, monkeypatch: pytest.MonkeyPatch) ->
             return found + 1e-9 * rows.users
         return [(users, [t + 1e-6 * rows.users for t in tensors]) for users, tensors in found]
 
-    monkeypatch.setattr(layout, name, by_users)
+    monkeypatch.setattr(made_up_rounds, name, by_users)
     assert layout._moved(policy_of(), shapes_of()) == phase
 
 
@@ -207,9 +209,9 @@ def test_the_values_that_are_compared_are_not_all_zero() -> None:
     """An adapter starts at zero, and equal zeros would say nothing."""
     policy = policy_of()
     with layout._random_adapter(policy):
-        for values in layout._gradients(policy, shapes_of(), [0, 1], 16):
+        for values in made_up_rounds.gradients_of(policy, shapes_of(), [0, 1], 16):
             assert all(bool(value.any()) for value in values)
-        [[first, *_], [second, *_]] = layout._logits(policy, shapes_of(), [0, 1], 16)
+        [[first, *_], [second, *_]] = made_up_rounds.logits_of(policy, shapes_of(), [0, 1], 16)
         assert not torch.equal(first, second)
 
 
@@ -231,14 +233,15 @@ def out_of_memory(*_: Any, **__: Any) -> Any:
 def test_what_does_not_fit_is_found_at_once_and_its_setting_named(
     name: str, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout, name, out_of_memory)
+    home = layout if name == "try_last_step" else made_up_rounds
+    monkeypatch.setattr(home, name, out_of_memory)
     with pytest.raises(DprlhfError, match=f"does not fit into memory.*{setting}"):
         settle(policy_of(), shapes_of())
 
 
 @pytest.mark.parametrize("update", UPDATES)
 def test_a_user_with_all_its_prompts_is_tried(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = layout._made_up
+    made = made_up_rounds._made_up
     most: list[int] = []
 
     def watched(*given: Any) -> Any:
@@ -246,7 +249,7 @@ def test_a_user_with_all_its_prompts_is_tried(update: str, monkeypatch: pytest.M
         most.append(int(np.bincount(rows.user).max()))
         return rows
 
-    monkeypatch.setattr(layout, "_made_up", watched)
+    monkeypatch.setattr(made_up_rounds, "_made_up", watched)
     settle(policy_of(), shapes_of(update, prompts=9))
     assert max(most) == 36
     assert most.count(36) == 1
@@ -267,7 +270,7 @@ def test_the_last_step_of_sampling_has_its_full_length(
     monkeypatch.setattr(policy, "end_tokens", [])
     if not shared:
         monkeypatch.setattr(policy, "shared_cache", lambda *_: 1)
-    layout.decode(policy, [[1], [2]], draws, size=2, width=20)
+    made_up_rounds.decode(policy, [[1], [2]], draws, size=2, width=20)
     real = masks[-1]
     masks.clear()
     layout.try_last_step(policy, size=2, width=20, num_generations=4, max_new_tokens=5)
@@ -279,7 +282,7 @@ def test_every_response_of_a_row_is_compared() -> None:
     """Behind one copy of its prompt, a response's logits are not all at the row's last place."""
     policy, shapes = policy_of("llama"), shapes_of()
     assert policy.shared_cache(shapes.sampled_together, 16, shapes.response) > 1
-    tokens, prefill, *steps = layout._logits(policy, shapes, [0, 1], 16)[0]
+    tokens, prefill, *steps = made_up_rounds.logits_of(policy, shapes, [0, 1], 16)[0]
     assert len(tokens) > shapes.sampled_together
     assert [len(step) for step in steps] == [shapes.sampled_together * len(prefill)] * 3
 
@@ -301,7 +304,7 @@ def test_a_resumed_run_checks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     settings = run_settings(model, rounds=1)
     dprlhf.train(**settings, output_dir=tmp_path / "run")
     monkeypatch.setattr(layout, "_KNOWN", {})
-    monkeypatch.setattr(layout, "decode", out_of_memory)
+    monkeypatch.setattr(made_up_rounds, "decode", out_of_memory)
     given = {"prompts": settings["prompts"], "reward": settings["reward"]}
     with pytest.raises(DprlhfError, match="does not fit into memory"):
         dprlhf.resume(tmp_path / "run", **given)

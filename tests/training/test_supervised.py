@@ -25,8 +25,9 @@ from dprlhf.cli.app import app
 from dprlhf.data.loading import rows_from
 from dprlhf.data.users import Prompts, Users
 from dprlhf.gradients.clipping import Weighted, clipped_sum
-from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.classifier import load_reward_model
+from dprlhf.policies.loading import make_policy
 from dprlhf.privacy.ledger import read_ledger
 from dprlhf.rewards.classifier import ClassifierReward
 from dprlhf.rollout import Responses

@@ -21,8 +21,9 @@ import dprlhf
 from dprlhf import DprlhfError, recipe
 from dprlhf.boundary import BoundedSum, Released, open_private
 from dprlhf.data.users import Prompts
-from dprlhf.gradients.clipping import user_gradients
-from dprlhf.policies.causal_lm import CausalLMPolicy, load_policy
+from dprlhf.gradients.micro_batches import user_gradients
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import load_policy
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Ledger, read_ledger
 from dprlhf.privacy.plan import Plan, make_plan

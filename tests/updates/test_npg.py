@@ -17,9 +17,10 @@ import dprlhf
 from dprlhf import DprlhfError, recipe
 from dprlhf.boundary import BoundedSum, Private, Released, open_private
 from dprlhf.data.users import Prompts
-from dprlhf.gradients.clipping import user_gradients
+from dprlhf.gradients.micro_batches import user_gradients
 from dprlhf.papers.regression import CountSketch
-from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import make_policy
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Ledger, read_ledger
 from dprlhf.privacy.plan import make_plan

@@ -21,7 +21,8 @@ from dprlhf import DprlhfError, recipe
 from dprlhf.boundary import Private, Released, open_private
 from dprlhf.data.users import Prompts
 from dprlhf.gradients.user_copies import local_copies
-from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import make_policy
 from dprlhf.policies.optimizers import remember_release
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses

@@ -11,7 +11,8 @@ import torch
 
 from dprlhf import DprlhfError, api, recipe, train
 from dprlhf.data.public import in_memory_prompts
-from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import make_policy
 from dprlhf.recipe import Adapter, TrustRegion
 from dprlhf.rollout import Responses, sample
 from dprlhf.updates.trust_region import clip_norm, fisher_trace_and_top

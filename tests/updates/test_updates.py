@@ -19,7 +19,8 @@ from dprlhf import recipe
 from dprlhf.boundary import Private, open_private
 from dprlhf.data.users import Prompts
 from dprlhf.gradients.clipping import Weighted, clipped_sum
-from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import make_policy
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import log_ratio_to_base

@@ -7,7 +7,8 @@ one of its users would exceed the budget. Users are kept as keyed hashes.
 The book is secret data, like a run's ``secret/``: with its key it tells who took part in what.
 """
 
-from dprlhf.budget.book import Book, Mark, Reservation, Spending
+from dprlhf.budget.book import Book
+from dprlhf.budget.spending import Mark, Reservation, Spending
 from dprlhf.budget.storage import BookError, BrokenOffError, book_name
 
 __all__ = [

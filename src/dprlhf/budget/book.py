@@ -8,157 +8,38 @@ budget.
 
 from __future__ import annotations
 
-import datetime
-import functools
-import hashlib
 import hmac
 import json
 import secrets
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.exc import SQLAlchemyError
 
-from dprlhf.budget.storage import BookError, lock, open_storage, problem, read_key
+from dprlhf.budget.spending import Mark, Question, Reservation, Spending
+from dprlhf.budget.state import (
+    State,
+    check_book,
+    groups_of,
+    key_check,
+    mechanism_of,
+    owed_by,
+    read_state,
+    today,
+    write_reservation,
+)
+from dprlhf.budget.storage import BookError, lock, open_storage, read_key
 from dprlhf.budget.tables import (
     BOOK,
     DATASETS,
-    HISTORIES,
     INCOMING,
     METADATA,
-    PEOPLE,
-    RESERVATIONS,
     VERSION,
 )
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy.accounting import Mechanism
-from dprlhf.privacy.composition import adaptive_epsilon, total_epsilon
 
 _CREATING = 0x6470_726C  # of the advisory lock that one creator of tables holds in PostgreSQL
 _AT_ONCE = 10_000
-
-
-@dataclass(frozen=True)
-class Spending:
-    """What a run costs each of its users.
-
-    Attributes:
-        run: Commitment to the run's key, which identifies the run.
-        name: Name of the run's folder.
-        stage: Kind of run: ``rl``, ``sft``, ``reward``, ``dpo``.
-        mechanism: What the whole run releases; None where users are only enrolled.
-        times: Number of runs with these terms: 1, and the tuning runs that the recipe declares; 0
-            where users are only enrolled.
-    """
-
-    run: str
-    name: str
-    stage: str
-    mechanism: Mechanism | None
-    times: int = 1
-
-
-@dataclass(frozen=True)
-class Mark:
-    """What a run's ledger says of the book, by which a book from a backup is noticed.
-
-    Attributes:
-        run: Commitment to the run's key.
-        book: Identifier of the book.
-        reservation: Number of the run's reservation.
-        counter: The book's counter when the ledger was opened.
-    """
-
-    run: str
-    book: str
-    reservation: int
-    counter: int
-
-
-@dataclass(frozen=True)
-class Reservation:
-    """A run's place in the book, for its ledger and its card; nothing of it is secret.
-
-    Attributes:
-        book: Identifier of the book, random.
-        number: Number of the reservation.
-        counter: The book's counter after the reservation.
-        dataset: Name of the data set.
-        epsilon: Lifetime budget of its users at ``delta``.
-        delta: δ of the budget.
-    """
-
-    book: str
-    number: int
-    counter: int
-    dataset: str
-    epsilon: float
-    delta: float
-
-    def entry(self) -> dict[str, Any]:
-        """Return the entry for the run's ledger."""
-        return {"book": self.book, "reservation": self.number, "counter": self.counter}
-
-
-@dataclass(frozen=True)
-class _Question:
-    """What a run asks for, apart from its users."""
-
-    spending: Spending
-    dataset: str | None
-    unit: str | None
-    earlier: Sequence[Spending]
-    marks: Sequence[Mark]
-
-
-@dataclass(frozen=True)
-class _State:
-    """The small tables, as a transaction sees them."""
-
-    book: sa.Row[Any]
-    datasets: dict[str, sa.Row[Any]]
-    reservations: dict[int, sa.Row[Any]]
-    histories: dict[int, frozenset[int]]
-    sizes: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def numbers(self) -> dict[str, int]:
-        """The number of each run's reservation."""
-        return {row.run: number for number, row in self.reservations.items()}
-
-    def epsilon(
-        self, taken: Collection[int], more: Iterable[Spending], budget: sa.Row[Any]
-    ) -> float:
-        """Return the joint ε of some reservations and of further spendings, as a budget has it."""
-        terms: Counter[Mechanism] = Counter()
-        for number in taken:
-            row = self.reservations[number]
-            if (held := _mechanism(row)) is not None:
-                terms[held] += row.times
-        for spending in more:
-            if spending.mechanism is not None:
-                terms[spending.mechanism] += spending.times
-        return joint_epsilon(frozenset(terms.items()), budget.delta, budget.adaptive)
-
-
-@functools.cache
-def joint_epsilon(
-    terms: frozenset[tuple[Mechanism, int]], delta: float, adaptive: bool = False
-) -> float:
-    """Return the joint ε of mechanisms on the same user, each with the number of its runs.
-
-    With ``adaptive`` it holds even if later plans were chosen in view of earlier results.
-    """
-    ordered = sorted(terms, key=repr)
-    mechanisms, times = [m for m, _ in ordered], [n for _, n in ordered]
-    if not ordered:
-        return 0.0
-    if adaptive:
-        return adaptive_epsilon([m for m, n in ordered for _ in range(n)], delta)
-    return total_epsilon(mechanisms, delta, times=times).epsilon
 
 
 class Book:
@@ -177,7 +58,7 @@ class Book:
         with self.storage.transaction(write=False) as connection:
             if self.storage.path is not None:
                 self.storage.check_pages(connection)
-            self.id: str = self._state(connection).book.id
+            self.id: str = read_state(connection, self.key, self.storage.label).book.id
 
     # --- making one -----------------------------------------------------------------------------
 
@@ -220,9 +101,9 @@ class Book:
             METADATA.create_all(connection)
             if connection.execute(sa.select(BOOK.c.id)).first() is None:
                 values = {"one": 1, "id": secrets.token_hex(8), "version": VERSION, "counter": 0}
-                connection.execute(BOOK.insert().values(**values, key_check=_key_check(key)))
+                connection.execute(BOOK.insert().values(**values, key_check=key_check(key)))
             row = lock(connection)
-            _check_book(row, key, storage.label)
+            check_book(row, key, storage.label)
             if connection.execute(sa.select(DATASETS).where(DATASETS.c.name == dataset)).first():
                 raise DprlhfError(
                     f"budget book {storage.label}: the data set {dataset!r} has its budget, which"
@@ -235,7 +116,7 @@ class Book:
                     delta=delta,
                     unit=unit,
                     adaptive=adaptive,
-                    date=_now(),
+                    date=today(),
                 )
             )
             connection.execute(BOOK.update().values(counter=row.counter + 1))
@@ -298,70 +179,37 @@ class Book:
             BookError: The book is down, locked, read-only, damaged, or older than a ledger.
             DprlhfError: A user would exceed a budget, or the data set is unknown or another unit's.
         """
-        question = _Question(spending, dataset, unit, earlier, marks)
+        question = Question(spending, dataset, unit, earlier, marks)
         # Repeated even where a lost connection hides whether it committed: a run pays once.
         return self.storage.attempt(lambda: self._transact(question, users, commit))
 
-    def _transact(self, question: _Question, users: Collection[bytes], commit: bool) -> Reservation:
+    def _transact(self, question: Question, users: Collection[bytes], commit: bool) -> Reservation:
         with self.storage.transaction(write=True, commit=commit) as connection:
             INCOMING.create(connection, checkfirst=False)
             rows = [{"person": person} for person in users]
             for start in range(0, len(rows), _AT_ONCE):
                 connection.execute(INCOMING.insert(), rows[start : start + _AT_ONCE])
             lock(connection)
-            state = self._state(connection)
+            state = read_state(connection, self.key, self.storage.label)
             self._check_age(state, question.marks)
             dataset = self._dataset(state, question)
-            groups = _groups(connection, state)
+            groups = groups_of(connection, state)
             spending = question.spending
             number, counter = state.numbers.get(spending.run), state.book.counter
             if number is not None and not state.reservations[number].earlier:
                 self._check_same(state, number, question, groups)
             else:
-                owed = {h: _owed(state, state.histories[h], question) for h in groups}
+                owed = {h: owed_by(state, state.histories[h], question) for h in groups}
                 for history, spendings in owed.items():
                     self._check_budgets(state, dataset, state.histories[history], spendings)
-                number = _write(connection, state, question, dataset, groups, owed)
+                number = write_reservation(connection, state, question, dataset, groups, owed)
                 counter += 1
                 connection.execute(BOOK.update().values(counter=counter))
         return Reservation(self.id, number, counter, dataset.name, dataset.epsilon, dataset.delta)
 
     # --- checks ---------------------------------------------------------------------------------
 
-    def _state(self, connection: sa.Connection) -> _State:
-        """Read the small tables, and check that they agree with one another and with the key."""
-        label = self.storage.label
-        try:
-            book = connection.execute(sa.select(BOOK)).one()
-            _check_book(book, self.key, label)
-            datasets = {row.name: row for row in connection.execute(sa.select(DATASETS)).all()}
-            reservations = {
-                row.number: row for row in connection.execute(sa.select(RESERVATIONS)).all()
-            }
-            histories = {
-                row.number: frozenset(int(n) for n in row.reservations.split(","))
-                for row in connection.execute(sa.select(HISTORIES)).all()
-            }
-            counted = sa.select(PEOPLE.c.history, sa.func.count()).group_by(PEOPLE.c.history)
-            sizes = {row[0]: row[1] for row in connection.execute(counted).all()}
-        except SQLAlchemyError as error:
-            raise problem(error, label) from None
-        except (ValueError, TypeError, AttributeError):
-            raise _damaged(label) from None
-        users: Counter[int] = Counter()
-        for history, count in sizes.items():
-            users.update(dict.fromkeys(histories.get(history, ()), count))
-        agree = (
-            sizes.keys() <= histories.keys()
-            and reservations.keys() == set(range(1, len(reservations) + 1))
-            and {number: row.users for number, row in reservations.items()} == users
-            and {row.dataset for row in reservations.values()} <= datasets.keys()
-        )
-        if not agree:
-            raise _damaged(label)
-        return _State(book, datasets, reservations, {0: frozenset()} | histories, sizes)
-
-    def _check_age(self, state: _State, marks: Sequence[Mark]) -> None:
+    def _check_age(self, state: State, marks: Sequence[Mark]) -> None:
         """Refuse a book that is older than a ledger: it has forgotten what was spent since."""
         for mark in marks:
             if mark.book != self.id:
@@ -374,7 +222,7 @@ class Book:
                     " backup, and has forgotten what was spent since. Restore a newer one"
                 )
 
-    def _dataset(self, state: _State, question: _Question) -> sa.Row[Any]:
+    def _dataset(self, state: State, question: Question) -> sa.Row[Any]:
         label, names = self.storage.label, ", ".join(sorted(state.datasets)) or "none"
         held = state.numbers.get(question.spending.run)
         asked = question.dataset or (state.reservations[held].dataset if held else None)
@@ -399,7 +247,7 @@ class Book:
 
     def _check_budgets(
         self,
-        state: _State,
+        state: State,
         dataset: sa.Row[Any],
         taken: frozenset[int],
         owed: Sequence[Spending],
@@ -426,13 +274,13 @@ class Book:
                 )
 
     def _check_same(
-        self, state: _State, number: int, question: _Question, groups: Mapping[int, int]
+        self, state: State, number: int, question: Question, groups: Mapping[int, int]
     ) -> None:
         """Check that a run which has a reservation is the one that made it, with its users."""
         row, spending = state.reservations[number], question.spending
         users = sum(count for h, count in groups.items() if number in state.histories[h])
         asked = (spending.mechanism, spending.times, question.dataset or row.dataset)
-        same = (_mechanism(row), row.times, row.dataset) == asked
+        same = (mechanism_of(row), row.times, row.dataset) == asked
         if not same or not row.users == users == sum(groups.values()):
             raise DprlhfError(
                 f"this run reserved another cost in the budget book (reservation {number}): its"
@@ -448,7 +296,7 @@ class Book:
         sets, so all of this is secret.
         """
         with self.storage.transaction(write=False) as connection:
-            state = self._state(connection)
+            state = read_state(connection, self.key, self.storage.label)
         return {
             "book": self.id,
             "counter": state.book.counter,
@@ -471,7 +319,7 @@ class Book:
         }
 
     @staticmethod
-    def _summary(state: _State, row: sa.Row[Any]) -> dict[str, Any]:
+    def _summary(state: State, row: sa.Row[Any]) -> dict[str, Any]:
         runs = {n for n, r in state.reservations.items() if r.dataset == row.name}
         taken = {state.histories[h] for h in state.sizes if state.histories[h] & runs}
         spent = max((state.epsilon(t, (), row) for t in taken), default=0.0)
@@ -489,125 +337,5 @@ class Book:
         }
 
 
-# --- the tables -----------------------------------------------------------------------------------
-
-
-def _groups(connection: sa.Connection, state: _State) -> dict[int, int]:
-    """Return how many of the run's users have each history; history 0 is that of the others."""
-    joined = INCOMING.outerjoin(PEOPLE, INCOMING.c.person == PEOPLE.c.person)
-    history = sa.func.coalesce(PEOPLE.c.history, 0)
-    found = sa.select(history, sa.func.count()).select_from(joined).group_by(history)
-    return {row[0]: row[1] for row in connection.execute(found).all()}
-
-
-def _owed(state: _State, taken: frozenset[int], question: _Question) -> list[Spending]:
-    """Return what users with this history have yet to pay: the run, and earlier runs."""
-    numbers = state.numbers
-    reserved = {run for run, n in numbers.items() if not state.reservations[n].earlier}
-    unpaid = [e for e in question.earlier if e.run not in reserved]
-    return [s for s in (*unpaid, question.spending) if numbers.get(s.run) not in taken]
-
-
-def _write(
-    connection: sa.Connection,
-    state: _State,
-    question: _Question,
-    dataset: sa.Row[Any],
-    groups: Mapping[int, int],
-    owed: Mapping[int, Sequence[Spending]],
-) -> int:
-    """Write the reservations that users owe, and return the number of the run's own."""
-    numbers = dict(state.numbers)
-    for spending in dict.fromkeys(s for spendings in owed.values() for s in spendings):
-        own = spending is question.spending
-        added = sum(count for history, count in groups.items() if spending in owed[history])
-        if spending.run in numbers:  # written down as an earlier run, for other users
-            row = RESERVATIONS.c.number == numbers[spending.run]
-            grown = RESERVATIONS.update().where(row).values(users=RESERVATIONS.c.users + added)
-            connection.execute(grown.values(earlier=False) if own else grown)
-            continue
-        numbers[spending.run] = len(numbers) + 1
-        connection.execute(
-            RESERVATIONS.insert().values(
-                number=numbers[spending.run],
-                run=spending.run,
-                name=spending.name,
-                stage=spending.stage,
-                dataset=dataset.name,
-                mechanism=_as_json(spending.mechanism),
-                times=spending.times,
-                epsilon=state.epsilon((), [spending], dataset),
-                users=added,
-                earlier=not own,
-                date=_now(),
-            )
-        )
-    for history, spendings in owed.items():
-        if spendings:
-            taken = state.histories[history] | {numbers[s.run] for s in spendings}
-            _move(connection, state, history, taken)
-    return numbers[question.spending.run]
-
-
-def _move(connection: sa.Connection, state: _State, old: int, taken: frozenset[int]) -> None:
-    """Give the run's users with the history ``old`` the history ``taken``."""
-    number = next((n for n, known in state.histories.items() if known == taken), None)
-    if number is None:
-        number = max(state.histories) + 1
-        state.histories[number] = taken
-        text = ",".join(map(str, sorted(taken)))
-        connection.execute(HISTORIES.insert().values(number=number, reservations=text))
-    if old:
-        asking = PEOPLE.c.person.in_(sa.select(INCOMING.c.person))
-        moved = PEOPLE.update().where(PEOPLE.c.history == old, asking)
-        connection.execute(moved.values(history=number))
-        return
-    known = sa.exists().where(PEOPLE.c.person == INCOMING.c.person)
-    new = sa.select(INCOMING.c.person, sa.literal(number)).where(~known)
-    connection.execute(PEOPLE.insert().from_select(["person", "history"], new))
-
-
-def _check_book(row: sa.Row[Any], key: bytes, label: str) -> None:
-    if row.version != VERSION:
-        raise BookError(
-            f"budget book {label}: of layout {row.version}, and this dprlhf knows {VERSION};"
-            " install the version that wrote it"
-        )
-    if not hmac.compare_digest(row.key_check, _key_check(key)):
-        raise BookError(
-            f"budget book {label}: this is not its key, so its users would not be known again;"
-            " nothing was spent"
-        )
-
-
-def _key_check(key: bytes) -> str:
-    return hmac.new(key, b"check", hashlib.sha256).hexdigest()
-
-
-def _damaged(label: str) -> BookError:
-    return BookError(
-        f"budget book {label}: damaged (its tables contradict one another); restore it from its"
-        " newest backup. Nothing was spent"
-    )
-
-
-def _mechanism(row: sa.Row[Any]) -> Mechanism | None:
-    terms = json.loads(row.mechanism)
-    return None if terms is None else Mechanism(**terms)
-
-
-def _as_json(mechanism: Mechanism | None) -> str:
-    if mechanism is None:
-        return "null"
-    fields = asdict(mechanism)
-    if mechanism.bands == 1:  # as in the rows of books from before bands had a cost
-        del fields["bands"]
-    return json.dumps(fields, sort_keys=True)
-
-
 def _unit(column: str | None) -> str:
     return "rows" if column is None else f"users by the column {column!r}"
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -41,7 +41,8 @@ def bench_control(
     """Run the control tables; write the results, a table beside the papers' figures, and plots."""
     try:
         from dprlhf.papers.control.results import write
-        from dprlhf.papers.control.tables import TABLES, read_table, run_table
+        from dprlhf.papers.control.run_rows import read_table, run_table
+        from dprlhf.papers.control.tables import TABLES
     except ModuleNotFoundError as missing:
         from dprlhf.papers import INSTALL
 

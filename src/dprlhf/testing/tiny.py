@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from dprlhf import recipe
-from dprlhf.policies.causal_lm import CausalLMPolicy, make_policy
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import make_policy
 
 
 def tiny_policy(adapter: recipe.Adapter | None = None) -> CausalLMPolicy:

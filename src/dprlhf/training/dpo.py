@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from dprlhf.data.in_memory import Sources
 from dprlhf.data.loading import check_present
 from dprlhf.data.users import Prompts
-from dprlhf.policies.causal_lm import CausalLMPolicy, load_policy
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import load_policy
 from dprlhf.recipe import DPORecipe, PreferencePairs
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import log_ratio_to_base

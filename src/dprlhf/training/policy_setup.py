@@ -10,7 +10,8 @@ from typing import Any
 from dprlhf.agents import longest_row
 from dprlhf.data.public import held_out
 from dprlhf.data.users import Users
-from dprlhf.policies.causal_lm import CausalLMPolicy, load_policy
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import load_policy
 from dprlhf.policies.stopping import StopStrings
 from dprlhf.policies.warpers import Sampling
 from dprlhf.privacy.plan import Plan
@@ -25,7 +26,7 @@ def load_policy_of(recipe: Recipe, **given: Any) -> CausalLMPolicy:
     Args:
         recipe: The settings.
         **given: Objects in place of what the recipe names, see
-            :func:`dprlhf.policies.causal_lm.load_policy`.
+            :func:`dprlhf.policies.loading.load_policy`.
 
     Raises:
         DprlhfError: The policy cannot be loaded, or its context is too short.

@@ -27,7 +27,8 @@ from dprlhf.data.in_memory import Sources
 from dprlhf.data.public import evaluated, neutral_prompts
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
-from dprlhf.policies.causal_lm import CausalLMPolicy, align_with_activations
+from dprlhf.policies.activations import align_with_activations
+from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.optimizers import set_noise
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import PPO, QuantileClip, Recipe
@@ -47,7 +48,7 @@ from dprlhf.runs.folder import JsonLines, RunFolder, write_json
 from dprlhf.training.evaluate import Evaluated, compared, comparison_metrics, evaluate
 from dprlhf.training.guidance import Guidance
 from dprlhf.training.judging import judge_scorers
-from dprlhf.training.layout import Shapes
+from dprlhf.training.made_up_rounds import Shapes
 from dprlhf.training.measures import Comparison, PolicyEstimate, RewardEstimate, as_metrics
 from dprlhf.training.policy_setup import (
     leftover_responses,

@@ -24,7 +24,7 @@ from dprlhf.recipe import AnyRecipe
 from dprlhf.runs.checkpoint import AVERAGE, Stateful
 from dprlhf.runs.earlier import Earlier
 from dprlhf.runs.folder import RunFolder
-from dprlhf.training.layout import Shapes
+from dprlhf.training.made_up_rounds import Shapes
 from dprlhf.training.processes import Processes
 from dprlhf.training.progress import Progress, RoundBar
 

@@ -22,8 +22,10 @@ from dprlhf.data.in_memory import Sources
 from dprlhf.data.public import evaluated, held_out
 from dprlhf.data.users import Prompts, Users
 from dprlhf.gradients.clipping import ClippedSum, Weighted, clipped_sum
-from dprlhf.policies.causal_lm import CausalLMPolicy, align_with_activations, load_policy
+from dprlhf.policies.activations import align_with_activations
+from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.classifier import load_reward_model
+from dprlhf.policies.loading import load_policy
 from dprlhf.policies.optimizers import ascend
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import RewardRecipe, SFTRecipe
@@ -33,7 +35,7 @@ from dprlhf.rollout.batch import padded_width
 from dprlhf.runs.checkpoint import Stateful
 from dprlhf.runs.folder import RunFolder, write_json
 from dprlhf.runs.publish import merge
-from dprlhf.training.layout import Shapes
+from dprlhf.training.made_up_rounds import Shapes
 from dprlhf.training.measures import RewardEstimate, estimate
 from dprlhf.training.run import Batch, Outcome, Parts, Run
 from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task, check_template

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from dprlhf import recipe
 from dprlhf.boundary import Private
-from dprlhf.gradients.clipping import language_model_rows
+from dprlhf.gradients.micro_batches import language_model_rows
 from dprlhf.policies.protocol import Rows
 from dprlhf.rewards import Scores
 from dprlhf.updates.baselines import BASELINES

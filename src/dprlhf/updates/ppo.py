@@ -37,7 +37,7 @@ import torch
 from numpy.typing import NDArray
 
 from dprlhf import recipe
-from dprlhf.gradients.clipping import MicroBatch, micro_batches
+from dprlhf.gradients.micro_batches import MicroBatch, micro_batches
 from dprlhf.gradients.user_copies import local_copies
 from dprlhf.hardware import to_device
 from dprlhf.policies.causal_lm import CausalLMPolicy

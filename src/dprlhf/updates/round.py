@@ -24,10 +24,9 @@ from dprlhf.gradients.clipping import (
     Weighted,
     clipped_sum,
     clipped_vectors,
-    language_model_rows,
-    user_gradients,
     vector_norm,
 )
+from dprlhf.gradients.micro_batches import language_model_rows, user_gradients
 from dprlhf.gradients.subspace import Subspace
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.optimizers import ascend

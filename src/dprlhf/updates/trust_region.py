@@ -27,7 +27,7 @@ import math
 import numpy as np
 import torch
 
-from dprlhf.gradients.clipping import user_gradients
+from dprlhf.gradients.micro_batches import user_gradients
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.recipe import TrustRegion
 from dprlhf.rollout import Responses

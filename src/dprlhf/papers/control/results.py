@@ -12,13 +12,8 @@ import numpy as np
 
 from dprlhf.papers.control.bandits import PAPER_RATE, SLOPE
 from dprlhf.papers.control.policies import Array
-from dprlhf.papers.control.tables import (
-    BANDIT_EPSILONS,
-    BANDIT_UPDATES,
-    BANDIT_USERS,
-    ISSP_USERS,
-    Found,
-)
+from dprlhf.papers.control.run_rows import Found
+from dprlhf.papers.control.tables import BANDIT_EPSILONS, BANDIT_UPDATES, BANDIT_USERS, ISSP_USERS
 from dprlhf.papers.errata import rio_b1_classical_epsilon, rio_b1_zhao_epsilon
 from dprlhf.privacy.gaussian import gaussian_epsilon
 from dprlhf.runs.measurements import Result, write_results

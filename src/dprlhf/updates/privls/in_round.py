@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from dprlhf import recipe
 from dprlhf.boundary import Private, Read, Released, post_process
 from dprlhf.errors import DprlhfError
-from dprlhf.gradients.clipping import rows_of_a_pass, user_gradients
+from dprlhf.gradients.micro_batches import rows_of_a_pass, user_gradients
 from dprlhf.policies.protocol import Rows
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import Array

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dprlhf.policies import causal_lm
+from dprlhf.policies import chosen_logprobs
 
 
 def parts_of(size: int) -> Any:
@@ -19,13 +19,13 @@ def parts_of(size: int) -> Any:
 def test_value_and_gradient_are_those_of_log_softmax(
     size: int, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(causal_lm, "_parts", parts_of(size))
+    monkeypatch.setattr(chosen_logprobs, "_parts", parts_of(size))
     random = torch.Generator().manual_seed(0)
     logits = 5 * torch.randn(7, 11, generator=random, dtype=torch.float64)
     tokens = torch.randint(11, (7,), generator=random)
     weights = torch.randn(7, generator=random, dtype=torch.float64)
     ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
-    found = causal_lm.chosen_logprobs(ours, tokens, temperature)
+    found = chosen_logprobs.chosen_logprobs(ours, tokens, temperature)
     expected = torch.log_softmax(theirs / temperature, 1)[torch.arange(7), tokens]
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
     found.backward(weights)
@@ -38,7 +38,7 @@ def test_the_logits_are_left_as_they_are(dtype: torch.dtype) -> None:
     """The backward pass works in place on copies, and a second one finds what the first found."""
     logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(1)).to(dtype)
     held = logits.clone().requires_grad_()
-    found = causal_lm.chosen_logprobs(held, torch.tensor([0, 3, 8, 8]), 1.0)
+    found = chosen_logprobs.chosen_logprobs(held, torch.tensor([0, 3, 8, 8]), 1.0)
     assert found.dtype == torch.promote_types(dtype, torch.float32)
     [first] = torch.autograd.grad(found.sum(), held, retain_graph=True)
     [second] = torch.autograd.grad(found.sum(), held)
@@ -50,5 +50,5 @@ def test_the_logits_are_left_as_they_are(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("rows", [0, 1, 40, 41])
 def test_the_parts_are_all_of_the_rows_once(rows: int) -> None:
     logits = torch.empty(rows, 50_000)
-    covered = [row for part in causal_lm._parts(logits) for row in range(rows)[part]]
+    covered = [row for part in chosen_logprobs._parts(logits) for row in range(rows)[part]]
     assert covered == list(range(rows))

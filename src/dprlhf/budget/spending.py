@@ -1,0 +1,101 @@
+"""What a run asks of a budget book and gets: its cost, its reservation, and ε of several runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dprlhf.privacy.accounting import Mechanism
+from dprlhf.privacy.composition import adaptive_epsilon, total_epsilon
+
+
+@dataclass(frozen=True)
+class Spending:
+    """What a run costs each of its users.
+
+    Attributes:
+        run: Commitment to the run's key, which identifies the run.
+        name: Name of the run's folder.
+        stage: Kind of run: ``rl``, ``sft``, ``reward``, ``dpo``.
+        mechanism: What the whole run releases; None where users are only enrolled.
+        times: Number of runs with these terms: 1, and the tuning runs that the recipe declares; 0
+            where users are only enrolled.
+    """
+
+    run: str
+    name: str
+    stage: str
+    mechanism: Mechanism | None
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a run's ledger says of the book, by which a book from a backup is noticed.
+
+    Attributes:
+        run: Commitment to the run's key.
+        book: Identifier of the book.
+        reservation: Number of the run's reservation.
+        counter: The book's counter when the ledger was opened.
+    """
+
+    run: str
+    book: str
+    reservation: int
+    counter: int
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """A run's place in the book, for its ledger and its card; nothing of it is secret.
+
+    Attributes:
+        book: Identifier of the book, random.
+        number: Number of the reservation.
+        counter: The book's counter after the reservation.
+        dataset: Name of the data set.
+        epsilon: Lifetime budget of its users at ``delta``.
+        delta: δ of the budget.
+    """
+
+    book: str
+    number: int
+    counter: int
+    dataset: str
+    epsilon: float
+    delta: float
+
+    def entry(self) -> dict[str, Any]:
+        """Return the entry for the run's ledger."""
+        return {"book": self.book, "reservation": self.number, "counter": self.counter}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a run asks for, apart from its users."""
+
+    spending: Spending
+    dataset: str | None
+    unit: str | None
+    earlier: Sequence[Spending]
+    marks: Sequence[Mark]
+
+
+@functools.cache
+def joint_epsilon(
+    terms: frozenset[tuple[Mechanism, int]], delta: float, adaptive: bool = False
+) -> float:
+    """Return the joint ε of mechanisms on the same user, each with the number of its runs.
+
+    With ``adaptive`` it holds even if later plans were chosen in view of earlier results.
+    """
+    ordered = sorted(terms, key=repr)
+    mechanisms, times = [m for m, _ in ordered], [n for _, n in ordered]
+    if not ordered:
+        return 0.0
+    if adaptive:
+        return adaptive_epsilon([m for m, n in ordered for _ in range(n)], delta)
+    return total_epsilon(mechanisms, delta, times=times).epsilon

@@ -1,0 +1,230 @@
+"""Users' gradients a micro-batch at a time, in shapes that no other user's rows can change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dprlhf.gradients.per_user import PerUserGradients
+from dprlhf.hardware import to_device
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.protocol import ExplicitPolicy, Rows
+from dprlhf.rollout import Responses
+
+
+def language_model_rows(rows: Rows) -> Responses:
+    """Return the rows of a language model's policy, which are responses.
+
+    Raises:
+        TypeError: They are the actions of an :class:`ExplicitPolicy`.
+    """
+    if not isinstance(rows, Responses):
+        raise TypeError(f"a language model's rows are Responses, not {type(rows).__name__}")
+    return rows
+
+
+def user_gradients(
+    policy: CausalLMPolicy | ExplicitPolicy,
+    responses: Rows,
+    weights: NDArray[np.float64],
+    *,
+    batch_size: int,
+    rows: int | None,
+) -> Iterator[tuple[NDArray[np.int64], torch.Tensor, bool]]:
+    """Yield each micro-batch's users and the gradients of parts of their rows, not clipped.
+
+    Args:
+        policy: The policy π_θ, differentiated at its current parameters.
+        responses: The rows.
+        weights: Weight of each response token's ∇ log π, ``[rows, response]``, or of each row's,
+            ``[rows]``.
+        batch_size: Number of rows differentiated at once.
+        rows: Number of rows in a part; a user's rows are cut in their order. None makes one part
+            of all rows of a user.
+
+    Yields:
+        The users, ``[users]``, Σ weight · ∇ log π of parts of their rows,
+        ``[users, parts, dimension]``, float32 or wider, on the policy's device, in the order of
+        ``policy.parameters``, and whether these are the users' last parts. A user with more than
+        ``batch_size`` rows comes alone, in several turns if its rows are cut into parts.
+    """
+    if isinstance(policy, ExplicitPolicy):
+        for users, scores in policy.user_scores(responses, weights):
+            each = rows or scores.shape[1]
+            yield users, scores.view(len(users), -1, each, policy.dimension).sum(2), True
+        return
+    responses = language_model_rows(responses)
+    engine = PerUserGradients(policy.model, policy.parameters, whole=True)
+    for batch in micro_batches(responses, batch_size, rows or 1):
+        if rows is None:
+            for number, part in enumerate(batch.parts()):
+                run_pass(engine, policy, responses, weights, part, more=number > 0)
+            yield batch.users, engine.gradients()[: len(batch.users), None], True
+            continue
+        for number, part in enumerate(batch.parts(), 1):
+            run_pass(engine, policy, responses, weights, part, parts=part.height // rows)
+            gradients = engine.gradients().view(batch.size, -1, policy.dimension)
+            of_users = gradients[: len(batch.users), : len(part.rows) // rows // len(batch.users)]
+            yield batch.users, of_users, number == batch.passes
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Users that are differentiated together: equal numbers of rows, equal padded width.
+
+    Fillers (rows of weight 0) complete it to a shape that depends on the width and the number of
+    rows alone, so that no user's contribution depends on the others, not even by rounding (see
+    :mod:`dprlhf.rollout`). A user with more rows than a batch is alone, and its rows are cut into
+    passes of one shape: how many rows a user has decides how long it takes, and not whether it
+    fits into memory.
+
+    Attributes:
+        users: Indices of the users, ``[users]``.
+        rows: Indices of their rows, ``[rows]``; the rows of a user are adjacent.
+        width: Number of tokens that prompts are padded to.
+        size: The number of users, fillers included.
+        height: The number of rows in a pass, fillers included.
+        passes: The number of passes; 1 where there are several users.
+        of_passes: The number of passes of the micro-batch that this is a pass of.
+    """
+
+    users: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    width: int
+    size: int
+    height: int
+    passes: int = 1
+    of_passes: int = 1
+
+    def parts(self) -> Iterator[MicroBatch]:
+        """Yield the passes, each a micro-batch of the same users with some of their rows."""
+        if self.passes == 1:
+            yield self
+            return
+        for start in range(0, len(self.rows), self.height):
+            rows = self.rows[start : start + self.height]
+            yield MicroBatch(
+                self.users, rows, self.width, self.size, self.height, of_passes=self.passes
+            )
+
+
+def micro_batches(responses: Responses, batch_size: int, unit: int = 1) -> Iterator[MicroBatch]:
+    """Cut the users into micro-batches of at most ``batch_size`` rows.
+
+    Args:
+        responses: The rows of all users of the round.
+        batch_size: Largest number of rows in a pass.
+        unit: Number of adjacent rows that stay in one pass; 1 or a divisor of the responses to a
+            prompt.
+    """
+    counts = np.bincount(responses.user, minlength=responses.users)
+    widths = np.zeros(responses.users, dtype=np.int64)
+    np.maximum.at(widths, responses.user, responses.widths)
+    by_user = np.split(np.argsort(responses.user, kind="stable"), np.cumsum(counts)[:-1])
+    most = rows_of_a_pass(batch_size, responses.num_generations, unit)
+    for width, count in sorted(set(zip(widths.tolist(), counts.tolist(), strict=True))):
+        alike = np.flatnonzero((widths == width) & (counts == count))
+        if count > batch_size:
+            for user in alike:
+                passes = -(-count // most)
+                yield MicroBatch(np.array([user]), by_user[user], width, 1, most, passes)
+            continue
+        size = max(1, batch_size // max(count, 1))
+        for start in range(0, len(alike), size):
+            users = alike[start : start + size]
+            rows = np.concatenate([by_user[u] for u in users])
+            yield MicroBatch(users, rows, width, size, size * count)
+
+
+def rows_of_a_pass(batch_size: int, num_generations: int, unit: int = 1) -> int:
+    """Return how many rows of a user with more than ``batch_size`` are differentiated at once.
+
+    All responses to some prompts, or an equal part of those to one: a pass never has a part of two
+    prompts' responses, which could not share a prompt.
+
+    Args:
+        batch_size: Largest number of rows.
+        num_generations: Number of adjacent rows that answer one prompt.
+        unit: Number of adjacent rows that stay together; 1 or a divisor of ``num_generations``.
+    """
+    together = math.lcm(num_generations, unit)
+    if batch_size >= together:
+        return batch_size // together * together
+    parts = [n for n in range(unit, together + 1, unit) if together % n == 0]
+    return max((n for n in parts if n <= batch_size), default=unit)
+
+
+def run_pass(
+    engine: PerUserGradients,
+    policy: CausalLMPolicy,
+    responses: Responses,
+    weights: NDArray[np.float64],
+    batch: MicroBatch,
+    parts: int | None = None,
+    *,
+    more: bool = False,
+) -> None:
+    """Differentiate one pass, so that ``engine`` has its users' gradients.
+
+    Args:
+        engine: Takes the gradients by hooks during the backward pass.
+        policy: The policy π_θ.
+        responses: The rows of the round.
+        weights: Weight of each row's ∇ log π, ``[rows]``, or of each token's.
+        batch: The pass.
+        parts: Number of parts of rows whose gradients are kept apart; None is one a user.
+        more: Whether the pass adds to the gradients of the same user's earlier passes.
+    """
+    users = parts or batch.size
+    num_generations = math.gcd(responses.num_generations, batch.height // users)
+    shared_rows = policy.shared_rows(num_generations, batch.width, responses.max_new_tokens)
+    engine.run(
+        lambda: _loss(policy, responses, weights, batch, shared_rows),
+        users=users,
+        rows=batch.height // shared_rows,
+        passes=batch.of_passes,
+        more=more,
+    )
+
+
+def add_gradient(
+    policy: CausalLMPolicy,
+    responses: Responses,
+    weights: NDArray[np.float64],
+    batch: MicroBatch,
+    total: torch.Tensor,
+) -> None:
+    """Add the ordinary gradient of a pass to ``total``, ``[dimension]``."""
+    num_generations = math.gcd(responses.num_generations, batch.height)
+    shared_rows = policy.shared_rows(num_generations, batch.width, responses.max_new_tokens)
+    loss = _loss(policy, responses, weights, batch, shared_rows)
+    end = 0
+    for gradient in torch.autograd.grad(loss, list(policy.parameters.values())):
+        start, end = end, end + gradient.numel()
+        total[start:end] += gradient.flatten()
+
+
+def _loss(
+    policy: CausalLMPolicy,
+    responses: Responses,
+    weights: NDArray[np.float64],
+    batch: MicroBatch,
+    shared_rows: int,
+) -> torch.Tensor:
+    """Return Σ weight · log π over the policy's own tokens of a micro-batch, a scalar."""
+    tokens, mask = responses.micro_batch(batch.rows, batch.width, batch.height)
+    tokens, mask = to_device(tokens, policy.device), to_device(mask, policy.device)
+    kept = responses.replay(batch.rows, batch.width, batch.height, shared_rows)
+    logprobs = policy.response_logprobs(tokens, mask, responses.max_new_tokens, shared_rows, kept)
+    # where, not a product: a log-probability on padding may be −∞, and 0 · ∞ is NaN.
+    own = to_device(responses.policy_micro_batch(batch.rows, batch.height), policy.device)
+    real = torch.where(own.bool(), logprobs, 0.0)
+    weight = torch.zeros_like(real)
+    of_rows = torch.from_numpy(weights[batch.rows].reshape(len(batch.rows), -1))
+    weight[: len(of_rows)] = of_rows.to(real)
+    return (real * weight).sum()

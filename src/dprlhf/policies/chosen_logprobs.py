@@ -1,0 +1,65 @@
+"""log softmax at one token a row, with a backward pass that keeps no float32 copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def chosen_logprobs(logits: torch.Tensor, chosen: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return log softmax(logits / temperature) at one token a row, in float32 or wider.
+
+    Args:
+        logits: The model's output, ``[rows, vocabulary]``. The backward pass keeps it as it is.
+        chosen: One token for each row, ``[rows]``.
+        temperature: Temperature that the logits are divided by.
+
+    Returns:
+        Log-probabilities, ``[rows]``.
+    """
+    found: torch.Tensor = _ChosenLogProbs.apply(logits, chosen, temperature)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _ChosenLogProbs(torch.autograd.Function):
+    """The function behind :func:`chosen_logprobs`, with little memory.
+
+    It takes some of the rows at a time: their float32 copies stay in the processor's cache, and the
+    backward pass keeps the logits as the model gave them. ``cross_entropy`` makes three float32
+    copies of all rows.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, chosen: torch.Tensor, temperature: float
+    ) -> torch.Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        scale = 1 / temperature
+        normalizers = torch.empty(len(logits), dtype=wide, device=logits.device)
+        for rows in _parts(logits):
+            torch.logsumexp(logits[rows].to(wide) * scale, 1, out=normalizers[rows])
+        ctx.save_for_backward(logits, chosen, normalizers)
+        ctx.scale = scale
+        return logits.gather(1, chosen[:, None])[:, 0].to(wide) * scale - normalizers
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        logits, chosen, normalizers = ctx.saved_tensors
+        of_logits = torch.empty_like(logits)
+        gradient = gradient * ctx.scale
+        for rows in _parts(logits):
+            part = logits[rows].to(gradient.dtype) * ctx.scale  # a copy: the rest is in place
+            part = part.sub_(normalizers[rows, None]).exp_().mul_(-gradient[rows, None])
+            of_logits[rows] = part.scatter_add_(1, chosen[rows, None], gradient[rows, None])
+        return of_logits, None, None
+
+
+def _parts(logits: torch.Tensor) -> Iterator[slice]:
+    """Cut the rows of ``[rows, vocabulary]`` into parts of a few million numbers."""
+    most = 2**28 if logits.is_cuda else 2**21
+    size = max(1, most // logits.shape[1])
+    for start in range(0, len(logits), size):
+        yield slice(start, start + size)

@@ -1,0 +1,126 @@
+"""Loads a base model through transformers, and puts the trained part on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dprlhf import recipe
+from dprlhf.errors import DprlhfError, one_line
+from dprlhf.hardware import native_dtype
+from dprlhf.hub import check_reachable, pinned
+from dprlhf.policies.adapters import add_adapter
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.quantization import quantization_config
+from dprlhf.policies.whole import WholePolicy
+
+
+def load_policy(
+    spec: recipe.Policy,
+    *,
+    temperature: float = 1.0,
+    seed: int = 0,
+    model: Any = None,
+    tokenizer: Any = None,
+) -> CausalLMPolicy:
+    """Load a base model through transformers and put a new adapter on it.
+
+    Args:
+        spec: The recipe's section.
+        temperature: Sampling temperature of the policy.
+        seed: Seed of the adapter's initial weights, which are public.
+        model: A loaded transformers model to use in place of the one that ``spec`` names. The
+            adapter is put into it.
+        tokenizer: A tokenizer to use in place of the model's own.
+
+    Raises:
+        DprlhfError: The model cannot be loaded, or the adapter does not fit it.
+    """
+    if model is None and spec.model_name_or_path == recipe.IN_MEMORY:
+        raise DprlhfError("this run's model was given in Python: continue it there, with the model")
+    if hasattr(model, "peft_config"):
+        raise DprlhfError(
+            "model: it has an adapter already: merge it (merge_and_unload()), and say what to train"
+        )
+    if model is not None and tokenizer is None and not model.config._name_or_path:
+        raise DprlhfError(
+            "processing_class: a model that was not loaded from a hub id or a folder does not say"
+            " which tokenizer it has: give it"
+        )
+    if model is None:
+        check_reachable(spec.model_name_or_path, spec.revision, "policy.model_name_or_path")
+    try:
+        if tokenizer is None:
+            tokenizer = _tokenizer_of(spec, model)
+        if model is None:
+            model = _base_of(spec)
+    except (OSError, ValueError) as error:
+        raise DprlhfError(
+            f"policy.model_name_or_path {spec.model_name_or_path!r}: {one_line(error)}"
+        ) from None
+    policy = make_policy(model, tokenizer, spec.adapter, temperature=temperature, seed=seed)
+    if spec.gradient_checkpointing:
+        policy.checkpoint_layers()
+    if spec.adapter.type != "full":
+        policy.model.peft_config["default"].revision = spec.revision  # stored with the adapter
+    policy.chat_template_kwargs = spec.chat_template_kwargs
+    return policy
+
+
+def _tokenizer_of(spec: recipe.Policy, model: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    from dprlhf.assets import resolve
+
+    name = spec.model_name_or_path if model is None else model.config._name_or_path
+    return AutoTokenizer.from_pretrained(
+        resolve(name),
+        trust_remote_code=spec.trust_remote_code,
+        padding_side="left",
+        **pinned(name, spec.revision, "policy.revision"),
+    )
+
+
+def _base_of(spec: recipe.Policy) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from dprlhf.assets import resolve
+
+    settings: dict[str, Any] = pinned(spec.model_name_or_path, spec.revision, "policy.revision")
+    dtype = native_dtype() if spec.dtype == "auto" else getattr(torch, spec.dtype)
+    if spec.quantization is not None:
+        settings["quantization_config"] = quantization_config(spec.quantization, dtype)
+    return AutoModelForCausalLM.from_pretrained(
+        resolve(spec.model_name_or_path),
+        dtype=dtype,
+        attn_implementation=spec.attn_implementation,
+        trust_remote_code=spec.trust_remote_code,
+        **settings,
+    )
+
+
+def make_policy(
+    model: Any,
+    tokenizer: Any,
+    adapter: recipe.Adapter,
+    *,
+    temperature: float = 1.0,
+    seed: int = 0,
+) -> CausalLMPolicy:
+    """Put a new adapter on a loaded transformers model, and prepare its tokenizer.
+
+    Args:
+        model: A causal language model.
+        tokenizer: Its tokenizer; it is set to pad on the left.
+        adapter: The recipe's section.
+        temperature: Sampling temperature of the policy.
+        seed: Seed of the adapter's initial weights, which are public.
+    """
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "left"
+    if adapter.type == "full":
+        return WholePolicy(model, tokenizer, temperature)
+    adapted = add_adapter(model, adapter, seed=seed)
+    return CausalLMPolicy(adapted, tokenizer, temperature)

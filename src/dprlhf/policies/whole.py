@@ -1,0 +1,70 @@
+"""The policy without an adapter: every weight is trained."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dprlhf.policies.causal_lm import CausalLMPolicy
+
+
+class WholePolicy(CausalLMPolicy):
+    """The policy π_θ without an adapter: every weight of the model is trained.
+
+    The base policy is a frozen copy of the weights that the run started from, which is swapped in
+    inside :meth:`base`. So a model takes twice its memory.
+
+    Args:
+        model: The transformers model. Its weights become trainable, in float32 or wider.
+        tokenizer: A tokenizer with a padding token that pads on the left.
+        temperature: Sampling temperature.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, temperature: float = 1.0) -> None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+            parameter.requires_grad_(True)
+        super().__init__(model, tokenizer, temperature)
+        self._start = {n: p.detach().clone() for n, p in self.parameters.items()}
+
+    @property
+    def network(self) -> Any:
+        """The transformers model."""
+        return self.model
+
+    @contextlib.contextmanager
+    def base(self) -> Iterator[None]:
+        """Put the weights of the run's start in the place of the trained ones."""
+        if self.is_base:
+            yield
+            return
+        self.is_base = True
+        trained = {name: p.data for name, p in self.parameters.items()}
+        try:
+            for name, parameter in self.parameters.items():
+                self._start[name] = self._start[name].to(parameter.device)
+                parameter.data = self._start[name]
+            yield
+        finally:
+            self.is_base = False
+            for name, parameter in self.parameters.items():
+                parameter.data = trained[name]
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return a copy of all weights on the CPU."""
+        return {n: p.detach().cpu().clone() for n, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Load weights that :meth:`state` returned."""
+        for name, parameter in self.parameters.items():
+            parameter.copy_(state[name])
+
+    def save(self, folder: Path) -> None:
+        """Save the whole model and the tokenizer."""
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
