@@ -40,6 +40,7 @@ from dprlhf.data.in_memory import Sources
 from dprlhf.errors import DprlhfError
 from dprlhf.rewards import LoadedReward, Scorer, Scores, check_reward, load_reward
 from dprlhf.rewards.classifier import ClassifierReward
+from dprlhf.rewards.reward import Rows, as_reward
 from dprlhf.rewards.summary import RewardSummary, summarize_rewards
 from dprlhf.training.build import load_parts
 from dprlhf.training.processes import Processes
@@ -405,6 +406,21 @@ def test_no_rows_call_no_reward() -> None:
 def test_the_bound_is_finite_and_positive(bound: float) -> None:
     with pytest.raises(DprlhfError, match="finite number above 0"):
         Scorer([length], bound)
+
+
+def test_rows_are_taken_with_their_numbers_of_turns() -> None:
+    rows = Rows(["a", "b", "c"], ["", "", ""], [[], [], []], {"n": [0, 1, 2]}, [1, 2, 3])
+    taken = rows.take([2, 0])
+    assert (taken.prompts, taken.columns, taken.turns) == (["c", "a"], {"n": [2, 0]}, [3, 1])
+    with pytest.raises(ValueError, match="'turns': 1"):
+        Rows(["a", "b"], ["", ""], [[], []], {}, [1])
+
+
+def test_a_function_with_bound_arguments_keeps_its_name() -> None:
+    def praise(completions: list[str], scale: float) -> list[float]:
+        return [scale] * len(completions)
+
+    assert as_reward(functools.partial(functools.partial(praise), scale=2.0)).name == "praise"
 
 
 def test_arguments_of_different_length_are_the_callers_mistake() -> None:

@@ -227,12 +227,17 @@ def check_public(
             raise DprlhfError(
                 f"{section}.data: some of its rows are users' rows, too (the same text"
                 + (f", or the same {column}" if column else "")
-                + f"), and {_SHOWN[section]}: take rows of nobody among the users; or set"
-                f" {section}.declared_public=true if they were public before"
+                + f"), and {_SHOWN[section]}: take rows of nobody among the users; or, if they were"
+                f" public before, set {section}.declared_public=true ({_OF_A_TRAINER[section]})"
             )
 
 
 _SHOWN = {
     "evaluation": "evaluation writes prompts and scores in the open",
     "update.subspace": "the directions that are fitted to them are used without noise",
+}
+
+_OF_A_TRAINER = {
+    "evaluation": "of a trainer: privacy_declared_public=True",
+    "update.subspace": "of a trainer: in privacy_subspace",
 }

@@ -25,11 +25,11 @@ _PUBLIC = {
 
 
 def as_logs(metrics: Mapping[str, Any], means: Mapping[str, str]) -> dict[str, float]:
-    """Return a round's released values under TRL's names.
+    """Return a round's released values under TRL's names, without those from public prompts.
 
     Args:
         metrics: The round's line of ``metrics.jsonl``.
-        means: Further names by name, such as ``rewards/NAME/mean`` for ``reward``.
+        means: A second name for some values, by their first: ``{"reward": "rewards/NAME/mean"}``.
     """
     logs = {
         NAMES.get(name, name): value
