@@ -9,7 +9,7 @@ import threading
 import time
 import zipfile
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import gguf
@@ -116,6 +116,19 @@ def test_a_second_pull_does_nothing(shelf: Shelf) -> None:
     assert assets.pull(quiet=True) == first
     assert shelf.builds == ["leaf", "pie"]
     assert shelf.pip_calls == ["fruit==1.0"]
+
+
+def test_another_build_has_a_folder_of_its_own(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = assets.pull(["leaf"], quiet=True)["leaf"]
+    leaf = replace(cache.ASSETS["leaf"], version=2)
+    monkeypatch.setattr(cache, "ASSETS", {**cache.ASSETS, "leaf": leaf})
+    with pytest.raises(DprlhfError, match="not in the cache"):
+        assets.path("leaf")
+    new = assets.pull(["pie"], quiet=True)["leaf"]
+    assert (old, new) == (shelf.cache / "v1/leaf", shelf.cache / "v2/leaf")
+    assert shelf.builds == ["leaf", "leaf", "pie"]
 
 
 def test_a_missing_asset_is_rebuilt_from_the_kept_wheel_alone(shelf: Shelf) -> None:

@@ -38,7 +38,7 @@ import dprlhf
 from dprlhf import recipe
 from dprlhf.data.in_memory import Sources
 from dprlhf.errors import DprlhfError
-from dprlhf.rewards import LoadedReward, Scorer, Scores, check_reward, load_reward
+from dprlhf.rewards import LoadedReward, Scorer, Scores, check_reward, classifier, load_reward
 from dprlhf.rewards.classifier import ClassifierReward
 from dprlhf.rewards.reward import Rows, as_reward
 from dprlhf.rewards.summary import RewardSummary, summarize_rewards
@@ -309,6 +309,34 @@ def test_a_run_calls_its_reward_with_sizes_that_were_checked(tmp_path: Path) -> 
     stage, _ = assembled(tmp_path, {"function": recipe.IN_MEMORY}, [counting])
     [reward] = stage.rewards
     assert reward.checked_rows == max(called) == 64  # 40 users in 2 rounds, 2 responses each
+
+
+def test_a_reward_says_beyond_how_many_rows_a_call_is_no_faster(tmp_path: Path) -> None:
+    called: list[int] = []
+
+    class Four:
+        dprlhf_most_rows = 4
+
+        def __call__(self, completions: list[str], **_: Any) -> list[float]:
+            called.append(len(completions))
+            return length(completions)
+
+    stage, _ = assembled(tmp_path, {"function": recipe.IN_MEMORY}, [Four()])
+    [reward] = stage.rewards
+    assert reward.checked_rows == 4
+    called.clear()
+    stage.scorer.score(PROMPTS, COMPLETIONS, [[1]] * len(PROMPTS), {}, range(len(PROMPTS)),
+                       private=True)  # fmt: skip
+    assert max(called) == 4
+    folder, _, _ = bert(tmp_path, ["reward"])
+    assert ClassifierReward(str(folder), batch_size=8).dprlhf_most_rows == 32
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width"), [(1, 8), (8, 8), (9, 16), (17, 24), (32, 32), (33, 48), (512, 512)]
+)
+def test_the_width_of_a_text_follows_from_its_own_length(tokens: int, width: int) -> None:
+    assert classifier._width(tokens) == width
 
 
 def test_a_classifier_with_experts_is_called_for_one_user_at_a_time(

@@ -24,7 +24,13 @@ from dprlhf.gradients.micro_batches import user_gradients
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
 from dprlhf.privacy import randomness
-from dprlhf.rollout import Responses, resolve_batch_size, sample, sample_responses
+from dprlhf.rollout import (
+    Responses,
+    resolve_batch_size,
+    sample,
+    sample_responses,
+    without_fillers,
+)
 from dprlhf.rollout.decoding import bytes_per_row, inverse_cdf
 from helpers import tiny
 from helpers.sampled import (
@@ -227,6 +233,29 @@ def test_positions_that_turn_on_the_longest_row_are_out_of_reach() -> None:
         DprlhfError, match=r"^17 tokens are more than the 16 positions of the model"
     ):
         policy.check_context_length(17, "17 tokens are", "the model")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "responses", "most", "size"),
+    [
+        (160, 1, 96, 80),
+        (32, 4, 96, 64),
+        (33, 4, 96, 68),
+        (5, 1, 96, 5),
+        (8, 4, 2, 2),
+        (0, 4, 96, 4),
+    ],
+)
+def test_public_prompts_fill_few_micro_batches_of_one_size(
+    prompts: int, responses: int, most: int, size: int
+) -> None:
+    spec = recipe.Rollout(responses=2, batch_size=most, max_new_tokens=4)
+    settings = without_fillers(spec, prompts, responses)
+    assert (settings.batch_size, settings.responses) == (size, responses)
+    if size >= responses:
+        batches = -(-prompts * responses // size)
+        assert batches == -(-prompts * responses // most)
+        assert batches * size - prompts * responses < batches * responses
 
 
 def test_no_users_no_responses() -> None:

@@ -20,7 +20,8 @@ from dprlhf.gradients.subspace import Subspace
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import read_ledger
 from dprlhf.recipe import make_recipe
-from dprlhf.training import guidance
+from dprlhf.training import guidance, reinforcement
+from dprlhf.training.progress import Progress
 from helpers.recipes import recipe_settings
 from helpers.runs import save_sharp, train
 
@@ -96,6 +97,20 @@ def test_directions_are_kept_for_as_many_rounds_as_asked(model: str, tmp_path: P
     train(model, tmp_path / "run", **settings(rounds=5, subspace={"refresh": 2}), callbacks=[look])
     alike = [bool(torch.equal(a, b)) for a, b in itertools.pairwise(seen)]
     assert alike == [True, False, True, False]
+
+
+def test_the_first_subspace_is_what_a_round_is_timed_by(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected: list[float] = []
+    monkeypatch.setattr(reinforcement, "seconds_a_response", None)
+    monkeypatch.setattr(Progress, "expect", lambda self, seconds: expected.append(seconds))
+    train(model, tmp_path / "run", **settings())
+    timing = json.loads((tmp_path / "run/timing.json").read_text())
+    assert set(timing) == {"rollout", "reward", "update"}
+    [seconds] = expected
+    # Users and, of each subspace, public prompts; two responses each.
+    assert seconds == pytest.approx((40 / 3 + 12) * 2 * sum(timing.values()))
 
 
 def test_a_subspace_comes_from_public_prompts_alone(model: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ The cache is ``$DPRLHF_CACHE``, or ``~/.cache/dprlhf``::
 
     wheels/               the downloaded wheels, unchanged
     .locks/               an empty file for each wheel and asset, locked by who makes it
-    v1/NAME/              the assets; the number changes when a build changes its result
+    v1/NAME/              the assets; an asset's number rises when its build changes its result
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def cache_folder() -> Path:
 
 
 def _asset_folder(name: str) -> Path:
-    return cache_folder() / "v1" / name
+    return cache_folder() / f"v{ASSETS[name].version}" / name
 
 
 def _pip_command(requirement: str, folder: Path) -> list[str]:

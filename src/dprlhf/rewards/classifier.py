@@ -19,7 +19,8 @@ from dprlhf.rewards.reward import suggestion, text_of, type_and_message
 Text = Literal["prompt+completion", "completion"]
 
 
-_WIDTH_STEP = 16
+_WIDTHS = (8, 16, 24, 32)
+_WIDTH_STEP = 16  # beyond these
 
 
 class ClassifierReward:
@@ -77,6 +78,8 @@ class ClassifierReward:
         self.__name__ = source
         # A mixture of experts couples the texts of a batch.
         self.dprlhf_per_user = mixing_layer(model) is not None
+        # A call of some batches has few fillers, and a larger one takes longer to check.
+        self.dprlhf_most_rows = 4 * batch_size
         self._label = _label_index(model.config, source, label)
         self._text: Text = text
         self._batch_size = batch_size
@@ -102,7 +105,7 @@ class ClassifierReward:
         tokens = self._tokens(prompts, completions)
         scores: list[float | None] = [None] * len(tokens)
         # Fixed shapes, so that rounding cannot couple users: see dprlhf.rollout.
-        widths = [-(-len(ids) // _WIDTH_STEP) * _WIDTH_STEP for ids in tokens]
+        widths = [_width(len(ids)) for ids in tokens]
         for width in sorted(set(widths)):
             alike = [i for i, own in enumerate(widths) if own == width]
             for start in range(0, len(alike), self._batch_size):
@@ -140,6 +143,12 @@ class ClassifierReward:
             others = [j for j in range(logits.shape[1]) if j != self._label]
             scores = logits[:, self._label] - logits[:, others].logsumexp(dim=1)
         return [float(score) for score in scores[: len(batch)].tolist()]
+
+
+def _width(tokens: int) -> int:
+    """Return the padded width of a text, which its own length decides."""
+    wide = -(-tokens // _WIDTH_STEP) * _WIDTH_STEP
+    return next((width for width in _WIDTHS if tokens <= width), wide)
 
 
 def _loaded(source: str, revision: str | None) -> tuple[Any, Any]:

@@ -10,7 +10,13 @@ without a mask is another kernel. Every row therefore starts with one more colum
 """
 
 from dprlhf.rollout.batch import Responses, Tick, padded_width
-from dprlhf.rollout.sampling import keeps_outputs, resolve_batch_size, sample, sample_responses
+from dprlhf.rollout.sampling import (
+    keeps_outputs,
+    resolve_batch_size,
+    sample,
+    sample_responses,
+    without_fillers,
+)
 
 __all__ = [
     "Responses",
@@ -20,4 +26,5 @@ __all__ = [
     "resolve_batch_size",
     "sample",
     "sample_responses",
+    "without_fillers",
 ]

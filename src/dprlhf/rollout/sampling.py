@@ -83,6 +83,23 @@ def resolve_batch_size(
     return spec.model_copy(update={"batch_size": size})
 
 
+def without_fillers(spec: recipe.Rollout, prompts: int, responses: int) -> recipe.Rollout:
+    """Return settings to sample PUBLIC prompts, which fill as few micro-batches, all of one size.
+
+    The shapes follow from the number of prompts, so this is not for private ones.
+
+    Args:
+        spec: Rollout settings, in which ``batch_size`` is a number.
+        prompts: Number of prompts.
+        responses: Number of responses to each, all from the policy.
+    """
+    assert spec.batch_size != "auto"
+    batches = max(1, -(-prompts * responses // spec.batch_size))
+    size = min(spec.batch_size, max(1, -(-prompts // batches)) * responses)
+    chosen = {"responses": responses, "batch_size": size, "base_policy": "on-policy"}
+    return spec.model_copy(update=chosen)
+
+
 def keeps_outputs(
     policy: CausalLMPolicy,
     spec: recipe.Rollout,

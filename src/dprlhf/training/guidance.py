@@ -6,6 +6,7 @@ every few rounds. Nothing private is read: the policy is made of releases.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,9 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.recipe import Recipe
 from dprlhf.rewards import Scorer
 from dprlhf.rewards.private import score_responses
-from dprlhf.rollout import keeps_outputs, sample
+from dprlhf.rollout import keeps_outputs, sample, without_fillers
 from dprlhf.training.run import Batch, Run
+from dprlhf.training.timing import phases
 from dprlhf.updates.critic import Critic
 from dprlhf.updates.public_gradients import public_gradients
 
@@ -37,6 +39,10 @@ class Guidance:
         settings: The recipe's ``update.subspace``.
         guides: The public prompts; None if the base model shall write them.
         seed: The recipe's seed.
+
+    Attributes:
+        seconds: Seconds per response of the phases ``rollout``, ``reward`` and ``update``, as the
+            last subspace took; empty before the first.
     """
 
     def __init__(self, settings: recipe.Subspace, guides: Guides | None, seed: int) -> None:
@@ -45,6 +51,7 @@ class Guidance:
         self._seed = seed
         self._written: Prompts | None = None
         self._subspace: Subspace | None = None
+        self.seconds: dict[str, float] = {}
 
     def check(self, dimension: int) -> None:
         """Check that there are enough public prompts, and fewer directions than dimensions.
@@ -77,34 +84,7 @@ class Guidance:
         prompts = with_factors(self._prompts(run.policy, settings, batch.t), settings)
         own = processes.share(np.arange(len(prompts)))
         batch.bar.start("public gradients", Private(own))
-        longest = settings.data.max_prompt_tokens
-        keeps = not isinstance(settings.update, recipe.PPO) and keeps_outputs(
-            run.policy,
-            settings.rollout,
-            rows=len(own) * settings.rollout.responses,
-            max_prompt_tokens=longest,
-        )
-        responses = sample(
-            run.policy,
-            prompts.take(own),
-            settings.rollout,
-            key=_PUBLIC_KEY,
-            context=("subspace", self._seed, batch.t),
-            max_prompt_tokens=longest,
-            keep="gradients" if keeps else None,
-        )
-        gradients = public_gradients(
-            run.policy,
-            responses,
-            score_responses(scorer, responses),
-            update=settings.update,
-            kl=settings.kl,
-            reward_range=settings.reward_range,
-            optimizer=run.optimizer,
-            t=batch.t,
-            critic=critic,
-            tick=batch.tick,
-        )
+        gradients = self._gradients(run, batch, prompts.take(own), scorer, critic)
         found = gradients.new_zeros(len(prompts), run.policy.dimension)
         found[own] = gradients
         found = processes.sum(found)
@@ -124,6 +104,51 @@ class Guidance:
         )
         shared: Subspace = processes.from_main(fitted)
         return shared
+
+    def _gradients(
+        self, run: Run, batch: Batch, prompts: Prompts, scorer: Scorer, critic: Critic | None
+    ) -> torch.Tensor:
+        """Return what each of these prompts would contribute; note how long its phases took."""
+        settings = run.recipe
+        assert isinstance(settings, Recipe)
+        rollout, longest = settings.rollout, settings.data.max_prompt_tokens
+        keeps = not isinstance(settings.update, recipe.PPO) and keeps_outputs(
+            run.policy,
+            rollout,
+            rows=len(prompts) * rollout.responses,
+            max_prompt_tokens=longest,
+        )
+        if rollout.base_policy == "on-policy":
+            rollout = without_fillers(rollout, len(prompts), rollout.responses)
+        clock = [time.perf_counter()]
+        responses = sample(
+            run.policy,
+            prompts,
+            rollout,
+            key=_PUBLIC_KEY,
+            context=("subspace", self._seed, batch.t),
+            max_prompt_tokens=longest,
+            keep="gradients" if keeps else None,
+        )
+        clock.append(time.perf_counter())
+        scores = score_responses(scorer, responses)
+        clock.append(time.perf_counter())
+        gradients = public_gradients(
+            run.policy,
+            responses,
+            scores,
+            update=settings.update,
+            kl=settings.kl,
+            reward_range=settings.reward_range,
+            optimizer=run.optimizer,
+            t=batch.t,
+            critic=critic,
+            tick=batch.tick,
+        )
+        clock.append(time.perf_counter())
+        if len(responses.user):
+            self.seconds = phases(clock, len(responses.user))
+        return gradients
 
     def _prompts(self, policy: CausalLMPolicy, settings: Recipe, t: int) -> Prompts:
         """Return the public prompts of a round: a draw that follows from the seed and the round."""

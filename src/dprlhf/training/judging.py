@@ -11,8 +11,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.recipe import Recipe
 from dprlhf.rewards import Scorer, load_reward
 from dprlhf.rewards.private import score_responses
-from dprlhf.rollout import sample
-from dprlhf.training.reward_setup import filled_once
+from dprlhf.rollout import sample, without_fillers
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +51,7 @@ def judge_scorers(
     responses = sample(
         policy,
         some,
-        filled_once(recipe.rollout, len(some), 1),
+        without_fillers(recipe.rollout, len(some), 1),
         key=bytes(32),
         context=("evaluation", recipe.seed),
         max_prompt_tokens=recipe.data.max_prompt_tokens,

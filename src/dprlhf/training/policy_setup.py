@@ -16,7 +16,7 @@ from dprlhf.policies.stopping import StopStrings
 from dprlhf.policies.warpers import Sampling
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import Recipe, TrustRegion
-from dprlhf.rollout import Responses, resolve_batch_size, sample
+from dprlhf.rollout import Responses, resolve_batch_size, sample, without_fillers
 from dprlhf.updates.trust_region import clip_norm, fisher_trace_and_top
 
 
@@ -66,11 +66,11 @@ def with_batch_size(recipe: Recipe, plan: Plan, policy: CausalLMPolicy, processe
 
 def leftover_responses(policy: CausalLMPolicy, recipe: Recipe, public: Users) -> Responses:
     """Sample one response to each of several public prompts that the evaluation does not use."""
-    one = recipe.rollout.model_copy(update={"responses": 1, "base_policy": "on-policy"})
+    prompts = held_out(recipe, public)
     return sample(
         policy,
-        held_out(recipe, public),
-        one,
+        prompts,
+        without_fillers(recipe.rollout, len(prompts), 1),
         key=bytes(32),
         context=("alignment", recipe.seed),
         max_prompt_tokens=recipe.data.max_prompt_tokens,

@@ -307,6 +307,7 @@ class Reinforcement:
         subspace = None
         if self.guidance is not None:
             subspace = self.guidance.subspace(run, batch, self.scorer, self.critic)
+            self._expect(run, self.guidance.seconds)
 
         def readable(users: NDArray[np.int64]) -> Prompts:
             with captured(None):  # a panic in compiled code prints the text that it failed on
@@ -411,13 +412,20 @@ class Reinforcement:
         return found
 
     def seconds_a_round(self, run: Run) -> float | None:
-        """Time the phases of a response on public prompts."""
-        if self.public is None:
+        """Time the phases of a response on public prompts; None where a subspace's will be."""
+        if self.public is None or self.guidance is not None:
             return None
         self.timing = seconds_a_response(
             run.policy, self.scorer, self.public, self.recipe, keeps=self.keeps
         )
         return seconds_a_round(self.recipe, run.plan, self.timing)
+
+    def _expect(self, run: Run, seconds: dict[str, float]) -> None:
+        """Take how long each phase of a response took on the first subspace's public prompts."""
+        if seconds and not self.timing:
+            self.timing = seconds
+            of_round = seconds_a_round(self.recipe, run.plan, seconds)
+            run.progress.expect(of_round / run.processes.count)
 
     def public_metrics(self, run: Run, t: int) -> dict[str, float | None]:
         """Evaluate on the public prompts after round t, and keep a few of the responses."""
@@ -455,7 +463,8 @@ class Reinforcement:
                 figures["logged"] = {w: dict(e.logged.metrics) for w, e in both.items()}
             write_json(run.folder.evaluation, figures)
             write_json(run.folder.samples, _samples(before, after))
-            write_json(run.folder.timing, self.timing)
+            if self.timing:  # a run that was continued may have made no subspace
+                write_json(run.folder.timing, self.timing)
 
     def result(self, run: Run, before: Evaluated | None, after: Evaluated | None) -> Result:
         """Return the tuned policy, the guarantee and the public rewards."""

@@ -8,13 +8,16 @@ from collections.abc import Sequence
 from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.recipe import Recipe, Rollout
+from dprlhf.recipe import Recipe
 from dprlhf.rewards import LoadedReward, RewardSummary, check_reward, summarize_rewards
 from dprlhf.rewards.check import lacking_columns
 from dprlhf.rewards.isolation import captured
 from dprlhf.rewards.private import rows_to_score
 from dprlhf.rewards.reward import RoundState
-from dprlhf.rollout import sample
+from dprlhf.rollout import sample, without_fillers
+
+MOST_ROWS = "dprlhf_most_rows"
+"""The attribute of a reward that says beyond how many rows in a call it is no faster."""
 
 _LARGEST_CALL = 256
 """The most rows in a call of a reward, all of which are tried on public prompts first."""
@@ -33,20 +36,6 @@ def check_times_columns(rewards: Sequence[LoadedReward], columns: Sequence[str])
 def call_size(rows: float) -> int:
     """Return the size of a reward's calls, a power of two, from the rows expected in a round."""
     return min(_LARGEST_CALL, 1 << max(0, math.ceil(rows) - 1).bit_length())
-
-
-def filled_once(rollout: Rollout, prompts: int, responses: int) -> Rollout:
-    """Return settings to sample a few PUBLIC prompts, in a micro-batch without fillers.
-
-    Args:
-        rollout: The recipe's settings, in which ``batch_size`` is a number.
-        prompts: Number of prompts.
-        responses: Number of responses to each, all from the policy.
-    """
-    assert rollout.batch_size != "auto"
-    size = min(rollout.batch_size, max(1, prompts * responses))
-    chosen = {"responses": responses, "batch_size": size, "base_policy": "on-policy"}
-    return rollout.model_copy(update=chosen)
 
 
 def check_rewards(
@@ -71,7 +60,7 @@ def check_rewards(
     sampled = sample(
         policy,
         some,
-        filled_once(recipe.rollout, len(some), responses),
+        without_fillers(recipe.rollout, len(some), responses),
         key=bytes(32),
         context=("evaluation", recipe.seed),
         max_prompt_tokens=recipe.data.max_prompt_tokens,
@@ -91,7 +80,7 @@ def check_rewards(
                 users=sampled.user.tolist(),
                 turns=rows.turns,
                 bound=recipe.reward_range,
-                most_rows=most_rows,
+                most_rows=min(most_rows, getattr(reward.function, MOST_ROWS, most_rows)),
                 state=state,
             )
             for reward in rewards

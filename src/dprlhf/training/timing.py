@@ -7,6 +7,7 @@ So every duration that a run publishes is measured on public prompts.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -73,7 +74,12 @@ def seconds_a_response(
         reduce=lambda total: total,
     )
     clock.append(time.perf_counter())
-    seconds = np.diff(clock) / len(responses.user)
+    return phases(clock, len(responses.user))
+
+
+def phases(clock: Sequence[float], rows: int) -> dict[str, float]:
+    """Return the seconds per response of the phases that end and begin at these four times."""
+    seconds = np.diff(clock) / rows
     return dict(zip(("rollout", "reward", "update"), seconds.tolist(), strict=True))
 
 
