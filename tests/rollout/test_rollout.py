@@ -252,7 +252,7 @@ def test_public_prompts_fill_few_micro_batches_of_one_size(
     spec = recipe.Rollout(responses=2, batch_size=most, max_new_tokens=4)
     settings = without_fillers(spec, prompts, responses)
     assert (settings.batch_size, settings.responses) == (size, responses)
-    if size >= responses:
+    if prompts and size >= responses:
         batches = -(-prompts * responses // size)
         assert batches == -(-prompts * responses // most)
         assert batches * size - prompts * responses < batches * responses
