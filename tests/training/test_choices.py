@@ -73,10 +73,15 @@ class TestFigures:
         assert kappa(plan) == pytest.approx((draws @ noise_rows(plan).T).sum(1).std(), rel=0.03)
         assert kappa(plan) < kappa(plan_of(1.0, partition="fixed"))
 
-    def test_signal_to_noise_by_hand(self) -> None:
-        choice = Choice(ONE_PASS, plan_of(1.5), Signal(0.2, 0.5, 100), np.ones(8), 0.1)
-        assert choice.signal_to_noise == pytest.approx(400 * 0.2 / (1.5 * math.sqrt(8) * 10))
-        assert choice.responses == 400 * 2
+    @pytest.mark.parametrize("passes", [1, 2])
+    def test_signal_to_noise_by_hand(self, passes: int) -> None:
+        """The users count once: a second pass lowers κ, the noise over the signal."""
+        plan = plan_of(1.5, participations=passes)
+        candidate = replace(ONE_PASS, participations=passes)
+        choice = Choice(candidate, plan, Signal(0.2, 0.5, 100), np.ones(8), 0.1)
+        kappa_by_hand = 1.5 * math.sqrt(8) / passes
+        assert choice.signal_to_noise == pytest.approx(400 * 0.2 / (kappa_by_hand * 10))
+        assert choice.responses == 400 * 2 * passes
 
 
 class TestCandidates:

@@ -17,6 +17,7 @@ from dprlhf.data.users import Users
 from dprlhf.privacy.plan import make_plan
 from dprlhf.recipe import Recipe, load_recipe
 from dprlhf.runs.opening import recipe_digest
+from dprlhf.training.choices import Candidate
 from dprlhf.training.dry_run import dry_run
 from dprlhf.training.planner import Facts, choose, measure, resolve_auto, with_choice
 from helpers import tiny
@@ -80,6 +81,16 @@ class TestMeasure:
     def test_a_recipe_that_states_no_epsilon_is_refused(self, model: str) -> None:
         with pytest.raises(DprlhfError, match=r"privacy\.epsilon"):
             measure(*made(model, epsilon=float("inf")))
+
+    def test_the_duration_by_hand(self, model: str) -> None:
+        """Users' responses, those of each fit of the subspace, and two evaluations."""
+        recipe, _ = made(model, update__subspace={"rank": 2, "prompts": 8, "refresh": 4})
+        plan = make_plan(users=120, rounds=6, delta=1e-5, epsilon=8.0)
+        seconds = {"rollout": 1.0, "reward": 0.5, "update": 0.25}
+        facts = Facts(recipe, 120, 10, mock.Mock(), seconds, evaluation=4, model=None)
+        responses = 120 * 2 + 2 * 8 * 2  # the subspace is fitted in rounds 1 and 5
+        found = facts.seconds_of(Candidate("random-allocation", 6, 1, 1, 2), plan)
+        assert found == pytest.approx(responses * (1.5 + 0.25) + 2 * 4 * 1.5)
 
 
 class TestChoose:
@@ -173,6 +184,12 @@ class TestAuto:
     def test_a_dry_run_shows_the_chosen_numbers(self, model: str) -> None:
         shown = dry_run(*made(model, privacy__auto=AUTO))
         assert shown["rounds"] in (4, 5)
+
+    def test_a_dry_run_compares_the_noise_of_what_is_released(self, model: str) -> None:
+        shown = dry_run(*made(model, update__subspace={"rank": 2, "prompts": 8}))
+        plan = make_plan(users=len(USERS), rounds=6, delta=1e-5, epsilon=8.0)
+        assert shown["dimension"] > 2
+        assert shown["noise_to_clip_ratio"] == pytest.approx(plan.noise_to_clip_ratio(2))
 
     def test_an_audit_wants_numbers(self, model: str, tmp_path: Path) -> None:
         recipe, _ = made(model, privacy__auto=True)
