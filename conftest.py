@@ -34,12 +34,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _hub_ids_are_local_folders(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run the README where the hub id that it names is a folder, which transformers takes first."""
     if Path(str(request.node.fspath)).name == "README.md":
         from helpers import tiny
 
+        tmp_path = request.getfixturevalue("tmp_path")  # no folder for every other test
         tiny.save(tmp_path / "openai-community/gpt2")
         monkeypatch.chdir(tmp_path)
 

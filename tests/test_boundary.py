@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import io
 import json
 import logging
@@ -260,10 +261,12 @@ def uses(source: str) -> Iterator[str]:
                 yield from TYPES
 
 
-def modules() -> dict[str, str]:
+@functools.cache
+def modules() -> dict[str, frozenset[str]]:
+    """Return the guarded names that each module of the package uses."""
     root = Path(dprlhf.__file__).parent
     return {
-        path.relative_to(root).with_suffix("").as_posix(): path.read_text()
+        path.relative_to(root).with_suffix("").as_posix(): frozenset(uses(path.read_text()))
         for path in sorted(root.rglob("*.py"))
     }
 
@@ -276,8 +279,8 @@ def test_at_most_ten_modules_open_a_private_value() -> None:
 def test_only_the_pinned_modules(name: str) -> None:
     found = {
         module
-        for module, source in modules().items()
-        if module != DEFINED_IN[name] and name in set(uses(source))
+        for module, used in modules().items()
+        if module != DEFINED_IN[name] and name in used
     }
     added, gone = found - ALLOWED[name].keys(), ALLOWED[name].keys() - found
     assert not added, (

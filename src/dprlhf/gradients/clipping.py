@@ -107,7 +107,8 @@ def clip_users(
     """
     wide = contributions.double()
     # One row at a time: how a norm over all rows rounds may depend on their number.
-    norms = torch.stack([row.norm() for row in wide]) if len(wide) else wide.new_zeros(0)
+    length = torch.linalg.vector_norm
+    norms = torch.stack([length(row) for row in wide]) if len(wide) else wide.new_zeros(0)
     bounds = norms * (1 + rounding(wide.shape[1] + 8, torch.float64))
     factors = clip_factors(bounds, clip_norm, most_users=most_users)
     # where, not a product: 0 · NaN is NaN and would poison the sum.
