@@ -278,9 +278,7 @@ def test_at_most_ten_modules_open_a_private_value() -> None:
 @pytest.mark.parametrize("name", ALLOWED)
 def test_only_the_pinned_modules(name: str) -> None:
     found = {
-        module
-        for module, used in modules().items()
-        if module != DEFINED_IN[name] and name in used
+        module for module, used in modules().items() if module != DEFINED_IN[name] and name in used
     }
     added, gone = found - ALLOWED[name].keys(), ALLOWED[name].keys() - found
     assert not added, (
