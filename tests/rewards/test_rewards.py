@@ -339,6 +339,25 @@ def test_the_width_of_a_text_follows_from_its_own_length(tokens: int, width: int
     assert classifier._width(tokens) == width
 
 
+def test_a_text_is_padded_as_it_is_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _, _ = bert(tmp_path, ["reward"])
+    reward = ClassifierReward(str(folder), text="completion", batch_size=4)
+    widths: list[int] = []
+    forward = reward._forward
+
+    def watched(batch: list[list[int]], width: int) -> list[float]:
+        widths.extend([width] * len(batch))
+        return forward(batch, width)
+
+    monkeypatch.setattr(reward, "_forward", watched)
+    texts = ["good", "good film " * 6]
+    for some in ([texts[0]], [texts[1]], texts):
+        reward(prompts=[""] * len(some), completions=some)
+    alone, company = widths[:2], widths[2:]
+    assert alone == company
+    assert alone[0] < alone[1]
+
+
 def test_a_classifier_with_experts_is_called_for_one_user_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,9 +26,11 @@ from dprlhf.policies.loading import make_policy
 from dprlhf.privacy import randomness
 from dprlhf.rollout import (
     Responses,
+    decoding,
     resolve_batch_size,
     sample,
     sample_responses,
+    sampling,
     without_fillers,
 )
 from dprlhf.rollout.decoding import bytes_per_row, inverse_cdf
@@ -256,6 +258,22 @@ def test_public_prompts_fill_few_micro_batches_of_one_size(
         batches = -(-prompts * responses // size)
         assert batches == -(-prompts * responses // most)
         assert batches * size - prompts * responses < batches * responses
+
+
+def test_a_private_micro_batch_is_as_large_with_fewer_users(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: list[int] = []
+
+    def watched(*args: Any, size: int, **settings: Any) -> Any:
+        sizes.append(size)
+        return decoding.decode(*args, size=size, **settings)
+
+    monkeypatch.setattr(sampling, "decode", watched)
+    for count in (1, 2, 5):
+        users = list(range(count))
+        draw(policy_of(), prompts_of([f"p{i}" for i in users], users), batch_size=8)
+    assert sizes == [4] * 4  # two responses each
 
 
 def test_no_users_no_responses() -> None:
