@@ -12,7 +12,8 @@ from dprlhf.errors import DprlhfError
 from dprlhf.privacy.gaussian import upwards
 from dprlhf.privacy.plan import json_ready
 from dprlhf.runs.card import guarantee_sentence
-from dprlhf.runs.evidence.answers import alerts_of, answers_of, rounds_of, runs_of
+from dprlhf.runs.evidence.answers import answers_of
+from dprlhf.runs.evidence.findings import alerts_of, rounds_of, runs_of
 from dprlhf.runs.evidence.records import Records, hashes, read_records
 from dprlhf.runs.evidence.requirements import LICENCE, NUMBERS
 from dprlhf.runs.evidence.seal import (
