@@ -45,8 +45,8 @@ def openers() -> list[str]:
     """Return the modules that open Private, by the scan in ``tests/test_boundary.py``."""
     return [
         module
-        for module, source in test_boundary.modules().items()
-        if module != "boundary" and "open_private" in set(test_boundary.uses(source))
+        for module, names in test_boundary.modules().items()
+        if module != "boundary" and "open_private" in names
     ]
 
 
