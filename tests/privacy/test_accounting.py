@@ -37,6 +37,7 @@ from dprlhf.privacy.accounting import (
     gaussian_noise_multiplier,
     noise_multiplier,
 )
+from dprlhf.privacy.curves import SIDES
 from dprlhf.privacy.partitions.random_allocation import compose_blocks
 from dprlhf.privacy.random_allocation import Side
 from dprlhf.runs.measurements import Result, write_results
@@ -377,6 +378,20 @@ def test_two_passes_of_two_rounds_against_sampling() -> None:
     v = np.maximum(1 - np.exp(eps - loss), 0)
     found = delta_of(Mechanism(z, 4, participations=2), eps)
     assert abs(found - v.mean()) < 4 * v.std() / 1000 + 1e-3 * found
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_each_side_of_several_passes_against_sampling(side: Side) -> None:
+    """Both neighbours' losses: zero-out states the larger side, and replace-one adds the two."""
+    z, slots, passes, eps = 0.7, 4, 8, 1.0
+    rng, s = np.random.default_rng(5), 1 / z
+    g = rng.standard_normal((100_000, passes, slots))
+    if side == "remove":
+        g[:, :, 0] += s
+    loss = np.log(np.exp(s * g - s * s / 2).mean(2)).sum(1) * (1 if side == "remove" else -1)
+    v = np.maximum(1 - np.exp(eps - loss), 0)
+    found = compose_blocks(z, slots, passes, rough=True)[side].get_delta_for_epsilon(eps)
+    assert abs(found - v.mean()) < 4 * v.std() / math.sqrt(len(v)) + 2e-3 * found
 
 
 def test_poisson_at_rate_one_is_the_composed_gaussian() -> None:
