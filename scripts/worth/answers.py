@@ -44,8 +44,8 @@ KEPT = 0.8
 SETTINGS: dict[str, Any] = {
     "policy.adapter.target_modules": ["gate_proj", "up_proj", "down_proj"],
     "policy.adapter.layers": [2, 3],
-    "policy.adapter.rank": 16,
-    "policy.adapter.alpha": 16,
+    "policy.adapter.rank": 64,
+    "policy.adapter.alpha": 64,
     "policy.dtype": "float32",
     "rollout.batch_size": 512,
     "update.batch_size": 512,
@@ -55,7 +55,7 @@ SETTINGS: dict[str, Any] = {
 }
 """What the small model changes in the recipe: all that a run without noise has."""
 PRIVATE: dict[str, Any] = {
-    "optimizer.learning_rate": 0.012,
+    "optimizer.learning_rate": 0.04,
     "optimizer.schedule": "cosine",
     "update.subspace.rank": 128,
     "update.subspace.prompts": 512,
@@ -63,8 +63,8 @@ PRIVATE: dict[str, Any] = {
     "update.subspace.data.split": "public",
     "update.subspace.data.max_prompt_tokens": 48,
 }
-"""What a private run has: directions from the gradients of public questions, and shorter steps, so
-that noise does not undo what was learned."""
+"""What a private run has: directions from the gradients of public questions, and steps that shorten,
+so that noise does not undo what was learned."""
 PLAIN: dict[str, Any] = {"privacy.epsilon": ".inf", "update.clip_norm": ".inf"}
 
 
