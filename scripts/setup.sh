@@ -19,10 +19,12 @@ take_pip_settings() {
   local settings
   settings=$("$python" -m pip config list)
   setting() { sed -n "s/^\(global\|install\|:env:\)\.$1='\(.*\)'$/\2/p" <<< "$settings" | tail -n 1; }
-  local index more links
-  index=$(setting index-url) more=$(setting extra-index-url) links=$(setting find-links)
+  local index more links cert
+  index=$(setting index-url) more=$(setting extra-index-url)
+  links=$(setting find-links) cert=$(setting cert)
   [ -z "$index" ] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"
   [ -z "$more" ] || export UV_INDEX="${UV_INDEX:-${more//\\n/ }}"
+  [ -z "$cert" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$cert}"
   [ -z "$links" ] || export UV_FIND_LINKS="${UV_FIND_LINKS:-$(tr -s ' ' ',' <<< "${links//\\n/ }")}"
 }
 
