@@ -183,9 +183,11 @@ def test_enough_guesses_are_planned_to_refute_the_claim() -> None:
 
 
 def test_a_claim_far_too_large_cannot_be_refuted() -> None:
-    found = audited(plan_of("fixed", 0.08, 120))
-    assert found.verdict == "cannot refute at this size"
-    assert not found.can_refute
+    found = [audited(plan_of("fixed", 0.08, 120)) for _ in range(4)]
+    assert not any(one.can_refute for one in found)
+    # The tests of the noise refute 3% of sound gates: all four of them once in a million times.
+    verdicts = {one.verdict for one in found}
+    assert verdicts - {"refuted"} == {"cannot refute at this size"}
 
 
 def test_no_guess_depends_on_who_is_in() -> None:
