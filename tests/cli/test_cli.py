@@ -232,3 +232,11 @@ def test_a_number_out_of_range_is_refused_before_anything_is_loaded(command: lis
     done = dprlhf(*command)
     assert done.returncode == 2
     assert "Input should be greater than or equal to" in done.stderr
+
+
+def test_a_name_of_an_asset_stands_apart_from_what_follows() -> None:
+    from dprlhf.assets.catalogue import ASSETS
+
+    lines = dprlhf("assets", "list").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(ASSETS)
+    assert {line.split()[1] for line in lines} <= {"ready", "missing"}

@@ -151,5 +151,7 @@ def assets_list() -> None:
     """List the assets, and whether they are ready."""
     from dprlhf.assets import status
 
-    for asset in status():
-        typer.echo(f"{asset.name:<18}{'ready' if asset.ready else 'missing':<9}{asset.about}")
+    found = status()
+    wide = max(len(asset.name) for asset in found) + 2
+    for asset in found:
+        typer.echo(f"{asset.name:<{wide}}{'ready' if asset.ready else 'missing':<9}{asset.about}")
