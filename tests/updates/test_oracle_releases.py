@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from dprlhf.updates.privls.improper_batch_sgd import ImproperBatchSGD
-from dprlhf.updates.privls.projected_sgd import ProjectedSGD
+from dprlhf.updates.privls.oracle import predictions
+from dprlhf.updates.privls.projected_sgd import ProjectedSGD, released_gradient
 
 
 @pytest.mark.parametrize("kind", [ImproperBatchSGD, ProjectedSGD])
@@ -26,3 +27,32 @@ def test_a_solution_takes_the_planned_number_of_releases(kind: Any, steps: int) 
 
     oracle.solve(release, 3)
     assert taken == oracle.releases
+
+
+@pytest.mark.parametrize("dimension", [7, 257, 2304])
+def test_a_contribution_does_not_depend_on_its_place(dimension: int) -> None:
+    """Which place a user has depends on who else is there, and so must no bit of its answer."""
+    random = torch.Generator().manual_seed(0)
+    features = torch.randn(17, dimension, generator=random)
+    targets = torch.randn(17, generator=random)
+    w = torch.randn(dimension, generator=random, dtype=torch.float64)
+    found: list[torch.Tensor] = []
+    for places in (torch.arange(17), torch.arange(17).roll(3)):
+
+        def release(contribution: Any, bound: float, places: Any = places) -> torch.Tensor:
+            answers = contribution(features[places], targets[places])
+            found.append(answers[places.argsort()])
+            return torch.zeros(dimension, dtype=torch.float64)
+
+        released_gradient(release, w, 1.0, 3.0)
+    assert torch.equal(found[0], found[1])
+
+
+def test_predictions_of_several_candidates_do_not_depend_on_the_place() -> None:
+    random = torch.Generator().manual_seed(0)
+    features = torch.randn(17, 257, generator=random, dtype=torch.float64)
+    candidates = torch.randn(257, 5, generator=random, dtype=torch.float64)
+    there = predictions(features, candidates, 20.0)
+    assert torch.equal(predictions(features.roll(3, 0), candidates, 20.0), there.roll(3, 0))
+    torch.testing.assert_close(there, (features @ candidates).clamp(-20.0, 20.0))
+    assert predictions(features[:0], candidates, 20.0).shape == (0, 5)

@@ -117,8 +117,18 @@ class Fit:
 
 
 def predictions(features: torch.Tensor, w: torch.Tensor, bound: float | None) -> torch.Tensor:
-    """Return w · φ clipped to [−bound, bound], ``[users]``."""
-    values = features @ w.to(features)
+    """Return w · φ clipped to [−bound, bound], ``[users]``.
+
+    ``w`` may have several columns, ``[d, candidates]``; the values are then ``[users, candidates]``.
+    """
+    # Not one product for all rows: how it rounds a row depends on the row's place, which follows
+    # from who else is there.
+    w = w.to(features)
+    if w.ndim == 1:
+        values = (features * w).sum(1)
+    else:
+        rows = [row.clone() @ w for row in features]
+        values = torch.stack(rows) if rows else features.new_zeros(0, w.shape[1])
     return values if bound is None else values.clamp(-bound, bound)
 
 
