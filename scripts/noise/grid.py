@@ -13,7 +13,7 @@ small model does; else the users' noised mean reward). A seed draws the adapter'
 users take part; noise and rounds are fresh in each run. The users of the table are the first ones
 of the private split, those for tuning the last 6,000. Finished runs are kept and read again.
 
-Writes docs/results/noise.json, and docs/results/noise-grid-MODEL.md and .png.
+Writes docs/results/noise.json, and from it docs/results/noise-grid-MODEL.md and .png.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ GOALS = {(0.3, 1500): 0.95, (1.0, 300): 0.95}
 LEAST_SEEDS = 3
 """Fewer runs of a cell reach no goal, whatever their mean."""
 FIRST_TUNING_SEED = 100
+SHARES = ("rise", "area under the curve")
+"""What a share is of: the non-private rise at the end, or its mean over the rounds."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +104,10 @@ class Cell:
     epsilon: float | None
     users: int
 
-    @property
-    def label(self) -> str:
-        """What the tables call ε."""
-        return "no privacy" if self.epsilon is None else f"ε = {self.epsilon:g}"
+    def name(self, model: str) -> str:
+        """How the results call the cell."""
+        epsilon = "no privacy" if self.epsilon is None else f"epsilon {self.epsilon:g}"
+        return f"grid ({model}): {self.task}, {self.method}, {epsilon}, {self.users} users"
 
     def job(
         self, seed: int, model: str, policy: dict[str, Any], extra: dict[str, Any], tuning: bool
@@ -155,6 +157,21 @@ def measured(figures: list[dict[str, Any]]) -> Measured:
     return Measured([f["rise"] for f in figures], area)
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """What the results say of a cell; an error is NaN for a single seed.
+
+    Attributes:
+        seeds: Number of runs.
+        rise: Rise of the reward at the end, and its standard error.
+        shares: By what they are of (``SHARES``), the share that is kept and its standard error.
+    """
+
+    seeds: int
+    rise: tuple[float, float]
+    shares: dict[str, tuple[float, float]]
+
+
 def share(kept: list[float], of: list[float]) -> tuple[float, float]:
     """Return the ratio of two means, and its standard error by the delta method."""
     ratio = float(np.mean(kept) / np.mean(of))
@@ -169,8 +186,7 @@ def error(values: list[float]) -> float:
 def rows(model: str, done: dict[Cell, Measured]) -> Iterator[Result]:
     """Yield the results: per cell the rise, and the shares where the reference is there."""
     for cell, values in done.items():
-        epsilon = "no privacy" if cell.epsilon is None else f"epsilon {cell.epsilon:g}"
-        name = f"grid ({model}): {cell.task}, {cell.method}, {epsilon}, {cell.users} users"
+        name = cell.name(model)
         yield Result(f"{name}: seeds", len(values.rise), "1")
         yield Result(f"{name}: rise of the reward", float(np.mean(values.rise)), "reward")
         if values.area:
@@ -183,10 +199,8 @@ def rows(model: str, done: dict[Cell, Measured]) -> Iterator[Result]:
             continue
         goal = GOALS.get((cell.epsilon, cell.users)) if cell.method != "today" else None
         enough = len(values.rise) >= LEAST_SEEDS
-        for what, kept, of in (
-            ("rise", values.rise, plain.rise),
-            ("area under the curve", values.area, plain.area),
-        ):
+        sides = ((values.rise, plain.rise), (values.area, plain.area))
+        for what, (kept, of) in zip(SHARES, sides, strict=True):
             if not kept or not of:
                 continue
             part, uncertain = share(kept, of)
@@ -199,7 +213,38 @@ def rows(model: str, done: dict[Cell, Measured]) -> Iterator[Result]:
                 yield Result(f"{name}: standard error of the share of the {what}", uncertain, "1")
 
 
-def tables(done: dict[Cell, Measured]) -> Iterator[str]:
+def recorded(model: str, results: Path) -> dict[Cell, Recorded]:
+    """Read every cell of a model from a results file, whichever call has measured it."""
+    found = {row["name"]: row["value"] for row in json.loads(results.read_text())}
+    cells = (
+        Cell(task, method, epsilon, users)
+        for task in TASKS
+        for method in METHODS[model]
+        for users in USERS
+        for epsilon in EPSILONS
+    )
+    done = {}
+    for cell in cells:
+        name = cell.name(model)
+        if f"{name}: seeds" not in found:
+            continue
+        rise = (
+            found[f"{name}: rise of the reward"],
+            found.get(f"{name}: standard error of the rise", np.nan),
+        )
+        shares = {
+            what: (
+                found[f"{name}: share of the non-private {what}"],
+                found.get(f"{name}: standard error of the share of the {what}", np.nan),
+            )
+            for what in SHARES
+            if f"{name}: share of the non-private {what}" in found
+        }
+        done[cell] = Recorded(int(found[f"{name}: seeds"]), rise, shares)
+    return done
+
+
+def tables(done: dict[Cell, Recorded]) -> Iterator[str]:
     """Yield Markdown tables: a row for each method and number of users, a column for each ε."""
     epsilons = [e for e in EPSILONS if any(c.epsilon == e for c in done)]
     for task in dict.fromkeys(c.task for c in done):
@@ -208,26 +253,26 @@ def tables(done: dict[Cell, Measured]) -> Iterator[str]:
         yield "|---" * (len(heads) + 2) + "|"
         private = [c for c in done if c.task == task and c.epsilon is not None]
         for method, users in dict.fromkeys((c.method, c.users) for c in private):
-            plain = done.get(Cell(task, "reference", None, users))
-            cells = []
-            for epsilon in epsilons:
-                values = done.get(Cell(task, method, epsilon, users))
-                values = plain if epsilon is None else values
-                cells.append("" if values is None else entry(values, plain, epsilon is None))
-            yield f"| {method} | {users:,} | " + " | ".join(cells) + " |"
+            cells = [
+                done.get(Cell(task, "reference" if e is None else method, e, users))
+                for e in epsilons
+            ]
+            entries = ("" if values is None else entry(values) for values in cells)
+            yield f"| {method} | {users:,} | " + " | ".join(entries) + " |"
 
 
-def entry(values: Measured, plain: Measured | None, is_plain: bool) -> str:
+def entry(values: Recorded) -> str:
     """Return a table's entry: the shares kept at the end and of the area, else the rise."""
-    if plain is None or is_plain:
-        uncertain = error(values.rise)
-        return f"{np.mean(values.rise):+.2f}" + (f" ± {uncertain:.2f}" if uncertain >= 0 else "")
-    pairs = (values.rise, plain.rise), (values.area, plain.area)
-    shares = [share(kept, of) for kept, of in pairs if kept and of]
-    return ", ".join(f"{part:.0%}" + (f" ± {e:.0%}" if e >= 0 else "") for part, e in shares)
+
+    def with_error(value: float, uncertain: float, form: str) -> str:
+        error = f" ± {uncertain:{form.strip('+')}}" if np.isfinite(uncertain) else ""
+        return f"{value:{form}}{error}"
+
+    shown = [with_error(*values.shares[what], ".0%") for what in values.shares]
+    return ", ".join(shown or [with_error(*values.rise, "+.2f")]) + f" ({values.seeds})"
 
 
-def plot(done: dict[Cell, Measured], picture: Path) -> None:
+def plot(done: dict[Cell, Recorded], picture: Path) -> None:
     """Draw the shares kept against ε: a row of plots for the end, and one for the area."""
     import matplotlib
 
@@ -240,7 +285,7 @@ def plot(done: dict[Cell, Measured], picture: Path) -> None:
     )
     styles = {"today": "--", "reference": ":"}
     for column, task in enumerate(tasks):
-        for row, what in enumerate(("rise", "area")):
+        for row, what in enumerate(SHARES):
             ax = axes[row][column]
             ax.axhline(1.0, color="0.7", linewidth=0.8)
             for method in dict.fromkeys(c.method for c in done):
@@ -268,15 +313,11 @@ def plot(done: dict[Cell, Measured], picture: Path) -> None:
     figure.savefig(picture, dpi=150)
 
 
-def _line(done: dict[Cell, Measured], at: Cell, what: str) -> Iterator[tuple[float, float, float]]:
-    plain = done.get(Cell(at.task, "reference", None, at.users))
+def _line(done: dict[Cell, Recorded], at: Cell, what: str) -> Iterator[tuple[float, float, float]]:
     for epsilon in EPSILONS:
         values = done.get(Cell(at.task, at.method, epsilon, at.users))
-        if epsilon is None or values is None or plain is None:
-            continue
-        kept, of = getattr(values, what), getattr(plain, what)
-        if kept and of:
-            yield (epsilon, *share(kept, of))
+        if epsilon is not None and values is not None and what in values.shares:
+            yield (epsilon, *values.shares[what])
 
 
 def cell_of(text: str) -> tuple[float | None, int]:
@@ -328,19 +369,22 @@ def main() -> None:
         for cell in cells
     }
     done = {cell: measured(found) for cell, found in run_cells(jobs, folder, options).items()}
+    if options.tuning:
+        print("\n".join(f"{cell}: {np.mean(values.rise):+.3f}" for cell, values in done.items()))
+        return
+    write_results(options.results, rows(options.model, done))
+    known = recorded(options.model, options.results)
     text = page(
         f"Share kept by ε and users ({options.model})",
         "Share of the non-private rise of the reward on held-out public prompts, at the end and",
         "as area under the curve over the rounds, ± standard error over seeds; without privacy",
-        "the rise itself.",
-        *tables(done),
+        "the rise itself. In brackets the number of seeds. Cells of other calls keep their places.",
+        *tables(known),
     )
     print(text)
-    if not options.tuning:
-        write_results(options.results, rows(options.model, done))
-        place = options.results.parent / f"noise-grid-{options.model}"
-        place.with_suffix(".md").write_text(text)
-        plot(done, place.with_suffix(".png"))
+    place = options.results.parent / f"noise-grid-{options.model}"
+    place.with_suffix(".md").write_text(text)
+    plot(known, place.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -63,8 +63,8 @@ PRIVATE: dict[str, Any] = {
     "update.subspace.data.split": "public",
     "update.subspace.data.max_prompt_tokens": 48,
 }
-"""What a private run has: directions from the gradients of public questions, and steps that shorten,
-so that noise does not undo what was learned."""
+"""What a private run has: directions from the gradients of public questions, and steps that
+shorten, so that noise does not undo what was learned."""
 PLAIN: dict[str, Any] = {"privacy.epsilon": ".inf", "update.clip_norm": ".inf"}
 
 

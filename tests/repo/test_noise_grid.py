@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from dprlhf import load_recipe
+from dprlhf.runs.measurements import write_results
 from noise import grid
 from noise.many_runs import ROOT, run_all
 
@@ -49,7 +50,13 @@ def test_a_changed_setting_is_another_run() -> None:
     assert made.rewards[0].times_column == "wants"
 
 
-def test_shares_goals_and_the_area() -> None:
+def tables_of(done: dict[grid.Cell, grid.Measured], folder: Path) -> str:
+    results = folder / "noise.json"
+    write_results(results, grid.rows("small", done))
+    return "\n".join(grid.tables(grid.recorded("small", results)))
+
+
+def test_shares_goals_and_the_area(tmp_path: Path) -> None:
     plain = grid.Cell("demo", "reference", None, 300)
     kept, missed = (grid.Cell("demo", m, 1.0, 300) for m in ("subspace", "today"))
     done = {
@@ -66,19 +73,32 @@ def test_shares_goals_and_the_area() -> None:
     assert (rise.value, rise.holds) == (pytest.approx(0.965), True)
     assert (area.value, area.holds) == (pytest.approx(0.8), False)
     assert found["demo, today, epsilon 1, 300 users: share of the non-private rise"].holds is None
-    assert "96% ± 1%, 80% ± 0%" in "\n".join(grid.tables(done))
+    assert "| 96% ± 1%, 80% ± 0% (3) | +2.00 ± 0.00 (3) |" in tables_of(done, tmp_path)
     # Two runs are too few to say that a goal is reached.
     done[kept] = grid.Measured([1.9, 1.96], [1.2, 1.2])
     found = {row.name.removeprefix("grid (small): "): row for row in grid.rows("small", done)}
     assert found[f"{start} rise"].holds is False
     # Without a curve on public prompts, the users' noised rewards stand for it, if all are known.
-    for private, area in (([1, 1.5, 2], [1.0]), ([1, None, 2], [])):
+    for number, (private, area) in enumerate((([1, 1.5, 2], [1.0]), ([1, None, 2], []))):
         figures = {"before": 0.5, "rise": 2.0, "after": 2.5, "public": [], "private": private}
         done[kept] = grid.measured([figures])
         assert done[kept].area == area
-        shown = "100%, 67%" if area else "100% |"
-        assert shown in "\n".join(grid.tables(done))
+        shown = "100%, 67% (1)" if area else "100% (1)"
+        place = tmp_path / str(number)
+        assert shown in tables_of(done, place)
         assert not any("nan" in str(row.value) for row in grid.rows("small", done))
+
+
+def test_cells_of_an_earlier_call_stay_in_the_tables(tmp_path: Path) -> None:
+    earlier, later = (grid.Cell("demo", "reference", None, users) for users in (300, 1500))
+    kept = grid.Cell("demo", "subspace", 1.0, 300)
+    first = {earlier: grid.Measured([2.0], [1.0]), kept: grid.Measured([1.0], [1.0])}
+    tables_of(first, tmp_path)
+    later_kept = grid.Cell("demo", "subspace", 1.0, 1500)
+    second = {later: grid.Measured([4.0], [1.0]), later_kept: grid.Measured([1.0], [1.0])}
+    shown = tables_of(second, tmp_path)
+    assert "| subspace | 300 | 50%, 100% (1) | +2.00 (1) |" in shown
+    assert "| subspace | 1,500 | 25%, 100% (1) | +4.00 (1) |" in shown
 
 
 def test_finished_runs_are_read_and_not_run_again(tmp_path: Path) -> None:

@@ -119,7 +119,8 @@ class Fit:
 def predictions(features: torch.Tensor, w: torch.Tensor, bound: float | None) -> torch.Tensor:
     """Return w · φ clipped to [−bound, bound], ``[users]``.
 
-    ``w`` may have several columns, ``[d, candidates]``; the values are then ``[users, candidates]``.
+    ``w`` may have several columns, ``[d, candidates]``: then the values are
+    ``[users, candidates]``.
     """
     # Not one product for all rows: how it rounds a row depends on the row's place, which follows
     # from who else is there.
