@@ -18,6 +18,13 @@ settings.register_profile("any machine", suppress_health_check=[HealthCheck.too_
 settings.load_profile("any machine")
 
 
+def pytest_configure() -> None:
+    """Wait for no disk."""
+    from helpers import disk
+
+    disk.skip_fsync()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Let the processes of pytest-xdist begin with the files that take longest.
 

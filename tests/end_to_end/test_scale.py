@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 import sys
 import tracemalloc
 from collections.abc import Callable
@@ -159,6 +158,7 @@ def test_grouping_by_a_column_takes_below_200_bytes_a_user(folder: Path) -> None
     assert made.peak < 2.2 * bytes_of(lambda: Users(half, data)).peak
 
 
+@pytest.mark.slow
 def test_prompts_are_streamed_from_disk(folder: Path) -> None:
     data = Data(path=str(folder), user_column="user")
     made = Users(load_rows(data), data)
@@ -171,10 +171,8 @@ def test_prompts_are_streamed_from_disk(folder: Path) -> None:
 # ------------------------------------------------------------------- the ledger and accounting
 
 
-def test_a_round_costs_the_ledger_the_same_at_the_end_as_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+@pytest.mark.slow
+def test_a_round_costs_the_ledger_the_same_at_the_end_as_at_the_start(tmp_path: Path) -> None:
     path, terms = tmp_path / "ledger.jsonl", {"rounds": ROUNDS, **MECHANISM}
     ledger = Ledger(path, terms)
 
@@ -203,12 +201,10 @@ def test_a_round_costs_the_ledger_the_same_at_the_end_as_at_the_start(
     ledger.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux counts what is read")
-def test_a_round_reads_no_more_of_its_journals_after_many_rounds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_round_reads_no_more_of_its_journals_after_many_rounds(tmp_path: Path) -> None:
     """A ledger and two files of lines in a run folder, where each write also sets a file's time."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     folder = RunFolder(tmp_path / "run")
     folder.create()
     folder.recipe.write_text("rounds: 1000\n")
@@ -235,6 +231,7 @@ def test_a_round_reads_no_more_of_its_journals_after_many_rounds(
     ledger.close()
 
 
+@pytest.mark.slow
 def test_correlated_noise_costs_a_round_the_same_at_the_end_as_at_the_start(tmp_path: Path) -> None:
     rounds = 1000
     made = make_plan(

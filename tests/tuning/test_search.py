@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from pathlib import Path
@@ -90,7 +89,6 @@ class Simulated:
 def simulated(monkeypatch: pytest.MonkeyPatch) -> Simulated:
     simulation = Simulated()
     monkeypatch.setattr(search, "run_stand_ins", simulation)
-    monkeypatch.setattr(os, "fsync", lambda file: None)  # Optuna's file of trials
     monkeypatch.setattr(time, "monotonic", lambda: simulation.clock)
     return simulation
 
@@ -101,6 +99,7 @@ def search_for(file: Path, **changes: Any) -> Search:
     return Search(recipe, rows_for(recipe), KEYS, file.with_suffix(".trials"), **given)
 
 
+@pytest.mark.slow
 def test_it_finds_a_better_learning_rate_and_update(file: Path, simulated: Simulated) -> None:
     running = search_for(file)
     running.run()
@@ -117,6 +116,7 @@ def test_it_finds_a_better_learning_rate_and_update(file: Path, simulated: Simul
     assert simulated.clock <= 45 * 60
 
 
+@pytest.mark.slow
 def test_only_runs_after_the_search_decide(file: Path, simulated: Simulated) -> None:
     """Where all settings are alike the best trial is luck; what it had then is not counted."""
     simulated._noise = 0.5
