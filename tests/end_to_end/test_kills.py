@@ -8,9 +8,6 @@ at hundreds of others. Damaged, cut and full files are in ``test_folder.py`` and
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from helpers import kills
+from helpers import commands, kills
 
 pytestmark = pytest.mark.slow
 
@@ -37,11 +34,8 @@ CASES: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kills")
-    subprocess.run(
-        [sys.executable, kills.__file__, str(folder)],
-        input=json.dumps(CASES), text=True, check=True, capture_output=True, timeout=540,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = commands.python(kills.__file__, str(folder), text=json.dumps(CASES), timeout=540)
+    assert done.returncode == 0, done.stderr[-2000:]
     return folder
 
 

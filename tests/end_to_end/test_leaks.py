@@ -5,10 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ from tqdm.auto import tqdm
 
 from dprlhf.boundary import Private
 from dprlhf.training.progress import Progress
-from helpers import leaks
+from helpers import commands, leaks
 
 pytestmark = pytest.mark.slow
 
@@ -28,10 +25,7 @@ SILENT = ["a-careless-reward", *leaks.BAD_DATA, *leaks.CARRIED_ON, *leaks.FAILUR
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("leaks")
-    done = subprocess.run(
-        [sys.executable, leaks.__file__, str(folder)],
-        capture_output=True, text=True, timeout=540, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = commands.python(leaks.__file__, str(folder), timeout=540)
     assert done.returncode == 0, done.stderr[-2000:]
     return folder
 

@@ -1,7 +1,7 @@
-"""``dprlhf`` commands, each in a process of its own that does not import torch anew.
+"""``dprlhf`` commands and other programs, each in a process that does not import torch anew.
 
-A server imports the libraries once, without starting a thread; each command is a fork of it, with
-its own arguments, folder and streams, and ends as a Python program does.
+A server imports the libraries once, without starting a thread; each program is a fork of it, with
+its own arguments, environment, folder and streams, and ends as a Python program does.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import gc
 import json
 import os
+import runpy
 import select
 import subprocess
 import sys
@@ -30,20 +31,41 @@ def dprlhf(
     *arguments: str, cwd: Path | None = None, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
     """Run ``dprlhf`` with these arguments, and return what it wrote and its exit status."""
+    return _run(["dprlhf", *arguments], "", cwd, timeout)
+
+
+def python(
+    program: str | Path, *arguments: str, text: str = "", cwd: Path | None = None,
+    timeout: float = 300,
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    """Run a file of Python, with ``text`` to read from its standard input.
+
+    Not for programs about what is imported late, or about how Python ends.
+    """
+    return _run([str(program), *arguments], text, cwd, timeout)
+
+
+def _run(
+    words: list[str], text: str, cwd: Path | None, timeout: float
+) -> subprocess.CompletedProcess[str]:
     server = _server()
     assert server.stdin
     assert server.stdout
     with tempfile.TemporaryDirectory() as folder:
-        order = {"arguments": arguments, "cwd": str(cwd or Path.cwd()), "folder": folder}
+        Path(folder, "stdin").write_text(text)
+        order = {
+            "words": words, "cwd": str(cwd or Path.cwd()), "folder": folder,
+            "environment": dict(os.environ),
+        }  # fmt: skip
         server.stdin.write(json.dumps(order) + "\n")
         server.stdin.flush()
         if not select.select([server.stdout], [], [], timeout)[0]:
             server.kill()
             _server.cache_clear()
-            raise subprocess.TimeoutExpired(arguments, timeout)
+            raise subprocess.TimeoutExpired(words, timeout)
         code = int(server.stdout.readline())
         out, err = (Path(folder, name).read_text() for name in ("stdout", "stderr"))
-    return subprocess.CompletedProcess(["dprlhf", *arguments], code, out, err)
+    return subprocess.CompletedProcess(words, code, out, err)
 
 
 def _serve() -> None:
@@ -54,22 +76,35 @@ def _serve() -> None:
 
     from dprlhf.cli.app import main
 
+    sys.path[0] = str(Path(__file__).parents[1])
+    from helpers import disk
+
+    disk.skip_fsync()
     gc.freeze()
     for line in iter(sys.stdin.readline, ""):
         order = json.loads(line)
         pid = os.fork()
         if pid == 0:
             os.chdir(order["cwd"])
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.environ.clear()
+            os.environ.update(order["environment"])
+            os.dup2(os.open(Path(order["folder"], "stdin"), os.O_RDONLY), 0)
             for stream, name in ((1, "stdout"), (2, "stderr")):
                 os.dup2(os.open(Path(order["folder"], name), os.O_WRONLY | os.O_CREAT), stream)
-            sys.argv = ["dprlhf", *order["arguments"]]
+            sys.stdin = os.fdopen(0, closefd=False)
+            sys.argv = order["words"]
             sys.path[0] = ""  # as under python -m
             try:
-                main()
+                if sys.argv[0] == "dprlhf":
+                    main()
+                else:
+                    sys.path[0] = str(Path(sys.argv[0]).parent)
+                    runpy.run_path(sys.argv[0], run_name="__main__")
                 code: object = 0
             except SystemExit as end:
                 code = end.code or 0
+                if not isinstance(code, int):
+                    print(code, file=sys.stderr)
             except BaseException:
                 traceback.print_exc()
                 code = 1

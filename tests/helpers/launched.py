@@ -1,5 +1,7 @@
 """Whole runs in several processes, for ``test_processes.py``: ``python launched.py FOLDER``.
 
+``python launched.py FOLDER train RECIPE`` launches two processes with this command of ``dprlhf``.
+
 The libraries are imported once; the processes of a launch are forks of this one, connected through
 the same environment variables that torchrun sets. Each leaves what it saw in ``FOLDER``.
 """
@@ -29,6 +31,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: F401
 from transformers import GPT2LMHeadModel  # noqa: F401
 
 import dprlhf
+import dprlhf.cli.app
 import dprlhf.training.reinforcement
 from dprlhf import DprlhfError
 from dprlhf.boundary import Released
@@ -201,6 +204,11 @@ def resume(folder: Path, run: str) -> None:
     )
 
 
+def command(words: list[str]) -> None:
+    sys.argv = ["dprlhf", *words]
+    dprlhf.cli.app.main()
+
+
 def launch(processes: int, folder: Path, name: str, action: Callable[[], None]) -> None:
     """Fork the processes of one launch and wait for all; write their exit codes."""
     with socket.socket() as probe:
@@ -231,6 +239,8 @@ def status(action: Callable[[], None]) -> int:
     except DprlhfError as error:
         print(f"dprlhf: {error}", flush=True)
         return 2
+    except SystemExit as end:
+        return int(end.code or 0)
     except BaseException:
         traceback.print_exc()
         return 1
@@ -273,4 +283,8 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    given = Path(sys.argv[1])
+    if words := sys.argv[2:]:
+        launch(2, given, "command", lambda: command(words))
+    else:
+        main(given)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import demo
 from dprlhf import load_recipe, train
 from dprlhf.assets.catalogue import ASSETS
-from helpers import tiny
+from helpers import commands, tiny
 from worth import lexicon
 
 REWARD = """
@@ -113,8 +111,9 @@ def test_texts_come_before_the_reward_is_fitted(
 
 
 WITHOUT_ASSETS = """
-import sys
+import os, sys
 from pathlib import Path
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # see test_processes.py
 sys.path.insert(0, {scripts!r})
 import demo
 demo.SCRIPT, demo.cores = __file__, lambda: 2
@@ -132,10 +131,7 @@ def in_two_processes(folder: Path, overrides: list[str], dies: str) -> Any:
     (folder / "metrics.json").write_text('{"accuracy": 0.84}')
     script = WITHOUT_ASSETS.format(scripts=str(Path(demo.__file__).parent), dies=dies)
     (folder / "script.py").write_text(script)
-    return subprocess.run(
-        [sys.executable, "script.py", *overrides], cwd=folder, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, timeout=200, check=False,
-    )  # fmt: skip
+    return commands.python(folder / "script.py", *overrides, cwd=folder)
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ from dprlhf.trl import (
     PrivateRLOOConfig,
     PrivateRLOOTrainer,
 )
-from helpers import agents, tiny
+from helpers import agents, commands, tiny
 from helpers.runs import lower_case, save_sharp, weights
 
 PROMPTS = [{"prompt": f"user {i} says"} for i in range(60)]
@@ -101,6 +101,7 @@ def test_a_trainer_is_the_run_of_its_recipe(model: str, tmp_path: Path, one_key:
     assert 0 < out.metrics["epsilon"] <= 8
 
 
+@pytest.mark.slow
 def test_a_name_and_an_object_give_the_same_run(
     model: str, tmp_path: Path, one_key: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,6 +237,7 @@ def test_a_callback_may_not_look_into_the_model(
     assert len(made.state.log_history) == 0
 
 
+@pytest.mark.slow
 def test_the_log_has_released_and_public_values_under_trls_names(
     model: str, tmp_path: Path
 ) -> None:
@@ -267,6 +269,7 @@ def test_a_public_metric_of_ones_own(model: str, tmp_path: Path) -> None:
         made.evaluate(PROMPTS[:3])
 
 
+@pytest.mark.slow
 def test_what_is_saved_loads_as_trls(model: str, tmp_path: Path) -> None:
     made = trainer(model, tmp_path / "a", privacy_lora_fa=True)
     with pytest.raises(DprlhfError, match=r"before train\(\)"):
@@ -313,6 +316,7 @@ def test_all_weights_are_trained_without_a_peft_config(
     assert same_weights(tmp_path / "a", tmp_path / "b")
 
 
+@pytest.mark.slow
 def test_a_model_that_a_private_run_left_must_be_counted(model: str, tmp_path: Path) -> None:
     first = trainer(model, tmp_path / "a", peft_config=None)
     first.train()
@@ -429,6 +433,7 @@ def test_what_is_refused_says_why(
         PrivateGRPOTrainer(model, train_dataset=PROMPTS, peft_config=lora(), **(values | given))
 
 
+@pytest.mark.slow
 def test_environments_by_name_ask_rows_without_prompts(tmp_path: Path) -> None:
     def turns(completions: list[Any], **columns: Any) -> list[float]:
         return [float(len(messages)) for messages in completions]
@@ -514,14 +519,17 @@ def test_the_signatures_are_trls() -> None:
 
 
 @pytest.mark.slow
-def test_the_core_does_not_import_trl() -> None:
-    import subprocess
-    import sys
+def test_the_core_does_not_import_trl(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, dprlhf, dprlhf.api, dprlhf.cli.app; assert 'trl' not in sys.modules"
+    )
+    # Of which the core and what it stands on are already imported, and nothing of the tests.
+    done = commands.python(program)
+    assert done.returncode == 0, done.stderr
 
-    code = "import sys, dprlhf, dprlhf.api, dprlhf.cli.app; assert 'trl' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
-
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of Opacus, about hooks
 def test_a_model_that_opacus_wrapped_is_a_start(model: str, tmp_path: Path, one_key: None) -> None:
     from opacus import GradSampleModule
