@@ -22,6 +22,7 @@ from dprlhf.testing.update import TIGHT
 from dprlhf.training.reinforcement import Result
 from dprlhf.updates import UPDATES
 from helpers.batches import Shape, batch_of
+from helpers.marks import slow
 from helpers.rounds import some_users, value_of
 from helpers.runs import save_sharp, train
 
@@ -135,8 +136,7 @@ def test_a_run_without_noise_learns(model: str, tmp_path: Path, name: str) -> No
     assert card["epsilon"] == "infinity"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", [n if n in UPDATES else slow(n) for n in SPECS])
 def test_a_private_run(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

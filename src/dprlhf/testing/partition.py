@@ -168,12 +168,15 @@ def _name_of(spec: PartitionSpec) -> Partition:
 
 def _check_independence(draws: _Draws, fails: str) -> None:
     """Check that two users' rounds are independent, and one user more leaves their joint law."""
+    pairs = {
+        users: [draws.members(users, key)[:2] for key in range(_DRAWS)]
+        for users in (draws.rounds, draws.rounds + 1)
+    }
     for which in ("first", "last"):
         tables = []
-        for users in (draws.rounds, draws.rounds + 1):
-            drawn = [_one_round(draws.members(users, key)[:2], which) for key in range(_DRAWS)]
+        for users, drawn in pairs.items():
             table = np.zeros((draws.rounds + 1, draws.rounds + 1))
-            np.add.at(table, tuple(np.stack(drawn).T), 1)
+            np.add.at(table, tuple(np.stack([_one_round(m, which) for m in drawn]).T), 1)
             tables.append(table)
             dependent = _p_value(table)
             assert dependent > 1e-5, (

@@ -6,6 +6,7 @@ mechanism, composed over the rounds.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -72,20 +73,25 @@ def loss_distribution(terms: Terms, *, pessimistic: bool = True, rough: bool = F
         pessimistic: True rounds losses up, for an upper bound on ε; False rounds them down.
         rough: Use a grid ten times as coarse.
     """
-    from dp_accounting.pld import privacy_loss_distribution
-
-    rate = terms.participations / terms.rounds
     z = round_noise(terms)
     z = min(z, 1e100)  # the library squares it; both bounds on epsilon are 0 from here on
+    rate = terms.participations / terms.rounds
+    return _composed(z, rate, terms.rounds, pessimistic, 1e-3 if rough else 1e-4)
+
+
+@functools.lru_cache(maxsize=2)  # one is a second's work, and a run asks for its two several times
+def _composed(z: float, rate: float, rounds: int, pessimistic: bool, interval: float) -> Any:
+    from dp_accounting.pld import privacy_loss_distribution
+
     reach = (10 + 0.5 / z) / z  # the losses that the library keeps; a coarser grid rounds up more
     one = privacy_loss_distribution.from_gaussian_mechanism(
         z,
         sampling_prob=rate,
         pessimistic_estimate=pessimistic,
         use_connect_dots=pessimistic,  # the library has no optimistic connect-the-dots
-        value_discretization_interval=max(1e-3 if rough else 1e-4, reach / _POINTS),
+        value_discretization_interval=max(interval, reach / _POINTS),
     )
-    return one.self_compose(terms.rounds)
+    return one.self_compose(rounds)
 
 
 def _epsilon(terms: Terms, delta: float, single: float) -> tuple[float, float]:

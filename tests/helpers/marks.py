@@ -1,0 +1,12 @@
+"""Marks of parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+def slow(*values: Any) -> Any:
+    """A case that ``make test-fast`` leaves out: there one of its kind is enough."""
+    return pytest.param(*values, marks=pytest.mark.slow)
