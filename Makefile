@@ -26,7 +26,7 @@ test test-fast check: export OMP_NUM_THREADS ?= 1
 test: setup
 	$(PYTEST)
 
-# Without what takes seconds a test: processes, kills, leaks, whole runs, drawn calibrations.
+# Without what is marked slow: a second or more, or a process of its own. Two minutes.
 test-fast: setup
 	$(PYTEST) -m "not slow"
 

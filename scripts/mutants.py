@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import functools
 import hashlib
 import importlib
 import itertools
@@ -47,6 +48,7 @@ class MutantError(Exception):
     """A mutant is not of the form that is asked for, or the source no longer matches it."""
 
 
+@functools.cache
 def test_file(name: str) -> str:
     """Return the path of a test file below the root, wherever below ``tests`` it is.
 
@@ -129,16 +131,21 @@ def spans(source: str, name: str) -> list[tuple[int, int]]:
 
     One name may be there several times, as a property and its setter.
     """
+    return _spans(source).get(name, []) if name else [(0, len(source))]
+
+
+@functools.cache  # most files have several mutants
+def _spans(source: str) -> dict[str, list[tuple[int, int]]]:
     starts = [0, *itertools.accumulate(len(line) for line in source.splitlines(keepends=True))]
-    found = [(0, len(source))] if not name else []
+    found: dict[str, list[tuple[int, int]]] = {}
 
     def visit(node: ast.AST, prefix: str) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 dotted = f"{prefix}{child.name}"
-                if dotted == name:
-                    first = min([child.lineno, *(d.lineno for d in child.decorator_list)])
-                    found.append((starts[first - 1], starts[child.end_lineno or first]))
+                first = min([child.lineno, *(d.lineno for d in child.decorator_list)])
+                span = (starts[first - 1], starts[child.end_lineno or first])
+                found.setdefault(dotted, []).append(span)
                 visit(child, f"{dotted}.")
             else:
                 visit(child, prefix)

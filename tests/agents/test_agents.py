@@ -34,6 +34,7 @@ from helpers.agents import (
     trajectory,
     written,
 )
+from helpers.marks import slow
 
 
 def with_agent(*tools: Any, environment: Any = None, most: int | None = None) -> CausalLMPolicy:
@@ -139,7 +140,7 @@ def test_the_answers_condition_what_the_policy_writes_next(calculated: Responses
 
 
 @pytest.mark.parametrize("chosen", [[0], [3, 1], [4, 3, 2, 1]])
-@pytest.mark.parametrize("base_policy", ["on-policy", "reference"])
+@pytest.mark.parametrize("base_policy", ["on-policy", slow("reference")])
 def test_trajectories_do_not_depend_on_who_else_is_there(
     chosen: list[int], base_policy: str
 ) -> None:
@@ -292,6 +293,7 @@ def checked(policy: CausalLMPolicy) -> None:
     check_apart(policy, spec, prompts_of(USERS), LONGEST)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agent", [Agent([add, fail]), Agent([], Guessing)], ids=["tools", "game"])
 def test_trajectories_that_keep_apart_pass(agent: Agent) -> None:
     policy = policy_of()
@@ -299,6 +301,7 @@ def test_trajectories_that_keep_apart_pass(agent: Agent) -> None:
     checked(policy)
 
 
+@pytest.mark.slow
 def test_tools_and_environments_that_keep_something_are_refused() -> None:
     with pytest.raises(DprlhfError, match="keeps something from call to call"):
         checked(with_agent(counted()))

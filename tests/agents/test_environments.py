@@ -115,6 +115,7 @@ class Counted(Adding):
         return f"{Counted.count} and 1?"
 
 
+@pytest.mark.slow
 def test_the_check_before_the_first_charge_tries_every_environment() -> None:
     spec = recipe.Rollout(responses=2, max_new_tokens=LENGTH)
     check_apart(acting(), spec, prompts_of(USERS), LONGEST)

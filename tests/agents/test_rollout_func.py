@@ -166,6 +166,7 @@ def lucky(completions: list[Any], luck: list[float], **columns: Any) -> list[flo
     return list(luck)
 
 
+@pytest.mark.slow
 def test_a_run_with_a_rollout_func(tmp_path: Path) -> None:
     result = dprlhf.train(
         model=agents.save(tmp_path / "model"),

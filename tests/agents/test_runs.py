@@ -13,6 +13,7 @@ import dprlhf
 from dprlhf import DprlhfError
 from dprlhf.recipe import load_recipe
 from helpers import agents
+from helpers.marks import slow
 from helpers.runs import weights
 
 SEEN: list[dict[str, Any]] = []
@@ -52,7 +53,7 @@ def settings(model: str, folder: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("update", ["pg", "grpo"])
+@pytest.mark.parametrize("update", ["pg", slow("grpo")])
 def test_a_run_with_a_calculator(update: str, model: str, tmp_path: Path) -> None:
     SEEN.clear()
     public = [agents.asked(f"say {i}") for i in range(3)]
@@ -83,6 +84,7 @@ def test_a_run_with_a_calculator(update: str, model: str, tmp_path: Path) -> Non
     assert again.after == result.after
 
 
+@pytest.mark.slow
 def test_a_run_in_a_game_whose_environments_the_reward_sees(model: str, tmp_path: Path) -> None:
     def guessed(environments: list[agents.Guessing], **columns: Any) -> list[float]:
         assert all(isinstance(one, agents.Guessing) and one.number >= 0 for one in environments)
@@ -97,6 +99,7 @@ def test_a_run_in_a_game_whose_environments_the_reward_sees(model: str, tmp_path
     assert bool(torch.cat([w.flatten() for w in weights(result.folder.path).values()]).any())
 
 
+@pytest.mark.slow
 def test_a_run_with_two_environments_of_which_a_user_names_neither(
     model: str, tmp_path: Path
 ) -> None:
@@ -115,6 +118,7 @@ def test_a_run_with_two_environments_of_which_a_user_names_neither(
         dprlhf.train(**given)
 
 
+@pytest.mark.slow
 def test_rows_without_prompts_are_asked_by_their_environment(model: str, tmp_path: Path) -> None:
     def seeds(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
         SEEN.append({"prompts": prompts, **columns})
@@ -141,6 +145,7 @@ def test_rows_without_prompts_are_asked_by_their_environment(model: str, tmp_pat
         dprlhf.train(**(given | {"environment_factory": None, "tools": [agents.add]}))
 
 
+@pytest.mark.slow
 def test_the_recipe_names_tools_and_environments(model: str, tmp_path: Path) -> None:
     place = Path(agents.__file__)
     agent = {

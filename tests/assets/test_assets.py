@@ -407,6 +407,7 @@ def test_the_halves_are_disjoint_and_complete(
     assert abs(halves[1].index.to_series().corr(halves[1]["text"].rank())) < 0.1
 
 
+@pytest.mark.slow
 def test_the_split_depends_on_the_seed_alone(reviews: pd.DataFrame) -> None:
     first, again, other = (catalogue.split(reviews, 50, seed)[0] for seed in (1, 1, 2))
     assert first.equals(again)

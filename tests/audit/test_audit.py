@@ -44,6 +44,7 @@ from dprlhf.runs.folder import RunFolder
 from dprlhf.updates import UPDATES, PrivateRound
 from helpers import tiny
 from helpers.broken_gates import BROKEN, Noise, break_gate
+from helpers.marks import slow
 
 
 @pytest.fixture(autouse=True)
@@ -185,6 +186,7 @@ def test_replacing_a_user_comes_near_the_claim_and_stays_below() -> None:
     assert 0.6 * 4 <= game.bound() <= 4
 
 
+@pytest.mark.slow
 def test_secret_rounds_are_attacked_too() -> None:
     game = play(plan_of(8.0, users=4, rounds=2, partition="random-allocation"), 200, seed=3)
     assert 0.1 < game.bound() <= 8
@@ -348,7 +350,7 @@ def test_too_little_noise_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("fault", BROKEN.values(), ids=BROKEN)
-@pytest.mark.parametrize("partition", ["random-allocation", "fixed"])
+@pytest.mark.parametrize("partition", ["random-allocation", slow("fixed")])
 def test_broken_noise_is_found_through_the_trainer(
     fault: Noise, partition: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,6 +401,7 @@ def test_prompt_canaries_keep_the_unit_and_the_runs_before(column: str, tmp_path
     assert read_ledger(tmp_path / "audit/ledger.jsonl")[0].body["unit"] == column
 
 
+@pytest.mark.slow
 def test_prompt_canaries_go_through_the_recipes_own_model(tmp_path: Path) -> None:
     model = tiny.model()
     with torch.no_grad():

@@ -91,6 +91,7 @@ def test_text_logprobs_are_those_of_the_model(policy: CausalLMPolicy) -> None:
     np.testing.assert_allclose(found, by_hand, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_planted_leak_is_found_and_an_untouched_policy_shows_none(policy: CausalLMPolicy) -> None:
     def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
         return [float(c[:1] == a) for c, a in zip(completions, answer, strict=True)]

@@ -31,6 +31,7 @@ from dprlhf.privacy.plan import Plan, make_plan
 from dprlhf.recipe import AnyRecipe, DPORecipe, RewardRecipe, SFTRecipe
 from dprlhf.runs.folder import RunFolder
 from helpers.broken_gates import BROKEN, SMALL, Noise, break_gate
+from helpers.marks import slow
 
 PARTITIONS = ("random-allocation", "fixed", "stream", "poisson")
 # The noise of epsilon 8 and 1 at 8 rounds and delta 1e-5: a search for it takes seconds.
@@ -162,6 +163,7 @@ def test_a_stricter_level_needs_more_right_guesses() -> None:
     assert fewest_right(500, plan, 0.0005) > fewest_right(500, plan, 0.05)
 
 
+@pytest.mark.slow
 def test_what_the_guesses_would_see_is_what_they_see(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of("random-allocation", 0.757, 1064)
     level = 0.03 * one_run._GUESSES
@@ -251,7 +253,7 @@ def stage_recipes(privacy: dict[str, Any]) -> dict[str, AnyRecipe]:
     }
 
 
-@pytest.mark.parametrize("adjacency", ["zero-out", "replace-one"])
+@pytest.mark.parametrize("adjacency", ["zero-out", slow("replace-one")])
 @pytest.mark.parametrize("stage", ["sft", "pairs", "labels", "dpo"])
 def test_supervised_stages_move_each_canary_where_the_attack_looks(
     stage: str, adjacency: str, tmp_path: Path
@@ -293,7 +295,7 @@ def test_a_step_beside_the_gate_is_seen_through_the_trainer(
     assert found.refuted_by == ("the policy moved by something that was not released",)
 
 
-@pytest.mark.parametrize("partition", ["stream", "random-allocation"])
+@pytest.mark.parametrize("partition", ["stream", slow("random-allocation")])
 def test_correlated_noise_is_audited(partition: str, tmp_path: Path) -> None:
     recipe = stage_recipes(PRIVACY | {"bands": 3, "partition": partition})["sft"]
     found = audit(recipe, tmp_path / "a", canaries=300, seed=3, confidence=0.9999, quiet=True)

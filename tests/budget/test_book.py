@@ -59,6 +59,7 @@ def spent(book: Book) -> dict[str, float]:
 # --- what is counted ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_runs_on_the_same_users_compose_until_the_budget_is_spent(place: str) -> None:
     book = make(place, epsilon=TWO)
     first = ask(book, "a", range(20))
@@ -175,6 +176,7 @@ def test_runs_with_other_neighbours_are_refused(place: str) -> None:
         ask(book, "b", range(20), mechanism=other)
 
 
+@pytest.mark.slow
 def test_an_adaptive_budget_counts_one_gaussian_for_each_run(file: Path) -> None:
     """Were the rounds' secrecy used, a plan chosen in view of results could overspend."""
     run = Mechanism(3.0, 10, "random-allocation", "zero-out")

@@ -53,6 +53,7 @@ def test_processes_that_are_killed_leave_whole_reservations_or_none(place: str) 
     assert len(held) == 7
 
 
+@pytest.mark.slow
 def test_a_reservation_is_whole_wherever_the_process_is_killed(place: str) -> None:
     book = make(place, 7, "clinic")
     before = book.read()

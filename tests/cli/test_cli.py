@@ -15,6 +15,8 @@ import pytest
 from helpers import tiny
 from helpers.commands import dprlhf
 
+pytestmark = pytest.mark.slow
+
 
 def answer(*arguments: str) -> dict[str, Any]:
     done = dprlhf(*arguments)
@@ -173,7 +175,6 @@ class TestBadRuns:
         path.write_text(RECIPE.format(model=model, data=data, folder=tmp_path))
         return path
 
-    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("override", "named"),
         [

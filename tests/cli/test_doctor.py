@@ -206,6 +206,7 @@ class TestInit:
                 model="m", prompts="p", user_column="", reward="f:g", public_prompts="", epsilon=-1
             )
 
+    @pytest.mark.slow
     @settings(derandomize=True, max_examples=50, deadline=None)
     @given(st.text(st.characters(codec="utf-8"), min_size=1, max_size=12))
     def test_any_name_survives_yaml(self, name: str) -> None:
@@ -352,6 +353,7 @@ class TestDryRun:
         with pytest.raises(DprlhfError, match="needs the column 'note'"):
             dry_run(load_recipe(recipe_file, self.QUICK))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("score", "named"),
         [

@@ -34,6 +34,7 @@ def test_one_prompt_or_several_in_text_or_json(run: Path) -> None:
     assert [set(a) for a in answers] == [{"prompt", "base", "tuned"}] * 2
 
 
+@pytest.mark.slow
 def test_the_length_of_a_continuation(run: Path) -> None:
     def longest(max_new_tokens: int | None) -> int:
         answers = generate(run, ["One", "Two", "Three"], max_new_tokens=max_new_tokens)

@@ -166,6 +166,7 @@ class TestTheRecipeSaysWhatWasUsed:
         assert kept.evaluation is not None
         assert kept.evaluation.prompts == 4
 
+    @pytest.mark.slow
     def test_a_resumed_run_asks_for_the_same_again(
         self, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

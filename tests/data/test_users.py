@@ -110,6 +110,7 @@ def test_an_empty_round_has_no_prompts() -> None:
         assert all(values == [] for values in chosen.columns.values())
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     rows=st.lists(st.tuples(st.sampled_from("abcde"), st.integers(0, 99)), min_size=1, max_size=25),

@@ -58,6 +58,7 @@ def settings(model: str, folder: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_three_rewards_of_trl_on_conversations(model: str, tmp_path: Path) -> None:
     from trl import rewards
 

@@ -238,6 +238,7 @@ def test_trackers_write_to_one_folder_with_public_times(
     assert "walltime" in (folder / next(iter(events))).read_text()
 
 
+@pytest.mark.slow
 def test_what_is_made_of_a_run_later(folders: dict[str, Path], model: str, tmp_path: Path) -> None:
     """Resuming adds nothing; a report and evidence add themselves, and a merge goes elsewhere."""
 

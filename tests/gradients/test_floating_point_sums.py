@@ -168,6 +168,7 @@ def test_factors_that_cannot_be_scaled_leave_their_user_out() -> None:
     assert factors[1] > 0
 
 
+@pytest.mark.slow
 def test_the_margin_covers_the_rounding_of_a_sum_over_users() -> None:
     """8,000 users at the clip norm, whose sum rounds up each time, against a sum that does not."""
     users, clip_norm = 8000, 1.0

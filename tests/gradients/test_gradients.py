@@ -35,6 +35,7 @@ from dprlhf.rollout import Responses
 from helpers import tiny
 from helpers.autograd import gradient_of_user, relative_error
 from helpers.batches import MIXED, Shape, batch_of
+from helpers.marks import slow
 from helpers.policies import TARGETS, exact_norms, policy_of
 
 
@@ -159,8 +160,8 @@ def run(
 
 
 @pytest.mark.parametrize("adapter", ["lora", "ffa-lora"])
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-@pytest.mark.parametrize("per_user", ["one", "three", "mixed", "apart"])
+@pytest.mark.parametrize("kind", ["gpt2", slow("llama")])
+@pytest.mark.parametrize("per_user", ["one", slow("three"), slow("mixed"), "apart"])
 def test_clipped_sum_equals_autograd_on_one_user_at_a_time(
     kind: tiny.Kind, adapter: str, per_user: str
 ) -> None:
@@ -220,6 +221,7 @@ def test_clipped_sum_equals_autograd_whatever_is_trained(kind: tiny.Kind, traine
     assert relative_error(single.bounded.total, truth) < 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_with_dora_the_sum_is_that_of_users_alone_whatever_the_micro_batch(kind: tiny.Kind) -> None:
     """PEFT multiplies A and B by an identity for the norm: it is no row of any user's."""
@@ -301,8 +303,8 @@ def test_what_is_kept_of_a_user_is_no_larger_than_the_weights(trained: str) -> N
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("trained", ["lora", "dora", "full"])
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("trained", ["lora", slow("dora"), slow("full")])
+@pytest.mark.parametrize("kind", ["gpt2", slow("llama")])
 def test_gradient_checkpointing_changes_nothing(
     kind: tiny.Kind, trained: str, reentrant: bool
 ) -> None:
@@ -359,6 +361,7 @@ def test_a_gradient_in_bfloat16_is_the_float32_product_of_its_factors() -> None:
     assert relative_error(engine.gradients().double(), expected) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler's
 def test_the_taps_work_under_torch_compile() -> None:
     """The compiler breaks its graph at every tap, or it would leave them out."""
@@ -435,6 +438,7 @@ def test_the_end_of_sequence_token_counts_and_nothing_after_it() -> None:
     assert relative_error(totals[0], totals[1]) > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_the_sum_does_not_depend_on_the_batch_size(kind: tiny.Kind) -> None:
     policy = policy_of(kind)
@@ -458,6 +462,7 @@ def test_the_sum_does_not_depend_on_the_batch_size(kind: tiny.Kind) -> None:
     assert len(ticks) > 1
 
 
+@pytest.mark.slow
 def test_in_float32_a_user_alone_in_its_micro_batch_is_the_same_to_the_bit() -> None:
     """Who shares a micro-batch moves the others' gradients by rounding; with size 1 nobody does."""
     policy = policy_of(dtype=torch.float32)

@@ -542,6 +542,7 @@ def test_one_user_is_in_at_most_depth_partial_sums() -> None:
     assert Counting(math.inf).scale(20, episodes) == 0
 
 
+@pytest.mark.slow
 def test_ucb_vi_without_noise_finds_the_right_bank_and_with_it_pays() -> None:
     env = Riverswim(0.9)
     exact = ucbvi(env, 400, Counting(math.inf), bonus=0.01, seed=0, runs=2)

@@ -74,6 +74,7 @@ def constrained(x: Array, y: Array, radius: float) -> Array:
     return at(optimize.brentq(lambda v: np.linalg.norm(at(v)) - radius, 0.0, 1e9, xtol=1e-12))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "oracle",
     [
@@ -93,6 +94,7 @@ def test_without_noise_each_is_least_squares(oracle: Oracle) -> None:
     np.testing.assert_allclose(exact(oracle, *padded), truth, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_projected_descent_is_constrained_least_squares() -> None:
     x, y, _ = problem()
     for radius in (0.3, 0.8):
@@ -156,6 +158,7 @@ def test_the_exponential_mechanism_takes_the_best_candidate() -> None:
     )
 
 
+@pytest.mark.slow
 def test_much_data_beats_the_noise() -> None:
     x, y, w = problem(users=20_000)
     oracles: list[Oracle] = [
@@ -275,6 +278,7 @@ def moves(oracle: Any, rows: Array, neighbour: Array) -> list[float]:
     return [float((a - b).norm()) / bound for a, b, bound in pairs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("oracle", GAUSSIAN, ids=lambda oracle: type(oracle).__name__)
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(rows=st.lists(row, min_size=1, max_size=5), new=row)
@@ -358,6 +362,7 @@ def log_ratio(p: Array, q: Array) -> float:
     return float(np.abs(np.log(p / q)).max())
 
 
+@pytest.mark.slow
 def test_frequencies_match_the_law() -> None:
     x, y, _ = problem(users=12)
     candidates = 1.5 * np.random.default_rng(2).normal(size=(8, 3))
@@ -652,6 +657,7 @@ def test_levels_rise_as_the_proof_asks(k: int) -> None:
     assert shift == pytest.approx(2 * residual * math.sqrt(leverage * (1 + 2 * leverage)))
 
 
+@pytest.mark.slow
 def test_levels_that_do_not_rise_break_the_score() -> None:
     """The control: with one level for all, one user can let others back in."""
     setup = small_setup()

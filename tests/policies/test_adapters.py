@@ -237,6 +237,7 @@ def test_an_architecture_that_peft_does_not_know_has_its_projections_adapted(typ
     assert not [name for name, _ in layers if "lora_A" in name and "qkv_proj" not in name]
 
 
+@pytest.mark.slow
 def test_phi3_trains_with_the_default_adapter_and_without_a_warning(tmp_path: Path) -> None:
     phi3().save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
@@ -262,6 +263,7 @@ def test_a_model_whose_layers_say_nothing_names_them() -> None:
         make_policy(model, tiny.tokenizer(), Adapter())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("type_", [t for t in GPT2 if t not in ("lora", "ffa-lora")])
 def test_training_moves_it(type_: str, tmp_path: Path) -> None:
     targets = GPT2[type_][0]

@@ -27,6 +27,7 @@ from dprlhf.rollout import Responses, sample
 from dprlhf.rollout.logprobs import token_logprobs
 from dprlhf.training.made_up_rounds import Shapes, gradients_of
 from helpers import tiny
+from helpers.marks import slow
 from helpers.policies import exact_norms
 
 SMALL = {**tiny.SMALL, "num_hidden_layers": 3, "n_layer": 3}
@@ -99,7 +100,7 @@ def sums(policy: CausalLMPolicy, rows: Responses, size: int = 12) -> tuple[torch
     return found.bounded.total, open_private(found.norms)
 
 
-@pytest.mark.parametrize("layers", [None, [1, 2], [2]])
+@pytest.mark.parametrize("layers", [None, slow([1, 2]), slow([2])])
 @pytest.mark.parametrize("model_type", sorted(shared_prompt._MODELS))
 def test_the_clipped_sum_of_what_was_kept_is_that_of_a_second_pass(
     model_type: str, layers: list[int] | None
@@ -118,6 +119,7 @@ def test_the_clipped_sum_of_what_was_kept_is_that_of_a_second_pass(
     np.testing.assert_allclose(norms, norms_again, rtol=close["rtol"])
 
 
+@pytest.mark.slow
 def test_micro_batches_of_other_sizes_and_rows_of_other_places_take_their_own() -> None:
     policy = policy_of("llama", [1, 2])
     expected = sums(policy, without(sampled(policy, keep=None)))[0]
@@ -252,7 +254,7 @@ ADAPTERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter["type"])
-@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+@pytest.mark.parametrize("model_type", ["llama", slow("gpt2")])
 def test_every_adapter_has_the_gradients_of_a_second_pass(
     model_type: str, adapter: dict[str, Any]
 ) -> None:

@@ -230,6 +230,7 @@ def test_the_checkpoint_has_the_optimizers_moments(tmp_path: Path, name: str) ->
     assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_learning_rate_of_its_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from dprlhf.recipe import Adapter
 from dprlhf.rollout.decoding import decode
 from helpers import tiny
 from helpers.batches import Shape, batch_of
+from helpers.marks import slow
 
 PROMPT, RESPONSE, COPIES = 5, 4, 3
 
@@ -189,7 +190,7 @@ def logits_of_steps(
     return found, torch.stack(seen, 1)[: 4 * len(prompts)]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", slow("eager")])
 @pytest.mark.parametrize("model_type", sorted(shared_prompt._MODELS))
 def test_every_supported_model_decodes_the_same(
     model_type: str, attention: str, monkeypatch: pytest.MonkeyPatch

@@ -124,6 +124,7 @@ def test_two_hundred_runs_have_a_total_at_once() -> None:
     assert "parallel" in equal.accountant
 
 
+@pytest.mark.slow
 def test_equal_runs_cost_no_more_work_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The curve of 200 equal runs is evaluated once, and so is its reach."""
     calls = {"n": 0}
@@ -177,6 +178,7 @@ def test_a_run_that_was_made_several_times_counts_as_often() -> None:
     assert many.epsilon == pytest.approx(gaussian_epsilon(0.25, DELTA))
 
 
+@pytest.mark.slow
 def test_runs_of_earlier_versions_under_add_remove_count_as_zero_out() -> None:
     old = Mechanism(1.0, 2, adjacency="add-remove")
     apart = [[True, False], [False, True]]

@@ -112,6 +112,7 @@ def test_with_all_columns_equal_it_is_one_gaussian(noise: float, columns: Any) -
     assert gaussian_delta(noise, at) * (1 - 1e-9) <= found
 
 
+@pytest.mark.slow
 def test_epsilon_falls_with_the_noise_and_lies_between_known_bounds() -> None:
     costs = [epsilon(Mechanism(z, 6, bands=6), DELTA) for z in (1.0, 1.5, 2.5)]
     for z, cost in zip((1.0, 1.5, 2.5), costs, strict=True):

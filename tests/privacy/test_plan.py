@@ -112,6 +112,7 @@ def test_the_cost_never_exceeds_what_was_asked_for(
     assert again.guarantee.epsilon == p.guarantee.epsilon
 
 
+@pytest.mark.slow
 def test_the_cost_of_several_passes_never_exceeds_what_was_asked_for() -> None:
     p = ask(epsilon=2.0, rounds=4, partition="poisson", participations=2)
     assert 1.98 < p.guarantee.epsilon <= 2.0

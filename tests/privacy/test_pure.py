@@ -155,6 +155,7 @@ def test_a_pure_run_is_pure() -> None:
     assert epsilon(Mechanism(1.5, 7, adjacency="replace-one"), 0.0).epsilon == 3.0
 
 
+@pytest.mark.slow
 def test_the_returned_epsilon_keeps_its_delta_and_is_tight() -> None:
     for mechanism in (
         Mechanism(1.0, 100),
@@ -178,6 +179,7 @@ def test_allocation_amplifies_and_the_usual_shortcut_does_not_hold() -> None:
     assert delta_of(Mechanism(1.0, 100), shortcut) > 1e-2
 
 
+@pytest.mark.slow
 def test_round_epsilon_meets_the_budget() -> None:
     for rounds, adjacency in ((1, "zero-out"), (100, "add-remove"), (5, "replace-one")):
         e0, cost = round_epsilon(1.0, 1e-5, rounds=rounds, adjacency=adjacency)  # type: ignore[arg-type]

@@ -82,6 +82,7 @@ def test_no_other_pair_of_contributions_costs_more(case: int) -> None:
     assert (abs(values.mean() - bound) < 4 * error) == (case == 0)
 
 
+@pytest.mark.slow
 def test_epsilon_is_within_delta_and_below_two_steps() -> None:
     for z, rounds, before in ((1.0, 100, 1.126), (1.0, 16, 3.117), (0.692, 16, 6.333)):
         mechanism = Mechanism(z, rounds, adjacency="replace-one")

@@ -133,6 +133,7 @@ def test_the_error_of_the_polynomials_is_below_its_bound() -> None:
     assert worst > 0.3  # the bound is no wider than it need be
 
 
+@pytest.mark.slow
 def test_the_bound_has_room_for_what_the_polynomials_leave_out() -> None:
     """Beside its part for roundings: both remainders and the digits not drawn, by derivatives."""
     table, unit = module._table(FULL), 2.0**-53

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from scipy import integrate, optimize, stats
+from typer.testing import CliRunner
 
 from dprlhf import DprlhfError
+from dprlhf.cli.app import app
 from dprlhf.privacy import selection
 from dprlhf.privacy.accounting import Epsilon, Mechanism
 from dprlhf.privacy.selection import Repetitions, selection_cost
-from helpers.commands import dprlhf
 
 ETAS = [-0.5, 0.0, 0.3, 1.0, 2.0]
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -220,8 +221,9 @@ def test_refusals(call: Callable[[], Any], message: str) -> None:
 
 def test_the_command() -> None:
     words = ["privacy", "selection", "--users", "1500", "--rounds", "1", "--partition", "fixed"]
-    ended = dprlhf(*words, "--noise-multiplier", "4", "--delta", "1e-5", "--runs", "10")
-    assert ended.returncode == 0, ended.stderr
+    words += ["--noise-multiplier", "4", "--delta", "1e-5", "--runs", "10"]
+    ended = CliRunner().invoke(app, words)
+    assert ended.exit_code == 0, ended.output
     cost = selection_cost(Mechanism(4.0, 1, "fixed"), Repetitions.with_mean(10.0), 1e-5)
     assert f"{cost.epsilon:.3f}" in ended.stdout
     assert "secret" in ended.stdout

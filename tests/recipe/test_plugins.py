@@ -119,6 +119,7 @@ def test_what_is_no_plugin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         make({**SMALL, "update": {"name": "halved"}})
 
 
+@pytest.mark.slow
 def test_a_run_is_charged_and_stated_as_any_other(plugin: UpdatePlugin, tmp_path: Path) -> None:
     model = save_sharp(tmp_path / "model")
     run = tmp_path / "run"
@@ -133,6 +134,7 @@ def test_a_run_is_charged_and_stated_as_any_other(plugin: UpdatePlugin, tmp_path
     assert "by the update `halved`" in (run / "policy" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_releases_of_the_settings_are_what_is_charged(plugin: UpdatePlugin, tmp_path: Path) -> None:
     model = save_sharp(tmp_path / "model")
     common = {"epsilon": 8.0, "rounds": 2, "update__name": "halved"}

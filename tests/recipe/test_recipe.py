@@ -378,6 +378,7 @@ def test_what_is_written_is_read_back(tmp_path: Path, values: dict[str, Any]) ->
     assert set(written["privacy"]) == set(type(recipe.privacy).model_fields)
 
 
+@pytest.mark.slow
 def test_reading_a_recipe_loads_nothing_heavy(file: Path) -> None:
     program = (
         "import sys\nfrom dprlhf.recipe import load_recipe, dump_recipe\n"

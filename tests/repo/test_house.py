@@ -195,6 +195,7 @@ class C:
     ]
 
 
+@pytest.mark.slow
 def test_the_figures_of_the_layout_can_be_counted() -> None:
     """The script that writes ``docs/results/house.json`` fits the tests that it reads."""
     rows = {row.name: row.value for part in (figures.imports, figures.sizes) for row in part()}

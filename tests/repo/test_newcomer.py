@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import doctest
+import functools
 import itertools
+import os
 import pkgutil
 import re
 import shlex
@@ -141,10 +143,17 @@ def test_the_example_reward_can_teach() -> None:
 
 
 def launch(command: str) -> int:
-    """Run a command of ``accelerate`` in processes of its own."""
+    """Run a command of ``accelerate`` in two processes of its own, each of which has a share."""
     words = [str(Path(sys.executable).parent / "accelerate"), *shlex.split(smaller(command))[1:]]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    # PEFT imports bitsandbytes where it is installed, and that torch's compiler, for seconds.
+    environment = os.environ | {"TORCHDYNAMO_DISABLE": "1"}
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=300, check=False, env=environment
+    )
     assert done.returncode == 0, done.stderr[-2000:]
+    assert {p.name for p in Path.cwd().glob("runs/two/secret/telemetry-*")} == {
+        "telemetry-0.jsonl", "telemetry-1.jsonl",
+    }  # fmt: skip
     return done.returncode
 
 
@@ -208,6 +217,15 @@ def test_the_pipeline_recipes_load_and_build_on_each_other() -> None:
     assert recipes[2].model_dump()["policy"]["model_name_or_path"] == f"{folders[0]}/model"
 
 
+@functools.cache
+def generated_pages() -> dict[str, str]:
+    """Return the pages that the site makes itself, by name."""
+    import docs_pages
+
+    return docs_pages.pages()
+
+
+@functools.cache
 def anchors(text: str) -> set[str]:
     """Return the anchors of a page's headings, as mkdocs makes them."""
     titles = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
@@ -221,9 +239,7 @@ def anchors(text: str) -> set[str]:
     ids=lambda p: p.relative_to(ROOT).as_posix(),
 )
 def test_the_links_lead_somewhere(page: Path) -> None:
-    import docs_pages
-
-    generated = {ROOT / "docs" / name: text for name, text in docs_pages.pages().items()}
+    generated = {ROOT / "docs" / name: text for name, text in generated_pages().items()}
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if re.match(r"[a-z]+:", target):
             continue
@@ -261,19 +277,15 @@ def test_the_python_reference_names_what_exists() -> None:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    import docs_pages
-
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     named = set(re.findall(r"[\w/-]+\.md", str(site["nav"])))
     files = {p.relative_to(ROOT / "docs").as_posix() for p in (ROOT / "docs").rglob("*.md")}
-    assert named == {f for f in files if not f.startswith("results/")} | docs_pages.pages().keys()
+    assert named == {f for f in files if not f.startswith("results/")} | generated_pages().keys()
 
 
 def test_what_is_experimental_is_marked_everywhere() -> None:
     """In the reference, in the guide and in the help, from the marks on the settings classes."""
-    import docs_pages
-
-    table = docs_pages.pages()["reference/recipes.md"]
+    table = generated_pages()["reference/recipes.md"]
     marked = re.findall(r"^\| `([\w.]+)` .*\(\*\*experimental\*\*(.*)\) \|$", table, re.MULTILINE)
     assert {key for key, _ in marked} == {
         "policy.adapter.type",
@@ -295,9 +307,7 @@ def test_what_is_experimental_is_marked_everywhere() -> None:
 
 
 def test_the_reference_names_every_key_and_command() -> None:
-    import docs_pages
-
-    pages = docs_pages.pages()
+    pages = generated_pages()
     keys = pages["reference/recipes.md"]
     for key in ("`update.clip_norm`", "`policy.adapter.rank`", "`data.chosen_column`"):
         assert key in keys

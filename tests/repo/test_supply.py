@@ -86,6 +86,7 @@ def names(requirements: list[str]) -> set[str]:
     return {called.get(name, name) for name in plain}
 
 
+@pytest.mark.slow
 def test_what_is_required_is_what_is_imported() -> None:
     """The papers' packages are an extra; trl, opacus and other yardsticks are for development."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
@@ -109,6 +110,7 @@ def test_what_is_required_is_what_is_imported() -> None:
     assert names(extras["papers"]) - imported(papers) == {"imageio"}  # gymnasium's MuJoCo wants it
 
 
+@pytest.mark.slow
 def test_hub_telemetry_is_off_unless_asked_for() -> None:
     command = [
         sys.executable, "-c",

@@ -299,6 +299,7 @@ def test_the_check_finds_the_largest_call_that_changes_no_score() -> None:
         check_reward(couples_forty, PROMPTS, COMPLETIONS)
 
 
+@pytest.mark.slow
 def test_a_run_calls_its_reward_with_sizes_that_were_checked(tmp_path: Path) -> None:
     called: list[int] = []
 
@@ -557,6 +558,7 @@ def test_what_a_reward_says_reaches_the_secret_sink_only(
         LOGGER.propagate = True
 
 
+@pytest.mark.slow
 def test_forgotten_tasks_do_not_log_their_exception(caplog: pytest.LogCaptureFixture) -> None:
     tasks: list[asyncio.Task[None]] = []
 
@@ -950,6 +952,7 @@ def _byte_symbols() -> list[str]:
 TEXTS = ["", "a", "good", "a longer text", "word " * 9, "x", "some middling text here"]
 
 
+@pytest.mark.slow
 def test_classifier_matches_single_unpadded_texts(tmp_path: Path) -> None:
     folder, model, _ = bert(tmp_path, ["bad", "fair", "good"])
     for label, index in (("bad", 0), ("good", 2)):

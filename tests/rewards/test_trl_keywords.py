@@ -72,6 +72,7 @@ def test_scalars_and_arrays_of_other_libraries_are_numbers(answer: Any) -> None:
 # --- trainer_state ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_curriculum_sees_the_round_and_nothing_of_the_users(tmp_path: Path) -> None:
     seen: list[tuple[bool, RoundState]] = []
 
@@ -134,6 +135,7 @@ def logging_reward(
     return [float(len(c)) for c in completions]
 
 
+@pytest.mark.slow
 def test_what_is_logged_of_private_rows_stays_in_the_secret_folder(tmp_path: Path) -> None:
     folder = run(tmp_path, logging_reward)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -35,6 +35,7 @@ from dprlhf.rollout import (
 )
 from dprlhf.rollout.decoding import bytes_per_row, inverse_cdf
 from helpers import tiny
+from helpers.marks import slow
 from helpers.sampled import (
     EOS,
     KEY,
@@ -53,7 +54,7 @@ from helpers.sampled import (
 # --- what the tokens depend on -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["gpt2", slow("llama")])
 @pytest.mark.parametrize("base_policy", ["on-policy", "reference"])
 def test_tokens_do_not_depend_on_the_batch(kind: tiny.Kind, base_policy: str) -> None:
     """Neither on the batch size, nor on the order of the prompts, nor on who else is there."""
@@ -139,8 +140,8 @@ def test_a_micro_batch_has_the_shape_that_is_asked_for() -> None:
         assert mask[3:].sum(1).tolist() == [1 + responses.max_new_tokens] * 2
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32)])
+@pytest.mark.parametrize("attention", ["sdpa", slow("eager")])
 @pytest.mark.parametrize(
     ("count", "absent", "longest"),
     [(18, 0, True), (18, 3, True), (18, 17, True), (16, 2, False)],
@@ -341,6 +342,7 @@ def test_first_tokens_come_from_the_right_distribution(kind: tiny.Kind) -> None:
     assert chi_squared(of_base, tuned(TEMPERATURE)) < 1e-9
 
 
+@pytest.mark.slow
 def test_second_tokens_have_draws_of_their_own() -> None:
     """Each token's place in its conditional CDF is uniform, and independent of the other's."""
     policy, responses = policy_of("gpt2"), many("gpt2")

@@ -20,6 +20,7 @@ from dprlhf.rollout import Responses, sample
 from dprlhf.rollout.sampling import ended
 from dprlhf.training.measures import measure
 from helpers import tiny
+from helpers.marks import slow
 from helpers.policies import policy_of
 
 EOS = 0
@@ -65,7 +66,7 @@ def frequent(policy: CausalLMPolicy, width: int) -> str:
     return max(found, key=lambda text: found[text])
 
 
-@pytest.mark.parametrize("widths", [(1,), (2,), (1, 2)])
+@pytest.mark.parametrize("widths", [slow((1,)), slow((2,)), (1, 2)])
 def test_a_response_ends_at_its_first_stop_string_and_is_the_same_until_there(
     widths: tuple[int, ...],
 ) -> None:
@@ -95,6 +96,7 @@ def test_the_prompts_text_is_no_part_of_a_stop_string() -> None:
     assert bool(policy.stop.completed(torch.tensor([policy.tokenizer("xbc")["input_ids"]]))[0])
 
 
+@pytest.mark.slow
 def test_what_a_user_gets_does_not_depend_on_the_batch() -> None:
     policy = stopped_at(frequent(stopped_at(), 1))
     whole = tokens_of(draw(policy, texts()))
@@ -102,6 +104,7 @@ def test_what_a_user_gets_does_not_depend_on_the_batch() -> None:
     assert tokens_of(draw(policy, texts(4))) == whole[:8]
 
 
+@pytest.mark.slow
 def test_ended_responses_and_those_that_are_left_out() -> None:
     string = frequent(stopped_at(), 1)
     policy = stopped_at(string)
@@ -150,6 +153,7 @@ def test_the_chat_template_gets_its_arguments() -> None:
     assert policy.encode(chat, 9) == [policy.tokenizer("hi?")["input_ids"]]
 
 
+@pytest.mark.slow
 def test_a_run_with_every_setting_goes_on_where_it_stopped(tmp_path: Path) -> None:
     def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
         return [float(len(text)) / 10 for text in completions]

@@ -134,6 +134,7 @@ def test_vllms_answers_come_back_to_their_rows(fake: vllm_stub.Faults) -> None:
     assert draw(policy, prompts_of([], [], []), backend="vllm").users == 0
 
 
+@pytest.mark.slow
 def test_vllm_must_not_let_requests_move_each_other(fake: vllm_stub.Faults) -> None:
     fake.couples_requests = True
     with pytest.raises(DprlhfError, match="other tokens alone"):

@@ -129,6 +129,7 @@ def test_a_run_reserves_before_its_first_charge_and_the_second_is_refused(
     resume("one")  # finished: it has its reservation
 
 
+@pytest.mark.slow
 def test_a_run_that_is_refused_late_leaves_no_folder(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +236,7 @@ def test_a_run_goes_on_with_its_own_book_only(model: str, monkeypatch: pytest.Mo
         resume("one")
 
 
+@pytest.mark.slow
 def test_a_book_from_a_backup_is_noticed_by_the_runs_at_hand(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,6 +261,7 @@ def test_a_book_from_a_backup_is_noticed_by_the_runs_at_hand(
     dprlhf.train(**elsewhere)
 
 
+@pytest.mark.slow
 def test_previous_runs_are_counted_once(model: str) -> None:
     train(model, "old", privacy__book="none")
     book = make(epsilon=8.0)

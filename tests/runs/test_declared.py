@@ -57,6 +57,7 @@ def test_the_history_of_a_training_run_of_opacus(model: Path) -> None:
     assert (record.stage, record.unit) == ("opacus", None)
 
 
+@pytest.mark.slow
 def test_a_rate_between_two_whole_numbers_of_passes_is_rounded_up(tmp_path: Path) -> None:
     for name, rate, passes in (("a", 0.25, 5), ("b", 0.2501, 6), ("c", 1e-6, 1), ("d", 1.0, 20)):
         folder = tiny.save(tmp_path / name)
@@ -115,6 +116,7 @@ def test_terms_out_of_range(model: Path, history: Any, message: str) -> None:
         records_of(model)
 
 
+@pytest.mark.slow
 def test_the_command_and_a_second_declaration(model: Path, tmp_path: Path) -> None:
     given = ["privacy", "declare", str(model), "--noise-multiplier", "1", "--sample-rate", "0.1"]
     given += ["--steps", "30", "--delta", "1e-5"]

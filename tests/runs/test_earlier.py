@@ -22,6 +22,7 @@ def record(terms: dict[str, Any]) -> Record:
     return Record("a", "a", "rl", None, 1e-5, cost_terms(terms), [])
 
 
+@pytest.mark.slow
 def test_bands_are_in_a_record_only_where_the_cost_depends_on_them() -> None:
     allocated = plan(bands=4)
     assert cost_terms(allocated.terms())["bands"] == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import math
 import re
@@ -28,8 +29,10 @@ from dprlhf.runs.evidence.words import found_at, of_hundred, one_in, right_guess
 from dprlhf.runs.evidence.write import verify_evidence, write_evidence
 from helpers import tiny
 from helpers.commands import dprlhf as command
+from helpers.marks import slow
 
 DAY = datetime.date(2026, 11, 23)
+Finished = Callable[[str], Path]
 NUMBERS = ["11.3.2", "11.3.3", "12.3.1", "12.3.2", "12.3.3"]
 PUBLIC = [f"the film was {word}" for word in ("good", "bad", "long", "short")]
 
@@ -71,23 +74,30 @@ def supervised(stage: str, model: str, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One finished run of each stage, one that builds on the first, and one without privacy."""
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A finished run of each stage, one that builds on the first, and one without privacy."""
     place = tmp_path_factory.mktemp("finished")
     model = str(tiny.save(place / "model"))
-    for stage in ("sft", "reward"):
-        supervised(stage, model, place / stage)
-    reinforced(model, place / "rl")
-    reinforced(model, place / "baseline", epsilon=math.inf)
-    previous = [{"run": str(place / "sft")}]
-    reinforced(str(place / "sft" / "model"), place / "second", previous=previous)
-    return {name: place / name for name in ("sft", "reward", "rl", "baseline", "second")}
+
+    @functools.cache
+    def make(name: str) -> Path:
+        folder = place / name
+        if name in ("sft", "reward"):
+            supervised(name, model, folder)
+        elif name == "second":
+            first = make("sft")
+            reinforced(str(first / "model"), folder, previous=[{"run": str(first)}])
+        else:
+            reinforced(model, folder, epsilon={"rl": 4.0, "baseline": math.inf}[name])
+        return folder
+
+    return make
 
 
 @pytest.fixture
-def run(finished: dict[str, Path], tmp_path: Path) -> Path:
+def run(finished: Finished, tmp_path: Path) -> Path:
     """A copy of the finished reinforcement run, to be tampered with."""
-    shutil.copytree(finished["rl"], tmp_path / "rl")
+    shutil.copytree(finished("rl"), tmp_path / "rl")
     return tmp_path / "rl"
 
 
@@ -125,15 +135,15 @@ def reforge(run: Path, change: Callable[[list[tuple[str, dict[str, Any]]]], obje
 # --- what it says -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", ["rl", "sft", "reward"])
+@pytest.mark.parametrize("stage", ["rl", slow("sft"), slow("reward")])
 def test_each_stage_is_answered_point_by_point(
-    finished: dict[str, Path], tmp_path: Path, stage: str
+    finished: Finished, tmp_path: Path, stage: str
 ) -> None:
-    statement = statement_of(finished[stage], tmp_path, limit=8.0)
+    statement = statement_of(finished(stage), tmp_path, limit=8.0)
     assert [a["draft_number"] for a in statement["answers"]] == NUMBERS
     assert [a["number"] for a in statement["answers"]] == ["11.2.4", "11.2.5", None, None, None]
     assert statuses(statement) == ["shown", "missing", "shown", "missing", "partly shown"]
-    card = json.loads((finished[stage] / "privacy.json").read_text())
+    card = json.loads((finished(stage) / "privacy.json").read_text())
     assert statement["guarantee"]["epsilon"] >= card["epsilon"]
     assert statement["guarantee"]["delta"] == card["delta"]
     page = (tmp_path / "evidence.html").read_text()
@@ -149,9 +159,9 @@ def test_each_stage_is_answered_point_by_point(
     assert "not a certificate" in page
 
 
-def test_the_golden_structure(finished: dict[str, Path], tmp_path: Path) -> None:
+def test_the_golden_structure(finished: Finished, tmp_path: Path) -> None:
     """Readers of evidence.json rely on these names."""
-    statement = statement_of(finished["rl"], tmp_path)
+    statement = statement_of(finished("rl"), tmp_path)
     assert {name: type(value).__name__ for name, value in statement.items()} == {
         "format": "str", "date": "str", "software": "str", "run": "dict", "guarantee": "dict",
         "limit": "NoneType", "alerts": "list", "answers": "list", "rounds": "list", "runs": "list",
@@ -191,8 +201,9 @@ def test_a_link_into_secret_is_not_followed(run: Path, tmp_path: Path) -> None:
     assert not [name for name in files if name.startswith("policy/x-")]
 
 
-def test_a_baseline_has_no_guarantee(finished: dict[str, Path], tmp_path: Path) -> None:
-    statement = statement_of(finished["baseline"], tmp_path)
+@pytest.mark.slow
+def test_a_baseline_has_no_guarantee(finished: Finished, tmp_path: Path) -> None:
+    statement = statement_of(finished("baseline"), tmp_path)
     assert statement["guarantee"]["short"] == "No guarantee"
     assert statement["guarantee"]["epsilon"] is None
     assert any(alert["what"].startswith("No guarantee") for alert in statement["alerts"])
@@ -202,10 +213,10 @@ def test_a_baseline_has_no_guarantee(finished: dict[str, Path], tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_earlier_runs_are_listed_and_totalled(finished: dict[str, Path], tmp_path: Path) -> None:
-    statement = statement_of(finished["second"], tmp_path)
+def test_earlier_runs_are_listed_and_totalled(finished: Finished, tmp_path: Path) -> None:
+    statement = statement_of(finished("second"), tmp_path)
     assert [r["name"] for r in statement["runs"]] == ["second", "sft"]
-    records = records_of(finished["second"])
+    records = records_of(finished("second"))
     total, before = total_of(records), total_of(records[1:])
     assert statement["guarantee"]["epsilon"] >= total.epsilon > before.epsilon
     rows = statement["rounds"]
@@ -229,23 +240,23 @@ def test_epsilon_by_round_is_owed_from_the_first_charge_on(run: Path, tmp_path: 
     assert any("not finished: 1 of 3" in alert["what"] for alert in statement["alerts"])
 
 
-def test_a_crossed_threshold_is_an_alert(finished: dict[str, Path], tmp_path: Path) -> None:
-    within = statement_of(finished["rl"], tmp_path, limit=4.0)
-    above = statement_of(finished["rl"], tmp_path, limit=3.9)
-    none = statement_of(finished["rl"], tmp_path)
+@pytest.mark.slow
+def test_a_crossed_threshold_is_an_alert(finished: Finished, tmp_path: Path) -> None:
+    within = statement_of(finished("rl"), tmp_path, limit=4.0)
+    above = statement_of(finished("rl"), tmp_path, limit=3.9)
+    none = statement_of(finished("rl"), tmp_path)
     said = [any("threshold" in a["what"] for a in s["alerts"]) for s in (within, above, none)]
     assert said == [False, True, False]
     assert "in round 1" in above["alerts"][0]["what"]
     assert [statuses(s)[2] for s in (within, above, none)] == ["shown", "shown", "partly shown"]
-    before = statement_of(finished["second"], tmp_path, limit=0.5)
+    before = statement_of(finished("second"), tmp_path, limit=0.5)
     assert any("before this run began" in alert["what"] for alert in before["alerts"])
 
 
-def test_a_model_from_an_unknown_folder_is_an_alert(
-    finished: dict[str, Path], tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_a_model_from_an_unknown_folder_is_an_alert(finished: Finished, tmp_path: Path) -> None:
     for name in ("rl", "sft", "reward"):
-        alerts = statement_of(finished[name], tmp_path)["alerts"]
+        alerts = statement_of(finished(name), tmp_path)["alerts"]
         assert ["comes from a folder" in alert["what"] for alert in alerts] == [True]
 
 

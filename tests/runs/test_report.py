@@ -342,6 +342,7 @@ class TestDamage:
 
 
 class TestPlots:
+    @pytest.mark.slow
     @settings(derandomize=True, max_examples=100, deadline=None)
     @given(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6))
     def test_ticks_cover_the_range(self, a: float, b: float) -> None:

@@ -63,6 +63,7 @@ class TestFigures:
     def test_without_a_signal_no_step_has_a_direction(self) -> None:
         assert not cosines(plan_of(), Signal(0.0, 0.5, 100)).any()
 
+    @pytest.mark.slow
     def test_kappa_of_independent_noise(self) -> None:
         plan = plan_of(2.0, participations=2)
         assert kappa(plan) == pytest.approx(2.0 * math.sqrt(8) / 2)

@@ -107,6 +107,7 @@ def test_against_a_direct_computation() -> None:
     assert measure(policy, responses, None).keys() == set(list(expected)[:4])
 
 
+@pytest.mark.slow
 def test_the_kl_of_one_token_by_enumeration() -> None:
     """Both estimators average to the KL between the two distributions over all 257 tokens."""
     policy, _ = policy_and_responses(0.3)
@@ -161,6 +162,7 @@ def with_judges(tmp_path: Path, judges: dict[str, str], **more: Any) -> dict[str
     }
 
 
+@pytest.mark.slow
 def test_a_run_measures_at_each_evaluation_and_judges_see_no_user(tmp_path: Path) -> None:
     model = str(tiny.save(tmp_path / "model"))
     result = runs.train(
@@ -198,6 +200,7 @@ def test_a_run_measures_at_each_evaluation_and_judges_see_no_user(tmp_path: Path
     assert seen == set(PUBLIC)
 
 
+@pytest.mark.slow
 def test_a_judge_changes_no_policy_and_may_come_later(tmp_path: Path) -> None:
     model = str(tiny.save(tmp_path / "model"))
     common = {"rounds": 2, "epsilon": 8.0, "delta": 1e-3}

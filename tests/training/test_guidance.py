@@ -88,6 +88,7 @@ def test_a_resumed_run_equals_an_unbroken_one(
             assert all(torch.equal(whole[name], again[name]) for name in whole), (stop, file)
 
 
+@pytest.mark.slow
 def test_directions_are_kept_for_as_many_rounds_as_asked(model: str, tmp_path: Path) -> None:
     seen: list[torch.Tensor] = []
 
@@ -99,6 +100,7 @@ def test_directions_are_kept_for_as_many_rounds_as_asked(model: str, tmp_path: P
     assert alike == [True, False, True, False]
 
 
+@pytest.mark.slow
 def test_the_first_subspace_is_what_a_round_is_timed_by(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +115,7 @@ def test_the_first_subspace_is_what_a_round_is_timed_by(
     assert seconds == pytest.approx((40 / 3 + 12) * 2 * sum(timing.values()))
 
 
+@pytest.mark.slow
 def test_a_subspace_comes_from_public_prompts_alone(model: str, tmp_path: Path) -> None:
     """With other users the first round's subspace is the same, bit for bit."""
     found = []
@@ -129,6 +132,7 @@ def test_a_subspace_comes_from_public_prompts_alone(model: str, tmp_path: Path) 
     assert not torch.equal(found[0][-1]["directions"], found[1][-1]["directions"])  # the policies'
 
 
+@pytest.mark.slow
 def test_a_release_has_as_many_coordinates_as_there_are_directions(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +196,7 @@ def test_prompts_of_the_evaluation_are_not_used(model: str, tmp_path: Path) -> N
     assert all(len(set(drawn[i : i + 12])) == 12 for i in range(0, len(drawn), 12))
 
 
+@pytest.mark.slow
 def test_the_base_model_writes_prompts_where_there_are_none(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +216,7 @@ def test_the_base_model_writes_prompts_where_there_are_none(
     assert isinstance(subspace_in(tmp_path / "run")["directions"], torch.Tensor)
 
 
+@pytest.mark.slow
 def test_no_row_of_a_user_guides_a_run(model: str, tmp_path: Path) -> None:
     file = tmp_path / "public.jsonl"
     for last, message in (
@@ -228,6 +234,7 @@ def test_no_row_of_a_user_guides_a_run(model: str, tmp_path: Path) -> None:
             train(model, tmp_path / "run", **values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -257,6 +264,7 @@ def test_the_state_of_a_checkpoint_is_what_comes_back() -> None:
     assert float(other.state()["scale"]) == 0.3
 
 
+@pytest.mark.slow
 def test_the_mean_public_gradient_can_be_the_one_direction(model: str, tmp_path: Path) -> None:
     seen: dict[bool, torch.Tensor] = {}
     for mean_first in (False, True):

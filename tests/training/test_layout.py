@@ -290,6 +290,7 @@ def test_every_response_of_a_row_is_compared() -> None:
 # --- whole runs --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_card_says_what_was_checked_and_assumes_nothing_of_rounding(tmp_path: Path) -> None:
     model = save_sharp(tmp_path / "model")
     dprlhf.train(**run_settings(model, rounds=1), output_dir=tmp_path / "run")
@@ -299,6 +300,7 @@ def test_the_card_says_what_was_checked_and_assumes_nothing_of_rounding(tmp_path
     assert card["rounding"] in (tmp_path / "run/policy/README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_checks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_sharp(tmp_path / "model")
     settings = run_settings(model, rounds=1)

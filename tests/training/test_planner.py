@@ -57,6 +57,7 @@ class TestMeasure:
         assert all(s.dimension == facts.dimension for s in facts.probe.signals.values())
         assert set(facts.seconds) == {"rollout", "reward", "update"}
 
+    @pytest.mark.slow
     def test_no_users_prompt_is_read(self, model: str) -> None:
         recipe, sources = made(model)
         seen: list[str] = []
@@ -143,6 +144,7 @@ class TestChoose:
 
 
 class TestAuto:
+    @pytest.mark.slow
     def test_a_run_keeps_the_numbers_and_resumes_with_them(
         self, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -185,6 +187,7 @@ class TestAuto:
         shown = dry_run(*made(model, privacy__auto=AUTO))
         assert shown["rounds"] in (4, 5)
 
+    @pytest.mark.slow
     def test_a_dry_run_compares_the_noise_of_what_is_released(self, model: str) -> None:
         shown = dry_run(*made(model, update__subspace={"rank": 2, "prompts": 8}))
         plan = make_plan(users=len(USERS), rounds=6, delta=1e-5, epsilon=8.0)

@@ -123,6 +123,7 @@ def old_run(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path / "old"
 
 
+@pytest.mark.slow
 def test_a_run_begun_under_add_remove_is_continued_totalled_and_audited(
     old_run: Path, model: str, tmp_path: Path
 ) -> None:

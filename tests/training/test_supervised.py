@@ -293,6 +293,7 @@ def shorter(completions: list[str], **columns: Any) -> list[float]:
     return [-float(len(text)) / 10 for text in completions]
 
 
+@pytest.mark.slow
 def test_without_noise_sft_learns_and_noise_alone_teaches_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -407,6 +408,7 @@ def test_a_pipeline_states_one_total(
     assert records_of(Path("two"))[0].disjoint == [records_of(Path("one"))[0].run]
 
 
+@pytest.mark.slow
 def test_a_dry_run_times_public_rows_only(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = {
         "model": {"model_name_or_path": model, "adapter": ADAPTER},
@@ -472,6 +474,7 @@ def test_an_interrupted_stage_goes_on_where_it_was(
         dprlhf.resume_stage(tmp_path / "cut", data=people(1, 40), quiet=True)
 
 
+@pytest.mark.slow
 def test_the_commands(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 

@@ -25,6 +25,7 @@ from dprlhf.privacy.partition import allocate
 from dprlhf.training import build, reinforcement
 from helpers import tiny
 from helpers.commands import dprlhf as command
+from helpers.marks import slow
 from helpers.runs import charged, lower_case, weights
 from helpers.runs import run_settings as settings
 
@@ -41,6 +42,7 @@ class PanicError(BaseException):
 
 
 class TestLearning:
+    @pytest.mark.slow
     def test_a_constant_reward_does_not_rise_by_noise(self, model: str, tmp_path: Path) -> None:
         constant = dprlhf.train(
             **settings(
@@ -70,10 +72,8 @@ class TestLearning:
         assert "## Privacy" in card
         assert "differential privacy where neighbouring" in card
 
-    @pytest.mark.parametrize(
-        "partition", ["fixed", "stream", pytest.param("poisson", marks=pytest.mark.slow)]
-    )
-    @pytest.mark.parametrize("base_policy", ["on-policy", "reference"])
+    @pytest.mark.parametrize("partition", ["fixed", "stream", slow("poisson")])
+    @pytest.mark.parametrize("base_policy", ["on-policy", slow("reference")])
     def test_every_partition_and_base_policy_runs(
         self, model: str, tmp_path: Path, partition: str, base_policy: str
     ) -> None:
@@ -229,6 +229,7 @@ class TestLeaks:
         for file in (tmp_path / "run/secret").iterdir():
             assert file.stat().st_mode & 0o077 == 0, file
 
+    @pytest.mark.slow
     def test_the_reward_in_the_metrics_is_the_noised_one(self, model: str, tmp_path: Path) -> None:
         """It is the raw mean where no noise is added, and far from it where some is."""
         for name, epsilon in (("plain", math.inf), ("private", 8.0)):
@@ -279,6 +280,7 @@ class TestLeaks:
         with pytest.raises(DprlhfError, match=r"is full: free some space.*dprlhf resume"):
             dprlhf.train(**settings(model), output_dir=tmp_path / "run")
 
+    @pytest.mark.slow
     def test_the_run_warns_before_the_first_charge(
         self, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -288,6 +290,7 @@ class TestLeaks:
         dprlhf.train(**settings(model, rounds=1, epsilon=math.inf), output_dir=tmp_path / "b")
         assert "noise leads" not in capsys.readouterr().err
 
+    @pytest.mark.slow
     def test_a_run_beside_with_a_user_of_this_one_is_named(
         self,
         model: str,
@@ -320,6 +323,7 @@ class TestLeaks:
         monkeypatch.setattr(sys.stderr, "isatty", lambda: False)  # a log, which is passed on
         assert not said("f", mixed)
 
+    @pytest.mark.slow
     def test_rows_that_vanish_are_counted_on_a_terminal_before_the_first_charge(
         self,
         model: str,
@@ -369,6 +373,7 @@ class TestLeaks:
 
 
 class TestFailingRewards:
+    @pytest.mark.slow
     def test_the_run_stops_after_three_rounds_by_released_values(
         self, model: str, tmp_path: Path
     ) -> None:
@@ -526,6 +531,7 @@ class TestResume:
         allocation = open_private(allocate(result.plan, (tmp_path / "run/secret/key").read_bytes()))
         assert sorted(allocation.order) == list(range(120))
 
+    @pytest.mark.slow
     def test_a_changed_recipe_is_refused(self, model: str, tmp_path: Path) -> None:
         common = settings(model, rounds=2)
         dprlhf.train(**common, output_dir=tmp_path / "run")
@@ -604,6 +610,7 @@ def _find(dotted: str) -> Any:
 
 
 class TestRecipes:
+    @pytest.mark.slow
     def test_the_gpt2_recipe_on_local_folders_of_the_same_format(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

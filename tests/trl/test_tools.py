@@ -17,6 +17,7 @@ def called(completions: list[Any], **columns: Any) -> list[float]:
     return [float(any(m["role"] == "tool" for m in messages)) for messages in completions]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("agent", "rewards"),
     [

@@ -191,6 +191,7 @@ class TestTheRows:
 
 
 class TestTheRun:
+    @pytest.mark.slow
     def test_no_private_row_no_book_no_promise_and_nothing_left(
         self, model: str, temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -250,6 +251,7 @@ class TestTheRun:
         assert np.mean(norms) == pytest.approx(expected, rel=0.15)
         assert (result.excess > 0) == (stand_ins is not None)
 
+    @pytest.mark.slow
     def test_a_subspace_is_what_is_released(self, model: str) -> None:
         recipe = recipe_of(model, update={"name": "pg", "subspace": {"rank": 2, "prompts": 10}})
         result = run_stand_ins(recipe, rows_for(recipe), reward=lower_case, stand_ins=30)

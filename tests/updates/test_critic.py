@@ -135,6 +135,7 @@ def test_the_clipped_sum_from_scratch(kind: Any, seed: int) -> None:
     assert round_.reward is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pg", "grpo", "ppo"])
 def test_one_user_moves_the_joint_sum_by_the_clip_norm_at_most(name: str) -> None:
     policy = policy_of("gpt2", "lora")
@@ -198,6 +199,7 @@ def test_features_are_the_same_to_the_bit_without_another_user(absent: int) -> N
     assert np.array_equal(np.delete(together, absent, 0), fewer)
 
 
+@pytest.mark.slow
 def test_parts_of_the_users_add_up_and_every_process_gets_the_same_critic() -> None:
     policy = policy_of()
     responses = batch_of(SHAPE, seed=10)
@@ -215,6 +217,7 @@ def test_parts_of_the_users_add_up_and_every_process_gets_the_same_critic() -> N
     assert not after[3].any()  # an empty round, but it was released
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pg", "grpo", "ppo"])
 def test_the_critic_moves_along_what_the_gate_gave_out(name: str) -> None:
     """Other users, whose sum differs, leave the same critic where the release is the same."""
@@ -257,6 +260,7 @@ def test_the_noise_in_the_critic_is_that_of_its_share(tmp_path: Path) -> None:
     assert float(in_units.std()) == pytest.approx(1.5 / math.sqrt(0.04), rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_run_is_charged_as_without_a_critic(model: str, tmp_path: Path) -> None:
     """The golden charge: z calibrated to ε = 4 for ten users in a round, once a round."""
     common = {
@@ -388,6 +392,7 @@ def without_critic(path: Path) -> dict[str, torch.Tensor]:
 # --- what it is good for -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_without_noise_v_is_the_least_squares_fit() -> None:
     """On the public prompts themselves, and a mean over rounds with step sizes 1, 1/2, η."""
     policy, prompts = policy_of(), public_prompts(40)

@@ -355,6 +355,7 @@ def test_several_users_take_one_pass_together(monkeypatch: pytest.MonkeyPatch) -
 # --- the local optimizer's start ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server", ["sgd", "adam"])
 def test_local_adam_starts_from_what_the_last_round_released(server: str, tmp_path: Path) -> None:
     policy = policy_of()
@@ -430,6 +431,7 @@ neighbours = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     values=neighbours,

@@ -227,6 +227,7 @@ def step_size(policy: CausalLMPolicy, responses: Responses, eta: float) -> float
     return 0.5 * eta**2 / (2 * float(feature @ feature))
 
 
+@pytest.mark.slow
 def test_without_noise_it_reaches_the_minimiser_of_the_loss() -> None:
     """E((δ/η − A)²) with A in {1, 3} is least, 1, at δ = 2η."""
     policy = policy_of("gpt2", "lora")
@@ -250,6 +251,7 @@ def test_without_noise_it_reaches_the_minimiser_of_the_loss() -> None:
         set_parameters(policy, theta)
 
 
+@pytest.mark.slow
 def test_the_step_as_printed_does_not_minimise_and_ours_does() -> None:
     """The erratum of Algorithm 5: step 3 minimises over θ, step 4 returns θ_t + η w_t.
 

@@ -149,6 +149,7 @@ def test_no_user_moves_a_release_by_more_than_the_clip_norm(name: str) -> None:
         assert 0.04 < float((everybody - fewer).norm()) <= 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pg", "grpo", "ppo", "rebel"])
 def test_the_directions_of_all_parameters_change_nothing(name: str) -> None:
     """A subspace of full rank is a rotation: sums have the same norm, and moves are the same."""

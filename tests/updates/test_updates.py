@@ -486,6 +486,7 @@ def test_the_group_baseline_points_elsewhere(
     assert float(torch.nn.functional.cosine_similarity(measured, truth, dim=0)) > 0.5
 
 
+@pytest.mark.slow
 def test_the_importance_ratio_by_hand(small: CausalLMPolicy) -> None:
     responses, answers = combinations(2, from_base=1)
     with torch.no_grad():

@@ -77,6 +77,7 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setup:
     return Setup("smollm2", clone, tmp_path / "runs", extra=small)
 
 
+@pytest.mark.slow
 def test_public_prompts_gain_exactly_nothing_on_a_secret_and_no_private_row_is_read(
     setup: Setup,
 ) -> None:
@@ -239,6 +240,7 @@ def example(seeds: int = 5) -> Comparison:
     )
 
 
+@pytest.mark.slow
 def test_goals_and_the_best_public_alternative() -> None:
     found = example()
     assert found.levels == [0, 100, 900]
