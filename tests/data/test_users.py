@@ -36,6 +36,64 @@ def prompts_of(made: Users) -> list[list[Any]]:
     return [made.select(np.array([u])).prompts for u in range(made.count)]
 
 
+CALLS = {"type": "function", "function": {"arguments": {"z": 1, "a": 2}, "name": "look"}}
+PLAIN_ROW = {"prompt": [{"role": "user", "content": "why?"}], "about": {"unit": "m"}, "wants": 3}
+OTHERS_ROWS: dict[str, dict[str, Any]] = {
+    "another message key": {"prompt": [{"role": "user", "content": "b", "name": "Bo"}]},
+    "a tool call": {"prompt": [{"role": "assistant", "content": "", "tool_calls": [CALLS]}]},
+    "another order": {"prompt": [{"content": "b", "role": "user"}]},
+    "a column of its own": {"prompt": [{"role": "user", "content": "b"}], "own": "x"},
+    "another key in a column": {"about": {"size": 2, "unit": "km"}},
+    "no number": {"wants": None},
+    "a fraction": {"wants": 2.5},
+    "nothing": {"prompt": None, "about": None, "wants": None},
+    "an empty row": {},
+}
+
+
+@pytest.mark.parametrize("source", ["list", "csv", "jsonl", "parquet", "generator"])
+@pytest.mark.parametrize("other", OTHERS_ROWS)
+def test_no_row_changes_how_another_is_read(other: str, source: str, tmp_path: Path) -> None:
+    """A column has one type for all rows, so that a key or a gap of one shows in the others'."""
+    row = dict.fromkeys(PLAIN_ROW) | OTHERS_ROWS[other]
+    if source == "list" and other == "an empty row":
+        row = {}
+    elif source == "generator" and "own" in row:
+        pytest.skip("a generator's rows have the same columns")
+    seen = [
+        read_with(first, source, tmp_path / f"{number}")
+        for number, first in enumerate([PLAIN_ROW, row])
+    ]
+    assert seen[0] == seen[1]
+
+
+def read_with(first: dict[str, Any], source: str, folder: Path) -> str:
+    """Return how two users are read behind a first one, keys in their order."""
+    folder.mkdir()
+    given = [first, PLAIN_ROW, PLAIN_ROW | {"wants": 4}]
+    file = str(folder / f"rows.{source}")
+    if source == "csv":  # which holds texts and numbers alone
+        flat = [{k: v for k, v in one.items() if k == "wants"} for one in given]
+        pd.DataFrame([{"prompt": "a", **one} for one in flat]).to_csv(file, index=False)
+    elif source == "jsonl":
+        Path(file).write_text("\n".join(map(json.dumps, given)))
+    elif source == "parquet":
+        rows_from(given, "prompt").to_parquet(file)
+    kept: dict[str, Any] = {"list": given, "generator": iter(given)}
+    rows = rows_from(kept[source], "prompt") if source in kept else load_rows(Data(path=file))
+    found = Users(rows, Data(path="here")).select(np.array([1, 2]))
+    return repr((found.prompts, {k: v for k, v in found.columns.items() if k != "own"}))
+
+
+def test_a_key_that_another_row_has_is_not_shown_to_the_chat_template() -> None:
+    """Templates such as Llama's ask for the key alone, and would refuse everybody else's prompt."""
+    talk = [{"role": "user", "content": "why?"}]
+    rows = [{"prompt": talk}, {"prompt": [{"role": "user", "content": "b", "tool_calls": [CALLS]}]}]
+    (read,) = Users(rows_from(rows, "prompt"), Data(path="here")).select(np.array([0])).prompts
+    assert read == talk
+    assert list(read[0]) == ["role", "content"]
+
+
 # ------------------------------------------------------------------------------- the grouping
 
 

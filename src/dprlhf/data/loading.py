@@ -284,7 +284,8 @@ def rows_from(prompts: Any, column: str) -> Any:
         if not isinstance(prompts, Sequence):
             return _kept_on_disk(prompts, column)
         if prompts and isinstance(prompts[0], dict):
-            return datasets.Dataset.from_list(list(prompts))
+            names = dict.fromkeys(name for row in prompts for name in row)  # not the first row's
+            return datasets.Dataset.from_dict({n: [row.get(n) for row in prompts] for n in names})
         return datasets.Dataset.from_dict({column: list(prompts)})
     except UnicodeEncodeError:
         raise DprlhfError(f"prompts: {_NO_TEXT}") from None

@@ -230,7 +230,8 @@ class Users:
         """
         slots = _counting_up(self._kept[users])
         owners = np.repeat(users, self._kept[users])
-        rows = self._rows[self._places(owners, slots)]
+        read = self._rows[self._places(owners, slots)]
+        rows = {name: [_own(value) for value in values] for name, values in read.items()}
         if not self.with_prompts:
             empty: list[Prompt] = [[{"role": "user", "content": ""}] for _ in slots]
             return Prompts(empty, owners, slots, rows, in_rows=False)
@@ -312,6 +313,28 @@ class Users:
         """Return the rows of prompts, given by their users and by their number in the user."""
         places: list[int] = self._order[self._starts[owners] + slots].tolist()
         return places
+
+
+_FIRST = ("role", "content", "id", "type", "function", "name", "arguments")
+"""Keys of messages and of the calls of tools in the order in which chat templates know them."""
+
+
+def _own(value: Any) -> Any:
+    """Return a value as its row alone would have it.
+
+    Arrow has one type for the values of all rows: a key of one row's mapping is in all others, with
+    None, in the order of the row that came first, and a gap or a fraction makes whole numbers
+    fractions. A chat template that asks for a key, or a reward that writes a number out, would tell.
+    """
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else value
+    if isinstance(value, list):
+        return [_own(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    known = {key: _FIRST.index(key) if key in _FIRST else len(_FIRST) for key in value}
+    ordered = sorted(value, key=lambda key: (known[key], key))
+    return {key: _own(value[key]) for key in ordered if value[key] is not None}
 
 
 def _written(value: Any) -> str:
