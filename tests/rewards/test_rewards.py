@@ -1201,3 +1201,19 @@ def test_the_spread_is_that_of_the_bounded_sum_of_all_rewards() -> None:
     assert (found.mean, found.std) == pytest.approx((scored.mean(), scored.std()))
     assert (found.responses, found.clipped) == (4, 0.25)
     assert found.warnings == []
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_conversation_does_not_change_how_a_text_beside_it_is_read(whole: bool) -> None:
+    """A column may hold both: each row's tokens follow from that row alone."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    prompts = ["a b", [{"role": "user", "content": "c"}]]
+    completions = ["x", [{"role": "assistant", "content": "d"}]]
+
+    def read(rows: slice) -> list[list[int]]:
+        return classifier.classifier_tokens(
+            tokenizer, prompts[rows], completions[rows], whole=whole, max_tokens=64
+        )
+
+    assert read(slice(None)) == read(slice(1)) + read(slice(1, 2))

@@ -216,30 +216,31 @@ def classifier_tokens(
         whole: Whether to read the prompt too, not the completion alone.
         max_tokens: Longest text in tokens.
     """
-    templated = (
-        whole
-        and tokenizer.chat_template is not None
-        and any(not isinstance(completion, str) for completion in completions)
-    )
-    texts = []
-    for prompt, completion in zip(prompts, completions, strict=True):
-        if templated:
+    # Row by row: a column of mixed rows would otherwise be read by what other users have there.
+    template = whole and tokenizer.chat_template is not None
+    templated = [template and not isinstance(completion, str) for completion in completions]
+    texts: list[str] = []
+    for prompt, completion, by_template in zip(prompts, completions, templated, strict=True):
+        if by_template:
             texts.append(tokenizer.apply_chat_template([*prompt, *completion], tokenize=False))
         elif whole and isinstance(completion, str):
             texts.append(prompt + completion)
         else:
             texts.append(text_of([*prompt, *completion] if whole else completion))
-    if not texts:
-        return []
-    encoded = tokenizer(
-        texts,
-        add_special_tokens=not templated,  # the template writes its own
-        padding=False,  # some tokenizer files ask for it, and it would not be masked
-        truncation=True,
-        max_length=max_tokens,
-    )
-    # Without special tokens an empty text has no token at all, which no model can read.
-    return [ids or [tokenizer.pad_token_id] for ids in encoded["input_ids"]]
+    found: list[list[int]] = [[] for _ in texts]
+    for kind in set(templated):
+        rows = [row for row, by_template in enumerate(templated) if by_template == kind]
+        encoded = tokenizer(
+            [texts[row] for row in rows],
+            add_special_tokens=not kind,  # the template writes its own
+            padding=False,  # some tokenizer files ask for it, and it would not be masked
+            truncation=True,
+            max_length=max_tokens,
+        )
+        for row, ids in zip(rows, encoded["input_ids"], strict=True):
+            # Without special tokens an empty text has no token at all, which no model can read.
+            found[row] = ids or [tokenizer.pad_token_id]
+    return found
 
 
 def _label_index(config: Any, source: str, label: str | None) -> int | None:
