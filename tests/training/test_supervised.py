@@ -321,6 +321,21 @@ def test_without_noise_sft_learns_and_noise_alone_teaches_nothing(
     assert gains["much"] < 0.1
 
 
+def test_the_bound_on_a_rounds_users_is_the_plans(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a bound of its own, how many users a round has could end a run."""
+    given: list[int] = []
+
+    def summed(*arguments: Any, **named: Any) -> Any:
+        given.append(named["most_users"])
+        return clipped_sum(*arguments, **named)
+
+    monkeypatch.setattr("dprlhf.training.supervised.clipped_sum", summed)
+    made = dprlhf.train_stage(sft(model, tmp_path / "run"), data=people(0, 40), quiet=True)
+    assert given == [made.plan.users] * made.plan.rounds
+
+
 def test_a_document_that_cannot_be_encoded_stops_nobody(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -216,6 +216,7 @@ class Supervised:
             clip_norm=run.plan.clip_norm,
             batch_size=batch_size,
             reduce=run.processes.sum,
+            most_users=run.plan.users,
             tick=batch.tick,
         )
 
