@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,20 @@ class TestMeasure:
             choose(measure(recipe, sources, prompts=16), responses=ONE_PASS)
         assert seen
         assert all(prompt.startswith("public") for prompt in seen)
+
+    def test_no_prompt_that_settings_are_chosen_by_is_a_users(self, model: str) -> None:
+        """A run itself takes fewer public rows than the planner, and compares those alone."""
+        recipe, _ = made(model)
+        rows = [f"public {i}" for i in range(90)]
+        for place, prompts, expected in ((80, 80, True), (85, 80, False), (80, 70, False)):
+            mixed = [*rows[:place], USERS[3], *rows[place:]]
+            sources = Sources(USERS, lower_case, mixed)
+            with (
+                pytest.raises(DprlhfError, match="are users' rows, too")
+                if expected
+                else contextlib.nullcontext()
+            ):
+                measure(recipe, sources, prompts=prompts)
 
     def test_without_public_prompts_nothing_can_be_measured(self, model: str) -> None:
         recipe, _ = made(model)

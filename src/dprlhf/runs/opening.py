@@ -192,7 +192,12 @@ def left_out(users: Users, cut: Callable[[Prompts], Sequence[bool]], most: int) 
 
 
 def check_public(
-    recipe: AnyRecipe, users: Users, public: Users | None, guides: Guides | None = None
+    recipe: AnyRecipe,
+    users: Users,
+    public: Users | None,
+    guides: Guides | None = None,
+    *,
+    probed: int = 0,
 ) -> None:
     """Check that no public row is a user's, whatever the two sources are called.
 
@@ -205,6 +210,7 @@ def check_public(
         users: The private users.
         public: The rows of the evaluation; None without one.
         guides: The rows to which ``update.subspace`` is fitted; None without one.
+        probed: Number of rows after those of the evaluation by which settings are chosen.
 
     Raises:
         DprlhfError: Some row is. The message does not say which, or how many.
@@ -214,8 +220,9 @@ def check_public(
     evaluation = recipe.evaluation
     subspace: Any = getattr(recipe.update, "subspace", None)
     if public is not None and evaluation is not None and not evaluation.declared_public:
-        named = evaluation.data.user_column or column
-        shown["evaluation"] = public.traces(named, used_rows(recipe))
+        named, used = evaluation.data.user_column or column, used_rows(recipe)
+        first = None if used is None else max(used, evaluation.prompts + probed)
+        shown["evaluation"] = public.traces(named, first)
     if guides is not None and guides.rows is not public and not subspace.declared_public:
         shown["update.subspace"] = guides.rows.traces(subspace.data.user_column or column)
     private = open_private(users.traces(column)) if shown else {}

@@ -22,6 +22,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.privacy.partitions import Partition
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import Auto, Recipe
+from dprlhf.runs.opening import check_public
 from dprlhf.training.build import load_parts
 from dprlhf.training.choices import (
     ROUNDS,
@@ -156,8 +157,11 @@ def measure(
     privacy = recipe.privacy.model_copy(update=one_round)
     probed = recipe.model_copy(update={"privacy": privacy, "rounds": 1})
     sources = sources or Sources(None, None, None)
-    stage, parts = load_parts(probed, sources, Processes.connect(), quiet=True, counted=False)
+    processes = Processes.connect()
+    stage, parts = load_parts(probed, sources, processes, quiet=True, counted=False)
     assert isinstance(stage, Reinforcement)
+    # A run is only asked for the rows that it takes itself; noise does not cover what is chosen.
+    processes.on_main(lambda: check_public(recipe, parts.users, parts.public, probed=prompts))
     rows = _probed_prompts(recipe, parts.public, prompts)
     settled = stage.recipe
     counts = sorted({*responses} or {recipe.rollout.responses})
