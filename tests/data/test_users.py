@@ -323,6 +323,18 @@ def test_the_digest_changes_with_every_prompt_user_and_order() -> None:
     assert all(len(bytes.fromhex(d)) == 32 for d in digests)
 
 
+def test_rows_with_the_same_prompt_are_told_apart_by_their_other_columns() -> None:
+    """A row is a user, so two that change places are two users who change rounds."""
+    rows: dict[str, list[Any]] = {"prompt": ["a", "b", "a"], "answer": [1, 2, 3]}
+    swapped = {"prompt": ["a", "b", "a"], "answer": [3, 2, 1]}
+    assert digest(rows) != digest(swapped)
+    alone = [open_private(users(r).digest(prompts_alone=True)) for r in (rows, swapped)]
+    assert alone[0] == alone[1]
+    # Where prompts or names tell the users apart, another column may be mended between two starts.
+    for more in ({"prompt": ["a", "b", "c"]}, {"user": ["x", "y", "z"]}):
+        assert digest(rows | more) == digest(swapped | more)
+
+
 def test_the_digest_reads_all_of_a_large_dataset() -> None:
     prompts = [f"p{i}" for i in range(2500)]
     base = digest({"prompt": prompts})

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from dprlhf.boundary import open_private
 from dprlhf.data.loading import rows_from
 from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError
@@ -468,7 +469,7 @@ SETTINGS = make_recipe(
 )
 
 
-def open_ledger(folder: RunFolder, prompts: list[str], key: bytes | None = None) -> Ledger:
+def open_ledger(folder: RunFolder, prompts: list[Any], key: bytes | None = None) -> Ledger:
     from dprlhf.runs.earlier import Earlier
     from dprlhf.runs.opening import open_ledger as opened
 
@@ -487,6 +488,25 @@ def test_a_resumed_run_has_the_same_users_key_and_ledger(folder: RunFolder) -> N
         open_ledger(folder, ["a", "c", "b"])
     with pytest.raises(DprlhfError, match=r"\(key_commitment changed\)"):
         open_ledger(folder, ["a", "b", "c"], key=bytes(32))
+
+
+def test_rows_with_the_same_prompt_may_not_change_places(folder: RunFolder) -> None:
+    rows = [{"prompt": "a", "answer": n} for n in range(3)]
+    open_ledger(folder, rows).close()
+    open_ledger(folder, rows).close()
+    with pytest.raises(DprlhfError, match="the users are not the ones"):
+        open_ledger(folder, rows[::-1])
+
+
+def test_a_run_of_before_columns_counted_is_continued(folder: RunFolder) -> None:
+    rows = [{"prompt": "a", "answer": n} for n in range(3)]
+    open_ledger(folder, rows).close()
+    users = Users(rows_from(rows, "prompt"), SETTINGS.data)
+    before = open_private(users.digest(prompts_alone=True))
+    (folder.secret / "data-digest").write_text(before)
+    open_ledger(folder, rows).close()
+    with pytest.raises(DprlhfError, match="the users are not the ones"):
+        open_ledger(folder, [{"prompt": "b", "answer": 0}, *rows[1:]])
 
 
 @pytest.mark.parametrize("lost", ["ledger.jsonl", "secret/data-digest"])

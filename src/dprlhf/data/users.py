@@ -127,16 +127,26 @@ class Users:
         """Names of all columns, which are public as the recipe is."""
         return list(self._rows.column_names)
 
-    def digest(self) -> Private[str]:
+    def digest(self, *, prompts_alone: bool = False) -> Private[str]:
         """Return a SHA-256 digest of the users' names and rows, in order.
 
-        It is private: a published digest would confirm a guess at the data.
+        It is private: a published digest would confirm a guess at the data. Where rows are users
+        and some have the same prompt, all columns count, or users could change places unseen.
+
+        Args:
+            prompts_alone: Leave the other columns out all the same, as earlier versions did.
         """
         state = hashlib.sha256()
         names = [c for c in (self._spec.user_column, *self._columns) if c is not None]
         names = list(dict.fromkeys(names)) if not self.with_prompts else names
-        for batch in self._rows.select_columns(names).iter(batch_size=1000):
-            state.update(json.dumps(batch, sort_keys=True, default=str).encode())
+        rows = self._rows
+        alike = self._spec.user_column is None and len(self._hashes()) < self.count
+        if self.with_prompts and alike and not prompts_alone:
+            names = sorted(rows.column_names)
+            rows = rows.with_format("arrow")  # an image, say, would be decoded to an object
+        for batch in rows.select_columns(names).iter(batch_size=1000):
+            values = batch.to_pydict() if isinstance(batch, pa.Table) else batch
+            state.update(json.dumps(values, sort_keys=True, default=str).encode())
         return Private(state.hexdigest())
 
     def identities(self) -> Private[NDArray[np.uint64]]:
@@ -145,13 +155,17 @@ class Users:
         Two datasets in which a user has the same name share a hash. The reverse proves nothing: a
         person may have another name, or another prompt, in another dataset.
         """
+        return Private(self._hashes())
+
+    def _hashes(self) -> NDArray[np.uint64]:
+        """Return a hash of each different name, sorted."""
         from pandas.util import hash_array
 
         found = [np.empty(0, dtype=np.uint64)]
         for given in self._names():
             names = [v if isinstance(v, str) else json.dumps(v, default=str) for v in given]
             found.append(hash_array(np.array(names, dtype=object), categorize=False))
-        return Private(np.unique(np.concatenate(found)))
+        return np.unique(np.concatenate(found))
 
     def hashed(self, by: Callable[[Iterable[str]], set[bytes]]) -> Private[set[bytes]]:
         """Return the keyed hash of each user's name (without a user column: of its prompt).
@@ -324,7 +338,7 @@ def _own(value: Any) -> Any:
 
     Arrow has one type for the values of all rows: a key of one row's mapping is in all others, with
     None, in the order of the row that came first, and a gap or a fraction makes whole numbers
-    fractions. A chat template that asks for a key, or a reward that writes a number out, would tell.
+    fractions. A chat template that asks for a key, or a reward that writes a number out, tells.
     """
     if isinstance(value, float):
         return int(value) if value.is_integer() else value

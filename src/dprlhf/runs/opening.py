@@ -56,6 +56,8 @@ def open_ledger(
     digest_file = folder.secret / "data-digest"
     digest = open_private(users.digest())
     held = digest_file.read_text() if digest_file.exists() else None
+    if held not in (None, digest):  # a run of an earlier version
+        digest = open_private(users.digest(prompts_alone=True))
     if (held is None) == folder.ledger.exists():
         lost = digest_file if held is None else folder.ledger
         raise DprlhfError(
@@ -82,6 +84,27 @@ def open_ledger(
             "key_commitment": commitment(key),
         },
     )
+
+
+def check_same_users(users: Users, gathered: Callable[[str], Sequence[str]]) -> None:
+    """Check that all processes of a launch have read the same rows in the same order.
+
+    Each takes its share of a round's users by their numbers. A list that a program shuffles anew in
+    each process would put a user on two of them, or in two rounds.
+
+    Args:
+        users: The private users.
+        gathered: Returns the values of all processes.
+
+    Raises:
+        DprlhfError: They have not. The message says nothing of the rows.
+    """
+    if len(set(gathered(open_private(users.digest())))) > 1:
+        raise DprlhfError(
+            "the processes of this launch have read other users, or the same in another order, so"
+            " that some would be drawn twice: give each of them the same rows (shuffle with a fixed"
+            " seed, or once, before the launch)"
+        )
 
 
 def recipe_digest(recipe: AnyRecipe) -> str:
