@@ -144,6 +144,12 @@ def train(
     torch.save(vars(seen), folder / f"{run}-seen-{os.environ['RANK']}.pt")
 
 
+def train_in_another_order(folder: Path, run: str) -> None:
+    """Train as a program does that shuffles its list anew in each process."""
+    order = 1 if os.environ["RANK"] == "0" else -1
+    train(folder, run, changes={"prompts": PROMPTS[::order]})
+
+
 def fit(folder: Path, run: str) -> None:
     """Fit a policy to documents, in float32."""
     data = {"path": "in-memory", "max_completion_tokens": 8}
@@ -264,6 +270,7 @@ def main(folder: Path) -> None:
     for name in ("counted-2", "refused-2"):
         launch(2, folder, name, lambda n=name: fit(folder, n))
     del os.environ["DPRLHF_BOOK"]
+    launch(2, folder, "shuffled-2", lambda: train_in_another_order(folder, "shuffled-2"))
     launch(2, folder, "single-2", lambda: train(folder, "single-2", torch.float32))
     launch(1, folder, "single-1", lambda: train(folder, "single-1", torch.float32))
     os.environ["ACCELERATE_USE_FSDP"] = "true"

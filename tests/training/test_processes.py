@@ -221,6 +221,16 @@ def test_one_process_reserves_and_all_hear_of_a_refusal(folder: Path) -> None:
     assert not (folder / "refused-2").exists()
 
 
+def test_processes_that_read_the_users_in_another_order_are_refused(folder: Path) -> None:
+    """Each takes its share of a round by the users' numbers: one would be drawn by both."""
+    assert codes(folder, "shuffled-2") == [2, 2]
+    for rank in range(2):
+        said = (folder / f"shuffled-2-output-{rank}").read_text()
+        assert "the same in another order" in said
+        assert not any(prompt in said for prompt in launched.PROMPTS)
+    assert not (folder / "shuffled-2").exists()
+
+
 def test_a_sharded_process_holds_half_of_the_frozen_layers(folder: Path) -> None:
     whole = seen(folder, "run-2")[0].weights_held
     base = launched.tiny.model()

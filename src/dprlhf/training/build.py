@@ -38,6 +38,7 @@ from dprlhf.runs.folder import RunFolder, write_atomically
 from dprlhf.runs.opening import (
     check_disjoint,
     check_public,
+    check_same_users,
     left_out,
     open_folder,
     open_ledger,
@@ -103,6 +104,8 @@ def load_parts(
     rows = rows_of(recipe.data, sources.prompts)
     users = Users(rows, recipe.data, may_lack_prompts=recipe.rows_may_lack_prompts)
     stage.check_rows(rows)
+    if processes.count > 1:
+        check_same_users(users, processes.gathered)
     processes.on_main(lambda: check_disjoint(recipe, users))
     public = public_users(recipe, sources.evaluation_prompts)
     guiding = guides(recipe, public)
