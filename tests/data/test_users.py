@@ -471,6 +471,24 @@ def test_a_file(tmp_path: Path, kind: str) -> None:
     assert len(load_rows(Data(path=str(path), limit=100))) == 3
 
 
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_the_copy_that_datasets_makes_is_nobody_elses_to_read(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    place = tmp_path / ("users.csv" if kind == "file" else "data")
+    file = place / "data/train-0.csv" if kind == "folder" else place
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"prompt\n{CANARY}\n")
+    assert load_rows(Data(path=str(place)))["prompt"] == [CANARY]
+    copies = [f for f in cache.rglob("*") if f.is_file() and CANARY.encode() in f.read_bytes()]
+    assert copies
+    for copy in copies:
+        within = [folder for folder in copy.parents if cache in folder.parents]
+        assert any(folder.stat().st_mode & 0o077 == 0 for folder in within)
+
+
 def test_a_folder_with_a_file_for_each_split(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()

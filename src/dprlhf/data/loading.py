@@ -10,6 +10,7 @@ import csv
 import functools
 import json
 import logging
+import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,7 +42,10 @@ def _with_datasets(builder: str, **options: Any) -> Callable[[str], Any]:
     def read(file: str) -> Any:
         import datasets
 
-        return datasets.load_dataset(builder, data_files={"train": file}, split="train", **options)
+        files = {"train": file}
+        return datasets.load_dataset(
+            builder, data_files=files, split="train", cache_dir=_own_cache(), **options
+        )
 
     return read
 
@@ -210,7 +214,23 @@ def _load_folder(folder: Path, spec: recipe.Data) -> Any:
     for file in sorted(folder.glob(f"{spec.split}.*")):
         if file.suffix in FORMATS:
             return _read_file(file, spec)
-    return datasets.load_dataset(str(folder), spec.name, split=spec.split)
+    return datasets.load_dataset(
+        str(folder), spec.name, split=spec.split, cache_dir=_own_cache()
+    )
+
+
+def _own_cache() -> str:
+    """Return a folder in the cache of ``datasets`` that no other account can read.
+
+    ``datasets`` keeps a copy of what it reads from files, which everybody may read, whoever may
+    read the file.
+    """
+    import datasets
+
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / f"dprlhf-{os.getuid()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    return str(folder)
 
 
 def _skip_and_limit(rows: Any, spec: recipe.Data) -> Any:
