@@ -92,6 +92,7 @@ def privacy_card(
         ]
         + [
             f"the number of users, {plan.users}",
+            "the names of the data's columns, and whether each holds texts, numbers or dates",
             f"the recipe, its seed, and the public evaluation prompts{_declared(recipe)}",
             *_guides(recipe),
             *_selection(recipe),
