@@ -101,6 +101,14 @@ def test_a_baseline_never_looks_at_another_prompt(rewards: Array, name: str, arm
     assert np.array_equal(before[1], BASELINES[name](rewards[1:2], from_base)[0])
 
 
+@pytest.mark.parametrize("name", sorted(BASELINES))
+def test_no_bit_of_a_prompts_advantages_follows_from_the_number_of_prompts(name: str) -> None:
+    for k in (2, 16, 34):
+        rewards = np.random.default_rng(k).normal(size=(37, k))
+        alone = [BASELINES[name](row[None], np.zeros(k, dtype=bool))[0] for row in rewards]
+        assert np.array_equal(BASELINES[name](rewards, np.zeros(k, dtype=bool)), alone)
+
+
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(rewards=rewards_of_prompts, arms=st.booleans())
 def test_a_responses_baseline_does_not_contain_its_own_reward(rewards: Array, arms: bool) -> None:

@@ -214,9 +214,7 @@ def _load_folder(folder: Path, spec: recipe.Data) -> Any:
     for file in sorted(folder.glob(f"{spec.split}.*")):
         if file.suffix in FORMATS:
             return _read_file(file, spec)
-    return datasets.load_dataset(
-        str(folder), spec.name, split=spec.split, cache_dir=_own_cache()
-    )
+    return datasets.load_dataset(str(folder), spec.name, split=spec.split, cache_dir=_own_cache())
 
 
 def _own_cache() -> str:

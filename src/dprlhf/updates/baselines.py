@@ -24,7 +24,9 @@ def paired(rewards: Array, from_base: NDArray[np.bool_]) -> Array:
     The arms are μ and π_t; on-policy, the first and the second half of the responses.
     """
     first = from_base if from_base.any() else np.arange(rewards.shape[1]) < rewards.shape[1] // 2
-    means = (rewards[:, first].mean(1), rewards[:, ~first].mean(1))
+    # A mask of columns gives columns that lie apart, whose sum rounds by the number of prompts.
+    arms = [np.ascontiguousarray(rewards[:, chosen]) for chosen in (first, ~first)]
+    means = [arm.mean(1) for arm in arms]
     others: Array = np.where(first, means[1][:, None], means[0][:, None])
     return rewards - others
 
