@@ -254,14 +254,20 @@ def planted(mutant: Mutant | None, root: Path = ROOT) -> Iterator[Path]:
 # --- running ---------------------------------------------------------------------------------
 
 
-def preload() -> None:
-    """Import the libraries once, here: each mutant's tests run in a fork. Never ``dprlhf``."""
-    for name in (
-        "accelerate", "datasets", "dp_accounting.pld.privacy_loss_distribution",
-        "matplotlib.pyplot", "opacus", "pandas", "peft", "pydantic", "pytest", "scipy.stats",
-        "tokenizers", "torch", "tqdm", "transformers.models.gpt2.modeling_gpt2",
-        "transformers.models.llama.modeling_llama", "typer.testing", "yaml",
-    ):  # fmt: skip
+ALWAYS = ("hypothesis", "pydantic", "pytest", "scipy.stats", "torch", "transformers", "yaml")
+FOR_MANY = (
+    "accelerate", "datasets", "dp_accounting.pld.privacy_loss_distribution", "matplotlib.pyplot",
+    "opacus", "pandas", "peft", "tokenizers", "tqdm", "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama", "typer.testing",
+)  # fmt: skip
+
+
+def preload(tasks: int) -> None:
+    """Import the libraries once, here: each mutant's tests run in a fork. Never ``dprlhf``.
+
+    A few tests import less by themselves than many together.
+    """
+    for name in ALWAYS + FOR_MANY * (tasks > 8):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     assert not any(name.split(".")[0] == "dprlhf" for name in sys.modules)
@@ -445,7 +451,7 @@ def run(tasks: list[Task], cache: Path, jobs: int, timeout: float) -> dict[str, 
     todo = [task for task in tasks if held.get(task.name, {}).get("key") != task.key]
     print(f"{len(tasks) - len(todo)} of {len(tasks)} known from {cache}", flush=True)
     if todo:
-        preload()
+        preload(len(todo))
     running: list[Job] = []
     while todo or running:
         while todo and len(running) < jobs:

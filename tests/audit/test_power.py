@@ -58,7 +58,7 @@ def audited(plan: Plan, **options: Any) -> Audit:
 
 
 @pytest.mark.parametrize("fault", BROKEN.values(), ids=BROKEN)
-@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("partition", [PARTITIONS[0], *map(slow, PARTITIONS[1:])])
 def test_broken_noise_is_refuted(
     fault: Noise, partition: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,6 +265,7 @@ def test_supervised_stages_move_each_canary_where_the_attack_looks(
     assert (found.stage, found.holds) == (stage if stage in ("sft", "dpo") else "reward", True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["sft", "pairs", "dpo"])
 def test_supervised_stages_are_refuted_where_their_gate_is_broken(
     stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

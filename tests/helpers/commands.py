@@ -69,6 +69,8 @@ def _run(
 
 
 def _serve() -> None:
+    # PEFT imports bitsandbytes where it is installed, and that torch's compiler, for two seconds.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     import accelerate.utils  # noqa: F401
     import datasets  # noqa: F401
     import peft  # noqa: F401

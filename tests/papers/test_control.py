@@ -716,6 +716,7 @@ def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
     assert np.isfinite(one[0].values).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["pg", "npg/sufficient-statistics", "rebel", "tabular-pg"])
 def test_bandits_come_nearer_to_their_optimum_with_more_users(update: str) -> None:
     few = np.mean([bandits.run(update, 3, 200, 1.0, seed) for seed in range(4)])
