@@ -1,4 +1,4 @@
-"""Twenty processes at once, killed at random: nobody overspends, and nothing is half written."""
+"""Many processes at once, killed at random: nobody overspends, and nothing is half written."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import pytest
 
 from dprlhf.budget import Book
 from helpers import races
-
-PROCESSES = 20
 
 
 def make(place: str, runs: float, *names: str) -> Book:
@@ -26,7 +24,7 @@ def overlapping(index: int) -> tuple[str, range]:
 @pytest.mark.slow
 def test_twenty_processes_at_once_never_overspend(place: str) -> None:
     make(place, 7, "clinic", "ward")
-    names = [f"run {n}" for n in range(PROCESSES)]
+    names = [f"run {n}" for n in range(20)]
     found = races.race(place, names, overlapping, kills=0, seed=0)
     assert (len(found.reserved), len(found.refused)) == (7, 13), found
     assert max(races.runs_of_each_user(place)) == 7
@@ -38,10 +36,10 @@ def test_twenty_processes_at_once_never_overspend(place: str) -> None:
 @pytest.mark.slow
 def test_processes_that_are_killed_leave_whole_reservations_or_none(place: str) -> None:
     book = make(place, 7, "clinic", "ward")
-    names = [f"run {n}" for n in range(PROCESSES)]
+    names = [f"run {n}" for n in range(12)]  # of which seven live
     killed = 0
     for seed in range(3):
-        found = races.race(place, names, overlapping, kills=8, seed=seed)
+        found = races.race(place, names, overlapping, kills=5, seed=seed, within=1.2)
         killed += len(found.killed)
         held = {row["run"]: row for row in book.read()["reservations"]}  # checks the tables
         assert held.keys() >= set(found.reserved)
