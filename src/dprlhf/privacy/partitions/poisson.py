@@ -52,9 +52,10 @@ def _draw(users: int, rounds: int, participations: int, stream: Stream) -> Alloc
     probability = participations / rounds
     rate = -math.log1p(-probability) if probability < 1 else math.inf
     pairs, last = rounds * users, -1
+    at_once = min(_DRAWS_AT_ONCE, pairs + 1)  # each takes a pair or more
     joins: list[NDArray[np.int64]] = []
     while last < pairs:
-        draws = stream(len(joins), count=_DRAWS_AT_ONCE)
+        draws = stream(len(joins), count=at_once)
         gaps = -np.log((draws.astype(np.float64) + 0.5) * 2.0**-64) / rate
         # A gap beyond all pairs is cut there, so that no sum leaves int64.
         found = last + np.cumsum(np.minimum(gaps, pairs).astype(np.int64) + 1)
