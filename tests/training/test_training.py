@@ -552,7 +552,7 @@ class TestResume:
     @pytest.mark.slow
     def test_ctrl_c_and_resume_from_the_command_line(self, model: str, tmp_path: Path) -> None:
         prompts = tmp_path / "prompts.csv"
-        prompts.write_text("prompt\n" + "\n".join(f"user {i}" for i in range(400)))
+        prompts.write_text("prompt\n" + "\n".join(f"user {i}" for i in range(160)))
         (tmp_path / "myreward.py").write_text(
             textwrap.dedent(f"""
             import os, pathlib, signal, threading
@@ -573,7 +573,7 @@ class TestResume:
             rewards: [{{function: "{tmp_path}/myreward.py:length"}}]
             rollout: {{max_new_tokens: 8, batch_size: 4}}
             privacy: {{epsilon: 4, delta: 1.0e-4}}
-            rounds: 60
+            rounds: 24
             """)
         )
         run = tmp_path / "run"
@@ -582,10 +582,10 @@ class TestResume:
         assert "dprlhf resume" in stopped.stderr
         assert "Traceback" not in stopped.stderr
         before = charged(run)
-        assert 0 < len(before) < 60
+        assert 0 < len(before) < 24
         done = command("resume", str(run))
         assert done.returncode == 0, done.stderr
-        assert charged(run) == list(range(1, 61))
+        assert charged(run) == list(range(1, 25))
         assert "guarantee: (4, 0.0001)-differential privacy" in done.stdout
         shown = command("generate", str(run), "--prompt", "hello").stdout
         assert "base:" in shown
