@@ -283,7 +283,7 @@ def plot(done: dict[Cell, Recorded], picture: Path) -> None:
     figure, axes = plt.subplots(
         2, len(tasks), figsize=(4.5 * len(tasks), 7), sharex=True, sharey=True, squeeze=False
     )
-    styles = {"today": "--", "reference": ":"}
+    styles = {"today": ("x", "--")}
     for column, task in enumerate(tasks):
         for row, what in enumerate(SHARES):
             ax = axes[row][column]
@@ -294,9 +294,10 @@ def plot(done: dict[Cell, Recorded], picture: Path) -> None:
                     if not points:
                         continue
                     x, y, uncertain = zip(*points, strict=True)
+                    marker, line = styles.get(method, ("o", "-"))
                     ax.errorbar(
-                        x, y, yerr=uncertain, marker="o", markersize=3, capsize=2,
-                        color=f"C{place}", linestyle=styles.get(method, "-"),
+                        x, y, yerr=uncertain, marker=marker, markersize=4, capsize=2,
+                        color=f"C{place}", linestyle=line,
                         label=f"{method}, {users:,} users",
                     )  # fmt: skip
             ax.set_xscale("log")
@@ -308,8 +309,12 @@ def plot(done: dict[Cell, Recorded], picture: Path) -> None:
     axes[1][0].set_ylabel("share of the non-private area under the curve")
     for ax in axes[1]:
         ax.set_xlabel("ε")
-    axes[0][0].legend(fontsize=7)
-    figure.tight_layout()
+    entries = {}
+    for ax in axes[0]:
+        handles, labels = ax.get_legend_handles_labels()
+        entries |= zip(labels, handles, strict=True)
+    figure.legend(entries.values(), entries, loc="lower center", ncols=4, fontsize=7)
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(picture, dpi=150)
 
 
