@@ -254,7 +254,7 @@ def planted(mutant: Mutant | None, root: Path = ROOT) -> Iterator[Path]:
 # --- running ---------------------------------------------------------------------------------
 
 
-ALWAYS = ("hypothesis", "pydantic", "pytest", "scipy.stats", "torch", "transformers", "yaml")
+ALWAYS = ("hypothesis", "pydantic", "pytest", "torch", "yaml")
 FOR_MANY = (
     "accelerate", "datasets", "dp_accounting.pld.privacy_loss_distribution", "matplotlib.pyplot",
     "opacus", "pandas", "peft", "tokenizers", "tqdm", "transformers.models.gpt2.modeling_gpt2",
