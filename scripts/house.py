@@ -7,6 +7,7 @@ Writes ``docs/results/house.json``. Takes a minute; ``--times`` also runs ``make
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import subprocess
 import sys
@@ -28,16 +29,23 @@ sys.path.insert(0, str(ROOT / "tests"))  # what reads the structure, and the sca
 house, test_boundary = map(importlib.import_module, ("helpers.house", "test_boundary"))
 
 
+read_modules = functools.cache(house.read_modules)  # a second each time
+
+
+@functools.cache
+def arrows() -> list[house.Arrow]:
+    return house.read_arrows(read_modules())
+
+
 def at_most(name: str, value: float, unit: str, goal: float) -> Result:
     return Result(name, value, unit, f"at most {goal:g}", value <= goal)
 
 
 def imports() -> Iterator[Result]:
-    arrows = house.read_arrows(house.read_modules())
     root = len(list(house.SOURCE.glob("*.py")))
     yield at_most("modules at the root", root, "modules", 9)
-    yield at_most("circles of imports", len(house.circles(arrows)), "circles", 0)
-    yield at_most("imports to a higher room", len(house.upward(arrows)), "imports", 0)
+    yield at_most("circles of imports", len(house.circles(arrows())), "circles", 0)
+    yield at_most("imports to a higher room", len(house.upward(arrows())), "imports", 0)
     yield at_most("modules that open Private", len(openers()), "modules", 9)
 
 
@@ -55,9 +63,9 @@ def reach(starts: Iterable[str]) -> set[str]:
 
     The package's own ``__init__`` counts as a module, but not what it offers lazily.
     """
-    modules = house.read_modules()
+    modules = read_modules()
     needs: dict[str, set[str]] = {name: set() for name in modules}
-    for arrow in house.read_arrows(modules):
+    for arrow in arrows():
         needs[arrow.importer].add(arrow.imported)
     for name in modules:
         needs[name].add(name.rpartition(".")[0] or name)
@@ -79,7 +87,7 @@ def sizes() -> Iterator[Result]:
     reached = sum(lines[name] for name in reach(TRAIN))
     yield at_most("lines that dprlhf train can reach, with docstrings", reached, "lines", 11_000)
     yield Result("lines of the package, with docstrings", sum(lines.values()), "lines")
-    functions = house.read_functions(house.read_modules())
+    functions = house.read_functions(read_modules())
     longest = max(f.lines for f in functions)
     yield at_most("longest function, without its docstring", longest, "lines", 60)
     longest = max(f.with_docstring for f in functions)
