@@ -26,7 +26,7 @@ test test-fast check: export OMP_NUM_THREADS ?= 1
 test: setup
 	$(PYTEST)
 
-# Without what is marked slow: a second or more, or a process of its own. Two minutes.
+# Without what is marked slow: half a second or more, a process of its own, one more case of a kind.
 test-fast: setup
 	$(PYTEST) -m "not slow"
 

@@ -73,6 +73,7 @@ def test_each_row_acts_in_its_own_environment_with_its_tools_alone() -> None:
     assert not {("sums", "guess", False), ("numbers", "add", False)} & answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["nothing", None, ["sums"]], ids=["unknown", "none", "list"])
 def test_a_user_with_an_unknown_environment_contributes_zero_and_nobody_else(wrong: Any) -> None:
     policy = acting()

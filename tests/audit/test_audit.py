@@ -239,6 +239,7 @@ def run_audit(folder: Path, canaries: int = 160, seed: int = 0, **changes: Any) 
 WITHOUT_NOISE = {"epsilon": math.inf, "partition": "stream"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", UPDATES)
 def test_every_update_moves_each_canary_where_the_attack_looks(update: str, tmp_path: Path) -> None:
     """The negative control: without noise nearly every guess is right, so the attack has teeth."""
@@ -247,6 +248,7 @@ def test_every_update_moves_each_canary_where_the_attack_looks(update: str, tmp_
     assert found.bound > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", UPDATES)
 def test_no_update_is_refuted(update: str, tmp_path: Path) -> None:
     found = run_audit(tmp_path, 80, update={"name": update}, privacy={"partition": "stream"})
@@ -282,6 +284,7 @@ WITH_A_CRITIC: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", WITH_A_CRITIC.values(), ids=WITH_A_CRITIC)
 def test_a_noised_critic_keeps_its_part_of_the_release(
     changes: dict[str, Any], tmp_path: Path

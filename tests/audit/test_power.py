@@ -68,6 +68,7 @@ def test_broken_noise_is_refuted(
             assert audited(plan_of(partition, z)).verdict == "refuted"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_sound_noise_is_not(partition: str) -> None:
     refuted = sum(not audited(plan_of(partition, NOISE[partition][0])).holds for _ in range(20))

@@ -17,6 +17,7 @@ from dprlhf.papers.control.settings import NPG, PG, PGPE, Advantage
 from dprlhf.papers.control.trajectories import Trajectories, simulate
 from dprlhf.papers.control.updates import UPDATES, ControlRound, advantages
 from dprlhf.policies.protocol import ExplicitPolicy
+from helpers.marks import slow
 
 TIGHT, WIDE = 0.05, 1000.0
 """Clip norms: one shortens most users, the other none."""
@@ -84,7 +85,7 @@ def sums(name: str, form: Any, users: Any, clip_norm: float) -> list[torch.Tenso
     return gate.sums
 
 
-@pytest.mark.parametrize("clip_norm", [TIGHT, WIDE])
+@pytest.mark.parametrize("clip_norm", [TIGHT, slow(WIDE)])
 @pytest.mark.parametrize("policy", FORMS)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_neighbouring_users_move_each_sum_by_one_bounded_contribution(

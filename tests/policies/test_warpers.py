@@ -26,6 +26,7 @@ from dprlhf.rollout.decoding import decode
 from dprlhf.rollout.logprobs import log_ratio_to_base, token_logprobs
 from dprlhf.training.measures import measure, token_logs
 from helpers.autograd import gradient_of_user, log_distribution, relative_error
+from helpers.marks import slow
 from helpers.policies import policy_of
 
 EOS = 0
@@ -192,7 +193,7 @@ def test_padding_has_a_finite_log_probability_whatever_stands_there() -> None:
     assert not gradient[1:].any()
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["gpt2", slow("llama")])
 @pytest.mark.parametrize("sampling", EACH, ids=flat)
 def test_each_users_gradient_is_that_of_autograd(sampling: Sampling, kind: Any) -> None:
     """Through sampling, the padded forward pass, shared prompts and the per-user engine."""

@@ -243,6 +243,7 @@ def adaptive_ratio(c: np.ndarray, noise: float, draws: int, seed: int, turn: boo
     return ratio
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn", [True, "against"])
 @pytest.mark.parametrize("side", SIDES)
 def test_directions_that_turn_cost_no_more(turn: Any, side: Side) -> None:

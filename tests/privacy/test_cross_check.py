@@ -130,6 +130,7 @@ def test_what_is_not_installed_or_fails_hides_no_other(monkeypatch: pytest.Monke
     )
 
 
+@pytest.mark.slow
 def test_the_command_prints_them_side_by_side() -> None:
     base = ["privacy", "epsilon", "--users", "100", "--rounds", "4", "--delta", "1e-5", "--check"]
     plan = [*base, "--noise-multiplier", "1", "--partition", "fixed"]

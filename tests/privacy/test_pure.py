@@ -193,6 +193,7 @@ def test_round_epsilon_meets_the_budget() -> None:
     assert leaky < round_epsilon(1.0, 1e-5, rounds=100)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("e0", [300.0, 354.0, 356.0, 500.0])
 @pytest.mark.parametrize("adjacency", ["zero-out", "replace-one"])
 def test_rounds_whose_exponents_overflow_when_squared_still_have_a_cost(

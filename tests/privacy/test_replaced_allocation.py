@@ -100,6 +100,7 @@ def test_small_deltas_keep_their_precision(target: float) -> None:
     assert replaced_allocation.delta(1.0, 30, found) > 0.98 * target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rough", [False, True])
 @pytest.mark.parametrize(("z", "rounds"), [(0.8, 30), (0.9, 8), (1.07, 8), (1.5, 8), (3.0, 16)])
 def test_delta_falls_until_it_is_negligible(z: float, rounds: int, rough: bool) -> None:

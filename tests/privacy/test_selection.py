@@ -154,6 +154,7 @@ class TestGaussian:
 
         return max(excess(0.0, 1.0), excess(1.0, 0.0))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("eta", [0.0, 1.0])
     @pytest.mark.parametrize("mean", [2.0, 20.0])
     def test_the_bound_holds_and_is_not_far_off(self, eta: float, mean: float) -> None:

@@ -312,6 +312,7 @@ def test_a_run_calls_its_reward_with_sizes_that_were_checked(tmp_path: Path) -> 
     assert reward.checked_rows == max(called) == 64  # 40 users in 2 rounds, 2 responses each
 
 
+@pytest.mark.slow
 def test_a_reward_says_beyond_how_many_rows_a_call_is_no_faster(tmp_path: Path) -> None:
     called: list[int] = []
 

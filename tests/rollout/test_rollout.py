@@ -455,6 +455,7 @@ def test_log_probabilities_equal_those_of_an_unpadded_forward_pass(
         np.testing.assert_allclose(measured[row, :count], expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 def test_rows_of_the_base_model_are_likelier_under_it() -> None:
     policy, responses = policy_of(), many("gpt2")
     rows = np.flatnonzero(responses.prompt == 0)[MANY - 300 : MANY + 300]

@@ -19,6 +19,7 @@ from dprlhf.rollout.decoding import decode
 from dprlhf.rollout.static_steps import StaticSteps, captured
 from helpers import tiny
 from helpers.graph_recorder import Cuda
+from helpers.marks import slow
 from helpers.sampled import TEMPERATURE, draw, five, model_of, policy_of
 
 WIDTH, SIZE, NEW = 12, 4, 6
@@ -149,7 +150,7 @@ def test_rows_do_not_move_each_other() -> None:
         {"max_new_tokens": 2, "batch_size": 1},
     ],
 )
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("graphs", [False, slow(True)])
 def test_sampling_gives_the_same_responses(
     changes: dict[str, Any], graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -184,6 +184,7 @@ def test_a_crashed_run_keeps_its_reservation_and_resuming_pays_nothing(
         train(model, "two")
 
 
+@pytest.mark.slow
 def test_without_a_book_nobody_counts_and_the_run_says_so(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -288,6 +289,7 @@ def test_a_password_has_no_place_in_a_recipe(model: str) -> None:
         assert PASSWORD not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_supervised_stages_reserve_and_audits_on_canaries_do_not(model: str) -> None:
     book = make()
     stage = recipe.SFTRecipe.model_validate(
@@ -319,6 +321,7 @@ def test_supervised_stages_reserve_and_audits_on_canaries_do_not(model: str) -> 
     assert len(book.read()["reservations"]) == 2
 
 
+@pytest.mark.slow
 def test_the_commands_show_what_is_spent_and_no_hashes(model: str) -> None:
     def call(*words: str) -> str:
         done = CliRunner().invoke(app, ["budget", *words])

@@ -74,6 +74,7 @@ class TestMeasure:
         assert seen
         assert all(prompt.startswith("public") for prompt in seen)
 
+    @pytest.mark.slow
     def test_no_prompt_that_settings_are_chosen_by_is_a_users(self, model: str) -> None:
         """A run itself takes fewer public rows than the planner, and compares those alone."""
         recipe, _ = made(model)
@@ -109,6 +110,7 @@ class TestMeasure:
         assert found == pytest.approx(responses * (1.5 + 0.25) + 2 * 4 * 1.5)
 
 
+@pytest.mark.slow
 class TestChoose:
     def test_the_choices_are_plans_of_the_accountant(self, facts: Facts) -> None:
         best, _ = choose(facts, rounds=[4, 6], responses=ONE_PASS, show=3)
@@ -198,6 +200,7 @@ class TestAuto:
         chosen = made(model, privacy__auto=True)[0]
         assert recipe_digest(plain) != recipe_digest(chosen)
 
+    @pytest.mark.slow
     def test_a_dry_run_shows_the_chosen_numbers(self, model: str) -> None:
         shown = dry_run(*made(model, privacy__auto=AUTO))
         assert shown["rounds"] in (4, 5)

@@ -54,6 +54,7 @@ class TestLearning:
         )
         assert constant.difference.mean == 0.0
 
+    @pytest.mark.slow
     def test_adapter_loads_with_peft_and_acts_like_the_policy(
         self, model: str, tmp_path: Path
     ) -> None:
@@ -388,6 +389,7 @@ class TestFailingRewards:
             )
         assert charged(tmp_path / "run") == [1, 2, 3]
 
+    @pytest.mark.slow
     def test_a_run_does_not_stop_by_what_only_the_raw_rewards_show(
         self, model: str, tmp_path: Path
     ) -> None:
@@ -437,6 +439,7 @@ class TestFailingRewards:
         dprlhf.train(**settings(model, rounds=1), output_dir=tmp_path / "run")
         assert charged(tmp_path / "run") == [1]
 
+    @pytest.mark.slow
     def test_too_few_public_prompts_for_the_critic_leave_no_folder(
         self, model: str, tmp_path: Path
     ) -> None:
@@ -657,6 +660,7 @@ class TestRecipes:
         assert recipe.privacy.epsilon <= 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("native", [torch.float32, torch.bfloat16])
 def test_the_machine_decides_dtype_auto_once(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native: torch.dtype
@@ -668,6 +672,7 @@ def test_the_machine_decides_dtype_auto_once(
     assert kept == str(native).removeprefix("torch.")
 
 
+@pytest.mark.slow
 def test_a_reward_whose_column_only_users_have_is_called_for_one_user_at_a_time(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -228,6 +228,7 @@ class TestTheRun:
         assert result.score == result.after.mean
         assert result.excess == 0.0
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("stand_ins", [None, 18])
     def test_noise_in_what_is_released(self, model: str, stand_ins: int | None) -> None:
         """Under a constant reward all is noise: its norm is zS√d/m with the PRIVATE z and m."""

@@ -181,6 +181,7 @@ def test_the_factor_of_a_round_does_not_depend_on_its_users() -> None:
     torch.testing.assert_close(parts[0], parts[1], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantile", [0.3, 0.5, 0.9])
 def test_the_clip_norm_finds_the_quantile_under_noise(quantile: float) -> None:
     random = np.random.default_rng(0)

@@ -34,6 +34,7 @@ from dprlhf.updates.telemetry import TelemetryCoordinates
 from helpers import tiny
 from helpers.autograd import relative_error
 from helpers.batches import Shape, batch_of
+from helpers.marks import slow
 from helpers.policies import policy_of
 from helpers.recipes import recipe_settings, refusal
 from helpers.rounds import (
@@ -190,7 +191,7 @@ def bounded(
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("gain", [1.0, 4.0])
+@pytest.mark.parametrize("gain", [1.0, slow(4.0)])
 @pytest.mark.parametrize("arms", [False, True], ids=["on-policy", "reference"])
 @pytest.mark.parametrize("name", ["projected-sgd", "improper-batch-sgd"])
 def test_descent_equals_a_plain_loop_over_users(name: str, arms: bool, gain: float) -> None:

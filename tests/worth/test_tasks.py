@@ -116,6 +116,7 @@ def test_a_comparison_is_written_and_read_again(
     assert str(tmp_path) not in json.dumps(written)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "name"), PLACES)
 def test_a_public_run_names_no_private_rows(
     task: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -151,6 +152,7 @@ def test_a_public_run_names_no_private_rows(
             assert len(numbers) <= TASKS[task].public[name].same_kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_private_users_are_paired_by_seed_and_never_those_for_tuning(
     task: str, tmp_path: Path
