@@ -323,6 +323,20 @@ def test_the_digest_changes_with_every_prompt_user_and_order() -> None:
     assert all(len(bytes.fromhex(d)) == 32 for d in digests)
 
 
+@pytest.mark.parametrize("rows", [{}, {"user": [f"u{i}" for i in range(5)]}], ids=["rows", "names"])
+def test_every_user_is_known_again_however_many_there_are(
+    rows: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their hashes are taken a part of the rows at a time."""
+    monkeypatch.setattr("dprlhf.data.users.ROWS_AT_ONCE", 2)
+    made = users({"prompt": [f"p{i}" for i in range(5)], **rows})
+    assert len(open_private(made.identities())) == 5
+    named = open_private(made.hashed(lambda names: {name.encode() for name in names}))
+    kind = "u" if rows else "p"
+    assert named == {f"{kind}{i}".encode() for i in range(5)}
+    assert len(open_private(made.traces("user"))["text"]) == 5
+
+
 def test_rows_with_the_same_prompt_are_told_apart_by_their_other_columns() -> None:
     """A row is a user, so two that change places are two users who change rounds."""
     rows: dict[str, list[Any]] = {"prompt": ["a", "b", "a"], "answer": [1, 2, 3]}
