@@ -37,13 +37,18 @@ def prompts_of(made: Users) -> list[list[Any]]:
 
 
 CALLS = {"type": "function", "function": {"arguments": {"z": 1, "a": 2}, "name": "look"}}
-PLAIN_ROW = {"prompt": [{"role": "user", "content": "why?"}], "about": {"unit": "m"}, "wants": 3}
+PLAIN_ROW = {
+    "prompt": [{"role": "user", "content": "why?"}],
+    "about": {"unit": "m", "by": "a"},
+    "wants": 3,
+}
 OTHERS_ROWS: dict[str, dict[str, Any]] = {
     "another message key": {"prompt": [{"role": "user", "content": "b", "name": "Bo"}]},
     "a tool call": {"prompt": [{"role": "assistant", "content": "", "tool_calls": [CALLS]}]},
     "another order": {"prompt": [{"content": "b", "role": "user"}]},
     "a column of its own": {"prompt": [{"role": "user", "content": "b"}], "own": "x"},
     "another key in a column": {"about": {"size": 2, "unit": "km"}},
+    "another order in a column": {"about": {"by": "b", "unit": "km"}},
     "no number": {"wants": None},
     "a fraction": {"wants": 2.5},
     "nothing": {"prompt": None, "about": None, "wants": None},

@@ -25,7 +25,14 @@ from dprlhf import recipe
 from dprlhf.boundary import Private, open_private
 from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
-from dprlhf.gradients.clipping import ClippedSum, Weighted, clip_factors, clip_users, clipped_sum
+from dprlhf.gradients.clipping import (
+    ClippedSum,
+    Weighted,
+    clip_factors,
+    clip_users,
+    clipped_sum,
+    clipped_vectors,
+)
 from dprlhf.gradients.ghost_norm import OuterProducts, add_weighted, square_norm
 from dprlhf.gradients.micro_batches import micro_batches, user_gradients
 from dprlhf.gradients.per_user import PerUserGradients
@@ -583,6 +590,27 @@ def test_no_clipped_row_is_longer_than_the_clip_norm(
             length = float(np.linalg.norm(row))
             factor = min(1.0, clip_norm / length)
             np.testing.assert_allclose(result, row * factor, rtol=2e-9, atol=1e-300)
+
+
+def test_a_row_in_float32_is_measured_in_float64() -> None:
+    """Its norm in float32 errs by more than the margin of a small round covers."""
+    random = torch.Generator().manual_seed(0)
+    rows = torch.randn(64, 500, generator=random)
+    clipped, _ = clip_users(rows, 1.0, most_users=1)
+    exact = [sum(Fraction(x) ** 2 for x in row.tolist()) for row in clipped]
+    assert max(exact) <= 1
+
+
+def test_coordinates_beside_a_vector_are_clipped_to_their_own_bound() -> None:
+    vectors = [(np.array([0, 1]), torch.tensor([[3.0, 4.0], [0.0, 0.1]]))]
+    extra = np.array([[30.0, 40.0], [0.1, 0.0]])
+    found = clipped_vectors(
+        Private(vectors), 2, extra=Private(extra), extra_norm=0.6, clip_norm=1.0, reduce=lambda x: x
+    ).bounded.total
+    expected = [0.8 * 0.6, 0.8 * 0.8 + 0.1, 0.6 * 0.6 + 0.1, 0.6 * 0.8]
+    torch.testing.assert_close(
+        found, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=0
+    )
 
 
 def test_clipping_reaches_the_clip_norm() -> None:
