@@ -168,6 +168,8 @@ def test_a_killed_run_continues(model: str, tmp_path: Path, *, by_path: bool) ->
     child = os.fork()
     if not child:
         try:
+            # An earlier test may have made a pool of threads, which a fork waits for and lacks.
+            torch.set_num_threads(1)
             trainer(model, tmp_path / "run", callbacks=[Kill()]).train()
         finally:
             os._exit(0)
