@@ -11,11 +11,12 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
+import torch
 
 from dprlhf.data.public import HELD_OUT
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import load_recipe
-from dprlhf.worth import comparison, tasks
+from dprlhf.worth import comparison, runs, tasks
 from dprlhf.worth.comparison import Comparison, compare, in_words, results
 from dprlhf.worth.pages import table, write_all
 from dprlhf.worth.runs import judged_by
@@ -114,6 +115,24 @@ def test_a_comparison_is_written_and_read_again(
     written = json.loads((tmp_path / "results" / "worth.json").read_text())
     assert {row["command"] for row in written} == {"the command"}
     assert str(tmp_path) not in json.dumps(written)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_run_gives_torchs_threads_back(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or whatever the process does after it has others, and may round in another way."""
+    seen, before = [], torch.get_num_threads()
+
+    def train(*_: Any, **__: Any) -> None:
+        seen.append(torch.get_num_threads())
+        raise DprlhfError("enough")
+
+    monkeypatch.setattr(runs, "train", train)
+    with pytest.raises(DprlhfError, match="enough"):
+        runs.run(runs.Job("a", "b", ()), tmp_path, tmp_path, threads=number)
+    assert seen == [number]
+    assert torch.get_num_threads() == before
 
 
 @pytest.mark.slow

@@ -84,8 +84,15 @@ def run(job: Job, folder: Path, recipes: Path, threads: int) -> dict[str, Any]:
         the mean rise by each judge of the recipe; ``judged``: the rise under each change of
         ``job.judged``; and facts of the plan.
     """
+    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    place, recipe = folder / job.file, recipes / f"{job.recipe}.yaml"
+    try:
+        return _figures(job, folder / job.file, recipes / f"{job.recipe}.yaml")
+    finally:
+        torch.set_num_threads(before)
+
+
+def _figures(job: Job, place: Path, recipe: Path) -> dict[str, Any]:
     if (place / "ledger.jsonl").exists():
         result = resume(place, quiet=True)
     else:
