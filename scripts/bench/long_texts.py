@@ -17,8 +17,10 @@ operations, against 2 for each weight and token.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -196,33 +198,24 @@ def growth(repeats: int, quantities: list[str]) -> list[Result]:
     return rows
 
 
-def rounds() -> list[Result]:
-    """Return the time of a whole run of one user a round, over its rounds."""
-    from dprlhf import train
+def rounds(repeats: int) -> list[Result]:
+    """Return the time of a round of one user in whole runs, over their number of rounds.
 
-    numbers, times = (4, 8, 16, 32), []
+    The median over all rounds but each run's first. Runs of all lengths take turns, up and down:
+    otherwise load that changes from run to run would read as growth.
+    """
+    numbers = (4, 8, 16, 32)
+    laps: dict[int, list[float]] = {number: [] for number in numbers}
     with tempfile.TemporaryDirectory() as folder:
         model = str(Path(folder) / "model")
         LlamaForCausalLM(SMALL).save_pretrained(model)
         models.byte_tokenizer().save_pretrained(model)
-        for number in (2, *numbers):
-            laps: list[float] = []
-            train(
-                model=model,
-                prompts=[f"Film {i}: when the story began," for i in range(number)],
-                reward=lambda prompts, completions, **_: [-len(c) / 10 for c in completions],
-                policy__adapter={"type": "lora", "rank": 4, "target_modules": ["q_proj"]},
-                data__max_prompt_tokens=32,
-                rollout={"responses": 2, "max_new_tokens": 16, "batch_size": 2},
-                update={"batch_size": 2},
-                privacy={"noise_multiplier": 1.0, "partition": "fixed"},
-                rounds=number,
-                output_dir=Path(folder) / str(number),
-                callbacks=[lambda metrics, laps=laps: laps.append(time.perf_counter())],
-                quiet=True,
-            )
-            times.append((laps[-1] - laps[0]) / max(1, number - 1))
-    each = times[1:]
+        _laps_of(model, 2, Path(folder) / "first")  # imports, and what is made once
+        for repeat in range(repeats):
+            for number in numbers[:: 1 if repeat % 2 else -1]:
+                place = Path(folder) / f"{repeat}-{number}"
+                laps[number] += _laps_of(model, number, place)
+    each = [statistics.median(laps[number]) for number in numbers]
     fitted = 1 + slope([float(n) for n in numbers], each)
     rows = [
         Result(f"round of one user, {n} rounds: time", t, "s")
@@ -233,6 +226,28 @@ def rounds() -> list[Result]:
     )
     write_results(OUT, rows)
     return rows
+
+
+def _laps_of(model: str, number: int, folder: Path) -> list[float]:
+    """Return the seconds of each round but the first of a run with a user a round."""
+    from dprlhf import train
+
+    ends: list[float] = []
+    train(
+        model=model,
+        prompts=[f"Film {i}: when the story began," for i in range(number)],
+        reward=lambda prompts, completions, **_: [-len(c) / 10 for c in completions],
+        policy__adapter={"type": "lora", "rank": 4, "target_modules": ["q_proj"]},
+        data__max_prompt_tokens=32,
+        rollout={"responses": 2, "max_new_tokens": 16, "batch_size": 2},
+        update={"batch_size": 2},
+        privacy={"noise_multiplier": 1.0, "partition": "fixed"},
+        rounds=number,
+        output_dir=folder,
+        callbacks=[lambda metrics: ends.append(time.perf_counter())],
+        quiet=True,
+    )
+    return [later - earlier for earlier, later in itertools.pairwise(ends)]
 
 
 def against_trl(steps: int) -> list[Result]:
@@ -354,7 +369,7 @@ def main() -> None:
     options = parser.parse_args()
     calls: dict[str, Callable[[], list[Result]]] = {
         "growth": lambda: growth(options.repeats, options.quantities),
-        "rounds": rounds,
+        "rounds": lambda: rounds(options.repeats),
         "trl": lambda: against_trl(options.repeats),
         "large": lambda: large(16),
         "plot": plot,
