@@ -102,7 +102,7 @@ def _lattice(sigma: float, step: float, top: int) -> _Lattice:
         count = math.ceil(math.log(last / bend) / growth)
         far = np.rint(bend * np.exp(growth * np.arange(1, count))).astype(np.int64)
         edges = np.concatenate([np.arange(first, bend + 1), far[far < last], [last]])
-        edges = np.unique(edges)
+        edges = edges[np.append(True, edges[1:] > edges[:-1])]  # it is sorted: far > bend
     left, width = edges[:-1], np.diff(edges)
     relative = width / left
     start = np.log(left * step) / sigma + sigma / 2
@@ -218,12 +218,13 @@ def power(base: npt.NDArray[np.complex128], exponent: int) -> npt.NDArray[np.com
 
 
 def _payoff(
-    lattice: _Lattice, rounds: int, threshold: float, plan: _Plan, side: Side
+    lattice: _Lattice, rounds: int, threshold: float, plan: _Plan, side: Side, lower: bool
 ) -> tuple[float, float, float]:
     """Return E[(S' - C)_+] (remove) or E[(C - S')_+] (add) over the lattice atoms, divided by C.
 
     Returns:
-        The value, and the largest errors by which it may be too small and too large.
+        The value, and the largest errors by which it may be too small and, for a ``lower`` bound,
+        too large.
     """
     sign = 1.0 if side == "remove" else -1.0
     n, theta, h = plan.size, plan.tilt, lattice.step / threshold
@@ -260,7 +261,7 @@ def _payoff(
         beyond = 0.0
 
     wrapped = 0.0
-    if side == "remove":  # only this side reports a lower bound
+    if lower:
         wrapped = _chernoff(log_moment, rounds, theta, 1 + plan.window, 1.0)
         if 1 + plan.reach - plan.window > 0:
             wrapped += _chernoff(log_moment, rounds, theta, 1 + plan.reach - plan.window, -1.0)
@@ -306,7 +307,13 @@ def _jumps(
 
 
 def bracket(
-    noise: float, rounds: int, epsilon: float, side: Side, precision: float = FINE
+    noise: float,
+    rounds: int,
+    epsilon: float,
+    side: Side,
+    precision: float = FINE,
+    *,
+    lower: bool = True,
 ) -> Bracket:
     """Bound one point of the privacy curve of one-out-of-``rounds`` random allocation.
 
@@ -317,9 +324,10 @@ def bracket(
         side: Direction: ``"remove"`` for E[(S/T - e^eps)_+], ``"add"`` for E[(1 - e^eps S/T)_+].
         precision: Relative increase of ε that the lattice may cause, as an estimate. The bound is
             rigorous at any value.
+        lower: Whether the lower bound is asked for.
 
     Returns:
-        Rigorous upper bound on δ, and for ``"remove"`` a certified lower bound.
+        Rigorous upper bound on δ, and for ``"remove"`` a certified lower bound if asked for.
     """
     sigma = 1 / noise
     if side == "add":
@@ -327,7 +335,7 @@ def bracket(
         plan = _plan(sigma, rounds, threshold, threshold, side, precision)
         step = plan.window * threshold / plan.size
         lattice = _lattice(sigma, step, math.ceil(threshold / step))
-        value, plus, _ = _payoff(lattice, rounds, threshold, plan, side)
+        value, plus, _ = _payoff(lattice, rounds, threshold, plan, side, lower=False)
         return Bracket(min(1.0, value + plus + 1e-280), 0.0, -math.inf)  # e^eps * C / T = 1
     threshold = rounds * math.exp(epsilon)
     # Past `cap` one X_i all but decides that S > C, and the payoff is linear: closed form.
@@ -340,7 +348,7 @@ def bracket(
     top = math.ceil(cap / step)
     cap = top * step
     lattice = _lattice(sigma, step, top)
-    value, plus, minus = _payoff(lattice, rounds, threshold, plan, side)
+    value, plus, minus = _payoff(lattice, rounds, threshold, plan, side, lower)
     jump, jump_error = (float(x) for x in _jumps(sigma, rounds, threshold, cap))
     # (S - C)_+ = (S - C) + (C - S)_+, and the last term is small given a jump past the cap.
     short = max(threshold - cap, 0.0)
@@ -351,10 +359,10 @@ def bracket(
     missed = rounds * float(_log_tail(sigma, cap)[0]) * short
     c = threshold / rounds
     upper = c * (value + plus) + (jump + jump_error + missed) / rounds + 1e-280
-    lower, epsilon_lower = _lower(
-        c * (value - minus) + (jump - jump_error) / rounds, c, rounds, lattice
-    )
-    return Bracket(min(1.0, upper), lower, epsilon_lower)
+    if not lower:
+        return Bracket(min(1.0, upper), 0.0, -math.inf)
+    least = c * (value - minus) + (jump - jump_error) / rounds
+    return Bracket(min(1.0, upper), *_lower(least, c, rounds, lattice))
 
 
 def _lower(value: float, c: float, rounds: int, lattice: _Lattice) -> tuple[float, float]:
@@ -380,7 +388,7 @@ def delta(noise: float, rounds: int, epsilon: float, side: Side, precision: floa
     single = gaussian_delta(noise, epsilon)
     if _only_single(noise, rounds) or epsilon > LARGEST_EPSILON or single < 1e-200:
         return single
-    return min(single, bracket(noise, rounds, epsilon, side, precision).upper)
+    return min(single, bracket(noise, rounds, epsilon, side, precision, lower=False).upper)
 
 
 def epsilon(noise: float, rounds: int, delta_: float, side: Side) -> float:
