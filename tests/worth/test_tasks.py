@@ -74,6 +74,8 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setup:
     monkeypatch.setitem(TASKS, "secret", made)
     settings = {"reference": {}, "today": {}}
     monkeypatch.setitem(tasks.METHODS, "smollm2", settings)
+    # A second thread on so small a model only waits, where the tests take all cores.
+    monkeypatch.setattr(runs, "usable_cores", lambda: 1)
     small = {"evaluation.prompts": 24, "evaluation.every": 2}
     return Setup("smollm2", clone, tmp_path / "runs", extra=small)
 
@@ -99,7 +101,7 @@ def test_a_comparison_is_written_and_read_again(
 ) -> None:
     users = "".join(json.dumps(row) + "\n" for row in rows(160 + TUNING_USERS, "user"))
     (tmp_path / "private.jsonl").write_text(users)
-    arguments: dict[str, Any] = {"epsilons": [4.0, 1.0], "users": 80, "seeds": 2}
+    arguments: dict[str, Any] = {"epsilons": [4.0, 1.0], "users": 24, "seeds": 2}
     assert compare(setup, "secret", **arguments, write_only=True) is None
     found = compare(setup, "secret", **arguments)
     assert found is not None
