@@ -121,6 +121,7 @@ policy: {{model_name_or_path: {folder.parent.parent}/model, adapter: {{target_mo
 data: {{path: {folder}/prompts.jsonl, user_column: who}}
 rewards: [{{function: "{folder}/rewards.py:careless"}}]
 rollout: {{max_new_tokens: 2, batch_size: 8}}
+update: {{batch_size: 8}}
 privacy: {{epsilon: 8, delta: 1.0e-2}}
 rounds: {ROUNDS}
 """)

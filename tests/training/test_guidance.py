@@ -47,6 +47,7 @@ def settings(**changes: Any) -> dict[str, Any]:
         "rounds": 3,
         "learning_rate": 0.05,
         "prompts": USERS,
+        "data__max_prompt_tokens": 24,
         "reward": spread,
         "evaluation_prompts": PUBLIC,
         "evaluation__prompts": 6,

@@ -113,6 +113,7 @@ def run(tmp_path: Path, **changes: Any) -> Any:
     settings = {
         "model": str(tiny.save(tmp_path / "model")),
         "prompts": [f"user {i} says" for i in range(60)],
+        "data__max_prompt_tokens": 16,
         "evaluation_prompts": [f"guest {i} says" for i in range(30)],
         "evaluation__prompts": 10,
         "reward": lambda prompts, completions, **_: [float(len(c) % 5) for c in completions],
