@@ -17,7 +17,9 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 
 @functools.cache
@@ -31,22 +33,24 @@ def dprlhf(
     *arguments: str, cwd: Path | None = None, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
     """Run ``dprlhf`` with these arguments, and return what it wrote and its exit status."""
-    return _run(["dprlhf", *arguments], "", cwd, timeout)
+    return _run(["dprlhf", *arguments], "", cwd, timeout, {})
 
 
 def python(
     program: str | Path, *arguments: str, text: str = "", cwd: Path | None = None,
-    timeout: float = 300,
+    timeout: float = 300, environment: Mapping[str, str] = MappingProxyType({}),
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """Run a file of Python, with ``text`` to read from its standard input.
 
+    Its environment is that of this process with the changes of ``environment``.
+
     Not for programs about what is imported late, or about how Python ends.
     """
-    return _run([str(program), *arguments], text, cwd, timeout)
+    return _run([str(program), *arguments], text, cwd, timeout, environment)
 
 
 def _run(
-    words: list[str], text: str, cwd: Path | None, timeout: float
+    words: list[str], text: str, cwd: Path | None, timeout: float, environment: Mapping[str, str]
 ) -> subprocess.CompletedProcess[str]:
     server = _server()
     assert server.stdin
@@ -55,7 +59,7 @@ def _run(
         Path(folder, "stdin").write_text(text)
         order = {
             "words": words, "cwd": str(cwd or Path.cwd()), "folder": folder,
-            "environment": dict(os.environ),
+            "environment": dict(os.environ) | dict(environment),
         }  # fmt: skip
         server.stdin.write(json.dumps(order) + "\n")
         server.stdin.flush()

@@ -5,12 +5,10 @@ from __future__ import annotations
 import doctest
 import functools
 import itertools
-import os
 import pkgutil
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +21,7 @@ import yaml
 from dprlhf.cli.app import app
 from dprlhf.recipe import load_any_recipe
 from helpers import tiny
+from helpers.commands import python
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -144,12 +143,11 @@ def test_the_example_reward_can_teach() -> None:
 
 def launch(command: str) -> int:
     """Run a command of ``accelerate`` in two processes of its own, each of which has a share."""
-    words = [str(Path(sys.executable).parent / "accelerate"), *shlex.split(smaller(command))[1:]]
-    # PEFT imports bitsandbytes where it is installed, and that torch's compiler, for seconds.
-    environment = os.environ | {"TORCHDYNAMO_DISABLE": "1"}
-    done = subprocess.run(
-        words, capture_output=True, text=True, timeout=300, check=False, env=environment
-    )
+    done = python(
+        Path(sys.executable).parent / "accelerate", *shlex.split(smaller(command))[1:],
+        # PEFT imports bitsandbytes where it is installed, and that torch's compiler, for seconds.
+        environment={"TORCHDYNAMO_DISABLE": "1"},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert {p.name for p in Path.cwd().glob("runs/two/secret/telemetry-*")} == {
         "telemetry-0.jsonl", "telemetry-1.jsonl",

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import queue
-import subprocess
 import sys
 import textwrap
 import threading
@@ -22,6 +21,7 @@ from accelerate.utils import DistributedType
 from filelock import FileLock
 from safetensors.torch import load_file
 from torch import distributed
+from torch.distributed import run as torchrun
 
 import dprlhf
 from dprlhf import DprlhfError
@@ -75,7 +75,7 @@ def test_a_sum_takes_few_messages_of_each_process(
 
 CONFIGS = Path(__file__).parents[2] / "recipes/accelerate"
 ENVIRONMENT = {
-    **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path),
+    "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path),
     # PEFT imports bitsandbytes where it is installed, and that torch's compiler, for seconds.
     "TORCHDYNAMO_DISABLE": "1",
 }  # fmt: skip
@@ -480,11 +480,9 @@ def test_under_torchrun_two_processes_equal_one_and_leave_their_group(tmp_path: 
         assert Processes.connect().count == 2
         """)
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         str(script)],
-        env=ENVIRONMENT | {"ACCELERATE_USE_CPU": "true"},
-        capture_output=True, text=True, timeout=300, check=False,
+    done = commands.python(
+        torchrun.__file__, "--standalone", "--nproc-per-node", "2", str(script),
+        environment=ENVIRONMENT | {"ACCELERATE_USE_CPU": "true"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert [(tmp_path / f"left{rank}").read_text() for rank in (0, 1)] == ["left", "left"]
