@@ -109,9 +109,9 @@ def build(blocks: list[Block], root: Path) -> list[Path]:
 
 
 def copy_source(root: Path) -> None:
-    """Copy what the examples change, and nothing else."""
+    """Copy what the examples change, and nothing else; compiled as it is, which saves seconds."""
     for name in ("src", "tests"):
-        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, root / name)
 
 
 def run_tests(root: Path, tests: list[Path]) -> subprocess.CompletedProcess[str]:
