@@ -79,8 +79,8 @@ def constrained(x: Array, y: Array, radius: float) -> Array:
     "oracle",
     [
         SufficientStatistics(1, 2, 5),
-        ProjectedSGD(1, 2, 5, 300),
-        ImproperBatchSGD(1, 2, 300),
+        ProjectedSGD(1, 2, 5, 150),
+        ImproperBatchSGD(1, 2, 150),
         ISSP(1, 2, leverage=5, ridge=1e-14),
     ],
     ids=lambda oracle: type(oracle).__name__,
@@ -98,7 +98,7 @@ def test_without_noise_each_is_least_squares(oracle: Oracle) -> None:
 def test_projected_descent_is_constrained_least_squares() -> None:
     x, y, _ = problem()
     for radius in (0.3, 0.8):
-        found = exact(ProjectedSGD(1, 2, radius, 400), x, y)
+        found = exact(ProjectedSGD(1, 2, radius, 150), x, y)
         np.testing.assert_allclose(found, constrained(x, y, radius), rtol=1e-9)
         assert np.linalg.norm(found) == pytest.approx(radius)
 
