@@ -71,6 +71,7 @@ def reinforced(model: str, folder: Path, **changes: Any) -> Path:
         prompts=[{"prompt": f"user {i} says", "user": f"u{i // 2}"} for i in range(40)],
         data__user_column="user",
         data__max_prompts_per_user=2,
+        data__max_prompt_tokens=16,
         reward=length,
         evaluation_prompts=PUBLIC,
         evaluation__every=1,

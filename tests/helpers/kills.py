@@ -167,6 +167,7 @@ def train(folder: Path, run: str) -> None:
         rounds=ROUNDS,
         learning_rate=0.5,
         policy__adapter={"type": "lora", "rank": 1, "target_modules": ["c_attn"]},
+        data__max_prompt_tokens=16,
         rollout__max_new_tokens=2,
         rollout__batch_size=4,
         update__batch_size=4,

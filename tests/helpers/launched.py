@@ -65,6 +65,7 @@ def settings(model: str) -> dict[str, Any]:
         "learning_rate": 0.5,
         "optimizer__name": "sgd",
         "policy__adapter": {"type": "lora", "rank": 2, "target_modules": ["c_attn"]},
+        "data__max_prompt_tokens": 32,
         "rollout__max_new_tokens": 5,
         "rollout__batch_size": 4,
         "update__batch_size": 4,

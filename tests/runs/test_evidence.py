@@ -45,6 +45,7 @@ def reinforced(model: str, folder: Path, **changes: Any) -> None:
     settings: dict[str, Any] = {
         "prompts": [{"prompt": f"user {i} says", "user": f"u{i}"} for i in range(40)],
         "data__user_column": "user",
+        "data__max_prompt_tokens": 16,
         "reward": length,
         "evaluation_prompts": PUBLIC,
         "epsilon": 4.0,
