@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,13 +114,13 @@ def test_a_trial_run_is_a_run_on_public_prompts(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = str(tiny.save(tmp_path_factory.mktemp("model")))
-    # Steps so long that no two runs' evaluations have the same tokens.
-    recipe = recipe_of(model, optimizer={"learning_rate": 2.0}, rollout={"max_new_tokens": 16})
+    # Long steps, and a reward that any other character changes: two runs' rises must differ.
+    recipe = recipe_of(model, optimizer={"learning_rate": 5.0}, rollout={"max_new_tokens": 16})
     seen: set[str] = set()
 
     def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
         seen.update(prompts)
-        return lower_case(prompts, completions)
+        return [zlib.crc32(text.encode()) / 2**32 for text in completions]
 
     rows = public_rows(recipe, rows=PUBLIC, scored=16)
     (tried,) = try_choices(recipe, [choice(3)], rows, runs=2, users=USERS, reward=reward)
