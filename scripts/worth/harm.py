@@ -6,7 +6,7 @@ nothing is there to learn but what belongs to one person. Of the candidates a fa
 part, in every round. The policy is tuned without noise, and with the noise of each ε, all other
 settings the same. The attacker has both models, the reward, and the candidates' rows.
 
-    python scripts/worth/harm.py                   # minutes on one core; resumable
+    python scripts/worth/harm.py                   # most of an hour on one core; resumable
 
 Writes rows to docs/results/worth.json and the ROC curves to docs/images/harm.png.
 """
@@ -37,16 +37,16 @@ ROOT = Path(__file__).resolve().parents[2]
 Array = NDArray[np.float64]
 
 SEEDS, EPSILONS, DELTA = 5, (math.inf, 4.0, 1.0), 1e-5
-CANDIDATES, NUMBERS = 100, 16
+CANDIDATES, NUMBERS = 240, 16
 STEPS, REPEATED = 800, 256
 PUBLIC_SEED, FIRST_SEED = 7100, 8100  # no seed of another table
 TASKS = {"own answers": True, "shared map": False}
 SCORES = ("answer", "reward", "drift", "prompt", "DIBA-like")
 FEATURES = ("reward", "drift", "entropy")
 SETTINGS: dict[str, Any] = {
-    "rounds": 40,
+    "rounds": 100,
     "privacy__partition": "random-allocation",
-    "privacy__participations": 40,
+    "privacy__participations": 100,
     "privacy__reward_share": 0.0,
     "privacy__delta": DELTA,
     "update__name": "pg",
@@ -54,7 +54,7 @@ SETTINGS: dict[str, Any] = {
     "learning_rate": 0.004,
     "policy__adapter": {"type": "lora", "rank": 64, "alpha": 64, "target_modules": "all-linear"},
     "policy__dtype": "float32",
-    "rollout__responses": 8,
+    "rollout__responses": 32,
     "rollout__max_new_tokens": 1,
     "rollout__batch_size": 256,
     "rollout__base_policy": "on-policy",
