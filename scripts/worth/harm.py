@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 Array = NDArray[np.float64]
 
 SEEDS, EPSILONS, DELTA = 5, (math.inf, 4.0, 1.0), 1e-5
-CANDIDATES, NUMBERS = 240, 16
+CANDIDATES, NUMBERS = 260, 16
 STEPS, REPEATED = 800, 256
 PUBLIC_SEED, FIRST_SEED = 7100, 8100  # no seed of another table
 TASKS = {"own answers": True, "shared map": False}
