@@ -78,6 +78,35 @@ def test_the_first_direction_is_the_mean_where_it_is_asked_for(rank: int) -> Non
     assert (usual[0] @ basis[3]).abs() < 0.5
 
 
+@pytest.mark.parametrize("mean_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_directions_are_orthogonal_to_what_they_shall_avoid(
+    mean_first: bool, dtype: torch.dtype
+) -> None:
+    basis = orthonormal(4, 60)
+    gradients = (gradients_along(basis[:3], 50, noise=1e-3) + basis[3]).to(dtype)
+    other = (basis.sum(0) + 0.01 * torch.randn(30, 60, generator=torch.manual_seed(3))).to(dtype)
+    avoid = torch.cat([other, torch.full((1, 60), math.nan, dtype=dtype)])
+    given = {"clip_norm": 1.0, "clip_ratio": 0.5, "mean_first": mean_first}
+    found = fit_subspace(gradients, 2, avoid=avoid, **given).directions
+    unit = other.double().mean(0) / other.double().mean(0).norm()
+    exact = 1e-6 if dtype is torch.float32 else 1e-12
+    assert (found.double() @ unit).abs().max() < exact
+    usual = fit_subspace(gradients, 2, **given).directions
+    assert (usual.double() @ unit).abs().max() > 0.1
+    # The clip is set in the coordinates that are released.
+    released = fit_subspace(gradients, 2, avoid=avoid, **given).coordinates(gradients)
+    assert released.norm(dim=1).median() == pytest.approx(1.0 / 0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("avoid", [torch.zeros(5, 50), torch.zeros(0, 50)], ids=["zero", "none"])
+def test_nothing_to_avoid_changes_nothing(avoid: torch.Tensor) -> None:
+    gradients = gradients_along(orthonormal(3, 50), 40)
+    given = {"clip_norm": 1.0, "clip_ratio": 0.5}
+    found = fit_subspace(gradients, 3, avoid=avoid, **given)
+    assert torch.equal(found.directions, fit_subspace(gradients, 3, **given).directions)
+
+
 def test_one_loud_user_does_not_turn_them() -> None:
     planted = orthonormal(3, 50)
     gradients = gradients_along(planted, 40, noise=1e-3)

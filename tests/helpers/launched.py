@@ -127,7 +127,9 @@ def watch(dtype: torch.dtype) -> Seen:
     return seen
 
 
-SUBSPACE = {"update__subspace": {"rank": 3, "prompts": 9, "source": "model"}}
+SUBSPACE = {
+    "update__subspace": {"rank": 3, "prompts": 9, "source": "model", "keep_perplexity": True}
+}
 
 
 def train(

@@ -22,6 +22,7 @@ from dprlhf.privacy.ledger import read_ledger
 from dprlhf.recipe import make_recipe
 from dprlhf.training import guidance, reinforcement
 from dprlhf.training.progress import Progress
+from dprlhf.updates.public_gradients import likelihood_gradients
 from helpers.recipes import recipe_settings
 from helpers.runs import save_sharp, train
 
@@ -263,6 +264,33 @@ def test_the_state_of_a_checkpoint_is_what_comes_back() -> None:
     other.load_state(one.state())
     assert torch.equal(other.state()["directions"], torch.eye(2, 5))
     assert float(other.state()["scale"]) == 0.3
+
+
+@pytest.mark.slow
+def test_directions_can_leave_the_perplexity_as_it_is(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[torch.Tensor] = []
+
+    def kept(*args: Any, **named: Any) -> torch.Tensor:
+        found.append(likelihood_gradients(*args, **named))
+        return found[-1]
+
+    monkeypatch.setattr(guidance, "likelihood_gradients", kept)
+    seen: dict[bool, torch.Tensor] = {}
+    for keep in (False, True):
+        folder = tmp_path / str(keep)
+
+        def look(_: dict[str, Any], folder: Path = folder, which: bool = keep) -> None:
+            seen.setdefault(which, subspace_in(folder)["directions"].double())
+
+        chosen = {"mean_first": True, "keep_perplexity": keep, "refresh": 2}
+        train(model, folder, **settings(rounds=2, subspace=chosen), callbacks=[look])
+    assert len(found) == 1  # without the option there is no other pass, with it one a refresh
+    mean = found[0].double().mean(0)
+    cosine = {keep: (d @ mean).abs().max() / mean.norm() for keep, d in seen.items()}
+    assert cosine[True] < 1e-6
+    assert cosine[False] > 1e-3
 
 
 @pytest.mark.slow

@@ -158,8 +158,9 @@ def test_processes_share_the_evaluation(folder: Path, run: str) -> None:
 
 def test_the_subspace_of_two_processes_is_that_of_one(folder: Path) -> None:
     one, two = seen(folder, "guided-1")[0], seen(folder, "guided-2")
-    gradients, sums = one.sums[::2], one.sums[1::2]  # of the public prompts, and of the users
-    assert [g.ndim for g in gradients] == [2] * launched.ROUNDS
+    # Of the public prompts the gradients of the reward and of the likelihood, then of the users.
+    gradients, likelihood, sums = (one.sums[i::3] for i in range(3))
+    assert [g.ndim for g in (*gradients, *likelihood)] == [2] * 2 * launched.ROUNDS
     assert [len(s) for s in sums] == [3 + 2 + 3] * launched.ROUNDS  # telemetry and critic
     for process in two:
         for found, expected in zip(process.sums, one.sums, strict=True):

@@ -18,7 +18,7 @@ from dprlhf.rollout import Responses
 from dprlhf.updates import UPDATES
 from dprlhf.updates.adaptive_clip import AdaptiveClip
 from dprlhf.updates.pg import advantage_weights
-from dprlhf.updates.public_gradients import public_gradients
+from dprlhf.updates.public_gradients import likelihood_gradients, public_gradients
 from dprlhf.updates.telemetry import TelemetryCoordinates
 from helpers.autograd import gradient_of_user, relative_error
 from helpers.batches import Shape, batch_of
@@ -203,6 +203,30 @@ def test_they_are_what_the_update_itself_would_sum(name: str) -> None:
     gate = run(responses, scores, update_of(name, clip_norm=1e3), None)[0]
     found = public(name, responses, scores, clip_norm=1e3)
     assert relative_error(found.sum(0), gate.sums[0].total) < 1e-8
+
+
+def test_likelihood_gradients_are_policy_gradients_of_the_base_models_log_probability() -> None:
+    policy, responses = policy_of(), batch_of(MANY, seed=3)
+    before = flat_parameters(policy)
+    found = likelihood_gradients(
+        policy, responses, batch_size=4, t=1,
+        optimizer=torch.optim.SGD(policy.parameters.values(), lr=1.0),
+    )  # fmt: skip
+    # The plain network, at temperature 1, by transformers alone.
+    with torch.no_grad(), policy.model.disable_adapter():
+        logits = policy.model(
+            responses.tokens,
+            attention_mask=responses.mask,
+            position_ids=(responses.mask.cumsum(1) - 1).clamp(min=0),
+        ).logits
+    each = torch.log_softmax(logits[:, :-1], -1).gather(2, responses.tokens[:, 1:, None])[..., 0]
+    own = responses.response_mask.double()
+    values = (each[:, -own.shape[1] :] * own).sum(1) / own.sum(1)
+    scores = Scores(values.numpy(), np.ones(len(values), dtype=bool), {})
+    assert relative_error(found, truth_of(policy, responses, scores)) < 1e-8
+    assert torch.equal(flat_parameters(policy), before)
+    assert not policy.is_base
+    assert policy.temperature == 0.7
 
 
 def test_the_kl_penalty_counts() -> None:

@@ -55,6 +55,7 @@ def fit_subspace(
     clip_norm: float,
     clip_ratio: float,
     mean_first: bool = False,
+    avoid: torch.Tensor | None = None,
 ) -> Subspace:
     """Return the subspace in which PUBLIC users' gradients vary most.
 
@@ -73,8 +74,13 @@ def fit_subspace(
             coordinates.
         mean_first: Make the mean of the clipped gradients the first direction, and fill up with
             singular vectors.
+        avoid: Gradients of something else for each public user, ``[users, dimension]``: the
+            directions are orthogonal to their mean, so that steps along them leave that as it is,
+            to first order.
     """
     gradients = gradients[gradients.isfinite().all(1) & gradients.any(1)]
+    if avoid is not None:
+        gradients = _orthogonal(gradients, avoid[avoid.isfinite().all(1)].double().mean(0))
     norms = gradients.double().norm(dim=1)
     bound = float(norms.median()) / 2 if len(norms) else 0.0
     clipped = gradients * (bound / norms.clamp(min=1e-300)).clamp(max=1)[:, None].to(gradients)
@@ -92,3 +98,12 @@ def fit_subspace(
     median = float(seen.median()) if len(seen) else 0.0
     scaled = math.isfinite(clip_norm) and median > 0
     return Subspace(directions, clip_norm / (clip_ratio * median) if scaled else 1.0)
+
+
+def _orthogonal(vectors: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
+    """Return the vectors less their parts along a direction, ``[n, dimension]``."""
+    length = direction.norm()
+    if not length > 0:  # NaN too: the mean over no user
+        return vectors
+    unit = direction / length
+    return (vectors.double() - torch.outer(vectors.double() @ unit, unit)).to(vectors)

@@ -28,6 +28,10 @@ class Subspace(Settings):
         mean_first: Make the mean of the public prompts' gradients the first direction. With a small
             rank it holds more of what a reward asks for than directions of variation do: the public
             prompts give an axis, and the users say which way to go along it, and how far.
+        keep_perplexity: Make the directions orthogonal to the public gradient of the mean
+            log-likelihood under the base model. A step along them leaves the base model's
+            perplexity of the responses as it is, to first order, so texts stay more fluent for
+            the same reward. It takes another gradient pass over the public responses.
         clip_ratio: Clip norm as a share of the public users' median norm. Users' coordinates are
             scaled to this end, so ``update.clip_norm`` only sets the unit.
         declared_public: Declare that ``data`` was public before, and was chosen without a look at
@@ -40,6 +44,7 @@ class Subspace(Settings):
     prompts: Annotated[int, Field(ge=2)] = 256
     refresh: PositiveInt = 1
     mean_first: bool = False
+    keep_perplexity: bool = False
     clip_ratio: PositiveFloat = 0.5
     declared_public: bool = False
 

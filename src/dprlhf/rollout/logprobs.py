@@ -8,9 +8,20 @@ from numpy.typing import NDArray
 
 from dprlhf.hardware import to_device
 from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.warpers import Sampling
 from dprlhf.rollout import Responses
 
 Array = NDArray[np.float64]
+
+
+def base_logprobs(policy: CausalLMPolicy, responses: Responses, batch_size: int) -> Array:
+    """Return log μ of each response token under the base model at temperature 1, nothing cut.
+
+    Args and shapes are those of :func:`token_logprobs`; exp of minus the mean over tokens is the
+    base model's perplexity of the responses.
+    """
+    with policy.base(), policy.sampled_with(Sampling(), temperature=1.0):
+        return token_logprobs(policy, responses, batch_size)
 
 
 @torch.no_grad()

@@ -121,6 +121,7 @@ def recipe_digest(recipe: AnyRecipe) -> str:
     unset |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     unset |= {
         "mean_first": False,
+        "keep_perplexity": False,
         "min_new_tokens": 0,
         "stop": [],
         "mask_truncated": False,

@@ -26,7 +26,7 @@ from dprlhf.rollout import keeps_outputs, sample, without_fillers
 from dprlhf.training.run import Batch, Run
 from dprlhf.training.timing import phases
 from dprlhf.updates.critic import Critic
-from dprlhf.updates.public_gradients import public_gradients
+from dprlhf.updates.public_gradients import likelihood_gradients, public_gradients
 
 # The draws on public prompts need no secrecy, and a resumed run repeats them.
 _PUBLIC_KEY = bytes(32)
@@ -84,10 +84,14 @@ class Guidance:
         prompts = with_factors(self._prompts(run.policy, settings, batch.t), settings)
         own = processes.share(np.arange(len(prompts)))
         batch.bar.start("public gradients", Private(own))
-        gradients = self._gradients(run, batch, prompts.take(own), scorer, critic)
-        found = gradients.new_zeros(len(prompts), run.policy.dimension)
-        found[own] = gradients
-        found = processes.sum(found)
+
+        def of_all(gradients: torch.Tensor) -> torch.Tensor:
+            found = gradients.new_zeros(len(prompts), run.policy.dimension)
+            found[own] = gradients
+            return processes.sum(found)
+
+        gradients, likelihood = self._gradients(run, batch, prompts.take(own), scorer, critic)
+        found = of_all(gradients)
         if not bool(found.nan_to_num().any()):
             if self._subspace is not None:
                 return self._subspace  # where all scores are alike there is nothing to be learned
@@ -101,14 +105,18 @@ class Guidance:
             clip_norm=run.plan.clip_norm,
             clip_ratio=self._settings.clip_ratio,
             mean_first=self._settings.mean_first,
+            avoid=None if likelihood is None else of_all(likelihood),
         )
         shared: Subspace = processes.from_main(fitted)
         return shared
 
     def _gradients(
         self, run: Run, batch: Batch, prompts: Prompts, scorer: Scorer, critic: Critic | None
-    ) -> torch.Tensor:
-        """Return what each of these prompts would contribute; note how long its phases took."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what each of these prompts would contribute; note how long its phases took.
+
+        The second is the gradient of its responses' log-likelihood, with ``keep_perplexity``.
+        """
         settings = run.recipe
         assert isinstance(settings, Recipe)
         rollout, longest = settings.rollout, settings.data.max_prompt_tokens
@@ -148,7 +156,12 @@ class Guidance:
         clock.append(time.perf_counter())
         if len(responses.user):
             self.seconds = phases(clock, len(responses.user))
-        return gradients
+        if not self._settings.keep_perplexity:
+            return gradients, None
+        size, optimizer = settings.update.batch_size, run.optimizer
+        return gradients, likelihood_gradients(
+            run.policy, responses, batch_size=size, optimizer=optimizer, t=batch.t
+        )
 
     def _prompts(self, policy: CausalLMPolicy, settings: Recipe, t: int) -> Prompts:
         """Return the public prompts of a round: a draw that follows from the seed and the round."""

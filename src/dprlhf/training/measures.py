@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.warpers import Sampling
 from dprlhf.rollout import Responses
-from dprlhf.rollout.logprobs import token_logprobs
+from dprlhf.rollout.logprobs import base_logprobs, token_logprobs
 from dprlhf.rollout.sampling import ended
 
 Array = NDArray[np.float64]
@@ -145,15 +145,14 @@ def token_logs(policy: CausalLMPolicy, responses: Responses, batch_size: int) ->
         responses: Responses of the policy.
         batch_size: Number of rows in a forward pass.
     """
-    untuned = policy.is_base
-    with policy.base(), policy.sampled_with(Sampling(), temperature=1.0) as changed:
-        plain = token_logprobs(policy, responses, batch_size)
-    if untuned:
+    plain = base_logprobs(policy, responses, batch_size)
+    if policy.is_base:
         return TokenLogs(plain, np.zeros_like(plain))
     with policy.sampled_with(policy.sampling.untruncated()):
         current = token_logprobs(policy, responses, batch_size)
+        plainly = policy.sampling == Sampling() and policy.temperature == 1.0
         with policy.base():
-            base = token_logprobs(policy, responses, batch_size) if changed else plain
+            base = plain if plainly else token_logprobs(policy, responses, batch_size)
     return TokenLogs(plain, base - current)
 
 

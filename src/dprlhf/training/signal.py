@@ -21,7 +21,7 @@ from dprlhf.rewards import Scorer, Scores
 from dprlhf.rewards.private import score_responses
 from dprlhf.rollout import Responses, sample
 from dprlhf.training.choices import Signal
-from dprlhf.updates.public_gradients import public_gradients
+from dprlhf.updates.public_gradients import likelihood_gradients, public_gradients
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ def measure_signal(
 
 
 def _signal(policy: CausalLMPolicy, recipe: Recipe, responses: Responses, scores: Scores) -> Signal:
+    optimizer = make_optimizer(recipe.optimizer, policy.parameters.values(), 0.0)
     vectors = public_gradients(
         policy,
         responses,
@@ -91,19 +92,24 @@ def _signal(policy: CausalLMPolicy, recipe: Recipe, responses: Responses, scores
         update=recipe.update,
         kl=recipe.kl,
         reward_range=recipe.reward_range,
-        optimizer=make_optimizer(recipe.optimizer, policy.parameters.values(), 0.0),
+        optimizer=optimizer,
         t=1,
     )
     subspace, clip = recipe.update.subspace, recipe.update.radius
     if subspace is None:
         return signal_of(vectors, clip)
-    half = len(vectors) // 2
+    half, avoid = len(vectors) // 2, None
+    if subspace.keep_perplexity:
+        size = recipe.update.batch_size
+        found = likelihood_gradients(policy, responses, batch_size=size, optimizer=optimizer, t=1)
+        avoid = found[:half]
     fitted = fit_subspace(
         vectors[:half],
         subspace.rank,
         clip_norm=clip,
         clip_ratio=subspace.clip_ratio,
         mean_first=subspace.mean_first,
+        avoid=avoid,
     )
     return signal_of(vectors[half:], clip, fitted.directions, fitted.scale)
 

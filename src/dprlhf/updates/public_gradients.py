@@ -6,6 +6,7 @@ public rows up to its first sum over users, whose summands are kept in place of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import partial
 from typing import NoReturn
@@ -20,6 +21,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses, Tick
+from dprlhf.rollout.logprobs import base_logprobs
 from dprlhf.updates import find_update
 from dprlhf.updates.critic import Critic
 from dprlhf.updates.kl import subtract_kl
@@ -84,6 +86,41 @@ def public_gradients(
             found[users] = vectors.to(found)
         return found
     raise DprlhfError(f"update.subspace: update.name {update.name} made no sum over users")
+
+
+def likelihood_gradients(
+    policy: CausalLMPolicy,
+    responses: Responses,
+    *,
+    batch_size: int,
+    optimizer: torch.optim.Optimizer,
+    t: int,
+) -> torch.Tensor:
+    """Return each public user's gradient of the responses' log-likelihood under the base model.
+
+    It is the policy gradient (leave-one-out baseline) whose reward is a response's mean log μ a
+    token, so a step along its mean over users lowers the base model's perplexity of what the policy
+    writes. ``[users, dimension]``; the policy does not move.
+
+    Args:
+        policy: The policy π_t.
+        responses: Responses to PUBLIC prompts, two or more to each.
+        batch_size: Number of rows in a forward and backward pass.
+        optimizer: The server-side optimizer; it is not stepped.
+        t: The round, from 1.
+    """
+    tokens = np.maximum(responses.policy_mask.numpy().sum(1), 1)
+    values = base_logprobs(policy, responses, batch_size).sum(1) / tokens
+    return public_gradients(
+        policy,
+        responses,
+        Scores(values, np.ones(len(values), dtype=np.bool_), {}),
+        update=recipe.PG(batch_size=batch_size),
+        kl=recipe.KL(),
+        reward_range=math.inf,
+        optimizer=optimizer,
+        t=t,
+    )
 
 
 class _SummandsError(Exception):
