@@ -23,7 +23,11 @@ take_pip_settings() {
   index=$(setting index-url) more=$(setting extra-index-url)
   links=$(setting find-links) cert=$(setting cert)
   [ -z "$index" ] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"
-  [ -z "$more" ] || export UV_INDEX="${UV_INDEX:-${more//\\n/ }}"
+  if [ -n "$more" ]; then
+    export UV_INDEX="${UV_INDEX:-${more//\\n/ }}"
+    # As pip does: each index may have the locked version, not only the first that knows the name.
+    export UV_INDEX_STRATEGY="${UV_INDEX_STRATEGY:-unsafe-best-match}"
+  fi
   [ -z "$cert" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$cert}"
   [ -z "$links" ] || export UV_FIND_LINKS="${UV_FIND_LINKS:-$(tr -s ' ' ',' <<< "${links//\\n/ }")}"
 }

@@ -762,5 +762,6 @@ def test_a_slope_needs_three_numbers_of_users_that_were_not_refused() -> None:
 def test_a_command_that_only_writes_is_recorded_as_the_one_that_measures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["scripts/utility.py", "--seeds", "3", "--write-only"])
+    given = ["--runs", "/some/folder", "--seeds", "3", "--write-only"]
+    monkeypatch.setattr("sys.argv", ["scripts/utility.py", *given])
     assert command() == "python scripts/utility.py --seeds 3"

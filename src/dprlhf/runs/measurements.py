@@ -31,14 +31,20 @@ def machine() -> str:
 def command() -> str:
     """Return the command line of this process, with the script relative to the current folder.
 
-    ``--write-only`` is left out, because it measures nothing.
+    ``--write-only`` and ``--runs FOLDER`` are left out: they say what is run again and where it is
+    kept, not what is measured.
     """
     script = Path(sys.argv[0])
     try:
         shown = str(script.resolve().relative_to(Path.cwd()))
     except ValueError:
         shown = script.name
-    given = [word for word in sys.argv[1:] if word != "--write-only"]
+    given, words = [], iter(sys.argv[1:])
+    for word in words:
+        if word == "--runs":
+            next(words, None)
+        elif word != "--write-only" and not word.startswith("--runs="):
+            given.append(word)
     return shlex.join(["python", shown, *given])
 
 
