@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import Any, TypeVar, cast
 
 from dprlhf.data.loading import rows_from
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.recipe import Recipe
 from dprlhf.training.policy_setup import load_policy_of
+from dprlhf.trl.config import PrivacyFields
+
+C = TypeVar("C", bound=PrivacyFields)
 
 
 def rows_of(given: Any, name: str, *, may_lack_prompts: bool) -> Any:
@@ -49,6 +53,22 @@ def policy_of(recipe: Recipe, model: Any, tokenizer: Any) -> CausalLMPolicy:
     if hasattr(tokenizer, "tokenizer"):
         raise DprlhfError("processing_class: prompts are text here: give the processor's tokenizer")
     return load_policy_of(recipe, model=given, tokenizer=tokenizer)
+
+
+def with_user_column(config: C, column: str | None) -> C:
+    """Return a copy of a trainer's config whose ``privacy_unit`` is the trainer's ``user_column``.
+
+    Raises:
+        DprlhfError: The config names another column.
+    """
+    own: Any = copy.copy(config)
+    if column is not None:
+        if own.privacy_unit not in (None, column):
+            raise DprlhfError(
+                f"user_column={column!r}, but args.privacy_unit is {own.privacy_unit!r}"
+            )
+        own.privacy_unit = column
+    return cast(C, own)
 
 
 def refuse_optimizers(optimizers: Any) -> None:

@@ -6,7 +6,6 @@ the same plan, gate, ledger and run folder. What differs from TRL is in ``docs/t
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import shutil
@@ -19,9 +18,11 @@ from transformers.trainer_utils import EvalPrediction, TrainOutput
 
 from dprlhf.agents import load_sampler
 from dprlhf.agents.rewards import environment_rewards
+from dprlhf.data.given_rewards import GivenReward
 from dprlhf.data.in_memory import Sources
 from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError, InterruptedRunError
+from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.opacus import without_wrapper
 from dprlhf.policies.optimizers import learning_rate
 from dprlhf.policies.peft_configs import adapter_of
@@ -40,7 +41,7 @@ from dprlhf.training.processes import Processes
 from dprlhf.training.reinforcement import Result
 from dprlhf.training.run import Run
 from dprlhf.training.trainer import complete
-from dprlhf.trl.arguments import policy_of, refuse_optimizers, rows_of
+from dprlhf.trl.arguments import policy_of, refuse_optimizers, rows_of, with_user_column
 from dprlhf.trl.config import PrivacyFields, PrivateGRPOConfig, PrivateRLOOConfig, as_private
 from dprlhf.trl.evaluation import evaluate_on, public_values
 from dprlhf.trl.logs import Log, as_evaluation, as_logs
@@ -120,15 +121,9 @@ class PrivateTrainer(Generic[C]):
         Raises:
             DprlhfError: An argument is wrong, or cannot be private; the message says why.
         """
-        own: Any = copy.copy(as_private(args, self.config, self._default_folder))
+        own = as_private(args, self.config, self._default_folder)
         refuse_optimizers(optimizers)
-        if user_column is not None:
-            if own.privacy_unit not in (None, user_column):
-                raise DprlhfError(
-                    f"user_column={user_column!r}, but args.privacy_unit is {own.privacy_unit!r}"
-                )
-            own.privacy_unit = user_column
-        self.args: Any = own
+        self.args: Any = with_user_column(own, user_column)
         self._compute_metrics = compute_metrics
         model = without_wrapper(model)
         self._agent: dict[str, Any] = {
@@ -136,30 +131,38 @@ class PrivateTrainer(Generic[C]):
             "environment_factory": environment_factory,
             "rollout_func": rollout_func,
         }
-        if own_rewards := environment_rewards(environment_factory):
-            named = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
-            reward_funcs = [*(one for one in named if one is not None), *own_rewards]
-            if self.args.reward_weights is not None:
-                self.args.reward_weights = [*self.args.reward_weights, *[1.0] * len(own_rewards)]
-        self._rewards = trl_rewards(
-            reward_funcs, self.args.reward_weights, reward_processing_classes
-        )
+        self._rewards = self._given_rewards(reward_funcs, reward_processing_classes)
         self._rows = self._dataset(train_dataset, "train_dataset")
         given = eval_dataset is not None
         self._public = self._dataset(eval_dataset, "eval_dataset") if given else None
         self.recipe = self._recipe(model, peft_config, quantization_config)
         self._models = {} if isinstance(model, str) else {"model": model}
-        self._policy = policy_of(self.recipe, model, processing_class)
-        if (agent := self.recipe.rollout.agent) is not None:
-            with_response_template(self._policy.tokenizer)
-            sampler = load_sampler(agent, **self._agent)
-            sampler.attach(self._policy, self.recipe.data.max_prompt_tokens)
+        self._policy = self._load_policy(model, processing_class)
         self.result: Result | None = None
         self._settled = self.recipe
         self._started = False
         self._log = Log(callbacks, self.args)
         self._log.values = {"model": self.model, "processing_class": self.processing_class}
         self._log.call("on_init_end")
+
+    def _given_rewards(self, reward_funcs: Any, processing_classes: Any) -> list[GivenReward]:
+        """Return the rewards that were passed, and after them those of the environments."""
+        if of_environments := environment_rewards(self._agent["environment_factory"]):
+            named = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
+            reward_funcs = [*(one for one in named if one is not None), *of_environments]
+            weights = self.args.reward_weights
+            if weights is not None:
+                self.args.reward_weights = [*weights, *[1.0] * len(of_environments)]
+        return trl_rewards(reward_funcs, self.args.reward_weights, processing_classes)
+
+    def _load_policy(self, model: Any, tokenizer: Any) -> CausalLMPolicy:
+        """Return the policy of the model, with the sampler of the recipe's agent if it has one."""
+        policy = policy_of(self.recipe, model, tokenizer)
+        if (agent := self.recipe.rollout.agent) is not None:
+            with_response_template(policy.tokenizer)
+            sampler = load_sampler(agent, **self._agent)
+            sampler.attach(policy, self.recipe.data.max_prompt_tokens)
+        return policy
 
     def _recipe(self, model: Any, peft_config: Any, quantization: Any) -> Recipe:
         args = self.args
