@@ -8,7 +8,7 @@ a run beside it or of an earlier run, was restored from a backup and is refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from dprlhf.boundary import open_private
@@ -58,11 +58,7 @@ def reserve(
     name = book_name(recipe.privacy.book)
     own = list(_marks([folder.path])) if folder is not None else []
     if name is None:
-        if own:
-            raise DprlhfError(
-                f"{own[0].path}: this run's cost is reserved in budget book {own[0].mark.book}:"
-                " name that book in DPRLHF_BOOK to continue"
-            )
+        _need_no_book(own)
         return None
     if not plan.private:
         raise DprlhfError(
@@ -77,16 +73,8 @@ def reserve(
         )
     near = list(folder.path.parent.glob("*/")) if folder is not None else []
     marks = [at.mark for at in _marks([*near, *(Path(p.run) for p in recipe.previous)])]
-    held = folder is not None and folder.key.is_file()
-    spending = Spending(
-        run=commitment(folder.open()) if folder is not None and held else "",
-        name=folder.path.resolve().name if folder is not None else "",
-        stage=recipe.stage,
-        mechanism=Mechanism(**cost_terms(vars(plan.mechanism))),
-        times=1 + earlier.tuning_runs,
-    )
     return book.reserve(
-        spending,
+        _spending(recipe, plan, earlier.tuning_runs, folder),
         open_private(users.hashed(book.hashed)),
         dataset=recipe.privacy.dataset,
         unit=recipe.data.user_column,
@@ -97,6 +85,29 @@ def reserve(
         ],
         marks=[*(at.mark for at in own), *marks],
         commit=commit,
+    )
+
+
+def _need_no_book(own: Sequence[_At]) -> None:
+    """Refuse to continue without a book a run whose ledger names one."""
+    if own:
+        raise DprlhfError(
+            f"{own[0].path}: this run's cost is reserved in budget book {own[0].mark.book}:"
+            " name that book in DPRLHF_BOOK to continue"
+        )
+
+
+def _spending(
+    recipe: AnyRecipe, plan: Plan, tuning_runs: int, folder: RunFolder | None
+) -> Spending:
+    """Return a run's whole planned cost, that of its declared tuning runs included."""
+    held = folder is not None and folder.key.is_file()
+    return Spending(
+        run=commitment(folder.open()) if folder is not None and held else "",
+        name=folder.path.resolve().name if folder is not None else "",
+        stage=recipe.stage,
+        mechanism=Mechanism(**cost_terms(vars(plan.mechanism))),
+        times=1 + tuning_runs,
     )
 
 

@@ -167,13 +167,11 @@ def open_run(
     )
     if create and counted:
         processes.on_main(lambda: say_what_is_left_out(stage, parts))
-    plan, policy = parts.plan, parts.policy
     key, reservation = processes.on_main(
         lambda: _start(parts, folder, create=create, counted=counted)
     )
     with _one_line_errors(folder), contextlib.ExitStack() as stack:
         gate: Gate | None = None
-        average = stage.recipe.optimizer.average
         trackers: list[Callback] = []
         if processes.main:
             stack.callback(stamp_run, folder.path)
@@ -183,29 +181,44 @@ def open_run(
         stack.enter_context(stage.opened(folder))
         if processes.main:
             stamp_run(folder.path)  # after a kill, a file may have the time at which it was written
-        yield Run(
-            recipe=stage.recipe,
-            stage=stage,
-            plan=plan,
-            earlier=parts.earlier,
-            reservation=reservation,
-            folder=folder,
-            key=key,
-            processes=processes,
-            users=parts.users,
-            allocation=allocate(plan, key),
-            policy=policy,
-            optimizer=make_optimizer(
-                stage.recipe.optimizer,
-                policy.parameters.values(),
-                plan.noise_std / plan.expected_batch_size,
-            ),
-            average=ParameterAverage(average, policy.parameters, plan.rounds) if average else None,
-            gate=gate,
-            progress=Progress(stage.rows_a_user, disable=quiet or not processes.main),
-            callbacks=[*trackers, *as_functions(callbacks, folder.path, plan.rounds)],
-            rounding=parts.rounding,
-        )
+        told = [*trackers, *as_functions(callbacks, folder.path, parts.plan.rounds)]
+        yield _assembled(stage, parts, folder, key, reservation, gate, told, quiet=quiet)
+
+
+def _assembled(
+    stage: Stage,
+    parts: Parts,
+    folder: RunFolder,
+    key: bytes,
+    reservation: Reservation | None,
+    gate: Gate | None,
+    callbacks: list[Callback],
+    *,
+    quiet: bool,
+) -> Run:
+    """Return the run of what was loaded and opened, with its optimizer and secret allocation."""
+    plan, policy, settings = parts.plan, parts.policy, stage.recipe.optimizer
+    noise = plan.noise_std / plan.expected_batch_size  # of a coordinate of the released mean
+    average = settings.average
+    return Run(
+        recipe=stage.recipe,
+        stage=stage,
+        plan=plan,
+        earlier=parts.earlier,
+        reservation=reservation,
+        folder=folder,
+        key=key,
+        processes=parts.processes,
+        users=parts.users,
+        allocation=allocate(plan, key),
+        policy=policy,
+        optimizer=make_optimizer(settings, policy.parameters.values(), noise),
+        average=ParameterAverage(average, policy.parameters, plan.rounds) if average else None,
+        gate=gate,
+        progress=Progress(stage.rows_a_user, disable=quiet or not parts.processes.main),
+        callbacks=callbacks,
+        rounding=parts.rounding,
+    )
 
 
 def _start(
