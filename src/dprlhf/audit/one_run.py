@@ -171,17 +171,7 @@ def audit(
     check_settled(recipe)
     if canaries is None:
         canaries = max(_default_canaries(recipe), recipe.rounds)
-    if canaries < recipe.rounds:
-        raise DprlhfError(
-            f"{canaries} canaries cannot fill {recipe.rounds} rounds: give --canaries"
-            f" {recipe.rounds} or more"
-        )
-    if space not in get_args(Space):
-        raise DprlhfError(f"--space must be gradient or prompt, not {space!r}")
-    if space == "prompt" and not isinstance(recipe, Recipe):
-        raise DprlhfError(
-            f"--space prompt plants rewards, and stage {recipe.stage} has none: use gradient"
-        )
+    _check_options(recipe, canaries, space)
     included = _coins(canaries, seed)
     probes = _probes(canaries, recipe.rounds) if space == "gradient" else 0
     signs = _signs(included, probes, recipe.privacy.adjacency == "replace-one")
@@ -337,6 +327,21 @@ def _signs(included: Bits, probes: int, replace: bool) -> Array:
     return np.concatenate([signs, np.ones(probes)])
 
 
+def _check_options(recipe: AnyRecipe, canaries: int, space: str) -> None:
+    """Refuse a number of canaries or a space with which a recipe cannot be audited."""
+    if canaries < recipe.rounds:
+        raise DprlhfError(
+            f"{canaries} canaries cannot fill {recipe.rounds} rounds: give --canaries"
+            f" {recipe.rounds} or more"
+        )
+    if space not in get_args(Space):
+        raise DprlhfError(f"--space must be gradient or prompt, not {space!r}")
+    if space == "prompt" and not isinstance(recipe, Recipe):
+        raise DprlhfError(
+            f"--space prompt plants rewards, and stage {recipe.stage} has none: use gradient"
+        )
+
+
 def _default_canaries(recipe: AnyRecipe) -> int:
     oracle = recipe.update.least_squares if isinstance(recipe, Recipe) else None
     return _FEW if oracle is not None and oracle.name == "sufficient-statistics" else CANARIES
@@ -368,11 +373,55 @@ def judge(
         update: The run's update.
         bounds: Whether to compute the lower bounds.
     """
-    plan, alpha, canaries = record.plan, 1 - confidence, len(included)
-    epsilon, delta = plan.guarantee.epsilon, plan.guarantee.delta
+    plan, alpha = record.plan, 1 - confidence
     tests = _tested(record)
     refuted = [SENTENCES[name] for name, p in tests.items() if p < alpha * SHARES[name]]
     refuted += _broken_rules(record)
+    found = _guessed(record, included, alpha, bounds=bounds)
+    return Audit(
+        bound=found.bound,
+        bound_any=found.bound_any,
+        epsilon=plan.guarantee.epsilon,
+        delta=plan.guarantee.delta,
+        canaries=len(included),
+        guesses=found.guesses,
+        right=found.right,
+        space=space,
+        stage=stage,
+        partition=plan.partition,
+        update=update,
+        confidence=confidence,
+        tests=tests,
+        released=sum(len(s.noise) for r in record.rounds for s in r),
+        power=power,
+        refuted_by=(*refuted, *found.refuted_by),
+        can_refute=found.can_refute,
+    )
+
+
+@dataclass(frozen=True)
+class _Guessed:
+    """What the guesses of who was in prove; the names are those of :class:`Audit`."""
+
+    guesses: int
+    right: int
+    bound: float
+    bound_any: float
+    refuted_by: list[str]
+    can_refute: bool
+
+
+def _guessed(record: Record, included: Bits, alpha: float, *, bounds: bool) -> _Guessed:
+    """Guess which canaries were in, and return what the number of right guesses proves.
+
+    Args:
+        record: What the run released.
+        included: Whether each canary was in, ``[canaries]``.
+        alpha: Error probability of all tests together, of which the guesses have their shares.
+        bounds: Whether to compute the lower bounds, which are 0 without.
+    """
+    plan, canaries, refuted = record.plan, len(included), []
+    epsilon, delta = plan.guarantee.epsilon, plan.guarantee.delta
     if record.gains is None:
         scores = attack_scores(record, canaries)
         level, any_level = alpha * _GUESSES, alpha * _ANY_GUESSES
@@ -397,25 +446,7 @@ def judge(
         can_refute = chance_of_right(canaries, planned, planned, epsilon, delta) < any_level
     elif bounds:
         bound = bound_from_guesses(right, canaries, plan, level)
-    return Audit(
-        bound=bound,
-        bound_any=bound_any,
-        epsilon=epsilon,
-        delta=delta,
-        canaries=canaries,
-        guesses=guesses,
-        right=right,
-        space=space,
-        stage=stage,
-        partition=plan.partition,
-        update=update,
-        confidence=confidence,
-        tests=tests,
-        released=sum(len(s.noise) for r in record.rounds for s in r),
-        power=power,
-        refuted_by=tuple(refuted),
-        can_refute=can_refute,
-    )
+    return _Guessed(guesses, right, bound, bound_any, refuted, can_refute)
 
 
 def _tested(record: Record) -> dict[str, float]:
