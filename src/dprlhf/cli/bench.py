@@ -100,12 +100,9 @@ def bench_worth(
         raise DprlhfError(f"bench needs matplotlib: {INSTALL}")
     from dprlhf.worth.comparison import compare
     from dprlhf.worth.pages import write_all
-    from dprlhf.worth.tasks import TASKS, set_up
+    from dprlhf.worth.tasks import set_up
 
-    names = list(TASKS) if tasks == "all" else [name.strip() for name in tasks.split(",")]
-    unknown = [name for name in names if name not in TASKS]
-    if unknown:
-        raise DprlhfError(f"task '{unknown[0]}' is unknown: use all, {', '.join(TASKS)}")
+    names = _tasks(tasks)
     if not (clone / "recipes").is_dir():
         raise DprlhfError(
             f"{clone / 'recipes'}: no such folder: run this in a clone of the repository, or give"
@@ -129,6 +126,17 @@ def bench_worth(
         f" --seeds {seeds} --model {model}"
     )
     typer.echo(write_all(found, out, command))
+
+
+def _tasks(text: str) -> list[str]:
+    """Read names of tasks, with commas between them, or ``all``."""
+    from dprlhf.worth.tasks import TASKS
+
+    names = list(TASKS) if text == "all" else [name.strip() for name in text.split(",")]
+    unknown = [name for name in names if name not in TASKS]
+    if unknown:
+        raise DprlhfError(f"task '{unknown[0]}' is unknown: use all, {', '.join(TASKS)}")
+    return names
 
 
 def _epsilons(text: str) -> list[float]:

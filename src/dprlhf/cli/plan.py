@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dprlhf.cli.output import choices_table, plan_table
 from dprlhf.errors import DprlhfError
+
+if TYPE_CHECKING:
+    from dprlhf.training.choices import Choice
+    from dprlhf.training.planner import Facts
 
 Recipe = Annotated[
     Path | None, typer.Argument(help="A YAML recipe; without one, give --users and --epsilon.")
@@ -110,12 +114,17 @@ def plan(
     if as_json:
         shown: dict[str, Any] = {**facts.as_dict(), "choices": rows, "not_costed": passed}
         typer.echo(json.dumps(shown))
-        return
+    else:
+        _show(facts, choices[0], rows, passed)
+
+
+def _show(facts: Facts, best: Choice, rows: list[dict[str, Any]], passed: int) -> None:
+    """Print the facts, the table of the choices, and the best of them as overrides."""
     typer.echo(facts.describe() + "\n")
     typer.echo(choices_table(rows))
     if passed:
         typer.echo(f"{passed} more were passed over: their noise takes seconds each to compute")
-    typer.echo(f"\nthe first as overrides: {' '.join(choices[0].overrides())}")
+    typer.echo(f"\nthe first as overrides: {' '.join(best.overrides())}")
 
 
 def _without_recipe(

@@ -229,21 +229,7 @@ def choose(
         adjacency=privacy.adjacency,
         releases=recipe.update.releases,
     )
-    auto = privacy.auto or Auto()
-    if privacy.auto is None and privacy.partition not in auto.partitions:
-        auto = auto.model_copy(update={"partitions": [privacy.partition]})
-    if minutes is None and responses is None:
-        minutes, responses = auto.minutes, auto.max_responses
-    if minutes is None and responses is None:
-        responses = facts.users * privacy.participations * max(facts.probe.signals)
-    listed = _fitting(
-        facts,
-        guess,
-        minutes,
-        responses,
-        rounds or auto.rounds or sorted({*ROUNDS, recipe.rounds}),
-        auto.partitions,
-    )
+    listed = _listed(facts, guess, minutes, responses, rounds)
 
     def rank(choice: Choice) -> float:
         return choice.reward if choice.reward is not None else float(choice.cosines.mean())
@@ -259,6 +245,26 @@ def choose(
         slow=is_slow,
         progress=progress,
     )
+
+
+def _listed(
+    facts: Facts,
+    guess: Costed,
+    minutes: float | None,
+    responses: float | None,
+    rounds: Sequence[int],
+) -> list[Candidate]:
+    """Return the candidates for :func:`choose`; what it was not given is of ``privacy.auto``."""
+    recipe, privacy = facts.recipe, facts.recipe.privacy
+    auto = privacy.auto or Auto()
+    if privacy.auto is None and privacy.partition not in auto.partitions:
+        auto = auto.model_copy(update={"partitions": [privacy.partition]})
+    if minutes is None and responses is None:
+        minutes, responses = auto.minutes, auto.max_responses
+    if minutes is None and responses is None:
+        responses = facts.users * privacy.participations * max(facts.probe.signals)
+    rounds = rounds or auto.rounds or sorted({*ROUNDS, recipe.rounds})
+    return _fitting(facts, guess, minutes, responses, rounds, auto.partitions)
 
 
 def _fitting(

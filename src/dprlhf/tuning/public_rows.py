@@ -74,21 +74,12 @@ def public_rows(
             f"tuning: there is no column {spec.prompt_column!r} in {spec.path!r}: stand-ins are"
             " told apart by their prompts, also where an environment gives the prompt"
         )
-    if recipe.evaluation is None:
-        reported: set[str] = set()
-    else:
-        own = found if file is None else rows_of(recipe.evaluation.data, rows)
-        column = recipe.evaluation.data.prompt_column
-        reported = {str(prompt) for prompt in own[: min(final, len(own))][column]}
-    subspace = recipe.update.subspace
-    if subspace is not None and subspace.data is not None:
-        apart = load_rows(subspace.data)
-        reported |= {str(prompt) for prompt in apart[subspace.data.prompt_column]}
+    apart = _prompts_apart(recipe, found if file is None else None, rows)
     if file is None:
         fitted, rest = _range(found, final, final + HELD_OUT), _range(found, final + HELD_OUT, None)
     else:
         fitted, rest = _range(found, 0, HELD_OUT), _range(found, HELD_OUT, None)
-    new = [i for i, prompt in enumerate(rest[spec.prompt_column]) if str(prompt) not in reported]
+    new = [i for i, prompt in enumerate(rest[spec.prompt_column]) if str(prompt) not in apart]
     if len(new) < scored + _FEWEST:
         left = f" after the {final} of the evaluation and {HELD_OUT} for fitting" if final else ""
         raise DprlhfError(
@@ -97,7 +88,7 @@ def public_rows(
             " evaluation.data, a file with --public, or score on fewer prompts"
         )
     order = np.random.default_rng(_SEED).permutation(new)
-    guides = 0
+    subspace, guides = recipe.update.subspace, 0
     if subspace is not None and subspace.source == "public" and subspace.data is None:
         guides = min(subspace.prompts, (len(new) - scored) // 2)
     return PublicRows(
@@ -128,6 +119,26 @@ def _spec(recipe: Recipe, file: Path | None) -> Data:
     except ValueError:
         raise DprlhfError(f"--public {file}: these are the private users' rows") from None
     return spec
+
+
+def _prompts_apart(recipe: Recipe, found: Any, rows: Any) -> set[str]:
+    """Return the prompts that stand in for nobody: those of the final evaluation and ``subspace``.
+
+    Args:
+        recipe: The recipe of the private run.
+        found: The rows of its evaluation; None reads them.
+        rows: As for :func:`public_rows`.
+    """
+    apart: set[str] = set()
+    if (evaluation := recipe.evaluation) is not None:
+        own = rows_of(evaluation.data, rows) if found is None else found
+        last = min(evaluation.prompts, len(own))
+        apart |= {str(prompt) for prompt in own[:last][evaluation.data.prompt_column]}
+    subspace = recipe.update.subspace
+    if subspace is not None and subspace.data is not None:
+        guiding = load_rows(subspace.data)
+        apart |= {str(prompt) for prompt in guiding[subspace.data.prompt_column]}
+    return apart
 
 
 def _range(rows: Any, start: int, end: int | None) -> Any:
