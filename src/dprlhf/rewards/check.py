@@ -143,6 +143,17 @@ def check_reward(
         )
         for at in (state, state.after(state.max_steps))[: 1 + named]
     ]
+    return _report(reward, found, bound)
+
+
+def _report(reward: LoadedReward, found: Sequence[_Found], bound: float) -> ContractReport:
+    """Return the report of a reward that passed.
+
+    Args:
+        reward: The reward.
+        found: What the checks found with each ``trainer_state``; the scores are those of the first.
+        bound: Bound R, for the share of scores outside ±R.
+    """
     first = found[0]
     sums = {i: None if score is None else math.fsum(score) for i, score in first.scores.items()}
     values = [value for value in sums.values() if value is not None]

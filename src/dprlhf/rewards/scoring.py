@@ -169,20 +169,9 @@ class Scorer:
         failures: Counter[str] = Counter()
         by_turn = any(reward.by_turn for reward in self.rewards)
         counts = np.array(rows.turns if by_turn else [1] * len(rows), dtype=np.int64)
-        total = np.zeros((len(rows), counts.max(initial=1)))
-        present = np.zeros(len(rows), dtype=bool)
-        failed = np.zeros(len(rows), dtype=bool)
         with captured(self._sink):
             found = self._answered(rows, groups, private=private)
-            for reward, answered in zip(self.rewards, found, strict=True):
-                for i, answer in enumerate(answered.values):
-                    value = parse_turns(answer, int(counts[i]), by_turn=reward.by_turn)
-                    if isinstance(value, Failure):
-                        failures[value.kind] += 1
-                        failed[i] = True
-                    elif value is not None:
-                        total[i, : counts[i]] += reward.weight * np.array(value)
-                        present[i] = True
+            total, present, failed = _weighted_sums(found, counts, failures)
         returns = returns_to_go(total, counts)
         missing = ~present & ~failed
         overflow = ~np.isfinite(returns).all(1) & ~failed
@@ -308,6 +297,36 @@ def checked_sizes(rows: int, most: int) -> list[int]:
         rows %= size
         size //= 2
     return sizes
+
+
+def _weighted_sums(
+    found: Sequence[_Answers], counts: NDArray[np.int64], failures: Counter[str]
+) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
+    """Add up the rewards' answers with their weights, and count what is no answer.
+
+    Args:
+        found: The answers of each reward.
+        counts: Number of scores of each row, one for each turn, ``[rows]``.
+        failures: Counts of failures by their kind, to which those of these answers are added.
+
+    Returns:
+        The sums, ``[rows, turns]``; whether a reward gave a row a number, ``[rows]``; and whether a
+        reward failed on it, ``[rows]``.
+    """
+    total = np.zeros((len(counts), counts.max(initial=1)))
+    present = np.zeros(len(counts), dtype=bool)
+    failed = np.zeros(len(counts), dtype=bool)
+    for answered in found:
+        reward = answered.reward
+        for i, answer in enumerate(answered.values):
+            value = parse_turns(answer, int(counts[i]), by_turn=reward.by_turn)
+            if isinstance(value, Failure):
+                failures[value.kind] += 1
+                failed[i] = True
+            elif value is not None:
+                total[i, : counts[i]] += reward.weight * np.array(value)
+                present[i] = True
+    return total, present, failed
 
 
 def _attempt(

@@ -146,13 +146,8 @@ def decode(
     output = _prefill(policy, ids, mask)
     logits, cache = output.logits[:, -1], output.past_key_values
     # A row of the first logits is a prompt; from here on, a row is a response.
-    steps: Steps | StaticSteps
-    if static is None:
-        steps = Steps(policy, mask, num_generations, max_new_tokens)
-        cache.reorder_cache(steps.prompt_of_row)
-        reserve(cache, (max_new_tokens - 1) * steps.shared)  # the last tokens are not read
-    else:
-        steps = static
+    steps = static or _growing_steps(policy, mask, cache, num_generations, max_new_tokens)
+    if static is not None:
         static.start(mask, output)
     asked = torch.where(mask.bool(), ids, ids[:, -1:])
     for step in range(max_new_tokens):
@@ -206,6 +201,21 @@ def try_last_step(
     draw(policy, logits, half, ids, torch.full((rows, max_new_tokens - 1), pad, device=device))
 
 
+def _growing_steps(
+    policy: CausalLMPolicy,
+    mask: torch.Tensor,
+    cache: Any,
+    num_generations: int,
+    max_new_tokens: int,
+) -> Steps:
+    """Return steps that grow, and give the prompts' cache their rows and room for all of them."""
+    steps = Steps(policy, mask, num_generations, max_new_tokens)
+    cache.reorder_cache(steps.prompt_of_row)
+    # The last tokens are not read; of a single one, the trial of the last step reads it.
+    reserve(cache, max(max_new_tokens - 1, 1) * steps.shared)
+    return steps
+
+
 def _filled(
     policy: CausalLMPolicy,
     mask: torch.Tensor,
@@ -214,11 +224,8 @@ def _filled(
     max_new_tokens: int,
 ) -> Steps:
     """Return the steps, and take the cache as filled up to the last of them."""
-    steps = Steps(policy, mask, num_generations, max_new_tokens)
-    cache.reorder_cache(steps.prompt_of_row)
-    last = max(max_new_tokens - 2, 0)
-    missing = last * steps.shared
-    reserve(cache, (last + 1) * steps.shared)
+    steps = _growing_steps(policy, mask, cache, num_generations, max_new_tokens)
+    missing = max(max_new_tokens - 2, 0) * steps.shared
     for layer in getattr(cache, "layers", []):
         keys = getattr(layer, "keys", None)
         if isinstance(layer, ReservedLayer):

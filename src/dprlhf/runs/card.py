@@ -293,22 +293,11 @@ def model_card(recipe: AnyRecipe, card: dict[str, Any], *, merged: bool = False)
     assumptions = "\n".join(f"- {line}" for line in card["assumptions"])
     trained = recipe.trained
     base = trained.model_name_or_path
-    # The hub refuses a card whose base model is no repository.
-    whole = merged or trained.adapter.type == "full"
-    named = _relation(base, "finetune" if whole else "adapter")
     adapter = _described(trained.adapter)
     if merged and trained.adapter.type != "full":
         adapter = f"Whole weights with the adapter merged ({adapter[0].lower()}{adapter[1:]})"
     lower = downwards(float(card["epsilon_lower"]), 4)
-    return f"""---
-{named}library_name: {"transformers" if whole else "peft"}
-pipeline_tag: {recipe.hub_task}
-tags:
-- dprlhf
-- differential-privacy
-- {recipe.hub_tag}
----
-
+    return f"""{_hub_metadata(recipe, merged)}
 # {base} tuned with dprlhf
 
 {adapter}, {recipe.purpose}.
@@ -350,8 +339,21 @@ Assumptions:
 """
 
 
-def _relation(base: str, relation: str) -> str:
-    return f"base_model: {base}\nbase_model_relation: {relation}\n" if is_hub_id(base) else ""
+def _hub_metadata(recipe: AnyRecipe, merged: bool) -> str:
+    """Return the YAML header of a model's README, which the hub reads."""
+    base, whole = recipe.trained.model_name_or_path, merged or recipe.trained.adapter.type == "full"
+    # The hub refuses a card whose base model is no repository.
+    relation = "finetune" if whole else "adapter"
+    named = f"base_model: {base}\nbase_model_relation: {relation}\n" if is_hub_id(base) else ""
+    return f"""---
+{named}library_name: {"transformers" if whole else "peft"}
+pipeline_tag: {recipe.hub_task}
+tags:
+- dprlhf
+- differential-privacy
+- {recipe.hub_tag}
+---
+"""
 
 
 def _counted(card: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 
@@ -74,25 +74,7 @@ def line_plot(
         if t == int(t)  # x counts rounds
     ]
     for index, line in enumerate(series):
-        style = f"s{index % STYLES}"
-        banded = [(px, py, e) for px, py, e in line.points if e is not None]
-        if len(banded) > 1:
-            edge = [(px, py + e) for px, py, e in banded]
-            edge += [(px, py - e) for px, py, e in reversed(banded)]
-            outline = " ".join(f"{x(px)},{y(py)}" for px, py in edge)
-            parts.append(f'<polygon class="band {style}" points="{outline}"/>')
-        corners = [(px, py) for px, py, _ in line.points]
-        if steps:
-            late = [(px, py) for (_, py), (px, _) in pairwise(corners)]
-            corners = [p for both in zip_longest(corners, late) for p in both if p is not None]
-        path = " ".join(f"{x(px)},{y(py)}" for px, py in corners)
-        parts.append(f'<polyline class="line {style}" points="{path}"/>')
-        for px, py, e in line.points:
-            spread = "" if e is None else f" ± {e:.3g}"
-            parts.append(
-                f'<circle class="dot {style}" cx="{x(px)}" cy="{y(py)}" r="2.6">'
-                f"<title>{html.escape(line.name)}: {px:g}, {py:.4g}{spread}</title></circle>"
-            )
+        parts += _elements(line, f"s{index % STYLES}", x, y, steps=steps)
     label = html.escape(f"{y_label} by {x_label}: {', '.join(s.name for s in series)}")
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">'
@@ -100,6 +82,45 @@ def line_plot(
         f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 4}" text-anchor="end">'
         f"{html.escape(x_label)}</text>{''.join(parts)}</svg>"
     )
+
+
+def _elements(
+    line: Series,
+    style: str,
+    x: Callable[[float], float],
+    y: Callable[[float], float],
+    *,
+    steps: bool,
+) -> list[str]:
+    """Return the SVG elements of a line: its band, the line itself, and a dot at each point.
+
+    Args:
+        line: The line.
+        style: Class of its style, ``s0`` and so on.
+        x: Returns the horizontal position of a value in the plot.
+        y: Returns the vertical one.
+        steps: As for :func:`line_plot`.
+    """
+    parts = []
+    banded = [(px, py, e) for px, py, e in line.points if e is not None]
+    if len(banded) > 1:
+        edge = [(px, py + e) for px, py, e in banded]
+        edge += [(px, py - e) for px, py, e in reversed(banded)]
+        outline = " ".join(f"{x(px)},{y(py)}" for px, py in edge)
+        parts.append(f'<polygon class="band {style}" points="{outline}"/>')
+    corners = [(px, py) for px, py, _ in line.points]
+    if steps:
+        late = [(px, py) for (_, py), (px, _) in pairwise(corners)]
+        corners = [p for both in zip_longest(corners, late) for p in both if p is not None]
+    path = " ".join(f"{x(px)},{y(py)}" for px, py in corners)
+    parts.append(f'<polyline class="line {style}" points="{path}"/>')
+    for px, py, e in line.points:
+        spread = "" if e is None else f" ± {e:.3g}"
+        parts.append(
+            f'<circle class="dot {style}" cx="{x(px)}" cy="{y(py)}" r="2.6">'
+            f"<title>{html.escape(line.name)}: {px:g}, {py:.4g}{spread}</title></circle>"
+        )
+    return parts
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:

@@ -152,12 +152,15 @@ def evaluate(
             responses = _joined(parts, prompts, policy.tokenizer.pad_token_id)
             logs = _joined_logs(parts)
         measures = measure(policy, responses, logs)
-    judged = {}
-    for name, judge in (judges or {}).items():
-        scores = score_responses(judge, responses)
-        judged[name] = np.where(scores.valid, scores.values, np.nan)
+    judged = {name: _judged(judge, responses) for name, judge in (judges or {}).items()}
     scored = score_responses(scorer, responses)
     return Evaluated(scored.values, responses, judged, measures, scored.logged)
+
+
+def _judged(judge: Scorer, responses: Responses) -> NDArray[np.float64]:
+    """Return a judge's score of each response, ``[prompts]``; NaN where it gave none."""
+    scores = score_responses(judge, responses)
+    return np.where(scores.valid, scores.values, np.nan)
 
 
 Part = tuple[NDArray[np.int64], Responses, TokenLogs | None]

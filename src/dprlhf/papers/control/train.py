@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable
@@ -81,8 +82,7 @@ def train(
     plan = plan_of(recipe, opened_adjacency(folder / "ledger.jsonl"))
     folder.mkdir(parents=True, exist_ok=True)
     terms = {**plan.terms(), "recipe": _digest(recipe), "key": commitment(key, "control")}
-    ledger = Ledger(folder / "ledger.jsonl", terms)
-    try:
+    with contextlib.closing(Ledger(folder / "ledger.jsonl", terms)) as ledger:
         gate = Gate(plan, ledger, key)
         allocation = allocate(plan, key)
         theta = torch.from_numpy(policy.initial(np.random.default_rng((seed, 1))))
@@ -115,8 +115,6 @@ def train(
         final = theta.detach().numpy().copy()
         returns = evaluate(environment, policy, final, (seed, 3), recipe.evaluation_episodes)
         return Outcome(final, plan, returns, curve)
-    finally:
-        ledger.close()
 
 
 @lru_cache
