@@ -99,6 +99,18 @@ def test_directions_are_orthogonal_to_what_they_shall_avoid(
     assert released.norm(dim=1).median() == pytest.approx(1.0 / 0.5, rel=1e-5)
 
 
+@pytest.mark.parametrize("mean_first", [False, True])
+def test_arbitrary_directions_avoid_it_as_well(mean_first: bool) -> None:
+    """Fewer gradients than directions, or gradients along it alone, leave some of them open."""
+    away = torch.eye(20)[:1] + 0.1 * torch.eye(20)[1:2]
+    for gradients in (torch.eye(20)[7:8] + away, 3 * away):
+        found = fit_subspace(
+            gradients, 4, clip_norm=1.0, clip_ratio=0.5, mean_first=mean_first, avoid=away
+        )
+        assert torch.allclose(found.directions @ found.directions.T, torch.eye(4), atol=1e-6)
+        assert (found.directions @ away[0]).abs().max() < 1e-6
+
+
 @pytest.mark.parametrize("avoid", [torch.zeros(5, 50), torch.zeros(0, 50)], ids=["zero", "none"])
 def test_nothing_to_avoid_changes_nothing(avoid: torch.Tensor) -> None:
     gradients = gradients_along(orthonormal(3, 50), 40)

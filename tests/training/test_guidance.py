@@ -175,6 +175,9 @@ def test_public_prompts_without_a_gradient_are_refused_before_a_charge(
 
     with pytest.raises(DprlhfError, match="no public prompt has a gradient"):
         train(model, tmp_path / "run", **settings(reward=alike))
+    cut = settings(rollout__mask_truncated=True, rollout__max_new_tokens=1)
+    with pytest.raises(DprlhfError, match=r"do not end \(rollout.mask_truncated\)"):
+        train(model, tmp_path / "cut", **cut)
     ledger = read_ledger(tmp_path / "run/ledger.jsonl")
     assert [e for e in ledger if e.kind == "charge"] == []
 

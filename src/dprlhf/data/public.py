@@ -137,6 +137,19 @@ def prompts_in(file: Path, column: str) -> list[Any]:
     return list(rows[column])
 
 
+def in_form(texts: Sequence[str], *, conversations: bool, in_rows: bool) -> Prompts:
+    """Return public texts as prompts in the form that the users' rows have.
+
+    Args:
+        texts: The texts.
+        conversations: Whether prompts are messages; each then has one, of a user.
+        in_rows: Whether the users' rows have prompts; else these are empty, too.
+    """
+    asked = [[{"role": "user", "content": text if in_rows else ""}] for text in texts]
+    some = in_memory_prompts(asked if conversations else texts)
+    return Prompts(some.prompts, some.users, some.slots, {}, in_rows)
+
+
 def neutral_prompts(*, conversations: bool = False, in_rows: bool = True) -> Prompts:
     """Return a few neutral prompts, for a recipe without public ones.
 
@@ -144,6 +157,4 @@ def neutral_prompts(*, conversations: bool = False, in_rows: bool = True) -> Pro
         conversations: Whether they are messages.
         in_rows: Whether the users' rows have prompts; else these are empty, too.
     """
-    asked = [[{"role": "user", "content": text if in_rows else ""}] for text in _NEUTRAL]
-    some = in_memory_prompts(asked if conversations else _NEUTRAL)
-    return Prompts(some.prompts, some.users, some.slots, {}, in_rows)
+    return in_form(_NEUTRAL, conversations=conversations, in_rows=in_rows)

@@ -68,19 +68,22 @@ def fit_subspace(
         gradients: A gradient for each public user, ``[users, dimension]``; users whose gradient is
             not finite are left out, and so are those whose gradient is zero, as all their
             responses have the same reward: half of them would make the median zero.
-        rank: Number p of directions, at most the number of dimensions.
+        rank: Number p of directions, at most the number of dimensions; below it with ``avoid``.
         clip_norm: Clip norm S of the private users' coordinates; infinite for no clipping.
         clip_ratio: Clip norm S as a share of the median norm of the public users' scaled
             coordinates.
         mean_first: Make the mean of the clipped gradients the first direction, and fill up with
             singular vectors.
         avoid: Gradients of something else for each public user, ``[users, dimension]``: the
-            directions are orthogonal to their mean, so that steps along them leave that as it is,
-            to first order.
+            directions, arbitrary ones too, are orthogonal to their mean, so that steps along them
+            leave that as it is, to first order.
     """
-    gradients = gradients[gradients.isfinite().all(1) & gradients.any(1)]
+    gradients = gradients[gradients.isfinite().all(1)]
+    away = gradients.new_zeros(0, gradients.shape[1])
     if avoid is not None:
-        gradients = _orthogonal(gradients, avoid[avoid.isfinite().all(1)].double().mean(0))
+        away = _unit_mean(avoid)
+        gradients = _orthogonal(gradients, away)
+    gradients = gradients[gradients.any(1)]
     norms = gradients.double().norm(dim=1)
     bound = float(norms.median()) / 2 if len(norms) else 0.0
     clipped = gradients * (bound / norms.clamp(min=1e-300)).clamp(max=1)[:, None].to(gradients)
@@ -93,17 +96,29 @@ def fit_subspace(
         top = torch.cat([clipped.sum(0, keepdim=True), top])[:rank]
     size = top.norm(dim=1, keepdim=True)
     top = torch.where(size > 1e-6 * size.max(), top / size.clamp(min=1e-30), 0.0)
-    directions = torch.linalg.qr(top.T).Q.T.contiguous()
+    # What is avoided comes first: the others, arbitrary ones too, are then orthogonal to it.
+    directions = torch.linalg.qr(torch.cat([away.to(top), top]).T).Q.T[len(away) :].contiguous()
     seen = (gradients @ directions.T).double().norm(dim=1)
     median = float(seen.median()) if len(seen) else 0.0
     scaled = math.isfinite(clip_norm) and median > 0
     return Subspace(directions, clip_norm / (clip_ratio * median) if scaled else 1.0)
 
 
-def _orthogonal(vectors: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
-    """Return the vectors less their parts along a direction, ``[n, dimension]``."""
-    length = direction.norm()
-    if not length > 0:  # NaN too: the mean over no user
-        return vectors
-    unit = direction / length
-    return (vectors.double() - torch.outer(vectors.double() @ unit, unit)).to(vectors)
+def _unit_mean(vectors: torch.Tensor) -> torch.Tensor:
+    """Return the direction of the finite vectors' mean, ``[1, dimension]``; none where it is 0."""
+    mean = vectors[vectors.isfinite().all(1)].double().mean(0, keepdim=True)
+    length = mean.norm()
+    return mean / length if length > 0 else mean[:0]  # not above 0, too: the mean over no vector
+
+
+def _orthogonal(vectors: torch.Tensor, away: torch.Tensor) -> torch.Tensor:
+    """Return the vectors less their parts along unit vectors; 0 where that leaves rounding alone.
+
+    Args:
+        vectors: ``[n, dimension]``.
+        away: Orthonormal vectors, ``[any, dimension]``, float64.
+    """
+    wide = vectors.double()
+    rest = wide - (wide @ away.T) @ away
+    left = rest.norm(dim=1, keepdim=True) > 1e-6 * wide.norm(dim=1, keepdim=True)
+    return torch.where(left, rest, 0.0).to(vectors)

@@ -7,6 +7,7 @@ every few rounds. Nothing private is read: the policy is made of releases.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,9 @@ from dprlhf.training.timing import phases
 from dprlhf.updates.critic import Critic
 from dprlhf.updates.public_gradients import likelihood_gradients, public_gradients
 
+InForm = Callable[[Sequence[str]], Prompts]
+"""Returns public texts as prompts in the form of the users' rows."""
+
 # The draws on public prompts need no secrecy, and a resumed run repeats them.
 _PUBLIC_KEY = bytes(32)
 
@@ -39,16 +43,24 @@ class Guidance:
         settings: The recipe's ``update.subspace``.
         guides: The public prompts; None if the base model shall write them.
         seed: The recipe's seed.
+        in_form: Makes prompts of what the base model writes.
 
     Attributes:
         seconds: Seconds per response of the phases ``rollout``, ``reward`` and ``update``, as the
             last subspace took; empty before the first.
     """
 
-    def __init__(self, settings: recipe.Subspace, guides: Guides | None, seed: int) -> None:
+    def __init__(
+        self,
+        settings: recipe.Subspace,
+        guides: Guides | None,
+        seed: int,
+        in_form: InForm = in_memory_prompts,
+    ) -> None:
         self._settings = settings
         self._guides = guides
         self._seed = seed
+        self._in_form = in_form
         self._written: Prompts | None = None
         self._subspace: Subspace | None = None
         self.seconds: dict[str, float] = {}
@@ -95,9 +107,12 @@ class Guidance:
         if not bool(found.nan_to_num().any()):
             if self._subspace is not None:
                 return self._subspace  # where all scores are alike there is nothing to be learned
+            cut = settings.rollout.mask_truncated
             raise DprlhfError(
-                "update.subspace: no public prompt has a gradient: the rewards score all responses"
-                " to it alike, or fail on it; do its rows have the columns that they name?"
+                "update.subspace: no public prompt has a gradient: "
+                + ("its responses do not end (rollout.mask_truncated), " if cut else "")
+                + "the rewards score all responses to it alike, or fail on it; do its rows have the"
+                " columns that they name?"
             )
         fitted = fit_subspace(
             found,
@@ -169,7 +184,7 @@ class Guidance:
         if self._guides is not None:
             return self._guides.draw(count, np.random.default_rng([self._seed, t]))
         if self._written is None:
-            self._written = written_prompts(policy, settings, count)
+            self._written = written_prompts(policy, settings, count, self._in_form)
         return self._written
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -197,18 +212,34 @@ def with_factors(prompts: Prompts, settings: Recipe) -> Prompts:
     return Prompts(prompts.prompts, prompts.users, prompts.slots, columns, prompts.in_rows)
 
 
-def written_prompts(policy: CausalLMPolicy, settings: Recipe, count: int) -> Prompts:
-    """Return prompts that the base model writes itself, from nothing: public ones."""
+def written_prompts(
+    policy: CausalLMPolicy, settings: Recipe, count: int, in_form: InForm = in_memory_prompts
+) -> Prompts:
+    """Return prompts that the base model writes itself, from nothing: public ones.
+
+    Args:
+        policy: The policy; its adapter is switched off, and it calls no tools.
+        settings: The recipe.
+        count: Number of prompts.
+        in_form: Makes prompts of what was written.
+    """
     empty: list[Any] = [""] * count
+    longest = settings.data.max_prompt_tokens
+    form = in_form([""]).prompts[0]
+    taken = 0 if isinstance(form, str) else len(policy.render(form, add_generation_prompt=True))
     length = {"responses": 1, "base_policy": "on-policy"}
-    length["max_new_tokens"] = settings.data.max_prompt_tokens
-    with policy.base():
-        written = sample(
-            policy,
-            in_memory_prompts(empty),
-            settings.rollout.model_copy(update=length),
-            key=_PUBLIC_KEY,
-            context=("written prompts", settings.seed),
-            max_prompt_tokens=settings.data.max_prompt_tokens,
-        )
-    return in_memory_prompts(written.texts)
+    length["max_new_tokens"] = max(1, longest - taken)  # a longer prompt would lose its start
+    sampler, policy.sampler = policy.sampler, None
+    try:
+        with policy.base():
+            written = sample(
+                policy,
+                in_memory_prompts(empty),
+                settings.rollout.model_copy(update=length),
+                key=_PUBLIC_KEY,
+                context=("written prompts", settings.seed),
+                max_prompt_tokens=longest,
+            )
+    finally:
+        policy.sampler = sampler
+    return in_form(written.texts)

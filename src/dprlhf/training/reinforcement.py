@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from dprlhf.agents import (
 )
 from dprlhf.boundary import Private
 from dprlhf.data.in_memory import Sources
-from dprlhf.data.public import evaluated, neutral_prompts
+from dprlhf.data.public import evaluated, in_form, neutral_prompts
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.activations import align_with_activations
@@ -283,7 +284,16 @@ class Reinforcement:
             plan, recipe.privacy.reward_share, recipe.reward_range
         )
         if recipe.update.subspace is not None:
-            self.guidance = Guidance(recipe.update.subspace, parts.guides, recipe.seed)
+            self.guidance = Guidance(
+                recipe.update.subspace,
+                parts.guides,
+                recipe.seed,
+                partial(
+                    in_form,
+                    conversations=parts.users.conversations,
+                    in_rows=parts.users.with_prompts,
+                ),
+            )
             self.guidance.check(policy.dimension)
 
     @contextlib.contextmanager
