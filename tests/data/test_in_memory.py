@@ -122,6 +122,15 @@ class TestTrlsNames:
             ({"clip_norm": 4}, "unknown key 'clip_norm'; did you mean 'update.clip_norm'"),
             ({"reward_funcs": [length]}, "argument 'reward_funcs': write reward=…"),
             ({"num_generations": 4, "rollout__responses": 4}, "rollout.responses is given twice"),
+            ({"epsilon": 1.0, "privacy__epsilon": 2.0}, "privacy.epsilon is given twice"),
+            (
+                {"privacy__adjacency": "replace-one", "privacy": {"adjacency": "zero-out"}},
+                "privacy.adjacency is given by itself, and privacy as a whole",
+            ),
+            (
+                {"update__critic__features": 0, "update__critic": "noised"},
+                "update.critic.features is given by itself, and update.critic as a whole",
+            ),
         ],
     )
     def test_a_name_without_a_key_says_what_the_command_line_says(
@@ -129,6 +138,16 @@ class TestTrlsNames:
     ) -> None:
         with pytest.raises(DprlhfError, match=text):
             self.made(**flat)
+
+    def test_a_section_and_keys_of_it_go_together_in_any_order(self) -> None:
+        section = {"responses": 4}
+        for flat in (
+            {"rollout": section, "rollout__temperature": 0.5},
+            {"rollout__temperature": 0.5, "rollout": section},
+        ):
+            rollout = self.made(**flat).rollout
+            assert (rollout.responses, rollout.temperature) == (4, 0.5)
+        assert section == {"responses": 4}  # the program's own
 
     def test_every_refusal_of_the_command_line_is_one_here(self) -> None:
         for name, text in INSTEAD.items():

@@ -176,8 +176,11 @@ def _sections(flat: dict[str, Any]) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     trl = {}
     for name, value in flat.items():
+        key = _SHORT.get(name, name)
+        if key in keys:
+            raise DprlhfError(f"train: {key.replace('__', '.')} is given twice, also as {name}")
         if name in _SHORT or "__" in name or name in Recipe.model_fields:
-            keys[_SHORT.get(name, name)] = value
+            keys[key] = value
         elif name in KEYS or name in COMBINED:
             trl[name] = value
         else:
@@ -187,14 +190,36 @@ def _sections(flat: dict[str, Any]) -> dict[str, Any]:
         if key.replace(".", "__") in keys:
             raise DprlhfError(f"train: {key} is given twice, also by TRL's name of it")
         keys[key.replace(".", "__")] = value
+    return _nested(keys)
+
+
+def _nested(keys: dict[str, Any]) -> dict[str, Any]:
+    """Return values by section from keys with ``__`` for the dot; the values stay as they are.
+
+    Raises:
+        DprlhfError: A key is given by itself and within a section's value, which may differ.
+    """
     values: dict[str, Any] = {}
-    for key, value in keys.items():
+    # Sections first, so that keys of them are added, whichever a program wrote first.
+    for key, value in sorted(keys.items(), key=lambda item: item[0].count("__")):
         *parents, last = key.split("__")
-        node = values
+        node, path = values, ""
         for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = value
+            node, path = node.setdefault(parent, {}), f"{path}.{parent}".lstrip(".")
+            if not isinstance(node, dict):
+                break
+        if not isinstance(node, dict) or last in node:
+            raise DprlhfError(
+                f"train: {key.replace('__', '.')} is given by itself, and {path} as a whole: write"
+                " both there"
+            )
+        node[last] = _copied(value)
     return values
+
+
+def _copied(value: Any) -> Any:
+    """Return a value whose mappings are the recipe's own: it adds keys to them."""
+    return {k: _copied(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def _refuse(name: str) -> None:
