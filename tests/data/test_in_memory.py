@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import dprlhf
-from dprlhf import DprlhfError
+from dprlhf import DprlhfError, recipe
 from dprlhf.api import train_stage
 from dprlhf.data.in_memory import Sources, recipe_of
 from dprlhf.recipe import IN_MEMORY, Recipe, SFTRecipe, load_recipe, make_recipe
@@ -148,6 +148,24 @@ class TestTrlsNames:
             rollout = self.made(**flat).rollout
             assert (rollout.responses, rollout.temperature) == (4, 0.5)
         assert section == {"responses": 4}  # the program's own
+
+    def test_a_section_may_be_an_object_or_none(self) -> None:
+        public = Sources(["a", "b"], length, ["c", "d"], tools=[length])
+        made = recipe_of(
+            None, [], self.FLAT | {
+                "data": recipe.Data(path=IN_MEMORY, max_prompt_tokens=9), "rollout": None,
+                "evaluation": recipe.Evaluation(data=recipe.Data(path=IN_MEMORY), prompts=3),
+                "update": recipe.GRPO(clip_norm=0.5),
+            }, public,
+        )  # fmt: skip
+        assert made.data.max_prompt_tokens == 9
+        assert made.update == recipe.GRPO(clip_norm=0.5)
+        assert made.evaluation is not None
+        assert made.evaluation.prompts == 3
+        assert made.rollout.agent is not None
+        for name in ("data", "evaluation", "rollout"):
+            with pytest.raises(DprlhfError, match=f"{name}: give a mapping of its keys"):
+                recipe_of(None, [], self.FLAT | {name: "file.csv"}, public)
 
     def test_every_refusal_of_the_command_line_is_one_here(self) -> None:
         for name, text in INSTEAD.items():

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from pydantic import BaseModel
+
 from dprlhf import recipe as settings
 from dprlhf.data.given_rewards import GivenReward, given_rewards, is_model
 from dprlhf.data.loading import load_rows, rows_from
@@ -153,16 +155,30 @@ def recipe_of(
         )
     values = _sections(flat)
     if sources.prompts is not None:
-        values.setdefault("data", {}).setdefault("path", IN_MEMORY)
+        _section(values, "data").setdefault("path", IN_MEMORY)
     if sources.rewards is not None:
         values.setdefault("rewards", [one.settings.model_dump() for one in sources.rewards])
     if sources.evaluation_prompts is not None:
-        public = values.setdefault("evaluation", {}).setdefault("data", {})
-        public.setdefault("path", IN_MEMORY)
+        _section(_section(values, "evaluation"), "data").setdefault("path", IN_MEMORY)
     if sources.agent_settings:
-        rollout = values.setdefault("rollout", {})
-        rollout["agent"] = {**rollout.get("agent", {}), **sources.agent_settings}
+        _section(_section(values, "rollout"), "agent").update(sources.agent_settings)
     return make_recipe(values, source="train")
+
+
+def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a section's values, which may be missing or None, to add keys to.
+
+    Raises:
+        DprlhfError: It is something else.
+    """
+    found: Any = values.get(name)
+    found = values[name] = {} if found is None else found
+    if not isinstance(found, dict):
+        raise DprlhfError(
+            f"train: {name}: give a mapping of its keys, or its keys as {name}__…, not a"
+            f" {type(found).__name__}"
+        )
+    return found
 
 
 def _sections(flat: dict[str, Any]) -> dict[str, Any]:
@@ -218,7 +234,8 @@ def _nested(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    """Return a value whose mappings are the recipe's own: it adds keys to them."""
+    """Return a value whose mappings are the recipe's own, as it adds keys to them."""
+    value = value.model_dump() if isinstance(value, BaseModel) else value  # a section's settings
     return {k: _copied(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
