@@ -100,6 +100,11 @@ def value(recipe: Any, key: str) -> Any:
         ({"privacy_book": "book.db"}, "privacy.book", "book.db"),
         ({"public": 5}, "evaluation.prompts", 5),
         ({"public": 5, "eval_strategy": "steps", "eval_steps": 3}, "evaluation.every", 3),
+        (
+            {"public": 5, "eval_strategy": "steps", "eval_steps": 0.25, "max_steps": 10},
+            "evaluation.every",
+            3,
+        ),
         ({"public": 5}, "evaluation.every", None),
     ],
 )

@@ -65,7 +65,7 @@ COMMON: dict[str, Field] = {
     "hub_private_repo": Field("honoured", "whether push_to_hub() makes a private repository"),
     "trust_remote_code": Field("honoured", "policy.trust_remote_code"),
     "resume_from_checkpoint": Field("honoured", "as of train(resume_from_checkpoint=…)"),
-    "eval_steps": Field("honoured", "evaluation.every, in rounds"),
+    "eval_steps": Field("honoured", "evaluation.every, in rounds; below 1 a share of them"),
     "max_steps": Field("mapped", "rounds: a round is one step, with one noised release"),
     "num_train_epochs": Field(
         "mapped",

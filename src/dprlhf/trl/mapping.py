@@ -79,7 +79,7 @@ def recipe_of(
         "output_dir": args.output_dir,
     }
     if public:
-        values["evaluation"] = _evaluation(args, public)
+        values["evaluation"] = _evaluation(args, public, rounds)
     return make_recipe(values, source=type(config).__name__)
 
 
@@ -110,15 +110,15 @@ def _agent(args: Any, agent: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def with_evaluation(recipe: Recipe, config: PrivacyFields, public: int) -> Recipe:
     """Return a trainer's recipe with an evaluation on so many public prompts."""
-    values = recipe.model_dump() | {"evaluation": _evaluation(config, public)}
+    values = recipe.model_dump() | {"evaluation": _evaluation(config, public, recipe.rounds)}
     return make_recipe(values, source=type(config).__name__)
 
 
-def _evaluation(args: Any, public: int) -> dict[str, Any]:
+def _evaluation(args: Any, public: int, rounds: int) -> dict[str, Any]:
     return {
         "data": {**_data(args), "user_column": None},
         "prompts": public,
-        "every": _every(args),
+        "every": _every(args, rounds),
         "declared_public": args.privacy_declared_public,
     }
 
@@ -247,7 +247,8 @@ def _optimizer(args: Any, rounds: int) -> dict[str, Any]:
     }
 
 
-def _every(args: Any) -> int | None:
+def _every(args: Any, rounds: int) -> int | None:
     if str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "steps":
         return None
-    return max(1, int(args.eval_steps)) if args.eval_steps else None
+    steps = float(args.eval_steps or 0)
+    return math.ceil(steps * rounds if steps < 1 else steps) or None  # a share, as in transformers
