@@ -216,6 +216,17 @@ def test_log_probabilities_come_from_the_logits_that_were_sampled_from(base: boo
             np.testing.assert_allclose(of_base, expected, rtol=1e-10)
 
 
+@pytest.mark.parametrize("keep", ["gradients", "logits"])
+def test_logits_that_a_model_scales_are_scaled_after_the_head(keep: str) -> None:
+    policy = policy_of("granite", [1, 2])
+    policy.network.config.logits_scaling = 3.0
+    rows = sampled(policy, keep=keep)
+    assert rows.kept is not None
+    np.testing.assert_allclose(
+        token_logprobs(policy, rows, 8), token_logprobs(policy, without(rows), 8), rtol=1e-10
+    )
+
+
 def test_other_users_move_no_bit_of_a_users_gradient() -> None:
     policy = policy_of("llama", [1, 2])
     policy.model.float()

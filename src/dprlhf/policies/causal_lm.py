@@ -303,9 +303,9 @@ class CausalLMPolicy:
         chosen = tokens[:, -responses:].flatten()
         fits = replay is not None and replay.fits(self)
         taken = contextlib.nullcontext() if replay is None else replay.replacing(self)
-        if fits and not torch.is_grad_enabled():
+        if fits and self._plain_head and not torch.is_grad_enabled():
             assert replay is not None
-            logits = replay.of_logits()
+            logits = replay.of_logits()  # what the head made, which some models scale afterwards
         elif self._plain_head and self.sampling.plain and not fits:
             kept = inputs.pop("logits_to_keep")
             with self._checkpointing(), taken:
