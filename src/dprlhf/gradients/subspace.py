@@ -106,7 +106,7 @@ def fit_subspace(
 
 def _unit_mean(vectors: torch.Tensor) -> torch.Tensor:
     """Return the direction of the finite vectors' mean, ``[1, dimension]``; none where it is 0."""
-    mean = vectors[vectors.isfinite().all(1)].double().mean(0, keepdim=True)
+    mean = vectors[vectors.isfinite().all(1)].mean(0, keepdim=True, dtype=torch.float64)
     length = mean.norm()
     return mean / length if length > 0 else mean[:0]  # not above 0, too: the mean over no vector
 
@@ -118,7 +118,10 @@ def _orthogonal(vectors: torch.Tensor, away: torch.Tensor) -> torch.Tensor:
         vectors: ``[n, dimension]``.
         away: Orthonormal vectors, ``[any, dimension]``, float64.
     """
-    wide = vectors.double()
-    rest = wide - (wide @ away.T) @ away
-    left = rest.norm(dim=1, keepdim=True) > 1e-6 * wide.norm(dim=1, keepdim=True)
-    return torch.where(left, rest, 0.0).to(vectors)
+    found = torch.zeros_like(vectors)
+    for row, vector in zip(found, vectors, strict=True):  # at once, they would be float64 copies
+        wide = vector.double()
+        rest = wide - (wide @ away.T) @ away
+        if rest.norm() > 1e-6 * wide.norm():
+            row.copy_(rest)
+    return found
