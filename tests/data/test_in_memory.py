@@ -127,6 +127,8 @@ class TestTrlsNames:
                 {"privacy__adjacency": "replace-one", "privacy": {"adjacency": "zero-out"}},
                 "privacy.adjacency is given by itself, and privacy as a whole",
             ),
+            ({"data__path": "users.csv"}, "train: data.path has no effect with rows in memory"),
+            ({"data": {"limit": 1}}, "train: data.limit has no effect with rows in memory"),
             (
                 {"update__critic__features": 0, "update__critic": "noised"},
                 "update.critic.features is given by itself, and update.critic as a whole",

@@ -155,11 +155,11 @@ def recipe_of(
         )
     values = _sections(flat)
     if sources.prompts is not None:
-        _section(values, "data").setdefault("path", IN_MEMORY)
+        _take_place(_section(values, "data"), "data")
     if sources.rewards is not None:
         values.setdefault("rewards", [one.settings.model_dump() for one in sources.rewards])
     if sources.evaluation_prompts is not None:
-        _section(_section(values, "evaluation"), "data").setdefault("path", IN_MEMORY)
+        _take_place(_section(_section(values, "evaluation"), "data"), "evaluation.data")
     if sources.agent_settings:
         _section(_section(values, "rollout"), "agent").update(sources.agent_settings)
     return make_recipe(values, source="train")
@@ -179,6 +179,20 @@ def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
             f" {type(found).__name__}"
         )
     return found
+
+
+def _take_place(data: dict[str, Any], name: str) -> None:
+    """Write that a section's rows are in memory.
+
+    Raises:
+        DprlhfError: It names others, or chooses among them; nothing would do so.
+    """
+    for key, own in _PLACE.items():
+        if data.get(key, own) != own:
+            raise DprlhfError(
+                f"train: {name}.{key} has no effect with rows in memory: leave it out"
+            )
+    data["path"] = IN_MEMORY
 
 
 def _sections(flat: dict[str, Any]) -> dict[str, Any]:
