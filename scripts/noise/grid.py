@@ -117,7 +117,7 @@ class Cell:
         method = METHODS[model][self.method]
         if self.method != "today":
             few, many = RESPONSES[model]
-            method = {**method, "rollout.responses": few if self.users <= FEW else many}
+            method = {"rollout.responses": few if self.users <= FEW else many, **method}
         small = {**task.small, **policy} if model == "small" else {}
         pool = task.users - TUNING_USERS
         skip = seed * self.users % (pool - self.users + 1)

@@ -34,6 +34,12 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
             "optimizer.learning_rate": 4.0,
             "update.subspace": {"rank": 64, "prompts": 128, "refresh": 4},
         },
+        "axis": {
+            **_FIXED_STEPS,
+            "optimizer.learning_rate": 8.0,
+            "rollout.responses": 8,
+            "update.subspace": {"rank": 1, "mean_first": True, "prompts": 512, "refresh": 4},
+        },
     },
     "smollm2": {
         "reference": {},
@@ -47,10 +53,11 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 """Changes by model and method: "reference" is the run without noise and clipping, "today" the
-recipe as it is, "subspace" the private run that keeps the most of the gain."""
+recipe as it is, "subspace" a private run along directions in which public gradients vary, "axis" one
+along the mean public gradient alone, for wishes that are the public's or their opposite."""
 
 RESPONSES = {"small": (8, 4), "smollm2": (8, 2)}
-"""Responses to a prompt with few users and with more, where the method is not "today"."""
+"""Responses to a prompt with few users and with more, where the method says nothing else."""
 
 
 def word_reward(clone: Path) -> dict[str, Any]:
