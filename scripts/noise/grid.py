@@ -283,7 +283,7 @@ def plot(done: dict[Cell, Recorded], picture: Path) -> None:
     figure, axes = plt.subplots(
         2, len(tasks), figsize=(4.5 * len(tasks), 7), sharex=True, sharey=True, squeeze=False
     )
-    styles = {"today": ("x", "--")}
+    styles = {"today": ("x", "--"), "axis": ("D", ":")}
     for column, task in enumerate(tasks):
         for row, what in enumerate(SHARES):
             ax = axes[row][column]
