@@ -125,6 +125,8 @@ def run(tmp_path: Path, **changes: Any) -> Any:
         "quiet": True,
         **changes,
     }
+    if settings.get("evaluation", {}) is None:
+        del settings["evaluation__prompts"]  # a key of what is left out
     return train(**settings, output_dir=tmp_path / "run")
 
 
@@ -183,8 +185,5 @@ def test_a_trust_region_that_cannot_be_is_refused(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     given = {"update__clip_norm": {"trust_region": "kl", "alpha": 0.01}, **changes}
-    if given.get("evaluation", 0) is None:
-        given["evaluation__prompts"] = None
-        del given["evaluation__prompts"]
     with pytest.raises(DprlhfError, match=message):
         run(tmp_path, **given)
