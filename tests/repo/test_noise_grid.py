@@ -122,3 +122,17 @@ def test_every_method_is_a_recipe_and_guides_are_of_another_kind(model: str, tas
         assert guides is not None
         assert (guides.path, guides.split) != (made.data.path, made.data.split)
         assert guides.split in ("sentences", "train")
+
+
+def test_a_method_may_say_how_many_responses_more_users_have() -> None:
+    responses = {
+        method: [
+            word
+            for word in grid.Cell("community", method, 0.3, 1500)
+            .job(0, "small", POLICY, {}, False)
+            .overrides
+            if word.startswith("rollout.responses=")
+        ]
+        for method in ("axis", "subspace")
+    }
+    assert responses == {"axis": ["rollout.responses=8"], "subspace": ["rollout.responses=4"]}
