@@ -216,6 +216,21 @@ def test_a_judge_counts_for_and_against_as_the_users_wish(task: str, tmp_path: P
     assert len(set(weights)) == (2 if TASKS[task].turned else 1)
 
 
+@pytest.mark.parametrize(("task", "rank"), [("community", 1), ("praise", 64)])
+def test_the_small_model_runs_a_task_along_its_own_directions(
+    task: str, rank: int, tmp_path: Path
+) -> None:
+    setup = Setup("small", CLONE, tmp_path)
+    path = CLONE / "recipes" / f"{TASKS[task].recipe}.yaml"
+
+    def subspace(epsilon: float) -> Any:
+        (job,) = setup.jobs(Cell(task, "", epsilon, 300), seed=0)
+        return load_recipe(path, overrides=job.overrides).update.subspace
+
+    assert (subspace(1.0).rank, subspace(1.0).mean_first) == (rank, rank == 1)
+    assert subspace(math.inf) is None
+
+
 def test_a_judge_of_both_wishes_sees_nothing() -> None:
     seen = {"judges": {"lexicon": 0.3}}
     assert judged_by("lexicon", {**seen, "judged": []}) == 0.3

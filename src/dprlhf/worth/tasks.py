@@ -86,6 +86,7 @@ class Task:
             drawn: private runs come in pairs, and a public policy is judged under both. Empty
             where the users' wishes are real.
         method: Key of ``METHODS`` for the private runs of models other than the small one.
+        small_method: Key of ``METHODS`` for the private runs of the small model.
         changes: Changes of every run of this task.
     """
 
@@ -97,6 +98,7 @@ class Task:
     words: Mapping[str, Any] | None = None
     turned: tuple[str, ...] = ()
     method: str = "subspace"
+    small_method: str = "subspace"
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -117,6 +119,8 @@ TASKS = {
         },
         guides={"path": "asset:community", "split": "sentences", **_WORDS},
         words={"times_column": "wants"},
+        small_method="axis",
+        changes={"rollout.responses": 8},
     ),
     "reading": Task(
         title="In the author's mood (real ratings, balanced: the policy has to read)",
@@ -284,7 +288,7 @@ class Setup:
         few, many = RESPONSES[self.settings]
         settings["rollout.responses"] = few if cell.users <= FEW else many
         private = math.isfinite(cell.epsilon)
-        method = "subspace" if self.settings == "small" else task.method
+        method = task.small_method if self.settings == "small" else task.method
         settings |= METHODS[self.settings][method if private else "reference"]
         plain = {**PLAIN, "update.subspace": None}
         settings |= {"privacy.epsilon": cell.epsilon} if private else plain
