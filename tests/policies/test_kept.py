@@ -216,6 +216,42 @@ def test_log_probabilities_come_from_the_logits_that_were_sampled_from(base: boo
             np.testing.assert_allclose(of_base, expected, rtol=1e-10)
 
 
+@pytest.mark.parametrize("kind", ["lora", "ffa-lora"])
+def test_while_an_adapter_adds_nothing_the_base_policy_takes_all_that_was_kept(kind: str) -> None:
+    policy = policy_of("llama", spec={"type": kind, "rank": 2, "target_modules": ["v_proj"]})
+    last = [p for name, p in policy.parameters.items() if ".lora_B." in name]
+    with torch.no_grad():
+        for weight in last:
+            weight.zero_()
+    rows = sampled(policy)
+    calls: list[int] = []
+    policy.network.register_forward_hook(lambda *_: calls.append(1))
+    with policy.base():
+        found = token_logprobs(policy, rows, 8)
+        assert not calls
+        np.testing.assert_allclose(found, token_logprobs(policy, without(rows), 8), rtol=1e-10)
+        with torch.no_grad():
+            last[0].fill_(0.1)  # it moved after sampling, which changes nothing of the base policy
+        np.testing.assert_array_equal(token_logprobs(policy, rows, 8), found)
+    moved = sampled(policy)
+    assert moved.kept is not None
+    with policy.base():
+        assert not moved.kept.fits(policy)
+
+
+def test_an_adapter_that_rounds_differently_is_not_taken_for_the_base_policy() -> None:
+    spec = {"type": "lora", "rank": 2, "target_modules": ["v_proj"], "use_dora": True}
+    policy = policy_of("llama", spec=spec)
+    with torch.no_grad():
+        for name, weight in policy.parameters.items():
+            if ".lora_B." in name:
+                weight.zero_()
+    rows = sampled(policy)
+    assert rows.kept is not None
+    with policy.base():
+        assert not rows.kept.fits(policy)
+
+
 @pytest.mark.parametrize("keep", ["gradients", "logits"])
 def test_logits_that_a_model_scales_are_scaled_after_the_head(keep: str) -> None:
     policy = policy_of("granite", [1, 2])

@@ -5,7 +5,8 @@ the frozen linear layers are most of that work. They are kept, and the forward p
 takes them instead of multiplying again; norms, attention and the trainable layers are computed as
 ever, and the backward pass is the usual one. Below the lowest layer that is trained nothing is
 computed at all, because the input of that layer is kept. That input depends on no trained
-parameter, so it also serves passes of the base policy.
+parameter, so it also serves passes of the base policy; and while an adapter adds nothing yet, all
+that was kept serves them.
 
 What is kept of a row is a function of that row alone, wherever sampling keeps rows apart.
 """
@@ -144,6 +145,7 @@ class Kept:
     Args:
         parts: The layers, from :func:`parts_of`.
         state: The trained parameters that were sampled with; None for the base policy.
+        base: Whether the base policy computes the same: it sampled, or the adapter added nothing.
         gradients: Whether the linear layers' outputs are kept for a gradient pass. Otherwise the
             lowest trained layer's input and the logits are, for passes without gradients.
         batches: What is kept of each micro-batch, by the name of the layer: its output at each
@@ -156,6 +158,7 @@ class Kept:
 
     parts: _Parts
     state: dict[str, torch.Tensor] | None
+    base: bool
     gradients: bool
     batches: list[dict[str, torch.Tensor]] = field(default_factory=list)
     layouts: list[Layout] = field(default_factory=list)
@@ -210,9 +213,11 @@ class Kept:
 
     def fits(self, policy: Any) -> bool:
         """Return whether the policy has the parameters that were sampled with."""
-        if policy.is_base or self.state is None:
-            return policy.is_base and self.state is None
-        return all(torch.equal(self.state[n], p) for n, p in policy.parameters.items())
+        if policy.is_base:
+            return self.base
+        return self.state is not None and all(
+            torch.equal(self.state[n], p) for n, p in policy.parameters.items()
+        )
 
 
 def keep(policy: Any, *, gradients: bool) -> Kept | None:
@@ -226,7 +231,17 @@ def keep(policy: Any, *, gradients: bool) -> Kept | None:
     if parts is None:
         return None
     state = {name: p.detach().clone() for name, p in policy.parameters.items()}
-    return Kept(parts, None if policy.is_base else state, gradients)
+    base = policy.is_base or _adds_nothing(policy)
+    return Kept(parts, None if policy.is_base else state, base, gradients)
+
+
+def _adds_nothing(policy: Any) -> bool:
+    """Return whether the policy is one of LoRA whose products B·A are all zero, as at its start."""
+    factors = (".lora_A.", ".lora_B.")
+    if not all(any(factor in name for factor in factors) for name in policy.parameters):
+        return False  # such as DoRA's lengths, with which an unchanged weight is rounded again
+    last = [p for name, p in policy.model.named_parameters() if ".lora_B." in name]
+    return not any(bool(p.any()) for p in last)
 
 
 def _keeping(

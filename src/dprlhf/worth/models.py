@@ -53,8 +53,8 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 """Changes by model and method: "reference" is the run without noise and clipping, "today" the
-recipe as it is, "subspace" a private run along directions in which public gradients vary, "axis" one
-along the mean public gradient alone, for wishes that are the public's or their opposite."""
+recipe as it is, "subspace" a private run along directions in which public gradients vary, "axis"
+one along the mean public gradient alone, for wishes that are the public's or their opposite."""
 
 RESPONSES = {"small": (8, 4), "smollm2": (8, 2)}
 """Responses to a prompt with few users and with more, where the method says nothing else."""
