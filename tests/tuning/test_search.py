@@ -131,6 +131,20 @@ def test_only_runs_after_the_search_decide(file: Path, simulated: Simulated) -> 
     assert again.runs >= 3
 
 
+@pytest.mark.parametrize("limit", [{"trials": 2}, {"minutes": 3.5}])
+def test_runs_that_decide_wait_for_no_trial_of_the_search(
+    file: Path, simulated: Simulated, limit: dict[str, Any]
+) -> None:
+    """What the search had no time or no number for is not run in the time of the last runs."""
+    lines: list[str] = []
+    running = search_for(file, **limit)
+    running.run(lines.append)
+    tuned = running.result()
+    trials = sum(line.startswith("trial") for line in lines)
+    assert trials == len(tuned.searched) == 2
+    assert sum(t.runs for t in tuned.decided) == len(lines) - trials > 0
+
+
 def test_nothing_better_leaves_the_recipe_as_it_is(
     file: Path, simulated: Simulated, tmp_path: Path
 ) -> None:

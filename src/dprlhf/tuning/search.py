@@ -175,13 +175,8 @@ class Search:
             KeyboardInterrupt: The search was interrupted; what has ended is kept.
         """
         self._before = beat
-        fresh = not self._study.trials
-        if not any(t.user_attrs["changes"] == {} for t in self._ended(confirming=False)):
-            self._study.enqueue_trial(self._own_parameters(1.0))
-        if fresh:
-            for factor in (5.0, 1 / 5) if "optimizer.learning_rate" in self._keys else ():
-                self._study.enqueue_trial(self._own_parameters(factor))
         while self._time_for_one(SEARCH_SHARE) and not self._enough():
+            self._line_up()
             self._trial(told)
         while (settings := self._to_confirm()) is not None and self._time_for_one(1.0):
             parameters = settings.params
@@ -224,6 +219,21 @@ class Search:
         )
 
     # --- trials ---------------------------------------------------------------------------------
+
+    def _line_up(self) -> None:
+        """Put next in line what is tried before the sampler proposes anything, if some is left.
+
+        That is the recipe as it is until a trial of it has ended, then other learning rates, once
+        each. One at a time: what is in line when the search ends would be run in place of the runs
+        that decide, beyond the time and the number of trials.
+        """
+        begun = {t.user_attrs.get("factor") for t in self._study.trials}
+        ended = [t.user_attrs["changes"] for t in self._ended(confirming=False)]
+        others = (5.0, 1 / 5) if "optimizer.learning_rate" in self._keys else ()
+        factors = [f for f in others if f not in begun] if {} in ended else [1.0]
+        if factors:
+            about = {"factor": factors[0]}
+            self._study.enqueue_trial(self._own_parameters(factors[0]), user_attrs=about)
 
     def _trial(self, told: Told) -> None:
         """Run one trial, of the settings that are next in line or that the sampler proposes."""
