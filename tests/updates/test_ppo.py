@@ -225,6 +225,19 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_gradient_checkpointing_changes_no_bit_of_a_move(kind: tiny.Kind) -> None:
+    """A checkpointed layer runs again in the backward pass, and must find the copies there."""
+    responses = batch_of(MIXED, seed=3)
+    scores, spec = scores_of(responses), spec_of(**CASES["epochs"])
+    expected, _, _ = train_together(policy_of.__wrapped__(kind), responses, scores, spec, 1.0)
+    policy = policy_of.__wrapped__(kind)
+    policy.checkpoint_layers()
+    found, _, _ = train_together(policy, responses, scores, spec, 1.0)
+    assert expected.abs().max() > 0
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "adapter", "case"),

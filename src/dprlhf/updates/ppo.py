@@ -203,15 +203,16 @@ class _Passes:
             tokens = to_device(self._tokens[rows], policy.device)
             mask = to_device(self._mask[rows], policy.device)
             at = moves.detach().requires_grad_()
+            # The backward pass, too: checkpointed layers are computed again in it.
             with local_copies(model, policy.parameters, at, self._height // self._shared_rows):
                 logprobs = policy.response_logprobs(tokens, mask, self._length, self._shared_rows)
-            logprobs = logprobs.view(self._users, -1)
-            if first:
-                self._old.append(logprobs.detach())
-            places = slice(start // self._users * self._length, None)
-            of_pass = weight[:, places][:, : logprobs.shape[1]]
-            objective = surrogate(logprobs - self._old[number], of_pass, clip_range)
-            total += torch.autograd.grad(objective, at)[0]
+                logprobs = logprobs.view(self._users, -1)
+                if first:
+                    self._old.append(logprobs.detach())
+                places = slice(start // self._users * self._length, None)
+                of_pass = weight[:, places][:, : logprobs.shape[1]]
+                objective = surrogate(logprobs - self._old[number], of_pass, clip_range)
+                total += torch.autograd.grad(objective, at)[0]
         return total
 
 
