@@ -142,6 +142,18 @@ def test_the_base_must_be_frozen(kind: str) -> None:
         recipe.Policy.model_validate(values)
 
 
+@pytest.mark.parametrize("kind", ["lora-xs", "vera", "ia3"])
+def test_an_adapter_that_reads_the_weights_is_refused(model: str, kind: str) -> None:
+    """LoRA-XS would take singular directions of int8 codes; the others fail in the first round."""
+    adapter = {"type": kind, "target_modules": ["q_proj"]}
+    settings = {"model_name_or_path": model, "quantization": "int8", "adapter": adapter}
+    with pytest.raises(ValidationError, match=f"{kind} needs the weights"):
+        recipe.Policy.model_validate(settings)
+    loaded = policy(model, "int8").model.unload()
+    with pytest.raises(DprlhfError, match=f"{kind} does not work with a quantised base"):
+        add_adapter(loaded, recipe.Adapter.model_validate(adapter), seed=0)
+
+
 def test_without_bitsandbytes_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(DprlhfError, match="pip install"):

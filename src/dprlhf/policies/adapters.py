@@ -32,7 +32,7 @@ from torch import nn
 
 from dprlhf import recipe
 from dprlhf.errors import DprlhfError, one_line
-from dprlhf.recipe.adapters import AdapterType
+from dprlhf.recipe.adapters import ADAPTERS, AdapterType
 
 
 def add_adapter(
@@ -54,8 +54,14 @@ def add_adapter(
     """
     import peft
 
-    if adapter.use_dora and getattr(model.config, "quantization_config", None) is not None:
-        raise DprlhfError("policy.adapter.use_dora does not work with a quantised base model")
+    if getattr(model.config, "quantization_config", None) is not None:
+        if adapter.use_dora:
+            raise DprlhfError("policy.adapter.use_dora does not work with a quantised base model")
+        if ADAPTERS[adapter.type].needs_weights:
+            raise DprlhfError(
+                f"policy.adapter.type {adapter.type} does not work with a quantised base model:"
+                " take lora, ffa-lora or biases"
+            )
     built = _ADAPTERS[adapter.type]
     with torch.random.fork_rng(), quiet_peft():
         torch.manual_seed(seed)

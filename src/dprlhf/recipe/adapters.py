@@ -21,11 +21,14 @@ class AdapterKind:
         takes: Which of ``rank``, ``alpha``, ``use_rslora``, ``use_dora`` and ``init`` have an
             effect.
         experimental: Whether no published experiment measures it yet.
+        needs_weights: Whether building or differentiating it reads the weights of the layers that
+            it adapts, which a quantised layer does not hold as numbers.
     """
 
     description: str
     takes: frozenset[str] = frozenset()
     experimental: bool = False
+    needs_weights: bool = False
 
 
 _SCALED = frozenset({"rank", "alpha", "use_rslora"})
@@ -41,13 +44,15 @@ ADAPTERS: dict[AdapterType, AdapterKind] = {
         "A LoRA-XS adapter (trained {rank} x {rank} matrices, stored as LoRA)",
         _SCALED,
         experimental=True,
+        needs_weights=True,
     ),
     "vera": AdapterKind(
         "A VeRA adapter (rank {rank}, two trained vectors for each layer)",
         frozenset({"rank"}),
         experimental=True,
+        needs_weights=True,
     ),
-    "ia3": AdapterKind("An IA3 adapter (trained scales)", experimental=True),
+    "ia3": AdapterKind("An IA3 adapter (trained scales)", experimental=True, needs_weights=True),
     "norms": AdapterKind("Trained norm layers (PEFT's LN tuning)", experimental=True),
     "biases": AdapterKind("Trained biases (stored as LoRA whose B is zero)", experimental=True),
     "full": AdapterKind("All weights (full fine-tuning)", experimental=True),

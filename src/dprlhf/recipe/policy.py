@@ -165,6 +165,11 @@ class Policy(Settings):
                 f"quantization is for a frozen base model, and policy.adapter.type"
                 f" {self.adapter.type} trains its weights: take lora"
             )
+        if self.quantization is not None and ADAPTERS[self.adapter.type].needs_weights:
+            raise ValueError(
+                f"policy.adapter.type {self.adapter.type} needs the weights of the base model as"
+                " numbers, so it does not work with quantization: take lora, ffa-lora or biases"
+            )
         if self.quantization is not None and self.adapter.use_dora:
             raise ValueError(
                 "policy.adapter.use_dora needs the weights of the base model for their norm, so it"
