@@ -191,6 +191,11 @@ def _to_lora_xs(model: Any) -> None:
     from peft.tuners.lora import LoraLayer
 
     for layer in [m for m in model.modules() if isinstance(m, LoraLayer)]:
+        if "default" not in layer.lora_A:
+            raise DprlhfError(
+                "policy.adapter.target_modules: lora-xs adapts linear layers, and a target is"
+                f" {type(layer.get_base_layer()).__name__}: leave it out, or take lora"
+            )
         weight = layer.get_base_layer().weight.float()
         weight = weight.T if getattr(layer, "fan_in_fan_out", False) else weight
         rank = layer.r["default"]
