@@ -656,6 +656,8 @@ def test_text_and_tab_separated_files(tmp_path: Path) -> None:
     (tmp_path / "b.tsv").write_text("prompt\tuser\na\t1\nb\t2\t3\n")
     with pytest.raises(DprlhfError, match="broken: line 3"):
         load_rows(Data(path=str(tmp_path / "b.tsv")))
+    same = load_rows(Data(path=str(tmp_path / "a.txt"), prompt_column="text"))  # its name already
+    assert same["text"][0] == rows["question"][0]
     (tmp_path / "b.txt").write_bytes(b"a\n\xff\n")
     with pytest.raises(DprlhfError, match="broken: line 2"):
         load_rows(Data(path=str(tmp_path / "b.txt")))

@@ -201,8 +201,10 @@ def _read(path: str, spec: recipe.Data) -> Any:
 
 def _read_file(file: Path, spec: recipe.Data) -> Any:
     rows = FORMATS[file.suffix].read(str(file))
-    # The lines of a text file have no name of their own.
-    return rows.rename_column("text", spec.prompt_column) if file.suffix == ".txt" else rows
+    # The lines of a text file have no name of their own; ``datasets`` calls them "text".
+    if file.suffix == ".txt" and spec.prompt_column != "text":
+        rows = rows.rename_column("text", spec.prompt_column)
+    return rows
 
 
 def _load_folder(folder: Path, spec: recipe.Data) -> Any:
