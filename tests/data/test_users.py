@@ -529,6 +529,19 @@ def test_a_dataset_saved_to_disk(tmp_path: Path) -> None:
         load_rows(Data(path=str(tmp_path / "both"), split="validation"))
 
 
+@pytest.mark.parametrize("split", ["train[:1]", "train[50%:]", "train+test"])
+@pytest.mark.parametrize("place", ["rows.jsonl", "saved", "both"])
+def test_a_part_of_a_split_is_not_read_as_all_of_it(tmp_path: Path, place: str, split: str) -> None:
+    """Rows of one's own have no such parts: all would be taken, and nothing would say so."""
+    rows = datasets.Dataset.from_dict({"prompt": ["a", "b", "c"]})
+    rows.to_json(tmp_path / "rows.jsonl")
+    rows.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / "both")
+    with pytest.raises(DprlhfError, match="skip and limit") as refused:
+        load_rows(Data(path=str(tmp_path / place), split=split))
+    assert split in str(refused.value)
+
+
 def test_a_folder_laid_out_as_on_the_hub(tmp_path: Path) -> None:
     folder = tmp_path / "hub"
     (folder / "data").mkdir(parents=True)

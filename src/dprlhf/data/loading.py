@@ -200,6 +200,7 @@ def _read(path: str, spec: recipe.Data) -> Any:
 
 
 def _read_file(file: Path, spec: recipe.Data) -> Any:
+    _refuse_part(spec)
     rows = FORMATS[file.suffix].read(str(file))
     # The lines of a text file have no name of their own; ``datasets`` calls them "text".
     if file.suffix == ".txt" and spec.prompt_column != "text":
@@ -207,10 +208,24 @@ def _read_file(file: Path, spec: recipe.Data) -> Any:
     return rows
 
 
+def _refuse_part(spec: recipe.Data) -> None:
+    """Refuse a part of a split, such as ``train[:90%]``, where all rows would be read all the same.
+
+    Raises:
+        DprlhfError: The split is a part, or a sum of several.
+    """
+    if "[" in spec.split or "+" in spec.split:
+        raise DprlhfError(
+            f"data {spec.path!r}: the split {spec.split!r} selects rows of a dataset on the hub;"
+            " of rows of one's own, skip and limit select some"
+        )
+
+
 def _load_folder(folder: Path, spec: recipe.Data) -> Any:
     import datasets
 
     if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
+        _refuse_part(spec)
         loaded = datasets.load_from_disk(str(folder))
         return loaded[spec.split] if isinstance(loaded, datasets.DatasetDict) else loaded
     for file in sorted(folder.glob(f"{spec.split}.*")):
