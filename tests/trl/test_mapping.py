@@ -73,6 +73,12 @@ def value(recipe: Any, key: str) -> Any:
         ({}, "optimizer.schedule", "linear"),
         ({"warmup_steps": 0.1}, "optimizer.warmup", 0.1),
         ({"warmup_steps": 40}, "optimizer.warmup", 0.1),
+        ({"warmup_steps": 40, "lr_scheduler_type": "constant"}, "optimizer.warmup", 0.0),
+        (
+            {"warmup_steps": 40, "lr_scheduler_type": "constant_with_warmup"},
+            "optimizer.warmup",
+            0.1,
+        ),
         ({"beta": 0.1}, "kl.beta", 0.1),
         ({"model_init_kwargs": {"dtype": "bfloat16"}}, "policy.dtype", "bfloat16"),
         ({"model_init_kwargs": {"revision": "abc"}}, "policy.revision", "abc"),

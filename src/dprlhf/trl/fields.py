@@ -84,7 +84,10 @@ COMMON: dict[str, Field] = {
     ),
     "optim": Field("mapped", "adamw_torch, adamw_torch_fused and the like: adam; sgd: sgd"),
     "lr_scheduler_type": Field("mapped", "optimizer.schedule: constant, linear or cosine"),
-    "warmup_steps": Field("mapped", "optimizer.warmup, a share of the rounds"),
+    "warmup_steps": Field(
+        "mapped", "optimizer.warmup, a share of the rounds; with lr_scheduler_type 'constant' there"
+        " is none, as in transformers: take 'constant_with_warmup'",
+    ),
     "eval_strategy": Field("mapped", "'steps': evaluation.every; else before and after the run"),
     "model_init_kwargs": Field(
         "mapped", "dtype, attn_implementation, revision and trust_remote_code; others are refused"

@@ -236,7 +236,8 @@ def _optimizer(args: Any, rounds: int) -> dict[str, Any]:
         )
     if schedule not in _SCHEDULES:
         raise DprlhfError(f"lr_scheduler_type={schedule!r}: use {', '.join(_SCHEDULES)}")
-    warmup = float(args.warmup_steps)
+    # transformers has no warm-up with "constant", whatever its steps.
+    warmup = 0.0 if schedule == "constant" else float(args.warmup_steps)
     return {
         "name": "sgd" if optim == "sgd" else "adam",
         "learning_rate": args.learning_rate,
