@@ -464,6 +464,30 @@ class TestRewardCheck:
         report, _ = reward_check("my_rewards.py:ranked", "public.csv", per_user=True)
         assert report.per_user
 
+    def test_rows_are_read_as_a_run_reads_them(self, here: Path) -> None:
+        """A prompt may be missing, or be a number; whole numbers are no fractions for a gap."""
+        Path("seen.py").write_text(
+            "def known(prompts, completions, level):\n"
+            "    return [float(p in ('a', '', '7') and l in (1, None) and not isinstance(l, float))"
+            " for p, l in zip(prompts, level)]\n"
+        )
+        Path("gaps.jsonl").write_text('{"prompt": "a", "level": 1}\n{"prompt": null}\n')
+        assert reward_check("seen.py:known", "gaps.jsonl")[0].scores == (1.0, 1.0)
+        Path("numbers.jsonl").write_text('{"prompt": 7, "level": 1}\n' * 2)
+        assert reward_check("seen.py:known", "numbers.jsonl")[0].scores == (1.0, 1.0)
+        Path("lines.txt").write_text("one\ntwo\n")
+        report, _ = reward_check("my_rewards.py:brevity", "lines.txt", prompt_column="question")
+        assert report.rows == 2
+
+    def test_missing_completions_and_no_rows_are_refused_in_one_line(self, here: Path) -> None:
+        Path("gaps.jsonl").write_text(
+            '{"prompt": "a", "completion": "b"}\n{"prompt": "c", "completion": null}\n'
+        )
+        with pytest.raises(DprlhfError, match="'completion' has no completion in row 2"):
+            reward_check("my_rewards.py:brevity", "gaps.jsonl")
+        none = call("reward-check", "my_rewards.py:brevity", "--prompts=public.csv", "--limit=0")
+        assert none.exit_code == 2
+
     def test_a_missing_column(self, here: Path) -> None:
         with pytest.raises(DprlhfError, match="no column 'question'"):
             reward_check("my_rewards.py:brevity", "public.csv", prompt_column="question")

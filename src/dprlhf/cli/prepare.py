@@ -108,7 +108,7 @@ def reward_check(
     reward_range: Annotated[
         float, typer.Option(help="R: scores are clipped to [−R, R] in training.")
     ] = 3.0,
-    limit: Annotated[int, typer.Option(help="Number of rows to use.")] = 64,
+    limit: Annotated[int, typer.Option(min=1, help="Number of rows to use.")] = 64,
 ) -> None:
     """Check on public prompts that a reward scores each completion by itself, and how it scores."""
     import rich

@@ -6,11 +6,13 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from dprlhf import recipe
-from dprlhf.data.loading import load_rows
+from dprlhf.data.loading import listed, load_rows
+from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError
 from dprlhf.rewards.check import ContractReport, check_reward
 from dprlhf.rewards.loading import load_reward
@@ -69,18 +71,24 @@ def reward_check(
     import datasets
 
     datasets.disable_progress_bars()
-    rows = load_rows(recipe.Data(path=str(prompts), limit=limit))
-    columns = {name: list(rows[name]) for name in rows.column_names}
-    if prompt_column not in columns:
+    data = recipe.Data(path=str(prompts), prompt_column=prompt_column, limit=limit)
+    rows = load_rows(data)
+    if prompt_column not in rows.column_names:
         raise DprlhfError(
             f"{prompts}: there is no column {prompt_column!r} (--prompt-column); the columns are"
-            f" {', '.join(columns)}"
+            f" {', '.join(rows.column_names)}"
         )
-    texts = columns.pop(prompt_column)
+    read = Users(rows, data).select(np.arange(len(rows)))  # as a run gives them to the reward
+    texts, columns = read.prompts, read.columns
     stand_in = completion_column not in columns
     completions = columns.pop(completion_column, None) or in_form_of(
         texts, [_STAND_INS[i % len(_STAND_INS)] for i in range(len(texts))]
     )
+    if faults := [i for i, one in enumerate(completions, 1) if not isinstance(one, str | list)]:
+        raise DprlhfError(
+            f"{prompts}: the column {completion_column!r} has no completion in"
+            f" {listed(faults, 'row')}: fill or drop them"
+        )
     reward = load_reward(recipe.Reward(function=function, per_user=per_user))
     return check_reward(reward, texts, completions, columns, bound=reward_range), stand_in
 
