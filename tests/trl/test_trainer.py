@@ -29,6 +29,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.privacy.file_times import public_time
 from dprlhf.recipe import load_recipe
 from dprlhf.runs.publish import merge
+from dprlhf.training.processes import Processes
 from dprlhf.trl import (
     PrivateGRPOConfig,
     PrivateGRPOTrainer,
@@ -502,6 +503,19 @@ def test_a_run_is_pushed_when_it_has_finished(model: str, tmp_path: Path) -> Non
         made.train()
     api.return_value.create_repo.assert_called_once_with("me/mine", private=False, exist_ok=True)
     assert api.return_value.upload_folder.call_args.kwargs["repo_id"] == "me/mine"
+
+
+def test_only_the_main_process_pushes(model: str, tmp_path: Path) -> None:
+    """Scripts call ``push_to_hub`` on all processes, as with TRL; two uploads would collide."""
+    made = trainer(model, tmp_path / "a", push_to_hub=True, hub_model_id="me/mine")
+    other = mock.patch.object(Processes, "main", property(lambda self: False))
+    with mock.patch("dprlhf.trl.trainer.push", return_value="https://hub/me/mine") as push:
+        made.train()
+        assert push.call_count == 1
+        with other:
+            assert made.push_to_hub() is None
+        assert push.call_count == 1
+        assert made.push_to_hub() == "https://hub/me/mine"
 
 
 def test_the_signatures_are_trls() -> None:

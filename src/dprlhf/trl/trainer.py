@@ -404,8 +404,10 @@ class PrivateTrainer(Generic[C]):
     def end(self) -> None:
         """Taken for TRL's sake: trackers end with the run, and accelerate leaves the group."""
 
-    def push_to_hub(self, commit_message: str | None = None, **settings: Any) -> str:
+    def push_to_hub(self, commit_message: str | None = None, **settings: Any) -> str | None:
         """Upload the tuned policy with its model card, and return the address.
+
+        Of several processes the main one alone uploads; the others return None, as with TRL.
 
         Args:
             commit_message: Message of the commit; None names the run.
@@ -416,6 +418,8 @@ class PrivateTrainer(Generic[C]):
         """
         if not self.folder.recipe.is_file():
             raise DprlhfError("there is nothing to push before train()")
+        if not Processes.connect().main:
+            return None
         args = self.args
         private = bool(args.hub_private_repo)
         token = settings.get("token") or args.hub_token
