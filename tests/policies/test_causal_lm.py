@@ -13,6 +13,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.gradients.per_user import PerUserGradients
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import load_policy, make_policy
+from dprlhf.rollout.made_up import made_up_responses
 from helpers import tiny
 
 KINDS: list[tiny.Kind] = ["gpt2", "llama"]
@@ -100,3 +101,43 @@ def test_a_whole_policy_keeps_its_state_and_is_trained_in_float32(tmp_path: Path
 def test_a_model_given_in_python_is_asked_for_again() -> None:
     with pytest.raises(DprlhfError, match="given in Python"):
         load_policy(recipe.Policy(model_name_or_path=recipe.IN_MEMORY))
+
+
+def test_a_prompt_with_a_token_beyond_the_model_is_refused_and_not_quoted() -> None:
+    """Gemma 3's tokenizer has one for an image; looked up, it would end the run of everybody."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    policy = make_policy(tiny.model(), tokenizer, recipe.Adapter())
+    for prompt in ("a secret <image>", [{"role": "user", "content": "a secret <image>"}]):
+        with pytest.raises(DprlhfError, match="beyond the 257") as caught:
+            policy.encode(["fine", prompt], 16)
+        assert "secret" not in str(caught.value)
+    with pytest.raises(DprlhfError, match="beyond the 257"):
+        policy.render([{"role": "user", "content": "<image>"}])
+    assert policy.encode(["<image> is cut off"], 3) == [tokenizer("off")["input_ids"]]
+
+
+@pytest.mark.parametrize("added", [True, False])
+def test_padding_is_a_token_that_the_model_has_an_embedding_for(added: bool) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.pad_token = "[PAD]" if added else None
+    if added:
+        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+        assert tokenizer.pad_token_id == 257
+    policy = make_policy(tiny.model(), tokenizer, recipe.Adapter())
+    assert policy.tokenizer.pad_token_id == policy.tokenizer.eos_token_id == 0
+
+
+def test_a_tokenizer_without_special_tokens_is_refused() -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token = None
+    with pytest.raises(DprlhfError, match="no padding token"):
+        make_policy(tiny.model(), tokenizer, recipe.Adapter())
+
+
+def test_an_adapted_embedding_still_says_how_large_it_is() -> None:
+    policy = made("gpt2", type="lora", target_modules=["wte", "c_attn"])
+    assert policy.shared_rows(4, 16, 8) == made("gpt2").shared_rows(4, 16, 8)
+    rows = made_up_responses(policy, [0], rows=2, num_generations=2, width=16, longest=16, length=4)
+    assert rows.tokens.max() < 257

@@ -153,6 +153,19 @@ class TestLearning:
         assert not (tmp_path / "other").exists()
         assert CANARY not in "".join(capfd.readouterr())
 
+    def test_a_prompt_with_a_token_beyond_the_model_stops_nobody(self, tmp_path: Path) -> None:
+        """Gemma 3's tokenizer knows such a token, whose name anybody may write."""
+        folder = tmp_path / "model"
+        tiny.save(folder)
+        tokenizer = tiny.tokenizer()
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+        tokenizer.save_pretrained(folder)
+        prompts = [*(f"user {i} says" for i in range(39)), "look at <image>"]
+        dprlhf.train(**settings(str(folder), prompts=prompts), output_dir=tmp_path / "run")
+        assert charged(tmp_path / "run") == [1, 2, 3, 4, 5]
+        lines = (tmp_path / "run/secret/telemetry-0.jsonl").read_text().splitlines()
+        assert sum(json.loads(line)["users_not_readable"] or 0 for line in lines) == 1
+
     def test_a_reward_that_exits_stops_nobody(self, model: str, tmp_path: Path) -> None:
         def reward(prompts: list[str], completions: list[str]) -> list[float]:
             for number, way_out in ((7, SystemExit), (8, KeyboardInterrupt)):

@@ -137,7 +137,7 @@ class FunctionSampler:
             self._names = set(output)
         elif set(output) != self._names:
             raise DprlhfError("rollout_func: its result has other fields than on public prompts")
-        size = policy.model.get_input_embeddings().num_embeddings
+        size = policy.model.get_input_embeddings().weight.shape[0]
         rows = []
         for number in range(count):
             prompt, tokens, own = (

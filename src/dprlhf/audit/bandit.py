@@ -44,7 +44,7 @@ class _Bandit(nn.Module):
 
     def get_input_embeddings(self) -> Any:
         tokens = _FIRST_PROMPT + self.table.in_features
-        return SimpleNamespace(embedding_dim=self.head.in_features, num_embeddings=tokens)
+        return SimpleNamespace(weight=torch.empty(tokens, self.head.in_features))
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head
@@ -84,7 +84,7 @@ class _Scores(nn.Module):
         self.head.requires_grad_(False)
 
     def get_input_embeddings(self) -> Any:
-        return SimpleNamespace(num_embeddings=_FIRST_PROMPT + self.table.in_features)
+        return SimpleNamespace(weight=torch.empty(_FIRST_PROMPT + self.table.in_features, 1))
 
     def get_output_embeddings(self) -> None:
         """Return None: a classifier generates nothing."""

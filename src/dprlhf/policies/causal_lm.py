@@ -135,7 +135,8 @@ class CausalLMPolicy:
         beginning-of-sequence (or end-of-sequence) token.
 
         Raises:
-            DprlhfError: The chat template refuses a conversation. The message does not quote it.
+            DprlhfError: The chat template refuses a conversation, or the model has no embedding for
+                a token of a prompt. The message does not quote it.
         """
         tokenizer = self.tokenizer
         start = tokenizer.bos_token_id
@@ -148,26 +149,48 @@ class CausalLMPolicy:
             else:
                 try:
                     ids = self.render(prompt, add_generation_prompt=True)
+                except DprlhfError:
+                    raise
                 except Exception as error:
                     raise DprlhfError(
                         f"the tokenizer's chat template refuses conversation {number} of"
                         f" {len(prompts)} ({type(error).__name__}): check its roles and their order"
                     ) from None
-            encoded.append(list(ids)[-max_tokens:] or [start])
+            encoded.append(self.known(list(ids)[-max_tokens:]) or [start])
         return encoded
 
+    def known(self, tokens: list[int]) -> list[int]:
+        """Return tokens, all of which the model has an embedding for.
+
+        Some tokenizers have more tokens than the model, such as Gemma 3's for an image. Whoever
+        writes the name of one in a prompt would end the run of everybody.
+
+        Raises:
+            DprlhfError: There is a token without an embedding.
+        """
+        rows = self.model.get_input_embeddings().weight.shape[0]
+        if max(tokens, default=0) >= rows:
+            raise DprlhfError(
+                f"the tokenizer has tokens beyond the {rows} that the model has embeddings for, and"
+                " a text has one of them"
+            )
+        return tokens
+
     def render(self, messages: Sequence[Any], *, add_generation_prompt: bool = False) -> list[int]:
-        """Return the tokens of a conversation, as the chat template writes it."""
-        return list(
-            self.tokenizer.apply_chat_template(
-                messages,
-                tools=list(self.tools) or None,
-                add_generation_prompt=add_generation_prompt,
-                return_dict=True,
-                tokenizer_kwargs={"verbose": False},
-                **self.chat_template_kwargs,
-            )["input_ids"]
-        )
+        """Return the tokens of a conversation, as the chat template writes it.
+
+        Raises:
+            DprlhfError: As :meth:`known`, which tools' answers reach by this way alone.
+        """
+        ids = self.tokenizer.apply_chat_template(
+            messages,
+            tools=list(self.tools) or None,
+            add_generation_prompt=add_generation_prompt,
+            return_dict=True,
+            tokenizer_kwargs={"verbose": False},
+            **self.chat_template_kwargs,
+        )["input_ids"]
+        return self.known(list(ids))
 
     def check_context_length(self, tokens: int, what: str, name: str) -> None:
         """Refuse texts that are longer than the model's context.
@@ -242,7 +265,7 @@ class CausalLMPolicy:
         """
         if num_generations == 1 or not shared_prompt.supported(getattr(self.model, "config", None)):
             return 1
-        hidden = self.model.get_input_embeddings().embedding_dim
+        hidden = self.model.get_input_embeddings().weight.shape[1]
         return shared_prompt.best_shared_rows(num_generations, prompt, responses, hidden)
 
     def shared_cache(self, num_generations: int, prompt: int, responses: int) -> int:

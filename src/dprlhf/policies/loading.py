@@ -117,10 +117,30 @@ def make_policy(
         temperature: Sampling temperature of the policy.
         seed: Seed of the adapter's initial weights, which are public.
     """
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    _choose_padding(tokenizer, model.get_input_embeddings().weight.shape[0])
     tokenizer.padding_side = "left"
     if adapter.type == "full":
         return WholePolicy(model, tokenizer, temperature)
     adapted = add_adapter(model, adapter, seed=seed)
     return CausalLMPolicy(adapted, tokenizer, temperature)
+
+
+def _choose_padding(tokenizer: Any, vocabulary: int) -> None:
+    """Give a tokenizer a padding token that the model has an embedding for.
+
+    A token that was added to the tokenizer alone has none. What stands on padding is masked, so any
+    other special token will do.
+
+    Raises:
+        DprlhfError: The tokenizer has no special token at all.
+    """
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id < vocabulary:
+        return
+    for token in (tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token):
+        if token is not None and tokenizer.convert_tokens_to_ids(token) < vocabulary:
+            tokenizer.pad_token = token
+            return
+    raise DprlhfError(
+        "the tokenizer has no padding token that the model knows, and no end-of-sequence token to"
+        " use in its place: set tokenizer.eos_token"
+    )

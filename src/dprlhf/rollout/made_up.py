@@ -87,6 +87,6 @@ def made_up_responses(
 
 
 def _tokens(policy: CausalLMPolicy, random: np.random.Generator, count: int) -> list[int]:
-    vocabulary = policy.model.get_input_embeddings().num_embeddings
+    vocabulary = policy.model.get_input_embeddings().weight.shape[0]
     found: list[int] = random.integers(vocabulary, size=count).tolist()
     return found

@@ -279,13 +279,17 @@ def pack(
     length: int,
     max_prompt_tokens: int,
 ) -> Responses:
-    """Pack prompts, padded on the left, and answers, padded on the right, into rows of tokens."""
+    """Pack prompts, padded on the left, and answers, padded on the right, into rows of tokens.
+
+    Raises:
+        DprlhfError: The model has no embedding for one of the tokens.
+    """
     width = int(padded_width(max(map(len, prompts), default=0), max_prompt_tokens))
     tokens = torch.full((len(prompts), width + length), model.tokenizer.pad_token_id)
     mask = torch.zeros_like(tokens)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         place = slice(width - len(prompt), width + len(answer))
-        tokens[row, place] = torch.tensor([*prompt, *answer])
+        tokens[row, place] = torch.tensor(model.known([*prompt, *answer]))
         mask[row, place] = 1
     copies = len(prompts) // len(examples) if len(examples) else 1
     own, user = np.unique(examples.users, return_inverse=True)

@@ -97,7 +97,7 @@ class Critic:
     ) -> Critic:
         """Return a critic whose norm is √share of the plan's clip norm (of 1 without clipping)."""
         scale = plan.clip_norm if math.isfinite(plan.clip_norm) else 1.0
-        hidden = policy.model.get_input_embeddings().embedding_dim
+        hidden = policy.model.get_input_embeddings().weight.shape[1]
         norm = math.sqrt(spec.share) * scale
         return cls(spec, norm, reward_range, max_prompt_tokens, hidden)
 
