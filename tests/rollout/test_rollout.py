@@ -14,7 +14,13 @@ import scipy.stats
 import torch
 import yaml
 from numpy.typing import NDArray
-from transformers import GenerationConfig, Phi3Config, Phi3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
 
 from dprlhf import DprlhfError, recipe, resume, train
 from dprlhf.boundary import Private, open_private
@@ -33,7 +39,7 @@ from dprlhf.rollout import (
     sampling,
     without_fillers,
 )
-from dprlhf.rollout.decoding import bytes_per_row, inverse_cdf
+from dprlhf.rollout.decoding import bytes_per_row, decode, inverse_cdf
 from helpers import tiny
 from helpers.marks import slow
 from helpers.sampled import (
@@ -275,6 +281,15 @@ def test_a_private_micro_batch_is_as_large_with_fewer_users(
         users = list(range(count))
         draw(policy_of(), prompts_of([f"p{i}" for i in users], users), batch_size=8)
     assert sizes == [4] * 4  # two responses each
+
+
+def test_a_model_that_keeps_no_keys_and_values_is_refused_by_name() -> None:
+    config = OpenAIGPTConfig(vocab_size=257, n_positions=64, n_embd=16, n_layer=1, n_head=2)
+    adapter = recipe.Adapter(target_modules=["c_attn"])
+    policy = make_policy(OpenAIGPTLMHeadModel(config), tiny.tokenizer(), adapter)
+    uniforms = torch.full((1, 2, 3), 0.5, dtype=torch.float64)
+    with pytest.raises(DprlhfError, match="OpenAIGPTLMHeadModel returns no keys and values"):
+        decode(policy, [[1, 2]], uniforms, size=1, width=4)
 
 
 def test_no_users_no_responses() -> None:

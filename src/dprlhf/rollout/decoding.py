@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from dprlhf.errors import DprlhfError
 from dprlhf.hardware import to_device
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.shared_prompt import own_tokens_behind_prompt
@@ -237,14 +238,24 @@ def _filled(
 
 
 def _prefill(policy: CausalLMPolicy, ids: torch.Tensor, mask: torch.Tensor) -> Any:
-    """Run the model on the prompts; the output has the last place's logits and the cache."""
-    return policy.model(
+    """Run the model on the prompts; the output has the last place's logits and the cache.
+
+    Raises:
+        DprlhfError: The model keeps no keys and values, or keeps them elsewhere.
+    """
+    output = policy.model(
         input_ids=ids,
         attention_mask=mask,
         position_ids=(mask.cumsum(1) - 1).clamp(min=0),
         use_cache=True,
         logits_to_keep=1,
     )
+    if getattr(output, "past_key_values", None) is None:
+        raise DprlhfError(
+            f"policy.model_name_or_path: {type(policy.network).__name__} returns no keys and values"
+            " to go on from (past_key_values), by which responses are sampled: take another model"
+        )
+    return output
 
 
 class Steps:
