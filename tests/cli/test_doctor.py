@@ -486,7 +486,7 @@ class TestRewardCheck:
         with pytest.raises(DprlhfError, match="'completion' has no completion in row 2"):
             reward_check("my_rewards.py:brevity", "gaps.jsonl")
         none = call("reward-check", "my_rewards.py:brevity", "--prompts=public.csv", "--limit=0")
-        assert none.exit_code == 2
+        assert "'--limit'" in str(none.exception)
 
     def test_a_missing_column(self, here: Path) -> None:
         with pytest.raises(DprlhfError, match="no column 'question'"):
