@@ -10,6 +10,7 @@ import pytest
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import Recipe
 from dprlhf.trl import PrivateGRPOConfig, PrivateRLOOConfig
+from dprlhf.trl.fields import GRPO, RLOO
 from dprlhf.trl.mapping import recipe_of, small_rounds
 
 
@@ -116,6 +117,14 @@ def value(recipe: Any, key: str) -> Any:
 )
 def test_a_setting_changes_the_recipe(changes: dict[str, Any], key: str, expected: Any) -> None:
     assert value(made(**changes), key) == expected
+
+
+def test_the_table_does_not_say_that_the_clip_of_the_mean_bounds_a_user() -> None:
+    """Whoever reads ``max_grad_norm`` as mapped sets it, and trains at the default clip norm."""
+    assert made(max_grad_norm=0.2) == made()
+    for table in (GRPO, RLOO):
+        assert table["max_grad_norm"].kind == "no effect"
+        assert "set privacy_clip_norm" in table["max_grad_norm"].note
 
 
 def test_rloo_is_the_policy_gradient_with_the_other_responses_as_baseline() -> None:

@@ -62,6 +62,7 @@ COMMON: dict[str, Field] = {
     "report_to": Field("honoured", "tracking.report_to: released values and public ones"),
     "disable_tqdm": Field("honoured", "no progress bars"),
     "hub_model_id": Field("honoured", "the repository of push_to_hub()"),
+    "hub_token": Field("honoured", "the token of push_to_hub(); without it that of the login"),
     "hub_private_repo": Field("honoured", "whether push_to_hub() makes a private repository"),
     "trust_remote_code": Field("honoured", "policy.trust_remote_code"),
     "resume_from_checkpoint": Field("honoured", "as of train(resume_from_checkpoint=…)"),
@@ -79,8 +80,8 @@ COMMON: dict[str, Field] = {
                                    " that rollout.batch_size: auto determines"),
     "steps_per_generation": Field("mapped", "derived, as generation_batch_size"),
     "max_grad_norm": Field(
-        "mapped", "privacy_clip_norm: each user's gradient is clipped, before noise is added; a"
-        " clipped mean would still depend on one user without bound",
+        "no effect", "set privacy_clip_norm: each user's gradient is clipped, before noise is"
+        " added; a clipped mean would still depend on one user without bound",
     ),
     "optim": Field("mapped", "adamw_torch, adamw_torch_fused and the like: adam; sgd: sgd"),
     "lr_scheduler_type": Field("mapped", "optimizer.schedule: constant, linear or cosine"),
@@ -176,7 +177,7 @@ COMMON: dict[str, Field] = {
         log_level log_level_replica log_multimodal num_completions_to_print log_unique_prompts
         run_name trackio_space_id trackio_bucket_id trackio_static_space_id""")),
     **dict(_all("no effect", "uploads happen once, after the last round", """
-        hub_token hub_strategy hub_always_push hub_revision""")),
+        hub_strategy hub_always_push hub_revision""")),
     **dict(_all("no effect", "sync_ref_model is refused", """
         ref_model_mixup_alpha ref_model_sync_steps""")),
     **dict(_all("no effect", _VLLM + " setting", """
