@@ -155,6 +155,24 @@ def test_an_interrupted_run_continues_to_the_same_weights(
         trainer(model, tmp_path / "b").train()
 
 
+@pytest.mark.slow
+def test_a_resumed_run_has_the_history_of_an_uninterrupted_one(
+    model: str, tmp_path: Path, one_key: None
+) -> None:
+    """As in TRL, where a checkpoint holds it; a callback hears of new rounds alone."""
+    given = {"eval_dataset": PUBLIC, "eval_strategy": "steps", "eval_steps": 1}
+    whole = trainer(model, tmp_path / "a", **given)
+    whole.train()
+    with pytest.raises(KeyboardInterrupt):
+        trainer(model, tmp_path / "b", callbacks=[Stop(2)], **given).train()
+    seen = Stop(-1)
+    resumed = trainer(model, tmp_path / "b", callbacks=[seen], **given)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.log_history == whole.state.log_history
+    assert [entry["step"] for entry in whole.state.log_history] == [0, 1, 1, 2, 2, 3, 3]
+    assert seen.seen == ["reward"]
+
+
 class Kill(TrainerCallback):
     """Kills the process in the middle of a run, as ``kill -9`` does."""
 

@@ -134,25 +134,45 @@ class Log:
                 )
             self.control = answer or self.control
 
-    def write(self, logs: Mapping[str, float]) -> None:
-        """Add an entry to ``state.log_history``, and call ``on_log``."""
+    def write(self, logs: Mapping[str, float], *, told: bool = True) -> None:
+        """Add an entry to ``state.log_history``, and call ``on_log`` unless it was told before."""
         entry = {**logs, "epoch": self.state.epoch, "step": self.state.global_step}
         self.state.log_history.append(entry)
-        self.call("on_log", logs=dict(logs))
+        if told:
+            self.call("on_log", logs=dict(logs))
 
-    def round(self, t: int, logs: Mapping[str, float], evaluation: Mapping[str, float]) -> None:
+    def round(
+        self,
+        t: int,
+        logs: Mapping[str, float],
+        evaluation: Mapping[str, float],
+        *,
+        earlier: bool = False,
+    ) -> None:
         """Log a round.
+
+        Args:
+            t: Its number.
+            logs: Its released values.
+            evaluation: Its values from public prompts; empty without an evaluation.
+            earlier: Whether it ended before the run was resumed: its entries are those that
+                transformers reads from a checkpoint, and no callback is called.
 
         Raises:
             KeyboardInterrupt: A callback asked to stop; the run ends at a safe point.
         """
-        self.call("on_step_begin")
+        if not earlier:
+            self.call("on_step_begin")
         self.state.global_step = t
         self.state.epoch = t / max(1, self.state.max_steps) * self.state.num_train_epochs
-        self.call("on_step_end")
-        self.write(logs)
+        if not earlier:
+            self.call("on_step_end")
+        self.write(logs, told=not earlier)
         if evaluation:
-            self.write(evaluation)
+            self.write(evaluation, told=not earlier)
+        if earlier:
+            return
+        if evaluation:
             self.call("on_evaluate", metrics=dict(evaluation))
         if self.control.should_training_stop and t < self.state.max_steps:
             raise KeyboardInterrupt

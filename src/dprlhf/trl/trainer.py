@@ -32,7 +32,7 @@ from dprlhf.recipe import IN_MEMORY, Data, Recipe
 from dprlhf.rewards.loading import load_rewards
 from dprlhf.runs.card import carried_with, model_card
 from dprlhf.runs.earlier import records_of
-from dprlhf.runs.folder import RunFolder
+from dprlhf.runs.folder import JsonLines, RunFolder
 from dprlhf.runs.lineage import attach
 from dprlhf.runs.publish import push
 from dprlhf.training.build import open_run
@@ -299,21 +299,24 @@ class PrivateTrainer(Generic[C]):
         return self._end()
 
     def _begin(self, run: Run) -> None:
-        """Let the log follow a run that is open."""
+        """Let the log follow a run that is open, after the rounds that a resumed one has had."""
         log, rounds, means = self._log, run.plan.rounds, means_of(self._rewards)
         assert isinstance(run.recipe, Recipe)
         self._settled = run.recipe
         log.state.max_steps = rounds
         log.state.num_train_epochs = run.recipe.privacy.participations
         log.state.is_world_process_zero = log.state.is_local_process_zero = run.processes.main
-        log.call("on_train_begin")
 
-        def told(metrics: dict[str, Any]) -> None:
+        def told(metrics: dict[str, Any], *, earlier: bool = False) -> None:
             t = metrics["round"]
             logs = as_logs(metrics, means)
             logs["learning_rate"] = learning_rate(run.recipe.optimizer, t, rounds)
-            log.round(t, logs, as_evaluation(metrics))
+            log.round(t, logs, as_evaluation(metrics), earlier=earlier)
 
+        # By the main process: the others may not touch the file.
+        for metrics in run.processes.on_main(lambda: JsonLines(run.folder.metrics).read()):
+            told(metrics, earlier=True)
+        log.call("on_train_begin")
         run.callbacks.append(told)
 
     def _end(self) -> TrainOutput:
