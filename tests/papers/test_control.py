@@ -569,7 +569,7 @@ def test_a_missing_extra_names_the_install_command(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(DprlhfError) as caught:
         make_environment("hopper")
-    assert INSTALL.startswith("pip install 'dprlhf[papers]'")
+    assert INSTALL.startswith("pip install -e '.[papers]'")
     assert INSTALL in str(caught.value)
 
 

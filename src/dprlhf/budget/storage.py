@@ -210,7 +210,7 @@ def open_storage(name: str, *, create: bool = False) -> Storage:
         )
     except ImportError:
         raise BookError(
-            "budget book: PostgreSQL needs a driver: pip install 'dprlhf[postgres]'"
+            "budget book: PostgreSQL needs a driver: pip install -e '.[postgres]' in the clone"
         ) from None
     host = (url.host or "localhost").rpartition("@")[2]  # a password may hold a stray @
     return Storage(engine, f"postgresql://{host}/{url.database or ''}", None)

@@ -6,5 +6,5 @@
 line imports this package.
 """
 
-INSTALL = "pip install 'dprlhf[papers]' (in a clone: pip install -e '.[papers]')"
+INSTALL = "pip install -e '.[papers]' in the clone"
 """What installs gymnasium, mujoco and matplotlib; the messages about a missing one name it."""

@@ -29,7 +29,7 @@ def quantization_config(name: str, dtype: torch.dtype) -> Any:
 
     if importlib.util.find_spec("bitsandbytes") is None:
         raise DprlhfError(
-            "policy.quantization needs bitsandbytes: pip install 'dprlhf[quantization]'"
+            "policy.quantization needs bitsandbytes: pip install -e '.[quantization]' in the clone"
         )
     if name == "int8":
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)

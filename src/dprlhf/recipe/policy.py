@@ -132,7 +132,7 @@ class Policy(Settings):
         chat_template_kwargs: Further arguments of the tokenizer's chat template, such as
             ``enable_thinking: false``.
         quantization: Quantise the frozen base model with bitsandbytes (``pip install
-            'dprlhf[quantization]'``): ``nf4`` or ``fp4`` in 4 bit, with ``-double`` to quantise
+            -e '.[quantization]'``): ``nf4`` or ``fp4`` in 4 bit, with ``-double`` to quantise
             their scales, too (QLoRA, arXiv 2305.14314), or ``int8`` in 8 bit without LLM.int8()'s
             outlier columns, which couple the rows of a batch. Null keeps ``dtype``.
         gradient_checkpointing: Keep only the decoder layers' inputs for the backward pass and

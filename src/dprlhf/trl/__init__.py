@@ -33,6 +33,6 @@ def __getattr__(name: str) -> Any:
         if missing.name != "trl":
             raise
         raise ModuleNotFoundError(
-            "dprlhf.trl needs TRL: pip install 'dprlhf[trl]'", name="trl"
+            "dprlhf.trl needs TRL: pip install -e '.[trl]' in the clone", name="trl"
         ) from None
     return getattr(home, name)

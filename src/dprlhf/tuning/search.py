@@ -31,7 +31,7 @@ from dprlhf.tuning.stand_in import (
     run_stand_ins,
 )
 
-INSTALL = "pip install 'dprlhf[tune]' (in a clone: pip install -e '.[tune]')"
+INSTALL = "pip install -e '.[tune]' in the clone"
 
 SEARCH_SHARE = 2 / 3
 """Share of the time that is for the search; the rest runs the best ones again."""
