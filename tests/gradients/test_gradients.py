@@ -930,6 +930,24 @@ def test_a_layer_that_does_not_work_on_rows_is_refused() -> None:
         per_row_gradients(Once(nn.Linear(6, 6)), torch.randn(4, 2, 6))
 
 
+def test_a_model_may_write_to_the_output_of_a_trained_layer() -> None:
+    """Falcon adds attention's output to that of its feed-forward layer in place."""
+
+    class InPlace(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.between(torch.tanh(self.first(x)))
+            hidden += torch.tanh(self.first(x))
+            out: torch.Tensor = self.last(hidden)
+            return out
+
+    torch.manual_seed(0)
+    net, x = InPlace(nn.Linear(6, 6)).double(), torch.randn(4, 2, 6, dtype=torch.float64)
+    found = per_row_gradients(net, x)
+    for row, gradient in zip(x, found, strict=True):
+        expected = torch.autograd.grad(net(row[None]).square().sum(), list(net.parameters()))
+        torch.testing.assert_close(gradient, torch.cat([g.flatten() for g in expected]))
+
+
 def hooks_of(model: nn.Module) -> int:
     return sum(
         len(m._forward_hooks) + len(m._backward_hooks) + len(m._forward_pre_hooks)

@@ -308,7 +308,7 @@ class _Tap(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.record = record
         ctx.save_for_backward(*inputs)
-        return output.view_as(output)
+        return output.detach()  # not a view, which autograd would let no model write to
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:
