@@ -126,13 +126,20 @@ def test_what_is_said_where_no_tuning_run_counts(declared: int | None, said: str
 
 def test_a_selection_of_rows_is_told() -> None:
     """Were it taken anew without a row, the next one would move up: two users would change."""
-    told = "which rows data.skip and data.limit select"
-    for data, expected in (({}, False), ({"skip": 1}, True), ({"limit": 100}, True)):
+    for data, told in (
+        ({}, ""),
+        ({"skip": 1}, "which rows data.skip selects: "),
+        ({"limit": 100}, "which rows data.limit selects: "),
+        ({"skip": 1, "limit": 100}, "which rows data.skip and data.limit select: "),
+        ({"split": "train[:90%]"}, "which rows data.split selects: "),
+    ):
         recipe = recipe_of(None)
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update=data)})
         plan = plan_of(recipe, cast(Any, SimpleNamespace(count=100)))
         lines = privacy_card(recipe, plan, 1, bytes(32), Earlier())["assumed_public"]
-        assert any(told in line for line in lines) == expected
+        chosen = [line for line in lines if line.startswith("which rows")]
+        assert len(chosen) == bool(told)
+        assert all(line.startswith(told) for line in chosen)
 
 
 def test_a_declaration_that_public_prompts_were_public_is_told() -> None:

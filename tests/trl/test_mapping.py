@@ -142,6 +142,16 @@ def test_rloo_is_the_policy_gradient_with_the_other_responses_as_baseline() -> N
         ({"lr_scheduler_type": "polynomial"}, "^lr_scheduler_type='polynomial'"),
         ({"model_init_kwargs": {"device_map": "auto"}}, "^model_init_kwargs: 'device_map'"),
         ({"cls": PrivateRLOOConfig, "reward_clip_range": (0.0, 1.0)}, "symmetric"),
+        (
+            {
+                "cls": PrivateRLOOConfig,
+                "reward_clip_range": (-2.0, 2.0),
+                "privacy_reward_range": 5.0,
+            },
+            "give one",
+        ),
+        ({"num_train_epochs": 0.5}, "num_train_epochs=0.5"),
+        ({"num_train_epochs": 1.5}, "whole number"),
     ],
 )
 def test_a_value_without_a_meaning_is_refused(changes: dict[str, Any], said: str) -> None:

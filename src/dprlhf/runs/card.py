@@ -134,11 +134,14 @@ def _guides(recipe: AnyRecipe) -> list[str]:
 
 def _selection(recipe: AnyRecipe) -> list[str]:
     data = recipe.data
-    if not data.skip and data.limit is None:
+    given = {"skip": bool(data.skip), "limit": data.limit is not None, "split": "[" in data.split}
+    named = " and ".join(f"data.{name}" for name, selects in given.items() if selects)
+    if not named:
         return []
-    # Removing a row would let another one in under the limit and so change two users, unless
-    # neighbouring datasets differ among the selected rows only.
-    return ["which rows data.skip and data.limit select: neighbouring datasets differ among these"]
+    # Removing a row would let another one in under the limit, or within 90% of all rows, and so
+    # change two users, unless neighbouring datasets differ among the selected rows only.
+    verb = "select" if " and " in named else "selects"
+    return [f"which rows {named} {verb}: neighbouring datasets differ among these"]
 
 
 def _declared(recipe: AnyRecipe) -> str:

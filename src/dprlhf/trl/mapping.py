@@ -50,7 +50,7 @@ def recipe_of(
         DprlhfError: A setting has no meaning here, or a wrong value.
     """
     args: Any = config
-    participations = args.privacy_participations or max(1, round(args.num_train_epochs))
+    participations = args.privacy_participations or _epochs(args.num_train_epochs)
     rounds = _rounds(args, users, participations, processes)
     values: dict[str, Any] = {
         "policy": {
@@ -204,11 +204,26 @@ def _data(args: Any) -> dict[str, Any]:
     }
 
 
+def _epochs(epochs: float) -> int:
+    if epochs != round(epochs) or epochs < 1:
+        raise DprlhfError(
+            f"num_train_epochs={epochs:g}: every user takes part in the same whole number of"
+            " rounds, at least 1; for fewer users, give a part of the dataset"
+        )
+    return round(epochs)
+
+
 def _reward_range(args: Any) -> float:
     clip = getattr(args, "reward_clip_range", None)
     if clip is None:
         return float(args.privacy_reward_range)
     low, high = clip
+    own = args.privacy_reward_range
+    if own not in (high, type(args).privacy_reward_range):
+        raise DprlhfError(
+            f"reward_clip_range=({low}, {high}) and privacy_reward_range={own}: both bound the"
+            " rewards' sum; give one"
+        )
     if low != -high:
         raise DprlhfError(
             f"reward_clip_range=({low}, {high}): the range is symmetric about 0 here: give"
