@@ -19,9 +19,11 @@ from dprlhf.data.users import Users
 from dprlhf.gradients.subspace import Subspace
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import read_ledger
+from dprlhf.privacy.plan import make_plan
 from dprlhf.recipe import make_recipe
 from dprlhf.training import guidance, reinforcement
 from dprlhf.training.progress import Progress
+from dprlhf.training.timing import seconds_a_round
 from dprlhf.updates.public_gradients import likelihood_gradients
 from helpers.recipes import recipe_settings
 from helpers.runs import save_sharp, train
@@ -309,3 +311,20 @@ def test_the_mean_public_gradient_can_be_the_one_direction(model: str, tmp_path:
         train(model, folder, **given, callbacks=[look])
     along = (seen[False].double() * seen[True].double()).sum().abs()
     assert along < 0.999
+
+
+def test_the_time_of_a_round_counts_what_a_subspace_takes() -> None:
+    """A gradient of each public response; to keep the perplexity a pass and a gradient more."""
+    plan = make_plan(users=100, rounds=10, delta=1e-5, epsilon=4.0)
+    phases = {"rollout": 1.0, "reward": 10.0, "update": 100.0}
+
+    def seconds(**subspace: Any) -> float:
+        settings = {"update__subspace": subspace} if subspace else {}
+        made = make_recipe(recipe_settings(rollout__responses=2, **settings))
+        return seconds_a_round(made, plan, phases)
+
+    given = {"rank": 2, "prompts": 8, "refresh": 4, "source": "model"}
+    assert seconds() == pytest.approx(2 * 10 * 111)
+    assert seconds(**given) == pytest.approx(2 * (10 + 2) * 111)
+    kept = seconds(**given, keep_perplexity=True)
+    assert kept == pytest.approx(2 * (12 * 111 + 2 * 100 * 4 / 3))

@@ -87,10 +87,15 @@ def seconds_a_round(recipe: Recipe, plan: Plan, phases: dict[str, float]) -> flo
     """Return the seconds of a round of expected size on one process, from those per response."""
     passes = plan.releases_per_round * recipe.update.passes
     of_response = phases["rollout"] + phases["reward"] + passes * phases["update"]
-    prompts = plan.expected_batch_size
-    if recipe.update.subspace is not None:
-        prompts += recipe.update.subspace.prompts / recipe.update.subspace.refresh
-    return prompts * recipe.rollout.responses * of_response
+    seconds = plan.expected_batch_size * of_response
+    subspace = recipe.update.subspace
+    if subspace is not None:
+        # Public prompts end at the first sum. To keep the perplexity their likelihood is computed
+        # and differentiated, too: a forward pass, about a third of a gradient, and a gradient.
+        updates = recipe.update.passes + (4 / 3 if subspace.keep_perplexity else 0)
+        of_public = phases["rollout"] + phases["reward"] + updates * phases["update"]
+        seconds += subspace.prompts / subspace.refresh * of_public
+    return seconds * recipe.rollout.responses
 
 
 def seconds_a_row(
