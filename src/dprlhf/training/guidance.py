@@ -46,8 +46,8 @@ class Guidance:
         in_form: Makes prompts of what the base model writes.
 
     Attributes:
-        seconds: Seconds per response of the phases ``rollout``, ``reward`` and ``update``, as the
-            last subspace took; empty before the first.
+        seconds: Seconds per response of the phases ``rollout``, ``reward`` and ``update`` (one
+            backward pass), as the last subspace took; empty before the first.
     """
 
     def __init__(
@@ -171,6 +171,7 @@ class Guidance:
         clock.append(time.perf_counter())
         if len(responses.user):
             self.seconds = phases(clock, len(responses.user))
+            self.seconds["update"] /= settings.update.passes  # as of the rows that are timed before
         if not self._settings.keep_perplexity:
             return gradients, None
         size, optimizer = settings.update.batch_size, run.optimizer
