@@ -313,6 +313,39 @@ def test_the_mean_public_gradient_can_be_the_one_direction(model: str, tmp_path:
     assert along < 0.999
 
 
+@pytest.mark.slow
+def test_public_prompts_are_taken_in_parts_of_which_outputs_can_be_kept(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for 6 of 24 responses makes four parts, no room at all one, and one subspace."""
+    seen: dict[int, torch.Tensor] = {}
+    taken: dict[int, list[Any]] = {}
+    sample = guidance.sample
+    for room in (0, 6, 24):
+        calls = taken.setdefault(room, [])
+
+        def sampled(policy: Any, prompts: Any, *args: Any, to: Any = calls, **given: Any) -> Any:
+            to.append((len(prompts), given["keep"]))
+            return sample(policy, prompts, *args, **given)
+
+        def fits(*args: Any, rows: float, most: int = room, **given: Any) -> bool:
+            return rows <= most
+
+        monkeypatch.setattr(guidance, "sample", sampled)
+        monkeypatch.setattr(guidance, "keeps_outputs", fits)
+        folder = tmp_path / str(room)
+
+        def look(_: dict[str, Any], folder: Path = folder, which: int = room) -> None:
+            seen[which] = subspace_in(folder)["directions"]
+
+        chosen = {"mean_first": True, "keep_perplexity": True}
+        train(model, folder, **settings(rounds=1, subspace=chosen), callbacks=[look])
+    kept = "gradients"
+    assert taken == {0: [(12, None)], 6: [(3, kept)] * 4, 24: [(12, kept)]}
+    for room in (0, 6):
+        torch.testing.assert_close(seen[room], seen[24], rtol=0, atol=1e-4)
+
+
 def test_the_time_of_a_round_counts_what_a_subspace_takes() -> None:
     """A gradient of each public response; to keep the perplexity a pass and a gradient more."""
     plan = make_plan(users=100, rounds=10, delta=1e-5, epsilon=4.0)

@@ -134,13 +134,32 @@ class Guidance:
         """
         settings = run.recipe
         assert isinstance(settings, Recipe)
-        rollout, longest = settings.rollout, settings.data.max_prompt_tokens
-        keeps = not isinstance(settings.update, recipe.PPO) and keeps_outputs(
-            run.policy,
-            rollout,
-            rows=len(prompts) * rollout.responses,
-            max_prompt_tokens=longest,
-        )
+        count, keeps = parts_that_are_kept(run.policy, settings, len(prompts))
+        found = [
+            self._part(run, batch, prompts.take(places), scorer, critic, keeps)
+            for places in np.array_split(np.arange(len(prompts)), count)
+        ]
+        if len(prompts):
+            clock = np.sum([np.subtract(times, times[0]) for times, _, _ in found], axis=0)
+            self.seconds = phases(clock.tolist(), len(prompts) * settings.rollout.responses)
+            self.seconds["update"] /= settings.update.passes  # as of the rows that are timed before
+        likelihoods = [likelihood for _, _, likelihood in found if likelihood is not None]
+        gradients = torch.cat([gradients for _, gradients, _ in found])
+        return gradients, torch.cat(likelihoods) if likelihoods else None
+
+    def _part(
+        self,
+        run: Run,
+        batch: Batch,
+        prompts: Prompts,
+        scorer: Scorer,
+        critic: Critic | None,
+        keeps: bool,
+    ) -> tuple[list[float], torch.Tensor, torch.Tensor | None]:
+        """Return the times between the phases, and what :meth:`_gradients` does, of a part."""
+        settings = run.recipe
+        assert isinstance(settings, Recipe)
+        rollout = settings.rollout
         if rollout.base_policy == "on-policy":
             rollout = without_fillers(rollout, len(prompts), rollout.responses)
         clock = [time.perf_counter()]
@@ -150,7 +169,7 @@ class Guidance:
             rollout,
             key=_PUBLIC_KEY,
             context=("subspace", self._seed, batch.t),
-            max_prompt_tokens=longest,
+            max_prompt_tokens=settings.data.max_prompt_tokens,
             keep="gradients" if keeps else None,
         )
         clock.append(time.perf_counter())
@@ -169,15 +188,13 @@ class Guidance:
             tick=batch.tick,
         )
         clock.append(time.perf_counter())
-        if len(responses.user):
-            self.seconds = phases(clock, len(responses.user))
-            self.seconds["update"] /= settings.update.passes  # as of the rows that are timed before
         if not self._settings.keep_perplexity:
-            return gradients, None
+            return clock, gradients, None
         size, optimizer = settings.update.batch_size, run.optimizer
-        return gradients, likelihood_gradients(
+        likelihood = likelihood_gradients(
             run.policy, responses, batch_size=size, optimizer=optimizer, t=batch.t
         )
+        return clock, gradients, likelihood
 
     def _prompts(self, policy: CausalLMPolicy, settings: Recipe, t: int) -> Prompts:
         """Return the public prompts of a round: a draw that follows from the seed and the round."""
@@ -199,6 +216,28 @@ class Guidance:
         """Restore what :meth:`state` returned."""
         if state:
             self._subspace = Subspace(state["directions"], float(state["scale"]))
+
+
+def parts_that_are_kept(policy: CausalLMPolicy, settings: Recipe, prompts: int) -> tuple[int, bool]:
+    """Return how many parts to take PUBLIC prompts in, and whether sampling keeps what it computes.
+
+    There are often more of them than a round has users, and there is memory for a part alone.
+
+    Args:
+        policy: The policy that samples.
+        settings: The recipe.
+        prompts: Number of prompts of this process.
+    """
+    if isinstance(settings.update, recipe.PPO):
+        return 1, False
+    for parts in (1, 2, 4, 8):  # the more parts, the smaller the batches of sampling
+        if parts > max(1, prompts):
+            break
+        rows = -(-prompts // parts) * settings.rollout.responses
+        longest = settings.data.max_prompt_tokens
+        if keeps_outputs(policy, settings.rollout, rows=rows, max_prompt_tokens=longest):
+            return parts, True
+    return 1, False
 
 
 def with_factors(prompts: Prompts, settings: Recipe) -> Prompts:
