@@ -134,48 +134,42 @@ class Log:
                 )
             self.control = answer or self.control
 
-    def write(self, logs: Mapping[str, float], *, told: bool = True) -> None:
-        """Add an entry to ``state.log_history``, and call ``on_log`` unless it was told before."""
-        entry = {**logs, "epoch": self.state.epoch, "step": self.state.global_step}
-        self.state.log_history.append(entry)
-        if told:
-            self.call("on_log", logs=dict(logs))
+    def write(self, logs: Mapping[str, float]) -> None:
+        """Add an entry to ``state.log_history``, and call ``on_log``."""
+        self._add(logs)
+        self.call("on_log", logs=dict(logs))
 
-    def round(
-        self,
-        t: int,
-        logs: Mapping[str, float],
-        evaluation: Mapping[str, float],
-        *,
-        earlier: bool = False,
-    ) -> None:
+    def round(self, t: int, logs: Mapping[str, float], evaluation: Mapping[str, float]) -> None:
         """Log a round.
-
-        Args:
-            t: Its number.
-            logs: Its released values.
-            evaluation: Its values from public prompts; empty without an evaluation.
-            earlier: Whether it ended before the run was resumed: its entries are those that
-                transformers reads from a checkpoint, and no callback is called.
 
         Raises:
             KeyboardInterrupt: A callback asked to stop; the run ends at a safe point.
         """
-        if not earlier:
-            self.call("on_step_begin")
-        self.state.global_step = t
-        self.state.epoch = t / max(1, self.state.max_steps) * self.state.num_train_epochs
-        if not earlier:
-            self.call("on_step_end")
-        self.write(logs, told=not earlier)
+        self.call("on_step_begin")
+        self._reach(t)
+        self.call("on_step_end")
+        self.write(logs)
         if evaluation:
-            self.write(evaluation, told=not earlier)
-        if earlier:
-            return
-        if evaluation:
+            self.write(evaluation)
             self.call("on_evaluate", metrics=dict(evaluation))
         if self.control.should_training_stop and t < self.state.max_steps:
             raise KeyboardInterrupt
+
+    def earlier_round(
+        self, t: int, logs: Mapping[str, float], evaluation: Mapping[str, float]
+    ) -> None:
+        """Add a round that ended before the run was resumed; callbacks were told of it then."""
+        self._reach(t)
+        for entry in filter(None, (logs, evaluation)):
+            self._add(entry)
+
+    def _reach(self, t: int) -> None:
+        self.state.global_step = t
+        self.state.epoch = t / max(1, self.state.max_steps) * self.state.num_train_epochs
+
+    def _add(self, logs: Mapping[str, float]) -> None:
+        entry = {**logs, "epoch": self.state.epoch, "step": self.state.global_step}
+        self.state.log_history.append(entry)
 
     def evaluation(self, step: int, logs: Mapping[str, float]) -> None:
         """Add an evaluation before the first round or after the last to ``state.log_history``."""

@@ -307,17 +307,16 @@ class PrivateTrainer(Generic[C]):
         log.state.num_train_epochs = run.recipe.privacy.participations
         log.state.is_world_process_zero = log.state.is_local_process_zero = run.processes.main
 
-        def told(metrics: dict[str, Any], *, earlier: bool = False) -> None:
-            t = metrics["round"]
-            logs = as_logs(metrics, means)
+        def entries(metrics: dict[str, Any]) -> tuple[int, dict[str, float], dict[str, float]]:
+            t, logs = metrics["round"], as_logs(metrics, means)
             logs["learning_rate"] = learning_rate(run.recipe.optimizer, t, rounds)
-            log.round(t, logs, as_evaluation(metrics), earlier=earlier)
+            return t, logs, as_evaluation(metrics)
 
         # By the main process: the others may not touch the file.
         for metrics in run.processes.on_main(lambda: JsonLines(run.folder.metrics).read()):
-            told(metrics, earlier=True)
+            log.earlier_round(*entries(metrics))
         log.call("on_train_begin")
-        run.callbacks.append(told)
+        run.callbacks.append(lambda metrics: log.round(*entries(metrics)))
 
     def _end(self) -> TrainOutput:
         """Return what TRL's ``train`` returns, after the last round."""
