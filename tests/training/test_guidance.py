@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -320,7 +321,16 @@ def test_public_prompts_are_taken_in_parts_of_which_outputs_can_be_kept(
     """Room for 6 of 24 responses makes four parts, no room at all one, and one subspace."""
     seen: dict[int, torch.Tensor] = {}
     taken: dict[int, list[Any]] = {}
-    sample = guidance.sample
+    clocks: list[list[float]] = []
+    sample, phases, ticks = guidance.sample, guidance.phases, itertools.count()
+
+    def timed(clock: list[float], rows: int) -> dict[str, float]:
+        clocks.append(clock)
+        return phases(clock, rows)
+
+    monkeypatch.setattr(guidance, "phases", timed)
+    clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+    monkeypatch.setattr(guidance, "time", clock)  # of this module alone
     for room in (0, 6, 24):
         calls = taken.setdefault(room, [])
 
@@ -340,6 +350,7 @@ def test_public_prompts_are_taken_in_parts_of_which_outputs_can_be_kept(
 
         chosen = {"mean_first": True, "keep_perplexity": True}
         train(model, folder, **settings(rounds=1, subspace=chosen), callbacks=[look])
+    assert [np.diff(clock).tolist() for clock in clocks] == [[1] * 3, [4] * 3, [1] * 3]
     kept = "gradients"
     assert taken == {0: [(12, None)], 6: [(3, kept)] * 4, 24: [(12, kept)]}
     for room in (0, 6):
