@@ -42,6 +42,7 @@ check: setup
 docs: setup
 	[ -x $(BIN)/mkdocs ] || $(BIN)/python -m pip install --disable-pip-version-check --quiet \
 	  --no-deps -r requirements-docs.lock
+	$(BIN)/python scripts/docs_pages.py
 	$(BIN)/mkdocs build --strict --site-dir build/site
 
 bench: setup

@@ -1,4 +1,10 @@
-"""Pages that mkdocs builds from the code: the recipe's keys, and the commands (see mkdocs.yml)."""
+"""Write the reference's pages from the code: the recipe's keys, the commands, TRL's settings.
+
+    python scripts/docs_pages.py
+
+They are in ``docs/reference``, where a reader of the repository finds them, and a test compares
+them with the code. mkdocs calls the two hooks below (see mkdocs.yml).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,7 @@ import inspect
 import re
 import types
 import typing
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel
@@ -40,15 +47,6 @@ one user, *no effect* takes any value, *refused* takes the default only.
 """
 
 
-def on_files(files: Any, config: Any) -> Any:
-    """Add the generated pages; mkdocs calls this."""
-    from mkdocs.structure.files import File
-
-    for path, content in pages().items():
-        files.append(File.generated(config, path, content=content))
-    return files
-
-
 def on_page_markdown(markdown: str, **others: Any) -> str:
     """Leave out links to files that the site does not have; mkdocs calls this."""
     return re.sub(
@@ -63,11 +61,13 @@ def on_page_content(html: str, **others: Any) -> str:
     return re.sub(r":\w+:<code>~?[\w.]*?(\w+)</code>", r"<code>\1</code>", html)
 
 
-def pages() -> dict[str, str]:
+def pages() -> dict[Path, str]:
+    """Return the text of each page by its file."""
+    folder = Path(__file__).resolve().parents[1] / "docs" / "reference"
     return {
-        "reference/recipes.md": recipes_page(),
-        "reference/commands.md": commands_page(),
-        "reference/trl.md": trl_page(),
+        folder / "recipes.md": recipes_page().rstrip() + "\n",
+        folder / "commands.md": commands_page().rstrip() + "\n",
+        folder / "trl.md": trl_page().rstrip() + "\n",
     }
 
 
@@ -229,3 +229,8 @@ def flags_table() -> str:
         + "\nThese of TRL's names it refuses, and says what to do instead:\n\n"
         "| flag | instead |\n|---|---|\n" + others
     )
+
+
+if __name__ == "__main__":
+    for file, text in pages().items():
+        file.write_text(text)

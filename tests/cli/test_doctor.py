@@ -116,7 +116,7 @@ class TestInit:
     def test_a_wrong_answer_is_asked_for_again_at_once(self, here: Path) -> None:
         answers = [
             "", "gpt2", "nowhere.csv", "private.csv", "whom", "prompt", "my_rewards.py",
-            "my_rewards.py:brevity", "no.csv", "", "none", "-1", "2",
+            "my_rewards.py:brevity", "no.csv", "", "none", "-1", "inf", "2",
         ]  # fmt: skip
         done = call("init", answers="\n".join(answers) + "\n")
         assert done.exit_code == 0, done.output
@@ -125,8 +125,9 @@ class TestInit:
             "there is no column 'whom'",
             "name the function as well",
             "public prompts 'no.csv': there is no such file",
-            "epsilon must be a number above 0, not 'none'",
-            "epsilon must be a number above 0, not '-1'",
+            "epsilon must be a finite number above 0, not 'none'",
+            "epsilon must be a finite number above 0, not '-1'",
+            "epsilon must be a finite number above 0, not 'inf'",
         ):
             assert done.output.count(said) == 1, said
         made = load_recipe("recipe.yaml")
@@ -487,6 +488,11 @@ class TestRewardCheck:
             reward_check("my_rewards.py:brevity", "gaps.jsonl")
         none = call("reward-check", "my_rewards.py:brevity", "--prompts=public.csv", "--limit=0")
         assert "'--limit'" in str(none.exception)
+
+    @pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+    def test_a_reward_range_that_is_no_range_is_refused(self, here: Path, value: float) -> None:
+        with pytest.raises(DprlhfError, match=r"--reward-range .*: write a number above 0"):
+            reward_check("my_rewards.py:brevity", "public.csv", reward_range=value)
 
     def test_a_missing_column(self, here: Path) -> None:
         with pytest.raises(DprlhfError, match="no column 'question'"):

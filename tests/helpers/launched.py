@@ -94,6 +94,7 @@ class Seen:
     parameters: list[torch.Tensor] = dataclasses.field(default_factory=list)
     weights_held: int = 0
     evaluated: list[int] = dataclasses.field(default_factory=list)
+    told: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
 def spy(owner: Any, name: str, note: Callable[[Any], object]) -> None:
@@ -128,7 +129,8 @@ def watch(dtype: torch.dtype) -> Seen:
 
 
 SUBSPACE = {
-    "update__subspace": {"rank": 3, "prompts": 9, "source": "model", "keep_perplexity": True}
+    "update__subspace": {"rank": 3, "prompts": 9, "source": "model", "keep_perplexity": True},
+    "evaluation__every": 2,
 }
 
 
@@ -138,7 +140,7 @@ def train(
     """Train, and leave what this process saw in ``<run>-seen-<rank>.pt``."""
     seen = watch(dtype)
     values = settings(str(folder / "model")) | changes
-    result = dprlhf.train(**values, output_dir=folder / run)
+    result = dprlhf.train(**values, output_dir=folder / run, callbacks=[seen.told.append])
     seen.processes = Processes.connect().count
     seen.parameters = [p.detach().clone() for p in result.policy.parameters.values()]
     seen.weights_held = sum(

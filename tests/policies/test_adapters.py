@@ -206,6 +206,7 @@ def test_a_setting_of_another_type_is_refused(
     [
         ("biases", {"target_modules": ["nothing"]}, "Target modules .* not found"),
         ("norms", {"target_modules": ["nothing"]}, "the model has no such modules"),
+        ("norms", {"target_modules": ["attn"]}, r"norm layers alone.* from \[ln_1, ln_2, ln_f\]"),
         ("lora-xs", {"target_modules": ["c_attn"], "rank": 40}, "rank 40 is more than"),
         ("lora-xs", {"target_modules": ["wte"]}, "adapts linear layers, and a target is Embedding"),
         ("lora", {"target_modules": ["c_attn"], "layers": [5]}, "5, but the model has 2 layers"),

@@ -170,6 +170,13 @@ def test_the_subspace_of_two_processes_is_that_of_one(folder: Path) -> None:
     assert two[0].released == two[1].released
 
 
+def test_every_process_tells_its_callbacks_the_same(folder: Path) -> None:
+    """Or one that stops on an evaluation would leave the others waiting for its process."""
+    main, other = seen(folder, "guided-2")
+    assert ["public_reward" in metrics for metrics in main.told] == [False, True, False, False]
+    assert other.told == main.told
+
+
 @pytest.mark.parametrize("run", ["run-1", *DOUBLE, *SINGLE])
 def test_noise_is_drawn_once_a_round_and_the_release_is_the_same_everywhere(
     folder: Path, run: str

@@ -152,11 +152,8 @@ def test_trls_own_config_has_no_budget() -> None:
             as_private(args, PrivateRLOOConfig, "x")
 
 
-def test_the_page_of_settings_has_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
-    import docs_pages
-
-    page = docs_pages.pages()["reference/trl.md"]
+def test_the_page_of_settings_has_every_row() -> None:
+    page = (Path(__file__).parents[2] / "docs/reference/trl.md").read_text()
     for table in (GRPO, RLOO):
         for name, field in table.items():
             assert f"| `{name}` | {field.kind} | " in page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -86,17 +87,17 @@ def check_reward(reward: str, _: Mapping[str, Any]) -> None:
 
 
 def check_epsilon(epsilon: str, _: Mapping[str, Any]) -> None:
-    """Check that ε is a number above 0.
+    """Check that ε is a finite number above 0.
 
     Raises:
         DprlhfError: It is not.
     """
     try:
-        positive = float(epsilon) > 0
+        possible = 0 < float(epsilon) < math.inf
     except ValueError:
-        positive = False
-    if not positive:
-        raise DprlhfError(f"epsilon must be a number above 0, not {epsilon!r}")
+        possible = False
+    if not possible:
+        raise DprlhfError(f"epsilon must be a finite number above 0, not {epsilon!r}")
 
 
 def _check_place(what: str, path: str) -> None:

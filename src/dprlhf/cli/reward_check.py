@@ -59,7 +59,7 @@ def reward_check(
             scored.
         per_user: Call the reward with one user's rows at a time, as ``per_user`` in a recipe. All
             rows with the same prompt count as one user.
-        reward_range: R, for the share of scores outside [−R, R].
+        reward_range: R > 0, for the share of scores outside [−R, R].
         limit: Number of rows to use, from the first.
 
     Returns:
@@ -71,6 +71,8 @@ def reward_check(
     import datasets
 
     datasets.disable_progress_bars()
+    if not reward_range > 0:
+        raise DprlhfError(f"--reward-range {reward_range:g}: write a number above 0")
     data = recipe.Data(path=str(prompts), prompt_column=prompt_column, limit=limit)
     rows = load_rows(data)
     if prompt_column not in rows.column_names:

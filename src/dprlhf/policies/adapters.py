@@ -159,12 +159,14 @@ def _ia3(model: Any, adapter: recipe.Adapter, seed: int) -> Any:
 def _norms(model: Any, adapter: recipe.Adapter, seed: int) -> Any:
     import peft
 
-    found = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if type(module).__name__.endswith("Norm")
-    }
-    targets = _named(model, adapter, sorted(found))
+    norms = [n for n, module in model.named_modules() if type(module).__name__.endswith("Norm")]
+    kinds = sorted({name.rpartition(".")[2] for name in norms})
+    targets = _named(model, adapter, kinds)
+    if not set(targets) <= set(norms):
+        raise DprlhfError(
+            "policy.adapter: norms trains norm layers alone, and target_modules"
+            f" {adapter.target_modules} names others: choose from [{', '.join(kinds)}]"
+        )
     return peft.LNTuningConfig(task_type="CAUSAL_LM", target_modules=targets)
 
 

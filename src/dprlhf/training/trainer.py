@@ -62,7 +62,8 @@ def _report(run: Run, t: int, outcome: Outcome) -> None:
     if every and t % every == 0 and t < run.plan.rounds and run.processes.main:
         with run.averaged():
             metrics |= run.stage.public_metrics(run, t)
-    log_metrics(run, metrics)
+    # All processes tell their callbacks the same, so that one that stops the run stops them all.
+    log_metrics(run, run.processes.from_main(metrics))
 
 
 def complete(run: Run) -> Any:
