@@ -22,7 +22,7 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,8 @@ LEAST_SEEDS = 3
 FIRST_TUNING_SEED = 100
 SHARES = ("rise", "area under the curve")
 """What a share is of: the non-private rise at the end, or its mean over the rounds."""
+_RISE, _AREA = "rise of the reward", "mean rise over the rounds"
+_ERROR = {_RISE: "standard error of the rise", _AREA: "standard error of the mean rise"}
 
 
 @dataclass(frozen=True)
@@ -159,23 +161,17 @@ def measured(figures: list[dict[str, Any]]) -> Measured:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the results say of a cell; an error is NaN for a single seed.
+    """What the results say of a cell: means over seeds with their standard errors.
 
     Attributes:
         seeds: Number of runs.
-        rise: Rise of the reward at the end, and its standard error.
-        shares: By what they are of (``SHARES``), the share that is kept and its standard error.
+        rise: Rise of the reward at the end; its error is NaN for a single seed.
+        area: Mean rise over the rounds; None where noise hides the reward of some of them.
     """
 
     seeds: int
     rise: tuple[float, float]
-    shares: dict[str, tuple[float, float]]
-
-
-def share(kept: list[float], of: list[float]) -> tuple[float, float]:
-    """Return the ratio of two means, and its standard error by the delta method."""
-    ratio = float(np.mean(kept) / np.mean(of))
-    return ratio, abs(ratio) * float(np.hypot(*(error(v) / np.mean(v) for v in (kept, of))))
+    area: tuple[float, float] | None
 
 
 def error(values: list[float]) -> float:
@@ -184,64 +180,75 @@ def error(values: list[float]) -> float:
 
 
 def rows(model: str, done: dict[Cell, Measured]) -> Iterator[Result]:
-    """Yield the results: per cell the rise, and the shares where the reference is there."""
+    """Yield the results of each cell: number of seeds, rise and mean rise over the rounds."""
     for cell, values in done.items():
         name = cell.name(model)
         yield Result(f"{name}: seeds", len(values.rise), "1")
-        yield Result(f"{name}: rise of the reward", float(np.mean(values.rise)), "reward")
-        if values.area:
-            mean = float(np.mean(values.area))
-            yield Result(f"{name}: mean rise over the rounds", mean, "reward")
-        if len(values.rise) > 1:
-            yield Result(f"{name}: standard error of the rise", error(values.rise), "reward")
-        plain = done.get(Cell(cell.task, "reference", None, cell.users))
-        if plain is None or cell.epsilon is None:
-            continue
-        goal = GOALS.get((cell.epsilon, cell.users)) if cell.method != "today" else None
-        enough = len(values.rise) >= LEAST_SEEDS
-        sides = ((values.rise, plain.rise), (values.area, plain.area))
-        for what, (kept, of) in zip(SHARES, sides, strict=True):
-            if not kept or not of:
-                continue
-            part, uncertain = share(kept, of)
-            wanted: tuple[str, bool | None] = ("", None)
-            if goal is not None:
-                least = f"at least {goal}, with {LEAST_SEEDS} seeds or more"
-                wanted = (least, part >= goal and enough)
-            yield Result(f"{name}: share of the non-private {what}", part, "1", *wanted)
-            if np.isfinite(uncertain):
-                yield Result(f"{name}: standard error of the share of the {what}", uncertain, "1")
+        for what, found in ((_RISE, values.rise), (_AREA, values.area)):
+            if found:
+                yield Result(f"{name}: {what}", float(np.mean(found)), "reward")
+            if len(found) > 1:
+                yield Result(f"{name}: {_ERROR[what]}", error(found), "reward")
 
 
 def recorded(model: str, results: Path) -> dict[Cell, Recorded]:
     """Read every cell of a model from a results file, whichever call has measured it."""
     found = {row["name"]: row["value"] for row in json.loads(results.read_text())}
-    cells = (
+    done = {}
+    for cell in (
         Cell(task, method, epsilon, users)
         for task in TASKS
         for method in METHODS[model]
         for users in USERS
         for epsilon in EPSILONS
-    )
-    done = {}
-    for cell in cells:
+    ):
         name = cell.name(model)
         if f"{name}: seeds" not in found:
             continue
-        rise = (
-            found[f"{name}: rise of the reward"],
-            found.get(f"{name}: standard error of the rise", np.nan),
+        rise, area = (
+            (found.get(f"{name}: {what}"), found.get(f"{name}: {_ERROR[what]}", np.nan))
+            for what in (_RISE, _AREA)
         )
-        shares = {
-            what: (
-                found[f"{name}: share of the non-private {what}"],
-                found.get(f"{name}: standard error of the share of the {what}", np.nan),
-            )
-            for what in SHARES
-            if f"{name}: share of the non-private {what}" in found
-        }
-        done[cell] = Recorded(int(found[f"{name}: seeds"]), rise, shares)
+        done[cell] = Recorded(int(found[f"{name}: seeds"]), rise, area if area[0] else None)
     return done
+
+
+def shares(done: dict[Cell, Recorded], cell: Cell) -> dict[str, tuple[float, float]]:
+    """Return the shares that a private cell keeps, with standard errors by the delta method.
+
+    Both runs are taken for independent. Empty without the reference.
+    """
+    kept, plain = done[cell], done.get(Cell(cell.task, "reference", None, cell.users))
+    if plain is None or cell.epsilon is None:
+        return {}
+    found = {}
+    for what, mine, of in zip(
+        SHARES, (kept.rise, kept.area), (plain.rise, plain.area), strict=True
+    ):
+        if mine is not None and of is not None:
+            ratio = mine[0] / of[0]
+            found[what] = (ratio, abs(ratio) * float(np.hypot(mine[1] / mine[0], of[1] / of[0])))
+    return found
+
+
+def share_rows(
+    model: str, done: dict[Cell, Recorded], measured: Iterable[Cell]
+) -> Iterator[Result]:
+    """Yield the shares of the cells that were measured, or whose reference was."""
+    new = set(measured)
+    for cell, values in done.items():
+        if not new & {cell, Cell(cell.task, "reference", None, cell.users)}:
+            continue
+        name = cell.name(model)
+        goal = GOALS.get((cell.epsilon, cell.users)) if cell.method != "today" else None
+        for what, (part, uncertain) in shares(done, cell).items():
+            wanted: tuple[str, bool | None] = ("", None)
+            if goal is not None:
+                least = f"at least {goal}, with {LEAST_SEEDS} seeds or more"
+                wanted = (least, part >= goal and values.seeds >= LEAST_SEEDS)
+            yield Result(f"{name}: share of the non-private {what}", part, "1", *wanted)
+            if np.isfinite(uncertain):
+                yield Result(f"{name}: standard error of the share of the {what}", uncertain, "1")
 
 
 def tables(done: dict[Cell, Recorded]) -> Iterator[str]:
@@ -253,23 +260,20 @@ def tables(done: dict[Cell, Recorded]) -> Iterator[str]:
         yield "|---" * (len(heads) + 2) + "|"
         private = [c for c in done if c.task == task and c.epsilon is not None]
         for method, users in dict.fromkeys((c.method, c.users) for c in private):
-            cells = [
-                done.get(Cell(task, "reference" if e is None else method, e, users))
-                for e in epsilons
-            ]
-            entries = ("" if values is None else entry(values) for values in cells)
+            cells = (Cell(task, "reference" if e is None else method, e, users) for e in epsilons)
+            entries = (entry(done, cell) if cell in done else "" for cell in cells)
             yield f"| {method} | {users:,} | " + " | ".join(entries) + " |"
 
 
-def entry(values: Recorded) -> str:
+def entry(done: dict[Cell, Recorded], cell: Cell) -> str:
     """Return a table's entry: the shares kept at the end and of the area, else the rise."""
 
     def with_error(value: float, uncertain: float, form: str) -> str:
         error = f" ± {uncertain:{form.strip('+')}}" if np.isfinite(uncertain) else ""
         return f"{value:{form}}{error}"
 
-    shown = [with_error(*values.shares[what], ".0%") for what in values.shares]
-    return ", ".join(shown or [with_error(*values.rise, "+.2f")]) + f" ({values.seeds})"
+    shown = [with_error(*found, ".0%") for found in shares(done, cell).values()]
+    return ", ".join(shown or [with_error(*done[cell].rise, "+.2f")]) + f" ({done[cell].seeds})"
 
 
 def plot(done: dict[Cell, Recorded], picture: Path) -> None:
@@ -320,9 +324,10 @@ def plot(done: dict[Cell, Recorded], picture: Path) -> None:
 
 def _line(done: dict[Cell, Recorded], at: Cell, what: str) -> Iterator[tuple[float, float, float]]:
     for epsilon in EPSILONS:
-        values = done.get(Cell(at.task, at.method, epsilon, at.users))
-        if epsilon is not None and values is not None and what in values.shares:
-            yield (epsilon, *values.shares[what])
+        cell = Cell(at.task, at.method, epsilon, at.users)
+        found = shares(done, cell) if cell in done else {}
+        if epsilon is not None and what in found:
+            yield (epsilon, *found[what])
 
 
 def cell_of(text: str) -> tuple[float | None, int]:
@@ -379,6 +384,7 @@ def main() -> None:
         return
     write_results(options.results, rows(options.model, done))
     known = recorded(options.model, options.results)
+    write_results(options.results, share_rows(options.model, known, done))
     text = page(
         f"Share kept by ε and users ({options.model})",
         "Share of the non-private rise of the reward on held-out public prompts, at the end and",

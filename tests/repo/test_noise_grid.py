@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,10 +51,15 @@ def test_a_changed_setting_is_another_run() -> None:
     assert made.rewards[0].times_column == "wants"
 
 
-def tables_of(done: dict[grid.Cell, grid.Measured], folder: Path) -> str:
+def written(done: dict[grid.Cell, grid.Measured], folder: Path) -> tuple[str, dict[str, Any]]:
+    """Write the cells as a call does; return the tables, and the rows by the rest of their name."""
     results = folder / "noise.json"
     write_results(results, grid.rows("small", done))
-    return "\n".join(grid.tables(grid.recorded("small", results)))
+    known = grid.recorded("small", results)
+    write_results(results, grid.share_rows("small", known, done))
+    rows = json.loads(results.read_text())
+    found = {row["name"].removeprefix("grid (small): "): row for row in rows}
+    return "\n".join(grid.tables(known)), found
 
 
 def test_shares_goals_and_the_area(tmp_path: Path) -> None:
@@ -67,38 +73,58 @@ def test_shares_goals_and_the_area(tmp_path: Path) -> None:
         missed: grid.Measured([1.0, 1.2], [0.5, 0.7]),
     }
     assert done[plain] == grid.Measured([2.0] * 3, [1.5] * 3)
-    found = {row.name.removeprefix("grid (small): "): row for row in grid.rows("small", done)}
+    shown, found = written(done, tmp_path / "three")
     start = "demo, subspace, epsilon 1, 300 users: share of the non-private"
     rise, area = found[f"{start} rise"], found[f"{start} area under the curve"]
-    assert (rise.value, rise.holds) == (pytest.approx(0.965), True)
-    assert (area.value, area.holds) == (pytest.approx(0.8), False)
-    assert found["demo, today, epsilon 1, 300 users: share of the non-private rise"].holds is None
-    assert "| 96% ± 1%, 80% ± 0% (3) | +2.00 ± 0.00 (3) |" in tables_of(done, tmp_path)
+    assert (rise["value"], rise["holds"]) == (pytest.approx(0.965), True)
+    assert (area["value"], area["holds"]) == (pytest.approx(0.8), False)
+    assert (
+        found["demo, today, epsilon 1, 300 users: share of the non-private rise"]["holds"] is None
+    )
+    assert "| 96% ± 1%, 80% ± 0% (3) | +2.00 ± 0.00 (3) |" in shown
     # Two runs are too few to say that a goal is reached.
     done[kept] = grid.Measured([1.9, 1.96], [1.2, 1.2])
-    found = {row.name.removeprefix("grid (small): "): row for row in grid.rows("small", done)}
-    assert found[f"{start} rise"].holds is False
+    assert written(done, tmp_path / "two")[1][f"{start} rise"]["holds"] is False
     # Without a curve on public prompts, the users' noised rewards stand for it, if all are known.
     for number, (private, area) in enumerate((([1, 1.5, 2], [1.0]), ([1, None, 2], []))):
         figures = {"before": 0.5, "rise": 2.0, "after": 2.5, "public": [], "private": private}
         done[kept] = grid.measured([figures])
         assert done[kept].area == area
-        shown = "100%, 67% (1)" if area else "100% (1)"
-        place = tmp_path / str(number)
-        assert shown in tables_of(done, place)
-        assert not any("nan" in str(row.value) for row in grid.rows("small", done))
+        shown, found = written(done, tmp_path / str(number))
+        assert ("100%, 67% (1)" if area else "100% (1)") in shown
+        assert not any("nan" in str(row["value"]).lower() for row in found.values())
+
+
+def test_the_error_of_a_share_is_that_of_both_runs(tmp_path: Path) -> None:
+    plain, kept = grid.Cell("demo", "reference", None, 300), grid.Cell("demo", "axis", 1.0, 300)
+    done = {plain: grid.Measured([1.6, 2.4], [2.0, 2.0]), kept: grid.Measured([0.7, 1.3], [1.0])}
+    found = written(done, tmp_path)[1]
+    start = "demo, axis, epsilon 1, 300 users: standard error of the share of the"
+    # Standard errors 0.4 of 2 and 0.3 of 1; the single area has none.
+    assert found[f"{start} rise"]["value"] == pytest.approx(0.5 * (0.2**2 + 0.3**2) ** 0.5)
+    assert f"{start} area under the curve" not in found
 
 
 def test_cells_of_an_earlier_call_stay_in_the_tables(tmp_path: Path) -> None:
     earlier, later = (grid.Cell("demo", "reference", None, users) for users in (300, 1500))
     kept = grid.Cell("demo", "subspace", 1.0, 300)
     first = {earlier: grid.Measured([2.0], [1.0]), kept: grid.Measured([1.0], [1.0])}
-    tables_of(first, tmp_path)
+    before = written(first, tmp_path)[1]
     later_kept = grid.Cell("demo", "subspace", 1.0, 1500)
     second = {later: grid.Measured([4.0], [1.0]), later_kept: grid.Measured([1.0], [1.0])}
-    shown = tables_of(second, tmp_path)
+    shown, found = written(second, tmp_path)
     assert "| subspace | 300 | 50%, 100% (1) | +2.00 (1) |" in shown
     assert "| subspace | 1,500 | 25%, 100% (1) | +4.00 (1) |" in shown
+    assert before.items() <= found.items()
+
+
+def test_a_reference_that_is_measured_again_changes_every_share_of_it(tmp_path: Path) -> None:
+    plain, kept = grid.Cell("demo", "reference", None, 300), grid.Cell("demo", "axis", 1.0, 300)
+    written({plain: grid.Measured([2.0], [1.0]), kept: grid.Measured([1.0], [1.0])}, tmp_path)
+    shown, found = written({plain: grid.Measured([4.0], [2.0])}, tmp_path)
+    assert "| axis | 300 | 25%, 50% (1) | +4.00 (1) |" in shown
+    name = "demo, axis, epsilon 1, 300 users: share of the non-private rise"
+    assert found[name]["value"] == 0.25
 
 
 def test_finished_runs_are_read_and_not_run_again(tmp_path: Path) -> None:
