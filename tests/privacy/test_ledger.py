@@ -294,6 +294,14 @@ def test_rounds_are_charged_once_in_increasing_order(path: Path) -> None:
             charge(again, t)
 
 
+def test_a_ledger_that_another_process_has_just_made_is_read(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(path)
+    monkeypatch.setattr(Path, "exists", lambda self: False)  # as it was a moment ago
+    assert reopened(path).charged == {1, 2, 3}
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

@@ -161,6 +161,32 @@ def test_terms_are_json_and_hold_the_whole_plan(off: dict[str, Any]) -> None:
     } == terms
 
 
+@pytest.mark.parametrize("terms", [*ALL, {"epsilon": math.inf}], ids=str)
+def test_a_continued_run_keeps_noise_and_epsilon_to_the_last_digit(terms: dict[str, Any]) -> None:
+    """Another processor rounds differently, and the ledger compares exactly."""
+    first = ask(**terms)
+    opened = json.loads(json.dumps(first.terms()))
+    off = 1 + 1e-12
+    guarantee = replace(
+        first.guarantee,
+        epsilon=first.guarantee.epsilon * off,
+        epsilon_lower=first.guarantee.epsilon_lower / off,
+    )
+    mechanism = first.mechanism.with_noise(first.noise_multiplier * off)
+    again = replace(first, mechanism=mechanism, guarantee=guarantee)
+    assert again == first or again.terms() != first.terms()
+    assert again.continued(opened).terms() == first.terms()
+    assert again.continued({}) == again
+
+
+@pytest.mark.parametrize("name", ["noise_multiplier", "epsilon", "epsilon_lower"])
+def test_other_noise_or_another_epsilon_is_no_rounding(name: str) -> None:
+    plan = ask()
+    opened = plan.terms()
+    for value in (opened[name] * (1 + 1e-5), opened[name] * (1 - 1e-5), "infinity", None, "1"):
+        assert plan.continued(opened | {name: value}) == plan
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -54,6 +54,22 @@ def test_no_modules_import_one_another_in_a_circle(arrows: list[house.Arrow]) ->
         pytest.fail("circle: " + "; ".join(within))
 
 
+def test_text_files_are_utf8_whatever_the_locale(modules: dict[str, ast.Module]) -> None:
+    """A card has an ε in it, which Latin-1 and ASCII lack."""
+    known = {"read_text": 0, "write_text": 1}
+    silent = [
+        f"{name}:{call.lineno}"
+        for name, tree in modules.items()
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and call.func.attr in known
+        and len(call.args) == known[call.func.attr]
+        and not any(keyword.arg == "encoding" for keyword in call.keywords)
+    ]
+    assert not silent, f"name the encoding: {silent}"
+
+
 def test_functions_are_short_and_branch_little(modules: dict[str, ast.Module]) -> None:
     functions = house.read_functions(modules)
     assert not [f for f in functions if f.lines > MOST_LINES or f.branches > MOST_BRANCHES]

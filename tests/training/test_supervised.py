@@ -34,7 +34,7 @@ from dprlhf.rollout import Responses
 from dprlhf.runs.earlier import records_of, total_of_runs
 from dprlhf.training.dpo import PreferredAnswers
 from dprlhf.training.dry_run import dry_run_stage, explain
-from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task
+from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task, completion_tokens
 from helpers import runs, tiny
 from helpers.rounds import flat_gradient
 
@@ -170,6 +170,18 @@ def test_a_whole_text_and_a_conversation_are_documents_too() -> None:
     assert int(encoded.response_mask.sum()) == 3
 
 
+def test_of_a_conversation_whose_template_opens_a_thought_the_completion_alone_is_learnt() -> None:
+    trained = policy()
+    trained.tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<a><t>{% endif %}"
+    )
+    asked = [{"role": "user", "content": "hi"}]
+    answer = [{"role": "assistant", "content": "yo"}]
+    learnt = completion_tokens(trained, asked, answer)
+    assert trained.tokenizer.decode(learnt) == "yo"
+
+
 PAIRS = [
     {"user": u, "prompt": p, "chosen": c, "rejected": r}
     for u, p, c, r in [
@@ -261,6 +273,13 @@ def test_labels_clip_each_users_cross_entropy_gradient(encoder: str) -> None:
     assert losses.mean() > 0
     with pytest.raises(DprlhfError, match="none of the labels bad, meh, good") as caught:
         task.check({"label": ["good", "SECRET"]})
+    with pytest.raises(DprlhfError, match="a row has several labels"):
+        task.check({"label": ["good", ["good", "meh"]]})
+    task.check({"label": [0.0, 2.0, 1]})
+    assert [task.number(label) for label in (0.0, 2.0, 1)] == [0, 2, 1]
+    for label in (0.5, 3.0, -1, math.nan):
+        with pytest.raises(DprlhfError, match="none of the labels"):
+            task.number(label)
     assert "SECRET" not in str(caught.value)
 
 

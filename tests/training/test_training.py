@@ -8,6 +8,7 @@ import math
 import shutil
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from transformers import AutoModelForCausalLM
 import dprlhf
 from dprlhf import DprlhfError, api
 from dprlhf.boundary import open_private
+from dprlhf.errors import InterruptedRunError
+from dprlhf.privacy import plan
+from dprlhf.privacy.accounting import Epsilon
 from dprlhf.privacy.ledger import read_ledger
 from dprlhf.privacy.partition import allocate
 from dprlhf.training import build, reinforcement
@@ -557,6 +561,31 @@ class TestResume:
             dprlhf.resume(
                 tmp_path / "run", prompts=common["prompts"], reward=lower_case, quiet=True
             )
+
+    def test_a_processor_that_rounds_differently_continues_the_run(
+        self, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def stop(metrics: dict[str, Any]) -> None:
+            raise KeyboardInterrupt
+
+        common = settings(model, rounds=2)
+        with pytest.raises(InterruptedRunError):
+            dprlhf.train(**common, callbacks=[stop], output_dir=tmp_path / "run")
+        calibrated = plan._calibrated
+
+        def rounded(*args: Any) -> tuple[float, Epsilon]:
+            z, cost = calibrated(*args)
+            return math.nextafter(z, 2 * z), replace(cost, epsilon=math.nextafter(cost.epsilon, 0))
+
+        monkeypatch.setattr(plan, "_calibrated", rounded)
+        dprlhf.resume(tmp_path / "run", prompts=common["prompts"], reward=lower_case, quiet=True)
+        opened, *later = read_ledger(tmp_path / "run/ledger.jsonl")
+        charges = [entry.body for entry in later if entry.kind == "charge"]
+        assert [body["noise_multiplier"] for body in charges] == [
+            opened.body["noise_multiplier"]
+        ] * 2
+        card = json.loads((tmp_path / "run/privacy.json").read_text())
+        assert card["epsilon"] == opened.body["epsilon"]
 
     def test_changed_users_are_refused(self, model: str, tmp_path: Path) -> None:
         common = settings(model, rounds=2)

@@ -302,7 +302,7 @@ def read_key(storage: Storage, *, create: bool = False) -> tuple[bytes, Path | N
             " users are. Restore it from a backup"
         )
     check_mode(path)
-    return _from_hex(path.read_text().strip(), str(path)), path
+    return _from_hex(path.read_text("utf-8").strip(), str(path)), path
 
 
 def _write_key(path: Path) -> None:

@@ -64,7 +64,7 @@ def convert(
     text = f"# From {file.name} of {made.program}, by dprlhf convert. Look before you run:\n"
     text += f"# dprlhf {_command(made.recipe)} THIS.yaml --dry-run\n{made.text}"
     if out is not None:
-        out.write_text(text)
+        out.write_text(text, encoding="utf-8")
     elif not as_json:
         typer.echo(text, nl=False)
 

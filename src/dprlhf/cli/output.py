@@ -18,7 +18,7 @@ def show(result: Any) -> None:
 
     if int(os.environ.get("RANK", "0")):
         return
-    card = json.loads(result.folder.privacy.read_text())
+    card = json.loads(result.folder.privacy.read_text("utf-8"))
     for sample in result.samples[:5]:
         typer.echo(f"\n{flat(sample['prompt'])}")
         typer.echo(f"  before ({sample['reward_before']:+.2f}): {flat(sample['before'])}")
@@ -64,7 +64,9 @@ def show_stage(result: Any) -> None:
 
     if int(os.environ.get("RANK", "0")):
         return
-    typer.echo(f"guarantee: {guarantee_sentence(json.loads(result.folder.privacy.read_text()))}")
+    typer.echo(
+        f"guarantee: {guarantee_sentence(json.loads(result.folder.privacy.read_text('utf-8')))}"
+    )
     for name, before in result.before.items():
         after = result.after[name]
         typer.echo(

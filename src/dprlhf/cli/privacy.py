@@ -394,7 +394,7 @@ def audit(
         found = audit_run(recipe, folder, **options)
     else:
         found = attack(load_any_recipe(recipe, overrides or ()), folder, **options)
-    typer.echo((Path(folder) / "audit.json").read_text() if as_json else report(found))
+    typer.echo((Path(folder) / "audit.json").read_text("utf-8") if as_json else report(found))
     if not found.holds:
         typer.echo("the claim is refuted: please report this", err=True)
         raise typer.Exit(1)

@@ -126,7 +126,7 @@ def prompts_in(file: Path, column: str) -> list[Any]:
     """
     if file.suffix == ".txt" or file.suffix not in FORMATS:
         try:
-            return [line for line in file.read_text().splitlines() if line.strip()]
+            return [line for line in file.read_text("utf-8").splitlines() if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             raise DprlhfError(f"{file}: could not be read ({type(error).__name__})") from None
     rows = load_rows(Data(path=str(file)))

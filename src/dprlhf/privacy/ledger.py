@@ -77,7 +77,6 @@ class Ledger:
     def __init__(self, path: Path, terms: dict[str, Any]) -> None:
         self.path = path
         terms = json.loads(json.dumps(terms))
-        existed = path.exists()
         self._file = open(path, "a+b")  # noqa: SIM115 - held open: it carries the lock
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -86,7 +85,7 @@ class Ledger:
             raise DprlhfError(f"{path}: another process is using this run") from None
         try:
             self._drop_torn_tail()
-            self.entries = read_ledger(path) if existed else []
+            self.entries = read_ledger(path)
             self._charges = {e.body["round"]: e for e in self.entries if e.kind == "charge"}
             self._last_charged = max(self._charges, default=0)
             if not self.entries:
@@ -278,18 +277,18 @@ def read_opened(path: Path) -> list[Entry]:
     return entries
 
 
-def opened_adjacency(path: Path) -> str | None:
-    """Return the adjacency that a run's ledger opened with; None without a readable first entry.
+def opened_terms(path: Path) -> dict[str, Any]:
+    """Return the terms that a run's ledger opened with; empty without a readable first entry.
 
-    A run of an earlier version goes on under its own terms, whatever the default is today. Nothing
-    is verified here: opening the ledger does that.
+    A continued run keeps them where today's version, or this machine's rounding, would state
+    others. Nothing is verified here: opening the ledger does that.
     """
     try:
         with open(path, "rb") as file:
-            stated: str = json.loads(file.readline())["body"]["adjacency"]
+            terms = json.loads(file.readline())["body"]
     except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return stated
+        return {}
+    return terms if isinstance(terms, dict) else {}
 
 
 def charged_rounds(path: Path) -> list[int]:

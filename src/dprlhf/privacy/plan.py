@@ -10,7 +10,7 @@ import functools
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dprlhf.errors import DprlhfError
@@ -20,6 +20,9 @@ from dprlhf.privacy.correlated_noise import noise_gain
 from dprlhf.privacy.partitions import all_partitions
 from dprlhf.privacy.partitions.base import PartitionSpec
 from dprlhf.privacy.relations import DEFAULT_ADJACENCY
+
+_ROUNDING = 1e-6
+"""Relative difference up to which two computations of one ε are the same but for rounding."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,24 @@ class Plan:
         """How far one user can move the sum: S, or 2S where a user is replaced by another."""
         return self.clip_norm * (2 if self.adjacency == "replace-one" else 1)
 
+    def continued(self, opened: Mapping[str, Any]) -> Plan:
+        """Return the plan of a continued run: with the noise and the ε that its ledger states.
+
+        The accountant's last digits differ between processors and between versions of NumPy. The
+        ε that was stated belongs to the noise that was stated, so both are kept together.
+
+        Args:
+            opened: The terms that the ledger opened with. Where they differ by more than rounding,
+                the plan stays as it is, and the ledger refuses it.
+        """
+        names = ("noise_multiplier", "epsilon", "epsilon_lower")
+        held, mine = ([one.get(name, "") for name in names] for one in (opened, self.terms()))
+        if not all(map(_alike, held, mine)):
+            return self
+        z, upper, lower = (math.inf if value == "infinity" else float(value) for value in held)
+        guarantee = replace(self.guarantee, epsilon=upper, epsilon_lower=lower)
+        return replace(self, mechanism=self.mechanism.with_noise(z), guarantee=guarantee)
+
     def noise_to_clip_ratio(self, dimension: int) -> float:
         """Return zS√d/m over S: the norm of the released mean's noise in units of S."""
         return self.noise_multiplier * math.sqrt(dimension) / self.expected_batch_size
@@ -136,6 +157,12 @@ def json_ready(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: json_ready(inner) for name, inner in value.items()}
     return "infinity" if value == math.inf else value
+
+
+def _alike(held: Any, mine: Any) -> bool:
+    """Return whether two values of the terms are equal but for rounding."""
+    numbers = isinstance(held, float) and isinstance(mine, float)
+    return held == mine or (numbers and math.isclose(held, mine, rel_tol=_ROUNDING))
 
 
 NO_PRIVACY = "none: no noise is added; this run is a non-private baseline"

@@ -72,7 +72,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         DprlhfError: It cannot be read, or is no mapping.
     """
     try:
-        settings = _UniqueKeys(path.read_text()).get_single_data()
+        settings = _UniqueKeys(path.read_text("utf-8")).get_single_data()
     except OSError as error:
         raise DprlhfError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

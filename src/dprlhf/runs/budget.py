@@ -146,7 +146,7 @@ def _marks(runs: Iterable[Path]) -> Iterator[_At]:
     for run in runs:
         path = RunFolder(run).ledger
         try:
-            lines = path.read_text().splitlines() if path.is_file() else []
+            lines = path.read_text("utf-8").splitlines() if path.is_file() else []
         except (OSError, UnicodeDecodeError):
             continue
         opened = None

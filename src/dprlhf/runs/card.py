@@ -157,17 +157,17 @@ def audit_of(folder: RunFolder) -> dict[str, Any]:
     """Return the audit entry of a run's existing card, to keep it in a new one; empty without."""
     if not folder.privacy.is_file():
         return {}
-    card = json.loads(folder.privacy.read_text())
+    card = json.loads(folder.privacy.read_text("utf-8"))
     return {"audit": card["audit"]} if "audit" in card else {}
 
 
 def note_audit(folder: RunFolder, audit: dict[str, Any]) -> None:
     """Write an audit's result onto the card of a finished run, and into its model card."""
-    card = json.loads(folder.privacy.read_text()) | {"audit": audit}
+    card = json.loads(folder.privacy.read_text("utf-8")) | {"audit": audit}
     write_json(folder.privacy, card)
     text = model_card(load_any_recipe(folder.recipe), card)
     if (folder.policy / FILE).is_file():
-        text = in_card(text, json.loads((folder.policy / FILE).read_text()))
+        text = in_card(text, json.loads((folder.policy / FILE).read_text("utf-8")))
     write_atomically(folder.policy / "README.md", text.encode())
 
 

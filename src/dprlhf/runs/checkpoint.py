@@ -60,7 +60,7 @@ def save_checkpoint(
         save_file(moments, fresh / "optimizer.safetensors")
         for name, part in (others or {}).items():
             save_file(part.state(), fresh / f"{name}.safetensors", metadata=told)
-        (fresh / "state.json").write_text(json.dumps({"round": t}))
+        (fresh / "state.json").write_text(json.dumps({"round": t}), encoding="utf-8")
 
 
 def last_checkpoint(folder: RunFolder) -> Path | None:
@@ -86,7 +86,7 @@ def load_checkpoint(
     if source is None:
         return 0
     try:
-        t = int(json.loads((source / "state.json").read_text())["round"])
+        t = int(json.loads((source / "state.json").read_text("utf-8"))["round"])
         policy.load_state(load_file(source / "policy.safetensors"))
         moments = load_file(source / "optimizer.safetensors")
         for name, part in (others or {}).items():

@@ -365,6 +365,6 @@ def runs_of_model(model: str, revision: str | None = None) -> set[str]:
     # Earlier versions left a card alone, in the model's folder or the one above it.
     for card in (place / "privacy.json", place.parent / "privacy.json"):
         if card.is_file():
-            run = json.loads(card.read_text()).get("run")
+            run = json.loads(card.read_text("utf-8")).get("run")
             return set() if run is None else {run}
     return set()

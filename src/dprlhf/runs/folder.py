@@ -207,7 +207,7 @@ class JsonLines:
     def write(self, values: Mapping[str, Any]) -> None:
         """Append one JSON object as a line."""
         try:
-            with open(self.path, "a") as file:
+            with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(values) + "\n")
                 file.flush()
                 stamp(self.path)
@@ -216,7 +216,7 @@ class JsonLines:
 
     def read(self) -> list[dict[str, Any]]:
         """Return all objects; a torn last line is dropped."""
-        lines = self.path.read_text().split("\n")[:-1]
+        lines = self.path.read_text("utf-8").split("\n")[:-1]
         return [json.loads(line) for line in lines]
 
 

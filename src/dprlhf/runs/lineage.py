@@ -39,13 +39,13 @@ def attach(folder: Path, carried: Carried) -> None:
         folder: A folder that ``save_pretrained`` has written, with or without a model card.
         carried: The record.
     """
-    (folder / FILE).write_text(json.dumps(carried, indent=2) + "\n")
+    (folder / FILE).write_text(json.dumps(carried, indent=2) + "\n", encoding="utf-8")
     config, card = folder / "config.json", folder / "README.md"
     if config.is_file():
-        settings = {**json.loads(config.read_text()), KEY: carried}
-        config.write_text(json.dumps(settings, indent=2) + "\n")
+        settings = {**json.loads(config.read_text("utf-8")), KEY: carried}
+        config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     if card.is_file():
-        card.write_text(in_card(card.read_text(), carried))
+        card.write_text(in_card(card.read_text("utf-8"), carried))
     for weights in folder.glob("*.safetensors"):
         _mark(weights, metadata(carried)[KEY])
 
@@ -97,14 +97,14 @@ def is_adapter(model: str, revision: str | None = None) -> bool:
 def _texts(model: str, revision: str | None, fetch: bool) -> Iterator[Any]:
     """Yield what each place says where a record may be, as text or already parsed."""
     for file in _files(model, FILE, revision, fetch):
-        yield file.read_text()
+        yield file.read_text("utf-8")
     for file in _files(model, "config.json", revision, fetch):
         with contextlib.suppress(ValueError):  # whoever loads the model will say so
-            settings = json.loads(file.read_text())
+            settings = json.loads(file.read_text("utf-8"))
             if isinstance(settings, dict) and KEY in settings:
                 yield settings[KEY]
     for file in _files(model, "README.md", revision, False):
-        yield from _front_matter(file.read_text(errors="replace"))
+        yield from _front_matter(file.read_text("utf-8", errors="replace"))
     names = ["*.safetensors"] if Path(model).is_dir() else _WEIGHTS
     for file in (f for name in names for f in _files(model, name, revision, False)):
         with contextlib.suppress(ValueError, OSError):

@@ -34,7 +34,7 @@ def run_missing(
         label: Label of the progress bar.
         quiet: Show no progress bar.
     """
-    done = {file: json.loads(file.read_text()) for file in jobs if file.exists()}
+    done = {file: json.loads(file.read_text("utf-8")) for file in jobs if file.exists()}
     missing = {} if write_only else {f: given for f, given in jobs.items() if f not in done}
     with tqdm(total=len(jobs), initial=len(done), desc=label, disable=quiet, unit="run") as bar:
         if side_by_side <= 1:

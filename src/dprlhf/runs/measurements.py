@@ -19,7 +19,7 @@ def machine() -> str:
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        for line in info.read_text().splitlines():
+        for line in info.read_text("utf-8").splitlines():
             if line.startswith("model name"):
                 name = line.split(":", 1)[1].strip()
                 break
@@ -75,7 +75,9 @@ class Result:
 
 def write_results(path: Path, rows: Iterable[Result]) -> None:
     """Write results to a JSON list, replacing those of the same name and keeping the others."""
-    merged = {row["name"]: row for row in json.loads(path.read_text())} if path.exists() else {}
+    merged = (
+        {row["name"]: row for row in json.loads(path.read_text("utf-8"))} if path.exists() else {}
+    )
     merged.update({row.name: asdict(row) for row in rows})
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(list(merged.values()), indent=2) + "\n")
+    path.write_text(json.dumps(list(merged.values()), indent=2) + "\n", encoding="utf-8")

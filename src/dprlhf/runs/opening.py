@@ -55,7 +55,7 @@ def open_ledger(
     # The digest of the data stays in secret/: published, it would confirm a guess at the data.
     digest_file = folder.secret / "data-digest"
     digest = open_private(users.digest())
-    held = digest_file.read_text() if digest_file.exists() else None
+    held = digest_file.read_text("utf-8") if digest_file.exists() else None
     if held not in (None, digest):  # a run of an earlier version
         digest = open_private(users.digest(prompts_alone=True))
     if (held is None) == folder.ledger.exists():

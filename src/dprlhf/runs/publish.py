@@ -44,7 +44,7 @@ def push(
 
     folder = _finished(run)
     if not (folder.policy / FILE).is_file():  # a run of an earlier version
-        card = json.loads(folder.privacy.read_text())
+        card = json.loads(folder.privacy.read_text("utf-8"))
         attach(folder.policy, carried_with(card, records_of(folder.path)))
     try:
         api = HfApi(token=token)
@@ -102,10 +102,10 @@ def merge(
     with replaced_folder(out) as fresh:
         merged.to(getattr(torch, dtype)).save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
-        card = json.loads(folder.privacy.read_text())
-        (fresh / "README.md").write_text(model_card(recipe, card, merged=True))
+        card = json.loads(folder.privacy.read_text("utf-8"))
+        (fresh / "README.md").write_text(model_card(recipe, card, merged=True), encoding="utf-8")
         # A run that starts from this model finds out which run to account for.
-        (fresh / "privacy.json").write_text(folder.privacy.read_text())
+        (fresh / "privacy.json").write_text(folder.privacy.read_text("utf-8"))
         attach(fresh, carried_with(card, records_of(folder.path)))
     return out
 

@@ -190,7 +190,7 @@ def _attempt(run: PublishedRun, file: Path, read: Callable[[Path], T], otherwise
 
 def _json_of(kind: type[T]) -> Callable[[Path], T]:
     def read(file: Path) -> T:
-        value = json.loads(file.read_text())
+        value = json.loads(file.read_text("utf-8"))
         if not isinstance(value, kind):
             raise ValueError
         return value
@@ -205,7 +205,7 @@ class _Recipe(NamedTuple):
 
 def _recipe_text(file: Path) -> _Recipe:
     """Return the recipe's text, and the names of its stage's metrics on public rows."""
-    text = file.read_text()
+    text = file.read_text("utf-8")
     recipe = load_any_recipe(file)  # a cut-off recipe is often still YAML
     return _Recipe(text, recipe.public_losses)
 

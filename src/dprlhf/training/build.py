@@ -12,7 +12,8 @@ import errno
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 from dprlhf.budget import BrokenOffError, Reservation
@@ -25,7 +26,7 @@ from dprlhf.policies.averaging import ParameterAverage
 from dprlhf.policies.optimizers import make_optimizer
 from dprlhf.privacy.file_times import stamp_run
 from dprlhf.privacy.gate import Gate
-from dprlhf.privacy.ledger import opened_adjacency
+from dprlhf.privacy.ledger import opened_terms
 from dprlhf.privacy.partition import allocate
 from dprlhf.privacy.plan import Plan, check_promise, make_plan
 from dprlhf.privacy.relations import Adjacency
@@ -110,8 +111,8 @@ def load_parts(
     public = public_users(recipe, sources.evaluation_prompts)
     guiding = guides(recipe, public)
     processes.on_main(lambda: check_public(recipe, users, public, guiding))
-    stated = processes.on_main(lambda: opened_adjacency(folder.ledger) if folder else None)
-    plan = _planned(recipe, users, stated, sources)
+    opened = processes.on_main(lambda: opened_terms(folder.ledger) if folder else {})
+    plan = _planned(recipe, users, opened, sources)
     if counted:  # before the model is loaded, which may take long
         processes.on_main(lambda: reserve(recipe, plan, users, earlier, folder, commit=False))
     policy = stage.load_policy()
@@ -122,7 +123,7 @@ def load_parts(
     parts.recipe = stage.recipe
     shapes, parts.rounding = settle_layout(policy, stage.shapes, processes)
     stage.lay_out(shapes)
-    parts.plan = _planned(stage.recipe, users, stated, sources)
+    parts.plan = _planned(stage.recipe, users, opened, sources)
     stage.load(parts)
     # What came from the hub is on this machine now, and with it the records that it carries.
     processes.on_main(lambda: check_lineage(recipe, [r.run for r in earlier.records]))
@@ -309,10 +310,10 @@ def resolve_dtype(recipe: R) -> R:
     return cast(R, recipe.model_copy(update={recipe.trained_key: trained}))
 
 
-def _planned(recipe: AnyRecipe, users: Users, stated: str | None, sources: Sources) -> Plan:
+def _planned(recipe: AnyRecipe, users: Users, opened: Mapping[str, Any], sources: Sources) -> Plan:
     """Return the plan of a private run, or that of a run on stand-ins, which states no ε."""
     if sources.stand_in_plan is None:
-        return plan_of(recipe, users, stated)
+        return plan_of(recipe, users, opened)
     plan = sources.stand_in_plan(recipe)
     if plan.private or plan.users != users.count:
         raise ValueError(
@@ -321,22 +322,25 @@ def _planned(recipe: AnyRecipe, users: Users, stated: str | None, sources: Sourc
     return plan
 
 
-def plan_of(recipe: AnyRecipe, users: Users | int, stated: str | None = None) -> Plan:
+def plan_of(
+    recipe: AnyRecipe, users: Users | int, opened: Mapping[str, Any] = MappingProxyType({})
+) -> Plan:
     """Return the privacy plan of a recipe of any stage.
 
     Args:
         recipe: The settings.
         users: The private users, or their number N.
-        stated: The adjacency that the ledger of a continued run states, which it keeps; None for a
-            new run, to which add-remove is refused.
+        opened: The terms that the ledger of a continued run states, whose adjacency, noise and ε
+            it keeps; empty for a new run, to which add-remove is refused.
 
     Raises:
         DprlhfError: A setting is out of range, or there are fewer users than rounds.
     """
     privacy = recipe.privacy
+    stated = opened.get("adjacency")
     if stated is None:
         check_promise(privacy.adjacency)
-    return make_plan(
+    plan = make_plan(
         users=users if isinstance(users, int) else users.count,
         rounds=recipe.rounds,
         delta=privacy.delta,
@@ -349,6 +353,7 @@ def plan_of(recipe: AnyRecipe, users: Users | int, stated: str | None = None) ->
         releases_per_round=recipe.update.releases,
         bands=privacy.bands,
     )
+    return plan.continued(opened)
 
 
 def hush_libraries() -> None:

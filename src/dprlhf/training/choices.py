@@ -275,7 +275,7 @@ def guessed_noise(
         mean = float(np.expm1(np.minimum(products / z**2, 500.0)).mean())
         return math.log(k**2 * mean) + 2 * math.log(one)
 
-    found: float = brentq(excess, one / 100, 10 * one * math.sqrt(releases) * k)
+    found: float = brentq(excess, one / 100, 10 * max(one, 1.0) * math.sqrt(releases) * k)
     return found
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Any, Protocol
 
 import numpy as np
@@ -199,14 +200,20 @@ class Labels:
 
     def check(self, rows: Any) -> None:
         """Check that every label is known."""
-        for label in {*rows[self._data.label_column]}:
+        labels = rows[self._data.label_column]
+        if any(isinstance(label, list | dict) for label in labels):
+            raise DprlhfError(
+                f"data.label_column {self._data.label_column!r}: a row has several labels; a label"
+                " is one name or number"
+            )
+        for label in set(labels):
             self.number(label)
 
     def number(self, label: Any) -> int:
         """Return the index of a label that is given by its index or its name."""
         if label in self._labels:
             return self._labels.index(label)
-        if isinstance(label, int) and 0 <= label < len(self._labels):
+        if isinstance(label, int | float) and label in range(len(self._labels)):
             return int(label)
         raise DprlhfError(
             f"data.label_column {self._data.label_column!r}: a row has none of the labels"
@@ -261,13 +268,16 @@ def completion_tokens(model: CausalLMPolicy, prompt: Any, completion: Any) -> li
     if isinstance(completion, str):
         ids = model.tokenizer(completion, add_special_tokens=False, verbose=False)["input_ids"]
         return list(ids)
-    # A conversation: the text that its template adds after the prompt.
+    # A conversation: the text that its template adds after the prompt. A template that opens more
+    # for a response than it keeps of one, such as <think>, is followed as far as both agree.
     messages = prompt if isinstance(prompt, list) else []
     template = partial(model.tokenizer.apply_chat_template, **model.chat_template_kwargs)
     whole = template([*messages, *completion], tokenize=False)
     start = template(messages, tokenize=False, add_generation_prompt=True) if messages else ""
-    rest = whole.removeprefix(start)
-    ids = model.tokenizer(rest, add_special_tokens=False, verbose=False)["input_ids"]
+    shared = sum(
+        1 for _ in takewhile(lambda two: two[0] == two[1], zip(whole, start, strict=False))
+    )
+    ids = model.tokenizer(whole[shared:], add_special_tokens=False, verbose=False)["input_ids"]
     return list(ids)
 
 

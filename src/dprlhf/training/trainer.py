@@ -106,7 +106,7 @@ def complete(run: Run) -> Any:
     if main:
         with replaced_folder(run.folder.policy) as fresh:
             run.policy.save(fresh)
-            (fresh / "README.md").write_text(model_card(run.recipe, card))
+            (fresh / "README.md").write_text(model_card(run.recipe, card), encoding="utf-8")
             attach(fresh, carried_with(card, records_of_run(run)))
         stage.write(run, before, after)
     run.processes.wait()

@@ -231,7 +231,7 @@ class PrivateTrainer(Generic[C]):
         """
         if not self.folder.privacy.is_file():
             raise DprlhfError("there is no privacy card before train() begins")
-        card: dict[str, Any] = json.loads(self.folder.privacy.read_text())
+        card: dict[str, Any] = json.loads(self.folder.privacy.read_text("utf-8"))
         return card
 
     def add_callback(self, callback: Any) -> None:
@@ -397,7 +397,7 @@ class PrivateTrainer(Generic[C]):
         card = self.privacy
         with tempfile.TemporaryDirectory() as held:
             self._policy.save(Path(held))
-            (Path(held) / "README.md").write_text(model_card(self._settled, card))
+            (Path(held) / "README.md").write_text(model_card(self._settled, card), encoding="utf-8")
             attach(Path(held), carried_with(card, records_of(self.folder.path)))
             shutil.copytree(held, place, dirs_exist_ok=True)
         if place.resolve() == self.folder.path.resolve():

@@ -40,12 +40,12 @@ def write_tuned(tuned: Tuned, source: Path, overrides: Sequence[str], output: Pa
         of_update = [notes.pop(key) for key in list(notes) if key.startswith("update.")]
         notes["update"] = "\n".join(of_update)
     head = comment(header(tuned))
-    text = head + changed_text(source.read_text(), changes, notes)
+    text = head + changed_text(source.read_text("utf-8"), changes, notes)
     if yaml.safe_load(text) is None or _read(text) != tuned.recipe:  # a spelling of YAML's
         text = head + dump_recipe(tuned.recipe)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(text)
+        output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise DprlhfError(f"{output}: could not be written ({error.strerror})") from None
 
@@ -100,7 +100,7 @@ def note(tuned: Tuned, own: Recipe, key: str) -> str:
 def _update_section(tuned: Tuned, source: Path, overridden: Sequence[str]) -> dict[str, Any]:
     """Return the new update's section with what the file, the overrides or the search set."""
     values = tuned.recipe.update.model_dump(mode="json")
-    given = (yaml.safe_load(source.read_text()).get("update") or {}).keys()
+    given = (yaml.safe_load(source.read_text("utf-8")).get("update") or {}).keys()
     chosen = {key.split(".")[1] for key in [*overridden, *tuned.best.changes] if "update." in key}
     return {key: values[key] for key in values if key in given | chosen}
 

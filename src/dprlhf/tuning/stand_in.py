@@ -383,5 +383,5 @@ def _temporary_folder() -> Any:
             report = folder.secret / "error.txt"
             if not report.is_file():
                 raise
-            told = one_line(report.read_text().strip().splitlines()[-1])
+            told = one_line(report.read_text("utf-8").strip().splitlines()[-1])
             raise DprlhfError(f"the run on stand-ins failed: {told}") from None

@@ -30,7 +30,7 @@ def write_all(found: Sequence[Comparison], out: Path, command: str) -> str:
         write_results(out / "results" / "worth.json", rows)
         text = "\n".join(table(one, command)) + "\n"
         name = f"worth-{one.task}-{one.model.replace('/', '-')}"
-        (out / "results" / f"{name}.md").write_text(text)
+        (out / "results" / f"{name}.md").write_text(text, encoding="utf-8")
         plot(one, out / "images" / f"{name}.png")
         texts.append(text)
     return "\n".join(texts)

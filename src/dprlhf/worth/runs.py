@@ -101,7 +101,7 @@ def _figures(job: Job, place: Path, recipe: Path) -> dict[str, Any]:
         result = train(recipe, overrides=given, output_dir=place, quiet=True)
     assert result.before and result.after and result.difference  # noqa: PT018
     sides = (result.before.measures, result.after.measures)
-    rounds = [json.loads(line) for line in RunFolder(place).metrics.read_text().splitlines()]
+    rounds = [json.loads(line) for line in RunFolder(place).metrics.read_text("utf-8").splitlines()]
     return {
         "before": result.before.mean,
         "after": result.after.mean,

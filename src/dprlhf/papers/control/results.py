@@ -32,7 +32,7 @@ def write(found: dict[str, list[Found]], out: Path, command: str, seeds: int) ->
     results = rows_of(everything, command)
     write_results(out / "results" / "control.json", results)
     text = markdown(found, seeds)
-    (out / "results" / "control.md").write_text(text)
+    (out / "results" / "control.md").write_text(text, encoding="utf-8")
     images = out / "images"
     images.mkdir(parents=True, exist_ok=True)
     plots(everything, images)

@@ -106,7 +106,7 @@ def _read(row: Row, seeds: int, cache: Path, recipes: Path) -> Found:
     for seed in range(1 if row.kind == "ucbvi" else seeds):
         path = _path(cache, recipes, row, seed)
         if path.exists():
-            content = json.loads(path.read_text())
+            content = json.loads(path.read_text("utf-8"))
             found.runs.extend(content if isinstance(content, list) else [content])
     return found
 

@@ -289,7 +289,7 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Contro
         DprlhfError: the file cannot be read, or a key or value is wrong.
     """
     try:
-        settings = yaml.safe_load(Path(path).read_text())
+        settings = yaml.safe_load(Path(path).read_text("utf-8"))
     except OSError as error:
         raise DprlhfError(f"{path}: {error.strerror}") from None
     except yaml.YAMLError as error:

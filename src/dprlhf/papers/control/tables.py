@@ -60,7 +60,7 @@ class Row:
         base: Any = None
         if "recipe" in self.settings:
             path = recipes / self.settings["recipe"]
-            base = yaml.safe_load(path.read_text()) if path.exists() else None
+            base = yaml.safe_load(path.read_text("utf-8")) if path.exists() else None
         text = json.dumps([self.kind, base, json_ready(self.settings), seed], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -25,7 +25,7 @@ from dprlhf.papers.control.updates import UPDATES, ControlRound
 from dprlhf.policies.optimizers import make_optimizer, set_learning_rate
 from dprlhf.privacy.accounting import Epsilon
 from dprlhf.privacy.gate import Gate
-from dprlhf.privacy.ledger import Ledger, opened_adjacency
+from dprlhf.privacy.ledger import Ledger, opened_terms
 from dprlhf.privacy.partition import allocate
 from dprlhf.privacy.plan import Plan, check_promise, make_plan
 from dprlhf.privacy.randomness import commitment
@@ -79,7 +79,8 @@ def train(
     """
     environment = environment or make_environment(recipe.environment)
     policy = recipe.policy.build(environment)
-    plan = plan_of(recipe, opened_adjacency(folder / "ledger.jsonl"))
+    opened = opened_terms(folder / "ledger.jsonl")
+    plan = plan_of(recipe, opened.get("adjacency")).continued(opened)
     folder.mkdir(parents=True, exist_ok=True)
     terms = {**plan.terms(), "recipe": _digest(recipe), "key": commitment(key, "control")}
     with contextlib.closing(Ledger(folder / "ledger.jsonl", terms)) as ledger:

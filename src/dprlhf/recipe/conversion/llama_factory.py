@@ -250,7 +250,7 @@ def _data(draft: Draft) -> Finding:
         return refused("dataset", "a run has one data set: join the files", "data.path")
     listing = folder / "dataset_info.json"
     try:
-        entry = json.loads(listing.read_text())[names[0]]
+        entry = json.loads(listing.read_text("utf-8"))[names[0]]
     except (OSError, ValueError, KeyError):
         return refused(
             "dataset", f"{names[0]!r} is not found in {listing}: give data.path", "data.path"

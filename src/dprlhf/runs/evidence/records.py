@@ -144,7 +144,7 @@ def hashes(folder: RunFolder) -> dict[str, str]:
 
 def _card(folder: RunFolder) -> tuple[dict[str, Any], list[str]]:
     try:
-        card = json.loads(folder.privacy.read_text())
+        card = json.loads(folder.privacy.read_text("utf-8"))
         if guarantee_sentence(card) and card["unit"]:
             return card, []
     except (OSError, ValueError, KeyError, TypeError):
@@ -177,7 +177,7 @@ def _saved(folder: RunFolder) -> int | None:
     place = last_checkpoint(folder)
     if place is None or not (place / "state.json").is_file():
         return None
-    return int(json.loads((place / "state.json").read_text())["round"])
+    return int(json.loads((place / "state.json").read_text("utf-8"))["round"])
 
 
 def _contradictions(records: Records, alone: Epsilon, total: Epsilon) -> list[str]:
@@ -237,5 +237,7 @@ def _charges(records: Records) -> list[str]:
 def _metric_rounds(file: Path) -> list[int]:
     if not file.is_file():
         return []
-    lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+    lines = [
+        json.loads(line) for line in file.read_text("utf-8").splitlines() if line.endswith("}")
+    ]
     return [int(line["round"]) for line in lines]
