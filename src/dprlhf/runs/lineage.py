@@ -45,7 +45,7 @@ def attach(folder: Path, carried: Carried) -> None:
         settings = {**json.loads(config.read_text("utf-8")), KEY: carried}
         config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     if card.is_file():
-        card.write_text(in_card(card.read_text("utf-8"), carried))
+        card.write_text(in_card(card.read_text("utf-8"), carried), encoding="utf-8")
     for weights in folder.glob("*.safetensors"):
         _mark(weights, metadata(carried)[KEY])
 

@@ -105,7 +105,7 @@ def merge(
         card = json.loads(folder.privacy.read_text("utf-8"))
         (fresh / "README.md").write_text(model_card(recipe, card, merged=True), encoding="utf-8")
         # A run that starts from this model finds out which run to account for.
-        (fresh / "privacy.json").write_text(folder.privacy.read_text("utf-8"))
+        (fresh / "privacy.json").write_text(folder.privacy.read_text("utf-8"), encoding="utf-8")
         attach(fresh, carried_with(card, records_of(folder.path)))
     return out
 
