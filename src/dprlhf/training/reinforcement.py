@@ -300,7 +300,7 @@ class Reinforcement:
     def opened(self, folder: RunFolder) -> Iterator[None]:
         """Send what the rewards print to a file in ``secret/``."""
         file = os.open(folder.secret / "reward-output.txt", _APPEND, 0o600)
-        with os.fdopen(file, "a") as sink:
+        with os.fdopen(file, "a", encoding="utf-8", errors="backslashreplace") as sink:
             self.scorer = Scorer(
                 self.rewards, self.recipe.reward_range, sink=sink, state=self._state
             )
