@@ -50,6 +50,13 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
             "optimizer.learning_rate": 0.5,
             "update.subspace": {"rank": 16, "prompts": 64, "refresh": 2},
         },
+        "axis": {
+            **_FIXED_STEPS,
+            "rounds": 8,
+            "optimizer.learning_rate": 0.5,
+            "rollout.responses": 8,
+            "update.subspace": {"rank": 1, "mean_first": True, "prompts": 256, "refresh": 4},
+        },
     },
 }
 """Changes by model and method: "reference" is the run without noise and clipping, "today" the
