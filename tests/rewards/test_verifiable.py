@@ -31,6 +31,13 @@ def test_exact_match_reads_messages_and_numbers() -> None:
     assert verifiable.exact_match([said, said], answer=[7, 8]) == [1.0, 0.0]
 
 
+def test_exact_match_reads_parts_and_no_text_where_there_is_none() -> None:
+    in_parts = [{"role": "assistant", "content": [{"type": "text", "text": "red"}]}]
+    call = [{"role": "assistant", "content": None, "tool_calls": []}]
+    answers = ["red", "None"]
+    assert verifiable.exact_match([in_parts, call], answer=answers) == [1.0, 0.0]
+
+
 @given(number=NUMBERS, factor=st.floats(0, 3, allow_nan=False), words=st.text("ab .", max_size=9))
 def test_a_number_is_right_within_its_tolerance(number: int, factor: float, words: str) -> None:
     written = number + Fraction(factor) / 10**3

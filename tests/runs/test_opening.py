@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,44 @@ OTHERS = [f"guest {i} says" for i in range(30)]
 )
 def test_rows_are_recognised_by_their_text(public: Any, expected: bool) -> None:
     assert refused(["", *PROMPTS], public) is expected
+
+
+def in_parts(text: str) -> list[dict[str, Any]]:
+    """Return a conversation whose message has a list of parts."""
+    return [{"role": "user", "content": [{"type": "text", "text": text}]}]
+
+
+def call(name: str) -> list[dict[str, Any]]:
+    """Return a conversation whose message calls a tool and has no text."""
+    return [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": name}}]}]
+
+
+@pytest.mark.parametrize("form", [in_parts, call])
+def test_a_conversation_is_recognised_however_its_messages_are_written(form: Any) -> None:
+    private = [form("mine"), form("yours")]
+    assert refused(private, [form("another's"), form("mine")])
+    assert not refused(private, [form("another's")])
+
+
+def test_text_in_parts_is_the_text() -> None:
+    assert refused([in_parts("Mine")], ["mine"])
+    assert refused(["mine"], [in_parts("Mine")])
+
+
+def test_an_empty_message_is_nobodys() -> None:
+    empty = [{"role": "user", "content": ""}]
+    assert not refused([empty], [empty])
+
+
+def test_a_letter_in_two_characters_is_the_letter() -> None:
+    private = [unicodedata.normalize("NFC", "CAFÉ au lait")]
+    assert refused(private, [unicodedata.normalize("NFD", "café au lait")])
+
+
+def test_a_key_of_another_row_does_not_hide_a_message_without_text() -> None:
+    """Arrow gives every row the keys of all others, with no value."""
+    other = [{"role": "user", "content": "hi", "name": "Bo"}]
+    assert refused([call("mine"), other], [call("mine")])
 
 
 def test_rows_that_are_not_evaluated_do_not_matter() -> None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from dprlhf import recipe
 from dprlhf.boundary import Private
 from dprlhf.data.loading import ROWS_AT_ONCE, listed, rows_without_value
+from dprlhf.data.messages import text_of
 from dprlhf.errors import EXITS, DprlhfError
 
 LOOKED_AT = 20_000
@@ -195,7 +196,8 @@ class Users:
     ) -> Private[dict[str, NDArray[np.uint64]]]:
         """Return hashes by which rows are recognised in another source.
 
-        Case and white space are ignored, and a conversation counts as the text of its messages.
+        Case, white space and the way in which Unicode composes letters are ignored. A conversation
+        counts as the text of its messages, whether a content is a text or a list of parts.
 
         Args:
             user_column: Column of the users' names; ignored where the rows have no such column.
@@ -360,12 +362,20 @@ def _written(value: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Return the words of a text, a conversation, or a list of these, in lower case."""
-    if isinstance(value, dict):
-        return _plain(value.get("content"))
+    """Return the words of a text, a conversation, or a list of these, without regard to case.
+
+    A message without text, such as a call of a tool, is known by all else that it holds but its
+    role. Unicode writes some letters in two ways; they are brought into its normal form C (NFC).
+    """
     if isinstance(value, list | tuple):
         return " ".join(filter(None, map(_plain, value)))
-    return "" if value is None else " ".join(str(value).casefold().split())
+    text = text_of(value)
+    if isinstance(value, dict) and not text.strip():
+        held = {k: v for k, v in _own(value).items() if k != "role" and v not in ("", [])}
+        text = json.dumps(held, sort_keys=True, default=str, ensure_ascii=False) if held else ""
+    # Upper and lower case of some letters are alike in the other form (NFD) alone.
+    folded = unicodedata.normalize("NFD", text).casefold()
+    return " ".join(unicodedata.normalize("NFC", folded).split())
 
 
 def _group(rows: Any, spec: recipe.Data) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

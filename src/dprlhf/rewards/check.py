@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dprlhf.data.given_rewards import BY_TURN
+from dprlhf.data.messages import text_of
 from dprlhf.errors import DprlhfError
 from dprlhf.rewards.logs import CallLog, Logged, gathered
 from dprlhf.rewards.reward import (
@@ -23,7 +24,6 @@ from dprlhf.rewards.reward import (
     keywords_for,
     keywords_of,
     parse_turns,
-    text_of,
     type_and_message,
 )
 

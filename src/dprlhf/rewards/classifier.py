@@ -10,11 +10,12 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from dprlhf.assets import resolve
+from dprlhf.data.messages import text_of
 from dprlhf.errors import DprlhfError
 from dprlhf.hardware import to_device
 from dprlhf.hub import check_reachable, pinned
 from dprlhf.policies.mixing import mixing_layer
-from dprlhf.rewards.reward import suggestion, text_of, type_and_message
+from dprlhf.rewards.reward import suggestion, type_and_message
 
 Text = Literal["prompt+completion", "completion"]
 
@@ -226,7 +227,7 @@ def classifier_tokens(
         elif whole and isinstance(completion, str):
             texts.append(prompt + completion)
         else:
-            texts.append(text_of([*prompt, *completion] if whole else completion))
+            texts.append(text_of([prompt, completion] if whole else completion))
     found: list[list[int]] = [[] for _ in texts]
     for kind in set(templated):
         rows = [row for row, by_template in enumerate(templated) if by_template == kind]

@@ -14,8 +14,9 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from dprlhf.data.messages import last_text
 from dprlhf.errors import DprlhfError
-from dprlhf.rewards.verifiable import final_answer, text_of
+from dprlhf.rewards.verifiable import final_answer
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -64,7 +65,7 @@ def score(completions: Sequence[Any], entry: Sequence[str]) -> list[float]:
     """
     gym = _gym()
     return [
-        _score(gym, text_of(text), json.loads(row))
+        _score(gym, last_text(text), json.loads(row))
         for text, row in zip(completions, entry, strict=True)
     ]
 

@@ -199,17 +199,6 @@ def group_rows(users: Sequence[Any] | NDArray[Any]) -> list[list[int]]:
     return list(groups.values())
 
 
-def text_of(value: Any) -> str:
-    """Return a text unchanged, or the contents of a list of messages joined by line breaks.
-
-    >>> text_of([{"role": "user", "content": "Well?"}, {"role": "assistant", "content": "Yes."}])
-    'Well?\\nYes.'
-    """
-    if isinstance(value, str):
-        return value
-    return "\n".join(text_of(part.get("content") or part.get("text") or "") for part in value)
-
-
 def keywords_of(function: RewardFunction) -> tuple[frozenset[str] | None, frozenset[str]]:
     """Return the keywords that ``function`` accepts (None: any), and those that it requires.
 

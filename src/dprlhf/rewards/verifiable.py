@@ -14,10 +14,11 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
+from dprlhf.data.messages import last_text
 from dprlhf.rewards.expressions import number_of, parse, value_of
 
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
@@ -231,17 +232,9 @@ def final_answer(text: str) -> str:
     return (marked[-1][1] or marked[-1][2] or "").strip() if marked else ""
 
 
-def text_of(completion: Any) -> str:
-    """Return the text of a completion: itself, or the content of the last of its messages."""
-    if isinstance(completion, str):
-        return completion
-    last: Mapping[str, Any] = completion[-1]
-    return str(last["content"])
-
-
 def _each(score: Callable[..., float], completions: Sequence[Any], *columns: Any) -> list[float]:
     rows = zip(completions, *columns, strict=True)
-    return [float(score(text_of(completion), *row)) for completion, *row in rows]
+    return [float(score(last_text(completion), *row)) for completion, *row in rows]
 
 
 def _plain(text: str) -> str:
