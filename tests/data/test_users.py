@@ -419,9 +419,46 @@ def test_a_table_of_an_unknown_library_is_refused() -> None:
         rows_from(Frame(), "prompt")
 
 
-def test_a_dataset_is_taken_as_it_is() -> None:
-    rows = datasets.Dataset.from_dict({"anything": [1]})
-    assert rows_from(rows, "prompt") is rows
+TALKS: dict[str, list[Any]] = {
+    "prompt": [[{"role": "user", "content": text}] for text in ("hello", "bye")],
+    "answer": [1, 2],
+    "user": ["a", "b"],
+}
+FORMATS = [
+    {"type": "numpy"}, {"type": "pandas"}, {"type": "arrow"}, {"type": "torch"},
+    {"type": None, "columns": ["answer"]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", [{}, *FORMATS], ids=str)
+@pytest.mark.parametrize("kind", ["memory", "disk", "streaming"])
+def test_rows_are_read_alike_whatever_the_format_of_their_dataset(
+    kind: str, form: dict[str, Any], tmp_path: Path
+) -> None:
+    """numpy, say, would make an array of a conversation, which trains as the text of its repr."""
+    rows = datasets.Dataset.from_dict(TALKS).with_format(**form)
+    if kind == "disk":
+        rows.save_to_disk(tmp_path / "rows")
+        read = load_rows(Data(path=str(tmp_path / "rows")))
+    elif kind == "streaming":
+        streaming = datasets.Dataset.from_dict(TALKS).to_iterable_dataset()
+        read = rows_from(streaming.with_format(form.get("type")), "prompt")
+    else:
+        read = rows_from(rows, "prompt")
+    made, plain = (Users(r, Data(path="x", user_column="user"))
+                   for r in (read, datasets.Dataset.from_dict(TALKS)))  # fmt: skip
+    assert prompts_of(made) == [[prompt] for prompt in TALKS["prompt"]]
+    assert made.select(np.arange(2)).columns == {"answer": [1, 2], "user": ["a", "b"]}
+    for name, hashes in open_private(plain.traces("user")).items():
+        assert open_private(made.traces("user"))[name].tolist() == hashes.tolist()
+    assert open_private(made.digest()) == open_private(plain.digest())
+    assert rows_from(datasets.Dataset.from_dict(TALKS), "prompt").to_dict() == TALKS
+
+
+def test_a_transform_is_refused() -> None:
+    rows = datasets.Dataset.from_dict(TALKS).with_transform(lambda batch: batch)
+    with pytest.raises(DprlhfError, match=r"prompts: .*transform.*rows\.map"):
+        rows_from(rows, "prompt")
 
 
 @pytest.mark.parametrize(

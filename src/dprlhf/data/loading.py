@@ -227,7 +227,8 @@ def _load_folder(folder: Path, spec: recipe.Data) -> Any:
     if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
         _refuse_part(spec)
         loaded = datasets.load_from_disk(str(folder))
-        return loaded[spec.split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        rows = loaded[spec.split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        return _without_format(rows)
     for file in sorted(folder.glob(f"{spec.split}.*")):
         if file.suffix in FORMATS:
             return _read_file(file, spec)
@@ -295,21 +296,24 @@ def rows_from(prompts: Any, column: str) -> Any:
 
     Args:
         prompts: A list of texts, conversations or dicts; a pandas ``DataFrame`` or pyarrow
-            ``Table``; or a ``datasets.Dataset``, which is returned as it is. A streaming
-            ``IterableDataset``, a generator, or a function that returns one is read to its end once
-            and kept on disk as long as the process lives.
+            ``Table``; or a ``datasets.Dataset``, whose format (``with_format``) is ignored. A
+            streaming ``IterableDataset``, a generator, or a function that returns one is read to
+            its end once and kept on disk as long as the process lives.
         column: Name of the column of texts and conversations.
 
     Raises:
-        DprlhfError: It is none of these, or the items differ in kind.
+        DprlhfError: It is none of these, a dataset with a transform (``set_transform``), or the
+            items differ in kind.
     """
     import datasets
 
     if isinstance(prompts, datasets.Dataset):
-        return prompts
+        return _without_format(prompts)
     if hasattr(prompts, "columns"):  # a table, which iterates over the names of its columns
         return _rows_of_table(prompts)
-    if callable(prompts) and not isinstance(prompts, datasets.IterableDataset):
+    if isinstance(prompts, datasets.IterableDataset):
+        prompts = prompts.with_format(None)
+    elif callable(prompts):
         prompts = prompts()
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise DprlhfError(
@@ -329,6 +333,23 @@ def rows_from(prompts: Any, column: str) -> Any:
             f"prompts: could not be read as rows of one kind ({type(error).__name__}): give texts,"
             " conversations or dicts, not a mixture"
         ) from None
+
+
+def _without_format(rows: Any) -> Any:
+    """Return a ``datasets.Dataset`` with all its columns, whose values are Python's.
+
+    A format makes arrays or tables of conversations, and leaves columns out.
+
+    Raises:
+        DprlhfError: It has a transform, a function that changes rows whenever they are read.
+    """
+    if rows.format["type"] == "custom":
+        raise DprlhfError(
+            "prompts: the dataset has a transform (set_transform, with_transform), which would"
+            " change rows each time that they are read: apply it once, with rows.map(…), or take it"
+            " off, with rows.with_format(None)"
+        )
+    return rows.with_format(None)
 
 
 def _rows_of_table(table: Any) -> Any:
