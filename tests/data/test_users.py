@@ -20,7 +20,7 @@ from dprlhf.boundary import Private, open_private
 from dprlhf.data.loading import load_rows, rows_from
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
-from dprlhf.recipe import Data
+from dprlhf.recipe import Data, Documents
 
 CANARY = "CANARY my private prompt"
 
@@ -282,7 +282,51 @@ def test_a_row_that_does_not_decode_leaves_out_its_user_and_nobody_else() -> Non
 def test_what_the_column_is_made_of_tells_conversations() -> None:
     message = [{"role": "user", "content": "hi"}]
     assert users({"prompt": [message]}).conversations
+    assert users({"prompt": [message, [], None]}).conversations
     assert not users({"prompt": [None, "text"]}).conversations
+    assert not users({"prompt": [1.5, 2]}).conversations
+    assert not users({"prompt": [None]}).conversations
+    names = pd.DataFrame({"prompt": pd.Categorical(["a", "b"])})
+    assert not Users(rows_from(names, "prompt"), Data(path="x")).conversations
+
+
+@pytest.mark.parametrize("contents", [["hi", [{"type": "text", "text": "ho"}]], ["hi", "ho"]])
+def test_messages_of_a_json_file_are_conversations(contents: list[Any], tmp_path: Path) -> None:
+    """Contents of two kinds have a type of their own, JSON."""
+    file = tmp_path / "a.jsonl"
+    talks = [{"prompt": [{"role": "user", "content": content}]} for content in contents]
+    file.write_text("".join(json.dumps(row) + "\n" for row in talks))
+    made = Users(load_rows(Data(path=str(file))), Data(path=str(file)))
+    assert made.conversations
+    assert prompts_of(made) == [[row["prompt"]] for row in talks]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "told"),
+    [
+        ([[CANARY], ["b", "c"]], "lists of string"),
+        ([[{CANARY: "user", "value": "hi"}]], "lists of mappings without a role"),
+        ([{"role": "user", "content": CANARY}], "mappings"),
+        ([CANARY.encode()], "binary"),
+        ([[]], "lists of null"),
+    ],
+    ids=["texts", "other keys", "one message", "bytes", "empty"],
+)
+def test_prompts_that_no_policy_reads_are_refused(prompts: list[Any], told: str) -> None:
+    """Every user would be unreadable, and the whole budget be spent on nothing."""
+    with pytest.raises(DprlhfError) as caught:
+        users({"prompt": prompts})
+    assert str(caught.value) == (
+        f"data 'here': prompt_column 'prompt' holds {told}: give texts, numbers, or conversations,"
+        " which are lists of messages with a role and a content"
+    )
+
+
+def test_completions_that_no_policy_reads_are_refused() -> None:
+    rows = datasets.Dataset.from_dict({"prompt": ["a"], "completion": [[CANARY]]})
+    with pytest.raises(DprlhfError, match="completion_column 'completion' holds lists of string"):
+        Users(rows, Documents(path="here"))
+    assert Users(rows, Documents(path="here", completion_column=None)).count == 1
 
 
 def test_an_empty_dataset_and_missing_columns_are_named() -> None:

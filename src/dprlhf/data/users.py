@@ -86,7 +86,8 @@ class Users:
         dropped_prompts: Number of prompts beyond ``max_prompts_per_user``.
 
     Raises:
-        DprlhfError: There are no rows, or a column is missing.
+        DprlhfError: There are no rows, a column is missing, or one holds no texts, numbers or
+            conversations.
     """
 
     def __init__(self, rows: Any, spec: recipe.Data, *, may_lack_prompts: bool = False) -> None:
@@ -108,6 +109,8 @@ class Users:
                     f"data {spec.path!r}: there is no column {column!r} ({key}); the columns are"
                     f" {', '.join(rows.column_names)}"
                 )
+            if column in self._columns and key not in ("user_column", "label_column"):
+                _check_readable(rows, column, f"data {spec.path!r}: {key}")
         self._order, self._starts = _group(rows, spec)
         self.count = len(self._starts) - 1
         sizes = np.diff(self._starts)
@@ -117,11 +120,9 @@ class Users:
     @property
     def conversations(self) -> bool:
         """Whether prompts are lists of messages, by the type of the column."""
-        import datasets
-
-        if not self.with_prompts:
-            return True
-        return not isinstance(self._rows.features[self._spec.prompt_column], datasets.Value)
+        return not self.with_prompts or not _is_text(
+            self._rows.features.arrow_schema.field(self._spec.prompt_column).type
+        )
 
     @property
     def column_names(self) -> list[str]:
@@ -376,6 +377,56 @@ def _plain(value: Any) -> str:
     # Upper and lower case of some letters are alike in the other form (NFD) alone.
     folded = unicodedata.normalize("NFD", text).casefold()
     return " ".join(unicodedata.normalize("NFC", folded).split())
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    """Return whether a column of this type is read as text; one without any value is, too."""
+    return pa.types.is_null(kind) or any(is_kind(kind) for is_kind in _NAMES)
+
+
+def _element(kind: pa.DataType) -> pa.DataType | None:
+    """Return the type of a list's elements; None for what is no list."""
+    return kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else None
+
+
+def _is_json(kind: pa.DataType | None) -> bool:
+    """Return whether a type is that of values of several kinds, as ``datasets`` keeps them."""
+    return getattr(kind, "extension_name", None) == "arrow.json"
+
+
+def _called(kind: pa.DataType) -> str:
+    """Return what values of a type are called in a message, without the keys of mappings."""
+    if _element(kind) is not None:
+        return "lists"
+    return "mappings" if pa.types.is_nested(kind) else str(kind)
+
+
+def _check_readable(rows: Any, column: str, where: str) -> None:
+    """Check that a column's type is that of texts, numbers or conversations.
+
+    Of any other every row would be unreadable, and a run would spend its budget on nothing. A type
+    is public; the keys of mappings are from rows, so the message has none.
+
+    Args:
+        rows: A ``datasets.Dataset``.
+        column: Name of one of its columns.
+        where: The beginning of the message.
+
+    Raises:
+        DprlhfError: It is not.
+    """
+    kind = rows.features.arrow_schema.field(column).type
+    message = _element(kind)
+    struct = message is not None and pa.types.is_struct(message)
+    talks = _is_json(message) or (struct and message.get_field_index("role") >= 0)
+    if talks or _is_text(kind) or _is_json(kind):
+        return
+    found = _called(kind) if message is None else f"lists of {_called(message)}"
+    found += " without a role" if struct else ""
+    raise DprlhfError(
+        f"{where} {column!r} holds {found}: give texts, numbers, or conversations, which are lists"
+        " of messages with a role and a content"
+    )
 
 
 def _group(rows: Any, spec: recipe.Data) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

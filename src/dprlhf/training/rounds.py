@@ -114,6 +114,7 @@ def record_secret(
         seconds: Duration of each phase.
     """
     taken = open_private(outcome.norms)
+    clipped = math.isfinite(run.plan.clip_norm)  # else there are no norms to count
     finite = taken[np.isfinite(taken)]
     quartiles = np.quantile(finite, [0.25, 0.5, 0.75]).tolist() if len(finite) else None
     name = f"telemetry-{run.processes.accelerator.process_index}.jsonl"
@@ -122,7 +123,7 @@ def record_secret(
             "round": t,
             "time": time.time(),
             "users": len(open_private(users)),
-            "users_not_readable": len(open_private(users)) - len(taken) if len(taken) else None,
+            "users_not_readable": len(open_private(users)) - len(taken) if clipped else None,
             **open_private(outcome.secret),
             "gradient_norm_quartiles": quartiles,
             "clipped_share": float((taken > run.plan.clip_norm).mean()) if len(taken) else None,
