@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -738,6 +741,24 @@ def test_what_datasets_logs_about_a_file_is_not_shown(
         logger.removeHandler(handler)
     assert [record.getMessage() for record in logged] == ["the control"]
     assert "CANARY" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_what_datasets_logs_is_not_shown_where_it_is_imported_for_this(tmp_path: Path) -> None:
+    """Its import sets the level of its log. A command may have had no need of it before."""
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": "a", "CANARY": 1, "CANARY": 2}\n{"prompt": "b"}\n')
+    program = (
+        "import sys; from dprlhf.data.loading import load_rows; from dprlhf.recipe import Data\n"
+        "assert 'datasets' not in sys.modules\n"
+        f"load_rows(Data(path={str(file)!r}))"
+    )
+    environment = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert "DprlhfError" in done.stderr
+    assert "CANARY" not in done.stdout + done.stderr
 
 
 def test_text_and_tab_separated_files(tmp_path: Path) -> None:

@@ -164,6 +164,8 @@ def load_rows(spec: recipe.Data) -> Any:
 @contextlib.contextmanager
 def _silent_datasets() -> Iterator[None]:
     """Silence the log of ``datasets``, which quotes the value that a parser fails at."""
+    import datasets  # noqa: F401 - its first import sets the level, and would undo what follows
+
     logger = logging.getLogger("datasets")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
