@@ -743,6 +743,30 @@ def test_what_datasets_logs_about_a_file_is_not_shown(
     assert "CANARY" not in str(caught.value)
 
 
+@pytest.mark.parametrize("suffix", ["csv", "tsv"])
+def test_only_an_empty_field_has_no_value(suffix: str, tmp_path: Path) -> None:
+    """pandas takes "NA" and the like for gaps: their users would be nobody."""
+    lines = ["prompt,answer,user", "N/A,None,NA", "null,007,nan", ",,x"]
+    file = tmp_path / f"a.{suffix}"
+    file.write_text("\n".join(lines).replace(",", "," if suffix == "csv" else "\t"))
+    assert load_rows(Data(path=str(file))).to_dict() == {
+        "prompt": ["N/A", "null", None],
+        "answer": ["None", "007", None],
+        "user": ["NA", "nan", "x"],
+    }
+
+
+def test_commas_at_the_ends_of_lines_move_no_column(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text("prompt,answer\na,b,\nc,d,\n")
+    assert load_rows(Data(path=str(file))).to_dict() == {"prompt": ["a", "c"], "answer": ["b", "d"]}
+    for lines in ("a,b,CANARY\nc,d,CANARY\n", "a,b,1,CANARY\n", "a,b,\nc,d,CANARY\n"):
+        file.write_text("prompt,answer\n" + lines)
+        with pytest.raises(DprlhfError, match=r"could not be loaded.*broken: lines? 2") as caught:
+            load_rows(Data(path=str(file)))
+        assert "CANARY" not in str(caught.value)
+
+
 @pytest.mark.slow
 def test_what_datasets_logs_is_not_shown_where_it_is_imported_for_this(tmp_path: Path) -> None:
     """Its import sets the level of its log. A command may have had no need of it before."""

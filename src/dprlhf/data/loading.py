@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,16 +51,50 @@ def _with_datasets(builder: str, **options: Any) -> Callable[[str], Any]:
     return read
 
 
-def _broken_json_lines(file: Path) -> list[int]:
-    """Return the lines (from 1) that hold no JSON object."""
-    broken: list[int] = []
-    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
-        try:
-            if line.strip() and not isinstance(json.loads(line), dict):
-                broken.append(number)
-        except ValueError:
-            broken.append(number)
+def _csv(separator: str) -> Callable[[str], Any]:
+    """Return a reader of tables as text, in which an empty field alone has no value.
+
+    pandas would read a user "NA", say, as none; and where lines have more fields than the header,
+    the first of them as an index, so that the values of a column stood under the next one's name.
+    """
+    read = _with_datasets(
+        "csv", sep=separator, keep_default_na=False, na_values=[""], index_col=False
+    )
+
+    def read_all_fields(file: str) -> Any:
+        from pandas.errors import ParserWarning
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ParserWarning)  # of fields beyond the header's
+            return read(file)
+
+    return read_all_fields
+
+
+def _lines_that_are_not(readable: Callable[[bytes], bool]) -> Callable[[Path], list[int]]:
+    """Return a function that returns the lines of a file (from 1) that cannot be read."""
+
+    def broken(file: Path) -> list[int]:
+        lines = enumerate(file.read_bytes().splitlines(), start=1)
+        return [number for number, line in lines if not readable(line)]
+
     return broken
+
+
+def _is_json_object(line: bytes) -> bool:
+    """Return whether a line is blank or holds a JSON object."""
+    try:
+        return not line.strip() or isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _is_utf8(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _broken_csv_lines(file: Path, delimiter: str = ",") -> list[int]:
@@ -76,17 +111,6 @@ def _broken_csv_lines(file: Path, delimiter: str = ",") -> list[int]:
                 start = reader.line_num + 1
         except csv.Error:
             broken.append(start)
-    return broken
-
-
-def _broken_text_lines(file: Path) -> list[int]:
-    """Return the lines (from 1) that are no UTF-8."""
-    broken: list[int] = []
-    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
-        try:
-            line.decode()
-        except UnicodeDecodeError:
-            broken.append(number)
     return broken
 
 
@@ -109,15 +133,13 @@ class Format:
 
 
 FORMATS = {
-    ".csv": Format(_with_datasets("csv"), _broken_csv_lines),
-    ".json": Format(_with_datasets("json"), _broken_json_lines),
-    ".jsonl": Format(_with_datasets("json"), _broken_json_lines),
-    ".ndjson": Format(_with_datasets("json"), _broken_json_lines),
+    ".csv": Format(_csv(","), _broken_csv_lines),
+    ".json": Format(_with_datasets("json"), _lines_that_are_not(_is_json_object)),
+    ".jsonl": Format(_with_datasets("json"), _lines_that_are_not(_is_json_object)),
+    ".ndjson": Format(_with_datasets("json"), _lines_that_are_not(_is_json_object)),
     ".parquet": Format(_with_datasets("parquet")),
-    ".tsv": Format(
-        _with_datasets("csv", sep="\t"), functools.partial(_broken_csv_lines, delimiter="\t")
-    ),
-    ".txt": Format(_with_datasets("text"), _broken_text_lines),
+    ".tsv": Format(_csv("\t"), functools.partial(_broken_csv_lines, delimiter="\t")),
+    ".txt": Format(_with_datasets("text"), _lines_that_are_not(_is_utf8)),
 }
 """The kinds of files that are read, by their suffix; a text file has one prompt a line."""
 
