@@ -689,8 +689,9 @@ def test_only_what_can_be_a_hub_id_is_looked_up_on_the_hub(
         ("f.csv", b""),
         ("g.tsv", b'prompt\tx\na\t1\n"CANARY\t2\t3\nCANARY\t1\t2\n'),
         ("h.txt", b"a\n\xff\xfeCANARY\n"),
+        ("i.jsonl", b'{"CANARY": ' + b"[" * 5_000 + b"]" * 5_000 + b"}\n"),
     ],
-    ids=["quotes", "types", "json", "parquet", "encoding", "empty", "tabs", "text"],
+    ids=["quotes", "types", "json", "parquet", "encoding", "empty", "tabs", "text", "nested"],
 )
 def test_a_broken_file_is_named_and_not_quoted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes

@@ -85,7 +85,7 @@ def _is_json_object(line: bytes) -> bool:
     """Return whether a line is blank or holds a JSON object."""
     try:
         return not line.strip() or isinstance(json.loads(line), dict)
-    except ValueError:
+    except (ValueError, RecursionError):  # lists in lists, thousands of them
         return False
 
 
