@@ -64,6 +64,22 @@ def test_a_marked_answer_counts_and_the_last_one_only(number: int, wrong: int, a
 
 
 @pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<answer>x if x < y else y</answer>", "x if x < y else y"),
+        ("<answer>1</answer> no, <answer>2 < 3</answer>.", "2 < 3"),
+        ("<answer>4</answer> said I</answer>", "4"),
+        ("<answer>#### 5</answer>", "5"), ("#### <answer>6</answer>", "6"),
+        ("<answer>\\boxed{7}</answer>", "7"), ("#### 8 ####\nend", "8 ####"),
+        ("<answer>9", ""), ("9</answer>", ""), ("</answer>9<answer>", ""),
+    ],
+)  # fmt: skip
+def test_what_stands_in_a_mark_is_the_answer(text: str, answer: str) -> None:
+    assert verifiable.final_answer(text) == answer
+    assert verifiable.marked_answer([text]) == [float(bool(answer))]
+
+
+@pytest.mark.parametrize(
     ("text", "letter"),
     [
         ("B", "B"), ("(b)", "B"), ("C.", "C"), ("D) Oslo", "D"), ("Answer: B", "B"),

@@ -22,7 +22,6 @@ from dprlhf.data.messages import last_text
 from dprlhf.rewards.expressions import number_of, parse, value_of
 
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
-_MARKED = re.compile(r"####[ \t]*([^\n]*)|<answer>([^<]*)</answer>")
 _CHOICE = re.compile(r"answer(?:\s+is)?\s*:?\s*\(?([A-Ja-j])\b(?!['’])", re.IGNORECASE)
 _LEADING_CHOICE = re.compile(r"\(?([A-Ja-j])(?:[).:]|\s*$)")
 
@@ -219,17 +218,14 @@ def final_answer(text: str) -> str:
     r"""Return the answer that a text marks, or "" if it marks none.
 
     It is what stands last: after ``####`` on its line (GSM8K), in ``\boxed{…}`` (MATH) or in
-    ``<answer>…</answer>``.
+    ``<answer>…</answer>``. Of marks in one another, the inner one counts.
 
     >>> final_answer(r"First \boxed{1}, no: \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
     """
-    start = text.rfind("\\boxed{")
-    boxed = _braced(text[start + len("\\boxed{") :]) if start >= 0 else None
-    marked = list(_MARKED.finditer(text))
-    if boxed is not None and not (marked and marked[-1].start() > start):
-        return boxed.strip()
-    return (marked[-1][1] or marked[-1][2] or "").strip() if marked else ""
+    marked = (_on_a_line(text), _in_a_box(text), _in_tags(text))
+    _, answer = max((one for one in marked if one is not None), default=(0, ""))
+    return answer.strip()
 
 
 def _each(score: Callable[..., float], completions: Sequence[Any], *columns: Any) -> list[float]:
@@ -241,14 +237,38 @@ def _plain(text: str) -> str:
     return " ".join(text.split()).casefold().removesuffix(".").rstrip()
 
 
-def _braced(text: str) -> str | None:
-    """Return the text up to the brace that closes one opened before it; None if there is none."""
+def _on_a_line(text: str) -> tuple[int, str] | None:
+    """Return where the last line with ``####`` has it, and what follows on that line."""
+    last = text.rfind("####")
+    if last < 0:
+        return None
+    start = text.find("####", text.rfind("\n", 0, last) + 1)
+    line = text[start + len("####") :].partition("\n")[0]
+    return start, line.partition("</answer>")[0]
+
+
+def _in_a_box(text: str) -> tuple[int, str] | None:
+    r"""Return where the last ``\boxed{`` starts, and the text up to the brace that closes it."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    inside = text[start + len("\\boxed{") :]
     depth = 1
-    for place, letter in enumerate(text):
+    for place, letter in enumerate(inside):
         depth += (letter == "{") - (letter == "}")
         if not depth:
-            return text[:place]
+            return start, inside[:place]
     return None
+
+
+def _in_tags(text: str) -> tuple[int, str] | None:
+    """Return where the last closed ``<answer>`` starts, and the text up to ``</answer>``."""
+    # Searched for from the end, not by a pattern: an answer may contain "<", and a pattern that
+    # allows it takes a time quadratic in the number of tags that are never closed.
+    start = text.rfind("<answer>", 0, max(0, text.rfind("</answer>")))
+    if start < 0:
+        return None
+    return start, text[start + len("<answer>") :].partition("</answer>")[0]
 
 
 def _last_number(text: str) -> Fraction | None:
