@@ -22,8 +22,10 @@ from dprlhf.data.messages import last_text
 from dprlhf.rewards.expressions import number_of, parse, value_of
 
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
-_CHOICE = re.compile(r"answer(?:\s+is)?\s*:?\s*\(?([A-Ja-j])\b(?!['’])", re.IGNORECASE)
-_LEADING_CHOICE = re.compile(r"\(?([A-Ja-j])(?:[).:]|\s*$)")
+# For texts with single spaces: runs of them, which a model may write without end, would take a time
+# quadratic in their length.
+_CHOICE = re.compile(r"answer(?: is)? ?:? ?\(?([A-Ja-j])\b(?!['’])", re.IGNORECASE)
+_LEADING_CHOICE = re.compile(r"\(?([A-Ja-j])(?:[).:]|$)")
 
 
 def exact_match(completions: Sequence[Any], answer: Sequence[Any]) -> list[float]:
@@ -103,26 +105,25 @@ def math_answer(completions: Sequence[Any], answer: Sequence[Any]) -> list[float
 
 
 def multiple_choice(completions: Sequence[Any], answer: Sequence[str]) -> list[float]:
-    """Return 1 for each completion that names the right option, a letter from A to J, else 0.
+    r"""Return 1 for each completion that names the right option, a letter from A to J, else 0.
 
-    The option is the letter after the last "answer", as in "The answer is (B)"; or else the letter
-    with which the completion begins, alone or before a bracket, full stop or colon. A completion
-    that names no option so is wrong.
+    The option is looked for in the marked answer (:func:`final_answer`), and if that names none in
+    the whole text. It is the letter after the last "answer", as in "The answer is **(B)**"; or else
+    the letter with which the text begins, alone or before a bracket, full stop or colon. A
+    completion that names no option so is wrong, and so is every one where the row has no letter.
 
     Args:
         completions: The completions.
         answer: The letter of the right option of each prompt.
 
-    >>> multiple_choice(["B", "(b) Rome", "A good question: the answer is C.", "A dog"],
-    ...                 answer=["B", "B", "C", "A"])
-    [1.0, 1.0, 1.0, 0.0]
+    >>> multiple_choice(["B", "(b) Rome", r"So \boxed{B}", "A good question: the answer is C.",
+    ...                  "A dog"], answer=["B", "B", "B", "C", "A"])
+    [1.0, 1.0, 1.0, 1.0, 0.0]
     """
 
     def right(text: str, letter: str) -> bool:
-        named = _CHOICE.findall(text)
-        leading = _LEADING_CHOICE.match(text.strip())
-        found = named[-1] if named else leading[1] if leading else ""
-        return found.upper() == str(letter).strip().strip("().").upper()
+        wanted = str(letter).strip().strip("().").upper()
+        return (_option(final_answer(text)) or _option(text)) == wanted != ""
 
     return _each(right, completions, answer)
 
@@ -269,6 +270,14 @@ def _in_tags(text: str) -> tuple[int, str] | None:
     if start < 0:
         return None
     return start, text[start + len("<answer>") :].partition("</answer>")[0]
+
+
+def _option(text: str) -> str:
+    """Return the letter of the option that a text names, in upper case, or "" if it names none."""
+    text = " ".join(text.replace("*", "").split())  # "*": bold print in Markdown
+    named = _CHOICE.findall(text)
+    leading = _LEADING_CHOICE.match(text)
+    return (named[-1] if named else leading[1] if leading else "").upper()
 
 
 def _last_number(text: str) -> Fraction | None:
