@@ -50,6 +50,27 @@ def test_a_number_is_right_within_its_tolerance(number: int, factor: float, word
     assert verifiable.numeric_match([f"${number:,}"], answer=[str(number)]) == [1.0]
 
 
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        (1e-5, ["0.00001", "1e-5", "so 1.0E-05."], ["-5", "0.1"]),
+        (1e16, ["10000000000000000", "1e16", "1e+16"], ["16", "1"]),
+        (1e-16, ["1e-16"], ["16"]), (0.001, ["it is 1e-3"], ["-3"]),
+        (0.5, ["it is .5", "0.50"], ["5"]), (-0.5, ["-.5", "-$.5"], ["5", ".5"]),
+        (True, ["1"], ["0"]), ("it is 7e2", ["700"], ["2", "7"]),
+        (None, [], ["0", "None"]), (float("nan"), [], ["0", "nan"]),
+    ],
+)  # fmt: skip
+def test_numbers_are_read_as_they_are_written(
+    answer: Any, right: list[str], wrong: list[str]
+) -> None:
+    texts = right + wrong
+    scores = verifiable.numeric_match(
+        texts, answer=[answer] * len(texts), tolerance=["1e-17"] * len(texts)
+    )
+    assert scores == [1.0] * len(right) + [0.0] * len(wrong)
+
+
 @given(number=NUMBERS, wrong=NUMBERS, after=st.text("xyz \n", max_size=9))
 def test_a_marked_answer_counts_and_the_last_one_only(number: int, wrong: int, after: str) -> None:
     for mark in ("\n#### {}\n", "\\boxed{{{}}}", "<answer>{}</answer>"):
@@ -85,8 +106,9 @@ def test_what_stands_in_a_mark_is_the_answer(text: str, answer: str) -> None:
     [
         ("B", "B"), ("(b)", "B"), ("C.", "C"), ("D) Oslo", "D"), ("Answer: B", "B"),
         ("The answer is (A), not C", "A"), ("answer: A. No, the answer is B.", "B"),
-        ("<answer>B</answer>", "B"), ("#### B", "B"), ("So \\boxed{B}.", "B"), ("#### (c) Rome", "C"),
-        ("The answer is **B**.", "B"), ("**Answer:** B", "B"), ("The answer is:\n\n  **(D)**", "D"),
+        ("<answer>B</answer>", "B"), ("#### B", "B"), ("So \\boxed{B}.", "B"),
+        ("#### (c) Rome", "C"), ("The answer is **B**.", "B"), ("**Answer:** B", "B"),
+        ("The answer is:\n\n  **(D)**", "D"),
         ("#### Step 1\nThe answer is B.", "B"), ("The answer is A.\n\\boxed{C}", "C"),
         ("A dog", ""), ("I'd say so", ""), ("", ""), ("the answer is a's", ""), ("Both", ""),
     ],
@@ -117,6 +139,33 @@ def test_a_countdown_takes_each_number_once_and_no_other() -> None:
         right, numbers=[[1, 2, 25]] * 2 + [[1, 1, 2, 25]] + [[1, 2, 25]] * 7, answer=[48] * 10
     )
     assert scores == [1.0] * 3 + [0.0] * 7
+
+
+def test_a_countdown_takes_numbers_as_text_and_no_whole_division() -> None:
+    texts = ["(25 - 1) * 2", "25 * 2 - 1 - 1", "25 // 1 * 2 - 2", "25 * 2 - 4 / 2"]
+    for given_ in ("[1, 2, 25]", [1, 2, 25]):
+        scores = verifiable.countdown(texts, numbers=[given_] * 4, answer=[48] * 4)
+        assert scores == [1.0, 0.0, 0.0, 0.0]
+    assert verifiable.countdown(["7//2", "7/2"], numbers=["[7, 2]"] * 2, answer=[3, 3.5]) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "case", "share"),
+    [
+        ("x > y", [{"x": 1, "y": 2}, False], 1.0), ("x < y", [{"x": 1, "y": 2}, False], 0.0),
+        ("1 if x else 0", [{"x": True}, 1], 1.0), ("not x", [{"x": True}, False], 1.0),
+        ("x / 3", [{"x": 1}, 1 / 3], 1.0), ("x / 3", [{"x": 1}, 0.333333], 0.0),
+        ("x + y", [{"x": 0.1, "y": 0.2}, 0.1 + 0.2], 1.0),
+        ("x", [{"x": 0.1 + 0.2}, 0.3], 1.0), ("x * x * x", [{"x": 0.1 + 0.2}, 0.027], 1.0),
+        ("x * 3", [{"x": 1 / 3}, 1], 1.0), ("x * 3", [{"x": 1 / 3}, 2], 0.0),
+        ("x + 1", [{"x": 10**12}, 10**12 + 1], 1.0), ("x", [{"x": 10**12}, 10**12 + 1], 0.0),
+        ("x or y", [{"x": 3, "y": 5}, 3], 1.0), ("x or y", [{"x": 0, "y": 5}, 5], 1.0),
+        ("x and y", [{"x": 3, "y": 5}, 5], 1.0), ("x and y", [{"x": 0, "y": 5}, 0], 1.0),
+        ("x == 0 or y / x > 1", [{"x": 0, "y": 5}, True], 1.0),
+    ],
+)  # fmt: skip
+def test_values_are_those_of_python(text: str, case: list[Any], share: float) -> None:
+    assert verifiable.passes_tests([text] * 2, tests=[json.dumps([case]), [case]]) == [share] * 2
 
 
 def test_the_share_of_test_cases_that_pass() -> None:

@@ -19,8 +19,11 @@ from typing import Any
 
 LONGEST = 200
 """Most characters of an expression."""
-LARGEST = 10**12
-"""Largest numerator and denominator of a value, and of each value on the way to it."""
+LARGEST = 10**60
+"""Largest numerator and denominator of a value, and of each value on the way to it.
+
+It has room for the product of three floats, of which each has 17 digits.
+"""
 
 _BINARY: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -61,7 +64,8 @@ def value_of(tree: ast.expr | None, names: Mapping[str, Any] | None = None) -> F
 
     Args:
         tree: The tree that :func:`parse` returned.
-        names: Value of each name that may occur: an integer, a float or a decimal number as text.
+        names: Value of each name that may occur: an integer, a float, a truth value, or a decimal
+            number as text.
 
     Returns:
         The value; None if there is no tree, where something in it is not allowed, a value on the
@@ -80,12 +84,13 @@ def value_of(tree: ast.expr | None, names: Mapping[str, Any] | None = None) -> F
 
 
 def number_of(value: Any) -> Fraction:
-    """Return a number, or a decimal number as text, as an exact fraction.
+    """Return a number, a truth value or a decimal number as text as an exact fraction.
 
     Raises:
         ValueError: It is no finite number, or is larger than :data:`LARGEST`.
         ArithmeticError: It is no number.
     """
+    value = int(value) if isinstance(value, bool) else value
     decimal = Decimal(str(value).replace(",", "").replace("$", "").strip())
     # Before the conversion: 1e999999 as a fraction would fill the memory.
     if not decimal.is_finite() or abs(decimal.adjusted()) > len(str(LARGEST)):
@@ -141,9 +146,14 @@ def _compare(node: ast.Compare, names: Mapping[str, Fraction]) -> bool:
     return all(_known(_COMPARISONS, type(step))(left, right) for step, left, right in steps)
 
 
-def _logic(node: ast.BoolOp, names: Mapping[str, Fraction]) -> bool:
-    values = [bool(_walk(part, names)) for part in node.values]
-    return all(values) if isinstance(node.op, ast.And) else any(values)
+def _logic(node: ast.BoolOp, names: Mapping[str, Fraction]) -> Any:
+    # As in Python, the first value that decides, be it a number: 3 or 5 is 3.
+    value: Any = None
+    for part in node.values:
+        value = _walk(part, names)
+        if bool(value) == isinstance(node.op, ast.Or):
+            break
+    return value
 
 
 def _choice(node: ast.IfExp, names: Mapping[str, Fraction]) -> Any:

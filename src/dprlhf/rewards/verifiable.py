@@ -12,6 +12,7 @@ model wrote is executed (:mod:`dprlhf.rewards.expressions`).
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from typing import Any
 from dprlhf.data.messages import last_text
 from dprlhf.rewards.expressions import number_of, parse, value_of
 
-_NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
+_NUMBER = re.compile(r"-?\$?(?:\d[\d,]*(?:\.\d+)?|(?<!\d)\.\d+)(?:[eE][-+]?\d+)?")
 # For texts with single spaces: runs of them, which a model may write without end, would take a time
 # quadratic in their length.
 _CHOICE = re.compile(r"answer(?: is)? ?:? ?\(?([A-Ja-j])\b(?!['’])", re.IGNORECASE)
@@ -53,7 +54,7 @@ def numeric_match(
     """Return 1 for each completion whose last number is the answer within a tolerance, else 0.
 
     The number is taken from the marked answer (:func:`final_answer`) where there is one, else from
-    the whole text.
+    the whole text; it may have commas, a dollar sign and an exponent.
 
     Args:
         completions: The completions.
@@ -68,7 +69,9 @@ def numeric_match(
     """
 
     def close(text: str, right: Any, allowed: Any) -> bool:
-        found, wanted = _last_number(text), _last_number(str(right))
+        # As text, a number of Python may have an exponent: 1e-05 is no 5.
+        wanted = _last_number(right) if isinstance(right, str) else _exact_number(right)
+        found = _last_number(text)
         if found is None or wanted is None:
             return False
         bound = max(Fraction(1), abs(wanted)) / 10**6 if allowed is None else number_of(allowed)
@@ -129,17 +132,17 @@ def multiple_choice(completions: Sequence[Any], answer: Sequence[str]) -> list[f
 
 
 def countdown(
-    completions: Sequence[Any], numbers: Sequence[Sequence[int]], answer: Sequence[Any]
+    completions: Sequence[Any], numbers: Sequence[Sequence[int] | str], answer: Sequence[Any]
 ) -> list[float]:
     """Return 1 for each expression that makes the answer from the numbers given, else 0.
 
     The "Countdown" task: ``(25 - 1) * 2`` makes 48 from 1, 2, 25. The expression is the marked
     answer (:func:`final_answer`), or else the whole completion. It may use each number once, the
-    operations +, −, × and ÷, and brackets.
+    operations +, −, × and ÷, and brackets; a quotient is exact, never rounded (``//``).
 
     Args:
         completions: The completions.
-        numbers: The numbers that may be used, for each prompt.
+        numbers: The numbers that may be used, for each prompt: a list, or the JSON text of one.
         answer: The value to reach, for each prompt.
 
     >>> countdown(["(25 - 1) * 2", "48", "<answer>25 + 25 - 2</answer>"], numbers=[[1, 2, 25]] * 3,
@@ -147,13 +150,14 @@ def countdown(
     [1.0, 0.0, 0.0]
     """
 
-    def right(text: str, given: Sequence[int], target: Any) -> bool:
+    def right(text: str, given: Sequence[int] | str, target: Any) -> bool:
         written = final_answer(text) or text
-        if not set(written) <= set("0123456789+-*/(). \t\n"):
+        if not set(written) <= set("0123456789+-*/(). \t\n") or "//" in written:
             return False
+        allowed = json.loads(given) if isinstance(given, str) else given
         used = Counter(re.findall(r"\d+\.?\d*", written))
         reached = value_of(parse(written))
-        return reached == number_of(target) and used <= Counter(str(number) for number in given)
+        return reached == number_of(target) and used <= Counter(str(number) for number in allowed)
 
     return _each(right, completions, numbers, answer)
 
@@ -169,7 +173,8 @@ def passes_tests(completions: Sequence[Any], tests: Sequence[Any]) -> list[float
     Args:
         completions: The completions.
         tests: Test cases of each prompt: a list, or the JSON text of one, of pairs of inputs by
-            name and the right value.
+            name and the right value, which are numbers or truth values. Whole numbers are compared
+            exactly, others up to a relative difference of 1e-9, as floats are rounded.
 
     >>> cases = '[[{"x": 3, "y": 5}, 5], [{"x": 7, "y": 2}, 7]]'
     >>> passes_tests(["max(x, y)", "y", "open('/etc/passwd').read()"], tests=[cases] * 3)
@@ -179,7 +184,7 @@ def passes_tests(completions: Sequence[Any], tests: Sequence[Any]) -> list[float
     def share(text: str, cases: Any) -> float:
         wanted = json.loads(cases) if isinstance(cases, str) else cases
         tree = parse(final_answer(text) or text)
-        passed = [value_of(tree, inputs) == number_of(right) for inputs, right in wanted]
+        passed = [_same(value_of(tree, inputs), number_of(right)) for inputs, right in wanted]
         return sum(passed) / len(passed)
 
     return _each(share, completions, tests)
@@ -285,8 +290,15 @@ def _last_number(text: str) -> Fraction | None:
     return _exact_number(marked[-1]) if marked else None
 
 
-def _exact_number(text: str) -> Fraction | None:
+def _exact_number(value: Any) -> Fraction | None:
     try:
-        return number_of(text)
+        return number_of(value)
     except (ValueError, ArithmeticError):
         return None
+
+
+def _same(found: Fraction | None, right: Fraction) -> bool:
+    """Return whether two numbers are equal; of fractions, up to the rounding of floats."""
+    if found is None or found.denominator == right.denominator == 1:
+        return found == right
+    return math.isclose(found, right, rel_tol=1e-9, abs_tol=1e-12)
