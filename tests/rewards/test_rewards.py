@@ -278,6 +278,40 @@ def test_a_call_of_private_rows_that_fails_costs_its_failing_user_only() -> None
     assert scores.values.tolist() == [0, 1, 2, 0, 0, 0, 6, 7, 8]
 
 
+def test_a_user_alone_is_scored_in_calls_of_checked_sizes_too() -> None:
+    """A size that nobody tried may round otherwise, and who is beside a user would decide on it."""
+    sizes: list[int] = []
+
+    def odd_in_sixes(completions: list[str]) -> list[float]:
+        sizes.append(len(completions))
+        if "boom" in completions:
+            raise ValueError
+        return [len(text) + 1e-3 * (len(completions) == 6) for text in completions]
+
+    report = check_reward(odd_in_sixes, PROMPTS, COMPLETIONS, most_rows=4)
+    reward = as_reward(odd_in_sixes).in_calls_of(report.checked_rows)
+
+    def scored(*others: str) -> Scores:
+        texts, users = ["x" * i for i in range(1, 7)] + [*others], [0] * 6 + [1] * len(others)
+        count = len(texts)
+        return Scorer([reward], 100.0).score(
+            ["p"] * count, texts, [[]] * count, {}, users, private=True
+        )
+
+    sizes.clear()
+    for company in ((), ("a", "b"), ("a", "boom")):
+        assert scored(*company).values[:6].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert set(sizes) == {4, 2}
+    # A failure costs its user all rows, in whatever call it is, and no others.
+    assert scored("boom", *"abcde").valid.tolist() == [True] * 6 + [False] * 6
+    # Nothing was checked of a reward that is called for one user at a time.
+    for whole in (reward.one_user_at_a_time(), reward.in_calls_of(0)):
+        sizes.clear()
+        reward = whole
+        scored("a")
+        assert sizes == [6, 1]
+
+
 def test_the_check_finds_the_largest_call_that_changes_no_score() -> None:
     def up_to_20(completions: list[str]) -> list[float]:
         return [len(c) + 1e-9 * (len(completions) > 20) for c in completions]

@@ -78,7 +78,8 @@ class Scorer:
     user's rows alone. A call with many users is an optimisation, allowed where the contract
     check (:func:`dprlhf.rewards.check_reward`) found that it gives the same values, bit for bit;
     and only with a number of rows at which that was checked: see
-    :attr:`~dprlhf.rewards.LoadedReward.checked_rows`.
+    :attr:`~dprlhf.rewards.LoadedReward.checked_rows`. The rows of a user alone are cut into calls
+    of these sizes too, or a size that nobody tried could round otherwise.
     When such a call raises or answers with the wrong length, each of its users is called alone: the
     failure of one user then costs only that user's rows, and the others get what defines their
     score anyway. Giving all users of the failed call an invalid score instead would let one user
@@ -232,19 +233,32 @@ class _Answers:
             left = self._ask_together(groups)
             alone = [group for group in groups if not left.isdisjoint(group)]
         for group in alone:
-            failure = self._call(group)
+            self._ask_alone(group)
+
+    def _ask_alone(self, group: Sequence[int]) -> None:
+        """Call the reward with one user's rows, which all fail if a call does."""
+        sizes = [] if self.reward.per_user else self._sizes(len(group))
+        start = 0
+        for size in sizes or [len(group)]:
+            failure = self._call(group[start : start + size])
+            start += size
             if failure is not None:
                 for i in group:
                     self.values[i] = failure
+                return
 
-    def _ask_together(self, groups: Sequence[Sequence[int]]) -> set[int]:
-        """Call the reward with several users' rows, and return the rows left without an answer.
+    def _sizes(self, rows: int) -> list[int]:
+        """Return the sizes of the calls for some rows.
 
         Private users' rows go in calls of sizes that were checked; public ones all in one call.
         """
+        return checked_sizes(rows, self.reward.checked_rows) if self._private else [rows]
+
+    def _ask_together(self, groups: Sequence[Sequence[int]]) -> set[int]:
+        """Call the reward with several users' rows, and return the rows left without an answer."""
         count = len(self._rows)
         order = [i for group in groups for i in group] if self._private else list(range(count))
-        sizes = checked_sizes(count, self.reward.checked_rows) if self._private else [count]
+        sizes = self._sizes(count)
         left, start = set(order[sum(sizes) :]), 0
         for size in sizes:
             chosen = order[start : start + size]
