@@ -10,6 +10,7 @@ import io
 import logging
 import math
 import os
+import pickle
 import re
 import sys
 import warnings
@@ -884,11 +885,45 @@ def test_function_from_a_file(tmp_path: Path) -> None:
         with pytest.raises(DprlhfError) as caught:
             load_reward(recipe.Reward(function=f"{first}:{attribute}"))
         assert text in str(caught.value)
-    first.write_text("raise RuntimeError('two\\nlines')")
+    broken = tmp_path / "broken.py"
+    broken.write_text("raise RuntimeError('two\\nlines')")
     with pytest.raises(DprlhfError, match="RuntimeError: two lines"):
-        load_reward(recipe.Reward(function=f"{first}:constant"))
+        load_reward(recipe.Reward(function=f"{broken}:constant"))
     with pytest.raises(DprlhfError, match=r"missing\.py' does not exist"):
         load_reward(recipe.Reward(function=f"{tmp_path}/missing.py:f"))
+
+
+def test_a_file_that_several_rewards_name_runs_once(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def one(completions): return [1.0] * len(completions)\n"
+        "def two(completions): return [2.0] * len(completions)\n"
+    )
+    one, two, again = (load_reward(f"{path}:{name}").function for name in ("one", "two", "one"))
+    assert one.__globals__ is two.__globals__  # what one of them loads, the other has
+    assert again is one
+    assert pickle.loads(pickle.dumps(one)) is one
+    path.write_text("def three(completions): return [3.0] * len(completions)\n")
+    assert load_reward(f"{path}:three").function(completions=["a"]) == [3.0]
+
+
+@pytest.mark.parametrize("problem", ["SystemExit(3)", "KeyboardInterrupt()"])
+def test_a_file_that_exits_is_no_exit_of_the_program(
+    problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "leaving.py").write_text(f"raise {problem}")
+    monkeypatch.syspath_prepend(tmp_path)
+    expected = DprlhfError if "Exit" in problem else KeyboardInterrupt
+    for source in (f"{tmp_path}/leaving.py:f", "leaving:f"):
+        for _ in range(2):
+            with pytest.raises(expected, match="SystemExit: 3" if "Exit" in problem else None):
+                load_reward(source)
+
+
+@pytest.mark.parametrize("spec", [[], ["os.path:lexists"] * 2, ()])
+def test_one_reward_is_one_reward(spec: Any) -> None:
+    with pytest.raises(DprlhfError, match=r"load_reward takes one reward, not (0|2)"):
+        load_reward(spec)
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,8 @@ def load_reward(
         device: Torch device of a classifier.
 
     Raises:
-        DprlhfError: A source cannot be found or is not a callable. Nothing private exists at this
-            point, so messages may quote exceptions.
+        DprlhfError: There is not one reward, or a source cannot be found, exits, or is not a
+            callable. Nothing private exists at this point, so messages may quote exceptions.
 
     >>> def shouting(completions):
     ...     return [float(text.isupper()) for text in completions]
@@ -87,8 +87,10 @@ def load_reward(
     >>> load_reward((shouting, 0.5)).weight
     0.5
     """
-    [one] = given_rewards(spec, tokenizers=tokenizer)
-    return _load(one, device)
+    found = given_rewards(spec, tokenizers=tokenizer)
+    if len(found) != 1:
+        raise DprlhfError(f"load_reward takes one reward, not {len(found)}: call it for each")
+    return _load(found[0], device)
 
 
 def _load(one: GivenReward, device: str | torch.device) -> LoadedReward:
@@ -190,7 +192,7 @@ def load_function(source: str, kind: str = "reward") -> object:
 def _module_by_name(name: str, kind: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         raise DprlhfError(
             f"{kind} module {name!r} cannot be imported ({type_and_message(problem)}): install it,"
             " or name a file as 'path/to/file.py:attribute'"
@@ -201,10 +203,17 @@ def _module_from_file(place: str, kind: str) -> ModuleType:
     path = Path(place).expanduser().resolve()
     if not path.is_file():
         raise DprlhfError(f"{kind} file {place!r} does not exist: paths start at {Path.cwd()}")
+    try:
+        content = path.read_bytes()
+    except OSError as problem:
+        raise DprlhfError(f"{kind} file {place!r} cannot be read: {problem.strerror}") from problem
     # A name of its own, because two files may share a stem; registered, because pickle and
-    # dataclasses look modules up.
-    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    # dataclasses look modules up. It follows from the content too: the same file is loaded once,
+    # one that was edited meanwhile (in a notebook, say) anew.
+    digest = hashlib.sha256(str(path).encode() + b"\0" + content).hexdigest()[:8]
     name = f"dprlhf_reward_{path.stem}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -212,8 +221,10 @@ def _module_from_file(place: str, kind: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as problem:
+    except BaseException as problem:
         del sys.modules[name]
+        if isinstance(problem, KeyboardInterrupt):
+            raise
         raise DprlhfError(f"{kind} file {place!r} fails: {type_and_message(problem)}") from problem
     return module
 
@@ -234,7 +245,7 @@ def _load_plugin(name: str) -> object:
         )
     try:
         return next(point for point in points if point.name == name).load()
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         raise DprlhfError(
             f"the reward plugin {name!r} ({found[0]}) cannot be loaded: {type_and_message(problem)}"
         ) from problem
