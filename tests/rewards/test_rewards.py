@@ -468,6 +468,28 @@ def test_a_reward_cannot_change_the_lists_of_the_caller() -> None:
     assert (completions, answer) == (["a", "b"], ["c", "d"])
 
 
+@pytest.mark.parametrize("changed", ["prompts", "completions", "tests"])
+def test_a_reward_cannot_change_the_messages_of_the_caller(changed: str) -> None:
+    def shouting(**columns: Any) -> list[float]:
+        found = float(len(columns[changed][0]))
+        columns[changed][0][0]["content"] = "HELLO"
+        columns[changed][0][0]["parts"].append("more")
+        columns[changed][0].append({})
+        return [found] * len(columns["prompts"])
+
+    def said() -> list[list[dict[str, Any]]]:
+        return [[{"role": "user", "content": "hello", "parts": []}] for _ in range(2)]
+
+    prompts, completions, tests = said(), said(), said()
+    for private in (True, False, True):
+        made = Scorer([shouting], 10.0)
+        scores = made.score(
+            prompts, completions, [[1]] * 2, {"tests": tests}, [0, 1], private=private
+        )
+        assert scores.values.tolist() == [1.0, 1.0]
+    assert prompts == completions == tests == said()
+
+
 def test_scores_do_not_print_themselves() -> None:
     result = score(length, ["abcd"])
     assert "4" not in repr(result).split(" at ")[0]

@@ -222,15 +222,29 @@ def keywords_for(
 ) -> dict[str, Any]:
     """Return all keywords that TRL 1.16 passes; without a log, the logging functions do nothing."""
     return {
-        **{name: list(values) for name, values in rows.columns.items() if name not in _RESERVED},
-        # Fresh lists: a reward that changes its arguments must not change the caller's.
-        "prompts": list(rows.prompts),
-        "completions": list(rows.completions),
+        # Copies: a reward that changes its arguments must not change the caller's rows.
+        **{name: _copied(values) for name, values in rows.columns.items() if name not in _RESERVED},
+        "prompts": _copied(rows.prompts),
+        "completions": _copied(rows.completions),
         "completion_ids": [list(ids) for ids in rows.completion_ids],
         "trainer_state": state or RoundState(),
         "log_extra": log.log_extra if log else _drop,
         "log_metric": log.log_metric if log else _drop,
     }
+
+
+def _copied(values: Sequence[Any]) -> list[Any]:
+    """Copy a list, with the lists and mappings in it, such as messages."""
+    return [_copied_value(value) for value in values]
+
+
+def _copied_value(value: Any) -> Any:
+    # No deepcopy: a column may hold objects, such as an agent's environment, that are meant.
+    if isinstance(value, list):
+        return _copied(value)
+    if isinstance(value, dict):
+        return {name: _copied_value(part) for name, part in value.items()}
+    return value
 
 
 def call_reward(
