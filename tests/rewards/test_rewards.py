@@ -616,6 +616,38 @@ def test_what_a_reward_says_reaches_the_secret_sink_only(
         LOGGER.propagate = True
 
 
+class Notebook(io.StringIO):
+    """A stream without a file descriptor."""
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Notebook])
+def test_a_stream_without_descriptor_that_a_library_kept_shows_nothing(
+    kind: type[io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notebook, sink = kind(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", notebook)
+    monkeypatch.setattr(sys, "stderr", notebook)
+    kept = sys.stderr  # as loguru and tqdm keep it when they are imported
+
+    def logging_itself(completions: list[str]) -> list[float]:
+        kept.write(f"{CANARY} kept\n")
+        print(f"{CANARY} print", file=kept)
+        kept.writelines([f"{CANARY} lines"])
+        return length(completions)
+
+    assert score(logging_itself, ["a"], sink=sink).valid.all()
+    assert score(logging_itself, ["a"]).valid.all()
+    assert notebook.getvalue() == ""
+    assert all(f"{CANARY} {way}" in sink.getvalue() for way in ("kept", "print", "lines"))
+    print("still here")  # afterwards it writes as before, by its own method
+    assert notebook.getvalue() == "still here\n"
+    assert "write" not in vars(notebook)
+    notebook.write = lambda text: 0  # type: ignore[method-assign]
+    own = notebook.write
+    score(logging_itself, ["a"])
+    assert notebook.write is own
+
+
 @pytest.mark.slow
 def test_forgotten_tasks_do_not_log_their_exception(caplog: pytest.LogCaptureFixture) -> None:
     tasks: list[asyncio.Task[None]] = []

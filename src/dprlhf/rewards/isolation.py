@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Protocol, TextIO
 
 
 class Writable(Protocol):
@@ -27,16 +27,18 @@ SecretSink = Callable[[str], object] | Writable
 def captured(sink: SecretSink | None) -> Iterator[None]:
     """Send Python's stdout, stderr, warnings and log records to ``sink``; drop them without one.
 
-    File descriptors 1 and 2 point to the null device meanwhile, so that a subprocess, native code
-    or a library that kept the original ``sys.stderr`` cannot print either; that part is dropped
-    even with a sink. The redirection holds for the whole process, other threads included. Not
-    covered: files and connections that the reward opens itself, and what its threads write later.
+    So does a library that kept ``sys.stderr`` as it was: the streams' own ``write`` is redirected,
+    which reaches a notebook's too. File descriptors 1 and 2 point to the null device meanwhile, so
+    that a subprocess or native code cannot print either; that part is dropped even with a sink. The
+    redirection holds for the whole process, other threads included. Not covered: other streams,
+    files and connections that the reward has opened, and what its threads write later.
     """
     raw = io.BytesIO()
     text = io.TextIOWrapper(raw, "utf-8", errors="backslashreplace", write_through=True)
     try:
         with (
             _silent_descriptors(),
+            _redirected_writes(text),
             contextlib.redirect_stdout(text),
             contextlib.redirect_stderr(text),
             _captured_logging(text),
@@ -50,8 +52,12 @@ def captured(sink: SecretSink | None) -> Iterator[None]:
             write(content)
 
 
+def _streams() -> tuple[TextIO | None, ...]:
+    return sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__
+
+
 def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+    for stream in _streams():
         if stream is not None:
             with contextlib.suppress(Exception):
                 stream.flush()
@@ -74,6 +80,20 @@ def _silent_descriptors() -> Iterator[None]:
             os.dup2(original, descriptor)
             os.close(original)
         os.close(null)
+
+
+@contextlib.contextmanager
+def _redirected_writes(text: io.TextIOWrapper) -> Iterator[None]:
+    # Of the objects themselves: one without a descriptor, as in a notebook, that a library has kept
+    # is reached in no other way.
+    with contextlib.ExitStack() as stack:
+        for stream in _streams():
+            own = getattr(stream, "__dict__", {})
+            before = {name: own[name] for name in ("write",) if name in own}
+            own["write"] = text.write
+            stack.callback(own.update, before)
+            stack.callback(own.pop, "write", None)
+        yield
 
 
 @contextlib.contextmanager
