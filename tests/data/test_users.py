@@ -389,6 +389,38 @@ def test_every_user_is_known_again_however_many_there_are(
     assert len(open_private(made.traces("user"))["text"]) == 5
 
 
+@pytest.mark.parametrize(
+    ("one", "another"),
+    [
+        ([17, 18], [17.0, 0.5]),
+        ([17, 18], ["17", "x"]),
+        (["17"], [17.0, 0.5]),
+        ([" Ann"], ["Ann\n"]),
+        (["é"], ["e\u0301"]),
+        ([0.5], ["0.5"]),
+        ([True], ["true"]),
+    ],
+    ids=str,
+)
+def test_a_user_is_known_again_however_a_file_spells_the_name(
+    one: list[Any], another: list[Any]
+) -> None:
+    """As the budget book and the comparison with public rows have it: one person, one name."""
+    made = [users({"prompt": ["a"] * len(n), "user": n}) for n in (one, another)]
+
+    def keyed(of: Users) -> set[bytes]:
+        return open_private(of.hashed(lambda names: {name.encode() for name in names}))
+
+    assert keyed(made[0]) & keyed(made[1])
+    traced = [open_private(m.traces("user"))["user"] for m in made]
+    assert np.isin(traced[0], traced[1]).any()
+    known = [open_private(m.identities()) for m in made]
+    assert np.isin(known[0], known[1]).any()
+    assert np.isin(traced[0], known[0]).all()  # one hash of one spelling
+    other = users({"prompt": ["a", "b"], "user": ["Bea", "170"]})
+    assert not np.isin(known[0], open_private(other.identities())).any()
+
+
 def test_rows_with_the_same_prompt_are_told_apart_by_their_other_columns() -> None:
     """A row is a user, so two that change places are two users who change rounds."""
     rows: dict[str, list[Any]] = {"prompt": ["a", "b", "a"], "answer": [1, 2, 3]}

@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
+from pandas.util import hash_array
 
 import dprlhf
+from dprlhf.boundary import open_private
 from dprlhf.data.loading import rows_from
 from dprlhf.data.public import Guides
 from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import AnyRecipe, RewardRecipe, SFTRecipe, make_recipe
-from dprlhf.runs.opening import check_public, recipe_digest
+from dprlhf.runs.folder import RunFolder
+from dprlhf.runs.opening import check_disjoint, check_public, recipe_digest
 from helpers.recipes import recipe_settings
 
 ABSENT = "/absent/folder/model"
@@ -146,6 +150,39 @@ def test_a_cut_prompt_is_the_one_that_it_was_cut_from_but_a_common_beginning_is_
     assert refused(private, ["it was one of the best films number"], **cut)
     assert not refused(private, [f"it was one of the best films of {i}" for i in range(9)], **cut)
     assert refused(["a b c"], ["a b c d"], evaluation__data__prompt_words=3)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now"),
+    [
+        ([17, 18], [17.0, 0.5]),
+        ([" Ann"], ["Ann"]),
+        # As runs of earlier versions hashed the names that stood in their files.
+        (["formerly", "17.0"], [17.0, 0.5]),
+        (["formerly", "17.0"], [17, 18]),
+        (["formerly", " Ann"], [" Ann"]),
+    ],
+    ids=str,
+)
+def test_runs_that_are_called_disjoint_are_compared_by_names_however_they_are_spelt(
+    earlier: list[Any], now: list[Any], tmp_path: Path
+) -> None:
+    def users_of(names: list[Any]) -> Users:
+        rows = [{"prompt": "why?", "who": name} for name in names]
+        return Users(rows_from(rows, "prompt"), made.data)
+
+    declared = [{"run": str(tmp_path / "old"), "users": "disjoint"}]
+    made = recipe(data__user_column="who", previous=declared)
+    held = RunFolder(tmp_path / "old").identities
+    held.parent.mkdir(parents=True)
+    if earlier[0] == "formerly":
+        hashes = hash_array(np.array(earlier[1:], dtype=object), categorize=False)
+    else:
+        hashes = open_private(users_of(earlier).identities())
+    np.save(held, hashes)
+    with pytest.raises(DprlhfError, match="declared to have no users in common"):
+        check_disjoint(made, users_of(now))
+    check_disjoint(made, users_of(["Bea", "170"]))
 
 
 @pytest.mark.parametrize("named_by", ["data", "evaluation"])

@@ -152,21 +152,25 @@ class Users:
         return Private(state.hexdigest())
 
     def identities(self) -> Private[NDArray[np.uint64]]:
-        """Return a hash of each user's name (without a user column: of its prompt), sorted.
+        """Return hashes of each user's name (without a user column: of its prompt), sorted.
 
-        Two datasets in which a user has the same name share a hash. The reverse proves nothing: a
-        person may have another name, or another prompt, in another dataset.
+        Two datasets in which a user has the same name share a hash, whatever the files' types and
+        spellings, as for :meth:`hashed`. The reverse proves nothing: a person may have another
+        name, or another prompt, in another dataset.
+
+        Earlier versions hashed a name as it stood in its file, and the folders of their runs hold
+        those hashes. So they are returned, too, where that spelling differs.
         """
-        return Private(self._hashes())
+        return Private(self._hashes(formerly=True))
 
-    def _hashes(self) -> NDArray[np.uint64]:
-        """Return a hash of each different name, sorted."""
-        from pandas.util import hash_array
-
+    def _hashes(self, *, formerly: bool = False) -> NDArray[np.uint64]:
+        """Return a hash of each different name, sorted; on request of former spellings as well."""
         found = [np.empty(0, dtype=np.uint64)]
         for given in self._names():
-            names = [v if isinstance(v, str) else json.dumps(v, default=str) for v in given]
-            found.append(hash_array(np.array(names, dtype=object), categorize=False))
+            names = list(map(_written, given))
+            if formerly:
+                names += [text for value in given for text in _formerly_written(value)]
+            found.append(_hash_of(names))
         return np.unique(np.concatenate(found))
 
     def hashed(self, by: Callable[[Iterable[str]], set[bytes]]) -> Private[set[bytes]]:
@@ -210,8 +214,6 @@ class Users:
             without order or repetition. The text of rows without prompts is that of all columns but
             ``environment``: its name alone is nobody's.
         """
-        from pandas.util import hash_array
-
         spec, rows = self._spec, self._rows
         if first is not None:
             rows = rows.select(range(min(first, len(rows))))
@@ -228,8 +230,8 @@ class Users:
             if named:
                 seen["user"] = [_written(name) for name in batch[named[0]]]
             for kind, values in seen.items():
-                some = np.array([v for v in values if v], dtype=object)  # "" is nobody's text
-                found[kind].append(np.unique(hash_array(some, categorize=False)))
+                some = [value for value in values if value]  # "" is nobody's text
+                found[kind].append(np.unique(_hash_of(some)))
         empty = np.empty(0, dtype=np.uint64)
         return Private({k: np.unique(np.concatenate([empty, *v])) for k, v in found.items()})
 
@@ -360,6 +362,21 @@ def _written(value: Any) -> str:
         value = int(value)
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return unicodedata.normalize("NFC", text).strip()
+
+
+def _formerly_written(value: Any) -> list[str]:
+    """Return the texts as which earlier versions may have hashed a name: as its file had it."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    whole = _written(value)
+    return [text, f"{whole}.0"] if whole.lstrip("-").isdecimal() else [text]
+
+
+def _hash_of(texts: Sequence[str]) -> NDArray[np.uint64]:
+    """Return a hash of each text, without a key, ``[texts]``."""
+    from pandas.util import hash_array
+
+    hashes: NDArray[np.uint64] = hash_array(np.array(texts, dtype=object), categorize=False)
+    return hashes
 
 
 def _plain(value: Any) -> str:
