@@ -168,6 +168,16 @@ def test_an_earlier_run_that_is_resumed_pays_for_the_users_who_have_not(place: s
     assert spent(book)["clinic"] == pytest.approx(TWO)
 
 
+def test_a_run_whose_users_all_lack_a_prompt_is_written_down_and_costs_nobody(place: str) -> None:
+    book = make(place, epsilon=ONE)
+    assert ask(book, "a", range(0)).number == 1
+    assert ask(book, "b", range(20)).number == 2
+    assert ask(book, "a", range(0)).number == 1
+    found = {r["run"]: r["users"] for r in book.read()["reservations"]}
+    assert found == {"a": 0, "b": 20}
+    assert spent(book) == {"clinic": pytest.approx(ONE)}
+
+
 def test_runs_with_other_neighbours_are_refused(place: str) -> None:
     book = make(place)
     ask(book, "a", range(20))

@@ -57,6 +57,12 @@ def test_rows_are_known_by_all_their_columns() -> None:
     assert np.isin(traces[0], traces[1]).sum() == 2
 
 
+def test_a_row_to_which_an_environment_gives_the_prompt_is_a_user_even_without_values() -> None:
+    users = users_of({"environment": ["a", None], "seed": [1, None]})
+    assert len(open_private(users.identities())) == 2
+    assert len(open_private(users.hashed(lambda names: {n.encode() for n in names}))) == 2
+
+
 def test_the_name_of_an_environment_alone_is_nobodys_row() -> None:
     users = users_of({"environment": ["a", "b"]})
     assert len(open_private(users.traces(None))["text"]) == 0

@@ -421,6 +421,28 @@ def test_a_user_is_known_again_however_a_file_spells_the_name(
     assert not np.isin(known[0], open_private(other.identities())).any()
 
 
+def test_rows_without_a_prompt_are_nobody_in_particular() -> None:
+    """They contribute nothing, and two of them in unrelated data are not one person."""
+
+    def names(of: Users) -> set[bytes]:
+        return open_private(of.hashed(lambda names: {name.encode() for name in names}))
+
+    made, other = users({"prompt": [None, "a", "", None]}), users({"prompt": ["b", None]})
+    assert (made.count, other.count) == (4, 2)  # they count in N all the same
+    assert names(made) == {b"a", b""}
+    assert names(other) == {b"b"}
+    known = [open_private(m.identities()) for m in (made, other)]
+    assert [len(hashes) for hashes in known] == [2, 1]
+    assert not np.isin(known[0], known[1]).any()
+    assert len(open_private(users({"prompt": [None]}).identities())) == 0
+    # A word is a prompt, whatever it says, and whoever has a name is that person.
+    assert names(users({"prompt": ["null", "None", "nan"]})) == {b"null", b"None", b"nan"}
+    assert names(users({"prompt": [None, "a"], "user": ["x", "null"]})) == {b"x", b"null"}
+    # Two such rows that change places are two users who change rounds.
+    moved = [{"prompt": [None, "a", None], "answer": answers} for answers in ([1, 2, 3], [3, 2, 1])]
+    assert digest(moved[0]) != digest(moved[1])
+
+
 def test_rows_with_the_same_prompt_are_told_apart_by_their_other_columns() -> None:
     """A row is a user, so two that change places are two users who change rounds."""
     rows: dict[str, list[Any]] = {"prompt": ["a", "b", "a"], "answer": [1, 2, 3]}

@@ -83,7 +83,8 @@ def read_state(connection: sa.Connection, key: bytes, label: str) -> State:
     agree = (
         sizes.keys() <= histories.keys()
         and reservations.keys() == set(range(1, len(reservations) + 1))
-        and {number: row.users for number, row in reservations.items()} == users
+        and users.keys() <= reservations.keys()
+        and all(row.users == users[number] for number, row in reservations.items())
         and {row.dataset for row in reservations.values()} <= datasets.keys()
     )
     if not agree:
@@ -117,7 +118,9 @@ def write_reservation(
 ) -> int:
     """Write the reservations that users owe, and return the number of the run's own."""
     numbers = dict(state.numbers)
-    for spending in dict.fromkeys(s for spendings in owed.values() for s in spendings):
+    # The run's own is written down even if none of its users has a prompt, and so owes anything.
+    due = [*(s for spendings in owed.values() for s in spendings), question.spending]
+    for spending in dict.fromkeys(due):
         own = spending is question.spending
         added = sum(count for history, count in groups.items() if spending in owed[history])
         if spending.run in numbers:  # written down as an earlier run, for other users

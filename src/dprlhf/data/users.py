@@ -158,6 +158,9 @@ class Users:
         spellings, as for :meth:`hashed`. The reverse proves nothing: a person may have another
         name, or another prompt, in another dataset.
 
+        Rows without a prompt, whose users contribute nothing, are nobody in particular: they have
+        no hash, or all of them would be one person's. They count in N all the same.
+
         Earlier versions hashed a name as it stood in its file, and the folders of their runs hold
         those hashes. So they are returned, too, where that spelling differs.
         """
@@ -176,7 +179,8 @@ class Users:
     def hashed(self, by: Callable[[Iterable[str]], set[bytes]]) -> Private[set[bytes]]:
         """Return the keyed hash of each user's name (without a user column: of its prompt).
 
-        A user has the same name as text or as a number, whichever file it comes from.
+        A user has the same name as text or as a number, whichever file it comes from. A row without
+        a prompt, whose user contributes nothing and so pays nothing, has none.
 
         Args:
             by: Hashes names under a budget book's key.
@@ -187,14 +191,20 @@ class Users:
         return Private(found)
 
     def _names(self) -> Iterator[list[Any]]:
-        """Yield what users are known by: their name, without one their prompt, or the whole row."""
+        """Yield what users are known by: their name, without one their prompt, or the whole row.
+
+        Only a prompt can be missing: every row has a name (:func:`_codes`), and an environment
+        gives each row its prompt, whatever values the row lacks.
+        """
         column = self._spec.user_column
         if column is None and self.with_prompts:
             column = self._spec.prompt_column
         columns = [column] if column is not None else sorted(self._columns)
         for batch in self._rows.select_columns(columns).iter(batch_size=ROWS_AT_ONCE):
-            rows = zip(*(batch[name] for name in columns), strict=True)
-            yield batch[column] if column is not None else [list(row) for row in rows]
+            if column is not None:
+                yield [value for value in batch[column] if value is not None]
+            else:
+                yield [list(row) for row in zip(*(batch[c] for c in columns), strict=True)]
 
     def traces(
         self, user_column: str | None, first: int | None = None
