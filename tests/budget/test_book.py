@@ -125,7 +125,8 @@ def test_a_run_that_comes_back_finds_its_reservation_and_pays_once(place: str) -
     again = ask(Book(place), "a", range(20))
     assert again == first
     assert len(book.read()["reservations"]) == 1
-    for changed in ({"users": range(21)}, {"users": range(19)}, {"mechanism": mechanism(9)}):
+    assert ask(book, "a", range(19)) == first  # all of them have paid
+    for changed in ({"users": range(21)}, {"users": range(1, 21)}, {"mechanism": mechanism(9)}):
         with pytest.raises(DprlhfError, match="reserved another cost"):
             ask(book, "a", **({"users": range(20)} | changed))
     make(place, "second")
@@ -162,10 +163,27 @@ def test_tuning_runs_and_earlier_runs_are_paid_for_once(place: str) -> None:
 def test_an_earlier_run_that_is_resumed_pays_for_the_users_who_have_not(place: str) -> None:
     book = make(place, epsilon=THREE)
     ask(book, "a", range(20), earlier=[Spending("old", "old", "sft", mechanism())])
-    ask(book, "old", range(10, 30))
+    first = ask(book, "old", range(10, 30))
     found = {r["run"]: (r["users"], r["earlier"]) for r in book.read()["reservations"]}
     assert found == {"old": (30, False), "a": (20, False)}
     assert spent(book)["clinic"] == pytest.approx(TWO)
+    assert ask(book, "old", range(10, 30)) == first  # and again, and pays nothing
+    with pytest.raises(DprlhfError, match="reserved another cost"):
+        ask(book, "old", range(10, 31))
+
+
+def test_an_earlier_run_that_is_resumed_is_the_one_that_was_written_down(place: str) -> None:
+    book = make(place, epsilon=THREE)
+    make(place, "ward")
+    ask(book, "a", range(20), "clinic", earlier=[Spending("old", "old", "sft", mechanism())])
+    for changed in ({"times": 2}, {"mechanism": mechanism(9)}):
+        with pytest.raises(DprlhfError, match="reserved another cost"):
+            ask(book, "old", range(20), "clinic", **changed)
+    with pytest.raises(DprlhfError, match=r"wrote this run down in data set 'clinic'"):
+        ask(book, "old", range(20, 30), "ward")  # whose budget would not protect them
+    first = ask(book, "old", range(20), "clinic")  # of whom all have paid
+    assert ask(book, "old", range(20)) == first
+    assert [r["earlier"] for r in book.read()["reservations"]] == [False, False]
 
 
 def test_a_run_whose_users_all_lack_a_prompt_is_written_down_and_costs_nobody(place: str) -> None:

@@ -196,9 +196,9 @@ class Book:
             groups = groups_of(connection, state)
             spending = question.spending
             number, counter = state.numbers.get(spending.run), state.book.counter
-            if number is not None and not state.reservations[number].earlier:
+            if number is not None:
                 self._check_same(state, number, question, groups)
-            else:
+            if number is None or state.reservations[number].earlier:
                 owed = {h: owed_by(state, state.histories[h], question) for h in groups}
                 for history, spendings in owed.items():
                     self._check_budgets(state, dataset, state.histories[history], spendings)
@@ -276,12 +276,21 @@ class Book:
     def _check_same(
         self, state: State, number: int, question: Question, groups: Mapping[int, int]
     ) -> None:
-        """Check that a run which has a reservation is the one that made it, with its users."""
+        """Check that a run in the book is the one that was written down, and its users have paid.
+
+        Users of an earlier run that a later one wrote down may have yet to pay. How many users a
+        reservation has proves nothing: those of several runs can be in an earlier run's.
+        """
         row, spending = state.reservations[number], question.spending
-        users = sum(count for h, count in groups.items() if number in state.histories[h])
-        asked = (spending.mechanism, spending.times, question.dataset or row.dataset)
-        same = (mechanism_of(row), row.times, row.dataset) == asked
-        if not same or not row.users == users == sum(groups.values()):
+        asked = question.dataset or row.dataset
+        if row.earlier and row.dataset != asked:
+            raise DprlhfError(
+                f"privacy.dataset {asked!r}: a later run wrote this run down in data set"
+                f" {row.dataset!r} of the budget book (reservation {number}): name that one"
+            )
+        same = (mechanism_of(row), row.times, row.dataset)
+        paid = row.earlier or all(number in state.histories[h] for h in groups)
+        if same != (spending.mechanism, spending.times, asked) or not paid:
             raise DprlhfError(
                 f"this run reserved another cost in the budget book (reservation {number}): its"
                 " data set, users or plan changed. Start a new run"
