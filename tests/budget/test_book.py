@@ -172,6 +172,26 @@ def test_an_earlier_run_that_is_resumed_pays_for_the_users_who_have_not(place: s
         ask(book, "old", range(10, 31))
 
 
+def test_a_plan_that_another_processor_rounds_otherwise_is_the_same_plan(place: str) -> None:
+    book = make(place, epsilon=TWO)
+    first = ask(book, "a", range(20))
+    old = Spending("old", "old", "sft", mechanism())
+    ask(book, "b", range(20, 30), earlier=[old])
+    for noise in (8.0 * (1 + 1e-12), 8.0 * (1 - 5e-7)):
+        again = ask(book, "a", range(20), mechanism=mechanism(noise))
+        assert again.number == first.number
+        ask(book, "old", range(20, 30), mechanism=mechanism(noise))
+    for other in (
+        mechanism(8.0 * (1 + 2e-6)),
+        Mechanism(8.0, 11, "fixed", "zero-out"),
+        Mechanism(8.0, 10, "stream", "zero-out"),
+        Mechanism(8.0, 10, "fixed", "replace-one"),
+        Mechanism(8.0, 10, "fixed", "zero-out", releases_per_round=2),
+    ):
+        with pytest.raises(DprlhfError, match="reserved another cost"):
+            ask(book, "a", range(20), mechanism=other)
+
+
 def test_an_earlier_run_that_is_resumed_is_the_one_that_was_written_down(place: str) -> None:
     book = make(place, epsilon=THREE)
     make(place, "ward")

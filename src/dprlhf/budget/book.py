@@ -16,7 +16,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from dprlhf.budget.spending import Mark, Question, Reservation, Spending
+from dprlhf.budget.spending import Mark, Question, Reservation, Spending, cost_the_same
 from dprlhf.budget.state import (
     State,
     check_book,
@@ -288,9 +288,10 @@ class Book:
                 f"privacy.dataset {asked!r}: a later run wrote this run down in data set"
                 f" {row.dataset!r} of the budget book (reservation {number}): name that one"
             )
-        same = (mechanism_of(row), row.times, row.dataset)
+        same = (row.times, row.dataset) == (spending.times, asked)
+        same = same and cost_the_same(mechanism_of(row), spending.mechanism)
         paid = row.earlier or all(number in state.histories[h] for h in groups)
-        if same != (spending.mechanism, spending.times, asked) or not paid:
+        if not (same and paid):
             raise DprlhfError(
                 f"this run reserved another cost in the budget book (reservation {number}): its"
                 " data set, users or plan changed. Start a new run"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from dprlhf.privacy.accounting import Mechanism
 from dprlhf.privacy.composition import adaptive_epsilon, total_epsilon
+
+_ROUNDING = 1e-6
+"""Relative difference of two noise multipliers that count as the same one."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,19 @@ class Question:
     unit: str | None
     earlier: Sequence[Spending]
     marks: Sequence[Mark]
+
+
+def cost_the_same(one: Mechanism | None, other: Mechanism | None) -> bool:
+    """Return whether two mechanisms are the same, but for the last digits of their noise.
+
+    A plan is made again when its run is resumed, and another kind of processor rounds otherwise.
+    """
+    if one is None or other is None:
+        return one is other
+    return all(
+        math.isclose(a, b, rel_tol=_ROUNDING) if float in (type(a), type(b)) else a == b
+        for a, b in zip(asdict(one).values(), asdict(other).values(), strict=True)
+    )
 
 
 @functools.cache
