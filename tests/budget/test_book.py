@@ -119,6 +119,35 @@ def test_enrolled_users_are_protected_in_other_data_sets_from_the_start(place: s
     assert spent(book) == {"small": pytest.approx(ONE), "large": pytest.approx(TWO)}
 
 
+def test_users_who_are_enrolled_already_are_not_enrolled_again(place: str) -> None:
+    book = make(place, "small", ONE)
+    make(place, "large", THREE)
+    people = book.hashed(f"user {i}" for i in range(10))
+    first = book.enrol(people, "recipe.yaml", dataset="small", unit="user")
+    before = book.read()
+    assert book.enrol(people, "recipe.yaml", dataset="small", unit="user") == first
+    assert book.enrol(list(people)[:3], "other.yaml", dataset="small", unit="user") == first
+    assert book.read() == before
+    more = book.hashed(f"user {i}" for i in range(5, 12))
+    assert book.enrol(more, "recipe.yaml", dataset="small", unit="user").number == 2
+    ask(book, "a", range(20), "large")
+    before = book.read()
+    assert [r["users"] for r in before["reservations"]] == [10, 2, 20]
+    book.enrol(book.hashed(["user 15"]), "more.yaml", dataset="large", unit="user")
+    assert book.read() == before  # whoever was in a run of a data set is known as one of its users
+    book.enrol(people, "recipe.yaml", dataset="large", unit="user")
+    assert book.read() == before
+    book.enrol(book.hashed(["user 15"]), "more.yaml", dataset="small", unit="user")
+    assert [r["users"] for r in book.read()["reservations"]] == [10, 2, 20, 1]
+    again = Spending("users again", "more.yaml", "users", None, times=0)
+    asked = [book.hashed(["user 15", "user 16"])] * 2  # the second after a lost connection, say
+    found = [book.reserve(again, some, dataset="small", unit="user") for some in asked]
+    assert found[0] == found[1]
+    assert [r["users"] for r in book.read()["reservations"]] == [10, 2, 20, 1, 1]
+    with pytest.raises(DprlhfError, match="nobody to enrol"):
+        book.enrol([], "recipe.yaml", dataset="small", unit="user")
+
+
 def test_a_run_that_comes_back_finds_its_reservation_and_pays_once(place: str) -> None:
     book = make(place, epsilon=ONE)
     first = ask(book, "a", range(20))

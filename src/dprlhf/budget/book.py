@@ -20,6 +20,7 @@ from dprlhf.budget.spending import Mark, Question, Reservation, Spending, cost_t
 from dprlhf.budget.state import (
     State,
     check_book,
+    enrolled_as,
     groups_of,
     key_check,
     mechanism_of,
@@ -134,6 +135,8 @@ class Book:
     ) -> Reservation:
         """Make users known as a data set's before its first run, so that its budget protects them.
 
+        Those who are known as its users, from a run or an earlier call, stay as they are.
+
         Args:
             users: Keyed hashes of the users, from :meth:`hashed`.
             name: Name of their source, for the history.
@@ -142,8 +145,11 @@ class Book:
 
         Raises:
             BookError: As for :meth:`reserve`.
-            DprlhfError: A user has spent more than the budget in other data sets already.
+            DprlhfError: A user has spent more than the budget in other data sets already, or there
+                is no user.
         """
+        if not users:
+            raise DprlhfError(f"{name}: none of the rows has a prompt, so there is nobody to enrol")
         enrolled = Spending(f"users {secrets.token_hex(16)}", name, "users", None, times=0)
         return self.reserve(enrolled, users, dataset=dataset, unit=unit)
 
@@ -194,12 +200,15 @@ class Book:
             self._check_age(state, question.marks)
             dataset = self._dataset(state, question)
             groups = groups_of(connection, state)
-            spending = question.spending
-            number, counter = state.numbers.get(spending.run), state.book.counter
+            owed = {h: owed_by(state, state.histories[h], question, dataset.name) for h in groups}
+            spending, counter = question.spending, state.book.counter
+            number = state.numbers.get(spending.run)
+            unpaid = number is not None and state.reservations[number].earlier
             if number is not None:
-                self._check_same(state, number, question, groups)
-            if number is None or state.reservations[number].earlier:
-                owed = {h: owed_by(state, state.histories[h], question) for h in groups}
+                self._check_same(state, number, question, owed)
+            elif spending.mechanism is None and not any(owed.values()):
+                number = enrolled_as(state, groups, dataset.name)
+            if number is None or unpaid:
                 for history, spendings in owed.items():
                     self._check_budgets(state, dataset, state.histories[history], spendings)
                 number = write_reservation(connection, state, question, dataset, groups, owed)
@@ -274,7 +283,11 @@ class Book:
                 )
 
     def _check_same(
-        self, state: State, number: int, question: Question, groups: Mapping[int, int]
+        self,
+        state: State,
+        number: int,
+        question: Question,
+        owed: Mapping[int, Sequence[Spending]],
     ) -> None:
         """Check that a run in the book is the one that was written down, and its users have paid.
 
@@ -290,7 +303,7 @@ class Book:
             )
         same = (row.times, row.dataset) == (spending.times, asked)
         same = same and cost_the_same(mechanism_of(row), spending.mechanism)
-        paid = row.earlier or all(number in state.histories[h] for h in groups)
+        paid = row.earlier or not any(spending in spendings for spendings in owed.values())
         if not (same and paid):
             raise DprlhfError(
                 f"this run reserved another cost in the budget book (reservation {number}): its"

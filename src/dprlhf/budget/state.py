@@ -100,12 +100,29 @@ def groups_of(connection: sa.Connection, state: State) -> dict[int, int]:
     return {row[0]: row[1] for row in connection.execute(found).all()}
 
 
-def owed_by(state: State, taken: frozenset[int], question: Question) -> list[Spending]:
-    """Return what users with this history have yet to pay: the run, and earlier runs."""
+def owed_by(
+    state: State, taken: frozenset[int], question: Question, dataset: str
+) -> list[Spending]:
+    """Return what users with this history have yet to pay: the run, and earlier runs.
+
+    Users who are to be enrolled in a data set and are known as its users owe nothing.
+    """
     numbers = state.numbers
+    if question.spending.mechanism is None and _known_in(state, taken, dataset):
+        return []
     reserved = {run for run, n in numbers.items() if not state.reservations[n].earlier}
     unpaid = [e for e in question.earlier if e.run not in reserved]
     return [s for s in (*unpaid, question.spending) if numbers.get(s.run) not in taken]
+
+
+def enrolled_as(state: State, groups: Collection[int], dataset: str) -> int:
+    """Return the first reservation by which users with these histories are in a data set."""
+    return min(n for h in groups for n in _known_in(state, state.histories[h], dataset))
+
+
+def _known_in(state: State, taken: frozenset[int], dataset: str) -> list[int]:
+    """Return the reservations of this history that were made for a data set."""
+    return [number for number in taken if state.reservations[number].dataset == dataset]
 
 
 def write_reservation(
