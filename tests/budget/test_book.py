@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -376,27 +377,59 @@ def test_a_book_that_is_locked_too_long(place: str, monkeypatch: pytest.MonkeyPa
     ask(book, "a", range(20))
 
 
+@contextlib.contextmanager
+def as_somebody_else(file: Path) -> Iterator[None]:
+    """Go on as an account whom modes bind, with the book, its key and its folder as its own."""
+    if os.geteuid():
+        yield
+        return
+    for path in (file, Path(f"{file}.key"), file.parent):  # root reads and writes whatever the mode
+        shutil.chown(path, "nobody")
+    parents = [p for p in file.parents if p != file.parent and not p.stat().st_mode & 0o001]
+    modes = {path: path.stat().st_mode for path in parents}
+    for path in parents:
+        path.chmod(0o755)
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        for path, mode in modes.items():
+            path.chmod(mode)
+
+
 def test_a_read_only_file(file: Path) -> None:
     make(file)
     file.chmod(0o400)
-    (file.parent).chmod(0o555 if os.geteuid() else 0o755)
     try:
-        if os.geteuid() == 0:  # root writes whatever the mode
-            for path in (file, Path(f"{file}.key"), file.parent):
-                shutil.chown(path, "nobody")
-            parents = [p for p in file.parents if not p.stat().st_mode & 0o001]
-            modes = {p: p.stat().st_mode for p in parents}
-            for path in parents:
-                path.chmod(0o755)
-            os.seteuid(65534)
-        with pytest.raises(BookError, match="read-only"):
-            ask(Book(str(file)), "a", range(20))
+        with as_somebody_else(file):
+            file.parent.chmod(0o555)
+            with pytest.raises(BookError, match="read-only"):
+                ask(Book(str(file)), "a", range(20))
     finally:
-        if os.getuid() == 0:
-            os.seteuid(0)
-            for path, mode in modes.items():
-                path.chmod(mode)
         file.parent.chmod(0o755)
+
+
+@pytest.mark.parametrize("place", ["key", "book", "folder"])
+def test_what_this_account_may_not_read_is_named_in_one_line(place: str, file: Path) -> None:
+    make(file)
+    path = {"key": Path(f"{file}.key"), "book": file, "folder": file.parent}[place]
+    try:
+        with as_somebody_else(file):
+            path.chmod(0)
+            for attempt in (lambda: Book(str(file)), lambda: make(file, "another")):
+                with pytest.raises(BookError, match=r"book\.db") as caught:
+                    attempt()
+                assert "\n" not in str(caught.value)
+    finally:
+        path.chmod(0o700)
+
+
+def test_a_key_that_is_no_text_is_no_key(file: Path) -> None:
+    make(file)
+    Path(f"{file}.key").write_bytes(b"\xff" * 64)
+    with pytest.raises(BookError, match="not a key"):
+        Book(str(file))
 
 
 def test_a_read_only_database(
@@ -458,6 +491,14 @@ def test_damage_is_noticed(file: Path) -> None:
         "DELETE FROM dprlhf_histories",
         "UPDATE dprlhf_histories SET reservations = 'x' WHERE number = 1",
         "UPDATE dprlhf_reservations SET users = 1",
+        "UPDATE dprlhf_reservations SET times = -1",
+        "UPDATE dprlhf_reservations SET times = 'x'",
+        "UPDATE dprlhf_reservations SET mechanism = '{' WHERE number = 1",
+        "UPDATE dprlhf_reservations SET mechanism = '7' WHERE number = 1",
+        "UPDATE dprlhf_reservations SET mechanism = '{}' WHERE number = 1",
+        "UPDATE dprlhf_reservations SET mechanism = replace(mechanism, 'fixed', 'mixed')",
+        "UPDATE dprlhf_reservations SET mechanism = replace(mechanism, '8.0', '-8.0')",
+        "UPDATE dprlhf_reservations SET mechanism = replace(mechanism, '8.0', '\"8\"')",
         "DELETE FROM dprlhf_book",
         "DROP TABLE dprlhf_datasets",
         "UPDATE dprlhf_book SET version = 2",

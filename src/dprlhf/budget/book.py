@@ -23,7 +23,6 @@ from dprlhf.budget.state import (
     enrolled_as,
     groups_of,
     key_check,
-    mechanism_of,
     owed_by,
     read_state,
     today,
@@ -302,7 +301,7 @@ class Book:
                 f" {row.dataset!r} of the budget book (reservation {number}): name that one"
             )
         same = (row.times, row.dataset) == (spending.times, asked)
-        same = same and cost_the_same(mechanism_of(row), spending.mechanism)
+        same = same and cost_the_same(state.mechanisms[number], spending.mechanism)
         paid = row.earlier or not any(spending in spendings for spendings in owed.values())
         if not (same and paid):
             raise DprlhfError(

@@ -25,6 +25,7 @@ from dprlhf.budget.tables import (
     RESERVATIONS,
     VERSION,
 )
+from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Mechanism
 
 
@@ -35,6 +36,7 @@ class State:
     book: sa.Row[Any]
     datasets: dict[str, sa.Row[Any]]
     reservations: dict[int, sa.Row[Any]]
+    mechanisms: dict[int, Mechanism | None]  # of each reservation; None where users are enrolled
     histories: dict[int, frozenset[int]]
     sizes: dict[int, int] = field(default_factory=dict)
 
@@ -49,9 +51,8 @@ class State:
         """Return the joint ε of some reservations and of further spendings, as a budget has it."""
         terms: Counter[Mechanism] = Counter()
         for number in taken:
-            row = self.reservations[number]
-            if (held := mechanism_of(row)) is not None:
-                terms[held] += row.times
+            if (held := self.mechanisms[number]) is not None:
+                terms[held] += self.reservations[number].times
         for spending in more:
             if spending.mechanism is not None:
                 terms[spending.mechanism] += spending.times
@@ -77,6 +78,10 @@ def read_state(connection: sa.Connection, key: bytes, label: str) -> State:
         raise problem(error, label) from None
     except (ValueError, TypeError, AttributeError):
         raise _damaged(label) from None
+    try:
+        mechanisms = {number: _mechanism_of(row) for number, row in reservations.items()}
+    except (ValueError, TypeError, DprlhfError):
+        raise _damaged(label) from None
     users: Counter[int] = Counter()
     for history, count in sizes.items():
         users.update(dict.fromkeys(histories.get(history, ()), count))
@@ -85,11 +90,12 @@ def read_state(connection: sa.Connection, key: bytes, label: str) -> State:
         and reservations.keys() == set(range(1, len(reservations) + 1))
         and users.keys() <= reservations.keys()
         and all(row.users == users[number] for number, row in reservations.items())
+        and all(isinstance(row.times, int) and row.times >= 0 for row in reservations.values())
         and {row.dataset for row in reservations.values()} <= datasets.keys()
     )
     if not agree:
         raise _damaged(label)
-    return State(book, datasets, reservations, {0: frozenset()} | histories, sizes)
+    return State(book, datasets, reservations, mechanisms, {0: frozenset()} | histories, sizes)
 
 
 def groups_of(connection: sa.Connection, state: State) -> dict[int, int]:
@@ -213,8 +219,7 @@ def _damaged(label: str) -> BookError:
     )
 
 
-def mechanism_of(row: sa.Row[Any]) -> Mechanism | None:
-    """Return the mechanism of a reservation; None where users are only enrolled."""
+def _mechanism_of(row: sa.Row[Any]) -> Mechanism | None:
     terms = json.loads(row.mechanism)
     return None if terms is None else Mechanism(**terms)
 

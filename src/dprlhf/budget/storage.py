@@ -185,7 +185,8 @@ def open_storage(name: str, *, create: bool = False) -> Storage:
         create: Make the SQLite file if there is none.
 
     Raises:
-        BookError: The name is not that of a book, there is no such file, or the driver is missing.
+        BookError: The name is not that of a book, there is no such file, this account may not read
+            it, or the driver is missing.
     """
     if "://" not in name:
         return _sqlite(Path(name), create)
@@ -216,24 +217,33 @@ def open_storage(name: str, *, create: bool = False) -> Storage:
     return Storage(engine, f"postgresql://{host}/{url.database or ''}", None)
 
 
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn what the system says of a file, such as that it is another account's, into one line."""
+    try:
+        yield
+    except OSError as error:
+        raise BookError(
+            f"budget book: {path} cannot be read or made ({error.strerror}). Nothing was spent"
+        ) from None
+
+
 def _sqlite(path: Path, create: bool) -> Storage:
-    if create and not path.exists():
-        if Path(f"{path}.key").exists():
-            raise BookError(
-                f"budget book {path}: gone, and its key is still there. Restore the book; to start"
-                " another one, which knows nothing of what was spent, take another name"
-            )
-        try:
+    with _readable(path):
+        if create and not path.exists():
+            if Path(f"{path}.key").exists():
+                raise BookError(
+                    f"budget book {path}: gone, and its key is still there. Restore the book; to"
+                    " start another one, which knows nothing of what was spent, take another name"
+                )
             path.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-        except OSError as error:
-            raise BookError(f"budget book {path}: {error.strerror}") from None
-    if not path.is_file():
-        raise BookError(
-            f"budget book {path}: there is no such file; make a book with: dprlhf budget create,"
-            " or restore the one that was there"
-        )
-    check_mode(path)
+        if not path.is_file():
+            raise BookError(
+                f"budget book {path}: there is no such file; make a book with: dprlhf budget"
+                " create, or restore the one that was there"
+            )
+        check_mode(path)
     where = URL.create(
         "sqlite",
         database=f"file:{quote(str(path.absolute()))}",
@@ -281,7 +291,8 @@ def read_key(storage: Storage, *, create: bool = False) -> tuple[bytes, Path | N
         create: Make a key file if there is none.
 
     Raises:
-        BookError: There is no key, it is damaged, or everybody on the machine can read it.
+        BookError: There is no key, it is damaged, this account may not read it, or everybody on the
+            machine can.
     """
     given = os.environ.get(KEY_VARIABLE)
     if given:
@@ -294,15 +305,16 @@ def read_key(storage: Storage, *, create: bool = False) -> tuple[bytes, Path | N
             f" {KEY_VARIABLE}"
         )
     path = Path(named) if named else Path(f"{storage.path}.key")
-    if create and not path.exists():
-        _write_key(path)
-    if not path.is_file():
-        raise BookError(
-            f"{path}: the key of the budget book is missing; without it nobody can tell who its"
-            " users are. Restore it from a backup"
-        )
-    check_mode(path)
-    return _from_hex(path.read_text("utf-8").strip(), str(path)), path
+    with _readable(path):
+        if create and not path.exists():
+            _write_key(path)
+        if not path.is_file():
+            raise BookError(
+                f"{path}: the key of the budget book is missing; without it nobody can tell who its"
+                " users are. Restore it from a backup"
+            )
+        check_mode(path)
+        return _from_hex(path.read_text("utf-8", errors="replace").strip(), str(path)), path
 
 
 def _write_key(path: Path) -> None:
