@@ -22,6 +22,7 @@ import dprlhf
 from dprlhf.audit import (
     Audit,
     audit,
+    audit_plan,
     audit_run,
     epsilon_from_errors,
     epsilon_lower_bound,
@@ -533,6 +534,21 @@ def test_only_a_finished_run_has_a_card_to_note_an_audit_on(tmp_path: Path) -> N
 def test_bad_options_are_named(options: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(DprlhfError, match=message):
         audit(recipe_of(), tmp_path / "audit", **options)
+    assert not (tmp_path / "audit").exists()
+
+
+@pytest.mark.parametrize("confidence", [95, 1.0, 0.0, -0.5, math.nan, None, "0.95"])
+def test_a_confidence_that_is_no_probability_is_refused_before_any_work(
+    confidence: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(one_run, "vector_run", lambda *_: pytest.fail("the audit ran"))
+    for refused in (
+        lambda: audit(recipe_of(), tmp_path / "audit", confidence=confidence),
+        lambda: audit_plan(plan_of(4.0, users=80), bytes(32), confidence=confidence),
+    ):
+        with pytest.raises(DprlhfError, match=r"confidence must be above 0 and below 1") as caught:
+            refused()
+        assert "\n" not in str(caught.value)
     assert not (tmp_path / "audit").exists()
 
 

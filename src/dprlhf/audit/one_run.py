@@ -168,6 +168,7 @@ def audit(
     Raises:
         DprlhfError: fewer canaries than rounds, or a setting is out of range.
     """
+    _check_confidence(confidence)
     check_settled(recipe)
     if canaries is None:
         canaries = max(_default_canaries(recipe), recipe.rounds)
@@ -214,7 +215,11 @@ def audit_plan(
         seed: Seed of who is included; None draws from the operating system.
         state: Whether to state the bounds and the power, which takes longer than the run; without,
             they are 0 and empty.
+
+    Raises:
+        DprlhfError: the confidence is not above 0 and below 1.
     """
+    _check_confidence(confidence)
     canaries = plan.users - _PROBES - (plan.users - _PROBES) % plan.rounds
     included = _coins(canaries, seed)
     signs = _signs(included, plan.users - canaries, plan.adjacency == "replace-one")
@@ -325,6 +330,14 @@ def _probes(canaries: int, rounds: int) -> int:
 def _signs(included: Bits, probes: int, replace: bool) -> Array:
     signs = np.where(included, 1.0, -1.0 if replace else np.nan)
     return np.concatenate([signs, np.ones(probes)])
+
+
+def _check_confidence(confidence: object) -> None:
+    """Refuse a confidence that is no probability, or at which nothing could be refuted."""
+    if not (isinstance(confidence, int | float | np.floating) and 0 < confidence < 1):
+        raise DprlhfError(
+            f"confidence must be above 0 and below 1, such as {CONFIDENCE:g}, not {confidence!r}"
+        )
 
 
 def _check_options(recipe: AnyRecipe, canaries: int, space: str) -> None:
