@@ -326,7 +326,9 @@ def _train(
     ) as run:
         riders = [getattr(run.stage, "telemetry", None), getattr(run.stage, "critic", None)]
         count = sum(rider.count for rider in riders if rider is not None)
-        gate = WatchedGate(cast(Gate, run.gate), run.plan, run.policy.dimension, count)
+        # Canaries on the recipe's own model have no coordinates of their own.
+        own = run.policy.dimension if sources.policy is not None else 0
+        gate = WatchedGate(cast(Gate, run.gate), run.plan, own, count)
         run.gate = cast(Gate, gate)
         begin(run)
         run_rounds(run)

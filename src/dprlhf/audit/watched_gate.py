@@ -22,9 +22,9 @@ class Seen:
     """One release of an audited run.
 
     Attributes:
-        given: The sum before the gate at the policy's coordinates, in units of S, ``[dimension]``;
-            empty where these are too many to be canaries.
-        released: The same after the gate, ``[dimension]``.
+        given: The sum before the gate at the users' own coordinates, in units of S, ``[users]``;
+            empty where users share the coordinates of a model, or where there are too many.
+        released: The same after the gate, ``[users]``.
         noise: The noise on the sum, ``[coordinates]``: all of them, or the first and the last
             32,768 of a longer release.
     """
@@ -40,8 +40,8 @@ class WatchedGate:
     Args:
         gate: The run's gate.
         plan: The run's plan.
-        dimension: Number of the policy's coordinates. They are the last ones of a release, but for
-            the riders of a round's first release.
+        own: Number of coordinates that belong to one user each; 0 where users share a model's. They
+            are the last ones of a release, but for the riders of a round's first release.
         riders: Number of coordinates that ride behind them in a round's first release.
 
     Attributes:
@@ -49,11 +49,11 @@ class WatchedGate:
         rounds: The releases of each round, by its number.
     """
 
-    def __init__(self, gate: Gate, plan: Plan, dimension: int, riders: int) -> None:
+    def __init__(self, gate: Gate, plan: Plan, own: int, riders: int) -> None:
         self.ledger = gate.ledger
         self.rounds: dict[int, list[Seen]] = {}
         self._gate, self._plan = gate, plan
-        self._dimension, self._riders = dimension, riders
+        self._own, self._riders = own, riders
 
     def release(self, t: int, bounded: BoundedSum) -> Released[torch.Tensor]:
         """Release a sum as the gate does, and keep it and its noise."""
@@ -61,7 +61,7 @@ class WatchedGate:
         released = self._gate.release(t, bounded)
         after = open_released(released, "the audit").numpy() * self._plan.expected_batch_size
         end = len(before) - (0 if t in self.rounds else self._riders)
-        place = slice(max(0, end - self._dimension), end if self._dimension <= _KEPT else 0)
+        place = slice(max(0, end - self._own), end if self._own <= _KEPT else 0)
         scale = self._plan.clip_norm
         seen = Seen(before[place] / scale, after[place] / scale, _kept(after - before))
         self.rounds.setdefault(t, []).append(seen)
