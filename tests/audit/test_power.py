@@ -159,6 +159,17 @@ def test_the_end_of_a_long_release_is_kept() -> None:
     assert len(_kept(noise[: 2**16])) == 2**16
 
 
+def test_more_canaries_than_values_that_are_tested_are_all_guessed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The noise of a long release is tested on a part of it; each canary needs its own value."""
+    monkeypatch.setattr("dprlhf.audit.watched_gate._KEPT", 200)
+    found = audited(plan_of("fixed", 1.08), confidence=0.9999)
+    assert (found.guesses, found.released) == (504, 8 * 200)
+    assert found.right > 300
+    assert found.holds
+
+
 def test_a_stricter_level_needs_more_right_guesses() -> None:
     plan = plan_of("fixed", 1.08)
     assert fewest_right(500, plan, 0.0005) > fewest_right(500, plan, 0.05)

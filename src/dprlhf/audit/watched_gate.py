@@ -23,7 +23,7 @@ class Seen:
 
     Attributes:
         given: The sum before the gate at the users' own coordinates, in units of S, ``[users]``;
-            empty where users share the coordinates of a model, or where there are too many.
+            empty where users share the coordinates of a model.
         released: The same after the gate, ``[users]``.
         noise: The noise on the sum, ``[coordinates]``: all of them, or the first and the last
             32,768 of a longer release.
@@ -61,7 +61,7 @@ class WatchedGate:
         released = self._gate.release(t, bounded)
         after = open_released(released, "the audit").numpy() * self._plan.expected_batch_size
         end = len(before) - (0 if t in self.rounds else self._riders)
-        place = slice(max(0, end - self._own), end if self._own <= _KEPT else 0)
+        place = slice(max(0, end - self._own), end)
         scale = self._plan.clip_norm
         seen = Seen(before[place] / scale, after[place] / scale, _kept(after - before))
         self.rounds.setdefault(t, []).append(seen)
