@@ -34,6 +34,7 @@ from dprlhf.audit import (
 )
 from dprlhf.audit.canaries import prompt_run
 from dprlhf.audit.likelihood import log_likelihood_ratio
+from dprlhf.audit.noise_tests import SHARES, smallest_shortfall
 from dprlhf.cli.app import app
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.gaussian import gaussian_delta
@@ -445,6 +446,43 @@ def test_prompt_canaries_go_through_the_recipes_own_model(tmp_path: Path) -> Non
     moved = prompt_run(recipe, folder, signs, True, lambda plan, released: None).gains
     assert moved is not None
     assert roc(moved[included], moved[~included]).auc > 0.65
+
+
+TESTED: dict[str, dict[str, Any]] = {
+    "riders": {"update": WITH_A_CRITIC["pg"]["update"]},
+    "several releases": {"update": {"name": "rebel", "solver": "gradient", "steps": 3}},
+    "sufficient statistics": {
+        "update": {"name": "npg", "oracle": {"name": "sufficient-statistics"}}
+    },
+}
+
+
+@pytest.mark.parametrize("changes", [slow(case) for case in TESTED.values()], ids=TESTED)
+def test_the_stated_power_counts_the_values_that_are_tested(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dprlhf.audit.watched_gate._KEPT", 90)  # of 84 canaries and probes
+    found = run_audit(tmp_path, 20, **changes)
+    assert found.power["noise"] == shortfall_of(found)
+
+
+@pytest.mark.slow
+def test_the_stated_power_counts_a_subspace_by_its_rank(tmp_path: Path) -> None:
+    tiny.save(tmp_path / "model")
+    policy = {
+        "model_name_or_path": str(tmp_path / "model"),
+        "adapter": {"type": "lora", "target_modules": ["c_attn"]},
+    }
+    update = {"name": "pg", "subspace": {"rank": 2, "prompts": 8, "source": "model"}}
+    recipe = recipe_of(policy=policy, rounds=2, update=update, rollout={"responses": 2})
+    found = audit(recipe, tmp_path / "audit", canaries=8, space="prompt", seed=1, quiet=True)
+    assert found.released < 20
+    assert found.power["noise"] == shortfall_of(found)
+
+
+def shortfall_of(found: Audit) -> float:
+    share = (1 - found.confidence) * SHARES["variance"]
+    return smallest_shortfall(found.released, share, 0.9)
 
 
 # ---------------------------------------------------------------------------- the command line

@@ -23,7 +23,7 @@ from dprlhf.audit.guesses import (
     planned_guesses,
     right_guesses,
 )
-from dprlhf.audit.noise_tests import SENTENCES, SHARES
+from dprlhf.audit.noise_tests import SENTENCES, SHARES, smallest_shortfall
 from dprlhf.audit.watched_gate import Seen, _kept
 from dprlhf.errors import DprlhfError
 from dprlhf.policies import optimizers
@@ -164,8 +164,10 @@ def test_more_canaries_than_values_that_are_tested_are_all_guessed(
 ) -> None:
     """The noise of a long release is tested on a part of it; each canary needs its own value."""
     monkeypatch.setattr("dprlhf.audit.watched_gate._KEPT", 200)
-    found = audited(plan_of("fixed", 1.08), confidence=0.9999)
+    found = audited(plan_of("fixed", 1.08), confidence=0.9999, state=True)
     assert (found.guesses, found.released) == (504, 8 * 200)
+    seen = smallest_shortfall(8 * 200, 1e-4 * SHARES["variance"], 0.9)
+    assert found.power["noise"] == pytest.approx(seen)
     assert found.right > 300
     assert found.holds
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from dprlhf import recipe as settings
 from dprlhf.audit.bandit import ANSWERS, NOWHERE, BanditPolicy, BanditRewardModel
-from dprlhf.audit.watched_gate import Seen, WatchedGate
+from dprlhf.audit.watched_gate import Seen, WatchedGate, values_tested
 from dprlhf.boundary import Private, open_private
 from dprlhf.data.in_memory import Sources
 from dprlhf.gradients.clipping import clipped_vectors
@@ -32,6 +32,7 @@ from dprlhf.privacy.ledger import Ledger
 from dprlhf.privacy.partition import Allocation, allocate
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, Recipe, RewardRecipe
+from dprlhf.runs.card import released_dimension
 from dprlhf.runs.folder import RunFolder
 from dprlhf.training.build import open_run
 from dprlhf.training.run import Run
@@ -40,7 +41,7 @@ from dprlhf.updates import UPDATES
 
 Array = NDArray[np.float64]
 Started = Callable[[Plan, int], None]
-"""Called before the first round, with the plan and the number of values that will be released."""
+"""Called before the first round, with the plan and the number of values that will be tested."""
 
 CLIP_NORM = 1e-3  # far below the bandit's gradient norms: each canary contributes norm S
 _FAR = 100.0
@@ -88,7 +89,7 @@ def gradient_run(
         thetas.append(policy.state()["table.weight"].flatten())
 
     def begin(run: Run) -> None:
-        started(run.plan, run.plan.rounds * run.plan.releases_per_round * policy.dimension)
+        started(run.plan, _values_tested(run))
 
     run, gate = _train(
         recipe, changes, folder, Sources(rows, reward, None, policy), after_round, quiet, begin
@@ -123,7 +124,7 @@ def prompt_run(
     }
 
     def begin(run: Run) -> None:
-        started(run.plan, run.plan.rounds * run.plan.releases_per_round * run.policy.dimension)
+        started(run.plan, _values_tested(run))
 
     sources = Sources(_rows(recipe.data, prompts), reward, None, None)
     run, gate = _train(recipe, changes, folder, sources, lambda _: None, quiet, begin)
@@ -324,16 +325,33 @@ def _train(
         quiet=quiet,
         counted=False,  # its users are canaries
     ) as run:
-        riders = [getattr(run.stage, "telemetry", None), getattr(run.stage, "critic", None)]
-        count = sum(rider.count for rider in riders if rider is not None)
         # Canaries on the recipe's own model have no coordinates of their own.
         own = run.policy.dimension if sources.policy is not None else 0
-        gate = WatchedGate(cast(Gate, run.gate), run.plan, own, count)
+        gate = WatchedGate(cast(Gate, run.gate), run.plan, own, _riders(run))
         run.gate = cast(Gate, gate)
         begin(run)
         run_rounds(run)
         run.progress.close()
     return run, gate
+
+
+def _riders(run: Run) -> int:
+    """Return the number of coordinates that ride in the first release of a round."""
+    riders = [getattr(run.stage, name, None) for name in ("telemetry", "critic", "clip")]
+    return sum(rider.count for rider in riders if rider is not None)
+
+
+def _values_tested(run: Run) -> int:
+    """Return how many of the values that a run will release have their noise tested."""
+    recipe, length = run.recipe, released_dimension(run.recipe, run.policy.dimension)
+    oracle = recipe.update.least_squares if isinstance(recipe, Recipe) else None
+    if oracle is not None:
+        length = oracle.sketch or length
+        if oracle.name == "sufficient-statistics":
+            length = length * (length + 3) // 2  # the upper triangle of a matrix, and a vector
+    later = run.plan.releases_per_round - 1
+    of_round = values_tested(length + _riders(run)) + later * values_tested(length)
+    return run.plan.rounds * of_round
 
 
 def _known(run: Run) -> NDArray[np.int64] | None:

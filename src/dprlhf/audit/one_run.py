@@ -48,6 +48,7 @@ from dprlhf.audit.guesses import (
 )
 from dprlhf.audit.likelihood import log_likelihood_ratio, matched
 from dprlhf.audit.noise_tests import SENTENCES, SHARES, in_units, noise_tests, smallest_shortfall
+from dprlhf.audit.watched_gate import values_tested
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.gaussian import upwards
 from dprlhf.privacy.plan import Plan, json_ready
@@ -178,8 +179,8 @@ def audit(
     signs = _signs(included, probes, recipe.privacy.adjacency == "replace-one")
     power: dict[str, float | None] = {}
 
-    def started(plan: Plan, released: int) -> None:
-        power.update(power_of(plan, canaries, released, space, confidence))
+    def started(plan: Plan, tested: int) -> None:
+        power.update(power_of(plan, canaries, tested, space, confidence))
         if announce is not None:
             announce(power_sentence(power))
 
@@ -225,8 +226,8 @@ def audit_plan(
     signs = _signs(included, plan.users - canaries, plan.adjacency == "replace-one")
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as at:
         record = vector_run(plan, Path(at), key, signs)
-    released = plan.users * plan.rounds * plan.releases_per_round
-    power = power_of(plan, canaries, released, "gradient", confidence) if state else {}
+    tested = values_tested(plan.users) * plan.rounds * plan.releases_per_round
+    power = power_of(plan, canaries, tested, "gradient", confidence) if state else {}
     return judge(record, included, "gradient", confidence, power, "none", "vectors", bounds=state)
 
 
@@ -265,15 +266,23 @@ def audit_folder() -> Path:
 
 
 def power_of(
-    plan: Plan, canaries: int, released: int, space: str, confidence: float
+    plan: Plan, canaries: int, tested: int, space: str, confidence: float
 ) -> dict[str, float | None]:
-    """Return what an audit would see, from its plan and size alone; see :attr:`Audit.power`."""
+    """Return what an audit would see, from its plan and size alone; see :attr:`Audit.power`.
+
+    Args:
+        plan: The plan.
+        canaries: Number of canaries.
+        tested: Number of released values whose noise is tested, in all rounds together.
+        space: Where the canaries stand.
+        confidence: Confidence of all tests together.
+    """
     if not plan.private:
         return {}
     alpha = 1 - confidence
     power: dict[str, float | None] = {
         "probability": _PROBABILITY,
-        "noise": smallest_shortfall(released, alpha * SHARES["variance"], _PROBABILITY),
+        "noise": smallest_shortfall(tested, alpha * SHARES["variance"], _PROBABILITY),
     }
     if space == "gradient":
         power["guesses"] = noise_refuted(canaries, plan, alpha * _GUESSES, _PROBABILITY)

@@ -68,6 +68,11 @@ class WatchedGate:
         return released
 
 
+def values_tested(length: int) -> int:
+    """Return how many values of a release of this length have their noise kept, and tested."""
+    return min(length, _KEPT)
+
+
 def _kept(noise: Array) -> Array:
     half = _KEPT // 2
     return noise if len(noise) <= _KEPT else np.concatenate([noise[:half], noise[-half:]])
