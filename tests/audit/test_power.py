@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.special import ndtr
+from scipy.stats import binom
 
 from dprlhf.audit import Audit, audit, audit_plan, one_run
 from dprlhf.audit.canaries import Record, gradient_run, vector_run
@@ -22,6 +24,7 @@ from dprlhf.audit.guesses import (
     noise_refuted,
     planned_guesses,
     right_guesses,
+    simulate,
 )
 from dprlhf.audit.noise_tests import SENTENCES, SHARES, smallest_shortfall
 from dprlhf.audit.watched_gate import Seen, _kept
@@ -106,11 +109,10 @@ def test_bounds_come_near_the_claim() -> None:
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_right_guesses_are_as_many_as_the_plan_allows_and_no_more(partition: str) -> None:
     """The share of right guesses is (1 + δ(0))/2, which is what the bound rests on."""
-    from dprlhf.audit.guesses import _simulated
     from dprlhf.audit.likelihood import log_likelihood_ratio
 
     plan = plan_of(partition, NOISE[partition][0])
-    observed, noise, included, known = _simulated(plan)
+    observed, noise, included, known = simulate(plan, 4000, np.random.default_rng(0))
     right = right_guesses(log_likelihood_ratio(observed + noise, plan, known), included)
     likely = (1 + advantage(plan.mechanism)) / 2
     assert right / len(included) == pytest.approx(likely, abs=4 * 0.5 / math.sqrt(4000))
@@ -187,6 +189,54 @@ def test_what_the_guesses_would_see_is_what_they_see(monkeypatch: pytest.MonkeyP
     break_gate(monkeypatch, lambda noise, t, kept: factor * noise)
     fewest = fewest_right(1000, plan, level)
     assert sum(audited(plan).right >= fewest for _ in range(20)) >= 13
+
+
+@pytest.mark.parametrize("adjacency", ["zero-out", "replace-one"])
+@pytest.mark.parametrize("bands", [1, 3])
+def test_what_the_guesses_would_see_of_one_gaussian_has_a_closed_form(
+    adjacency: Any, bands: int
+) -> None:
+    """Noise of f times z lets a guess be right with probability Φ(1/(2fz)), or Φ(1/(fz))."""
+    canaries, level, z = 10_000, 0.03 * one_run._GUESSES, 0.6
+    plan = make_plan(
+        users=canaries, rounds=8, delta=1e-5, noise_multiplier=z, partition="stream",
+        adjacency=adjacency, bands=bands,
+    )  # fmt: skip
+    shortfall = noise_refuted(canaries, plan, level, 0.9)
+    assert shortfall is not None
+    needed = fewest_right(canaries, plan, level)
+    reach = 1.0 if adjacency == "replace-one" else 0.5
+
+    def seen(shortfall: float) -> float:
+        rate = ndtr(reach / ((1 - shortfall) * z))
+        return float(binom.sf(needed - 1, canaries, rate))
+
+    assert seen(shortfall) == pytest.approx(0.9, abs=1e-6)
+    assert seen(0.9 * shortfall) < 0.85
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("partition", "z"),
+    [("random-allocation", 0.5), ("random-allocation", 0.757), ("poisson", 0.64)],
+)
+def test_what_the_guesses_would_see_of_secret_rounds_is_no_less_than_stated(
+    partition: str, z: float
+) -> None:
+    """The accountant knows the best guess about one user exactly here, up to a little more."""
+    canaries, level = 10_000, 0.03 * one_run._GUESSES
+    plan = plan_of(partition, z, canaries)
+    shortfall = noise_refuted(canaries, plan, level, 0.9)
+    assert shortfall is not None
+    needed = fewest_right(canaries, plan, level)
+
+    def seen(shortfall: float) -> float:
+        rate = (1 + advantage(plan.mechanism.with_noise((1 - shortfall) * z))) / 2
+        return float(binom.sf(needed - 1, canaries, rate))
+
+    assert seen(shortfall) >= 0.9
+    assert seen(0.85 * shortfall) < 0.9
+    assert noise_refuted(2, plan, level, 0.9) is None  # two right guesses prove nothing
 
 
 def test_enough_guesses_are_planned_to_refute_the_claim() -> None:

@@ -25,6 +25,7 @@ import math
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import expit, ndtri
 from scipy.stats import beta, binom
 
 from dprlhf.audit.bounds import epsilon_lower_bound
@@ -36,8 +37,11 @@ from dprlhf.privacy.plan import Plan
 Array = NDArray[np.float64]
 Bits = NDArray[np.bool_]
 
-_SIMULATED = 4000
 _LEAST_NOISE = 0.01
+_LEAST_FRACTION = 0.02  # of the planned noise: no audit is asked about less
+_DRAWN = 20  # simulated canaries for each one of the audit
+_VALUES = 2**22  # most values of a simulation, which takes seconds
+_AT_ONCE = 2**18  # of them in memory
 
 
 @functools.lru_cache(maxsize=1024)
@@ -117,7 +121,7 @@ def surest_guesses(scores: Array, included: Bits, guesses: int) -> int:
 
 
 def noise_refuted(canaries: int, plan: Plan, level: float, probability: float) -> float | None:
-    """Return by how much noise must be too small for the guesses to refute it, in simulation.
+    """Return by how much noise must be too small for the guesses to refute it.
 
     Args:
         canaries: Number of canaries.
@@ -127,43 +131,80 @@ def noise_refuted(canaries: int, plan: Plan, level: float, probability: float) -
 
     Returns:
         1 − f for the largest fraction f of the planned standard deviation that is refuted; None if
-        even noise of 2% of it is not.
+        even noise of 2% of it is not. With disjoint batches f is exact. Otherwise it is the
+        largest one that a simulation is sure of, so that the noise that is seen may be nearer to
+        what was planned, but not farther from it.
     """
     needed = fewest_right(canaries, plan, level)
-    observed, noise, included, known = _simulated(plan)
-
-    def refuted(fraction: float) -> bool:
-        own = fraction * noise_of(plan)  # the attack learns it from the probes
-        scores = log_likelihood_ratio(observed + fraction * noise, plan, known, own)
-        rate = right_guesses(scores, included) / len(included)
-        return bool(binom.sf(needed - 1, canaries, rate) >= probability)
-
-    low, high = 0.02, 1.0
-    if not refuted(low):
+    if needed > canaries:
+        return None
+    # The rate at which so many guesses are right with that probability.
+    rate = float(beta.ppf(probability, needed, canaries - needed + 1))
+    if plan.mechanism.spec.disjoint:  # one Gaussian: a guess is right with probability Φ(1/(2fz))
+        fraction = float(1 / (2 * single_noise(plan.mechanism) * ndtri(rate)))
+        return 1 - fraction if fraction >= _LEAST_FRACTION else None
+    simulated = max(1, min(_DRAWN * canaries, _VALUES // plan.rounds))
+    low, high = _LEAST_FRACTION, 1.0
+    if chance_of_one(plan, low, simulated) < rate:
         return None
     while high - low > 0.002:
         middle = (low + high) / 2
-        low, high = (middle, high) if refuted(middle) else (low, middle)
+        seen = chance_of_one(plan, middle, simulated) >= rate
+        low, high = (middle, high) if seen else (low, middle)
     return 1 - low
 
 
-def _simulated(plan: Plan) -> tuple[Array, Array, Bits, NDArray[np.int64] | None]:
-    """Return moves without noise, their noise, who is in, and the rounds where those are known."""
+def chance_of_one(plan: Plan, fraction: float, canaries: int) -> float:
+    """Return a lower bound on the probability that one guess is right, in simulation.
+
+    What was released tells how likely the better guess is right: with probability 1/(1 + e^{−|L|}),
+    L the log-likelihood ratio. The bound is the mean of that over the simulated canaries, less
+    three standard errors.
+
+    Args:
+        plan: The plan.
+        fraction: Standard deviation of the noise, as a fraction of the planned one.
+        canaries: Number of canaries to simulate.
+    """
     random = np.random.default_rng(0)  # no coin of the audit: what it is for is public
+    at_once = max(1, _AT_ONCE // plan.rounds)
+    blocks = [min(at_once, canaries - start) for start in range(0, canaries, at_once)]
+    right = np.concatenate([_chances(plan, fraction, count, random) for count in blocks])
+    return float(right.mean() - 3 * right.std() / math.sqrt(canaries))
+
+
+def _chances(plan: Plan, fraction: float, canaries: int, random: np.random.Generator) -> Array:
+    """Return how likely the guess about each simulated canary is right, ``[canaries]``."""
+    observed, noise, _, known = simulate(plan, canaries, random)
+    own = fraction * noise_of(plan)  # the attack learns it from the probes
+    ratio = log_likelihood_ratio(observed + fraction * noise, plan, known, own)
+    return np.asarray(expit(np.abs(ratio)), dtype=np.float64)
+
+
+def simulate(
+    plan: Plan, canaries: int, random: np.random.Generator
+) -> tuple[Array, Array, Bits, NDArray[np.int64] | None]:
+    """Return canaries' moves without noise and their noise, ``[canaries, rounds]``, and who is in.
+
+    Last come the rounds of the canaries, from 0, where the attack knows them; else None.
+
+    Args:
+        plan: The plan.
+        canaries: Number of canaries; where batches are disjoint, a multiple of the rounds.
+        random: Source of the rounds, the coins and the noise.
+    """
 
     def stream(*_: object, count: int) -> NDArray[np.uint64]:
         return random.integers(0, 2**64, count, dtype=np.uint64)
 
-    users = _SIMULATED - _SIMULATED % plan.rounds if plan.rounds <= _SIMULATED else plan.rounds
-    mechanism = plan.mechanism
-    allocation = mechanism.spec.draw(users, plan.rounds, plan.participations, stream)
-    joins = np.zeros((users, plan.rounds))
+    allocation = plan.mechanism.spec.draw(canaries, plan.rounds, plan.participations, stream)
+    joins = np.zeros((canaries, plan.rounds))
     for t in range(plan.rounds):
         joins[allocation.round(t + 1), t] = 1.0
-    included = random.random(users) < 0.5
+    included = random.random(canaries) < 0.5
     absent = -1.0 if plan.adjacency == "replace-one" else 0.0
     noise = noise_of(plan) * random.standard_normal(joins.shape)
-    known = joins.argmax(1) if mechanism.spec.disjoint else None
+    known = joins.argmax(1) if plan.mechanism.spec.disjoint else None
     moves = joins * np.where(included, 1.0, absent)[:, None]
     if plan.bands > 1:  # the releases' noise is noise C⁻ᵀ
         matrix = noise_matrix(plan.rounds, plan.bands)
