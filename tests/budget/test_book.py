@@ -16,7 +16,8 @@ import pytest
 import sqlalchemy as sa
 
 from dprlhf.budget import Book, BookError, Mark, Reservation, Spending
-from dprlhf.budget.storage import open_storage
+from dprlhf.budget import spending as spending_module
+from dprlhf.budget.storage import lock, open_storage
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Mechanism
 from dprlhf.privacy.composition import total_epsilon
@@ -244,6 +245,94 @@ def test_a_run_whose_users_all_lack_a_prompt_is_written_down_and_costs_nobody(pl
     found = {r["run"]: r["users"] for r in book.read()["reservations"]}
     assert found == {"a": 0, "b": 20}
     assert spent(book) == {"clinic": pytest.approx(ONE)}
+
+
+def composing(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], Any]) -> list[int]:
+    """Call something whenever ε of several runs is composed, and list how many runs each has."""
+    composed: list[int] = []
+    real = spending_module.total_epsilon
+
+    def compose(mechanisms: Any, delta: float, *, times: Any) -> Any:
+        composed.append(sum(times))
+        meanwhile()
+        return real(mechanisms, delta, times=times)
+
+    spending_module.joint_epsilon.cache_clear()
+    monkeypatch.setattr(spending_module, "total_epsilon", compose)
+    return composed
+
+
+def test_the_book_is_free_while_costs_are_composed(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dprlhf.budget.storage.PATIENCE", 0.5)
+    book = make(place, epsilon=THREE)
+    ask(book, "a", range(20))
+
+    def write() -> None:
+        with open_storage(place).transaction(write=True) as connection:
+            lock(connection)
+            connection.execute(sa.text("UPDATE dprlhf_book SET counter = counter + 1"))
+
+    composed = composing(monkeypatch, write)
+    old = Spending("old", "old", "sft", mechanism())
+    ask(book, "b", range(10, 30), earlier=[old])
+    assert max(composed) == 3
+    with pytest.raises(DprlhfError, match="refused"):
+        ask(book, "c", range(30), times=4)
+
+
+def test_what_others_reserve_while_costs_are_composed_is_counted(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book = make(place, epsilon=TWO)
+    ask(book, "a", range(20))
+    waiting = [("b", range(10, 30))]
+
+    def reserve() -> None:
+        if waiting:
+            ask(Book(place), *waiting.pop())
+
+    composing(monkeypatch, reserve)
+    with pytest.raises(DprlhfError, match="refused"):
+        ask(book, "c", range(15))  # users 10 to 14 have spent it all by now
+    assert [r["run"] for r in book.read()["reservations"]] == ["a", "b"]
+    waiting.append(("d", range(35, 45)))
+    spending_module.joint_epsilon.cache_clear()
+    ask(book, "e", range(30, 40))  # has its place behind the other, and users 35 to 39 both
+    assert [r["run"] for r in book.read()["reservations"]] == ["a", "b", "d", "e"]
+    assert spent(book) == {"clinic": pytest.approx(TWO)}
+
+
+def test_runs_whose_users_overlap_in_every_way_compose_once(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever was in all of them has spent the most, and the others' sets need no composition."""
+    book = make(place, epsilon=100.0)
+    make(place, "ward", 100.0)
+    composed = composing(monkeypatch, lambda: None)
+    for bit in range(5):
+        names = book.hashed(f"user {i}" for i in range(64) if i >> bit & 1)
+        run = Spending(f"run {bit}", "", "rl", mechanism(8.0 + bit))
+        book.reserve(run, names, dataset="clinic", unit="user")
+    assert sorted(composed) == sorted([*[1] * 5, 2, 3, 4, 5])
+    composed.clear()
+    assert spent(book)["clinic"] == pytest.approx(
+        total_epsilon([mechanism(8.0 + bit) for bit in range(5)], DELTA).epsilon
+    )
+    assert not composed
+    # Of these nobody was in all of them: in runs 0 and 1 one was, and in run 2 another.
+    ask(book, "w", range(5), "ward", mechanism=mechanism(20.0))
+    assert sorted(composed) == [1, 2, 3]
+
+
+def test_many_cheap_runs_do_not_stand_for_a_dear_one(place: str) -> None:
+    book = make(place, epsilon=total_epsilon([mechanism()], DELTA, times=[5]).epsilon)
+    ask(book, "a", range(10), times=3)
+    ask(book, "b", range(10, 20), mechanism=mechanism(4.0))  # costs as much as four of them
+    with pytest.raises(DprlhfError, match="refused"):
+        ask(book, "c", range(20), times=2)
+    ask(book, "c", range(20))
 
 
 def test_runs_with_other_neighbours_are_refused(place: str) -> None:

@@ -12,14 +12,24 @@ import hmac
 import json
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
 
-from dprlhf.budget.spending import Mark, Question, Reservation, Spending, cost_the_same
+from dprlhf.budget.spending import (
+    Cost,
+    Mark,
+    Question,
+    Reservation,
+    Spending,
+    cost_the_same,
+    largest,
+)
 from dprlhf.budget.state import (
     State,
     check_book,
+    costs_of,
     enrolled_as,
     groups_of,
     key_check,
@@ -40,6 +50,14 @@ from dprlhf.errors import DprlhfError
 
 _CREATING = 0x6470_726C  # of the advisory lock that one creator of tables holds in PostgreSQL
 _AT_ONCE = 10_000
+
+
+@dataclass(frozen=True)
+class Uncomposed:
+    """Costs to compose before a run can be written down: of its users, and of each run alone."""
+
+    costs: set[Cost]
+    alone: list[Cost]
 
 
 class Book:
@@ -185,10 +203,28 @@ class Book:
             DprlhfError: A user would exceed a budget, or the data set is unknown or another unit's.
         """
         question = Question(spending, dataset, unit, earlier, marks)
-        # Repeated even where a lost connection hides whether it committed: a run pays once.
-        return self.storage.attempt(lambda: self._transact(question, users, commit))
+        passed: set[Cost] = set()
+        while True:
+            # Repeated even where a lost connection hides whether it committed: a run pays once.
+            found = self.storage.attempt(lambda: self._transact(question, users, passed, commit))
+            if isinstance(found, Reservation):
+                return found
+            # Composed while others may reserve, whom the book would otherwise keep waiting. What
+            # they add is asked for in the next turn, so there are no more turns than other runs.
+            passed.update(found.costs)
+            for cost in largest(passed):
+                _check_budget(cost, adds=spending.mechanism is not None)
+            for cost in found.alone:
+                cost.epsilon()  # is kept, for the row that the next turn writes
 
-    def _transact(self, question: Question, users: Collection[bytes], commit: bool) -> Reservation:
+    def _transact(
+        self, question: Question, users: Collection[bytes], passed: set[Cost], commit: bool
+    ) -> Reservation | Uncomposed:
+        """Write what the run owes, if all that its users would have spent has passed its check.
+
+        What they have spent is read under the lock that is held until the commit, so that no two
+        runs take the last of a budget; only ε is composed beforehand.
+        """
         with self.storage.transaction(write=True, commit=commit) as connection:
             INCOMING.create(connection, checkfirst=False)
             rows = [{"person": person} for person in users]
@@ -208,8 +244,10 @@ class Book:
             elif spending.mechanism is None and not any(owed.values()):
                 number = enrolled_as(state, groups, dataset.name)
             if number is None or unpaid:
-                for history, spendings in owed.items():
-                    self._check_budgets(state, dataset, state.histories[history], spendings)
+                costs = costs_of(state, owed, dataset)
+                if not costs <= passed:
+                    due = {s for spendings in owed.values() for s in spendings}
+                    return Uncomposed(costs, [state.cost((), [s], dataset) for s in due])
                 number = write_reservation(connection, state, question, dataset, groups, owed)
                 counter += 1
                 connection.execute(BOOK.update().values(counter=counter))
@@ -252,34 +290,6 @@ class Book:
                 f" {_unit(question.unit)}: give it the same data.user_column"
             )
         return dataset
-
-    def _check_budgets(
-        self,
-        state: State,
-        dataset: sa.Row[Any],
-        taken: frozenset[int],
-        owed: Sequence[Spending],
-    ) -> None:
-        """Refuse the run if a user with this history would exceed the budget of a data set."""
-        names = {state.reservations[number].dataset for number in taken} | {dataset.name}
-        for name in sorted(names):
-            budget = state.datasets[name]
-            try:
-                cost = state.epsilon(taken, owed, budget)
-            except DprlhfError as error:
-                raise DprlhfError(f"budget of data set {name!r}: {error}") from None
-            if not cost <= budget.epsilon:
-                if not sum(spending.times for spending in owed):
-                    raise DprlhfError(
-                        f"refused: a user has spent more than the budget of data set {name!r}"
-                        f" (epsilon {budget.epsilon:g} at delta {budget.delta:g}) already, in other"
-                        " data sets"
-                    )
-                raise DprlhfError(
-                    f"refused: with this run a user would exceed the budget of data set {name!r}"
-                    f" (epsilon {budget.epsilon:g} at delta {budget.delta:g}, for all runs"
-                    " together); nothing was spent. What is left: dprlhf budget show"
-                )
 
     def _check_same(
         self,
@@ -344,7 +354,8 @@ class Book:
     def _summary(state: State, row: sa.Row[Any]) -> dict[str, Any]:
         runs = {n for n, r in state.reservations.items() if r.dataset == row.name}
         taken = {state.histories[h] for h in state.sizes if state.histories[h] & runs}
-        spent = max((state.epsilon(t, (), row) for t in taken), default=0.0)
+        costs = {state.cost(numbers, (), row) for numbers in taken}
+        spent = max((cost.epsilon() for cost in largest(costs)), default=0.0)
         return {
             "name": row.name,
             "epsilon": row.epsilon,
@@ -357,6 +368,30 @@ class Book:
             "users": sum(n for h, n in state.sizes.items() if state.histories[h] & runs),
             "date": row.date,
         }
+
+
+def _check_budget(cost: Cost, *, adds: bool) -> None:
+    """Refuse the run if a user would exceed the budget of a data set.
+
+    Args:
+        cost: What the user would have spent.
+        adds: Whether the run adds to it; else its users are only enrolled.
+    """
+    name = cost.dataset
+    try:
+        within = cost.epsilon() <= cost.budget
+    except DprlhfError as error:
+        raise DprlhfError(f"budget of data set {name!r}: {error}") from None
+    budget = f"the budget of data set {name!r} (epsilon {cost.budget:g} at delta {cost.delta:g}"
+    if not within and not adds:
+        raise DprlhfError(
+            f"refused: a user has spent more than {budget}) already, in other data sets"
+        )
+    if not within:
+        raise DprlhfError(
+            f"refused: with this run a user would exceed {budget}, for all runs together); nothing"
+            " was spent. What is left: dprlhf budget show"
+        )
 
 
 def _unit(column: str | None) -> str:

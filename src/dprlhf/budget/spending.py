@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -86,6 +86,51 @@ class Question:
     unit: str | None
     earlier: Sequence[Spending]
     marks: Sequence[Mark]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a user has spent, or would have spent with a run, and the budget that it must keep to.
+
+    Attributes:
+        terms: The mechanisms, each with the number of its runs.
+        dataset: Name of the data set whose budget it is.
+        budget: Lifetime budget ε of the data set.
+        delta: δ of the budget.
+        adaptive: Whether later plans may follow from earlier results.
+    """
+
+    terms: frozenset[tuple[Mechanism, int]]
+    dataset: str
+    budget: float
+    delta: float
+    adaptive: bool
+
+    def epsilon(self) -> float:
+        """Return their joint ε, which may take seconds the first time and is kept."""
+        return joint_epsilon(self.terms, self.delta, self.adaptive)
+
+    def covers(self, other: Cost) -> bool:
+        """Return whether these are all of the other's runs, and perhaps more, under its budget."""
+        own = dict(self.terms)
+        return self.dataset == other.dataset and all(
+            own.get(mechanism, 0) >= times for mechanism, times in other.terms
+        )
+
+
+def largest(costs: Iterable[Cost]) -> list[Cost]:
+    """Return the costs that no other one covers, by data set.
+
+    A run that a user is not in is the same with and without the user's data, so whoever was in some
+    of the runs has spent no more than somebody who was in all of them (docs/proofs/composition.md):
+    where the bound on all of them keeps to a budget, everybody does. With runs on random halves of
+    the users there are 2ⁿ sets of runs, and one is the largest.
+    """
+    kept: list[Cost] = []
+    for cost in sorted(costs, key=lambda c: (c.dataset, -sum(times for _, times in c.terms))):
+        if not any(other.covers(cost) for other in kept):
+            kept.append(cost)
+    return kept
 
 
 def cost_the_same(one: Mechanism | None, other: Mechanism | None) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
-from dprlhf.budget.spending import Question, Spending, joint_epsilon
+from dprlhf.budget.spending import Cost, Question, Spending
 from dprlhf.budget.storage import BookError, problem
 from dprlhf.budget.tables import (
     BOOK,
@@ -45,10 +45,8 @@ class State:
         """The number of each run's reservation."""
         return {row.run: number for number, row in self.reservations.items()}
 
-    def epsilon(
-        self, taken: Collection[int], more: Iterable[Spending], budget: sa.Row[Any]
-    ) -> float:
-        """Return the joint ε of some reservations and of further spendings, as a budget has it."""
+    def cost(self, taken: Collection[int], more: Iterable[Spending], budget: sa.Row[Any]) -> Cost:
+        """Return what some reservations and further spendings cost, and a data set's budget."""
         terms: Counter[Mechanism] = Counter()
         for number in taken:
             if (held := self.mechanisms[number]) is not None:
@@ -56,7 +54,8 @@ class State:
         for spending in more:
             if spending.mechanism is not None:
                 terms[spending.mechanism] += spending.times
-        return joint_epsilon(frozenset(terms.items()), budget.delta, budget.adaptive)
+        held_to = (budget.name, budget.epsilon, budget.delta, budget.adaptive)
+        return Cost(frozenset(terms.items()), *held_to)
 
 
 def read_state(connection: sa.Connection, key: bytes, label: str) -> State:
@@ -121,6 +120,25 @@ def owed_by(
     return [s for s in (*unpaid, question.spending) if numbers.get(s.run) not in taken]
 
 
+def costs_of(
+    state: State, owed: Mapping[int, Sequence[Spending]], dataset: sa.Row[Any]
+) -> set[Cost]:
+    """Return what users would have spent, for each data set that they are or would be in.
+
+    Args:
+        state: The book's tables.
+        owed: What users with each history have yet to pay; those who owe nothing are left out.
+        dataset: The data set of the run that asks.
+    """
+    found = set()
+    for history, spendings in owed.items():
+        taken = state.histories[history]
+        names = {state.reservations[number].dataset for number in taken} | {dataset.name}
+        if spendings:
+            found |= {state.cost(taken, spendings, state.datasets[name]) for name in names}
+    return found
+
+
 def enrolled_as(state: State, groups: Collection[int], dataset: str) -> int:
     """Return the first reservation by which users with these histories are in a data set."""
     return min(n for h in groups for n in _known_in(state, state.histories[h], dataset))
@@ -161,7 +179,7 @@ def write_reservation(
                 dataset=dataset.name,
                 mechanism=_as_json(spending.mechanism),
                 times=spending.times,
-                epsilon=state.epsilon((), [spending], dataset),
+                epsilon=state.cost((), [spending], dataset).epsilon(),
                 users=added,
                 earlier=not own,
                 date=today(),
