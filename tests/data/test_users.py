@@ -8,7 +8,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from dprlhf.boundary import Private, open_private
 from dprlhf.data.loading import load_rows, rows_from
+from dprlhf.data.public import prompts_in
 from dprlhf.data.users import SPACES, Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import Data, Documents
@@ -65,10 +66,8 @@ OTHERS_ROWS: dict[str, dict[str, Any]] = {
 def test_no_row_changes_how_another_is_read(other: str, source: str, tmp_path: Path) -> None:
     """A column has one type for all rows, so that a key or a gap of one shows in the others'."""
     row = dict.fromkeys(PLAIN_ROW) | OTHERS_ROWS[other]
-    if source == "list" and other == "an empty row":
+    if source in ("list", "generator") and other == "an empty row":
         row = {}
-    elif source == "generator" and "own" in row:
-        pytest.skip("a generator's rows have the same columns")
     seen = [
         read_with(first, source, tmp_path / f"{number}")
         for number, first in enumerate([PLAIN_ROW, row])
@@ -297,6 +296,73 @@ def test_a_row_that_does_not_decode_leaves_out_its_user_and_nobody_else() -> Non
     made = Users(rows, Data(path="given"))
     rows.set_transform(decode)
     assert made.readable(np.arange(3), lambda some: None).prompts == ["a", "c"]
+
+
+MESSAGE = {"role": "user", "content": "a"}
+ONE_AFTER_ANOTHER: dict[str, list[Any]] = {
+    "nothing, then text": [None, None, "a"],
+    "whole numbers, then a fraction": [{"prompt": "a", "x": i} for i in (1, 2, 2.5)],
+    "no value, then text": [{"prompt": "a", "x": x} for x in (None, None, "b")],
+    "another column": [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c", "x": 1}],
+    "no messages, then some": [[], [], [MESSAGE]],
+    "another key of a message": [[MESSAGE], [MESSAGE], [{**MESSAGE, "name": "Bo"}]],
+    "another order": [[MESSAGE], [MESSAGE], [{"content": "b", "role": "user"}]],
+    "lists of numbers": [{"prompt": "a", "x": x} for x in ([], [1], [1.5])],
+    "a mapping": [{"prompt": "a", "x": x} for x in (None, {"a": 1}, {"b": "c"})],
+}
+
+
+@pytest.mark.parametrize("rows", ONE_AFTER_ANOTHER.values(), ids=ONE_AFTER_ANOTHER)
+@pytest.mark.parametrize("at_once", [1, 2, 10])
+def test_a_generator_is_read_as_a_list_is(
+    rows: list[Any], at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is kept on disk a part at a time, and a part may have other types than the first."""
+    monkeypatch.setattr("dprlhf.data.loading.ROWS_AT_ONCE", at_once)
+    listed, made = rows_from(rows, "prompt"), rows_from(iter(rows), "prompt")
+    assert made.features == listed.features
+    assert made.to_dict() == listed.to_dict()
+    assert made.cache_files  # and not in memory
+
+
+@pytest.mark.parametrize("at_once", [1, 10])
+@pytest.mark.parametrize(
+    "rows", [[1, CANARY], [CANARY, {"prompt": "a"}], [{"prompt": 1}, {"prompt": CANARY}]]
+)
+def test_a_generator_of_a_mixture_is_refused_as_a_list_is(
+    rows: list[Any], at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dprlhf.data.loading.ROWS_AT_ONCE", at_once)
+    with pytest.raises(DprlhfError, match="rows of one kind") as caught:
+        rows_from(iter(rows), "prompt")
+    assert "CANARY" not in str(caught.value)
+
+
+def test_a_streaming_dataset_keeps_its_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dprlhf.data.loading.ROWS_AT_ONCE", 1)
+    kinds = datasets.Features(
+        {"prompt": datasets.Value("string"), "label": datasets.ClassLabel(names=["a", "b"])}
+    )
+    rows = {"prompt": [None, "x"], "label": [1, 0]}
+    streaming = datasets.Dataset.from_dict(rows, features=kinds).to_iterable_dataset()
+    made = rows_from(streaming, "prompt")
+    assert made.features == kinds
+    assert made.to_dict() == rows
+
+
+def test_an_error_of_ones_own_generator_is_called_so_and_not_quoted() -> None:
+    def fails_later() -> Iterator[Any]:
+        yield {"prompt": "a"}
+        raise KeyError(CANARY)
+
+    def fails_at_once() -> Any:
+        raise KeyError(CANARY)
+
+    for prompts in (fails_later, fails_later(), fails_at_once):
+        with pytest.raises(DprlhfError, match="prompts: what makes them raised KeyError") as caught:
+            rows_from(prompts, "prompt")
+        assert "CANARY" not in str(caught.value)
+        assert caught.value.__suppress_context__
 
 
 def test_what_the_column_is_made_of_tells_conversations() -> None:
@@ -815,6 +881,20 @@ def test_what_datasets_logs_about_a_file_is_not_shown(
     assert "CANARY" not in str(caught.value)
 
 
+def test_the_lines_of_a_text_file_are_the_same_for_users_and_for_samples(tmp_path: Path) -> None:
+    """A blank line is nobody, and a separator of lines within a line separates none."""
+    file = tmp_path / "a.txt"
+    file.write_text("a\n\nb\u2028c\r\n \t\nd\n\n", encoding="utf-8", newline="")
+    lines = ["a", "b\u2028c", "d"]
+    made = Users(load_rows(Data(path=str(file))), Data(path=str(file)))
+    assert made.count == 3
+    assert prompts_of(made) == [[line] for line in lines]
+    assert prompts_in(file, "prompt") == lines
+    assert load_rows(Data(path=str(file), skip=1))["prompt"][:] == lines[1:]
+    file.write_text("\n \n", encoding="utf-8")
+    assert len(load_rows(Data(path=str(file)))) == 0
+
+
 @pytest.mark.parametrize("suffix", ["csv", "tsv"])
 def test_only_an_empty_field_has_no_value(suffix: str, tmp_path: Path) -> None:
     """pandas takes "NA" and the like for gaps: their users would be nobody."""
@@ -860,7 +940,7 @@ def test_what_datasets_logs_is_not_shown_where_it_is_imported_for_this(tmp_path:
 def test_text_and_tab_separated_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one, \ttwo\n\n  three\n", encoding="utf-8")
     rows = load_rows(Data(path=str(tmp_path / "a.txt"), prompt_column="question"))
-    assert rows.to_dict() == {"question": ["one, \ttwo", "", "  three"]}
+    assert rows.to_dict() == {"question": ["one, \ttwo", "  three"]}
     (tmp_path / "train.tsv").write_text('prompt\tuser\na, b\t1\n"c\td"\t2\n')
     for path in (tmp_path, tmp_path / "train.tsv"):
         assert load_rows(Data(path=str(path)))["prompt"][:] == ["a, b", "c\td"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import functools
+import itertools
 import json
 import logging
 import os
@@ -141,7 +142,8 @@ FORMATS = {
     ".tsv": Format(_csv("\t"), functools.partial(_broken_csv_lines, delimiter="\t")),
     ".txt": Format(_with_datasets("text"), _lines_that_are_not(_is_utf8)),
 }
-"""The kinds of files that are read, by their suffix; a text file has one prompt a line."""
+"""The kinds of files that are read, by their suffix; a text file has a prompt in each line that is
+not blank."""
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -226,10 +228,11 @@ def _read(path: str, spec: recipe.Data) -> Any:
 def _read_file(file: Path, spec: recipe.Data) -> Any:
     _refuse_part(spec)
     rows = FORMATS[file.suffix].read(str(file))
+    if file.suffix != ".txt":
+        return rows
     # The lines of a text file have no name of their own; ``datasets`` calls them "text".
-    if file.suffix == ".txt" and spec.prompt_column != "text":
-        rows = rows.rename_column("text", spec.prompt_column)
-    return rows
+    rows = rows.select([place for place, line in enumerate(rows["text"]) if line.strip()])
+    return rows if spec.prompt_column == "text" else rows.rename_column("text", spec.prompt_column)
 
 
 def _refuse_part(spec: recipe.Data) -> None:
@@ -322,7 +325,7 @@ def rows_from(prompts: Any, column: str) -> Any:
         prompts: A list of texts, conversations or dicts; a pandas ``DataFrame`` or pyarrow
             ``Table``; or a ``datasets.Dataset``, whose format (``with_format``) is ignored. A
             streaming ``IterableDataset``, a generator, or a function that returns one is read to
-            its end once and kept on disk as long as the process lives.
+            its end once, as a list is, and kept on disk as long as the process lives.
         column: Name of the column of texts and conversations.
 
     Raises:
@@ -338,7 +341,8 @@ def rows_from(prompts: Any, column: str) -> Any:
     if isinstance(prompts, datasets.IterableDataset):
         prompts = prompts.with_format(None)
     elif callable(prompts):
-        prompts = prompts()
+        with _errors_by_type():
+            prompts = prompts()
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise DprlhfError(
             "prompts: give a list of prompts, a generator, a datasets.Dataset or IterableDataset"
@@ -346,10 +350,9 @@ def rows_from(prompts: Any, column: str) -> Any:
     try:
         if not isinstance(prompts, Sequence):
             return _kept_on_disk(prompts, column)
-        if prompts and isinstance(prompts[0], dict):
-            names = dict.fromkeys(name for row in prompts for name in row)  # not the first row's
-            return datasets.Dataset.from_dict({n: [row.get(n) for row in prompts] for n in names})
-        return datasets.Dataset.from_dict({column: list(prompts)})
+        return _rows_of_list(prompts, column)
+    except DprlhfError:
+        raise
     except UnicodeEncodeError:
         raise DprlhfError(f"prompts: {_NO_TEXT}") from None
     except Exception as error:  # Arrow quotes the value that it could not convert
@@ -400,24 +403,72 @@ def _rows_of_table(table: Any) -> Any:
         ) from None
 
 
+def _rows_of_list(items: Sequence[Any], column: str, features: Any = None) -> Any:
+    """Return the ``datasets.Dataset`` of a list of texts, conversations or dicts."""
+    import datasets
+
+    if items and isinstance(items[0], dict):
+        names = features or dict.fromkeys(name for row in items for name in row)  # of all rows
+        columns = {name: [row.get(name) for row in items] for name in names}
+    else:
+        columns = {column: list(items)}
+    return datasets.Dataset.from_dict(columns, features=features)
+
+
+@contextlib.contextmanager
+def _errors_by_type() -> Iterator[None]:
+    """Name an error of the program that makes the prompts by its type: its text may quote one."""
+    try:
+        yield
+    except DprlhfError:
+        raise
+    except Exception as error:
+        raise DprlhfError(
+            f"prompts: what makes them raised {type(error).__name__}: run it by itself to see where"
+        ) from None
+
+
+def _items(prompts: Iterable[Any]) -> Iterator[Any]:
+    with _errors_by_type():
+        yield from prompts
+
+
 def _kept_on_disk(prompts: Iterable[Any], column: str) -> Any:
+    """Return the rows of a generator, written to a file as they come.
+
+    Each part of them has types of its own: the first may have whole numbers where a later one has
+    fractions, or no value where that has texts. Written once more, all have those of a list.
+    """
     import datasets
     from datasets.arrow_writer import ArrowWriter
 
     folder = tempfile.TemporaryDirectory(prefix="dprlhf-")  # mode 0700
     _FOLDERS.append(folder)
-    file = Path(folder.name) / "rows.arrow"
     features = getattr(prompts, "features", None)
-    kinds = set()
-    with ArrowWriter(path=str(file), features=features) as writer:
-        for prompt in prompts:
-            kinds.add(tuple(sorted(prompt)) if isinstance(prompt, dict) else type(prompt))
-            if len(kinds) > 1:
-                raise TypeError("a mixture")
-            writer.write(prompt if isinstance(prompt, dict) else {column: prompt})
-        if kinds:
+    items, kinds = _items(prompts), set()
+    parts: list[Path] = []
+    while some := list(itertools.islice(items, ROWS_AT_ONCE)):
+        kinds.add(isinstance(some[0], dict))
+        if len(kinds) > 1:
+            raise TypeError("a mixture")
+        rows = _rows_of_list(some, column, features)
+        parts.append(Path(folder.name) / f"part-{len(parts)}.arrow")
+        with ArrowWriter(path=str(parts[-1]), features=rows.features) as writer:
+            writer.write_table(rows.data.table)
             writer.finalize()
-    return datasets.Dataset.from_file(str(file)) if kinds else datasets.Dataset.from_dict({})
+    if not parts:
+        return datasets.Dataset.from_dict({})
+    # A schema's metadata has the types once more, those of a part.
+    schemas = [pa.ipc.open_stream(part).schema.remove_metadata() for part in parts]
+    none = pa.unify_schemas(schemas, promote_options="permissive").empty_table()
+    whole = Path(folder.name) / "rows.arrow"
+    with ArrowWriter(path=str(whole), features=features) as writer:
+        for part in parts:
+            table = pa.ipc.open_stream(part).read_all().replace_schema_metadata(None)
+            writer.write_table(pa.concat_tables([none, table], promote_options="permissive"))
+            part.unlink()
+        writer.finalize()
+    return datasets.Dataset.from_file(str(whole))
 
 
 _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []

@@ -121,12 +121,15 @@ def in_memory_prompts(prompts: Sequence[Any]) -> Prompts:
 def prompts_in(file: Path, column: str) -> list[Any]:
     """Read prompts from a column of a dataset file, or from the lines of any other text file.
 
+    A blank line is no prompt.
+
     Raises:
         DprlhfError: The file cannot be read, or has no such column.
     """
     if file.suffix == ".txt" or file.suffix not in FORMATS:
         try:
-            return [line for line in file.read_text("utf-8").splitlines() if line.strip()]
+            # Not ``splitlines``, which also separates where the reader of users' files does not.
+            return [line for line in file.read_text("utf-8").split("\n") if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             raise DprlhfError(f"{file}: could not be read ({type(error).__name__})") from None
     rows = load_rows(Data(path=str(file)))

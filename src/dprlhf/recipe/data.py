@@ -14,7 +14,7 @@ class Data(Settings):
 
     Attributes:
         path: Hub id, folder or file of the rows: ``.csv``, ``.tsv``, ``.jsonl``, ``.parquet``, or
-            ``.txt`` with one prompt a line.
+            ``.txt`` with one prompt a line; a blank line is none.
         name: Name of the dataset's configuration on the hub.
         revision: Branch, tag or commit of the dataset on the hub; null takes what the hub has now.
         split: Split of the dataset. In a folder of files, the file's name without its suffix.
