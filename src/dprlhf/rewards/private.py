@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from dprlhf.boundary import Private, open_private
@@ -37,7 +36,7 @@ def score_responses(scorer: Scorer, responses: Responses, *, private: bool = Fal
     )
     if responses.failed is None:
         return scores
-    return replace(scores, valid=scores.valid & ~responses.failed)
+    return Scores(**{**vars(scores), "valid": scores.valid & ~responses.failed})
 
 
 def rows_to_score(responses: Responses) -> Rows:

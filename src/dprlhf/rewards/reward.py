@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
@@ -101,15 +101,18 @@ class LoadedReward:
 
     def one_user_at_a_time(self) -> LoadedReward:
         """Return the same reward, called once per user."""
-        return replace(self, per_user=True, checked_rows=0)
+        return self._with(per_user=True, checked_rows=0)
 
     def in_calls_of(self, rows: int) -> LoadedReward:
         """Return the same reward, called with at most so many rows of private users."""
-        return replace(self, checked_rows=rows)
+        return self._with(checked_rows=rows)
 
     def publishing(self, names: Iterable[str]) -> LoadedReward:
         """Return the same reward, which may log these names to the metrics of public rows."""
-        return replace(self, published=frozenset(names))
+        return self._with(published=frozenset(names))
+
+    def _with(self, **changes: Any) -> LoadedReward:
+        return LoadedReward(**{**vars(self), **changes})
 
 
 def as_reward(reward: LoadedReward | RewardFunction) -> LoadedReward:
