@@ -556,8 +556,8 @@ def test_a_runs_card_states_its_audit_and_keeps_it(tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     found = json.loads((tmp_path / "audit" / "audit.json").read_text())
     audited = json.loads(RunFolder(Path(run)).privacy.read_text())
-    assert audited == card | {"audit": {k: v for k, v in found.items() if k != "audit"}}
-    assert audited["audit"]["holds"]
+    assert audited == card | {"audits": [{k: v for k, v in found.items() if k != "audit"}]}
+    assert audited["audits"][0]["holds"]
     assert "an attack with 40 canary users (gradient space) shows epsilon >=" in readme.read_text()
     noted = {RunFolder(Path(run)).privacy, readme}
     assert {p: p.read_bytes() for p in before if p not in noted} == {

@@ -23,10 +23,12 @@ import dprlhf
 from dprlhf import DprlhfError, recipe
 from dprlhf.privacy.gaussian import gaussian_epsilon
 from dprlhf.privacy.ledger import Entry, read_ledger
+from dprlhf.runs.card import note_audit
 from dprlhf.runs.earlier import records_of, total_of
 from dprlhf.runs.evidence import seal
 from dprlhf.runs.evidence.words import found_at, of_hundred, one_in, right_guesses
 from dprlhf.runs.evidence.write import verify_evidence, write_evidence
+from dprlhf.runs.folder import RunFolder
 from helpers import tiny
 from helpers.commands import dprlhf as command
 from helpers.marks import slow
@@ -303,6 +305,38 @@ def test_a_refuted_claim_is_contradicted(
     statement = statement_of(run, tmp_path / "out")
     assert any("refuted" in alert["what"] for alert in statement["alerts"])
     assert statuses(statement)[3] == "contradicted"
+
+
+def test_an_audit_that_refuted_is_not_undone_by_later_ones(run: Path, tmp_path: Path) -> None:
+    """A card of an earlier version holds one audit; those of this version come after it."""
+    power = {"probability": 0.9, "noise": 0.031, "guesses": None}
+    edit_json(run / "privacy.json", audit=AUDIT | {"holds": False, "right": 199, "power": power})
+    for right in (101, 102):
+        note_audit(RunFolder(run), AUDIT | {"right": right})
+    card = json.loads((run / "privacy.json").read_text())
+    assert [audit["right"] for audit in card["audits"]] == [199, 101, 102]
+    assert "audit" not in card
+    readme = (run / "policy/README.md").read_text()
+    assert "Audit: refuted: an attack with 1000 canary users" in readme
+    assert "of 3 audits on record 1 refuted the claim" in readme
+    statement = statement_of(run, tmp_path / "out")
+    assert any("refuted" in alert["what"] for alert in statement["alerts"])
+    assert statuses(statement)[3] == "contradicted"
+    assert ["Audits on record", "3, of which 1 refuted the statement"] in (
+        statement["answers"][3]["facts"]
+    )
+    assert "199 of 200" in statement["answers"][1]["answer"][0]
+
+
+def test_several_audits_that_hold_are_counted(run: Path, tmp_path: Path) -> None:
+    for right in (101, 102):
+        note_audit(RunFolder(run), AUDIT | {"right": right})
+    assert "of 2 audits on record 0 refuted the claim" in (run / "policy/README.md").read_text()
+    statement = statement_of(run, tmp_path / "out", limit=8.0)
+    assert statuses(statement)[3] == "shown"
+    assert "102 of 200" in statement["answers"][1]["answer"][0]
+    said = statement["answers"][3]["answer"]
+    assert any("2 audits" in sentence and "10%" in sentence for sentence in said)
 
 
 @pytest.mark.parametrize("audit", [{}, [], "done", {"bound": "large"}, {"bound": True}, None])

@@ -115,7 +115,7 @@ def test_the_weights_are_the_same_and_load(place: Path, tmp_path: Path) -> None:
 def test_an_audit_leaves_it_in_the_card(place: Path, tmp_path: Path) -> None:
     folder = RunFolder(shutil.copytree(place / "run", tmp_path / "run"))
     before = front_matter(folder.policy / "README.md")
-    found = json.loads(folder.privacy.read_text()).get("audit")
+    found = json.loads(folder.privacy.read_text()).get("audits")
     assert found is None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dprlhf.runs.card._audited", lambda card: "run")

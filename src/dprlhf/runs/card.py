@@ -153,17 +153,33 @@ def _declared(recipe: AnyRecipe) -> str:
 _DECLARED = " (declared to be public even where a user has the same text)"
 
 
-def audit_of(folder: RunFolder) -> dict[str, Any]:
-    """Return the audit entry of a run's existing card, to keep it in a new one; empty without."""
+def audits_on(card: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return all audits that a card states, in their order; on that of an earlier version one.
+
+    Args:
+        card: Content of ``privacy.json``.
+    """
+    several = card.get("audits", [])
+    held = [card.get("audit"), *(several if isinstance(several, list) else [])]
+    return [audit for audit in held if isinstance(audit, dict)]
+
+
+def audits_of(folder: RunFolder) -> dict[str, Any]:
+    """Return the audits on a run's existing card, to keep them in a new one; empty without any."""
     if not folder.privacy.is_file():
         return {}
-    card = json.loads(folder.privacy.read_text("utf-8"))
-    return {"audit": card["audit"]} if "audit" in card else {}
+    held = audits_on(json.loads(folder.privacy.read_text("utf-8")))
+    return {"audits": held} if held else {}
 
 
 def note_audit(folder: RunFolder, audit: dict[str, Any]) -> None:
-    """Write an audit's result onto the card of a finished run, and into its model card."""
-    card = json.loads(folder.privacy.read_text("utf-8")) | {"audit": audit}
+    """Add an audit's result to the card of a finished run, and write it into its model card.
+
+    Earlier results stay: an audit that refuted the claim is not undone by one that did not.
+    """
+    card = json.loads(folder.privacy.read_text("utf-8"))
+    audits = [*audits_on(card), audit]
+    card = {name: value for name, value in card.items() if name != "audit"} | {"audits": audits}
     write_json(folder.privacy, card)
     text = model_card(load_any_recipe(folder.recipe), card)
     if (folder.policy / FILE).is_file():
@@ -374,10 +390,12 @@ def _rounding(card: dict[str, Any]) -> str:
 
 
 def _audited(card: dict[str, Any]) -> str:
-    if "audit" not in card:
+    audits = audits_on(card)
+    if not audits:
         return "not run"
-    audit = card["audit"]
-    word = "refuted: " if not audit["holds"] else ""
+    refuted = [audit for audit in audits if not audit["holds"]]
+    audit = refuted[0] if refuted else audits[-1]
+    word = "refuted: " if refuted else ""
     shown = (
         f"{word}an attack with {audit['canaries']} canary users ({audit['space']} space) shows"
         f" epsilon >= {audit['bound']:.4g} at confidence {audit['confidence']:.0%}"
@@ -390,4 +408,6 @@ def _audited(card: dict[str, Any]) -> str:
         )
     if not audit.get("can_refute", True):
         shown += "; with so few canaries its guesses could not refute the claim"
+    if len(audits) > 1:
+        shown += f"; of {len(audits)} audits on record {len(refuted)} refuted the claim"
     return shown

@@ -12,7 +12,7 @@ from typing import Any
 
 from dprlhf.policies.optimizers import set_learning_rate, set_noise
 from dprlhf.privacy.file_times import first_day
-from dprlhf.runs.card import audit_of, carried_with, model_card, privacy_card
+from dprlhf.runs.card import audits_of, carried_with, model_card, privacy_card
 from dprlhf.runs.folder import replaced_folder, write_json
 from dprlhf.runs.lineage import attach
 from dprlhf.training.interrupt import Interruptible
@@ -74,7 +74,7 @@ def complete(run: Run) -> Any:
     """
     stage, main = run.stage, run.processes.main
     card = privacy_card(run.recipe, run.plan, run.policy.dimension, run.key, run.earlier)
-    card |= audit_of(run.folder)
+    card |= audits_of(run.folder)
     card["date"] = first_day(run.folder.path)
     card["rounding"] = run.rounding
     if run.reservation is not None:

@@ -242,6 +242,7 @@ def _audited(records: Records) -> Answer:
         f"An audit found that the true ε is at least {at_least(audit['bound'])}, at {sure}.",
         verdict,
         "The tolerance is zero: any value above the stated ε counts as a refutation.",
+        *_of_several(audit),
     ]
     missing = []
     if not audit["can_refute"]:
@@ -259,6 +260,10 @@ def _audited(records: Records) -> Answer:
         ("Stated for this run", pair(*_spent(records.alone))),
         ("Invented users", _thousands(audit)),
         *([("It would have noticed", audit["power"])] if audit["power"] else []),
+        (
+            "Audits on record",
+            f"{audit['count']}, of which {audit['refuting']} refuted the statement",
+        ),
     ]
     whole = SHOWN if audit["can_refute"] else PARTLY
     status = CONTRADICTED if audit["refuted"] else _standing(records, whole)
@@ -332,6 +337,17 @@ def _allowed(records: Records) -> str:
         return "any number of right guesses"
     share = right_guesses(records.total.epsilon, records.total.delta)
     return f"right in at most {of_hundred(share)} of 100 cases where a coin decided"
+
+
+def _of_several(audit: dict[str, Any]) -> list[str]:
+    """Return what it means that more than one audit was run; nothing for one."""
+    count, chance = audit["count"], audit["chance"]
+    if count == 1:
+        return []
+    said = f"{count} audits of this run are on record, and {audit['refuting']} of them refuted it."
+    if chance is not None:
+        said += f" All together refute a true statement with probability at most {chance:.0%}."
+    return [said]
 
 
 def _thousands(audit: dict[str, Any]) -> str:

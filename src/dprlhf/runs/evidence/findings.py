@@ -12,6 +12,7 @@ from typing import Any
 from dprlhf.privacy.gaussian import upwards
 from dprlhf.privacy.plan import delta_warning, json_ready
 from dprlhf.recipe import Source
+from dprlhf.runs.card import audits_on
 from dprlhf.runs.evidence.records import Records
 from dprlhf.runs.evidence.words import pair
 
@@ -98,13 +99,27 @@ def runs_of(records: Records) -> list[dict[str, Any]]:
 
 
 def audit_facts(records: Records) -> dict[str, Any] | None:
-    """Return what the card says of an audit, whichever version wrote it; None without one.
+    """Return what the card says of its audits, whichever version wrote it; None without one.
 
-    Whether the claim is refuted is decided here again from the numbers, not only read.
+    The numbers are those of the first audit that refuted the claim; if none did, of the latest.
+    ``count`` and ``refuting`` are the numbers of all audits and of those that refuted, and
+    ``chance`` is the probability, at most, with which one of them refutes a claim that is true.
     """
-    audit = records.card.get("audit")
-    if not isinstance(audit, dict):
+    found = [_facts_of(audit, records) for audit in audits_on(records.card)]
+    if not found:
         return None
+    refuting = [audit for audit in found if audit["refuted"]]
+    sure = [audit["confidence"] for audit in found if audit["confidence"] is not None]
+    return {
+        **(refuting[0] if refuting else found[-1]),
+        "count": len(found),
+        "refuting": len(refuting),
+        "chance": min(1.0, sum(1 - c for c in sure)) if len(sure) == len(found) else None,
+    }
+
+
+def _facts_of(audit: dict[str, Any], records: Records) -> dict[str, Any]:
+    """Return one audit's numbers; whether the claim is refuted is decided again from them."""
 
     def number(name: str) -> float | None:
         value = audit.get(name)
