@@ -10,7 +10,7 @@ import pytest
 
 import dprlhf
 from dprlhf import DprlhfError
-from dprlhf.audit.one_run import audit_run
+from dprlhf.audit.finished_run import audit_run
 from dprlhf.privacy.ledger import read_ledger
 from dprlhf.runs.card import KNOWN_NUMBER
 from dprlhf.runs.earlier import records_of, total_of_runs

@@ -8,6 +8,7 @@ from dprlhf.audit.bounds import (
     largest_tpr,
 )
 from dprlhf.audit.extraction import exposure, text_logprobs
+from dprlhf.audit.finished_run import audit_run
 from dprlhf.audit.game import Game, play
 from dprlhf.audit.membership import (
     Roc,
@@ -17,7 +18,7 @@ from dprlhf.audit.membership import (
     membership_scores,
     roc,
 )
-from dprlhf.audit.one_run import Audit, audit, audit_plan, audit_run
+from dprlhf.audit.one_run import Audit, audit, audit_plan
 
 __all__ = [
     "Audit",

@@ -53,8 +53,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.privacy.gaussian import upwards
 from dprlhf.privacy.plan import Plan, json_ready
 from dprlhf.privacy.relations import Space
-from dprlhf.recipe import AnyRecipe, Recipe, load_any_recipe
-from dprlhf.runs.card import note_audit
+from dprlhf.recipe import AnyRecipe, Recipe
 from dprlhf.runs.folder import RunFolder, time_stamp, write_json
 from dprlhf.training.build import check_settled
 
@@ -229,32 +228,6 @@ def audit_plan(
     tested = values_tested(plan.users) * plan.rounds * plan.releases_per_round
     power = power_of(plan, canaries, tested, "gradient", confidence) if state else {}
     return judge(record, included, "gradient", confidence, power, "none", "vectors", bounds=state)
-
-
-def audit_run(run: str | Path, folder: str | Path, **options: Any) -> Audit:
-    """Audit the ε of a finished run of any stage, as :func:`audit` does; add it to its card.
-
-    The canaries take part in a new run of the same recipe; the policy does not change.
-
-    Args:
-        run: Folder of the finished run.
-        folder: Folder to write, as for :func:`audit`.
-        options: Other keyword arguments of :func:`audit`.
-
-    Raises:
-        DprlhfError: the run is not finished.
-    """
-    audited = RunFolder(Path(run))
-    audited.require()
-    recipe = load_any_recipe(audited.recipe)
-    if not audited.privacy.is_file() or not audited.policy.is_dir():
-        raise DprlhfError(f"{run}: not finished; finish it first with: dprlhf resume {run}")
-    if recipe.privacy.adjacency == "add-remove":  # an earlier version's; the same ε as zero-out
-        privacy = recipe.privacy.model_copy(update={"adjacency": "zero-out"})
-        recipe = recipe.model_copy(update={"privacy": privacy})
-    found = audit(recipe, folder, **options)
-    note_audit(audited, found.as_dict())
-    return found
 
 
 def audit_folder() -> Path:

@@ -1,0 +1,99 @@
+"""The audit of a finished run: of the plan that its ledger records, with the result on its card."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dprlhf.audit.one_run import Audit, audit
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.ledger import read_opened
+from dprlhf.recipe import AnyRecipe, load_any_recipe
+from dprlhf.runs.card import note_audit
+from dprlhf.runs.folder import RunFolder
+from dprlhf.runs.opening import recipe_digest
+from dprlhf.training.build import plan_of
+
+_ROUNDING = 1e-6  # relative; another processor or library computes an ε with other last digits
+
+
+def audit_run(run: str | Path, folder: str | Path, **options: Any) -> Audit:
+    """Audit the ε of a finished run of any stage, as :func:`audit` does; add it to its card.
+
+    The canaries take part in a new run of the same recipe with the noise multiplier that the
+    finished run's ledger records; the policy does not change.
+
+    Args:
+        run: Folder of the finished run.
+        folder: Folder to write, as for :func:`audit`.
+        options: Other keyword arguments of :func:`audit`.
+
+    Raises:
+        DprlhfError: the run is not finished, its ledger is missing or altered, or the recipe makes
+            another plan than the ledger records.
+    """
+    audited = RunFolder(Path(run))
+    audited.require()
+    recipe = load_any_recipe(audited.recipe)
+    if not audited.privacy.is_file() or not audited.policy.is_dir():
+        raise DprlhfError(f"{run}: not finished; finish it first with: dprlhf resume {run}")
+    found = audit(_as_recorded(recipe, audited), folder, **options)
+    note_audit(audited, found.as_dict())
+    return found
+
+
+def _as_recorded(recipe: AnyRecipe, run: RunFolder) -> AnyRecipe:
+    """Return a run's recipe with the noise of its ledger, where both make the same plan.
+
+    The search for the noise of an ε may end elsewhere in another version; what a given noise costs
+    may not.
+
+    Raises:
+        DprlhfError: The ledger is missing or altered, or the plans differ.
+    """
+    if not run.ledger.is_file():
+        raise DprlhfError(f"{run.ledger}: missing; what this run was planned with is not known")
+    terms = read_opened(run.ledger)[0].body
+    if recipe_digest(recipe) != terms.get("recipe_sha256"):
+        raise DprlhfError(
+            f"{run.recipe}: not the recipe that its ledger was opened with, so an audit of it would"
+            " say nothing about this run; put the recipe back"
+        )
+    changes = {"epsilon": None, "noise_multiplier": terms.get("noise_multiplier")}
+    if terms.get("adjacency") == "add-remove":  # an earlier version's; the same ε as zero-out
+        terms = {**terms, "adjacency": "zero-out"}
+        changes["adjacency"] = "zero-out"
+    made = recipe.model_copy(update={"privacy": recipe.privacy.model_copy(update=changes)})
+    _check_same_plan(made, terms, run)
+    return made
+
+
+def _check_same_plan(recipe: AnyRecipe, terms: dict[str, Any], run: RunFolder) -> None:
+    """Refuse a recipe whose plan is not the one that a ledger opened with.
+
+    Args:
+        recipe: The run's recipe, with the ledger's noise multiplier.
+        terms: The body of the ledger's first entry.
+        run: The run's folder.
+    """
+    try:
+        plan = plan_of(recipe, int(terms["users"]))
+    except (KeyError, TypeError, ValueError):
+        raise DprlhfError(f"{run.ledger}: its first entry does not state the run's plan") from None
+    planned = plan.terms()
+    for name in (*asdict(plan.mechanism), "delta", "epsilon"):
+        stated = terms.get(name, 1 if name == "bands" else None)  # not in the oldest ledgers
+        if not _same(stated, planned[name]):
+            raise DprlhfError(
+                f"{run.ledger}: the ledger records {name} {stated}, and the recipe with the"
+                f" ledger's noise multiplier {terms['noise_multiplier']} makes {planned[name]}; a"
+                " run that another version of dprlhf planned is audited with that version"
+            )
+
+
+def _same(stated: Any, planned: Any) -> bool:
+    """Return whether two terms are the same, numbers up to rounding."""
+    numbers = isinstance(stated, int | float) and isinstance(planned, int | float)
+    return math.isclose(stated, planned, rel_tol=_ROUNDING) if numbers else stated == planned

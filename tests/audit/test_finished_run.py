@@ -1,0 +1,135 @@
+"""The audit of a finished run is one of the plan that its ledger records, or none."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dprlhf.audit import Audit, audit_run
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.ledger import Ledger, read_ledger
+from dprlhf.privacy.plan import Plan, make_plan
+from dprlhf.recipe import dump_recipe, make_recipe
+from dprlhf.runs.folder import RunFolder
+from dprlhf.runs.opening import recipe_digest
+
+NOTED: list[dict[str, Any]] = []
+
+
+@pytest.fixture(autouse=True)
+def _noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    NOTED.clear()
+    monkeypatch.setattr(
+        "dprlhf.audit.finished_run.note_audit", lambda folder, found: NOTED.append(found)
+    )
+
+
+def plan_of(**changes: Any) -> Plan:
+    """The plan of the recipe below: two rounds in the order of arrival."""
+    settings: dict[str, Any] = {"users": 100, "rounds": 2, "delta": 1e-5, "partition": "stream"}
+    if "noise_multiplier" not in changes:
+        settings["epsilon"] = 4.0
+    return make_plan(**(settings | changes))
+
+
+def finished(folder: Path, plan: Plan, **terms: Any) -> Path:
+    """The folder of a finished run of one recipe, with a ledger of this plan and these terms."""
+    run = RunFolder(folder / "run")
+    run.policy.mkdir(parents=True)
+    run.privacy.write_text("{}")
+    recipe = make_recipe(
+        {
+            "policy": {"model_name_or_path": "nowhere"},
+            "data": {"path": "nowhere"},
+            "rewards": [{"function": "nowhere"}],
+            "privacy": {"epsilon": 4.0, "delta": 1e-5, "partition": "stream"},
+            "rounds": 2,
+        }
+    )
+    run.recipe.write_text(dump_recipe(recipe))
+    opened = {**plan.terms(), "recipe_sha256": recipe_digest(recipe), "key_commitment": "0" * 64}
+    Ledger(run.ledger, opened | terms).close()
+    return run.path
+
+
+def audited(run: Path, **options: Any) -> Audit:
+    return audit_run(
+        run, run.parent / "audit", canaries=40, confidence=0.9999, quiet=True, **options
+    )
+
+
+def test_the_plan_of_the_ledger_is_audited(tmp_path: Path) -> None:
+    """An accountant of another day may find other noise for the same epsilon."""
+    ledger = plan_of(noise_multiplier=1.2 * plan_of().noise_multiplier)
+    found = audited(finished(tmp_path, ledger))
+    assert found.epsilon == ledger.guarantee.epsilon < 3.9
+    of_audit = read_ledger(tmp_path / "audit/ledger.jsonl")[0].body
+    assert of_audit["noise_multiplier"] == ledger.noise_multiplier
+    assert [noted["epsilon"] for noted in NOTED] == [found.epsilon]
+
+
+@pytest.mark.parametrize("change", [1 - 1e-7, 1 + 1e-7])
+def test_the_rounding_of_another_processor_is_no_difference(change: float, tmp_path: Path) -> None:
+    plan = plan_of()
+    run = finished(tmp_path, plan, epsilon=change * plan.guarantee.epsilon)
+    assert audited(run).holds
+
+
+def test_a_baseline_has_a_ledger_without_noise(tmp_path: Path) -> None:
+    found = audited(finished(tmp_path, plan_of(noise_multiplier=0.0)))
+    assert found.epsilon == math.inf
+    assert found.verdict == "cannot refute at this size"
+
+
+def test_a_run_under_add_remove_is_audited_for_zero_out(tmp_path: Path) -> None:
+    """The ledger of an earlier version may state it; the epsilon is the same."""
+    assert audited(finished(tmp_path, plan_of(), adjacency="add-remove")).holds
+
+
+HALVED = plan_of().noise_multiplier / 2
+ANOTHER: dict[str, dict[str, Any]] = {
+    "epsilon": {"noise_multiplier": HALVED},  # the noise of another epsilon than is stated
+    "rounds": {"rounds": 4},
+    "partition": {"partition": "fixed"},
+    "participations": {"participations": 2},
+    "releases_per_round": {"releases_per_round": 2},
+    "bands": {"bands": 2},
+    "delta": {"delta": 1e-6},
+    "adjacency": {"adjacency": "replace-one"},
+}
+
+
+@pytest.mark.parametrize(("name", "terms"), ANOTHER.items(), ids=ANOTHER)
+def test_a_ledger_of_another_plan_is_refused(
+    name: str, terms: dict[str, Any], tmp_path: Path
+) -> None:
+    run = finished(tmp_path, plan_of(), **terms)
+    with pytest.raises(DprlhfError, match=rf"ledger.*{name} ") as caught:
+        audited(run)
+    assert "\n" not in str(caught.value)
+    assert not NOTED
+    assert not (tmp_path / "audit").exists()
+
+
+def test_half_the_noise_with_its_own_epsilon_is_audited_for_that(tmp_path: Path) -> None:
+    plan = plan_of(noise_multiplier=HALVED)
+    assert audited(finished(tmp_path, plan)).epsilon == plan.guarantee.epsilon > 8
+
+
+def test_another_recipe_than_the_ledgers_is_refused(tmp_path: Path) -> None:
+    run = finished(tmp_path, plan_of())
+    file = run / "recipe.yaml"
+    file.write_text(file.read_text().replace("epsilon: 4.0", "epsilon: 8.0"))
+    with pytest.raises(DprlhfError, match=r"not the recipe that its ledger was opened with"):
+        audited(run)
+
+
+def test_a_run_without_a_ledger_is_refused(tmp_path: Path) -> None:
+    run = finished(tmp_path, plan_of())
+    (run / "ledger.jsonl").unlink()
+    with pytest.raises(DprlhfError, match=r"ledger\.jsonl: missing"):
+        audited(run)
+    assert not (tmp_path / "audit").exists()
