@@ -174,6 +174,26 @@ def test_more_canaries_than_values_that_are_tested_are_all_guessed(
     assert found.holds
 
 
+@pytest.mark.parametrize(
+    ("partition", "terms", "loose"),
+    [
+        ("random-allocation", {"adjacency": "replace-one", "participations": 2}, True),
+        ("random-allocation", {"bands": 2}, True),
+        ("random-allocation", {"adjacency": "replace-one"}, False),
+        ("random-allocation", {"participations": 2}, False),
+        ("stream", {"adjacency": "replace-one", "bands": 2}, False),
+    ],
+)
+def test_a_bound_is_called_the_accountants_where_a_true_epsilon_may_be_smaller(
+    partition: Any, terms: dict[str, Any], loose: bool
+) -> None:
+    plan = plan_of("stream", 1.08)
+    mechanism = dataclasses.replace(plan.mechanism, partition=partition, **terms)
+    found = audited(dataclasses.replace(plan, mechanism=mechanism))
+    assert found.accountants_terms == loose
+    assert ("in the accountant's terms at confidence" in one_run.report(found)) == loose
+
+
 def test_a_stricter_level_needs_more_right_guesses() -> None:
     plan = plan_of("fixed", 1.08)
     assert fewest_right(500, plan, 0.0005) > fewest_right(500, plan, 0.05)

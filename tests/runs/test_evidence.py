@@ -328,6 +328,18 @@ def test_an_audit_that_refuted_is_not_undone_by_later_ones(run: Path, tmp_path: 
     assert "199 of 200" in statement["answers"][1]["answer"][0]
 
 
+@pytest.mark.parametrize("terms", [True, False])
+def test_a_bound_in_the_accountants_terms_is_called_that(
+    terms: bool, run: Path, tmp_path: Path
+) -> None:
+    note_audit(RunFolder(run), AUDIT | {"accountants_terms": terms})
+    shown = "epsilon >= 1.2 in the accountant's terms at confidence 95%"
+    assert (shown in (run / "policy/README.md").read_text()) == terms
+    said = statement_of(run, tmp_path / "out")["answers"][3]["answer"][0]
+    assert ("ε in the accountant's terms is at least" in said) == terms
+    assert ("the true ε is at least" in said) != terms
+
+
 def test_several_audits_that_hold_are_counted(run: Path, tmp_path: Path) -> None:
     for right in (101, 102):
         note_audit(RunFolder(run), AUDIT | {"right": right})

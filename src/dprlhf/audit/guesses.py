@@ -15,7 +15,8 @@ and neither does that of Mahloujifar et al. 2024 (arXiv 2410.22235); both are fa
 ε = 4 and 8,000 canaries they stay below 30% of ε.
 
 The bound is in the accountant's terms: the ε that it states for the largest noise multiplier that
-the guesses do not rule out.
+the guesses do not rule out. Where the accountant is not known to be exact (:func:`is_exact`), a
+tighter analysis could show a true ε below that bound, without any fault.
 """
 
 from __future__ import annotations
@@ -79,6 +80,16 @@ def bound_from_guesses(right: int, canaries: int, plan: Plan, level: float) -> f
         refuted = advantage(plan.mechanism.with_noise(middle)) < target
         low, high = (low, middle) if refuted else (middle, high)
     return epsilon(plan.mechanism.with_noise(high), plan.guarantee.delta).epsilon
+
+
+def is_exact(mechanism: Mechanism) -> bool:
+    """Return whether the accountant's ε is that of the worst user, up to rounding and grids.
+
+    It is an upper bound that may be larger where several random rounds of a user are replaced, and
+    where noise is correlated between random rounds.
+    """
+    several_replaced = mechanism.adjacency == "replace-one" and mechanism.participations > 1
+    return mechanism.spec.disjoint or not (several_replaced or mechanism.bands > 1)
 
 
 def right_guesses(scores: Array, included: Bits) -> int:

@@ -41,6 +41,7 @@ from dprlhf.audit.canaries import Record, gradient_run, prompt_run, vector_run
 from dprlhf.audit.guesses import (
     bound_from_guesses,
     fewest_right,
+    is_exact,
     noise_refuted,
     planned_guesses,
     right_guesses,
@@ -81,6 +82,8 @@ class Audit:
     Attributes:
         bound: Lower bound on ε. In gradient space it holds if the noise of different coordinates is
             independent, which the audit tests.
+        accountants_terms: Whether ``bound`` holds in the accountant's terms alone: it is what the
+            accountant states for noise that the guesses rule out, and the true ε may be smaller.
         bound_any: Lower bound on ε that holds whatever the dependence between canaries.
         epsilon: Claimed ε of this run alone, without earlier runs; infinite without noise.
         delta: The δ at which all ε are stated.
@@ -119,6 +122,7 @@ class Audit:
     power: dict[str, float | None]
     refuted_by: tuple[str, ...]
     can_refute: bool
+    accountants_terms: bool
 
     @property
     def holds(self) -> bool:
@@ -275,9 +279,10 @@ def power_sentence(power: dict[str, float | None]) -> str:
 
 def report(found: Audit) -> str:
     """Return an audit's result as lines of text."""
+    terms = " in the accountant's terms" if found.accountants_terms else ""
     lines = [
         f"claimed: epsilon <= {upwards(found.epsilon, 4)} at delta {found.delta:.3g}",
-        f"audited: epsilon >= {found.bound:.4g} at confidence {found.confidence:.0%}"
+        f"audited: epsilon >= {found.bound:.4g}{terms} at confidence {found.confidence:.0%}"
         f" ({found.right} of {found.guesses} guesses right, {found.canaries} canaries,"
         f" {found.space} space), >= {found.bound_any:.4g} however canaries depend on one another",
     ]
@@ -391,6 +396,7 @@ def judge(
         power=power,
         refuted_by=(*refuted, *found.refuted_by),
         can_refute=found.can_refute,
+        accountants_terms=record.gains is None and not is_exact(plan.mechanism),
     )
 
 

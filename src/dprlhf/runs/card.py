@@ -396,9 +396,10 @@ def _audited(card: dict[str, Any]) -> str:
     refuted = [audit for audit in audits if not audit["holds"]]
     audit = refuted[0] if refuted else audits[-1]
     word = "refuted: " if refuted else ""
+    terms = " in the accountant's terms" if audit.get("accountants_terms") else ""
     shown = (
         f"{word}an attack with {audit['canaries']} canary users ({audit['space']} space) shows"
-        f" epsilon >= {audit['bound']:.4g} at confidence {audit['confidence']:.0%}"
+        f" epsilon >= {audit['bound']:.4g}{terms} at confidence {audit['confidence']:.0%}"
     )
     power = audit.get("power")  # an audit of an earlier version did not state it
     if power:

@@ -238,8 +238,9 @@ def _audited(records: Records) -> Answer:
             "It is not larger than the stated ε, so the two are consistent. An audit can refute a"
             " statement, but it cannot prove one: a small value means that this attack saw little."
         )
+    what = "ε in the accountant's terms" if audit["accountants_terms"] else "the true ε"
     said = [
-        f"An audit found that the true ε is at least {at_least(audit['bound'])}, at {sure}.",
+        f"An audit found that {what} is at least {at_least(audit['bound'])}, at {sure}.",
         verdict,
         "The tolerance is zero: any value above the stated ε counts as a refutation.",
         *_of_several(audit),

@@ -137,6 +137,7 @@ def _facts_of(audit: dict[str, Any], records: Records) -> dict[str, Any]:
         "space": audit.get("space"),
         "can_refute": audit.get("can_refute") is not False,
         "power": _power(audit.get("power")),
+        "accountants_terms": audit.get("accountants_terms") is True,
         "refuted": audit.get("holds") is False
         or bool(audit.get("refuted_by"))
         or (bound is not None and bound > records.alone.epsilon),
