@@ -10,7 +10,7 @@ import functools
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from dprlhf.errors import DprlhfError
@@ -116,8 +116,9 @@ class Plan:
         if not all(map(_alike, held, mine)):
             return self
         z, upper, lower = (math.inf if value == "infinity" else float(value) for value in held)
-        guarantee = replace(self.guarantee, epsilon=upper, epsilon_lower=lower)
-        return replace(self, mechanism=self.mechanism.with_noise(z), guarantee=guarantee)
+        cost = Epsilon(**{**vars(self.guarantee), "epsilon": upper, "epsilon_lower": lower})
+        mechanism = self.mechanism.with_noise(z)
+        return Plan(**{**vars(self), "mechanism": mechanism, "guarantee": cost})
 
     def noise_to_clip_ratio(self, dimension: int) -> float:
         """Return zS√d/m over S: the norm of the released mean's noise in units of S."""
