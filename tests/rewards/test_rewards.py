@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -374,6 +375,42 @@ def test_a_reward_says_beyond_how_many_rows_a_call_is_no_faster(tmp_path: Path) 
 )
 def test_the_width_of_a_text_follows_from_its_own_length(tokens: int, width: int) -> None:
     assert classifier._width(tokens) == width
+
+
+def positioned(kind: str, positions: int) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=259, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_labels=1,
+        intermediate_size=16, pad_token_id=2, d_model=16, n_layer=1, n_head=2, d_inner=16,
+        **({"max_position_embeddings": positions} if positions else {}),
+    )  # fmt: skip
+    return getattr(transformers, f"{kind}ForSequenceClassification")(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "positions", "limit"),
+    [
+        ("Roberta", 103, 100), ("MPNet", 103, 101), ("XLMRoberta", 40, 37),
+        pytest.param("Esm", 103, 100, marks=pytest.mark.slow),
+        pytest.param("IBert", 103, 100, marks=pytest.mark.slow),
+        ("Bert", 100, 100), ("Bert", 97, 97), ("GPT2", 100, 100), ("Llama", 100, 100),
+        ("XLNet", 0, 200),
+    ],
+)  # fmt: skip
+def test_the_longest_text_that_a_model_has_positions_for_has_a_score(
+    kind: str, positions: int, limit: int
+) -> None:
+    """A family stores positions for padding too, and no family has some for a wider padding."""
+    reward = ClassifierReward(
+        positioned(kind, positions), tokenizer=byte_tokenizer(), max_tokens=200, batch_size=2,
+        text="completion",
+    )  # fmt: skip
+    texts = ["x" * (limit + more) for more in (-5, -3, -2, 0, 300)]  # with two special tokens
+    scores = score(reward, texts)
+    assert scores.valid.all()
+    assert scores.values.tolist() == score(reward, texts[::-1]).values.tolist()[::-1]
+    lengths = [len(ids) for ids in reward._tokens([""] * 5, texts)]
+    assert lengths == [limit - 3, limit - 1, limit, limit, limit]
 
 
 def test_a_text_is_padded_as_it_is_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ class ClassifierReward:
             raise DprlhfError(f"classifier {source!r}: its tokenizer has no padding token")
         # Decoders find a text's last token by it.
         model.config.pad_token_id = self._tokenizer.pad_token_id
-        positions = getattr(model.config, "max_position_embeddings", None) or max_tokens
+        positions = _positions(model) or max_tokens
         self._max_tokens = int(min(max_tokens, self._tokenizer.model_max_length, positions))
         self._model: Any = model.eval().requires_grad_(False)
         # Loaders place quantized and dispatched models, which refuse to be moved.
@@ -105,8 +105,9 @@ class ClassifierReward:
         """Return the scores ``[rows]`` of completions, which are texts or lists of messages."""
         tokens = self._tokens(prompts, completions)
         scores: list[float | None] = [None] * len(tokens)
-        # Fixed shapes, so that rounding cannot couple users: see dprlhf.rollout.
-        widths = [_width(len(ids)) for ids in tokens]
+        # Fixed shapes, so that rounding cannot couple users: see dprlhf.rollout. A model has no
+        # positions for padding beyond its longest text.
+        widths = [min(_width(len(ids)), self._max_tokens) for ids in tokens]
         for width in sorted(set(widths)):
             alike = [i for i, own in enumerate(widths) if own == width]
             for start in range(0, len(alike), self._batch_size):
@@ -150,6 +151,19 @@ def _width(tokens: int) -> int:
     """Return the padded width of a text, which its own length decides."""
     wide = -(-tokens // _WIDTH_STEP) * _WIDTH_STEP
     return next((width for width in _WIDTHS if tokens <= width), wide)
+
+
+def _positions(model: Any) -> int | None:
+    """Return the number of tokens that a model has positions for; None without such a limit."""
+    stored = getattr(model.config, "max_position_embeddings", None) or 0
+    # RoBERTa and its relatives number a text's positions behind that of padding: of 514, 512.
+    padding = [
+        getattr(module, "padding_idx", None)
+        for name, module in model.named_modules()
+        if name.endswith("position_embeddings")
+    ]
+    usable = stored - max((place + 1 for place in padding if place is not None), default=0)
+    return usable if usable > 0 else None  # XLNet states -1
 
 
 def _loaded(source: str, revision: str | None) -> tuple[Any, Any]:
