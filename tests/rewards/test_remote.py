@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,6 +28,8 @@ class Judge:
         self.seen: list[dict[str, Any]] = []
         self.status = 503
         self.answer: Any = None
+        self.alive = ""  # how it keeps a connection busy while it works on "slow", if it does
+        self.signs = 0
         judge = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -37,6 +41,9 @@ class Judge:
                 failed = judge.fails(text, judge.asked[text])
                 found = judge.answer if judge.answer is not None else {"score": len(text)}
                 content = json.dumps(found).encode()
+                if judge.alive and text == "slow":
+                    judge.keep_alive(self, content)
+                    return
                 self.send_response(judge.status if failed else 200)
                 self.send_header("Retry-After", "3600")
                 self.send_header("Location", "/elsewhere")
@@ -54,6 +61,19 @@ class Judge:
 
     def fails(self, text: str, attempt: int) -> bool:
         return False
+
+    def keep_alive(self, handler: BaseHTTPRequestHandler, content: bytes) -> None:
+        """Write 100 signs of life in 5 seconds, then the answer."""
+        signs, chunked = [b" "] * 100 + [content], self.alive == "chunked"
+        handler.send_response(200)
+        length = ("Content-Length", str(sum(map(len, signs))))
+        handler.send_header(*(("Transfer-Encoding", "chunked") if chunked else length))
+        handler.end_headers()
+        for sign in signs:
+            handler.wfile.write(b"%x\r\n%s\r\n" % (len(sign), sign) if chunked else sign)
+            self.signs += 1
+            time.sleep(0.05)
+        handler.wfile.write(b"0\r\n\r\n" if chunked else b"")
 
 
 @pytest.fixture
@@ -122,7 +142,7 @@ def test_a_failure_is_tried_again_as_often_as_asked_and_no_more(judge: Judge) ->
     remote = RemoteJudge(judge.url, retries=1, wait=0.0)
     assert score(remote, ["aa"], [0]).failures == {"None": 1}
     assert judge.asked == {"aa": 2}
-    assert remote.problem == "ResponseError"
+    assert remote.problem == "HTTP status 503"
     for status in (401, 307):  # no passing failure; prompts are not sent elsewhere
         judge.asked.clear()
         judge.status = status
@@ -170,3 +190,61 @@ def test_a_judge_that_does_not_answer_in_time_is_given_up(judge: Judge) -> None:
     stop.set()
     assert result.valid.tolist() == [False, True]
     assert remote.problem == "ReadTimeoutError"
+
+
+@pytest.mark.parametrize("alive", ["chunked", "of a known length"])
+def test_signs_of_life_do_not_prolong_a_try(judge: Judge, alive: str) -> None:
+    judge.alive = alive
+    remote = RemoteJudge(judge.url, retries=1, wait=0.0, timeout=0.3, at_once=1)
+    assert score(remote, ["slow", "a"], [0, 1]).valid.tolist() == [False, True]
+    assert judge.asked == {"slow": 2, "a": 1}
+    assert judge.signs < 100  # both tries were given up before they had an answer
+    assert remote.problem == "no whole answer in time"
+    patient = RemoteJudge(judge.url, retries=0, timeout=30.0)
+    assert score(patient, ["slow"], [0]).values.tolist() == [4.0]
+
+
+def test_an_answer_without_end_is_given_up(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dprlhf.rewards.remote._LONGEST", 1000)
+    remote = RemoteJudge(judge.url, at_once=1)
+    judge.answer = {"score": 1, "reason": "x" * 900}
+    assert score(remote, ["a", "b"], [0, 1]).values.tolist() == [1.0, 1.0]
+    judge.answer = {"score": 1, "reason": "x" * 1000}
+    assert not score(remote, ["a", "b"], [0, 1]).valid.any()
+    assert judge.asked == {"a": 2, "b": 2}  # one that is too long is no shorter at the next try
+    assert remote.problem == "an answer of more than 1000 bytes"
+    judge.answer = None
+    assert score(remote, ["a", "b"], [0, 1]).valid.all()  # over connections that are good
+
+
+def test_a_connection_that_breaks_within_an_answer_is_tried_again(judge: Judge) -> None:
+    stated = judge.server.RequestHandlerClass.send_header
+
+    def too_long(handler: Any, name: str, value: str) -> None:
+        longer = name == "Content-Length" and max(judge.asked.values()) < 3
+        stated(handler, name, str(int(value) + 5) if longer else value)
+
+    judge.server.RequestHandlerClass.send_header = too_long  # type: ignore[method-assign]
+    assert score(RemoteJudge(judge.url, retries=2, wait=0.0), ["aa"], [0]).valid.all()
+    assert judge.asked == {"aa": 3}
+
+
+def test_a_check_does_not_tell_of_a_failure_on_a_private_row(judge: Judge) -> None:
+    remote = RemoteJudge(judge.url, retries=0)
+    judge.fails = lambda text, attempt: text == "private"  # type: ignore[method-assign]
+    judge.status = 422
+    score(remote, ["private"], [0])
+    assert remote.problem == "HTTP status 422"
+    calls = itertools.count()
+    remote._score = lambda answer: next(calls)  # another answer each time
+    with pytest.raises(DprlhfError, match="fails the check 'repeat'") as caught:
+        check_reward(remote, ["p", "q"], ["a", "bb"])
+    assert "problem" not in str(caught.value)
+
+
+def test_a_check_asks_a_judge_little(judge: Judge) -> None:
+    remote = RemoteJudge(judge.url, at_once=2)
+    prompts, texts = [f"p{i}" for i in range(8)], ["x" * i for i in range(1, 9)]
+    assert check_reward(remote, prompts, texts, most_rows=256).checked_rows == 2
+    # Eight rows seven times, each of them alone, and two calls of two.
+    assert sum(judge.asked.values()) == 8 * 7 + 8 + 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,9 @@ from dprlhf.rewards.reward import (
 
 _ALONE = 32  # limit on units scored alone, so that a slow reward does not delay the start
 _SECONDS = 2.0  # limit on larger calls, for the same reason
+
+MOST_ROWS = "dprlhf_most_rows"
+"""The attribute of a reward that says beyond how many rows in a call it is no faster."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,8 @@ def check_reward(
         bound: Bound R, for the share of scores outside ±R.
         rtol: Tolerance relative to the score in the batch.
         atol: Absolute tolerance, added to the relative one.
-        most_rows: Largest number of rows of several users that a call will have.
+        most_rows: Largest number of rows of several users that a call will have; a reward's
+            ``dprlhf_most_rows`` makes it less.
         state: The ``trainer_state`` of a run's first round; by default that of a run of one round.
 
     Raises:
@@ -135,6 +140,8 @@ def check_reward(
     -1.1
     """
     reward, state = as_reward(reward), state or RoundState()
+    most_rows = min(most_rows, getattr(reward.function, MOST_ROWS, most_rows))
+    _forget_problem(reward)
     named = "trainer_state" in (keywords_of(reward.function)[0] or ())
     found = [
         _checked(
@@ -400,6 +407,13 @@ def _problem(reward: LoadedReward) -> str:
     """Return what a remote judge says of its last failure, on public rows as all here."""
     problem = getattr(reward.function, "problem", "")
     return f" (last problem: {problem})" if problem else ""
+
+
+def _forget_problem(reward: LoadedReward) -> None:
+    """Clear a remote judge's last failure: one before the check may be that of a private row."""
+    if hasattr(reward.function, "problem"):
+        with contextlib.suppress(AttributeError):
+            setattr(reward.function, "problem", "")  # noqa: B010 - it is a callable for mypy
 
 
 def _each_alone(batch: _Batch) -> Iterator[dict[int, Score]]:

@@ -16,9 +16,6 @@ from dprlhf.rewards.private import rows_to_score
 from dprlhf.rewards.reward import RoundState
 from dprlhf.rollout import sample, without_fillers
 
-MOST_ROWS = "dprlhf_most_rows"
-"""The attribute of a reward that says beyond how many rows in a call it is no faster."""
-
 _LARGEST_CALL = 256
 """The most rows in a call of a reward, all of which are tried on public prompts first."""
 
@@ -80,7 +77,7 @@ def check_rewards(
                 users=sampled.user.tolist(),
                 turns=rows.turns,
                 bound=recipe.reward_range,
-                most_rows=min(most_rows, getattr(reward.function, MOST_ROWS, most_rows)),
+                most_rows=most_rows,
                 state=state,
             )
             for reward in rewards
