@@ -14,7 +14,7 @@ from dprlhf import recipe
 from dprlhf.data.loading import listed, load_rows
 from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError
-from dprlhf.rewards.check import ContractReport, check_reward
+from dprlhf.rewards.check import LOGS_PUBLIC, ContractReport, check_reward
 from dprlhf.rewards.loading import load_reward
 from dprlhf.rewards.private import in_form_of
 
@@ -111,6 +111,9 @@ def explain(report: ContractReport, reward_range: float) -> RenderableType:
     if report.unpublished:
         names = ", ".join(sorted(report.unpublished))
         facts.add_row("logs, not published", f"{names}: changes when called again")
+    if report.undeclared:
+        names = ", ".join(sorted(report.undeclared))
+        facts.add_row("logs, not published", f"{names}: no {LOGS_PUBLIC} on the reward")
     facts.add_row(f"outside ±{reward_range:g}", f"{report.clipped:.0%} (clipped in training)")
     return Group(checks, facts, *histogram([s for s in report.scores if s is not None]))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dprlhf.data.given_rewards import BY_TURN
+from dprlhf.data.given_rewards import BY_TURN, declares
 from dprlhf.data.messages import text_of
 from dprlhf.errors import DprlhfError
 from dprlhf.rewards.logs import CallLog, Logged, gathered
@@ -33,6 +33,10 @@ _SECONDS = 2.0  # limit on larger calls, for the same reason
 
 MOST_ROWS = "dprlhf_most_rows"
 """The attribute of a reward that says beyond how many rows in a call it is no faster."""
+
+LOGS_PUBLIC = "dprlhf_logs_public"
+"""The attribute by which a reward declares that what it logs follows from the rows of its call
+alone, so that what it logs about public rows may be published."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +62,12 @@ class ContractReport:
             smaller powers of two gave the same scores bit for bit, at every place; 0 where no call
             may have several users' rows.
         published: Names that the reward logs (``log_metric``, ``log_extra``) with the same values
-            whenever it is called with the same rows.
-        unpublished: The other names that it logs. They depend on earlier calls, so on private
-            rows in a run, and stay out of the metrics.
+            whenever it is called with the same rows, if it declares ``dprlhf_logs_public``.
+        unpublished: Names that it logs with other values when called again. They depend on earlier
+            calls, so on private rows in a run, and stay out of the metrics.
+        undeclared: The other names that it logs, if it does not declare ``dprlhf_logs_public``.
+            They stay out of the metrics too: a count of what private rows alone cause, such as
+            time-outs, is the same in all calls with public rows before a run.
     """
 
     name: str
@@ -78,6 +85,7 @@ class ContractReport:
     checked_rows: int = 0
     published: frozenset[str] = frozenset()
     unpublished: frozenset[str] = frozenset()
+    undeclared: frozenset[str] = frozenset()
 
 
 def check_reward(
@@ -166,7 +174,9 @@ def _report(reward: LoadedReward, found: Sequence[_Found], bound: float) -> Cont
     values = [value for value in sums.values() if value is not None]
     moved = max(one.moved for one in found)
     rows = len(first.scores)
-    changing = frozenset().union(*(one.unpublished for one in found))
+    changing = frozenset().union(*(one.changing for one in found))
+    same = frozenset().union(*(one.same for one in found)) - changing
+    declared = declares(reward.function, LOGS_PUBLIC)
     return ContractReport(
         name=reward.name,
         per_user=reward.per_user,
@@ -181,8 +191,9 @@ def _report(reward: LoadedReward, found: Sequence[_Found], bound: float) -> Cont
         scores=tuple(sums[i] for i in range(rows)),
         moved=moved,
         checked_rows=0 if moved else min(one.checked_rows for one in found),
-        published=frozenset().union(*(one.published for one in found)) - changing,
+        published=same if declared else frozenset(),
         unpublished=changing,
+        undeclared=frozenset() if declared else same,
     )
 
 
@@ -201,15 +212,18 @@ class _Limits:
 
 @dataclass(frozen=True)
 class _Found:
-    """What the checks found with one ``trainer_state``; the names are those of the report."""
+    """What the checks found with one ``trainer_state``; most names are those of the report.
+
+    ``same`` has the names that are logged with the same values at each call, ``changing`` others.
+    """
 
     scores: dict[int, Score]
     users: int
     seconds: float
     moved: float
     checked_rows: int
-    published: frozenset[str]
-    unpublished: frozenset[str]
+    same: frozenset[str]
+    changing: frozenset[str]
 
 
 def _checked(batch: _Batch, limits: _Limits) -> _Found:

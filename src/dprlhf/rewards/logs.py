@@ -1,8 +1,10 @@
 """TRL's ``log_metric`` and ``log_extra``: what a reward logs about the rows that it scores.
 
 What is logged about private rows is as private as they are and goes to ``secret/`` alone. What is
-logged about public rows is published, under the names that
-:func:`~dprlhf.rewards.check_reward` found to depend on those rows alone.
+logged about public rows is published if the reward declares that it follows from the rows of its
+call alone (``dprlhf_logs_public``), under the names for which :func:`~dprlhf.rewards.check_reward`
+found the same values at each call. Neither is enough by itself: a declaration may be wrong, and a
+count that private rows alone move is the same at each call of the check.
 """
 
 from __future__ import annotations

@@ -86,8 +86,8 @@ class LoadedReward:
         checked_rows: The most rows of several private users in one call; a call has 1, 2, 4, … of
             them, sizes at which :func:`~dprlhf.rewards.check_reward` found every row's score to be
             the same as alone. 0, without a check, calls it for one private user at a time.
-        published: Names that it may log to the metrics of public rows; the check found that their
-            values depend on these rows alone.
+        published: Names that it may log to the metrics of public rows: it declares that their
+            values depend on these rows alone, and the check saw nothing else.
     """
 
     function: RewardFunction
