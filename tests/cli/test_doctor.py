@@ -445,11 +445,16 @@ class TestRewardCheck:
             "    log_metric('rows', len(completions))\n"
             "    log_metric('calls', len(calls))\n"
             "    return [len(c) / 10 for c in completions]\n"
+            "def declared(completions, log_metric):\n"
+            "    return reward(completions, log_metric)\n"
+            "declared.dprlhf_logs_public = True\n"
         )
-        done = call("reward-check", "logging.py:reward", "--prompts", "public.csv")
-        lines = [line.split("│")[1:3] for line in done.output.splitlines() if "logs" in line]
-        shown = [" ".join(" ".join(cells).split()) for cells in lines]
-        assert shown == ["logs rows", "logs, not published calls: changes when called again"]
+        changing = "logs, not published calls: changes when called again"
+        held = "logs, not published rows: no dprlhf_logs_public on the reward"
+        for name, expected in (("reward", [changing, held]), ("declared", ["logs rows", changing])):
+            done = call("reward-check", f"logging.py:{name}", "--prompts", "public.csv")
+            lines = [line.split("│")[1:3] for line in done.output.splitlines() if "logs" in line]
+            assert [" ".join(" ".join(cells).split()) for cells in lines] == expected
 
     def test_stand_ins(self, here: Path) -> None:
         report, stand_ins = reward_check("my_rewards.py:brevity", "private.csv", reward_range=3)
