@@ -295,16 +295,20 @@ def test_an_audit_that_could_refute_nothing_shows_half(run: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "changes", [{"bound": 4.01}, {"holds": False}, {"refuted_by": ["variance"]}]
+    ("changes", "larger"),
+    [({"bound": 4.01}, True), ({"holds": False}, False), ({"refuted_by": ["variance"]}, False)],
 )
 def test_a_refuted_claim_is_contradicted(
-    run: Path, tmp_path: Path, changes: dict[str, Any]
+    run: Path, tmp_path: Path, changes: dict[str, Any], larger: bool
 ) -> None:
     """Whatever the card says of itself: a bound above the stated ε refutes it."""
     edit_json(run / "privacy.json", audit=AUDIT | changes)
     statement = statement_of(run, tmp_path / "out")
     assert any("refuted" in alert["what"] for alert in statement["alerts"])
     assert statuses(statement)[3] == "contradicted"
+    said = " ".join(statement["answers"][3]["answer"])
+    assert ("It is larger than the stated ε" in said) == larger
+    assert "the statement is refuted" in said
 
 
 def test_an_audit_that_refuted_is_not_undone_by_later_ones(run: Path, tmp_path: Path) -> None:

@@ -231,8 +231,13 @@ def _audited(records: Records) -> Answer:
         )
     confidence = audit["confidence"]
     sure = "a confidence that is not on record" if confidence is None else f"{confidence:.0%}"
-    if audit["refuted"]:
+    if audit["refuted"] and audit["bound"] > records.alone.epsilon:
         verdict = "It is larger than the stated ε: the statement is refuted."
+    elif audit["refuted"]:
+        verdict = (
+            "It is not larger than the stated ε, but a test of the noise, the clipping or the draw"
+            " of the rounds failed: the statement is refuted."
+        )
     else:
         verdict = (
             "It is not larger than the stated ε, so the two are consistent. An audit can refute a"
