@@ -167,11 +167,14 @@ class Recorded:
         seeds: Number of runs.
         rise: Rise of the reward at the end; its error is NaN for a single seed.
         area: Mean rise over the rounds; None where noise hides the reward of some of them.
+        stated: Standard error of the share of the area, over the share, as calls stated it before
+            the error of the area itself was kept; NaN for later ones.
     """
 
     seeds: int
     rise: tuple[float, float]
     area: tuple[float, float] | None
+    stated: float
 
 
 def error(values: list[float]) -> float:
@@ -209,7 +212,10 @@ def recorded(model: str, results: Path) -> dict[Cell, Recorded]:
             (found.get(f"{name}: {what}"), found.get(f"{name}: {_ERROR[what]}", np.nan))
             for what in (_RISE, _AREA)
         )
-        done[cell] = Recorded(int(found[f"{name}: seeds"]), rise, area if area[0] else None)
+        whole = found.get(f"{name}: share of the non-private {SHARES[1]}", np.nan)
+        stated = found.get(f"{name}: standard error of the share of the {SHARES[1]}", np.nan)
+        seeds = int(found[f"{name}: seeds"])
+        done[cell] = Recorded(seeds, rise, area if area[0] else None, abs(stated / whole))
     return done
 
 
@@ -226,8 +232,10 @@ def shares(done: dict[Cell, Recorded], cell: Cell) -> dict[str, tuple[float, flo
         SHARES, (kept.rise, kept.area), (plain.rise, plain.area), strict=True
     ):
         if mine is not None and of is not None:
-            ratio = mine[0] / of[0]
-            found[what] = (ratio, abs(ratio) * float(np.hypot(mine[1] / mine[0], of[1] / of[0])))
+            ratio, relative = mine[0] / of[0], np.hypot(mine[1] / mine[0], of[1] / of[0])
+            if what == SHARES[1] and np.isnan(relative):
+                relative = kept.stated
+            found[what] = (ratio, abs(ratio) * float(relative))
     return found
 
 
