@@ -21,9 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dprlhf.boundary import Private, open_private
-from dprlhf.data.loading import load_rows, rows_from
+from dprlhf.data.given_rows import rows_from
+from dprlhf.data.loading import load_rows
 from dprlhf.data.public import prompts_in
-from dprlhf.data.users import SPACES, Prompts, Users
+from dprlhf.data.spelling import SPACES
+from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import Data, Documents
 
@@ -318,7 +320,7 @@ def test_a_generator_is_read_as_a_list_is(
     rows: list[Any], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is kept on disk a part at a time, and a part may have other types than the first."""
-    monkeypatch.setattr("dprlhf.data.loading.ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr("dprlhf.data.given_rows.ROWS_AT_ONCE", at_once)
     listed, made = rows_from(rows, "prompt"), rows_from(iter(rows), "prompt")
     assert made.features == listed.features
     assert made.to_dict() == listed.to_dict()
@@ -332,14 +334,14 @@ def test_a_generator_is_read_as_a_list_is(
 def test_a_generator_of_a_mixture_is_refused_as_a_list_is(
     rows: list[Any], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dprlhf.data.loading.ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr("dprlhf.data.given_rows.ROWS_AT_ONCE", at_once)
     with pytest.raises(DprlhfError, match="rows of one kind") as caught:
         rows_from(iter(rows), "prompt")
     assert "CANARY" not in str(caught.value)
 
 
 def test_a_streaming_dataset_keeps_its_types(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dprlhf.data.loading.ROWS_AT_ONCE", 1)
+    monkeypatch.setattr("dprlhf.data.given_rows.ROWS_AT_ONCE", 1)
     kinds = datasets.Features(
         {"prompt": datasets.Value("string"), "label": datasets.ClassLabel(names=["a", "b"])}
     )

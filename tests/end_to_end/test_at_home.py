@@ -13,7 +13,8 @@ from transformers import AutoTokenizer, TrainerCallback
 
 import dprlhf
 from dprlhf import DprlhfError
-from dprlhf.data.loading import load_rows, rows_from
+from dprlhf.data.given_rows import rows_from
+from dprlhf.data.loading import load_rows
 from dprlhf.data.users import Users
 from dprlhf.recipe import Data
 from helpers import tiny

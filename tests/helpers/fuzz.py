@@ -29,7 +29,8 @@ from typer.testing import CliRunner
 
 from dprlhf.boundary import open_private
 from dprlhf.cli.app import app
-from dprlhf.data.loading import load_rows, rows_from
+from dprlhf.data.given_rows import rows_from
+from dprlhf.data.loading import load_rows
 from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Adjacency, Mechanism, Partition, epsilon

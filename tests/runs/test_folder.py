@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from dprlhf.boundary import open_private
-from dprlhf.data.loading import rows_from
+from dprlhf.data.given_rows import rows_from
 from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.ledger import Ledger

@@ -15,7 +15,7 @@ from pandas.util import hash_array
 
 import dprlhf
 from dprlhf.boundary import open_private
-from dprlhf.data.loading import rows_from
+from dprlhf.data.given_rows import rows_from
 from dprlhf.data.public import Guides
 from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError

@@ -22,7 +22,7 @@ import dprlhf
 from dprlhf import DprlhfError, recipe
 from dprlhf.boundary import Private
 from dprlhf.cli.app import app
-from dprlhf.data.loading import rows_from
+from dprlhf.data.given_rows import rows_from
 from dprlhf.data.users import Prompts, Users
 from dprlhf.gradients.clipping import Weighted, clipped_sum
 from dprlhf.policies.causal_lm import CausalLMPolicy

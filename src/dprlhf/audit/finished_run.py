@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from dprlhf.audit.one_run import Audit, audit
 from dprlhf.errors import DprlhfError
+from dprlhf.privacy.accounting import equal_but_for_rounding
 from dprlhf.privacy.ledger import read_opened
 from dprlhf.recipe import AnyRecipe, load_any_recipe
 from dprlhf.runs.card import note_audit
 from dprlhf.runs.folder import RunFolder
 from dprlhf.runs.opening import recipe_digest
 from dprlhf.training.build import plan_of
-
-_ROUNDING = 1e-6  # relative; another processor or library computes an ε with other last digits
 
 
 def audit_run(run: str | Path, folder: str | Path, **options: Any) -> Audit:
@@ -85,15 +83,9 @@ def _check_same_plan(recipe: AnyRecipe, terms: dict[str, Any], run: RunFolder) -
     planned = plan.terms()
     for name in (*asdict(plan.mechanism), "delta", "epsilon"):
         stated = terms.get(name, 1 if name == "bands" else None)  # not in the oldest ledgers
-        if not _same(stated, planned[name]):
+        if not equal_but_for_rounding(stated, planned[name]):
             raise DprlhfError(
                 f"{run.ledger}: the ledger records {name} {stated}, and the recipe with the"
                 f" ledger's noise multiplier {terms['noise_multiplier']} makes {planned[name]}; a"
                 " run that another version of dprlhf planned is audited with that version"
             )
-
-
-def _same(stated: Any, planned: Any) -> bool:
-    """Return whether two terms are the same, numbers up to rounding."""
-    numbers = isinstance(stated, int | float) and isinstance(planned, int | float)
-    return math.isclose(stated, planned, rel_tol=_ROUNDING) if numbers else stated == planned

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dprlhf.privacy.accounting import Mechanism
+from dprlhf.privacy.accounting import Mechanism, equal_but_for_rounding
 from dprlhf.privacy.composition import adaptive_epsilon, total_epsilon
-
-_ROUNDING = 1e-6
-"""Relative difference of two noise multipliers that count as the same one."""
 
 
 @dataclass(frozen=True)
@@ -140,10 +136,7 @@ def cost_the_same(one: Mechanism | None, other: Mechanism | None) -> bool:
     """
     if one is None or other is None:
         return one is other
-    return all(
-        math.isclose(a, b, rel_tol=_ROUNDING) if float in (type(a), type(b)) else a == b
-        for a, b in zip(asdict(one).values(), asdict(other).values(), strict=True)
-    )
+    return all(map(equal_but_for_rounding, asdict(one).values(), asdict(other).values()))
 
 
 @functools.cache

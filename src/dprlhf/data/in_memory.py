@@ -11,7 +11,8 @@ from pydantic import BaseModel
 
 from dprlhf import recipe as settings
 from dprlhf.data.given_rewards import GivenReward, given_rewards, is_model
-from dprlhf.data.loading import load_rows, rows_from
+from dprlhf.data.given_rows import rows_from
+from dprlhf.data.loading import load_rows
 from dprlhf.errors import DprlhfError, nearest
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, Recipe, load_recipe, make_recipe

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,13 +14,20 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dprlhf import recipe
 from dprlhf.boundary import Private
+from dprlhf.data.columns import NAMES, NUMBERS, check_readable, is_text
 from dprlhf.data.loading import ROWS_AT_ONCE, listed, rows_without_value
-from dprlhf.data.messages import text_of
+from dprlhf.data.spelling import (
+    as_alone,
+    formerly_written,
+    hash_of,
+    names_as_written,
+    plain,
+    written,
+)
 from dprlhf.errors import EXITS, DprlhfError
 
 LOOKED_AT = 20_000
@@ -29,12 +35,6 @@ LOOKED_AT = 20_000
 
 _AT_ONCE = 500
 
-_NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
-_NAMES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, *_NUMBERS)
-SPACES = "\t\n\v\f\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
-    map(chr, range(0x2000, 0x200B))
-)
-"""The characters that ``str.strip`` removes."""
 
 Prompt = str | list[dict[str, Any]]
 """Plain text, or a conversation as a list of messages."""
@@ -113,7 +113,7 @@ class Users:
                     f" {', '.join(rows.column_names)}"
                 )
             if column in self._columns and key not in ("user_column", "label_column"):
-                _check_readable(rows, column, f"data {spec.path!r}: {key}")
+                check_readable(rows, column, f"data {spec.path!r}: {key}")
         self._order, self._starts = _group(rows, spec)
         self.count = len(self._starts) - 1
         sizes = np.diff(self._starts)
@@ -123,7 +123,7 @@ class Users:
     @property
     def conversations(self) -> bool:
         """Whether prompts are lists of messages, by the type of the column."""
-        return not self.with_prompts or not _is_text(
+        return not self.with_prompts or not is_text(
             self._rows.features.arrow_schema.field(self._spec.prompt_column).type
         )
 
@@ -173,10 +173,10 @@ class Users:
         """Return a hash of each different name, sorted; on request of former spellings as well."""
         found = [np.empty(0, dtype=np.uint64)]
         for given in self._names():
-            names = list(map(_written, given))
+            names = list(map(written, given))
             if formerly:
-                names += [text for value in given for text in _formerly_written(value)]
-            found.append(_hash_of(names))
+                names += [text for value in given for text in formerly_written(value)]
+            found.append(hash_of(names))
         return np.unique(np.concatenate(found))
 
     def hashed(self, by: Callable[[Iterable[str]], set[bytes]]) -> Private[set[bytes]]:
@@ -190,7 +190,7 @@ class Users:
         """
         found: set[bytes] = set()
         for given in self._names():
-            found |= by({_written(value) for value in given})
+            found |= by({written(value) for value in given})
         return Private(found)
 
     def _names(self) -> Iterator[list[Any]]:
@@ -237,14 +237,14 @@ class Users:
         found: dict[str, list[NDArray[np.uint64]]] = {"text": [], "prompt": [], "user": []}
         for batch in rows.select_columns([*texts, *named]).iter(batch_size=ROWS_AT_ONCE):
             whole = zip(*(batch[c] for c in texts), strict=True)
-            seen = {"text": [_plain(list(row)) for row in whole]}
+            seen = {"text": [plain(list(row)) for row in whole]}
             if spec.prompt_words is not None and self.with_prompts:
-                seen["prompt"] = [_plain(_shorten(p, spec)) for p in batch[spec.prompt_column]]
+                seen["prompt"] = [plain(_shorten(p, spec)) for p in batch[spec.prompt_column]]
             if named:
-                seen["user"] = [_written(name) for name in batch[named[0]]]
+                seen["user"] = [written(name) for name in batch[named[0]]]
             for kind, values in seen.items():
                 some = [value for value in values if value]  # "" is nobody's text
-                found[kind].append(np.unique(_hash_of(some)))
+                found[kind].append(np.unique(hash_of(some)))
         empty = np.empty(0, dtype=np.uint64)
         return Private({k: np.unique(np.concatenate([empty, *v])) for k, v in found.items()})
 
@@ -263,7 +263,7 @@ class Users:
         slots = _counting_up(self._kept[users])
         owners = np.repeat(users, self._kept[users])
         read = self._rows[self._places(owners, slots)]
-        rows = {name: [_own(value) for value in values] for name, values in read.items()}
+        rows = {name: [as_alone(value) for value in values] for name, values in read.items()}
         if not self.with_prompts:
             empty: list[Prompt] = [[{"role": "user", "content": ""}] for _ in slots]
             return Prompts(empty, owners, slots, rows, in_rows=False)
@@ -347,118 +347,6 @@ class Users:
         return places
 
 
-_FIRST = ("role", "content", "id", "type", "function", "name", "arguments")
-"""Keys of messages and of the calls of tools in the order in which chat templates know them."""
-
-
-def _own(value: Any) -> Any:
-    """Return a value as its row alone would have it.
-
-    Arrow has one type for the values of all rows: a key of one row's mapping is in all others, with
-    None, in the order of the row that came first, and a gap or a fraction makes whole numbers
-    fractions. A chat template that asks for a key, or a reward that writes a number out, tells.
-    """
-    if isinstance(value, float):
-        return int(value) if value.is_integer() else value
-    if isinstance(value, list):
-        return [_own(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    known = {key: _FIRST.index(key) if key in _FIRST else len(_FIRST) for key in value}
-    ordered = sorted(value, key=lambda key: (known[key], key))
-    return {key: _own(value[key]) for key in ordered if value[key] is not None}
-
-
-def _written(value: Any) -> str:
-    """Return a name as text: 17, 17.0 (a column with gaps) and "17" are the same user."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return unicodedata.normalize("NFC", text).strip()
-
-
-def _formerly_written(value: Any) -> list[str]:
-    """Return the texts as which earlier versions may have hashed a name: as its file had it."""
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    whole = _written(value)
-    return [text, f"{whole}.0"] if whole.lstrip("-").isdecimal() else [text]
-
-
-def _hash_of(texts: Sequence[str]) -> NDArray[np.uint64]:
-    """Return a hash of each text, without a key, ``[texts]``."""
-    from pandas.util import hash_array
-
-    hashes: NDArray[np.uint64] = hash_array(np.array(texts, dtype=object), categorize=False)
-    return hashes
-
-
-def _plain(value: Any) -> str:
-    """Return the words of a text, a conversation, or a list of these, without regard to case.
-
-    A message without text, such as a call of a tool, is known by all else that it holds but its
-    role. Unicode writes some letters in two ways; they are brought into its normal form C (NFC).
-    """
-    if isinstance(value, list | tuple):
-        return " ".join(filter(None, map(_plain, value)))
-    text = text_of(value)
-    if isinstance(value, dict) and not text.strip():
-        held = {k: v for k, v in _own(value).items() if k != "role" and v not in ("", [])}
-        text = json.dumps(held, sort_keys=True, default=str, ensure_ascii=False) if held else ""
-    # Upper and lower case of some letters are alike in the other form (NFD) alone.
-    folded = unicodedata.normalize("NFD", text).casefold()
-    return " ".join(unicodedata.normalize("NFC", folded).split())
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    """Return whether a column of this type is read as text; one without any value is, too."""
-    return pa.types.is_null(kind) or any(is_kind(kind) for is_kind in _NAMES)
-
-
-def _element(kind: pa.DataType) -> pa.DataType | None:
-    """Return the type of a list's elements; None for what is no list."""
-    return kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else None
-
-
-def _is_json(kind: pa.DataType | None) -> bool:
-    """Return whether a type is that of values of several kinds, as ``datasets`` keeps them."""
-    return getattr(kind, "extension_name", None) == "arrow.json"
-
-
-def _called(kind: pa.DataType) -> str:
-    """Return what values of a type are called in a message, without the keys of mappings."""
-    if _element(kind) is not None:
-        return "lists"
-    return "mappings" if pa.types.is_nested(kind) else str(kind)
-
-
-def _check_readable(rows: Any, column: str, where: str) -> None:
-    """Check that a column's type is that of texts, numbers or conversations.
-
-    Of any other every row would be unreadable, and a run would spend its budget on nothing. A type
-    is public; the keys of mappings are from rows, so the message has none.
-
-    Args:
-        rows: A ``datasets.Dataset``.
-        column: Name of one of its columns.
-        where: The beginning of the message.
-
-    Raises:
-        DprlhfError: It is not.
-    """
-    kind = rows.features.arrow_schema.field(column).type
-    message = _element(kind)
-    struct = isinstance(message, pa.StructType)
-    talks = _is_json(message) or (struct and kind.value_type.get_field_index("role") >= 0)
-    if talks or _is_text(kind) or _is_json(kind):
-        return
-    found = _called(kind) if message is None else f"lists of {_called(message)}"
-    found += " without a role" if struct else ""
-    raise DprlhfError(
-        f"{where} {column!r} holds {found}: give texts, numbers, or conversations, which are lists"
-        " of messages with a role and a content"
-    )
-
-
 def _group(rows: Any, spec: recipe.Data) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     if spec.user_column is None:
         return np.arange(len(rows)), np.arange(len(rows) + 1)
@@ -478,7 +366,7 @@ def _codes(rows: Any, spec: recipe.Data) -> NDArray[np.int64]:
     names = pa.chunked_array([chunk for batch in batches for chunk in batch.column(0).chunks])
     if pa.types.is_dictionary(names.type):  # each file may come with a dictionary of its own
         names = names.cast(names.type.value_type)
-    known = any(is_kind(names.type) for is_kind in _NAMES)
+    known = any(is_kind(names.type) for is_kind in NAMES)
     missing = rows_without_value(names) if known else []
     if not known or len(missing):
         where = f" ({listed(missing, 'row')} have none)" if known else ""
@@ -486,11 +374,10 @@ def _codes(rows: Any, spec: recipe.Data) -> NDArray[np.int64]:
             f"data {spec.path!r}: user_column {spec.user_column!r} must hold a text or a number in"
             f" every row{where}: rows without a user are nobody's privacy unit; fill or drop them"
         )
-    if not any(is_kind(names.type) for is_kind in _NUMBERS):
+    if not any(is_kind(names.type) for is_kind in NUMBERS):
         # A name that is composed in two ways, or has a space at its end, is one person's, as for
-        # the budget book (_written): two users would bring twice what the book charges.
-        names = pc.utf8_normalize(names.cast(pa.large_string()), form="NFC")
-        names = pc.utf8_trim(names, characters=SPACES)
+        # the budget book (written): two users would bring twice what the book charges.
+        names = names_as_written(names)
     codes = [chunk.indices.to_numpy() for chunk in names.dictionary_encode().chunks]
     return np.concatenate(codes).astype(np.int64)
 

@@ -15,14 +15,17 @@ from typing import Any
 
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy import accounting
-from dprlhf.privacy.accounting import Adjacency, Epsilon, Mechanism, Partition
+from dprlhf.privacy.accounting import (
+    Adjacency,
+    Epsilon,
+    Mechanism,
+    Partition,
+    equal_but_for_rounding,
+)
 from dprlhf.privacy.correlated_noise import noise_gain
 from dprlhf.privacy.partitions import all_partitions
 from dprlhf.privacy.partitions.base import PartitionSpec
 from dprlhf.privacy.relations import DEFAULT_ADJACENCY
-
-_ROUNDING = 1e-6
-"""Relative difference up to which two computations of one ε are the same but for rounding."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ class Plan:
         """
         names = ("noise_multiplier", "epsilon", "epsilon_lower")
         held, mine = ([one.get(name, "") for name in names] for one in (opened, self.terms()))
-        if not all(map(_alike, held, mine)):
+        if not all(map(equal_but_for_rounding, held, mine)):
             return self
         z, upper, lower = (math.inf if value == "infinity" else float(value) for value in held)
         cost = Epsilon(**{**vars(self.guarantee), "epsilon": upper, "epsilon_lower": lower})
@@ -158,12 +161,6 @@ def json_ready(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: json_ready(inner) for name, inner in value.items()}
     return "infinity" if value == math.inf else value
-
-
-def _alike(held: Any, mine: Any) -> bool:
-    """Return whether two values of the terms are equal but for rounding."""
-    numbers = isinstance(held, float) and isinstance(mine, float)
-    return held == mine or (numbers and math.isclose(held, mine, rel_tol=_ROUNDING))
 
 
 NO_PRIVACY = "none: no noise is added; this run is a non-private baseline"

@@ -1,0 +1,155 @@
+"""Rows that a program has in memory: lists, tables, datasets and generators of prompts."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from dprlhf.data.loading import NO_TEXT, ROWS_AT_ONCE, without_format
+from dprlhf.errors import DprlhfError
+
+
+def rows_from(prompts: Any, column: str) -> Any:
+    """Turn prompts in memory into a ``datasets.Dataset``.
+
+    Args:
+        prompts: A list of texts, conversations or dicts; a pandas ``DataFrame`` or pyarrow
+            ``Table``; or a ``datasets.Dataset``, whose format (``with_format``) is ignored. A
+            streaming ``IterableDataset``, a generator, or a function that returns one is read to
+            its end once, as a list is, and kept on disk as long as the process lives.
+        column: Name of the column of texts and conversations.
+
+    Raises:
+        DprlhfError: It is none of these, a dataset with a transform (``set_transform``), or the
+            items differ in kind.
+    """
+    import datasets
+
+    if isinstance(prompts, datasets.Dataset):
+        return without_format(prompts)
+    if hasattr(prompts, "columns"):  # a table, which iterates over the names of its columns
+        return _rows_of_table(prompts)
+    if isinstance(prompts, datasets.IterableDataset):
+        prompts = prompts.with_format(None)
+    elif callable(prompts):
+        with _errors_by_type():
+            prompts = prompts()
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
+        raise DprlhfError(
+            "prompts: give a list of prompts, a generator, a datasets.Dataset or IterableDataset"
+        )
+    try:
+        if not isinstance(prompts, Sequence):
+            return _kept_on_disk(prompts, column)
+        return _rows_of_list(prompts, column)
+    except DprlhfError:
+        raise
+    except UnicodeEncodeError:
+        raise DprlhfError(f"prompts: {NO_TEXT}") from None
+    except Exception as error:  # Arrow quotes the value that it could not convert
+        raise DprlhfError(
+            f"prompts: could not be read as rows of one kind ({type(error).__name__}): give texts,"
+            " conversations or dicts, not a mixture"
+        ) from None
+
+
+def _rows_of_table(table: Any) -> Any:
+    import datasets
+
+    converters = {
+        "pandas": lambda: datasets.Dataset.from_pandas(table, preserve_index=False),
+        "pyarrow": lambda: datasets.Dataset(table),
+    }
+    library = type(table).__module__.partition(".")[0]
+    if library not in converters:
+        raise DprlhfError(
+            f"prompts: a table of {library} is not read: give a pandas DataFrame, a pyarrow Table,"
+            " a datasets.Dataset, or a list of rows"
+        )
+    try:
+        return converters[library]()
+    except UnicodeEncodeError:
+        raise DprlhfError(f"prompts: {NO_TEXT}") from None
+    except Exception as error:  # Arrow quotes the value that it could not convert
+        raise DprlhfError(
+            f"prompts: the table could not be read ({type(error).__name__}): give columns of one"
+            " kind each"
+        ) from None
+
+
+def _rows_of_list(items: Sequence[Any], column: str, features: Any = None) -> Any:
+    """Return the ``datasets.Dataset`` of a list of texts, conversations or dicts."""
+    import datasets
+
+    if items and isinstance(items[0], dict):
+        names = features or dict.fromkeys(name for row in items for name in row)  # of all rows
+        columns = {name: [row.get(name) for row in items] for name in names}
+    else:
+        columns = {column: list(items)}
+    return datasets.Dataset.from_dict(columns, features=features)
+
+
+@contextlib.contextmanager
+def _errors_by_type() -> Iterator[None]:
+    """Name an error of the program that makes the prompts by its type: its text may quote one."""
+    try:
+        yield
+    except DprlhfError:
+        raise
+    except Exception as error:
+        raise DprlhfError(
+            f"prompts: what makes them raised {type(error).__name__}: run it by itself to see where"
+        ) from None
+
+
+def _items(prompts: Iterable[Any]) -> Iterator[Any]:
+    with _errors_by_type():
+        yield from prompts
+
+
+def _kept_on_disk(prompts: Iterable[Any], column: str) -> Any:
+    """Return the rows of a generator, written to a file as they come.
+
+    Each part of them has types of its own: the first may have whole numbers where a later one has
+    fractions, or no value where that has texts. Written once more, all have those of a list.
+    """
+    import datasets
+    from datasets.arrow_writer import ArrowWriter
+
+    folder = tempfile.TemporaryDirectory(prefix="dprlhf-")  # mode 0700
+    _FOLDERS.append(folder)
+    features = getattr(prompts, "features", None)
+    items, kinds = _items(prompts), set()
+    parts: list[Path] = []
+    while some := list(itertools.islice(items, ROWS_AT_ONCE)):
+        kinds.add(isinstance(some[0], dict))
+        if len(kinds) > 1:
+            raise TypeError("a mixture")
+        rows = _rows_of_list(some, column, features)
+        parts.append(Path(folder.name) / f"part-{len(parts)}.arrow")
+        with ArrowWriter(path=str(parts[-1]), features=rows.features) as writer:
+            writer.write_table(rows.data.table)
+            writer.finalize()
+    if not parts:
+        return datasets.Dataset.from_dict({})
+    # A schema's metadata has the types once more, those of a part.
+    schemas = [pa.ipc.open_stream(part).schema.remove_metadata() for part in parts]
+    none = pa.unify_schemas(schemas, promote_options="permissive").empty_table()
+    whole = Path(folder.name) / "rows.arrow"
+    with ArrowWriter(path=str(whole), features=features) as writer:
+        for part in parts:
+            table = pa.ipc.open_stream(part).read_all().replace_schema_metadata(None)
+            writer.write_table(pa.concat_tables([none, table], promote_options="permissive"))
+            part.unlink()
+        writer.finalize()
+    return datasets.Dataset.from_file(str(whole))
+
+
+_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
+"""Temporary folders, which are removed when the process ends."""

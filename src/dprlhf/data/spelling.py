@@ -1,0 +1,88 @@
+"""How values are spelt: as their row alone would have them, and for comparison with others."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from dprlhf.data.messages import text_of
+
+SPACES = "\t\n\v\f\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
+    map(chr, range(0x2000, 0x200B))
+)
+"""The characters that ``str.strip`` removes."""
+
+
+_FIRST = ("role", "content", "id", "type", "function", "name", "arguments")
+"""Keys of messages and of the calls of tools in the order in which chat templates know them."""
+
+
+def as_alone(value: Any) -> Any:
+    """Return a value as its row alone would have it.
+
+    Arrow has one type for the values of all rows: a key of one row's mapping is in all others, with
+    None, in the order of the row that came first, and a gap or a fraction makes whole numbers
+    fractions. A chat template that asks for a key, or a reward that writes a number out, tells.
+    """
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else value
+    if isinstance(value, list):
+        return [as_alone(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    known = {key: _FIRST.index(key) if key in _FIRST else len(_FIRST) for key in value}
+    ordered = sorted(value, key=lambda key: (known[key], key))
+    return {key: as_alone(value[key]) for key in ordered if value[key] is not None}
+
+
+def written(value: Any) -> str:
+    """Return a name as text: 17, 17.0 (a column with gaps) and "17" are the same user."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return unicodedata.normalize("NFC", text).strip()
+
+
+def formerly_written(value: Any) -> list[str]:
+    """Return the texts as which earlier versions may have hashed a name: as its file had it."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    whole = written(value)
+    return [text, f"{whole}.0"] if whole.lstrip("-").isdecimal() else [text]
+
+
+def hash_of(texts: Sequence[str]) -> NDArray[np.uint64]:
+    """Return a hash of each text, without a key, ``[texts]``."""
+    from pandas.util import hash_array
+
+    hashes: NDArray[np.uint64] = hash_array(np.array(texts, dtype=object), categorize=False)
+    return hashes
+
+
+def plain(value: Any) -> str:
+    """Return the words of a text, a conversation, or a list of these, without regard to case.
+
+    A message without text, such as a call of a tool, is known by all else that it holds but its
+    role. Unicode writes some letters in two ways; they are brought into its normal form C (NFC).
+    """
+    if isinstance(value, list | tuple):
+        return " ".join(filter(None, map(plain, value)))
+    text = text_of(value)
+    if isinstance(value, dict) and not text.strip():
+        held = {k: v for k, v in as_alone(value).items() if k != "role" and v not in ("", [])}
+        text = json.dumps(held, sort_keys=True, default=str, ensure_ascii=False) if held else ""
+    # Upper and lower case of some letters are alike in the other form (NFD) alone.
+    folded = unicodedata.normalize("NFD", text).casefold()
+    return " ".join(unicodedata.normalize("NFC", folded).split())
+
+
+def names_as_written(names: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return a column of texts as :func:`written` has each; it stays in Arrow's memory."""
+    composed = pc.utf8_normalize(names.cast(pa.large_string()), form="NFC")
+    return pc.utf8_trim(composed, characters=SPACES)
