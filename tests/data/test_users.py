@@ -138,11 +138,11 @@ def test_rows_with_one_value_are_one_user_in_order_of_arrival(
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view()])
 def test_a_name_in_several_spellings_is_one_user(kind: pa.DataType) -> None:
     """As for the budget book, which would charge once for what two users bring."""
-    names = ["José", "ann", "Jose\u0301", " José\u2003", "Ann", "ann\x1c", "José"]
-    table = pa.table({"prompt": list("abcdefg"), "user": pa.array(names, kind)})
+    names = ["José", "ann", "Jose\u0301", " José\u2003", "Ann", "ann\x1c", "José", "fi", "\ufb01"]
+    table = pa.table({"prompt": list("abcdefghi"), "user": pa.array(names, kind)})
     spec = Data(path="here", user_column="user", max_prompts_per_user=9)
     made = Users(datasets.Dataset(table), spec)
-    assert prompts_of(made) == [["a", "c", "d", "g"], ["b", "f"], ["e"]]
+    assert prompts_of(made) == [["a", "c", "d", "g"], ["b", "f"], ["e"], ["h"], ["i"]]
     assert len(open_private(made.hashed(lambda names: {n.encode() for n in names}))) == made.count
 
 

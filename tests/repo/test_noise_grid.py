@@ -116,6 +116,8 @@ def test_cells_of_an_earlier_call_stay_in_the_tables(tmp_path: Path) -> None:
     assert "| subspace | 300 | 50%, 100% (1) | +2.00 (1) |" in shown
     assert "| subspace | 1,500 | 25%, 100% (1) | +4.00 (1) |" in shown
     assert before.items() <= found.items()
+    known = grid.recorded("small", tmp_path / "noise.json")
+    assert all("1500 users" in row.name for row in grid.share_rows("small", known, second))
 
 
 def test_a_reference_that_is_measured_again_changes_every_share_of_it(tmp_path: Path) -> None:

@@ -274,10 +274,9 @@ def completion_tokens(model: CausalLMPolicy, prompt: Any, completion: Any) -> li
     template = partial(model.tokenizer.apply_chat_template, **model.chat_template_kwargs)
     whole = template([*messages, *completion], tokenize=False)
     start = template(messages, tokenize=False, add_generation_prompt=True) if messages else ""
-    shared = sum(
-        1 for _ in takewhile(lambda two: two[0] == two[1], zip(whole, start, strict=False))
-    )
-    ids = model.tokenizer(whole[shared:], add_special_tokens=False, verbose=False)["input_ids"]
+    alike = list(takewhile(lambda two: two[0] == two[1], zip(whole, start, strict=False)))
+    rest = whole[len(alike) :]
+    ids = model.tokenizer(rest, add_special_tokens=False, verbose=False)["input_ids"]
     return list(ids)
 
 
