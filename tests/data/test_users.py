@@ -24,7 +24,7 @@ from dprlhf.boundary import Private, open_private
 from dprlhf.data.given_rows import rows_from
 from dprlhf.data.loading import load_rows
 from dprlhf.data.public import prompts_in
-from dprlhf.data.spelling import SPACES
+from dprlhf.data.spelling import SPACES, names_as_written
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import Data, Documents
@@ -144,6 +144,14 @@ def test_a_name_in_several_spellings_is_one_user(kind: pa.DataType) -> None:
     made = Users(datasets.Dataset(table), spec)
     assert prompts_of(made) == [["a", "c", "d", "g"], ["b", "f"], ["e"], ["h"], ["i"]]
     assert len(open_private(made.hashed(lambda names: {n.encode() for n in names}))) == made.count
+
+
+def test_names_in_one_spelling_are_not_copied() -> None:
+    """There may be a million, and their column is in a file that is mapped into memory."""
+    names = pa.chunked_array([["ann", "José"], ["bo "]])
+    plain, padded = names_as_written(names).chunks
+    assert plain.buffers()[2].address == names.chunk(0).buffers()[2].address
+    assert padded.to_pylist() == ["bo"]
 
 
 def test_the_spaces_around_a_name_are_those_of_python() -> None:

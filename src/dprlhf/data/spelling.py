@@ -83,6 +83,14 @@ def plain(value: Any) -> str:
 
 
 def names_as_written(names: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return a column of texts as :func:`written` has each; it stays in Arrow's memory."""
-    composed = pc.utf8_normalize(names.cast(pa.large_string()), form="NFC")
-    return pc.utf8_trim(composed, characters=SPACES)
+    """Return a column of texts as :func:`written` has each.
+
+    Parts in which nothing changes, nearly all as a rule, stay where they are and are not copied.
+    """
+
+    def part(chunk: pa.Array) -> pa.Array:
+        given = chunk.cast(pa.string())
+        made = pc.utf8_trim(pc.utf8_normalize(given, form="NFC"), characters=SPACES)
+        return given if made.equals(given) else made
+
+    return pa.chunked_array([part(chunk) for chunk in names.chunks])
