@@ -118,7 +118,7 @@ class Cell:
         task = TASKS[self.task]
         method = METHODS[model][self.method]
         if self.method != "today":
-            few, many = RESPONSES[model]
+            few, many = RESPONSES
             method = {"rollout.responses": few if self.users <= FEW else many, **method}
         small = {**task.small, **policy} if model == "small" else {}
         pool = task.users - TUNING_USERS

@@ -34,6 +34,7 @@ from dprlhf.audit import (
 )
 from dprlhf.audit.canaries import prompt_run
 from dprlhf.audit.likelihood import log_likelihood_ratio
+from dprlhf.audit.membership import Roc
 from dprlhf.audit.noise_tests import SHARES, smallest_shortfall
 from dprlhf.cli.app import app
 from dprlhf.errors import DprlhfError
@@ -119,6 +120,18 @@ def test_bounds_from_errors_keep_their_confidence(bound: Any, mu: float) -> None
         if bound(int(a), int(b), runs, delta) > true
     )
     assert above <= 0.05
+
+
+@pytest.mark.parametrize("confidence", [0.0, 1.0, 95, -0.5, math.nan, True, "0.95"])
+@pytest.mark.parametrize(
+    "bound", [epsilon_lower_bound, epsilon_from_errors, gaussian_epsilon_from_errors]
+)
+def test_a_confidence_that_is_no_probability_is_refused(bound: Any, confidence: Any) -> None:
+    """A confidence of 95, meant as a percentage, had counted as certainty or as nothing."""
+    with pytest.raises(DprlhfError, match="confidence must be above 0 and below 1"):
+        bound(10, 5, 5, 1e-5, confidence)
+    with pytest.raises(DprlhfError, match="confidence must be above 0 and below 1"):
+        Roc(np.zeros(2), np.zeros(2), 0.5, 0.1).interval(confidence)
 
 
 def test_the_bound_for_gaussians_is_consistent_and_the_general_one_is_not() -> None:

@@ -154,6 +154,22 @@ class TestPrivacy:
         assert random["noise_multiplier"] < fixed["noise_multiplier"]
         assert fixed["noise_multiplier"] == pytest.approx(1.0812, abs=1e-4)
 
+    @pytest.mark.parametrize(
+        ("words", "told"),
+        [
+            ("--users 0 --epsilon 1", "users must be at least 1, not 0"),
+            ("--users 100 --epsilon 1 --signal nan", "signal must be a positive number, not nan"),
+            ("--users 100 --epsilon 1 --minutes 3", "--minutes needs a recipe"),
+            ("r.yaml --signal 0.1", "--signal is the recipe's"),
+            ("r.yaml --users 100", "--users is the recipe's"),
+        ],
+    )
+    def test_a_plan_refuses_what_it_cannot_use(self, words: str, told: str) -> None:
+        done = dprlhf("plan", *words.split())
+        assert done.returncode == 2
+        assert told in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
 
 RECIPE = """
 policy: {{model_name_or_path: {model}, adapter: {{target_modules: [c_attn]}}}}

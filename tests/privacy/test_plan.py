@@ -266,13 +266,15 @@ def test_the_balanced_batch_by_hand() -> None:
         ({"epsilon": math.inf}, "epsilon must be a positive number, not inf"),
         ({"epsilon": -1.0}, "epsilon must be a positive number"),
         ({"dimension": 0}, "dimension must be at least 1, not 0"),
+        ({"signal": math.nan}, "signal must be a positive number, not nan"),
+        ({"users": 0}, "users must be at least 1, not 0"),
     ],
     ids=str,
 )
 def test_a_comparison_out_of_range_is_refused(changes: dict[str, Any], message: str) -> None:
     values: dict[str, Any] = {"epsilon": 4.0, "delta": 1e-5, "dimension": 10, "signal": 0.1}
     with pytest.raises(DprlhfError, match=message):
-        trade_off(1000, [2], **(values | changes))
+        trade_off(**({"users": 1000, "rounds": [2]} | values | changes))
 
 
 @pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, math.nan, math.inf])

@@ -57,6 +57,7 @@ def test_a_number_is_right_within_its_tolerance(number: int, factor: float, word
         (1e16, ["10000000000000000", "1e16", "1e+16"], ["16", "1"]),
         (1e-16, ["1e-16"], ["16"]), (0.001, ["it is 1e-3"], ["-3"]),
         (0.5, ["it is .5", "0.50"], ["5"]), (-0.5, ["-.5", "-$.5"], ["5", ".5"]),
+        (12, ["10-12", "22-10=12"], ["-12"]), (-12, ["it is -12", "0 - -12"], ["10-12", "12"]),
         (True, ["1"], ["0"]), ("it is 7e2", ["700"], ["2", "7"]),
         (None, [], ["0", "None"]), (float("nan"), [], ["0", "nan"]),
     ],
@@ -110,6 +111,8 @@ def test_what_stands_in_a_mark_is_the_answer(text: str, answer: str) -> None:
         ("#### (c) Rome", "C"), ("The answer is **B**.", "B"), ("**Answer:** B", "B"),
         ("The answer is:\n\n  **(D)**", "D"),
         ("#### Step 1\nThe answer is B.", "B"), ("The answer is A.\n\\boxed{C}", "C"),
+        ("The answer is a bit tricky", ""), ("The answer is a bit tricky. Answer: C", "C"),
+        ("My answer I think is B", ""), ("answer: a", "A"), ("The answer is a. Rome", "A"),
         ("A dog", ""), ("I'd say so", ""), ("", ""), ("the answer is a's", ""), ("Both", ""),
     ],
 )  # fmt: skip

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from scipy.special import ndtri
 from scipy.stats import beta, binom
 
+from dprlhf.errors import DprlhfError
 from dprlhf.privacy.gaussian import gaussian_epsilon
 
 _LARGEST = 100.0
@@ -34,7 +35,11 @@ def epsilon_lower_bound(m: int, r: int, v: int, delta: float, confidence: float 
         v: Number of right guesses, at most r.
         delta: Claimed δ.
         confidence: Probability, at least, with which the bound is at most the true ε.
+
+    Raises:
+        DprlhfError: the confidence is not above 0 and below 1.
     """
+    check_confidence(confidence)
     return _largest_refuted(lambda e: chance_of_right(m, r, v, e, delta) >= 1 - confidence)
 
 
@@ -71,8 +76,11 @@ def epsilon_from_errors(
         runs: Number of runs with the user, and the same number without.
         delta: Claimed δ.
         confidence: Probability with which the bound holds, as in :func:`epsilon_lower_bound`.
+
+    Raises:
+        DprlhfError: the confidence is not above 0 and below 1.
     """
-    fpr, fnr = (_upper(n, runs, (1 + confidence) / 2) for n in (false_positives, false_negatives))
+    fpr, fnr = _rates(false_positives, false_negatives, runs, confidence)
     gains = [math.log(max(1 - delta - a, 1e-300) / b) for a, b in ((fnr, fpr), (fpr, fnr))]
     return max(0.0, *gains)
 
@@ -91,9 +99,9 @@ def gaussian_epsilon_from_errors(
     (ε, δ) with ε = gaussian_epsilon(1/μ, δ). This is much tighter than :func:`epsilon_from_errors`,
     which has to see events as rare as δ, and invalid for a mechanism that is not GDP.
 
-    Arguments are those of :func:`epsilon_from_errors`.
+    Arguments and errors are those of :func:`epsilon_from_errors`.
     """
-    fpr, fnr = (_upper(n, runs, (1 + confidence) / 2) for n in (false_positives, false_negatives))
+    fpr, fnr = _rates(false_positives, false_negatives, runs, confidence)
     mu = float(ndtri(1 - fpr) - ndtri(fnr))
     return gaussian_epsilon(1 / mu, delta) if mu > 0 else 0.0
 
@@ -112,6 +120,27 @@ def largest_tpr(fpr: NDArray[np.float64], epsilon: float, delta: float) -> NDArr
         return np.ones_like(fpr)
     steep, flat = math.exp(epsilon) * fpr + delta, 1 - math.exp(-epsilon) * (1 - delta - fpr)
     return np.clip(np.minimum(steep, flat), 0.0, 1.0)
+
+
+def check_confidence(confidence: object) -> None:
+    """Refuse a confidence that is no probability, or at which nothing could be refuted.
+
+    Raises:
+        DprlhfError: it is not a number above 0 and below 1.
+    """
+    if not (isinstance(confidence, int | float | np.floating) and 0 < confidence < 1):
+        raise DprlhfError(
+            f"confidence must be above 0 and below 1, such as 0.95, not {confidence!r}"
+        )
+
+
+def _rates(
+    false_positives: int, false_negatives: int, runs: int, confidence: float
+) -> tuple[float, float]:
+    """Return the upper bounds on both error rates, which hold together with the confidence."""
+    check_confidence(confidence)
+    level = (1 + confidence) / 2
+    return _upper(false_positives, runs, level), _upper(false_negatives, runs, level)
 
 
 def _upper(count: int, trials: int, confidence: float) -> float:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scipy.special import ndtri
 
 from dprlhf import recipe
-from dprlhf.audit.bounds import epsilon_lower_bound
+from dprlhf.audit.bounds import check_confidence, epsilon_lower_bound
 from dprlhf.audit.extraction import text_logprobs
 from dprlhf.audit.guesses import planned_guesses, surest_guesses
 from dprlhf.data.users import Prompts
@@ -48,7 +48,12 @@ class Roc:
     standard_error: float
 
     def interval(self, confidence: float = 0.95) -> tuple[float, float]:
-        """Return a confidence interval of the area, within [0, 1], by the normal approximation."""
+        """Return a confidence interval of the area, within [0, 1], by the normal approximation.
+
+        Raises:
+            DprlhfError: the confidence is not above 0 and below 1.
+        """
+        check_confidence(confidence)
         half = float(ndtri((1 + confidence) / 2)) * self.standard_error
         return max(0.0, self.auc - half), min(1.0, self.auc + half)
 

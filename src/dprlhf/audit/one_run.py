@@ -36,7 +36,7 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from dprlhf.audit.bounds import chance_of_right, epsilon_lower_bound
+from dprlhf.audit.bounds import chance_of_right, check_confidence, epsilon_lower_bound
 from dprlhf.audit.canaries import Record, gradient_run, prompt_run, vector_run
 from dprlhf.audit.guesses import (
     bound_from_guesses,
@@ -172,7 +172,7 @@ def audit(
     Raises:
         DprlhfError: fewer canaries than rounds, or a setting is out of range.
     """
-    _check_confidence(confidence)
+    check_confidence(confidence)
     check_settled(recipe)
     if canaries is None:
         canaries = max(_default_canaries(recipe), recipe.rounds)
@@ -223,7 +223,7 @@ def audit_plan(
     Raises:
         DprlhfError: the confidence is not above 0 and below 1.
     """
-    _check_confidence(confidence)
+    check_confidence(confidence)
     canaries = plan.users - _PROBES - (plan.users - _PROBES) % plan.rounds
     included = _coins(canaries, seed)
     signs = _signs(included, plan.users - canaries, plan.adjacency == "replace-one")
@@ -317,14 +317,6 @@ def _probes(canaries: int, rounds: int) -> int:
 def _signs(included: Bits, probes: int, replace: bool) -> Array:
     signs = np.where(included, 1.0, -1.0 if replace else np.nan)
     return np.concatenate([signs, np.ones(probes)])
-
-
-def _check_confidence(confidence: object) -> None:
-    """Refuse a confidence that is no probability, or at which nothing could be refuted."""
-    if not (isinstance(confidence, int | float | np.floating) and 0 < confidence < 1):
-        raise DprlhfError(
-            f"confidence must be above 0 and below 1, such as {CONFIDENCE:g}, not {confidence!r}"
-        )
 
 
 def _check_options(recipe: AnyRecipe, canaries: int, space: str) -> None:

@@ -59,7 +59,12 @@ Norm = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+_WITH_A_RECIPE = ("overrides", "minutes", "responses", "num_generations", "show", "trial_runs")
+_WITHOUT_ONE = ("users", "epsilon", "delta", "dimension", "signal")
+
+
 def plan(
+    context: typer.Context,
     recipe: Recipe = None,
     overrides: Overrides = None,
     minutes: Minutes = None,
@@ -83,13 +88,10 @@ def plan(
     No privacy is spent.
     """
     if recipe is None:
+        _refuse(context, _WITH_A_RECIPE, "needs a recipe")
         _without_recipe(users, epsilon, delta, dimension, rounds or [], signal, as_json)
         return
-    if users is not None or epsilon is not None:
-        raise DprlhfError(
-            "plan: with a recipe, users and epsilon are the recipe's: override data.limit or"
-            " privacy.epsilon"
-        )
+    _refuse(context, _WITHOUT_ONE, "is the recipe's: override its keys, such as privacy.epsilon")
     from dprlhf.recipe import load_recipe
     from dprlhf.training.planner import choose, measure
     from dprlhf.tuning.public_rows import public_rows
@@ -116,6 +118,14 @@ def plan(
         typer.echo(json.dumps(shown))
     else:
         _show(facts, choices[0], rows, passed)
+
+
+def _refuse(context: typer.Context, names: tuple[str, ...], why: str) -> None:
+    """Refuse an option that the call would not use, in place of ignoring it."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise DprlhfError(f"plan: --{name.replace('_', '-')} {why}")
 
 
 def _show(facts: Facts, best: Choice, rows: list[dict[str, Any]], passed: int) -> None:

@@ -334,6 +334,10 @@ def trade_off(
         raise DprlhfError(f"epsilon must be a positive number, not {epsilon}")
     if dimension < 1:
         raise DprlhfError(f"dimension must be at least 1, not {dimension}")
+    if users < 1:
+        raise DprlhfError(f"users must be at least 1, not {users}")
+    if not 0 < signal < math.inf:
+        raise DprlhfError(f"signal must be a positive number, not {signal}")
     rows = []
     partitions: tuple[Partition, ...] = ("random-allocation", "fixed")
     for partition in partitions:

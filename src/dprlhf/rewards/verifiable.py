@@ -22,10 +22,12 @@ from typing import Any
 from dprlhf.data.messages import last_text
 from dprlhf.rewards.expressions import number_of, parse, value_of
 
-_NUMBER = re.compile(r"-?\$?(?:\d[\d,]*(?:\.\d+)?|(?<!\d)\.\d+)(?:[eE][-+]?\d+)?")
+# A hyphen after a digit is no sign: the last number of "10-12" is 12.
+_NUMBER = re.compile(r"(?:(?<!\d)-)?\$?(?:\d[\d,]*(?:\.\d+)?|(?<!\d)\.\d+)(?:[eE][-+]?\d+)?")
 # For texts with single spaces: runs of them, which a model may write without end, would take a time
 # quadratic in their length.
-_CHOICE = re.compile(r"answer(?: is)? ?:? ?\(?([A-Ja-j])\b(?!['’])", re.IGNORECASE)
+# "a" and "I" before another word are an article and a pronoun: "the answer is a guess".
+_CHOICE = re.compile(r"(?i:answer(?: is)?) ?:? ?\(?([A-Ja-j])\b(?!['’])(?!(?<=[aI]) \w)")
 _LEADING_CHOICE = re.compile(r"\(?([A-Ja-j])(?:[).:]|$)")
 
 
@@ -112,8 +114,9 @@ def multiple_choice(completions: Sequence[Any], answer: Sequence[str]) -> list[f
 
     The option is looked for in the marked answer (:func:`final_answer`), and if that names none in
     the whole text. It is the letter after the last "answer", as in "The answer is **(B)**"; or else
-    the letter with which the text begins, alone or before a bracket, full stop or colon. A
-    completion that names no option so is wrong, and so is every one where the row has no letter.
+    the letter with which the text begins, alone or before a bracket, full stop or colon. After
+    "answer", an "a" or "I" before another word is an article or a pronoun. A completion that names
+    no option so is wrong, and so is every one where the row has no letter.
 
     Args:
         completions: The completions.

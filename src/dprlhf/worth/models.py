@@ -54,7 +54,6 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
             **_FIXED_STEPS,
             "rounds": 8,
             "optimizer.learning_rate": 0.5,
-            "rollout.responses": 8,
             "update.subspace": {"rank": 1, "mean_first": True, "prompts": 256, "refresh": 4},
         },
     },
@@ -63,7 +62,7 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
 recipe as it is, "subspace" a private run along directions in which public gradients vary, "axis"
 one along the mean public gradient alone, for wishes that are the public's or their opposite."""
 
-RESPONSES = {"small": (8, 4), "smollm2": (8, 2)}
+RESPONSES = (8, 4)
 """Responses to a prompt with few users and with more, where the method says nothing else."""
 
 

@@ -285,7 +285,7 @@ class Setup:
         settings.pop("rewards", None)
         if self.model == "small" and task.words is not None:
             settings["rewards"] = [{**word_reward(self.clone), **task.words}]
-        few, many = RESPONSES[self.settings]
+        few, many = RESPONSES
         settings["rollout.responses"] = few if cell.users <= FEW else many
         private = math.isfinite(cell.epsilon)
         method = task.small_method if self.settings == "small" else task.method
