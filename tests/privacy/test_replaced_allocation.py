@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -11,6 +12,8 @@ from scipy.stats import norm
 
 from dprlhf.privacy import random_allocation, replaced_allocation
 from dprlhf.privacy.accounting import Mechanism, delta_of, epsilon, noise_multiplier
+from dprlhf.privacy.composition import total_epsilon
+from dprlhf.privacy.curves import loss_distribution
 from dprlhf.privacy.gaussian import gaussian_epsilon
 
 
@@ -26,10 +29,8 @@ def sampled(z: float, rounds: int, eps: float, count: int = 200_000) -> tuple[fl
     return float(values.mean()), float(values.std() / math.sqrt(len(values)))
 
 
-@pytest.mark.parametrize(
-    ("z", "eps"), [(1.0, 0.5), (1.0, 4.0), (0.5, 6.0), (3.0, 0.2), (8.0, 0.01), (0.5, 2.0)]
-)
-def test_two_rounds_by_quadrature(z: float, eps: float) -> None:
+def by_quadrature(z: float, eps: float) -> float:
+    """Return δ of two rounds to about six digits."""
     nodes, spread = np.linspace(-12, 12, 40_001), 1 / z
     mass = norm.pdf(nodes) * (nodes[1] - nodes[0])
     w = np.exp(spread * nodes - spread**2 / 2)
@@ -37,10 +38,85 @@ def test_two_rounds_by_quadrature(z: float, eps: float) -> None:
     # E (w + W)_+ for each w: W grows with the nodes, so the terms that count are the last ones.
     first = np.searchsorted(w, -w)
     heavy, value = (np.append(np.cumsum(v[::-1])[::-1], 0.0)[first] for v in (mass, mass * w))
-    true = float(mass @ (w * heavy + value)) / 2
+    return float(mass @ (w * heavy + value)) / 2
+
+
+@pytest.mark.parametrize(
+    ("z", "eps"), [(1.0, 0.5), (1.0, 4.0), (0.5, 6.0), (3.0, 0.2), (8.0, 0.01), (0.5, 2.0)]
+)
+def test_two_rounds_by_quadrature(z: float, eps: float) -> None:
+    true = by_quadrature(z, eps)
     found = replaced_allocation.delta(z, 2, eps)
     assert true * (1 - 1e-5) <= found <= true * 1.005
     assert true * (1 - 1e-5) <= replaced_allocation.delta(z, 2, eps, rough=True) <= true * 1.2
+
+
+@pytest.mark.parametrize("z", [0.7, 1.5, 4.0])
+def test_a_whole_curve_by_quadrature(z: float) -> None:
+    epsilons = 0.02 * np.arange(100)
+    true = np.array([by_quadrature(z, e) for e in epsilons])
+    found = replaced_allocation.curve(z, 2, epsilons)
+    assert (found >= true * (1 - 1e-5) - 1e-12).all()
+    assert (found <= true * 1.01 + 1e-9).all()
+    # Bounds that are not convex, reflected at 0, would make a loss distribution of mass above 1.
+    losses = loss_distribution(0.02, found, found)
+    assert losses.get_delta_for_epsilon(0.0) == pytest.approx(found[0], rel=1e-9)
+
+
+@pytest.mark.parametrize(("z", "rounds"), [(4.0, 16), (1.0, 50)])
+def test_a_curve_is_sharp_where_the_lattice_is_not(z: float, rounds: int) -> None:
+    """At ε = 0 the payoff has no decay for a tilt to use; a chord across 0 bounds it."""
+    true, error = sampled(z, rounds, 0.0)
+    (found, *_) = replaced_allocation.curve(z, rounds, 0.01 * np.arange(50))
+    assert true - 4 * error <= found <= 1.01 * true + 4 * error
+    assert replaced_allocation.delta(z, rounds, 0.0, rough=True) > 2 * found
+
+
+@pytest.mark.parametrize(("z", "rounds", "k", "eps"), [(1.5, 8, 2, 1.0), (2.0, 12, 3, 1.2)])
+def test_several_passes_by_sampling(z: float, rounds: int, k: int, eps: float) -> None:
+    """Independent blocks: their losses under the first of the pair add up."""
+    random, slots, count = np.random.default_rng(3), rounds // k, 400_000
+    loss = np.zeros(count)
+    for _ in range(k):
+        g = random.standard_normal((count, slots))
+        g[:, 0] += 1 / z
+        loss += np.log(np.exp(g / z).sum(1) / np.exp(-g / z).sum(1))
+    values = np.maximum(1 - np.exp(eps - loss), 0)
+    true, error = float(values.mean()), float(values.std() / math.sqrt(count))
+    found = delta_of(Mechanism(z, rounds, adjacency="replace-one", participations=k), eps)
+    assert true - 4 * error <= found <= 1.01 * true + 4 * error
+    assert true > 100 * error
+    # Negative control: one block fewer costs visibly less.
+    if k == 2:
+        assert replaced_allocation.delta(z, slots, eps) < true - 10 * error
+
+
+def test_several_passes_cost_less_than_two_steps_do() -> None:
+    """Before there was a pair for replacements over several passes, these were stated."""
+    for (z, rounds, k), before in {
+        (1.0, 16, 2): 6.0046, (1.0, 100, 2): 2.3039, (2.0, 32, 4): 3.1393,
+    }.items():  # fmt: skip
+        mechanism = Mechanism(z, rounds, adjacency="replace-one", participations=k)
+        found = epsilon(mechanism, 1e-5).epsilon
+        assert epsilon(Mechanism(z, rounds, participations=k), 1e-5).epsilon < found < 0.95 * before
+
+
+def test_two_runs_cost_what_one_run_of_two_passes_does() -> None:
+    run = Mechanism(1.5, 8, adjacency="replace-one")
+    both = Mechanism(1.5, 16, adjacency="replace-one", participations=2)
+    together = total_epsilon([run, run], 1e-5).epsilon
+    assert together == pytest.approx(epsilon(both, 1e-5).epsilon, rel=2e-3)
+
+
+def test_runs_of_several_kinds_cost_less_than_two_steps_do() -> None:
+    runs = [
+        Mechanism(3.0, 16, adjacency="replace-one"),
+        Mechanism(4.0, 16, adjacency="replace-one", participations=2),
+    ]
+    found = total_epsilon(runs, 1e-5).epsilon
+    assert max(epsilon(run, 1e-5).epsilon for run in runs) < found < 1.14  # 1.156 by two steps
+    with_fixed = total_epsilon([*runs, Mechanism(5.0, 16, "fixed", "replace-one")], 1e-5).epsilon
+    assert found < with_fixed < 2.0  # 2.009
 
 
 @pytest.mark.parametrize(
@@ -80,6 +156,26 @@ def test_no_other_pair_of_contributions_costs_more(case: int) -> None:
     bound = replaced_allocation.delta(z, rounds, eps)
     assert values.mean() <= bound + 4 * error
     assert (abs(values.mean() - bound) < 4 * error) == (case == 0)
+
+
+def test_a_fixed_batch_beside_next_to_nothing_costs_what_it_costs_alone() -> None:
+    fixed = Mechanism(5.0, 16, "fixed", "replace-one")
+    little = Mechanism(19.0, 1000, adjacency="replace-one")
+    alone = epsilon(fixed, 1e-5).epsilon
+    assert alone < total_epsilon([fixed, little], 1e-5).epsilon < 1.01 * alone
+
+
+def test_without_a_pair_for_replacements_two_steps_are_stated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A partition of one's own may lack it: the cost of a removal alone would be too little."""
+    runs = [Mechanism(3.0, 16, adjacency="replace-one")] * 2
+    removal = total_epsilon([Mechanism(3.0, 16)] * 2, 1e-5).epsilon
+    found = total_epsilon(runs, 1e-5).epsilon
+    lacking = dataclasses.replace(runs[0].spec, replaced=None)
+    monkeypatch.setattr(Mechanism, "spec", property(lambda self: lacking))
+    two_steps = total_epsilon(runs, 1e-5).epsilon
+    assert 1.5 * removal < found < two_steps < 2.2 * removal
 
 
 @pytest.mark.slow

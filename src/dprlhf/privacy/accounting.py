@@ -8,8 +8,8 @@ special to a partition stands in its file in :mod:`dprlhf.privacy.partitions`.
 partition            adjacency                         accountant
 ===================  ================================  ==========================================
 random-allocation    zero-out, add-remove              exact curves of random allocation
-random-allocation    replace-one                       the smaller of one Gaussian with
-                                                       sensitivity 2S and a two-step bound
+random-allocation    replace-one                       exact curve of a replacement, composed
+                                                       over the passes
 fixed, stream        zero-out, replace-one             one Gaussian with sensitivity S or 2S
 poisson              zero-out, add-remove              PLD of the Poisson-sampled Gaussian
 ===================  ================================  ==========================================

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import networkx
@@ -25,7 +25,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Epsilon, Mechanism, epsilon, single_noise
 from dprlhf.privacy.curves import SIDES, Curves, loss_distribution, replace_one_epsilon
 from dprlhf.privacy.gaussian import gaussian_epsilon, noise_too_small
-from dprlhf.privacy.partitions.base import round_noise
+from dprlhf.privacy.partitions.base import Pair, round_noise
 from dprlhf.privacy.random_allocation import Side
 
 _POINTS = 500
@@ -143,15 +143,18 @@ def _sequential(mechanisms: Sequence[Mechanism], delta: float) -> Epsilon:
     disjoint = all(m.spec.disjoint for m in mechanisms)
     little = any(noise_too_small(round_noise(m), delta) for m in mechanisms)
     if not disjoint and not little and upper > 0:
-        joint = _joint(mechanisms, delta)
-        if replace:
+        joint = _joint(mechanisms, {m: m.spec.pair for m in mechanisms}, delta)
+        pairs = {m: m.spec.replaced for m in mechanisms if m.spec.replaced is not None}
+        if not replace:
+            upper = min(upper, _epsilon_of(joint, delta))
+        else:
             curves = Curves(
                 lambda e, side, rough: float(joint[side].get_delta_for_epsilon(e)),
                 lambda d, side: float(joint[side].get_epsilon_for_delta(d)),
             )
             upper = min(upper, replace_one_epsilon(curves, delta))
-        else:
-            upper = min(upper, max(float(j.get_epsilon_for_delta(delta)) for j in joint.values()))
+            if all(m in pairs for m in mechanisms):
+                upper = min(upper, _epsilon_of(_joint(mechanisms, pairs, delta), delta))
     return Epsilon(
         upper,
         min(upper, max(cost.epsilon_lower for cost in alone)),
@@ -170,17 +173,30 @@ def _together(mechanisms: Sequence[Mechanism]) -> float:
     return precision**-0.5 if precision > 0 else math.inf
 
 
-def _joint(mechanisms: Sequence[Mechanism], delta: float) -> dict[Side, Any]:
-    """Return the pessimistic loss distribution of all runs, for a user removed and added."""
+def _epsilon_of(joint: dict[Side, Any], delta: float) -> float:
+    """Return the larger ε of the two sides."""
+    return max(float(losses.get_epsilon_for_delta(delta)) for losses in joint.values())
+
+
+def _joint(
+    mechanisms: Sequence[Mechanism], pairs: Mapping[Mechanism, Pair], delta: float
+) -> dict[Side, Any]:
+    """Return the pessimistic loss distribution of all runs, by side.
+
+    Args:
+        mechanisms: The runs.
+        pairs: What dominates one factor of each.
+        delta: The total δ, of which a small part is spent on losses beyond the grid.
+    """
     tail = delta * _CUT / len(mechanisms)
     counts = Counter(mechanisms)  # equal runs have one curve
-    reach = {(m, side): m.spec.reach(m, tail, side) for m in counts for side in SIDES}
+    reach = {(m, side): pairs[m].reach(m, tail, side) for m in counts for side in SIDES}
     step = max(*reach.values(), 1e-6) / _POINTS
     composed: dict[Side, Any] = {}
     for mechanism, times in counts.items():
         spec = mechanism.spec
         curve = {
-            side: spec.curve(
+            side: pairs[mechanism].curve(
                 mechanism,
                 step * np.arange(math.ceil(reach[mechanism, side] / step) + 2),
                 side,

@@ -79,7 +79,9 @@ def _slope(curves: Curves, epsilon: float, side: Side) -> float:
 
 
 def replace_one_delta(curves: Curves, epsilon: float, rough: bool) -> float:
-    """Smallest delta_remove(e1) + e^e1 delta_add(e2) found with e1 + e2 = epsilon."""
+    """Smallest delta_remove(e1) + e^e1 delta_add(e2) found with e1 + e2 = epsilon; at most 1."""
+    if epsilon > 500:
+        return 1.0
 
     def total(first: float, rough: bool) -> float:
         return curves.delta(first, "remove", rough) + math.exp(first) * curves.delta(

@@ -22,6 +22,7 @@ from scipy import fft
 from scipy.optimize import brentq, minimize_scalar
 from scipy.special import ndtr
 
+from dprlhf.privacy.gaussian import gaussian_delta
 from dprlhf.privacy.random_allocation import power
 
 Floats = npt.NDArray[np.float64]
@@ -65,7 +66,9 @@ def delta(noise: float, rounds: int, epsilon: float, rough: bool = False) -> flo
     return min(1.0, (summed + _jumps(sigma, c, rounds, bound)) / rounds)
 
 
-def epsilon(noise: float, rounds: int, delta_: float, low: float, high: float) -> float:
+def epsilon(
+    noise: float, rounds: int, delta_: float, low: float, high: float, rough: bool = False
+) -> float:
     """Return an ε in [low, high] whose δ is at most ``delta_``; ``high`` where none is found.
 
     Args:
@@ -74,12 +77,13 @@ def epsilon(noise: float, rounds: int, delta_: float, low: float, high: float) -
         delta_: The δ to stay within.
         low: Lower end of the search.
         high: Upper end, an ε that is known to hold.
+        rough: As for :func:`delta`.
     """
     if not low < high <= LARGEST_EPSILON:
         return high
 
     def excess(e: float) -> float:
-        return math.log(max(delta(noise, rounds, e), 1e-300) / delta_)
+        return math.log(max(delta(noise, rounds, e, rough), 1e-300) / delta_)
 
     if excess(low) <= 0:
         return low
@@ -97,6 +101,37 @@ def epsilon(noise: float, rounds: int, delta_: float, low: float, high: float) -
         if tried < high and excess(tried) <= 0:
             return tried
     return high
+
+
+def curve(noise: float, rounds: int, epsilons: Floats) -> Floats:
+    """Return upper bounds on δ that, reflected to negative ε, are convex in e^ε, as the curve is.
+
+    P and Q are mirror images, so H_{e^-t}(P‖Q) = 1 − e^-t + e^-t H_{e^t}(P‖Q). The true curve is
+    convex in e^ε: no chord between points above it crosses it, so the lower convex hull of the
+    bounds is a bound. It is the sharper one near ε = 0, where :func:`delta` has little to hold on
+    to, and loss distributions of bounds that are not convex would gain mass (proof note, step 10).
+
+    Args:
+        noise: Noise multiplier z.
+        rounds: Number T of rounds.
+        epsilons: Increasing from 0, ``[points]``.
+    """
+    given = [(delta(noise, rounds, e, rough=True), gaussian_delta(noise / 2, e)) for e in epsilons]
+    found, t = np.min(given, axis=1), epsilons[:0:-1]
+    bounds = np.concatenate([-np.expm1(-t) + np.exp(-t) * found[:0:-1], found])
+    corners: list[int] = []
+    places = np.exp(np.concatenate([-t, epsilons]))
+    for new in range(len(places)):
+        while len(corners) > 1:
+            before, last = corners[-2:]
+            rise, run = bounds[[last, new]] - bounds[before], places[[last, new]] - places[before]
+            if rise[0] * run[1] < rise[1] * run[0]:
+                break
+            corners.pop()
+        corners.append(new)
+    hull = np.interp(places[len(t) :], places[corners], bounds[corners])
+    lower: Floats = np.minimum(found, hull * (1 + 16 * _UNIT))
+    return lower
 
 
 def _of_g(sigma: float, c: float, g: Floats) -> Floats:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import logsumexp
 
-from dprlhf.privacy.gaussian import gaussian_delta
+from dprlhf.privacy.gaussian import gaussian_delta, gaussian_epsilon
 from dprlhf.privacy.random_allocation import Side
 from dprlhf.privacy.relations import Adjacency
 
@@ -77,6 +77,19 @@ class Allocation:
 
 
 @dataclass(frozen=True)
+class Pair:
+    """A pair of distributions that dominates one factor of a run, by its privacy curves.
+
+    Attributes:
+        curve: ``curve(terms, epsilons, side)`` returns upper bounds on one side's δ, ``[points]``.
+        reach: ``reach(terms, tail, side)`` returns an ε at which that δ is at most ``tail``.
+    """
+
+    curve: Callable[[Terms, Any, Side], Array]
+    reach: Callable[[Terms, float, Side], float]
+
+
+@dataclass(frozen=True)
 class PartitionSpec:
     """One partition: its draw, its accountant, how it composes, and what an auditor sees of it.
 
@@ -94,14 +107,13 @@ class PartitionSpec:
             ``single`` is the ε of the single Gaussian.
         delta: ``delta(terms, epsilon, single, rough)`` returns an upper bound on δ; ``single`` is
             the δ of the single Gaussian, and a ``rough`` bound may be looser but is faster.
-        curve: ``curve(terms, epsilons, side)`` returns upper bounds on one side's δ, ``[points]``,
-            for the pair of distributions that dominates one factor of the run: what composes.
-        reach: ``reach(terms, tail, side)`` returns an ε at which that pair's δ is at most ``tail``.
+        pair: What dominates one factor of a run with a user against one without; it composes.
+        replaced: The same where a user is replaced by another; None where that is not carried.
         log_likelihood: ``log_likelihood(of_round, participations)`` returns
             log P(observed | took part) − log P(observed | noise alone), ``[users]``, from the same
             of each round if it were the user's, ``[users, rounds]``.
-        factors: Returns how many independent copies of that pair the run consists of; None where
-            the pair is the whole run's.
+        factors: Returns how many independent copies of a pair the run consists of; None where the
+            pair is the whole run's.
         disjoint: True where every user is in at most one batch, of a fixed size, and ε holds
             against those who know which.
         in_order: True where users come in the order of arrival, so that anybody knows their round.
@@ -118,9 +130,9 @@ class PartitionSpec:
     draw: Callable[[int, int, int, Stream], Allocation]
     epsilon: Callable[[Terms, float, float], tuple[float, float]]
     delta: Callable[[Terms, float, float, bool], float]
-    curve: Callable[[Terms, Any, Side], Array]
-    reach: Callable[[Terms, float, Side], float]
+    pair: Pair
     log_likelihood: Callable[[Array, int], Array]
+    replaced: Pair | None = None
     factors: Callable[[Terms], int] | None = None
     disjoint: bool = False
     in_order: bool = False
@@ -166,3 +178,19 @@ def one_round_each(of_round: Array, participations: int) -> Array:
 def single_curve(noise: float, epsilons: Any) -> Array:
     """Return the exact δ of one Gaussian release at each ε, ``[points]``."""
     return np.array([gaussian_delta(noise, e) for e in epsilons])
+
+
+def gaussian_pair(sensitivity: float) -> Pair:
+    """Return the pair of a run in which a user is in one round, and everybody may know which.
+
+    Args:
+        sensitivity: How far the user moves the round's sum, in units of S.
+    """
+
+    def noise(terms: Terms) -> float:
+        return round_noise(terms) / sensitivity
+
+    return Pair(
+        lambda terms, epsilons, side: single_curve(noise(terms), epsilons),
+        lambda terms, tail, side: gaussian_epsilon(noise(terms), tail),
+    )

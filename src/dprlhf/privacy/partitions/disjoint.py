@@ -6,25 +6,19 @@ those who know the batches. The proof is in ``docs/proofs/disjoint_batches.md``.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy.gaussian import gaussian_epsilon
 from dprlhf.privacy.partitions.base import (
     ONE_RELEASE,
     Allocation,
-    Array,
     PartitionSpec,
     Stream,
     Terms,
-    half_noise,
+    gaussian_pair,
     one_round_each,
-    single_curve,
 )
-from dprlhf.privacy.random_allocation import Side
 
 
 def _check(terms: Terms) -> None:
@@ -68,14 +62,6 @@ def _delta(terms: Terms, epsilon: float, single: float, rough: bool) -> float:
     return single
 
 
-def _curve(terms: Terms, epsilons: Any, side: Side) -> Array:
-    return single_curve(half_noise(terms, 1), epsilons)
-
-
-def _reach(terms: Terms, tail: float, side: Side) -> float:
-    return gaussian_epsilon(half_noise(terms, 1), tail)
-
-
 FIXED = PartitionSpec(
     accountant="analytic Gaussian mechanism (Balle & Wang 2018), parallel composition over rounds",
     assumption="batches are disjoint, and a user's slot does not depend on any other user's data",
@@ -83,8 +69,8 @@ FIXED = PartitionSpec(
     draw=_fixed,
     epsilon=_epsilon,
     delta=_delta,
-    curve=_curve,
-    reach=_reach,
+    pair=gaussian_pair(1.0),
+    replaced=gaussian_pair(2.0),
     log_likelihood=one_round_each,
     disjoint=True,
 )
@@ -98,8 +84,8 @@ STREAM = PartitionSpec(
     draw=_stream,
     epsilon=_epsilon,
     delta=_delta,
-    curve=_curve,
-    reach=_reach,
+    pair=gaussian_pair(1.0),
+    replaced=gaussian_pair(2.0),
     log_likelihood=one_round_each,
     disjoint=True,
     in_order=True,

@@ -18,6 +18,7 @@ from dprlhf.privacy.gaussian import gaussian_epsilon, noise_too_small
 from dprlhf.privacy.partitions.base import (
     Allocation,
     Array,
+    Pair,
     PartitionSpec,
     Stream,
     Terms,
@@ -138,8 +139,7 @@ POISSON = PartitionSpec(
     draw=_draw,
     epsilon=_epsilon,
     delta=_delta,
-    curve=_curve,
-    reach=_reach,
+    pair=Pair(_curve, _reach),
     log_likelihood=_log_likelihood,
     independent_rounds=True,
 )

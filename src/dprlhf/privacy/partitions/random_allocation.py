@@ -29,6 +29,7 @@ from dprlhf.privacy.partitions.base import (
     ONE_RELEASE,
     Allocation,
     Array,
+    Pair,
     PartitionSpec,
     Stream,
     Terms,
@@ -78,15 +79,21 @@ def _epsilon(terms: Terms, delta: float, single: float) -> tuple[float, float]:
         zero_out, upper = upper, replace_one_epsilon(curves, delta)
         if terms.participations == 1:
             upper = replaced.epsilon(z, slots, delta, zero_out, upper)
+        elif not noise_too_small(z, delta):
+            upper = min(
+                upper, float(_replaced_blocks(terms, rough=False).get_epsilon_for_delta(delta))
+            )
     return upper, lower
 
 
 def _delta(terms: Terms, epsilon: float, single: float, rough: bool) -> float:
     curves = _curves(terms, None, rough)
     if terms.adjacency == "replace-one":
-        direct = 1.0
+        z, direct = round_noise(terms), 1.0
         if terms.participations == 1:
-            direct = replaced.delta(round_noise(terms), _slots(terms), epsilon, rough)
+            direct = replaced.delta(z, _slots(terms), epsilon, rough)
+        elif not noise_too_small(z, 1e-9):
+            direct = float(_replaced_blocks(terms, rough).get_delta_for_epsilon(epsilon))
         return min(direct, replace_one_delta(curves, epsilon, rough))
     return max(curves.delta(epsilon, "remove", rough), curves.delta(epsilon, "add", rough))
 
@@ -134,6 +141,24 @@ def compose_blocks(z: float, slots: int, times: int, rough: bool) -> dict[Side, 
         side: loss_distribution(step, curve[side], curve[other]).self_compose(times)
         for side, other in (SIDES, SIDES[::-1])
     }
+
+
+def _replaced_blocks(terms: Terms, rough: bool) -> Any:
+    """Return a pessimistic loss distribution of the run for a user replaced by another."""
+    points = 100 if rough else 400
+    step = max(_replaced_reach(terms, 1e-12, "remove"), 1e-6) / points
+    curve = _replaced_curve(terms, step * np.arange(points + 1), "remove")
+    return loss_distribution(step, curve, curve).self_compose(terms.participations)
+
+
+def _replaced_curve(terms: Terms, epsilons: Any, side: Side) -> Array:
+    return replaced.curve(round_noise(terms), _slots(terms), epsilons)
+
+
+def _replaced_reach(terms: Terms, tail: float, side: Side) -> float:
+    z = round_noise(terms)
+    known = min(gaussian_epsilon(z / 2, tail), 300.0)  # a loss beyond counts as infinite
+    return replaced.epsilon(z, _slots(terms), tail, 0.0, known, rough=True)
 
 
 def _curve(terms: Terms, epsilons: Any, side: Side) -> Array:
@@ -201,8 +226,7 @@ _CORRELATED = PartitionSpec(
     draw=draw,
     epsilon=_correlated_epsilon,
     delta=_correlated_delta,
-    curve=_correlated_curve,
-    reach=_correlated_reach,
+    pair=Pair(_correlated_curve, _correlated_reach),
     noise=_correlated_noise,
     log_likelihood=one_round_each,
 )
@@ -215,8 +239,8 @@ RANDOM_ALLOCATION = PartitionSpec(
     draw=draw,
     epsilon=_epsilon,
     delta=_delta,
-    curve=_curve,
-    reach=_reach,
+    pair=Pair(_curve, _reach),
+    replaced=Pair(_replaced_curve, _replaced_reach),
     log_likelihood=one_round_each,
     factors=lambda terms: terms.participations,
     correlated=_CORRELATED,
