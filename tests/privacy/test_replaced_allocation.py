@@ -158,6 +158,15 @@ def test_no_other_pair_of_contributions_costs_more(case: int) -> None:
     assert (abs(values.mean() - bound) < 4 * error) == (case == 0)
 
 
+@pytest.mark.parametrize("k", [1, 2])
+def test_two_releases_a_round_are_one_with_less_noise(k: int) -> None:
+    terms = {"adjacency": "replace-one", "participations": k}
+    one = Mechanism(2.0, 16, **terms)
+    two = Mechanism(2.0 * math.sqrt(2), 16, releases_per_round=2, **terms)
+    assert epsilon(two, 1e-5).epsilon == pytest.approx(epsilon(one, 1e-5).epsilon, rel=1e-6)
+    assert delta_of(two, 1.0) == pytest.approx(delta_of(one, 1.0), rel=1e-6)
+
+
 def test_a_fixed_batch_beside_next_to_nothing_costs_what_it_costs_alone() -> None:
     fixed = Mechanism(5.0, 16, "fixed", "replace-one")
     little = Mechanism(19.0, 1000, adjacency="replace-one")
