@@ -8,10 +8,10 @@
 
 A cell is EPSILON:USERS; the cells none:USERS, without noise and clipping, are the reference, tuned
 for itself. Two shares are stated: of the rise at the end, and of the area under the curve over the
-rounds (the reward on held-out public prompts where a run measures it after each round, which the
-small model does; else the users' noised mean reward). A seed draws the adapter's start and which
-users take part; noise and rounds are fresh in each run. The users of the table are the first ones
-of the private split, those for tuning the last 6,000. Finished runs are kept and read again.
+rounds (the reward on held-out public prompts, measured after every second round). A seed draws the
+adapter's start and which users take part; noise and rounds are fresh in each run. The users of the
+table are the first ones of the private split, those for tuning the last 6,000. Finished runs are
+kept and read again.
 
 Writes docs/results/noise.json, and from it docs/results/noise-grid-MODEL.md and .png.
 """
@@ -126,7 +126,13 @@ class Cell:
         if tuning:
             skip = pool + seed * self.users % (TUNING_USERS - self.users + 1)
         privacy = PLAIN if self.epsilon is None else {"privacy.epsilon": self.epsilon}
-        settings = {**BASES[model], **small, "data.limit": self.users, "data.skip": skip}
+        settings = {
+            **BASES[model],
+            "evaluation.every": 2,
+            **small,
+            "data.limit": self.users,
+            "data.skip": skip,
+        }
         settings |= {**method, **privacy, **extra, "seed": seed}
         if "update.subspace" in settings:
             settings["update.subspace"] = {"data": task.guides, **settings["update.subspace"]}
@@ -141,10 +147,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Measured:
-    """The runs of a cell, one value a seed: rise at the end, and mean rise over the rounds.
-
-    There is no mean over rounds where noise hides the reward of some of them.
-    """
+    """The runs of a cell, one value a seed: rise at the end, and mean rise over the rounds."""
 
     rise: list[float]
     area: list[float]
@@ -152,10 +155,7 @@ class Measured:
 
 def measured(figures: list[dict[str, Any]]) -> Measured:
     """Return the rises of a cell's runs from their figures."""
-    curves = [[*f["public"], f["after"]] if f["public"] else f["private"] for f in figures]
-    if any(reward is None for curve in curves for reward in curve):
-        return Measured([f["rise"] for f in figures], [])
-    area = [float(np.mean(c)) - f["before"] for c, f in zip(curves, figures, strict=True)]
+    area = [float(np.mean([*f["public"], f["after"]])) - f["before"] for f in figures]
     return Measured([f["rise"] for f in figures], area)
 
 
@@ -166,7 +166,8 @@ class Recorded:
     Attributes:
         seeds: Number of runs.
         rise: Rise of the reward at the end; its error is NaN for a single seed.
-        area: Mean rise over the rounds; None where noise hides the reward of some of them.
+        area: Mean rise over the rounds; None where an earlier call could not tell it, because noise
+            hid the reward of some of them.
         stated: Standard error of the share of the area, over the share, as calls stated it before
             the error of the area itself was kept; NaN for later ones.
     """
