@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -43,7 +45,9 @@ def run_missing(
                 bar.update(1)
         elif missing:
             context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(side_by_side, mp_context=context) as pool:
+            with ProcessPoolExecutor(
+                side_by_side, mp_context=context, initializer=_end_with_caller
+            ) as pool:
                 pending = {
                     pool.submit(_run_and_keep, work, f, given): f for f, given in missing.items()
                 }
@@ -58,3 +62,15 @@ def _run_and_keep(work: Callable[..., Any], file: Path, given: Sequence[Any]) ->
     text = json.dumps(work(*given))
     write_atomically(file, text)
     return json.loads(text)
+
+
+def _end_with_caller() -> None:
+    """End this process when the one that started it is killed; it would hold its run for hours."""
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+
+    def wait() -> None:
+        caller.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
