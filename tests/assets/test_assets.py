@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import shutil
 import subprocess
 import sys
@@ -545,3 +546,23 @@ def test_the_real_language_model() -> None:
     assert tokenizer.pad_token_id == model.config.pad_token_id
     written = model.generate(**batch, max_new_tokens=4, do_sample=False)
     assert "Paris" in tokenizer.decode(written[0])
+
+
+def test_a_size_is_taken_while_folders_vanish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pip removes its temporary folders while the download's progress is read."""
+    (tmp_path / "kept.whl").write_bytes(bytes(70))
+    vanishing = tmp_path / "pip-unpack"
+    vanishing.mkdir()
+    (vanishing / "part.whl").write_bytes(bytes(9))
+    listed = os.scandir
+
+    def scandir(place: str) -> object:
+        if Path(place) == vanishing:
+            shutil.rmtree(vanishing)
+        return listed(place)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert cache._size(tmp_path) == 70
+    assert not vanishing.exists()

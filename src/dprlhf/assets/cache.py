@@ -192,9 +192,10 @@ def _download(project: str, wheel: Wheel, folder: Path, quiet: bool) -> None:
 def _size(folder: Path) -> int:
     """Return the total size in bytes of a folder's files, while they may be changing."""
     total = 0
-    for file in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            total += file.stat().st_size
+    for place, _, files in os.walk(folder):  # it passes over folders that vanish meanwhile
+        for file in files:
+            with contextlib.suppress(OSError):
+                total += Path(place, file).stat().st_size
     return total
 
 
