@@ -560,7 +560,8 @@ def test_a_size_is_taken_while_folders_vanish(
 
     def scandir(place: str) -> object:
         if Path(place) == vanishing:
-            shutil.rmtree(vanishing)
+            (vanishing / "part.whl").unlink()
+            vanishing.rmdir()
         return listed(place)
 
     monkeypatch.setattr(os, "scandir", scandir)
