@@ -117,7 +117,7 @@ def test_what_stands_in_a_mark_is_the_answer(text: str, answer: str) -> None:
     ],
 )  # fmt: skip
 def test_a_choice_is_a_letter_that_stands_for_itself(text: str, letter: str) -> None:
-    for option in "ABCD":
+    for option in "ABCDEFGHIJ":
         found = verifiable.multiple_choice([text], answer=[option])
         assert found == [float(option == letter)]
 

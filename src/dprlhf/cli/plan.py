@@ -59,7 +59,7 @@ Norm = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-_WITH_A_RECIPE = ("overrides", "minutes", "responses", "num_generations", "show", "trial_runs")
+_WITH_A_RECIPE = ("minutes", "responses", "num_generations", "show", "trial_runs")
 _WITHOUT_ONE = ("users", "epsilon", "delta", "dimension", "signal")
 
 

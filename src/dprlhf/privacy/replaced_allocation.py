@@ -130,7 +130,8 @@ def curve(noise: float, rounds: int, epsilons: Floats) -> Floats:
             corners.pop()
         corners.append(new)
     hull = np.interp(places[len(t) :], places[corners], bounds[corners])
-    lower: Floats = np.minimum(found, hull * (1 + 16 * _UNIT))
+    # Chords that end near 1, at negative ε, are rounded by units of 1, not of what they bound.
+    lower: Floats = np.minimum(found, hull * (1 + 16 * _UNIT) + 8 * _UNIT)
     return lower
 
 
