@@ -9,23 +9,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dprlhf.data.given_rewards import BY_TURN, declares
-from dprlhf.data.messages import text_of
+from dprlhf.data.given_rewards import declares
 from dprlhf.errors import DprlhfError
-from dprlhf.rewards.logs import CallLog, Logged, gathered
+from dprlhf.rewards.check_batch import CheckedBatch, Score
+from dprlhf.rewards.logs import Logged
 from dprlhf.rewards.reward import (
-    Failure,
     LoadedReward,
     RewardFunction,
     RoundState,
     Rows,
     as_reward,
-    call_reward,
-    group_rows,
     keywords_for,
     keywords_of,
-    parse_turns,
-    type_and_message,
 )
 
 _ALONE = 32  # limit on units scored alone, so that a slow reward does not delay the start
@@ -153,7 +148,9 @@ def check_reward(
     named = "trainer_state" in (keywords_of(reward.function)[0] or ())
     found = [
         _checked(
-            _Batch.of(reward, prompts, completions, columns, completion_ids, users, turns, at),
+            CheckedBatch.of(
+                reward, prompts, completions, columns, completion_ids, users, turns, at
+            ),
             _Limits(rtol, atol, most_rows),
         )
         for at in (state, state.after(state.max_steps))[: 1 + named]
@@ -197,10 +194,6 @@ def _report(reward: LoadedReward, found: Sequence[_Found], bound: float) -> Cont
     )
 
 
-Score = tuple[float, ...] | None
-"""The score of each turn, one for a reward that scores whole completions; None: not applicable."""
-
-
 @dataclass(frozen=True)
 class _Limits:
     """How far a score may move by rounding, and the largest call to try."""
@@ -226,7 +219,7 @@ class _Found:
     changing: frozenset[str]
 
 
-def _checked(batch: _Batch, limits: _Limits) -> _Found:
+def _checked(batch: CheckedBatch, limits: _Limits) -> _Found:
     """Make all checks of :func:`check_reward` on a batch."""
     _check_columns(batch.reward, batch.rows)
     everything = range(len(batch.units))
@@ -275,112 +268,6 @@ def _same_log(one: Logged, other: Logged, name: str) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """Rows under test: a unit is one row, or a user's rows for a reward declared per-user."""
-
-    reward: LoadedReward
-    rows: Rows
-    units: list[list[int]]  # row numbers of each unit
-    users: int
-    state: RoundState
-
-    @classmethod
-    def of(
-        cls,
-        reward: LoadedReward,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        columns: Mapping[str, Sequence[Any]] | None,
-        completion_ids: Sequence[Sequence[int]] | None,
-        users: Sequence[Any] | None,
-        turns: Sequence[int],
-        state: RoundState,
-    ) -> _Batch:
-        if completion_ids is None:
-            completion_ids = [list(text_of(completion).encode()) for completion in completions]
-        rows = Rows(prompts, completions, completion_ids, columns or {}, turns)
-        owners = [text_of(prompt) for prompt in prompts] if users is None else list(users)
-        if len(owners) != len(rows):
-            raise ValueError(f"{len(owners)} user ids for {len(rows)} rows to check")
-        groups = group_rows(owners)
-        units = groups if reward.per_user else [[i] for i in range(len(rows))]
-        if len(units) < 2:
-            unit = "users" if reward.per_user else "completions"
-            raise DprlhfError(
-                f"reward {reward.name!r} cannot be checked on {len(units)} {unit}: give at least 2"
-            )
-        return cls(reward, rows, units, len(groups), state)
-
-    def scores(self, chosen: Sequence[int], logs: list[Logged] | None = None) -> dict[int, Score]:
-        """Return the scores of the chosen units by row number, with the calls of a Scorer.
-
-        What the reward logs meanwhile is added to ``logs``.
-        """
-        return self.evaluate(self.rows, self.units, chosen, logs)
-
-    def of_rows(self, numbers: Sequence[int]) -> Iterator[dict[int, Score]]:
-        """Call the reward once with the rows of these numbers; yield each score by its number.
-
-        A number may come several times, so the scores come one by one.
-        """
-        some = self.rows.take(numbers)
-        units = [[place] for place in range(len(numbers))]
-        found = self.evaluate(some, units, range(len(numbers)))
-        for place, i in enumerate(numbers):
-            yield {i: found[place]}
-
-    def evaluate(
-        self,
-        rows: Rows,
-        units: Sequence[Sequence[int]],
-        chosen: Sequence[int],
-        logs: list[Logged] | None = None,
-    ) -> dict[int, Score]:
-        """Return scores by row number of the chosen units, in one call or one call per user."""
-        reward = self.reward
-        members = [list(units[u]) for u in chosen]
-        calls = members if reward.per_user else [[i for group in members for i in group]]
-        scores: dict[int, Score] = {}
-        logged = []
-        for numbers in calls:
-            log = CallLog(len(numbers))
-            try:
-                answers = call_reward(reward, rows.take(numbers), self.state, log)
-            except Exception as problem:
-                raise DprlhfError(
-                    f"reward {reward.name!r} fails the check 'answer' on {len(numbers)}"
-                    f" completions: {type_and_message(problem)}"
-                ) from problem
-            if log.problem:
-                raise DprlhfError(f"reward {reward.name!r} fails the check 'answer': {log.problem}")
-            logged.append((log, numbers))
-            for i, answer in zip(numbers, answers, strict=True):
-                turns = rows.turns[i] if reward.by_turn else 1
-                value = parse_turns(answer, turns, by_turn=reward.by_turn)
-                if isinstance(value, Failure):
-                    raise DprlhfError(
-                        f"reward {reward.name!r} fails the check 'answer': completion {i} gets "
-                        f"{answer!r}, not a finite number or None" + _by_turn(reward, answer, turns)
-                    )
-                scores[i] = value
-        if logs is not None:
-            logs.append(gathered(logged, len(rows)))
-        return scores
-
-
-def _by_turn(reward: LoadedReward, answer: object, turns: int) -> str:
-    """Return the end of a message about an answer that may be meant as a score for each turn."""
-    if reward.by_turn:
-        return f", nor a list of them for its {turns} turns"
-    if isinstance(answer, list | tuple):
-        return (
-            "; to score each turn of an agent, declare it by turn (`by_turn: true` in the recipe or"
-            f" `{BY_TURN} = True` on the callable)"
-        )
-    return ""
-
-
 def _largest_size(
     call: Callable[[Sequence[int]], Iterator[dict[int, Score]]],
     rows: int,
@@ -409,7 +296,7 @@ def _largest_size(
     return size
 
 
-def _check_applies(batch: _Batch, scores: Mapping[int, Score]) -> None:
+def _check_applies(batch: CheckedBatch, scores: Mapping[int, Score]) -> None:
     if all(value is None for value in scores.values()):
         raise DprlhfError(
             f"reward {batch.reward.name!r} fails the check 'answer': it answers None for all "
@@ -430,13 +317,13 @@ def _forget_problem(reward: LoadedReward) -> None:
             setattr(reward.function, "problem", "")  # noqa: B010 - it is a callable for mypy
 
 
-def _each_alone(batch: _Batch) -> Iterator[dict[int, Score]]:
+def _each_alone(batch: CheckedBatch) -> Iterator[dict[int, Score]]:
     step = max(1, math.ceil(len(batch.units) / _ALONE))
     for unit in range(len(batch.units))[::step]:
         yield batch.scores([unit])
 
 
-def _in_company(batch: _Batch) -> Iterator[dict[int, Score]]:
+def _in_company(batch: CheckedBatch) -> Iterator[dict[int, Score]]:
     """Score the batch followed by a copy of itself; yield the scores of either half."""
     # Two copies need row numbers of their own, or the second would hide the first.
     count = len(batch.rows)

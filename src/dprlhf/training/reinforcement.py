@@ -47,6 +47,7 @@ from dprlhf.rollout import Responses, keeps_outputs, sample_responses
 from dprlhf.runs.checkpoint import Stateful
 from dprlhf.runs.folder import JsonLines, RunFolder, write_json
 from dprlhf.training.evaluate import Evaluated, compared, comparison_metrics, evaluate
+from dprlhf.training.evaluation_files import figures, first_samples, samples
 from dprlhf.training.guidance import Guidance
 from dprlhf.training.judging import judge_scorers
 from dprlhf.training.made_up_rounds import Shapes
@@ -71,8 +72,6 @@ from dprlhf.updates.privls.in_round import check_dimension
 from dprlhf.updates.telemetry import ReleasedReward, TelemetryCoordinates
 
 MAX_FAILED_ROUNDS = 3
-SAMPLES = 5
-"""Number of public responses that each evaluation during the run keeps."""
 
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
@@ -442,18 +441,7 @@ class Reinforcement:
         public = self.evaluate(run, f"evaluation after round {t}", during=True)
         assert public is not None
         kept = JsonLines(run.folder.public_samples)
-        prompts, texts = public.responses.prompts.prompts, public.responses.texts
-        for row in range(min(SAMPLES, len(texts))):
-            line: dict[str, Any] = {
-                "round": t,
-                "prompt": prompts[row],
-                "response": texts[row],
-                "reward": float(public.rewards[row]),
-            }
-            if self.judges:
-                line["judges"] = public.judged(row)
-            if public.logged.extra:
-                line["logged"] = public.logged.row(row)
+        for line in first_samples(public, t):
             kept.write(line)
         against_base = comparison_metrics(compared(self._before, public))
         logged = {f"public_logged_{n}": v for n, v in public.logged.metrics.items()}
@@ -462,17 +450,8 @@ class Reinforcement:
     def write(self, run: Run, before: Evaluated | None, after: Evaluated | None) -> None:
         """Write ``samples.json``, ``evaluation.json`` and ``timing.json``, from public prompts."""
         if before is not None and after is not None:
-            both = {"before": before, "after": after}
-            figures: dict[str, Any] = {
-                when: {name: e.as_dict() for name, e in found.estimates.items()}
-                for when, found in both.items()
-            }
-            of_pairs = compared(before, after).items()
-            figures["compared"] = {name: one.as_dict() for name, one in of_pairs}
-            if after.logged.metrics:
-                figures["logged"] = {w: dict(e.logged.metrics) for w, e in both.items()}
-            write_json(run.folder.evaluation, figures)
-            write_json(run.folder.samples, _samples(before, after))
+            write_json(run.folder.evaluation, figures(before, after))
+            write_json(run.folder.samples, samples(before, after))
             if self.timing:  # a run that was continued may have made no subspace
                 write_json(run.folder.timing, self.timing)
 
@@ -485,7 +464,7 @@ class Reinforcement:
             before=before.estimate if before else None,
             after=after.estimate if after else None,
             difference=found["reward"].difference if found else None,
-            samples=_samples(before, after),
+            samples=samples(before, after) if before and after else [],
             policy=run.policy,
             compared=found,
         )
@@ -537,20 +516,3 @@ def _rewards(scored: Scores) -> dict[str, Any]:
             "extra": dict(scored.logged.extra),
         }
     return found
-
-
-def _samples(before: Evaluated | None, after: Evaluated | None) -> list[dict[str, Any]]:
-    if before is None or after is None:
-        return []
-    samples = []
-    for row, prompt in enumerate(after.responses.prompts.prompts):
-        sample_: dict[str, Any] = {"prompt": prompt}
-        for when, found in (("before", before), ("after", after)):
-            sample_[when] = found.responses.texts[row]
-            sample_[f"reward_{when}"] = float(found.rewards[row])
-            if found.judges:
-                sample_[f"judges_{when}"] = found.judged(row)
-            if found.logged.extra:
-                sample_[f"logged_{when}"] = found.logged.row(row)
-        samples.append(sample_)
-    return samples
