@@ -3,6 +3,7 @@
     python scripts/worth/brake.py --model small                   # the small public model: minutes
     python scripts/worth/brake.py --recipes demo --betas 0.05 0.1 0.2 --seeds 1 --tuning
     python scripts/worth/brake.py                                 # hours of one core
+    python scripts/worth/brake.py --recipes imdb_fluent --betas 0    # fluent by its directions
 
 For each recipe and each ``kl.beta``: the rise of the reward on held-out prompts; KL(π ‖ μ) in nats
 a response; the base model's perplexity and the distinct bigrams, after over before, which a brake
@@ -41,7 +42,7 @@ from noise.many_runs import (
     small_policy,
 )
 
-RECIPES = {"demo": 14_355, "imdb_sentiment": 23_000}
+RECIPES = {"demo": 14_355, "imdb_sentiment": 23_000, "imdb_fluent": 23_000}
 """The recipes, and how many private rows their data has."""
 TUNING_PROMPTS = 600
 """Held-out prompts that come before those on which a coefficient is chosen."""
@@ -50,6 +51,7 @@ SMALL_CHANGES: dict[str, dict[str, Any]] = {
     "demo": {"optimizer.learning_rate": 4.0, "update.subspace.rank": 64,
              "update.subspace.prompts": 128},
     "imdb_sentiment": {"optimizer.learning_rate": 0.5, "update.clip_norm": 0.7},
+    "imdb_fluent": {"optimizer.learning_rate": 4.0},
 }  # fmt: skip
 """For the small model: what scripts/noise/grid.py found on other users, without a brake."""
 
@@ -78,8 +80,8 @@ class Cell:
             first = pool - TUNING_USERS + seed * users % (TUNING_USERS - users + 1)
             changes["evaluation.data.skip"] = TUNING_PROMPTS
         words = {**WORDS, "times_column": made.rewards[0].times_column}
-        changes |= {"evaluation.judges": {"words": words}, "kl.beta": self.beta}
-        changes |= {"data.skip": first, "seed": seed}
+        changes |= {"evaluation.judges": {"words": words}, "evaluation.log_probs": True}
+        changes |= {"data.skip": first, "kl.beta": self.beta, "seed": seed}
         name = f"{'tuning' if tuning else 'table'}-{self.recipe}-beta-{self.beta:g}-seed-{seed}"
         return Job(name, self.recipe, overrides_of(changes))
 
