@@ -62,7 +62,7 @@ def test_what_cannot_be_taken_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(DprlhfError, match="a model that is named brings its tokenizer"):
         train(tmp_path, model=folder, processing_class=tiny.tokenizer())
     adapted = peft.get_peft_model(tiny.model(), CAUSAL)
-    with pytest.raises(DprlhfError, match=r"has an adapter already: merge it"):
+    with pytest.raises(DprlhfError, match=r"has an adapter already: load the base"):
         train(tmp_path, model=adapted, processing_class=tiny.tokenizer())
     with pytest.raises(DprlhfError, match=r"argument 'peft_config' has no effect with"):
         dprlhf.train("recipe.yaml", peft_config=peft.LoraConfig())

@@ -179,6 +179,18 @@ def test_lora_xs_spans_the_leading_singular_directions(kind: tiny.Kind) -> None:
 
 
 @pytest.mark.parametrize("type_", list(GPT2))
+def test_what_is_frozen_and_what_is_trained_follow_from_the_seed_alone(type_: str) -> None:
+    found = []
+    for before in (1, 2):  # what a program, or a launcher, did with torch's own generator
+        model = tiny.model()
+        torch.manual_seed(before)
+        adapter = Adapter.model_validate({**section(type_), "target_modules": GPT2[type_][0]})
+        found.append(make_policy(model, tiny.tokenizer(), adapter, seed=3).model.state_dict())
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
+
+
+@pytest.mark.parametrize("type_", list(GPT2))
 def test_layers_limit_what_is_trained(type_: str) -> None:
     targets = GPT2[type_][0]
     policy = make("gpt2", type_, target_modules=targets, layers=[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import types
@@ -64,6 +65,20 @@ def told(weights: Path) -> Any:
 
 def front_matter(card: Path) -> Any:
     return yaml.safe_load(card.read_text()[4:].split("\n---", 1)[0])[KEY]
+
+
+def test_a_model_card_alone_tells_the_cost(place: Path, tmp_path: Path) -> None:
+    """YAML takes a number such as 1e-05 for a text."""
+    record = {**json.loads((place / "merged" / FILE).read_text())["runs"][0], "delta": 1e-5}
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "README.md").write_text("---\nlibrary_name: peft\n---\n")
+    attach(tmp_path, {"runs": [record]})
+    for file in tmp_path.iterdir():
+        if file.name != "README.md":
+            file.unlink()
+    assert front_matter(tmp_path / "README.md")["runs"][0]["delta"] == "1e-05"
+    (told,) = records_of(tmp_path)
+    assert (told.delta, earlier.total_of([told]).delta) == (1e-5, 1e-5)
 
 
 # --- what is written ------------------------------------------------------------------------------
@@ -261,6 +276,63 @@ def test_a_loaded_model_is_looked_up_at_its_own_commit(monkeypatch: pytest.Monke
     config = types.SimpleNamespace(_name_or_path="me/mine", _commit_hash="c0ffee")
     assert not earlier.runs_of_object(types.SimpleNamespace(config=config))
     assert asked == [("me/mine", "c0ffee")]
+
+
+LIVE: dict[str, dict[str, Any]] = {
+    "full": {"policy__adapter": {"type": "full"}},
+    "merged": {"policy__adapter": runs.ADAPTER},
+}
+
+
+def live(folder: Path, model: Any, **changes: Any) -> dict[str, Any]:
+    """Settings of a run with a model that the program passes."""
+    settings = runs.run_settings("", rounds=2, rollout__max_new_tokens=2, **changes)
+    return settings | {"model": model, "processing_class": tiny.tokenizer(), "output_dir": folder}
+
+
+@pytest.mark.parametrize("kind", LIVE)
+def test_a_model_in_memory_carries_the_record_as_soon_as_it_is_trained(
+    tmp_path: Path, kind: str
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny.save(tmp_path / "model"))
+    first = tmp_path / "first"
+    trained = dprlhf.train(**live(first, model, **LIVE[kind])).policy.model
+    tuned = trained.merge_and_unload() if kind == "merged" else trained
+    assert earlier.runs_of_object(tuned) == {run_id(first)}
+    with pytest.raises(DprlhfError, match=f"model: this model {TUNED}"):
+        dprlhf.train(**live(tmp_path / "second", copy.deepcopy(tuned), **LIVE[kind]))
+    assert not (tmp_path / "second").exists()
+    tuned.save_pretrained(tmp_path / "saved")
+    tiny.tokenizer().save_pretrained(tmp_path / "saved")
+    with pytest.raises(DprlhfError, match=TUNED):
+        read_earlier(recipe(tmp_path / "saved"))
+    named = live(tmp_path / "second", tuned, previous=[{"run": str(first)}], **LIVE[kind])
+    total = dprlhf.train(**named).plan
+    assert json.loads((tmp_path / "second/privacy.json").read_text())["total"]["epsilon"] > (
+        total.guarantee.epsilon
+    )
+
+
+@pytest.mark.parametrize("kind", LIVE)
+def test_a_run_is_not_continued_on_a_model_that_holds_its_updates(
+    tmp_path: Path, kind: str
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny.save(tmp_path / "model"))
+
+    def stop(metrics: dict[str, Any]) -> None:
+        raise KeyboardInterrupt
+
+    settings = live(tmp_path / "run", model, **LIVE[kind])
+    with pytest.raises(KeyboardInterrupt):
+        dprlhf.train(**settings, callbacks=[stop])
+    given = {key: settings[key] for key in ("prompts", "reward", "evaluation_prompts", "quiet")
+             if key in settings}  # fmt: skip
+    given |= {"model": model, "processing_class": tiny.tokenizer()}
+    said = "load the base model afresh" if kind == "merged" else "needed: load that afresh"
+    with pytest.raises(DprlhfError, match=said):
+        dprlhf.resume(tmp_path / "run", **given)
+    afresh = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    dprlhf.resume(tmp_path / "run", **{**given, "model": afresh})
 
 
 def test_what_is_known_only_after_loading_is_refused_before_the_first_charge(

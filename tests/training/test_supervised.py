@@ -170,6 +170,23 @@ def test_a_whole_text_and_a_conversation_are_documents_too() -> None:
     assert int(encoded.response_mask.sum()) == 3
 
 
+@pytest.mark.parametrize("after", ["", " "])
+def test_a_template_that_ends_a_turn_is_followed_by_no_second_end(after: str) -> None:
+    trained = policy()
+    trained.tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}<eos>" + after + "{% endfor %}"
+        "{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    chat = {
+        "prompt": [{"role": "user", "content": "hi"}],
+        "completion": [{"role": "assistant", "content": "yo"}],
+    }
+    data = recipe.Documents(path="x")
+    encoded = NextTokens(data).encode(trained, examples([chat], data))
+    learnt = encoded.tokens[0, -encoded.response_mask.shape[1] :][encoded.response_mask[0].bool()]
+    assert trained.tokenizer.decode(learnt) == "yo<eos>" + after
+
+
 def test_of_a_conversation_whose_template_opens_a_thought_the_completion_alone_is_learnt() -> None:
     trained = policy()
     trained.tokenizer.chat_template = (
@@ -483,6 +500,21 @@ def test_a_baseline_takes_every_later_guarantee_away(
             quiet=True,
         )
     assert total_of_runs([Path("free")])[1].epsilon == float("inf")
+
+
+def test_an_adapter_that_cannot_be_merged_is_refused_before_anybody_is_charged(
+    tmp_path: Path,
+) -> None:
+    """The next stage starts from the merged model, and Llama's projections have no biases."""
+    llama = tmp_path / "llama"
+    tiny.save(llama, "llama")
+    adapter = {"type": "biases", "target_modules": ["q_proj"]}
+    policy = {"model_name_or_path": str(llama), "adapter": adapter}
+    with pytest.raises(DprlhfError, match="q_proj' has no bias of its own to merge into"):
+        dprlhf.train_stage(
+            sft(str(llama), tmp_path / "run", policy=policy), data=people(0, 40), quiet=True
+        )
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_interrupted_stage_goes_on_where_it_was(

@@ -20,6 +20,7 @@ import dprlhf
 from dprlhf import DprlhfError, recipe
 from dprlhf.boundary import Private, Released, open_private
 from dprlhf.data.users import Prompts
+from dprlhf.gradients.subspace import Subspace
 from dprlhf.gradients.user_copies import local_copies
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
@@ -29,6 +30,7 @@ from dprlhf.rollout import Responses
 from dprlhf.runs.checkpoint import load_checkpoint, save_checkpoint
 from dprlhf.runs.folder import RunFolder
 from dprlhf.updates import UPDATES, PrivateRound
+from dprlhf.updates.adaptive_clip import AdaptiveClip
 from dprlhf.updates.ppo import minibatch, ppo, project, surrogate
 from dprlhf.updates.telemetry import TelemetryCoordinates
 from helpers import tiny
@@ -608,7 +610,9 @@ def test_each_users_rows_see_their_own_copy(kind: tiny.Kind, adapter: str) -> No
         plain = policy.response_logprobs(tokens, mask, 4)
         with local_copies(policy.model, policy.parameters, moves, 6):
             together = policy.response_logprobs(tokens, mask, 4)
-            other_size = policy.response_logprobs(tokens[:4], mask[:4], 4)
+            helping = policy.model(input_ids=tokens[:1, -1:]).logits
+            with pytest.raises(DprlhfError, match="not on 6 rows first"):
+                policy.response_logprobs(tokens[:4], mask[:4], 4)
             with policy.base():
                 base = policy.response_logprobs(tokens, mask, 4)
         with policy.base():
@@ -624,8 +628,42 @@ def test_each_users_rows_see_their_own_copy(kind: tiny.Kind, adapter: str) -> No
                 alone = row_logprobs(policy, moved, responses, row)
                 torch.testing.assert_close(together[row, : len(alone)], alone)
                 assert (together[row] - plain[row]).abs().max() > 1e-2
-    torch.testing.assert_close(other_size, plain[:4])
+        torch.testing.assert_close(helping, policy.model(input_ids=tokens[:1, -1:]).logits)
     assert [len(m._forward_hooks) for m in policy.model.modules()] == hooks
+
+
+@pytest.mark.parametrize(("clip_norm", "factor"), [(0.1, 0.1), (1.0, 10.0)])
+def test_local_moves_are_kept_within_the_clip_norm_that_is_in_force(
+    clip_norm: float, factor: float
+) -> None:
+    """C_t = S/a: the radius of a quantile's round is that of a constant clip norm C_t."""
+    responses, spec = batch_of(MIXED, seed=3), spec_of(epochs=6, local_learning_rate=0.5)
+    found = []
+    for norm, scale in ((clip_norm, factor), (clip_norm / factor, 1.0)):
+        round_, _ = round_of(policy_of(), responses, scores_of(responses), clip_norm=norm)
+        if scale != 1:
+            quantile = recipe.QuantileClip(quantile=0.5, initial=norm, share=1e-12)
+            round_.clip = AdaptiveClip(quantile, norm)
+            round_.clip.factor = scale
+        ppo(round_, spec)
+        assert round_.norms is not None
+        found.append(open_private(round_.norms) / scale)
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+def test_local_moves_have_no_radius_in_a_subspace() -> None:
+    """The clip norm is the unit of the coordinates there; a full move has another length."""
+    policy, spec = policy_of(), spec_of(epochs=3, local_learning_rate=0.5)
+    responses = batch_of(MIXED, seed=3)
+    generator = torch.Generator().manual_seed(1)
+    some = torch.randn(policy.dimension, 2, dtype=torch.float64, generator=generator)
+    found = []
+    for clip_norm in (1e-3, 1e3):
+        round_, gate = round_of(policy, responses, scores_of(responses), clip_norm=clip_norm)
+        round_.subspace = Subspace(torch.linalg.qr(some)[0].T, scale=clip_norm * 1e-3)
+        ppo(round_, spec)
+        found.append(gate.sums[0].total / (clip_norm * 1e-3))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=0)
 
 
 def test_nothing_is_left_in_the_model_after_an_interruption() -> None:

@@ -32,11 +32,17 @@ def public_users(recipe: AnyRecipe, given: Any) -> Users | None:
     Args:
         recipe: The recipe of a run of any stage.
         given: Rows in memory that replace the recipe's; None for none.
+
+    Raises:
+        DprlhfError: There is a single row, whose score alone has no standard error.
     """
     if recipe.evaluation is None:
         return None
     data = recipe.evaluation.data.model_copy(update={"user_column": None})
-    return Users(rows_of(data, given), data, may_lack_prompts=recipe.rows_may_lack_prompts)
+    users = Users(rows_of(data, given), data, may_lack_prompts=recipe.rows_may_lack_prompts)
+    if users.count < 2:
+        raise DprlhfError(f"evaluation.data {data.path}: {users.count} public row: give at least 2")
+    return users
 
 
 def evaluated(recipe: AnyRecipe, public: Users | None) -> Prompts | None:

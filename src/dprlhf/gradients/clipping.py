@@ -173,7 +173,7 @@ def clipped_sum(
     responses = language_model_rows(responses)
     private = math.isfinite(clip_norm)
     if not private:
-        finite = np.isfinite(weights.reshape(len(weights), -1)).all(1)
+        finite = np.isfinite(weights).all(axis=tuple(range(1, weights.ndim)))
         left_out = np.isin(responses.user, responses.user[~finite])
         weights = np.where(left_out.reshape(-1, *[1] * (weights.ndim - 1)), 0.0, weights)
     gradient_norm = vector_norm(clip_norm, opened.extra_norm)

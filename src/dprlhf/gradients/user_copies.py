@@ -32,11 +32,11 @@ def local_copies(
         moves: Each user's difference from θ, ``[users, dimension]``; parameters in order,
             flattened.
         rows: Number of rows of the batch, a multiple of the number of users; a user's rows are
-            adjacent. A pass over another number of rows uses θ, as when processes help each other
-            under FSDP.
+            adjacent. A pass over a single token uses θ: under FSDP a process helps others with it.
 
     Raises:
-        DprlhfError: A trainable parameter is not the weight of a linear layer (LoRA's all are).
+        DprlhfError: A trainable parameter is not the weight of a linear layer (LoRA's all are); or,
+            in a pass, such a layer does not get the batch's rows first.
     """
     sizes = [p.numel() for p in parameters.values()]
     pieces = zip(parameters.items(), torch.split(moves, sizes, dim=1), strict=True)
@@ -46,7 +46,7 @@ def local_copies(
             layer = linear_layer(model, name)
             # Not a hook: it would run after the layer's own product, whose result is not needed.
             stack.callback(setattr, layer, "forward", layer.forward)
-            layer.forward = _of_copies(layer, weights, rows)  # type: ignore[method-assign]
+            layer.forward = _of_copies(name, layer, weights, rows)  # type: ignore[method-assign]
         yield
 
 
@@ -67,12 +67,17 @@ def linear_layer(model: nn.Module, name: str) -> nn.Linear:
     return layer
 
 
-def _of_copies(layer: nn.Linear, weights: torch.Tensor, rows: int) -> Any:
+def _of_copies(name: str, layer: nn.Linear, weights: torch.Tensor, rows: int) -> Any:
     users, plain = len(weights), layer.forward
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         if len(x) != rows:
-            return plain(x)
+            if x.shape[:-1].numel() == 1:
+                return plain(x)
+            raise DprlhfError(
+                f"'{name}' works on {tuple(x.shape)}, not on {rows} rows first, so users cannot be"
+                " told apart; leave it frozen"
+            )
         product = (x.reshape(users, -1, x.shape[-1]) @ weights.mT).view(*x.shape[:-1], -1)
         return product if layer.bias is None else product + layer.bias
 

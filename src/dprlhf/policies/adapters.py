@@ -71,10 +71,10 @@ def add_adapter(
             adapted = peft.get_peft_model(model, config)
         except (ValueError, TypeError) as error:
             raise DprlhfError(f"policy.adapter: {one_line(error)}") from None
-    for name, parameter in adapted.named_parameters():
-        if any(part in name for part in built.frozen):
-            parameter.requires_grad_(False)
-    built.finish(adapted)
+        for name, parameter in adapted.named_parameters():
+            if any(part in name for part in built.frozen):
+                parameter.requires_grad_(False)
+        built.finish(adapted)  # LoRA-XS draws here, too
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
@@ -103,6 +103,28 @@ def stored_state(model: Any) -> dict[str, torch.Tensor]:
             del state[f"{name}.core.weight"], state[f"{name}.directions"]
             state[f"{name}.weight"] = module.weight.detach()
     return state
+
+
+def check_mergeable(model: Any) -> None:
+    """Check that the base model has a place for what the adapter trains, so that it can be merged.
+
+    Args:
+        model: A ``PeftModel``, or a model without an adapter.
+
+    Raises:
+        DprlhfError: The adapter trains biases of layers that have none.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    for name, layer in model.named_modules():
+        if not (isinstance(layer, LoraLayer) and layer.lora_bias.get("default")):
+            continue
+        if getattr(layer.get_base_layer(), "bias", None) is None:
+            raise DprlhfError(
+                "policy.adapter.type biases: the next stage starts from a merged model, and"
+                f" {name!r} has no bias of its own to merge into; choose other target_modules, or"
+                " another adapter"
+            )
 
 
 def _lora(model: Any, adapter: recipe.Adapter, seed: int) -> Any:

@@ -41,7 +41,8 @@ def load_policy(
         raise DprlhfError("this run's model was given in Python: continue it there, with the model")
     if hasattr(model, "peft_config"):
         raise DprlhfError(
-            "model: it has an adapter already: merge it (merge_and_unload()), and say what to train"
+            "model: it has an adapter already: load the base model afresh, as to continue a run;"
+            " or merge it (merge_and_unload()) to build on it, and say what to train"
         )
     if model is not None and tokenizer is None and not model.config._name_or_path:
         raise DprlhfError(

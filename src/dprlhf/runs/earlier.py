@@ -138,7 +138,10 @@ def records_of(run: Path) -> list[Record]:
 def _record(values: Any, source: str) -> Record:
     try:
         record = Record(**values)
-        float(record.delta), float(record.mechanism["noise_multiplier"])
+        # YAML, which a model card has, takes 1e-05 for a text.
+        noise = float(record.mechanism["noise_multiplier"])
+        mechanism = {**record.mechanism, "noise_multiplier": noise}
+        record = Record(**{**values, "delta": float(record.delta), "mechanism": mechanism})
     except (TypeError, ValueError, KeyError):
         raise DprlhfError(
             f"{source}: its privacy record was altered, or is of a newer version of dprlhf; name"
@@ -313,18 +316,27 @@ def check_lineage(recipe: AnyRecipe, named: Collection[str]) -> None:
             )
 
 
-def check_lineage_of_objects(models: Mapping[str, Any], named: Collection[str]) -> None:
+def check_lineage_of_objects(
+    models: Mapping[str, Any], named: Collection[str], own: str | None = None
+) -> None:
     """Check that every private run that tuned a model which a program passes is accounted for.
 
     Args:
         models: Models in memory, such as transformers makes them, by the argument's name.
         named: The runs (by commitment) whose cost counts.
+        own: The run (by commitment) that is continued; None for a new one.
 
     Raises:
-        DprlhfError: A model comes from another private run.
+        DprlhfError: A model comes from another private run, or holds updates of the run itself.
     """
     for key, model in models.items():
-        if not runs_of_object(model) <= set(named):
+        tuned_by = runs_of_object(model)
+        if own in tuned_by:
+            raise DprlhfError(
+                f"{key}: this model has taken part in the run that is continued, and may hold its"
+                " updates, where the model that the run started from is needed: load that afresh"
+            )
+        if not tuned_by <= set(named):
             raise DprlhfError(
                 f"{key}: this model was tuned by a private run on users of its own: name that run"
                 " under previous (privacy_previous of a trainer), so that its cost is counted"

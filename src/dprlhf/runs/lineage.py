@@ -3,7 +3,8 @@
 A model that is pushed, merged, copied or renamed leaves its run folder behind. What it cost its
 users must not be forgotten when another run starts from it, so the record is written several times:
 as a file beside the weights, in the metadata of each safetensors file, in ``config.json`` (which
-transformers keeps when it saves the model again) and in the model card. One of them is enough.
+transformers keeps when it saves the model again), in the model card, and in the config of the model
+in memory. One of them is enough.
 """
 
 from __future__ import annotations
@@ -48,6 +49,19 @@ def attach(folder: Path, carried: Carried) -> None:
         card.write_text(in_card(card.read_text("utf-8"), carried), encoding="utf-8")
     for weights in folder.glob("*.safetensors"):
         _mark(weights, metadata(carried)[KEY])
+
+
+def mark(model: Any, carried: Carried) -> None:
+    """Write a record into the config of a model in memory.
+
+    It stays there through ``merge_and_unload`` and ``save_pretrained``.
+
+    Args:
+        model: A transformers model, or anything else, which is left as it is.
+        carried: The record.
+    """
+    if getattr(model, "config", None) is not None:
+        setattr(model.config, KEY, carried)
 
 
 def metadata(carried: Carried) -> dict[str, str]:

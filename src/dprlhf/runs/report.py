@@ -218,7 +218,7 @@ def _estimates(file: Path) -> dict[str, dict[str, tuple[float, float]]]:
             if value["mean"] is not None
         }
         for when, values in _json_of(dict)(file).items()
-        if when != "compared"
+        if when in ("before", "after")
     }
 
 
@@ -411,16 +411,19 @@ def _public_reward(run: PublishedRun) -> list[tuple[float, float, float | None]]
 
 def _public_curve(run: PublishedRun, name: str) -> list[tuple[float, float, float | None]]:
     """Return the points of a public metric of a supervised stage, before and after included."""
-    points = []
-    for x, when in ((0, "before"), (run.rounds, "after")):
-        if (found := run.evaluation.get(when, {}).get(name)) is not None:
-            points.append((float(x), found[0], _Z95 * found[1]))
+    found = [
+        (x, *run.evaluation.get(when, {}).get(name, (None, None)))
+        for x, when in ((0, "before"), (run.rounds, "after"))
+    ]
     for line in run.metrics:
-        mean = _number(line.get(f"public_{name}"))
-        error = _number(line.get(f"public_{name}_standard_error")) or 0.0
-        if mean is not None:
-            points.append((float(line["round"]), mean, _Z95 * error))
-    return sorted(points)
+        mean, error = (line.get(f"public_{name}{end}") for end in ("", "_standard_error"))
+        found.append((line["round"], mean, error))
+    points: list[tuple[float, float, float | None]] = []
+    for x, mean, error in found:
+        y, e = _number(mean), _number(error)  # a single row has no error
+        if y is not None:
+            points.append((float(x), y, None if e is None else _Z95 * e))
+    return sorted(points, key=lambda point: point[0])
 
 
 def _phases(run: PublishedRun) -> list[tuple[str, float, float]]:

@@ -13,6 +13,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -34,8 +35,14 @@ from dprlhf.recipe import AnyRecipe, Recipe, experimental
 from dprlhf.rewards.isolation import captured
 from dprlhf.runs.budget import NO_BOOK, reserve
 from dprlhf.runs.card import released_dimension
-from dprlhf.runs.earlier import check_lineage, check_lineage_of_objects, read_earlier
+from dprlhf.runs.earlier import (
+    check_lineage,
+    check_lineage_of_objects,
+    read_earlier,
+    records_of,
+)
 from dprlhf.runs.folder import RunFolder, write_atomically
+from dprlhf.runs.lineage import mark
 from dprlhf.runs.opening import (
     check_disjoint,
     check_public,
@@ -127,8 +134,8 @@ def load_parts(
     stage.load(parts)
     # What came from the hub is on this machine now, and with it the records that it carries.
     processes.on_main(lambda: check_lineage(recipe, [r.run for r in earlier.records]))
-    known = [record.run for record in earlier.records]
-    processes.on_main(lambda: check_lineage_of_objects(sources.models, known))
+    known, own = [record.run for record in earlier.records], opened.get("key_commitment")
+    processes.on_main(lambda: check_lineage_of_objects(sources.models, known, own))
     return stage, parts
 
 
@@ -179,6 +186,9 @@ def open_run(
             gate, trackers = _open_gate(parts, folder, key, stack)
             if reservation is not None:
                 gate.ledger.note_book(reservation.entry())
+        if counted:  # a program may go on with the model that it passed, or that the run returns
+            records = processes.on_main(lambda: records_of(folder.path))
+            mark(parts.policy.network, {"runs": [asdict(record) for record in records]})
         stack.enter_context(stage.opened(folder))
         if processes.main:
             stamp_run(folder.path)  # after a kill, a file may have the time at which it was written

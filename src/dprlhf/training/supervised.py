@@ -23,6 +23,7 @@ from dprlhf.data.public import evaluated, held_out
 from dprlhf.data.users import Prompts, Users
 from dprlhf.gradients.clipping import ClippedSum, Weighted, clipped_sum
 from dprlhf.policies.activations import align_with_activations
+from dprlhf.policies.adapters import check_mergeable
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.classifier import load_reward_model
 from dprlhf.policies.loading import load_policy
@@ -36,7 +37,7 @@ from dprlhf.runs.checkpoint import Stateful
 from dprlhf.runs.folder import RunFolder, write_json
 from dprlhf.runs.publish import merge
 from dprlhf.training.made_up_rounds import Shapes
-from dprlhf.training.measures import RewardEstimate, estimate
+from dprlhf.training.measures import RewardEstimate, as_metrics, estimate
 from dprlhf.training.run import Batch, Outcome, Parts, Run
 from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task, check_template
 from dprlhf.training.timing import seconds_a_row
@@ -149,7 +150,8 @@ class Supervised:
         self.task.check(rows)
 
     def check_policy(self, users: Users, policy: CausalLMPolicy) -> None:
-        """Check that the tokenizer has a chat template where the rows are conversations."""
+        """Refuse an adapter that cannot be merged, or conversations without a chat template."""
+        check_mergeable(policy.model)
         if not self.recipe.classifier:
             check_template(self.recipe.data, users, policy)
 
@@ -244,13 +246,9 @@ class Supervised:
         of_row = seconds_a_row(run.policy, self.task, some, size, run.plan.clip_norm)
         return of_row * run.plan.expected_batch_size * self.recipe.data.max_prompts_per_user
 
-    def public_metrics(self, run: Run, t: int) -> dict[str, float]:
+    def public_metrics(self, run: Run, t: int) -> dict[str, float | None]:
         """Evaluate on the public rows after round t."""
-        metrics: dict[str, float] = {}
-        for name, value in self.evaluate(run, f"evaluation after round {t}").items():
-            metrics[f"public_{name}"] = value.mean
-            metrics[f"public_{name}_standard_error"] = value.standard_error
-        return metrics
+        return as_metrics(self.evaluate(run, f"evaluation after round {t}"))
 
     def write(self, run: Run, before: Losses, after: Losses) -> None:
         """Write ``evaluation.json``, and the whole model for the next stage."""

@@ -78,15 +78,15 @@ class NextTokens:
     def encode(self, model: CausalLMPolicy, examples: Prompts) -> Responses:
         """Return a row for each document: its prompt, padded on the left, and its learnt tokens.
 
-        The end-of-sequence token is learnt unless the document is truncated.
+        The end-of-sequence token is learnt unless the document is truncated. It comes from the
+        conversation's template, or is added where that does not end a turn with it.
         """
         data = self._data
         given, learnt = self._texts(examples)
         prompts = model.encode(given, data.max_prompt_tokens)
         completions = [completion_tokens(model, p, c) for p, c in zip(given, learnt, strict=True)]
         length = data.max_completion_tokens
-        end = [model.tokenizer.eos_token_id]
-        answers = [(c + end)[:length] for c in completions]
+        answers = [_ended(c, model.tokenizer.eos_token_id)[:length] for c in completions]
         return pack(model, examples, prompts, answers, length, data.max_prompt_tokens)
 
     def cut(self, model: CausalLMPolicy, examples: Prompts) -> list[bool]:
@@ -278,6 +278,11 @@ def completion_tokens(model: CausalLMPolicy, prompt: Any, completion: Any) -> li
     rest = whole[len(alike) :]
     ids = model.tokenizer(rest, add_special_tokens=False, verbose=False)["input_ids"]
     return list(ids)
+
+
+def _ended(tokens: list[int], end: int) -> list[int]:
+    """Return tokens with an end at their end; a template may have written one, and a newline."""
+    return tokens if end in tokens[-2:] else [*tokens, end]
 
 
 def pack(

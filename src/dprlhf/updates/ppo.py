@@ -22,6 +22,8 @@ Departures from the paper:
   2110.00641 does), or it would exclude tokens because of the policy that sampled them.
 - The local Adam starts from the last released vector and its square, as in appendix C.2.3; they are
   estimates already, so no bias is corrected. Before the first release it starts from zero.
+- With a clip norm that follows a quantile the radius is the clip norm of the round. In a subspace
+  there is none: only the part of a move that lies in it is clipped.
 - No entropy bonus. The noise and what it costs are those of the run's plan, not of appendix B.1.
 """
 
@@ -81,7 +83,7 @@ def _moves(
     """Yield each micro-batch's users, ``[n]``, and their moves θ − θ₀, ``[n, dimension]``."""
     if not responses.users:
         return
-    bound = round_.vector_clip_norm
+    bound = _radius(round_)
     for batch in micro_batches(responses, spec.batch_size):
         moves = train_copies(round_.policy, responses, weights, batch, spec, bound, start)
         # A zero advantage is not enough: Adam's first moment would move the copy.
@@ -89,6 +91,16 @@ def _moves(
         yield batch.users, torch.where(of_users[:, None], moves[: len(of_users)], 0.0)
         if round_.tick is not None:
             round_.tick(len(batch.rows))
+
+
+def _radius(round_: PrivateRound) -> float:
+    """Return the largest local move ‖θ − θ₀‖: what the clipping after it leaves whole.
+
+    There is no limit with a subspace, where the part of a move that lies in it is clipped alone.
+    """
+    if round_.subspace is not None:
+        return math.inf
+    return round_.vector_clip_norm / (1.0 if round_.clip is None else round_.clip.factor)
 
 
 def token_weights(
