@@ -135,6 +135,18 @@ def test_from_trl_keeps_what_was_set_and_says_the_other_defaults_once(
     assert "num_train_epochs=1.0 (TRL: 3.0)" in said
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [{"per_device_train_batch_size": 2, "steps_per_generation": 4},
+     {"per_device_train_batch_size": 1, "generation_batch_size": 8},
+     {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}],
+)  # fmt: skip
+def test_from_trl_takes_every_way_to_say_how_much_is_generated(sizes: dict[str, int]) -> None:
+    given = trl.GRPOConfig(output_dir="x", use_cpu=True, bf16=False, num_generations=8, **sizes)
+    made = PrivateGRPOConfig.from_trl(given, privacy_epsilon=2.0)
+    assert made.generation_batch_size == given.generation_batch_size == 8
+
+
 def test_from_trl_refuses_what_is_refused() -> None:
     given = trl.GRPOConfig(output_dir="x", use_cpu=True, bf16=False, num_iterations=2)
     with pytest.raises(ValueError, match=r"^num_iterations=2"):

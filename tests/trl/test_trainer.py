@@ -258,6 +258,73 @@ def test_a_callback_may_not_look_into_the_model(
     assert len(made.state.log_history) == 0
 
 
+def test_hooks_that_came_after_the_trainer_was_made_are_refused(model: str, tmp_path: Path) -> None:
+    seen: list[Any] = []
+    made = trainer(model, tmp_path / "a")
+    hook = made.model.register_forward_hook(lambda module, args, out: seen.append(args))
+    with pytest.raises(DprlhfError, match="hooks in the model that were not there"):
+        made.train()
+    assert not seen
+    assert not (tmp_path / "a").exists()
+    hook.remove()
+    made.train()  # nothing has moved yet
+
+
+def test_a_trainer_that_was_refused_may_train_and_has_nothing_to_save(
+    model: str, tmp_path: Path
+) -> None:
+    made = trainer(model, tmp_path / "a")
+    with (
+        mock.patch("dprlhf.training.build.check_installed", side_effect=DprlhfError("missing")),
+        pytest.raises(DprlhfError, match="missing"),
+    ):
+        made.train()
+    with pytest.raises(DprlhfError, match="nothing to save"):
+        made.save_model(tmp_path / "saved")
+    made.train()
+    other = trainer(model, tmp_path / "a")
+    with pytest.raises(DprlhfError, match="no privacy card before train"):
+        _ = other.privacy
+    changed = trainer(model, tmp_path / "a", train_dataset=PROMPTS[:-1])
+    with pytest.raises(DprlhfError):
+        changed.train(resume_from_checkpoint=True)
+    with pytest.raises(DprlhfError, match="nothing to save"):
+        changed.save_model(tmp_path / "saved")
+
+
+def test_the_machines_dtype_is_settled_once(model: str, tmp_path: Path) -> None:
+    class Stop(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            control.should_training_stop = True
+
+    kind = {"model_init_kwargs": {"dtype": "auto"}}
+    trainer(model, tmp_path / "a", callbacks=[Stop()], **kind).train()
+    again = trainer(model, tmp_path / "a", **kind)
+    assert again.train(resume_from_checkpoint=True).global_step == 3
+
+
+def test_a_model_that_is_frozen_in_part_is_not_trained_whole(model: str, tmp_path: Path) -> None:
+    given = AutoModelForCausalLM.from_pretrained(model)
+    for parameter in given.transformer.wte.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(DprlhfError, match="of its parameters are frozen"):
+        trainer(given, tmp_path / "a", peft_config=None)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"peft_config": {"r": 1}}, "peft_config: give a PEFT config"),
+        ({"callbacks": TrainerCallback()}, "callbacks: give a list"),
+    ],
+)
+def test_arguments_of_another_kind(
+    model: str, tmp_path: Path, given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(DprlhfError, match=said):
+        trainer(model, tmp_path / "a", **given)
+
+
 @pytest.mark.slow
 def test_the_log_has_released_and_public_values_under_trls_names(
     model: str, tmp_path: Path
@@ -521,6 +588,17 @@ def test_a_run_is_pushed_when_it_has_finished(model: str, tmp_path: Path) -> Non
         made.train()
     api.return_value.create_repo.assert_called_once_with("me/mine", private=False, exist_ok=True)
     assert api.return_value.upload_folder.call_args.kwargs["repo_id"] == "me/mine"
+
+
+def test_a_push_may_be_private_and_go_to_a_branch(model: str, tmp_path: Path) -> None:
+    made = trainer(model, tmp_path / "a", hub_model_id="me/mine")
+    made.train()
+    with mock.patch("huggingface_hub.HfApi") as api:
+        made.push_to_hub(private=True, revision="dev")
+    hub = api.return_value
+    hub.create_repo.assert_called_once_with("me/mine", private=True, exist_ok=True)
+    hub.create_branch.assert_called_once_with("me/mine", branch="dev", exist_ok=True)
+    assert hub.upload_folder.call_args.kwargs["revision"] == "dev"
 
 
 def test_only_the_main_process_pushes(model: str, tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ def load_policy(
             "model: it has an adapter already: load the base model afresh, as to continue a run;"
             " or merge it (merge_and_unload()) to build on it, and say what to train"
         )
+    if model is not None and spec.adapter.type == "full":
+        _check_unfrozen(model)
     if model is not None and tokenizer is None and not model.config._name_or_path:
         raise DprlhfError(
             "processing_class: a model that was not loaded from a hub id or a folder does not say"
@@ -67,6 +69,17 @@ def load_policy(
         policy.model.peft_config["default"].revision = spec.revision  # stored with the adapter
     policy.chat_template_kwargs = spec.chat_template_kwargs
     return policy
+
+
+def _check_unfrozen(model: Any) -> None:
+    """Refuse a model of which a program has frozen a part: without an adapter all is trained."""
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    if 0 < len(frozen) < sum(1 for _ in model.parameters()):
+        raise DprlhfError(
+            f"model: {len(frozen)} of its parameters are frozen ({frozen[0]}, …), and without an"
+            " adapter all weights are trained: say what to train with an adapter (peft_config), or"
+            " unfreeze them (model.requires_grad_(True))"
+        )
 
 
 def _tokenizer_of(spec: recipe.Policy, model: Any) -> Any:

@@ -53,6 +53,8 @@ def adapter_of(peft_config: Any, *, freeze_a: bool = False) -> dict[str, Any]:
             raise DprlhfError("peft_config: a LoRA whose A is frozen needs a LoraConfig")
         return {"type": "full"}
     name = type(peft_config).__name__
+    if not hasattr(peft_config, "peft_type"):
+        raise DprlhfError(f"peft_config: give a PEFT config such as LoraConfig, not a {name}")
     kind = str(getattr(peft_config.peft_type, "value", peft_config.peft_type))
     if kind not in _TAKEN:
         raise DprlhfError(

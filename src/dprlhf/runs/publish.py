@@ -25,6 +25,7 @@ def push(
     private: bool = False,
     token: str | None = None,
     message: str | None = None,
+    revision: str | None = None,
 ) -> str:
     """Upload a run's adapter with its model card, and return the address.
 
@@ -36,6 +37,7 @@ def push(
         private: Whether to create a private repository.
         token: The hub's token; None takes the one of the login.
         message: Message of the commit; None names the run.
+        revision: Branch, created if it does not exist; None for the main one.
 
     Raises:
         DprlhfError: The run has no policy yet, or the hub refused the upload.
@@ -50,10 +52,13 @@ def push(
         api = HfApi(token=token)
         made = api.create_repo(repo, private=private, exist_ok=True)
         repo = repo if "/" in repo else made.repo_id  # the owner is who has logged in
+        if revision is not None:
+            api.create_branch(repo, branch=revision, exist_ok=True)
         api.upload_folder(
             repo_id=repo,
             folder_path=folder.policy,
             commit_message=message or f"Private tuning run {folder.path.resolve().name}",
+            revision=revision,
         )
     except Exception as error:  # no network, no token, no such owner, a card that is refused
         raise DprlhfError(

@@ -166,7 +166,7 @@ class PrivacyFields:
             for f in dataclasses.fields(cls.trl_config)
             if f.init and getattr(config, f.name) != getattr(untouched, f.name)
         }
-        if changed.pop("steps_per_generation", None) is not None:  # TRL derives one from the other
+        if "steps_per_generation" in changed:  # TRL derives one from the other, and takes one only
             changed.pop("generation_batch_size", None)
         given = {"output_dir": config.output_dir, **device, **changed, **privacy}
         made = cls(**given)

@@ -91,6 +91,8 @@ class Log:
         self.callbacks: list[Any] = []
         self.args = args
         self.values: dict[str, Any] = {}
+        if not isinstance(callbacks, list | tuple | None):
+            raise DprlhfError(f"callbacks: give a list, not a {type(callbacks).__name__}")
         for callback in callbacks or ():
             self.add(callback)
 

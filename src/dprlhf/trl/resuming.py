@@ -52,6 +52,9 @@ def continued(recipe: Recipe, folder: RunFolder, again: bool | str | Path) -> Re
     size = {"batch_size": held.rollout.batch_size}  # what "auto" became
     rollout = recipe.rollout.model_copy(update=size)
     own = recipe.model_copy(update={"rollout": rollout})
+    if own.policy.dtype == "auto":
+        settled = own.policy.model_copy(update={"dtype": held.policy.dtype})
+        own = own.model_copy(update={"policy": settled})
     if recipe_digest(own) != recipe_digest(held):
         raise DprlhfError(
             f"{folder.path}: its settings are not this trainer's ({_other(own, held)});"

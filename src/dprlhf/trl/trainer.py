@@ -44,7 +44,7 @@ from dprlhf.training.trainer import complete
 from dprlhf.trl.arguments import policy_of, refuse_optimizers, rows_of, with_user_column
 from dprlhf.trl.config import PrivacyFields, PrivateGRPOConfig, PrivateRLOOConfig, as_private
 from dprlhf.trl.evaluation import evaluate_on, public_values
-from dprlhf.trl.logs import Log, as_evaluation, as_logs
+from dprlhf.trl.logs import Log, as_evaluation, as_logs, hooks_of
 from dprlhf.trl.mapping import recipe_of, small_rounds, with_evaluation
 from dprlhf.trl.resuming import continued
 from dprlhf.trl.rewards import means_of, trl_rewards
@@ -138,6 +138,7 @@ class PrivateTrainer(Generic[C]):
         self.recipe = self._recipe(model, peft_config, quantization_config)
         self._models = {} if isinstance(model, str) else {"model": model}
         self._policy = self._load_policy(model, processing_class)
+        self._hooks = hooks_of(self.model)
         self.result: Result | None = None
         self._settled = self.recipe
         self._started = False
@@ -229,7 +230,7 @@ class PrivateTrainer(Generic[C]):
         Raises:
             DprlhfError: The run has not begun.
         """
-        if not self.folder.privacy.is_file():
+        if not (self._started and self.folder.privacy.is_file()):
             raise DprlhfError("there is no privacy card before train() begins")
         card: dict[str, Any] = json.loads(self.folder.privacy.read_text("utf-8"))
         return card
@@ -275,7 +276,12 @@ class PrivateTrainer(Generic[C]):
                 " the base. Make a new trainer"
                 + ("" if self.result else ", and give train(resume_from_checkpoint=True)")
             )
-        self._started = True
+        if hooks_of(self.model) > self._hooks:
+            raise DprlhfError(
+                "there are hooks in the model that were not there when the trainer was made, as"
+                " wandb.watch puts: they would see users' prompts before any noise is added. Remove"
+                " them (for W&B: WANDB_WATCH=false), or use report_to"
+            )
         self.args.say_differences()
         if told := small_rounds(self.args, self.recipe, self._users):
             print(told, file=sys.stderr)
@@ -300,6 +306,7 @@ class PrivateTrainer(Generic[C]):
 
     def _begin(self, run: Run) -> None:
         """Let the log follow a run that is open, after the rounds that a resumed one has had."""
+        self._started = True  # not before: what is refused until here has moved nothing
         log, rounds, means = self._log, run.plan.rounds, means_of(self._rewards)
         assert isinstance(run.recipe, Recipe)
         self._settled = run.recipe
@@ -413,7 +420,8 @@ class PrivateTrainer(Generic[C]):
 
         Args:
             commit_message: Message of the commit; None names the run.
-            **settings: ``token`` in place of ``args.hub_token``; TRL's others are taken and unused.
+            **settings: ``token``, ``private`` and ``revision`` (a branch) in place of what the
+                config says; transformers' others, such as ``blocking``, are taken and unused.
 
         Raises:
             DprlhfError: The run has not finished, or the hub refused the upload.
@@ -423,14 +431,14 @@ class PrivateTrainer(Generic[C]):
         if not Processes.connect().main:
             return None
         args = self.args
-        private = bool(args.hub_private_repo)
-        token = settings.get("token") or args.hub_token
+        private = settings.get("private")
         return push(
             self.folder.path,
             self.hub_model_id,
-            private=private,
-            token=token,
+            private=bool(args.hub_private_repo if private is None else private),
+            token=settings.get("token") or args.hub_token,
             message=commit_message,
+            revision=settings.get("revision"),
         )
 
 
