@@ -90,7 +90,7 @@ class TestPush:
     def test_an_unfinished_run(self, finished: Path, hub: type[FakeHub], tmp_path: Path) -> None:
         shutil.copytree(finished, tmp_path / "run")
         shutil.rmtree(tmp_path / "run/policy")
-        with pytest.raises(DprlhfError, match="dprlhf resume"):
+        with pytest.raises(DprlhfError, match=r"dprlhf\.resume\("):
             push(tmp_path / "run", "me/mine")
         with pytest.raises(DprlhfError, match="not a run folder"):
             push(tmp_path, "me/mine")

@@ -300,7 +300,7 @@ class TestLeaks:
             raise RuntimeError("PytorchStreamWriter failed writing file")
 
         monkeypatch.setattr(reinforcement, "score_private", broken)
-        with pytest.raises(DprlhfError, match=r"is full: free some space.*dprlhf resume"):
+        with pytest.raises(DprlhfError, match=r"is full: free some space.*dprlhf\.resume\("):
             dprlhf.train(**settings(model), output_dir=tmp_path / "run")
 
     @pytest.mark.slow

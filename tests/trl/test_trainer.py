@@ -292,6 +292,25 @@ def test_a_trainer_that_was_refused_may_train_and_has_nothing_to_save(
         changed.save_model(tmp_path / "saved")
 
 
+def test_an_error_says_how_this_run_is_continued(model: str, tmp_path: Path) -> None:
+    """Its users were given in Python, so the command line cannot continue it."""
+
+    class Broken(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            raise ValueError
+
+    given = AutoModelForCausalLM.from_pretrained(model)
+    made = trainer(given, tmp_path / "a", callbacks=[Broken()])
+    for action in (made.train, made.push_to_hub):
+        with pytest.raises(DprlhfError, match=r"train\(resume_from_checkpoint=True\)") as caught:
+            action()
+        assert "dprlhf resume" not in str(caught.value)
+    afresh = AutoModelForCausalLM.from_pretrained(model)
+    trainer(afresh, tmp_path / "a").train(resume_from_checkpoint=True)
+    with pytest.raises(DprlhfError, match="was given in Python: merge it there"):
+        merge(tmp_path / "a", tmp_path / "merged")
+
+
 def test_the_machines_dtype_is_settled_once(model: str, tmp_path: Path) -> None:
     class Stop(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -316,6 +335,7 @@ def test_a_model_that_is_frozen_in_part_is_not_trained_whole(model: str, tmp_pat
     [
         ({"peft_config": {"r": 1}}, "peft_config: give a PEFT config"),
         ({"callbacks": TrainerCallback()}, "callbacks: give a list"),
+        ({"eval_strategy": "steps", "eval_steps": 1}, "give eval_dataset"),
     ],
 )
 def test_arguments_of_another_kind(

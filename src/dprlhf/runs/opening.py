@@ -24,7 +24,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.privacy.ledger import Ledger, read_opened
 from dprlhf.privacy.plan import Plan
 from dprlhf.privacy.randomness import commitment
-from dprlhf.recipe import AnyRecipe, dump_recipe
+from dprlhf.recipe import IN_MEMORY, AnyRecipe, dump_recipe
 from dprlhf.recipe.adapters import FORMER_NAMES
 from dprlhf.runs.earlier import Earlier, overlap
 from dprlhf.runs.folder import RunFolder, write_atomically
@@ -41,6 +41,17 @@ def open_folder(folder: RunFolder, recipe: AnyRecipe, *, create: bool) -> bytes:
     key = folder.create()
     write_atomically(folder.recipe, dump_recipe(recipe))
     return key
+
+
+def how_to_continue(folder: RunFolder, recipe: AnyRecipe) -> str:
+    """Return the command that continues a run, or the call where its users were given in Python."""
+    if recipe.data.path != IN_MEMORY:
+        return f"dprlhf resume {folder.path}"
+    call = "resume" if recipe.stage == "rl" else "resume_stage"
+    return (
+        f"dprlhf.{call}({str(folder.path)!r}, …) with what was passed before; a trainer with"
+        " train(resume_from_checkpoint=True)"
+    )
 
 
 def open_ledger(

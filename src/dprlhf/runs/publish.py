@@ -11,11 +11,12 @@ import torch
 from dprlhf.errors import DprlhfError, one_line
 from dprlhf.hub import pinned
 from dprlhf.policies.adapters import quiet_peft
-from dprlhf.recipe import AnyRecipe, load_any_recipe
+from dprlhf.recipe import IN_MEMORY, AnyRecipe, load_any_recipe
 from dprlhf.runs.card import carried_with, model_card
 from dprlhf.runs.earlier import records_of
 from dprlhf.runs.folder import RunFolder, replaced_folder
 from dprlhf.runs.lineage import FILE, attach
+from dprlhf.runs.opening import how_to_continue
 
 
 def push(
@@ -131,6 +132,11 @@ def _base_and_tokenizer(recipe: AnyRecipe, folder: RunFolder) -> tuple[Any, Any]
     from dprlhf.policies.classifier import head_settings
 
     spec, kind, head = recipe.trained, transformers.AutoModelForCausalLM, {}
+    if spec.model_name_or_path == IN_MEMORY:
+        raise DprlhfError(
+            f"{folder.path}: its model was given in Python: merge it there, with"
+            f" PeftModel.from_pretrained(model, {str(folder.policy)!r}).merge_and_unload()"
+        )
     if recipe.classifier:
         head = head_settings(recipe.head_labels) | {"ignore_mismatched_sizes": True}
         kind = transformers.AutoModelForSequenceClassification
@@ -168,7 +174,8 @@ def _finished(run: str | Path) -> RunFolder:
     folder = RunFolder(Path(run))
     folder.require()
     if not (folder.policy / "README.md").is_file():
-        raise DprlhfError(f"{run}: no policy yet; finish the run with: dprlhf resume {run}")
+        again = how_to_continue(folder, load_any_recipe(folder.recipe))
+        raise DprlhfError(f"{run}: no policy yet; finish the run with: {again}")
     return folder
 
 

@@ -47,6 +47,7 @@ from dprlhf.runs.opening import (
     check_disjoint,
     check_public,
     check_same_users,
+    how_to_continue,
     left_out,
     open_folder,
     open_ledger,
@@ -178,7 +179,7 @@ def open_run(
     key, reservation = processes.on_main(
         lambda: _start(parts, folder, create=create, counted=counted)
     )
-    with _one_line_errors(folder), contextlib.ExitStack() as stack:
+    with _one_line_errors(folder, parts.recipe), contextlib.ExitStack() as stack:
         gate: Gate | None = None
         trackers: list[Callback] = []
         if processes.main:
@@ -382,29 +383,27 @@ def hush_libraries() -> None:
 
 
 @contextlib.contextmanager
-def _one_line_errors(folder: RunFolder) -> Iterator[None]:
+def _one_line_errors(folder: RunFolder, recipe: AnyRecipe) -> Iterator[None]:
     """Hide the text of an unexpected error, which may quote a user's data."""
+    again = how_to_continue(folder, recipe)
     try:
         yield
     except DprlhfError:
         raise
     except KeyboardInterrupt:
-        raise InterruptedRunError(
-            f"interrupted at a safe point; continue with: dprlhf resume {folder.path}"
-        ) from None
+        raise InterruptedRunError(f"interrupted at a safe point; continue with: {again}") from None
     except (*EXITS, GeneratorExit):
         raise
     except BaseException as error:  # a panic in compiled code is no Exception
         if _disk_is_full(error, folder):
             raise DprlhfError(
-                f"the disk of {folder.path} is full: free some space, then continue with: dprlhf"
-                f" resume {folder.path}"
+                f"the disk of {folder.path} is full: free some space, then continue with: {again}"
             ) from None
         report = folder.secret / "error.txt"
         write_atomically(report, traceback.format_exc(), mode=0o600)
         raise DprlhfError(
             f"{type(error).__name__} during the run; its text may quote a user, so it is in"
-            f" {report}; continue with: dprlhf resume {folder.path}"
+            f" {report}; continue with: {again}"
         ) from None
 
 

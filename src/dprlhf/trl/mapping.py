@@ -80,6 +80,8 @@ def recipe_of(
     }
     if public:
         values["evaluation"] = _evaluation(args, public, rounds)
+    elif _every(args, rounds) is not None:
+        raise DprlhfError("eval_strategy='steps': give eval_dataset, public prompts to evaluate on")
     return make_recipe(values, source=type(config).__name__)
 
 
