@@ -524,7 +524,8 @@ def test_reduce_gets_the_local_sum_and_its_answer_is_the_total() -> None:
     torch.testing.assert_close(doubled.bounded.total, 2 * alone)
 
 
-def test_an_empty_batch_gives_zero() -> None:
+@pytest.mark.parametrize("clip_norm", [1.0, math.inf])
+def test_an_empty_batch_gives_zero(clip_norm: float) -> None:
     policy = policy_of()
     nobody = Responses(
         tokens=torch.empty((0, 3), dtype=torch.int64),
@@ -538,7 +539,7 @@ def test_an_empty_batch_gives_zero() -> None:
         max_new_tokens=2,
         max_prompt_tokens=1,
     )
-    result = run(policy, Weighted(nobody, np.empty(0), np.empty((0, 2)), 0.1), 1.0)
+    result = run(policy, Weighted(nobody, np.empty(0), np.empty((0, 2)), 0.1), clip_norm)
     assert result.bounded.total.shape == (policy.dimension + 2,)
     assert not result.bounded.total.any()
 
