@@ -229,7 +229,7 @@ def _to_lora_xs(model: Any) -> None:
                 f" {tuple(weight.shape)} has singular directions"
             )
         oversampled = min(2 * rank + 8, *weight.shape)
-        left, singular, right = torch.svd_lowrank(weight, q=oversampled, niter=10)
+        left, singular, right = torch.svd_lowrank(weight, q=oversampled, niter=20)
         layer.lora_A["default"] = _Core(right[:, :rank].T.contiguous())
         layer.lora_B["default"].weight.copy_(left[:, :rank] * singular[:rank])
         layer.lora_B["default"].requires_grad_(False)
