@@ -218,6 +218,17 @@ def test_a_copied_adapter_is_known_and_refused(place: Path, tmp_path: Path) -> N
         read_earlier(recipe(adapter, place / "run"))
 
 
+def test_an_adapter_without_a_record_is_no_base(place: Path, tmp_path: Path) -> None:
+    """As PEFT's own save_pretrained writes it, of the policy that a run returns."""
+    run = runs.train(
+        str(place / "model"), tmp_path / "run", rounds=1, epsilon=8.0, policy__adapter=runs.ADAPTER
+    )
+    run.policy.model.save_pretrained(tmp_path / "adapter")
+    assert not carried_by(str(tmp_path / "adapter"))
+    with pytest.raises(DprlhfError, match="is an adapter: name the whole model"):
+        read_earlier(recipe(tmp_path / "adapter"))
+
+
 @pytest.mark.parametrize("name", ["merged", "run/policy"])
 def test_a_pushed_model_is_known_once_it_is_on_this_machine(
     place: Path, monkeypatch: pytest.MonkeyPatch, name: str

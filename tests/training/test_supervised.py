@@ -170,6 +170,17 @@ def test_a_whole_text_and_a_conversation_are_documents_too() -> None:
     assert int(encoded.response_mask.sum()) == 3
 
 
+def test_a_text_is_followed_by_an_end_whatever_it_ends_with() -> None:
+    trained, data = policy(), recipe.Documents(path="x")
+    for text in ("yo", "yo<eos>", "yo<eos>!"):
+        encoded = NextTokens(data).encode(
+            trained, examples([{"prompt": "hi", "completion": text}], data)
+        )
+        learnt = encoded.tokens[0, -encoded.response_mask.shape[1] :]
+        learnt = learnt[encoded.response_mask[0].bool()]
+        assert trained.tokenizer.decode(learnt) == f"{text}<eos>"
+
+
 @pytest.mark.parametrize("after", ["", " "])
 def test_a_template_that_ends_a_turn_is_followed_by_no_second_end(after: str) -> None:
     trained = policy()
@@ -514,6 +525,15 @@ def test_an_adapter_that_cannot_be_merged_is_refused_before_anybody_is_charged(
         dprlhf.train_stage(
             sft(str(llama), tmp_path / "run", policy=policy), data=people(0, 40), quiet=True
         )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_single_public_row_is_refused_by_name(model: str, tmp_path: Path) -> None:
+    stage = sft(model, tmp_path / "run", evaluation={"data": DATA})
+    with pytest.raises(
+        DprlhfError, match="give at least 2 public rows"
+    ):
+        dprlhf.train_stage(stage, data=people(0, 40), evaluation_data=people(90, 1), quiet=True)
     assert not (tmp_path / "run").exists()
 
 

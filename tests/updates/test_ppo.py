@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import importlib
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -192,12 +193,15 @@ def train_together(
     clip_norm: float,
     released: torch.Tensor | None = None,
     telemetry: TelemetryCoordinates | None = None,
+    prepare: Callable[[PrivateRound], None] = lambda round_: None,
 ) -> tuple[torch.Tensor, PrivateRound, OpenGate]:
     """One round of the update: each user's vector ``[users, dimension]``, the round, its gate.
 
-    The gate lets the sum through as it is, and the server's learning rate is 0.
+    The gate lets the sum through as it is, and the server's learning rate is 0. ``prepare`` may
+    give the round what it has besides.
     """
     round_, gate = round_of(policy, responses, scores, clip_norm=clip_norm, telemetry=telemetry)
+    prepare(round_)
     if released is not None:
         remember_release(policy.parameters.values(), round_.optimizer, Released(released, 1))
     of_users = torch.zeros(responses.users, policy.dimension, dtype=torch.float64)
@@ -434,6 +438,23 @@ def test_the_joint_vector_keeps_within_the_clip_norm() -> None:
     assert relative_error(total[:-2], truth) < 1e-8
 
 
+def with_subspace(round_: PrivateRound) -> None:
+    generator = torch.Generator().manual_seed(1)
+    some = torch.randn(round_.policy.dimension, 2, dtype=torch.float64, generator=generator)
+    round_.subspace = Subspace(torch.linalg.qr(some)[0].T, scale=10.0)
+
+
+def with_quantile(round_: PrivateRound) -> None:
+    quantile = recipe.QuantileClip(quantile=0.5, initial=1.0, share=0.01)
+    round_.clip = AdaptiveClip(quantile, 1.0)
+    round_.clip.factor = 0.01
+
+
+PREPARED: dict[str, Callable[[PrivateRound], None]] = {
+    "plain": lambda round_: None, "subspace": with_subspace, "quantile": with_quantile,
+}  # fmt: skip
+
+
 neighbours = st.fixed_dictionaries(
     {
         "epochs": st.integers(1, 3),
@@ -447,6 +468,7 @@ neighbours = st.fixed_dictionaries(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", PREPARED)
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     values=neighbours,
@@ -456,7 +478,7 @@ neighbours = st.fixed_dictionaries(
     seed=st.integers(0, 1000),
 )
 def test_one_user_moves_the_sum_by_the_clip_norm_at_most(
-    values: dict[str, Any], prompts: list[list[int]], change: str, kept: bool, seed: int
+    kind: str, values: dict[str, Any], prompts: list[list[int]], change: str, kept: bool, seed: int
 ) -> None:
     policy = policy_of("llama", "lora", torch.float32)
     responses = batch_of(Shape(prompts, k=2, length=3), seed)
@@ -480,7 +502,7 @@ def test_one_user_moves_the_sum_by_the_clip_norm_at_most(
     totals = []
     for data, marks in ((responses, scores), (changed, changed_scores)):
         _, _, gate = train_together(
-            policy, data, marks, spec, 1.0, released if kept else None, telemetry
+            policy, data, marks, spec, 1.0, released if kept else None, telemetry, PREPARED[kind]
         )
         totals.append(gate.sums[0].total)
         assert totals[-1].isfinite().all()
@@ -611,7 +633,7 @@ def test_each_users_rows_see_their_own_copy(kind: tiny.Kind, adapter: str) -> No
         with local_copies(policy.model, policy.parameters, moves, 6):
             together = policy.response_logprobs(tokens, mask, 4)
             helping = policy.model(input_ids=tokens[:1, -1:]).logits
-            with pytest.raises(DprlhfError, match="not on 6 rows first"):
+            with pytest.raises(DprlhfError, match="does not get a batch's rows first"):
                 policy.response_logprobs(tokens[:4], mask[:4], 4)
             with policy.base():
                 base = policy.response_logprobs(tokens, mask, 4)

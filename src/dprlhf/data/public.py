@@ -41,7 +41,7 @@ def public_users(recipe: AnyRecipe, given: Any) -> Users | None:
     data = recipe.evaluation.data.model_copy(update={"user_column": None})
     users = Users(rows_of(data, given), data, may_lack_prompts=recipe.rows_may_lack_prompts)
     if users.count < 2:
-        raise DprlhfError(f"evaluation.data {data.path}: {users.count} public row: give at least 2")
+        raise DprlhfError(f"evaluation.data {data.path}: give at least 2 public rows")
     return users
 
 

@@ -75,8 +75,8 @@ def _of_copies(name: str, layer: nn.Linear, weights: torch.Tensor, rows: int) ->
             if x.shape[:-1].numel() == 1:
                 return plain(x)
             raise DprlhfError(
-                f"'{name}' works on {tuple(x.shape)}, not on {rows} rows first, so users cannot be"
-                " told apart; leave it frozen"
+                f"'{name}' does not get a batch's rows first, so users cannot be told apart; leave"
+                " it frozen"
             )
         product = (x.reshape(users, -1, x.shape[-1]) @ weights.mT).view(*x.shape[:-1], -1)
         return product if layer.bias is None else product + layer.bias

@@ -295,24 +295,28 @@ def check_lineage(recipe: AnyRecipe, named: Collection[str]) -> None:
         named: The runs (by commitment) whose cost counts.
 
     Raises:
-        DprlhfError: A model comes from another private run, or is an adapter.
+        DprlhfError: A model comes from another private run, or is an adapter: of a private run, or
+            what this run would train on top of. An adapter need not carry a record: PEFT's own
+            ``save_pretrained`` writes none.
     """
     named = set(named)
     for source in recipe.sources:
         key, model = source.key, source.path
-        runs = runs_of_model(model, source.revision) if key is not None else set()
-        if not runs:
+        if key is None:
             continue
+        runs = runs_of_model(model, source.revision)
         if not runs <= named:
             raise DprlhfError(
                 f"{key} {model!r} was tuned by a private run on users of its own: name that run"
                 " under previous, so that its cost is counted (the run's folder, or the model:"
                 f" previous: [{{run: {model}}}])"
             )
-        if is_adapter(model, source.revision):
+        trained = key.split(".")[0] == recipe.trained_key
+        if (runs or trained) and is_adapter(model, source.revision):
             raise DprlhfError(
                 f"{key} {model!r} is an adapter: name the whole model that dprlhf merge (or the"
-                " stage itself, in its folder model/) writes"
+                " stage itself, in its folder model/) writes; one that is nobody's must be merged"
+                " as well"
             )
 
 

@@ -84,9 +84,8 @@ class NextTokens:
         data = self._data
         given, learnt = self._texts(examples)
         prompts = model.encode(given, data.max_prompt_tokens)
-        completions = [completion_tokens(model, p, c) for p, c in zip(given, learnt, strict=True)]
         length = data.max_completion_tokens
-        answers = [_ended(c, model.tokenizer.eos_token_id)[:length] for c in completions]
+        answers = [_ended(model, p, c)[:length] for p, c in zip(given, learnt, strict=True)]
         return pack(model, examples, prompts, answers, length, data.max_prompt_tokens)
 
     def cut(self, model: CausalLMPolicy, examples: Prompts) -> list[bool]:
@@ -280,9 +279,11 @@ def completion_tokens(model: CausalLMPolicy, prompt: Any, completion: Any) -> li
     return list(ids)
 
 
-def _ended(tokens: list[int], end: int) -> list[int]:
-    """Return tokens with an end at their end; a template may have written one, and a newline."""
-    return tokens if end in tokens[-2:] else [*tokens, end]
+def _ended(model: CausalLMPolicy, prompt: Any, completion: Any) -> list[int]:
+    """Return the completion's tokens and an end; a template may have written it, and a newline."""
+    tokens, end = completion_tokens(model, prompt, completion), model.tokenizer.eos_token_id
+    by_template = not isinstance(completion, str) and end in tokens[-2:]
+    return tokens if by_template else [*tokens, end]
 
 
 def pack(

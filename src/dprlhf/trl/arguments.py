@@ -38,11 +38,6 @@ def rows_of(given: Any, name: str, *, may_lack_prompts: bool) -> Any:
 def policy_of(recipe: Recipe, model: Any, tokenizer: Any) -> CausalLMPolicy:
     """Return the policy of a trainer's model, which is a name or a model."""
     given = None if isinstance(model, str) else model
-    if given is not None and hasattr(given, "peft_config"):
-        raise DprlhfError(
-            "model: this model has an adapter already: load the base model afresh, as to continue a"
-            " run; or merge it (merge_and_unload()) to build on it, and give peft_config"
-        )
     if given is not None and not hasattr(given, "config"):
         raise DprlhfError(f"model: a {type(model).__name__} is no name and no transformers model")
     if isinstance(tokenizer, str):
