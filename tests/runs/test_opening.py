@@ -122,12 +122,47 @@ def test_a_subspace_may_take_all_public_rows_so_all_are_compared() -> None:
     assert not refused(PROMPTS, public[:-1], **changes)
 
 
+def in_numpy(rows: datasets.Dataset) -> datasets.Dataset:
+    return rows.with_format("numpy")
+
+
+def read_again(rows: datasets.Dataset) -> datasets.Dataset:
+    return datasets.Dataset.from_dict(rows.to_dict())
+
+
+def one_row_less(rows: datasets.Dataset) -> datasets.Dataset:
+    return rows.select(range(len(rows) - 1))
+
+
+@pytest.mark.parametrize("section", ["evaluation", "update.subspace"])
+@pytest.mark.parametrize(
+    ("copied", "same"),
+    [(None, True), (in_numpy, True), (read_again, True), (one_row_less, False)],
+)
+def test_no_declaration_makes_the_users_dataset_public(
+    section: str, copied: Any, same: bool
+) -> None:
+    """Whose rows these are need not be asked of their texts: they are the users', all of them."""
+    given = datasets.Dataset.from_dict({"prompt": PROMPTS})
+    other = given if copied is None else copied(given)
+    spec = {"rank": 1, "prompts": 2, "data": {"path": "public"}, "declared_public": True}
+    made = recipe(evaluation__declared_public=True, update__subspace=spec)
+    users, rows = (Users(rows_from(one, "prompt"), made.data) for one in (given, other))
+    nobody = Users(rows_from(OTHERS, "prompt"), made.data)
+    public, guides = (rows, nobody) if section == "evaluation" else (nobody, rows)
+    if same:
+        with pytest.raises(DprlhfError, match=f"^{section}.data: these are the users' rows"):
+            check_public(made, users, public, Guides(guides))
+    else:
+        check_public(made, users, public, Guides(guides))
+
+
 def test_no_row_that_a_subspace_is_fitted_to_is_a_users() -> None:
     spec = {"rank": 1, "prompts": 2, "data": {"path": "public"}}
     for prompts, declared, expected in (
         ([*PROMPTS[:1], "a guest"], False, True),
         (["another guest", "a guest"], False, False),
-        (PROMPTS, True, False),
+        ([*PROMPTS, "a guest"], True, False),
     ):
         made = recipe(update__subspace={**spec, "declared_public": declared})
         users = Users(rows_from(PROMPTS, "prompt"), made.data)

@@ -377,6 +377,22 @@ def test_a_public_metric_of_ones_own(model: str, tmp_path: Path) -> None:
         made.evaluate(PROMPTS[:3])
 
 
+def test_users_prompts_are_not_public_whatever_is_declared(model: str, tmp_path: Path) -> None:
+    """A declaration is for public texts that a user has, too, and not for the users' dataset."""
+    declared: dict[str, Any] = {"privacy_declared_public": True}
+    with pytest.raises(DprlhfError, match=r"^eval_dataset is the train_dataset"):
+        trainer(model, tmp_path / "a", eval_dataset=PROMPTS, **declared)
+    copied = trainer(model, tmp_path / "a", eval_dataset=list(PROMPTS), **declared)
+    with pytest.raises(DprlhfError, match=r"^evaluation\.data: these are the users' rows"):
+        copied.train()
+    assert not (tmp_path / "a").exists()
+    with pytest.raises(DprlhfError, match=r"^eval_dataset is the train_dataset"):
+        copied.evaluate(PROMPTS)
+    with pytest.raises(DprlhfError, match=r"^evaluation\.data: these are the users' rows"):
+        copied.evaluate(Dataset.from_list(PROMPTS))
+    assert copied.evaluate(PROMPTS[:3])["eval_reward"] > -1
+
+
 @pytest.mark.slow
 def test_what_is_saved_loads_as_trls(model: str, tmp_path: Path) -> None:
     made = trainer(model, tmp_path / "a", privacy_lora_fa=True)

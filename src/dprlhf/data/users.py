@@ -248,6 +248,15 @@ class Users:
         empty = np.empty(0, dtype=np.uint64)
         return Private({k: np.unique(np.concatenate([empty, *v])) for k, v in found.items()})
 
+    def has_rows_of(self, other: Users) -> bool:
+        """Return whether all rows are those of ``other``, in the same order and in all columns."""
+        if len(self._rows) != len(other._rows) or self.column_names != other.column_names:
+            return False
+        both = [
+            one._rows.with_format("arrow").iter(batch_size=ROWS_AT_ONCE) for one in (self, other)
+        ]
+        return all(a.equals(b) for a, b in zip(*both, strict=True))
+
     def select(self, users: NDArray[np.int64], *, missing: bool = True) -> Prompts:
         """Return the prompts of some users, of each the first ``max_prompts_per_user``.
 

@@ -238,7 +238,8 @@ def check_public(
 
     Rows are the same if their texts are (with the completions, in a supervised stage), and also if
     they name the same user in ``data.user_column``. One bit about the users is shown: whether the
-    run is refused. ``declared_public`` beside the public rows' section skips the check.
+    run is refused. ``declared_public`` beside the public rows' section skips the check, unless they
+    are the users' rows as a whole: no declaration makes those public.
 
     Args:
         recipe: The recipe of a run of any stage.
@@ -254,11 +255,15 @@ def check_public(
     shown: dict[str, Private[dict[str, NDArray[np.uint64]]]] = {}
     evaluation = recipe.evaluation
     subspace: Any = getattr(recipe.update, "subspace", None)
-    if public is not None and evaluation is not None and not evaluation.declared_public:
+    if public is not None and evaluation is not None and evaluation.declared_public:
+        _check_declared("evaluation", public, users)
+    elif public is not None and evaluation is not None:
         named, used = evaluation.data.user_column or column, used_rows(recipe)
         first = None if used is None else max(used, evaluation.prompts + probed)
         shown["evaluation"] = public.traces(named, first)
-    if guides is not None and guides.rows is not public and not subspace.declared_public:
+    if guides is not None and guides.rows is not public and subspace.declared_public:
+        _check_declared("update.subspace", guides.rows, users)
+    elif guides is not None and guides.rows is not public:
         shown["update.subspace"] = guides.rows.traces(subspace.data.user_column or column)
     private = open_private(users.traces(column)) if shown else {}
     for section, traces in shown.items():
@@ -272,6 +277,16 @@ def check_public(
                 + f"), and {_SHOWN[section]}: take rows of nobody among the users; or, if they were"
                 f" public before, set {section}.declared_public=true ({_OF_A_TRAINER[section]})"
             )
+
+
+def _check_declared(section: str, rows: Users, users: Users) -> None:
+    """Refuse the users' rows as a whole, whatever was declared of them."""
+    if rows.has_rows_of(users):
+        raise DprlhfError(
+            f"{section}.data: these are the users' rows, all of them, and {_SHOWN[section]}: take"
+            " rows of nobody among the users. declared_public is for public rows that some user has"
+            " as well, and does not make the users' data public"
+        )
 
 
 _SHOWN = {

@@ -132,6 +132,7 @@ class PrivateTrainer(Generic[C]):
             "rollout_func": rollout_func,
         }
         self._rewards = self._given_rewards(reward_funcs, reward_processing_classes)
+        self._train_dataset = train_dataset
         self._rows = self._dataset(train_dataset, "train_dataset")
         given = eval_dataset is not None
         self._public = self._dataset(eval_dataset, "eval_dataset") if given else None
@@ -189,6 +190,11 @@ class PrivateTrainer(Generic[C]):
 
     def _dataset(self, given: Any, name: str) -> Any:
         """Return rows in memory, which may lack prompts where an environment gives them."""
+        if name == "eval_dataset" and given is self._train_dataset:
+            raise DprlhfError(
+                "eval_dataset is the train_dataset: evaluation writes prompts and rewards in the"
+                " open, so it needs public prompts, of nobody among the users"
+            )
         return rows_of(given, name, may_lack_prompts=self._may_lack_prompts)
 
     # --- what is trained, and what is known of it --------------------------------------------
