@@ -69,3 +69,51 @@ def test_what_cannot_be_taken_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(DprlhfError, match=r"rank_pattern"):
         train(tmp_path, model=folder, peft_config=peft.LoraConfig(rank_pattern={"c_attn": 2}))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_refused_model_stays_without_an_adapter(tmp_path: Path) -> None:
+    """So that the call may be mended, and made again with the same object."""
+    model = tiny.model()
+    names = [name for name, _ in model.named_parameters()]
+    given = {"model": model, "processing_class": tiny.tokenizer()}
+    users = [f"user {i}" for i in range(12)]
+    for changes, said in (
+        ({"prompts": []}, "empty"),
+        ({"evaluation_prompts": users[:2]}, "users' rows, too"),
+        ({"policy__adapter__type": "lora-xs", "policy__adapter__rank": 99}, "singular directions"),
+        ({"max_completion_length": 4000}, "positions of in-memory"),
+    ):
+        with pytest.raises(DprlhfError, match=said):
+            train(tmp_path, **given, **changes)
+        assert [name for name, p in model.named_parameters() if p.requires_grad] == names
+    assert train(tmp_path, **given).policy.model.peft_config
+
+
+@pytest.mark.slow
+def test_a_refused_model_does_not_continue_a_run_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, again = tiny.model(), {"processing_class": tiny.tokenizer(), "quiet": True}
+    with monkeypatch.context() as patch:
+        patch.setattr("dprlhf.training.trainer._report", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path, model=tiny.model(), processing_class=tiny.tokenizer())
+    users = [f"user {i}" for i in range(12)]
+    for prompts, works in ((users[:-1], False), (users, True)):
+        resumed: dict[str, Any] = {"model": model, "prompts": prompts, "reward": length, **again}
+        if works:
+            assert dprlhf.resume(tmp_path / "run", **resumed).policy
+        else:
+            with pytest.raises(DprlhfError):
+                dprlhf.resume(tmp_path / "run", **resumed)
+
+
+@pytest.mark.filterwarnings("ignore")  # of Opacus, about hooks
+def test_a_model_that_opacus_wrapped_is_taken(tmp_path: Path) -> None:
+    from opacus import GradSampleModule
+
+    inside = tiny.model()
+    wrapped = GradSampleModule(inside, strict=False)
+    result = train(tmp_path, model=wrapped, processing_class=tiny.tokenizer(), rounds=1)
+    assert result.policy.network is inside
+    assert not any(hasattr(p, "grad_sample") for p in inside.parameters())

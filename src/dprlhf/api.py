@@ -12,6 +12,8 @@ from dprlhf.data.given_rewards import is_model
 from dprlhf.data.in_memory import Reward, Sources, check_overrides, from_memory, recipe_of
 from dprlhf.data.public import in_memory_prompts, prompts_in
 from dprlhf.errors import DprlhfError
+from dprlhf.policies.adapters import taking_off
+from dprlhf.policies.opacus import without_wrapper
 from dprlhf.policies.peft_configs import adapter_of
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, Recipe, load_any_recipe
 from dprlhf.recipe.supervised import StageRecipe
@@ -100,7 +102,7 @@ def train(
         environment_factory=environment_factory,
         rollout_func=rollout_func,
     )
-    model = flat.get("model")
+    model = without_wrapper(flat.get("model"))
     if is_model(model):
         flat["model"] = IN_MEMORY
     if peft_config is not None and recipe is None:
@@ -108,8 +110,11 @@ def train(
     elif peft_config is not None:
         flat["peft_config"] = peft_config  # to be refused, as any setting beside a recipe
     recipe = recipe_of(recipe, overrides, flat, sources)
-    _take_model(sources, recipe, model, processing_class)
-    result: Result = _train(recipe, sources, output_dir, "", callbacks, quiet)
+    with contextlib.ExitStack() as refused:
+        refused.callback(taking_off(model))
+        _take_model(sources, recipe, model, processing_class)
+        begin = refused.pop_all
+        result: Result = _train(recipe, sources, output_dir, "", callbacks, quiet, begin)
     return result
 
 
@@ -146,8 +151,12 @@ def resume(
         rollout_func=rollout_func,
     )
     recipe = _recipe_in(run_folder)
-    _take_model(sources, recipe, model, processing_class)
-    result: Result = _resume(recipe, run_folder, sources, callbacks, quiet)
+    model = without_wrapper(model)
+    with contextlib.ExitStack() as refused:
+        refused.callback(taking_off(model))
+        _take_model(sources, recipe, model, processing_class)
+        begin = refused.pop_all
+        result: Result = _resume(recipe, run_folder, sources, callbacks, quiet, begin)
     return result
 
 
@@ -318,8 +327,19 @@ def _train(
     suffix: str,
     callbacks: Sequence[Callback],
     quiet: bool,
+    begin: Callable[[], Any] = lambda: None,
 ) -> Any:
-    """Start a run of any stage and return its result; ``suffix`` ends the default folder's name."""
+    """Start a run of any stage and return its result.
+
+    Args:
+        recipe: The settings.
+        sources: Objects in memory that replace what the recipe names.
+        output_dir: The run folder; None takes the recipe's.
+        suffix: The end of the default folder's name.
+        callbacks: Called after every round.
+        quiet: Show no progress bars.
+        begin: Called once nothing can be refused any more, before the first round.
+    """
     if output_dir is not None:
         recipe = recipe.model_copy(update={"output_dir": str(output_dir)})
     if isinstance(recipe, Recipe):
@@ -329,6 +349,7 @@ def _train(
     with open_run(
         recipe, RunFolder(Path(name)), sources, create=True, callbacks=callbacks, quiet=quiet
     ) as run:
+        begin()
         return complete(run)
 
 
@@ -338,9 +359,11 @@ def _resume(
     sources: Sources,
     callbacks: Sequence[Callback],
     quiet: bool,
+    begin: Callable[[], Any] = lambda: None,
 ) -> Any:
-    """Continue a run of any stage and return its result."""
+    """Continue a run of any stage and return its result; ``begin`` as in :func:`_train`."""
     with open_run(recipe, folder, sources, create=False, callbacks=callbacks, quiet=quiet) as run:
+        begin()
         return complete(run)
 
 

@@ -13,6 +13,7 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from dprlhf import DprlhfError, train
+from dprlhf.policies.adapters import taking_off
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.classifier import load_reward_model
 from dprlhf.policies.loading import load_policy, make_policy
@@ -67,6 +68,32 @@ def test_a_mixture_of_experts_is_refused_as_it_is_loaded(tmp_path: Path) -> None
         load_policy(spec)
     with pytest.raises(DprlhfError, match="mixes the users of a batch"):
         load_reward_model(spec, None)
+
+
+@pytest.mark.parametrize("type_", sorted(GPT2))
+def test_an_adapter_is_taken_off_again(type_: str) -> None:
+    """The model of a program is as it was, what was frozen in it too; then it takes another."""
+    model = tiny.model("gpt2")
+    model.transformer.wte.weight.requires_grad_(False)
+    before = [(name, type(module)) for name, module in model.named_modules()]
+    grads = {name: p.requires_grad for name, p in model.named_parameters()}
+    weights = {name: p.clone() for name, p in model.named_parameters()}
+    take_off = taking_off(model)
+    make_policy(model, tiny.tokenizer(), Adapter.model_validate(section(type_)))
+    assert hasattr(model, "peft_config")
+    take_off()
+    assert not hasattr(model, "peft_config")
+    assert [(name, type(module)) for name, module in model.named_modules()] == before
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == grads
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+    assert make_policy(model, tiny.tokenizer(), Adapter(type="lora")).dimension
+
+
+def test_no_adapter_of_a_program_is_taken_off() -> None:
+    adapted = peft.get_peft_model(tiny.model("gpt2"), peft.LoraConfig(fan_in_fan_out=True))
+    for model in ("gpt2", adapted):
+        taking_off(model)()
+    assert any("lora_A" in name for name, _ in adapted.named_parameters())
 
 
 @pytest.mark.parametrize("type_", ["lora", "ffa-lora", "vera"])

@@ -65,7 +65,8 @@ def trainer(model: Any, folder: Path, **changes: Any) -> PrivateGRPOTrainer:
     given: dict[str, Any] = {"reward_funcs": lower_case, "train_dataset": PROMPTS}
     given["peft_config"] = changes.pop("peft_config", lora())
     for name in ("reward_funcs", "train_dataset", "eval_dataset", "processing_class", "callbacks",
-                 "reward_processing_classes", "user_column", "compute_metrics"):  # fmt: skip
+                 "reward_processing_classes", "user_column", "compute_metrics", "tools",
+                 "rollout_func", "environment_factory"):  # fmt: skip
         if name in changes:
             given[name] = changes.pop(name)
     return PrivateGRPOTrainer(model, args=settings(folder, **changes), **given)
@@ -328,6 +329,27 @@ def test_a_model_that_is_frozen_in_part_is_not_trained_whole(model: str, tmp_pat
         parameter.requires_grad_(False)
     with pytest.raises(DprlhfError, match="of its parameters are frozen"):
         trainer(given, tmp_path / "a", peft_config=None)
+
+
+class Refuses(TrainerCallback):  # type: ignore[misc]
+    def on_init_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        raise DprlhfError("not this one")
+
+
+def test_a_refused_model_stays_without_an_adapter(model: str, tmp_path: Path) -> None:
+    given = AutoModelForCausalLM.from_pretrained(model)
+    refused: tuple[dict[str, Any], ...] = (
+        {"max_completion_length": 4000},
+        {"callbacks": [Refuses()]},
+        {"callbacks": 3},
+        {"tools": [len]},
+    )
+    for changes in refused:
+        with pytest.raises(DprlhfError):
+            trainer(given, tmp_path / "a", **changes)
+        assert not hasattr(given, "peft_config")
+        assert all(p.requires_grad for p in given.parameters())
+    assert trainer(given, tmp_path / "a").train().global_step == 3
 
 
 @pytest.mark.parametrize(

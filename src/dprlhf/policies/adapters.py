@@ -83,6 +83,30 @@ def add_adapter(
     return adapted
 
 
+def taking_off(model: Any) -> Callable[[], None]:
+    """Return a function that takes off the adapter that is put on a model after this call.
+
+    PEFT puts its layers into the model that it is given, and freezes the others. A program whose
+    model was refused may go on with it as it was.
+
+    Args:
+        model: A transformers model without an adapter; for anything else the function does nothing.
+    """
+    if not isinstance(model, nn.Module) or hasattr(model, "peft_config"):
+        return lambda: None
+    layers = [(m, name, child) for m in model.modules() for name, child in m.named_children()]
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+
+    def take_off() -> None:
+        for module, name, child in layers:
+            setattr(module, name, child)
+        for parameter, required in trained:
+            parameter.requires_grad_(required)
+        vars(model).pop("peft_config", None)
+
+    return take_off
+
+
 @contextlib.contextmanager
 def quiet_peft() -> Iterator[None]:
     """Silence PEFT's warnings that norms and some biases cannot be merged, or look like shards.

@@ -6,6 +6,7 @@ the same plan, gate, ledger and run folder. What differs from TRL is in ``docs/t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
@@ -22,6 +23,7 @@ from dprlhf.data.given_rewards import GivenReward
 from dprlhf.data.in_memory import Sources
 from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError, InterruptedRunError
+from dprlhf.policies.adapters import taking_off
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.opacus import without_wrapper
 from dprlhf.policies.optimizers import learning_rate
@@ -138,14 +140,17 @@ class PrivateTrainer(Generic[C]):
         self._public = self._dataset(eval_dataset, "eval_dataset") if given else None
         self.recipe = self._recipe(model, peft_config, quantization_config)
         self._models = {} if isinstance(model, str) else {"model": model}
-        self._policy = self._load_policy(model, processing_class)
-        self._hooks = hooks_of(self.model)
         self.result: Result | None = None
         self._settled = self.recipe
         self._started = False
         self._log = Log(callbacks, self.args)
-        self._log.values = {"model": self.model, "processing_class": self.processing_class}
-        self._log.call("on_init_end")
+        with contextlib.ExitStack() as refused:
+            refused.callback(taking_off(model))
+            self._policy = self._load_policy(model, processing_class)
+            self._hooks = hooks_of(self.model)
+            self._log.values = {"model": self.model, "processing_class": self.processing_class}
+            self._log.call("on_init_end")
+            refused.pop_all()
 
     def _given_rewards(self, reward_funcs: Any, processing_classes: Any) -> list[GivenReward]:
         """Return the rewards that were passed, and after them those of the environments."""
