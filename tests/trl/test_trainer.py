@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -357,6 +358,7 @@ def test_a_refused_model_stays_without_an_adapter(model: str, tmp_path: Path) ->
     [
         ({"peft_config": {"r": 1}}, "peft_config: give a PEFT config"),
         ({"callbacks": TrainerCallback()}, "callbacks: give a list"),
+        ({"compute_metrics": 3}, "^compute_metrics: give a function of .*, not a int"),
         ({"eval_strategy": "steps", "eval_steps": 1}, "give eval_dataset"),
     ],
 )
@@ -397,6 +399,42 @@ def test_a_public_metric_of_ones_own(model: str, tmp_path: Path) -> None:
     assert made.evaluate(metric_key_prefix="test")["test_longest"] > 0
     with pytest.raises(DprlhfError, match=r"are users' rows, too.*privacy_declared_public=True"):
         made.evaluate(PROMPTS[:3])
+
+
+def test_a_public_metric_of_ones_own_is_in_every_evaluation_of_the_run(
+    model: str, tmp_path: Path
+) -> None:
+    """As in transformers, also in those that a training makes; and in the run's files."""
+
+    def longest(prediction: Any) -> dict[str, Any]:
+        return {"eval_longest": np.float32(max(map(len, prediction.predictions)))}
+
+    made = trainer(
+        model, tmp_path / "a", eval_dataset=PUBLIC, compute_metrics=longest, max_steps=2,
+        eval_strategy="steps", eval_steps=1,
+    )  # fmt: skip
+    assert made.train().metrics["eval_longest"] > 0
+    told = {entry["step"]: entry["eval_longest"] for entry in made.state.log_history
+            if "eval_reward" in entry}  # fmt: skip
+    assert sorted(told) == [0, 1, 2]
+    lines = (tmp_path / "a/metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["public_longest"] == told[1]
+    assert made.evaluate()["eval_longest"] == told[2]
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (3.0, "it must return a dictionary of numbers, not a float"),
+        ({"reward": 1.0}, "'reward' is measured already"),
+        ({"best": "x"}, "'best' must be a number, not a str"),
+        ({"best": np.zeros(2)}, "'best' must be a number, not a ndarray"),
+    ],
+)
+def test_a_metric_that_is_none_is_refused(model: str, tmp_path: Path, told: Any, said: str) -> None:
+    made = trainer(model, tmp_path / "a", eval_dataset=PUBLIC, compute_metrics=lambda _: told)
+    with pytest.raises(DprlhfError, match=f"^compute_metrics: {said}"):
+        made.evaluate()
 
 
 def test_users_prompts_are_not_public_whatever_is_declared(model: str, tmp_path: Path) -> None:

@@ -59,6 +59,8 @@ class Sources:
         tools: Functions that the policy may call.
         environment_factory: Makes an environment for each trajectory; or several by name.
         rollout_func: Makes the responses itself, in place of tools and environment.
+        compute_metrics: Further measures of the evaluation's responses, a function of the texts,
+            their rewards and the prompts; None for none.
 
     Attributes:
         rewards: The rewards with their settings; None for those of the recipe.
@@ -81,6 +83,7 @@ class Sources:
         tools: Sequence[Callable[..., Any]] | None = None,
         environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
         rollout_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[..., Any] | None = None,
     ) -> None:
         if prompts is not None and evaluation_prompts is prompts:
             raise DprlhfError(
@@ -91,6 +94,7 @@ class Sources:
         self.evaluation_prompts = evaluation_prompts
         self.policy = policy
         self.stand_in_plan = stand_in_plan
+        self.compute_metrics = compute_metrics
         self.models = dict(models or {})
         self.agent: dict[str, Any] = {
             "tools": list(tools) if tools else None,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from dprlhf import recipe
 from dprlhf.data.users import Prompts
+from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import Scorer
 from dprlhf.rewards.logs import Logged
@@ -110,6 +112,7 @@ def evaluate(
     judges: Mapping[str, Scorer] | None = None,
     batch_size: int | None = None,
     processes: Processes | None = None,
+    compute_metrics: ComputeMetrics | None = None,
 ) -> Evaluated:
     """Sample one continuation of each public prompt and score it.
 
@@ -126,6 +129,10 @@ def evaluate(
         batch_size: Rows of a forward pass for KL and perplexity; None leaves them out.
         processes: The processes that share the prompts, all of which call this function; None for
             this one alone. Each of them returns the whole.
+        compute_metrics: Further measures of the responses; None for none.
+
+    Raises:
+        DprlhfError: ``compute_metrics`` returns something else than numbers by new names.
     """
     # An agent's responses hold what only the process that sampled them has.
     if processes is not None and (policy.sampler is not None or len(prompts) < processes.count):
@@ -154,7 +161,37 @@ def evaluate(
         measures = measure(policy, responses, logs)
     judged = {name: _judged(judge, responses) for name, judge in (judges or {}).items()}
     scored = score_responses(scorer, responses)
+    if compute_metrics is not None:
+        told = compute_metrics(responses.texts, scored.values, responses.prompts.prompts)
+        measures |= _further(told, {"reward", *judged, *measures}, len(responses.texts))
     return Evaluated(scored.values, responses, judged, measures, scored.logged)
+
+
+ComputeMetrics = Callable[[Sequence[str], NDArray[np.float64], Sequence[Any]], Any]
+"""From the responses, their rewards and the prompts, ``[prompts]`` each, to numbers by name."""
+
+
+def _further(told: Any, taken: set[str], prompts: int) -> dict[str, RewardEstimate]:
+    """Return what ``compute_metrics`` told as measures, which have no standard error.
+
+    Raises:
+        DprlhfError: It is no mapping of names to numbers, or a name is taken.
+    """
+    if not isinstance(told, Mapping):
+        raise DprlhfError(
+            f"compute_metrics: it must return a dictionary of numbers, not a {type(told).__name__}"
+        )
+    found = {}
+    for name, value in told.items():
+        if name in taken:
+            raise DprlhfError(f"compute_metrics: {name!r} is measured already: give another name")
+        try:
+            found[name] = RewardEstimate(float(value), math.nan, prompts)
+        except (TypeError, ValueError, RuntimeError):  # also an array or tensor of several numbers
+            raise DprlhfError(
+                f"compute_metrics: {name!r} must be a number, not a {type(value).__name__}"
+            ) from None
+    return found
 
 
 def _judged(judge: Scorer, responses: Responses) -> NDArray[np.float64]:

@@ -415,6 +415,7 @@ class Reinforcement:
                 judges=self.judges,
                 batch_size=self.recipe.update.batch_size if during or spec.log_probs else None,
                 processes=processes,
+                compute_metrics=self._sources.compute_metrics,
             )
         if run.policy.is_base:
             self._before = found

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from transformers.trainer_utils import EvalPrediction, TrainOutput
+from transformers.trainer_utils import TrainOutput
 
 from dprlhf.agents import load_sampler
 from dprlhf.agents.rewards import environment_rewards
@@ -45,7 +45,7 @@ from dprlhf.training.run import Run
 from dprlhf.training.trainer import complete
 from dprlhf.trl.arguments import policy_of, refuse_optimizers, rows_of, with_user_column
 from dprlhf.trl.config import PrivacyFields, PrivateGRPOConfig, PrivateRLOOConfig, as_private
-from dprlhf.trl.evaluation import evaluate_on, public_values
+from dprlhf.trl.evaluation import evaluate_on, metrics_of, public_values
 from dprlhf.trl.logs import Log, as_evaluation, as_logs, hooks_of
 from dprlhf.trl.mapping import recipe_of, small_rounds, with_evaluation
 from dprlhf.trl.resuming import continued
@@ -115,9 +115,10 @@ class PrivateTrainer(Generic[C]):
             environment_factory: Makes an environment for each trajectory; its public methods are
                 tools, and its ``get_reward`` and ``get_turn_reward`` are rewards. A dictionary has
                 a factory for each name that the column ``environment`` holds.
-            compute_metrics: A function of ``transformers.EvalPrediction`` on public prompts:
-                ``predictions`` are the responses, ``label_ids`` their rewards, and ``inputs`` the
-                prompts.
+            compute_metrics: A function of ``transformers.EvalPrediction``, called at every
+                evaluation on public prompts, also those of :meth:`train`: ``predictions`` are the
+                responses, ``label_ids`` their rewards, and ``inputs`` the prompts. It returns
+                numbers by name, which the run folder has, too.
             user_column: Column that names the user; short for ``args.privacy_unit``.
 
         Raises:
@@ -126,7 +127,7 @@ class PrivateTrainer(Generic[C]):
         own = as_private(args, self.config, self._default_folder)
         refuse_optimizers(optimizers)
         self.args: Any = with_user_column(own, user_column)
-        self._compute_metrics = compute_metrics
+        self._metrics = metrics_of(compute_metrics)
         model = without_wrapper(model)
         self._agent: dict[str, Any] = {
             "tools": tools or None,
@@ -302,6 +303,7 @@ class PrivateTrainer(Generic[C]):
             self._public,
             policy=self._policy,
             models=self._models,
+            compute_metrics=self._metrics,
             **self._agent,
         )
         sources.take_rewards(self._rewards)
@@ -382,14 +384,8 @@ class PrivateTrainer(Generic[C]):
         specs = recipe.rewards
         loaded = load_rewards(specs, self._rewards, device=self._policy.device)
         users = Users(self._rows, recipe.data, may_lack_prompts=self._may_lack_prompts)
-        found = evaluate_on(self._policy, recipe, users, rows, loaded)
+        found = evaluate_on(self._policy, recipe, users, rows, loaded, self._metrics)
         values = as_evaluation(as_metrics(found.estimates), metric_key_prefix)
-        if self._compute_metrics is not None:
-            prediction = EvalPrediction(
-                found.responses.texts, found.rewards, found.responses.prompts.prompts
-            )
-            told = self._compute_metrics(prediction)
-            values |= {f"{metric_key_prefix}_{name}": value for name, value in told.items()}
         self._log.write(values)
         self._log.call("on_evaluate", metrics=dict(values))
         return values
