@@ -11,7 +11,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.recipe import Recipe
 from dprlhf.trl import PrivateGRPOConfig, PrivateRLOOConfig
 from dprlhf.trl.fields import GRPO, RLOO
-from dprlhf.trl.mapping import recipe_of, small_rounds
+from dprlhf.trl.mapping import long_warmup, recipe_of, small_rounds
 
 
 def made(cls: Any = PrivateGRPOConfig, users: int = 400, public: int = 0, **changes: Any) -> Recipe:
@@ -184,4 +184,21 @@ def test_rounds_of_few_users_from_trls_batch_sizes_are_said(
         users=users, public=0, processes=1,
     )  # fmt: skip
     found = small_rounds(config, recipe, users)
+    assert (found is None) if said is None else (found is not None and said in found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"warmup_steps": 40}, "warmup_steps=40 is more than the 8 rounds"),
+        ({"warmup_steps": 40}, "in TRL, 8/40 of it"),
+        ({"warmup_steps": 8}, None),
+        ({"warmup_steps": 0.5}, None),
+        ({}, None),
+        ({"warmup_steps": 40, "lr_scheduler_type": "constant"}, None),
+    ],
+)
+def test_a_warm_up_longer_than_the_run_is_said(changes: dict[str, Any], said: str | None) -> None:
+    config = PrivateGRPOConfig(output_dir="x", privacy_epsilon=1.0, max_steps=8, **changes)
+    found = long_warmup(config, made(max_steps=8, **changes))
     assert (found is None) if said is None else (found is not None and said in found)

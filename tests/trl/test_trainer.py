@@ -324,6 +324,13 @@ def test_the_machines_dtype_is_settled_once(model: str, tmp_path: Path) -> None:
     assert again.train(resume_from_checkpoint=True).global_step == 3
 
 
+def test_a_long_warm_up_is_said_before_the_training(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer(model, tmp_path / "a", warmup_steps=9, max_steps=2).train()
+    assert "warmup_steps=9 is more than the 2 rounds" in capsys.readouterr().err
+
+
 def test_a_model_that_is_frozen_in_part_is_not_trained_whole(model: str, tmp_path: Path) -> None:
     given = AutoModelForCausalLM.from_pretrained(model)
     for parameter in given.transformer.wte.parameters():

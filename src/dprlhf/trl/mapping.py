@@ -160,6 +160,24 @@ def small_rounds(config: PrivacyFields, recipe: Recipe, users: int) -> str | Non
     )
 
 
+def long_warmup(config: PrivacyFields, recipe: Recipe) -> str | None:
+    """Return a warning where the warm-up has more steps than the run has rounds; None elsewhere.
+
+    Args:
+        config: The trainer's config.
+        recipe: Its recipe.
+    """
+    args: Any = config
+    steps, rounds = args.warmup_steps, recipe.rounds
+    if recipe.optimizer.warmup == 0 or steps < 1 or steps <= rounds:
+        return None
+    return (
+        f"dprlhf: warmup_steps={steps:g} is more than the {rounds} rounds: the learning rate rises"
+        f" over all of them and reaches learning_rate at the end (in TRL, {rounds}/{steps:g} of"
+        " it). Give fewer steps, or a share of the rounds, such as warmup_steps=0.1"
+    )
+
+
 def _policy(args: Any) -> dict[str, Any]:
     given = dict(args.model_init_kwargs or {})
     unknown = sorted(set(given) - set(_MODEL_SETTINGS))

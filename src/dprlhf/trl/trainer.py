@@ -47,7 +47,7 @@ from dprlhf.trl.arguments import policy_of, refuse_optimizers, rows_of, with_use
 from dprlhf.trl.config import PrivacyFields, PrivateGRPOConfig, PrivateRLOOConfig, as_private
 from dprlhf.trl.evaluation import evaluate_on, metrics_of, public_values
 from dprlhf.trl.logs import Log, as_evaluation, as_logs, hooks_of
-from dprlhf.trl.mapping import recipe_of, small_rounds, with_evaluation
+from dprlhf.trl.mapping import long_warmup, recipe_of, small_rounds, with_evaluation
 from dprlhf.trl.resuming import continued
 from dprlhf.trl.rewards import means_of, trl_rewards
 from dprlhf.trl.tools import with_response_template
@@ -295,7 +295,8 @@ class PrivateTrainer(Generic[C]):
                 " them (for W&B: WANDB_WATCH=false), or use report_to"
             )
         self.args.say_differences()
-        if told := small_rounds(self.args, self.recipe, self._users):
+        few = small_rounds(self.args, self.recipe, self._users)
+        for told in filter(None, (few, long_warmup(self.args, self.recipe))):
             print(told, file=sys.stderr)
         sources = Sources(
             self._rows,
