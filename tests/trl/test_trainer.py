@@ -588,6 +588,12 @@ def test_users_are_those_of_the_column(model: str, tmp_path: Path) -> None:
         trainer(model, tmp_path / "b", user_column="who", privacy_unit="prompt")
 
 
+def test_public_prompts_with_images_are_refused(model: str, tmp_path: Path) -> None:
+    shown = [{**row, "image": "a.png"} for row in PUBLIC]
+    with pytest.raises(DprlhfError, match=r"^eval_dataset: the column 'image' would be given"):
+        trainer(model, tmp_path / "a", eval_dataset=shown)
+
+
 def test_prompts_of_other_kinds(model: str, tmp_path: Path) -> None:
     streamed = IterableDataset.from_generator(lambda: iter(PROMPTS))
     assert len(trainer(model, tmp_path / "a", train_dataset=streamed)._rows) == len(PROMPTS)
@@ -595,6 +601,10 @@ def test_prompts_of_other_kinds(model: str, tmp_path: Path) -> None:
         (None, "train_dataset: give"),
         ({"train": PROMPTS}, "one dataset"),
         ([{"text": "x"}], "no column 'prompt'"),
+        (
+            [{"prompt": "x", "images": ["a.png"]}],
+            "^train_dataset: the column 'images' .* text alone",
+        ),
         ("trl-lib/tldr", "^train_dataset='trl-lib/tldr': give the rows, such as datasets.load"),
     ):
         with pytest.raises(DprlhfError, match=said):

@@ -32,6 +32,11 @@ def rows_of(given: Any, name: str, *, may_lack_prompts: bool) -> Any:
     if "prompt" not in rows.column_names and not may_lack_prompts:
         found = ", ".join(rows.column_names)
         raise DprlhfError(f"{name}: there is no column 'prompt'; the columns are {found}")
+    if images := [column for column in rows.column_names if column in ("image", "images")]:
+        raise DprlhfError(
+            f"{name}: the column {images[0]!r} would be given to the model in TRL, and the models"
+            f" here read text alone: take it out, as with remove_columns({images[0]!r})"
+        )
     return rows
 
 

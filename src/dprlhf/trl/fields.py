@@ -87,8 +87,8 @@ COMMON: dict[str, Field] = {
     "lr_scheduler_type": Field("mapped", "optimizer.schedule: constant, linear or cosine"),
     "warmup_steps": Field(
         "mapped", "optimizer.warmup, a share of the rounds; with lr_scheduler_type 'constant' there"
-        " is none, as in transformers: take 'constant_with_warmup'; train() warns of one longer than"
-        " the run",
+        " is none, as in transformers: take 'constant_with_warmup'; train() warns of one longer"
+        " than the run",
     ),
     "eval_strategy": Field("mapped", "'steps': evaluation.every; else before and after the run"),
     "model_init_kwargs": Field(
