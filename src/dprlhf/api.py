@@ -259,9 +259,17 @@ def generate(
         A dictionary for each prompt, with the keys ``prompt``, ``base`` and ``tuned``.
 
     Raises:
-        DprlhfError: There is no policy or no such file, or the continuations exceed the context.
+        DprlhfError: There is no policy or no such file, the prompts are no list, or the
+            continuations exceed the context.
     """
     hush_libraries()
+    given = [] if isinstance(prompts, Path) else prompts
+    # A text is a sequence of characters, and a conversation one of messages.
+    if isinstance(given, str) or any(isinstance(one, Mapping) for one in given):
+        raise DprlhfError(
+            "prompts: give a list of texts or conversations, [prompt] for a single one, or the"
+            " pathlib.Path of a file"
+        )
     run_folder = RunFolder(Path(folder))
     recipe = _recipe_in(run_folder)
     if max_new_tokens is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -65,6 +66,13 @@ def test_prompts_from_a_file(run: Path, tmp_path: Path, name: str, content: str)
     expected = generate(run, ["One day", "Two"])
     assert generate(run, file) == expected
     assert json.loads(call(run, "--prompts", str(file), "--json").stdout) == expected
+
+
+@pytest.mark.parametrize("prompt", ["One day", [{"role": "user", "content": "One day"}]])
+def test_a_single_prompt_is_not_taken_for_several(run: Path, prompt: Any) -> None:
+    """Each character, or each message, would be one."""
+    with pytest.raises(DprlhfError, match=r"^prompts: give a list .* \[prompt\] for a single one"):
+        generate(run, prompt)
 
 
 def test_what_is_wrong_is_named(run: Path, tmp_path: Path) -> None:
