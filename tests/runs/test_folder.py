@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import stat
@@ -22,7 +23,12 @@ from dprlhf.errors import DprlhfError
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.privacy.plan import make_plan
 from dprlhf.recipe import make_recipe
-from dprlhf.runs.checkpoint import load_checkpoint, save_checkpoint
+from dprlhf.runs.checkpoint import (
+    last_checkpoint,
+    load_checkpoint,
+    load_tuned,
+    save_checkpoint,
+)
 from dprlhf.runs.folder import (
     JsonLines,
     RunFolder,
@@ -218,6 +224,8 @@ class Policy:
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1, bias=False))
         self.parameters = dict(self.layers.named_parameters())
+        self.base = nn.Linear(5, 40).requires_grad_(False)
+        self.model = nn.ModuleDict({"layers": self.layers, "base": self.base})
 
     def state(self) -> dict[str, torch.Tensor]:
         return {k: v.detach().clone() for k, v in self.parameters.items()}
@@ -294,7 +302,33 @@ def test_a_checkpoint_holds_no_secret(folder: RunFolder) -> None:
         content = path.read_bytes()
         assert key not in content
         assert key.hex().encode() not in content
-    assert (folder.checkpoint / "state.json").read_text() == '{"round": 1}'
+    state = json.loads((folder.checkpoint / "state.json").read_text())
+    assert state.keys() == {"round", "frozen"}  # and the weights of the public base model
+    assert state["frozen"].keys() == {"base.weight", "base.bias"}
+
+
+def test_a_checkpoint_is_not_loaded_onto_another_base_model(folder: RunFolder) -> None:
+    """Its adapter would be trained on there, on a model that it was not made for."""
+    training = Training(folder)
+    training.step(1)
+    training.save(1)
+    loaded = Training(folder)
+    assert loaded.load() == 1
+    nn.init.normal_(loaded.policy.base.weight)
+    with pytest.raises(DprlhfError, match="base model is not the one that this run has tuned"):
+        loaded.load()
+    checkpoint = last_checkpoint(folder)
+    assert checkpoint is not None
+    with pytest.raises(DprlhfError, match="base model"):
+        load_tuned(checkpoint, loaded.policy)
+    # Another processor finds an adapter's start, and with it the base, with other last digits.
+    close = Training(folder)
+    with torch.no_grad():
+        close.policy.base.weight += 1e-5 * torch.randn(40, 5)
+    assert close.load() == 1
+    # A checkpoint of an earlier version told nothing of the base model.
+    (folder.checkpoint / "state.json").write_text('{"round": 1}')
+    assert loaded.load() == 1
 
 
 def crash_at(call: int, *, before: bool) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ import torch
 import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import dprlhf
 from dprlhf.errors import DprlhfError
@@ -342,6 +342,10 @@ def test_a_run_is_not_continued_on_a_model_that_holds_its_updates(
     said = "load the base model afresh" if kind == "merged" else "needed: load that afresh"
     with pytest.raises(DprlhfError, match=said):
         dprlhf.resume(tmp_path / "run", **given)
+    if kind != "full":  # else the checkpoint holds all weights
+        other = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "model"))
+        with pytest.raises(DprlhfError, match="base model is not the one that this run has tuned"):
+            dprlhf.resume(tmp_path / "run", **{**given, "model": other})
     afresh = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     dprlhf.resume(tmp_path / "run", **{**given, "model": afresh})
 

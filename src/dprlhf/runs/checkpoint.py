@@ -8,6 +8,7 @@ Nothing here is secret: no key, no random state, no batch.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from dprlhf.runs.lineage import Carried, metadata
 
 AVERAGE = "average"
 """Name of the checkpoint's part that is the policy's average over rounds."""
+_SAMPLED = 64
 
 
 class Stateful(Protocol):
@@ -60,7 +62,8 @@ def save_checkpoint(
         save_file(moments, fresh / "optimizer.safetensors")
         for name, part in (others or {}).items():
             save_file(part.state(), fresh / f"{name}.safetensors", metadata=told)
-        (fresh / "state.json").write_text(json.dumps({"round": t}), encoding="utf-8")
+        state = {"round": t, "frozen": frozen_sums(policy.model)}
+        (fresh / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
 
 def last_checkpoint(folder: RunFolder) -> Path | None:
@@ -80,13 +83,14 @@ def load_checkpoint(
     """Load the last checkpoint into the parts of a run; return its round, 0 without one.
 
     Raises:
-        DprlhfError: The checkpoint is damaged.
+        DprlhfError: The checkpoint is damaged, or the policy's base model is not the run's.
     """
     source = last_checkpoint(folder)
     if source is None:
         return 0
     try:
-        t = int(json.loads((source / "state.json").read_text("utf-8"))["round"])
+        state = json.loads((source / "state.json").read_text("utf-8"))
+        t = int(state["round"])
         policy.load_state(load_file(source / "policy.safetensors"))
         moments = load_file(source / "optimizer.safetensors")
         for name, part in (others or {}).items():
@@ -95,6 +99,7 @@ def load_checkpoint(
         raise DprlhfError(
             f"{source}: damaged ({type(error).__name__}); it cannot be used"
         ) from None
+    check_frozen(policy.model, state)
     load_moments(optimizer, list(policy.parameters), moments)
     return t
 
@@ -105,11 +110,53 @@ def load_tuned(checkpoint: Path, policy: CausalLMPolicy) -> None:
     Args:
         checkpoint: The checkpoint's folder, from :func:`last_checkpoint`.
         policy: The policy, which takes the weights.
+
+    Raises:
+        DprlhfError: The policy's base model is not the run's.
     """
     policy.load_state(load_file(checkpoint / "policy.safetensors"))
+    check_frozen(policy.model, json.loads((checkpoint / "state.json").read_text("utf-8")))
     average = checkpoint / f"{AVERAGE}.safetensors"
     if average.exists():
         load_average(policy.parameters, load_file(average))
+
+
+def frozen_sums(model: torch.nn.Module) -> dict[str, float]:
+    """Return the sum of up to 64 evenly spaced entries of each frozen weight.
+
+    They tell one base model from another, which a checkpoint of an adapter does not hold.
+    """
+    frozen = {
+        name: weight.detach()
+        for name, weight in model.named_parameters()
+        if not weight.requires_grad and weight.is_floating_point()
+    }
+    if not frozen:
+        return {}
+    sums = [w.flatten()[:: max(1, w.numel() // _SAMPLED)].double().sum() for w in frozen.values()]
+    return dict(zip(frozen, torch.stack(sums).tolist(), strict=True))
+
+
+def check_frozen(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """Check that a model's frozen weights are those of the run that wrote a checkpoint.
+
+    Args:
+        model: The model with the checkpoint's adapter loaded, its frozen parts included.
+        state: Content of ``state.json``. Earlier versions wrote no sums, so nothing is checked.
+
+    Raises:
+        DprlhfError: They are not: the adapter would go on, without a word, on another base model.
+    """
+    found, held = frozen_sums(model), state.get("frozen", {})
+    # A base that an adapter's start has changed (PiSSA) differs in last digits between processors.
+    if held and not (
+        found.keys() == held.keys()
+        and all(math.isclose(found[n], held[n], rel_tol=1e-2, abs_tol=1e-2) for n in held)
+    ):
+        raise DprlhfError(
+            "the base model is not the one that this run has tuned: its frozen weights are others."
+            " Pass the same model, or the same seed where its weights are drawn at random"
+        )
 
 
 def moments_of(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, torch.Tensor]:
