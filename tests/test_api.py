@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
+from transformers import TrainerCallback
 
 import dprlhf
 from dprlhf import DprlhfError
@@ -68,6 +70,41 @@ def test_what_cannot_be_taken_says_what_to_do(tmp_path: Path) -> None:
         dprlhf.train("recipe.yaml", peft_config=peft.LoraConfig())
     with pytest.raises(DprlhfError, match=r"rank_pattern"):
         train(tmp_path, model=folder, peft_config=peft.LoraConfig(rank_pattern={"c_attn": 2}))
+    assert not (tmp_path / "run").exists()
+
+
+class Counts(TrainerCallback):  # type: ignore[misc]
+    rounds = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        Counts.rounds += 1
+
+
+def test_a_callback_may_be_a_class(tmp_path: Path) -> None:
+    train(tmp_path, model=str(tiny.save(tmp_path / "model")), callbacks=[Counts])
+    assert Counts.rounds == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"callbacks": Counts()}, "callbacks: give a list, not a Counts"),
+        ({"callbacks": [3]}, "callbacks: give functions .*, not a int"),
+        ({"reward_weights": [math.nan]}, "reward_weights: .* finite number, not nan"),
+        ({"reward": (length, math.inf)}, "reward_weights: .* finite number, not inf"),
+        ({"tools": length}, "tools: give a list of functions"),
+        ({"environment_factory": 3}, "environment_factory: give a class, .* not a int"),
+        ({"rollout_func": 3}, "rollout_func: give a function, not a int"),
+        ({"generation_kwargs": "x"}, "generation_kwargs: write a mapping"),
+        ({"processing_class": 5}, "processing_class: give a tokenizer .*, not a int"),
+        ({"processing_class": "gpt2"}, "processing_class='gpt2': give the tokenizer, such as"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(
+    tmp_path: Path, given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(DprlhfError, match=f"^{said}"):
+        train(tmp_path, model=tiny.model(), **{"processing_class": tiny.tokenizer(), **given})
     assert not (tmp_path / "run").exists()
 
 

@@ -151,6 +151,9 @@ def test_rloo_is_the_policy_gradient_with_the_other_responses_as_baseline() -> N
             "give one",
         ),
         ({"num_train_epochs": 0.5}, "num_train_epochs=0.5"),
+        ({"cls": PrivateRLOOConfig, "reward_clip_range": (3,)}, "^reward_clip_range: give two"),
+        ({"cls": PrivateRLOOConfig, "reward_clip_range": 3}, "^reward_clip_range: give two"),
+        ({"cls": PrivateRLOOConfig, "reward_clip_range": ("a", "b")}, "two numbers, .low, high."),
         ({"num_train_epochs": 1.5}, "whole number"),
     ],
 )

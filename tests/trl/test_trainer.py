@@ -365,6 +365,17 @@ def test_a_refused_model_stays_without_an_adapter(model: str, tmp_path: Path) ->
     [
         ({"peft_config": {"r": 1}}, "peft_config: give a PEFT config"),
         ({"callbacks": TrainerCallback()}, "callbacks: give a list"),
+        ({"reward_weights": [math.nan]}, "^reward_weights: .* finite number, not nan"),
+        ({"reward_weights": ["a"]}, "^reward_weights: .* finite number, not 'a'"),
+        ({"reward_weights": 1.0}, "^reward_weights: give a list of numbers, not 1.0"),
+        ({"user_column": 3}, "^user_column: give the name of a column, not 3"),
+        ({"tools": len}, "^tools: give a list of functions"),
+        ({"processing_class": 5}, "^processing_class: give a tokenizer .*, not a int"),
+        ({"generation_kwargs": "x"}, "^generation_kwargs: write a mapping, .* not a str"),
+        ({"model_init_kwargs": "x"}, "^model_init_kwargs: give a dictionary, not 'x'"),
+        ({"environment_factory": 3}, "^environment_factory: give a class, .* not a int"),
+        ({"environment_factory": {"a": 3}}, "^environment_factory: give a class, .* not a int"),
+        ({"rollout_func": 3}, "^rollout_func: give a function, not a int"),
         ({"compute_metrics": 3}, "^compute_metrics: give a function of .*, not a int"),
         ({"eval_strategy": "steps", "eval_steps": 1}, "give eval_dataset"),
     ],
@@ -614,6 +625,7 @@ def test_prompts_of_other_kinds(model: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        ({"optimizers": 5}, "^optimizers: "),
         ({"optimizers": (torch.optim.SGD([torch.zeros(1)], 0.1), None)}, "^optimizers: "),
         ({"tools": [len]}, "cannot be shown to the model"),
         ({"environment_factory": {"a": dict}}, "has no method reset"),

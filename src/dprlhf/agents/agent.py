@@ -253,10 +253,21 @@ class Agent:
 
 
 def factories_by_name(factory: EnvironmentFactories | None) -> dict[Any, EnvironmentFactory]:
-    """Return factories by name: a single one has the name None, and without one there is none."""
-    if isinstance(factory, Mapping):
-        return dict(factory)
-    return {} if factory is None else {None: factory}
+    """Return factories by name: a single one has the name None, and without one there is none.
+
+    Raises:
+        DprlhfError: One cannot be called.
+    """
+    if factory is None:
+        return {}
+    factories: dict[Any, Any] = dict(factory) if isinstance(factory, Mapping) else {None: factory}
+    for make in factories.values():
+        if not callable(make):
+            raise DprlhfError(
+                "environment_factory: give a class, a function that makes an environment, or a"
+                f" dictionary of these, not a {type(make).__name__}"
+            )
+    return factories
 
 
 def begin(

@@ -42,9 +42,14 @@ class FunctionSampler:
 
     Attributes:
         sink: Receiver of the text that the function prints on private prompts; None drops it.
+
+    Raises:
+        DprlhfError: It cannot be called.
     """
 
     def __init__(self, function: RolloutFunc) -> None:
+        if not callable(function):
+            raise DprlhfError(f"rollout_func: give a function, not a {type(function).__name__}")
         self.function = function
         self.sink: SecretSink | None = None
         self._names: set[str] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -39,9 +40,7 @@ class GivenReward:
     tokenizer: Any = None
 
 
-def given_rewards(
-    reward: Any, weights: Sequence[float] | None = None, tokenizers: Any = None
-) -> list[GivenReward]:
+def given_rewards(reward: Any, weights: Any = None, tokenizers: Any = None) -> list[GivenReward]:
     """Return the rewards of TRL's arguments ``reward_funcs`` and ``reward_processing_classes``.
 
     Args:
@@ -54,7 +53,8 @@ def given_rewards(
         tokenizers: A tokenizer, or one or None for each reward; only model objects use them.
 
     Raises:
-        DprlhfError: The lists differ in length, a weight is given twice, or something is no reward.
+        DprlhfError: The lists differ in length, a weight is given twice or is no finite number, or
+            something is no reward.
     """
     several = isinstance(reward, list | tuple) and not _is_pair(reward)
     rewards = list(reward) if several else [reward]
@@ -62,6 +62,8 @@ def given_rewards(
         raise DprlhfError("reward_weights: a reward has a weight already, in its pair")
     pairs: list[tuple[Any, Any]] = [one if _is_pair(one) else (one, None) for one in rewards]
     if weights is not None:
+        if isinstance(weights, str) or not hasattr(weights, "__len__"):
+            raise DprlhfError(f"reward_weights: give a list of numbers, not {weights!r}")
         _check_count("reward_weights", weights, rewards)
         pairs = [(one, weight) for (one, _), weight in zip(pairs, weights, strict=True)]
     each = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers]
@@ -144,7 +146,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def _given(one: Any, weight: float | None, tokenizer: Any) -> GivenReward:
-    changes: dict[str, Any] = {} if weight is None else {"weight": float(weight)}
+    changes: dict[str, Any] = {} if weight is None else {"weight": _finite(weight)}
     if isinstance(one, str):
         one = named_reward(one)
     if isinstance(one, Reward):
@@ -162,6 +164,16 @@ def _given(one: Any, weight: float | None, tokenizer: Any) -> GivenReward:
         raise DprlhfError(f"reward: a {type(one).__name__} is no reward: {_FORMS}")
     changes["by_turn"] = declares(one, BY_TURN)
     return GivenReward(Reward(function=IN_MEMORY, **changes), one)
+
+
+def _finite(weight: Any) -> float:
+    try:
+        number = math.nan if isinstance(weight, str) else float(weight)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise DprlhfError(f"reward_weights: a weight must be a finite number, not {weight!r}")
+    return number
 
 
 def _check_count(name: str, values: Sequence[Any], rewards: Sequence[Any]) -> None:

@@ -96,6 +96,8 @@ class Sources:
         self.stand_in_plan = stand_in_plan
         self.compute_metrics = compute_metrics
         self.models = dict(models or {})
+        if callable(tools) or isinstance(tools, str):
+            raise DprlhfError("tools: give a list of functions, [function] for a single one")
         self.agent: dict[str, Any] = {
             "tools": list(tools) if tools else None,
             "environment_factory": environment_factory,

@@ -35,8 +35,14 @@ def rollout_settings(generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     {'top_k': 20, 'stop': ['END']}
 
     Raises:
-        DprlhfError: An argument has no key: what it changes is not in the log-probabilities.
+        DprlhfError: An argument has no key: what it changes is not in the log-probabilities; or
+            there is no mapping of arguments.
     """
+    if not isinstance(generation_kwargs, Mapping):
+        raise DprlhfError(
+            'generation_kwargs: write a mapping, such as {"top_k": 20}, not a'
+            f" {type(generation_kwargs).__name__}"
+        )
     found = {}
     for name, value in generation_kwargs.items():
         if name in KEYS:

@@ -128,8 +128,6 @@ def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
         if name in KEYS:
             found[KEYS[name]] = value
         elif name == "generation_kwargs":
-            if not isinstance(value, Mapping):
-                raise DprlhfError('generation_kwargs: write a mapping, such as {"top_k": 20}')
             found |= {f"rollout.{key}": one for key, one in rollout_settings(value).items()}
     if "loss_type" in given or "scale_rewards" in given:
         named = given.keys() & {"loss_type", "scale_rewards"}

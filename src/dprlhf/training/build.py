@@ -54,7 +54,7 @@ from dprlhf.runs.opening import (
     uncounted,
 )
 from dprlhf.runs.trackers import check_installed, tracked
-from dprlhf.training.callbacks import as_functions
+from dprlhf.training.callbacks import as_functions, taken
 from dprlhf.training.dpo import preference_optimization
 from dprlhf.training.layout import settle_layout
 from dprlhf.training.processes import Processes
@@ -169,6 +169,7 @@ def open_run(
         DprlhfError: Something that the recipe names is wrong, or the folder is another run's.
     """
     processes = Processes.connect()
+    callbacks = taken(callbacks)
     if create:
         processes.on_main(folder.refuse_to_overwrite)
     stage, parts = load_parts(

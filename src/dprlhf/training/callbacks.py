@@ -10,14 +10,39 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from dprlhf.errors import DprlhfError
+
 Function = Callable[[dict[str, Any]], None]
+
+
+def taken(callbacks: Any) -> list[Any]:
+    """Return the callbacks of a run; of a class that is a ``TrainerCallback``, an object.
+
+    Raises:
+        DprlhfError: They are no list, or one of them can be called in no way.
+    """
+    from transformers import TrainerCallback
+
+    if not isinstance(callbacks, Sequence) or isinstance(callbacks, str):
+        raise DprlhfError(f"callbacks: give a list, not a {type(callbacks).__name__}")
+    made = [
+        one() if isinstance(one, type) and issubclass(one, TrainerCallback) else one
+        for one in callbacks
+    ]
+    for one in made:
+        if not isinstance(one, TrainerCallback) and not callable(one):
+            raise DprlhfError(
+                "callbacks: give functions of a round's metrics, or transformers.TrainerCallback"
+                f" objects or classes, not a {type(one).__name__}"
+            )
+    return made
 
 
 def as_functions(callbacks: Sequence[Any], folder: Path, rounds: int) -> list[Function]:
     """Return the callbacks as functions of a round's metrics.
 
     Args:
-        callbacks: Functions, or ``transformers.TrainerCallback`` objects.
+        callbacks: Functions, or ``transformers.TrainerCallback`` objects, as of :func:`taken`.
         folder: The run folder.
         rounds: The number of rounds T.
     """

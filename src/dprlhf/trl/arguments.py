@@ -45,13 +45,6 @@ def policy_of(recipe: Recipe, model: Any, tokenizer: Any) -> CausalLMPolicy:
     given = None if isinstance(model, str) else model
     if given is not None and not hasattr(given, "config"):
         raise DprlhfError(f"model: a {type(model).__name__} is no name and no transformers model")
-    if isinstance(tokenizer, str):
-        raise DprlhfError(
-            f"processing_class={tokenizer!r}: give the tokenizer, such as"
-            f" AutoTokenizer.from_pretrained({tokenizer!r}); None takes the model's own"
-        )
-    if hasattr(tokenizer, "tokenizer"):
-        raise DprlhfError("processing_class: prompts are text here: give the processor's tokenizer")
     return load_policy_of(recipe, model=given, tokenizer=tokenizer)
 
 
@@ -59,9 +52,11 @@ def with_user_column(config: C, column: str | None) -> C:
     """Return a copy of a trainer's config whose ``privacy_unit`` is the trainer's ``user_column``.
 
     Raises:
-        DprlhfError: The config names another column.
+        DprlhfError: The config names another column, or it is no name.
     """
     own: Any = copy.copy(config)
+    if column is not None and not isinstance(column, str):
+        raise DprlhfError(f"user_column: give the name of a column, not {column!r}")
     if column is not None:
         if own.privacy_unit not in (None, column):
             raise DprlhfError(
@@ -73,7 +68,7 @@ def with_user_column(config: C, column: str | None) -> C:
 
 def refuse_optimizers(optimizers: Any) -> None:
     """Refuse what a private trainer does not take, with the reason."""
-    if tuple(optimizers or (None, None)) != (None, None):
+    if optimizers not in (None, (), [], (None, None), [None, None]):
         raise DprlhfError(
             "optimizers: the optimizer steps along released gradients, and a resumed run makes it"
             " again: name it in args (optim, learning_rate, lr_scheduler_type)"

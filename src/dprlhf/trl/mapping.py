@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from dprlhf.errors import DprlhfError
@@ -179,7 +180,10 @@ def long_warmup(config: PrivacyFields, recipe: Recipe) -> str | None:
 
 
 def _policy(args: Any) -> dict[str, Any]:
-    given = dict(args.model_init_kwargs or {})
+    given = args.model_init_kwargs or {}
+    if not isinstance(given, Mapping):
+        raise DprlhfError(f"model_init_kwargs: give a dictionary, not {given!r}")
+    given = dict(given)
     unknown = sorted(set(given) - set(_MODEL_SETTINGS))
     if unknown:
         raise DprlhfError(
@@ -237,6 +241,9 @@ def _reward_range(args: Any) -> float:
     clip = getattr(args, "reward_clip_range", None)
     if clip is None:
         return float(args.privacy_reward_range)
+    pair = isinstance(clip, Sequence) and len(clip) == 2
+    if not pair or not all(isinstance(end, Real) for end in clip):
+        raise DprlhfError(f"reward_clip_range: give two numbers, (low, high), not {clip!r}")
     low, high = clip
     own = args.privacy_reward_range
     if own not in (high, type(args).privacy_reward_range):
