@@ -92,7 +92,8 @@ COMMON: dict[str, Field] = {
     ),
     "eval_strategy": Field("mapped", "'steps': evaluation.every; else before and after the run"),
     "model_init_kwargs": Field(
-        "mapped", "dtype, attn_implementation, revision and trust_remote_code; others are refused"
+        "mapped", "dtype ('auto' is the machine's choice, not the checkpoint's),"
+        " attn_implementation, revision and trust_remote_code; others are refused",
     ),
     "disable_dropout": Field("honoured", "dropout is always off: it would be a second randomness"),
     "use_cpu": Field("honoured", "through accelerate, which places the policy"),
