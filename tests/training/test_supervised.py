@@ -530,9 +530,7 @@ def test_an_adapter_that_cannot_be_merged_is_refused_before_anybody_is_charged(
 
 def test_a_single_public_row_is_refused_by_name(model: str, tmp_path: Path) -> None:
     stage = sft(model, tmp_path / "run", evaluation={"data": DATA})
-    with pytest.raises(
-        DprlhfError, match="give at least 2 public rows"
-    ):
+    with pytest.raises(DprlhfError, match="give at least 2 public rows"):
         dprlhf.train_stage(stage, data=people(0, 40), evaluation_data=people(90, 1), quiet=True)
     assert not (tmp_path / "run").exists()
 
