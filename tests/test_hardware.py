@@ -1,4 +1,4 @@
-"""Batches go to a GPU through page-locked memory, and nowhere else."""
+"""Batches go to a GPU through page-locked memory; a machine's faster number format is found."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from dprlhf import hardware
 from dprlhf.hardware import to_device
 
 
@@ -44,3 +45,39 @@ def test_what_arrives_on_a_gpu_is_what_was_sent() -> None:
     sent = [torch.randn(1000, generator=torch.Generator().manual_seed(i)) for i in range(50)]
     found = [to_device(x.clone(), torch.device("cuda")) for x in sent]
     assert all(torch.equal(a, b.cpu()) for a, b in zip(sent, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("able", "measured_faster", "expected"),
+    [
+        ({}, True, torch.float32),  # emulated: nothing is measured
+        ({"avx512_bf16": True}, True, torch.bfloat16),
+        ({"avx512_bf16": True}, False, torch.float32),  # as on a virtual machine without AMX
+        ({"bf16": True}, False, torch.float32),
+        ({"avx512_bf16": True, "amx_bf16": True}, False, torch.bfloat16),
+    ],
+)
+def test_a_cpu_computes_in_the_type_in_which_it_is_faster(
+    monkeypatch: pytest.MonkeyPatch,
+    able: dict[str, bool],
+    measured_faster: bool,
+    expected: torch.dtype,
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able)
+    monkeypatch.setattr(hardware, "_multiplies_faster_in_bfloat16", lambda: measured_faster)
+    assert hardware.native_dtype("cpu") == expected
+
+
+def test_the_faster_type_is_told_by_the_time_of_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear, clock = torch.nn.functional.linear, [0.0]
+    cost: dict[torch.dtype, float] = {}
+
+    def slowly(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        clock[0] += cost[rows.dtype]
+        return linear(rows, weight)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", slowly)
+    monkeypatch.setattr(hardware.time, "perf_counter", lambda: clock[0])
+    for bfloat16, faster in ((0.5, True), (2.0, False)):
+        cost.update({torch.float32: 1.0, torch.bfloat16: bfloat16})
+        assert hardware._multiplies_faster_in_bfloat16.__wrapped__() is faster

@@ -127,7 +127,7 @@ _TEMPLATE = """\
 
 policy:
   model_name_or_path: {model}
-  dtype: auto                   # bfloat16 where the machine computes in it, else float32
+  dtype: auto                   # bfloat16 where the machine is faster in it, else float32
   adapter:                      # few trained parameters mean little noise
     type: ffa-lora              # A frozen, B trained
     rank: 1

@@ -119,7 +119,7 @@ class Policy(Settings):
         revision: Branch, tag or commit of a hub id. Give the commit, so that a later run loads the
             same weights; null takes what the hub has now.
         dtype: Data type of the frozen base model; the adapter stays in float32. ``auto`` is
-            bfloat16 where the hardware computes in it, else float32; a run keeps the type that it
+            bfloat16 where the hardware is faster in it, else float32; a run keeps the type that it
             started with.
         attn_implementation: Attention implementation of transformers; null takes its default.
             ``eager`` can be faster for short texts on a CPU; its memory grows with the square of
