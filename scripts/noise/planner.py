@@ -114,7 +114,7 @@ def predicted(task: Task) -> list[Choice]:
     The public prompts are measured once: they do not depend on the number of users, nor on ε.
     """
     recipe = load_recipe(task.file, overrides_of(task.changes))
-    facts = measure(recipe, responses=[2, 4])
+    facts = measure(recipe, responses=[2, 4], trial_runs=True)
     print(facts.describe(), flush=True)
     found = []
     for users, epsilon, candidate in held_out(task):

@@ -46,8 +46,8 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def native_dtype(device_type: str | None = None) -> torch.dtype:
     """Return bfloat16 where a device computes in it faster, else float32.
 
-    A processor that has to emulate bfloat16 takes several times as long as for float32. One that has
-    AVX-512's instructions for it, but no AMX, may take twice as long: there, it is measured.
+    A processor that has to emulate bfloat16 takes several times as long as for float32. One that
+    has AVX-512's instructions for it, but no AMX, may take twice as long: there, it is measured.
 
     Args:
         device_type: ``cuda`` or ``cpu``; None means the GPU if there is one, else the CPU.

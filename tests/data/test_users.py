@@ -864,6 +864,31 @@ def test_a_broken_file_is_refused_without_quoting_a_row(tmp_path: Path) -> None:
     assert "zanzibar" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "train.jsonl"])
+def test_no_bar_shows_how_many_rows_were_read(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    """The number of users is public, that of their rows is not."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    rows = pd.DataFrame({"prompt": [f"prompt {i}" for i in range(1_237)]})
+    if name.endswith(".csv"):
+        rows.to_csv(folder / name, index=False)
+    else:
+        rows.to_json(folder / name, orient="records", lines=True)
+    datasets.enable_progress_bars()
+    assert (
+        len(load_rows(Data(path=str(folder if name == "train.jsonl" else folder / name)))) == 1_237
+    )
+    streams = capsys.readouterr()
+    assert streams.out + streams.err == ""
+    assert datasets.is_progress_bar_enabled()  # as the program had it
+
+
 def test_what_datasets_logs_about_a_file_is_not_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

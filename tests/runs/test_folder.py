@@ -67,7 +67,9 @@ def test_the_key_is_for_the_owner_alone(tmp_path: Path, umask: int) -> None:
     assert len(key) == 32
     assert folder.key.parent == folder.secret
     # The key is nowhere else, not even in what a crash would leave.
-    assert [p for p in folder.path.rglob("*") if p.is_file()] == [folder.key]
+    ignored = folder.secret / ".gitignore"  # so that ``git add .`` takes nothing of it
+    assert {p for p in folder.path.rglob("*") if p.is_file()} == {folder.key, ignored}
+    assert ignored.read_text() == "*\n"
 
 
 def test_every_run_has_its_own_key(tmp_path: Path) -> None:
@@ -80,6 +82,15 @@ def test_a_run_opens_with_the_key_it_was_made_with(tmp_path: Path) -> None:
     key = folder.create()
     write_atomically(folder.recipe, "rounds: 1\n")
     assert folder.open() == key
+
+
+def test_a_copy_that_lost_its_mode_is_closed_again(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    write_atomically(folder.recipe, "rounds: 1\n")
+    folder.secret.chmod(0o755)  # as cp --no-preserve=mode leaves it
+    folder.open()
+    assert stat.S_IMODE(folder.secret.stat().st_mode) == 0o700
 
 
 def test_everything_published_lies_outside_secret(folder: RunFolder) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import peft
 import pytest
 import torch
 import yaml
@@ -348,6 +349,34 @@ def test_a_run_is_not_continued_on_a_model_that_holds_its_updates(
             dprlhf.resume(tmp_path / "run", **{**given, "model": other})
     afresh = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     dprlhf.resume(tmp_path / "run", **{**given, "model": afresh})
+
+
+def test_a_model_that_was_given_in_python_is_merged_with_its_record(tmp_path: Path) -> None:
+    """What PEFT itself loads and merges carries none, so that nothing would count the run."""
+    start = tiny.save(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(start)
+    run, out = tmp_path / "run", tmp_path / "merged"
+    dprlhf.train(**live(run, model, policy__adapter=runs.ADAPTER))
+    with pytest.raises(DprlhfError, match=r"merge it there, with dprlhf\.merge\("):
+        merge(run, out)
+    with pytest.raises(DprlhfError, match="may hold its updates, .*load that afresh"):
+        dprlhf.merge(run, out, model=model)
+    assert not out.exists()
+    afresh = AutoModelForCausalLM.from_pretrained(start)
+    before = copy.deepcopy(afresh.state_dict())
+    dprlhf.merge(run, out, model=afresh)
+    assert all(torch.equal(weight, before[name]) for name, weight in afresh.state_dict().items())
+    assert not earlier.runs_of_object(afresh)
+    merged = AutoModelForCausalLM.from_pretrained(out)
+    tuned = peft.PeftModel.from_pretrained(afresh, str(run / "policy")).merge_and_unload()
+    assert all(
+        torch.allclose(weight, tuned.state_dict()[name])
+        for name, weight in merged.state_dict().items()
+    )
+    assert earlier.runs_of_object(merged) == {run_id(run)}
+    with pytest.raises(DprlhfError, match=TUNED):
+        read_earlier(recipe(out))
+    assert {r.run for r in read_earlier(recipe(out, out)).records} == {run_id(run)}
 
 
 def test_what_is_known_only_after_loading_is_refused_before_the_first_charge(

@@ -79,7 +79,11 @@ class TestMeasure:
         """A run itself takes fewer public rows than the planner, and compares those alone."""
         recipe, _ = made(model)
         rows = [f"public {i}" for i in range(90)]
-        for place, prompts, expected in ((80, 80, True), (85, 80, False), (80, 70, False)):
+        cases = (
+            (80, 80, False, True), (85, 80, False, False), (80, 70, False, False),
+            (85, 16, True, True),  # trial runs take all rows after those
+        )  # fmt: skip
+        for place, prompts, trial_runs, expected in cases:
             mixed = [*rows[:place], USERS[3], *rows[place:]]
             sources = Sources(USERS, lower_case, mixed)
             with (
@@ -87,7 +91,7 @@ class TestMeasure:
                 if expected
                 else contextlib.nullcontext()
             ):
-                measure(recipe, sources, prompts=prompts)
+                measure(recipe, sources, prompts=prompts, trial_runs=trial_runs)
 
     def test_without_public_prompts_nothing_can_be_measured(self, model: str) -> None:
         recipe, _ = made(model)

@@ -99,7 +99,7 @@ def plan(
 
     loaded = load_recipe(recipe, overrides or ())
     public = public_rows(loaded) if trial_runs else None  # refuses before the work begins
-    facts = measure(loaded, responses=num_generations or ())
+    facts = measure(loaded, responses=num_generations or (), trial_runs=trial_runs > 0)
     choices, passed = choose(
         facts,
         minutes=minutes,

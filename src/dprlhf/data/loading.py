@@ -185,16 +185,22 @@ def load_rows(spec: recipe.Data) -> Any:
 
 @contextlib.contextmanager
 def _silent_datasets() -> Iterator[None]:
-    """Silence the log of ``datasets``, which quotes the value that a parser fails at."""
-    import datasets  # noqa: F401 - its first import sets the level, and would undo what follows
+    """Silence ``datasets``: its log quotes the value that a parser fails at, its bars count rows.
+
+    How many rows users have is private, unlike the number of users.
+    """
+    import datasets  # its first import sets the level, and would undo what follows
 
     logger = logging.getLogger("datasets")
-    level = logger.level
+    level, bars = logger.level, datasets.is_progress_bar_enabled()
     logger.setLevel(logging.CRITICAL + 1)
+    datasets.disable_progress_bars()
     try:
         yield
     finally:
         logger.setLevel(level)
+        if bars:
+            datasets.enable_progress_bars()
 
 
 def _read(path: str, spec: recipe.Data) -> Any:

@@ -10,7 +10,8 @@ Everything outside ``secret/`` is covered by the stated guarantee and may be pub
 - ``policy/``: the final adapter, as ``PeftModel.from_pretrained`` loads it
 - ``model/`` (supervised stages): the whole model for the next stage
 
-``secret/`` (mode 0700) holds the key that allocation and noise are derived from, and raw telemetry.
+``secret/`` (mode 0700, left out by git) holds the key that allocation and noise are derived from,
+and raw telemetry.
 
 Every file outside of it has a public modification time (:mod:`dprlhf.privacy.file_times`).
 """
@@ -111,6 +112,10 @@ class RunFolder:
         """The run's secret key."""
         return self.secret / "key"
 
+    @property
+    def _left_out_by_git(self) -> Path:
+        return self.secret / ".gitignore"
+
     def require(self) -> None:
         """Raise a :class:`DprlhfError` if this is no run folder."""
         if not self.recipe.is_file():
@@ -136,6 +141,7 @@ class RunFolder:
             self.secret.mkdir(mode=0o700)
         except OSError as error:
             raise DprlhfError(f"{self.path}: {error.strerror}") from None
+        write_atomically(self._left_out_by_git, "*\n")
         key = key or new_key()
         write_atomically(self.key, key, mode=0o600)
         return key
@@ -144,18 +150,21 @@ class RunFolder:
         """Remove the folder of a run that was refused before its ledger was opened."""
         if not self.ledger.exists():
             self.key.unlink(missing_ok=True)
+            self._left_out_by_git.unlink(missing_ok=True)
             self.recipe.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # something else is in it
                 self.secret.rmdir()
                 self.path.rmdir()
 
     def open(self) -> bytes:
-        """Return the secret key of an existing run.
+        """Return the secret key of an existing run, whose ``secret/`` is closed to other accounts.
 
         Raises:
             DprlhfError: This is no run folder, or its key is lost.
         """
         self.require()
+        with contextlib.suppress(OSError):  # a copy may have lost the mode
+            self.secret.chmod(0o700)
         key = self.key.read_bytes() if self.key.is_file() else b""
         if len(key) != KEY_BYTES:
             raise DprlhfError(

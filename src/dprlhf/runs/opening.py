@@ -232,7 +232,7 @@ def check_public(
     public: Users | None,
     guides: Guides | None = None,
     *,
-    probed: int = 0,
+    probed: int | None = 0,
 ) -> None:
     """Check that no public row is a user's, whatever the two sources are called.
 
@@ -246,7 +246,8 @@ def check_public(
         users: The private users.
         public: The rows of the evaluation; None without one.
         guides: The rows to which ``update.subspace`` is fitted; None without one.
-        probed: Number of rows after those of the evaluation by which settings are chosen.
+        probed: Number of rows after those of the evaluation by which settings are chosen; None for
+            all of them.
 
     Raises:
         DprlhfError: Some row is. The message does not say which, or how many.
@@ -259,7 +260,9 @@ def check_public(
         _check_declared("evaluation", public, users)
     elif public is not None and evaluation is not None:
         named, used = evaluation.data.user_column or column, used_rows(recipe)
-        first = None if used is None else max(used, evaluation.prompts + probed)
+        first = None  # all rows
+        if used is not None and probed is not None:
+            first = max(used, evaluation.prompts + probed)
         shown["evaluation"] = public.traces(named, first)
     if guides is not None and guides.rows is not public and subspace.declared_public:
         _check_declared("update.subspace", guides.rows, users)
