@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from dprlhf.errors import DprlhfError
     from dprlhf.privacy.plan import Plan, make_plan
     from dprlhf.recipe import Recipe, load_recipe
+    from dprlhf.runs.publish import merge
 
 _HOMES = {
     "DprlhfError": "errors",
@@ -44,6 +45,7 @@ _HOMES = {
     "generate": "api",
     "load_recipe": "recipe",
     "make_plan": "privacy.plan",
+    "merge": "runs.publish",
     "resume": "api",
     "resume_stage": "api",
     "train": "api",
@@ -57,6 +59,7 @@ __all__ = [
     "generate",
     "load_recipe",
     "make_plan",
+    "merge",
     "resume",
     "resume_stage",
     "train",

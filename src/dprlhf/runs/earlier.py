@@ -328,7 +328,7 @@ def check_lineage_of_objects(
     Args:
         models: Models in memory, such as transformers makes them, by the argument's name.
         named: The runs (by commitment) whose cost counts.
-        own: The run (by commitment) that is continued; None for a new one.
+        own: The run (by commitment) that is continued or merged; None for a new one.
 
     Raises:
         DprlhfError: A model comes from another private run, or holds updates of the run itself.
@@ -337,8 +337,8 @@ def check_lineage_of_objects(
         tuned_by = runs_of_object(model)
         if own in tuned_by:
             raise DprlhfError(
-                f"{key}: this model has taken part in the run that is continued, and may hold its"
-                " updates, where the model that the run started from is needed: load that afresh"
+                f"{key}: this model has taken part in this very run, and may hold its updates,"
+                " where the model that the run started from is needed: load that afresh"
             )
         if not tuned_by <= set(named):
             raise DprlhfError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from dprlhf.hub import pinned
 from dprlhf.policies.adapters import quiet_peft
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, load_any_recipe
 from dprlhf.runs.card import carried_with, model_card
-from dprlhf.runs.earlier import records_of
+from dprlhf.runs.earlier import check_lineage_of_objects, records_of
 from dprlhf.runs.folder import RunFolder, replaced_folder
 from dprlhf.runs.lineage import FILE, attach
 from dprlhf.runs.opening import how_to_continue
@@ -71,18 +72,26 @@ def push(
 
 
 def merge(
-    run: str | Path, out: str | Path, *, dtype: str = "float32", replace: bool = False
+    run: str | Path,
+    out: str | Path,
+    *,
+    model: Any = None,
+    dtype: str = "float32",
+    replace: bool = False,
 ) -> Path:
-    """Write base model and adapter as one model that needs no PEFT.
+    """Write base model and adapter as one model that needs no PEFT, with the run's record.
 
     Args:
         run: The run folder.
         out: The new folder; must not exist, unless ``replace`` is set.
+        model: The model that the run started from, loaded afresh, where it was given in Python; it
+            is copied and stays as it is. None loads the one that the recipe names.
         dtype: Dtype of the merged weights; bfloat16 may round a small change of a weight away.
         replace: Replace ``out`` where it exists.
 
     Raises:
-        DprlhfError: The run has no policy yet, the folder exists, or the adapter cannot be merged.
+        DprlhfError: The run has no policy yet, the folder exists, the adapter cannot be merged, or
+            the model holds the run's updates already.
     """
     folder, out = _finished(run), Path(out)
     if out.exists() and not replace:
@@ -93,7 +102,7 @@ def merge(
         if adapter == "full":
             (merged, tokenizer), right = _whole(folder), True
         else:
-            base, tokenizer = _base_and_tokenizer(recipe, folder)
+            base, tokenizer = _base_and_tokenizer(recipe, folder, model)
             merged, right = _merged(base, folder)
     except (OSError, ValueError, RuntimeError, AttributeError) as error:
         raise DprlhfError(
@@ -124,18 +133,24 @@ def _whole(folder: RunFolder) -> tuple[Any, Any]:
     return model, transformers.AutoTokenizer.from_pretrained(folder.policy)
 
 
-def _base_and_tokenizer(recipe: AnyRecipe, folder: RunFolder) -> tuple[Any, Any]:
-    """Load the model that a run started from, in float32, and the tokenizer of its policy."""
+def _base_and_tokenizer(recipe: AnyRecipe, folder: RunFolder, model: Any) -> tuple[Any, Any]:
+    """Load or copy the model that a run started from, in float32, with its policy's tokenizer."""
     import transformers
 
     from dprlhf.assets import resolve
     from dprlhf.policies.classifier import head_settings
 
     spec, kind, head = recipe.trained, transformers.AutoModelForCausalLM, {}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder.policy)
+    if model is not None:
+        own, *before = records_of(folder.path)
+        check_lineage_of_objects({"model": model}, {r.run for r in before}, own.run)
+        return copy.deepcopy(model).to("cpu", torch.float32), tokenizer
     if spec.model_name_or_path == IN_MEMORY:
         raise DprlhfError(
             f"{folder.path}: its model was given in Python: merge it there, with"
-            f" PeftModel.from_pretrained(model, {str(folder.policy)!r}).merge_and_unload()"
+            f" dprlhf.merge({str(folder.path)!r}, …, model=…) and the model loaded afresh (what"
+            " PEFT merges by itself carries no record of what it cost the users)"
         )
     if recipe.classifier:
         head = head_settings(recipe.head_labels) | {"ignore_mismatched_sizes": True}
@@ -147,7 +162,6 @@ def _base_and_tokenizer(recipe: AnyRecipe, folder: RunFolder) -> tuple[Any, Any]
         **pinned(spec.model_name_or_path, spec.revision, "revision"),
         **head,
     )
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder.policy)
     if recipe.classifier:
         base.config.pad_token_id = tokenizer.pad_token_id
     return base, tokenizer
