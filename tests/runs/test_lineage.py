@@ -379,6 +379,56 @@ def test_a_model_that_was_given_in_python_is_merged_with_its_record(tmp_path: Pa
     assert {r.run for r in read_earlier(recipe(out, out)).records} == {run_id(run)}
 
 
+@pytest.mark.parametrize("named", ["run", "merged", "run/policy", "run/checkpoint", "far/merged"])
+def test_disjoint_users_are_compared_whichever_way_the_run_is_named(
+    place: Path, tmp_path: Path, named: str
+) -> None:
+    """The hashes are in the run's folder, and a model tells which run that was."""
+    if named == "far/merged":  # the run is beside the new one, and the model elsewhere
+        shutil.copytree(place / "merged", tmp_path / named)
+    previous = [
+        {"run": str((tmp_path if named[:3] == "far" else place) / named), "users": "disjoint"}
+    ]
+    settings = runs.run_settings(
+        str(place / "merged"), rounds=1, rollout__max_new_tokens=2, previous=previous
+    )
+    with pytest.raises(DprlhfError, match="declared to have no users in common, but they have"):
+        dprlhf.train(**settings, output_dir=place / "apart")
+    assert not (place / "apart").exists()
+
+
+def test_what_cannot_be_compared_is_called_declared(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(place / "merged", tmp_path / "elsewhere/merged")
+    previous = [{"run": str(model), "users": "disjoint"}]
+    settings = runs.run_settings(
+        str(place / "merged"), rounds=1, rollout__max_new_tokens=2, previous=previous
+    )
+    dprlhf.train(**settings, output_dir=tmp_path / "here/run")
+    said = f"{model}: users: disjoint is declared, and was not compared"
+    assert said in capsys.readouterr().err
+    card = json.loads((tmp_path / "here/run/privacy.json").read_text())
+    assert "other users, as declared and not compared)" in card["total"]["runs"]
+    assert "as declared and not compared" in (tmp_path / "here/run/policy/README.md").read_text()
+    others = [f"somebody {i} says" for i in range(120)]
+    previous[0]["run"] = str(place / "run")
+    dprlhf.train(**{**settings, "prompts": others}, output_dir=tmp_path / "here/other")
+    assert "was not compared" not in capsys.readouterr().err
+    card = json.loads((tmp_path / "here/other/privacy.json").read_text())
+    assert "other users)" in card["total"]["runs"]
+
+
+def test_a_total_of_models_compares_their_users(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(DprlhfError, match="declared to have no users in common, but they have"):
+        total_of_runs([place / "merged", place / "second/policy"], disjoint=True)
+    far = shutil.copytree(place / "merged", tmp_path / "far")
+    total_of_runs([far, place / "second"], disjoint=True)
+    assert f"{far}: its users were not compared" in capsys.readouterr().err
+
+
 def test_what_is_known_only_after_loading_is_refused_before_the_first_charge(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -221,7 +221,8 @@ def _origin(source: Source, earlier: Earlier) -> str:
 
 def _total(plan: Plan, earlier: Earlier) -> dict[str, Any]:
     cost = total(plan, earlier)
-    apart = set(earlier.disjoint)
+    apart = dict.fromkeys(earlier.disjoint, "other users")
+    apart |= dict.fromkeys(earlier.uncompared, "other users, as declared and not compared")
     return {
         "epsilon": json_ready(cost.epsilon),
         "epsilon_lower": json_ready(cost.epsilon_lower),
@@ -230,8 +231,7 @@ def _total(plan: Plan, earlier: Earlier) -> dict[str, Any]:
         "runs": ", ".join(
             ([_runs(earlier)] if earlier.tuning_runs else [])
             + [
-                f"{record.name} ({record.stage}, "
-                + ("other users)" if record.run in apart else "users may be shared)")
+                f"{record.name} ({record.stage}, {apart.get(record.run, 'users may be shared')})"
                 for record in earlier.records
             ]
         ),

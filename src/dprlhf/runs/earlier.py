@@ -10,17 +10,20 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Epsilon, Mechanism
 from dprlhf.privacy.composition import total_epsilon
-from dprlhf.privacy.ledger import read_opened
+from dprlhf.privacy.ledger import opened_terms, read_opened
 from dprlhf.privacy.partitions import all_partitions
 from dprlhf.privacy.plan import NO_PRIVACY, Plan
 from dprlhf.recipe import AnyRecipe, load_any_recipe
@@ -62,11 +65,13 @@ class Earlier:
         records: The runs that the recipe names, and the runs before them.
         disjoint: The runs (by commitment) that this one is declared to share no user with.
         tuning_runs: Number of runs with this one's terms on its users that chose its settings.
+        uncompared: Those of ``disjoint`` whose users' hashes are not at hand.
     """
 
     records: list[Record] = field(default_factory=list)
     disjoint: list[str] = field(default_factory=list)
     tuning_runs: int = 0
+    uncompared: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         """Return whether anything beside this run counts towards the total."""
@@ -263,9 +268,38 @@ def total_of_runs(
     return list(found.values()), total_of(list(found.values()), delta)
 
 
+def users_of(run: Path, beside: Path | None = None) -> NDArray[np.uint64] | None:
+    """Return the hashes of a run's users; None where its folder is not at hand.
+
+    Args:
+        run: The run folder; or a model that the run left, which tells which run it was and not
+            where: its folder is looked for above the model, beside it, and in ``beside``.
+        beside: Another folder of run folders.
+    """
+    held = [RunFolder(run).identities]
+    if not os.access(held[0], os.R_OK):
+        own, place = records_of(run)[0].run, run.resolve()
+        near = [*place.parents, *place.parent.glob("*"), *(beside.glob("*") if beside else ())]
+        folders = [RunFolder(path) for path in near]
+        held = [
+            f.identities
+            for f in folders
+            if opened_terms(f.ledger).get("key_commitment") == own
+            and os.access(f.identities, os.R_OK)
+        ]
+    return np.load(held[0]) if held else None  # those of copies are the same
+
+
 def _check_apart(runs: Sequence[Path]) -> None:
-    held = [(run, RunFolder(run).identities) for run in runs]
-    read = [(run, np.load(file)) for run, file in held if file.is_file()]
+    found = [(run, users_of(run)) for run in runs]
+    for run, users in found:
+        if users is None:
+            print(
+                f"dprlhf: {run}: its users were not compared with the others': the run's folder,"
+                " which has their hashes, is not at hand",
+                file=sys.stderr,
+            )
+    read = [(run, users) for run, users in found if users is not None]
     for i, (first, users) in enumerate(read):
         for second, others in read[i + 1 :]:
             if np.isin(users, others).any():

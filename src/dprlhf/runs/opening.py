@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import io
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from dprlhf.privacy.plan import Plan
 from dprlhf.privacy.randomness import commitment
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, dump_recipe
 from dprlhf.recipe.adapters import FORMER_NAMES
-from dprlhf.runs.earlier import Earlier, overlap
+from dprlhf.runs.earlier import Earlier, overlap, records_of, users_of
 from dprlhf.runs.folder import RunFolder, write_atomically
 
 
@@ -163,18 +164,36 @@ def recipe_digest(recipe: AnyRecipe) -> str:
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
 
 
-def check_disjoint(recipe: AnyRecipe, users: Users) -> None:
+def check_disjoint(recipe: AnyRecipe, users: Users, beside: Path | None = None) -> list[str]:
     """Check that runs declared disjoint have no user of the same name or with the same row.
+
+    Args:
+        recipe: The recipe.
+        users: The private users.
+        beside: The folder that holds the run's own, where folders of earlier runs may be, too.
+
+    Returns:
+        The runs (by commitment) of which this is declared alone: their folders are not at hand, and
+        with them the hashes of their users. A line says so.
 
     Raises:
         DprlhfError: Two runs overlap. The message names the runs, not the users.
     """
-    declared = [Path(p.run) for p in recipe.previous if p.users == "disjoint"]
+    declared = [p.run for p in recipe.previous if p.users == "disjoint"]
     own = open_private(users.identities()) if declared else np.empty(0, dtype=np.uint64)
+    uncompared = []
     for run in declared:
-        held = RunFolder(run).identities
-        if held.is_file() and np.isin(own, np.load(held)).any():
-            raise overlap(run.name, "this run")
+        held = users_of(Path(run), beside)
+        if held is None:
+            uncompared.append(records_of(Path(run))[0].run)
+            print(
+                f"dprlhf: previous: {run}: users: disjoint is declared, and was not compared: the"
+                " run's folder, which has the hashes of its users, is not at hand",
+                file=sys.stderr,
+            )
+        elif np.isin(own, held).any():
+            raise overlap(Path(run).name, "this run")
+    return uncompared
 
 
 def uncounted(folder: RunFolder, users: Users, earlier: Earlier) -> list[str]:

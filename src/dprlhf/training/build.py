@@ -36,6 +36,7 @@ from dprlhf.rewards.isolation import captured
 from dprlhf.runs.budget import NO_BOOK, reserve
 from dprlhf.runs.card import released_dimension
 from dprlhf.runs.earlier import (
+    Earlier,
     check_lineage,
     check_lineage_of_objects,
     read_earlier,
@@ -115,7 +116,9 @@ def load_parts(
     stage.check_rows(rows)
     if processes.count > 1:
         check_same_users(users, processes.gathered)
-    processes.on_main(lambda: check_disjoint(recipe, users))
+    beside = folder.path.absolute().parent if folder else None
+    apart = processes.on_main(lambda: check_disjoint(recipe, users, beside))
+    earlier = Earlier(earlier.records, earlier.disjoint, earlier.tuning_runs, apart)
     public = public_users(recipe, sources.evaluation_prompts)
     guiding = guides(recipe, public)
     processes.on_main(lambda: check_public(recipe, users, public, guiding))
