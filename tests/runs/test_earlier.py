@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dprlhf.errors import DprlhfError
 from dprlhf.privacy import correlated_allocation
 from dprlhf.privacy.accounting import Mechanism
 from dprlhf.privacy.gaussian import gaussian_epsilon
+from dprlhf.privacy.ledger import Ledger, new_nonce
 from dprlhf.privacy.plan import Plan, make_plan
-from dprlhf.runs.earlier import Earlier, Record, cost_terms, total, total_of
+from dprlhf.recipe import dump_recipe, make_recipe
+from dprlhf.runs.earlier import (
+    Earlier,
+    Record,
+    cost_terms,
+    read_earlier,
+    records_of,
+    total,
+    total_of,
+    total_of_runs,
+)
+from dprlhf.runs.lineage import FILE
+from helpers.recipes import recipe_settings
 
 
 def plan(**changes: Any) -> Plan:
@@ -48,3 +66,45 @@ def test_the_total_counts_an_earlier_run_with_its_correlation(
     both = total(allocated, Earlier([record(allocated.terms())]))
     assert alone.epsilon < both.epsilon <= gaussian_epsilon(2.0 / 2**0.5, 1e-5) * (1 + 1e-6)
     correlated_allocation.epsilon.cache_clear()
+
+
+def go_on(run: Path, *rounds: int, counter: int = 0) -> Path:
+    """Charge rounds of a run, whose folder is made where there is none."""
+    run.mkdir(exist_ok=True)
+    (run / "recipe.yaml").write_text(dump_recipe(make_recipe(recipe_settings())))
+    terms = {**plan().terms(), "unit": None, "key_commitment": "c" * 64}
+    ledger = Ledger(run / "ledger.jsonl", terms)
+    for number in rounds:
+        ledger.charge(number, noise_multiplier=2.0, clip_norm=terms["clip_norm"])
+    if counter:
+        ledger.note_book({"book": "b", "reservation": 1, "counter": counter})
+    ledger.close()
+    return run
+
+
+def test_two_continuations_of_one_run_are_not_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have the key and the terms of one run, but some rounds released twice."""
+    monkeypatch.setattr("dprlhf.privacy.ledger.new_nonce", new_nonce)
+    one = go_on(tmp_path / "one", 1)
+    old, two = (Path(shutil.copytree(one, tmp_path / name)) for name in ("old", "two"))
+    go_on(one, 2, 3)
+    named = [{"run": str(one)}, {"run": str(old)}]
+    assert len(read_earlier(make_recipe(recipe_settings(previous=named))).records) == 1
+    assert total_of_runs([one, old])[1].epsilon == total_of_runs([one])[1].epsilon
+    last = Path(shutil.copytree(one, tmp_path / "last"))
+    go_on(one, counter=3)
+    go_on(last, counter=4)
+    assert len(total_of_runs([one, last])[0]) == 1  # what they noted later released nothing
+    go_on(two, 2)
+    (two / "policy").mkdir()
+    carried = {"runs": [asdict(record) for record in records_of(two)]}
+    (two / "policy" / FILE).write_text(json.dumps(carried))
+    for other in (two, two / "policy"):
+        said = r"two continuations of one run: .* at noise multiplier 1\.414 in place of 2 "
+        with pytest.raises(DprlhfError, match=said):
+            total_of_runs([old, one, other])
+        named = [{"run": str(one)}, {"run": str(other)}]
+        with pytest.raises(DprlhfError, match=said):
+            read_earlier(make_recipe(recipe_settings(previous=named)))

@@ -90,12 +90,16 @@ def read_earlier(recipe: AnyRecipe) -> Earlier:
 
     Raises:
         DprlhfError: A run cannot be read, protects another unit, or has no privacy while this one
-            asks for some; or the recipe's models come from a private run that it does not name.
+            asks for some; two are continuations of one folder; or the recipe's models come from a
+            private run that it does not name.
     """
     found: dict[str, Record] = {}
     said: dict[str, set[str]] = {}
-    for previous in recipe.previous:
-        own, *before = records_of(Path(previous.run))
+    read = [records_of(Path(previous.run)) for previous in recipe.previous]
+    check_one_continuation(
+        [(Path(p.run), r[0]) for p, r in zip(recipe.previous, read, strict=True)]
+    )
+    for previous, (own, *before) in zip(recipe.previous, read, strict=True):
         for record in (own, *before):
             found.setdefault(record.run, record)
         said.setdefault(own.run, set()).add(previous.users)
@@ -243,11 +247,12 @@ def total_of_runs(
         delta: The δ of the total; None takes the largest of the runs' own.
 
     Raises:
-        DprlhfError: A run cannot be read, the runs protect different units or neighbours, or two
-            that are declared disjoint share a user.
+        DprlhfError: A run cannot be read, the runs protect different units or neighbours, two that
+            are declared disjoint share a user, or two are continuations of one folder.
     """
     runs = list(runs)
     read = [records_of(run) for run in runs]
+    check_one_continuation([(run, own) for run, (own, *_) in zip(runs, read, strict=True)])
     if disjoint:
         _check_apart(runs)
         names = [records[0].run for records in read]
@@ -266,6 +271,41 @@ def total_of_runs(
             " statement for them together"
         )
     return list(found.values()), total_of(list(found.values()), delta)
+
+
+def check_one_continuation(named: Iterable[tuple[Path, Record]]) -> None:
+    """Check that no two of some folders are copies of one run that were both run on.
+
+    They have one key and one record, and would count once, but the rounds that both ran released
+    twice about their users (docs/proofs/resume.md). A copy that only lags behind is the same run.
+
+    Args:
+        named: Run folders, or what is in them, each with its run's own record. A model elsewhere
+            does not tell which copy it is from, and is not compared.
+
+    Raises:
+        DprlhfError: Neither ledger's charges are the beginning of the other's.
+    """
+    seen: dict[str, list[tuple[Path, list[str]]]] = {}
+    for run, own in named:
+        places = [RunFolder(place).ledger for place in (run, *run.resolve().parents)]
+        held = next((p for p in places if opened_terms(p).get("key_commitment") == own.run), None)
+        if held is None:
+            continue
+        # A charge's hash stands for all before it. What was noted after the last releases nothing.
+        charges = [entry.hash for entry in read_opened(held) if entry.is_charge]
+        for other, known in seen.setdefault(own.run, []):
+            both = min(len(charges), len(known))
+            if charges[:both] != known[:both]:
+                z = own.mechanism["noise_multiplier"]
+                raise DprlhfError(
+                    f"{other} and {run} are two continuations of one run: its folder was copied or"
+                    " restored from a backup, and both were run on. Rounds that both ran have"
+                    " released twice about their users, which no card counts: together they cost up"
+                    f" to what the same plan costs at noise multiplier {z / math.sqrt(2):.4g} in"
+                    f" place of {z:.4g} (docs/proofs/resume.md)"
+                )
+        seen[own.run].append((run, charges))
 
 
 def users_of(run: Path, beside: Path | None = None) -> NDArray[np.uint64] | None:
