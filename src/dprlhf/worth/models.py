@@ -56,11 +56,18 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
             "optimizer.learning_rate": 0.5,
             "update.subspace": {"rank": 1, "mean_first": True, "prompts": 256, "refresh": 4},
         },
+        "moving-axis": {
+            **_FIXED_STEPS,
+            "rounds": 8,
+            "optimizer.learning_rate": 0.7,
+            "update.subspace": {"rank": 1, "mean_first": True, "prompts": 256, "refresh": 2},
+        },
     },
 }
 """Changes by model and method: "reference" is the run without noise and clipping, "today" the
 recipe as it is, "subspace" a private run along directions in which public gradients vary, "axis"
-one along the mean public gradient alone, for wishes that are the public's or their opposite."""
+one along the mean public gradient alone, for wishes that are the public's or their opposite, and
+"moving-axis" one along that axis found anew more often, with longer steps."""
 
 RESPONSES = (8, 4)
 """Responses to a prompt with few users and with more, where the method says nothing else."""
