@@ -65,6 +65,7 @@ class WholePolicy(CausalLMPolicy):
             parameter.copy_(state[name])
 
     def save(self, folder: Path) -> None:
-        """Save the whole model and the tokenizer."""
+        """Save the model; its configs and the tokenizer as they were before the first round."""
+        self.put_back_set_up()
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)

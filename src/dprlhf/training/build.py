@@ -127,12 +127,16 @@ def load_parts(
     if counted:  # before the model is loaded, which may take long
         processes.on_main(lambda: reserve(recipe, plan, users, earlier, folder, commit=False))
     policy = stage.load_policy()
+    # Before the checks, which leave in it what public prompts lead to.
+    policy.keep_set_up(policy, "tokenizer")
+    policy.keep_set_up(policy.network, "generation_config")
     stage.check_policy(users, policy)
     processes.place(policy)
     parts = Parts(recipe, plan, earlier, users, policy, public, processes, quiet, guides=guiding)
     stage.settle(parts)
     parts.recipe = stage.recipe
     shapes, parts.rounding = settle_layout(policy, stage.shapes, processes)
+    policy.keep_set_up(policy.network, "config")  # in which attention has now been settled
     stage.lay_out(shapes)
     parts.plan = _planned(stage.recipe, users, opened, sources)
     stage.load(parts)
@@ -186,6 +190,9 @@ def open_run(
     with _one_line_errors(folder, parts.recipe), contextlib.ExitStack() as stack:
         gate: Gate | None = None
         trackers: list[Callback] = []
+        policy = parts.policy
+        stack.callback(policy.end_run)
+        policy.put_back_set_up()
         if processes.main:
             stack.callback(stamp_run, folder.path)
             gate, trackers = _open_gate(parts, folder, key, stack)
@@ -194,6 +201,7 @@ def open_run(
         if counted:  # a program may go on with the model that it passed, or that the run returns
             records = processes.on_main(lambda: records_of(folder.path))
             mark(parts.policy.network, {"runs": [asdict(record) for record in records]})
+            policy.keep_set_up(policy.network, "config")
         stack.enter_context(stage.opened(folder))
         if processes.main:
             stamp_run(folder.path)  # after a kill, a file may have the time at which it was written

@@ -1,0 +1,110 @@
+"""What is saved beside the weights is as it was before the first round, whatever the rounds do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import dprlhf
+from dprlhf.errors import InterruptedRunError
+from helpers import tiny
+from helpers.marks import slow
+from helpers.runs import ADAPTER, lower_case, run_settings
+
+PROMPTS = ["u" * (3 + i % 11) for i in range(40)]
+FULL = {"type": "full"}
+
+
+def as_set_up() -> PreTrainedTokenizerFast:
+    """A tokenizer that a program has given a template, and another name for one of its tokens."""
+    made = tiny.tokenizer()
+    made.add_special_tokens({"unk_token": "a"})
+    made.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    return made
+
+
+def padded(tokenizer: Any, texts: list[str]) -> Any:
+    """Pad texts as a program may, by settings that tell the longest of them."""
+    longest = max(map(len, texts))
+    tokenizer.model_max_length = 1000 + longest
+    tokenizer.chat_template = f"{longest}"
+    return tokenizer(
+        texts, return_tensors="pt", padding="max_length", truncation=True, max_length=longest
+    )
+
+
+def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    asked, model = padded(trainer.processing_class, prompts), trainer.model
+    longest = asked["input_ids"].shape[1]
+    model.config.task_specific_params = {"longest": longest}
+    model.generation_config.max_length = longest + 4
+    out = model.generate(**asked, do_sample=True, pad_token_id=0)[:, longest:].tolist()
+    ids = asked["input_ids"].tolist()
+    return {"prompt_ids": ids, "completion_ids": out, "logprobs": [[0.0] * len(t) for t in out]}
+
+
+def stop(metrics: dict[str, Any]) -> None:
+    raise KeyboardInterrupt
+
+
+def saved(folder: Path) -> dict[str, Any]:
+    """Return what stands beside the weights, but for the privacy record of a run."""
+    files = [*folder.glob("*config.json"), *folder.glob("tokenizer*"), *folder.glob("*.jinja")]
+    read = {f.name: f.read_text("utf-8") for f in files if f.name != "adapter_config.json"}
+    configs = {name: json.loads(text) for name, text in read.items() if name.endswith(".json")}
+    configs.get("config.json", {}).pop("dprlhf_privacy", None)
+    return {**read, **configs}
+
+
+@pytest.mark.parametrize(
+    ("adapter", "by"), [(FULL, "rollout_func"), (ADAPTER, "reward"), slow(ADAPTER, "rollout_func")]
+)
+def test_what_private_calls_leave_in_tokenizer_and_configs_is_not_saved(
+    adapter: dict[str, Any], by: str, tmp_path: Path
+) -> None:
+    tokenizer, place = as_set_up(), tmp_path / "before"
+    tokenizer.save_pretrained(place)
+    if adapter == FULL:
+        tiny.model().save_pretrained(place)
+
+    def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        padded(tokenizer, [p + c for p, c in zip(prompts, completions, strict=True)])
+        return [float(len(text) % 3) for text in completions]
+
+    acts: dict[str, Any] = {"rollout_func": rollout, "reward": lower_case}
+    given = {**(acts if by == "rollout_func" else {"reward": reward}), "prompts": PROMPTS}
+    common = run_settings(
+        "", rounds=2, rollout__responses=2, policy__adapter=adapter, processing_class=tokenizer,
+        **given,
+    )  # fmt: skip
+    tokenizer(PROMPTS, padding=True)  # a call before the run leaves its padding, too
+    result = dprlhf.train(**{**common, "model": tiny.model(), "output_dir": tmp_path / "run"})
+    assert saved(result.folder.policy) == saved(place)
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= set(saved(place))
+    assert ("generation_config.json" in saved(place)) == (adapter == FULL)
+
+    # The same tokenizer continues a run that was interrupted after private calls.
+    broken_off = tmp_path / "stopped"
+    with pytest.raises(InterruptedRunError):
+        dprlhf.train(
+            **{**common, "model": tiny.model(), "callbacks": [stop], "output_dir": broken_off}
+        )
+    again = dprlhf.resume(
+        broken_off, model=tiny.model(), processing_class=tokenizer, quiet=True, **given
+    )
+    assert saved(again.folder.policy) == saved(place)
+
+
+def test_what_a_program_changes_after_the_run_is_saved(tmp_path: Path) -> None:
+    policy = dprlhf.train(
+        **run_settings(
+            str(tiny.save(tmp_path / "model")), prompts=PROMPTS, rounds=1, output_dir=tmp_path / "a"
+        )
+    ).policy
+    policy.tokenizer.chat_template = "{{ messages }}"
+    policy.save(tmp_path / "later")
+    assert AutoTokenizer.from_pretrained(tmp_path / "later").chat_template == "{{ messages }}"
