@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import random
 import sys
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from dprlhf import DprlhfError, recipe
-from dprlhf.agents import Agent, AgentSampler, check_apart, steps_of
+from dprlhf.agents import Agent, AgentSampler, check_apart, check_fresh, steps_of
 from dprlhf.agents.agent import OwnRandomness, Trajectory, call
 from dprlhf.agents.chat import answer_tokens, read_turn
 from dprlhf.policies.causal_lm import CausalLMPolicy
@@ -227,13 +228,77 @@ def test_each_trajectory_has_its_own_environment_and_draws() -> None:
     ]
 
 
-def test_an_environment_for_two_trajectories_is_refused() -> None:
-    shared = Guessing()
+def pool(size: int, kind: Any = Guessing) -> Any:
+    """A factory that hands out the same few environments in turn."""
+    turn = itertools.cycle([kind() for _ in range(size)])
+    return lambda: next(turn)
+
+
+def test_an_environment_for_two_trajectories_is_refused_on_public_prompts() -> None:
+    for size in (1, 3):
+        with pytest.raises(DprlhfError, match="same environment twice"):
+            draw(with_agent(environment=pool(size)), prompts_of(USERS), private=False)
+    policy = with_agent(environment=pool(20))
+    draw(policy, prompts_of(USERS), private=False)  # 15, after the first: the next call sees one
     with pytest.raises(DprlhfError, match="same environment twice"):
-        draw(with_agent(environment=lambda: shared), prompts_of(USERS))
-    two = [Guessing(), Guessing(), Guessing()]
+        draw(policy, prompts_of(USERS), private=False)
+
+
+class Bare:
+    """An environment of which no weak reference can be made."""
+
+    __slots__ = ("seen",)
+
+    def reset(self, **row: Any) -> str:
+        """Tell what an earlier trajectory was asked."""
+        told = getattr(self, "seen", "")
+        self.seen = row["prompt"][0]["content"]
+        return f" {told}"
+
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: The guess.
+        """
+        return "no"
+
+
+@pytest.mark.parametrize("kind", [Guessing, Bare])
+def test_one_that_comes_again_fails_its_second_trajectory_and_is_not_reset(kind: Any) -> None:
+    policy = with_agent(environment=pool(20, kind))
+    first, second = (draw(policy, prompts_of(USERS)) for _ in range(2))
+    assert first.failed is not None
+    assert second.failed is not None
+    assert not first.failed.any()
+    assert second.failed.tolist() == [number >= 4 for number in range(15)]
+    assert second.extra["environments"][4:] == [None] * 11
+    policy.sampler.agent.in_rounds = True  # how many there have been depends on users now
+    public = draw(policy, prompts_of(USERS), private=False)
+    assert public.failed is not None
+    assert public.failed.all()
+    new = draw(with_agent(environment=kind), prompts_of(USERS))
+    assert new.failed is not None
+    assert not new.failed.any()
+
+
+def test_environments_that_nobody_holds_are_forgotten() -> None:
+    agent = Agent([], Guessing)
+    for _ in range(50):
+        agent.environment()
+    assert len(agent._returned._alive) == 1
+    assert not agent._returned._held
+
+
+def test_a_pool_as_large_as_two_average_rounds_is_found_before_any_is_used() -> None:
+    for size, trajectories in ((31, 15.5), (1000, 10**6)):
+        with pytest.raises(DprlhfError, match="same environment twice"):
+            check_fresh(Agent([], pool(size)), trajectories)
+        check_fresh(Agent([], pool(size + 1)), trajectories)
+    named = {"good": Guessing, "bad": pool(4)}
     with pytest.raises(DprlhfError, match="same environment twice"):
-        draw(with_agent(environment=lambda: two.append(two.pop(0)) or two[-1]), prompts_of(USERS))
+        check_fresh(Agent([], named), 2)
+    check_fresh(Agent([add]), 15)
 
 
 def played(completions: list[Any], environments: list[Guessing]) -> list[float]:

@@ -131,6 +131,7 @@ def test_a_factory_may_not_return_an_environment_twice() -> None:
         draw(
             acting({"sums": Adding, "numbers": lambda: shared}),
             prompts_of(USERS, environment=NAMES),
+            private=False,
         )
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import dprlhf
 from dprlhf import DprlhfError
+from dprlhf.boundary import open_private
+from dprlhf.privacy.partition import allocate
+from dprlhf.privacy.plan import make_plan
 from dprlhf.recipe import load_recipe
 from helpers import agents
 from helpers.marks import slow
-from helpers.runs import weights
+from helpers.runs import charged, weights
 
 SEEN: list[dict[str, Any]] = []
 
@@ -97,6 +102,70 @@ def test_a_run_in_a_game_whose_environments_the_reward_sees(model: str, tmp_path
         )
     )  # fmt: skip
     assert bool(torch.cat([w.flatten() for w in weights(result.folder.path).values()]).any())
+
+
+class Kept:
+    """An environment that keeps what it was told, and counts its trajectories."""
+
+    def __init__(self) -> None:
+        self.secret: str | None = None
+        self.resets = 0
+
+    def reset(self, secret: str | None = None, **row: Any) -> str | None:
+        """Tell what the trajectory before told."""
+        told, self.secret = self.secret, secret
+        self.resets += 1
+        return told
+
+    def guess(self, number: int) -> str:
+        """Guess a number.
+
+        Args:
+            number: The number.
+        """
+        return "no"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "charges"), [(27, 0), (120, 4)])
+def test_a_pool_of_environments_ends_the_run_the_same_way_with_one_user_and_without(
+    size: int, charges: int, model: str, tmp_path: Path
+) -> None:
+    plan = make_plan(users=40, rounds=4, delta=1e-5, epsilon=8.0)
+    drawn = open_private(allocate(plan, bytes(range(32))))
+    largest = max((drawn.round(t) for t in range(1, 5)), key=len)
+    assert 2 * len(largest) - 1 == 27  # one user decides whether its round is larger than the pool
+
+    def ends(name: str, absent: int | None) -> tuple[list[int], str]:
+        SEEN.clear()
+        pool = [Kept() for _ in range(size)]
+        turn = itertools.chain([Kept()], itertools.cycle(pool))
+        rows = [
+            {"prompt": None if i == absent else agents.asked(f"{i}?"), "secret": f"s{i}"}
+            for i in range(40)
+        ]
+        given = settings(
+            model, tmp_path / name, prompts=rows, rounds=4, environment_factory=lambda: next(turn),
+            evaluation_prompts=[{"prompt": agents.asked("go"), "secret": "p"} for _ in range(4)],
+        )  # fmt: skip
+        end = "finished"
+        with mock.patch("dprlhf.runs.folder.new_key", return_value=bytes(range(32))):
+            try:
+                dprlhf.train(**given)
+            except DprlhfError as problem:
+                end = str(problem)
+        assert max(one.resets for one in pool) <= 1
+        assert not [p for call in SEEN for p in call["prompts"] if "s" in p[0]["content"]]
+        return charged(tmp_path / name) if charges else [], end
+
+    with_all, without = ends("all", None), ends("one-less", int(largest[0]))
+    assert with_all == without
+    assert len(with_all[0]) == charges
+    assert ("same environment twice" in with_all[1]) == (charges == 0)
+    assert (tmp_path / "all").exists() == (charges > 0)
+    if charges:
+        card = json.loads((tmp_path / "all/privacy.json").read_text())
+        assert any("an environment that no other has had" in line for line in card["assumptions"])
 
 
 @pytest.mark.slow

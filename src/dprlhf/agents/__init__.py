@@ -7,7 +7,7 @@ change what another user's calls answer; a shared counter, cache, database or we
 """
 
 from dprlhf.agents.agent import Agent
-from dprlhf.agents.check import check_apart
+from dprlhf.agents.check import check_apart, check_fresh
 from dprlhf.agents.loading import load_sampler
 from dprlhf.agents.rollout_func import FunctionSampler
 from dprlhf.agents.sampling import AgentSampler, longest_row, steps_of
@@ -17,6 +17,7 @@ __all__ = [
     "AgentSampler",
     "FunctionSampler",
     "check_apart",
+    "check_fresh",
     "load_sampler",
     "longest_row",
     "steps_of",

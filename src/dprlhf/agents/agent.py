@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,6 +131,33 @@ class Trajectory:
         self.own += [int(own)] * len(tokens)
 
 
+class SharedEnvironmentError(DprlhfError):
+    """A factory returned an environment again: two trajectories would share its state."""
+
+
+class _Returned:
+    """The environments that factories have returned so far.
+
+    One that nobody holds any more cannot come again, so weak references tell all that can, in the
+    memory of those that are alive. What has no weak references (``__slots__``) is held.
+    """
+
+    def __init__(self) -> None:
+        self._alive: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._held: dict[int, Any] = {}
+
+    def is_new(self, environment: Any) -> bool:
+        """Note an environment, and return whether it has not come before."""
+        number = id(environment)
+        if number in self._held or self._alive.get(number) is environment:
+            return False
+        try:
+            self._alive[number] = environment
+        except TypeError:
+            self._held[number] = environment
+        return True
+
+
 class Agent:
     """What a policy acts with: tools, and a factory of environments.
 
@@ -149,6 +177,9 @@ class Agent:
         factories: The factories by name; a single one has the name None.
         shown: The tools of all environments, which prompts show outside of a trajectory, such as
             where those are counted that are too long.
+        in_rounds: Whether rounds may have begun. How many environments there have been depends on
+            the users from then on, so one that comes twice may not end the run, not even on public
+            prompts.
 
     Raises:
         DprlhfError: A tool has no name or no schema, or an environment no ``reset``.
@@ -166,7 +197,9 @@ class Agent:
         if self.several and not self.factories:
             raise DprlhfError("rollout.agent.environment: give an environment for each name")
         self.most_iterations = max_tool_calling_iterations
-        self._first = [make() for make in self.factories.values()]
+        self.in_rounds = False
+        self._returned = _Returned()
+        self._first = [self._made(name) for name in self.factories]
         for first in self._first:
             if not callable(getattr(first, "reset", None)):
                 raise DprlhfError(
@@ -211,18 +244,28 @@ class Agent:
             name: The row's environment, where there are several.
 
         Raises:
+            SharedEnvironmentError: The factory returned one that it had returned before.
             DprlhfError: There is none of this name.
         """
         if not self.factories:
             return None
         if not self.several:
-            return self.factories[None]()
+            return self._made(None)
         if name not in list(self.factories):  # which takes any value that a row may hold
             raise DprlhfError(
                 f"the column {ENVIRONMENT!r} names no environment of rollout.agent.environment:"
                 f" {name!r} is none of {self._names}"
             )
-        return self.factories[name]()
+        return self._made(name)
+
+    def _made(self, name: Any) -> Any:
+        environment = self.factories[name]()
+        if not self._returned.is_new(environment):
+            raise SharedEnvironmentError(
+                "rollout.agent.environment: the factory returned the same environment twice, so"
+                " that one user would act in another's: it must make a new one at each call"
+            )
+        return environment
 
     @property
     def columns(self) -> list[str]:
@@ -233,19 +276,6 @@ class Agent:
     @property
     def _names(self) -> str:
         return ", ".join(map(str, self.factories))
-
-    def check_fresh(self, environments: Sequence[Any]) -> None:
-        """Check that each trajectory has an environment of its own.
-
-        Raises:
-            DprlhfError: The factory returned an object twice: two users would share its state.
-        """
-        given = [id(one) for one in (*self._first, *environments) if one is not None]
-        if len(set(given)) < len(given):
-            raise DprlhfError(
-                "rollout.agent.environment: the factory returned the same environment twice, so"
-                " that one user would act in another's: it must make a new one at each call"
-            )
 
     def tools_of(self, environment: Any) -> dict[str, Tool]:
         """Return the tools of a trajectory by name."""

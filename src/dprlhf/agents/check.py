@@ -1,15 +1,17 @@
-"""The check that trajectories keep apart, on PUBLIC prompts before a run's first charge."""
+"""The checks that trajectories keep apart, before a run's first charge and without users' rows."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import numpy as np
 import torch
 
 from dprlhf import recipe
-from dprlhf.agents.agent import ENVIRONMENT
+from dprlhf.agents.agent import ENVIRONMENT, Agent, OwnRandomness
+from dprlhf.agents.packing import refused
 from dprlhf.agents.sampling import AgentSampler
 from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
@@ -18,6 +20,30 @@ from dprlhf.rollout import Responses, sample
 
 _PROMPTS = 4
 _ROWS = 8  # of a micro-batch: few, because the check is of tools and not of shapes
+_MOST_ENVIRONMENTS = 1000
+
+
+def check_fresh(agent: Agent, trajectories: float) -> None:
+    """Check that each factory of environments makes a new one at each call, before any is used.
+
+    Twice as many are made as an average round has trajectories, at most 1,000 by each factory, and
+    let go at once: a pool that is as large as a round is found. A larger one is not.
+
+    Args:
+        agent: The agent with its factories.
+        trajectories: The average number of trajectories of a round, which is public.
+
+    Raises:
+        DprlhfError: A factory returned one twice, or failed.
+    """
+    count = min(math.ceil(2 * trajectories), _MOST_ENVIRONMENTS)
+    with OwnRandomness(0)():
+        for name in agent.factories:
+            for _ in range(count):
+                try:
+                    agent.environment(name)
+                except BaseException as problem:
+                    raise refused(problem) from None
 
 
 def check_apart(

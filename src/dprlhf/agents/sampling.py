@@ -21,7 +21,15 @@ import numpy as np
 import torch
 
 from dprlhf import recipe
-from dprlhf.agents.agent import ENVIRONMENT, Agent, OwnRandomness, Trajectory, begin, call
+from dprlhf.agents.agent import (
+    ENVIRONMENT,
+    Agent,
+    OwnRandomness,
+    SharedEnvironmentError,
+    Trajectory,
+    begin,
+    call,
+)
 from dprlhf.agents.chat import answer_tokens, read_turn, showing
 from dprlhf.agents.packing import packed, refused
 from dprlhf.data.users import Prompts
@@ -92,8 +100,8 @@ class AgentSampler:
         """Sample ``spec.responses`` trajectories for each prompt.
 
         Raises:
-            DprlhfError: A prompt is no conversation, or the environments' factory returns the same
-                one twice; on public prompts also where an environment cannot be reset.
+            DprlhfError: A prompt is no conversation; on public prompts also where an environment
+                cannot be reset, or before the rounds where a factory returns one twice.
         """
         if any(isinstance(prompt, str) for prompt in prompts.prompts):
             raise DprlhfError(
@@ -160,11 +168,14 @@ class _Turns:
                     names = list(self.agent.factories)
                     columns.setdefault(ENVIRONMENT, names[owner[0] % len(names)])
                 rows += [self._begun(asked, columns, OwnRandomness(int(s))) for s in seeds]
-        self.agent.check_fresh([row.environment for row in rows])
         return rows
 
     def _begun(self, asked: Any, columns: dict[str, Any], own: OwnRandomness) -> Trajectory:
-        """Return a trajectory before its first turn; a private one that cannot begin has failed."""
+        """Return a trajectory before its first turn; a private one that cannot begin has failed.
+
+        So has one, private or public, whose environment another trajectory has had: it is not
+        reset, and nothing of it is read.
+        """
         environment, failed, name = None, False, columns.get(ENVIRONMENT)
         if self.agent.several:  # the name is not for reset, as in TRL
             columns = {key: value for key, value in columns.items() if key != ENVIRONMENT}
@@ -176,7 +187,8 @@ class _Turns:
             with showing(self.policy, list(self.agent.tools_of(environment).values())):
                 ids = self.policy.encode([asked], self.longest)[0]
         except BaseException as problem:
-            if not self.private:
+            shared = isinstance(problem, SharedEnvironmentError) and self.agent.in_rounds
+            if not (self.private or shared):
                 raise refused(problem) from None
             ids, failed = self.policy.encode([""], self.longest)[0], True
         tools = self.agent.tools_of(environment)

@@ -99,7 +99,13 @@ class Recipe(Settings):
             "tools and environments keep nothing of one trajectory that another could see, and pass"
             " on no call (that trajectories keep apart was tried on public prompts)"
         )
-        return alike, apart
+        if self.rollout.agent.environment is None:
+            return alike, apart
+        fresh = (
+            "each trajectory has an environment that no other has had (tried on as many as two"
+            " average rounds take, up to 1,000)"
+        )
+        return alike, apart, fresh
 
     @property
     def purpose(self) -> str:

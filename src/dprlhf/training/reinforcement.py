@@ -21,6 +21,7 @@ from dprlhf.agents import (
     AgentSampler,
     FunctionSampler,
     check_apart,
+    check_fresh,
     load_sampler,
 )
 from dprlhf.boundary import Private
@@ -253,6 +254,8 @@ class Reinforcement:
         check_times_columns(loaded, parts.users.column_names)
         rows = plan.expected_batch_size * recipe.rollout.responses / processes.count
         self._state = RoundState(0, plan.rounds, recipe.privacy.participations)
+        if isinstance(self.agent, AgentSampler):
+            check_fresh(self.agent.agent, rows * recipe.data.max_prompts_per_user)
         if policy.sampler is not None:
             check_apart(policy, recipe.rollout, self.known, recipe.data.max_prompt_tokens)
         self.spread = check_rewards(
@@ -305,6 +308,8 @@ class Reinforcement:
             )
             if self.agent is not None:
                 self.agent.sink = sink
+            if isinstance(self.agent, AgentSampler):
+                self.agent.agent.in_rounds = True
             yield
 
     # --- the rounds -------------------------------------------------------------------------
