@@ -548,6 +548,7 @@ def test_a_role_that_trains_needs_few_rights(
             connection.execute(sa.text(rights))
     book = Book(url.replace("dprlhf@", "trainer@"))
     assert ask(book, "a", range(20)).number == 1
+    book.follow("a", ["open", "one"])
     with (
         pytest.raises(sa.exc.ProgrammingError),
         open_storage(url.replace("dprlhf@", "trainer@")).engine.begin() as connection,
@@ -625,6 +626,29 @@ def test_a_book_from_a_backup_is_refused(file: Path) -> None:
     with pytest.raises(BookError, match="older than a run's ledger"):
         ask(book, "c", range(20), marks=marks)
     ask(book, "c", range(20), marks=[Mark("x", "another book", 9, 99)])
+
+
+def test_a_ledger_that_lacks_what_was_seen_is_refused(place: str) -> None:
+    """By rows of the tables that each book has, so that one of before goes on as it is."""
+    book = make(place)
+    first = ask(book, "a", range(20))
+    book.follow("a", ["open", "one"])
+    book.follow("a", ["open", "one"])
+    book.follow("a", ["open", "one", "two"])
+    for lacking in (["open", "one"], ["open", "one", "other"]):
+        with pytest.raises(BookError, match="gone on from another copy of its folder") as caught:
+            book.follow("a", lacking)
+        assert "\n" not in str(caught.value)
+    before = spent(book)
+    marks = [mark("a", ask(book, "a", range(20)))]
+    assert marks == [mark("a", first)]
+    ask(book, "b", range(20), marks=marks)
+    book.follow("b", ["open", "else"])
+    book.follow("a", ["open", "one", "two", "three"])
+    found = Book(place).read()
+    assert [row["name"] for row in found["reservations"]] == ["a", "b"]
+    assert found["datasets"][0]["runs"] == 2
+    assert spent(book)["clinic"] > before["clinic"]
 
 
 def test_the_counter_alone_shows_a_backup(file: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -17,7 +18,7 @@ from dprlhf.budget import Book
 from dprlhf.cli.app import app
 from dprlhf.data.in_memory import Sources
 from dprlhf.privacy.gate import Gate
-from dprlhf.privacy.ledger import read_ledger
+from dprlhf.privacy.ledger import new_nonce, read_ledger
 from dprlhf.recipe import make_recipe
 from dprlhf.runs.budget import NO_BOOK
 from dprlhf.training.dry_run import dry_run
@@ -62,7 +63,8 @@ def train(model: str, folder: str, **changes: Any) -> None:
 
 def resume(folder: str, **changes: Any) -> None:
     prompts = changes.get("prompts", [f"user {i} says" for i in range(USERS)])
-    dprlhf.resume(f"runs/{folder}", prompts=prompts, reward=lower_case, quiet=True)
+    told = changes.get("callbacks", [])
+    dprlhf.resume(f"runs/{folder}", prompts=prompts, reward=lower_case, quiet=True, callbacks=told)
 
 
 def make(epsilon: float = 2.0, path: str = "book.db") -> Book:
@@ -260,6 +262,36 @@ def test_a_book_from_a_backup_is_noticed_by_the_runs_at_hand(
     with pytest.raises(DprlhfError, match="restored from a backup"):
         dprlhf.train(**elsewhere, previous=[{"run": "runs/one"}])
     dprlhf.train(**elsewhere)
+
+
+@pytest.mark.parametrize("when", ["resumed", "finished"])
+def test_of_two_copies_of_a_run_the_book_lets_one_go_on(
+    model: str, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Where the other was resumed it may still run, or have been killed; else it has ended."""
+    monkeypatch.setattr("dprlhf.privacy.ledger.new_nonce", new_nonce)
+    book = make()
+
+    def copied(metrics: dict[str, Any]) -> None:
+        if metrics["round"] == 1:
+            shutil.copytree("runs/one", "elsewhere/one")
+            if when == "resumed":
+                raise KeyboardInterrupt
+
+    def refused(metrics: dict[str, Any] | None = None) -> None:
+        with pytest.raises(DprlhfError, match="gone on from another copy of its folder"):
+            resume("../elsewhere/one")
+
+    with contextlib.suppress(KeyboardInterrupt, DprlhfError):
+        train(model, "one", callbacks=[copied])
+    if when == "resumed":
+        resume("one", callbacks=[refused])
+    refused()
+    charged = [entries(folder, "charge") for folder in ("one", "../elsewhere/one")]
+    assert list(map(len, charged)) == [2, 1]
+    resume("one")
+    assert reserved(book) == ["one"]
+    assert book.read()["datasets"][0]["runs"] == 1
 
 
 @pytest.mark.slow

@@ -102,7 +102,7 @@ def test_two_continuations_of_one_run_are_not_one_run(
     carried = {"runs": [asdict(record) for record in records_of(two)]}
     (two / "policy" / FILE).write_text(json.dumps(carried))
     for other in (two, two / "policy"):
-        said = r"two continuations of one run: .* at noise multiplier 1\.414 in place of 2 "
+        said = r"two continuations of one run: .* at noise multiplier 1\.414 in place of 2$"
         with pytest.raises(DprlhfError, match=said):
             total_of_runs([old, one, other])
         named = [{"run": str(one)}, {"run": str(other)}]

@@ -27,6 +27,7 @@ from dprlhf.budget.spending import (
     largest,
 )
 from dprlhf.budget.state import (
+    FOLLOWED,
     State,
     check_book,
     costs_of,
@@ -36,6 +37,7 @@ from dprlhf.budget.state import (
     owed_by,
     read_state,
     today,
+    write_head,
     write_reservation,
 )
 from dprlhf.budget.storage import BookError, lock, open_storage, read_key
@@ -253,6 +255,36 @@ class Book:
                 connection.execute(BOOK.update().values(counter=counter))
         return Reservation(self.id, number, counter, dataset.name, dataset.epsilon, dataset.delta)
 
+    def follow(self, run: str, hashes: Sequence[str]) -> None:
+        """Keep how far a run's ledger has got, and refuse one that lacks what the book has seen.
+
+        Of two copies of a run folder the book so lets only one go on: rounds that both ran would
+        release twice about their users, and the run has reserved for once.
+
+        Args:
+            run: Commitment to the key of a run that has its reservation.
+            hashes: The hashes of its ledger's entries, in their order.
+
+        Raises:
+            BookError: The run has gone on from another copy; or as for :meth:`reserve`.
+        """
+        self.storage.attempt(lambda: self._follow(run, hashes))
+
+    def _follow(self, run: str, hashes: Sequence[str]) -> None:
+        with self.storage.transaction(write=True) as connection:
+            lock(connection)
+            state = read_state(connection, self.key, self.storage.label)
+            seen = state.head(run)
+            if seen is not None and seen not in hashes:
+                raise BookError(
+                    f"budget book {self.storage.label}: this run has gone on from another copy of"
+                    " its folder, whose ledger has entries that this one lacks: rounds would"
+                    " release twice about their users, and were reserved once. Continue that copy,"
+                    " or start a new run"
+                )
+            if seen != hashes[-1]:
+                write_head(connection, state, run, hashes[-1])
+
     # --- checks ---------------------------------------------------------------------------------
 
     def _check_age(self, state: State, marks: Sequence[Mark]) -> None:
@@ -347,6 +379,7 @@ class Book:
                     "mechanism": json.loads(row.mechanism),
                 }
                 for _, row in sorted(state.reservations.items())
+                if row.stage != FOLLOWED
             ],
         }
 

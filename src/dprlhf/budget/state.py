@@ -28,6 +28,10 @@ from dprlhf.budget.tables import (
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Mechanism
 
+FOLLOWED = "ledger"
+"""Stage of a row that reserves nothing and says how far a run's ledger had got. No table or column
+is new, so that books and rights that are there go on as they are."""
+
 
 @dataclass(frozen=True)
 class State:
@@ -44,6 +48,15 @@ class State:
     def numbers(self) -> dict[str, int]:
         """The number of each run's reservation."""
         return {row.run: number for number, row in self.reservations.items()}
+
+    def head(self, run: str) -> str | None:
+        """Return the hash of the last entry that the book has seen in a run's ledger, if any."""
+        seen = [
+            (number, row.run.split()[1])
+            for number, row in self.reservations.items()
+            if row.stage == FOLLOWED and row.run.split()[0] == run
+        ]
+        return max(seen)[1] if seen else None
 
     def cost(self, taken: Collection[int], more: Iterable[Spending], budget: sa.Row[Any]) -> Cost:
         """Return what some reservations and further spendings cost, and a data set's budget."""
@@ -190,6 +203,26 @@ def write_reservation(
             taken = state.histories[history] | {numbers[s.run] for s in spendings}
             _move(connection, state, history, taken)
     return numbers[question.spending.run]
+
+
+def write_head(connection: sa.Connection, state: State, run: str, head: str) -> None:
+    """Write down the hash of the last entry in the ledger of a run that has its reservation."""
+    row = state.reservations[state.numbers[run]]
+    connection.execute(
+        RESERVATIONS.insert().values(
+            number=len(state.reservations) + 1,
+            run=f"{run} {head}",
+            name=row.name,
+            stage=FOLLOWED,
+            dataset=row.dataset,
+            mechanism=_as_json(None),
+            times=0,
+            epsilon=0.0,
+            users=0,
+            earlier=False,
+            date=today(),
+        )
+    )
 
 
 def _move(connection: sa.Connection, state: State, old: int, taken: frozenset[int]) -> None:

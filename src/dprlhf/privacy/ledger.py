@@ -201,13 +201,16 @@ class Ledger:
         """Record that the policy after ``round_`` is safely on disk."""
         self._append("commit", {"round": round_})
 
-    def note_book(self, entry: dict[str, Any]) -> None:
+    def note_book(self, entry: dict[str, Any], *, resumed: bool = False) -> None:
         """Record the run's place in a budget book, before the first charge and when it is resumed.
 
         Args:
             entry: The book's identifier, the reservation's number, the book's counter. The counter
                 only rises, so a book that was restored from a backup is behind some ledger.
+            resumed: Add a nonce, by which the book tells this ledger from copies of it.
         """
+        if resumed:
+            entry = {**entry, "nonce": new_nonce()}
         if entry not in [e.body for e in self.entries if e.kind == "book"][-1:]:
             self._append("book", entry)
 

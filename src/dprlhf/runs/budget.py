@@ -2,7 +2,8 @@
 
 The whole planned cost is reserved before the ledger has its first charge. The ledger then records
 the book's counter, which only rises. A book that is behind a ledger, be it the run's own, that of
-a run beside it or of an earlier run, was restored from a backup and is refused.
+a run beside it or of an earlier run, was restored from a backup and is refused. So is a ledger that
+is behind the book, which sees it when a run is resumed and when it ends: another copy went on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dprlhf.data.in_memory import rows_of
 from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Mechanism
+from dprlhf.privacy.ledger import Ledger
 from dprlhf.privacy.plan import Plan
 from dprlhf.privacy.randomness import commitment
 from dprlhf.recipe import AnyRecipe
@@ -86,6 +88,19 @@ def reserve(
         marks=[*(at.mark for at in own), *marks],
         commit=commit,
     )
+
+
+def follow(recipe: AnyRecipe, ledger: Ledger) -> None:
+    """Tell the budget book how far a run's ledger has got, when it is resumed and when it ends.
+
+    Raises:
+        DprlhfError: The run has gone on from another copy of its folder, or the book cannot be
+            used.
+    """
+    run = ledger.entries[0].body["key_commitment"]
+    book = book_name(recipe.privacy.book)
+    if book is not None:
+        Book(book).follow(run, [entry.hash for entry in ledger.entries])
 
 
 def _need_no_book(own: Sequence[_At]) -> None:

@@ -303,7 +303,7 @@ def check_one_continuation(named: Iterable[tuple[Path, Record]]) -> None:
                     " restored from a backup, and both were run on. Rounds that both ran have"
                     " released twice about their users, which no card counts: together they cost up"
                     f" to what the same plan costs at noise multiplier {z / math.sqrt(2):.4g} in"
-                    f" place of {z:.4g} (docs/proofs/resume.md)"
+                    f" place of {z:.4g}"
                 )
         seen[own.run].append((run, charges))
 

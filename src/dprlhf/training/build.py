@@ -33,7 +33,7 @@ from dprlhf.privacy.plan import Plan, check_promise, make_plan
 from dprlhf.privacy.relations import Adjacency
 from dprlhf.recipe import AnyRecipe, Recipe, experimental
 from dprlhf.rewards.isolation import captured
-from dprlhf.runs.budget import NO_BOOK, reserve
+from dprlhf.runs.budget import NO_BOOK, follow, reserve
 from dprlhf.runs.card import released_dimension
 from dprlhf.runs.earlier import (
     Earlier,
@@ -197,7 +197,9 @@ def open_run(
             stack.callback(stamp_run, folder.path)
             gate, trackers = _open_gate(parts, folder, key, stack)
             if reservation is not None:
-                gate.ledger.note_book(reservation.entry())
+                gate.ledger.note_book(reservation.entry(), resumed=not create)
+        if reservation is not None:
+            processes.on_main(lambda: _followed(parts.recipe, gate, stack, create=create))
         if counted:  # a program may go on with the model that it passed, or that the run returns
             records = processes.on_main(lambda: records_of(folder.path))
             mark(parts.policy.network, {"runs": [asdict(record) for record in records]})
@@ -293,6 +295,23 @@ def say_what_is_left_out(stage: Stage, parts: Parts) -> None:
     if lines:
         print("dprlhf: of the private rows (said on a terminal alone):", file=sys.stderr)
         print("\n".join(f"  {line}" for line in lines), file=sys.stderr)
+
+
+def _followed(
+    recipe: AnyRecipe, gate: Gate | None, stack: contextlib.ExitStack, *, create: bool
+) -> None:
+    """Let the budget book see the ledger, at once where the run is resumed and when it ends."""
+    assert gate is not None  # on the main process
+    if not create:
+        follow(recipe, gate.ledger)
+
+    def ended() -> None:
+        try:
+            follow(recipe, gate.ledger)
+        except DprlhfError as error:  # a book that is down must not cost a finished run
+            print(f"dprlhf: warning: {error}", file=sys.stderr)
+
+    stack.callback(ended)
 
 
 def _open_gate(
