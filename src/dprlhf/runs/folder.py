@@ -141,7 +141,7 @@ class RunFolder:
             self.secret.mkdir(mode=0o700)
         except OSError as error:
             raise DprlhfError(f"{self.path}: {error.strerror}") from None
-        write_atomically(self._left_out_by_git, "*\n")
+        write_atomically(self._left_out_by_git, "*\n", mode=0o600)
         key = key or new_key()
         write_atomically(self.key, key, mode=0o600)
         return key
