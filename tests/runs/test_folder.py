@@ -332,6 +332,9 @@ def test_a_checkpoint_is_not_loaded_onto_another_base_model(folder: RunFolder) -
     assert checkpoint is not None
     with pytest.raises(DprlhfError, match="base model"):
         load_tuned(checkpoint, loaded.policy)
+    loaded.policy.model = nn.ModuleDict({"others": nn.Linear(5, 40).requires_grad_(False)})
+    with pytest.raises(DprlhfError, match="base model"):
+        loaded.load()  # none of its weights has a name of the run's
     # Another processor finds an adapter's start, and with it the base, with other last digits.
     close = Training(folder)
     with torch.no_grad():

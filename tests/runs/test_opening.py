@@ -6,6 +6,7 @@ import json
 import time
 import unicodedata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -200,7 +201,7 @@ def test_a_cut_prompt_is_the_one_that_it_was_cut_from_but_a_common_beginning_is_
     ids=str,
 )
 def test_runs_that_are_called_disjoint_are_compared_by_names_however_they_are_spelt(
-    earlier: list[Any], now: list[Any], tmp_path: Path
+    earlier: list[Any], now: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def users_of(names: list[Any]) -> Users:
         rows = [{"prompt": "why?", "who": name} for name in names]
@@ -208,8 +209,12 @@ def test_runs_that_are_called_disjoint_are_compared_by_names_however_they_are_sp
 
     declared = [{"run": str(tmp_path / "old"), "users": "disjoint"}]
     made = recipe(data__user_column="who", previous=declared)
-    held = RunFolder(tmp_path / "old").identities
+    old = RunFolder(tmp_path / "old")
+    held = old.identities
     held.parent.mkdir(parents=True)
+    old.ledger.write_text('{"body": {"key_commitment": "its key"}}')
+    own = [SimpleNamespace(run="its key")]
+    monkeypatch.setattr("dprlhf.runs.opening.records_of", lambda run: own)
     if earlier[0] == "formerly":
         hashes = hash_array(np.array(earlier[1:], dtype=object), categorize=False)
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from dprlhf.policies.head_logprobs import has_plain_head, head_logprobs
 from dprlhf.policies.kept import Replay
 from dprlhf.policies.mixing import refuse_mixing
 from dprlhf.policies.quantization import keep_unpacked
+from dprlhf.policies.set_up import SetUp
 from dprlhf.policies.stopping import StopStrings
 from dprlhf.policies.warpers import Rows, Sampling, warped_logprobs
 
@@ -85,7 +85,7 @@ class CausalLMPolicy:
         if self.dimension == 0:
             raise DprlhfError("the policy has no trainable parameters: check policy.adapter")
         self._plain_head = has_plain_head(model, frozenset(map(id, self.parameters.values())))
-        self._set_up: dict[str, tuple[Any, Any, Any]] = {}
+        self.set_up = SetUp()
 
     @property
     def network(self) -> Any:
@@ -380,53 +380,9 @@ class CausalLMPolicy:
 
         peft.set_peft_model_state_dict(self.model, state)
 
-    def keep_set_up(self, owner: Any, name: str) -> None:
-        """Keep a copy of an attribute that is saved with the weights, until :meth:`end_run`.
-
-        A ``rollout_func`` has the tokenizer and the model in its hands, and a reward may share the
-        tokenizer. What they leave there on private prompts, such as the padded length of a batch,
-        is computed from users and has no noise.
-
-        Args:
-            owner: The object that has the attribute: the policy or its network.
-            name: The attribute; a second copy under this name replaces the first.
-
-        Raises:
-            DprlhfError: It cannot be copied.
-        """
-        if owner is self:
-            self.encode([""], 1)  # a fast tokenizer holds the padding of its last call
-        held = getattr(owner, name, None)
-        if held is None:
-            return
-        try:
-            self._set_up[name] = owner, held, copy.deepcopy(held)
-        except Exception as problem:
-            raise DprlhfError(
-                f"the {name} ({type(held).__name__}) cannot be copied ({type(problem).__name__}),"
-                " so what private prompts leave in it could not be kept out of the saved one"
-            ) from None
-
-    def put_back_set_up(self) -> None:
-        """Put what :meth:`keep_set_up` has kept back into the objects it was copied from.
-
-        The program's own objects are changed in place: they may be saved again, or be passed to
-        :func:`dprlhf.resume` or to another run.
-        """
-        for name, (owner, held, kept) in self._set_up.items():
-            fresh = copy.deepcopy(kept)
-            vars(held).clear()
-            vars(held).update(vars(fresh))
-            setattr(owner, name, held)
-
-    def end_run(self) -> None:
-        """Put the set-up back for good: what the program changes from now on is its own affair."""
-        self.put_back_set_up()
-        self._set_up.clear()
-
     def save(self, folder: Path) -> None:
         """Save the adapter in PEFT's format, and the tokenizer as it was before the first round."""
-        self.put_back_set_up()
+        self.set_up.put_back()
         with quiet_peft():
             self.model.save_pretrained(folder, state_dict=stored_state(self.model))
         self.tokenizer.save_pretrained(folder)

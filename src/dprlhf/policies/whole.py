@@ -66,6 +66,6 @@ class WholePolicy(CausalLMPolicy):
 
     def save(self, folder: Path) -> None:
         """Save the model; its configs and the tokenizer as they were before the first round."""
-        self.put_back_set_up()
+        self.set_up.put_back()
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)

@@ -154,9 +154,9 @@ def check_frozen(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
     """
     found, held = frozen_sums(model), state.get("frozen", {})
     # A base that an adapter's start has changed (PiSSA) differs in last digits between processors.
-    if not all(
-        math.isclose(found[name], held[name], rel_tol=1e-2, abs_tol=1e-2)
-        for name in found.keys() & held.keys()
+    both = found.keys() & held.keys()  # sharded weights are in neither
+    if (found and held and not both) or not all(
+        math.isclose(found[name], held[name], rel_tol=1e-2, abs_tol=1e-2) for name in both
     ):
         raise DprlhfError(
             "the base model is not the one that this run has tuned: its frozen weights are others."

@@ -10,23 +10,19 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
-import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Epsilon, Mechanism
 from dprlhf.privacy.composition import total_epsilon
-from dprlhf.privacy.ledger import opened_terms, read_opened
+from dprlhf.privacy.ledger import read_opened
 from dprlhf.privacy.partitions import all_partitions
 from dprlhf.privacy.plan import NO_PRIVACY, Plan
 from dprlhf.recipe import AnyRecipe, load_any_recipe
+from dprlhf.runs.comparing import check_apart, check_one_continuation
 from dprlhf.runs.folder import RunFolder
 from dprlhf.runs.lineage import KEY, carried_by, is_adapter
 
@@ -97,7 +93,7 @@ def read_earlier(recipe: AnyRecipe) -> Earlier:
     said: dict[str, set[str]] = {}
     read = [records_of(Path(previous.run)) for previous in recipe.previous]
     check_one_continuation(
-        [(Path(p.run), r[0]) for p, r in zip(recipe.previous, read, strict=True)]
+        (Path(p.run), own.run) for p, (own, *_) in zip(recipe.previous, read, strict=True)
     )
     for previous, (own, *before) in zip(recipe.previous, read, strict=True):
         for record in (own, *before):
@@ -252,10 +248,10 @@ def total_of_runs(
     """
     runs = list(runs)
     read = [records_of(run) for run in runs]
-    check_one_continuation([(run, own) for run, (own, *_) in zip(runs, read, strict=True)])
+    names = [records[0].run for records in read]
+    check_one_continuation(zip(runs, names, strict=True))
     if disjoint:
-        _check_apart(runs)
-        names = [records[0].run for records in read]
+        check_apart(zip(runs, names, strict=True))
         read = [
             [Record(**{**asdict(own), "disjoint": [*own.disjoint, *names]}), *before]
             for own, *before in read
@@ -271,88 +267,6 @@ def total_of_runs(
             " statement for them together"
         )
     return list(found.values()), total_of(list(found.values()), delta)
-
-
-def check_one_continuation(named: Iterable[tuple[Path, Record]]) -> None:
-    """Check that no two of some folders are copies of one run that were both run on.
-
-    They have one key and one record, and would count once, but the rounds that both ran released
-    twice about their users (docs/proofs/resume.md). A copy that only lags behind is the same run.
-
-    Args:
-        named: Run folders, or what is in them, each with its run's own record. A model elsewhere
-            does not tell which copy it is from, and is not compared.
-
-    Raises:
-        DprlhfError: Neither ledger's charges are the beginning of the other's.
-    """
-    seen: dict[str, list[tuple[Path, list[str]]]] = {}
-    for run, own in named:
-        places = [RunFolder(place).ledger for place in (run, *run.resolve().parents)]
-        held = next((p for p in places if opened_terms(p).get("key_commitment") == own.run), None)
-        if held is None:
-            continue
-        # A charge's hash stands for all before it. What was noted after the last releases nothing.
-        charges = [entry.hash for entry in read_opened(held) if entry.is_charge]
-        for other, known in seen.setdefault(own.run, []):
-            both = min(len(charges), len(known))
-            if charges[:both] != known[:both]:
-                z = own.mechanism["noise_multiplier"]
-                raise DprlhfError(
-                    f"{other} and {run} are two continuations of one run: its folder was copied or"
-                    " restored from a backup, and both were run on. Rounds that both ran have"
-                    " released twice about their users, which no card counts: together they cost up"
-                    f" to what the same plan costs at noise multiplier {z / math.sqrt(2):.4g} in"
-                    f" place of {z:.4g}"
-                )
-        seen[own.run].append((run, charges))
-
-
-def users_of(run: Path, beside: Path | None = None) -> NDArray[np.uint64] | None:
-    """Return the hashes of a run's users; None where its folder is not at hand.
-
-    Args:
-        run: The run folder; or a model that the run left, which tells which run it was and not
-            where: its folder is looked for above the model, beside it, and in ``beside``.
-        beside: Another folder of run folders.
-    """
-    held = [RunFolder(run).identities]
-    if not os.access(held[0], os.R_OK):
-        own, place = records_of(run)[0].run, run.resolve()
-        near = [*place.parents, *place.parent.glob("*"), *(beside.glob("*") if beside else ())]
-        folders = [RunFolder(path) for path in near]
-        held = [
-            f.identities
-            for f in folders
-            if opened_terms(f.ledger).get("key_commitment") == own
-            and os.access(f.identities, os.R_OK)
-        ]
-    return np.load(held[0]) if held else None  # those of copies are the same
-
-
-def _check_apart(runs: Sequence[Path]) -> None:
-    found = [(run, users_of(run)) for run in runs]
-    for run, users in found:
-        if users is None:
-            print(
-                f"dprlhf: {run}: its users were not compared with the others': the run's folder,"
-                " which has their hashes, is not at hand",
-                file=sys.stderr,
-            )
-    read = [(run, users) for run, users in found if users is not None]
-    for i, (first, users) in enumerate(read):
-        for second, others in read[i + 1 :]:
-            if np.isin(users, others).any():
-                raise overlap(first.name, second.name)
-
-
-def overlap(first: str, second: str) -> DprlhfError:
-    """Return the error that names two runs which are declared disjoint and share a user."""
-    return DprlhfError(
-        f"{first} and {second} are declared to have no users in common, but they have: their costs"
-        " compose; write users: shared (without a data.user_column, rows with the same prompt count"
-        " as one user's)"
-    )
 
 
 def _unit(column: str | None) -> str:

@@ -27,7 +27,8 @@ from dprlhf.privacy.plan import Plan
 from dprlhf.privacy.randomness import commitment
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, dump_recipe
 from dprlhf.recipe.adapters import FORMER_NAMES
-from dprlhf.runs.earlier import Earlier, overlap, records_of, users_of
+from dprlhf.runs.comparing import overlap, users_of
+from dprlhf.runs.earlier import Earlier, records_of
 from dprlhf.runs.folder import RunFolder, write_atomically
 
 
@@ -183,9 +184,10 @@ def check_disjoint(recipe: AnyRecipe, users: Users, beside: Path | None = None) 
     own = open_private(users.identities()) if declared else np.empty(0, dtype=np.uint64)
     uncompared = []
     for run in declared:
-        held = users_of(Path(run), beside)
+        earlier = records_of(Path(run))[0].run
+        held = users_of(Path(run), earlier, beside)
         if held is None:
-            uncompared.append(records_of(Path(run))[0].run)
+            uncompared.append(earlier)
             print(
                 f"dprlhf: previous: {run}: users: disjoint is declared, and was not compared: the"
                 " run's folder, which has the hashes of its users, is not at hand",

@@ -128,15 +128,16 @@ def load_parts(
         processes.on_main(lambda: reserve(recipe, plan, users, earlier, folder, commit=False))
     policy = stage.load_policy()
     # Before the checks, which leave in it what public prompts lead to.
-    policy.keep_set_up(policy, "tokenizer")
-    policy.keep_set_up(policy.network, "generation_config")
+    policy.encode([""], 1)  # a fast tokenizer holds the padding of its last call
+    policy.set_up.keep(policy, "tokenizer")
+    policy.set_up.keep(policy.network, "generation_config")
     stage.check_policy(users, policy)
     processes.place(policy)
     parts = Parts(recipe, plan, earlier, users, policy, public, processes, quiet, guides=guiding)
     stage.settle(parts)
     parts.recipe = stage.recipe
     shapes, parts.rounding = settle_layout(policy, stage.shapes, processes)
-    policy.keep_set_up(policy.network, "config")  # in which attention has now been settled
+    policy.set_up.keep(policy.network, "config")  # in which attention has now been settled
     stage.lay_out(shapes)
     parts.plan = _planned(stage.recipe, users, opened, sources)
     stage.load(parts)
@@ -191,8 +192,8 @@ def open_run(
         gate: Gate | None = None
         trackers: list[Callback] = []
         policy = parts.policy
-        stack.callback(policy.end_run)
-        policy.put_back_set_up()
+        stack.callback(policy.set_up.end)
+        policy.set_up.put_back()
         if processes.main:
             stack.callback(stamp_run, folder.path)
             gate, trackers = _open_gate(parts, folder, key, stack)
@@ -203,7 +204,7 @@ def open_run(
         if counted:  # a program may go on with the model that it passed, or that the run returns
             records = processes.on_main(lambda: records_of(folder.path))
             mark(parts.policy.network, {"runs": [asdict(record) for record in records]})
-            policy.keep_set_up(policy.network, "config")
+            policy.set_up.keep(policy.network, "config")
         stack.enter_context(stage.opened(folder))
         if processes.main:
             stamp_run(folder.path)  # after a kill, a file may have the time at which it was written

@@ -118,7 +118,8 @@ class PrivateTrainer(Generic[C]):
             compute_metrics: A function of ``transformers.EvalPrediction``, called at every
                 evaluation on public prompts, also those of :meth:`train`: ``predictions`` are the
                 responses, ``label_ids`` their rewards, and ``inputs`` the prompts. It returns
-                numbers by name, which the run folder has, too.
+                numbers by name, which are published as they are: it must not use what a reward has
+                kept of private responses.
             user_column: Column that names the user; short for ``args.privacy_unit``.
 
         Raises:
