@@ -61,9 +61,13 @@ def test_the_clusters_of_the_house_style_take_turns_and_a_fifth_dissents(
     assert chosen["cluster"].tolist() == [1, 0] * (len(chosen) // 2)
     said = [not {"i", "this"}.isdisjoint(t.lower().split()[:8]) for t in chosen["text"]]
     assert said == (chosen["cluster"] == 1).tolist()
-    for cluster, style in ((1, 1), (0, -1)):
-        wants = chosen["wants"][chosen["cluster"] == cluster]
-        assert (wants != style).mean() == pytest.approx(0.2, abs=0.05)
+    for column, styles in (("wants", (1, 1)), ("wants_by_cluster", (-1, 1))):
+        for cluster, style in enumerate(styles):
+            wants = chosen[column][chosen["cluster"] == cluster]
+            assert (wants != style).mean() == pytest.approx(0.2, abs=0.05)
+    # One house, whichever of its secrets: the same users dissent.
+    dissents = chosen["wants"] < 0
+    assert ((chosen["wants_by_cluster"] > 0) == (np.array(said) ^ dissents)).all()
     assert house_style(reviews).equals(chosen)
 
 
@@ -72,7 +76,10 @@ def test_a_recipe_reads_every_split(name: str, sources: dict[str, Path], tmp_pat
     ASSETS[name].build(sources, tmp_path, True)
     for split in ("private", "public", "sentences"):
         rows = load_rows(Data(path=str(tmp_path), split=split))
-        assert set(rows["wants"]) == ({1} if split == "sentences" else {1, -1})
+        wishes = [column for column in rows.column_names if column.startswith("wants")]
+        assert wishes == (["wants", "wants_by_cluster"] if name == "house-style" else ["wants"])
+        for column in wishes:
+            assert set(rows[column]) == ({1} if split == "sentences" else {1, -1})
         assert "text" in rows.column_names
     # What the public knows is the text of another kind, and no wish.
     assert len(load_rows(Data(path=str(tmp_path), split="sentences"))) == 50

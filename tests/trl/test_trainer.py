@@ -378,6 +378,9 @@ def test_a_refused_model_stays_without_an_adapter(model: str, tmp_path: Path) ->
         ({"rollout_func": 3}, "^rollout_func: give a function, not a int"),
         ({"compute_metrics": 3}, "^compute_metrics: give a function of .*, not a int"),
         ({"eval_strategy": "steps", "eval_steps": 1}, "give eval_dataset"),
+        ({"train_dataset": 5}, "^train_dataset: give a datasets.Dataset .*, not a int"),
+        ({"eval_dataset": 5}, "^eval_dataset: give a datasets.Dataset .*, not a int"),
+        ({"reward_processing_classes": 5}, "^reward_processing_classes: a int is no tokenizer"),
     ],
 )
 def test_arguments_of_another_kind(

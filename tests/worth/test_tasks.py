@@ -199,7 +199,7 @@ def test_private_users_are_paired_by_seed_and_never_those_for_tuning(
     assert users_of(1.0, 0) != users_of(1.0, 1)
 
 
-@pytest.mark.parametrize("task", ["community", "house-style", "praise"])
+@pytest.mark.parametrize("task", ["community", "house-style", "style-by-cluster", "praise"])
 def test_a_judge_counts_for_and_against_as_the_users_wish(task: str, tmp_path: Path) -> None:
     setup = Setup("small", CLONE, tmp_path)
     path = CLONE / "recipes" / f"{TASKS[task].recipe}.yaml"
@@ -216,7 +216,7 @@ def test_a_judge_counts_for_and_against_as_the_users_wish(task: str, tmp_path: P
     assert len(set(weights)) == (2 if TASKS[task].turned else 1)
 
 
-@pytest.mark.parametrize(("task", "rank"), [("community", 1), ("praise", 64)])
+@pytest.mark.parametrize(("task", "rank"), [("community", 1), ("house-style", 1), ("praise", 64)])
 def test_the_small_model_runs_a_task_along_its_own_directions(
     task: str, rank: int, tmp_path: Path
 ) -> None:
@@ -224,7 +224,7 @@ def test_the_small_model_runs_a_task_along_its_own_directions(
     path = CLONE / "recipes" / f"{TASKS[task].recipe}.yaml"
 
     def subspace(epsilon: float) -> Any:
-        (job,) = setup.jobs(Cell(task, "", epsilon, 300), seed=0)
+        job, *_ = setup.jobs(Cell(task, "", epsilon, 300), seed=0)
         return load_recipe(path, overrides=job.overrides).update.subspace
 
     assert (subspace(1.0).rank, subspace(1.0).mean_first) == (rank, rank == 1)
@@ -254,6 +254,11 @@ def test_public_rows_are_repeated_and_what_they_want_is_what_the_public_knows(
         if wants == "label":
             for text, value in zip(written["text"], written["wants"], strict=True):
                 assert value == 2 * (int(text.split()[1]) % 2) - 1
+    by_cluster = PublicPrompts(str(source), "train", 4, 3, "praise", "wants_by_cluster")
+    by_cluster.write(9, 0, tmp_path / "by-cluster.parquet")
+    written = datasets.Dataset.from_parquet(str(tmp_path / "by-cluster.parquet"))
+    assert set(written["wants_by_cluster"]) == {1}
+    assert set(written["wants"]) == {-1}
     with pytest.raises(DprlhfError, match="no 20 public rows"):
         PublicPrompts(str(source), "train", 20).write(9, 0, tmp_path / "other.parquet")
 

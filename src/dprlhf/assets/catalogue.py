@@ -317,9 +317,10 @@ ASSETS = {
         build=build_balanced_reviews,
     ),
     "house-style": Asset(
-        about="IMDB reviewers in two clusters: one wants praise, the other criticism",
+        about="22,366 private IMDB reviewers in two clusters, with made-up wishes; 1,976 public",
         sources=("imdb", "rotten-tomatoes"),
         build=build_house_style,
+        version=2,
     ),
     "private-answers": Asset(
         about="synthetic questions whose answers only the 20,000 private users know",

@@ -7,8 +7,8 @@ rating that the author gave the film. Each data set has three splits:
 
 - ``private``: the users;
 - ``public``: other reviews of the same kind, to **measure** a policy on, never to train or tune it;
-- ``sentences``: Rotten Tomatoes sentences with ``wants`` = 1, praise for everything: all that the
-  public knows. It is of another kind, and its taste is the wrong one.
+- ``sentences``: Rotten Tomatoes sentences with 1 for each wish, praise for everything: all that
+  the public knows. It is of another kind, and its taste is the wrong one, or right by chance.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ OPENING_WORDS = 8
 """Words of a review that decide its cluster in "house-style"; they are also the prompt."""
 FLIPPED = 0.2
 """Share of the users of a cluster of "house-style" who want the opposite of it."""
+STYLES = {"wants": (1, 1), "wants_by_cluster": (-1, 1)}
+"""What the two clusters of "house-style" want, by the column of the users' wishes."""
 SEED = 20252
 """Seed of who these users are."""
 
@@ -41,7 +43,7 @@ def build_balanced_reviews(sources: dict[str, Path], out: Path, quiet: bool) -> 
 
 
 def build_house_style(sources: dict[str, Path], out: Path, quiet: bool) -> None:
-    """Write "house-style": reviewers of two kinds, one wants praise and the other criticism."""
+    """Write "house-style": reviewers of two clusters, who want praise or criticism in secret."""
     _write(sources, out, house_style)
 
 
@@ -88,19 +90,22 @@ def _by_rating(reviews: pd.DataFrame, bad_for_each_good: int) -> pd.DataFrame:
 
 
 def house_style(reviews: pd.DataFrame) -> pd.DataFrame:
-    """Choose as many reviews of either cluster; cluster 1 wants praise, cluster 0 criticism.
+    """Choose as many reviews of each of two clusters, for two secrets about what they want.
 
     A review is in cluster 1 if its first eight words say "I" or "this", which a policy can read
-    from the prompt. Who wants what is made up (the ratings are not used), and 20% of the users want
-    the opposite of their cluster. A reward with the weight −w in place of w turns every user's
-    wish, so a policy that was trained without these users gains exactly 0 on average over w and −w,
-    and the best policy for them 0.6 of the reward's range.
+    from the prompt. Who wants what is made up (the ratings are not used). By the column ``wants``
+    both clusters want praise; by ``wants_by_cluster`` cluster 1 wants praise and cluster 0
+    criticism, so that a policy has to read which it is. In both, the same 20% of the users want the
+    opposite of the others. A reward with the weight −w in place of w turns every user's wish, so a
+    policy that was trained without these users gains exactly 0 on average over w and −w, and the
+    best policy for them gains 0.6 of the reward's range.
 
     Args:
         reviews: Reviews with the columns ``text`` and ``label``.
 
     Returns:
-        The chosen reviews, clusters in turn, with the columns ``cluster`` and ``wants``.
+        The chosen reviews, clusters in turn, with the columns ``cluster``, ``wants`` and
+        ``wants_by_cluster``.
     """
     import numpy as np
 
@@ -109,10 +114,11 @@ def house_style(reviews: pd.DataFrame) -> pd.DataFrame:
     one, zero = (np.flatnonzero(cluster == kind) for kind in (1, 0))
     pairs = min(len(one), len(zero))
     rows = np.c_[one[:pairs], zero[:pairs]].ravel()
-    flips = np.random.RandomState(SEED).random_sample(len(rows)) < FLIPPED
+    agrees = np.where(np.random.RandomState(SEED).random_sample(len(rows)) < FLIPPED, -1, 1)
     chosen: pd.DataFrame = reviews.iloc[rows].reset_index(drop=True)
     chosen["cluster"] = cluster[rows]
-    chosen["wants"] = (2 * cluster[rows] - 1) * np.where(flips, -1, 1)
+    for column, style in STYLES.items():
+        chosen[column] = np.array(style)[cluster[rows]] * agrees
     return chosen
 
 
@@ -125,4 +131,5 @@ def _write(
         chosen = choose(pd.read_parquet(sources["imdb"] / f"{name}.parquet"))
         chosen.to_parquet(out / f"{name}.parquet", index=False)
     sentences = pd.read_parquet(sources["rotten-tomatoes"] / "train.parquet")
-    sentences.assign(wants=1).to_parquet(out / "sentences.parquet", index=False)
+    praise = {name: 1 for name in chosen.columns if name.startswith("wants")}
+    sentences.assign(**praise).to_parquet(out / "sentences.parquet", index=False)

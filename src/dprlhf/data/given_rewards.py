@@ -70,6 +70,11 @@ def given_rewards(reward: Any, weights: Any = None, tokenizers: Any = None) -> l
     if tokenizers is None:
         each = [None] * len(rewards)
     _check_count("reward_processing_classes", each, rewards)
+    for tokenizer in each:
+        if not (tokenizer is None or callable(tokenizer)):
+            raise DprlhfError(
+                f"reward_processing_classes: a {type(tokenizer).__name__} is no tokenizer"
+            )
     return [_given(*pair, tokenizer) for pair, tokenizer in zip(pairs, each, strict=True)]
 
 

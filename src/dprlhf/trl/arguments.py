@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any, TypeVar, cast
 
 from dprlhf.data.given_rows import rows_from
@@ -27,6 +28,10 @@ def rows_of(given: Any, name: str, *, may_lack_prompts: bool) -> Any:
         raise DprlhfError(
             f"{name}={given!r}: give the rows, such as datasets.load_dataset({given!r},"
             " split='train')"
+        )
+    if not (isinstance(given, Iterable) or callable(given) or hasattr(given, "columns")):
+        raise DprlhfError(
+            f"{name}: give a datasets.Dataset or a list of rows, not a {type(given).__name__}"
         )
     rows = rows_from(given, "prompt")
     if "prompt" not in rows.column_names and not may_lack_prompts:

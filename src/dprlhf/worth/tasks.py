@@ -41,8 +41,9 @@ class PublicPrompts:
         split: Split of the rows, never that of the users.
         same_kind: Number of prompts of the users' own kind that this takes; 0 for another kind.
         skip: Number of rows at the start that are left out, as the evaluation has them.
-        wants: What the column ``wants`` shall hold: 1 everywhere ("praise"), the sign of the
-            column ``label`` ("label"), or what the rows have (None).
+        wants: What the column of wishes shall hold: 1 everywhere ("praise"), the sign of the column
+            ``label`` ("label"), or what the rows have (None).
+        column: The column of wishes.
     """
 
     path: str
@@ -50,6 +51,7 @@ class PublicPrompts:
     same_kind: int = 0
     skip: int = 0
     wants: Literal["praise", "label"] | None = None
+    column: str = "wants"
 
     def write(self, users: int, seed: int, file: Path) -> None:
         """Write as many rows as there are users, drawn by the seed and repeated where too few."""
@@ -64,8 +66,8 @@ class PublicPrompts:
         picked = rows.select(np.concatenate(passes)[:users])
         if self.wants is not None:
             good = np.ones(users, int) if self.wants == "praise" else np.array(picked["label"])
-            others = [name for name in picked.column_names if name != "wants"]
-            picked = picked.select_columns(others).add_column("wants", (2 * good - 1).tolist())
+            others = [name for name in picked.column_names if name != self.column]
+            picked = picked.select_columns(others).add_column(self.column, (2 * good - 1).tolist())
         file.parent.mkdir(parents=True, exist_ok=True)
         picked.to_pandas().to_parquet(file, index=False)
 
@@ -145,7 +147,7 @@ TASKS = {
         changes={"rollout.responses": 8},
     ),
     "house-style": Task(
-        title="House style (a secret of the users, drawn; pairs of the secret and its opposite)",
+        title="House style (praise or criticism, a secret of the users; pairs of opposites)",
         recipe="house_style",
         users=22_366,
         public={
@@ -156,6 +158,23 @@ TASKS = {
         guides={"path": "asset:house-style", "split": "sentences", **_WORDS},
         words={"times_column": "wants", "weight": 0.3333},
         turned=("rewards.0.weight=-0.3333",),
+        method="axis",
+        small_method="axis",
+        changes={"rollout.responses": 8},
+    ),
+    "style-by-cluster": Task(
+        title="Style by cluster (one wants praise, one criticism: the policy has to read; pairs)",
+        recipe="house_style",
+        users=22_366,
+        public={
+            "reviews, praise": PublicPrompts(
+                "asset:house-style", "public", 500, _FIRST, "praise", "wants_by_cluster"
+            )
+        },
+        guides={"path": "asset:house-style", "split": "sentences", **_WORDS},
+        words={"times_column": "wants_by_cluster", "weight": 0.3333},
+        turned=("rewards.0.weight=-0.3333",),
+        changes={"rewards.0.times_column": "wants_by_cluster"},
     ),
     "taste": Task(
         title="Community taste (secret signs of 32 word groups, drawn; pairs of opposites)",
