@@ -46,9 +46,9 @@ def test_each_form_has_its_settings(reward: Any, weights: Any, expected: Any) ->
 
 
 def test_a_model_keeps_its_tokenizer_and_is_not_cut_short() -> None:
-    plain, model = given_rewards([length, MODEL], tokenizers=[None, "tokenizer"])
+    plain, model = given_rewards([length, MODEL], tokenizers=[None, str.split])
     assert (plain.given, plain.tokenizer) == (length, None)
-    assert (model.given, model.tokenizer) == (MODEL, "tokenizer")
+    assert (model.given, model.tokenizer) == (MODEL, str.split)
     assert model.settings.max_tokens == WHOLE_TEXT
     assert plain.settings == Reward(function=IN_MEMORY)  # as earlier runs have it
 
@@ -59,6 +59,7 @@ def test_a_model_keeps_its_tokenizer_and_is_not_cut_short() -> None:
         (([(length, 0.5)], [1.0]), "has a weight already"),
         (([length, vowels], [1.0]), r"reward_weights: 1 for 2 rewards"),
         ((length, None, ["a", "b"]), r"reward_processing_classes: 2 for 1 rewards"),
+        ((length, None, 5), r"reward_processing_classes: a int is no tokenizer"),
         (({"f": length},), r"a dict is no reward: give a function with TRL's signature"),
         ((None,), r"a NoneType is no reward"),
         ((SimpleNamespace,), r"SimpleNamespace is a class: give an instance"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import json
 import logging
@@ -24,7 +25,7 @@ from dprlhf.boundary import Private, open_private
 from dprlhf.data.given_rows import rows_from
 from dprlhf.data.loading import load_rows
 from dprlhf.data.public import prompts_in
-from dprlhf.data.spelling import SPACES, names_as_written
+from dprlhf.data.spelling import SPACES, names_as_written, written
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import Data, Documents
@@ -120,7 +121,7 @@ def test_without_a_user_column_every_row_is_a_user() -> None:
         (["z", "a", "z", "a"], [["p0", "p2"], ["p1", "p3"]]),
         ([10, 9, 10, 9], [["p0", "p2"], ["p1", "p3"]]),
         ([-1, 0, 1, -1], [["p0", "p3"], ["p1"], ["p2"]]),
-        (["1", "01", "1 ", "1"], [["p0", "p2", "p3"], ["p1"]]),
+        (["1", "01", "1 ", "1"], [["p0", "p1", "p2", "p3"]]),
         (["", "b", "", "b"], [["p0", "p2"], ["p1", "p3"]]),
         (["é", "e\u0301", "é", "E"], [["p0", "p1", "p2"], ["p3"]]),
         ([0.5, 0.25, 0.5, 1e300], [["p0", "p2"], ["p1"], ["p3"]]),
@@ -154,6 +155,32 @@ def test_names_in_one_spelling_are_not_copied() -> None:
     assert padded.to_pylist() == ["bo"]
 
 
+@given(st.lists(st.from_regex(r"[-+ ]?[0-9.eA]{0,6} ?", fullmatch=True), min_size=1))
+def test_a_column_of_names_is_written_as_each_of_them(names: list[str]) -> None:
+    column = names_as_written(pa.chunked_array([pa.array(names, pa.string())]))
+    assert column.to_pylist() == [written(name) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("0010", "10"), ("-007.0", "-7"), ("000", "0"), ("-0.00", "0"), ("1.70", "1.70")]
+    + [(name, name) for name in ("007a", "1e3", "0x7", "7.", ".0", "0.5", "+7", "٠٧", "0 7", "")],
+)
+def test_zeros_around_a_whole_number_tell_no_two_people_apart(name: str, text: str) -> None:
+    assert written(name) == text
+
+
+def test_a_name_is_one_persons_where_datasets_has_read_the_files(tmp_path: Path) -> None:
+    """It guesses types for each file: the user "007" of the first is 7 in the second."""
+    for number, names in enumerate((["A12", "007"], ["007"])):
+        lines = ["user,prompt", *(f"{name},why" for name in names)]
+        (tmp_path / f"train-{number}.csv").write_text("\n".join(lines) + "\n")
+    rows = datasets.load_dataset(str(tmp_path), split="train", cache_dir=str(tmp_path / "cache"))
+    assert rows["user"][:] == ["A12", "007", "7"]
+    data = Data(path="here", user_column="user", max_prompts_per_user=2)
+    assert Users(rows_from(rows, "prompt"), data).count == 2
+
+
 def test_the_spaces_around_a_name_are_those_of_python() -> None:
     every = [chr(code) for code in range(sys.maxunicode + 1)]
     assert sorted(SPACES) == [one for one in every if one.isspace()]
@@ -165,6 +192,13 @@ def test_one_user_replaced_by_another_moves_nobody_else() -> None:
     first = users({"prompt": prompts, "user": ["b", "c", "d", "c", "e", "f"]})
     second = users({"prompt": prompts, "user": ["z", "c", "d", "c", "e", "f"]})
     assert prompts_of(first) == prompts_of(second)
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
+def test_both_zeros_are_one_user(kind: type) -> None:
+    names = np.array([0.0, 1.5, -0.0], dtype=kind)
+    made = users({"prompt": ["a", "b", "c"], "user": names}, max_prompts_per_user=2)
+    assert prompts_of(made) == [["a", "c"], ["b"]]
 
 
 @pytest.mark.parametrize(
@@ -492,6 +526,9 @@ def test_every_user_is_known_again_however_many_there_are(
         (["é"], ["e\u0301"]),
         ([0.5], ["0.5"]),
         ([True], ["true"]),
+        (["017"], [17]),
+        (["17.00"], ["0017"]),
+        (["-0"], [0.0, 0.5]),
     ],
     ids=str,
 )
@@ -727,11 +764,11 @@ def test_the_copy_that_datasets_makes_is_nobody_elses_to_read(
 ) -> None:
     cache = tmp_path / "cache"
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
-    place = tmp_path / ("users.csv" if kind == "file" else "data")
-    file = place / "data/train-0.csv" if kind == "folder" else place
+    place = tmp_path / ("users.txt" if kind == "file" else "data")
+    file = place / "data/train-0.txt" if kind == "folder" else place
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(f"prompt\n{CANARY}\n")
-    assert load_rows(Data(path=str(place)))["prompt"] == [CANARY]
+    file.write_text(f"{CANARY}\n")
+    assert load_rows(Data(path=str(place), prompt_column="text"))["text"] == [CANARY]
     copies = [f for f in cache.rglob("*") if f.is_file() and CANARY.encode() in f.read_bytes()]
     assert copies
     for copy in copies:
@@ -829,7 +866,6 @@ def test_only_what_can_be_a_hub_id_is_looked_up_on_the_hub(
     ("name", "content"),
     [
         ("a.csv", b'prompt,x\na,1\n"CANARY,2,3,4\nCANARY,1,2,3\n'),
-        ("b.csv", b"prompt\n" + b"1\n" * 30_000 + b"CANARY\n"),
         ("c.jsonl", b'{"prompt": "a"}\n{"prompt": CANARY}\n'),
         ("d.parquet", b"CANARY"),
         ("e.csv", b"prompt\n\xff\xfeCANARY\n"),
@@ -838,7 +874,7 @@ def test_only_what_can_be_a_hub_id_is_looked_up_on_the_hub(
         ("h.txt", b"a\n\xff\xfeCANARY\n"),
         ("i.jsonl", b'{"CANARY": ' + b"[" * 5_000 + b"]" * 5_000 + b"}\n"),
     ],
-    ids=["quotes", "types", "json", "parquet", "encoding", "empty", "tabs", "text", "nested"],
+    ids=["quotes", "json", "parquet", "encoding", "empty", "tabs", "text", "nested"],
 )
 def test_a_broken_file_is_named_and_not_quoted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes
@@ -892,22 +928,22 @@ def test_no_bar_shows_how_many_rows_were_read(
 def test_what_datasets_logs_about_a_file_is_not_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its JSON reader logs what Arrow says, and Arrow quotes the value that it cannot convert."""
-    logger = logging.getLogger("datasets.packaged_modules.json.json")
+    """Its readers log what Arrow says, and Arrow quotes the value that it cannot convert."""
+    logger = logging.getLogger("datasets.packaged_modules.text.text")
     logged: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = logged.append  # type: ignore[method-assign]
 
     def failing(*_: Any, **__: Any) -> Any:
-        logger.error("Failed to load JSON: could not convert 'CANARY'")
+        logger.error("Failed to read file: could not convert 'CANARY'")
         raise ValueError("CANARY")
 
     monkeypatch.setattr(datasets, "load_dataset", failing)
-    (tmp_path / "a.json").write_text("[]")
+    (tmp_path / "a.txt").write_text("a")
     logger.addHandler(handler)
     try:
         with pytest.raises(DprlhfError) as caught:
-            load_rows(Data(path=str(tmp_path / "a.json")))
+            load_rows(Data(path=str(tmp_path / "a.txt")))
         assert not logged
         logger.error("the control")
     finally:
@@ -941,6 +977,118 @@ def test_only_an_empty_field_has_no_value(suffix: str, tmp_path: Path) -> None:
         "answer": ["None", "007", None],
         "user": ["NA", "nan", "x"],
     }
+
+
+PARTS = {
+    "the lines of a file": {"rows.csv": ("A1,007",) * 10_000 + ("007,1", "0081,2")},
+    "files of a folder": {"train-0.csv": ("A12,1", "007,2", "0081,3"), "train-1.csv": ("007,4",)},
+    "one of them packed": {"train-0.csv": ("A12,1", "007,2"), "train-1.csv.gz": ("007,4",)},
+    "with tabs": {"train.tsv": ("A12\t1",) * 10_000 + ("007\t2",)},
+    "dates": {
+        "train-0.jsonl": ('{"user": "abc"}', '{"user": "2024-01-01"}'),
+        "train-1.jsonl": ('{"user": "2024-01-01"}',),
+    },
+}
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_a_user_has_one_name_in_all_parts_of_a_source(parts: str, tmp_path: Path) -> None:
+    """``datasets`` guesses types for each part: "007" among texts is 7 in another part."""
+    names = set()
+    for name, lines in PARTS[parts].items():
+        table, mark = "sv" in name, "\t" if name.endswith(".tsv") else ","
+        text = "\n".join([f"user{mark}prompt"] * table + list(lines)) + "\n"
+        packed = gzip.compress(text.encode()) if name.endswith(".gz") else text.encode()
+        (tmp_path / name).write_bytes(packed)
+        names |= {line.split(mark)[0] if table else json.loads(line)["user"] for line in lines}
+    place = tmp_path / "rows.csv" if "rows.csv" in PARTS[parts] else tmp_path
+    data = Data(path=str(place), user_column="user", max_prompts_per_user=3)
+    if parts == "dates":
+        data = data.model_copy(update={"prompt_column": "user"})
+    rows = load_rows(data)
+    assert set(rows["user"]) == names
+    assert Users(rows, data).count == len(names)
+
+
+def test_a_csv_column_has_the_type_of_all_its_values(tmp_path: Path) -> None:
+    """And no value of a user depends on which other users have lines near it."""
+    cells = {
+        "whole": ("3", "-4", "", "9007199254740993"),
+        "number": ("3", "0.5", "1e-3", ""),
+        "truth": ("True", "FALSE", "true", ""),
+        "text": ("1.50", "007", "soon", ""),
+        "long": ("9007199254740993", "0.5", "1", ""),
+        "answer": ("yes", "no", "", ""),
+    }
+    lines = [",".join(cells), *(",".join(row) for row in zip(*cells.values(), strict=True))]
+    (tmp_path / "a.csv").write_text("\n".join([lines[0], *lines[1:] * 4_000]) + "\n")
+    rows = load_rows(Data(path=str(tmp_path / "a.csv"), prompt_column="answer"))[-4:]
+    assert rows == {
+        "whole": [3, -4, None, 9007199254740993],
+        "number": [3.0, 0.5, 0.001, None],
+        "truth": [True, False, True, None],
+        "text": ["1.50", "007", "soon", None],
+        # A fraction beside it would make this 9007199254740992.
+        "long": ["9007199254740993", "0.5", "1", None],
+        "answer": ["yes", "no", None, None],
+    }
+    assert [type(value) for value in rows["whole"][:2]] == [int, int]
+
+
+def test_prompts_and_users_of_a_csv_file_stay_as_they_are_written(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,user\n007,1.0\n1.50,01\n")
+    data = Data(path=str(tmp_path / "a.csv"), user_column="user")
+    assert load_rows(data).to_dict() == {"prompt": ["007", "1.50"], "user": ["1.0", "01"]}
+
+
+def test_a_text_of_a_json_file_stays_a_text_whatever_others_have(tmp_path: Path) -> None:
+    """``datasets`` takes a text "7" beside a list for JSON, and returns 7."""
+    contents = ["7", "null", "true", '"a"', [{"type": "text", "text": "a"}], None]
+    talks = [[{"role": "user", "content": content}] for content in contents]
+    answers = ["2024-01-01", "2024-01-02", "7", "8", "9", None]
+    rows = [{"prompt": p, "answer": a} for p, a in zip(talks, answers, strict=True)]
+    for text in ("\n".join(map(json.dumps, rows)), "\ufeff \n" + json.dumps(rows, indent=1)):
+        (tmp_path / "a.json").write_text(text, encoding="utf-8")
+        read = load_rows(Data(path=str(tmp_path / "a.json")))
+        assert read["prompt"][:] == talks
+        assert read["answer"][:] == answers
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_files_on_the_hub_are_read_as_a_whole_too(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = pd.DataFrame({"prompt": list("abcd"), "user": ["A12", "2024-01-01", "007", "007"]})
+    files = tmp_path / "files"
+    files.mkdir()
+    for number, rows in enumerate((table[:3], table[3:])):
+        if kind == "csv":
+            rows.to_csv(files / f"train-{number}.csv", index=False)
+        else:
+            rows.to_json(files / f"train-{number}.jsonl", orient="records", lines=True)
+    asked = []
+
+    def on_the_hub(load: Callable[..., Any]) -> Callable[..., Any]:
+        def loaded(path: str, name: Any, **options: Any) -> Any:
+            asked.append((path, options.pop("revision")))
+            return load(str(files), name, cache_dir=str(tmp_path / "cache"), **options)
+
+        return loaded
+
+    for name in ("load_dataset", "load_dataset_builder"):
+        monkeypatch.setattr(datasets, name, on_the_hub(getattr(datasets, name)))
+    data = Data(path="org/rows", user_column="user", revision="a" * 40)
+    monkeypatch.setattr("dprlhf.data.loading.check_connection", lambda _: None)
+    assert load_rows(data)["user"][:] == table["user"].tolist()
+    assert load_rows(data.model_copy(update={"split": "train[:75%]"})).num_rows == 3
+    assert set(asked) == {("org/rows", "a" * 40)}
+
+
+def test_a_csv_file_leaves_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "a.csv").write_text(f"prompt\n{CANARY}\n")
+    assert load_rows(Data(path=str(tmp_path / "a.csv")))["prompt"][:] == [CANARY]
+    assert not [file for file in (tmp_path / "cache").rglob("*") if file.is_file()]
 
 
 def test_commas_at_the_ends_of_lines_move_no_column(tmp_path: Path) -> None:

@@ -11,8 +11,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from dprlhf.data.loading import NO_TEXT, ROWS_AT_ONCE, without_format
 from dprlhf.errors import DprlhfError
+
+ROWS_AT_ONCE = 10_000
+"""Rows of a column that are read into memory together."""
+
+NO_TEXT = (
+    "a text holds a lone surrogate, which is half of a character and cannot be written as UTF-8:"
+    ' mend it with text.encode(errors="replace").decode()'
+)
 
 
 def rows_from(prompts: Any, column: str) -> Any:
@@ -149,6 +156,23 @@ def _kept_on_disk(prompts: Iterable[Any], column: str) -> Any:
             part.unlink()
         writer.finalize()
     return datasets.Dataset.from_file(str(whole))
+
+
+def without_format(rows: Any) -> Any:
+    """Return a ``datasets.Dataset`` with all its columns, whose values are Python's.
+
+    A format makes arrays or tables of conversations, and leaves columns out.
+
+    Raises:
+        DprlhfError: It has a transform, a function that changes rows whenever they are read.
+    """
+    if rows.format["type"] == "custom":
+        raise DprlhfError(
+            "prompts: the dataset has a transform (set_transform, with_transform), which would"
+            " change rows each time that they are read: apply it once, with rows.map(…), or take it"
+            " off, with rows.with_format(None)"
+        )
+    return rows.with_format(None)
 
 
 _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []

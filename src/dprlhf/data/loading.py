@@ -1,20 +1,11 @@
-"""Rows from wherever a recipe or a program has them: files, folders, the hub, memory.
-
-To read another kind of file, add an entry to ``FORMATS``.
-"""
+"""The rows that a recipe names: a file, a folder, or a dataset on the hub."""
 
 from __future__ import annotations
 
 import contextlib
-import csv
-import functools
-import json
 import logging
-import os
 import re
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,126 +13,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dprlhf import recipe
+from dprlhf.data.file_formats import FORMATS, own_cache, read_csv, read_json
+from dprlhf.data.given_rows import ROWS_AT_ONCE, without_format
 from dprlhf.errors import DprlhfError, one_line
 from dprlhf.hub import check_connection, pinned
 
-ROWS_AT_ONCE = 10_000
-"""Rows of a column that are read into memory together."""
-
 _SHOWN = 5
-
-NO_TEXT = (
-    "a text holds a lone surrogate, which is half of a character and cannot be written as UTF-8:"
-    ' mend it with text.encode(errors="replace").decode()'
-)
-
-
-def _with_datasets(builder: str, **options: Any) -> Callable[[str], Any]:
-    """Return a reader of files by one of the builders of ``datasets.load_dataset``."""
-
-    def read(file: str) -> Any:
-        import datasets
-
-        files = {"train": file}
-        return datasets.load_dataset(
-            builder, data_files=files, split="train", cache_dir=_own_cache(), **options
-        )
-
-    return read
-
-
-def _csv(separator: str) -> Callable[[str], Any]:
-    """Return a reader of tables as text, in which an empty field alone has no value.
-
-    pandas would read a user "NA", say, as none; and where lines have more fields than the header,
-    the first of them as an index, so that the values of a column stood under the next one's name.
-    """
-    read = _with_datasets(
-        "csv", sep=separator, keep_default_na=False, na_values=[""], index_col=False
-    )
-
-    def read_all_fields(file: str) -> Any:
-        from pandas.errors import ParserWarning
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", ParserWarning)  # of fields beyond the header's
-            return read(file)
-
-    return read_all_fields
-
-
-def _lines_that_are_not(readable: Callable[[bytes], bool]) -> Callable[[Path], list[int]]:
-    """Return a function that returns the lines of a file (from 1) that cannot be read."""
-
-    def broken(file: Path) -> list[int]:
-        lines = enumerate(file.read_bytes().splitlines(), start=1)
-        return [number for number, line in lines if not readable(line)]
-
-    return broken
-
-
-def _is_json_object(line: bytes) -> bool:
-    """Return whether a line is blank or holds a JSON object."""
-    try:
-        return not line.strip() or isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):  # lists in lists, thousands of them
-        return False
-
-
-def _is_utf8(line: bytes) -> bool:
-    try:
-        line.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _broken_csv_lines(file: Path, delimiter: str = ",") -> list[int]:
-    """Return the lines (from 1) with another number of fields than the header, or no UTF-8."""
-    broken: list[int] = []
-    width, start = None, 1
-    with open(file, encoding="utf-8", errors="replace", newline="") as lines:
-        reader = csv.reader(lines, delimiter=delimiter)
-        try:
-            for fields in reader:
-                width = width or len(fields)
-                if (fields and len(fields) != width) or any("\ufffd" in f for f in fields):
-                    broken.append(start)
-                start = reader.line_num + 1
-        except csv.Error:
-            broken.append(start)
-    return broken
-
-
-def _no_lines(file: Path) -> list[int]:
-    return []
-
-
-@dataclass(frozen=True)
-class Format:
-    """How one kind of file is read.
-
-    Attributes:
-        read: Returns the ``datasets.Dataset`` of a file, given its path.
-        broken_lines: Returns the lines of a file (from 1) that cannot be read, for the error
-            message, which quotes none of them; empty where a file has no lines.
-    """
-
-    read: Callable[[str], Any]
-    broken_lines: Callable[[Path], list[int]] = _no_lines
-
-
-FORMATS = {
-    ".csv": Format(_csv(","), _broken_csv_lines),
-    ".json": Format(_with_datasets("json"), _lines_that_are_not(_is_json_object)),
-    ".jsonl": Format(_with_datasets("json"), _lines_that_are_not(_is_json_object)),
-    ".ndjson": Format(_with_datasets("json"), _lines_that_are_not(_is_json_object)),
-    ".parquet": Format(_with_datasets("parquet")),
-    ".tsv": Format(_csv("\t"), functools.partial(_broken_csv_lines, delimiter="\t")),
-    ".txt": Format(_with_datasets("text"), _lines_that_are_not(_is_utf8)),
-}
-"""The kinds of files that are read, by their suffix; a text file has a prompt in each line that is
-not blank."""
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -226,12 +103,56 @@ def _read(path: str, spec: recipe.Data) -> Any:
         check_connection(
             f"data {spec.path!r}: there is no such file or folder, no copy from the hub in {copies}"
         )
-    return datasets.load_dataset(path, spec.name, split=spec.split, **revision)
+    rows = datasets.load_dataset(path, spec.name, split=spec.split, **revision)
+    if rows.info.builder_name not in _WITHOUT_TYPES:
+        return rows
+    return _read_whole(datasets.load_dataset_builder(path, spec.name, **revision), spec)
+
+
+_WITHOUT_TYPES = ("csv", "json")
+"""What ``datasets`` calls formats of which it guesses the types of each part by itself."""
+
+
+def _texts(spec: recipe.Data) -> set[str]:
+    """Return the columns that are texts whatever they hold: prompts, and the names of users."""
+    return {spec.prompt_column, spec.user_column or spec.prompt_column}
+
+
+def _read_whole(builder: Any, spec: recipe.Data) -> Any:
+    """Read the CSV or JSON files of a folder or of a dataset on the hub, each column as a whole.
+
+    Args:
+        builder: What ``datasets.load_dataset_builder`` found there, one of ``_WITHOUT_TYPES``.
+        spec: The recipe's section.
+    """
+    import datasets
+
+    if not builder.config.data_files or getattr(builder.config, "field", None):
+        raise DprlhfError(
+            f"data {spec.path!r}: its CSV or JSON files are not at hand, or have their rows under a"
+            " key: give a folder with the files, or Parquet"
+        )
+    fetch = datasets.DownloadManager(
+        download_config=datasets.DownloadConfig(cache_dir=own_cache())
+    ).download_and_extract
+    splits = {}
+    for split, files in builder.config.data_files.items():
+        local = [str(file) for file in fetch(list(files))]
+        if builder.name == "json":
+            splits[str(split)] = read_json(local, _texts(spec))
+        else:
+            options = builder.config.pd_read_csv_kwargs
+            splits[str(split)] = read_csv(local, _texts(spec), **options)
+    chosen = datasets.ReadInstruction.from_spec(spec.split).to_absolute(
+        {split: len(rows) for split, rows in splits.items()}
+    )
+    parts = [splits[part.splitname].select(range(part.from_, part.to)) for part in chosen]
+    return datasets.concatenate_datasets(parts)
 
 
 def _read_file(file: Path, spec: recipe.Data) -> Any:
     _refuse_part(spec)
-    rows = FORMATS[file.suffix].read(str(file))
+    rows = FORMATS[file.suffix].read([str(file)], _texts(spec))
     if file.suffix != ".txt":
         return rows
     # The lines of a text file have no name of their own; ``datasets`` calls them "text".
@@ -263,21 +184,10 @@ def _load_folder(folder: Path, spec: recipe.Data) -> Any:
     for file in sorted(folder.glob(f"{spec.split}.*")):
         if file.suffix in FORMATS:
             return _read_file(file, spec)
-    return datasets.load_dataset(str(folder), spec.name, split=spec.split, cache_dir=_own_cache())
-
-
-def _own_cache() -> str:
-    """Return a folder in the cache of ``datasets`` that no other account can read.
-
-    ``datasets`` keeps a copy of what it reads from files, which everybody may read, whoever may
-    read the file.
-    """
-    import datasets
-
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / f"dprlhf-{os.getuid()}"
-    folder.mkdir(parents=True, exist_ok=True)
-    folder.chmod(0o700)
-    return str(folder)
+    builder = datasets.load_dataset_builder(str(folder), spec.name, cache_dir=own_cache())
+    if builder.name in _WITHOUT_TYPES:
+        return _read_whole(builder, spec)
+    return datasets.load_dataset(str(folder), spec.name, split=spec.split, cache_dir=own_cache())
 
 
 def _skip_and_limit(rows: Any, spec: recipe.Data) -> Any:
@@ -320,20 +230,3 @@ def listed(numbers: Sequence[int], what: str) -> str:
     shown = ", ".join(map(str, numbers[:_SHOWN]))
     more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
     return f"{what}{'s' if len(numbers) > 1 else ''} {shown}{more}"
-
-
-def without_format(rows: Any) -> Any:
-    """Return a ``datasets.Dataset`` with all its columns, whose values are Python's.
-
-    A format makes arrays or tables of conversations, and leaves columns out.
-
-    Raises:
-        DprlhfError: It has a transform, a function that changes rows whenever they are read.
-    """
-    if rows.format["type"] == "custom":
-        raise DprlhfError(
-            "prompts: the dataset has a transform (set_transform, with_transform), which would"
-            " change rows each time that they are read: apply it once, with rows.map(…), or take it"
-            " off, with rows.with_format(None)"
-        )
-    return rows.with_format(None)

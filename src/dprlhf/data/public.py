@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from dprlhf.data.file_formats import FORMATS
 from dprlhf.data.in_memory import rows_of
-from dprlhf.data.loading import FORMATS, load_rows
+from dprlhf.data.loading import load_rows
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import AnyRecipe, Data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,9 @@ SPACES = "\t\n\v\f\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u2028\u2029\u202f\u205f\u300
 )
 """The characters that ``str.strip`` removes."""
 
+
+_WHOLE = r"(-?)0*(0|[1-9][0-9]*)(?:\.0+)?"
+"""A whole number as text: its sign, zeros in front, its digits, and a fraction of nothing."""
 
 _FIRST = ("role", "content", "id", "type", "function", "name", "arguments")
 """Keys of messages and of the calls of tools in the order in which chat templates know them."""
@@ -43,11 +47,20 @@ def as_alone(value: Any) -> Any:
 
 
 def written(value: Any) -> str:
-    """Return a name as text: 17, 17.0 (a column with gaps) and "17" are the same user."""
+    """Return a name as text: 17, 17.0 (a column with gaps), "17", "17.0" and "017" are one user.
+
+    Programs that read a table take "017" for a number in some files, or parts of files, and for a
+    text in others.
+
+    >>> [written(name) for name in (17.0, "017", "0", "-0.0", "1.70", "A07")]
+    ['17', '17', '0', '0', '1.70', 'A07']
+    """
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return unicodedata.normalize("NFC", text).strip()
+    text = unicodedata.normalize("NFC", text).strip()
+    whole = re.fullmatch(_WHOLE, text)
+    return text if whole is None else f"{whole[1]}{whole[2]}".replace("-0", "0")
 
 
 def formerly_written(value: Any) -> list[str]:
@@ -91,6 +104,8 @@ def names_as_written(names: pa.ChunkedArray) -> pa.ChunkedArray:
     def part(chunk: pa.Array) -> pa.Array:
         given = chunk.cast(pa.string())
         made = pc.utf8_trim(pc.utf8_normalize(given, form="NFC"), characters=SPACES)
+        made = pc.replace_substring_regex(made, f"^{_WHOLE}$", r"\1\2")
+        made = pc.replace_substring_regex(made, "^-0$", "0")
         return given if made.equals(given) else made
 
     return pa.chunked_array([part(chunk) for chunk in names.chunks])

@@ -14,12 +14,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dprlhf import recipe
 from dprlhf.boundary import Private
 from dprlhf.data.columns import NAMES, NUMBERS, check_readable, is_text
-from dprlhf.data.loading import ROWS_AT_ONCE, listed, rows_without_value
+from dprlhf.data.given_rows import ROWS_AT_ONCE
+from dprlhf.data.loading import listed, rows_without_value
 from dprlhf.data.spelling import (
     as_alone,
     formerly_written,
@@ -387,6 +389,8 @@ def _codes(rows: Any, spec: recipe.Data) -> NDArray[np.int64]:
         # A name that is composed in two ways, or has a space at its end, is one person's, as for
         # the budget book (written): two users would bring twice what the book charges.
         names = names_as_written(names)
+    if pa.types.is_floating(names.type):  # 0.0 and -0.0 are one number, and one name in the book
+        names = pc.add(names.cast(pa.float64()), 0.0)
     codes = [chunk.indices.to_numpy() for chunk in names.dictionary_encode().chunks]
     return np.concatenate(codes).astype(np.int64)
 
