@@ -17,10 +17,11 @@ from dprlhf import DprlhfError, recipe
 from dprlhf.agents import Agent, AgentSampler, check_apart, check_fresh, steps_of
 from dprlhf.agents.agent import OwnRandomness, Trajectory, call
 from dprlhf.agents.chat import answer_tokens, read_turn
+from dprlhf.agents.rewards import environment_reward, environment_rewards
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.warpers import Sampling
-from dprlhf.rewards import Scorer
-from dprlhf.rewards.private import score_responses
+from dprlhf.rewards import Scorer, load_reward
+from dprlhf.rewards.private import rows_to_score, score_responses
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import token_logprobs
 from helpers.agents import (
@@ -324,6 +325,50 @@ def test_a_user_whose_environment_fails_is_alone_in_that() -> None:
     assert scores.valid.tolist() == (~responses.failed).tolist()
     with pytest.raises(DprlhfError, match=r"public prompt, ValueError: cannot play"):
         draw(policy, prompts_of(USERS), private=False)
+
+
+class Once(Guessing):
+    """An environment that hands out its points once."""
+
+    def __init__(self, points: float | None) -> None:
+        super().__init__()
+        self.points = points
+
+    def get_reward(self) -> float:
+        if self.points is None:
+            raise ValueError("no points")
+        given, self.points = self.points, 0.0
+        return given
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_an_environment_is_not_asked_again_where_that_of_another_user_fails(named: bool) -> None:
+    (by_name,) = environment_rewards(Once)
+    reward = load_reward(by_name if named else environment_reward).in_calls_of(4)
+    environments = [Once(1.0), Once(2.0), Once(None), Once(3.0)]
+    found = Scorer([reward], 5.0).score(
+        ["p"] * 4, ["x"] * 4, [[1]] * 4, {"environments": environments}, [0, 0, 1, 1], private=True
+    )
+    assert found.values.tolist() == [1.0, 2.0, 0.0, 0.0]
+    assert found.valid.tolist() == [True, True, False, False]
+
+
+class Cards(Guessing):
+    """An environment that takes what it is given out of its row."""
+
+    def reset(self, prompt: Any, cards: list[int]) -> str:
+        prompt[0]["content"] = "."
+        return f" {cards.pop(0)}"
+
+
+def test_what_an_environment_takes_out_of_its_row_stays_in_the_other_trajectories() -> None:
+    prompts = prompts_of(USERS[:2], cards=[[1, 2, 3], [4, 5, 6]])
+    responses = draw(with_agent(environment=Cards), prompts)
+    assert responses.failed is None or not responses.failed.any()
+    assert [one[-1]["content"] for one in responses.asked] == [". 1"] * 3 + [". 4"] * 3
+    assert prompts.columns["cards"] == [[1, 2, 3], [4, 5, 6]]
+    assert prompts.prompts == prompts_of(USERS[:2]).prompts
+    assert rows_to_score(responses).columns["cards"] == [[1, 2, 3]] * 3 + [[4, 5, 6]] * 3
 
 
 # --- the check before the first charge -----------------------------------------------------------

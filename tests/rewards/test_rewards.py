@@ -432,6 +432,51 @@ def test_a_text_is_padded_as_it_is_alone(tmp_path: Path, monkeypatch: pytest.Mon
     assert alone[0] < alone[1]
 
 
+@pytest.mark.parametrize(
+    ("kind", "positions", "limit"),
+    [("Bert", 100, 32), ("Bert", 32, 32), ("Roberta", 35, 32), ("Llama", 32, 32)],
+)
+def test_a_shorter_text_of_another_user_leaves_the_attention_kernel(
+    kind: str, positions: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a masked column, fused attention takes a kernel of its own, which may round."""
+    reward = ClassifierReward(
+        positioned(kind, positions), tokenizer=byte_tokenizer(), max_tokens=limit, batch_size=2,
+        text="completion",
+    )  # fmt: skip
+    real, masks = torch.nn.functional.scaled_dot_product_attention, []
+
+    def watched(*given: Any, attn_mask: Any = None, is_causal: bool = False, **more: Any) -> Any:
+        masks.append((attn_mask is not None, is_causal))
+        return real(*given, attn_mask=attn_mask, is_causal=is_causal, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    full, short = "x" * 90, "x" * (limit - 4)
+    alone = reward(prompts=["", ""], completions=[full, full])
+    company = reward(prompts=["", ""], completions=[full, short])
+    assert len(masks) > 1
+    assert set(masks) == {(True, False)}
+    assert alone[0] == company[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "positions"), [("Bert", 40), ("Roberta", 43), ("GPT2", 40), ("XLNet", 0)]
+)
+def test_a_score_is_that_of_the_text_alone(kind: str, positions: int) -> None:
+    """The columns behind a text change nothing, also where the model has no position for them."""
+    model = positioned(kind, positions)
+    reward = ClassifierReward(
+        model, tokenizer=byte_tokenizer(), max_tokens=40, batch_size=2, text="completion"
+    )
+    texts = ["x" * 30, "y" * 90]
+    for ids, found in zip(
+        reward._tokens(["", ""], texts), reward(prompts=["", ""], completions=texts), strict=True
+    ):
+        with torch.no_grad():
+            wanted = float(model(input_ids=torch.tensor([ids])).logits)
+        assert found == pytest.approx(wanted, abs=1e-6)
+
+
 def test_a_classifier_with_experts_is_called_for_one_user_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,18 @@ TEXTS = st.text(max_size=60)
 NUMBERS = st.integers(-(10**6), 10**6)
 
 
+@pytest.mark.parametrize("said", ["None", "none.", r"\boxed{None}", "#### None", "A", "", "0"])
+@pytest.mark.parametrize(
+    "reward",
+    [
+        verifiable.exact_match, verifiable.numeric_match, verifiable.math_answer,
+        verifiable.multiple_choice,
+    ],
+)  # fmt: skip
+def test_no_completion_is_right_where_the_row_has_no_answer(reward: Any, said: str) -> None:
+    assert reward([said], answer=[None]) == [0.0]
+
+
 @given(text=TEXTS, other=TEXTS)
 def test_exact_match_is_equality_up_to_spaces_case_and_a_full_stop(text: str, other: str) -> None:
     assert verifiable.exact_match([f" {text}\n"], answer=[text]) == [1.0]

@@ -312,3 +312,22 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the next stage names one/model" in done.output
     wrong = runner.invoke(app, ["sft", "dpo.yaml"])
     assert "run it with dprlhf dpo" in str(wrong.exception)
+
+
+def test_the_start_that_a_template_writes_is_not_learnt_after_itself() -> None:
+    """An empty prompt is read as the start token, which the template writes as well."""
+    trained = at_its_start()
+    trained.tokenizer.bos_token = "<eos>"
+    trained.tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}"
+    )
+    rows = [
+        {"prompt": "", "chosen": [{"role": "assistant", "content": "o"}],
+         "rejected": [{"role": "assistant", "content": "x"}]},
+    ]  # fmt: skip
+    spec = settings(data={"path": "in-memory", "max_completion_tokens": 4})
+    task, pairs = PreferredAnswers(spec), examples(rows, spec.data)
+    encoded = task.encode(trained, pairs)
+    seen = [t[m.bool()] for t, m in zip(encoded.tokens, encoded.mask, strict=True)]
+    assert [trained.tokenizer.decode(tokens) for tokens in seen] == ["<eos><a>o", "<eos><a>x"]
+    assert task.cut(trained, pairs) == [False]

@@ -190,6 +190,28 @@ def test_rows_that_never_repeat_their_bits_are_refused() -> None:
         settle(policy, shapes_of())
 
 
+def test_a_model_that_computes_nan_is_called_that() -> None:
+    policy = policy_of()
+    policy.model.get_base_model().model.layers[0].mlp.register_forward_hook(
+        lambda module, inputs, output: output * float("nan")
+    )
+    with pytest.raises(DprlhfError, match=r"computes NaN on made-up tokens.*check the model"):
+        settle(policy, shapes_of())
+
+
+def test_an_attention_that_computes_nan_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy, real = policy_of(), torch.nn.functional.scaled_dot_product_attention
+
+    def broken(*given: Any, **named: Any) -> torch.Tensor:
+        return real(*given, **named) * float("nan")
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", broken)
+    settle(policy, shapes_of())
+    assert "plain matrix products" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("phase", ["gradients", "log-probabilities"])
 def test_each_phase_is_looked_at(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name = {"gradients": "recorded_by_user", "log-probabilities": "token_logprobs"}[phase]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from transformers import (
@@ -16,6 +18,9 @@ from transformers import (
     BertConfig,
     BertModel,
     BertTokenizerFast,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForSequenceClassification,
 )
 
 import dprlhf
@@ -23,6 +28,7 @@ from dprlhf import DprlhfError, recipe
 from dprlhf.boundary import Private
 from dprlhf.cli.app import app
 from dprlhf.data.given_rows import rows_from
+from dprlhf.data.in_memory import Sources
 from dprlhf.data.users import Prompts, Users
 from dprlhf.gradients.clipping import Weighted, clipped_sum
 from dprlhf.policies.causal_lm import CausalLMPolicy
@@ -34,12 +40,19 @@ from dprlhf.rollout import Responses
 from dprlhf.runs.earlier import records_of, total_of_runs
 from dprlhf.training.dpo import PreferredAnswers
 from dprlhf.training.dry_run import dry_run_stage, explain
+from dprlhf.training.supervised import reward_modelling
+from dprlhf.training.supervised_rows import made_up_rows
 from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task, completion_tokens
 from helpers import runs, tiny
 from helpers.rounds import flat_gradient
 
 ADAPTER = {"type": "lora", "rank": 2, "target_modules": ["c_attn"]}
 LORA = recipe.Adapter.model_validate(ADAPTER)
+FORM = (
+    recipe.Preferences(path="x"),
+    pa.schema([(name, pa.string()) for name in ("prompt", "chosen", "rejected")]),
+    None,
+)
 
 
 @pytest.fixture(scope="module")
@@ -479,7 +492,7 @@ def test_a_dry_run_times_public_rows_only(model: str, monkeypatch: pytest.Monkey
         "privacy": {"epsilon": 4.0, "tuning_runs": 1},
         "rounds": 4,
     }
-    encoded = []
+    encoded: list[Any] = []
     real = Pairs.encode
 
     def spied(self: Pairs, policy: CausalLMPolicy, prompts: Prompts) -> Responses:
@@ -489,7 +502,8 @@ def test_a_dry_run_times_public_rows_only(model: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Pairs, "encode", spied)
     public = [{"prompt": f"p{i}", "chosen": " aaaa", "rejected": " zzz"} for i in range(8)]
     plan = dry_run_stage(recipe.RewardRecipe.model_validate(spec), preferences(0, 40), public)
-    assert set(encoded) == {f"p{i}" for i in range(6)}
+    made_up = [str(row.prompts[0]) for row in made_up_rows(*FORM)]
+    assert set(encoded) == {f"p{i}" for i in range(6)} | set(made_up)
     # 4 rounds of 10 users; a forward pass is about a third of a step, twice over 6 rows.
     assert plan["estimated_seconds"] == pytest.approx(plan["seconds_a_row"] * (40 + 4))
     assert plan["epsilon"] <= 4 < plan["total_epsilon"]
@@ -663,3 +677,353 @@ def test_labelled_texts_that_are_cut(encoder: str) -> None:
     rows = [{"prompt": text, "label": "good"} for text in ("a", "a b c d", "a b c d e")]
     trained = load_reward_model(spec, labels)
     assert Labels(data, labels).cut(trained, examples(rows, data)) == [False, False, True]
+
+
+# ------------------------------------------------------------- labels that are written as numbers
+
+
+@pytest.mark.parametrize(
+    ("labels", "given", "learnt"),
+    [
+        (["1", "0"], [1, 0, 1.0], ["1", "0", "1"]),
+        (["1", "2", "3"], [1, 2, "2", 3.0], ["1", "2", "2", "3"]),
+        (["-1", "0", "1"], [0, 1, -1], ["0", "1", "-1"]),
+        (["0.5", "1.0"], [0.5, 1], ["0.5", "1.0"]),
+        (["true", "false"], [True, False, "true"], ["true", "false", "true"]),
+        (["no", "yes"], [0, 1, True, False], ["no", "yes", "yes", "no"]),
+        (["bad", "2nd"], [0, 1], ["bad", "2nd"]),
+    ],
+)
+def test_a_number_that_is_the_name_of_a_label_is_no_index(
+    labels: list[str], given: list[Any], learnt: list[str]
+) -> None:
+    task = Labels(recipe.Preferences(path="x", label_column="label"), labels)
+    assert [labels[task.number(label)] for label in given] == learnt
+
+
+def test_where_some_label_is_a_number_no_number_is_an_index() -> None:
+    task = Labels(recipe.Preferences(path="x", label_column="label"), ["1", "2", "none"])
+    for label in (0, 3, 1.5, math.nan):
+        with pytest.raises(DprlhfError, match=r"a row has none of the labels 1, 2, none$"):
+            task.number(label)
+
+
+# -------------------------------------------------------- what is found before anybody is charged
+
+
+def refused(spec: recipe.AnyRecipe, match: str, **given: Any) -> str:
+    """Check that a stage is refused before it makes a folder, and return the message."""
+    with pytest.raises(DprlhfError, match=match) as caught:
+        dprlhf.train_stage(spec, quiet=True, **given)
+    assert not Path(spec.output_dir or "").exists()
+    assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
+
+
+def rewarding(model: str, folder: Path, **changes: Any) -> recipe.RewardRecipe:
+    values: dict[str, Any] = {
+        "model": {"model_name_or_path": model, "adapter": ADAPTER},
+        "data": {"path": "in-memory", "user_column": "user", "max_tokens": 16},
+        "privacy": {"epsilon": 8.0},
+        "rounds": 2,
+        "output_dir": str(folder),
+    }
+    return recipe.RewardRecipe.model_validate(values | changes)
+
+
+def preferring(model: str, folder: Path, **changes: Any) -> recipe.DPORecipe:
+    values: dict[str, Any] = {
+        "policy": {"model_name_or_path": model, "adapter": ADAPTER},
+        "data": DATA,
+        "privacy": {"epsilon": 8.0},
+        "rounds": 2,
+        "output_dir": str(folder),
+    }
+    return recipe.DPORecipe.model_validate(values | changes)
+
+
+def said(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+@pytest.mark.parametrize(
+    ("data", "public", "write"),
+    [
+        ({}, {"completion_column": None}, "completion_column: completion"),
+        ({"completion_column": None}, {}, "completion_column: null"),
+        ({}, {"completion_column": "answer"}, "completion_column: completion, and give the column"),
+        ({"max_completion_tokens": 4}, {}, "max_completion_tokens: 4$"),
+        ({}, {"max_prompt_tokens": 8}, "max_prompt_tokens: 64$"),
+    ],
+)
+def test_public_documents_are_read_as_the_users_documents(
+    data: dict[str, Any], public: dict[str, Any], write: str, tmp_path: Path
+) -> None:
+    """Otherwise what is compared with the users' rows would not be what is evaluated."""
+    path = {"path": "in-memory"}
+    stage = sft("x", tmp_path / "run", data=path | data, evaluation={"data": path | public})
+    rows = [{"prompt": "patient 3 has", "completion": " flu", "answer": " flu"}] * 4
+    refused(stage, f"write evaluation.data.{write}", data=rows, evaluation_data=rows[:2])
+
+
+def test_public_pairs_are_read_as_the_users_pairs(tmp_path: Path) -> None:
+    implicit = {**DATA, "prompt_column": "chosen"}
+    for ours, theirs, write in (
+        (implicit, DATA, "prompt_column: chosen"),
+        (DATA, implicit, "prompt_column: prompt"),
+        (DATA, {**DATA, "rejected_column": "worse"}, "rejected_column: rejected"),
+    ):
+        stage = preferring("x", tmp_path / "run", data=ours, evaluation={"data": theirs})
+        refused(stage, f"write evaluation.data.{write}", data=preferences(0, 4))
+    labels = {"path": "in-memory", "label_column": "label"}
+    for change, write in (({"max_tokens": 8}, "max_tokens: 128"), ({"label_column": "y"}, "label")):
+        public = {"data": labels | change}
+        stage = rewarding("x", tmp_path / "r", labels=["a", "b"], data=labels, evaluation=public)
+        refused(stage, f"write evaluation.data.{write}", data=preferences(0, 4))
+
+
+def test_what_the_task_does_not_read_may_differ(model: str, tmp_path: Path) -> None:
+    """The column of the prompts is read by each section's own name."""
+    data = {"path": "in-memory", "completion_column": None, "max_prompt_tokens": 9}
+    public = {"path": "in-memory", "completion_column": None, "prompt_column": "text"}
+    stage = sft(model, tmp_path / "run", data=data, evaluation={"data": public}, rounds=1)
+    rows = [{"prompt": f"it was {i}"} for i in range(8)]
+    run = dprlhf.train_stage(
+        stage, data=rows, evaluation_data=[{"text": "one"}, {"text": "two"}], quiet=True
+    )
+    assert run.after["loss"].mean > 0
+    unread = {"path": "in-memory", "label_column": "chosen", "prompt_column": "rejected"}
+    both = {"labels": ["a", "b"], "data": unread}
+    other = {"data": {**unread, "chosen_column": "c", "max_prompt_tokens": 8}}
+    reward_modelling(rewarding("x", tmp_path, **both, evaluation=other), Sources(None, None, None))
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize("public", [True, False])
+def test_a_tokenizer_without_an_end_is_refused(kind: str, public: bool, tmp_path: Path) -> None:
+    """No row could be encoded, so that the run would spend all of its budget on noise."""
+    base, plain = str(tiny.save(tmp_path / "base")), tiny.tokenizer()
+    PreTrainedTokenizerFast(
+        tokenizer_object=plain.backend_tokenizer, bos_token="<eos>", pad_token="<eos>"
+    ).save_pretrained(base)
+    evaluation = {"data": DATA, "declared_public": True} if public else None
+    make, rows = (sft, people) if kind == "sft" else (preferring, preferences)
+    spec = make(base, tmp_path / "run", evaluation=evaluation)
+    given = rows(90, 4) if public else None
+    refused(
+        spec, "^data: no row can be read.*no end-of-sequence token", data=rows(0, 8),
+        evaluation_data=given,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_answers_that_are_messages_need_a_chat_template(
+    kind: str, model: str, tmp_path: Path
+) -> None:
+    answers = {"completion": said("SECRET"), "chosen": said("a"), "rejected": said("b")}
+    rows = [{"user": f"u{i}", "prompt": "it was", **answers} for i in range(8)]
+    spec = (sft if kind == "sft" else preferring)(model, tmp_path / "run")
+    told = refused(spec, "a completion is messages, and the tokenizer has no chat", data=rows)
+    assert "SECRET" not in told
+
+
+def test_pairs_of_two_forms_are_refused(tmp_path: Path) -> None:
+    chat = tiny.tokenizer()
+    chat.chat_template = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
+    base = str(tiny.save(tmp_path / "base"))
+    chat.save_pretrained(base)
+    mixed = [
+        {"user": f"u{i}", "prompt": "it was", "chosen": said("a"), "rejected": said("b")}
+        for i in range(8)
+    ]
+    refused(rewarding(base, tmp_path / "run"), "give both as text, or both as", data=mixed)
+    data = {"path": "in-memory", "prompt_column": "chosen"}
+    within = rewarding(base, tmp_path / "run", data=data)
+    refused(within, "data.prompt_column and data.chosen_column are both 'chosen'", data=mixed)
+
+
+def test_answers_that_are_numbers_are_refused(model: str, tmp_path: Path) -> None:
+    rows = [{"user": f"u{i}", "prompt": "it was", "completion": i} for i in range(8)]
+    refused(sft(model, tmp_path / "run"), "^data: no row can be read", data=rows)
+
+
+def test_a_made_up_row_has_the_form_of_the_users_rows() -> None:
+    """A form of which a made-up row is refused although the users' rows are read stops a run."""
+    part = pa.list_(pa.struct([("type", pa.string()), ("text", pa.string())]))
+    talk = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+    parts = pa.list_(pa.struct([("role", pa.string()), ("content", part)]))
+    documents = recipe.Documents(path="x")
+    [row] = made_up_rows(
+        documents, pa.schema([("prompt", pa.int64()), ("completion", parts)]), None
+    )
+    assert isinstance(row.prompts[0], str)
+    [[message]] = row.columns["completion"]
+    assert (message["role"], message["content"][0]["type"]) == ("assistant", "text")
+    whole = recipe.Documents(path="x", completion_column=None)
+    [row] = made_up_rows(whole, pa.schema([("prompt", talk)]), None)
+    assert [message["role"] for message in row.prompts[0]] == ["user", "assistant"]
+    labelled = recipe.Preferences(path="x", label_column="label")
+    [row] = made_up_rows(labelled, pa.schema([("prompt", pa.string()), ("label", pa.int64())]), "2")
+    assert row.columns == {"label": ["2"]}
+    several = pa.schema([("prompt", pa.json_()), ("completion", pa.json_())])
+    made = made_up_rows(documents, several, None)
+    forms = [(row.prompts[0], row.columns["completion"][0]) for row in made]
+    assert {tuple(isinstance(x, str) for x in form) for form in forms} == {
+        (a, b) for a in (True, False) for b in (True, False)
+    }
+
+
+def test_rows_of_any_form_that_can_be_read_are_not_refused(tmp_path: Path) -> None:
+    chat = tiny.tokenizer()
+    chat.chat_template = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
+    base = str(tiny.save(tmp_path / "base"))
+    chat.save_pretrained(base)
+    asked = [{"role": "user", "content": "hi"}]
+    pair = {"chosen": [*asked, *said("a")], "rejected": [*asked, *said("b")]}
+    implicit = {"path": "in-memory", "prompt_column": "chosen"}
+    talk = {"path": "in-memory", "completion_column": None}
+    label = {"path": "in-memory", "label_column": "label"}
+    for number, (make, data, row, more) in enumerate((
+        (sft, DATA, {"prompt": "it was", "completion": said("a")}, {}),
+        (sft, talk, {"prompt": [*asked, *said("a")]}, {}),
+        (preferring, implicit, pair, {}),
+        (rewarding, label, {"prompt": asked, "label": 1}, {"labels": ["1", "2"]}),
+    )):  # fmt: skip
+        spec = make(base, tmp_path / f"run{number}", data=data, rounds=1, **more)
+        rows = [{"user": f"u{i}", **row} for i in range(4)]
+        dprlhf.train_stage(spec, data=rows, quiet=True)
+
+
+def test_a_public_row_that_cannot_be_read_is_found_before_the_first_charge(
+    model: str, tmp_path: Path
+) -> None:
+    label = {"path": "in-memory", "label_column": "label"}
+    spec = rewarding(
+        model, tmp_path / "run", labels=["bad", "good"], data=label,
+        evaluation={"data": label, "prompts": 64},
+    )  # fmt: skip
+    rows = [{"prompt": f"it was {i}", "label": "good"} for i in range(8)]
+    public = [{"prompt": f"pub {i}", "label": "bad"} for i in range(40)]
+    odd = [*public, {"prompt": "odd", "label": "zanzibar"}]
+    told = refused(
+        spec, r"^evaluation.data.label_column 'label'.*\(row 41\)$", data=rows, evaluation_data=odd
+    )
+    assert "zanzibar" not in told
+    documents = sft(model, tmp_path / "run", evaluation={"data": DATA, "declared_public": True})
+    for lacks in ("prompt", "completion"):
+        public = [*people(90, 5), {**people(99, 1)[0], lacks: None}]
+        refused(
+            documents, r"^evaluation.data: .*\(row 6\)$", data=people(0, 8), evaluation_data=public
+        )
+
+
+def test_a_public_row_that_is_not_used_may_be_odd(model: str, tmp_path: Path) -> None:
+    spec = sft(
+        model,
+        tmp_path / "run",
+        evaluation={"data": DATA, "prompts": 5, "declared_public": True},
+        rounds=1,
+    )
+    public = [*people(90, 5), {**people(99, 1)[0], "completion": None}]
+    run = dprlhf.train_stage(spec, data=people(0, 8), evaluation_data=public, quiet=True)
+    assert run.after["loss"].mean > 0
+
+
+# ------------------------------------------------------------------------- start tokens, positions
+
+
+def learnt_of(task: Task, trained: CausalLMPolicy, rows: Prompts) -> str:
+    encoded = task.encode(trained, rows)
+    learnt = encoded.tokens[0, -encoded.response_mask.shape[1] :][encoded.response_mask[0].bool()]
+    return str(trained.tokenizer.decode(learnt))
+
+
+def test_the_start_that_a_template_writes_is_not_learnt_after_itself() -> None:
+    trained = policy()
+    trained.tokenizer.bos_token = "<eos>"
+    trained.tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}"
+    )
+    whole = recipe.Documents(path="x", completion_column=None, max_completion_tokens=9)
+    talk = [{"prompt": [{"role": "user", "content": "hi"}, *said("o")]}]
+    rows = examples(talk, whole)
+    assert learnt_of(NextTokens(whole), trained, rows) == "<u>hi<a>o"
+    encoded = NextTokens(whole).encode(trained, rows)
+    seen = encoded.tokens[0][encoded.mask[0].bool()].tolist()
+    assert seen[:10] == trained.render(talk[0]["prompt"])[:10]
+    assert NextTokens(whole).cut(trained, rows) == [False]  # nine tokens, without the start
+    # A short turn: the start, which is the end token as well, is not taken for an end.
+    short = recipe.Documents(path="x", completion_column=None)
+    trained.tokenizer.chat_template = "{{ bos_token }}{{ messages[0].content }}"
+    rows = examples([{"prompt": [{"role": "user", "content": "o"}]}], short)
+    assert learnt_of(NextTokens(short), trained, rows) == "o<eos>"
+    # After a prompt, the same token is an answer's own.
+    data = recipe.Documents(path="x")
+    rows = examples([{"prompt": "hi", "completion": "<eos>o"}], data)
+    assert learnt_of(NextTokens(data), trained, rows) == "<eos>o<eos>"
+
+
+def test_roberta_is_trained_at_the_positions_that_it_has(tmp_path: Path) -> None:
+    """Of 34 positions, three are in front of a text's first token."""
+    torch.manual_seed(0)
+    config = RobertaConfig(
+        vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=64, max_position_embeddings=34, pad_token_id=2, num_labels=2,
+    )  # fmt: skip
+    network = RobertaForSequenceClassification(config).eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(5)
+    network.save_pretrained(tmp_path / "base")
+    plain = tiny.tokenizer()
+    plain.pad_token = plain.convert_ids_to_tokens(2)
+    plain.save_pretrained(tmp_path / "base")
+    adapter = {"type": "lora", "rank": 2, "target_modules": ["query"]}
+    spec = recipe.Policy.model_validate(
+        {"model_name_or_path": str(tmp_path / "base"), "adapter": adapter}
+    )
+    trained = load_reward_model(spec, ["bad", "good"])
+    for width in (8, 30, 31):
+        text = torch.arange(5, 5 + width)[None]
+        rows = torch.cat([text, torch.tensor([[1]])], 1)
+        with torch.no_grad():
+            found = trained.response_logprobs(rows, torch.ones_like(rows), 1)
+            own = network(input_ids=text).logits.log_softmax(1)[:, 1:]
+        torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-6)
+    trained.check_context_length(31, "31 tokens are", "the model")
+    with pytest.raises(DprlhfError, match="32 tokens are more than the 31 positions of the model"):
+        trained.check_context_length(32, "32 tokens are", "the model")
+
+
+def test_a_tokenizer_that_warns_puts_no_text_into_a_log(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    real = PreTrainedTokenizerFast.__call__
+
+    def noisy(self: Any, text: Any = None, *rest: Any, **named: Any) -> Any:
+        if "zanzibar" in str(text):
+            warnings.warn(f"odd text: {text}", UserWarning, stacklevel=1)
+            print(text)
+        return real(self, text, *rest, **named)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", noisy)
+    rows = [*people(0, 8), {"user": "u8", "prompt": "it was", "completion": " zanzibar"}]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dprlhf.train_stage(sft(model, tmp_path / "run", rounds=2), data=rows, quiet=True)
+    assert not any("zanzibar" in str(one.message) for one in caught)
+    assert "zanzibar" not in "".join(capfd.readouterr())
+
+
+def test_a_column_of_texts_and_messages_is_not_refused_for_one_of_both(
+    model: str, tmp_path: Path
+) -> None:
+    """Without a chat template the texts can be read, and only the others' users are not."""
+    file = tmp_path / "mixed.jsonl"
+    mixed = [*people(0, 8), {"user": "u8", "prompt": "it was", "completion": said("b")}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in mixed))
+    spec = sft(model, tmp_path / "run", data={**DATA, "path": str(file)}, rounds=1)
+    dprlhf.train_stage(spec, quiet=True)
+    [line] = (tmp_path / "run/secret/telemetry-0.jsonl").read_text().splitlines()
+    assert json.loads(line)["users_not_readable"] == 1

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
 import shutil
 import sys
 import textwrap
+import traceback
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +30,8 @@ from dprlhf.privacy import plan
 from dprlhf.privacy.accounting import Epsilon
 from dprlhf.privacy.ledger import read_ledger
 from dprlhf.privacy.partition import allocate
-from dprlhf.training import build, reinforcement
+from dprlhf.rewards.private import score_private
+from dprlhf.training import build, reinforcement, trainer
 from helpers import tiny
 from helpers.commands import dprlhf as command
 from helpers.marks import slow
@@ -287,6 +292,66 @@ class TestLeaks:
         assert CANARY not in str(caught.value)
         assert kind.__name__ in str(caught.value)
         assert CANARY in (tmp_path / "run/secret/error.txt").read_text()
+
+    def test_a_warning_that_private_values_cause_is_dropped_and_one_of_public_rows_is_not(
+        self,
+        model: str,
+        tmp_path: Path,
+        capfd: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        logger = logging.getLogger("a library")
+        monkeypatch.setattr(logger, "propagate", False)
+        logger.addHandler(logging.StreamHandler())
+        score, tell, judge = score_private, trainer.record_secret, reinforcement.evaluate
+
+        def complain(text: str) -> None:
+            warnings.warn(text, stacklevel=1)
+            logger.warning(text)
+            logger.warning("%d", text)  # which logging would show with a traceback
+            np.log(np.zeros(1))
+
+        def complaining(function: Any, text: str) -> Any:
+            def complained(*given: Any, **named: Any) -> Any:
+                complain(text)
+                with ThreadPoolExecutor(1) as pool:
+                    pool.submit(complain, text).result()
+                return function(*given, **named)
+
+            return complained
+
+        monkeypatch.setattr(reinforcement, "score_private", complaining(score, CANARY))
+        monkeypatch.setattr(trainer, "record_secret", complaining(tell, CANARY))
+        public = [f"public {i}" for i in range(4)]
+        run = settings(model, rounds=1, evaluation_prompts=public)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            dprlhf.train(**run, output_dir=tmp_path / "private")
+            assert not [w for w in caught if CANARY in str(w.message) or "log" in str(w.message)]
+            assert CANARY not in capfd.readouterr().err
+            monkeypatch.setattr(reinforcement, "score_private", score)
+            monkeypatch.setattr(trainer, "record_secret", tell)
+            monkeypatch.setattr(logging, "raiseExceptions", False)
+            monkeypatch.setattr(reinforcement, "evaluate", complaining(judge, "of public rows"))
+            dprlhf.train(**run, output_dir=tmp_path / "public")
+        assert "of public rows" in capfd.readouterr().err
+        assert {w.category for w in caught if "public" in str(w.message)} == {UserWarning}
+        assert [w for w in caught if "divide by zero" in str(w.message)]
+
+    @pytest.mark.parametrize("what", ["the folder", "its secret part"])
+    def test_an_error_is_one_line_also_where_it_cannot_be_written_down(
+        self, what: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """On another machine, say, that does not share the folder."""
+
+        def broken(*_: Any, **__: Any) -> Any:
+            shutil.rmtree(tmp_path / ("run" if what == "the folder" else "run/secret"))
+            raise RuntimeError(CANARY)
+
+        monkeypatch.setattr(reinforcement, "score_private", broken)
+        with pytest.raises(DprlhfError, match=r"Error during the run.*dprlhf\.resume\(") as caught:
+            dprlhf.train(**settings(model), output_dir=tmp_path / "run")
+        assert CANARY not in "".join(traceback.format_exception(caught.value))
 
     @pytest.mark.parametrize("full", ["by its number", "by the space that is left"])
     def test_a_full_disk_is_called_that(

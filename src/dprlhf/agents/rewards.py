@@ -18,6 +18,9 @@ _BY_TURN = "dprlhf.agents.rewards:environment_turn_rewards"
 async def environment_reward(environments: Sequence[Any], **columns: Any) -> list[float | None]:
     """Return what each trajectory's environment says of it, by its method ``get_reward``.
 
+    It is called for one user at a time: a call in which another user's environment fails would be
+    repeated, and an environment may answer something else when it is asked again.
+
     Args:
         environments: The environments of the trajectories.
         **columns: The other values that rewards get.
@@ -30,6 +33,9 @@ async def environment_reward(environments: Sequence[Any], **columns: Any) -> lis
         score = one.get_reward() if callable(getattr(one, "get_reward", None)) else None
         scores.append(await score if inspect.isawaitable(score) else score)
     return scores
+
+
+environment_reward.dprlhf_per_user = True  # type: ignore[attr-defined]
 
 
 def environment_turn_rewards(turn_rewards: Sequence[Any], **columns: Any) -> list[Any]:

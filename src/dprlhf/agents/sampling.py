@@ -14,6 +14,7 @@ takes is shown nowhere (``docs/privacy.md``).
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -183,6 +184,9 @@ class _Turns:
             with own():
                 environment = self.agent.environment(name)
             if environment is not None:
+                # It may change what it gets, which the other trajectories of the prompt and the
+                # rewards get, too. One copy, as a column may be the prompt itself.
+                asked, columns = copy.deepcopy((asked, columns))
                 asked = begin(environment, own, asked, columns)
             with showing(self.policy, list(self.agent.tools_of(environment).values())):
                 ids = self.policy.encode([asked], self.longest)[0]

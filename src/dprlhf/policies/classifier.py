@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,10 +56,9 @@ class RewardModel(CausalLMPolicy):
         # there (see dprlhf.rollout).
         text = F.pad(text, (0, 1), value=self.tokenizer.pad_token_id)
         placed = {}
-        room = positions(self.model)
-        if width + 1 > room:  # the masked column has no position of its own; any will do
-            places = torch.arange(width + 1, device=text.device).clamp(max=room - 1)
-            placed = {"position_ids": places.expand_as(text)}
+        if width + 1 > self.room:  # the masked column has no position of its own; any will do
+            places = torch.arange(width + 1, device=text.device).clamp(max=int(self.room) - 1)
+            placed = {"position_ids": (first_position(self.model) + places).expand_as(text)}
         logits = self.model(input_ids=text, attention_mask=F.pad(seen, (0, 1)), **placed).logits
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if logits.shape[1] > 1:
@@ -65,13 +66,48 @@ class RewardModel(CausalLMPolicy):
         scores: torch.Tensor = logits
         return scores
 
+    @cached_property
+    def room(self) -> float:
+        """The longest text in tokens that the model has positions for."""
+        return positions(self.model)
+
+    def check_context_length(self, tokens: int, what: str, name: str) -> None:
+        """Refuse texts that are longer than the model's context.
+
+        Args:
+            tokens: Length of the longest text.
+            what: Start of the error message, which names the setting.
+            name: Name of the model, for the error message.
+
+        Raises:
+            DprlhfError: The texts are longer.
+        """
+        if tokens > self.room:
+            raise DprlhfError(f"{what} more than the {self.room} positions of {name}")
+        super().check_context_length(tokens, what, name)
+
 
 def positions(model: nn.Module) -> float:
-    """Return the number of positions that a model has; infinite where it states none."""
+    """Return the number of tokens that a model has positions for; infinite without such a limit."""
     config = getattr(model, "config", None)
-    if config is None:
-        return math.inf
-    return getattr(config.get_text_config(), "max_position_embeddings", math.inf)
+    config = getattr(config, "get_text_config", lambda: config)()
+    stored: int = getattr(config, "max_position_embeddings", None) or 0
+    usable = stored - first_position(model)
+    return usable if usable > 0 else math.inf  # XLNet states -1
+
+
+def first_position(model: nn.Module) -> int:
+    """Return the position of a text's first token.
+
+    RoBERTa and its relatives number a text's positions behind that of padding: of 514, 512 are
+    left.
+    """
+    padding = [
+        getattr(module, "padding_idx", None)
+        for name, module in model.named_modules()
+        if "position_embeddings" in name.split(".")  # or what an adapter wraps there
+    ]
+    return max((place + 1 for place in padding if place is not None), default=0)
 
 
 def load_reward_model(
@@ -79,36 +115,31 @@ def load_reward_model(
 ) -> RewardModel:
     """Load an encoder or a causal LM through transformers with a classification head.
 
+    A base may lack a layer besides the head: one that was trained on masked tokens has no pooler.
+    Such a layer has random weights and is not trained, as nothing but adapter and head is. It is
+    saved with the adapter all the same, since who loads the base anew gets other random weights.
+    An adapter leaves it out, also where ``target_modules`` names it.
+
     Args:
         spec: The recipe's section.
         labels: Names of the labels; None for the one output of a reward trained on pairs.
-        seed: Seed of a new head's and the adapter's initial weights, which are public.
+        seed: Seed of the initial weights of the head, of other layers that the base lacks, and of
+            the adapter; all of these are public.
 
     Raises:
         DprlhfError: The model cannot be loaded, or the adapter does not fit it.
     """
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from dprlhf.assets import resolve
 
-    path = resolve(spec.model_name_or_path)
     check_reachable(spec.model_name_or_path, spec.revision, "model.model_name_or_path")
     revision = pinned(spec.model_name_or_path, spec.revision, "model.revision")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=spec.trust_remote_code, **revision
+            resolve(spec.model_name_or_path), trust_remote_code=spec.trust_remote_code, **revision
         )
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            model = AutoModelForSequenceClassification.from_pretrained(
-                path,
-                dtype=torch.float32,
-                attn_implementation=spec.attn_implementation,
-                trust_remote_code=spec.trust_remote_code,
-                ignore_mismatched_sizes=True,
-                **head_settings(labels),
-                **revision,
-            )
+        model, new = load_classifier(spec, labels, seed=seed, attention=spec.attn_implementation)
     except (OSError, ValueError) as error:
         raise DprlhfError(
             f"model.model_name_or_path {spec.model_name_or_path!r}: {one_line(error)}"
@@ -118,10 +149,85 @@ def load_reward_model(
     tokenizer.truncation_side = "left" if labels is None else "right"
     model.config.pad_token_id = tokenizer.pad_token_id  # decoders find a text's last token by it
     adapted = add_adapter(model, spec.adapter, seed=seed, task_type="SEQ_CLS")
+    _save_with_adapter(adapted, new)
     adapted.peft_config["default"].revision = spec.revision  # stored with the adapter
     made = RewardModel(adapted, tokenizer)
     made.chat_template_kwargs = spec.chat_template_kwargs
     return made
+
+
+def load_classifier(
+    spec: recipe.Policy, labels: list[str] | None, *, seed: int, attention: str | None = None
+) -> tuple[Any, list[str]]:
+    """Load a base model in float32 with a classification head, as it is before it is trained.
+
+    What the checkpoint lacks has the same random weights at each call, so that a trained adapter
+    can be merged into the base that it was trained on.
+
+    Args:
+        spec: The recipe's section.
+        labels: Names of the labels; None for one output.
+        seed: Seed of the weights that the checkpoint lacks.
+        attention: Attention implementation; None for the model's own choice.
+
+    Returns:
+        The model, and the names of its layers for which the checkpoint has no weights, the head's
+        among them.
+
+    Raises:
+        OSError: The model cannot be found.
+        ValueError: It cannot be loaded as a classifier.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    from dprlhf.assets import resolve
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            resolve(spec.model_name_or_path),
+            dtype=torch.float32,
+            attn_implementation=attention,
+            trust_remote_code=spec.trust_remote_code,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **head_settings(labels),
+            **pinned(spec.model_name_or_path, spec.revision, "model.revision"),
+        )
+    new = {*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])}
+    return model, sorted({name.rpartition(".")[0] for name in new})
+
+
+def _save_with_adapter(adapted: Any, layers: list[str]) -> None:
+    """Have layers saved and loaded with an adapter; their weights stay frozen.
+
+    Args:
+        adapted: A ``PeftModel``.
+        layers: Their names in the base model; those of the head, which is saved, are passed over.
+
+    Raises:
+        DprlhfError: The adapter trained nothing but these layers.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    network, config = adapted.get_base_model(), adapted.peft_config["default"]
+    for name in layers:
+        parts = name.split(".")
+        above = [network.get_submodule(".".join(parts[:n])) for n in range(1, len(parts) + 1)]
+        if any(isinstance(module, ModulesToSaveWrapper) for module in above):
+            continue
+        layer: Any = above[-1]
+        if isinstance(layer, BaseTunerLayer):  # PEFT does not do both to one layer
+            layer = layer.get_base_layer()
+        kept = ModulesToSaveWrapper(layer, "default").requires_grad_(False)
+        setattr(network.get_submodule(".".join(parts[:-1])), parts[-1], kept)
+        config.modules_to_save = [*config.modules_to_save, name]
+    if not any(isinstance(module, BaseTunerLayer) for module in network.modules()):
+        raise DprlhfError(
+            "model.adapter.target_modules: the base model has no weights for the layers that it"
+            f" names ({', '.join(layers)}), so there is nothing to adapt: name others"
+        )
 
 
 def head_settings(labels: list[str] | None) -> dict[str, object]:

@@ -54,7 +54,8 @@ class StageRecipe(Settings):
         optimizer: Server-side optimizer, which steps along the released gradient.
         privacy: The guarantee (ε, δ), and how users are assigned to rounds.
         rounds: Number of rounds T.
-        evaluation: Public rows, on which the loss is measured before, during and after.
+        evaluation: Public rows, on which the loss is measured before, during and after. Their
+            columns (the prompts' aside) and lengths in tokens are those of ``data``.
         tracking: Experiment trackers.
         previous: Earlier private runs on the same users, or whose models this run uses.
         seed: Seed of the initial weights of the adapter, and of a new classification head.
@@ -178,7 +179,9 @@ class RewardRecipe(StageRecipe):
     Attributes:
         stage: ``reward``.
         model: Encoder or causal language model that is trained; it gets a classification head.
-        labels: Names of the labels, together with ``data.label_column``; null for pairs.
+        labels: Names of the labels, together with ``data.label_column``; null for pairs. A number
+            in that column is an index from 0, unless some label is named by a number: then it is a
+            name.
     """
 
     trained_key: ClassVar[str] = "model"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from dprlhf.data.messages import text_of
 from dprlhf.errors import DprlhfError
 from dprlhf.hardware import to_device
 from dprlhf.hub import check_reachable, pinned
+from dprlhf.policies.classifier import first_position, positions
 from dprlhf.policies.mixing import mixing_layer
 from dprlhf.rewards.reward import suggestion, type_and_message
 
@@ -91,8 +93,9 @@ class ClassifierReward:
             raise DprlhfError(f"classifier {source!r}: its tokenizer has no padding token")
         # Decoders find a text's last token by it.
         model.config.pad_token_id = self._tokenizer.pad_token_id
-        positions = _positions(model) or max_tokens
-        self._max_tokens = int(min(max_tokens, self._tokenizer.model_max_length, positions))
+        self._room = positions(model)
+        room = min(self._tokenizer.model_max_length, self._room)
+        self._max_tokens = int(min(max_tokens, room))
         self._model: Any = model.eval().requires_grad_(False)
         # Loaders place quantized and dispatched models, which refuse to be moved.
         if not (getattr(model, "is_quantized", False) or getattr(model, "hf_device_map", None)):
@@ -128,15 +131,17 @@ class ClassifierReward:
 
     @torch.inference_mode()
     def _forward(self, batch: list[list[int]], width: int) -> list[float]:
-        input_ids = torch.full((self._batch_size, width), self._tokenizer.pad_token_id)
+        columns, placed = self._columns(width)
+        input_ids = torch.full((self._batch_size, columns), self._tokenizer.pad_token_id)
         attention_mask = torch.zeros_like(input_ids)
-        attention_mask[len(batch) :] = 1  # fillers, dropped below
+        attention_mask[len(batch) :, :width] = 1  # fillers, dropped below
         for i, ids in enumerate(batch):
             input_ids[i, : len(ids)] = torch.tensor(ids)
             attention_mask[i, : len(ids)] = 1
         logits = self._model(
             input_ids=to_device(input_ids, self._device),
             attention_mask=to_device(attention_mask, self._device),
+            **placed,
         ).logits
         logits = logits.cpu().double()  # MPS has no float64
         if self._label is None:
@@ -146,24 +151,29 @@ class ClassifierReward:
             scores = logits[:, self._label] - logits[:, others].logsumexp(dim=1)
         return [float(score) for score in scores[: len(batch)].tolist()]
 
+    def _columns(self, width: int) -> tuple[int, dict[str, torch.Tensor]]:
+        """Return the number of columns for texts of a width, and the arguments that place them.
+
+        Where no column of a batch is masked, fused attention takes another kernel, which may round
+        differently: a shorter text of one user would change how those of others are computed. So
+        there is a masked column behind the texts. Where the model has no position for it and takes
+        no other one's, there is none.
+        """
+        if getattr(self._model.config, "_attn_implementation", "eager") == "eager":
+            return width, {}
+        if width < self._room:
+            return width + 1, {}
+        if "position_ids" not in inspect.signature(self._model.forward).parameters:
+            return width, {}
+        places = first_position(self._model) + torch.arange(width + 1).clamp(max=width - 1)
+        placed = places.expand(self._batch_size, -1)
+        return width + 1, {"position_ids": to_device(placed, self._device)}
+
 
 def _width(tokens: int) -> int:
     """Return the padded width of a text, which its own length decides."""
     wide = -(-tokens // _WIDTH_STEP) * _WIDTH_STEP
     return next((width for width in _WIDTHS if tokens <= width), wide)
-
-
-def _positions(model: Any) -> int | None:
-    """Return the number of tokens that a model has positions for; None without such a limit."""
-    stored = getattr(model.config, "max_position_embeddings", None) or 0
-    # RoBERTa and its relatives number a text's positions behind that of padding: of 514, 512.
-    padding = [
-        getattr(module, "padding_idx", None)
-        for name, module in model.named_modules()
-        if name.endswith("position_embeddings")
-    ]
-    usable = stored - max((place + 1 for place in padding if place is not None), default=0)
-    return usable if usable > 0 else None  # XLNet states -1
 
 
 def _loaded(source: str, revision: str | None) -> tuple[Any, Any]:

@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Protocol, TextIO
 
+import numpy as np
+
 
 class Writable(Protocol):
     """An open text file, or any object with the same ``write`` method."""
@@ -41,7 +43,7 @@ def captured(sink: SecretSink | None) -> Iterator[None]:
             _redirected_writes(text),
             contextlib.redirect_stdout(text),
             contextlib.redirect_stderr(text),
-            _captured_logging(text),
+            _captured_logging(logging.StreamHandler(text)),
             _captured_warnings(text),
         ):
             yield
@@ -50,6 +52,23 @@ def captured(sink: SecretSink | None) -> Iterator[None]:
         if sink is not None and content:
             write = sink.write if hasattr(sink, "write") else sink
             write(content)
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Drop warnings, log records and NumPy's complaints of numbers; what is printed is shown.
+
+    For the private part of a round: that a library warned at all, of an overflow, say, tells of a
+    user whose values are odd. It holds for the whole process, other threads included.
+    """
+    # A record is not even written as text: one that cannot be would be shown with its arguments.
+    with (
+        np.errstate(all="ignore"),  # of this thread; of one that is started inside, the filter
+        warnings.catch_warnings(),
+        _captured_logging(logging.NullHandler()),
+    ):
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _streams() -> tuple[TextIO | None, ...]:
@@ -97,10 +116,9 @@ def _redirected_writes(text: io.TextIOWrapper) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _captured_logging(text: io.TextIOWrapper) -> Iterator[None]:
+def _captured_logging(handler: logging.Handler) -> Iterator[None]:
     # Handlers sit on any logger, and many libraries switch propagation off: every record passes
     # through this one method.
-    handler = logging.StreamHandler(text)
     original = logging.Logger.callHandlers
 
     def to_text(self: logging.Logger, record: logging.LogRecord) -> None:

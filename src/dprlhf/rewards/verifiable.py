@@ -35,7 +35,7 @@ def exact_match(completions: Sequence[Any], answer: Sequence[Any]) -> list[float
     """Exact match: return 1 for each completion that is the answer, else 0.
 
     White space around and between words, the case of letters and a full stop at the end do not
-    count.
+    count. In a row without an answer (null) every completion is wrong.
 
     Args:
         completions: The completions.
@@ -45,7 +45,11 @@ def exact_match(completions: Sequence[Any], answer: Sequence[Any]) -> list[float
     ...             answer=["red", "red", "blue"])
     [1.0, 0.0, 1.0]
     """
-    return _each(lambda text, right: _plain(text) == _plain(str(right)), completions, answer)
+
+    def same(text: str, right: Any) -> bool:
+        return right is not None and _plain(text) == _plain(str(right))
+
+    return _each(same, completions, answer)
 
 
 def numeric_match(
@@ -86,7 +90,8 @@ def math_answer(completions: Sequence[Any], answer: Sequence[Any]) -> list[float
     r"""Return 1 for each completion whose marked answer is the right one, as for GSM8K and MATH.
 
     A completion must mark its answer as :func:`final_answer` reads it. Two numbers are compared as
-    numbers, so that 1,000 is 1000.0; all else is compared as text without spaces.
+    numbers, so that 1,000 is 1000.0; all else is compared as text without spaces. In a row without
+    an answer (null) every completion is wrong.
 
     Args:
         completions: The completions.
@@ -99,7 +104,7 @@ def math_answer(completions: Sequence[Any], answer: Sequence[Any]) -> list[float
 
     def right(text: str, wanted: Any) -> bool:
         found, key = final_answer(text), final_answer(str(wanted)) or str(wanted)
-        if not found:
+        if not found or wanted is None:
             return False
         one, other = _exact_number(found), _exact_number(key)
         if one is not None and other is not None:

@@ -138,9 +138,9 @@ def _base_and_tokenizer(recipe: AnyRecipe, folder: RunFolder, model: Any) -> tup
     import transformers
 
     from dprlhf.assets import resolve
-    from dprlhf.policies.classifier import head_settings
+    from dprlhf.policies.classifier import load_classifier
 
-    spec, kind, head = recipe.trained, transformers.AutoModelForCausalLM, {}
+    spec = recipe.trained
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder.policy)
     if model is not None:
         own, *before = records_of(folder.path)
@@ -152,18 +152,16 @@ def _base_and_tokenizer(recipe: AnyRecipe, folder: RunFolder, model: Any) -> tup
             f" dprlhf.merge({str(folder.path)!r}, …, model=…) and the model loaded afresh (what"
             " PEFT merges by itself carries no record of what it cost the users)"
         )
-    if recipe.classifier:
-        head = head_settings(recipe.head_labels) | {"ignore_mismatched_sizes": True}
-        kind = transformers.AutoModelForSequenceClassification
-    base = kind.from_pretrained(
+    if recipe.classifier:  # with the random weights that it was trained on, where it has some
+        base, _ = load_classifier(spec, recipe.head_labels, seed=recipe.seed)
+        base.config.pad_token_id = tokenizer.pad_token_id
+        return base, tokenizer
+    base = transformers.AutoModelForCausalLM.from_pretrained(
         resolve(spec.model_name_or_path),
         dtype=torch.float32,
         trust_remote_code=spec.trust_remote_code,
         **pinned(spec.model_name_or_path, spec.revision, "revision"),
-        **head,
     )
-    if recipe.classifier:
-        base.config.pad_token_id = tokenizer.pad_token_id
     return base, tokenizer
 
 

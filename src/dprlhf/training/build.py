@@ -432,7 +432,13 @@ def _one_line_errors(folder: RunFolder, recipe: AnyRecipe) -> Iterator[None]:
                 f"the disk of {folder.path} is full: free some space, then continue with: {again}"
             ) from None
         report = folder.secret / "error.txt"
-        write_atomically(report, traceback.format_exc(), mode=0o600)
+        try:
+            write_atomically(report, traceback.format_exc(), mode=0o600)
+        except Exception:  # shown, it would show the first error with it
+            raise DprlhfError(
+                f"{type(error).__name__} during the run; its text may quote a user, and it is lost,"
+                f" as {report} cannot be written; continue with: {again}"
+            ) from None
         raise DprlhfError(
             f"{type(error).__name__} during the run; its text may quote a user, so it is in"
             f" {report}; continue with: {again}"
@@ -444,4 +450,7 @@ def _disk_is_full(error: BaseException, folder: RunFolder) -> bool:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
     # torch and safetensors raise errors of their own types for a write that failed.
-    return shutil.disk_usage(folder.path).free < _LEAST_SPACE
+    try:
+        return shutil.disk_usage(folder.path).free < _LEAST_SPACE
+    except OSError:  # the folder is gone, or on another machine
+        return False

@@ -25,7 +25,7 @@ from dprlhf.recipe import DPORecipe, PreferencePairs
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import log_ratio_to_base
 from dprlhf.training.supervised import Supervised
-from dprlhf.training.tasks import completion_tokens, pack, too_long
+from dprlhf.training.tasks import after_start, completion_tokens, end_token, pack, too_long
 
 Array = NDArray[np.float64]
 
@@ -142,18 +142,25 @@ def encode_pairs(data: PreferencePairs, model: CausalLMPolicy, examples: Prompts
     length = data.max_completion_tokens
     split = _split_pairs(data, examples)
     prompts = model.encode([prompt for prompt, _, _ in split], data.max_prompt_tokens)
-    answers = [_answer(model, p, a)[:length] for p, *pair in split for a in pair]
     both = [prompt for prompt in prompts for _ in range(2)]
+    learnt = [_answer(model, given, answer) for given, *pair in split for answer in pair]
+    answers = [after_start(model, *each)[:length] for each in zip(both, learnt, strict=True)]
     return pack(model, examples, both, answers, length, data.max_prompt_tokens)
 
 
 def pairs_cut(data: PreferencePairs, model: CausalLMPolicy, examples: Prompts) -> list[bool]:
     """Return for each pair whether its prompt or one of its completions is cut, ``[pairs]``."""
     split, most = _split_pairs(data, examples), data.max_completion_tokens
-    long = too_long(model, [prompt for prompt, _, _ in split], data.max_prompt_tokens)
+    given = [prompt for prompt, _, _ in split]
+    prompts = model.encode(given, data.max_prompt_tokens)
+    long = too_long(model, given, data.max_prompt_tokens)
+
+    def length(tokens: list[int], prompt: Any, answer: Any) -> int:
+        return len(after_start(model, tokens, completion_tokens(model, prompt, answer)))
+
     return [
-        cut or any(len(completion_tokens(model, prompt, answer)) > most for answer in pair)
-        for cut, (prompt, *pair) in zip(long, split, strict=True)
+        cut or any(length(tokens, prompt, answer) > most for answer in pair)
+        for cut, tokens, (prompt, *pair) in zip(long, prompts, split, strict=True)
     ]
 
 
@@ -179,7 +186,7 @@ def split_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
 
 def _answer(model: CausalLMPolicy, prompt: Any, answer: Any) -> list[int]:
     tokens = completion_tokens(model, prompt, answer)
-    return [*tokens, model.tokenizer.eos_token_id] if isinstance(answer, str) else tokens
+    return [*tokens, end_token(model)] if isinstance(answer, str) else tokens
 
 
 def _margins(gained: Array) -> Array:

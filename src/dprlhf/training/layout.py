@@ -71,6 +71,12 @@ def settle_layout(
             if name != "batches" and processes.main:
                 print(f"dprlhf: {_CHOSEN[name]}", file=sys.stderr)
             return tried, _sentence(policy, tried, name)
+    if moved == _NOT_A_NUMBER:
+        raise DprlhfError(
+            f"{moved} on made-up tokens, and a row with such a value contributes nothing:"
+            " check the model's weights (policy.model_name_or_path), or load it with another"
+            " policy.dtype or policy.attn_implementation"
+        )
     raise DprlhfError(
         f"{moved or 'rows'}: on this machine the same rows give other bits each time, so one user's"
         " influence cannot be bounded; use one thread (OMP_NUM_THREADS=1), another"
@@ -103,6 +109,14 @@ _CHOSEN = {
 }
 
 
+_NOT_A_NUMBER = "the model computes NaN"
+"""What moved, where it is the values that are wrong."""
+
+
+class _NotANumberError(Exception):
+    """A value is NaN, which is not even equal to itself."""
+
+
 def _sentence(policy: CausalLMPolicy, shapes: Shapes, layout: str) -> str:
     done = ["gradients"]
     if shapes.rollout is not None:
@@ -128,6 +142,8 @@ def _outcome(policy: CausalLMPolicy, shapes: Shapes) -> tuple[str | None, Dprlhf
         moved = _moved(policy, shapes)
         if moved is None:
             _try_largest(policy, shapes)
+    except _NotANumberError:  # of this layout: another may compute a number
+        moved = _NOT_A_NUMBER
     except DprlhfError as problem:
         return None, problem
     _KNOWN[key] = moved
@@ -263,12 +279,19 @@ def _differ(size: int, values: Callable[[Sequence[int]], list[list[torch.Tensor]
     Args:
         size: Number of users in a batch.
         values: Returns the values of each user, given their numbers in the order of their places.
+
+    Raises:
+        _NotANumberError: Values differ, and some are NaN.
     """
     full = values(range(size))
     # Every second one, in reverse: other places, other neighbours, and fillers in the other half.
     chosen = list(range(1, size, 2))[::-1] or [0]
-    return any(
-        not torch.equal(a, b)
+    pairs = [
+        (a, b)
         for number, thin in zip(chosen, values(chosen), strict=True)
         for a, b in zip(full[number], thin, strict=False)  # a thin batch may end earlier
-    )
+    ]
+    different = [pair for pair in pairs if not torch.equal(*pair)]
+    if any(value.isnan().any() for pair in different for value in pair):
+        raise _NotANumberError
+    return bool(different)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -21,6 +22,7 @@ from dprlhf.boundary import Private
 from dprlhf.data.in_memory import Sources
 from dprlhf.data.public import evaluated, held_out
 from dprlhf.data.users import Prompts, Users
+from dprlhf.errors import DprlhfError
 from dprlhf.gradients.clipping import ClippedSum, Weighted, clipped_sum
 from dprlhf.policies.activations import align_with_activations
 from dprlhf.policies.adapters import check_mergeable
@@ -39,6 +41,7 @@ from dprlhf.runs.publish import merge
 from dprlhf.training.made_up_rounds import Shapes
 from dprlhf.training.measures import RewardEstimate, as_metrics, estimate
 from dprlhf.training.run import Batch, Outcome, Parts, Run
+from dprlhf.training.supervised_rows import check_alike, check_columns, made_up_rows, why_not
 from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task, check_template
 from dprlhf.training.timing import seconds_a_row
 
@@ -103,6 +106,10 @@ class Supervised:
         tokens: The largest number of tokens in a row of data.
         widths: The largest numbers of tokens before what is learnt, and of what is learnt.
         load: Loads the model that is trained.
+
+    Raises:
+        DprlhfError: Two columns of the data are one, or the evaluation's rows would be read or cut
+            in another way than the users' rows.
     """
 
     stateful: Mapping[str, Stateful] = MappingProxyType({})
@@ -116,8 +123,12 @@ class Supervised:
         widths: tuple[int, int],
         load: Callable[[], CausalLMPolicy],
     ) -> None:
+        check_columns(recipe.data)
+        if recipe.evaluation is not None:
+            check_alike(recipe.data, recipe.evaluation.data)
         self.recipe = recipe
         self.task = task
+        self._made_up: list[Prompts] = []
         self.public: Prompts | None = None
         self._tokens = tokens
         self._widths = widths
@@ -148,24 +159,78 @@ class Supervised:
     def check_rows(self, rows: Any) -> None:
         """Check that no row lacks a value or has an unknown label."""
         self.task.check(rows)
+        labels = self.recipe.head_labels
+        self._made_up = made_up_rows(
+            self.recipe.data, rows.features.arrow_schema, labels[0] if labels else None
+        )
 
     def check_policy(self, users: Users, policy: CausalLMPolicy) -> None:
-        """Refuse an adapter that cannot be merged, or conversations without a chat template."""
+        """Refuse an adapter that cannot be merged, or rows of a form that cannot be read."""
         check_mergeable(policy.model)
         if not self.recipe.classifier:
             check_template(self.recipe.data, users, policy)
+        self._check_form(policy)
+
+    def _check_form(self, policy: CausalLMPolicy) -> None:
+        """Refuse rows of which none can be read, by a made-up row of the form that they have.
+
+        A user who cannot be read contributes nothing and ends no run; if nobody could be, the run
+        would spend its whole budget on noise.
+
+        Raises:
+            DprlhfError: It cannot be encoded.
+        """
+        problems = [
+            why_not(partial(self.task.encode, policy, row), quoted=True) for row in self._made_up
+        ]
+        if problems and all(problems):
+            raise DprlhfError(
+                "data: no row can be read, as a made-up one with the same columns and types shows:"
+                f" {problems[0]}"
+            )
 
     def cut(self, policy: CausalLMPolicy, prompts: Prompts) -> list[bool]:
         """Return for each row whether it has more tokens than the recipe keeps."""
         return self.task.cut(policy, prompts)
 
     def settle(self, parts: Parts) -> None:
-        """Initialise the adapter from activations on public rows, where the recipe says so."""
+        """Check the public rows; initialise the adapter from some, where the recipe says so."""
         recipe, public = self.recipe, parts.public
         self.public = evaluated(recipe, public)
+        if self.public is not None and public is not None:
+            self._check_public(parts.policy, public, self.public)
         if recipe.trained.adapter.init == "public-activations" and public is not None:
-            some = self.task.encode(parts.policy, held_out(recipe, public))
+            fitted = held_out(recipe, public)
+            self._check_public(parts.policy, public, fitted)
+            some = self.task.encode(parts.policy, fitted)
             align_with_activations(parts.policy, some.tokens, some.mask, recipe.update.batch_size)
+
+    def _check_public(self, policy: CausalLMPolicy, public: Users, rows: Prompts) -> None:
+        """Refuse public rows that cannot be read, which would end the run after its first charge.
+
+        Raises:
+            DprlhfError: There is one. The message has its number (from 1).
+        """
+
+        def read(some: NDArray[np.int64]) -> None:
+            try:
+                chosen = public.select(some, missing=False)
+            except ValueError:  # of a prompt that is missing
+                raise DprlhfError("a row has no prompt: fill or drop it") from None
+            for column in self.recipe.data.columns:
+                if any(value is None for value in chosen.columns.get(column, [])):
+                    raise DprlhfError(f"a row has no {column!r}: fill or drop it")
+            self.task.encode(policy, chosen)
+
+        found = why_not(partial(read, rows.users), quoted=False)
+        if not found:
+            return
+        for row in rows.users:
+            if alone := why_not(partial(read, np.array([row])), quoted=False):
+                found = f"{alone} (row {row + 1})"
+                break
+        where = "evaluation." if found.startswith("data.") else "evaluation.data: "
+        raise DprlhfError(where + found)
 
     @property
     def shapes(self) -> Shapes:
@@ -208,7 +273,7 @@ class Supervised:
         def weighted(users: NDArray[np.int64]) -> Weighted:
             with captured(None):  # a panic in compiled code prints the text that it failed on
                 rows = run.users.readable(users, lambda some: self.task.encode(run.policy, some))
-            encoded = self.task.encode(run.policy, rows)
+                encoded = self.task.encode(run.policy, rows)  # warnings may quote it here, too
             weights = self.task.weights(run.policy, encoded, batch_size)
             return Weighted(encoded, weights, np.zeros((encoded.users, 0)), 0.0)
 

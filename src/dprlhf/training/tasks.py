@@ -8,6 +8,7 @@ the user's own rows and on the model, never on another user.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
@@ -28,6 +29,9 @@ from dprlhf.rollout.batch import padded_width
 from dprlhf.rollout.logprobs import token_logprobs
 
 Array = NDArray[np.float64]
+
+_NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]+)?")
+"""The name of a label that a table may hold as a number."""
 
 
 class Task(Protocol):
@@ -85,16 +89,42 @@ class NextTokens:
         given, learnt = self._texts(examples)
         prompts = model.encode(given, data.max_prompt_tokens)
         length = data.max_completion_tokens
-        answers = [_ended(model, p, c)[:length] for p, c in zip(given, learnt, strict=True)]
+        answers = [
+            _ended(model, completion, tokens)[:length]
+            for completion, tokens in zip(
+                learnt, self._learnt(model, prompts, given, learnt), strict=True
+            )
+        ]
         return pack(model, examples, prompts, answers, length, data.max_prompt_tokens)
 
     def cut(self, model: CausalLMPolicy, examples: Prompts) -> list[bool]:
         """Return for each document whether its prompt or its completion is cut."""
         given, learnt = self._texts(examples)
         most = self._data.max_completion_tokens
-        answers = [len(completion_tokens(model, *both)) for both in zip(given, learnt, strict=True)]
+        prompts = model.encode(given, self._data.max_prompt_tokens)
+        answers = self._learnt(model, prompts, given, learnt)
         long = too_long(model, given, self._data.max_prompt_tokens)
-        return [cut or answer > most for cut, answer in zip(long, answers, strict=True)]
+        return [cut or len(tokens) > most for cut, tokens in zip(long, answers, strict=True)]
+
+    def _learnt(
+        self,
+        model: CausalLMPolicy,
+        prompts: Sequence[list[int]],
+        given: Sequence[Any],
+        learnt: Sequence[Any],
+    ) -> list[list[int]]:
+        """Return the tokens that are learnt of each document, without an end that is added.
+
+        Args:
+            model: The model, whose tokenizer is used.
+            prompts: The tokens of each prompt, as :meth:`CausalLMPolicy.encode` returns them.
+            given: The prompts.
+            learnt: The completions.
+        """
+        return [
+            after_start(model, prompt, completion_tokens(model, *both))
+            for prompt, *both in zip(prompts, given, learnt, strict=True)
+        ]
 
     def _texts(self, examples: Prompts) -> tuple[Sequence[Any], Sequence[Any]]:
         """Return what each document is learnt after, and what is learnt."""
@@ -153,9 +183,28 @@ class Pairs:
                 whole=True,
                 max_tokens=most,
             )
-            for column in (self._data.chosen_column, self._data.rejected_column)
+            for column in self._columns(model, examples)
         )
         return list(zip(chosen, rejected, strict=True))
+
+    def _columns(self, model: CausalLMPolicy, examples: Prompts) -> tuple[str, str]:
+        """Return the names of both columns, whose completions have their prompts' form.
+
+        Raises:
+            DprlhfError: A prompt is text and a completion messages, or the reverse, which no
+                template writes.
+        """
+        both = self._data.chosen_column, self._data.rejected_column
+        for column in both:
+            for prompt, answer in zip(examples.prompts, examples.columns[column], strict=True):
+                forms = isinstance(prompt, str), isinstance(answer, str)
+                joined = forms == (True, False) and model.tokenizer.chat_template is None
+                if forms[0] != forms[1] and not joined:
+                    raise DprlhfError(
+                        "a prompt and its completion are not of one form: give both as text, or"
+                        " both as messages"
+                    )
+        return both
 
     def weights(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
         """Return minus the loss's derivative, ± σ(r(rejected) − r(chosen)) / the user's pairs."""
@@ -209,14 +258,31 @@ class Labels:
             self.number(label)
 
     def number(self, label: Any) -> int:
-        """Return the index of a label that is given by its index or its name."""
+        """Return the index of a label that is given by its name or its index.
+
+        A CSV file has the name "1" as the number 1, and "true" as a truth value. So where some
+        label is named by a number, numbers are names, and none is an index; otherwise a number is
+        an index. A truth value is the label of that name, in capitals or not, if there is one.
+
+        Args:
+            label: A name, a number or a truth value.
+
+        Raises:
+            DprlhfError: It is none of the labels. The message does not quote it.
+        """
         if label in self._labels:
             return self._labels.index(label)
-        if isinstance(label, int | float) and label in range(len(self._labels)):
+        numbers = {float(name): n for n, name in enumerate(self._labels) if _NUMBER.fullmatch(name)}
+        spelt = [name.lower() for name in self._labels]
+        if isinstance(label, bool) and str(label).lower() in spelt:
+            return spelt.index(str(label).lower())
+        if isinstance(label, int | float) and numbers and label in numbers:
+            return numbers[label]
+        if isinstance(label, int | float) and not numbers and label in range(len(self._labels)):
             return int(label)
         raise DprlhfError(
             f"data.label_column {self._data.label_column!r}: a row has none of the labels"
-            f" {', '.join(self._labels)} (or their numbers from 0)"
+            f" {', '.join(self._labels)}" + ("" if numbers else " (or their numbers from 0)")
         )
 
     def weights(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
@@ -261,12 +327,21 @@ def too_long(model: CausalLMPolicy, prompts: Sequence[Any], most: int) -> list[b
 
 
 def completion_tokens(model: CausalLMPolicy, prompt: Any, completion: Any) -> list[int]:
-    """Return the completion's tokens after the prompt's, without an end-of-sequence token."""
+    """Return the completion's tokens after the prompt's, without an end-of-sequence token.
+
+    Raises:
+        DprlhfError: The completion is messages, and the tokenizer has no chat template.
+    """
     if completion is None:
         return []
     if isinstance(completion, str):
         ids = model.tokenizer(completion, add_special_tokens=False, verbose=False)["input_ids"]
         return list(ids)
+    if model.tokenizer.chat_template is None:
+        raise DprlhfError(
+            "a completion is messages, and the tokenizer has no chat template: take an"
+            " instruction-tuned model, or give text"
+        )
     # A conversation: the text that its template adds after the prompt. A template that opens more
     # for a response than it keeps of one, such as <think>, is followed as far as both agree.
     messages = prompt if isinstance(prompt, list) else []
@@ -279,9 +354,40 @@ def completion_tokens(model: CausalLMPolicy, prompt: Any, completion: Any) -> li
     return list(ids)
 
 
-def _ended(model: CausalLMPolicy, prompt: Any, completion: Any) -> list[int]:
+def after_start(model: CausalLMPolicy, prompt: list[int], tokens: list[int]) -> list[int]:
+    """Return a completion's tokens without the start token that is its whole prompt already.
+
+    An empty prompt is read as the start token, and a template writes that, too, at the start of a
+    conversation: the model would learn it after itself.
+
+    Args:
+        model: The model, whose tokenizer is used.
+        prompt: The tokens of the prompt.
+        tokens: The tokens of the completion.
+    """
+    start = model.tokenizer.bos_token_id
+    twice = start is not None and prompt == [start] and tokens[:1] == [start]
+    return tokens[1:] if twice else tokens
+
+
+def end_token(model: CausalLMPolicy) -> int:
+    """Return the token that is learnt at the end of a text.
+
+    Raises:
+        DprlhfError: The tokenizer has none.
+    """
+    end: int | None = model.tokenizer.eos_token_id
+    if end is None:
+        raise DprlhfError(
+            "the tokenizer has no end-of-sequence token, which is learnt after each text: set"
+            " eos_token in the model's tokenizer_config.json"
+        )
+    return end
+
+
+def _ended(model: CausalLMPolicy, completion: Any, tokens: list[int]) -> list[int]:
     """Return the completion's tokens and an end; a template may have written it, and a newline."""
-    tokens, end = completion_tokens(model, prompt, completion), model.tokenizer.eos_token_id
+    end = end_token(model)
     by_template = not isinstance(completion, str) and end in tokens[-2:]
     return tokens if by_template else [*tokens, end]
 

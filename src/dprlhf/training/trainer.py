@@ -12,6 +12,7 @@ from typing import Any
 
 from dprlhf.policies.optimizers import set_learning_rate, set_noise
 from dprlhf.privacy.file_times import first_day
+from dprlhf.rewards.isolation import without_warnings
 from dprlhf.runs.card import audits_of, carried_with, model_card, privacy_card
 from dprlhf.runs.folder import replaced_folder, write_json
 from dprlhf.runs.lineage import attach
@@ -35,7 +36,7 @@ def run_rounds(run: Run) -> None:
     A round takes its users from the allocation, which was drawn before the first round. The stage
     computes each user's contribution, clips it to the norm S, sends the sum through the gate (which
     charges the ledger and adds the noise), and moves the policy along what comes back. Then the
-    checkpoint is saved and the charge committed.
+    checkpoint is saved and the charge committed. A warning that private values cause is dropped.
     """
     for t in remaining_rounds(run):
         with Interruptible() as interrupt, run.progress.round(t) as bar:
@@ -43,15 +44,17 @@ def run_rounds(run: Run) -> None:
             release = gate_for_round(run, t, interrupt)
             set_learning_rate(run.optimizer, run.recipe.optimizer, t, run.plan.rounds)
             set_noise(run.optimizer, run.plan.noise_std_of(t) / run.plan.expected_batch_size)
-            outcome = run.stage.update(
-                run, Batch(t, users, release, bar, interrupt.checked(bar.tick))
-            )
+            with without_warnings():
+                outcome = run.stage.update(
+                    run, Batch(t, users, release, bar, interrupt.checked(bar.tick))
+                )
             if run.average is not None:
                 run.average.update(t)
             save(run, t)
             _report(run, t, outcome)
             bar.stop()
-            record_secret(run, t, users, outcome, bar.seconds)
+            with without_warnings():
+                record_secret(run, t, users, outcome, bar.seconds)
         run.stage.check_round(run, t)
 
 

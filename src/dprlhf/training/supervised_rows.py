@@ -1,0 +1,160 @@
+"""What a supervised stage asks of its rows, checked by the recipe and the public types alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import cycle, product
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from dprlhf.data.columns import NUMBERS, is_text
+from dprlhf.data.users import Prompts
+from dprlhf.errors import EXITS, DprlhfError, one_line
+from dprlhf.recipe import Data
+
+
+def check_columns(data: Data) -> None:
+    """Refuse a section in which two keys name one column, so that no row could be read.
+
+    Raises:
+        DprlhfError: There are two.
+    """
+    keys: dict[str, str] = {}
+    for key in _column_keys(data):
+        column = getattr(data, key)
+        if column in keys:
+            raise DprlhfError(
+                f"data.{keys[column]} and data.{key} are both {column!r}: each needs a column of"
+                " its own (of preference pairs, dprlhf dpo alone reads the prompt from chosen)"
+            )
+        keys[column] = key
+
+
+def check_alike(data: Data, other: Data) -> None:
+    """Refuse public rows that would be read or cut in another way than the users' rows.
+
+    The task reads both by the keys of ``data``. Where those of ``other`` differed, what is compared
+    with the users' rows would not be what is evaluated.
+
+    Args:
+        data: The section of the users' rows.
+        other: The section of the evaluation's rows.
+
+    Raises:
+        DprlhfError: A key that the task reads differs.
+    """
+    of_documents = getattr(data, "completion_column", "") is None
+    keys = [*_column_keys(data), *_column_keys(other)]
+    if not any(getattr(section, "implicit_prompt", False) for section in (data, other)):
+        keys = [key for key in keys if key != "prompt_column"]  # each section's own is read
+    if hasattr(data, "max_completion_tokens") and not of_documents:
+        keys.append("max_prompt_tokens")
+    keys += ["max_completion_tokens", "max_tokens"]
+    for key in keys:
+        ours, theirs = (getattr(section, key, None) for section in (data, other))
+        if ours != theirs:
+            ours, theirs = ("null" if value is None else value for value in (ours, theirs))
+            rename = ", and give the column that name" if key.endswith("_column") else ""
+            raise DprlhfError(
+                f"evaluation.data.{key} is {theirs}, and data.{key} is {ours}: public rows are read"
+                f" and cut as the users' rows are; write evaluation.data.{key}: {ours}{rename}"
+            )
+
+
+def _column_keys(data: Data) -> list[str]:
+    """Return the keys of the columns that a task reads; an implicit prompt has none of its own."""
+    keys = [key for key in type(data).model_fields if key.endswith("_column")]
+    unread = {"user_column"}
+    if getattr(data, "label_column", None) is not None:
+        unread |= {"chosen_column", "rejected_column"}
+    if getattr(data, "implicit_prompt", False):
+        unread.add("prompt_column")
+    return [key for key in keys if key not in unread and getattr(data, key) is not None]
+
+
+_ASKED, _ANSWERS = "How is the weather today?", ("It rains.", "The sun is out.")
+
+
+def made_up_rows(data: Data, schema: pa.Schema, label: str | None) -> list[Prompts]:
+    """Return made-up rows of the form that the types of the users' columns give.
+
+    Args:
+        data: The section of the users' rows.
+        schema: The types of their columns, which are public.
+        label: One of the labels; None for data without.
+
+    Returns:
+        A single row in each form that the users' rows may have: of a column with values of several
+        kinds, texts and messages.
+    """
+    unmade = (data.prompt_column, getattr(data, "label_column", None))
+    named = [getattr(data, key) for key in _column_keys(data)]
+    others = [column for column in named if column not in unmade]
+    implicit = getattr(data, "implicit_prompt", False)
+    asked = _made_up(
+        schema.field(data.prompt_column).type,
+        _ANSWERS[0],
+        asked=True,
+        answered=not others or implicit,
+    )
+    answers = [
+        _made_up(schema.field(column).type, answer, asked=implicit, answered=True)
+        for column, answer in zip(others, cycle(reversed(_ANSWERS)), strict=False)
+    ]
+    first = np.zeros(1, dtype=np.int64)
+    labels = {} if label is None else {str(unmade[1]): [label]}
+    return [
+        Prompts(
+            [prompt if isinstance(prompt, list) else str(prompt)],
+            first,
+            first,
+            {column: [value] for column, value in zip(others, rest, strict=True)} | labels,
+        )
+        for prompt, *rest in product(asked, *answers)
+    ]
+
+
+def _made_up(kind: pa.DataType, answer: str, *, asked: bool, answered: bool) -> list[Any]:
+    """Return made-up values of a column: a text, a number or messages, or one of each of several.
+
+    Args:
+        kind: The type of the column.
+        answer: What the last message, or the end of a text, says.
+        asked: Whether it begins with a question.
+        answered: Whether it ends with an answer.
+    """
+    said = {"user": _ASKED} if asked else {}
+    said |= {"assistant": answer} if answered else {}
+    text = " ".join(said.values())
+    if is_text(kind):
+        return [1 if any(is_number(kind) for is_number in NUMBERS) else text]
+    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    message: Any = kind.value_type if lists else None
+    at = message.get_field_index("content") if isinstance(message, pa.StructType) else -1
+    parts = at >= 0 and pa.types.is_nested(message.field(at).type)
+    messages = [
+        {"role": role, "content": [{"type": "text", "text": content}] if parts else content}
+        for role, content in said.items()
+    ]
+    return [messages] if lists else [text, messages]
+
+
+def why_not(act: Callable[[], object], *, quoted: bool) -> str:
+    """Return why something fails; empty where it does not.
+
+    Args:
+        act: Reads made-up or PUBLIC rows.
+        quoted: Whether the text of any error may be shown, which can quote a row.
+    """
+    try:
+        act()
+    except EXITS:
+        raise
+    except DprlhfError as error:
+        return str(error)
+    except BaseException as error:  # a panic in a tokenizer's compiled code is no Exception
+        name = type(error).__name__
+        return f"{name}: {one_line(error, 100)}" if quoted else name
+    return ""
