@@ -93,6 +93,9 @@ def test_agreement_in_sign_and_rank() -> None:
     gold = {name: np.array([v, v]) for name, v in (("a", -9.0), ("b", 0.1), ("c", 0.2))}
     assert agreement(proxy, gold) == (1.0, pytest.approx(1.0))
     other = {**gold, "c": np.array([-0.2, -0.3])}
+    five = {name: np.array([float(place)]) for place, name in enumerate("abcde")}
+    swapped = {**five, "b": five["c"], "c": five["b"]}
+    assert agreement(five, swapped)[1] == 0.9  # not below a goal of 0.9 by a rounding
     signs, ranks = agreement(proxy, other)
     assert signs == pytest.approx(2 / 3)
     assert ranks < 1

@@ -120,7 +120,8 @@ def agreement(proxy: Mapping[str, Values], gold: Mapping[str, Values]) -> tuple[
     one, other = (np.array([np.mean(found[name]) for name in proxy]) for found in (proxy, gold))
     constant = len(set(one)) == 1 or len(set(other)) == 1
     ranks = math.nan if constant else float(stats.spearmanr(one, other).statistic)
-    return float(np.mean(np.sign(one) == np.sign(other))), ranks
+    # Of five runs a correlation of 0.9 comes out as 0.8999999999999998, below a goal of 0.9.
+    return float(np.mean(np.sign(one) == np.sign(other))), round(ranks, 12)
 
 
 Curve = Sequence[tuple[float, float]]
