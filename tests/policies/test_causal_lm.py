@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from dprlhf import recipe
 from dprlhf.errors import DprlhfError
@@ -101,6 +103,21 @@ def test_a_whole_policy_keeps_its_state_and_is_trained_in_float32(tmp_path: Path
 def test_a_model_given_in_python_is_asked_for_again() -> None:
     with pytest.raises(DprlhfError, match="given in Python"):
         load_policy(recipe.Policy(model_name_or_path=recipe.IN_MEMORY))
+
+
+@pytest.mark.parametrize("lacking", ["lm_head.weight", "transformer.h.1.mlp.c_fc.bias"])
+def test_a_checkpoint_without_all_weights_is_refused(lacking: str, tmp_path: Path) -> None:
+    """Such weights are random at each load, and the tuned adapter is of no use to another model."""
+    tiny.save(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, tie_word_embeddings=False)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    model.save_pretrained(tmp_path, state_dict=weights)
+    spec = recipe.Policy(model_name_or_path=str(tmp_path))
+    assert load_policy(spec).dimension > 0
+    del weights[lacking]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DprlhfError, match=f"no weights for {lacking}, which would be random"):
+        load_policy(spec)
 
 
 def test_a_prompt_with_a_token_beyond_the_model_is_refused_and_not_quoted() -> None:

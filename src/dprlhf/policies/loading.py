@@ -113,6 +113,12 @@ def _tokenizer_of(spec: recipe.Policy, model: Any) -> Any:
 
 
 def _base_of(spec: recipe.Policy) -> Any:
+    """Load the base model.
+
+    Raises:
+        DprlhfError: The checkpoint lacks weights. transformers draws them at random at each load,
+            so the adapter would be merged into another model than it was trained on.
+    """
     from transformers import AutoModelForCausalLM
 
     from dprlhf.assets import resolve
@@ -121,13 +127,22 @@ def _base_of(spec: recipe.Policy) -> Any:
     dtype = native_dtype() if spec.dtype == "auto" else getattr(torch, spec.dtype)
     if spec.quantization is not None:
         settings["quantization_config"] = quantization_config(spec.quantization, dtype)
-    return AutoModelForCausalLM.from_pretrained(
+    model, loading = AutoModelForCausalLM.from_pretrained(
         resolve(spec.model_name_or_path),
         dtype=dtype,
         attn_implementation=spec.attn_implementation,
         trust_remote_code=spec.trust_remote_code,
+        output_loading_info=True,
         **settings,
     )
+    lacking = sorted(loading["missing_keys"] & {name for name, _ in model.named_parameters()})
+    if lacking:
+        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        raise DprlhfError(
+            f"policy.model_name_or_path {spec.model_name_or_path!r}: the checkpoint has no weights"
+            f" for {lacking[0]}{more}, which would be random: is it a causal language model's?"
+        )
+    return model
 
 
 def make_policy(
