@@ -59,9 +59,9 @@ def test_a_mixture_of_experts_is_refused_as_it_is_loaded(tmp_path: Path) -> None
         )
     )  # fmt: skip
     adapter = Adapter(type="lora", target_modules=["q_proj"])
+    moe.save_pretrained(tmp_path)
     with pytest.raises(DprlhfError, match=r"layers\.0\.mlp' .* mixes the users of a batch"):
         make_policy(moe, tiny.tokenizer(), adapter)
-    moe.save_pretrained(tmp_path)
     tiny.tokenizer().save_pretrained(tmp_path)
     spec = Policy(model_name_or_path=str(tmp_path), adapter=adapter)
     with pytest.raises(DprlhfError, match="mixes the users of a batch"):
