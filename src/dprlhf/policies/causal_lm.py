@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,12 @@ class CausalLMPolicy:
         )["input_ids"]
         return self.known(list(ids))
 
+    @cached_property
+    def room(self) -> float:
+        """The longest text in tokens that the model has positions for; infinite without a limit."""
+        config = self.model.config.get_text_config()
+        return getattr(config, "max_position_embeddings", math.inf)
+
     def check_context_length(self, tokens: int, what: str, name: str) -> None:
         """Refuse texts that are longer than the model's context.
 
@@ -208,8 +215,7 @@ class CausalLMPolicy:
         Raises:
             DprlhfError: The texts are longer.
         """
-        config = self.model.config.get_text_config()
-        room = getattr(config, "max_position_embeddings", math.inf)
+        config, room = self.model.config.get_text_config(), self.room
         rope = getattr(config, "rope_parameters", None) or {}
         for part in (rope, *rope.values()):  # some models have one for each type of layer
             if isinstance(part, dict) and part.get("rope_type") == "longrope":

@@ -71,21 +71,6 @@ class RewardModel(CausalLMPolicy):
         """The longest text in tokens that the model has positions for."""
         return positions(self.model)
 
-    def check_context_length(self, tokens: int, what: str, name: str) -> None:
-        """Refuse texts that are longer than the model's context.
-
-        Args:
-            tokens: Length of the longest text.
-            what: Start of the error message, which names the setting.
-            name: Name of the model, for the error message.
-
-        Raises:
-            DprlhfError: The texts are longer.
-        """
-        if tokens > self.room:
-            raise DprlhfError(f"{what} more than the {self.room} positions of {name}")
-        super().check_context_length(tokens, what, name)
-
 
 def positions(model: nn.Module) -> float:
     """Return the number of tokens that a model has positions for; infinite without such a limit."""
