@@ -661,3 +661,23 @@ def test_the_counter_alone_shows_a_backup(file: Path) -> None:
     file.write_bytes(backup)
     with pytest.raises(BookError, match="older than a run's ledger"):
         ask(book, "a", range(20), marks=[seen])
+
+
+def test_an_earlier_run_brings_its_data_set_to_whoever_pays_for_it(place: str) -> None:
+    book = make(place, "small", epsilon=TWO)
+    make(place, "big", epsilon=10 * THREE)
+    early = Spending("early", "early", "sft", mechanism(), 1)
+    ask(book, "a", range(20), "small", earlier=[early])
+    with pytest.raises(DprlhfError, match="would exceed the budget of data set 'small'"):
+        ask(book, "b", range(20, 40), "big", earlier=[early], mechanism=mechanism(4.0))
+    ask(book, "c", range(20, 40), "big", earlier=[early])
+    assert spent(book)["small"] <= TWO
+
+
+def test_a_second_data_set_makes_no_new_key_for_a_book_whose_key_is_lost(file: Path) -> None:
+    make(file)
+    key = Path(f"{file}.key")
+    key.rename(file.parent / "backup")
+    with pytest.raises(BookError, match="key of the budget book is missing"):
+        make(file, "ward")
+    assert not key.exists()

@@ -1188,3 +1188,47 @@ def test_the_count_goes_over_all_users_up_to_a_bound(monkeypatch: pytest.MonkeyP
     assert open_private(made.left_out(lambda some: [True] * len(some)))["cut"] == 10
     monkeypatch.setattr(module, "LOOKED_AT", 7)
     assert open_private(made.left_out(lambda some: [True] * len(some)))["cut"] == 7
+
+
+def conversations_of(*rows: dict[str, Any]) -> Users:
+    """Rows to which Arrow gives one type: all have the keys of all, in the first row's order."""
+    return Users(rows_from(list(rows), "prompt"), Data(path="in-memory"))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"prompt": [{"content": "another order of keys", "role": "user"}]},
+        {"prompt": [{"role": "user", "content": "one key more", "name": "bob"}]},
+    ],
+    ids=["order", "key"],
+)
+def test_no_row_makes_the_people_of_others_unknown(other: dict[str, Any]) -> None:
+    own = [{"prompt": [{"role": "user", "content": f"question {i}"}]} for i in range(5)]
+    before, after = conversations_of(*own), conversations_of(other, *own)
+
+    def hashed(users: Users) -> set[bytes]:
+        return open_private(users.hashed(lambda names: {name.encode() for name in names}))
+
+    assert len(hashed(before)) == 5
+    assert hashed(before) <= hashed(after)
+    known = set(open_private(before.identities()).tolist())
+    assert known <= set(open_private(after.identities()).tolist())
+    # A book of an earlier version has them as that file's first row had its keys.
+    stored = {json.dumps([{"content": f"question {i}", "role": "user"}]) for i in range(5)}
+    if "name" not in other["prompt"][0]:
+        assert {name.encode() for name in stored} <= hashed(after)
+
+
+@pytest.mark.parametrize(
+    "other", [{"level": 1.5, "config": {"a": 1}}, {"level": 7, "config": {"b": 2, "a": 3, "c": 4}}]
+)
+def test_no_row_makes_rows_without_prompts_unknown(other: dict[str, Any]) -> None:
+    own = [{"level": i, "config": {"a": 1, "b": i}} for i in range(5)]
+
+    def known(*rows: dict[str, Any]) -> set[int]:
+        made = datasets.Dataset.from_list(list(rows))
+        users = Users(made, Data(path="in-memory"), may_lack_prompts=True)
+        return set(open_private(users.identities()).tolist())
+
+    assert known(*own) <= known(other, *own)

@@ -195,3 +195,8 @@ def test_runs_for_different_neighbours_have_no_total() -> None:
         total_epsilon([ALLOCATED, replaced], DELTA)
     with pytest.raises(DprlhfError, match="no run"):
         total_epsilon([], DELTA)
+
+
+def test_hardly_any_noise_costs_what_one_run_of_it_does() -> None:
+    tiny = Mechanism(1e-160, 2, "fixed")
+    assert total_epsilon([tiny, Mechanism(1.0, 2, "fixed")], 1e-6).epsilon >= 1e300

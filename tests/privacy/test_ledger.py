@@ -504,3 +504,25 @@ def test_a_checkpoint_that_the_ledger_does_not_know_is_refused(path: Path) -> No
     written(path, rounds=2)
     with pytest.raises(DprlhfError, match="ends before round 3"):
         reopened(path).confirm(3)
+
+
+def test_the_lock_is_held_until_a_failed_entry_is_cut_off(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(path, 1)
+    ledger = reopened(path)
+    fail_half_way(ledger, monkeypatch)
+    cut = os.ftruncate
+    seen: list[str] = []
+
+    def truncate(descriptor: int, size: int) -> None:
+        with pytest.raises(DprlhfError, match="another process is using this run") as refused:
+            reopened(path)
+        seen.append(str(refused.value))
+        cut(descriptor, size)
+
+    monkeypatch.setattr(os, "ftruncate", truncate)
+    with pytest.raises(DprlhfError, match="could not be written"):
+        charge(ledger, 2)
+    assert len(seen) == 1
+    reopened(path).close()

@@ -228,3 +228,19 @@ def test_the_command() -> None:
     cost = selection_cost(Mechanism(4.0, 1, "fixed"), Repetitions.with_mean(10.0), 1e-5)
     assert f"{cost.epsilon:.3f}" in ended.stdout
     assert "secret" in ended.stdout
+
+
+@pytest.mark.parametrize("eta", [-0.5, 0.0, 1.0, 3.0])
+def test_a_mean_next_to_one(eta: float) -> None:
+    assert Repetitions.with_mean(1.0000001, eta).mean == pytest.approx(1.0000001, rel=1e-12)
+
+
+@pytest.mark.parametrize("eta", [-0.5, 1e-310, 1.0, 100.0])
+def test_probabilities_of_many_runs_are_those_of_the_recurrence(eta: float) -> None:
+    made = Repetitions.with_mean(5_000, eta)
+    expected = made.probability(1)
+    for runs in range(1, 20_000):
+        expected *= (1 - made.gamma) * (runs + eta) / (runs + 1)
+    assert made.probability(20_000) == pytest.approx(expected, rel=1e-7)
+    large = Repetitions.with_mean(1e6, eta)
+    assert 0 <= large.probability(1_000_000) < 1e-5

@@ -105,6 +105,7 @@ def test_a_run_that_starts_from_the_model_counts_it(model: Path, tmp_path: Path)
         ([(1.0, 0.0, 5)], "sampling rate"),
         ([(1.0, 1.5, 5)], "sampling rate"),
         ([(0.0, 0.5, 5)], "noise multiplier"),
+        ([(float("inf"), 0.5, 5)], "noise multiplier"),
         ([(1.0, 0.5, 0)], "number of steps"),
     ],
     ids=str,
@@ -128,3 +129,15 @@ def test_the_command_and_a_second_declaration(model: Path, tmp_path: Path) -> No
     assert "carries a privacy record already" in str(again.exception)
     with pytest.raises(DprlhfError, match="no model"):
         declare(tmp_path, [(1.0, 0.1, 10)], delta=DELTA)
+
+
+@pytest.mark.parametrize(("rows", "batch", "passes"), [(100, 30, 10), (199, 100, 100)])
+def test_passes_that_drop_their_last_batch_count_in_full(
+    tmp_path: Path, rows: int, batch: int, passes: int
+) -> None:
+    steps = passes * (rows // batch)
+    one = tmp_path / "one"
+    one.mkdir()
+    (one / "config.json").write_text("{}")
+    cost = declare(one, [(2.0, batch / rows, steps)], delta=DELTA, sampling="shuffled")
+    assert cost.epsilon >= gaussian_epsilon(2.0 / passes**0.5, DELTA)

@@ -295,3 +295,11 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tmp_path / "new.trials").is_file()
     assert not [*tmp_path.glob("runs*")]
     assert load_recipe("new.yaml").privacy.epsilon == 4
+
+
+def test_the_trials_on_other_public_prompts_are_refused(file: Path, simulated: Simulated) -> None:
+    search_for(file)
+    recipe = load_recipe(file)
+    others = public_rows(recipe, rows=[f"other {i}" for i in range(300)], scored=64)
+    with pytest.raises(DprlhfError, match=r"another search \(prompts\)"):
+        Search(recipe, others, KEYS, file.with_suffix(".trials"), users=400, stand_ins=400)

@@ -118,3 +118,17 @@ def test_an_unknown_key_is_refused() -> None:
         keys_of(["optimizer.learning_rates"])
     assert keys_of(["rounds", "update.name"]) == ["update.name", "rounds"]
     assert keys_of([]) == list(SPACE)
+
+
+def test_the_recipes_own_number_keeps_all_its_digits(model: str) -> None:
+    recipe = recipe_of(model, optimizer={"learning_rate": 0.0666667})
+    assert draw(recipe, keys_of([]), lambda parameter: parameter.own) == {}
+
+
+def test_with_a_given_noise_multiplier_nothing_is_searched_that_epsilon_depends_on(
+    model: str,
+) -> None:
+    free = parameters(recipe_of(model, privacy={"epsilon": 8, "partition": "fixed"}))
+    assert {"rounds", "privacy.bands"} <= free.keys()
+    given = recipe_of(model, privacy={"noise_multiplier": 1.0, "partition": "fixed"})
+    assert not {"rounds", "privacy.bands"} & parameters(given).keys()

@@ -17,6 +17,7 @@ from dprlhf.data.in_memory import Sources
 from dprlhf.privacy.ledger import read_ledger
 from dprlhf.privacy.plan import make_plan
 from dprlhf.recipe import Recipe, make_recipe
+from dprlhf.runs.declared import declare
 from dprlhf.runs.folder import RunFolder
 from dprlhf.training.build import open_run
 from dprlhf.training.run import Run
@@ -136,13 +137,14 @@ class TestThePlan:
         of_mean = vectors.reshape(-1, 250, 16).mean(1).var(0).sum()
         assert of_mean - vectors.var(0).sum() / m <= 1.1 * sampling
 
-    def test_users_are_counted_only_where_no_limit_says_how_many(self, tmp_path: Path) -> None:
+    def test_users_are_counted_where_their_rows_are_here(self, tmp_path: Path) -> None:
         file = tmp_path / "users.jsonl"
         file.write_text("".join(f'{{"prompt": "p{i}", "who": "{i % 7}"}}\n' for i in range(20)))
         data: dict[str, Any] = {"path": str(file)}
         assert count_users(recipe_of("m", data=data)) == 20
         assert count_users(recipe_of("m", data=data | {"user_column": "who"})) == 7
         assert count_users(recipe_of("m")) == 60  # its file does not exist
+        assert count_users(recipe_of("m", data=data | {"limit": 1000})) == 20
 
 
 class TestTheRows:
@@ -292,3 +294,10 @@ class TestTheRun:
         assert "resume" not in str(caught.value)
         assert expected is KeyboardInterrupt or "it broke" in str(caught.value)
         assert not [*temporary.iterdir()]
+
+
+def test_a_stage_on_top_of_a_private_one_can_be_tuned(tmp_path: Path) -> None:
+    tuned = str(tiny.save(tmp_path / "tuned"))
+    declare(tuned, [(1.0, 0.01, 100)], delta=1e-5)
+    recipe = recipe_of(tuned, previous=[{"run": tuned}])
+    assert run_stand_ins(recipe, rows_for(recipe), reward=lower_case).plan.users == 60

@@ -40,7 +40,7 @@ from dprlhf.budget.state import (
     write_head,
     write_reservation,
 )
-from dprlhf.budget.storage import BookError, lock, open_storage, read_key
+from dprlhf.budget.storage import BookError, has_book, lock, open_storage, read_key
 from dprlhf.budget.tables import (
     BOOK,
     DATASETS,
@@ -114,7 +114,8 @@ class Book:
         if not dataset.strip() or len(dataset) > 200:
             raise DprlhfError("the name of a data set has 1 to 200 characters")
         storage = open_storage(name, create=True)
-        key, _ = read_key(storage, create=True)
+        # A new key beside an old book would be a wrong one.
+        key, _ = read_key(storage, create=not has_book(storage))
         with storage.transaction(write=True) as connection:
             if storage.path is None:
                 connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_CREATING)))

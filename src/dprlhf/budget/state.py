@@ -146,7 +146,9 @@ def costs_of(
     found = set()
     for history, spendings in owed.items():
         taken = state.histories[history]
-        names = {state.reservations[number].dataset for number in taken} | {dataset.name}
+        # An earlier run may have its reservation already: its users are in that data set, then.
+        held = [state.numbers[s.run] for s in spendings if s.run in state.numbers]
+        names = {state.reservations[number].dataset for number in (*taken, *held)} | {dataset.name}
         if spendings:
             found |= {state.cost(taken, spendings, state.datasets[name]) for name in names}
     return found

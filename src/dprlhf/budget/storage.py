@@ -145,6 +145,13 @@ class Storage:
             raise problem(error, self.label) from None
 
 
+def has_book(storage: Storage) -> bool:
+    """Return whether a book has been made in the database."""
+    with storage.transaction(write=False) as connection:
+        made = sa.inspect(connection).has_table(BOOK.name)
+        return made and connection.execute(sa.select(BOOK.c.id)).first() is not None
+
+
 class BrokenOffError(BookError):
     """The database broke off: it may have committed, and another attempt may succeed."""
 

@@ -72,7 +72,7 @@ def privacy_epsilon(
     as_json: AsJson = False,
 ) -> None:
     """Compute ε, an upper bound, from the noise multiplier or from the ε of one pure round."""
-    from dprlhf.privacy.plan import make_plan
+    from dprlhf.privacy.plan import check_sizes, make_plan
 
     checked: list[dict[str, Any]] = []
     if (noise_multiplier is None) == (round_epsilon is None):
@@ -84,6 +84,7 @@ def privacy_epsilon(
             )
         if check:
             raise DprlhfError("--check compares accountants of Gaussian noise: give z")
+        check_sizes(users, rounds, delta)
         guarantee = _epsilon_of_pure_rounds(round_epsilon, rounds, delta, partition, adjacency)
     elif noise_multiplier is not None and noise_multiplier > 0:
         made = make_plan(

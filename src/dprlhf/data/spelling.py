@@ -63,11 +63,22 @@ def written(value: Any) -> str:
     return text if whole is None else f"{whole[1]}{whole[2]}".replace("-0", "0")
 
 
+def known_as(value: Any) -> str:
+    """Return the text by which a user is known: a name, or without names a prompt or a whole row.
+
+    It depends on no other row, so that nobody is unknown in a file where another row comes first.
+
+    >>> known_as({"content": "why?", "role": "user", "name": None})
+    '{"role": "user", "content": "why?"}'
+    """
+    return written(as_alone(value))
+
+
 def formerly_written(value: Any) -> list[str]:
     """Return the texts as which earlier versions may have hashed a name: as its file had it."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     whole = written(value)
-    return [text, f"{whole}.0"] if whole.lstrip("-").isdecimal() else [text]
+    return [text, whole, f"{whole}.0"] if whole.lstrip("-").isdecimal() else [text, whole]
 
 
 def hash_of(texts: Sequence[str]) -> NDArray[np.uint64]:

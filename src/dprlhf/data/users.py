@@ -26,6 +26,7 @@ from dprlhf.data.spelling import (
     as_alone,
     formerly_written,
     hash_of,
+    known_as,
     names_as_written,
     plain,
     written,
@@ -175,7 +176,7 @@ class Users:
         """Return a hash of each different name, sorted; on request of former spellings as well."""
         found = [np.empty(0, dtype=np.uint64)]
         for given in self._names():
-            names = list(map(written, given))
+            names = [known_as(value) for value in given]
             if formerly:
                 names += [text for value in given for text in formerly_written(value)]
             found.append(hash_of(names))
@@ -192,7 +193,9 @@ class Users:
         """
         found: set[bytes] = set()
         for given in self._names():
-            found |= by({written(value) for value in given})
+            # Books may hold a conversation as earlier versions wrote it: in the order of keys of
+            # its file's first row.
+            found |= by({name for value in given for name in (known_as(value), written(value))})
         return Private(found)
 
     def _names(self) -> Iterator[list[Any]]:

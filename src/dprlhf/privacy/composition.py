@@ -169,8 +169,11 @@ def _together(mechanisms: Sequence[Mechanism]) -> float:
 
     Each run is bounded by one Gaussian release; z⁻² of the composition is the sum of theirs.
     """
-    precision = sum(single_noise(m) ** -2 for m in mechanisms)
-    return precision**-0.5 if precision > 0 else math.inf
+    noises = [single_noise(m) for m in mechanisms]
+    least = min(noises)  # divided out: the square of a tiny noise is no floating-point number
+    if math.isinf(least):
+        return math.inf
+    return least / math.sqrt(sum((least / z) ** 2 for z in noises))
 
 
 def _epsilon_of(joint: dict[Side, Any], delta: float) -> float:

@@ -137,10 +137,15 @@ class Ledger:
         return entry
 
     def _undo(self, start: int) -> None:
-        with contextlib.suppress(OSError):  # the entry that did not fit is discarded on purpose
-            self._file.close()
-        if self.path.stat().st_size > start:
-            os.truncate(self.path, start)
+        # The copy holds the lock while the entry is cut off: who has it next may append a charge.
+        held = os.dup(self._file.fileno())
+        try:
+            with contextlib.suppress(OSError):  # the entry that did not fit is discarded on purpose
+                self._file.close()
+            if os.fstat(held).st_size > start:
+                os.ftruncate(held, start)
+        finally:
+            os.close(held)
 
     @property
     def charged(self) -> Set[int]:

@@ -192,7 +192,7 @@ def make_plan(
     if (epsilon is None) == (noise_multiplier is None):
         raise DprlhfError("privacy: give exactly one of epsilon and noise_multiplier")
     baseline = noise_multiplier == 0 or epsilon == math.inf
-    _check_sizes(users, rounds, delta)
+    check_sizes(users, rounds, delta)
     if not clip_norm > 0 or (math.isinf(clip_norm) and not baseline):
         raise DprlhfError(f"clip_norm must be a positive number, not {clip_norm}")
     cut = partition in all_partitions() and all_partitions()[partition].disjoint
@@ -221,7 +221,12 @@ def make_plan(
     )
 
 
-def _check_sizes(users: int, rounds: int, delta: float) -> None:
+def check_sizes(users: int, rounds: int, delta: float) -> None:
+    """Refuse numbers of users and rounds, or a δ, that no run can have.
+
+    Raises:
+        DprlhfError: One of them is out of range.
+    """
     if users < 1:
         raise DprlhfError("the dataset has no users")
     if rounds < 1:

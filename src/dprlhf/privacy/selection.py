@@ -63,9 +63,10 @@ class Repetitions:
         if self.gamma == 1:
             return 1.0
         log = math.log(self.gamma)
+        odds = math.expm1(-log)  # (1 − γ)/γ, without cancellation near γ = 1
         if abs(self.eta) < _ZERO:
-            return (1 / self.gamma - 1) / -log
-        return self.eta * (1 - self.gamma) / (self.gamma * -math.expm1(self.eta * log))
+            return odds / -log
+        return self.eta * odds / -math.expm1(self.eta * log)
 
     @staticmethod
     def with_mean(mean: float, eta: float = 1.0) -> Repetitions:
@@ -76,7 +77,7 @@ class Repetitions:
         """
         if not 1 <= mean <= _MOST:
             raise DprlhfError(f"repetitions: the mean must be from 1 to {_MOST:g}, not {mean}")
-        if mean == 1:
+        if mean < 1 + 1e-9:
             return Repetitions(eta, 1.0)
         lowest = Repetitions(eta, 1e-250)
         if lowest.mean < mean:
@@ -94,9 +95,11 @@ class Repetitions:
         left = math.log1p(-self.gamma)
         if abs(self.eta) < _ZERO:
             return math.exp(runs * left) / (runs * -math.log(self.gamma))
-        first = self.eta * (1 - self.gamma) / math.expm1(-self.eta * math.log(self.gamma))
-        rest = sum(math.log((k + self.eta) / (k + 1)) for k in range(1, runs))
-        return first * math.exp((runs - 1) * left + rest)
+        log = -self.eta * math.log(self.gamma)
+        first = math.log(abs(self.eta)) + left
+        first -= log + math.log1p(-math.exp(-log)) if log > 0 else math.log(-math.expm1(log))
+        rest = math.lgamma(runs + self.eta) - math.lgamma(1 + self.eta) - math.lgamma(runs + 1)
+        return math.exp(first + (runs - 1) * left + rest)
 
     def draw(self) -> int:
         """Draw K from the operating system's random numbers; it must stay secret."""

@@ -7,6 +7,7 @@ it names them under ``previous``, and its total composes both.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -90,13 +91,15 @@ def declare(
 def _mechanism(noise_multiplier: float, rate: float, steps: int, sampling: Sampling) -> Mechanism:
     if not 0 < rate <= 1:
         raise DprlhfError(f"the sampling rate must be above 0 and at most 1, not {rate}")
-    if not noise_multiplier > 0:
-        raise DprlhfError(f"the noise multiplier must be above 0, not {noise_multiplier}")
+    if not 0 < noise_multiplier < math.inf:
+        raise DprlhfError(f"the noise multiplier must be a number above 0, not {noise_multiplier}")
     if steps < 1:
         raise DprlhfError(f"the number of steps must be at least 1, not {steps}")
     passes = max(1, int(rate * steps))
     while passes < steps and passes / steps < rate:  # a larger rate costs more: an upper bound
         passes += 1
+    if sampling == "shuffled":  # a pass that drops its last batch has fewer steps than 1/rate
+        passes = min(steps, math.ceil(steps / math.floor((1 + 1e-12) / rate)))
     if sampling == "poisson":
         return Mechanism(noise_multiplier, steps, "poisson", participations=passes)
     return Mechanism(noise_multiplier, steps, "fixed", releases_per_round=passes)

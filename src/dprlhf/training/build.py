@@ -110,7 +110,9 @@ def load_parts(
     check_installed(recipe.tracking.report_to)
     recipe = processes.on_main(lambda: resolve_dtype(recipe))
     stage = STAGES[recipe.stage](recipe, sources)
-    earlier = processes.on_main(lambda: read_earlier(recipe))
+    # Stand-ins are nobody's users: what earlier runs cost is for the real run to count.
+    real = sources.stand_in_plan is None
+    earlier = processes.on_main(lambda: read_earlier(recipe)) if real else Earlier()
     rows = rows_of(recipe.data, sources.prompts)
     users = Users(rows, recipe.data, may_lack_prompts=recipe.rows_may_lack_prompts)
     stage.check_rows(rows)
@@ -141,10 +143,11 @@ def load_parts(
     stage.lay_out(shapes)
     parts.plan = _planned(stage.recipe, users, opened, sources)
     stage.load(parts)
-    # What came from the hub is on this machine now, and with it the records that it carries.
-    processes.on_main(lambda: check_lineage(recipe, [r.run for r in earlier.records]))
     known, own = [record.run for record in earlier.records], opened.get("key_commitment")
-    processes.on_main(lambda: check_lineage_of_objects(sources.models, known, own))
+    if real:
+        # What came from the hub is on this machine now, and with it the records that it carries.
+        processes.on_main(lambda: check_lineage(recipe, known))
+        processes.on_main(lambda: check_lineage_of_objects(sources.models, known, own))
     return stage, parts
 
 

@@ -149,7 +149,7 @@ class Search:
             "recipe": recipe_digest(recipe),
             "keys": list(keys),
             "users": self.users,
-            "prompts": [len(public.stand_ins), public.scored],
+            "prompts": [len(public.stand_ins), public.scored, public.digest],
         }
         self._study = self._open(storage, terms, seed)
         kept = self._study.user_attrs.get("stand_ins")

@@ -170,7 +170,10 @@ def draw(own: Recipe, keys: Sequence[str], choose: Callable[[Parameter], Any]) -
             continue
         value = choose(parameter)
         # What is tried is what is written down: three digits of a number from a range.
-        value = json.loads(value) if parameter.choices is not None else float(f"{value:.3g}")
+        if parameter.choices is not None:
+            value = json.loads(value)
+        elif value != value_at(recipe, key):  # else the recipe's own, which may have more digits
+            value = float(f"{value:.3g}")
         if value != value_at(recipe, key):
             changes[key] = value
             recipe = with_settings(own, changes)
@@ -195,11 +198,18 @@ def _parameter(key: str, recipe: Recipe, own: Recipe) -> Parameter | None:
     return Parameter(key, key, json.dumps(current), choices) if len(choices) > 1 else None
 
 
+def _released(recipe: Recipe) -> tuple[int, int, int]:
+    """Return what ε depends on beside the noise, as far as it is searched."""
+    return recipe.rounds, recipe.privacy.bands, recipe.update.releases
+
+
 def _accepted(recipe: Recipe, key: str, value: Any) -> bool:
-    """Return whether a recipe takes a value, and its partition, too."""
+    """Return whether a recipe takes a value, and its partition, too, and keeps its ε."""
     try:
         changed = with_settings(recipe, {key: value})
         privacy = changed.privacy
+        if privacy.epsilon is None and _released(changed) != _released(recipe):
+            return False  # with a given noise multiplier, ε follows from these
         make_plan(  # without noise no accountant is asked, and what a partition refuses is refused
             users=10**9,
             rounds=changed.rounds,

@@ -135,14 +135,15 @@ def excess_variance(plan: Plan, stand_ins: int, dimension: int) -> float:
 def count_users(recipe: Recipe) -> int:
     """Return the number N of the recipe's users, which is public, without opening a user's row.
 
-    Where every row is a user and ``data.limit`` is given, N is that limit. Otherwise the rows are
-    counted (with ``data.user_column``: the different users), and nothing else is done with them.
+    The rows are counted (with ``data.user_column``: the different users), and nothing else is done
+    with them. Where every row is a user and the rows are not on this machine, N is ``data.limit``.
 
     Raises:
         DprlhfError: The users have to be counted and their rows cannot be read.
     """
-    if recipe.data.user_column is None and recipe.data.limit is not None:
-        return recipe.data.limit
+    data = recipe.data
+    if data.user_column is None and data.limit is not None and not Path(data.path).exists():
+        return data.limit
     rows = rows_of(recipe.data, None)
     return Users(rows, recipe.data, may_lack_prompts=recipe.rows_may_lack_prompts).count
 

@@ -31,6 +31,8 @@ from dprlhf.privacy.random_allocation import Side
 _POINTS = 200_000
 """Most points of the grid of losses; with little noise a fixed step would take minutes."""
 
+_LEAST_LOWER_DELTA = 1e-11
+"""Below it, the rounding of the library's sums is as large as δ, and no lower bound is stated."""
 _DRAWS_AT_ONCE = 2**16
 
 
@@ -100,6 +102,8 @@ def _epsilon(terms: Terms, delta: float, single: float) -> tuple[float, float]:
     if noise_too_small(round_noise(terms), delta):
         return single, 0.0
     upper = float(loss_distribution(terms).get_epsilon_for_delta(delta))
+    if delta < _LEAST_LOWER_DELTA:
+        return upper, 0.0
     lower = float(loss_distribution(terms, pessimistic=False).get_epsilon_for_delta(delta))
     return upper, lower
 
