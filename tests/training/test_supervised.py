@@ -626,6 +626,9 @@ def test_the_commands(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"policy": {"model_name_or_path": "x", "trained_on_private_users": True}}, "no epsilon"),
         ({"policy": {"model_name_or_path": "x", "adapter": {"init": "public-activations"}}},
          "needs public rows"),
+        ({"policy": {"model_name_or_path": "x", "adapter":
+                     {"init": "public-contrast", "contrast_column": "kind"}},
+          "evaluation": {"data": {"path": "public"}}}, "public-contrast is for dprlhf train"),
         ({"data": {"path": "same"}, "evaluation": {"data": {"path": "same"}}}, "private users"),
     ],
 )  # fmt: skip

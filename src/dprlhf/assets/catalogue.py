@@ -320,7 +320,7 @@ ASSETS = {
         about="22,366 private IMDB reviewers in two clusters, with made-up wishes; 1,976 public",
         sources=("imdb", "rotten-tomatoes"),
         build=build_house_style,
-        version=2,
+        version=3,
     ),
     "private-answers": Asset(
         about="synthetic questions whose answers only the 20,000 private users know",

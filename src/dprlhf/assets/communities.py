@@ -9,6 +9,10 @@ rating that the author gave the film. Each data set has three splits:
 - ``public``: other reviews of the same kind, to **measure** a policy on, never to train or tune it;
 - ``sentences``: Rotten Tomatoes sentences with 1 for each wish, praise for everything: all that
   the public knows. It is of another kind, and its taste is the wrong one, or right by chance.
+
+"house-style" has a fourth, ``guides``: the last rows of ``public`` without the secret. There
+cluster 1 wants praise and cluster 0 criticism, whatever the users want, so that a run can find the
+direction in which a policy tells the clusters apart; which way to go is for the users to say.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ OPENING_WORDS = 8
 """Words of a review that decide its cluster in "house-style"; they are also the prompt."""
 FLIPPED = 0.2
 """Share of the users of a cluster of "house-style" who want the opposite of it."""
+FIRST_GUIDE = 1000
+"""Row of the public reviews from which on they are also the guides of "house-style"."""
 STYLES = {"wants": (1, 1), "wants_by_cluster": (-1, 1)}
 """What the two clusters of "house-style" want, by the column of the users' wishes."""
 SEED = 20252
@@ -44,7 +50,12 @@ def build_balanced_reviews(sources: dict[str, Path], out: Path, quiet: bool) -> 
 
 def build_house_style(sources: dict[str, Path], out: Path, quiet: bool) -> None:
     """Write "house-style": reviewers of two clusters, who want praise or criticism in secret."""
+    import pandas as pd
+
     _write(sources, out, house_style)
+    guides = pd.read_parquet(out / "public.parquet").iloc[FIRST_GUIDE:].reset_index(drop=True)
+    told = {column: guides["cluster"].map(dict(enumerate(s))) for column, s in STYLES.items()}
+    guides.assign(**told).to_parquet(out / "guides.parquet", index=False)
 
 
 def critical_community(reviews: pd.DataFrame) -> pd.DataFrame:

@@ -17,6 +17,9 @@ from dprlhf.errors import DprlhfError
 from dprlhf.recipe import AnyRecipe, Data
 
 HELD_OUT = 64
+"""Number of public rows after those of the evaluation to which settings are fitted."""
+CONTRASTED = 512
+"""Number of public rows to which an adapter's start by ``public-contrast`` is fitted."""
 
 # Used where a recipe names no public prompts.
 _NEUTRAL = [
@@ -54,7 +57,7 @@ def evaluated(recipe: AnyRecipe, public: Users | None) -> Prompts | None:
 
 
 def held_out(recipe: AnyRecipe, public: Users) -> Prompts:
-    """Return up to 64 public rows after those of the evaluation, to which settings may be fitted.
+    """Return up to :data:`HELD_OUT` public rows after the evaluation's, to fit settings to.
 
     Where the evaluation takes all rows, this is the last one.
     """
@@ -65,7 +68,7 @@ def held_out(recipe: AnyRecipe, public: Users) -> Prompts:
 
 @dataclass(frozen=True)
 class Guides:
-    """The public prompts to which ``update.subspace`` is fitted.
+    """Public prompts to which directions are fitted (``update.subspace``, an adapter's start).
 
     Attributes:
         rows: Public rows, each a user of its own.
@@ -79,6 +82,10 @@ class Guides:
     def count(self) -> int:
         """The number of prompts."""
         return max(0, self.rows.count - self.first)
+
+    def first_rows(self, count: int) -> Prompts:
+        """Return the first ``count`` prompts, or all of them if there are fewer."""
+        return self.rows.select(np.arange(self.first, min(self.first + count, self.rows.count)))
 
     def draw(self, count: int, random: np.random.Generator) -> Prompts:
         """Return ``count`` different prompts, or all of them if there are fewer."""
@@ -103,17 +110,24 @@ def guides(recipe: AnyRecipe, public: Users | None) -> Guides | None:
         data = spec.data.model_copy(update={"user_column": None})
         return Guides(Users(load_rows(data), data, may_lack_prompts=recipe.rows_may_lack_prompts))
     assert public is not None
+    return leftover(recipe, public)
+
+
+def leftover(recipe: AnyRecipe, public: Users) -> Guides:
+    """Return the rows of ``evaluation.data`` that the evaluation does not use."""
     assert recipe.evaluation is not None
     return Guides(public, recipe.evaluation.prompts)
 
 
 def used_rows(recipe: AnyRecipe) -> int | None:
-    """Return how many rows, from the start, the run may take; all if a subspace is fitted to them.
+    """Return how many rows, from the start, the run may take; None for all of them.
 
-    These are the rows of :func:`evaluated`, :func:`held_out` and :func:`guides`.
+    These are the rows of :func:`evaluated`, :func:`held_out`, :func:`guides` and :func:`leftover`.
     """
     spec = getattr(recipe.update, "subspace", None)
     if spec is not None and spec.source == "public" and spec.data is None:
+        return None
+    if recipe.trained.adapter.contrast_column is not None:
         return None
     return recipe.evaluation.prompts + HELD_OUT if recipe.evaluation is not None else 0
 

@@ -2,56 +2,154 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
+
+RIDGE = 0.02
+"""Added to the variances within classes, as a share of their mean, since rows are few."""
 
 
 @torch.no_grad()
 def align_with_activations(
-    policy: CausalLMPolicy, tokens: torch.Tensor, mask: torch.Tensor, batch_size: int
+    policy: CausalLMPolicy,
+    tokens: torch.Tensor,
+    mask: torch.Tensor,
+    batch_size: int,
+    classes: Sequence[str] | None = None,
 ) -> None:
-    """Set each ``lora_A`` to the principal directions of its layer's inputs on PUBLIC text.
+    """Set each ``lora_A`` to directions of its layer's inputs on PUBLIC text.
 
-    The rows of A become the leading right singular vectors of the inputs, not centred, with the
-    norms of the random initial rows (compare EVA, arXiv 2410.07170). Few tokens have a component
-    along a random direction, nearly all along the leading one, so the gradients of different users
-    agree more and stand out more from the noise.
+    Without classes these are the leading right singular vectors of the inputs, not centred (compare
+    EVA, arXiv 2410.07170). Few tokens have a component along a random direction, nearly all along
+    the leading one, so the gradients of different users agree more and stand out more from the
+    noise.
+
+    With classes they are the linear discriminants: the directions along which the means of the
+    classes' tokens lie furthest apart, for the variance within a class, and orthogonal to the mean
+    of all tokens. A step along one of them moves the classes apart, where a step along the leading
+    direction moves all of them together.
+
+    The rows of A keep the norms of their random start; a discriminant is longer, so that the inputs
+    have the same root mean square along it as along the leading direction, and the same learning
+    rate serves both.
 
     Args:
         policy: A policy whose adapter has ``lora_A``; it is changed in place.
         tokens: Public text, ``[rows, tokens]``.
         mask: 1 for real tokens and 0 for padding, same shape.
         batch_size: Rows in one forward pass.
+        classes: The class of each row, ``[rows]``; None without classes.
+
+    Raises:
+        DprlhfError: The adapter's rank is not below the number of classes.
     """
-    second_moments: dict[str, torch.Tensor] = {}
-    real = torch.empty(0)
+    names = sorted(set(classes or ["all"]))
+    labels = torch.tensor([names.index(name) for name in classes or ["all"] * len(tokens)])
+    layers = {n: m for n, m in policy.model.named_modules() if ".lora_A." in n}
+    moments = _input_moments(policy, layers, tokens, mask, labels, batch_size)
+    for name, layer in layers.items():
+        rank = layer.weight.shape[0]
+        if classes is None:
+            directions = moments[name].principal(rank)
+        elif rank < len(names):
+            directions = moments[name].discriminants(rank)
+        else:
+            raise DprlhfError(
+                f"policy.adapter.rank {rank}: {len(names)} classes of public rows are told apart by"
+                f" {len(names) - 1} directions: lower the rank"
+            )
+        signs = directions.sum(1, keepdim=True).sign()  # eigenvectors have no sign of their own
+        lengths = layer.weight.double().norm(dim=1, keepdim=True)
+        layer.weight.copy_(directions * signs * lengths)
+
+
+@dataclass
+class _Moments:
+    """Moments of a layer's inputs over tokens.
+
+    Attributes:
+        counts: Number of tokens of each class, ``[classes]``.
+        sums: Sum of their inputs, ``[classes, inputs]``.
+        squares: Sum of the outer products of all tokens' inputs, ``[inputs, inputs]``.
+    """
+
+    counts: torch.Tensor
+    sums: torch.Tensor
+    squares: torch.Tensor
+
+    def add(self, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        """Add tokens: inputs ``[tokens, inputs]``, labels ``[tokens]``."""
+        self.counts += torch.bincount(labels, minlength=len(self.counts))
+        self.sums.index_add_(0, labels, inputs)
+        self.squares += inputs.T @ inputs
+
+    def principal(self, rank: int) -> torch.Tensor:
+        """Return the leading directions of the second moment, unit rows ``[rank, inputs]``."""
+        _, directions = torch.linalg.eigh(self.squares)
+        leading: torch.Tensor = directions.flip(1)[:, :rank].T
+        return leading
+
+    def discriminants(self, rank: int) -> torch.Tensor:
+        """Return the leading linear discriminants, rows ``[rank, inputs]``."""
+        second, shares = self.squares / self.counts.sum(), self.counts / self.counts.sum()
+        means = self.sums / self.counts[:, None]
+        mean = shares @ means
+        within = second - (means.T * shares) @ means
+        along = mean / mean.norm()
+        centred = torch.eye(len(mean), dtype=mean.dtype, device=mean.device)
+        centred -= torch.outer(along, along)
+        apart = (means - mean) @ centred * shares.sqrt()[:, None]
+        ridge = RIDGE * within.diagonal().mean()
+        root = torch.linalg.cholesky(
+            centred @ within @ centred + ridge * torch.eye(len(mean)).to(mean)
+        )
+        whitened = torch.linalg.solve_triangular(root, apart.T, upper=False)
+        leading = torch.linalg.svd(whitened, full_matrices=False)[0][:, :rank]
+        found: torch.Tensor = torch.linalg.solve_triangular(root.T, leading, upper=True).T
+        size = torch.linalg.eigvalsh(second)[-1]
+        found *= (size / (found @ second * found).sum(1, keepdim=True)).sqrt()
+        return found
+
+
+def _input_moments(
+    policy: CausalLMPolicy,
+    layers: dict[str, Any],
+    tokens: torch.Tensor,
+    mask: torch.Tensor,
+    labels: torch.Tensor,
+    batch_size: int,
+) -> dict[str, _Moments]:
+    moments: dict[str, _Moments] = {}
+    real = of_token = torch.empty(0)
+    classes = int(labels.max()) + 1
 
     def capture(name: str) -> Any:
         def hook(module: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
             if inputs[0].dim() == 2:
                 return  # DoRA multiplies A by the identity to take the merged weight's norm
             x = inputs[0][real].double()
-            second_moments[name] = second_moments.get(name, 0) + x.T @ x
+            if name not in moments:
+                sizes = (classes,), (classes, x.shape[1]), (x.shape[1], x.shape[1])
+                moments[name] = _Moments(*(x.new_zeros(size) for size in sizes))
+            moments[name].add(x, of_token)
 
         return hook
 
-    layers = {n: m for n, m in policy.model.named_modules() if ".lora_A." in n}
     hooks = [layer.register_forward_hook(capture(name)) for name, layer in layers.items()]
     # response_logprobs puts a column in front and leaves the last one out.
     tokens, mask = F.pad(tokens, (0, 1)), F.pad(mask, (0, 1))
     for start in range(0, len(tokens), batch_size):
         rows = slice(start, start + batch_size)
         real = mask[rows].roll(1, dims=1).bool().to(policy.device)
+        of_token = labels[rows, None].to(policy.device).expand_as(real)[real]
         policy.response_logprobs(tokens[rows].to(policy.device), mask[rows].to(policy.device), 1)
     for hook in hooks:
         hook.remove()
-    for name, layer in layers.items():
-        _, directions = torch.linalg.eigh(second_moments[name])
-        leading = directions.flip(1)[:, : layer.weight.shape[0]].T
-        signs = leading.sum(1, keepdim=True).sign()  # eigenvectors have no sign of their own
-        lengths = layer.weight.double().norm(dim=1, keepdim=True)
-        layer.weight.copy_(leading * signs * lengths)
+    return moments

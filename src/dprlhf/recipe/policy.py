@@ -65,9 +65,15 @@ class Adapter(Settings):
             ``vera`` also ``all-linear``. Null takes PEFT's choice for the model's architecture.
         layers: Adapt only these decoder layers (from 0; −1 is the last): fewer dimensions, and the
             backward pass stops at the lowest of them. Null adapts all layers.
-        init: Initial value of A: ``random`` as in PEFT, or ``public-activations``, the principal
+        init: Initial value of A: ``random`` as in PEFT; ``public-activations``, the principal
             directions of the layer's inputs on public prompts, along which the gradients of
-            different users agree more. For ``lora`` and ``ffa-lora``.
+            different users agree more; or ``public-contrast``, the directions along which public
+            prompts with different values of ``contrast_column`` lie apart, for users whose wishes
+            depend on it. For ``lora`` and ``ffa-lora``.
+        contrast_column: Column of the public rows for ``public-contrast``; each of its values is a
+            class, and there must be more classes than ``rank``. The rows are those of
+            ``update.subspace``, or else those of ``evaluation.data`` that the evaluation does not
+            use.
     """
 
     type: Annotated[AdapterType, _UNMEASURED] = "ffa-lora"
@@ -77,7 +83,8 @@ class Adapter(Settings):
     use_dora: Annotated[bool, Experimental()] = False
     target_modules: list[str] | str | None = None
     layers: list[int] | None = None
-    init: Literal["random", "public-activations"] = "random"
+    init: Literal["random", "public-activations", "public-contrast"] = "random"
+    contrast_column: str | None = None
 
     @field_validator("type", mode="before")
     @classmethod
@@ -94,6 +101,8 @@ class Adapter(Settings):
             if changed and name not in ADAPTERS[self.type].takes:
                 types_ = ", ".join(t for t, kind in ADAPTERS.items() if name in kind.takes)
                 raise ValueError(f"{name} is for type {types_}, not for {self.type}")
+        if (self.init == "public-contrast") != (self.contrast_column is not None):
+            raise ValueError("init: public-contrast and contrast_column: give both, or neither")
         return self
 
     def check(self, *, public_rows: bool) -> None:
@@ -102,9 +111,9 @@ class Adapter(Settings):
         Raises:
             ValueError: Names the setting.
         """
-        if self.init == "public-activations" and not public_rows:
+        if self.init != "random" and not public_rows:
             raise ValueError(
-                "policy.adapter.init: public-activations needs public rows (evaluation.data)"
+                f"policy.adapter.init: {self.init} needs public rows (evaluation.data)"
             )
 
 

@@ -132,6 +132,11 @@ class StageRecipe(Settings):
             fitted=any(source.trained_on_private_users for source in self.sources),
         )
         self.trained.adapter.check(public_rows=self.evaluation is not None)
+        if self.trained.adapter.contrast_column is not None:
+            raise ValueError(
+                f"{self.trained_key}.adapter.init: public-contrast is for dprlhf train: write"
+                " public-activations or random"
+            )
         if self.trained.adapter.type == "full":
             raise ValueError(
                 f"{self.trained_key}.adapter.type: full is for dprlhf train; a supervised stage"
@@ -223,7 +228,7 @@ class RewardRecipe(StageRecipe):
             raise ValueError("model.dtype: a reward model is trained in float32")
         if self.model.adapter.init != "random":
             raise ValueError(
-                "model.adapter.init: public-activations is for causal LMs: write random"
+                f"model.adapter.init: {self.model.adapter.init} is for causal LMs: write random"
             )
         return self
 

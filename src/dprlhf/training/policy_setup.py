@@ -8,8 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from dprlhf.agents import longest_row
-from dprlhf.data.public import held_out
-from dprlhf.data.users import Users
+from dprlhf.data.public import CONTRASTED, Guides, held_out, leftover
+from dprlhf.data.users import Prompts, Users
+from dprlhf.errors import DprlhfError
+from dprlhf.policies.activations import align_with_activations
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import load_policy
 from dprlhf.policies.stopping import StopStrings
@@ -64,9 +66,42 @@ def with_batch_size(recipe: Recipe, plan: Plan, policy: CausalLMPolicy, processe
     return recipe.model_copy(update={"rollout": rollout})
 
 
+def start_adapter(
+    policy: CausalLMPolicy, recipe: Recipe, public: Users | None, guides: Guides | None
+) -> None:
+    """Give the adapter the start that ``policy.adapter.init`` names, from public prompts.
+
+    Args:
+        policy: The policy; its adapter is changed in place.
+        recipe: The settings.
+        public: Rows of the evaluation; None without it, where the start is random.
+        guides: Rows of ``update.subspace``; None without it.
+
+    Raises:
+        DprlhfError: The public rows have no column ``contrast_column``, or too few values of it.
+    """
+    adapter = recipe.policy.adapter
+    if public is None or adapter.init == "random":
+        return
+    prompts, classes = held_out(recipe, public), None
+    if adapter.contrast_column is not None:
+        prompts = (guides or leftover(recipe, public)).first_rows(CONTRASTED)
+        if adapter.contrast_column not in prompts.columns:
+            raise DprlhfError(
+                f"policy.adapter.contrast_column: the public rows have no column"
+                f" {adapter.contrast_column!r}; they have {sorted(prompts.columns)}"
+            )
+        classes = [str(value) for value in prompts.columns[adapter.contrast_column]]
+    some = _responses(policy, recipe, prompts)
+    align_with_activations(policy, some.tokens, some.mask, recipe.update.batch_size, classes)
+
+
 def leftover_responses(policy: CausalLMPolicy, recipe: Recipe, public: Users) -> Responses:
     """Sample one response to each of several public prompts that the evaluation does not use."""
-    prompts = held_out(recipe, public)
+    return _responses(policy, recipe, held_out(recipe, public))
+
+
+def _responses(policy: CausalLMPolicy, recipe: Recipe, prompts: Prompts) -> Responses:
     return sample(
         policy,
         prompts,

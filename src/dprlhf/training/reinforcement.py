@@ -29,7 +29,6 @@ from dprlhf.data.in_memory import Sources
 from dprlhf.data.public import evaluated, in_form, neutral_prompts
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
-from dprlhf.policies.activations import align_with_activations
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.optimizers import set_noise
 from dprlhf.privacy.plan import Plan
@@ -54,8 +53,8 @@ from dprlhf.training.judging import judge_scorers
 from dprlhf.training.made_up_rounds import Shapes
 from dprlhf.training.measures import Comparison, PolicyEstimate, RewardEstimate, as_metrics
 from dprlhf.training.policy_setup import (
-    leftover_responses,
     load_policy_of,
+    start_adapter,
     with_batch_size,
     with_clip_norm,
     with_sampling,
@@ -217,9 +216,7 @@ class Reinforcement:
         recipe = self.recipe
         self.keeps = _keeps(recipe, plan, policy, processes.count)
         self.public = evaluated(recipe, public)
-        if public is not None and recipe.policy.adapter.init == "public-activations":
-            some = leftover_responses(policy, recipe, public)
-            align_with_activations(policy, some.tokens, some.mask, recipe.update.batch_size)
+        start_adapter(policy, recipe, public, parts.guides)
         self.recipe = processes.from_main(
             with_clip_norm(recipe, plan, policy, public, quiet=parts.quiet or not processes.main)
         )

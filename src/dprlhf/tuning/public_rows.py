@@ -7,6 +7,8 @@ trials are scored; and those that stand in for users.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import numpy as np
 
 from dprlhf.data.in_memory import rows_of
 from dprlhf.data.loading import load_rows
-from dprlhf.data.public import HELD_OUT
+from dprlhf.data.public import CONTRASTED, HELD_OUT
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import Data, Evaluation, Recipe
 
@@ -43,6 +45,15 @@ class PublicRows:
     stand_ins: Any
     scoring: Any
     scored: int
+
+    @property
+    def digest(self) -> str:
+        """A SHA-256 digest of all rows, by which a search that goes on knows them again."""
+        state = hashlib.sha256()
+        for rows in (self.stand_ins, self.scoring):
+            for batch in rows.with_format("arrow").iter(batch_size=1000):
+                state.update(json.dumps(batch.to_pydict(), default=str).encode())
+        return state.hexdigest()
 
 
 def public_rows(
@@ -88,9 +99,7 @@ def public_rows(
             " evaluation.data, a file with --public, or score on fewer prompts"
         )
     order = np.random.default_rng(_SEED).permutation(new)
-    subspace, guides = recipe.update.subspace, 0
-    if subspace is not None and subspace.source == "public" and subspace.data is None:
-        guides = min(subspace.prompts, (len(new) - scored) // 2)
+    guides = min(_fitted_beside(recipe), (len(new) - scored) // 2)
     return PublicRows(
         spec=spec,
         stand_ins=rest.select(order[scored + guides :]),
@@ -99,6 +108,15 @@ def public_rows(
         ),
         scored=scored,
     )
+
+
+def _fitted_beside(recipe: Recipe) -> int:
+    """Return to how many rows of the evaluation's data directions are fitted as well."""
+    subspace = recipe.update.subspace
+    if subspace is not None and subspace.data is not None:
+        return 0
+    contrasted = CONTRASTED if recipe.policy.adapter.contrast_column is not None else 0
+    return max(contrasted, subspace.prompts if subspace and subspace.source == "public" else 0)
 
 
 def _spec(recipe: Recipe, file: Path | None) -> Data:

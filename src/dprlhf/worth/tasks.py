@@ -164,17 +164,14 @@ TASKS = {
     ),
     "style-by-cluster": Task(
         title="Style by cluster (one wants praise, one criticism: the policy has to read; pairs)",
-        recipe="house_style",
+        recipe="style_by_cluster",
         users=22_366,
-        public={
-            "reviews, praise": PublicPrompts(
-                "asset:house-style", "public", 500, _FIRST, "praise", "wants_by_cluster"
-            )
-        },
-        guides={"path": "asset:house-style", "split": "sentences", **_WORDS},
+        public={"reviews, a guess": PublicPrompts("asset:house-style", "guides", 900)},
+        guides={"path": "asset:house-style", "split": "guides", **_WORDS},
         words={"times_column": "wants_by_cluster", "weight": 0.3333},
         turned=("rewards.0.weight=-0.3333",),
-        changes={"rewards.0.times_column": "wants_by_cluster"},
+        method="axis",
+        small_method="axis",
     ),
     "taste": Task(
         title="Community taste (secret signs of 32 word groups, drawn; pairs of opposites)",

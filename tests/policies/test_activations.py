@@ -1,0 +1,172 @@
+"""An adapter's start from public activations, against the definitions in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+
+from dprlhf import DprlhfError
+from dprlhf.policies.activations import RIDGE, align_with_activations
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import make_policy
+from dprlhf.recipe import Adapter
+from helpers import tiny
+from helpers.runs import train
+
+ROWS, WIDTH = 24, 6
+
+
+def policy_of(rank: int = 1) -> CausalLMPolicy:
+    adapter = Adapter(type="ffa-lora", rank=rank, target_modules=["c_attn"], layers=[1])
+    return make_policy(tiny.model(), tiny.tokenizer(), adapter, seed=3)
+
+
+def rows_of(policy: CausalLMPolicy) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    """Rows of two classes that differ in their first word, some with padding on the left."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, 30, (ROWS, WIDTH), generator=generator)
+    mask = torch.ones_like(tokens)
+    mask[::3, :2] = 0
+    classes = ["one" if i % 2 else "two" for i in range(ROWS)]
+    tokens[1::2, 3] = 5
+    tokens[::2, 3] = 6
+    return tokens * mask, mask, classes
+
+
+def inputs_of(policy: CausalLMPolicy, tokens: torch.Tensor, mask: torch.Tensor) -> Any:
+    """Return the layer's inputs of all real tokens, and the row of each."""
+    layer = next(m for n, m in policy.model.named_modules() if ".lora_A." in n)
+    found: list[torch.Tensor] = []
+    hook = layer.register_forward_hook(lambda m, given, out: found.append(given[0].detach()))
+    for row in range(ROWS):  # one at a time, without padding
+        real = tokens[row, mask[row].bool()][None]
+        pad = torch.nn.functional.pad
+        policy.response_logprobs(pad(real, (0, 1)), pad(torch.ones_like(real), (0, 1)), 1)
+    hook.remove()
+    length = [int(m.sum()) for m in mask]
+    inputs = torch.cat([f[0, -n:] for f, n in zip(found, length, strict=True)]).double().numpy()
+    return layer, inputs, np.repeat(np.arange(ROWS), length)
+
+
+def test_the_principal_directions_are_those_of_the_inputs() -> None:
+    policy = policy_of(rank=2)
+    tokens, mask, _ = rows_of(policy)
+    layer, inputs, _ = inputs_of(policy, tokens, mask)
+    lengths = layer.weight.norm(dim=1).double()
+    align_with_activations(policy, tokens, mask, batch_size=7)
+    right = np.linalg.svd(inputs)[2][:2]
+    made = layer.weight.detach().double()
+    assert made.norm(dim=1).numpy() == pytest.approx(lengths.detach().numpy(), rel=1e-5)
+    cosines = np.abs(np.sum(right * (made / made.norm(dim=1, keepdim=True)).numpy(), axis=1))
+    assert cosines == pytest.approx(1.0, abs=1e-5)
+
+
+def test_the_discriminant_is_that_of_the_generalised_eigenproblem() -> None:
+    policy = policy_of()
+    tokens, mask, classes = rows_of(policy)
+    layer, inputs, rows = inputs_of(policy, tokens, mask)
+    length = float(layer.weight.detach().norm())
+    align_with_activations(policy, tokens, mask, batch_size=7, classes=classes)
+    made = layer.weight.detach().double().numpy()[0]
+
+    of_token = np.array(classes)[rows]
+    mean = inputs.mean(0)
+    parts = [inputs[of_token == c] for c in ("one", "two")]
+    within = sum(len(p) * np.cov(p.T, bias=True) for p in parts) / len(inputs)
+    apart = [p.mean(0) - mean for p in parts]
+    between = sum(len(p) * np.outer(a, a) for p, a in zip(parts, apart, strict=True)) / len(inputs)
+    centred = np.eye(len(mean)) - np.outer(mean, mean) / (mean @ mean)
+    ridge = RIDGE * within.diagonal().mean() * np.eye(len(mean))
+    _, vectors = scipy.linalg.eigh(
+        centred @ between @ centred, centred @ within @ centred + ridge
+    )
+    expected = vectors[:, -1]
+    cosine = abs(made @ expected) / np.linalg.norm(made) / np.linalg.norm(expected)
+    assert cosine == pytest.approx(1.0, abs=1e-5)
+    # All tokens together have no component along it, and the classes lie on its two sides.
+    assert abs(made @ mean) < 1e-4 * np.linalg.norm(made) * np.linalg.norm(mean)
+    one, two = (p @ made for p in parts)
+    assert abs(one.mean() - two.mean()) > 0.5 * one.std()
+    # Along it the inputs are as long as along the leading direction of the row's former length.
+    top = np.linalg.svd(inputs)[1][0] / np.sqrt(len(inputs))
+    assert np.sqrt(np.mean((inputs @ made) ** 2)) == pytest.approx(top * length, rel=1e-4)
+
+
+def test_the_batch_size_changes_nothing() -> None:
+    made = []
+    for batch_size in (1, 24):
+        policy = policy_of()
+        tokens, mask, classes = rows_of(policy)
+        align_with_activations(policy, tokens, mask, batch_size, classes)
+        made.append(next(m.weight for n, m in policy.model.named_modules() if ".lora_A." in n))
+    assert torch.allclose(*made, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_more_directions_than_tell_the_classes_apart_are_refused(rank: int) -> None:
+    policy = policy_of(rank)
+    tokens, mask, classes = rows_of(policy)
+    with pytest.raises(DprlhfError, match="2 classes of public rows are told apart by 1 direction"):
+        align_with_activations(policy, tokens, mask, 8, classes)
+
+
+CONTRAST = {
+    "type": "ffa-lora", "target_modules": ["c_attn"], "init": "public-contrast",
+    "contrast_column": "kind",
+}  # fmt: skip
+
+
+def run_with(tmp_path: Path, adapter: dict[str, Any], kinds: str = "ab", **changes: Any) -> Any:
+    rows = [
+        {"prompt": f"{kinds[i % len(kinds)]} {i}", "kind": kinds[i % len(kinds)]} for i in range(40)
+    ]
+    settings = {"evaluation_prompts": rows, "evaluation__prompts": 8, "epsilon": 8.0, "rounds": 2}
+    return train(
+        str(tiny.save(tmp_path / "model")),
+        tmp_path / "run",
+        policy__adapter=adapter,
+        **settings | changes,
+    )
+
+
+def test_a_run_starts_along_what_tells_public_prompts_apart(tmp_path: Path) -> None:
+    with mock.patch(
+        "dprlhf.training.policy_setup.align_with_activations", wraps=align_with_activations
+    ) as aligned:
+        run_with(tmp_path, CONTRAST)
+    tokens, classes = aligned.call_args.args[1], aligned.call_args.args[4]
+    assert len(tokens) == len(classes) == 32  # those that the evaluation does not use
+    assert classes == ["a", "b"] * 16
+    text = tiny.tokenizer().batch_decode(tokens, skip_special_tokens=True)
+    assert [line[0] for line in text] == classes
+
+
+@pytest.mark.parametrize(
+    ("adapter", "kinds", "message"),
+    [
+        ({"contrast_column": "sort"}, "ab", r"no column 'sort'; they have \['kind'\]"),
+        ({"rank": 2}, "ab", "told apart by 1 direction"),
+        ({}, "a", "told apart by 0 direction"),
+    ],
+    ids=["column", "rank", "one class"],
+)
+def test_public_rows_that_cannot_be_told_apart_are_refused_before_the_first_charge(
+    tmp_path: Path, adapter: dict[str, Any], kinds: str, message: str
+) -> None:
+    with pytest.raises(DprlhfError, match=message):
+        run_with(tmp_path, CONTRAST | adapter, kinds)
+    assert not (tmp_path / "run" / "ledger.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "adapter", [{"init": "public-contrast"}, {"contrast_column": "kind"}], ids=["init", "column"]
+)
+def test_a_contrast_is_named_whole(adapter: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="contrast_column: give both, or neither"):
+        Adapter(**adapter)
