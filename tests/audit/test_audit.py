@@ -287,6 +287,63 @@ def test_no_partition_is_refuted(privacy: dict[str, Any], tmp_path: Path) -> Non
     assert found.bound <= found.epsilon
 
 
+def look_up(name: str) -> str:
+    """Return an answer.
+
+    Args:
+        name: A name.
+    """
+    return name
+
+
+ROLLOUTS: dict[str, dict[str, Any]] = {
+    "cut at one token": {"mask_truncated": True},
+    "the likeliest alone": {"top_k": 1},
+    "a nucleus": {"top_p": 0.1},
+    "as likely as the likeliest": {"min_p": 1.0},
+    "no repetition": {"repetition_penalty": 2.0},
+    "more than one token": {"min_new_tokens": 3},
+    "stop": {"stop": ["a"]},
+    "graphs": {"cuda_graphs": True},
+    "an agent": {"agent": {"tools": [f"{__file__}:look_up"]}},
+}
+
+
+@pytest.mark.parametrize("rollout", ROLLOUTS.values(), ids=ROLLOUTS)
+def test_no_way_of_sampling_hides_the_canaries(rollout: dict[str, Any], tmp_path: Path) -> None:
+    found = run_audit(tmp_path, 40, rollout=rollout, privacy=WITHOUT_NOISE)
+    assert found.right >= 0.95 * found.guesses
+
+
+@pytest.mark.parametrize(
+    "rollout", [{"mask_truncated": True}, ROLLOUTS["an agent"], {"min_new_tokens": 3}], ids=str
+)
+def test_no_way_of_sampling_hides_prompt_canaries(rollout: dict[str, Any], tmp_path: Path) -> None:
+    recipe = recipe_of(policy=tiny_policy(tmp_path), rounds=1, rollout={"responses": 8, **rollout})
+    found = audit(recipe, tmp_path / "audit", canaries=12, space="prompt", seed=1, quiet=True)
+    assert found.holds
+
+
+@pytest.mark.parametrize("space", ["gradient", "prompt"])
+def test_canaries_that_move_nothing_are_no_audit(
+    space: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The noise may be as planned all the same, and was called consistent with the claim."""
+    monkeypatch.setattr("dprlhf.audit.canaries.ANSWERS", ("neither", "b"))
+    monkeypatch.setattr("dprlhf.audit.canaries._likes", lambda prompt, first: False)
+    recipe = recipe_of(policy=tiny_policy(tmp_path))
+    with pytest.raises(DprlhfError, match=r"the canaries moved nothing .* this is no audit"):
+        audit(recipe, tmp_path / "audit", canaries=12, space=space, quiet=True)
+    assert not (tmp_path / "audit/audit.json").exists()
+
+
+def tiny_policy(folder: Path) -> dict[str, Any]:
+    return {
+        "model_name_or_path": str(tiny.save(folder / "model")),
+        "adapter": {"type": "lora", "rank": 1, "target_modules": ["c_attn"]},
+    }
+
+
 CRITIC = {"share": 0.1, "features": 0}
 WITH_A_CRITIC: dict[str, dict[str, Any]] = {
     "pg, features": {
@@ -535,6 +592,23 @@ def test_a_claim_that_cannot_be_refuted_is_another_exit_status(tmp_path: Path) -
     shown = CliRunner().invoke(app, [*command, "--output-dir", str(tmp_path / "a")])
     assert shown.exit_code == 3, shown.output
     assert "verdict: cannot refute at this size: even 4 right guesses" in shown.output
+
+
+def test_the_folder_of_an_audit_is_not_one_to_resume(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/audit.json").touch()
+    command = ["audit", write_recipe(tmp_path), "--output-dir", str(tmp_path / "a")]
+    refused = CliRunner().invoke(app, command).exception
+    assert isinstance(refused, DprlhfError)
+    assert "exists; give the audit another folder" in str(refused)
+    assert "dprlhf resume" not in str(refused)
+
+
+def test_a_lower_bound_is_not_rounded_up(tmp_path: Path) -> None:
+    found = run_audit(tmp_path, 20, rounds=1, privacy=WITHOUT_NOISE)
+    shown = one_run.report(dataclasses.replace(found, bound=3.99996, bound_any=0.99996))
+    assert "audited: epsilon >= 3.999 at" in shown
+    assert ">= 0.9999 however" in shown
 
 
 def length(prompts: list[str], completions: list[str]) -> list[float]:

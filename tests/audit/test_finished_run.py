@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from dprlhf.errors import DprlhfError
 from dprlhf.privacy.ledger import Ledger, read_ledger
 from dprlhf.privacy.plan import Plan, make_plan
 from dprlhf.recipe import dump_recipe, make_recipe
+from dprlhf.runs.card import privacy_card
+from dprlhf.runs.earlier import read_earlier
 from dprlhf.runs.folder import RunFolder
 from dprlhf.runs.opening import recipe_digest
 
@@ -39,7 +42,6 @@ def finished(folder: Path, plan: Plan, **terms: Any) -> Path:
     """The folder of a finished run of one recipe, with a ledger of this plan and these terms."""
     run = RunFolder(folder / "run")
     run.policy.mkdir(parents=True)
-    run.privacy.write_text("{}")
     recipe = make_recipe(
         {
             "policy": {"model_name_or_path": "nowhere"},
@@ -50,6 +52,8 @@ def finished(folder: Path, plan: Plan, **terms: Any) -> Path:
         }
     )
     run.recipe.write_text(dump_recipe(recipe))
+    card = privacy_card(recipe, plan, 10, bytes(32), read_earlier(recipe))
+    run.privacy.write_text(json.dumps(card))
     opened = {**plan.terms(), "recipe_sha256": recipe_digest(recipe), "key_commitment": "0" * 64}
     Ledger(run.ledger, opened | terms).close()
     return run.path
@@ -131,5 +135,14 @@ def test_a_run_without_a_ledger_is_refused(tmp_path: Path) -> None:
     run = finished(tmp_path, plan_of())
     (run / "ledger.jsonl").unlink()
     with pytest.raises(DprlhfError, match=r"ledger\.jsonl: missing"):
+        audited(run)
+    assert not (tmp_path / "audit").exists()
+
+
+@pytest.mark.parametrize("damage", ["[]", "{}", '{"private": tr', "null"])
+def test_a_damaged_card_is_refused_before_the_work(damage: str, tmp_path: Path) -> None:
+    run = finished(tmp_path, plan_of())
+    (run / "privacy.json").write_text(damage)
+    with pytest.raises(DprlhfError, match=r"privacy\.json: .* missing or damaged"):
         audited(run)
     assert not (tmp_path / "audit").exists()

@@ -463,6 +463,13 @@ class TestRewardCheck:
         assert report.minimum < report.maximum
         assert 0 < report.clipped < 1
 
+    def test_a_reward_that_exits_is_named(self, here: Path) -> None:
+        Path("leaving.py").write_text("def ext(completions):\n    raise SystemExit(3)\n")
+        done = call("reward-check", "leaving.py:ext", "--prompts", "public.csv")
+        assert isinstance(done.exception, DprlhfError)
+        assert "reward 'leaving.py:ext' fails the check 'answer'" in str(done.exception)
+        assert str(done.exception).endswith("SystemExit: 3")
+
     def test_a_reward_that_couples_users_is_refused(self, here: Path) -> None:
         done = call("reward-check", "my_rewards.py:ranked", "--prompts", "public.csv")
         assert isinstance(done.exception, DprlhfError)

@@ -1232,3 +1232,11 @@ def test_no_row_makes_rows_without_prompts_unknown(other: dict[str, Any]) -> Non
         return set(open_private(users.identities()).tolist())
 
     assert known(*own) <= known(other, *own)
+
+
+def test_a_budget_book_knows_a_name_however_a_file_spells_it() -> None:
+    def hashed(name: Any) -> set[bytes]:
+        made = users({"prompt": ["why?", "how?"], "who": [name, name]}, user_column="who")
+        return open_private(made.hashed(lambda names: {name.encode() for name in names}))
+
+    assert hashed(17) == hashed(17.0) == hashed("17") == hashed(" 017.0") == {b"17"}

@@ -83,9 +83,7 @@ def test_the_discriminant_is_that_of_the_generalised_eigenproblem() -> None:
     between = sum(len(p) * np.outer(a, a) for p, a in zip(parts, apart, strict=True)) / len(inputs)
     centred = np.eye(len(mean)) - np.outer(mean, mean) / (mean @ mean)
     ridge = RIDGE * within.diagonal().mean() * np.eye(len(mean))
-    _, vectors = scipy.linalg.eigh(
-        centred @ between @ centred, centred @ within @ centred + ridge
-    )
+    _, vectors = scipy.linalg.eigh(centred @ between @ centred, centred @ within @ centred + ridge)
     expected = vectors[:, -1]
     cosine = abs(made @ expected) / np.linalg.norm(made) / np.linalg.norm(expected)
     assert cosine == pytest.approx(1.0, abs=1e-5)

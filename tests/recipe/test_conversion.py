@@ -88,6 +88,10 @@ def listed(tmp_path: Path, **entry: Any) -> dict[str, Any]:
     return FACTORY | {"dataset_dir": str(tmp_path)}
 
 
+PAIRS = {"prompt": "question", "chosen": "chosen", "rejected": "rejected"}
+"""The columns of a list's entry for pairs; those that it does not name, LLaMA-Factory has not."""
+
+
 def test_a_file_for_dpo_of_llama_factory(tmp_path: Path) -> None:
     columns = {"prompt": "question", "chosen": "good", "rejected": "bad"}
     values = listed(tmp_path, file_name="pairs.json", ranking=True, columns=columns)
@@ -156,6 +160,7 @@ def test_every_setting_is_accounted_for(values: dict[str, Any], tmp_path: Path) 
         ({"quantization_bit": 3}, "quantization_bit"),
         ({"quantization_method": "gptq"}, "quantization_method"),
         ({"template": "llama3"}, "template"),
+        ({"template": "default"}, "template"),  # it writes Human: and Assistant:
         ({"cutoff_len": 2048}, "cutoff_len"),
         ({"val_size": 0.1}, "val_size"),
         ({"packing": True}, "packing"),
@@ -172,7 +177,7 @@ def test_every_setting_is_accounted_for(values: dict[str, Any], tmp_path: Path) 
 def test_what_has_no_counterpart_is_refused(
     changed: dict[str, Any], name: str, tmp_path: Path
 ) -> None:
-    values = listed(tmp_path, file_name="pairs.json", columns={"prompt": "question"})
+    values = listed(tmp_path, file_name="pairs.json", columns=PAIRS)
     assert of(values, tmp_path).left == []
     left = [finding.name for finding in of(values | changed, tmp_path).left]
     assert name in left
@@ -182,8 +187,45 @@ def test_what_has_no_counterpart_is_refused(
     assert recipe.rounds == 10
 
 
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({}, "two columns, instruction and input"),  # as without the key columns
+        ({"columns": PAIRS | {"query": "more"}}, "two columns, question and more"),
+        ({"columns": {"prompt": "question"}}, "name no chosen, rejected"),
+        ({"columns": PAIRS, "folder": "x"}, "folder"),
+        ({"columns": PAIRS | {"system": "s", "history": "h"}}, "system, history"),
+        ({"columns": PAIRS | {"tools": "t"}}, "tools"),
+        ({"columns": PAIRS, "made_up": 1}, "made_up"),
+        ({"columns": PAIRS, "formatting": "sharegpt"}, "conversations in one column"),
+    ],
+    ids=str,
+)
+def test_an_entry_that_changes_the_rows_is_refused(
+    entry: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    values = listed(tmp_path, file_name="pairs.json", **entry)
+    (left,) = of(values, tmp_path).left
+    assert left.name == "dataset"
+    assert message in left.about
+    assert of(values, tmp_path, "data.path=joined.jsonl").left == []
+
+
+def test_an_entry_says_which_rows(tmp_path: Path) -> None:
+    entry = {"hf_hub_url": "org/rows", "split": "test", "revision": "v2", "num_samples": 70}
+    values = listed(tmp_path, **entry, subset="part", ranking=True, columns=PAIRS)
+    recipe = of(values, tmp_path).recipe
+    assert isinstance(recipe, DPORecipe)
+    data = recipe.data
+    assert (data.path, data.name, data.split, data.revision) == ("org/rows", "part", "test", "v2")
+    assert data.limit == 70  # not the 900 of max_samples
+    recipe = of(values | {"max_samples": 60}, tmp_path).recipe
+    assert isinstance(recipe, DPORecipe)
+    assert recipe.data.limit == 60
+
+
 def test_a_refusal_is_answered_by_the_keys_that_it_names(tmp_path: Path) -> None:
-    values = listed(tmp_path, file_name="pairs.json", columns={}) | {"cutoff_len": 2048}
+    values = listed(tmp_path, file_name="pairs.json", columns=PAIRS) | {"cutoff_len": 2048}
     one, both = ["data.max_prompt_tokens=512"], ["data.max_completion_tokens=512"]
     assert [f.name for f in of(values, tmp_path, *one).left] == ["cutoff_len"]
     recipe = of(values, tmp_path, *one, *both).recipe
@@ -192,7 +234,7 @@ def test_a_refusal_is_answered_by_the_keys_that_it_names(tmp_path: Path) -> None
 
 
 def test_rounds_need_the_number_of_users_or_the_steps(tmp_path: Path) -> None:
-    values = listed(tmp_path, file_name="pairs.json", columns={})
+    values = listed(tmp_path, file_name="pairs.json", columns=PAIRS)
     left = {finding.name for finding in of(values, tmp_path, users=None).left}
     assert "num_train_epochs" in left
     assert of(values, tmp_path, "rounds=7", users=None).recipe.rounds == 7  # type: ignore[union-attr]
@@ -202,8 +244,9 @@ def test_rounds_need_the_number_of_users_or_the_steps(tmp_path: Path) -> None:
 
 
 def test_the_other_stages(tmp_path: Path) -> None:
+    columns = PAIRS | {"prompt": "text", "response": "output"}
     (tmp_path / "dataset_info.json").write_text(
-        json.dumps({"texts": {"file_name": "texts.jsonl", "columns": {"prompt": "text"}}})
+        json.dumps({"texts": {"file_name": "texts.jsonl", "columns": columns}})
     )
     common = {
         "model_name_or_path": "m", "dataset": "texts", "dataset_dir": str(tmp_path), "bf16": True,
@@ -240,7 +283,7 @@ def test_the_other_stages(tmp_path: Path) -> None:
 
 
 def test_a_quantized_base_model(tmp_path: Path) -> None:
-    values = listed(tmp_path, file_name="pairs.json", columns={"prompt": "question"})
+    values = listed(tmp_path, file_name="pairs.json", columns=PAIRS)
     for changed, kind in (
         ({"quantization_bit": 4}, "nf4-double"),
         ({"quantization_bit": 4, "double_quantization": False}, "nf4"),
@@ -310,3 +353,15 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_any_recipe("ours.yaml").rounds == 20
     again = runner.invoke(app, [*command, "data.prompt_column=question", "--out", "ours.yaml"])
     assert "ours.yaml: exists" in str(again.exception)
+
+
+def test_the_command_says_where_it_cannot_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.yaml").write_text(yaml.safe_dump(AXOLOTL, sort_keys=False))
+    command = ["convert", "theirs.yaml", "--epsilon", "4", "--users", "1000"]
+    command += ["data.prompt_column=question", "--out", "nodir/ours.yaml"]
+    made = CliRunner().invoke(app, command)
+    assert isinstance(made.exception, DprlhfError)
+    assert "nodir/ours.yaml: could not be written" in str(made.exception)

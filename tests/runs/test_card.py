@@ -161,6 +161,12 @@ def test_no_long_number_is_in_the_model_card() -> None:
     assert 0.998 * card["epsilon_lower"] < float(lower[1]) <= card["epsilon_lower"]
 
 
+def test_what_an_audit_shows_is_not_rounded_up() -> None:
+    audit = {"holds": True, "canaries": 9, "space": "gradient", "bound": 3.99996, "confidence": 0.9}
+    text = model_card(recipe_of(None), {**card_of(None), "audits": [audit]})
+    assert "shows epsilon >= 3.999 at confidence 90%" in text
+
+
 def test_the_card_says_whether_it_is_of_an_adapter_or_of_whole_weights() -> None:
     recipe, card = recipe_of(None), card_of(None)
     adapter, whole = model_card(recipe, card), model_card(recipe, card, merged=True)

@@ -158,6 +158,19 @@ class TestMerge:
             merge(finished, tmp_path / "merged")
         assert not (tmp_path / "merged").exists()
 
+    @pytest.mark.parametrize("damage", ["[]", "{}", '{"private": tr'])
+    def test_a_damaged_card_is_refused_before_the_work(
+        self, finished: Path, tmp_path: Path, damage: str
+    ) -> None:
+        shutil.copytree(finished, tmp_path / "run")
+        (tmp_path / "run/privacy.json").write_text(damage)
+        with pytest.raises(DprlhfError, match=r"privacy\.json: .* missing or damaged"):
+            merge(tmp_path / "run", tmp_path / "merged")
+        (tmp_path / "run/policy/dprlhf_privacy.json").unlink()  # as of an earlier version
+        with pytest.raises(DprlhfError, match=r"privacy\.json: .* missing or damaged"):
+            push(tmp_path / "run", "me/mine")
+        assert [file.name for file in tmp_path.iterdir()] == ["run"]
+
     def test_it_overwrites_nothing(self, finished: Path, tmp_path: Path) -> None:
         with pytest.raises(DprlhfError, match="exists"):
             merge(finished, tmp_path)

@@ -71,6 +71,13 @@ def remembers(round_: PrivateRound, spec: Any) -> None:
     pg(round_, spec)
 
 
+def steps_along_the_sum_a_round_later(round_: PrivateRound, spec: Any) -> None:
+    scores = open_private(round_.scores)
+    pg(round_, spec)
+    next(iter(round_.policy.parameters.values())).data += getattr(round_.policy, "kept", 0.0)
+    round_.policy.kept = float(np.nansum(scores.values))  # type: ignore[attr-defined]
+
+
 BAD = {
     no_release: "'releases'",
     scales_its_sum: "'influence'.*more than S",
@@ -79,6 +86,7 @@ BAD = {
     mean_of_a_micro_batch: "'micro-batches'",
     adds_a_constant_for_nobody: "'empty round'.*not zero",
     steps_along_the_sum: "'leftovers'.*policy or optimizer differ",
+    steps_along_the_sum_a_round_later: "'leftovers'.*policy or optimizer differ",
     remembers: "'leftovers'.*a round differs",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from dprlhf.cli.app import app
 from dprlhf.data.public import HELD_OUT
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import load_recipe
@@ -117,6 +120,20 @@ def test_a_comparison_is_written_and_read_again(
     written = json.loads((tmp_path / "results" / "worth.json").read_text())
     assert {row["command"] for row in written} == {"the command"}
     assert str(tmp_path) not in json.dumps(written)
+
+
+def test_writing_alone_trains_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("the model is trained"))
+    (tmp_path / "recipes").mkdir()
+    words = ["bench", "worth", "--write-only", "--clone", str(tmp_path), "--runs", str(tmp_path)]
+    refused = CliRunner().invoke(app, words).exception
+    assert isinstance(refused, DprlhfError)
+    assert "leave --write-only out" in str(refused)
+
+
+def test_no_process_is_one_process(tmp_path: Path) -> None:
+    job = runs.Job("a", "b", ())
+    assert runs.run_all([job], tmp_path, recipes=tmp_path, side_by_side=0, write_only=True) == {}
 
 
 @pytest.mark.parametrize("number", [1, 2])

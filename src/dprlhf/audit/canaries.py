@@ -25,6 +25,7 @@ from dprlhf.audit.bandit import ANSWERS, NOWHERE, BanditPolicy, BanditRewardMode
 from dprlhf.audit.watched_gate import Seen, WatchedGate, values_tested
 from dprlhf.boundary import Private, open_private
 from dprlhf.data.in_memory import Sources
+from dprlhf.errors import DprlhfError
 from dprlhf.gradients.clipping import clipped_vectors
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.gate import Gate
@@ -46,6 +47,8 @@ Started = Callable[[Plan, int], None]
 CLIP_NORM = 1e-3  # far below the bandit's gradient norms: each canary contributes norm S
 _FAR = 100.0
 _AT_ONCE = 128
+_ONE_TOKEN = {"max_new_tokens": 1, "min_new_tokens": 0, "mask_truncated": False, "agent": None}
+"""What a canary's response is: one token, which is cut off there and is no conversation."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -119,7 +122,7 @@ def prompt_run(
     evaluation = recipe.evaluation and recipe.evaluation.model_copy(update={"every": None})
     changes: dict[str, Any] = {
         "evaluation": evaluation,
-        "rollout": recipe.rollout.model_copy(update={"max_new_tokens": 1}),
+        "rollout": recipe.rollout.model_copy(update=_ONE_TOKEN),
         "data": _data(recipe.data),
     }
 
@@ -186,7 +189,6 @@ def _updates(recipe: AnyRecipe, signs: Array) -> tuple[dict[str, Any], Any, Any,
             for p, text in zip(prompts, completions, strict=True)
         ]
 
-    rollout = {"responses": 8, "max_new_tokens": 1, "temperature": 1.0, "batch_size": _AT_ONCE}
     changes = {
         "rewards": [settings.Reward(function=IN_MEMORY)],
         "policy": settings.Policy(model_name_or_path="bandit"),
@@ -194,7 +196,13 @@ def _updates(recipe: AnyRecipe, signs: Array) -> tuple[dict[str, Any], Any, Any,
         "update": recipe.update.saturated(
             clip_norm=CLIP_NORM, batch_size=_AT_ONCE, target_bound=0.1 * recipe.reward_range
         ),
-        "rollout": recipe.rollout.model_copy(update=rollout | {"backend": "transformers"}),
+        # All else as by default: the bandit has two answers, and none of them may be ruled out.
+        "rollout": settings.Rollout(
+            base_policy=recipe.rollout.base_policy,
+            responses=8,
+            max_new_tokens=1,
+            batch_size=_AT_ONCE,
+        ),
         "data": _data(recipe.data),
     }
     return changes, _rows(recipe.data, list(sign_of)), reward, BanditPolicy(len(signs))
@@ -332,6 +340,12 @@ def _train(
         begin(run)
         run_rounds(run)
         run.progress.close()
+    if not gate.moved:
+        raise DprlhfError(
+            f"{folder.path}: the canaries moved nothing that was released, so whoever took part"
+            " could not have been recognised however small the noise: this is no audit. Give more"
+            " canaries, or look for a setting of the recipe that leaves all of them out"
+        )
     return run, gate
 
 

@@ -11,7 +11,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import equal_but_for_rounding
 from dprlhf.privacy.ledger import read_opened
 from dprlhf.recipe import AnyRecipe, load_any_recipe
-from dprlhf.runs.card import note_audit
+from dprlhf.runs.card import note_audit, read_card
 from dprlhf.runs.folder import RunFolder
 from dprlhf.runs.opening import recipe_digest
 from dprlhf.training.build import plan_of
@@ -29,14 +29,15 @@ def audit_run(run: str | Path, folder: str | Path, **options: Any) -> Audit:
         options: Other keyword arguments of :func:`audit`.
 
     Raises:
-        DprlhfError: the run is not finished, its ledger is missing or altered, or the recipe makes
-            another plan than the ledger records.
+        DprlhfError: the run is not finished, its card is damaged, its ledger is missing or altered,
+            or the recipe makes another plan than the ledger records.
     """
     audited = RunFolder(Path(run))
     audited.require()
     recipe = load_any_recipe(audited.recipe)
     if not audited.privacy.is_file() or not audited.policy.is_dir():
         raise DprlhfError(f"{run}: not finished; finish it first with: dprlhf resume {run}")
+    read_card(audited)  # a damaged one could not state what the audit found
     found = audit(_as_recorded(recipe, audited), folder, **options)
     note_audit(audited, found.as_dict())
     return found

@@ -51,7 +51,7 @@ from dprlhf.audit.likelihood import log_likelihood_ratio, matched
 from dprlhf.audit.noise_tests import SENTENCES, SHARES, in_units, noise_tests, smallest_shortfall
 from dprlhf.audit.watched_gate import values_tested
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy.gaussian import upwards
+from dprlhf.privacy.gaussian import downwards, upwards
 from dprlhf.privacy.plan import Plan, json_ready
 from dprlhf.privacy.relations import Space
 from dprlhf.recipe import AnyRecipe, Recipe
@@ -170,13 +170,13 @@ def audit(
         announce: Called before the first round with the power of the audit, in words.
 
     Raises:
-        DprlhfError: fewer canaries than rounds, or a setting is out of range.
+        DprlhfError: a setting is out of range, the folder exists, or no canary moved anything.
     """
     check_confidence(confidence)
     check_settled(recipe)
     if canaries is None:
         canaries = max(_default_canaries(recipe), recipe.rounds)
-    _check_options(recipe, canaries, space)
+    _check_options(recipe, canaries, space, Path(folder))
     included = _coins(canaries, seed)
     probes = _probes(canaries, recipe.rounds) if space == "gradient" else 0
     signs = _signs(included, probes, recipe.privacy.adjacency == "replace-one")
@@ -282,9 +282,10 @@ def report(found: Audit) -> str:
     terms = " in the accountant's terms" if found.accountants_terms else ""
     lines = [
         f"claimed: epsilon <= {upwards(found.epsilon, 4)} at delta {found.delta:.3g}",
-        f"audited: epsilon >= {found.bound:.4g}{terms} at confidence {found.confidence:.0%}"
-        f" ({found.right} of {found.guesses} guesses right, {found.canaries} canaries,"
-        f" {found.space} space), >= {found.bound_any:.4g} however canaries depend on one another",
+        f"audited: epsilon >= {downwards(found.bound, 4)}{terms} at confidence"
+        f" {found.confidence:.0%} ({found.right} of {found.guesses} guesses right,"
+        f" {found.canaries} canaries, {found.space} space), >= {downwards(found.bound_any, 4)}"
+        " however canaries depend on one another",
     ]
     if found.tests:
         name, p = min(found.tests.items(), key=lambda test: test[1] / SHARES[test[0]])
@@ -319,8 +320,10 @@ def _signs(included: Bits, probes: int, replace: bool) -> Array:
     return np.concatenate([signs, np.ones(probes)])
 
 
-def _check_options(recipe: AnyRecipe, canaries: int, space: str) -> None:
-    """Refuse a number of canaries or a space with which a recipe cannot be audited."""
+def _check_options(recipe: AnyRecipe, canaries: int, space: str, folder: Path) -> None:
+    """Refuse a number of canaries, a space or a folder with which a recipe cannot be audited."""
+    if folder.is_dir() and any(folder.iterdir()):  # the message of a run would say: resume it
+        raise DprlhfError(f"{folder}: exists; give the audit another folder (--output-dir)")
     if canaries < recipe.rounds:
         raise DprlhfError(
             f"{canaries} canaries cannot fill {recipe.rounds} rounds: give --canaries"

@@ -47,11 +47,13 @@ class WatchedGate:
     Attributes:
         ledger: The gate's ledger.
         rounds: The releases of each round, by its number.
+        moved: Whether a user moved any of them, at the users' own coordinates where they have some.
     """
 
     def __init__(self, gate: Gate, plan: Plan, own: int, riders: int) -> None:
         self.ledger = gate.ledger
         self.rounds: dict[int, list[Seen]] = {}
+        self.moved = False
         self._gate, self._plan = gate, plan
         self._own, self._riders = own, riders
 
@@ -62,6 +64,7 @@ class WatchedGate:
         after = open_released(released, "the audit").numpy() * self._plan.expected_batch_size
         end = len(before) - (0 if t in self.rounds else self._riders)
         place = slice(max(0, end - self._own), end)
+        self.moved |= bool(before[place if self._own else slice(end)].any())
         scale = self._plan.clip_norm
         seen = Seen(before[place] / scale, after[place] / scale, _kept(after - before))
         self.rounds.setdefault(t, []).append(seen)

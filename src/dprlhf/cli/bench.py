@@ -24,8 +24,8 @@ def _bench() -> None:
 @bench.command("control")
 def bench_control(
     table: Annotated[str, typer.Option(help="hz, rio, riverswim or all.")] = "all",
-    seeds: Annotated[int, typer.Option(help="Number of seeds for each row.")] = 10,
-    jobs: Annotated[int, typer.Option(help="Number of processes.")] = 2,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds for each row.")] = 10,
+    jobs: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 2,
     only: Annotated[str, typer.Option(help="Run only rows whose name contains this text.")] = "",
     recipes: Annotated[Path, typer.Option(help="Folder of the recipes.")] = Path("recipes/control"),
     cache: Annotated[
@@ -72,12 +72,14 @@ def bench_worth(
     epsilons: Annotated[
         str, typer.Option(help="The private runs' ε, with commas.")
     ] = "0.5,1,2,4,8",
-    users: Annotated[int, typer.Option(help="Users, and public prompts in their place.")] = 1500,
-    seeds: Annotated[int, typer.Option(help="Number of paired seeds.")] = 5,
+    users: Annotated[
+        int, typer.Option(min=1, help="Users, and public prompts in their place.")
+    ] = 1500,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of paired seeds.")] = 5,
     model: Annotated[
         str, typer.Option(help="small (seconds a run), smollm2, or a hub id or folder.")
     ] = "small",
-    jobs: Annotated[int, typer.Option(help="Number of processes.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
     clone: Annotated[Path, typer.Option(help="Folder of the repository.")] = Path(),
     runs: Annotated[
         Path, typer.Option(help="Folder of the runs; a second call continues there.")
@@ -108,7 +110,7 @@ def bench_worth(
             f"{clone / 'recipes'}: no such folder: run this in a clone of the repository, or give"
             " --clone"
         )
-    setup = set_up(model, clone.resolve(), (runs / model.replace("/", "-")).resolve())
+    setup = set_up(model, clone.resolve(), _runs_of(model, runs, write_only=write_only))
     grid = _epsilons(epsilons)
     found = []
     for name in names:
@@ -126,6 +128,16 @@ def bench_worth(
         f" --seeds {seeds} --model {model}"
     )
     typer.echo(write_all(found, out, command))
+
+
+def _runs_of(model: str, runs: Path, *, write_only: bool) -> Path:
+    """Return the folder of a model's runs, unless the small model would first be trained there."""
+    place = (runs / model.replace("/", "-")).resolve()
+    if write_only and model == "small" and not (place / "reviews-lm/config.json").is_file():
+        raise DprlhfError(
+            f"{place}: the small model is not there, and nothing is trained: leave --write-only out"
+        )
+    return place
 
 
 def _tasks(text: str) -> list[str]:

@@ -43,6 +43,7 @@ def convert(
     which. Nothing is written while a refused setting is left.
     """
     from dprlhf.recipe.conversion import convert as converted
+    from dprlhf.runs.folder import write_atomically
 
     if out is not None and out.exists():
         raise DprlhfError(f"{out}: exists; name a new file")
@@ -64,7 +65,7 @@ def convert(
     text = f"# From {file.name} of {made.program}, by dprlhf convert. Look before you run:\n"
     text += f"# dprlhf {_command(made.recipe)} THIS.yaml --dry-run\n{made.text}"
     if out is not None:
-        out.write_text(text, encoding="utf-8")
+        write_atomically(out, text)
     elif not as_json:
         typer.echo(text, nl=False)
 

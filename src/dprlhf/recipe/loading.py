@@ -37,6 +37,13 @@ class _UniqueKeys(yaml.SafeLoader):
             raise yaml.YAMLError(f"the key {twice!r} is given twice")
         return super().construct_mapping(node, deep)
 
+    def get_single_data(self) -> Any:
+        """Return the value of the whole text."""
+        try:
+            return super().get_single_data()
+        except (TypeError, ValueError, LookupError, AttributeError) as error:  # as of 2024-99-99
+            raise yaml.YAMLError(str(error)) from None
+
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a YAML recipe and apply ``section.key=value`` overrides.
@@ -102,7 +109,7 @@ def recipe_from(
     if stage is None:
         del settings["stage"]
         return _make(Recipe, settings, source)
-    if stage not in STAGES:
+    if stage not in list(STAGES):  # a list has no hash
         names = ", ".join(STAGES)
         raise DprlhfError(f"{source}: {_refused('stage', f'it is one of {names}', stage, names)}")
     return _make(STAGES[stage], settings, source)
@@ -154,9 +161,10 @@ def _item(node: list[Any], index: str, key: str) -> Any:
 
 def _parse(text: str, override: str) -> Any:
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise DprlhfError(f"override '{override}': the value is not valid YAML") from None
+        value = _UniqueKeys(text).get_single_data()
+    except yaml.YAMLError as error:
+        reason = one_line(error)
+        raise DprlhfError(f"override '{override}': the value is not valid YAML: {reason}") from None
     if isinstance(value, str):
         try:  # YAML reads 1e-3 and inf as text
             return float(value)

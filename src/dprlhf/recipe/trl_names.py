@@ -212,5 +212,5 @@ def _check_flag(flag: str, name: str) -> None:
 def _parsed(text: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError):
+        return text  # its setting says what it has to be

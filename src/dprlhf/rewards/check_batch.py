@@ -111,7 +111,7 @@ class CheckedBatch:
             log = CallLog(len(numbers))
             try:
                 answers = call_reward(reward, rows.take(numbers), self.state, log)
-            except Exception as problem:
+            except (Exception, SystemExit) as problem:
                 raise DprlhfError(
                     f"reward {reward.name!r} fails the check 'answer' on {len(numbers)}"
                     f" completions: {type_and_message(problem)}"

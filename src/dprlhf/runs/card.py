@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from dprlhf.errors import DprlhfError
 from dprlhf.privacy.gaussian import downwards, upwards
 from dprlhf.privacy.plan import Plan, json_ready
 from dprlhf.privacy.randomness import commitment
@@ -153,6 +154,21 @@ def _declared(recipe: AnyRecipe) -> str:
 _DECLARED = " (declared to be public even where a user has the same text)"
 
 
+def read_card(folder: RunFolder) -> dict[str, Any]:
+    """Return a run's card, from which its model card can be written.
+
+    Raises:
+        DprlhfError: The card is missing or damaged, or the recipe cannot be read.
+    """
+    recipe = load_any_recipe(folder.recipe)
+    try:
+        card: dict[str, Any] = json.loads(folder.privacy.read_text("utf-8"))
+        model_card(recipe, card)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise DprlhfError(f"{folder.privacy}: the privacy card is missing or damaged") from None
+    return card
+
+
 def audits_on(card: dict[str, Any]) -> list[dict[str, Any]]:
     """Return all audits that a card states, in their order; on that of an earlier version one.
 
@@ -168,7 +184,7 @@ def audits_of(folder: RunFolder) -> dict[str, Any]:
     """Return the audits on a run's existing card, to keep them in a new one; empty without any."""
     if not folder.privacy.is_file():
         return {}
-    held = audits_on(json.loads(folder.privacy.read_text("utf-8")))
+    held = audits_on(read_card(folder))
     return {"audits": held} if held else {}
 
 
@@ -177,7 +193,7 @@ def note_audit(folder: RunFolder, audit: dict[str, Any]) -> None:
 
     Earlier results stay: an audit that refuted the claim is not undone by one that did not.
     """
-    card = json.loads(folder.privacy.read_text("utf-8"))
+    card = read_card(folder)
     audits = [*audits_on(card), audit]
     card = {name: value for name, value in card.items() if name != "audit"} | {"audits": audits}
     write_json(folder.privacy, card)
@@ -399,7 +415,8 @@ def _audited(card: dict[str, Any]) -> str:
     terms = " in the accountant's terms" if audit.get("accountants_terms") else ""
     shown = (
         f"{word}an attack with {audit['canaries']} canary users ({audit['space']} space) shows"
-        f" epsilon >= {audit['bound']:.4g}{terms} at confidence {audit['confidence']:.0%}"
+        f" epsilon >= {downwards(float(audit['bound']), 4)}{terms} at confidence"
+        f" {audit['confidence']:.0%}"
     )
     power = audit.get("power")  # an audit of an earlier version did not state it
     if power:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from dprlhf.errors import DprlhfError, one_line
 from dprlhf.hub import pinned
 from dprlhf.policies.adapters import quiet_peft
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, load_any_recipe
-from dprlhf.runs.card import carried_with, model_card
+from dprlhf.runs.card import carried_with, model_card, read_card
 from dprlhf.runs.earlier import check_lineage_of_objects, records_of
 from dprlhf.runs.folder import RunFolder, replaced_folder
 from dprlhf.runs.lineage import FILE, attach
@@ -42,14 +41,13 @@ def push(
         revision: Branch, created if it does not exist; None for the main one.
 
     Raises:
-        DprlhfError: The run has no policy yet, or the hub refused the upload.
+        DprlhfError: The run has no policy yet, its card is damaged, or the hub refused the upload.
     """
     from huggingface_hub import HfApi
 
     folder = _finished(run)
     if not (folder.policy / FILE).is_file():  # a run of an earlier version
-        card = json.loads(folder.privacy.read_text("utf-8"))
-        attach(folder.policy, carried_with(card, records_of(folder.path)))
+        attach(folder.policy, carried_with(read_card(folder), records_of(folder.path)))
     try:
         api = HfApi(token=token)
         made = api.create_repo(repo, private=private, exist_ok=True)
@@ -90,13 +88,13 @@ def merge(
         replace: Replace ``out`` where it exists.
 
     Raises:
-        DprlhfError: The run has no policy yet, the folder exists, the adapter cannot be merged, or
-            the model holds the run's updates already.
+        DprlhfError: The run has no policy yet, its card is damaged, the folder exists, the adapter
+            cannot be merged, or the model holds the run's updates already.
     """
     folder, out = _finished(run), Path(out)
     if out.exists() and not replace:
         raise DprlhfError(f"{out}: exists; name a new folder")
-    recipe = load_any_recipe(folder.recipe)
+    recipe, card = load_any_recipe(folder.recipe), read_card(folder)
     adapter = recipe.trained.adapter.type
     try:
         if adapter == "full":
@@ -117,7 +115,6 @@ def merge(
     with replaced_folder(out) as fresh:
         merged.to(getattr(torch, dtype)).save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
-        card = json.loads(folder.privacy.read_text("utf-8"))
         (fresh / "README.md").write_text(model_card(recipe, card, merged=True), encoding="utf-8")
         # A run that starts from this model finds out which run to account for.
         (fresh / "privacy.json").write_text(folder.privacy.read_text("utf-8"), encoding="utf-8")

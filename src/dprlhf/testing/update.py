@@ -340,13 +340,14 @@ def _check_leftovers(trial: _Trial) -> None:
     for first, seed in (((0, 2, 3), trial.seed + 1), ((1, 4), trial.seed + 2)):
         policy = trial.policy()
         optimizer = _optimizer(policy)
+        moved: dict[str, torch.Tensor] = {}
         with _RecordingGate(WIDE, trial.settings.releases) as gate:
             for t, users, drawn in ((1, first, seed), (2, _USERS, trial.seed)):
                 responses = _responses(users, drawn)
                 given = _scores(responses, users, drawn)
                 trial.round(policy, optimizer, gate, t, responses, given)
-                if t == 1:
-                    moved = {**policy.state(), **_optimizer_state(optimizer)}
+                state = {**policy.state(), **_optimizer_state(optimizer)}
+                moved |= {f"{t}.{name}": value for name, value in state.items()}
         outcomes.append((moved, gate.sums[trial.settings.releases :]))
     (moved, sums), (other_moved, other_sums) = outcomes
     same = all(torch.equal(value, other_moved[name]) for name, value in moved.items())

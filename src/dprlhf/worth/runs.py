@@ -66,7 +66,7 @@ def run_all(
         side_by_side: Number of processes.
         write_only: Read what is finished, and run nothing.
     """
-    threads = max(1, usable_cores() // side_by_side)
+    threads = max(1, usable_cores() // max(1, side_by_side))
     work = {folder / f"{job.file}.json": (job, folder, recipes, threads) for job in jobs}
     found = run_missing(run, work, side_by_side=side_by_side, write_only=write_only)
     return {file.name.removesuffix(".json"): figures for file, figures in found.items()}

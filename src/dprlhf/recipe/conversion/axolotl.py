@@ -5,6 +5,7 @@ Names and defaults are those of its configuration schema.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from dprlhf.errors import DprlhfError
@@ -22,6 +23,7 @@ from dprlhf.recipe.conversion.rules import (
     Draft,
     Finding,
     Rule,
+    count,
     off,
     one_of,
     refused,
@@ -29,8 +31,10 @@ from dprlhf.recipe.conversion.rules import (
     steps,
     taken,
     to,
+    unreadable,
     unused,
     warmup_steps,
+    whole,
 )
 
 RL = {"dpo": "dpo", "ipo": "dpo", "grpo": "rl"}
@@ -43,6 +47,16 @@ DEFAULTS: dict[str, Any] = {
     "lr_scheduler": "cosine",
 }
 """Its defaults that differ from a recipe's, which apply where the file does not name them."""
+
+READ: dict[str, Callable[[Any], Any]] = {
+    "micro_batch_size": count,
+    "gradient_accumulation_steps": count,
+    "num_epochs": float,
+    "max_steps": whole,
+    "trl.num_generations": count,
+    "trl.reward_weights": lambda weights: [float(weight) for weight in weights],
+}
+"""The settings that others build on, each with what reads its value."""
 
 _TRL = "trl."
 _COLUMNS = ("data.prompt_column",)
@@ -192,12 +206,14 @@ FIELDS: dict[str, Rule] = {
         )
     },
 }  # fmt: skip
-"""The settings that become something by themselves; those of steps and data belong together."""
+"""The settings that become something by themselves; those of steps belong together."""
 
 
 def flat(given: dict[str, Any]) -> dict[str, Any]:
     """Return the settings with those of the section ``trl`` as ``trl.name``."""
-    inner = given.get("trl") or {}
+    inner = given.get("trl")
+    if not isinstance(inner, dict):
+        return given
     outer = {name: value for name, value in given.items() if name != "trl"}
     return outer | {f"{_TRL}{name}": value for name, value in inner.items()}
 
@@ -209,7 +225,7 @@ def stage_of(given: dict[str, Any]) -> str:
         DprlhfError: There is none for the file's ``rl``, or it trains no adapter.
     """
     kind = given.get("rl")
-    if kind and kind not in RL:
+    if kind and kind not in list(RL):  # a list has no hash
         raise DprlhfError(f"rl {kind!r} has no private counterpart: {', '.join(RL)} have one")
     if not given.get("adapter"):
         raise DprlhfError(
@@ -220,14 +236,14 @@ def stage_of(given: dict[str, Any]) -> str:
 
 
 def together(draft: Draft) -> dict[str, Finding]:
-    """Map the settings that mean something only together: kind, steps, rewards, data, lengths."""
+    """Map the settings that mean something only together: the kind, and the steps."""
     given = draft.given
     found = [_kind(draft)] if "rl" in given else []
     if draft.stage != "rl":
         draft.put("stage", draft.stage)
-    batch = int(given["micro_batch_size"]) * int(given["gradient_accumulation_steps"])
+    batch = given["micro_batch_size"] * given["gradient_accumulation_steps"]
     if draft.stage == "rl":  # a batch counts responses
-        batch = max(1, batch // int(given.get("trl.num_generations") or 8))
+        batch = max(1, batch // (given.get("trl.num_generations") or 8))
     found += steps(
         draft,
         batch=batch,
@@ -235,10 +251,6 @@ def together(draft: Draft) -> dict[str, Finding]:
         max_steps=given.get("max_steps"),
         names=[name for name in _STEPS if name in given],
     )
-    found += [_beta(draft, name) for name in ("rl_beta", "dpo_beta") if name in given]
-    found += [_rewards(draft)] if "trl.reward_funcs" in given else []
-    found += [_data(draft)] if "datasets" in given else []
-    found += [_length(draft)] if "sequence_len" in given else []
     return {finding.name: finding for finding in found}
 
 
@@ -253,59 +265,61 @@ def _kind(draft: Draft) -> Finding:
     return taken("rl", f"stage: {draft.stage}")
 
 
-def _beta(draft: Draft, name: str) -> Finding:
+def _section(name: str, value: Any, draft: Draft) -> Finding:
+    """Refuse what is written in place of a section, whose settings are names of their own."""
+    return unreadable(name, value) if value else Finding(name, "no effect", "it is empty")
+
+
+def _beta(name: str, value: Any, draft: Draft) -> Finding:
     key = "kl.beta" if draft.stage == "rl" else "update.beta"
     if draft.stage in ("sft", "reward"):
         return Finding(name, "no effect", "there is no reference")
-    return to(key, float)(name, draft.given[name], draft)
+    return to(key, float)(name, value, draft)
 
 
-def _rewards(draft: Draft) -> Finding:
-    names = draft.given["trl.reward_funcs"] or []
+def _rewards(name: str, value: Any, draft: Draft) -> Finding:
+    names = value or []
     weights = draft.given.get("trl.reward_weights") or [1.0] * len(names)
-    if len(weights) != len(names) or any("." not in name for name in names):
-        return refused(
-            "trl.reward_funcs", "write rewards as module.function, with a weight each", "rewards"
-        )
-    functions = [":".join(name.rsplit(".", 1)) for name in names]
+    if len(weights) != len(names) or any("." not in one for one in names):
+        return refused(name, "write rewards as module.function, with a weight each", "rewards")
+    functions = [":".join(one.rsplit(".", 1)) for one in names]
     draft.settings["rewards"] = [
-        {"function": function, "weight": float(weight)}
+        {"function": function, "weight": weight}
         for function, weight in zip(functions, weights, strict=True)
     ]
-    return taken("trl.reward_funcs", "rewards", note="importable from where dprlhf is started")
+    return taken(name, "rewards", note="importable from where dprlhf is started")
 
 
-def _data(draft: Draft) -> Finding:
+def _data(name: str, value: Any, draft: Draft) -> Finding:
     """Map the one data set, where its type leaves the columns as they are."""
-    given = draft.given["datasets"]
-    if not isinstance(given, list) or len(given) != 1 or not isinstance(given[0], dict):
-        return refused("datasets", "a run has one data set: join the files", "data.path")
-    entry = dict(given[0])
+    if not isinstance(value, list) or len(value) != 1 or not isinstance(value[0], dict):
+        return refused(name, "a run has one data set: join the files", "data.path")
+    entry = dict(value[0])
     draft.put("data.path", entry.pop("path"))
-    for name, key in (
+    for part, key in (
         ("name", "data.name"),
         ("split", "data.split"),
         ("revision", "data.revision"),
     ):
-        if entry.get(name) is not None:
-            draft.put(key, entry.pop(name))
+        if entry.get(part) is not None:
+            draft.put(key, entry.pop(part))
     if (files := entry.pop("data_files", None)) is not None:
         if not isinstance(files, str):
-            return refused("datasets", "data_files: a run has one file", "data.path")
+            return refused(name, "data_files: a run has one file", "data.path")
         draft.put("data.path", files)
     entry.pop("ds_type", None)  # the file's suffix says which
     kind = entry.pop("type", None)
     columns = _columns(draft.stage, kind, entry)
-    if columns is None or any(value is not None for value in entry.values()):
+    if columns is None or any(left is not None for left in entry.values()):
         return refused(
-            "datasets",
+            name,
             f"type {kind!r} rewrites the rows: write them with a prompt (and chosen and rejected,"
             " or a completion), as text or as messages, and give data.prompt_column",
             *_COLUMNS,
         )
-    for name, value in columns.items():
-        draft.put(f"data.{name}", value)
-    return taken("datasets", "data.path", "data.…_column")
+    for column, theirs in columns.items():
+        draft.put(f"data.{column}", theirs)
+    return taken(name, "data.path", "data.…_column")
 
 
 def _columns(stage: str, kind: Any, entry: dict[str, Any]) -> dict[str, Any] | None:
@@ -327,16 +341,25 @@ def _columns(stage: str, kind: Any, entry: dict[str, Any]) -> dict[str, Any] | N
 _DPO_COLUMNS = ("prompt", "chosen", "rejected")
 
 
-def _length(draft: Draft) -> Finding:
-    length = draft.given["sequence_len"]
+def _length(name: str, value: Any, draft: Draft) -> Finding:
     if draft.stage == "reward":
-        return to("data.max_tokens", int)("sequence_len", length, draft)
+        return to("data.max_tokens", int)(name, value, draft)
     if draft.stage == "rl":
-        return Finding("sequence_len", "no effect", "prompt and response have a limit each")
+        return Finding(name, "no effect", "prompt and response have a limit each")
     return refused(
-        "sequence_len",
+        name,
         "prompt and completion have a limit each: give data.max_prompt_tokens and"
         " data.max_completion_tokens",
         "data.max_prompt_tokens",
         "data.max_completion_tokens",
     )
+
+
+FIELDS |= {
+    "trl": _section,
+    "rl_beta": _beta,
+    "dpo_beta": _beta,
+    "trl.reward_funcs": _rewards,
+    "datasets": _data,
+    "sequence_len": _length,
+}

@@ -12,7 +12,7 @@ import yaml
 
 from dprlhf.errors import DprlhfError, nearest
 from dprlhf.recipe.conversion import axolotl, llama_factory
-from dprlhf.recipe.conversion.rules import Draft, Finding
+from dprlhf.recipe.conversion.rules import UNREADABLE, Draft, Finding, apply, unreadable
 from dprlhf.recipe.loading import AnyRecipe, read_settings, recipe_from
 
 PROGRAMS: dict[str, ModuleType] = {"llama-factory": llama_factory, "axolotl": axolotl}
@@ -63,6 +63,7 @@ def convert(
     program = _program(read, path)
     tables = PROGRAMS[program]
     given = axolotl.flat(read) if tables is axolotl else read
+    given = {str(name): value for name, value in given.items()}
     for name in without:
         if name not in given:
             raise DprlhfError(f"--without {name}: {path} has no such setting")
@@ -93,13 +94,15 @@ def _program(given: dict[str, Any], path: str | Path) -> str:
 
 
 def _findings(tables: ModuleType, draft: Draft, named: set[str]) -> list[Finding]:
-    together: dict[str, Finding] = tables.together(draft)  # first, as warm-up needs the rounds
+    unread = _unread(tables, draft)
+    # First, as warm-up needs the rounds.
+    together: dict[str, Finding] = tables.together(draft) | unread
     findings = []
     for name, value in draft.given.items():
         if name in together:
             finding = together[name]
         elif name in tables.FIELDS:
-            finding = tables.FIELDS[name](name, value, draft)
+            finding = apply(tables.FIELDS[name], name, value, draft)
         else:
             near = nearest(name, [*tables.FIELDS, *together])
             hint = f"; did you mean {near!r}?" if near else ""
@@ -110,6 +113,24 @@ def _findings(tables: ModuleType, draft: Draft, named: set[str]) -> list[Finding
             )
         findings.append(finding)
     return findings
+
+
+def _unread(tables: ModuleType, draft: Draft) -> dict[str, Finding]:
+    """Read the settings that others build on; one that cannot be read is refused.
+
+    Its default then stands for it, so that the other settings have their findings, too.
+    """
+    unread = {}
+    for name, reader in tables.READ.items():
+        value = draft.given.get(name)
+        if value is None and name not in tables.DEFAULTS:  # as if it was left out
+            continue
+        try:
+            draft.given[name] = reader(value)
+        except UNREADABLE:
+            unread[name] = unreadable(name, value)
+            draft.given[name] = tables.DEFAULTS.get(name)
+    return unread
 
 
 def _settled(finding: Finding, ours: set[str]) -> bool:

@@ -6,12 +6,14 @@ Names and defaults are those of its ``hparams`` and of transformers' ``TrainingA
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe.conversion.rules import (
     CLIPPED,
+    EMPTY,
     LOGGED,
     NO_DECAY,
     NO_DROPOUT,
@@ -21,9 +23,11 @@ from dprlhf.recipe.conversion.rules import (
     SCHEDULE,
     SHARED,
     SPEED,
+    UNREADABLE,
     Draft,
     Finding,
     Rule,
+    count,
     off,
     one_of,
     refused,
@@ -33,6 +37,7 @@ from dprlhf.recipe.conversion.rules import (
     to,
     unused,
     warmup_steps,
+    whole,
 )
 
 STAGES = {"pt": "sft", "sft": "sft", "rm": "reward", "dpo": "dpo", "ppo": "rl"}
@@ -48,6 +53,15 @@ DEFAULTS: dict[str, Any] = {
     "seed": 42,
 }
 """Its defaults that differ from a recipe's, which apply where the file does not name them."""
+
+READ: dict[str, Callable[[Any], Any]] = {
+    "lora_rank": count,
+    "per_device_train_batch_size": count,
+    "gradient_accumulation_steps": count,
+    "num_train_epochs": float,
+    "max_steps": whole,
+}
+"""The settings that others build on, each with what reads its value."""
 
 _TEMPLATE = (
     "text prompts are read as they are, and conversations by the tokenizer's own chat template:"
@@ -65,6 +79,12 @@ def _bits(name: str, value: Any, draft: Draft) -> Finding:
     double = "-double" if draft.given.get("double_quantization", True) else ""
     kinds = {4: f"{kind}{double}", 8: "int8"}
     return one_of("model.quantization", kinds, "4 or 8 bit are offered")(name, value, draft)
+
+
+def _limit(name: str, value: Any, draft: Draft) -> Finding:
+    """Map a number of rows; max_samples counts those that an entry's num_samples leaves."""
+    before = draft.settings.get("data", {}).get("limit", value)
+    return to("data.limit", lambda rows: min(count(rows), count(before)))(name, value, draft)
 
 
 FIELDS: dict[str, Rule] = {
@@ -121,7 +141,7 @@ FIELDS: dict[str, Rule] = {
     "ppo_score_norm": off("rewards are not normalised over users"),
     "ppo_whiten_rewards": off("advantages are not whitened over users"),
     "ppo_target": off("the coefficient of the KL penalty is fixed: kl.beta", ["kl.beta"]),
-    "max_samples": to("data.limit", int),
+    "max_samples": _limit,
     "streaming": PREPARED,
     "dataset_dir": unused("it is where dataset was looked up"),
     "overwrite_cache": PREPARED,
@@ -133,7 +153,7 @@ FIELDS: dict[str, Rule] = {
     "neat_packing": off("rows of different users share no sequence"),
     "train_on_prompt": off("the loss is taken on completions", ["data.completion_column"]),
     "mask_history": off("a row is one prompt and one completion"),
-    "template": off(_TEMPLATE, also=["default", "empty"]),
+    "template": off(_TEMPLATE, also=["empty"]),
     "val_size": NO_SPLIT,
     "eval_dataset": NO_SPLIT,
     "eval_strategy": unused("evaluation.every says how often"),
@@ -175,7 +195,7 @@ FIELDS: dict[str, Rule] = {
     "top_k": to("rollout.top_k", int),
     "repetition_penalty": to("rollout.repetition_penalty", float),
 }  # fmt: skip
-"""The settings that become something by themselves; those of steps and data belong together."""
+"""The settings that become something by themselves; those of steps belong together."""
 
 
 def stage_of(given: dict[str, Any]) -> str:
@@ -185,7 +205,7 @@ def stage_of(given: dict[str, Any]) -> str:
         DprlhfError: There is none for the file's stage.
     """
     stage = given.get("stage", "sft")
-    if stage not in STAGES:
+    if stage not in list(STAGES):  # a list has no hash
         raise DprlhfError(
             f"stage {stage!r} has no private counterpart: {', '.join(STAGES)} have one"
         )
@@ -193,16 +213,14 @@ def stage_of(given: dict[str, Any]) -> str:
 
 
 def together(draft: Draft) -> dict[str, Finding]:
-    """Map the settings that mean something only together: stage, rank, steps, data, lengths."""
+    """Map the settings that mean something only together: stage, rank and steps."""
     given = draft.given
-    rank = int(given["lora_rank"])
+    rank = given["lora_rank"]
     draft.put("model.adapter.type", "lora")
     draft.put("model.adapter.rank", rank)
     draft.put("model.adapter.alpha", 2.0 * rank)  # what lora_alpha is without a value
     found = [taken("lora_rank", "adapter.rank", "adapter.alpha"), _stage(draft)]
-    batch = int(given["per_device_train_batch_size"]) * int(
-        given.get("gradient_accumulation_steps") or 1
-    )
+    batch = given["per_device_train_batch_size"] * (given.get("gradient_accumulation_steps") or 1)
     found += steps(
         draft,
         batch=batch,
@@ -210,8 +228,6 @@ def together(draft: Draft) -> dict[str, Finding]:
         max_steps=given.get("max_steps"),
         names=[name for name in _STEPS if name in given],
     )
-    found += [_data(draft)] if "dataset" in given else []
-    found += [_length(draft)] if "cutoff_len" in given else []
     return {finding.name: finding for finding in found}
 
 
@@ -227,64 +243,91 @@ def _stage(draft: Draft) -> Finding:
     return taken("stage", f"stage: {draft.stage}")
 
 
-def _length(draft: Draft) -> Finding:
-    length = int(draft.given["cutoff_len"])
+def _length(name: str, value: Any, draft: Draft) -> Finding:
     kept = "a longer prompt keeps its last tokens, not its first"
     if draft.stage == "rl":
-        return to("data.max_prompt_tokens", int, kept)("cutoff_len", length, draft)
+        return to("data.max_prompt_tokens", int, kept)(name, value, draft)
     if draft.stage == "reward":
-        return to("data.max_tokens", int)("cutoff_len", length, draft)
+        return to("data.max_tokens", int)(name, value, draft)
     return refused(
-        "cutoff_len",
+        name,
         "prompt and completion have a limit each: give data.max_prompt_tokens and"
         " data.max_completion_tokens",
         *_LENGTHS,
     )
 
 
-def _data(draft: Draft) -> Finding:
+def _data(name: str, value: Any, draft: Draft) -> Finding:
     """Look the data set up in ``dataset_info.json``, as LLaMA-Factory does."""
-    name, folder = draft.given["dataset"], Path(draft.given.get("dataset_dir", "data"))
-    names = _split(name) if isinstance(name, str) else list(name)
+    folder = Path(str(draft.given.get("dataset_dir") or "data"))
+    names = _split(value) if isinstance(value, str) else list(value)
     if len(names) != 1:
-        return refused("dataset", "a run has one data set: join the files", "data.path")
+        return refused(name, "a run has one data set: join the files", "data.path")
     listing = folder / "dataset_info.json"
     try:
-        entry = json.loads(listing.read_text("utf-8"))[names[0]]
-    except (OSError, ValueError, KeyError):
-        return refused(
-            "dataset", f"{names[0]!r} is not found in {listing}: give data.path", "data.path"
-        )
+        entry = dict(json.loads(listing.read_text("utf-8"))[names[0]])
+        columns = dict(entry.pop("columns", _COLUMNS))
+    except (OSError, *UNREADABLE):
+        reason = f"{names[0]!r} is not found in {listing}, or not readable: give data.path"
+        return refused(name, reason, "data.path")
     path = entry.get("hf_hub_url") or (
         str(folder / entry["file_name"]) if "file_name" in entry else None
     )
     if path is None:
-        return refused("dataset", "neither a file nor on the hub: give data.path", "data.path")
-    columns = entry.get("columns", {})
-    if entry.get("formatting", "alpaca") != "alpaca":
-        return refused(
-            "dataset",
-            "conversations in one column: write rows with a prompt and a completion (messages"
-            " with role and content), and give data.path",
-            "data.path",
-        )
-    if columns.get("query", "input") is not None and "query" in columns:
-        return refused(
-            "dataset",
-            "its prompt is two columns, instruction and input: join them and give data.path",
-            "data.path",
-        )
+        reason = f"{names[0]!r} of {listing} is neither a file nor on the hub: give data.path"
+        return refused(name, reason, "data.path")
+    wanted = {"prompt": "prompt"} | _WANTED[draft.given.get("stage", "sft")]
+    if reason := _rewritten(entry, columns, wanted):
+        return refused(name, f"{reason}, and give data.path", "data.path")
     draft.put("data.path", path)
-    draft.put("data.prompt_column", columns.get("prompt", "instruction"))
-    if entry.get("subset"):
-        draft.put("data.name", entry["subset"])
-    if draft.stage == "sft" and draft.given.get("stage") != "pt":
-        draft.put("data.completion_column", columns.get("response", "output"))
-    if draft.stage in ("dpo", "reward"):
-        draft.put("data.chosen_column", columns.get("chosen", "chosen"))
-        draft.put("data.rejected_column", columns.get("rejected", "rejected"))
-    return taken("dataset", "data.path", "data.…_column", note="of dataset_info.json")
+    for theirs, key in _ENTRY.items():
+        if entry.get(theirs):
+            draft.put(key, entry[theirs])
+    _limit("num_samples", entry.get("num_samples"), draft)
+    for theirs, ours in wanted.items():
+        draft.put(f"data.{ours}_column", columns[theirs])
+    rows = "; the first rows, not random ones" if entry.get("num_samples") else ""
+    return taken(name, "data.path", "data.…_column", note=f"of dataset_info.json{rows}")
+
+
+_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}
+"""The columns of an entry that has no ``columns``; one that has some has only these."""
+
+_PAIR = {"chosen": "chosen", "rejected": "rejected"}
+_WANTED: dict[str, dict[str, str]] = {
+    "pt": {}, "sft": {"response": "completion"}, "rm": _PAIR, "dpo": _PAIR, "ppo": {},
+}  # fmt: skip
+"""The columns of a stage beside the prompt, with the recipe's words for them."""
+
+_ENTRY = {"subset": "data.name", "split": "data.split", "revision": "data.revision"}
+_KNOWN = {
+    "hf_hub_url", "ms_hub_url", "om_hub_url", "file_name", "formatting", "ranking", "num_samples",
+    *_ENTRY, *_COLUMNS, *_PAIR,
+}  # fmt: skip
+"""What an entry and its columns may have; all else would change the rows."""
+
+
+def _rewritten(entry: dict[str, Any], columns: dict[str, Any], wanted: dict[str, str]) -> str:
+    """Return how the program's rows differ from those of the file; empty where they do not."""
+    if entry.get("formatting", "alpaca") != "alpaca":
+        return (
+            "conversations in one column: write rows with a prompt and a completion (messages"
+            " with role and content)"
+        )
+    if columns.get("query"):
+        return (
+            f"its prompt is two columns, {columns.get('prompt')} and {columns['query']}: join them"
+        )
+    if missing := [column for column in wanted if not columns.get(column)]:
+        return f"its columns name no {', '.join(missing)}: give data.…_column"
+    given = (entry | columns).items()
+    if others := [name for name, value in given if value not in EMPTY and name not in _KNOWN]:
+        return f"its entry's {', '.join(others)} would change the rows: write them as they then are"
+    return ""
 
 
 def _split(names: str) -> list[str]:
     return [name.strip() for name in str(names).split(",") if name.strip()]
+
+
+FIELDS |= {"dataset": _data, "cutoff_len": _length}

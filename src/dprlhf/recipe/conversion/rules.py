@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dprlhf.errors import one_line
 from dprlhf.recipe.loading import known_keys
 from dprlhf.recipe.rl import Recipe
 from dprlhf.recipe.supervised import STAGES
@@ -74,6 +75,9 @@ class Draft:
 
 Rule = Callable[[str, Any, Draft], Finding]
 """Returns what becomes of a setting, given its name and value; may put keys into the draft."""
+
+UNREADABLE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+"""What a rule may raise on a value that is not of its setting's kind."""
 
 EMPTY: tuple[Any, ...] = (None, "", False, [], {})
 
@@ -149,6 +153,36 @@ def refused(name: str, reason: str, *settled_by: str) -> Finding:
     return Finding(name, "refused", reason, settled_by)
 
 
+def unreadable(name: str, value: Any) -> Finding:
+    """Return the finding of a setting whose value is not of its kind."""
+    shown = "an empty value" if value is None else one_line(repr(value), 80)
+    return refused(name, f"{shown} cannot be read")
+
+
+def apply(rule: Rule, name: str, value: Any, draft: Draft) -> Finding:
+    """Return what becomes of a setting; it is refused where its rule cannot read the value."""
+    try:
+        return rule(name, value, draft)
+    except UNREADABLE:
+        return unreadable(name, value)
+
+
+def whole(value: Any) -> int:
+    """Return a whole number, which may be written as a text."""
+    number = float(value)
+    if number != int(number):
+        raise ValueError(f"{value!r} is not a whole number")
+    return int(number)
+
+
+def count(value: Any) -> int:
+    """Return a whole number above 0, which may be written as a text."""
+    number = whole(value)
+    if number < 1:
+        raise ValueError(f"{value!r} is not above 0")
+    return number
+
+
 LOGGED = unused("every round is logged, and leaves a checkpoint")
 SPEED = unused("it changes how fast and in what memory a run goes, not what it learns")
 SHARED = unused("how processes share the work is up to accelerate launch")
@@ -208,7 +242,7 @@ def reports(name: str, value: Any, draft: Draft) -> Finding:
 
 
 def steps(
-    draft: Draft, *, batch: int, epochs: float | None, max_steps: int | None, names: Sequence[str]
+    draft: Draft, *, batch: int, epochs: float, max_steps: int | None, names: Sequence[str]
 ) -> list[Finding]:
     """Turn batch and epochs into rounds and participations, for every name that says them.
 
@@ -221,13 +255,12 @@ def steps(
     """
     settled = ("rounds",)
     if max_steps and max_steps > 0:
-        draft.put("rounds", int(max_steps))
+        draft.put("rounds", max_steps)
         note = "a round is a step; users in a round follow from their number"
         return [taken(name, "rounds", note=note) for name in names]
-    passes = 1.0 if epochs is None else float(epochs)
-    if passes < 1 or passes != int(passes):
+    if not epochs >= 1 or epochs % 1:  # also what is no number
         return [
-            refused(name, f"{passes:g} passes: a user takes part in whole rounds", *settled)
+            refused(name, f"{epochs:g} passes: a user takes part in whole rounds", *settled)
             for name in names
         ]
     if draft.users is None:
@@ -239,9 +272,9 @@ def steps(
             )
             for name in names
         ]
-    rounds = max(int(passes), round(draft.users * passes / batch))
+    rounds = max(int(epochs), round(draft.users * epochs / batch))
     draft.put("rounds", rounds)
-    if passes > 1:
-        draft.put("privacy.participations", int(passes))
-    note = f"{draft.users} users, {passes:g} pass(es), about {batch} in a round on one device"
+    if epochs > 1:
+        draft.put("privacy.participations", int(epochs))
+    note = f"{draft.users} users, {epochs:g} pass(es), about {batch} in a round on one device"
     return [taken(name, "rounds", "privacy.participations", note=note) for name in names]
