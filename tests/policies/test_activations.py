@@ -106,14 +106,6 @@ def test_the_batch_size_changes_nothing() -> None:
     assert torch.allclose(*made, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("rank", [2, 3])
-def test_more_directions_than_tell_the_classes_apart_are_refused(rank: int) -> None:
-    policy = policy_of(rank)
-    tokens, mask, classes = rows_of(policy)
-    with pytest.raises(DprlhfError, match="2 classes of public rows are told apart by 1 direction"):
-        align_with_activations(policy, tokens, mask, 8, classes)
-
-
 CONTRAST = {
     "type": "ffa-lora", "target_modules": ["c_attn"], "init": "public-contrast",
     "contrast_column": "kind",
@@ -149,8 +141,8 @@ def test_a_run_starts_along_what_tells_public_prompts_apart(tmp_path: Path) -> N
     ("adapter", "kinds", "message"),
     [
         ({"contrast_column": "sort"}, "ab", r"no column 'sort'; they have \['kind'\]"),
-        ({"rank": 2}, "ab", "told apart by 1 direction"),
-        ({}, "a", "told apart by 0 direction"),
+        ({"rank": 2}, "ab", "have 2 different values of 'kind'; rank 2 needs 3"),
+        ({}, "a", "have 1 different values of 'kind'; rank 1 needs 2"),
     ],
     ids=["column", "rank", "one class"],
 )
@@ -160,6 +152,11 @@ def test_public_rows_that_cannot_be_told_apart_are_refused_before_the_first_char
     with pytest.raises(DprlhfError, match=message):
         run_with(tmp_path, CONTRAST | adapter, kinds)
     assert not (tmp_path / "run" / "ledger.jsonl").exists()
+
+
+def test_an_evaluation_that_takes_all_rows_leaves_none_to_tell_apart(tmp_path: Path) -> None:
+    with pytest.raises(DprlhfError, match="0 public rows have 0 different values of 'kind'"):
+        run_with(tmp_path, CONTRAST, evaluation__prompts=40)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 
 RIDGE = 0.02
@@ -45,26 +44,16 @@ def align_with_activations(
         tokens: Public text, ``[rows, tokens]``.
         mask: 1 for real tokens and 0 for padding, same shape.
         batch_size: Rows in one forward pass.
-        classes: The class of each row, ``[rows]``; None without classes.
-
-    Raises:
-        DprlhfError: The adapter's rank is not below the number of classes.
+        classes: The class of each row, ``[rows]``, more of them than the adapter has rank; None
+            without classes.
     """
-    names = sorted(set(classes or ["all"]))
-    labels = torch.tensor([names.index(name) for name in classes or ["all"] * len(tokens)])
+    names = sorted(set(classes or [""]))
+    labels = torch.tensor([names.index(name) for name in classes or [""] * len(tokens)])
     layers = {n: m for n, m in policy.model.named_modules() if ".lora_A." in n}
     moments = _input_moments(policy, layers, tokens, mask, labels, batch_size)
     for name, layer in layers.items():
-        rank = layer.weight.shape[0]
-        if classes is None:
-            directions = moments[name].principal(rank)
-        elif rank < len(names):
-            directions = moments[name].discriminants(rank)
-        else:
-            raise DprlhfError(
-                f"policy.adapter.rank {rank}: {len(names)} classes of public rows are told apart by"
-                f" {len(names) - 1} directions: lower the rank"
-            )
+        found, rank = moments[name], layer.weight.shape[0]
+        directions = found.principal(rank) if classes is None else found.discriminants(rank)
         signs = directions.sum(1, keepdim=True).sign()  # eigenvectors have no sign of their own
         lengths = layer.weight.double().norm(dim=1, keepdim=True)
         layer.weight.copy_(directions * signs * lengths)
@@ -107,9 +96,9 @@ class _Moments:
         centred -= torch.outer(along, along)
         apart = (means - mean) @ centred * shares.sqrt()[:, None]
         ridge = RIDGE * within.diagonal().mean()
-        root = torch.linalg.cholesky(
-            centred @ within @ centred + ridge * torch.eye(len(mean)).to(mean)
-        )
+        within = centred @ within @ centred
+        within.diagonal().add_(ridge)
+        root = torch.linalg.cholesky(within)
         whitened = torch.linalg.solve_triangular(root, apart.T, upper=False)
         leading = torch.linalg.svd(whitened, full_matrices=False)[0][:, :rank]
         found: torch.Tensor = torch.linalg.solve_triangular(root.T, leading, upper=True).T

@@ -81,17 +81,24 @@ def start_adapter(
         DprlhfError: The public rows have no column ``contrast_column``, or too few values of it.
     """
     adapter = recipe.policy.adapter
+    column = adapter.contrast_column
     if public is None or adapter.init == "random":
         return
     prompts, classes = held_out(recipe, public), None
-    if adapter.contrast_column is not None:
+    if column is not None:
         prompts = (guides or leftover(recipe, public)).first_rows(CONTRASTED)
-        if adapter.contrast_column not in prompts.columns:
+        if column not in prompts.columns:
             raise DprlhfError(
-                f"policy.adapter.contrast_column: the public rows have no column"
-                f" {adapter.contrast_column!r}; they have {sorted(prompts.columns)}"
+                f"policy.adapter.contrast_column: the public rows have no column {column!r}; they"
+                f" have {sorted(prompts.columns)}"
             )
-        classes = [str(value) for value in prompts.columns[adapter.contrast_column]]
+        classes = [str(value) for value in prompts.columns[column]]
+        if len(set(classes)) <= adapter.rank:
+            raise DprlhfError(
+                f"policy.adapter.contrast_column: {len(classes)} public rows have"
+                f" {len(set(classes))} different values of {column!r}; rank {adapter.rank} needs"
+                f" {adapter.rank + 1}: give more public rows, or lower the rank"
+            )
     some = _responses(policy, recipe, prompts)
     align_with_activations(policy, some.tokens, some.mask, recipe.update.batch_size, classes)
 
