@@ -73,6 +73,9 @@ class TestPrivacy:
             assert done.returncode == 2
             assert "epsilon" in done.stderr
             assert "Traceback" not in done.stderr
+        nobody = dprlhf(*pure, "--delta", "1e-5", "--users", "2")
+        assert nobody.returncode == 2
+        assert "2 users cannot fill 100 rounds" in nobody.stderr
 
     def test_noise_keeps_within_epsilon(self) -> None:
         got = answer(

@@ -84,7 +84,7 @@ def privacy_epsilon(
             )
         if check:
             raise DprlhfError("--check compares accountants of Gaussian noise: give z")
-        check_sizes(users, rounds, delta)
+        check_sizes(users, rounds)
         guarantee = _epsilon_of_pure_rounds(round_epsilon, rounds, delta, partition, adjacency)
     elif noise_multiplier is not None and noise_multiplier > 0:
         made = make_plan(

@@ -192,7 +192,9 @@ def make_plan(
     if (epsilon is None) == (noise_multiplier is None):
         raise DprlhfError("privacy: give exactly one of epsilon and noise_multiplier")
     baseline = noise_multiplier == 0 or epsilon == math.inf
-    check_sizes(users, rounds, delta)
+    check_sizes(users, rounds)
+    if not 0 < delta < 1:
+        raise DprlhfError(f"delta must be above 0 and below 1, not {delta}")
     if not clip_norm > 0 or (math.isinf(clip_norm) and not baseline):
         raise DprlhfError(f"clip_norm must be a positive number, not {clip_norm}")
     cut = partition in all_partitions() and all_partitions()[partition].disjoint
@@ -221,11 +223,11 @@ def make_plan(
     )
 
 
-def check_sizes(users: int, rounds: int, delta: float) -> None:
-    """Refuse numbers of users and rounds, or a δ, that no run can have.
+def check_sizes(users: int, rounds: int) -> None:
+    """Refuse numbers of users and rounds that no run can have.
 
     Raises:
-        DprlhfError: One of them is out of range.
+        DprlhfError: One of them is too small, or there are fewer users than rounds.
     """
     if users < 1:
         raise DprlhfError("the dataset has no users")
@@ -233,8 +235,6 @@ def check_sizes(users: int, rounds: int, delta: float) -> None:
         raise DprlhfError(f"rounds must be at least 1, not {rounds}")
     if users < rounds:
         raise DprlhfError(f"{users} users cannot fill {rounds} rounds: lower rounds to {users}")
-    if not 0 < delta < 1:
-        raise DprlhfError(f"delta must be above 0 and below 1, not {delta}")
 
 
 def check_promise(adjacency: Adjacency | None) -> None:
