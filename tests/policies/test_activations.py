@@ -12,10 +12,11 @@ import scipy.linalg
 import torch
 
 from dprlhf import DprlhfError
+from dprlhf.data.public import HELD_OUT, used_rows
 from dprlhf.policies.activations import RIDGE, align_with_activations
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
-from dprlhf.recipe import Adapter
+from dprlhf.recipe import Adapter, make_recipe
 from helpers import tiny
 from helpers.runs import train
 
@@ -165,3 +166,22 @@ def test_an_evaluation_that_takes_all_rows_leaves_none_to_tell_apart(tmp_path: P
 def test_a_contrast_is_named_whole(adapter: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="contrast_column: give both, or neither"):
         Adapter(**adapter)
+
+
+def test_all_public_rows_are_compared_with_the_users_where_all_may_be_taken() -> None:
+    def used(adapter: dict[str, Any]) -> int | None:
+        return used_rows(
+            make_recipe(
+                {
+                    "policy": {"model_name_or_path": "m", "adapter": adapter},
+                    "data": {"path": "users.csv"},
+                    "rewards": [{"function": "module:score"}],
+                    "evaluation": {"data": {"path": "public.csv"}, "prompts": 8},
+                    "privacy": {"epsilon": 8},
+                    "rounds": 2,
+                }
+            )
+        )
+
+    assert used(CONTRAST) is None
+    assert used({"init": "public-activations"}) == 8 + HELD_OUT

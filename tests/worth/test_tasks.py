@@ -128,7 +128,7 @@ def test_writing_alone_trains_no_model(tmp_path: Path, monkeypatch: pytest.Monke
     words = ["bench", "worth", "--write-only", "--clone", str(tmp_path), "--runs", str(tmp_path)]
     refused = CliRunner().invoke(app, words).exception
     assert isinstance(refused, DprlhfError)
-    assert "leave --write-only out" in str(refused)
+    assert "drop --write-only" in str(refused)
 
 
 def test_no_process_is_one_process(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dprlhf.errors import DprlhfError
+
 FEW = 500
 """Up to this many users are few: see ``RESPONSES``."""
 
@@ -92,14 +94,20 @@ def base(model: str, clone: Path) -> dict[str, Any]:
     return {**small(clone), **sizes, "evaluation.every": 2, **evaluation}
 
 
-def small_policy(folder: Path, clone: Path) -> dict[str, Any]:
+def small_policy(folder: Path, clone: Path, *, train: bool = True) -> dict[str, Any]:
     """Return what the small policy changes in every recipe; it is trained on the first call.
 
     Args:
         folder: Folder of the small policy.
         clone: Folder of the repository, whose script trains it on public sentences.
+        train: Whether to train it where it is not there.
+
+    Raises:
+        DprlhfError: It is not there, and shall not be trained.
     """
     if not (folder / "config.json").exists():
+        if not train:
+            raise DprlhfError(f"{folder}: no such model, and none is trained: drop --write-only")
         script = clone / "scripts" / "reviews_lm.py"
         subprocess.run([sys.executable, str(script), str(folder), "--epochs", "6"], check=True)
     return {"policy.model_name_or_path": str(folder), "policy.adapter.layers": [2, 3]}

@@ -348,7 +348,7 @@ class Setup:
         return Job(name, task.recipe, overrides, judged)
 
 
-def set_up(model: str, clone: Path, folder: Path) -> Setup:
+def set_up(model: str, clone: Path, folder: Path, *, write_only: bool = False) -> Setup:
     """Return the setup of a model: "small", "smollm2", or a hub id or folder of another one.
 
     The small model is trained on the first call. Another model has the settings of "smollm2".
@@ -357,8 +357,11 @@ def set_up(model: str, clone: Path, folder: Path) -> Setup:
         model: Name of the model.
         clone: Folder of the repository.
         folder: Folder of the runs.
+        write_only: Refuse a small model that is not there, in place of training it.
     """
     if model == "small":
-        return Setup(model, clone, folder, small_policy(folder / "reviews-lm", clone))
+        return Setup(
+            model, clone, folder, small_policy(folder / "reviews-lm", clone, train=not write_only)
+        )
     policy = {"policy.model_name_or_path": model, "policy.adapter.layers": None}
     return Setup(model, clone, folder, {} if model == "smollm2" else policy)
