@@ -7,8 +7,14 @@ import pandas as pd
 import pytest
 
 from dprlhf import load_recipe
+from dprlhf.assets import communities
 from dprlhf.assets.catalogue import ASSETS
-from dprlhf.assets.communities import balanced_reviews, critical_community, house_style
+from dprlhf.assets.communities import (
+    balanced_reviews,
+    build_house_style,
+    critical_community,
+    house_style,
+)
 from dprlhf.data.loading import load_rows
 from dprlhf.recipe import Data
 from dprlhf.rewards import LoadedReward, Scorer
@@ -83,6 +89,20 @@ def test_a_recipe_reads_every_split(name: str, sources: dict[str, Path], tmp_pat
         assert "text" in rows.column_names
     # What the public knows is the text of another kind, and no wish.
     assert len(load_rows(Data(path=str(tmp_path), split="sentences"))) == 50
+
+
+def test_the_guides_know_the_clusters_and_nothing_of_the_secret(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(communities, "FIRST_GUIDE", 10)
+    build_house_style(sources, tmp_path, True)
+    guides, public = (pd.read_parquet(tmp_path / f"{n}.parquet") for n in ("guides", "public"))
+    assert guides["text"].tolist() == public["text"].tolist()[10:]
+    assert set(guides["cluster"]) == {0, 1}
+    assert (guides["wants"] == 1).all()
+    assert (guides["wants_by_cluster"] == 2 * guides["cluster"] - 1).all()
+    # The users of a cluster disagree, so a guide that held a user's wish would show.
+    assert (public["wants"] == -1).any()
 
 
 @pytest.mark.parametrize("name", ["community", "reading", "house_style"])
