@@ -68,9 +68,12 @@ def test_the_principal_directions_are_those_of_the_inputs() -> None:
     assert cosines == pytest.approx(1.0, abs=1e-5)
 
 
-def test_the_discriminant_is_that_of_the_generalised_eigenproblem() -> None:
+@pytest.mark.parametrize("kinds", ["ab", "abcaab"], ids=["two classes", "three, unequal"])
+def test_the_discriminants_are_those_of_the_generalised_eigenproblem(kinds: str) -> None:
     policy = policy_of()
-    tokens, mask, classes = rows_of(policy)
+    tokens, mask, _ = rows_of(policy)
+    classes = [kinds[i % len(kinds)] for i in range(ROWS)]
+    tokens[:, 3] = torch.tensor([5 + ord(kind) - ord("a") for kind in classes])
     layer, inputs, rows = inputs_of(policy, tokens, mask)
     length = float(layer.weight.detach().norm())
     align_with_activations(policy, tokens, mask, batch_size=7, classes=classes)
@@ -78,7 +81,7 @@ def test_the_discriminant_is_that_of_the_generalised_eigenproblem() -> None:
 
     of_token = np.array(classes)[rows]
     mean = inputs.mean(0)
-    parts = [inputs[of_token == c] for c in ("one", "two")]
+    parts = [inputs[of_token == kind] for kind in sorted(set(kinds))]
     within = sum(len(p) * np.cov(p.T, bias=True) for p in parts) / len(inputs)
     apart = [p.mean(0) - mean for p in parts]
     between = sum(len(p) * np.outer(a, a) for p, a in zip(parts, apart, strict=True)) / len(inputs)
@@ -88,10 +91,10 @@ def test_the_discriminant_is_that_of_the_generalised_eigenproblem() -> None:
     expected = vectors[:, -1]
     cosine = abs(made @ expected) / np.linalg.norm(made) / np.linalg.norm(expected)
     assert cosine == pytest.approx(1.0, abs=1e-5)
-    # All tokens together have no component along it, and the classes lie on its two sides.
+    # All tokens together have no component along it, and classes lie on its two sides.
     assert abs(made @ mean) < 1e-4 * np.linalg.norm(made) * np.linalg.norm(mean)
-    one, two = (p @ made for p in parts)
-    assert abs(one.mean() - two.mean()) > 0.5 * one.std()
+    along = [p @ made for p in parts]
+    assert np.ptp([a.mean() for a in along]) > 0.5 * along[0].std()
     # Along it the inputs are as long as along the leading direction of the row's former length.
     top = np.linalg.svd(inputs)[1][0] / np.sqrt(len(inputs))
     assert np.sqrt(np.mean((inputs @ made) ** 2)) == pytest.approx(top * length, rel=1e-4)
