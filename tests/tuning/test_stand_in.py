@@ -177,6 +177,19 @@ class TestTheRows:
         rows = rows_for(recipe_of(model, update={"name": "pg", "subspace": subspace}))
         assert not set(apart) & {*rows.stand_ins["prompt"], *rows.scoring["prompt"]}
 
+    def test_no_stand_in_is_contrasted(self, model: str, tmp_path: Path) -> None:
+        contrast = ADAPTER | {"init": "public-contrast", "contrast_column": "kind"}
+        contrasted = {"model_name_or_path": model, "adapter": contrast}
+        rows = rows_for(recipe_of(model, policy=contrasted))
+        guides = rows.scoring["prompt"][16 + 64 :]
+        assert len(guides) == (len(PUBLIC) - FINAL - 64 - 16) // 2  # of few rows, half
+        assert not set(guides) & set(rows.stand_ins["prompt"])
+        file = tmp_path / "guides.csv"  # which are contrasted where the subspace names them
+        file.write_text("prompt,kind\n" + "".join(f"apart {i},{i % 2}\n" for i in range(20)))
+        subspace = {"rank": 2, "prompts": 10, "data": {"path": str(file)}}
+        changes = {"policy": contrasted, "update": {"name": "pg", "subspace": subspace}}
+        assert len(rows_for(recipe_of(model, **changes)).scoring) == 16 + 64
+
     def test_the_private_file_is_refused(self, tmp_path: Path) -> None:
         file = tmp_path / "users.csv"
         file.write_text("prompt\n" + "\n".join(PUBLIC))
