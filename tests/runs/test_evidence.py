@@ -400,6 +400,9 @@ FORGERIES: dict[str, tuple[Callable[[Path], object], str]] = {
     "the total states less": (lower_the_total, "costs at least"),
     "card of another run": (lambda run: edit_json(run / "privacy.json", run="0" * 64), "another"),
     "card damaged": (lambda run: (run / "privacy.json").write_text("{"), "missing or damaged"),
+    "card in part": (
+        lambda run: edit_json(run / "privacy.json", assumptions=None), "missing or damaged",
+    ),
     "card lost": (lambda run: (run / "privacy.json").unlink(), "missing or damaged"),
     "less noise in a round": (set_charge("noise_multiplier", 0.1), "other noise"),
     "more releases in a round": (set_charge("releases_per_round", 2), "other noise"),

@@ -17,7 +17,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Epsilon, Mechanism, epsilon
 from dprlhf.privacy.ledger import Entry, read_opened
 from dprlhf.recipe import AnyRecipe, load_any_recipe
-from dprlhf.runs.card import guarantee_sentence
+from dprlhf.runs.card import read_card
 from dprlhf.runs.checkpoint import last_checkpoint
 from dprlhf.runs.earlier import Record, records_of, total_of
 from dprlhf.runs.folder import RunFolder
@@ -144,12 +144,9 @@ def hashes(folder: RunFolder) -> dict[str, str]:
 
 def _card(folder: RunFolder) -> tuple[dict[str, Any], list[str]]:
     try:
-        card = json.loads(folder.privacy.read_text("utf-8"))
-        if guarantee_sentence(card) and card["unit"]:
-            return card, []
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    return {}, ["The privacy card (privacy.json) is missing or damaged."]
+        return read_card(folder), []
+    except DprlhfError:
+        return {}, ["The privacy card (privacy.json) is missing or damaged."]
 
 
 def _costs(runs: list[Record]) -> tuple[Epsilon, Epsilon, Epsilon | None]:
