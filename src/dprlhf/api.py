@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +240,7 @@ def load_stage_recipe(
 
 def generate(
     folder: str | Path,
-    prompts: Sequence[Any] | Path,
+    prompts: Iterable[Any] | Path,
     seed: int = 0,
     *,
     max_new_tokens: int | None = None,
@@ -249,8 +249,9 @@ def generate(
 
     Args:
         folder: The run folder.
-        prompts: Texts or conversations; or a file of them: one a line, or a ``.csv``, ``.json``,
-            ``.jsonl`` or ``.parquet`` with the recipe's ``data.prompt_column``.
+        prompts: Texts or conversations, in a list or a generator; or a file of them: one a line, or
+            a ``.csv``, ``.json``, ``.jsonl`` or ``.parquet`` with the recipe's
+            ``data.prompt_column``.
         seed: Seed of the sampling.
         max_new_tokens: Longest continuation, in tokens; None takes the recipe's
             ``rollout.max_new_tokens``.
@@ -263,9 +264,12 @@ def generate(
             continuations exceed the context.
     """
     hush_libraries()
-    given = [] if isinstance(prompts, Path) else prompts
+    given = prompts
+    if isinstance(prompts, Iterable) and not isinstance(prompts, str):
+        given = list(prompts)  # a generator is read once
     # A text is a sequence of characters, and a conversation one of messages.
-    if isinstance(given, str) or any(isinstance(one, Mapping) for one in given):
+    wrong = isinstance(given, list) and any(isinstance(one, Mapping) for one in given)
+    if wrong or not isinstance(given, list | Path):
         raise DprlhfError(
             "prompts: give a list of texts or conversations, [prompt] for a single one, or the"
             " pathlib.Path of a file"
@@ -277,14 +281,14 @@ def generate(
             raise DprlhfError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
         rollout = recipe.rollout.model_copy(update={"max_new_tokens": max_new_tokens})
         recipe = recipe.model_copy(update={"rollout": rollout})
-    if isinstance(prompts, Path):
-        prompts = prompts_in(prompts, recipe.data.prompt_column)
+    if isinstance(given, Path):
+        given = prompts_in(given, recipe.data.prompt_column)
     checkpoint = last_checkpoint(run_folder)
     if checkpoint is None:
         raise DprlhfError(f"{folder}: no policy yet; finish the run with: dprlhf resume {folder}")
     policy = load_policy_of(recipe)
     load_tuned(checkpoint, policy)
-    asked = in_memory_prompts(prompts)
+    asked = in_memory_prompts(given)
     one = recipe.rollout.model_copy(
         update={"responses": 1, "base_policy": "on-policy", "backend": "transformers"}
     )
@@ -301,7 +305,7 @@ def generate(
             ).texts
     return [
         {"prompt": p, "base": b, "tuned": t}
-        for p, b, t in zip(prompts, texts["base"], texts["tuned"], strict=True)
+        for p, b, t in zip(given, texts["base"], texts["tuned"], strict=True)
     ]
 
 

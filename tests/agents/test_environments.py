@@ -9,6 +9,7 @@ import pytest
 
 from dprlhf import DprlhfError, recipe
 from dprlhf.agents import Agent, AgentSampler, check_apart, load_sampler
+from dprlhf.agents.agent import OwnRandomness, begin
 from dprlhf.agents.rewards import environment_rewards
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import Scorer
@@ -154,3 +155,56 @@ def test_one_environment_that_gives_a_reward_is_enough() -> None:
     assert environment_rewards(TWO)
     assert not environment_rewards({"sums": Adding})
     assert not environment_rewards(None)
+
+
+def part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+class Saying:
+    """An environment that begins with what it was made with."""
+
+    def __init__(self, said: Any) -> None:
+        self.said = said
+
+    def reset(self) -> Any:
+        return self.said
+
+
+@pytest.mark.parametrize(
+    ("message", "said", "joined"),
+    [
+        ({"content": "a"}, "b", "ab"), ({"content": "a"}, 7, "a7"),
+        ({"content": None}, "b", "b"), ({}, "b", "b"),
+        ({"content": [part("a")]}, "b", [part("a"), part("b")]),
+        ({"content": "a"}, [part("b")], [part("a"), part("b")]),
+        ({"content": None}, [part("b")], [part(""), part("b")]),
+        ({"content": [part("a")]}, [part("b"), part("c")], [part("a"), part("b"), part("c")]),
+        ({"content": [part("a")]}, None, [part("a")]),
+    ],
+)  # fmt: skip
+def test_what_reset_returns_is_joined_to_a_text_or_to_parts(
+    message: dict[str, Any], said: Any, joined: Any
+) -> None:
+    asked = [{"role": "system", "content": "s"}, {"role": "user", **message}]
+    begun = begin(Saying(said), OwnRandomness(1), asked, {})
+    assert begun == [asked[0], {"role": "user", "content": joined}]
+    assert asked[1] == {"role": "user", **message}
+
+
+@pytest.mark.parametrize("other", [{"type": "image"}, {"type": "image", "text": "a cat"}, "text"])
+def test_a_part_that_is_no_text_costs_its_user_alone(other: Any) -> None:
+    prompts = prompts_of(USERS, environment=NAMES)
+    prompts.prompts[1] = [{"role": "user", "content": [part("What is this?"), other]}]
+    responses = draw(acting(), prompts)
+    assert responses.failed is not None
+    assert responses.failed.tolist() == [user == 1 for user in responses.user]
+    with pytest.raises(DprlhfError, match="a part that is no text") as refusal:
+        draw(acting(), prompts, private=False)
+    assert "What is this" not in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_reset_may_return_parts_of_text_alone() -> None:
+    with pytest.raises(DprlhfError, match="a part that is no text"):
+        draw(acting(lambda: Saying([1, 2])), prompts_of(USERS), private=False)

@@ -35,6 +35,15 @@ def test_one_prompt_or_several_in_text_or_json(run: Path) -> None:
     assert [set(a) for a in answers] == [{"prompt", "base", "tuned"}] * 2
 
 
+def test_prompts_from_anything_that_has_them_one_after_another(run: Path) -> None:
+    told = generate(run, ["One day", "Two"])
+    for given in (("One day", "Two"), (text for text in ("One day", "Two"))):
+        assert generate(run, given) == told
+    for wrong in (5, "One day", ({"role": "user", "content": text} for text in "ab")):
+        with pytest.raises(DprlhfError, match=r"^prompts: give a list of texts or conversations"):
+            generate(run, wrong)  # type: ignore[arg-type]
+
+
 @pytest.mark.slow
 def test_the_length_of_a_continuation(run: Path) -> None:
     def longest(max_new_tokens: int | None) -> int:

@@ -459,6 +459,38 @@ def test_completions_that_no_policy_reads_are_refused() -> None:
     assert Users(rows, Documents(path="here", completion_column=None)).count == 1
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_column_whose_decoder_is_missing_is_refused(
+    nested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every user would be unreadable, and a run would release noise alone."""
+    sound: Any = datasets.Audio()
+    features = datasets.Features(
+        {"prompt": datasets.Value("string"), "voice": datasets.List(sound) if nested else sound}
+    )
+    clip = {"bytes": b"sound", "path": None}
+    rows = datasets.Dataset(
+        pa.table({"prompt": ["hello"], "voice": [[clip] if nested else clip]}).cast(
+            features.arrow_schema
+        )
+    ).cast(features)
+    decoded: list[Any] = []
+
+    def decode(self: Any, value: dict[str, Any], *rest: Any, **more: Any) -> None:
+        decoded.append(value)
+        raise ImportError("please install 'torchcodec'")
+
+    monkeypatch.setattr(datasets.Audio, "decode_example", decode)
+    with pytest.raises(
+        DprlhfError, match=r"column 'voice' \(Audio\) cannot be decoded .*torchcodec"
+    ):
+        Users(rows, Data(path="here"))
+    assert [value["bytes"] for value in decoded] == [b""]  # no user's
+    monkeypatch.setattr(datasets.Audio, "decode_example", lambda self, value, **rest: "heard")
+    heard = Users(rows, Data(path="here")).select(np.array([0])).columns["voice"]
+    assert heard == [["heard"] if nested else "heard"]
+
+
 def test_an_empty_dataset_and_missing_columns_are_named() -> None:
     with pytest.raises(DprlhfError, match=r"data 'here': the dataset is empty"):
         users({"prompt": []})

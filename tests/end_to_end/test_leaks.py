@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,13 @@ import numpy as np
 import pytest
 from tqdm.auto import tqdm
 
+import dprlhf
 from dprlhf.boundary import Private
+from dprlhf.training.guidance import Guidance
 from dprlhf.training.progress import Progress
-from helpers import commands, leaks
+from dprlhf.training.reinforcement import Reinforcement
+from helpers import commands, leaks, tiny
+from helpers.runs import run_settings
 
 pytestmark = pytest.mark.slow
 
@@ -143,6 +149,43 @@ def test_a_log_gets_no_line_between_the_first_round_and_the_last(
         assert capsys.readouterr().err == ""
     progress.close()
     assert "evaluation after" in evaluation("after")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_log_gets_no_line_of_the_users_own_code_between_rounds(
+    terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """A tool, a judge or a metric prints of public rows as it is called, in the middle of a run."""
+
+    def printing(owner: type, method: str) -> None:
+        inner = getattr(owner, method)
+
+        def called(*given: Any, **named: Any) -> Any:
+            print(f"{method} to stdout")
+            os.write(2, f"{method} to stderr\n".encode())
+            return inner(*given, **named)
+
+        monkeypatch.setattr(owner, method, called)
+
+    printing(Reinforcement, "public_metrics")
+    printing(Guidance, "subspace")
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: terminal, raising=False)
+    public = tmp_path / "public.csv"
+    public.write_text("prompt\n" + "".join(f"public {i}\n" for i in range(12)))
+    dprlhf.train(
+        **run_settings(str(tiny.save(tmp_path / "model")), rounds=2),
+        evaluation={"data": {"path": str(public)}, "prompts": 4, "every": 1},
+        update__subspace={"rank": 1, "prompts": 4},
+        output_dir=tmp_path / "run",
+    )
+    captured = capfd.readouterr()
+    counts = [
+        getattr(captured, stream).count(f"{method} to {kind}")
+        for method in ("public_metrics", "subspace")
+        for stream, kind in (("out", "stdout"), ("err", "stderr"))
+    ]
+    assert counts == ([1, 1, 2, 2] if terminal else [0] * 4)
 
 
 def test_a_terminal_shows_tens_of_percent_only(

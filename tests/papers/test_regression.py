@@ -31,7 +31,7 @@ from dprlhf.papers.regression import (
     in_memory,
     issp,
 )
-from dprlhf.papers.regression.exponential import UNITS, choose, total_units
+from dprlhf.papers.regression.exponential import UNITS, choose, exponent, total_units
 from dprlhf.papers.regression.in_memory import InMemoryRelease
 from dprlhf.privacy import pure
 from dprlhf.privacy.gaussian import gaussian_epsilon
@@ -943,6 +943,22 @@ X, Y = np.eye(2), np.ones(2)
         (lambda: fit(GAUSSIAN[0], Y, Y, epsilon=1, delta=1e-5), "must be \\[users, d\\]"),
         (lambda: fit(GAUSSIAN[0], "abc", Y, epsilon=1, delta=1e-5), "arrays of numbers"),
         (lambda: fit(GAUSSIAN[0], X[:0], Y[:0], epsilon=1, delta=1e-5), "users must be above 0"),
+        # A word for replace-one that is not the right one would get the budget of add-remove.
+        *(
+            (
+                lambda oracle=oracle, delta=delta: fit(
+                    oracle, X, Y, epsilon=1, delta=delta, adjacency="replace_one"
+                ),
+                "adjacency 'replace_one' is unknown",
+            )
+            for oracle, delta in (
+                (Exponential(torch.eye(2), 1), 0.0),
+                (ISSP(1, 1), 1e-5),
+                (GAUSSIAN[0], 1e-5),
+            )
+        ),
+        (lambda: exponent(1.0, "replace_one"), "is unknown"),  # type: ignore[arg-type]
+        (lambda: issp._one_step(1.0, 1e-5, "Replace-one"), "is unknown"),  # type: ignore[arg-type]
         (
             lambda: fit(GAUSSIAN[0], X, Y, epsilon=1, delta=1e-5, adjacency="add-remove"),
             "the number of rows is private",

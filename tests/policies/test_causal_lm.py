@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from dprlhf import recipe
+from dprlhf.data.public import in_memory_prompts
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.per_user import PerUserGradients
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import load_policy, make_policy
+from dprlhf.rollout import sample
 from dprlhf.rollout.made_up import made_up_responses
-from helpers import tiny
+from helpers import runs, tiny
 
 KINDS: list[tiny.Kind] = ["gpt2", "llama"]
 
@@ -55,6 +58,45 @@ def test_checkpoints_change_no_bit_of_a_gradient(kind: tiny.Kind, adapter: str) 
     with torch.no_grad():
         first, second = (p.response_logprobs(*rows(), 5) for p in (plain, checkpointed))
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("part", ["", "transformer.h.1"])
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_program_that_turns_dropout_on_finds_it_off(part: str, checkpoints: bool) -> None:
+    """With dropout every user's gradient would change with who else is in the batch."""
+    config = GPT2Config(vocab_size=257, n_positions=64, n_embd=32, n_layer=2, n_head=4)
+    assert config.resid_pdrop == 0.1
+    adapter = recipe.Adapter(target_modules="all-linear")
+    policy = make_policy(GPT2LMHeadModel(config), tiny.tokenizer(), adapter)
+    if checkpoints:
+        policy.checkpoint_layers()
+    with torch.no_grad():
+        policy.parameters[next(n for n in policy.parameters if "lora_B" in n)].fill_(0.1)
+    tokens, mask = rows()
+    alone = tokens[:, :8], mask[:, :8]
+
+    def everything() -> list[torch.Tensor]:
+        spec = recipe.Rollout(base_policy="on-policy", max_new_tokens=4, batch_size=8)
+        prompts = in_memory_prompts(["one", "other"])
+        sampled = sample(
+            policy, prompts, spec, key=bytes(32), context=("test",), max_prompt_tokens=16
+        )
+        with torch.no_grad():
+            values = [policy.response_logprobs(*rows(), 5), policy.last_states(*alone)]
+        return [*values, sampled.tokens, gradients(policy)]
+
+    expected, changed = (
+        everything(),
+        policy.model.get_submodule(part and f"base_model.model.{part}"),
+    )
+    with policy.without_dropout():
+        for _ in range(2):
+            changed.train()
+            assert all(map(torch.equal, everything(), expected))
+        assert not any(module.training for module in policy.model.modules())
+    changed.train()  # the program's own training after the run has dropout
+    assert not torch.equal(gradients(policy), expected[-1])
+    assert any(module.training for module in changed.modules())
 
 
 def test_a_model_without_layers_for_checkpoints_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,3 +200,19 @@ def test_an_adapted_embedding_still_says_how_large_it_is() -> None:
     assert policy.shared_rows(4, 16, 8) == made("gpt2").shared_rows(4, 16, 8)
     rows = made_up_responses(policy, [0], rows=2, num_generations=2, width=16, longest=16, length=4)
     assert rows.tokens.max() < 257
+
+
+def test_a_callback_that_turns_dropout_on_changes_no_round(tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=257, n_positions=64, n_embd=32, n_layer=2, n_head=4)
+    model = GPT2LMHeadModel(config)
+
+    def trained(name: str, *callbacks: Any) -> dict[str, torch.Tensor]:
+        runs.train(
+            copy.deepcopy(model) if not callbacks else model, tmp_path / name,
+            processing_class=tiny.tokenizer(), callbacks=callbacks, rounds=2, epsilon=8.0,
+        )  # fmt: skip
+        return runs.weights(tmp_path / name)
+
+    plain, other = trained("plain"), trained("other", lambda metrics: model.train())
+    assert plain
+    assert all(torch.equal(plain[name], other[name]) for name in plain)

@@ -82,7 +82,18 @@ def test_what_private_calls_leave_in_tokenizer_and_configs_is_not_saved(
         **given,
     )  # fmt: skip
     tokenizer(PROMPTS, padding=True)  # a call before the run leaves its padding, too
-    result = dprlhf.train(**{**common, "model": tiny.model(), "output_dir": tmp_path / "run"})
+    seen: list[dict[str, Any]] = []
+
+    def save_as_well(metrics: dict[str, Any]) -> None:
+        tokenizer.save_pretrained(tmp_path / f"{len(seen)}")
+        seen.append(saved(tmp_path / f"{len(seen)}"))
+
+    result = dprlhf.train(
+        **{**common, "model": tiny.model(), "output_dir": tmp_path / "run"},
+        callbacks=[save_as_well],
+    )
+    of_tokenizer = {n: v for n, v in saved(place).items() if not n.endswith("config.json")}
+    assert [{n: v for n, v in s.items() if n in of_tokenizer} for s in seen] == [of_tokenizer] * 2
     assert saved(result.folder.policy) == saved(place)
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= set(saved(place))
     assert ("generation_config.json" in saved(place)) == (adapter == FULL)

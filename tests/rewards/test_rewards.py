@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -1321,6 +1321,48 @@ def test_classifier_says_what_is_wrong(tmp_path: Path) -> None:
             load_reward(recipe.Reward(classifier=str(place), label=label))
         assert text in str(caught.value)
         assert "\n" not in str(caught.value)
+    for word in ("prompt + completion", "prompt", ""):
+        with pytest.raises(DprlhfError, match=r"text '.*'.*: prompt\+completion, completion$"):
+            ClassifierReward(str(folder), label="POSITIVE", text=cast(Any, word))
+
+
+def test_a_token_without_an_embedding_costs_its_user_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must not reach the model: on a GPU that would end the run of everybody."""
+    model, tokenizer = positioned("Bert", 100), byte_tokenizer()
+    tokenizer.add_tokens(["<image>"])  # one more than the model has, as of some families
+    reward = ClassifierReward(model, tokenizer=tokenizer, batch_size=2)
+    scores = score(reward, ["hi", "look <image>", "yo"])
+    assert scores.valid.tolist() == [True, False, True]
+    assert scores.failures == {"DprlhfError": 1}
+    monkeypatch.setattr(reward, "_forward", lambda *_: pytest.fail("the model was called"))
+    with pytest.raises(DprlhfError, match="tokens beyond the 259") as refusal:
+        reward(prompts=["", ""], completions=["hi", "look <image>"])
+    assert "look" not in str(refusal.value)
+
+
+def test_padding_without_an_embedding_does_not_reach_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    reward = ClassifierReward(positioned("Bert", 100), tokenizer=tokenizer)
+    monkeypatch.setattr(reward, "_forward", lambda *_: pytest.fail("the model was called"))
+    with pytest.raises(DprlhfError, match="tokens beyond the 259"):
+        reward(prompts=[""], completions=["hi"])
+
+
+def test_a_model_without_a_table_of_embeddings_takes_any_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CANINE hashes characters."""
+
+    def lacking(model: Any) -> None:
+        raise NotImplementedError
+
+    model = positioned("Bert", 100)
+    monkeypatch.setattr(type(model), "get_input_embeddings", lacking)
+    reward = ClassifierReward(model, tokenizer=byte_tokenizer())
+    assert score(reward, ["hi"]).valid.all()
 
 
 def test_classifier_from_an_asset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

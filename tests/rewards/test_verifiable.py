@@ -71,6 +71,10 @@ def test_a_number_is_right_within_its_tolerance(number: int, factor: float, word
         (0.5, ["it is .5", "0.50"], ["5"]), (-0.5, ["-.5", "-$.5"], ["5", ".5"]),
         (12, ["10-12", "22-10=12"], ["-12"]), (-12, ["it is -12", "0 - -12"], ["10-12", "12"]),
         (True, ["1"], ["0"]), ("it is 7e2", ["700"], ["2", "7"]),
+        (-5, ["it is −5", "−$5.0", "0 − −5"], ["5", "10−5"]), ("so −5", ["-5", "−5"], ["5"]),
+        (4, ["3,4", "12,34,4", "1,2345,4"], ["34", "3"]), (34, ["34"], ["3,4"]),
+        (1234567, ["1,234,567", "$1,234,567.0"], ["1234,567", "12,34,567", "1,234567"]),
+        (2345, ["1,2345", "1,2,345", "2,345."], ["1,234,5", "2,34,5"]), ("3,4", ["4"], ["34"]),
         (None, [], ["0", "None"]), (float("nan"), [], ["0", "nan"]),
     ],
 )  # fmt: skip
@@ -94,8 +98,23 @@ def test_a_marked_answer_counts_and_the_last_one_only(number: int, wrong: int, a
     if wrong != number:
         text = f"\\boxed{{{number}}} or \\boxed{{{wrong}}}"
         assert verifiable.math_answer([text], answer=[number]) == [0.0]
+        text = f"\\boxed{{−{abs(number)}}}"
+        assert verifiable.math_answer([text], answer=[-abs(number)]) == [1.0]
     # An answer without a mark is no answer, and neither is a mark without one.
     assert verifiable.math_answer([f"{number}", "\\boxed{", "####"], answer=[number] * 3) == [0] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "right"),
+    [
+        ("3,4", "34", 0), ("3,4", "3,4", 1), ("3, 4", "3,4", 1), ("34", "3,4", 0),
+        ("1,234", "1234", 1), ("1,234.", "1234", 1), ("+1,234", 1234, 1), ("$1,234.50", 1234.5, 1),
+        ("1234,567", "1234567", 0), ("1,2345", "12345", 0), ("1.5,000", "1.5", 0),
+        ("−7", -7, 1), ("-7", "−7", 1), ("−x", "-x", 1), ("7", "−7", 0),
+    ],
+)  # fmt: skip
+def test_a_list_with_commas_is_no_number(text: str, answer: Any, right: int) -> None:
+    assert verifiable.math_answer([f"#### {text}"], answer=[answer]) == [right]
 
 
 @pytest.mark.parametrize(
@@ -162,6 +181,14 @@ def test_a_countdown_takes_numbers_as_text_and_no_whole_division() -> None:
         scores = verifiable.countdown(texts, numbers=[given_] * 4, answer=[48] * 4)
         assert scores == [1.0, 0.0, 0.0, 0.0]
     assert verifiable.countdown(["7//2", "7/2"], numbers=["[7, 2]"] * 2, answer=[3, 3.5]) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"), [(".25 * 4", 1), ("4 / .25", 16), ("25. + 4", 29), ("2.5 * 4", 10)]
+)
+def test_a_countdown_takes_a_number_with_a_point_for_no_other(text: str, answer: int) -> None:
+    assert verifiable.countdown([text], numbers=[[25, 4]], answer=[answer]) == [0.0]
+    assert verifiable.countdown(["0.5 * 4"], numbers=[[0.5, 4]], answer=[2]) == [1.0]
 
 
 @pytest.mark.parametrize(

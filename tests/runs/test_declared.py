@@ -107,6 +107,8 @@ def test_a_run_that_starts_from_the_model_counts_it(model: Path, tmp_path: Path)
         ([(0.0, 0.5, 5)], "noise multiplier"),
         ([(float("inf"), 0.5, 5)], "noise multiplier"),
         ([(1.0, 0.5, 0)], "number of steps"),
+        ([(1.0, 0.5)], "for each part"),
+        ([(1.0, 0.5, 10, 1)], "for each part"),
     ],
     ids=str,
 )
@@ -115,6 +117,12 @@ def test_terms_out_of_range(model: Path, history: Any, message: str) -> None:
         declare(model, history, delta=DELTA)
     with pytest.raises(DprlhfError):
         records_of(model)
+
+
+def test_an_unknown_sampling_has_no_epsilon(model: Path) -> None:
+    """Taken for batches of one pass each, it would count fewer passes than they make."""
+    with pytest.raises(DprlhfError, match="poisson or shuffled, not 'shuffle'"):
+        declare(model, [(1.0, 0.51, 100)], delta=DELTA, sampling="shuffle")  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from dprlhf.runs.earlier import (
     cost_terms,
     read_earlier,
     records_of,
+    runs_of_model,
     total,
     total_of,
     total_of_runs,
@@ -108,3 +109,91 @@ def test_two_continuations_of_one_run_are_not_one_run(
         named = [{"run": str(one)}, {"run": str(other)}]
         with pytest.raises(DprlhfError, match=said):
             read_earlier(make_recipe(recipe_settings(previous=named)))
+
+
+def terms_of(**changes: Any) -> dict[str, Any]:
+    """The terms of a run as a model carries them."""
+    return {**asdict(record(plan(partition="fixed").terms())), **changes}
+
+
+def carry(model: Path, terms: Any) -> Path:
+    model.mkdir(exist_ok=True)
+    (model / FILE).write_text(json.dumps({"runs": [terms]}))
+    return model
+
+
+def test_a_record_of_a_run_without_privacy_is_read(tmp_path: Path) -> None:
+    terms = terms_of(unit="user")
+    terms["mechanism"]["noise_multiplier"] = 0
+    assert total_of_runs([carry(tmp_path / "model", terms)])[1].epsilon == float("inf")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"run": ["a"]}, {"name": None}, {"stage": 1}, {"unit": []}, {"delta": 10**400},
+        {"tuning_runs": -5}, {"tuning_runs": "3"}, {"tuning_runs": 1.5}, {"tuning_runs": None},
+        {"disjoint": None}, {"disjoint": "abc"}, {"disjoint": [["a"]]}, {"later": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_altered_record_is_refused_in_one_line(tmp_path: Path, changes: dict[str, Any]) -> None:
+    model = carry(tmp_path / "model", terms_of())
+    assert total_of_runs([model])[1].epsilon > 0
+    carry(model, terms_of(**changes))
+    with pytest.raises(DprlhfError, match="altered, or is of a newer version") as refusal:
+        total_of_runs([model])
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.pop("rounds"), lambda m: m.pop("noise_multiplier"),
+        lambda m: m.update(later=1), lambda m: m.update(rounds="4"),
+        lambda m: m.update(partition="later"), lambda m: m.update(partition=[]),
+        lambda m: m.update(noise_multiplier=-1), lambda m: m.update(noise_multiplier=10**400),
+        lambda m: m.update(participations=9),
+    ],
+)  # fmt: skip
+def test_an_altered_mechanism_is_refused_in_one_line(tmp_path: Path, change: Any) -> None:
+    terms = terms_of()
+    change(terms["mechanism"])
+    model = carry(tmp_path / "model", terms)
+    with pytest.raises(DprlhfError, match="altered, or is of a newer version"):
+        total_of_runs([model])
+    with pytest.raises(DprlhfError, match="altered, or is of a newer version"):
+        read_earlier(make_recipe(recipe_settings(previous=[{"run": str(model)}])))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[1]", '"run"', "null", '{"policy": "none"}', '{"run": {"a": 1}}', '{"run": null}',
+     '{"run": 7}'],
+)  # fmt: skip
+def test_a_file_that_is_no_card_of_a_run_is_as_if_there_were_none(
+    tmp_path: Path, text: str
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for place in (model, tmp_path):
+        (place / "privacy.json").write_text(text)
+        assert runs_of_model(str(model)) == set()
+    (tmp_path / "privacy.json").write_text('{"run": "abc"}')
+    assert runs_of_model(str(model)) == {"abc"}
+    (model / "privacy.json").write_text('{"run": "def"}')
+    assert runs_of_model(str(model)) == {"def"}
+
+
+@pytest.mark.parametrize("text", [b"{", b"", b"\xff\xfe", b"[" * 200_000], ids=range(4))
+def test_a_card_that_cannot_be_read_is_refused_in_one_line(tmp_path: Path, text: bytes) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for place in (tmp_path, model):
+        card = place / "privacy.json"
+        card.write_bytes(text)
+        with pytest.raises(DprlhfError, match="cannot be read as JSON") as refusal:
+            runs_of_model(str(model))
+        assert str(refusal.value).startswith(f"{card}: ")
+        assert "\n" not in str(refusal.value)
+        card.unlink()

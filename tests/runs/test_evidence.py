@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,16 +24,19 @@ import dprlhf
 from dprlhf import DprlhfError, recipe
 from dprlhf.privacy.gaussian import gaussian_epsilon
 from dprlhf.privacy.ledger import Entry, read_ledger
+from dprlhf.recipe import make_recipe
 from dprlhf.runs.card import note_audit
-from dprlhf.runs.earlier import records_of, total_of
-from dprlhf.runs.evidence import seal
+from dprlhf.runs.earlier import Record, records_of, total_of
+from dprlhf.runs.evidence import answers, seal
 from dprlhf.runs.evidence.words import found_at, of_hundred, one_in, right_guesses
 from dprlhf.runs.evidence.write import verify_evidence, write_evidence
 from dprlhf.runs.folder import RunFolder
 from helpers import tiny
 from helpers.commands import dprlhf as command
 from helpers.marks import slow
+from helpers.recipes import recipe_settings
 
+ROOT = Path(__file__).parents[2]
 DAY = datetime.date(2026, 11, 23)
 Finished = Callable[[str], Path]
 NUMBERS = ["11.3.2", "11.3.3", "12.3.1", "12.3.2", "12.3.3"]
@@ -611,3 +615,33 @@ def test_the_plain_numbers_hold_for_a_gaussian(z: float) -> None:
     assert right < right_guesses(gaussian_epsilon(z, delta), delta)
     cut = np.quantile(noise, 0.99)
     assert (noise + 1 > cut).mean() < found_at(0.01, gaussian_epsilon(z, delta), delta) + 0.002
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "changes", "expected"),
+    [
+        ({"partition": "random-allocation"}, {}, {"random_allocation_accounting"}),
+        ({"partition": "random-allocation", "bands": 2}, {},
+         {"correlated_noise", "correlated_random_allocation"}),
+        ({"partition": "fixed", "bands": 2}, {}, {"correlated_noise", "disjoint_batches"}),
+        ({"partition": "stream"}, {"tuning_runs": 2}, {"composition", "disjoint_batches"}),
+        ({"partition": "poisson", "releases_per_round": 4},
+         {"update": {"name": "npg", "oracle": {"name": "improper-batch-sgd"}}},
+         {"releases_in_a_round", "gradient_oracles"}),
+        ({"partition": "poisson"},
+         {"update": {"name": "npg", "oracle": {"name": "sufficient-statistics", "sketch": 8}}},
+         {"sufficient_statistics"}),
+        ({"partition": "poisson"},
+         {"update": {"name": "pg", "subspace": {"rank": 2, "source": "model"}}}, {"subspace"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_proofs_are_those_of_what_ran(
+    mechanism: dict[str, Any], changes: dict[str, Any], expected: set[str]
+) -> None:
+    tuning_runs = changes.pop("tuning_runs", 0)
+    record = Record("run", "name", "rl", None, 1e-5, mechanism, [], tuning_runs)
+    made = make_recipe(recipe_settings(**changes))
+    named = answers._proofs(mock.Mock(runs=[record], recipe=made))
+    assert set(named) == {"users_and_clipping", "resume", *expected}
+    assert all((ROOT / "docs" / "proofs" / f"{note}.md").is_file() for note in named)

@@ -445,7 +445,15 @@ def test_the_total_of_models_is_the_total_of_their_runs(place: Path) -> None:
     assert (len(models), same.epsilon) == (len(runs_), cost.epsilon)
 
 
-@pytest.mark.parametrize("change", [lambda c: [], lambda c: {"runs": []}, lambda c: {"runs": "x"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c: [],
+        lambda c: {"runs": []},
+        lambda c: {"runs": "x"},
+        lambda c: {"runs": [{"run": {}}]},
+    ],
+)
 def test_an_altered_record_is_refused(
     place: Path, tmp_path: Path, change: Callable[[Any], Any]
 ) -> None:

@@ -174,6 +174,20 @@ class TestMerge:
     def test_it_overwrites_nothing(self, finished: Path, tmp_path: Path) -> None:
         with pytest.raises(DprlhfError, match="exists"):
             merge(finished, tmp_path)
+        shutil.copytree(finished, tmp_path / "runs" / "run")
+        (tmp_path / "link").symlink_to(tmp_path / "runs")
+        for out in ("runs", "runs/run", "link"):  # its key and its ledger would be gone
+            with pytest.raises(DprlhfError, match="the run folder itself is in it"):
+                merge(tmp_path / "runs" / "run", tmp_path / out, replace=True)
+        assert (tmp_path / "runs" / "run" / "ledger.jsonl").is_file()
+
+    @pytest.mark.parametrize("dtype", ["bf16", "int8", "nn"])
+    def test_an_unknown_dtype_leaves_nothing(
+        self, finished: Path, tmp_path: Path, dtype: str
+    ) -> None:
+        with pytest.raises(DprlhfError, match=f"dtype '{dtype}' is unknown: use float32"):
+            merge(finished, tmp_path / "merged", dtype=dtype)
+        assert not list(tmp_path.iterdir())
 
     @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["gpt2", "llama"])

@@ -293,6 +293,45 @@ class TestDamage:
         # A run without public prompts has no samples either.
         assert (name in problems(html)) == ((name, damage) != ("samples.json", "missing"))
 
+    @pytest.mark.parametrize(
+        "text",
+        [
+            '{"before": null}', '{"after": []}', '{"before": {"reward": null}}',
+            '{"before": {"reward": {"mean": 1%s, "standard_error": 0}}}' % ("0" * 400),
+            '{"compared": []}', '{"compared": null}', '{"compared": {"judge": {"win_rate": []}}}',
+            '{"compared": {"judge": {"win_rate": {"rate": 1%s, "low": 0, "high": 1}}}}'
+            % ("0" * 400),
+            "[" * 200_000,
+        ],
+    )  # fmt: skip
+    def test_a_damaged_evaluation_is_named(self, run: Path, text: str) -> None:
+        (run / "evaluation.json").write_text(text)
+        html = write_report([run]).read_text()
+        assert Page(html).texts["h3"] == SECTIONS
+        assert "evaluation.json is damaged" in problems(html)
+
+    @pytest.mark.parametrize("number", ["1" + "0" * 400, "-1" + "0" * 400, "1e300", "[" * 200_000])
+    def test_a_round_that_cannot_be_drawn_is_a_damaged_line(self, run: Path, number: str) -> None:
+        metrics = run / "metrics.jsonl"
+        lines = metrics.read_text().splitlines()
+        metrics.write_text("\n".join([*lines, f'{{"round": {number}, "public_reward": 1}}']))
+        html = write_report([run]).read_text()
+        assert Page(html).texts["h3"] == SECTIONS
+        assert "metrics.jsonl is damaged: 1 of its lines" in problems(html)
+
+    @pytest.mark.parametrize("error", [-5, 10**400])
+    def test_an_error_that_is_none_is_left_out(self, run: Path, error: int) -> None:
+        line = {"round": 1, "public_reward": 1, "public_reward_standard_error": error}
+        line |= {"private_reward_noised": 1, "private_reward_noise_std": error}
+        (run / "metrics.jsonl").write_text(json.dumps(line))
+        assert Page(write_report([run]).read_text()).texts["h3"] == SECTIONS
+
+    @pytest.mark.parametrize("key", ["epsilon", "delta", "users"])
+    def test_a_card_with_a_number_beyond_floats(self, run: Path, key: str) -> None:
+        card = json.loads((run / "privacy.json").read_text()) | {key: 10**400}
+        (run / "privacy.json").write_text(json.dumps(card))
+        assert Page(write_report([run]).read_text()).texts["h3"] == SECTIONS
+
     def test_another_guarantee_is_not_made_up(self, run: Path) -> None:
         (run / "privacy.json").unlink()
         html = write_report([run]).read_text()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import trl
+from transformers import HfArgumentParser
 
 from dprlhf.errors import DprlhfError
 from dprlhf.trl import PrivateGRPOConfig, PrivateRLOOConfig
@@ -102,12 +103,26 @@ def test_a_budget_is_asked_for(own: Any, budget: dict[str, float]) -> None:
         ("privacy_lora_fa", "no", "True or False"),
         ("privacy_previous", "runs/first", "a list"),
         ("privacy_subspace", "model", "a mapping or None"),
+        ("privacy_subspace", 4, "a mapping or None"),
         ("privacy_unit", 3, "a text or None"),
     ],
 )
 def test_a_setting_of_another_type_is_named(name: str, value: Any, takes: str) -> None:
     with pytest.raises(ValueError, match=f"{name} takes {takes}, not "):
         PrivateGRPOConfig(output_dir="x", **{"privacy_epsilon": 4, name: value})
+
+
+@pytest.mark.parametrize("own", [PrivateGRPOConfig, PrivateRLOOConfig])
+def test_a_command_line_takes_a_mapping_as_json(own: Any) -> None:
+    """As it takes TRL's own settings that are mappings."""
+    given = ["--output_dir", "x", "--privacy_epsilon", "4", "--privacy_subspace"]
+    (config,) = HfArgumentParser(own).parse_args_into_dataclasses(
+        [*given, '{"rank": 4, "source": "model"}']
+    )
+    assert config.privacy_subspace == {"rank": 4, "source": "model"}
+    assert as_private(config, own, "x") is config
+    (config,) = HfArgumentParser(own).parse_args_into_dataclasses(given[:-1])
+    assert config.privacy_subspace is None
 
 
 def test_a_baseline_is_one() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import Recipe
+from dprlhf.training.build import plan_of
 from dprlhf.trl import PrivateGRPOConfig, PrivateRLOOConfig
 from dprlhf.trl.fields import GRPO, RLOO
 from dprlhf.trl.mapping import long_warmup, recipe_of, small_rounds
@@ -151,6 +152,9 @@ def test_rloo_is_the_policy_gradient_with_the_other_responses_as_baseline() -> N
             "give one",
         ),
         ({"num_train_epochs": 0.5}, "num_train_epochs=0.5"),
+        ({"privacy_participations": 0, "num_train_epochs": 2}, "privacy.participations"),
+        ({"public": 80, "privacy_subspace": {"rank": 2}}, "^privacy_subspace: .*eval_dataset"),
+        ({"public": 80, "privacy_subspace": {"source": "public"}}, "'source': 'model'"),
         ({"cls": PrivateRLOOConfig, "reward_clip_range": (3,)}, "^reward_clip_range: give two"),
         ({"cls": PrivateRLOOConfig, "reward_clip_range": 3}, "^reward_clip_range: give two"),
         ({"cls": PrivateRLOOConfig, "reward_clip_range": ("a", "b")}, "two numbers, .low, high."),
@@ -162,11 +166,59 @@ def test_a_value_without_a_meaning_is_refused(changes: dict[str, Any], said: str
         made(**changes)
 
 
+@pytest.mark.parametrize("subspace", [{"source": "model"}, {"data": {"path": "public.txt"}}])
+def test_a_subspace_has_its_own_prompts(subspace: dict[str, Any]) -> None:
+    for public in (0, 80):
+        found = made(public=public, privacy_subspace=subspace).update.subspace
+        assert found is not None
+        assert found.model_dump(exclude_defaults=True).keys() == subspace.keys()
+
+
+@pytest.mark.parametrize(
+    ("users", "changes", "rounds"),
+    [
+        (50, {"num_train_epochs": 3, "per_device_train_batch_size": 64}, 21),
+        (50, {"num_train_epochs": 3, "per_device_train_batch_size": 160}, 9),
+        (50, {"num_train_epochs": 2}, 50),
+        (50, {"num_train_epochs": 3}, 48),
+        (2, {"num_train_epochs": 2, "per_device_train_batch_size": 160}, 2),
+        (50, {"per_device_train_batch_size": 64}, 7),
+        (
+            50,
+            {
+                "num_train_epochs": 3,
+                "per_device_train_batch_size": 64,
+                "privacy_partition": "poisson",
+            },
+            19,
+        ),
+    ],
+)
+def test_epochs_make_rounds_that_the_partition_takes(
+    users: int, changes: dict[str, Any], rounds: int
+) -> None:
+    """As many steps in each epoch as TRL has, and no more than there are users for."""
+    recipe = made(users=users, privacy_epsilon=math.inf, **changes)
+    assert recipe.rounds == plan_of(recipe, users).rounds == rounds
+
+
+@pytest.mark.parametrize(("users", "epochs"), [(50, 3), (100, 3), (1000, 3), (40, 7), (12, 3)])
+def test_the_number_of_rounds_that_is_suggested_is_taken(users: int, epochs: int) -> None:
+    config = PrivateGRPOConfig(output_dir="x", privacy_epsilon=1.0, num_train_epochs=epochs)
+    said = small_rounds(config, made(users=users, num_train_epochs=epochs), users)
+    assert said is not None
+    steps = int(said.rpartition("max_steps=")[2].partition(" ")[0])
+    tried = made(users=users, num_train_epochs=epochs, max_steps=steps, privacy_epsilon=math.inf)
+    assert plan_of(tried, users).rounds == steps
+
+
 @pytest.mark.parametrize(
     ("users", "changes", "said"),
     [
         (1000, {}, "1000 rounds of about 1 users"),
         (1000, {}, "max_steps=16 for about 62.5 users"),
+        (1000, {"num_train_epochs": 3}, "max_steps=15 for about 200 users"),
+        (12, {"num_train_epochs": 3, "per_device_train_batch_size": 96}, None),
         (1000, {"max_steps": 1000}, None),
         (1000, {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 32}, None),
         (1000, {"privacy_epsilon": math.inf}, None),

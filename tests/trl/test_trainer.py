@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
+    EarlyStoppingCallback,
     GPT2Config,
     GPT2ForSequenceClassification,
     TrainerCallback,
@@ -162,7 +163,7 @@ def test_a_resumed_run_has_the_history_of_an_uninterrupted_one(
     model: str, tmp_path: Path, one_key: None
 ) -> None:
     """As in TRL, where a checkpoint holds it; a callback hears of new rounds alone."""
-    given = {"eval_dataset": PUBLIC, "eval_strategy": "steps", "eval_steps": 1}
+    given = {"metric_for_best_model": "reward", **EVERY_ROUND}
     whole = trainer(model, tmp_path / "a", **given)
     whole.train()
     with pytest.raises(KeyboardInterrupt):
@@ -171,6 +172,8 @@ def test_a_resumed_run_has_the_history_of_an_uninterrupted_one(
     resumed = trainer(model, tmp_path / "b", callbacks=[seen], **given)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.log_history == whole.state.log_history
+    assert resumed.state.best_metric == whole.state.best_metric is not None
+    assert resumed.state.best_global_step == whole.state.best_global_step
     assert [entry["step"] for entry in whole.state.log_history] == [0, 1, 1, 2, 2, 3, 3]
     assert seen.seen == ["reward"]
 
@@ -235,6 +238,79 @@ def test_a_callback_stops_a_run_that_can_be_saved_and_continued(model: str, tmp_
     assert (tmp_path / "saved/adapter_model.safetensors").is_file()
     again = trainer(model, tmp_path / "a")
     assert again.train(resume_from_checkpoint=True).global_step == 3
+
+
+def never_better(completions: list[str], **columns: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+EVERY_ROUND = {"eval_dataset": PUBLIC, "eval_strategy": "steps", "eval_steps": 1}
+
+
+def test_transformers_early_stopping_stops_a_run(model: str, tmp_path: Path) -> None:
+    """By metrics of public prompts; the guarantee stays that of all rounds that were planned."""
+    watched = EVERY_ROUND | {"metric_for_best_model": "reward", "reward_funcs": never_better}
+    made = trainer(
+        model, tmp_path / "a", callbacks=[EarlyStoppingCallback(1)], max_steps=6, **watched
+    )
+    out = made.train()
+    assert out.global_step == 2  # the first is the best so far
+    assert (made.state.best_metric, made.state.best_global_step) == (1.0, 1)
+    assert made.privacy["rounds"] == 6
+    assert out.metrics["epsilon"] == made.privacy["epsilon"]
+    again = trainer(
+        model, tmp_path / "a", callbacks=[EarlyStoppingCallback(9)], max_steps=6, **watched
+    )
+    assert again.train(resume_from_checkpoint=True).global_step == 6
+    assert (again.state.best_metric, again.state.best_global_step) == (1.0, 1)
+
+
+def test_the_events_that_callbacks_hear_of(model: str, tmp_path: Path) -> None:
+    heard: list[str] = []
+    all_ = TrainerCallback()
+    for event in [name for name in dir(TrainerCallback) if name.startswith("on_")]:
+        setattr(all_, event, lambda *given, event=event, **values: heard.append(event[3:]))
+    made = trainer(model, tmp_path / "a", callbacks=[all_], max_steps=2, **EVERY_ROUND)
+    made.train()
+    made.evaluate()
+    begin, evaluated = ["step_begin", "step_end", "log"], ["log", "evaluate"]
+    assert heard == [
+        "init_end", "train_begin", *begin, *evaluated, *begin, "train_end", *evaluated,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("greater", "best"), [(None, max), (True, max), (False, min)])
+def test_the_best_public_metric_is_kept(
+    model: str, tmp_path: Path, greater: bool | None, best: Any
+) -> None:
+    made = trainer(
+        model, tmp_path / "a", metric_for_best_model="eval_kl", greater_is_better=greater,
+        **EVERY_ROUND,
+    )  # fmt: skip
+    made.train()
+    told = {e["eval_kl"]: e["step"] for e in made.state.log_history if "eval_kl" in e}
+    assert len(told) == 2  # of the rounds; the evaluation after the last has no KL
+    assert made.state.best_metric == best(told)
+    assert made.state.best_global_step == told[made.state.best_metric]
+
+
+def test_a_metric_that_no_evaluation_has_is_refused_before_the_first_round(
+    model: str, tmp_path: Path
+) -> None:
+    unknown = trainer(model, tmp_path / "a", metric_for_best_model="accuracy", **EVERY_ROUND)
+    with pytest.raises(
+        DprlhfError, match=r"^metric_for_best_model='accuracy': .*eval_kl.*eval_rew"
+    ):
+        unknown.train()
+    assert not (tmp_path / "a").exists()
+    own: dict[str, Any] = {"compute_metrics": lambda told: {"accuracy": len(told.predictions)}}
+    for metric in ("accuracy", "eval_reward_win_rate", "eval_logged_length"):
+        made = trainer(
+            model, tmp_path / metric, metric_for_best_model=metric, max_steps=2, **own,
+            **EVERY_ROUND,
+        )  # fmt: skip
+        made.train()
+        assert (made.state.best_metric is None) == (metric == "eval_logged_length")
 
 
 class Watch(TrainerCallback):
@@ -458,6 +534,76 @@ def test_a_metric_that_is_none_is_refused(model: str, tmp_path: Path, told: Any,
         made.evaluate()
 
 
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [(3.0, "it must return a dictionary"), ({"texts": ["a"]}, "'texts' must be a number, not a l")],
+)
+def test_a_wrong_public_metric_is_found_before_the_first_round(
+    model: str, tmp_path: Path, told: Any, said: str
+) -> None:
+    made = trainer(model, tmp_path / "a", eval_dataset=PUBLIC, compute_metrics=lambda _: told)
+    with pytest.raises(DprlhfError, match=f"^compute_metrics: {said}"):
+        made.train()
+    assert not (tmp_path / "a").exists()
+    # A resumed run tries it as well.
+    right: dict[str, Any] = {"compute_metrics": lambda _: {"one": 1.0}, "eval_dataset": PUBLIC}
+    with pytest.raises(KeyboardInterrupt):
+        trainer(model, tmp_path / "a", callbacks=[Stop(2)], **right).train()
+    ledger = (tmp_path / "a/ledger.jsonl").read_text()
+    made = trainer(model, tmp_path / "a", eval_dataset=PUBLIC, compute_metrics=lambda _: told)
+    with pytest.raises(DprlhfError, match=f"^compute_metrics: {said}"):
+        made.train(resume_from_checkpoint=True)
+    assert (tmp_path / "a/ledger.jsonl").read_text() == ledger
+
+
+def test_a_public_metric_is_tried_on_as_many_rows_as_it_gets(model: str, tmp_path: Path) -> None:
+    """It may hold each response against the answer that it keeps for the row of this number."""
+    calls: list[int] = []
+
+    def by_row(prediction: Any) -> dict[str, float]:
+        assert list(prediction.inputs) == [row["prompt"] for row in PUBLIC]
+        assert len(prediction.label_ids) == len(prediction.predictions) == len(PUBLIC)
+        calls.append(len(set(prediction.predictions)))
+        return {"right": float(np.mean(prediction.label_ids))}
+
+    made = trainer(model, tmp_path / "a", eval_dataset=PUBLIC, compute_metrics=by_row)
+    made.train()
+    assert len(calls) == 3  # tried, before and after
+    assert calls[0] <= 4
+
+
+def test_trying_a_public_metric_changes_nothing(model: str, tmp_path: Path, one_key: None) -> None:
+    def longest(prediction: Any) -> dict[str, float]:
+        return {"longest": float(max(map(len, prediction.predictions)))}
+
+    plain = trainer(model, tmp_path / "a", eval_dataset=PUBLIC)
+    told = trainer(model, tmp_path / "b", eval_dataset=PUBLIC, compute_metrics=longest)
+    outs = [made.train() for made in (plain, told)]
+    assert same_weights(tmp_path / "a", tmp_path / "b")
+    assert outs[1].metrics == {**outs[0].metrics, "eval_longest": outs[1].metrics["eval_longest"]}
+
+
+def test_a_baseline_has_an_epsilon_that_can_be_formatted(model: str, tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    class Shows(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any, **given: Any) -> None:
+            seen.append(float(f"{logs['epsilon']:.3f}"))
+
+    with_callback = {"privacy_epsilon": math.inf, "callbacks": [Shows()]}
+    stopped = trainer(model, tmp_path / "a", privacy_epsilon=math.inf, callbacks=[Stop(2)])
+    with pytest.raises(KeyboardInterrupt):
+        stopped.train()
+    made = trainer(model, tmp_path / "a", **with_callback)
+    out = made.train(resume_from_checkpoint=True)
+    assert seen == [math.inf]
+    assert f"{out.metrics['epsilon']:.2f}" == "inf"
+    assert [entry["epsilon"] for entry in made.state.log_history] == [math.inf] * 3
+    lines = (tmp_path / "a/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["epsilon"] for line in lines] == ["infinity"] * 3
+    assert made.privacy["epsilon"] == "infinity"
+
+
 def test_users_prompts_are_not_public_whatever_is_declared(model: str, tmp_path: Path) -> None:
     """A declaration is for public texts that a user has, too, and not for the users' dataset."""
     declared: dict[str, Any] = {"privacy_declared_public": True}
@@ -647,6 +793,66 @@ def test_what_is_refused_says_why(
     values: dict[str, Any] = {"reward_funcs": lower_case, "args": settings(tmp_path / "a")}
     with pytest.raises(DprlhfError, match=said):
         PrivateGRPOTrainer(model, train_dataset=PROMPTS, peft_config=lora(), **(values | given))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "classes", "count"),
+    [
+        ("list", [0, None], 3),
+        ("single", 0, 2),
+        ("single", None, 2),
+        ("tuple", (0, None), 3),
+        ("tuple", None, 3),
+        ("pair", None, 2),
+        ("none", None, 1),
+        ("empty", None, 1),
+    ],
+)
+def test_an_environments_reward_stands_beside_those_that_are_given(
+    tmp_path: Path, rewards: str, classes: Any, count: int
+) -> None:
+    """As in TRL, whose lists of weights and tokenizers are for the rewards that are given."""
+    judge = classifier(tmp_path / "judge")
+    given: Any = {
+        "list": [judge, lower_case],
+        "tuple": (judge, lower_case),
+        "single": judge,
+        "pair": (judge, 0.5),
+        "none": None,
+        "empty": [],
+    }[rewards]
+    own = tiny.tokenizer()
+    if isinstance(classes, list | tuple):
+        classes = type(classes)(own if one == 0 else one for one in classes)
+    elif classes == 0:
+        classes = own
+    args = settings(tmp_path / "a", max_completion_length=40, privacy_max_prompt_tokens=40)
+    rows = Dataset.from_dict({"seed": list(range(24))})
+    made = PrivateGRPOTrainer(
+        agents.save(tmp_path / "model"), given, args, rows, peft_config=lora(),
+        reward_processing_classes=classes, environment_factory=agents.Guessing,
+    )  # fmt: skip
+    assert len(made.recipe.rewards) == len(made._rewards) == count
+    assert made.recipe.rewards[-1].function == "dprlhf.agents.rewards:environment_reward"
+    assert made._rewards[-1].tokenizer is None
+    assert made.recipe.rewards[0].weight == (0.5 if rewards == "pair" else 1.0)
+    if classes is not None:
+        assert made._rewards[0].tokenizer is own
+
+
+def test_weights_are_for_the_rewards_beside_an_environment(tmp_path: Path) -> None:
+    rows = Dataset.from_dict({"seed": list(range(24))})
+    args = settings(
+        tmp_path / "a", max_completion_length=40, privacy_max_prompt_tokens=40, reward_weights=[2.0]
+    )
+    given: dict[str, Any] = {"peft_config": lora(), "environment_factory": agents.Guessing}
+    folder = agents.save(tmp_path / "model")
+    made = PrivateGRPOTrainer(folder, (lower_case,), args, rows, **given)
+    assert [reward.weight for reward in made.recipe.rewards] == [2.0, 1.0]
+    with pytest.raises(DprlhfError, match=r"^reward_processing_classes: 2 for 1 rewards"):
+        PrivateGRPOTrainer(
+            folder, lower_case, args, rows, reward_processing_classes=[None, None], **given
+        )
 
 
 @pytest.mark.slow

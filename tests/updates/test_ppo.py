@@ -33,6 +33,7 @@ from dprlhf.runs.folder import RunFolder
 from dprlhf.updates import UPDATES, PrivateRound
 from dprlhf.updates.adaptive_clip import AdaptiveClip
 from dprlhf.updates.ppo import minibatch, ppo, project, surrogate
+from dprlhf.updates.public_gradients import public_gradients
 from dprlhf.updates.telemetry import TelemetryCoordinates
 from helpers import tiny
 from helpers.autograd import relative_error
@@ -675,17 +676,28 @@ def test_local_moves_are_kept_within_the_clip_norm_that_is_in_force(
 
 def test_local_moves_have_no_radius_in_a_subspace() -> None:
     """The clip norm is the unit of the coordinates there; a full move has another length."""
-    policy, spec = policy_of(), spec_of(epochs=3, local_learning_rate=0.5)
+    subspace = {"rank": 2, "prompts": 8, "source": "model"}
+    policy, spec = policy_of(), spec_of(epochs=3, local_learning_rate=0.5, subspace=subspace)
     responses = batch_of(MIXED, seed=3)
     generator = torch.Generator().manual_seed(1)
     some = torch.randn(policy.dimension, 2, dtype=torch.float64, generator=generator)
-    found = []
+    found, public = [], []
     for clip_norm in (1e-3, 1e3):
+        # Nor have those of the public users to whom directions and scale are fitted.
+        public.append(
+            public_gradients(
+                policy, responses, scores_of(responses), reward_range=3.0, t=1, kl=recipe.KL(),
+                update=spec.model_copy(update={"clip_norm": clip_norm}),
+                optimizer=torch.optim.SGD(policy.parameters.values()),
+            )
+        )  # fmt: skip
         round_, gate = round_of(policy, responses, scores_of(responses), clip_norm=clip_norm)
         round_.subspace = Subspace(torch.linalg.qr(some)[0].T, scale=clip_norm * 1e-3)
         ppo(round_, spec)
         found.append(gate.sums[0].total / (clip_norm * 1e-3))
     torch.testing.assert_close(*found, rtol=1e-9, atol=0)
+    torch.testing.assert_close(*public, rtol=1e-9, atol=0)
+    assert public[0].norm(dim=1).max() > 1.0
 
 
 def test_nothing_is_left_in_the_model_after_an_interruption() -> None:

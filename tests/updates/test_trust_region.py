@@ -13,9 +13,10 @@ from dprlhf import DprlhfError, api, recipe, train
 from dprlhf.data.public import in_memory_prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
+from dprlhf.privacy.plan import make_plan
 from dprlhf.recipe import Adapter, TrustRegion
 from dprlhf.rollout import Responses, sample
-from dprlhf.updates.trust_region import clip_norm, fisher_trace_and_top
+from dprlhf.updates.trust_region import clip_norm, fisher_trace_and_top, round_sizes
 from helpers import tiny
 from helpers.rounds import flat_gradient, token_logprobs
 
@@ -41,6 +42,52 @@ def test_l2_leaves_the_region_with_probability_beta(dimension: int) -> None:
     assert abs(left - region.beta) < 4 * np.sqrt(0.1 * 0.9 / 40_000)
     further = (squares(1.02 * norm, dimension) / 2 > region.alpha).mean()
     assert further > left + 0.02  # the harness sees two percent
+
+
+@pytest.mark.parametrize(
+    ("partition", "users", "rounds", "dimension"),
+    [("random-allocation", 1000, 20, 16), ("poisson", 300, 20, 16), ("fixed", 1010, 20, 500),
+     ("random-allocation", 2000, 10, 1000)],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["l2", "l2-markov"])
+def test_rounds_of_more_users_than_the_mean_stay_in_the_region_as_often(
+    kind: Any, partition: Any, users: int, rounds: int, dimension: int
+) -> None:
+    """The worst case: all of a round's gradients are clipped, and point in one direction."""
+    region = TrustRegion(trust_region=kind, alpha=0.02, beta=0.1)
+    plan = make_plan(
+        users=users, rounds=rounds, delta=1e-5, noise_multiplier=Z, clip_norm=1.0,
+        partition=partition,
+    )  # fmt: skip
+    m, draws = plan.expected_batch_size, 20_000
+
+    def left(sizes: tuple[float, float]) -> float:
+        norm = clip_norm(
+            region, learning_rate=ETA, noise_multiplier=Z, expected_batch_size=m,
+            dimension=dimension, sizes=sizes,
+        )  # fmt: skip
+        rng = np.random.default_rng(0)
+        count = rng.binomial(users, 1 / rounds, size=draws)
+        if partition == "fixed":
+            count[:] = m
+        rest = Z / m * np.sqrt(rng.chisquare(dimension - 1, draws))
+        along = count / m + Z / m * rng.normal(size=draws)
+        return float(((ETA * norm) ** 2 * (along**2 + rest**2) / 2 > region.alpha).mean())
+
+    error = np.sqrt(region.beta * (1 - region.beta) / draws)
+    assert left(round_sizes(plan, region.beta)) < region.beta + 4 * error
+    if kind == "l2" and partition != "fixed":
+        assert left((1.0, 1.0)) > 0.3
+
+
+def test_the_mean_square_of_a_rounds_size_is_that_of_a_binomial() -> None:
+    plan = make_plan(
+        users=300, rounds=20, delta=1e-5, noise_multiplier=Z, clip_norm=1.0, participations=2
+    )
+    sizes = np.random.default_rng(0).binomial(300, 0.1, size=400_000) / 30
+    largest, square = round_sizes(plan, 0.1)
+    assert square == pytest.approx((sizes**2).mean(), rel=3e-3)
+    assert (sizes > largest).mean() <= 0.001 < (sizes > largest - 1 / 30).mean()
 
 
 def test_markov_bounds_the_mean_square_and_is_below_the_quantile() -> None:
@@ -143,8 +190,26 @@ def test_a_run_keeps_the_clip_norm_that_was_decided(
     assert ("tr F" in capsys.readouterr().out) == (kind == "kl")
     if kind == "l2-markov":
         z, m = result.plan.noise_multiplier, result.plan.expected_batch_size
-        d = 2 * 96
-        assert kept == pytest.approx(np.sqrt(2 * 0.01 * 0.2 / (1 + (z / m) ** 2 * d)) / 0.5)
+        d, square = 2 * 96, 1 + (1 - m / result.plan.users) / m
+        assert kept == pytest.approx(np.sqrt(2 * 0.01 * 0.2 / (square + (z / m) ** 2 * d)) / 0.5)
+
+
+@pytest.mark.slow
+def test_correlated_noise_counts_by_its_noisiest_round(tmp_path: Path) -> None:
+    region = {"trust_region": "l2", "alpha": 0.01, "beta": 0.1}
+    result = run(
+        tmp_path, update__clip_norm=region, privacy__bands=3, privacy__partition="fixed", rounds=3
+    )
+    plan = result.plan
+    most = max(plan.noise_std_of(t) for t in (1, 2, 3)) / plan.clip_norm
+    assert most > 1.05 * plan.noise_multiplier
+    assert plan.clip_norm == pytest.approx(
+        clip_norm(
+            TrustRegion.model_validate(region), learning_rate=0.5, noise_multiplier=most,
+            expected_batch_size=plan.expected_batch_size, dimension=2 * 96,
+            sizes=round_sizes(plan, 0.1),
+        ), rel=1e-9,
+    )  # fmt: skip
 
 
 @pytest.mark.slow

@@ -310,6 +310,9 @@ def begin(
         own_randomness: Its generators.
         prompt: The conversation.
         row: The columns of the prompt's row; ``reset`` gets those that it has parameters for.
+
+    Raises:
+        DprlhfError: The last message or the observation has a part that is no text.
     """
     takes = inspect.signature(environment.reset).parameters.values()
     named = {p.name for p in takes}
@@ -320,7 +323,34 @@ def begin(
     if seen is None:
         return prompt
     last = prompt[-1]
-    return [*prompt[:-1], {**last, "content": f"{last['content']}{seen}"}]
+    return [*prompt[:-1], {**last, "content": _joined(last.get("content"), seen)}]
+
+
+def _joined(content: Any, seen: Any) -> str | list[dict[str, Any]]:
+    """Return what a message says with an observation behind it: parts if either is a list."""
+    if isinstance(content, list) or isinstance(seen, list):
+        return [*_parts(content), *_parts(seen)]
+    return f"{'' if content is None else content}{seen}"
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    """Return a text, or a list of parts, as parts of its own.
+
+    Raises:
+        DprlhfError: A part is no text. A chat template would write a mark for an image that nobody
+            shows to the model.
+    """
+    if not isinstance(content, list):
+        return [{"type": "text", "text": "" if content is None else str(content)}]
+    for part in content:
+        a_text = isinstance(part, Mapping) and part.get("type") == "text"
+        if not a_text or not isinstance(part.get("text"), str):
+            raise DprlhfError(
+                "rollout.agent.environment: a message, or what reset returned, has a part that is"
+                " no text, and the models here read text alone: give a text, or a list of parts"
+                " {'type': 'text', 'text': …}"
+            )
+    return [dict(part) for part in content]
 
 
 def call(trajectory: Trajectory, made: Mapping[str, Any], *, private: bool) -> dict[str, Any]:

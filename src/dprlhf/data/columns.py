@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -62,3 +63,43 @@ def check_readable(rows: Any, column: str, where: str) -> None:
         f"{where} {column!r} holds {found}: give texts, numbers, or conversations, which are lists"
         " of messages with a role and a content"
     )
+
+
+def check_decodable(rows: Any, where: str) -> None:
+    """Refuse a column of sound or images, say, whose decoder is not installed.
+
+    Else no user could be read, each would contribute zero, and a run would release noise alone.
+    Only the columns' types decide it; bytes of no user's are what is decoded.
+
+    Args:
+        rows: A ``datasets.Dataset``.
+        where: Names the rows in the message.
+
+    Raises:
+        DprlhfError: A package is missing.
+    """
+    for column, feature in rows.features.items():
+        for part in _parts(feature):
+            if not getattr(part, "decode", False):
+                continue
+            try:
+                part.decode_example({"bytes": b"", "path": None})
+            except ImportError as missing:
+                raise DprlhfError(
+                    f"{where}: the column {column!r} ({type(part).__name__}) cannot be decoded"
+                    f" ({missing}): install what is missing, or leave the column out"
+                ) from None
+            except Exception:  # the decoder is there, and these bytes are nothing
+                continue
+
+
+def _parts(feature: Any) -> Iterator[Any]:
+    """Yield a column's type and all types inside it."""
+    if isinstance(feature, dict):
+        inside: list[Any] = list(feature.values())
+    else:
+        yield feature
+        inside = feature if isinstance(feature, list) else [getattr(feature, "feature", None)]
+    for part in inside:
+        if part is not None:
+            yield from _parts(part)

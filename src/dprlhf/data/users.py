@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from dprlhf import recipe
 from dprlhf.boundary import Private
-from dprlhf.data.columns import NAMES, NUMBERS, check_readable, is_text
+from dprlhf.data.columns import NAMES, NUMBERS, check_decodable, check_readable, is_text
 from dprlhf.data.given_rows import ROWS_AT_ONCE
 from dprlhf.data.loading import listed, rows_without_value
 from dprlhf.data.spelling import (
@@ -101,6 +101,7 @@ class Users:
         self._spec = spec
         if len(rows) == 0:
             raise DprlhfError(f"data {spec.path!r}: the dataset is empty")
+        check_decodable(rows, f"data {spec.path!r}")
         asked = spec.model_dump(include={n for n in type(spec).model_fields if "_column" in n})
         # A column by another name was asked for: without it, its name is misspelt.
         lacking = spec.prompt_column not in rows.column_names

@@ -72,6 +72,7 @@ class CausalLMPolicy:
         self.stop: StopStrings | None = None
         self.chat_template_kwargs: dict[str, Any] = {}
         self.checkpointed: list[Any] = []
+        self._recomputed: list[Any] = []  # those in a forward pass with gradients, and only then
         self.is_base = False
         self.tools: Sequence[Any] = ()
         self.sampler: Any = None
@@ -87,6 +88,26 @@ class CausalLMPolicy:
             raise DprlhfError("the policy has no trainable parameters: check policy.adapter")
         self._plain_head = has_plain_head(model, frozenset(map(id, self.parameters.values())))
         self.set_up = SetUp()
+
+    @contextlib.contextmanager
+    def without_dropout(self) -> Iterator[None]:
+        """Keep all modules in evaluation mode within the context, whatever a program does.
+
+        A sampler, a reward or a callback may call ``model.train()``. Dropout draws the masks of a
+        batch together, so that one user's row would change the gradient of every other user.
+        """
+        base = self.network.base_model
+        hook = base.register_forward_pre_hook(lambda module, inputs: self._evaluate())
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _evaluate(self) -> None:
+        if sum(module.training for module in self.model.modules()) != len(self._recomputed):
+            self.model.eval()
+            for layer in self._recomputed:
+                layer.training = True
 
     @property
     def network(self) -> Any:
@@ -248,14 +269,15 @@ class CausalLMPolicy:
     @contextlib.contextmanager
     def _checkpointing(self) -> Iterator[None]:
         """Switch the layers' checkpoints on within the context, if gradients are computed."""
-        layers = self.checkpointed if torch.is_grad_enabled() else []
+        self._recomputed = self.checkpointed if torch.is_grad_enabled() else []
         try:
-            for layer in layers:
+            for layer in self._recomputed:
                 layer.training = True
             yield
         finally:
-            for layer in layers:
+            for layer in self._recomputed:
                 layer.training = False
+            self._recomputed = []
 
     def shared_rows(self, num_generations: int, prompt: int, responses: int) -> int:
         """Return the fastest number of responses to compute in one row, behind one prompt.

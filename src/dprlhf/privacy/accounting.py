@@ -33,7 +33,7 @@ from dprlhf.privacy.gaussian import (
 )
 from dprlhf.privacy.partitions import Partition, all_partitions
 from dprlhf.privacy.partitions.base import PartitionSpec, half_noise
-from dprlhf.privacy.relations import DEFAULT_ADJACENCY, Adjacency
+from dprlhf.privacy.relations import DEFAULT_ADJACENCY, Adjacency, check_adjacency
 
 __all__ = [
     "Adjacency",
@@ -86,13 +86,9 @@ class Mechanism:
             if not (isinstance(value, int) and value >= 1):
                 raise DprlhfError(f"{name} must be a whole number of at least 1, not {value}")
         if self.partition not in get_args(Partition):
-            raise DprlhfError(
-                f"partition {self.partition!r} is unknown: use one of {_names(Partition)}"
-            )
-        if self.adjacency not in get_args(Adjacency):
-            raise DprlhfError(
-                f"adjacency {self.adjacency!r} is unknown: use one of {_names(Adjacency)}"
-            )
+            names = ", ".join(get_args(Partition))
+            raise DprlhfError(f"partition {self.partition!r} is unknown: use one of {names}")
+        check_adjacency(self.adjacency)
         if self.participations > self.rounds:
             raise DprlhfError(
                 f"participations {self.participations} exceeds rounds {self.rounds}: "
@@ -236,10 +232,6 @@ def noise_multiplier(
             return z, cost
         z *= 1 + 1e-5 + 0.5 * (cost.epsilon / epsilon - 1)
     raise DprlhfError(f"no noise multiplier was found for epsilon {epsilon} at delta {delta}")
-
-
-def _names(literal: Any) -> str:
-    return ", ".join(get_args(literal))
 
 
 def _check_delta(delta: float) -> None:

@@ -28,7 +28,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Adjacency, Epsilon, Partition
 from dprlhf.privacy.gaussian import find_root
 from dprlhf.privacy.random_allocation import Side
-from dprlhf.privacy.relations import DEFAULT_ADJACENCY
+from dprlhf.privacy.relations import DEFAULT_ADJACENCY, check_adjacency
 
 _ROUNDING = 1e-9
 """Relative margin added to every δ; the binomial weights are exact to about 1e-12."""
@@ -79,10 +79,7 @@ class Mechanism:
                 f"partition {self.partition} has no accountant for pure mechanisms: use"
                 " random-allocation, fixed or stream"
             )
-        if self.adjacency not in ("add-remove", "zero-out", "replace-one"):
-            raise DprlhfError(
-                f"adjacency {self.adjacency!r} is unknown: use add-remove, zero-out or replace-one"
-            )
+        check_adjacency(self.adjacency)
         if self.partition != "random-allocation" and self.adjacency == "add-remove":
             raise DprlhfError(
                 f"partition {self.partition} does not carry adjacency add-remove: use zero-out or"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
+
+from dprlhf.errors import DprlhfError
 
 Adjacency = Literal["add-remove", "zero-out", "replace-one"]
 """How two neighbouring datasets differ: a user added or removed, a user's slot emptied, or a
@@ -15,6 +17,19 @@ The number of users N is published, so it must be the same for both neighbours: 
 emptied, and the user still counts in N and in the divisor kN/T. Where neighbours differ in N
 (add-remove), what is published tells them apart with certainty, whatever the noise.
 """
+
+
+def check_adjacency(adjacency: str) -> None:
+    """Refuse a word that names no neighbouring relation, and so no sensitivity either.
+
+    Raises:
+        DprlhfError: The word is not one of :data:`Adjacency`.
+    """
+    if adjacency not in get_args(Adjacency):
+        raise DprlhfError(
+            f"adjacency {adjacency!r} is unknown: use one of {', '.join(get_args(Adjacency))}"
+        )
+
 
 Space = Literal["gradient", "prompt"]
 """Where an audit's canary users stand: in the gradients of a small bandit, which takes seconds, or

@@ -222,7 +222,8 @@ class Oracle(Settings):
         radius: Bound W on the norm of the solution w.
         target_bound: Bound R to which targets are clipped; a gradient's norm is then at most 2R
             times the clip norm. Null takes the largest possible advantage, 2 ``reward_range`` (3
-            with the baseline ``group``); a smaller bound lowers the noise.
+            with the baseline ``group``, above the largest of up to ten responses); a smaller bound
+            lowers the noise.
         sketch: Dimensions of a public random projection (a count sketch) of the features; null for
             no projection.
         ridge: Ridge regularisation of ``sufficient-statistics``, in units of its noise.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -71,7 +72,7 @@ class ClassifierReward:
 
         Raises:
             DprlhfError: the source cannot be loaded, has no trained classification head, or does
-                not have the label.
+                not have the label; or ``text`` is another word.
         """
         if isinstance(source, str):
             model, self._tokenizer = _loaded(source, revision)
@@ -84,7 +85,7 @@ class ClassifierReward:
         # A call of some batches has few fillers, and a larger one takes longer to check.
         self.dprlhf_most_rows = 4 * batch_size
         self._label = _label_index(model.config, source, label)
-        self._text: Text = text
+        self._text = _known_text(text, source)
         self._batch_size = batch_size
         self._tokenizer.truncation_side = "right" if text == "completion" else "left"
         if self._tokenizer.pad_token_id is None:
@@ -121,13 +122,25 @@ class ClassifierReward:
         return scores
 
     def _tokens(self, prompts: list[Any], completions: list[Any]) -> list[list[int]]:
-        return classifier_tokens(
+        """Return the tokens of texts, all of which the model has an embedding for.
+
+        On a GPU any other ends the process, as in :meth:`CausalLMPolicy.known`; an exception here
+        costs the row's user alone.
+        """
+        found = classifier_tokens(
             self._tokenizer,
             prompts,
             completions,
             whole=self._text == "prompt+completion",
             max_tokens=self._max_tokens,
         )
+        rows = _embeddings(self._model)
+        if max([self._tokenizer.pad_token_id, *map(max, found)]) >= rows:
+            raise DprlhfError(
+                f"the classifier's tokenizer has tokens beyond the {rows} that the model has"
+                " embeddings for, and a text or its padding has one of them"
+            )
+        return found
 
     @torch.inference_mode()
     def _forward(self, batch: list[list[int]], width: int) -> list[float]:
@@ -168,6 +181,27 @@ class ClassifierReward:
         places = first_position(self._model) + torch.arange(width + 1).clamp(max=width - 1)
         placed = places.expand(self._batch_size, -1)
         return width + 1, {"position_ids": to_device(placed, self._device)}
+
+
+def _known_text(text: str, source: str) -> Text:
+    """Return what to read, which is one of :data:`Text`."""
+    if text not in get_args(Text):
+        raise DprlhfError(
+            f"classifier {source!r}: it cannot read the text {text!r}; "
+            + suggestion(text, get_args(Text), "what it can read")
+        )
+    return cast(Text, text)
+
+
+def _embeddings(model: Any) -> float:
+    """Return the number of tokens that a model has embeddings for.
+
+    It is infinite where there is no table of them: CANINE hashes characters.
+    """
+    try:
+        return int(model.get_input_embeddings().weight.shape[0])
+    except (AttributeError, NotImplementedError):
+        return math.inf
 
 
 def _width(tokens: int) -> int:

@@ -22,8 +22,13 @@ from typing import Any
 from dprlhf.data.messages import last_text
 from dprlhf.rewards.expressions import number_of, parse, value_of
 
+_MINUS = {ord("−"): "-"}
+# Any other comma parts the numbers of a list: "3,4" is no 34.
+_THOUSANDS = r"(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d)"
 # A hyphen after a digit is no sign: the last number of "10-12" is 12.
-_NUMBER = re.compile(r"(?:(?<!\d)-)?\$?(?:\d[\d,]*(?:\.\d+)?|(?<!\d)\.\d+)(?:[eE][-+]?\d+)?")
+_NUMBER = re.compile(
+    rf"(?:(?<!\d)-)?\$?(?:(?:{_THOUSANDS}|\d+)(?:\.\d+)?|(?<!\d)\.\d+)(?:[eE][-+]?\d+)?"
+)
 # For texts with single spaces: runs of them, which a model may write without end, would take a time
 # quadratic in their length.
 # "a" and "I" before another word are an article and a pronoun: "the answer is a guess".
@@ -60,7 +65,7 @@ def numeric_match(
     """Return 1 for each completion whose last number is the answer within a tolerance, else 0.
 
     The number is taken from the marked answer (:func:`final_answer`) where there is one, else from
-    the whole text; it may have commas, a dollar sign and an exponent.
+    the whole text; it may have commas between thousands, a dollar sign and an exponent.
 
     Args:
         completions: The completions.
@@ -103,7 +108,8 @@ def math_answer(completions: Sequence[Any], answer: Sequence[Any]) -> list[float
     """
 
     def right(text: str, wanted: Any) -> bool:
-        found, key = final_answer(text), final_answer(str(wanted)) or str(wanted)
+        key = (final_answer(str(wanted)) or str(wanted)).translate(_MINUS)
+        found = final_answer(text).translate(_MINUS)
         if not found or wanted is None:
             return False
         one, other = _exact_number(found), _exact_number(key)
@@ -163,7 +169,7 @@ def countdown(
         if not set(written) <= set("0123456789+-*/(). \t\n") or "//" in written:
             return False
         allowed = json.loads(given) if isinstance(given, str) else given
-        used = Counter(re.findall(r"\d+\.?\d*", written))
+        used = Counter(re.findall(r"[\d.]+", written))  # with its point, .25 is no 25
         reached = value_of(parse(written))
         return reached == number_of(target) and used <= Counter(str(number) for number in allowed)
 
@@ -294,11 +300,14 @@ def _option(text: str) -> str:
 
 
 def _last_number(text: str) -> Fraction | None:
+    text = text.translate(_MINUS)
     marked = _NUMBER.findall(final_answer(text)) or _NUMBER.findall(text)
     return _exact_number(marked[-1]) if marked else None
 
 
 def _exact_number(value: Any) -> Fraction | None:
+    if isinstance(value, str) and "," in re.sub(_THOUSANDS, "", value):
+        return None
     try:
         return number_of(value)
     except (ValueError, ArithmeticError):

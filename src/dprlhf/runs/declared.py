@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Epsilon, Mechanism
@@ -62,7 +62,14 @@ def declare(
         raise DprlhfError(f"{folder}: no model that save_pretrained wrote (config.json)")
     if carried_by(str(folder)):
         raise DprlhfError(f"{folder}: it carries a privacy record already")
-    mechanisms = [_mechanism(*part, sampling) for part in history]
+    if sampling not in get_args(Sampling):
+        raise DprlhfError(f"sampling must be poisson or shuffled, not {sampling!r}")
+    parts = list(history)
+    if any(len(part) != 3 for part in parts):
+        raise DprlhfError(
+            "the history must have (noise multiplier, sampling rate, number of steps) for each part"
+        )
+    mechanisms = [_mechanism(*part, sampling) for part in parts]
     if not mechanisms:
         raise DprlhfError("the history is empty: nothing was released")
     records = [

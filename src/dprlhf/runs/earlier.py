@@ -147,12 +147,28 @@ def _record(values: Any, source: str) -> Record:
         noise = float(record.mechanism["noise_multiplier"])
         mechanism = {**record.mechanism, "noise_multiplier": noise}
         record = Record(**{**values, "delta": float(record.delta), "mechanism": mechanism})
-    except (TypeError, ValueError, KeyError):
+        Mechanism(**mechanism)
+        _check_kinds(record)
+    except (TypeError, ValueError, KeyError, OverflowError, DprlhfError):
         raise DprlhfError(
             f"{source}: its privacy record was altered, or is of a newer version of dprlhf; name"
             " the run's own folder"
         ) from None
     return record
+
+
+def _check_kinds(record: Record) -> None:
+    """Raise a ValueError where a total could not be stated, or would be wrong, from a record."""
+    texts = [record.run, record.name, record.stage, *record.disjoint]
+    right = (
+        all(isinstance(text, str) for text in texts)
+        and isinstance(record.unit, str | None)
+        and isinstance(record.disjoint, list)  # a text would hold every run that is a part of it
+        and isinstance(record.tuning_runs, int)
+        and record.tuning_runs >= 0
+    )
+    if not right:
+        raise ValueError
 
 
 def records_in(terms: dict[str, Any], recipe: AnyRecipe, name: str) -> list[Record]:
@@ -361,6 +377,9 @@ def runs_of_model(model: str, revision: str | None = None) -> set[str]:
     Args:
         model: A folder, or a hub id, of which only what is on this machine is read.
         revision: Branch, tag or commit of a hub id; None for its main branch.
+
+    Raises:
+        DprlhfError: The record or the card cannot be read.
     """
     found = {carried["runs"][0]["run"] for carried in carried_by(model, revision)}
     place = Path(model)
@@ -368,7 +387,23 @@ def runs_of_model(model: str, revision: str | None = None) -> set[str]:
         return found
     # Earlier versions left a card alone, in the model's folder or the one above it.
     for card in (place / "privacy.json", place.parent / "privacy.json"):
-        if card.is_file():
-            run = json.loads(card.read_text("utf-8")).get("run")
-            return set() if run is None else {run}
+        if card.is_file() and (run := _run_of_card(card)) is not None:
+            return {run}
     return set()
+
+
+def _run_of_card(card: Path) -> str | None:
+    """Return the run (by commitment) that a card names; None where the file is of somebody else.
+
+    Raises:
+        DprlhfError: It cannot be read, so that it may be a damaged card of a run.
+    """
+    try:
+        told = json.loads(card.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        raise DprlhfError(
+            f"{card}: it cannot be read as JSON, so whether a private run tuned the model is not"
+            " known; take it from the run's folder again, or remove it if no run has written it"
+        ) from None
+    run = told.get("run") if isinstance(told, dict) else None
+    return run if isinstance(run, str) else None

@@ -93,7 +93,7 @@ def carried_by(model: str, revision: str | None = None, *, fetch: bool = False) 
             known = [record["run"] for record in carried["runs"]]
         except (ValueError, TypeError, KeyError):
             known = []
-        if not known:
+        if not known or not all(isinstance(run, str) for run in known):
             raise DprlhfError(
                 f"{model}: its privacy record ({KEY}) was altered, so what it cost its users is not"
                 " known; take the model from its run's folder again"

@@ -88,12 +88,18 @@ def merge(
         replace: Replace ``out`` where it exists.
 
     Raises:
-        DprlhfError: The run has no policy yet, its card is damaged, the folder exists, the adapter
-            cannot be merged, or the model holds the run's updates already.
+        DprlhfError: The run has no policy yet, its card is damaged, the folder exists or holds the
+            run, the dtype is unknown, the adapter cannot be merged, or the model holds the run's
+            updates already.
     """
     folder, out = _finished(run), Path(out)
     if out.exists() and not replace:
         raise DprlhfError(f"{out}: exists; name a new folder")
+    if folder.path.resolve().is_relative_to(out.resolve()):
+        raise DprlhfError(f"{out}: the run folder itself is in it, and would be replaced")
+    kind = getattr(torch, dtype, None)
+    if not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+        raise DprlhfError(f"dtype {dtype!r} is unknown: use float32, bfloat16 or float16")
     recipe, card = load_any_recipe(folder.recipe), read_card(folder)
     adapter = recipe.trained.adapter.type
     try:
@@ -113,7 +119,7 @@ def merge(
             " with PeftModel.from_pretrained"
         )
     with replaced_folder(out) as fresh:
-        merged.to(getattr(torch, dtype)).save_pretrained(fresh)
+        merged.to(kind).save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
         (fresh / "README.md").write_text(model_card(recipe, card, merged=True), encoding="utf-8")
         # A run that starts from this model finds out which run to account for.

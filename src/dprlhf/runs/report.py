@@ -30,6 +30,15 @@ _Z95 = 1.96
 _SHOWN_SAMPLES = 8
 _ABSURD = 1e100
 """A larger number is treated as damaged, because it could not be drawn."""
+_OF_ANOTHER_SHAPE = (
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
+"""What reading a file raises that is no JSON, or holds other things than a run writes."""
 
 
 @dataclass
@@ -75,7 +84,7 @@ class PublishedRun:
         """The guarantee in one sentence."""
         try:
             return guarantee_sentence(self.card)
-        except (KeyError, TypeError, ValueError):
+        except _OF_ANOTHER_SHAPE:
             return "Unknown: privacy.json is missing or damaged."
 
     @property
@@ -182,7 +191,7 @@ def _attempt(run: PublishedRun, file: Path, read: Callable[[Path], T], otherwise
         return read(file)
     except FileNotFoundError:
         run.problems.append(f"{file.name} is missing.")
-    except (OSError, ValueError, TypeError, KeyError, DprlhfError):
+    except (OSError, DprlhfError, *_OF_ANOTHER_SHAPE):
         spent = " What was spent is not certain." if file.name == "ledger.jsonl" else ""
         run.problems.append(f"{file.name} is damaged, altered or cut off.{spent}")
     return otherwise
@@ -246,8 +255,10 @@ def _metrics(run: PublishedRun, file: Path) -> list[dict[str, Any]]:
         try:
             values = json.loads(line)
             t = int(values["round"])
+            if _number(t) is None:
+                raise ValueError
             rounds[t] = {**values, "round": t}
-        except (ValueError, TypeError, KeyError, OverflowError):
+        except _OF_ANOTHER_SHAPE:
             damaged += 1
     if damaged:
         run.problems.append(f"metrics.jsonl is damaged: {damaged} of its lines cannot be read.")
@@ -274,6 +285,12 @@ def _judge(run: PublishedRun, *, finished: bool) -> None:
 def _number(value: Any) -> float | None:
     plain = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if plain and abs(value) < _ABSURD else None
+
+
+def _band(error: Any) -> float | None:
+    """Return half the width of a 95% band; None without a standard error, as of a single row."""
+    number = _number(error)
+    return None if number is None or number < 0 else _Z95 * number
 
 
 def _mean(values: Sequence[float | None]) -> tuple[float, float] | None:
@@ -308,9 +325,10 @@ def _figures(run: PublishedRun, *, alone: bool = True) -> list[Figure]:
     def column(key: str, error: str | None = None) -> list[tuple[float, float, float | None]]:
         points = []
         for line in run.metrics:
-            y, e = _number(line.get(key)), _number(line.get(error)) if error else None
+            y = _number(line.get(key))
             if y is not None:
-                points.append((float(line["round"]), y, None if e is None else _Z95 * e))
+                band = _band(line.get(error)) if error else None
+                points.append((float(line["round"]), y, band))
         return points
 
     if run.public_losses:
@@ -401,9 +419,9 @@ def _public_reward(run: PublishedRun) -> list[tuple[float, float, float | None]]
         points.append((0.0, run.before[0], _Z95 * run.before[1]))
     for line in run.metrics:
         mean = _number(line.get("public_reward"))
-        error = _number(line.get("public_reward_standard_error"))
         if mean is not None:
-            points.append((float(line["round"]), mean, None if error is None else _Z95 * error))
+            band = _band(line.get("public_reward_standard_error"))
+            points.append((float(line["round"]), mean, band))
     if run.after:
         points.append((float(run.rounds), run.after[0], _Z95 * run.after[1]))
     return points
@@ -420,9 +438,9 @@ def _public_curve(run: PublishedRun, name: str) -> list[tuple[float, float, floa
         found.append((line["round"], mean, error))
     points: list[tuple[float, float, float | None]] = []
     for x, mean, error in found:
-        y, e = _number(mean), _number(error)  # a single row has no error
+        y = _number(mean)
         if y is not None:
-            points.append((float(x), y, None if e is None else _Z95 * e))
+            points.append((float(x), y, _band(error)))
     return sorted(points, key=lambda point: point[0])
 
 

@@ -195,6 +195,7 @@ def open_run(
         gate: Gate | None = None
         trackers: list[Callback] = []
         policy = parts.policy
+        stack.enter_context(policy.without_dropout())
         stack.callback(policy.set_up.end)
         policy.set_up.put_back()
         if processes.main:

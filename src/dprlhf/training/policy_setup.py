@@ -16,10 +16,11 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import load_policy
 from dprlhf.policies.stopping import StopStrings
 from dprlhf.policies.warpers import Sampling
+from dprlhf.privacy.correlated_noise import noise_gain
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import Recipe, TrustRegion
 from dprlhf.rollout import Responses, resolve_batch_size, sample, without_fillers
-from dprlhf.updates.trust_region import clip_norm, fisher_trace_and_top
+from dprlhf.updates.trust_region import clip_norm, fisher_trace_and_top, round_sizes
 
 
 def load_policy_of(recipe: Recipe, **given: Any) -> CausalLMPolicy:
@@ -131,13 +132,15 @@ def with_clip_norm(
         assert public is not None
         responses = leftover_responses(policy, recipe, public)
         fisher = fisher_trace_and_top(policy, responses, recipe.update.batch_size)
+    most_noise = max(noise_gain(plan.rounds, plan.bands, t + 1) for t in range(plan.rounds))
     norm = clip_norm(
         region,
         learning_rate=recipe.optimizer.learning_rate,
-        noise_multiplier=plan.noise_multiplier,
+        noise_multiplier=plan.noise_multiplier * most_noise,
         expected_batch_size=plan.expected_batch_size,
         dimension=policy.dimension,
         fisher=fisher,
+        sizes=round_sizes(plan, region.beta),
     )
     if not quiet:
         of_fisher = f", tr F = {fisher[0]:.4g}, top eigenvalue {fisher[1]:.4g}" if fisher else ""

@@ -18,6 +18,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from dprlhf.boundary import Private, open_private
+from dprlhf.rewards.isolation import captured
 
 # No count, no rate, no clock: the duration of a round reveals its number of users.
 _SHARE_ONLY = "{desc}{percentage:3.0f}%|{bar}|"
@@ -134,6 +135,16 @@ class Progress:
                 bar.update(rows)
 
             yield tick
+
+    @contextlib.contextmanager
+    def unlogged(self) -> Iterator[None]:
+        """Drop what tools, judges and metrics print of public rows in a run, but for a terminal.
+
+        In a log such a line would show when the round before it ended.
+        """
+        seen = sys.stdout.isatty() and sys.stderr.isatty()
+        with contextlib.nullcontext() if seen else captured(None):
+            yield
 
     def show(self, metrics: dict[str, Any]) -> None:
         """Show released values beside the bar over rounds."""

@@ -317,7 +317,8 @@ class Reinforcement:
         self.scorer.state = self._state.after(batch.t - 1)
         subspace = None
         if self.guidance is not None:
-            subspace = self.guidance.subspace(run, batch, self.scorer, self.critic)
+            with run.progress.unlogged():
+                subspace = self.guidance.subspace(run, batch, self.scorer, self.critic)
             self._expect(run, self.guidance.seconds)
 
         def readable(users: NDArray[np.int64]) -> Prompts:

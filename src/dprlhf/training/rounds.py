@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from dprlhf.boundary import BoundedSum, Private, Released, open_private, open_released
 from dprlhf.privacy.gate import Gate
+from dprlhf.privacy.plan import json_ready
 from dprlhf.runs.checkpoint import load_checkpoint, save_checkpoint
 from dprlhf.runs.earlier import Record, records_in
 from dprlhf.runs.folder import JsonLines
@@ -81,7 +82,7 @@ def released_metrics(run: Run, t: int, released: Released[torch.Tensor]) -> dict
     vector = open_released(released, "released_metrics")
     return {
         "round": t,
-        "epsilon": run.plan.terms()["epsilon"],
+        "epsilon": run.plan.guarantee.epsilon,
         "delta": run.plan.guarantee.delta,
         "released_gradient_norm": float(vector.norm()),
         "expected_noise_norm": math.sqrt(len(vector))
@@ -91,10 +92,15 @@ def released_metrics(run: Run, t: int, released: Released[torch.Tensor]) -> dict
 
 
 def log_metrics(run: Run, metrics: dict[str, Any]) -> None:
-    """Write a round's public and released values, and hand them to the callbacks."""
+    """Write a round's public and released values, and hand them to the callbacks.
+
+    A callback gets numbers, also infinity as the ε of a baseline, which the file says in words.
+    """
     if run.processes.main:
-        JsonLines(run.folder.metrics).write(metrics)
+        in_file = metrics | {"epsilon": json_ready(metrics["epsilon"])}
+        JsonLines(run.folder.metrics).write(in_file)
     for callback in run.callbacks:
+        run.policy.set_up.put_back()  # it may save the tokenizer, which a reward may have used
         callback(dict(metrics))
     run.progress.show(metrics)
 

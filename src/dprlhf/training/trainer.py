@@ -63,7 +63,7 @@ def _report(run: Run, t: int, outcome: Outcome) -> None:
     metrics = released_metrics(run, t, outcome.released) | outcome.metrics
     every = run.recipe.evaluation.every if run.recipe.evaluation else None
     if every and t % every == 0 and t < run.plan.rounds and run.processes.main:
-        with run.averaged():
+        with run.averaged(), run.progress.unlogged():
             metrics |= run.stage.public_metrics(run, t)
     # All processes tell their callbacks the same, so that one that stops the run stops them all.
     log_metrics(run, run.processes.from_main(metrics))

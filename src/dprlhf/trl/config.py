@@ -19,6 +19,9 @@ from dprlhf.trl.fields import GRPO, RLOO, Field
 
 C = TypeVar("C", bound="PrivacyFields")
 
+_MAPPINGS = ("privacy_subspace",)
+"""Settings of here that are mappings, which transformers reads as JSON from a command line."""
+
 
 @dataclass
 class PrivacyFields:
@@ -33,8 +36,8 @@ class PrivacyFields:
         privacy_delta: δ; keep it well below 1 / (number of users).
         privacy_unit: Column that names the user; None makes every row a user of its own.
         privacy_max_prompts_per_user: Number of prompts that a user keeps.
-        privacy_max_prompt_tokens: Longer prompts keep their last tokens: all prompts are padded to
-            one width, which then says nothing about the users.
+        privacy_max_prompt_tokens: Longer prompts keep their last tokens. A prompt is padded to a
+            width that its own length decides, a multiple of 16 but no more than this.
         privacy_adjacency: How neighbouring datasets differ: ``zero-out`` or ``replace-one``.
         privacy_partition: How users are assigned to rounds.
         privacy_participations: Number of rounds that a user takes part in; None takes
@@ -47,7 +50,8 @@ class PrivacyFields:
         privacy_declared_public: Declares that the prompts of ``eval_dataset`` were public before,
             even where a user has the same text.
         privacy_subspace: Settings of ``update.subspace``: directions from public prompts, along
-            which gradients are released.
+            which gradients are released. The prompts are those of its ``data``, or with ``source:
+            model`` the base model's own: all of ``eval_dataset`` are evaluated.
         privacy_previous: Folders of earlier runs on the same users, whose cost counts.
         privacy_book: Budget book that counts what the users spend over all runs.
     """
@@ -87,8 +91,8 @@ class PrivacyFields:
     privacy_declared_public: bool = field(
         default=False, metadata={"help": "The evaluation prompts were public before."}
     )
-    privacy_subspace: dict[str, Any] | None = field(
-        default=None, metadata={"help": "Settings of update.subspace."}
+    privacy_subspace: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Settings of update.subspace, on a command line as JSON."}
     )
     privacy_previous: list[str] = field(
         default_factory=list, metadata={"help": "Earlier runs on the same users."}
@@ -203,6 +207,11 @@ def _check_types(config: PrivacyFields) -> None:
         if get_origin(hint) in (list, dict):
             kinds = [get_origin(hint)]
         value = getattr(config, name)
+        if dict in kinds and str in kinds:
+            # A command line's JSON, which transformers reads after this; other texts are none.
+            if isinstance(value, str) and value.startswith("{"):
+                continue
+            kinds.remove(str)
         if not any(_is(value, kind) for kind in kinds):
             taken = " or ".join(_KINDS[kind][0] for kind in kinds)
             raise ValueError(f"{name} takes {taken}, not {value!r}")
@@ -253,6 +262,7 @@ class PrivateGRPOConfig(PrivacyFields, trl.GRPOConfig):  # type: ignore[misc]
         default=False, metadata={"help": "Compute activations again to save memory."}
     )
 
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*trl.GRPOConfig._VALID_DICT_FIELDS, *_MAPPINGS]
     trl_fields: ClassVar[dict[str, Field]] = GRPO
     trl_config: ClassVar[type[Any]] = trl.GRPOConfig
 
@@ -282,6 +292,7 @@ class PrivateRLOOConfig(PrivacyFields, trl.RLOOConfig):  # type: ignore[misc]
         default=False, metadata={"help": "Compute activations again to save memory."}
     )
 
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*trl.RLOOConfig._VALID_DICT_FIELDS, *_MAPPINGS]
     trl_fields: ClassVar[dict[str, Field]] = RLOO
     trl_config: ClassVar[type[Any]] = trl.RLOOConfig
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from transformers import EvalPrediction
 
 from dprlhf.data.public import evaluated, public_users
-from dprlhf.data.users import Users
+from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.recipe import Recipe
@@ -16,9 +18,15 @@ from dprlhf.rewards import LoadedReward, Scorer
 from dprlhf.rewards.reward import RoundState
 from dprlhf.rollout import resolve_batch_size
 from dprlhf.runs.opening import check_public
-from dprlhf.training.evaluate import ComputeMetrics, Evaluated, evaluate
+from dprlhf.training.evaluate import (
+    ComputeMetrics,
+    Evaluated,
+    compared,
+    comparison_metrics,
+    evaluate,
+)
 from dprlhf.training.measures import PolicyEstimate, RewardEstimate, as_metrics
-from dprlhf.trl.logs import as_evaluation
+from dprlhf.trl.logs import as_evaluation, name_of_best
 
 
 def evaluate_on(
@@ -28,6 +36,9 @@ def evaluate_on(
     rows: Any,
     rewards: list[LoadedReward],
     compute_metrics: ComputeMetrics | None,
+    *,
+    log_probs: bool = False,
+    first: int | None = None,
 ) -> Evaluated:
     """Sample and score one response to each public prompt.
 
@@ -38,6 +49,8 @@ def evaluate_on(
         rows: The public rows, a ``datasets.Dataset``.
         rewards: The rewards.
         compute_metrics: Further measures of the responses; None for none.
+        log_probs: Measure KL and perplexity, too, as evaluations during a run do.
+        first: Sample for so many of the rows alone; None for all.
 
     Raises:
         DprlhfError: A public row is a user's, too.
@@ -46,6 +59,9 @@ def evaluate_on(
     check_public(recipe, users, public)
     prompts = evaluated(recipe, public)
     assert prompts is not None
+    if first is not None:
+        compute_metrics = _repeated(compute_metrics, prompts)
+        prompts = prompts.first(first)
     longest = recipe.data.max_prompt_tokens
     one = recipe.rollout.model_copy(update={"responses": 1})
     rollout = resolve_batch_size(one, policy, rows=len(prompts), max_prompt_tokens=longest)
@@ -58,8 +74,49 @@ def evaluate_on(
         rollout,
         seed=recipe.seed,
         max_prompt_tokens=longest,
+        batch_size=recipe.update.batch_size if log_probs else None,
         compute_metrics=compute_metrics,
     )
+
+
+TRIED = 4
+"""Number of public prompts on which an evaluation is tried before the first round."""
+
+
+def _repeated(compute_metrics: ComputeMetrics | None, public: Prompts) -> ComputeMetrics | None:
+    """Return a function that shows ``compute_metrics`` a few responses as if to all prompts.
+
+    It may look at the rows of ``eval_dataset`` by their number, and fail on fewer.
+    """
+    if compute_metrics is None:
+        return None
+
+    def told(texts: Sequence[str], rewards: NDArray[np.float64], prompts: Sequence[Any]) -> Any:
+        place = np.arange(len(public)) % len(prompts)
+        return compute_metrics([texts[int(i)] for i in place], rewards[place], public.prompts)
+
+    return told
+
+
+def check_best(metric: str, found: Evaluated) -> None:
+    """Check that evaluations during a run have the metric of ``metric_for_best_model``.
+
+    What a reward logs is published only in the run, so its names, ``logged_…``, are not checked.
+
+    Args:
+        metric: The setting.
+        found: An evaluation with KL and perplexity.
+
+    Raises:
+        DprlhfError: They do not.
+    """
+    told = {**as_metrics(found.estimates), **comparison_metrics(compared(found, found))}
+    names = as_evaluation(dict.fromkeys(told, 0.0))
+    if name_of_best(metric) not in names and not name_of_best(metric).startswith("eval_logged_"):
+        raise DprlhfError(
+            f"metric_for_best_model={metric!r}: no evaluation of public prompts has it: take one of"
+            f" {', '.join(sorted(names))}, or let compute_metrics return it"
+        )
 
 
 def metrics_of(compute_metrics: Any) -> ComputeMetrics | None:

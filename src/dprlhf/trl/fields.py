@@ -90,6 +90,11 @@ COMMON: dict[str, Field] = {
         " is none, as in transformers: take 'constant_with_warmup'; train() warns of one longer"
         " than the run",
     ),
+    "metric_for_best_model": Field(
+        "honoured", "of eval_dataset, with eval_strategy 'steps': its best value is"
+        " state.best_metric, by which EarlyStoppingCallback stops a run",
+    ),
+    "greater_is_better": Field("honoured", "as of metric_for_best_model"),
     "eval_strategy": Field("mapped", "'steps': evaluation.every; else before and after the run"),
     "model_init_kwargs": Field(
         "mapped", "dtype ('auto' is the machine's choice, not the checkpoint's),"
@@ -173,8 +178,7 @@ COMMON: dict[str, Field] = {
     **dict(_all("no effect", "the evaluation is this package's own, on eval_dataset", """
         eval_delay per_device_eval_batch_size prediction_loss_only eval_do_concat_batches
         eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics
-        metric_for_best_model greater_is_better bf16_full_eval fp16_full_eval do_train do_eval
-        do_predict""")),
+        bf16_full_eval fp16_full_eval do_train do_eval do_predict""")),
     **dict(_all("no effect", "for logging that is not offered", """
         log_level log_level_replica log_multimodal num_completions_to_print log_unique_prompts
         run_name trackio_space_id trackio_bucket_id trackio_static_space_id""")),

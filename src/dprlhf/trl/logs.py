@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ def as_logs(metrics: Mapping[str, Any], means: Mapping[str, str]) -> dict[str, f
         means: A second name for some values, by their first: ``{"reward": "rewards/NAME/mean"}``.
     """
     logs = {
-        NAMES.get(name, name): value
+        NAMES.get(name, name): as_number(value)
         for name, value in metrics.items()
         if name != "round" and not name.startswith("public_") and value is not None
     }
@@ -47,6 +48,16 @@ def as_evaluation(values: Mapping[str, Any], prefix: str = "eval") -> dict[str, 
             told = _PUBLIC.get(name, f"eval_{name.removeprefix('public_')}")
             logs[prefix + told.removeprefix("eval")] = value
     return logs
+
+
+def as_number(value: Any) -> Any:
+    """Return a value of a run's file; what says infinity there, as of a baseline, is a number."""
+    return math.inf if value == "infinity" else value
+
+
+def name_of_best(metric: str) -> str:
+    """Return the name in the logs of ``metric_for_best_model``, which may lack TRL's ``eval_``."""
+    return metric if metric.startswith("eval_") else f"eval_{metric}"
 
 
 _HOOKS = (
@@ -72,10 +83,12 @@ def hooks_of(model: Any) -> int:
 class Log:
     """The trainer's state, and the events of its callbacks.
 
-    ``on_train_begin`` comes first; for each round ``on_step_begin``, ``on_step_end``, ``on_log``,
-    and ``on_evaluate`` where the round has an evaluation; then ``on_train_end``. All of them come
-    after the round's values are released. A callback that sets ``control.should_training_stop``
-    ends the run after the round.
+    ``on_init_end`` comes as the trainer is made, and ``on_train_begin`` first in a training; for
+    each round ``on_step_begin``, ``on_step_end``, ``on_log``, and where the round has an evaluation
+    ``on_log`` again and ``on_evaluate``; then ``on_train_end``. Those of a round come after its
+    values are released. There are no others: a run has no epochs, and every round saves a
+    checkpoint. A callback that sets ``control.should_training_stop`` ends the run after the round.
+    ``state.best_metric`` is that of ``metric_for_best_model`` so far, as in transformers.
 
     Args:
         callbacks: ``transformers.TrainerCallback`` objects or classes.
@@ -154,6 +167,7 @@ class Log:
         if evaluation:
             self.write(evaluation)
             self.call("on_evaluate", metrics=dict(evaluation))
+            self._keep_best(t, evaluation)  # after the event, whose callbacks compare with it
         if self.control.should_training_stop and t < self.state.max_steps:
             raise KeyboardInterrupt
 
@@ -164,6 +178,7 @@ class Log:
         self._reach(t)
         for entry in filter(None, (logs, evaluation)):
             self._add(entry)
+        self._keep_best(t, evaluation)
 
     def _reach(self, t: int) -> None:
         self.state.global_step = t
@@ -173,6 +188,18 @@ class Log:
         entry = {**logs, "epoch": self.state.epoch, "step": self.state.global_step}
         self.state.log_history.append(entry)
 
+    def _keep_best(self, step: int, evaluation: Mapping[str, float]) -> None:
+        """Keep the best value so far of the public metric that ``args`` names, and its step."""
+        metric, greater = self.args.metric_for_best_model, self.args.greater_is_better
+        value = evaluation.get(name_of_best(metric)) if metric else None
+        if value is None:
+            return
+        best = self.state.best_metric
+        if best is None:
+            best = -math.inf if greater else math.inf
+        if value > best if greater else value < best:
+            self.state.best_metric, self.state.best_global_step = value, step
+
     def evaluation(self, step: int, logs: Mapping[str, float]) -> None:
         """Add an evaluation before the first round or after the last to ``state.log_history``."""
         if not logs:
@@ -181,3 +208,5 @@ class Log:
         entry = {**logs, "epoch": whole * step / max(1, self.state.max_steps), "step": step}
         place = 0 if step == 0 else len(self.state.log_history)
         self.state.log_history.insert(place, entry)
+        if step:
+            self._keep_best(step, logs)

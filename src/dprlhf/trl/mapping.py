@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import IN_MEMORY, Recipe, make_recipe
@@ -51,7 +51,9 @@ def recipe_of(
         DprlhfError: A setting has no meaning here, or a wrong value.
     """
     args: Any = config
-    participations = args.privacy_participations or _epochs(args.num_train_epochs)
+    participations = args.privacy_participations
+    if participations is None:
+        participations = _epochs(args.num_train_epochs)
     rounds = _rounds(args, users, participations, processes)
     values: dict[str, Any] = {
         "policy": {
@@ -68,7 +70,7 @@ def recipe_of(
             **_update(args),
             "clip_norm": math.inf if config.is_baseline else args.privacy_clip_norm,
             "batch_size": args.per_device_train_batch_size,
-            "subspace": args.privacy_subspace,
+            "subspace": _subspace(args),
         },
         "kl": {"beta": args.beta},
         "optimizer": _optimizer(args, rounds),
@@ -127,11 +129,18 @@ def _evaluation(args: Any, public: int, rounds: int) -> dict[str, Any]:
 
 
 def _rounds(args: Any, users: int, participations: int, processes: int) -> int:
-    """Return ``max_steps``, or the steps that TRL would take on these users."""
+    """Return ``max_steps``, or the steps that TRL would take on these users.
+
+    TRL takes as many steps in each epoch, and so does an allocation, of which an epoch is a block
+    of rounds. All blocks together have no more rounds than there are users to fill them.
+    """
     if args.max_steps > 0:
         return int(args.max_steps)
     responses = args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
     prompts = max(1, responses // args.num_generations)
+    if args.privacy_partition == "random-allocation" and participations > 0:
+        each = max(1, min(math.ceil(users / prompts), users // participations))
+        return int(participations * each)
     return int(max(1, math.ceil(users * participations / prompts)))
 
 
@@ -148,11 +157,15 @@ def small_rounds(config: PrivacyFields, recipe: Recipe, users: int) -> str | Non
         users: Number N of users.
     """
     args: Any = config
-    uses = users * recipe.privacy.participations
+    participations = recipe.privacy.participations
+    uses = users * participations
     size = uses / recipe.rounds
     if args.max_steps > 0 or config.is_baseline or size >= FEW or uses < 2 * FEW:
         return None
-    rounds = max(recipe.privacy.participations, min(FEW, uses // (2 * FEW)))
+    rounds = max(participations, min(FEW, uses // (2 * FEW)))
+    rounds -= rounds % participations  # as an allocation needs it, and every partition takes
+    if rounds >= recipe.rounds:
+        return None
     return (
         f"dprlhf: {recipe.rounds} rounds of about {size:.3g} users each follow from"
         " per_device_train_batch_size, gradient_accumulation_steps and num_generations; the noise"
@@ -216,6 +229,24 @@ def _privacy(args: Any, participations: int) -> dict[str, Any]:
         "participations": participations,
         "book": args.privacy_book,
     }
+
+
+def _subspace(args: Any) -> dict[str, Any] | None:
+    """Return the section ``update.subspace``, which needs other public rows than the evaluation.
+
+    Raises:
+        DprlhfError: It would take rows of ``eval_dataset``, all of which are evaluated.
+    """
+    given = args.privacy_subspace
+    if isinstance(given, str):  # it was set after the config was made, which reads JSON
+        raise DprlhfError(f"privacy_subspace: give a mapping, not {given!r}")
+    if given is None or given.get("source", "public") != "public" or given.get("data"):
+        return cast(dict[str, Any] | None, given)
+    raise DprlhfError(
+        "privacy_subspace: all rows of eval_dataset are evaluated, so its directions need other"
+        " public prompts: add 'data': {'path': …}, a file or a dataset's name, or"
+        " 'source': 'model', which lets the base model write them"
+    )
 
 
 def _data(args: Any) -> dict[str, Any]:

@@ -13,7 +13,11 @@ from dprlhf.rewards.reward import name_of
 
 
 def trl_rewards(
-    reward_funcs: Any, weights: Sequence[float] | None, processing_classes: Any
+    reward_funcs: Any,
+    weights: Sequence[float] | None,
+    processing_classes: Any,
+    *,
+    alone: bool = True,
 ) -> list[GivenReward]:
     """Return the rewards of a trainer.
 
@@ -21,11 +25,12 @@ def trl_rewards(
         reward_funcs: A name of a sequence classifier, a model, a callable, or a list of these.
         weights: A weight for each; None for weights 1.
         processing_classes: A tokenizer for each model; None for the model's own.
+        alone: Whether no environment gives a reward beside them.
 
     Raises:
         DprlhfError: There is no reward, or the lengths differ.
     """
-    if reward_funcs is None or reward_funcs == []:
+    if alone and (reward_funcs is None or reward_funcs in ([], ())):
         raise DprlhfError("reward_funcs: give a reward: a callable, a classifier's name or a model")
     return given_rewards(reward_funcs, weights, processing_classes)
 

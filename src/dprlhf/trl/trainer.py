@@ -19,7 +19,7 @@ from transformers.trainer_utils import TrainOutput
 
 from dprlhf.agents import load_sampler
 from dprlhf.agents.rewards import environment_rewards
-from dprlhf.data.given_rewards import GivenReward
+from dprlhf.data.given_rewards import GivenReward, given_rewards
 from dprlhf.data.in_memory import Sources
 from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError, InterruptedRunError
@@ -38,6 +38,7 @@ from dprlhf.runs.folder import JsonLines, RunFolder
 from dprlhf.runs.lineage import attach
 from dprlhf.runs.publish import push
 from dprlhf.training.build import open_run
+from dprlhf.training.evaluate import Evaluated
 from dprlhf.training.measures import as_metrics
 from dprlhf.training.processes import Processes
 from dprlhf.training.reinforcement import Result
@@ -45,8 +46,8 @@ from dprlhf.training.run import Run
 from dprlhf.training.trainer import complete
 from dprlhf.trl.arguments import policy_of, refuse_optimizers, rows_of, with_user_column
 from dprlhf.trl.config import PrivacyFields, PrivateGRPOConfig, PrivateRLOOConfig, as_private
-from dprlhf.trl.evaluation import evaluate_on, metrics_of, public_values
-from dprlhf.trl.logs import Log, as_evaluation, as_logs, hooks_of
+from dprlhf.trl.evaluation import TRIED, check_best, evaluate_on, metrics_of, public_values
+from dprlhf.trl.logs import Log, as_evaluation, as_logs, as_number, hooks_of
 from dprlhf.trl.mapping import long_warmup, recipe_of, small_rounds, with_evaluation
 from dprlhf.trl.resuming import continued
 from dprlhf.trl.rewards import means_of, trl_rewards
@@ -156,13 +157,13 @@ class PrivateTrainer(Generic[C]):
 
     def _given_rewards(self, reward_funcs: Any, processing_classes: Any) -> list[GivenReward]:
         """Return the rewards that were passed, and after them those of the environments."""
-        if of_environments := environment_rewards(self._agent["environment_factory"]):
-            named = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
-            reward_funcs = [*(one for one in named if one is not None), *of_environments]
-            weights = self.args.reward_weights
-            if weights is not None:
-                self.args.reward_weights = [*weights, *[1.0] * len(of_environments)]
-        return trl_rewards(reward_funcs, self.args.reward_weights, processing_classes)
+        of_environments = given_rewards(environment_rewards(self._agent["environment_factory"]))
+        if of_environments and reward_funcs is None:
+            reward_funcs = ()
+        own = trl_rewards(
+            reward_funcs, self.args.reward_weights, processing_classes, alone=not of_environments
+        )
+        return [*own, *of_environments]
 
     def _load_policy(self, model: Any, tokenizer: Any) -> CausalLMPolicy:
         """Return the policy of the model, with the sampler of the recipe's agent if it has one."""
@@ -295,6 +296,7 @@ class PrivateTrainer(Generic[C]):
                 " wandb.watch puts: they would see users' prompts before any noise is added. Remove"
                 " them (for W&B: WANDB_WATCH=false), or use report_to"
             )
+        self._try_evaluation()
         self.args.say_differences()
         few = small_rounds(self.args, self.recipe, self._users)
         for told in filter(None, (few, long_warmup(self.args, self.recipe))):
@@ -354,7 +356,7 @@ class PrivateTrainer(Generic[C]):
         if self.args.push_to_hub and found is not None:
             self.push_to_hub()
         card = self.privacy
-        metrics |= {"epsilon": card["epsilon"], "delta": card["delta"]}
+        metrics |= {name: as_number(card[name]) for name in ("epsilon", "delta")}
         return TrainOutput(log.state.global_step, math.nan, metrics)
 
     # --- public evaluation, and what the run leaves --------------------------------------------
@@ -381,16 +383,37 @@ class PrivateTrainer(Generic[C]):
             raise DprlhfError(
                 "evaluate() needs eval_dataset: public prompts, of nobody among users"
             )
+        found = self._evaluated(rows)
+        values = as_evaluation(as_metrics(found.estimates), metric_key_prefix)
+        self._log.write(values)
+        self._log.call("on_evaluate", metrics=dict(values))
+        return values
+
+    def _evaluated(self, rows: Any, **given: Any) -> Evaluated:
+        """Sample one response to each of these public prompts, and score it."""
         self._policy.model.to(Processes.connect().device)
         recipe = with_evaluation(self._settled, self.args, len(rows))
         specs = recipe.rewards
         loaded = load_rewards(specs, self._rewards, device=self._policy.device)
         users = Users(self._rows, recipe.data, may_lack_prompts=self._may_lack_prompts)
-        found = evaluate_on(self._policy, recipe, users, rows, loaded, self._metrics)
-        values = as_evaluation(as_metrics(found.estimates), metric_key_prefix)
-        self._log.write(values)
-        self._log.call("on_evaluate", metrics=dict(values))
-        return values
+        return evaluate_on(self._policy, recipe, users, rows, loaded, self._metrics, **given)
+
+    def _try_evaluation(self) -> None:
+        """Try on a few public prompts what would otherwise fail after users are spent.
+
+        An error inside ``compute_metrics`` is raised as it is: it has seen public prompts alone.
+
+        Raises:
+            DprlhfError: ``compute_metrics`` returns no numbers, or no evaluation has the metric of
+                ``metric_for_best_model``.
+        """
+        section, best = self.recipe.evaluation, self.args.metric_for_best_model
+        watched = best is not None and section is not None and section.every is not None
+        if self._public is None or (self._metrics is None and not watched):
+            return
+        found = self._evaluated(self._public, log_probs=watched, first=TRIED)
+        if watched:
+            check_best(best, found)
 
     def save_model(
         self, output_dir: str | Path | None = None, _internal_call: bool = False

@@ -33,7 +33,8 @@ from dprlhf.updates.privls.in_round import Examples, solve
 from dprlhf.updates.round import P, PrivateRound, R, counted_rows
 
 LARGEST_SCORE = 3.0
-"""Bound R for the baseline ``group``, whose |Â| is at most (k − 1)/√k: 2.5 at k = 8 responses."""
+"""Bound R for the baseline ``group``, whose |Â| is at most (k − 1)/√k: 2.5 at k = 8 responses. From
+k = 11 on an advantage can be larger, and is clipped."""
 
 
 def npg(round_: PrivateRound[P, R], spec: recipe.NPG) -> None:

@@ -83,7 +83,7 @@ def _moves(
     """Yield each micro-batch's users, ``[n]``, and their moves θ − θ₀, ``[n, dimension]``."""
     if not responses.users:
         return
-    bound = _radius(round_)
+    bound = _radius(round_, spec)
     for batch in micro_batches(responses, spec.batch_size):
         moves = train_copies(round_.policy, responses, weights, batch, spec, bound, start)
         # A zero advantage is not enough: Adam's first moment would move the copy.
@@ -93,12 +93,12 @@ def _moves(
             round_.tick(len(batch.rows))
 
 
-def _radius(round_: PrivateRound) -> float:
+def _radius(round_: PrivateRound, spec: recipe.PPO) -> float:
     """Return the largest local move ‖θ − θ₀‖: what the clipping after it leaves whole.
 
     There is no limit with a subspace, where the part of a move that lies in it is clipped alone.
     """
-    if round_.subspace is not None:
+    if spec.subspace is not None:  # the public users to whom it is fitted have none either
         return math.inf
     return round_.vector_clip_norm / (1.0 if round_.clip is None else round_.clip.factor)
 

@@ -81,7 +81,8 @@ class Task:
         recipe: Name of its recipe.
         users: Number of private rows.
         public: The public alternatives by name.
-        guides: Public rows of another kind than the users', for ``update.subspace``.
+        guides: Public rows for ``update.subspace``; empty for those of the evaluation's that it
+            does not use.
         words: What completes or replaces the word reward, which the small model has in place of
             the recipe's; None keeps the recipe's, which that model cannot earn.
         turned: Changes of the rewards that turn every user's wish, for tasks with a secret that is
@@ -128,23 +129,14 @@ TASKS = {
         title="In the author's mood (real ratings, balanced: the policy has to read)",
         recipe="reading",
         users=22_970,
+        # As many rated reviews of the public would teach what the non-private run is taught.
         public={
             "sentences, their labels": PublicPrompts(
                 "asset:rotten-tomatoes", "train", wants="label"
             ),
-            "100 reviews": PublicPrompts("asset:balanced-reviews", "public", 100, _FIRST),
-            "1,600 reviews": PublicPrompts("asset:balanced-reviews", "public", 1600, _FIRST),
-        },
-        guides={
-            "path": "asset:balanced-reviews",
-            "split": "sentences",
-            "prompt_column": "text",
-            "prompt_words": 24,
-            "max_prompt_tokens": 40,
         },
         words={"times_column": "wants"},
-        method="today",
-        changes={"rollout.responses": 8},
+        method="axis",
     ),
     "house-style": Task(
         title="House style (praise or criticism, a secret of the users; pairs of opposites)",
@@ -308,7 +300,7 @@ class Setup:
         settings |= METHODS[self.settings][method if private else "reference"]
         plain = {**PLAIN, "update.subspace": None}
         settings |= {"privacy.epsilon": cell.epsilon} if private else plain
-        if settings.get("update.subspace"):
+        if settings.get("update.subspace") and task.guides:
             settings["update.subspace"] = {"data": {**task.guides}, **settings["update.subspace"]}
         return {**settings, **task.changes, **self.policy, **self.extra}
 

@@ -27,8 +27,8 @@ import torch
 from numpy.typing import NDArray
 
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy.accounting import Adjacency
 from dprlhf.privacy.randomness import uint64_stream
+from dprlhf.privacy.relations import Adjacency, check_adjacency
 from dprlhf.updates.privls.oracle import Select, check_positive, predictions
 
 UNITS = 2**30
@@ -121,7 +121,11 @@ def exponent(epsilon: float, adjacency: Adjacency) -> float:
     """Return c · (range of one user's loss) of P(w) ∝ exp(−c L(w)) for pure ε.
 
     Half of ε under replace-one, where L(w) and L(w′) may move in opposite directions.
+
+    Raises:
+        DprlhfError: The adjacency is unknown.
     """
+    check_adjacency(adjacency)
     return epsilon / 2 if adjacency == "replace-one" else epsilon
 
 

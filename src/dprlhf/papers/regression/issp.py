@@ -46,8 +46,8 @@ from functools import lru_cache
 import torch
 
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy.accounting import Adjacency
 from dprlhf.privacy.gaussian import gaussian_noise_multiplier
+from dprlhf.privacy.relations import Adjacency, check_adjacency
 from dprlhf.updates.privls.oracle import bounded_rows, check_positive, finite_rows
 
 LARGEST_GROWTH = math.e
@@ -408,6 +408,7 @@ def remove_residuals(
 
 def _one_step(epsilon: float, delta: float, adjacency: Adjacency) -> tuple[float, float]:
     """Return the budget of adding or removing one user."""
+    check_adjacency(adjacency)
     if adjacency == "replace-one":
         return epsilon / 2, delta / (1 + math.exp(min(epsilon / 2, 300.0)))
     return epsilon, delta

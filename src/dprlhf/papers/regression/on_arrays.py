@@ -11,8 +11,9 @@ from dprlhf.errors import DprlhfError
 from dprlhf.papers.regression.exponential import Exponential
 from dprlhf.papers.regression.in_memory import InMemoryRelease, InMemorySelect, issp_draws
 from dprlhf.papers.regression.issp import ISSP
-from dprlhf.privacy.accounting import Adjacency, noise_multiplier
+from dprlhf.privacy.accounting import noise_multiplier
 from dprlhf.privacy.randomness import new_key
+from dprlhf.privacy.relations import Adjacency, check_adjacency
 from dprlhf.updates.privls.improper_batch_sgd import ImproperBatchSGD
 from dprlhf.updates.privls.oracle import Fit, Guarantee, finite_rows
 from dprlhf.updates.privls.projected_sgd import ProjectedSGD
@@ -58,6 +59,7 @@ def fit(
     x, y = _arrays(features, targets)
     if not epsilon > 0:
         raise DprlhfError(f"epsilon must be above 0, not {epsilon}")
+    check_adjacency(adjacency)
     users = _public_users(users, len(y), adjacency)
     key = new_key() if key is None else key
     if isinstance(oracle, Exponential):

@@ -6,6 +6,7 @@ files it rests on.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from scipy.stats import binom
@@ -18,12 +19,6 @@ from dprlhf.runs.evidence.words import at_least, of_hundred, pair, right_guesses
 
 SHOWN, PARTLY, MISSING = "shown", "partly shown", "missing"
 CONTRADICTED, NONE = "contradicted", "no guarantee"
-
-_PROOFS = {
-    "random-allocation": "random_allocation_accounting",
-    "fixed": "disjoint_batches",
-    "stream": "disjoint_batches",
-}
 _CHANCE = 0.05
 """An attack counts as better than guessing if chance alone does so well less often than this."""
 
@@ -279,8 +274,6 @@ def _audited(records: Records) -> Answer:
 def _all_covered(records: Records) -> Answer:
     own, *earlier = records.runs
     names = ", ".join(f"{r.name} ({r.stage})" for r in earlier) or "none"
-    proofs = sorted({_PROOFS.get(str(r.mechanism["partition"]), "") for r in records.runs} - {""})
-    notes = ["users_and_clipping", "resume", *proofs, *(["composition"] if earlier else [])]
     tuning = str(records.card.get("tuning", "not on record"))
     doubtful = [p for s in records.recipe.sources if (p := lineage_problem(s, records))]
     said = [
@@ -319,10 +312,40 @@ def _all_covered(records: Records) -> Answer:
         ("Trial runs", tuning),
         ("Counted over all runs by", _counted(records)),
         ("Models it starts from", "; ".join(source.label for source in records.recipe.sources)),
-        ("Proofs", ", ".join(f"docs/proofs/{note}.md" for note in notes)),
+        ("Proofs", ", ".join(f"docs/proofs/{note}.md" for note in _proofs(records))),
     ]
     status = _standing(records, PARTLY)
     return _answer(status, said, ["ledger.jsonl", "recipe.yaml", "privacy.json"], facts, missing)
+
+
+def _proofs(records: Records) -> list[str]:
+    """Return the names of the notes that prove what the runs state, in ``docs/proofs``."""
+    update = getattr(records.recipe, "update", None)
+    oracle = getattr(getattr(update, "least_squares", None), "name", None)
+    holds = {
+        "users_and_clipping": True,
+        "resume": True,
+        "composition": len(records.runs) > 1 or any(run.tuning_runs for run in records.runs),
+        "subspace": getattr(update, "subspace", None) is not None,
+        "sufficient_statistics": oracle == "sufficient-statistics",
+        "gradient_oracles": oracle in ("projected-sgd", "improper-batch-sgd"),
+    }
+    of_accountant = (_accounting_notes(run.mechanism) for run in records.runs)
+    return sorted({name for name in holds if holds[name]}.union(*of_accountant))
+
+
+def _accounting_notes(mechanism: Mapping[str, Any]) -> set[str]:
+    """Return the notes about a mechanism's ε. Poisson sampling's is that of dp-accounting."""
+    partition, correlated = mechanism["partition"], mechanism.get("bands", 1) > 1
+    allocated = partition == "random-allocation"
+    holds = {
+        "random_allocation_accounting": allocated and not correlated,
+        "correlated_random_allocation": allocated and correlated,
+        "correlated_noise": correlated,
+        "disjoint_batches": partition in ("fixed", "stream"),
+        "releases_in_a_round": mechanism.get("releases_per_round", 1) > 1,
+    }
+    return {name for name in holds if holds[name]}
 
 
 # --- parts of answers ----------------------------------------------------------------------------
