@@ -96,8 +96,8 @@ class CausalLMPolicy:
         A sampler, a reward or a callback may call ``model.train()``. Dropout draws the masks of a
         batch together, so that one user's row would change the gradient of every other user.
         """
-        base = self.network.base_model
-        hook = base.register_forward_pre_hook(lambda module, inputs: self._evaluate())
+        body = getattr(self.network, "base_model", self.network)  # every pass goes through it
+        hook = body.register_forward_pre_hook(lambda module, inputs: self._evaluate())
         try:
             yield
         finally:
