@@ -141,7 +141,7 @@ def test_an_altered_record_is_refused_in_one_line(tmp_path: Path, changes: dict[
     model = carry(tmp_path / "model", terms_of())
     assert total_of_runs([model])[1].epsilon > 0
     carry(model, terms_of(**changes))
-    with pytest.raises(DprlhfError, match="privacy record .* altered") as refusal:
+    with pytest.raises(DprlhfError, match=r"privacy record .* altered") as refusal:
         total_of_runs([model])
     assert "\n" not in str(refusal.value)
 
