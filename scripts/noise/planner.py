@@ -55,12 +55,15 @@ class Task:
         changes: Changes to it.
         users: Numbers of users to draw from.
         most_responses: Largest number of responses to users in a run.
+        bands: Whether there are plans with correlated noise; not where directions are found anew,
+            along which noise of earlier rounds could not be taken back.
     """
 
     recipe: str
     changes: dict[str, Any]
     users: tuple[int, ...]
     most_responses: int
+    bands: bool
 
     @property
     def file(self) -> Path:
@@ -79,9 +82,10 @@ TASKS = {
         },
         (600, 1000, 1500),
         6000,
+        bands=True,
     ),
     "smollm2": Task(
-        "imdb_few_users", {"data.skip": 9000, "data.limit": 600}, (300, 400, 600), 2400
+        "imdb_few_users", {"data.skip": 9000, "data.limit": 600}, (300, 400, 600), 2400, bands=False
     ),
 }  # fmt: skip
 Plans = Sequence[tuple[int, float, Candidate]]
@@ -100,7 +104,8 @@ def held_out(task: Task) -> Plans:
         partition = str(random.choice(["random-allocation"] * 3 + ["fixed"]))
         bands = 1
         if partition == "fixed":
-            passes, bands = 1, int(random.choice([4, rounds]))
+            passes, correlated = 1, int(random.choice([4, rounds]))
+            bands = correlated if task.bands else 1
         plan = (users, epsilon, Candidate(partition, rounds, passes, bands, responses))
         fits = rounds % passes == 0 and users * passes * responses <= task.most_responses
         if fits and plan not in drawn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,17 @@ class TestDoctor:
         assert not found["no-such-package-here"].good
         assert found["numpy"].good
         assert "vllm" not in found
+
+    @pytest.mark.parametrize("missing", ["torch", "accelerate", "huggingface_hub"])
+    def test_a_missing_library_is_reported(
+        self, missing: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in [n for n in sys.modules if n == missing or n.startswith("dprlhf.training")]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, missing, None)
+        bad = [f.name for f in doctor.examine() if not f.good]
+        assert bad == {"torch": ["devices", "processes"], "accelerate": ["processes"],
+                       "huggingface_hub": ["hub"]}[missing]  # fmt: skip
 
     def test_a_bad_finding_is_exit_status_1(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(doctor, "examine", lambda: [doctor.Finding("disk", "full", False)])
@@ -201,6 +213,15 @@ class TestInit:
         assert isinstance(done.exception, DprlhfError)
         assert (here / "recipe.yaml").read_text() == "mine"
 
+    @pytest.mark.parametrize("epsilon", [4.0, 0.5, 4.1234567, 1e-3])
+    def test_epsilon_is_the_one_that_was_asked_for(self, epsilon: float) -> None:
+        text = new_recipe(
+            model="m", prompts="p.csv", user_column="", reward="a:b", public_prompts="",
+            epsilon=epsilon,
+        )  # fmt: skip
+        assert make_recipe(yaml.safe_load(text)).privacy.epsilon == epsilon
+        assert f"epsilon: {epsilon:.8g}" in text
+
     def test_a_bad_answer_names_the_key(self) -> None:
         with pytest.raises(DprlhfError, match="epsilon must be above 0"):
             new_recipe(
@@ -231,6 +252,15 @@ class TestFlags:
             named = re.findall(r"(?<!/)\b[a-z_]+(?:\.[a-z_]+)+", text)
             assert set(named) <= known, name
             assert name not in KEYS
+
+    def test_scale_rewards_alone_chooses_no_update(self) -> None:
+        assert overrides_of(["--scale_rewards", "none"]) == ["update.scale_rewards=false"]
+        both = overrides_of(["--loss_type", "dr_grpo", "--scale_rewards", "none"])
+        assert both == ['update.name="pg"', 'update.baseline="loo"']
+
+    def test_the_last_one_counts(self) -> None:
+        assert overrides_of(["--loss_type", "grpo", "update.name=pg"])[-1] == "update.name=pg"
+        assert overrides_of(["update.name=pg", "--loss_type=grpo"])[0] == "update.name=pg"
 
     def test_hyphens_underscores_and_equals(self) -> None:
         given_ = ["--num-generations", "4", "a.b=1", "--beta=0.1", "--seed", "-3"]
@@ -496,7 +526,7 @@ class TestRewardCheck:
         Path("gaps.jsonl").write_text(
             '{"prompt": "a", "completion": "b"}\n{"prompt": "c", "completion": null}\n'
         )
-        with pytest.raises(DprlhfError, match="'completion' has no completion in row 2"):
+        with pytest.raises(DprlhfError, match="'completion' has no completion in some rows"):
             reward_check("my_rewards.py:brevity", "gaps.jsonl")
         none = call("reward-check", "my_rewards.py:brevity", "--prompts=public.csv", "--limit=0")
         assert "'--limit'" in str(none.exception)

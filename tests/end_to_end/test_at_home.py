@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
+from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 
 import dprlhf
 from dprlhf import DprlhfError
 from dprlhf.data.given_rows import rows_from
-from dprlhf.data.loading import load_rows
+from dprlhf.data.loading import check_present, load_rows
 from dprlhf.data.users import Users
 from dprlhf.recipe import Data
 from helpers import tiny
@@ -197,20 +199,44 @@ def test_callbacks_of_transformers_see_what_is_published(model: str, tmp_path: P
         ("c.jsonl", "CANARY\n" * 9, "broken: lines 1, 2, 3, 4, 5 and 4 more"),
     ],
 )
-def test_broken_rows_are_named_and_not_quoted(
-    tmp_path: Path, name: str, content: str, told: str
+def test_broken_rows_are_named_on_a_terminal_and_not_quoted(
+    tmp_path: Path, name: str, content: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / name).write_text(content)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with pytest.raises(DprlhfError, match=told) as caught:
         load_rows(Data(path=str(tmp_path / name)))
     assert "CANARY" not in str(caught.value)
 
 
-def test_rows_without_a_user_are_named(tmp_path: Path) -> None:
+def test_rows_without_a_user_or_a_value_are_named_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.csv").write_text("prompt,who\na,x\nb,\nc,y\nd,\n")
     data = Data(path=str(tmp_path / "a.csv"), user_column="who")
+    rows = load_rows(data)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with pytest.raises(DprlhfError, match=r"in every row \(rows 2, 4 have none\)"):
-        Users(load_rows(data), data)
+        Users(rows, data)
+    with pytest.raises(DprlhfError, match=r"'prompt' is empty in rows 2, 3"):
+        check_present(Dataset.from_dict({"prompt": ["a", None, None]}), Data(path="a"))
+
+
+def test_a_log_is_not_told_which_rows(tmp_path: Path) -> None:
+    """Which users' rows are odd, and how many, is for the operator; a log is passed on."""
+    (tmp_path / "b.jsonl").write_text('{"prompt": "a"}\n[1]\n[2]\n')
+    (tmp_path / "a.csv").write_text("prompt,who\na,x\nb,\nc,y\nd,\n")
+    data = Data(path=str(tmp_path / "a.csv"), user_column="who")
+    empty = Dataset.from_dict({"prompt": ["a", None, None]})
+    for refused in (
+        lambda: load_rows(Data(path=str(tmp_path / "b.jsonl"))),
+        lambda: Users(load_rows(data), data),
+        lambda: check_present(empty, Data(path="a")),
+    ):
+        with pytest.raises(DprlhfError, match=r"some (rows|lines) \(on a terminal") as caught:
+            refused()
+        text = str(caught.value).replace(str(tmp_path), "")
+        assert not any(letter.isdecimal() for letter in text), text
 
 
 def test_a_part_of_a_file(tmp_path: Path) -> None:

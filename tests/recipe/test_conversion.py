@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from dprlhf.cli.app import app
 from dprlhf.errors import DprlhfError
+from dprlhf.privacy.plan import make_plan
 from dprlhf.recipe import DPORecipe, Recipe, RewardRecipe, SFTRecipe, load_any_recipe
 from dprlhf.recipe.conversion import Converted, axolotl, convert, llama_factory
 
@@ -76,10 +78,19 @@ AXOLOTL: dict[str, Any] = {
 }
 
 
+LENGTHS = ("data.max_prompt_tokens=96", "data.max_completion_tokens=96")
+
+
 def of(values: dict[str, Any], tmp_path: Path, *overrides: str, **options: Any) -> Converted:
+    """Convert a file; one that names no length gets one for the prompt and one for the completion.
+
+    Without that it is refused, which test_lengths_that_a_file_leaves_out has.
+    """
     file = tmp_path / "theirs.yaml"
     file.write_text(yaml.safe_dump(values, sort_keys=False))
-    return convert(file, overrides, **{"epsilon": 4.0, "users": 1000, **options})
+    pairs = values.get("stage", "sft") in ("sft", "pt", "dpo") and values.get("rl") != "grpo"
+    lengths = LENGTHS if pairs and not values.keys() & {"cutoff_len", "reward_model"} else ()
+    return convert(file, (*lengths, *overrides), **{"epsilon": 4.0, "users": 1000, **options})
 
 
 def listed(tmp_path: Path, **entry: Any) -> dict[str, Any]:
@@ -161,7 +172,6 @@ def test_every_setting_is_accounted_for(values: dict[str, Any], tmp_path: Path) 
         ({"quantization_method": "gptq"}, "quantization_method"),
         ({"template": "llama3"}, "template"),
         ({"template": "default"}, "template"),  # it writes Human: and Assistant:
-        ({"cutoff_len": 2048}, "cutoff_len"),
         ({"val_size": 0.1}, "val_size"),
         ({"packing": True}, "packing"),
         ({"pref_loss": "orpo"}, "pref_loss"),
@@ -241,6 +251,49 @@ def test_rounds_need_the_number_of_users_or_the_steps(tmp_path: Path) -> None:
     recipe = of(values | {"max_steps": 30}, tmp_path, users=None).recipe
     assert recipe is not None
     assert (recipe.rounds, recipe.privacy.participations) == (30, 1)
+
+
+def test_lengths_that_a_file_leaves_out_are_those_of_its_program(tmp_path: Path) -> None:
+    """A recipe's own limits, 64 tokens each, would cut rows that the program keeps."""
+    values = listed(tmp_path, file_name="pairs.json", columns=PAIRS)
+    file = tmp_path / "theirs.yaml"
+    file.write_text(yaml.safe_dump(values))
+    left = convert(file, [], epsilon=4.0, users=1000).left
+    assert [(f.name, "(its default)" in f.about) for f in left] == [("cutoff_len", True)]
+    made = convert(file, LENGTHS, epsilon=4.0, users=1000)
+    assert (made.left, made.recipe.data.max_prompt_tokens) == ([], 96)  # type: ignore[union-attr]
+    kinds = {
+        "adapter": "lora",
+        "base_model": "m",
+        "datasets": [{"path": "p", "type": "completion"}],
+    }
+    file.write_text(yaml.safe_dump(kinds))
+    assert "sequence_len" in {f.name for f in convert(file, [], epsilon=4.0, users=1000).left}
+
+
+@pytest.mark.parametrize("passes", [1, 3, 5])
+@pytest.mark.parametrize("batch", [1, 64])
+@pytest.mark.parametrize("users", [7, 1000])
+def test_a_run_accepts_the_rounds(users: int, batch: int, passes: int, tmp_path: Path) -> None:
+    values = listed(tmp_path, file_name="pairs.json", columns=PAIRS)
+    steps = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": 1}
+    made = of(values | steps | {"num_train_epochs": passes}, tmp_path, users=users).recipe
+    assert made is not None
+    kept, rounds = made.privacy.participations, made.rounds
+    plan = make_plan(users=users, rounds=rounds, participations=kept, epsilon=math.inf, delta=1e-5)
+    assert (kept, rounds % passes) == (passes, 0)
+    # As many users in a round as the file has in a step, unless they are too few.
+    if rounds > passes:
+        assert plan.expected_batch_size == pytest.approx(max(batch, passes), rel=0.5)
+
+
+def test_more_steps_than_users_are_refused(tmp_path: Path) -> None:
+    values = listed(tmp_path, file_name="pairs.json", columns=PAIRS)
+    left = of(values | {"max_steps": 2000}, tmp_path).left
+    assert {f.about for f in left} == {"1000 users cannot fill 2000 rounds"}
+    assert of(values | {"max_steps": 1000}, tmp_path).left == []
+    few = of(values | {"num_train_epochs": 3}, tmp_path, users=2).left
+    assert {f.about for f in few} == {"2 users cannot fill 3 rounds"}
 
 
 def test_the_other_stages(tmp_path: Path) -> None:

@@ -79,6 +79,26 @@ def test_a_misspelt_required_key_is_named_as_misspelt() -> None:
     assert refusal(values) == "unknown key 'polcy'; did you mean 'policy'?"
 
 
+def test_a_key_of_another_update_is_said_to_be_one() -> None:
+    values = {**SMALL, "update": {"name": "pg", "epochs": 2}}
+    told = "'update.epochs' is not a setting of this update: another update.name has it"
+    assert refusal(values) == told
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ({"update": {"name": "rebel", "oracle": {"steps": 8}}}, "oracle is for solver gauss"),
+        ({"update": {"name": "rebel", "solver": "gauss-newton", "steps": 8}}, "oracle.steps"),
+        ({"update": {"name": "npg", "oracle": {"name": "sufficient-statistics", "steps": 8}}},
+         "steps is for projected-sgd"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_without_effect_are_refused(section: dict[str, Any], told: str) -> None:
+    assert told in refusal({**SMALL, **section})
+
+
 @pytest.mark.parametrize("key", ["policy", "data", "rewards", "privacy", "rounds"])
 def test_a_missing_key_is_named(key: str) -> None:
     values = settings()

@@ -20,6 +20,7 @@ FACTORY: dict[str, Any] = {
     "learning_rate": 1e-5,
     "num_train_epochs": 1,
 }
+LENGTHS = ("data.max_prompt_tokens=96", "data.max_completion_tokens=96")
 AXOLOTL: dict[str, Any] = {
     "base_model": "org/model",
     "rl": "grpo",
@@ -99,13 +100,13 @@ def test_a_stage_that_is_no_word(changed: dict[str, Any], tmp_path: Path) -> Non
 def test_a_list_of_data_sets_that_cannot_be_read(listing: Any, tmp_path: Path) -> None:
     (tmp_path / "dataset_info.json").write_text(json.dumps(listing))
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(FACTORY | {"dataset_dir": str(tmp_path)}))
-    (left,) = convert(tmp_path / "theirs.yaml", (), epsilon=4.0, users=1000).left
+    (left,) = convert(tmp_path / "theirs.yaml", LENGTHS, epsilon=4.0, users=1000).left
     assert left.name == "dataset"
     assert "dataset_info.json" in left.about
 
 
 def test_numbers_may_be_written_as_texts(tmp_path: Path) -> None:
-    recipe = of(FACTORY | {"max_steps": "1e3", "lora_rank": "2"}, tmp_path).recipe
+    recipe = of(FACTORY | {"max_steps": "1e3", "lora_rank": "2"}, tmp_path, *LENGTHS).recipe
     assert isinstance(recipe, DPORecipe)
     assert (recipe.rounds, recipe.policy.adapter.rank) == (1000, 2)
 

@@ -574,7 +574,8 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
     assert checked.returncode == 0
     assert len(checked.stdout.splitlines()) == 2
     (run / "privacy.json").write_text("{}")
-    for words in (("--verify", str(page)), (), (str(tmp_path),), (str(run), "--limit", "0")):
+    limits = [(str(run), "--limit", limit) for limit in ("0", "inf")]
+    for words in (("--verify", str(page)), (), (str(tmp_path),), *limits):
         refused = command("comply", *words)
         assert refused.returncode == 2
         assert len(refused.stderr.splitlines()) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -104,14 +105,20 @@ class TestMeasure:
             measure(*made(model, epsilon=float("inf")))
 
     def test_the_duration_by_hand(self, model: str) -> None:
-        """Users' responses, those of each fit of the subspace, and two evaluations."""
-        recipe, _ = made(model, update__subspace={"rank": 2, "prompts": 8, "refresh": 4})
+        """Users' responses, those of the subspace's fits, and two evaluations."""
+        recipe, _ = made(model, update__subspace={"rank": 2, "prompts": 8, "refresh": 3})
         plan = make_plan(users=120, rounds=6, delta=1e-5, epsilon=8.0)
         seconds = {"rollout": 1.0, "reward": 0.5, "update": 0.25}
         facts = Facts(recipe, 120, 10, mock.Mock(), seconds, evaluation=4, model=None)
-        responses = 120 * 2 + 2 * 8 * 2  # the subspace is fitted in rounds 1 and 5
+        responses = 120 * 2 + 2 * 8 * 2  # the subspace is fitted in rounds 1 and 4
         found = facts.seconds_of(Candidate("random-allocation", 6, 1, 1, 2), plan)
         assert found == pytest.approx(responses * (1.5 + 0.25) + 2 * 4 * 1.5)
+        # What a dry run states, too, with the gradients of the texts' likelihood.
+        subspace = recipe.update.subspace.model_copy(update={"keep_perplexity": True})
+        update = recipe.update.model_copy(update={"subspace": subspace})
+        fluent = replace(facts, recipe=recipe.model_copy(update={"update": update}))
+        longer = fluent.seconds_of(Candidate("random-allocation", 6, 1, 1, 2), plan)
+        assert longer - found == pytest.approx(2 * 8 * 2 * 4 / 3 * 0.25)
 
 
 @pytest.mark.slow

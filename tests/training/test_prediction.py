@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -36,6 +38,18 @@ def test_adams_steps_shrink_as_it_averages_noise() -> None:
     lengths = np.sqrt(np.diff(moved.along) ** 2 + np.diff(moved.across))
     assert lengths[0] < 0.5 * 8
     assert (np.diff(lengths) < 0).all()
+
+
+def test_a_step_moves_all_parameters_that_a_subspace_lies_in() -> None:
+    """Adam divides by the size of each trained parameter, and a lift by the subspace's scale."""
+    inside = replace(SIGNAL, dimension=4, trained=64, scale=20.0)
+    plain = replace(SIGNAL, dimension=4)
+    adam = Optimizer(name="adam", learning_rate=0.5, betas=(0.9, 0.9))
+    steps = travel(PLAN, inside, adam, 1.0).along / travel(PLAN, plain, adam, 1.0).along
+    assert steps == pytest.approx(4 * np.ones(8))  # √64 over √4
+    sgd = Optimizer(name="sgd", learning_rate=0.5, momentum=0.6)
+    steps = travel(PLAN, inside, sgd, 1.0).along / travel(PLAN, plain, sgd, 1.0).along
+    assert steps == pytest.approx(np.ones(8) / 20)
 
 
 def test_the_schedule_counts() -> None:

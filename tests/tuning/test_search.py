@@ -142,7 +142,7 @@ def test_runs_that_decide_wait_for_no_trial_of_the_search(
     tuned = running.result()
     trials = sum(line.startswith("trial") for line in lines)
     assert trials == len(tuned.searched) == 2
-    assert sum(t.runs for t in tuned.decided) == len(lines) - trials > 0
+    assert len(running._ended(confirming=True)) == len(lines) - trials > 0
 
 
 def test_nothing_better_leaves_the_recipe_as_it_is(
@@ -177,6 +177,45 @@ def test_an_interrupted_search_goes_on(file: Path, simulated: Simulated, at: int
     assert len(searched) == 8
     assert len(simulated.runs) > before
     assert running.result().own.changes == {}
+
+
+def test_a_search_in_short_calls_proposes_nothing_twice(file: Path, simulated: Simulated) -> None:
+    for trials in (6, 9, 12):
+        running = search_for(file, trials=trials)
+        while not running._enough():
+            running._line_up()
+            running._trial(lambda line: None)
+    rates = [r.optimizer.learning_rate for r in simulated.runs]
+    assert len(set(rates)) == len(rates) == 12
+
+
+def test_what_was_run_again_alone_decides_nothing(file: Path, simulated: Simulated) -> None:
+    """Time for one more run of the recipe as it is and for nothing to compare it with."""
+    simulated._noise = 0.0
+    running = search_for(file, trials=3)
+    while not running._enough():
+        running._line_up()
+        running._trial(lambda line: None)
+    running._study.enqueue_trial(running._to_confirm().params, user_attrs={"confirms": True})
+    running._trial(lambda line: None)
+    tuned = running.result()
+    assert tuned.best.changes == {"optimizer.learning_rate": 0.05}
+    assert tuned.best.score > tuned.own.score + 0.3
+
+
+def test_a_line_that_a_crash_cut_off_is_left_out(file: Path, simulated: Simulated) -> None:
+    running = search_for(file, trials=3)
+    running._line_up()
+    running._trial(lambda line: None)
+    trials = file.with_suffix(".trials")
+    whole = trials.read_bytes()
+    trials.write_bytes(whole[:-40])
+    for more in (2, 3):
+        running = search_for(file, trials=more)
+        running._line_up()
+        running._trial(lambda line: None)
+    assert trials.read_bytes().startswith(whole[: whole[:-1].rfind(b"\n") + 1])
+    assert len(running._study.trials) == 3
 
 
 def test_a_killed_trial_is_not_waited_for(file: Path, simulated: Simulated) -> None:

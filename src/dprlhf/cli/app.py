@@ -6,6 +6,7 @@ the other heavy libraries in their bodies, so that help and the accounting comma
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import warnings
@@ -77,6 +78,9 @@ app.add_typer(bench.bench, name="bench", rich_help_panel=_PAPERS)
 
 def main() -> None:
     """Run a command; a known problem is one line on stderr and exit status 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal may lack letters, such as ε
+            stream.reconfigure(errors="replace")
     try:
         app(standalone_mode=True)
     except DprlhfError as error:

@@ -88,11 +88,11 @@ def _devices() -> list[Finding]:
 
 
 def _processes() -> Finding:
-    from dprlhf.training.processes import Processes
-
     try:
+        from dprlhf.training.processes import Processes
+
         processes = Processes.connect()
-    except DprlhfError as error:
+    except (ImportError, DprlhfError) as error:
         return Finding("processes", str(error), False)
     return Finding("processes", f"{processes.count}, this one on {processes.device}")
 
@@ -103,9 +103,11 @@ def _disk() -> Finding:
 
 
 def _hub() -> Finding:
-    import huggingface_hub
-    from huggingface_hub import constants
-
+    try:
+        import huggingface_hub
+        from huggingface_hub import constants
+    except ImportError as error:
+        return Finding("hub", str(error), False)
     if constants.HF_HUB_OFFLINE:
         return Finding("hub", "offline (HF_HUB_OFFLINE): models and data must be on this machine")
     signed_in = huggingface_hub.get_token() is not None

@@ -65,7 +65,7 @@ def new_recipe(
         user_column=_quoted(user_column) if user_column else "null",
         max_prompts=4 if user_column else 1,
         reward=_reward(reward),
-        epsilon=epsilon,
+        epsilon=repr(float(epsilon)).removesuffix(".0"),
         rounds=_rounds(users),
         users=users or "N",
         evaluation=_EVALUATION.format(_quoted(public_prompts)) if public_prompts else _NONE,
@@ -160,11 +160,11 @@ optimizer:
   betas: [0.9, 0.9]             # rounds are few
 
 privacy:
-  epsilon: {epsilon:<21g}# smaller is more private; 1 to 8 are usual
+  epsilon: {epsilon:<21}# smaller is more private; 1 to 8 are usual
   delta: 1.0e-5                 # keep it well below 1 / number of users
   partition: random-allocation
 
-rounds: {rounds:<24}# compare with: dprlhf plan --users {users} --epsilon {epsilon:g}
+rounds: {rounds:<24}# compare with: dprlhf plan --users {users} --epsilon {epsilon}
 
 {evaluation}
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -226,7 +227,13 @@ def rows_without_value(column: pa.ChunkedArray) -> list[int]:
 
 
 def listed(numbers: Sequence[int], what: str) -> str:
-    """Return numbers as text for an error message: ``lines 3, 7 and 12 more``."""
+    """Return the numbers of rows for an error message: ``lines 3, 7 and 12 more``.
+
+    They tell of users, so they are for the operator alone, who has the rows: a terminal gets them,
+    and a log, which is passed on, does not.
+    """
+    if not sys.stderr.isatty():
+        return f"some {what}s (on a terminal, this says which)"
     shown = ", ".join(map(str, numbers[:_SHOWN]))
     more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
     return f"{what}{'s' if len(numbers) > 1 else ''} {shown}{more}"

@@ -182,6 +182,9 @@ def _explain(error: ValidationError, kind: type[BaseModel] = Recipe) -> str:
     key = ".".join(location) or "recipe"
     if first["type"] == "extra_forbidden":
         near = _nearest_key(location, kind)
+        if near == key:
+            section = location[0]
+            return f"'{key}' is not a setting of this {section}: another {section}.name has it"
         return f"unknown key '{key}'" + (f"; did you mean '{near}'?" if near else "")
     if first["type"] == "missing":
         return f"'{key}' is missing"

@@ -129,10 +129,12 @@ def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
             found[KEYS[name]] = value
         elif name == "generation_kwargs":
             found |= {f"rollout.{key}": one for key, one in rollout_settings(value).items()}
-    if "loss_type" in given or "scale_rewards" in given:
+    if "loss_type" in given:
         named = given.keys() & {"loss_type", "scale_rewards"}
         update = update_settings(**{name: given[name] for name in named})
         found |= {f"update.{key}": value for key, value in update.items()}
+    elif "scale_rewards" in given:  # of the recipe's own update, which it does not choose
+        found["update.scale_rewards"] = _is_scaled(given["scale_rewards"])
     return found
 
 
@@ -148,12 +150,7 @@ def update_settings(loss_type: str = "grpo", scale_rewards: Any = "group") -> di
     Raises:
         DprlhfError: The value divides by what the whole batch has, which would couple the users.
     """
-    scaled = _SCALED.get(str(scale_rewards).lower())
-    if scaled is None:
-        raise DprlhfError(
-            f"scale_rewards={scale_rewards}: it divides by the spread of the whole batch, which"
-            " would couple the users: write group or none"
-        )
+    scaled = _is_scaled(scale_rewards)
     if loss_type == "dr_grpo":
         return {"name": "pg", "baseline": "group" if scaled else "loo"}
     if loss_type == "grpo":
@@ -162,6 +159,21 @@ def update_settings(loss_type: str = "grpo", scale_rewards: Any = "group") -> di
         f"loss_type={loss_type}: only grpo and dr_grpo divide within a user; the others count the"
         " tokens of the whole batch, which would couple the users"
     )
+
+
+def _is_scaled(scale_rewards: Any) -> bool:
+    """Return whether advantages are divided by the spread of a prompt's rewards.
+
+    Raises:
+        DprlhfError: They would be divided by the spread of the whole batch.
+    """
+    scaled = _SCALED.get(str(scale_rewards).lower())
+    if scaled is None:
+        raise DprlhfError(
+            f"scale_rewards={scale_rewards}: it divides by the spread of the whole batch, which"
+            " would couple the users: write group or none"
+        )
+    return scaled
 
 
 def overrides_of(arguments: Sequence[str]) -> list[str]:
@@ -176,6 +188,7 @@ def overrides_of(arguments: Sequence[str]) -> list[str]:
     left = iter(arguments)
     found: list[str] = []
     combined: dict[str, Any] = {}
+    place = 0  # of the last of the settings that decide together: what comes later goes before it
     for argument in left:
         if argument[:2] != "--":
             found.append(argument)
@@ -192,8 +205,8 @@ def overrides_of(arguments: Sequence[str]) -> list[str]:
         elif name == "generation_kwargs":
             found += _texts({name: _parsed(value)})
         else:
-            combined[name] = _parsed(value)  # two names, one decision
-    return found + _texts(combined)
+            combined[name], place = _parsed(value), len(found)  # two names, one decision
+    return found[:place] + _texts(combined) + found[place:]
 
 
 def _texts(given: Mapping[str, Any]) -> list[str]:

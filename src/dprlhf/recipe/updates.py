@@ -12,7 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, field_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from dprlhf.recipe.base import Experimental, PositiveFloat, PositiveInt
@@ -213,6 +220,14 @@ class REBEL(PrivateUpdate):
     steps: PositiveInt = 2
     oracle: Oracle = Oracle()
 
+    @model_validator(mode="after")
+    def _settings_of_solver(self) -> Self:
+        if self.solver == "gradient" and self.oracle != Oracle():
+            raise ValueError("oracle is for solver gauss-newton, not for gradient")
+        if self.solver == "gauss-newton" and self.steps != type(self).model_fields["steps"].default:
+            raise ValueError("steps is for solver gradient; gauss-newton has oracle.steps")
+        return self
+
     @property
     def releases(self) -> int:
         """Number J of noised sums that a round releases: the gate charges J and refuses more."""
@@ -252,6 +267,8 @@ class REBEL(PrivateUpdate):
         made = super().saturated(
             clip_norm=clip_norm, batch_size=batch_size, target_bound=target_bound
         )
+        if self.least_squares is None:
+            return made
         return made.model_copy(update={"oracle": _saturated(self.oracle, target_bound)})
 
 

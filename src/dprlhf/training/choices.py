@@ -59,6 +59,10 @@ class Signal:
             clipping, in all trained parameters: what a subspace and clipping leave.
         gradient: Norm of the mean gradient before clipping, in units of the reward; None where it
             is not known.
+        trained: d, the number of trained parameters that a step moves; None for p, without a
+            subspace.
+        scale: Factor on the coordinates of a subspace before clipping, by which a release is
+            divided before the step; 1 without a subspace.
     """
 
     norm: float
@@ -66,6 +70,8 @@ class Signal:
     dimension: int
     alignment: float = 1.0
     gradient: float | None = None
+    trained: int | None = None
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)

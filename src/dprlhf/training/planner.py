@@ -38,7 +38,7 @@ from dprlhf.training.prediction import RewardModel, reward_model, travel
 from dprlhf.training.processes import Processes
 from dprlhf.training.reinforcement import Reinforcement
 from dprlhf.training.signal import Probe, measure_signal
-from dprlhf.training.timing import seconds_a_response
+from dprlhf.training.timing import seconds_a_response, seconds_a_round
 
 PROBED = 512
 """Number of public prompts that the signal is measured on, at most."""
@@ -70,14 +70,10 @@ class Facts:
 
     def seconds_of(self, candidate: Candidate, plan: Plan) -> float:
         """Return the estimated duration of a run on one process, evaluation before and after it."""
-        update, phases = self.recipe.update, self.seconds
-        sampled = phases["rollout"] + phases["reward"]
-        of_response = sampled + plan.releases_per_round * update.passes * phases["update"]
-        responses = plan.expected_batch_size * plan.rounds * candidate.responses
-        if update.subspace is not None:
-            fits = math.ceil(plan.rounds / update.subspace.refresh)
-            responses += fits * update.subspace.prompts * candidate.responses
-        return responses * of_response + 2 * self.evaluation * sampled
+        rollout = self.recipe.rollout.model_copy(update={"responses": candidate.responses})
+        recipe = self.recipe.model_copy(update={"rollout": rollout})
+        of_rounds = plan.rounds * seconds_a_round(recipe, plan, self.seconds)
+        return of_rounds + 2 * self.evaluation * (self.seconds["rollout"] + self.seconds["reward"])
 
     def as_dict(self) -> dict[str, Any]:
         """Return the facts, JSON-ready."""

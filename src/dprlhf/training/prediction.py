@@ -47,7 +47,8 @@ def travel(plan: Plan, signal: Signal, optimizer: Optimizer, clip_norm: float) -
 
     A step of ``normalized-sgd`` is η long. One of ``sgd`` is η times the averaged release's norm,
     over 1 − μ. One of Adam is taken to be η√d times the averaged release's norm over that of a
-    single one: exact where all coordinates have the same variance, as they have under noise.
+    single one, with the number d of trained parameters: exact where each coordinate keeps its
+    variance, as it does under noise, in a subspace for as long as its directions stay.
 
     Args:
         plan: The run's plan.
@@ -59,10 +60,17 @@ def travel(plan: Plan, signal: Signal, optimizer: Optimizer, clip_norm: float) -
     cos, norms = cosines(plan, signal, momentum), averaged_norms(plan, signal, momentum)
     rates = np.array([learning_rate(optimizer, t + 1, plan.rounds) for t in range(plan.rounds)])
     if optimizer.name == "sgd":
-        rates = rates * clip_norm * norms * (1 - momentum ** np.arange(1, plan.rounds + 1))
+        rates = (
+            rates
+            * clip_norm
+            / signal.scale
+            * norms
+            * (1 - momentum ** np.arange(1, plan.rounds + 1))
+        )
         rates = rates / (1 - momentum)
     elif optimizer.name != "normalized-sgd":
-        rates = rates * signal.dimension**0.5 * norms / averaged_norms(plan, signal)
+        moved = signal.trained or signal.dimension
+        rates = rates * moved**0.5 * norms / averaged_norms(plan, signal)
     return Travel(cos, np.cumsum(rates * cos), np.cumsum(rates**2 * (1 - cos**2)))
 
 

@@ -146,6 +146,8 @@ def signal_of(
         dimension=seen.shape[1],
         alignment=min(max(alignment, 0.0), 1.0),
         gradient=whole**0.5,
+        trained=vectors.shape[1],
+        scale=scale,
     )
 
 

@@ -41,7 +41,7 @@ def write_tuned(tuned: Tuned, source: Path, overrides: Sequence[str], output: Pa
         notes["update"] = "\n".join(of_update)
     head = comment(header(tuned))
     text = head + changed_text(source.read_text("utf-8"), changes, notes)
-    if yaml.safe_load(text) is None or _read(text) != tuned.recipe:  # a spelling of YAML's
+    if _read(text) != tuned.recipe:  # a spelling of YAML's
         text = head + dump_recipe(tuned.recipe)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

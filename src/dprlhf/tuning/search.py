@@ -196,11 +196,12 @@ class Search:
                 "tune: the recipe as it is has not been tried to the end: give it more --minutes or"
                 " fewer --stand-ins, or call again"
             )
-        decided = _ranked(confirmed) or tried
-        own = next((t for t in decided if not t.changes), None)
-        if own is None:  # it was not run again, and what was is not to be compared with it
+        decided = _ranked(confirmed)
+        # Runs of the search are not to be compared with these: they decide among themselves, where
+        # there was time for the recipe as it is and for something else.
+        if len(decided) < 2 or not any(t.changes == {} for t in decided):
             decided = tried
-            own = next(t for t in tried if not t.changes)
+        own = next(t for t in decided if not t.changes)
         best = decided[0]
         states = [t.state.name for t in self._study.trials]
         return Tuned(
@@ -341,13 +342,13 @@ class Search:
         optuna = self._optuna
         try:
             storage.parent.mkdir(parents=True, exist_ok=True)
+            _cut_unfinished_line(storage)
             backend = optuna.storages.journal.JournalFileBackend(str(storage))
             study = optuna.create_study(
                 storage=optuna.storages.JournalStorage(backend),
                 study_name="tune",
                 direction="maximize",
                 load_if_exists=True,
-                sampler=optuna.samplers.TPESampler(seed=seed, multivariate=True),
                 pruner=optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=1),
             )
         except (OSError, ValueError, KeyError) as error:
@@ -360,9 +361,19 @@ class Search:
                 " another --output"
             )
         study.set_user_attr("terms", terms)
+        # The sampler's state is not kept: with one seed, each call would propose the same again.
+        own = seed + len(study.trials)
+        study.sampler = optuna.samplers.TPESampler(seed=own, multivariate=True)
         for trial in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
             study.tell(trial.number, state=optuna.trial.TrialState.FAIL)  # it was killed
         return study
+
+
+def _cut_unfinished_line(storage: Path) -> None:
+    """Remove what a crash left of the last line, to which the next line would be appended."""
+    if storage.is_file() and not (kept := storage.read_bytes()).endswith(b"\n"):
+        with storage.open("rb+") as file:
+            file.truncate(kept.rfind(b"\n") + 1)
 
 
 def _optuna() -> Any:

@@ -44,6 +44,7 @@ DEFAULTS: dict[str, Any] = {
     "micro_batch_size": 1,
     "gradient_accumulation_steps": 1,
     "num_epochs": 1.0,
+    "sequence_len": 512,
     "lr_scheduler": "cosine",
 }
 """Its defaults that differ from a recipe's, which apply where the file does not name them."""

@@ -49,6 +49,8 @@ DEFAULTS: dict[str, Any] = {
     "learning_rate": 5e-5,
     "lr_scheduler_type": "linear",
     "num_train_epochs": 3.0,
+    "cutoff_len": 2048,
+    "ppo_epochs": 4,
     "per_device_train_batch_size": 8,
     "seed": 42,
 }

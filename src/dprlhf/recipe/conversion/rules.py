@@ -254,11 +254,16 @@ def steps(
         names: The names of all these settings in the file.
     """
     settled = ("rounds",)
+    passes = int(epochs) if epochs >= 1 and not epochs % 1 else 0  # 0 also for what is no number
+    least = max_steps if max_steps and max_steps > 0 else passes
+    if draft.users is not None and draft.users < least:
+        reason = f"{draft.users} users cannot fill {least} rounds"
+        return [refused(name, reason, *settled) for name in names]
     if max_steps and max_steps > 0:
         draft.put("rounds", max_steps)
         note = "a round is a step; users in a round follow from their number"
         return [taken(name, "rounds", note=note) for name in names]
-    if not epochs >= 1 or epochs % 1:  # also what is no number
+    if not passes:
         return [
             refused(name, f"{epochs:g} passes: a user takes part in whole rounds", *settled)
             for name in names
@@ -272,9 +277,10 @@ def steps(
             )
             for name in names
         ]
-    rounds = max(int(epochs), round(draft.users * epochs / batch))
+    # A multiple of the passes, as random allocation has them, and no more rounds than users.
+    rounds = passes * min(draft.users // passes, max(1, round(draft.users / batch)))
     draft.put("rounds", rounds)
-    if epochs > 1:
-        draft.put("privacy.participations", int(epochs))
-    note = f"{draft.users} users, {epochs:g} pass(es), about {batch} in a round on one device"
+    if passes > 1:
+        draft.put("privacy.participations", passes)
+    note = f"{draft.users} users, {passes} pass(es), about {batch} in a round on one device"
     return [taken(name, "rounds", "privacy.participations", note=note) for name in names]

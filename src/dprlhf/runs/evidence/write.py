@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import datetime
 import functools
+import math
 from importlib import metadata, resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, one_line
 from dprlhf.privacy.gaussian import upwards
 from dprlhf.privacy.plan import json_ready
 from dprlhf.runs.card import guarantee_sentence
@@ -74,7 +75,7 @@ def write_evidence(
         DprlhfError: No run is there, its ledger was altered, the key cannot be used, or the files
             cannot be written.
     """
-    if limit is not None and not limit > 0:
+    if limit is not None and not 0 < limit < math.inf:
         raise DprlhfError(f"--limit must be a positive number, not {limit:g}")
     signer = None
     if key is not None:
@@ -84,8 +85,11 @@ def write_evidence(
     day = date or datetime.datetime.now(datetime.UTC).date()
     statement = statement_on(read_records(Path(run)), limit, day)
     statement["signed_by"] = fingerprint(public_hex(signer)) if signer else None
-    page = render(statement)
-    seal = sealed({**statement, "page_sha256": page_hash(page)}, signer)
+    try:
+        page = render(statement)
+        seal = sealed({**statement, "page_sha256": page_hash(page)}, signer)
+    except ValueError as error:  # such as a number or a character that no JSON file may have
+        raise DprlhfError(f"{run}: a record cannot be stated ({one_line(error)})") from None
     folder = Path(out) if out is not None else Path(run) / "comply"
     try:
         folder.mkdir(parents=True, exist_ok=True)
