@@ -38,6 +38,7 @@ from dprlhf.audit.membership import Roc
 from dprlhf.audit.noise_tests import SHARES, smallest_shortfall
 from dprlhf.cli.app import app
 from dprlhf.errors import DprlhfError
+from dprlhf.gradients import clipping
 from dprlhf.privacy.gaussian import gaussian_delta
 from dprlhf.privacy.ledger import Ledger, read_ledger
 from dprlhf.privacy.plan import Plan, make_plan
@@ -513,7 +514,7 @@ def test_prompt_canaries_go_through_the_recipes_own_model(tmp_path: Path) -> Non
     recipe = recipe_of(policy=policy, privacy=WITHOUT_NOISE, rounds=1, rollout={"responses": 16})
     signs = np.where(included, 1.0, np.nan)
     folder = RunFolder(tmp_path / "baseline")
-    moved = prompt_run(recipe, folder, signs, True, lambda plan, released: None).gains
+    moved = prompt_run(recipe, folder, signs, True, lambda *told: None).gains
     assert moved is not None
     assert roc(moved[included], moved[~included]).auc > 0.65
 
@@ -534,6 +535,24 @@ def test_the_stated_power_counts_the_values_that_are_tested(
     monkeypatch.setattr("dprlhf.audit.watched_gate._KEPT", 90)  # of 84 canaries and probes
     found = run_audit(tmp_path, 20, **changes)
     assert found.power["noise"] == shortfall_of(found)
+
+
+@pytest.mark.slow
+def test_riders_above_their_bound_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's extra coordinates grew after they were clipped; the noise is as planned."""
+    right = clipping.clip_users
+
+    def wrong(vectors: torch.Tensor, *bounds: Any, **given: Any) -> Any:
+        clipped, norms = right(vectors, *bounds, **given)
+        return (clipped * 30 if 0 < vectors.shape[1] <= 3 else clipped), norms
+
+    def reasons(name: str) -> list[str]:
+        found = run_audit(tmp_path / name, 60, privacy={"partition": "stream"})
+        return [reason for reason in found.refuted_by if "rides beside the gradient" in reason]
+
+    assert reasons("right") == []
+    monkeypatch.setattr(clipping, "clip_users", wrong)
+    assert len(reasons("wrong")) == 1
 
 
 @pytest.mark.slow

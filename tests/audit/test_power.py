@@ -321,6 +321,18 @@ def test_a_canary_above_the_clip_norm_and_a_step_beside_the_gate_are_seen() -> N
     assert "not released" in one_run._broken_rules(record_of(plan, 1.0, 1.1 * step))[0]
 
 
+def test_the_power_counts_what_riders_leave_of_the_clip_norm() -> None:
+    plan = plan_of("fixed", 1.08, 2000)
+    whole, part = (one_run.power_of(plan, 2000, 10, "gradient", 0.97, move) for move in (1, 0.436))
+    assert whole["noise"] == part["noise"]
+    assert whole["guesses"] is not None
+    assert part["guesses"] is not None
+    assert 1 - part["guesses"] == pytest.approx(0.436 * (1 - whole["guesses"]), rel=1e-9)
+    secret = plan_of("random-allocation", 0.757, 1064)
+    whole, part = (one_run.power_of(secret, 1000, 10, "gradient", 0.97, m) for m in (1, 0.7))
+    assert part["guesses"] > whole["guesses"] + 0.1  # type: ignore[operator]
+
+
 PRIVACY = {"epsilon": 4.0, "delta": 1e-5, "partition": "stream"}
 MODEL = {"model_name_or_path": "nowhere", "dtype": "float32"}
 

@@ -37,6 +37,7 @@ from dprlhf.privacy.accounting import (
     gaussian_noise_multiplier,
     noise_multiplier,
 )
+from dprlhf.privacy.composition import _joint
 from dprlhf.privacy.curves import SIDES
 from dprlhf.privacy.partitions.random_allocation import compose_blocks
 from dprlhf.privacy.random_allocation import Side
@@ -395,6 +396,28 @@ def test_each_side_of_several_passes_against_sampling(side: Side) -> None:
     assert abs(found - v.mean()) < 4 * v.std() / math.sqrt(len(v)) + 2e-3 * found
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("delta", [1e-8, 1e-11, 1e-12, 1e-13, 1e-14])
+def test_no_epsilon_rests_on_what_an_fft_rounds(delta: float) -> None:
+    """At a rate of one the truth is one Gaussian; the library's δ errs by 2e-13 here."""
+    z, rounds = 1000.0, 20_000
+    stated = epsilon(Mechanism(z, rounds, "poisson", participations=rounds), delta)
+    true = gaussian_epsilon(z / math.sqrt(rounds), delta)
+    assert gaussian_delta(z / math.sqrt(rounds), stated.epsilon) <= delta
+    assert stated.epsilon_lower <= true <= stated.epsilon * (1 + 1e-12)
+    assert stated.epsilon <= 1.001 * true
+
+
+def test_several_runs_and_passes_leave_room_for_rounding() -> None:
+    """The probability of an infinite loss covers what the FFTs of so many round."""
+    for times in (1, 10, 1000):
+        passes = compose_blocks(3.0, 1, times, rough=True)
+        assert passes["add"].get_delta_for_epsilon(1e6) >= times * 1e-15
+        one = Mechanism(30.0, 1)
+        joint = _joint([one] * times, {one: one.spec.pair}, 1e-5)
+        assert joint["remove"].get_delta_for_epsilon(1e6) >= times * 1e-15
+
+
 def test_poisson_at_rate_one_is_the_composed_gaussian() -> None:
     cost = epsilon(Mechanism(2.0, 8, "poisson", participations=8), 1e-5)
     true = gaussian_epsilon(2.0 / math.sqrt(8), 1e-5)
@@ -498,6 +521,7 @@ def test_ten_thousand_rounds_are_evaluated_directly(eps: float) -> None:
         ((math.nan, 10), "noise_multiplier must be above 0, not nan"),
         ((1.0, 0), "rounds must be a whole number of at least 1, not 0"),
         ((1.0, 2.5), "rounds must be a whole number of at least 1, not 2.5"),
+        ((1.0, 10**13), "rounds must be at most 1,000,000,000"),
         ((1.0, 10, "random-allocation", "add-remove", 0), "participations must be .* not 0"),
         ((1.0, 10, "random-allocation", "add-remove", 11), "participations 11 exceeds rounds 10"),
         ((1.0, 10, "random-allocation", "add-remove", 3), "rounds 10 must be a multiple of .* 3"),

@@ -53,6 +53,13 @@ def test_nearly_logarithmic_is_logarithmic() -> None:
     assert near.probability(3) == pytest.approx(at.probability(3), rel=1e-7)
 
 
+@pytest.mark.parametrize("eta", [1e-10, 1e-14, 5e-17, 1e-17, -1e-10, -1e-15, -1e-17])
+def test_probabilities_add_up_however_small_eta_is(eta: float) -> None:
+    """γ^−η − 1 cancels: the sum was 0.999 at 1e-14, 1.5 at 5e-17, and no number at 1e-17."""
+    repetitions = Repetitions.with_mean(8.0, eta)
+    assert sum(repetitions.probability(k) for k in range(1, 3000)) == pytest.approx(1, abs=1e-8)
+
+
 @pytest.mark.parametrize("eta", [0.0, 1.0])
 def test_draws_have_the_distribution(eta: float) -> None:
     repetitions = Repetitions.with_mean(3.0, eta)
@@ -213,6 +220,8 @@ def test_more_runs_cost_more_and_far_less_than_their_sum() -> None:
         (lambda: Repetitions(1.0, 0.0), r"gamma in \(0, 1\]"),
         (lambda: Repetitions.with_mean(0.5), "the mean must be from 1"),
         (lambda: Repetitions.with_mean(1e5, -0.999), "too close to -1"),
+        (lambda: Repetitions.with_mean(8, 1e17), "too large for a mean of 8"),
+        (lambda: Repetitions.with_mean(8, 1e308), "too large for a mean of 8"),
     ],
 )
 def test_refusals(call: Callable[[], Any], message: str) -> None:

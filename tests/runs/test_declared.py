@@ -73,6 +73,7 @@ def test_a_rate_between_two_whole_numbers_of_passes_is_rounded_up(tmp_path: Path
 def test_shuffled_batches_get_no_amplification(model: Path) -> None:
     cost = declare(model, [(2.0, 0.1, 40)], delta=DELTA, sampling="shuffled")
     assert cost.epsilon == pytest.approx(gaussian_epsilon(2.0 / 4**0.5, DELTA), rel=1e-9)
+    assert _mechanism(2.0, 5e-324, 40, "shuffled").releases_per_round == 1
 
 
 @pytest.mark.slow

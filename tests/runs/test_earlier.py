@@ -22,6 +22,7 @@ from dprlhf.runs.earlier import (
     Record,
     cost_terms,
     read_earlier,
+    records_in,
     records_of,
     runs_of_model,
     total,
@@ -144,6 +145,27 @@ def test_an_altered_record_is_refused_in_one_line(tmp_path: Path, changes: dict[
     with pytest.raises(DprlhfError, match=r"privacy record .* altered") as refusal:
         total_of_runs([model])
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda terms: terms.pop("key_commitment"), lambda terms: terms.pop("rounds"),
+        lambda terms: terms.update(noise_multiplier="much"), lambda terms: terms.update(delta="x"),
+        lambda terms: terms.update(previous=[3]), lambda terms: terms.update(previous=3),
+        lambda terms: terms.update(previous=[terms_of(disjoint="abc")]),
+        lambda terms: terms.update(tuning_runs=-1), lambda terms: terms.update(tuning_runs="2"),
+        lambda terms: terms.update(disjoint="abc"),
+    ],
+)  # fmt: skip
+def test_a_ledger_of_another_version_is_refused_in_one_line(tmp_path: Path, change: Any) -> None:
+    """Its chain of hashes has no key, so it may be whole around any terms."""
+    terms = {**plan().terms(), "key_commitment": "a", "previous": [terms_of()]}
+    made = make_recipe(recipe_settings())
+    assert len(records_in(terms, made, "mine")) == 2
+    change(terms)
+    with pytest.raises(DprlhfError, match="mine: the first entry of its ledger was altered"):
+        records_in(terms, made, "mine")
 
 
 @pytest.mark.parametrize(

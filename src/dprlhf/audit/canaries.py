@@ -11,6 +11,7 @@ guess.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,9 +40,10 @@ from dprlhf.training.build import open_run
 from dprlhf.training.run import Run
 from dprlhf.training.trainer import run_rounds
 from dprlhf.updates import UPDATES
+from dprlhf.updates.rider import Rider
 
 Array = NDArray[np.float64]
-Started = Callable[[Plan, int], None]
+Started = Callable[[Plan, int, float], None]
 """Called before the first round, with the plan and the number of values that will be tested."""
 
 CLIP_NORM = 1e-3  # far below the bandit's gradient norms: each canary contributes norm S
@@ -92,7 +94,7 @@ def gradient_run(
         thetas.append(policy.state()["table.weight"].flatten())
 
     def begin(run: Run) -> None:
-        started(run.plan, _values_tested(run))
+        started(run.plan, _values_tested(run), _move(run))
 
     run, gate = _train(
         recipe, changes, folder, Sources(rows, reward, None, policy), after_round, quiet, begin
@@ -127,7 +129,7 @@ def prompt_run(
     }
 
     def begin(run: Run) -> None:
-        started(run.plan, _values_tested(run))
+        started(run.plan, _values_tested(run), _move(run))
 
     sources = Sources(_rows(recipe.data, prompts), reward, None, None)
     run, gate = _train(recipe, changes, folder, sources, lambda _: None, quiet, begin)
@@ -148,7 +150,7 @@ def vector_run(plan: Plan, folder: Path, key: bytes, signs: Array) -> Record:
     """
     ledger = Ledger(folder / "ledger.jsonl", plan.terms())
     users = len(signs)
-    gate = WatchedGate(Gate(plan, ledger, key), plan, users, 0)
+    gate = WatchedGate(Gate(plan, ledger, key), plan, users)
     allocation = open_private(allocate(plan, key))
     far = torch.from_numpy(signs) * _FAR * plan.clip_norm
     for t in range(1, plan.rounds + 1):
@@ -335,7 +337,9 @@ def _train(
     ) as run:
         # Canaries on the recipe's own model have no coordinates of their own.
         own = run.policy.dimension if sources.policy is not None else 0
-        gate = WatchedGate(cast(Gate, run.gate), run.plan, own, _riders(run))
+        allocation = open_private(run.allocation)
+        users = [len(allocation.round(t)) for t in range(1, run.plan.rounds + 1)]
+        gate = WatchedGate(cast(Gate, run.gate), run.plan, own, _riders(run), users)
         run.gate = cast(Gate, gate)
         begin(run)
         run_rounds(run)
@@ -349,10 +353,16 @@ def _train(
     return run, gate
 
 
-def _riders(run: Run) -> int:
-    """Return the number of coordinates that ride in the first release of a round."""
+def _riders(run: Run) -> list[Rider]:
+    """Return what rides in the first release of a round."""
     riders = [getattr(run.stage, name, None) for name in ("telemetry", "critic", "clip")]
-    return sum(rider.count for rider in riders if rider is not None)
+    return [rider for rider in riders if rider is not None and rider.count]
+
+
+def _move(run: Run) -> float:
+    """Return how far a user moves the rest of a round's first release, in units of S, at most."""
+    riders = sum((rider.norm / run.plan.clip_norm) ** 2 for rider in _riders(run))
+    return math.sqrt(1 - riders)
 
 
 def _values_tested(run: Run) -> int:
@@ -364,7 +374,8 @@ def _values_tested(run: Run) -> int:
         if oracle.name == "sufficient-statistics":
             length = length * (length + 3) // 2  # the upper triangle of a matrix, and a vector
     later = run.plan.releases_per_round - 1
-    of_round = values_tested(length + _riders(run)) + later * values_tested(length)
+    riding = sum(rider.count for rider in _riders(run))
+    of_round = values_tested(length + riding) + later * values_tested(length)
     return run.plan.rounds * of_round
 
 

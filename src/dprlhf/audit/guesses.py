@@ -131,7 +131,9 @@ def surest_guesses(scores: Array, included: Bits, guesses: int) -> int:
     return int((~included[out]).sum() + included[in_].sum())
 
 
-def noise_refuted(canaries: int, plan: Plan, level: float, probability: float) -> float | None:
+def noise_refuted(
+    canaries: int, plan: Plan, level: float, probability: float, move: float = 1.0
+) -> float | None:
     """Return by how much noise must be too small for the guesses to refute it.
 
     Args:
@@ -139,6 +141,7 @@ def noise_refuted(canaries: int, plan: Plan, level: float, probability: float) -
         plan: The plan.
         level: Error probability of the test.
         probability: Probability with which noise that much too small is refuted.
+        move: How far a canary moves a release, in units of S.
 
     Returns:
         1 − f for the largest fraction f of the planned standard deviation that is refuted; None if
@@ -152,15 +155,15 @@ def noise_refuted(canaries: int, plan: Plan, level: float, probability: float) -
     # The rate at which so many guesses are right with that probability.
     rate = float(beta.ppf(probability, needed, canaries - needed + 1))
     if plan.mechanism.spec.disjoint:  # one Gaussian: a guess is right with probability Φ(1/(2fz))
-        fraction = float(1 / (2 * single_noise(plan.mechanism) * ndtri(rate)))
+        fraction = float(move / (2 * single_noise(plan.mechanism) * ndtri(rate)))
         return 1 - fraction if fraction >= _LEAST_FRACTION else None
     simulated = max(1, min(_DRAWN * canaries, _VALUES // plan.rounds))
     low, high = _LEAST_FRACTION, 1.0
-    if chance_of_one(plan, low, simulated) < rate:
+    if chance_of_one(plan, low / move, simulated) < rate:
         return None
     while high - low > 0.002:
         middle = (low + high) / 2
-        seen = chance_of_one(plan, middle, simulated) >= rate
+        seen = chance_of_one(plan, middle / move, simulated) >= rate
         low, high = (middle, high) if seen else (low, middle)
     return 1 - low
 

@@ -182,8 +182,8 @@ def audit(
     signs = _signs(included, probes, recipe.privacy.adjacency == "replace-one")
     power: dict[str, float | None] = {}
 
-    def started(plan: Plan, tested: int) -> None:
-        power.update(power_of(plan, canaries, tested, space, confidence))
+    def started(plan: Plan, tested: int, move: float) -> None:
+        power.update(power_of(plan, canaries, tested, space, confidence, move))
         if announce is not None:
             announce(power_sentence(power))
 
@@ -243,7 +243,7 @@ def audit_folder() -> Path:
 
 
 def power_of(
-    plan: Plan, canaries: int, tested: int, space: str, confidence: float
+    plan: Plan, canaries: int, tested: int, space: str, confidence: float, move: float = 1.0
 ) -> dict[str, float | None]:
     """Return what an audit would see, from its plan and size alone; see :attr:`Audit.power`.
 
@@ -253,6 +253,8 @@ def power_of(
         tested: Number of released values whose noise is tested, in all rounds together.
         space: Where the canaries stand.
         confidence: Confidence of all tests together.
+        move: How far a canary moves a release, in units of S: below 1 where other coordinates have
+            their share of a user's contribution.
     """
     if not plan.private:
         return {}
@@ -262,7 +264,7 @@ def power_of(
         "noise": smallest_shortfall(tested, alpha * SHARES["variance"], _PROBABILITY),
     }
     if space == "gradient":
-        power["guesses"] = noise_refuted(canaries, plan, alpha * _GUESSES, _PROBABILITY)
+        power["guesses"] = noise_refuted(canaries, plan, alpha * _GUESSES, _PROBABILITY, move)
     return power
 
 
@@ -484,11 +486,18 @@ def _moves(probes: Array) -> Array:
 
 
 def _broken_rules(record: Record) -> list[str]:
-    """Return what no chance explains: a canary above S, a policy moved by what was not released."""
+    """Return what no chance explains.
+
+    That is a canary that moves a sum by more than S, riders above their bound, and a policy that
+    moved by what was not released.
+    """
     broken = []
     largest = max((np.abs(s.given).max(initial=0.0) for r in record.rounds for s in r), default=0.0)
     if largest > 1 + 1e-6:
         broken.append(f"a canary moved a sum by {largest:.3g} times the clip norm")
+    riders = max((s.riders for r in record.rounds for s in r), default=0.0)
+    if riders > 1 + 1e-6:
+        broken.append(f"what rides beside the gradient was {riders:.3g} times what users may bring")
     if record.moved is not None:
         scale = record.plan.clip_norm / record.plan.expected_batch_size
         sums = np.array([sum(s.released for s in r) for r in record.rounds]) * scale

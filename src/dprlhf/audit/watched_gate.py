@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +13,7 @@ from numpy.typing import NDArray
 from dprlhf.boundary import BoundedSum, Released, open_released
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.plan import Plan
+from dprlhf.updates.rider import Rider
 
 Array = NDArray[np.float64]
 
@@ -27,11 +30,14 @@ class Seen:
         released: The same after the gate, ``[users]``.
         noise: The noise on the sum, ``[coordinates]``: all of them, or the first and the last
             32,768 of a longer release.
+        riders: Length of the riders' sum before the gate, over what the users of the round may
+            bring together: their number times the riders' bound. At most 1.
     """
 
     given: Array
     released: Array
     noise: Array
+    riders: float = 0.0
 
 
 class WatchedGate:
@@ -42,7 +48,8 @@ class WatchedGate:
         plan: The run's plan.
         own: Number of coordinates that belong to one user each; 0 where users share a model's. They
             are the last ones of a release, but for the riders of a round's first release.
-        riders: Number of coordinates that ride behind them in a round's first release.
+        riders: What rides behind them in a round's first release.
+        users: Number of users of each round, ``[rounds]``.
 
     Attributes:
         ledger: The gate's ledger.
@@ -50,12 +57,20 @@ class WatchedGate:
         moved: Whether a user moved any of them, at the users' own coordinates where they have some.
     """
 
-    def __init__(self, gate: Gate, plan: Plan, own: int, riders: int) -> None:
+    def __init__(
+        self,
+        gate: Gate,
+        plan: Plan,
+        own: int,
+        riders: Sequence[Rider] = (),
+        users: Sequence[int] = (),
+    ) -> None:
         self.ledger = gate.ledger
         self.rounds: dict[int, list[Seen]] = {}
         self.moved = False
         self._gate, self._plan = gate, plan
-        self._own, self._riders = own, riders
+        self._own, self._riders = own, sum(rider.count for rider in riders)
+        self._users, self._bound = users, math.hypot(*(rider.norm for rider in riders))
 
     def release(self, t: int, bounded: BoundedSum) -> Released[torch.Tensor]:
         """Release a sum as the gate does, and keep it and its noise."""
@@ -66,7 +81,11 @@ class WatchedGate:
         place = slice(max(0, end - self._own), end)
         self.moved |= bool(before[place if self._own else slice(end)].any())
         scale = self._plan.clip_norm
-        seen = Seen(before[place] / scale, after[place] / scale, _kept(after - before))
+        brought = float(np.linalg.norm(before[end:]))
+        if brought:
+            brought /= max(1, self._users[t - 1]) * self._bound
+        noise = _kept(after - before)
+        seen = Seen(before[place] / scale, after[place] / scale, noise, brought)
         self.rounds.setdefault(t, []).append(seen)
         return released
 

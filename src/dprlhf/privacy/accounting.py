@@ -48,6 +48,9 @@ __all__ = [
     "noise_multiplier",
 ]
 
+_MOST = 10**9
+"""Largest number of rounds and the like: beyond it, floating-point formulas lose their precision."""
+
 
 @dataclass(frozen=True)
 class Mechanism:
@@ -85,6 +88,8 @@ class Mechanism:
             value = getattr(self, name)
             if not (isinstance(value, int) and value >= 1):
                 raise DprlhfError(f"{name} must be a whole number of at least 1, not {value}")
+            if value > _MOST:
+                raise DprlhfError(f"{name} must be at most {_MOST:,}")
         if self.partition not in get_args(Partition):
             names = ", ".join(get_args(Partition))
             raise DprlhfError(f"partition {self.partition!r} is unknown: use one of {names}")
@@ -193,8 +198,8 @@ def noise_multiplier(
 ) -> tuple[float, Epsilon]:
     """Return the smallest noise multiplier found whose cost is at most ``epsilon``, and its cost.
 
-    The answer is within about 1e-4 (relative) of the smallest; its cost is computed by
-    :func:`epsilon` and never exceeds the ``epsilon`` that was asked for.
+    At ordinary ε and δ the answer is within about 1e-4 (relative) of the smallest; its cost is
+    computed by :func:`epsilon` and never exceeds the ``epsilon`` that was asked for.
 
     Raises:
         DprlhfError: a value is out of range, or the partition does not carry the adjacency.

@@ -23,7 +23,13 @@ import numpy as np
 
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Epsilon, Mechanism, epsilon, single_noise
-from dprlhf.privacy.curves import SIDES, Curves, loss_distribution, replace_one_epsilon
+from dprlhf.privacy.curves import (
+    SIDES,
+    Curves,
+    composed,
+    loss_distribution,
+    replace_one_epsilon,
+)
 from dprlhf.privacy.gaussian import gaussian_epsilon, noise_too_small
 from dprlhf.privacy.partitions.base import Pair, round_noise
 from dprlhf.privacy.random_allocation import Side
@@ -195,7 +201,7 @@ def _joint(
     counts = Counter(mechanisms)  # equal runs have one curve
     reach = {(m, side): pairs[m].reach(m, tail, side) for m in counts for side in SIDES}
     step = max(*reach.values(), 1e-6) / _POINTS
-    composed: dict[Side, Any] = {}
+    joint: dict[Side, Any] = {}
     for mechanism, times in counts.items():
         spec = mechanism.spec
         curve = {
@@ -208,8 +214,7 @@ def _joint(
         }
         for side, other in (SIDES, SIDES[::-1]):
             one = loss_distribution(step, curve[side], curve[other])
-            if spec.factors is not None:
-                one = one.self_compose(spec.factors(mechanism))
-            one = one.self_compose(times)
-            composed[side] = composed[side].compose(one) if side in composed else one
-    return composed
+            factors = times if spec.factors is None else times * spec.factors(mechanism)
+            one = composed(one, factors)
+            joint[side] = joint[side].compose(one) if side in joint else one
+    return joint

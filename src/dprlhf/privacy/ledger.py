@@ -262,7 +262,7 @@ def read_ledger(path: Path) -> list[Entry]:
         try:
             read = Entry(**json.loads(line))
             good = read == Entry.make(len(entries), read.kind, read.body, previous)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RecursionError):
             good = False
         if not good:
             raise DprlhfError(
@@ -294,7 +294,7 @@ def opened_terms(path: Path) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             terms = json.loads(file.readline())["body"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
     return terms if isinstance(terms, dict) else {}
 

@@ -82,10 +82,15 @@ class Repetitions:
         lowest = Repetitions(eta, 1e-250)
         if lowest.mean < mean:
             raise DprlhfError(f"repetitions: eta {eta} is too close to -1 for a mean of {mean}")
-        log = brentq(
-            lambda x: math.log(Repetitions(eta, math.exp(x)).mean / mean),
-            math.log(lowest.gamma), -1e-12, xtol=1e-14,
-        )  # fmt: skip
+        try:
+            log = brentq(
+                lambda x: math.log(Repetitions(eta, math.exp(x)).mean / mean),
+                math.log(lowest.gamma), -1e-12, xtol=1e-14,
+            )  # fmt: skip
+        except (ValueError, OverflowError):
+            raise DprlhfError(
+                f"repetitions: eta {eta:g} is too large for a mean of {mean}"
+            ) from None
         return Repetitions(eta, math.exp(log))
 
     def probability(self, runs: int) -> float:
@@ -97,7 +102,8 @@ class Repetitions:
             return math.exp(runs * left) / (runs * -math.log(self.gamma))
         log = -self.eta * math.log(self.gamma)
         first = math.log(abs(self.eta)) + left
-        first -= log + math.log1p(-math.exp(-log)) if log > 0 else math.log(-math.expm1(log))
+        # log(γ^−η − 1), without cancellation near η = 0
+        first -= log + math.log(-math.expm1(-log)) if log > 0 else math.log(-math.expm1(log))
         rest = math.lgamma(runs + self.eta) - math.lgamma(1 + self.eta) - math.lgamma(runs + 1)
         return math.exp(first + (runs - 1) * left + rest)
 

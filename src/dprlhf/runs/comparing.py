@@ -67,7 +67,20 @@ def users_of(path: Path, run: str, beside: Path | None = None) -> NDArray[np.uin
     near = [path, *above, *above[0].glob("*"), *(beside.glob("*") if beside else ())]
     held = (f.identities for f in _folders(run, near) if os.access(f.identities, os.R_OK))
     found = next(held, None)  # those of copies are the same
-    return None if found is None else np.load(found)
+    return None if found is None else read_identities(found)
+
+
+def read_identities(path: Path) -> NDArray[np.uint64]:
+    """Return the hashes of a run's users from their file.
+
+    Raises:
+        DprlhfError: The file is damaged.
+    """
+    try:
+        found: NDArray[np.uint64] = np.load(path)
+    except (OSError, ValueError, EOFError):
+        raise DprlhfError(f"{path}: damaged; the run's users are not known from it") from None
+    return found
 
 
 def _folders(run: str, places: Iterable[Path]) -> Iterator[RunFolder]:

@@ -106,7 +106,8 @@ def _mechanism(noise_multiplier: float, rate: float, steps: int, sampling: Sampl
     while passes < steps and passes / steps < rate:  # a larger rate costs more: an upper bound
         passes += 1
     if sampling == "shuffled":  # a pass that drops its last batch has fewer steps than 1/rate
-        passes = min(steps, math.ceil(steps / math.floor((1 + 1e-12) / rate)))
+        of_pass = min((1 + 1e-12) / rate, 2.0**53)  # of a tiny rate, 1/rate is infinite
+        passes = min(steps, math.ceil(steps / math.floor(of_pass)))
     if sampling == "poisson":
         return Mechanism(noise_multiplier, steps, "poisson", participations=passes)
     return Mechanism(noise_multiplier, steps, "fixed", releases_per_round=passes)

@@ -140,20 +140,29 @@ def records_of(run: Path) -> list[Record]:
     )
 
 
+_WRONG = (TypeError, ValueError, KeyError, AttributeError, OverflowError, DprlhfError)
+"""What a record may raise that does not have the fields of today's version, or odd values."""
+
+
 def _record(values: Any, source: str) -> Record:
     try:
-        record = Record(**values)
-        # YAML, which a model card has, takes 1e-05 for a text.
-        noise = float(record.mechanism["noise_multiplier"])
-        mechanism = {**record.mechanism, "noise_multiplier": noise}
-        record = Record(**{**values, "delta": float(record.delta), "mechanism": mechanism})
-        Mechanism(**mechanism)
-        _check_kinds(record)
-    except (TypeError, ValueError, KeyError, OverflowError, DprlhfError):
+        return _checked(values)
+    except _WRONG:
         raise DprlhfError(
             f"{source}: its privacy record was altered, or is of a newer version of dprlhf; name"
             " the run's own folder"
         ) from None
+
+
+def _checked(values: Any) -> Record:
+    """Return a record of which a total can be stated; one of ``_WRONG`` otherwise."""
+    record = Record(**values)
+    # YAML, which a model card has, takes 1e-05 for a text.
+    noise = float(record.mechanism["noise_multiplier"])
+    mechanism = {**record.mechanism, "noise_multiplier": noise}
+    record = Record(**{**values, "delta": float(record.delta), "mechanism": mechanism})
+    Mechanism(**mechanism)
+    _check_kinds(record)
     return record
 
 
@@ -178,18 +187,26 @@ def records_in(terms: dict[str, Any], recipe: AnyRecipe, name: str) -> list[Reco
         terms: The body of the entry.
         recipe: The run's recipe.
         name: The name of its folder.
+
+    Raises:
+        DprlhfError: The entry lacks what a total is stated from.
     """
-    own = Record(
-        run=terms["key_commitment"],
-        name=name,
-        stage=recipe.stage,
-        unit=terms.get("unit", recipe.data.user_column),
-        delta=terms["delta"],
-        mechanism=cost_terms(terms),
-        disjoint=terms.get("disjoint", []),
-        tuning_runs=terms.get("tuning_runs", 0),
-    )
-    return [own, *(Record(**record) for record in terms.get("previous", []))]
+    try:
+        own = {
+            "run": terms["key_commitment"],
+            "name": name,
+            "stage": recipe.stage,
+            "unit": terms.get("unit", recipe.data.user_column),
+            "delta": terms["delta"],
+            "mechanism": cost_terms(terms),
+            "disjoint": terms.get("disjoint", []),
+            "tuning_runs": terms.get("tuning_runs", 0),
+        }
+        return [_checked(values) for values in (own, *terms.get("previous", []))]
+    except _WRONG:
+        raise DprlhfError(
+            f"{name}: the first entry of its ledger was altered, or is of another version of dprlhf"
+        ) from None
 
 
 def cost_terms(terms: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from dprlhf.privacy.plan import Plan
 from dprlhf.privacy.randomness import commitment
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, dump_recipe
 from dprlhf.recipe.adapters import FORMER_NAMES
-from dprlhf.runs.comparing import overlap, users_of
+from dprlhf.runs.comparing import overlap, read_identities, users_of
 from dprlhf.runs.earlier import Earlier, records_of
 from dprlhf.runs.folder import RunFolder, write_atomically
 
@@ -209,7 +209,7 @@ def uncounted(folder: RunFolder, users: Users, earlier: Earlier) -> list[str]:
         earlier: The earlier runs that the recipe names, whose cost the total counts.
     """
     counted = {record.run for record in earlier.records}
-    beside = []
+    beside: list[tuple[str, NDArray[np.uint64]]] = []
     for held in sorted(folder.path.absolute().parent.glob("*/secret/users.npy")):
         run = RunFolder(held.parent.parent)
         if run.path == folder.path.absolute():
@@ -217,9 +217,9 @@ def uncounted(folder: RunFolder, users: Users, earlier: Earlier) -> list[str]:
         with contextlib.suppress(DprlhfError, OSError, KeyError):  # a broken one is not this run's
             terms = read_opened(run.ledger)[0].body
             if terms["noise_multiplier"] and terms["key_commitment"] not in counted:
-                beside.append(run)
+                beside.append((run.path.name, read_identities(run.identities)))
     own = open_private(users.identities()) if beside else np.empty(0, dtype=np.uint64)
-    return [r.path.name for r in beside if np.isin(own, np.load(r.identities)).any()]
+    return [name for name, held in beside if np.isin(own, held).any()]
 
 
 def left_out(users: Users, cut: Callable[[Prompts], Sequence[bool]], most: int) -> list[str]:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dprlhf.errors import DprlhfError
+from dprlhf.privacy.curves import FFT_ERROR, composed
 from dprlhf.privacy.gaussian import gaussian_epsilon, noise_too_small
 from dprlhf.privacy.partitions.base import (
     Allocation,
@@ -95,7 +96,10 @@ def _composed(z: float, rate: float, rounds: int, pessimistic: bool, interval: f
         use_connect_dots=pessimistic,  # the library has no optimistic connect-the-dots
         value_discretization_interval=max(interval, reach / _POINTS),
     )
-    return one.self_compose(rounds)
+    if not pessimistic:
+        return one.self_compose(rounds)
+    sides = (composed(side, rounds) for side in (one._pmf_remove, one._pmf_add))
+    return privacy_loss_distribution.PrivacyLossDistribution(*sides)
 
 
 def _epsilon(terms: Terms, delta: float, single: float) -> tuple[float, float]:
@@ -104,7 +108,8 @@ def _epsilon(terms: Terms, delta: float, single: float) -> tuple[float, float]:
     upper = float(loss_distribution(terms).get_epsilon_for_delta(delta))
     if delta < _LEAST_LOWER_DELTA:
         return upper, 0.0
-    lower = float(loss_distribution(terms, pessimistic=False).get_epsilon_for_delta(delta))
+    more = delta + terms.rounds * FFT_ERROR
+    lower = float(loss_distribution(terms, pessimistic=False).get_epsilon_for_delta(more))
     return upper, lower
 
 

@@ -20,6 +20,7 @@ from dprlhf.privacy import replaced_allocation as replaced
 from dprlhf.privacy.curves import (
     SIDES,
     Curves,
+    composed,
     loss_distribution,
     replace_one_delta,
     replace_one_epsilon,
@@ -118,10 +119,10 @@ def _curves(terms: Terms, delta: float | None, rough: bool) -> Curves:
             lambda e, side, rough: gaussian_delta(single, e),
             lambda d, side: gaussian_epsilon(single, d),
         )
-    composed = compose_blocks(z, slots, times, rough)
+    losses = compose_blocks(z, slots, times, rough)
     return Curves(
-        lambda e, side, rough: float(composed[side].get_delta_for_epsilon(e)),
-        lambda d, side: float(composed[side].get_epsilon_for_delta(d)),
+        lambda e, side, rough: float(losses[side].get_delta_for_epsilon(e)),
+        lambda d, side: float(losses[side].get_epsilon_for_delta(d)),
     )
 
 
@@ -138,7 +139,7 @@ def compose_blocks(z: float, slots: int, times: int, rough: bool) -> dict[Side, 
         for side in SIDES
     }
     return {
-        side: loss_distribution(step, curve[side], curve[other]).self_compose(times)
+        side: composed(loss_distribution(step, curve[side], curve[other]), times)
         for side, other in (SIDES, SIDES[::-1])
     }
 
@@ -148,7 +149,7 @@ def _replaced_blocks(terms: Terms, rough: bool) -> Any:
     points = 100 if rough else 400
     step = max(_replaced_reach(terms, 1e-12, "remove"), 1e-6) / points
     curve = _replaced_curve(terms, step * np.arange(points + 1), "remove")
-    return loss_distribution(step, curve, curve).self_compose(terms.participations)
+    return composed(loss_distribution(step, curve, curve), terms.participations)
 
 
 def _replaced_curve(terms: Terms, epsilons: Any, side: Side) -> Array:
