@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 _MOST = 10**9
-"""Largest number of rounds and the like: beyond it, floating-point formulas lose their precision."""
+"""Largest number of rounds and the like: beyond it, formulas lose their precision."""
 
 
 @dataclass(frozen=True)
