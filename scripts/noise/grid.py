@@ -19,7 +19,6 @@ Writes docs/results/noise.json, and from it docs/results/noise-grid-MODEL.md and
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 from collections.abc import Iterable, Iterator
@@ -136,13 +135,9 @@ class Cell:
         settings |= {**method, **privacy, **extra, "seed": seed}
         if "update.subspace" in settings:
             settings["update.subspace"] = {"data": task.guides, **settings["update.subspace"]}
-        given = overrides_of(settings)
-        digest = hashlib.sha256("\n".join(sorted(given)).encode()).hexdigest()[:8]
         epsilon = "none" if self.epsilon is None else f"{self.epsilon:g}"
-        name = (
-            f"{self.task}-{self.method}-epsilon-{epsilon}-users-{self.users}-seed-{seed}-{digest}"
-        )
-        return Job(name, task.recipe, given)
+        name = f"{self.task}-{self.method}-epsilon-{epsilon}-users-{self.users}-seed-{seed}"
+        return Job(name, task.recipe, overrides_of(settings))
 
 
 @dataclass(frozen=True)

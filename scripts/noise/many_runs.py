@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,14 +29,27 @@ SMALL: dict[str, Any] = models.small(ROOT)
 def run_all(
     jobs: Iterable[Job], folder: Path, *, side_by_side: int, write_only: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """Run or read all jobs, as :func:`dprlhf.worth.runs.run_all` with this repository's recipes."""
-    return runs.run_all(
-        jobs,
+    """Run or read all jobs, as :func:`dprlhf.worth.runs.run_all` with this repository's recipes.
+
+    The file of a run has a digest of its recipe and its changes in its name, so that the figures of
+    other settings are not taken for its own.
+    """
+    named = {job.file: replace(job, file=f"{job.file}-{digest_of(job)}") for job in jobs}
+    found = runs.run_all(
+        named.values(),
         folder,
         recipes=ROOT / "recipes",
         side_by_side=side_by_side,
         write_only=write_only,
     )
+    return {name: found[job.file] for name, job in named.items() if job.file in found}
+
+
+def digest_of(job: Job) -> str:
+    """Return eight letters that change with the recipe, its changes and how it is judged."""
+    recipe = (ROOT / "recipes" / f"{job.recipe}.yaml").read_text("utf-8")
+    what = [recipe, sorted(job.overrides), [sorted(changes) for changes in job.judged]]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:8]
 
 
 def small_policy(folder: Path) -> dict[str, Any]:

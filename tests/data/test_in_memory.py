@@ -96,7 +96,10 @@ class TestTrlsNames:
         ("flat", "update"),
         [
             ({"loss_type": "grpo"}, {"name": "grpo", "scale_rewards": True}),
-            ({"scale_rewards": "none"}, {"name": "grpo", "scale_rewards": False}),
+            (
+                {"loss_type": "grpo", "scale_rewards": "none"},
+                {"name": "grpo", "scale_rewards": False},
+            ),
             ({"loss_type": "dr_grpo"}, {"name": "pg", "baseline": "group"}),
             ({"loss_type": "dr_grpo", "scale_rewards": False}, {"name": "pg", "baseline": "loo"}),
         ],
@@ -117,9 +120,10 @@ class TestTrlsNames:
             ({"scale_rewards": "batch"}, "spread of the whole batch"),
             ({"generation_kwargs": {"typical_p": 1}}, "typical_p=1 would change what is sampled"),
             ({"generation_kwargs": 3}, "write a mapping"),
+            ({"clip_norm": 1.0}, "unknown argument 'clip_norm'; did you mean 'update__clip_norm'"),
             ({"num_generation": 4}, "unknown argument 'num_generation'; did you mean 'num_genera"),
             ({"roundss": 4}, "did you mean 'rounds'"),
-            ({"clip_norm": 4}, "unknown key 'clip_norm'; did you mean 'update.clip_norm'"),
+            ({"scale_rewards": "none"}, "'update.scale_rewards' is not a setting of this update"),
             ({"reward_funcs": [length]}, "argument 'reward_funcs': write reward=…"),
             ({"num_generations": 4, "rollout__responses": 4}, "rollout.responses is given twice"),
             ({"epsilon": 1.0, "privacy__epsilon": 2.0}, "privacy.epsilon is given twice"),

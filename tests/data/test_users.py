@@ -1129,7 +1129,7 @@ def test_commas_at_the_ends_of_lines_move_no_column(tmp_path: Path) -> None:
     assert load_rows(Data(path=str(file))).to_dict() == {"prompt": ["a", "c"], "answer": ["b", "d"]}
     for lines in ("a,b,CANARY\nc,d,CANARY\n", "a,b,1,CANARY\n", "a,b,\nc,d,CANARY\n"):
         file.write_text("prompt,answer\n" + lines)
-        with pytest.raises(DprlhfError, match=r"could not be loaded.*broken: lines? 2") as caught:
+        with pytest.raises(DprlhfError, match=r"could not be loaded.*broken: some lines") as caught:
             load_rows(Data(path=str(file)))
         assert "CANARY" not in str(caught.value)
 
@@ -1160,12 +1160,12 @@ def test_text_and_tab_separated_files(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "train.tsv"):
         assert load_rows(Data(path=str(path)))["prompt"][:] == ["a, b", "c\td"]
     (tmp_path / "b.tsv").write_text("prompt\tuser\na\t1\nb\t2\t3\n")
-    with pytest.raises(DprlhfError, match="broken: line 3"):
+    with pytest.raises(DprlhfError, match="broken: some lines"):
         load_rows(Data(path=str(tmp_path / "b.tsv")))
     same = load_rows(Data(path=str(tmp_path / "a.txt"), prompt_column="text"))  # its name already
     assert same["text"][0] == rows["question"][0]
     (tmp_path / "b.txt").write_bytes(b"a\n\xff\n")
-    with pytest.raises(DprlhfError, match="broken: line 2"):
+    with pytest.raises(DprlhfError, match="broken: some lines"):
         load_rows(Data(path=str(tmp_path / "b.txt")))
 
 

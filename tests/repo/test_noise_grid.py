@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from dprlhf import load_recipe
 from dprlhf.runs.measurements import write_results
 from noise import grid
-from noise.many_runs import ROOT, run_all
+from noise.many_runs import ROOT, digest_of, run_all
 
 POLICY = {"policy.model_name_or_path": "folder", "policy.adapter.layers": [2, 3]}
 CELLS = [grid.Cell(task, "today", 1.0, n) for task in grid.TASKS for n in grid.USERS]
@@ -41,7 +42,7 @@ def test_a_changed_setting_is_another_run() -> None:
     job = cell.job(0, "small", POLICY, {}, False)
     assert job == cell.job(0, "small", POLICY, {}, False)
     other = cell.job(0, "small", POLICY, {"optimizer.learning_rate": "0.1"}, False)
-    assert other.file != job.file
+    assert digest_of(other) != digest_of(job)
     reference = grid.Cell("community", "reference", None, 1500)
     made = load_recipe(
         ROOT / "recipes" / "community.yaml",
@@ -127,9 +128,15 @@ def test_a_reference_that_is_measured_again_changes_every_share_of_it(tmp_path: 
 
 def test_finished_runs_are_read_and_not_run_again(tmp_path: Path) -> None:
     jobs = [grid.Cell("demo", "today", 1.0, n).job(0, "smollm2", {}, {}, False) for n in (300, 500)]
-    (tmp_path / f"{jobs[0].file}.json").write_text(json.dumps({"rise": 1.0}))
+    kept = tmp_path / f"{jobs[0].file}-{digest_of(jobs[0])}.json"
+    kept.write_text(json.dumps({"rise": 1.0}))
     found = run_all(jobs, tmp_path, side_by_side=1, write_only=True)
     assert found == {jobs[0].file: {"rise": 1.0}}
+    # Figures of other settings are not this run's: of other changes, or of another recipe.
+    changed = replace(jobs[0], overrides=(*jobs[0].overrides, "rounds=9"))
+    moved = replace(jobs[0], recipe="reading")
+    for other in (changed, moved):
+        assert run_all([other], tmp_path, side_by_side=1, write_only=True) == {}
 
 
 @pytest.mark.parametrize("model", grid.METHODS)

@@ -808,5 +808,20 @@ def test_a_reward_whose_column_nobody_has_is_refused(model: str, tmp_path: Path)
 
     given = settings(model, prompts=[f"question {i}" for i in range(40)], reward=right)
     given.pop("evaluation_prompts", None)
-    with pytest.raises(DprlhfError, match="needs the column 'answer', which the prompts lack"):
+    with pytest.raises(DprlhfError, match=r"'answer', which the prompts lack \(their columns: pr"):
         dprlhf.train(**given, output_dir=tmp_path / "run")
+
+
+def test_a_reward_whose_column_public_prompts_lack_says_so(model: str, tmp_path: Path) -> None:
+    def right(completions: list[str], answer: list[str]) -> list[float]:
+        return [0.0 for _ in completions]
+
+    rows = [{"prompt": f"question {i}", "answer": "b"} for i in range(40)]
+    public = ["public one", "public two"]
+    given = settings(model, prompts=rows, reward=right, evaluation_prompts=public)
+    said = r"'answer', which the users' rows have and the public prompts \(evaluation.data\) lack"
+    with pytest.raises(DprlhfError, match=said):
+        dprlhf.train(**given, output_dir=tmp_path / "run")
+    rows = [{"prompt": f"question {i}", "answers": "b"} for i in range(40)]
+    with pytest.raises(DprlhfError, match="did you mean 'answers'"):
+        dprlhf.train(**settings(model, prompts=rows, reward=right), output_dir=tmp_path / "run")

@@ -400,6 +400,56 @@ def test_the_machines_dtype_is_settled_once(model: str, tmp_path: Path) -> None:
     assert again.train(resume_from_checkpoint=True).global_step == 3
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"privacy_max_prompt_tokens": 400}, "privacy_max_prompt_tokens, max_completion_length"),
+        ({"train_dataset": PROMPTS[:2], "max_steps": 9}, "max_steps"),
+        ({"max_steps": 5, "num_train_epochs": 2}, "num_train_epochs, max_steps"),
+        ({"max_steps": 2, "num_train_epochs": 3}, "num_train_epochs, max_steps"),
+        ({"user_column": "who"}, "train_dataset"),
+        ({"use_vllm": True}, "use_vllm"),
+    ],
+    ids=str,
+)
+def test_an_error_names_the_trainers_own_settings(
+    model: str, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(DprlhfError, match=rf"\(of this trainer: .*{said}") as refused:
+        trainer(model, tmp_path / "run", **changes).train()
+    assert "\n" not in str(refused.value)
+
+
+def test_a_learning_rate_for_all_weights_is_warned_of(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = "learning_rate is TRL's default of 1e-06"
+    trainer(model, tmp_path / "a", learning_rate=1e-6, max_steps=1).train()
+    assert told in capsys.readouterr().err
+    trainer(model, tmp_path / "b", learning_rate=1e-3, max_steps=1).train()
+    assert told not in capsys.readouterr().err
+
+
+def test_what_a_callback_says_before_the_first_round_is_shown(model: str, tmp_path: Path) -> None:
+    class Wrong(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *given: Any, **values: Any) -> None:
+            raise AssertionError("no such setting")
+
+    with pytest.raises(DprlhfError, match="on_train_begin failed: AssertionError: no such setting"):
+        trainer(model, tmp_path / "a", callbacks=[Wrong()]).train()
+    with pytest.raises(DprlhfError, match="EarlyStoppingCallback watches metric_for_best_model"):
+        trainer(model, tmp_path / "b", callbacks=[EarlyStoppingCallback()]).train()
+    assert not (tmp_path / "b").exists()
+
+
+def test_what_transformers_trainer_has_and_this_one_has_not(model: str, tmp_path: Path) -> None:
+    made = trainer(model, tmp_path / "a")
+    with pytest.raises(AttributeError, match=r"'log_metrics': .* no transformers\.Trainer"):
+        made.log_metrics("train", {})
+    with pytest.raises(AttributeError, match=r"has no 'nonsense'$"):
+        made.nonsense()
+
+
 def test_a_long_warm_up_is_said_before_the_training(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,7 +49,8 @@ def rows_from(prompts: Any, column: str) -> Any:
             prompts = prompts()
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise DprlhfError(
-            "prompts: give a list of prompts, a generator, a datasets.Dataset or IterableDataset"
+            "prompts: give a list of prompts, a generator, a datasets.Dataset or IterableDataset,"
+            " or a pandas table; of a file, what pandas.read_csv and the like read"
         )
     try:
         if not isinstance(prompts, Sequence):

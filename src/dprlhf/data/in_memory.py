@@ -27,6 +27,7 @@ _SHORT = {
     "epsilon": "privacy__epsilon",
     "delta": "privacy__delta",
     "learning_rate": "optimizer__learning_rate",
+    "user_column": "data__user_column",
 }
 _ARGUMENTS = {
     "reward_funcs": "write reward=…, which takes the same",
@@ -266,8 +267,11 @@ def _refuse(name: str) -> None:
     if text:
         dots = "; in Python write __ for the dot" if re.search(r"[a-z]\.[a-z]", text) else ""
         raise DprlhfError(f"argument '{name}': {text}{dots}")
+    keys = [key for key in settings.known_keys(Recipe) if key.rpartition(".")[2] == name]
     near = nearest(name, [*_SHORT, *Recipe.model_fields, *KEYS, *COMBINED])
-    if near and name not in {key.rpartition(".")[2] for key in settings.known_keys(Recipe)}:
+    if keys:  # of a section: a dot is no part of a keyword in Python
+        near = keys[0].replace(".", "__")
+    if near:
         raise DprlhfError(f"unknown argument '{name}'; did you mean '{near}'?")
 
 

@@ -125,6 +125,11 @@ def engine(policy: CausalLMPolicy) -> Any:
 
 def _refuse(policy: CausalLMPolicy) -> None:
     """Refuse policies that vLLM cannot sample, before it is loaded."""
+    if policy.device.type != "cuda" or torch.distributed.is_initialized():
+        raise DprlhfError(
+            "rollout.backend vllm needs one process with a GPU; otherwise take"
+            " rollout.backend: transformers"
+        )
     config = getattr(policy.model, "peft_config", {}).get("default")
     if config is None or config.peft_type != "LORA" or config.use_dora or config.modules_to_save:
         raise DprlhfError(
@@ -147,11 +152,6 @@ def _refuse(policy: CausalLMPolicy) -> None:
         raise DprlhfError(
             "rollout.min_p: vllm applies it before top_p and transformers after it, which keeps"
             " other tokens: leave one of them out"
-        )
-    if policy.device.type != "cuda" or torch.distributed.is_initialized():
-        raise DprlhfError(
-            "rollout.backend vllm needs one process with a GPU; otherwise take"
-            " rollout.backend: transformers"
         )
 
 

@@ -260,7 +260,8 @@ class Reinforcement:
             policy,
             recipe,
             self.known,
-            [] if self.public else parts.users.column_names,
+            parts.users.column_names,
+            private=self.public is None,
             most_rows=call_size(rows),
             state=self._state,
         )

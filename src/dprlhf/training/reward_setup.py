@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from dprlhf.data.users import Prompts
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, nearest
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.recipe import Recipe
 from dprlhf.rewards import LoadedReward, RewardSummary, check_reward, summarize_rewards
@@ -35,6 +35,23 @@ def call_size(rows: float) -> int:
     return min(_LARGEST_CALL, 1 << max(0, math.ceil(rows) - 1).bit_length())
 
 
+def _lacks(reward: str, column: str, private: Sequence[str], public: Iterable[str]) -> DprlhfError:
+    """Return the error of a reward that needs a column, which says whose rows lack it."""
+    if column in private:
+        named = ", ".join(sorted(public)) or "none"
+        return DprlhfError(
+            f"reward {reward!r} needs the column {column!r}, which the users' rows have and the"
+            f" public prompts (evaluation.data) lack; their columns: {named}. Add it there, or give"
+            " the parameter a default"
+        )
+    near = nearest(column, private)
+    hint = f"did you mean {near!r}? Or add" if near else "add"
+    return DprlhfError(
+        f"reward {reward!r} needs the column {column!r}, which the prompts lack (their columns:"
+        f" {', '.join(private)}): {hint} it, or give the parameter a default"
+    )
+
+
 def check_rewards(
     rewards: Sequence[LoadedReward],
     policy: CausalLMPolicy,
@@ -42,13 +59,27 @@ def check_rewards(
     public: Prompts,
     columns: Sequence[str],
     *,
+    private: bool,
     most_rows: int,
     state: RoundState,
 ) -> RewardSummary:
     """Check on public prompts that no reward couples users, and summarise their distribution.
 
-    A reward that needs one of ``columns``, which only the users' rows have, cannot be checked: it
-    is called for one user at a time.
+    A reward that needs a column which only the users' rows have cannot be checked on prompts that
+    stand in for public ones: it is called for one user at a time.
+
+    Args:
+        rewards: The rewards.
+        policy: The policy, which samples the responses.
+        recipe: The settings.
+        public: Public prompts, or neutral ones that stand in for them.
+        columns: The columns of the users' rows.
+        private: Whether ``public`` are stand-ins, without columns.
+        most_rows: Largest number of rows in a call.
+        state: What a reward is told of the run.
+
+    Raises:
+        DprlhfError: A reward fails, couples users, or needs a column that is missing.
     """
     per_user = any(reward.per_user for reward in rewards)
     # A reward that compares a user's responses cannot be checked on one response alone.
@@ -63,8 +94,11 @@ def check_rewards(
         max_prompt_tokens=recipe.data.max_prompt_tokens,
     )
     rows = rows_to_score(sampled)
-    lacking = ((r.name, lacking_columns(r, rows)) for r in rewards)
-    unchecked = {name: found for name, found in lacking if found and {*found} <= {*columns}}
+    lacking = {r.name: found for r in rewards if (found := lacking_columns(r, rows))}
+    unchecked = {n: found for n, found in lacking.items() if private and {*found} <= {*columns}}
+    for name, found in lacking.items():
+        if name not in unchecked:
+            raise _lacks(name, found[0], columns, rows.columns)
     rewards = [r for r in rewards if r.name not in unchecked]
     with captured(None):  # a reward's own output would corrupt a plan that is printed as JSON
         reports = [

@@ -204,7 +204,9 @@ GRPO: dict[str, Field] = COMMON | {
         "mapped", "'group' or 'none'; with 'batch' the spread of the whole batch would couple the"
         " users",
     ),
-    "epsilon": Field("honoured", "update.clip_range; the privacy budget is privacy_epsilon"),
+    "epsilon": Field(
+        "no effect", f"{_ONE_STEP} (update.clip_range); the privacy budget is privacy_epsilon"
+    ),
     "epsilon_high": Field("refused", "the clip range is symmetric: epsilon"),
     "delta": Field("refused", "a clip of the ratio; the guarantee's δ is privacy_delta"),
     "multi_objective_aggregation": Field(

@@ -192,6 +192,24 @@ def long_warmup(config: PrivacyFields, recipe: Recipe) -> str | None:
     )
 
 
+def short_steps(config: PrivacyFields, recipe: Recipe) -> str | None:
+    """Return a warning where an adapter would take steps of TRL's default length; None elsewhere.
+
+    Args:
+        config: The trainer's config.
+        recipe: Its recipe.
+    """
+    rate = recipe.optimizer.learning_rate
+    usual = type(config).__dataclass_fields__["learning_rate"].default
+    if rate != usual or recipe.policy.adapter.type == "full":
+        return None
+    return (
+        f"dprlhf: learning_rate is TRL's default of {usual:g}, which is for all weights and many"
+        f" steps: in {recipe.rounds} rounds it hardly moves an adapter. Give learning_rate, such as"
+        " 1e-3"
+    )
+
+
 def _policy(args: Any) -> dict[str, Any]:
     given = args.model_init_kwargs or {}
     if not isinstance(given, Mapping):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import Recipe, load_recipe
@@ -12,6 +13,9 @@ from dprlhf.runs.opening import recipe_digest
 
 _TRLS = re.compile(r"checkpoint-\d+")
 """The name of a checkpoint of TRL's trainers."""
+
+_SHOWN = 4
+"""Most settings of another run that an error names."""
 
 
 def continued(recipe: Recipe, folder: RunFolder, again: bool | str | Path) -> Recipe:
@@ -64,6 +68,17 @@ def continued(recipe: Recipe, folder: RunFolder, again: bool | str | Path) -> Re
 
 
 def _other(own: Recipe, held: Recipe) -> str:
-    """Return the names of the sections in which two recipes differ."""
-    mine, theirs = own.model_dump(), held.model_dump()
-    return ", ".join(name for name in mine if mine[name] != theirs[name])
+    """Return the settings in which two recipes differ, with both values."""
+    mine, theirs = _flat(own.model_dump(mode="json")), _flat(held.model_dump(mode="json"))
+    differ = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
+    shown = [f"{key} {mine.get(key)}, there {theirs.get(key)}" for key in differ[:_SHOWN]]
+    return "; ".join([*shown, *(["…"] if len(differ) > _SHOWN else [])])
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a recipe's values by ``section.key``."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = isinstance(value, dict) and value
+        found |= _flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+    return found

@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer_utils import TrainOutput
 
 from dprlhf.agents import load_sampler
@@ -22,7 +23,7 @@ from dprlhf.agents.rewards import environment_rewards
 from dprlhf.data.given_rewards import GivenReward, given_rewards
 from dprlhf.data.in_memory import Sources
 from dprlhf.data.users import Users
-from dprlhf.errors import DprlhfError, InterruptedRunError
+from dprlhf.errors import EXITS, DprlhfError, InterruptedRunError, one_line
 from dprlhf.policies.adapters import taking_off
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.opacus import without_wrapper
@@ -48,10 +49,17 @@ from dprlhf.trl.arguments import policy_of, refuse_optimizers, rows_of, with_use
 from dprlhf.trl.config import PrivacyFields, PrivateGRPOConfig, PrivateRLOOConfig, as_private
 from dprlhf.trl.evaluation import TRIED, check_best, evaluate_on, metrics_of, public_values
 from dprlhf.trl.logs import Log, as_evaluation, as_logs, as_number, hooks_of
-from dprlhf.trl.mapping import long_warmup, recipe_of, small_rounds, with_evaluation
+from dprlhf.trl.mapping import (
+    long_warmup,
+    recipe_of,
+    short_steps,
+    small_rounds,
+    with_evaluation,
+)
 from dprlhf.trl.resuming import continued
 from dprlhf.trl.rewards import means_of, trl_rewards
 from dprlhf.trl.tools import with_response_template
+from dprlhf.trl.words import in_trls_words
 
 C = TypeVar("C", bound=PrivacyFields)
 
@@ -141,13 +149,14 @@ class PrivateTrainer(Generic[C]):
         self._rows = self._dataset(train_dataset, "train_dataset")
         given = eval_dataset is not None
         self._public = self._dataset(eval_dataset, "eval_dataset") if given else None
-        self.recipe = self._recipe(model, peft_config, quantization_config)
+        with in_trls_words():
+            self.recipe = self._recipe(model, peft_config, quantization_config)
         self._models = {} if isinstance(model, str) else {"model": model}
         self.result: Result | None = None
         self._settled = self.recipe
         self._started = False
         self._log = Log(callbacks, self.args)
-        with contextlib.ExitStack() as refused:
+        with in_trls_words(), contextlib.ExitStack() as refused:
             refused.callback(taking_off(model))
             self._policy = self._load_policy(model, processing_class)
             self._hooks = hooks_of(self.model)
@@ -249,6 +258,17 @@ class PrivateTrainer(Generic[C]):
         card: dict[str, Any] = json.loads(self.folder.privacy.read_text("utf-8"))
         return card
 
+    def __getattr__(self, name: str) -> Any:
+        """Say of what transformers' ``Trainer`` has that it is not here.
+
+        Raises:
+            AttributeError: Always.
+        """
+        here = f"{type(self).__name__} has no {name!r}"
+        if hasattr(Trainer, name):
+            here += ": it runs private rounds and is no transformers.Trainer"
+        raise AttributeError(here)
+
     def add_callback(self, callback: Any) -> None:
         """Add a ``transformers.TrainerCallback``, an object or a class."""
         self._log.add(callback)
@@ -278,7 +298,8 @@ class PrivateTrainer(Generic[C]):
         """
         again = resume_from_checkpoint
         again = self.args.resume_from_checkpoint if again is None else again
-        recipe = continued(self.recipe, self.folder, again) if again else self.recipe
+        with in_trls_words():
+            recipe = continued(self.recipe, self.folder, again) if again else self.recipe
         if not again and not self._started and self.folder.recipe.is_file():
             raise DprlhfError(
                 f"{self.folder.path}: there is a run already: continue it with"
@@ -298,9 +319,13 @@ class PrivateTrainer(Generic[C]):
             )
         self._try_evaluation()
         self.args.say_differences()
-        few = small_rounds(self.args, self.recipe, self._users)
-        for told in filter(None, (few, long_warmup(self.args, self.recipe))):
-            print(told, file=sys.stderr)
+        for told in (
+            small_rounds(self.args, self.recipe, self._users),
+            long_warmup(self.args, self.recipe),
+            short_steps(self.args, self.recipe),
+        ):
+            if told is not None:
+                print(told, file=sys.stderr)
         sources = Sources(
             self._rows,
             None,
@@ -313,7 +338,10 @@ class PrivateTrainer(Generic[C]):
         sources.take_rewards(self._rewards)
         quiet = bool(self.args.disable_tqdm)
         try:
-            with open_run(recipe, self.folder, sources, create=not again, quiet=quiet) as run:
+            with (
+                in_trls_words(),
+                open_run(recipe, self.folder, sources, create=not again, quiet=quiet) as run,
+            ):
                 self._begin(run)
                 self.result = complete(run)
         except InterruptedRunError:
@@ -339,7 +367,14 @@ class PrivateTrainer(Generic[C]):
         # By the main process: the others may not touch the file.
         for metrics in run.processes.on_main(lambda: JsonLines(run.folder.metrics).read()):
             log.earlier_round(*entries(metrics))
-        log.call("on_train_begin")
+        try:
+            log.call("on_train_begin")
+        except (DprlhfError, *EXITS):
+            raise
+        except Exception as error:  # no user has been read: its text may be shown
+            raise DprlhfError(
+                f"a callback's on_train_begin failed: {type(error).__name__}: {one_line(error)}"
+            ) from None
         run.callbacks.append(lambda metrics: log.round(*entries(metrics)))
 
     def _end(self) -> TrainOutput:
@@ -408,6 +443,12 @@ class PrivateTrainer(Generic[C]):
                 ``metric_for_best_model``.
         """
         section, best = self.recipe.evaluation, self.args.metric_for_best_model
+        stopping = (isinstance(one, EarlyStoppingCallback) for one in self._log.callbacks)
+        if best is None and any(stopping):
+            raise DprlhfError(
+                "EarlyStoppingCallback watches metric_for_best_model: give it, such as 'reward',"
+                " and eval_strategy='steps' with an eval_dataset"
+            )
         watched = best is not None and section is not None and section.every is not None
         if self._public is None or (self._metrics is None and not watched):
             return
