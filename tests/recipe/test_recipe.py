@@ -90,8 +90,6 @@ def test_a_key_of_another_update_is_said_to_be_one() -> None:
     [
         ({"update": {"name": "rebel", "oracle": {"steps": 8}}}, "oracle is for solver gauss"),
         ({"update": {"name": "rebel", "solver": "gauss-newton", "steps": 8}}, "oracle.steps"),
-        ({"update": {"name": "npg", "oracle": {"name": "sufficient-statistics", "steps": 8}}},
-         "steps is for projected-sgd"),
     ],
     ids=str,
 )  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator
 
 from dprlhf.recipe.base import PositiveFloat, PositiveInt, Settings
 from dprlhf.recipe.evaluation import Evaluation
@@ -259,12 +259,6 @@ class Oracle(Settings):
                 " call dprlhf.papers.regression.fit on arrays"
             )
         return name
-
-    @model_validator(mode="after")
-    def _settings_of_algorithm(self) -> Self:
-        if self.closed_form and self.steps != type(self).model_fields["steps"].default:
-            raise ValueError("steps is for projected-sgd and improper-batch-sgd: leave it out")
-        return self
 
     @property
     def closed_form(self) -> bool:
