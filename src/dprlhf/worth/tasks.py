@@ -69,7 +69,9 @@ class PublicPrompts:
             others = [name for name in picked.column_names if name != self.column]
             picked = picked.select_columns(others).add_column(self.column, (2 * good - 1).tolist())
         file.parent.mkdir(parents=True, exist_ok=True)
-        picked.to_pandas().to_parquet(file, index=False)
+        part = file.with_suffix(".part")  # a call that is killed leaves no half of a file
+        picked.to_pandas().to_parquet(part, index=False)
+        part.rename(file)
 
 
 @dataclass(frozen=True)
