@@ -345,7 +345,7 @@ def pair_features(policy: CausalLMPolicy, responses: Responses) -> torch.Tensor:
     ("changes", "message"),
     [
         ({"rollout__responses": 3}, "rollout.responses must be even .* rebel.*not 3"),
-        ({"update__max_importance_ratio": 3}, r"'update\.max_importance_ratio' is not a setting of"),
+        ({"update__max_importance_ratio": 3}, r"'update\.max_importance_ratio' is not a setting"),
     ],
 )
 def test_what_it_cannot_use_is_refused(changes: dict[str, int], message: str) -> None:
