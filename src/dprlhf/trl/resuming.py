@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import Recipe, load_recipe
 from dprlhf.runs.folder import RunFolder
 from dprlhf.runs.opening import recipe_digest
+from dprlhf.runs.trackers import flat
 
 _TRLS = re.compile(r"checkpoint-\d+")
 """The name of a checkpoint of TRL's trainers."""
@@ -69,16 +69,7 @@ def continued(recipe: Recipe, folder: RunFolder, again: bool | str | Path) -> Re
 
 def _other(own: Recipe, held: Recipe) -> str:
     """Return the settings in which two recipes differ, with both values."""
-    mine, theirs = _flat(own.model_dump(mode="json")), _flat(held.model_dump(mode="json"))
+    mine, theirs = flat(own.model_dump(mode="json")), flat(held.model_dump(mode="json"))
     differ = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
     shown = [f"{key} {mine.get(key)}, there {theirs.get(key)}" for key in differ[:_SHOWN]]
     return "; ".join([*shown, *(["…"] if len(differ) > _SHOWN else [])])
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a recipe's values by ``section.key``."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        inner = isinstance(value, dict) and value
-        found |= _flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
-    return found

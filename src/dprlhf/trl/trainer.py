@@ -23,7 +23,7 @@ from dprlhf.agents.rewards import environment_rewards
 from dprlhf.data.given_rewards import GivenReward, given_rewards
 from dprlhf.data.in_memory import Sources
 from dprlhf.data.users import Users
-from dprlhf.errors import EXITS, DprlhfError, InterruptedRunError, one_line
+from dprlhf.errors import DprlhfError, InterruptedRunError
 from dprlhf.policies.adapters import taking_off
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.opacus import without_wrapper
@@ -367,14 +367,7 @@ class PrivateTrainer(Generic[C]):
         # By the main process: the others may not touch the file.
         for metrics in run.processes.on_main(lambda: JsonLines(run.folder.metrics).read()):
             log.earlier_round(*entries(metrics))
-        try:
-            log.call("on_train_begin")
-        except (DprlhfError, *EXITS):
-            raise
-        except Exception as error:  # no user has been read: its text may be shown
-            raise DprlhfError(
-                f"a callback's on_train_begin failed: {type(error).__name__}: {one_line(error)}"
-            ) from None
+        log.call("on_train_begin")
         run.callbacks.append(lambda metrics: log.round(*entries(metrics)))
 
     def _end(self) -> TrainOutput:

@@ -129,6 +129,8 @@ def _curve(terms: Terms, epsilons: Any, side: Side) -> Array:
 
 def _reach(terms: Terms, tail: float, side: Side) -> float:
     single = gaussian_epsilon(half_noise(terms, terms.rounds), tail)
+    # Less than what FFTs may round is no loss's probability; what lies beyond is counted as it is.
+    tail = max(tail, 2 * terms.rounds * FFT_ERROR)
     return min(single, float(loss_distribution(terms).get_epsilon_for_delta(tail)))
 
 
