@@ -1,19 +1,24 @@
 """Compare settings found on public prompts with those found by hand: private runs, several seeds.
 
-    python scripts/noise/tune.py --policy runs/reviews-lm              # about 15 minutes on a core
+    python scripts/noise/tune.py --model small --minutes 8           # an hour on a core
+    python scripts/noise/tune.py --model smollm2 --tasks community --users 300 --seeds 3 \\
+        --minutes 40                                                 # an hour and a half on a core
 
-The start is the demo's recipe on the small public model, with the demo's learning rate and clip
-norm, which were chosen for another model. ``dprlhf tune`` changes them on public prompts that stand
-in for users; the settings by hand are those of scripts/utility.py, found with private runs on other
-seeds. All three then train on the same private users. A call that was interrupted is continued by
-the same call. Writes docs/results/noise.json.
+The settings by hand are those of ``dprlhf bench worth`` for the model and the task; the start is
+the same recipe with the learning rate that another model needs, a sixteenth of it or eight to
+sixteen times as much. ``dprlhf tune`` changes the start on public prompts of another kind than the
+users', which stand in for them. Then each trains on the same private users. A call that was
+interrupted is continued by the same call. Writes docs/results/noise.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,108 +28,170 @@ import numpy as np
 
 from dprlhf.recipe import load_recipe
 from dprlhf.runs.measurements import Result, write_results
-from noise.many_runs import ROOT, SMALL, Job, overrides_of, run_all, small_policy
+from dprlhf.worth.models import METHODS
+from dprlhf.worth.runs import Job, gain, overrides_of, run_all
+from dprlhf.worth.tasks import TASKS, Cell, Setup, set_up
+from noise.many_runs import ROOT, options_of_runs
 
 GOAL = 0.97
-RECIPE = "imdb_sentiment"
-SCORED = 400
-"""Public prompts that score a trial: single rewards of words spread widely, and cost nothing."""
-
 KEYS = ["optimizer.learning_rate", "update.clip_norm"]
-BY_HAND = {"optimizer.learning_rate": 0.5, "update.clip_norm": 0.7}
-"""What scripts/utility.py has for this model: looked for at ε = 1, on other seeds."""
+COMPARED = {
+    "small": ["praise", "community", "house-style"],
+    "smollm2": ["praise", "community", "reading"],
+}
+"""The tasks that each model learns."""
+
+STAND_INS = {
+    "praise": "sentences",
+    "community": "sentences, praise",
+    "house-style": "reviews, praise",
+    "reading": "sentences, their labels",
+}
+"""Which of a task's public prompts stand in for its users; none knows what the users want."""
+_ROWS, _GUIDES = 2000, 3765
+"""Public rows of a search, where a task does not have fewer; they come after the rows that guide
+``update.subspace``, since no prompt may both guide and stand in for a user."""
+
+TUNED, BY_HAND, START = "tuned on public prompts", "set by hand", "as for another model"
 
 
-def found(settings: dict[str, Any], folder: Path, minutes: float) -> dict[str, Any]:
-    """Search on public prompts, or read what an earlier call found."""
-    from dprlhf.training.build import hush_libraries
-    from dprlhf.tuning.evidence import header, write_tuned
-    from dprlhf.tuning.public_rows import public_rows
-    from dprlhf.tuning.search import Search
+@dataclass(frozen=True)
+class Compared:
+    """A task with its users, whose settings are found twice.
 
-    kept = folder / "tuned.json"
-    if kept.exists():
-        known: dict[str, Any] = json.loads(kept.read_text())
-        return known
-    hush_libraries()
-    source = ROOT / "recipes" / f"{RECIPE}.yaml"
-    overrides = overrides_of(settings)
-    recipe = load_recipe(source, overrides)
-    public = public_rows(recipe, scored=SCORED)
-    search = Search(recipe, public, KEYS, folder / "tuned.trials", minutes=minutes)
-    search.run(lambda line: print(line, flush=True))
-    tuned = search.result()
-    write_tuned(tuned, source, overrides, folder / "tuned.yaml")
-    print(header(tuned), flush=True)
-    kept.write_text(json.dumps(tuned.best.changes))
-    return tuned.best.changes
+    Attributes:
+        setup: What all runs share.
+        cell: The private runs.
+    """
 
+    setup: Setup
+    cell: Cell
 
-def rows_of(rises: dict[str, list[float]], name: str) -> list[Result]:
-    """Return the rows of the comparison: the rise of each recipe, and the ratio."""
-    means = {kind: float(np.mean(values)) for kind, values in rises.items()}
-    rows = []
-    for kind, values in rises.items():
-        rows.append(Result(f"{name}: {kind}: rise of the public reward", means[kind], "logit"))
-        if len(values) > 1:
-            error = float(np.std(values, ddof=1) / len(values) ** 0.5)
-            rows.append(
-                Result(
-                    f"{name}: {kind}: its standard error over {len(values)} seeds", error, "logit"
-                )
-            )
-    ratio = means["tuned on public prompts"] / means["set by hand on private runs"]
-    goal = f"at least {GOAL}"
-    rows.append(
-        Result(f"{name}: tuned on public prompts over set by hand", ratio, "1", goal, ratio >= GOAL)
-    )
-    return rows
+    @property
+    def start(self) -> dict[str, Any]:
+        """What the start changes in the settings by hand: the learning rate of another model."""
+        task = TASKS[self.cell.task]
+        small = self.setup.settings == "small"
+        other, method = ("smollm2", task.small_method) if small else ("small", task.method)
+        return {KEYS[0]: METHODS[other][method][KEYS[0]]}
 
+    def jobs(self, seed: int, changes: dict[str, Any]) -> list[Job]:
+        """Return the private runs of a seed, a pair of them where wishes are turned."""
+        jobs = self.setup.jobs(self.cell, seed)
+        if not changes:
+            return jobs
+        digest = hashlib.sha256(json.dumps(changes, sort_keys=True).encode()).hexdigest()[:8]
+        more = overrides_of(changes)
+        return [replace(j, file=f"{j.file}-{digest}", overrides=j.overrides + more) for j in jobs]
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--users", type=int, default=1500)
-    parser.add_argument("--epsilon", type=float, default=1.0)
-    parser.add_argument("--minutes", type=float, default=8.0, help="time of the search")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
-    parser.add_argument("--runs", type=Path, default=Path("runs/tune"))
-    parser.add_argument("--policy", type=Path, help="where the small model is, or shall be")
-    parser.add_argument("--results", type=Path, default=ROOT / "docs/results/noise.json")
-    options = parser.parse_args()
-    folder = options.runs / f"{options.users}-users-epsilon-{options.epsilon:g}"
-    folder.mkdir(parents=True, exist_ok=True)
-    small = {key: value for key, value in SMALL.items() if key not in KEYS}
-    start = {
-        **small,
-        **small_policy((options.policy or options.runs / "reviews-lm").absolute()),
-        "data.limit": options.users,
-        "evaluation.prompts": 600,
-        "privacy.epsilon": options.epsilon,
-    }
-    settings = {
-        "tuned on public prompts": found(start, folder, options.minutes),
-        "set by hand on private runs": BY_HAND,
-        "as for another model": {},
-    }
-    jobs = {
-        (kind, seed): Job(
-            f"{kind.replace(' ', '-')}-{seed}",
-            RECIPE,
-            overrides_of({**start, **changes, "seed": 100 + seed}),
+    def found(self, minutes: float) -> dict[str, Any]:
+        """Search on public prompts, or read what an earlier call found; return all changes."""
+        from dprlhf.training.build import hush_libraries
+        from dprlhf.tuning.evidence import header, write_tuned
+        from dprlhf.tuning.public_rows import public_rows
+        from dprlhf.tuning.search import Search
+
+        cell, folder = self.cell, self.setup.folder
+        place = folder / f"tuned-{cell.task}-users-{cell.users}-epsilon-{cell.epsilon:g}"
+        kept = place.with_suffix(f"{place.suffix}.json")
+        if kept.exists():
+            known: dict[str, Any] = json.loads(kept.read_text())
+            return known
+        hush_libraries()
+        task = TASKS[cell.task]
+        public, changes = task.public[STAND_INS[cell.task]], self.start
+        if not public.same_kind:
+            public = replace(public, skip=_GUIDES)
+            if task.guides:
+                changes = {**changes, "update.subspace.data.limit": _GUIDES}
+        rows = place.with_suffix(f"{place.suffix}.parquet")
+        public.write(public.same_kind or _ROWS, 0, rows)
+        job = self.setup.jobs(cell, 0)[0]
+        source = ROOT / "recipes" / f"{job.recipe}.yaml"
+        overrides = (*job.overrides, *overrides_of(changes))
+        recipe = load_recipe(source, overrides)
+        search = Search(
+            recipe,
+            public_rows(recipe, rows),
+            KEYS,
+            place.with_suffix(f"{place.suffix}.trials"),
+            minutes=minutes,
         )
+        search.run(lambda line: print(line, flush=True))
+        tuned = search.result()
+        write_tuned(tuned, source, overrides, place.with_suffix(f"{place.suffix}.yaml"))
+        print(header(tuned), flush=True)
+        found = {**self.start, **tuned.best.changes}
+        kept.write_text(json.dumps(found))
+        return found
+
+
+def rows_of(name: str, gains: dict[str, list[float]]) -> Iterator[Result]:
+    """Yield the gain of each kind of settings, and the ratio, with their standard errors.
+
+    Seeds are pairs: the same users, and the same start of the adapter.
+    """
+    for kind, values in gains.items():
+        yield Result(f"{name}: {kind}: gain", float(np.mean(values)), "reward")
+        if len(values) > 1:
+            yield Result(f"{name}: {kind}: gain, standard error", _error(values), "reward")
+    tuned, hand = np.array(gains[TUNED]), np.array(gains[BY_HAND])
+    ratio = float(tuned.mean() / hand.mean())
+    row = f"{name}: tuned over set by hand"
+    yield Result(row, ratio, "1", f"at least {GOAL}", ratio >= GOAL)
+    if len(tuned) > 1:
+        error = _error(list(tuned - ratio * hand)) / abs(float(hand.mean()))
+        yield Result(f"{row}, standard error", error, "1")
+
+
+def _error(values: list[float]) -> float:
+    return float(np.std(values, ddof=1) / len(values) ** 0.5)
+
+
+def compare(one: Compared, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Search, run what is missing, and return the gains by kind of settings, one of each seed."""
+    settings = {TUNED: one.found(options.minutes), BY_HAND: {}}
+    if options.start:
+        settings[START] = one.start
+    jobs = {
+        (kind, seed): one.jobs(seed, changes)
         for seed in range(options.seeds)
         for kind, changes in settings.items()
     }
-    done = run_all(jobs.values(), folder, side_by_side=options.jobs)
-    rises: dict[str, list[float]] = {kind: [] for kind in settings}
-    for (kind, _), job in jobs.items():
-        rises[kind].append(done[job.file]["rise"])
-    name = f"tuning, small model, {options.users} users, epsilon {options.epsilon:g}"
-    rows = rows_of(rises, name)
-    write_results(options.results, rows)
-    for row in rows:
-        print(f"{row.name}: {row.value:.4g} {row.unit} ({row.goal or 'no goal'})", flush=True)
+    done = run_all(
+        [job for pair in jobs.values() for job in pair],
+        one.setup.folder,
+        recipes=ROOT / "recipes",
+        side_by_side=options.jobs,
+    )
+    return {
+        kind: [
+            float(np.mean([gain(done[job.file]) for job in jobs[kind, seed]]))
+            for seed in range(options.seeds)
+        ]
+        for kind in settings
+    }
+
+
+def main() -> None:
+    """Compare the settings of each task."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", choices=COMPARED, required=True)
+    parser.add_argument("--tasks", nargs="+", choices=STAND_INS, help="all that the model learns")
+    parser.add_argument("--users", type=int, default=1500)
+    parser.add_argument("--epsilon", type=float, default=1.0)
+    parser.add_argument("--minutes", type=float, default=8.0, help="time of a search")
+    parser.add_argument("--start", action="store_true", help="run what the search starts at, too")
+    options = options_of_runs(parser, runs="tune", results="noise.json", seeds=5).parse_args()
+    setup = set_up(options.model, ROOT, (options.runs / options.model).absolute())
+    for task in options.tasks or COMPARED[options.model]:
+        cell = Cell(task, "", options.epsilon, options.users)
+        gains = compare(Compared(setup, cell), options)
+        name = f"tuning ({options.model}): {task}, {cell.users} users, epsilon {cell.epsilon:g}"
+        rows = [Result(f"{name}: seeds", options.seeds, "1"), *rows_of(name, gains)]
+        write_results(options.results, rows)
+        for row in rows:
+            print(f"{row.name}: {row.value:.4g} {row.unit} ({row.goal or 'no goal'})", flush=True)
 
 
 if __name__ == "__main__":

@@ -138,6 +138,7 @@ def test_equal_runs_cost_no_more_work_than_one(monkeypatch: pytest.MonkeyPatch) 
     work = []
     for times in (2, 200):
         calls["n"] = 0
+        random_allocation.delta.cache_clear()
         total_epsilon([ALLOCATED] * times, DELTA)
         work.append(calls["n"])
     assert 0 < work[1] < 1.5 * work[0]

@@ -176,6 +176,11 @@ class TestTheRows:
         subspace = {"rank": 2, "prompts": 10, "data": {"path": str(file)}}
         rows = rows_for(recipe_of(model, update={"name": "pg", "subspace": subspace}))
         assert not set(apart) & {*rows.stand_ins["prompt"], *rows.scoring["prompt"]}
+        more = tmp_path / "same.csv"  # after 64 for fitting, only guides are left
+        more.write_text("prompt\n" + "\n".join(PUBLIC[:64] + apart))
+        guided = recipe_of(model, update={"name": "pg", "subspace": subspace})
+        with pytest.raises(DprlhfError, match=r"0 public .* for users\. 10 more guide update\.s"):
+            public_rows(guided, more, rows=PUBLIC, scored=10)
 
     def test_no_stand_in_is_contrasted(self, model: str, tmp_path: Path) -> None:
         contrast = ADAPTER | {"init": "public-contrast", "contrast_column": "kind"}

@@ -15,6 +15,7 @@ exponentially tilted FFT, and what is cut off, wrapped around or rounded is boun
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -382,6 +383,7 @@ def _lower(value: float, c: float, rounds: int, lattice: _Lattice) -> tuple[floa
     return lower, math.log(room) if room > 0 else -math.inf
 
 
+@functools.lru_cache(2**14)  # a run and its total ask for the same points of one curve
 def delta(noise: float, rounds: int, epsilon: float, side: Side, precision: float = FINE) -> float:
     """Return an upper bound on δ of one side at ``epsilon >= 0``, at any noise multiplier."""
     # Both payoffs are convex in S/T, so a single Gaussian release is never cheaper.

@@ -14,6 +14,7 @@ taken by an exponentially tilted FFT, and what is cut off, wrapped around or rou
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -40,6 +41,7 @@ _GAUSS_NODES, _GAUSS_WEIGHTS = np.polynomial.legendre.leggauss(6)
 _NODES, _NODE_WEIGHTS = (_GAUSS_NODES + 1) / 2, _GAUSS_WEIGHTS / 2  # on [0, 1]
 
 
+@functools.lru_cache(2**14)  # a run and its total ask for the same points of one curve
 def delta(noise: float, rounds: int, epsilon: float, rough: bool = False) -> float:
     """Return an upper bound on δ(ε), at most 1; 1 where nothing can be computed.
 

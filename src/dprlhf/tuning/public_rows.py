@@ -93,10 +93,12 @@ def public_rows(
     new = [i for i, prompt in enumerate(rest[spec.prompt_column]) if str(prompt) not in apart]
     if len(new) < scored + _FEWEST:
         left = f" after the {final} of the evaluation and {HELD_OUT} for fitting" if final else ""
+        gone = len(rest) - len(new)
         raise DprlhfError(
             f"tuning: {len(new)} public prompts in {spec.path!r}{left} are too few: {scored} score"
-            f" the trials, and at least {_FEWEST} stand in for users. Give more rows to"
-            " evaluation.data, a file with --public, or score on fewer prompts"
+            f" the trials, and at least {_FEWEST} stand in for users."
+            + (f" {gone} more guide update.subspace or are evaluated." if gone else "")
+            + " Give more rows to evaluation.data, a file with --public, or score on fewer prompts"
         )
     order = np.random.default_rng(_SEED).permutation(new)
     guides = min(_fitted_beside(recipe), (len(new) - scored) // 2)
