@@ -131,6 +131,16 @@ def test_only_runs_after_the_search_decide(file: Path, simulated: Simulated) -> 
     assert again.runs >= 3
 
 
+@pytest.mark.parametrize(("minutes", "few"), [(8, True), (45, False)])
+def test_too_little_time_is_said_after_the_first_trial(
+    file: Path, simulated: Simulated, minutes: float, few: bool
+) -> None:
+    lines: list[str] = []
+    search_for(file, minutes=minutes).run(lines.append)
+    said = [i for i, line in enumerate(lines) if "a trial takes 1.0 minutes" in line]
+    assert said == ([1] if few else [])
+
+
 @pytest.mark.parametrize("limit", [{"trials": 2}, {"minutes": 3.5}])
 def test_runs_that_decide_wait_for_no_trial_of_the_search(
     file: Path, simulated: Simulated, limit: dict[str, Any]
@@ -142,7 +152,8 @@ def test_runs_that_decide_wait_for_no_trial_of_the_search(
     tuned = running.result()
     trials = sum(line.startswith("trial") for line in lines)
     assert trials == len(tuned.searched) == 2
-    assert len(running._ended(confirming=True)) == len(lines) - trials > 0
+    again = sum(line.startswith("run again") for line in lines)
+    assert len(running._ended(confirming=True)) == again > 0
 
 
 def test_nothing_better_leaves_the_recipe_as_it_is(
