@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from scipy.special import ndtr
 
+from dprlhf.privacy import random_allocation
 from dprlhf.privacy.accounting import Mechanism, delta_of, epsilon, noise_multiplier
 from dprlhf.runs.measurements import Result, write_results
 
@@ -41,6 +42,7 @@ def sampled_delta(
 def median_seconds(call: Callable[[], object], repeats: int = 7) -> float:
     times = []
     for _ in range(repeats):
+        random_allocation.delta.cache_clear()  # what earlier calls have kept
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
