@@ -47,7 +47,8 @@ STAND_INS = {
     "house-style": "reviews, praise",
     "reading": "sentences, their labels",
 }
-"""Which of a task's public prompts stand in for its users; none knows what the users want."""
+"""Which of a task's public prompts stand in for its users, unless ``--stand-ins`` names others:
+prompts that know nothing of what the users want."""
 _ROWS, _GUIDES = 2000, 3765
 """Public rows of a search, where a task does not have fewer; they come after the rows that guide
 ``update.subspace``, since no prompt may both guide and stand in for a user."""
@@ -62,10 +63,18 @@ class Compared:
     Attributes:
         setup: What all runs share.
         cell: The private runs.
+        public: Name of the public prompts that stand in for the users.
     """
 
     setup: Setup
     cell: Cell
+    public: str
+
+    @property
+    def name(self) -> str:
+        """How the results call the comparison."""
+        cell = f"{self.cell.task}, {self.cell.users} users, epsilon {self.cell.epsilon:g}"
+        return f"tuning ({self.setup.model}): {cell}, stand-ins: {self.public}"
 
     @property
     def start(self) -> dict[str, Any]:
@@ -80,8 +89,7 @@ class Compared:
         jobs = self.setup.jobs(self.cell, seed)
         if not changes:
             return jobs
-        digest = hashlib.sha256(json.dumps(changes, sort_keys=True).encode()).hexdigest()[:8]
-        more = overrides_of(changes)
+        digest, more = _digest(changes), overrides_of(changes)
         return [replace(j, file=f"{j.file}-{digest}", overrides=j.overrides + more) for j in jobs]
 
     def found(self, minutes: float) -> dict[str, Any]:
@@ -91,22 +99,21 @@ class Compared:
         from dprlhf.tuning.public_rows import public_rows
         from dprlhf.tuning.search import Search
 
-        cell, folder = self.cell, self.setup.folder
-        place = folder / f"tuned-{cell.task}-users-{cell.users}-epsilon-{cell.epsilon:g}"
-        kept = place.with_suffix(f"{place.suffix}.json")
+        place = self.setup.folder / f"tuned-{_digest(self.name)}"
+        kept = place.with_suffix(".json")
         if kept.exists():
             known: dict[str, Any] = json.loads(kept.read_text())
             return known
         hush_libraries()
-        task = TASKS[cell.task]
-        public, changes = task.public[STAND_INS[cell.task]], self.start
+        task = TASKS[self.cell.task]
+        public, changes = task.public[self.public], self.start
         if not public.same_kind:
             public = replace(public, skip=_GUIDES)
             if task.guides:
                 changes = {**changes, "update.subspace.data.limit": _GUIDES}
-        rows = place.with_suffix(f"{place.suffix}.parquet")
+        rows = place.with_suffix(".parquet")
         public.write(public.same_kind or _ROWS, 0, rows)
-        job = self.setup.jobs(cell, 0)[0]
+        job = self.setup.jobs(self.cell, 0)[0]
         source = ROOT / "recipes" / f"{job.recipe}.yaml"
         overrides = (*job.overrides, *overrides_of(changes))
         recipe = load_recipe(source, overrides)
@@ -114,12 +121,12 @@ class Compared:
             recipe,
             public_rows(recipe, rows),
             KEYS,
-            place.with_suffix(f"{place.suffix}.trials"),
+            place.with_suffix(".trials"),
             minutes=minutes,
         )
         search.run(lambda line: print(line, flush=True))
         tuned = search.result()
-        write_tuned(tuned, source, overrides, place.with_suffix(f"{place.suffix}.yaml"))
+        write_tuned(tuned, source, overrides, place.with_suffix(".yaml"))
         print(header(tuned), flush=True)
         found = {**self.start, **tuned.best.changes}
         kept.write_text(json.dumps(found))
@@ -142,6 +149,10 @@ def rows_of(name: str, gains: dict[str, list[float]]) -> Iterator[Result]:
     if len(tuned) > 1:
         error = _error(list(tuned - ratio * hand)) / abs(float(hand.mean()))
         yield Result(f"{row}, standard error", error, "1")
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _error(values: list[float]) -> float:
@@ -181,14 +192,18 @@ def main() -> None:
     parser.add_argument("--users", type=int, default=1500)
     parser.add_argument("--epsilon", type=float, default=1.0)
     parser.add_argument("--minutes", type=float, default=8.0, help="time of a search")
+    parser.add_argument("--stand-ins", help="public prompts of the task, by their name")
     parser.add_argument("--start", action="store_true", help="run what the search starts at, too")
-    options = options_of_runs(parser, runs="tune", results="noise.json", seeds=5).parse_args()
+    options_of_runs(parser, runs="tune", results="noise.json", seeds=5)
+    options = parser.parse_args()
     setup = set_up(options.model, ROOT, (options.runs / options.model).absolute())
     for task in options.tasks or COMPARED[options.model]:
         cell = Cell(task, "", options.epsilon, options.users)
-        gains = compare(Compared(setup, cell), options)
-        name = f"tuning ({options.model}): {task}, {cell.users} users, epsilon {cell.epsilon:g}"
-        rows = [Result(f"{name}: seeds", options.seeds, "1"), *rows_of(name, gains)]
+        one = Compared(setup, cell, options.stand_ins or STAND_INS[task])
+        if one.public not in TASKS[task].public:
+            parser.error(f"{task} has the stand-ins {sorted(TASKS[task].public)}")
+        gains = compare(one, options)
+        rows = [Result(f"{one.name}: seeds", options.seeds, "1"), *rows_of(one.name, gains)]
         write_results(options.results, rows)
         for row in rows:
             print(f"{row.name}: {row.value:.4g} {row.unit} ({row.goal or 'no goal'})", flush=True)

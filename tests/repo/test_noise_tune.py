@@ -20,7 +20,8 @@ CASES = [(model, task) for model, tasks in tune.COMPARED.items() for task in tas
 
 
 def compared(model: str, task: str) -> tune.Compared:
-    return tune.Compared(Setup(model, ROOT, Path("runs")), Cell(task, "", 1.0, 1500))
+    cell = Cell(task, "", 1.0, 1500)
+    return tune.Compared(Setup(model, ROOT, Path("runs")), cell, tune.STAND_INS[task])
 
 
 @pytest.mark.parametrize(("model", "task"), CASES)
