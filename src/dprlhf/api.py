@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,8 @@ def train(
     model = without_wrapper(flat.get("model"))
     if is_model(model):
         flat["model"] = IN_MEMORY
+    elif isinstance(model, os.PathLike):
+        flat["model"] = os.fspath(model)
     if peft_config is not None and recipe is None:
         flat["policy__adapter"] = adapter_of(peft_config)
     elif peft_config is not None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -41,6 +42,22 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+@contextlib.contextmanager
+def as_usual(device_type: str) -> Iterator[None]:
+    """Compute with gradients, and in the tensors' own number format, whatever a caller has set.
+
+    That is ``torch.no_grad``, ``torch.inference_mode`` or ``torch.autocast`` around a run.
+    """
+    import torch
+
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device_type, enabled=False),
+    ):
+        yield
 
 
 def native_dtype(device_type: str | None = None) -> torch.dtype:

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 
 from dprlhf.budget import Book, BookError, Mark, Reservation, Spending
 from dprlhf.budget import spending as spending_module
-from dprlhf.budget.storage import lock, open_storage
+from dprlhf.budget.storage import BrokenOffError, lock, open_storage, problem
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Mechanism
 from dprlhf.privacy.composition import total_epsilon
@@ -681,3 +681,30 @@ def test_a_second_data_set_makes_no_new_key_for_a_book_whose_key_is_lost(file: P
     with pytest.raises(BookError, match="key of the budget book is missing"):
         make(file, "ward")
     assert not key.exists()
+
+
+def test_a_transaction_whose_connection_broke_is_tried_again(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    tried: list[int] = []
+
+    def act(failures: int) -> int:
+        tried.append(1)
+        if len(tried) <= failures:
+            raise BrokenOffError("x")
+        return 7
+
+    storage = make(file).storage
+    assert storage.attempt(lambda: act(2)) == 7
+    tried.clear()
+    with pytest.raises(BrokenOffError):
+        storage.attempt(lambda: act(100))
+    assert len(tried) == 5
+
+
+@pytest.mark.parametrize("state", ["40001", "57P01", "08006"])
+def test_a_connection_that_broke_is_known_by_its_state(state: str) -> None:
+    lost = type("Lost", (Exception,), {"sqlstate": state})
+    error = sa.exc.OperationalError("x", {}, lost("gone"))
+    assert isinstance(problem(error, "postgresql://h/b"), BrokenOffError)

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from dprlhf.budget import Book
+from dprlhf.cli.app import app
+from dprlhf.privacy.accounting import Mechanism, epsilon
+from dprlhf.runs.earlier import records_of
 from helpers import tiny
 from helpers.commands import dprlhf
 
@@ -264,3 +269,69 @@ def test_a_name_of_an_asset_stands_apart_from_what_follows() -> None:
     lines = dprlhf("assets", "list").stdout.splitlines()
     assert [line.split()[0] for line in lines] == list(ASSETS)
     assert {line.split()[1] for line in lines} <= {"ready", "missing"}
+
+
+def called(*words: str) -> dict[str, Any]:
+    done = CliRunner().invoke(app, [*words, "--json"])
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.output)
+    return found
+
+
+ACCOUNTED = ("--users", "1000", "--rounds", "8", "--delta", "1e-5")
+
+
+@pytest.mark.parametrize(
+    ("words", "mechanism"),
+    [
+        (["--releases-per-round", "4"], Mechanism(2.0, 8, releases_per_round=4)),
+        (["--participations", "2"], Mechanism(2.0, 8, participations=2)),
+        (["--bands", "2", "--partition", "fixed"], Mechanism(2.0, 8, "fixed", bands=2)),
+    ],
+)
+def test_an_epsilon_is_of_every_option(words: list[str], mechanism: Mechanism) -> None:
+    found = called("privacy", "epsilon", *ACCOUNTED, "--noise-multiplier", "2", *words)
+    assert found["epsilon"] == epsilon(mechanism, 1e-5).epsilon
+
+
+def test_four_releases_take_twice_the_noise() -> None:
+    fixed = (*ACCOUNTED, "--partition", "fixed")
+    of = ("privacy", "noise", *fixed, "--epsilon", "4")
+    one, four = (called(*of, "--releases-per-round", n)["noise_multiplier"] for n in "14")
+    assert four == pytest.approx(2 * one, rel=1e-6)
+    best = ("privacy", "selection", *fixed, "--runs", "10", "--noise-multiplier")
+    one, four = (called(*best, z, "--releases-per-round", n)["epsilon"] for z, n in ("11", "24"))
+    assert four == pytest.approx(one, rel=1e-6)
+
+
+def test_a_push_is_private_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def push(run: Any, repository: str, private: bool = False) -> str:
+        asked.append(private)
+        return "address"
+
+    monkeypatch.setattr("dprlhf.runs.publish.push", push)
+    for words in ([], ["--private"]):
+        assert CliRunner().invoke(app, ["push", "run", "me/mine", *words]).exit_code == 0
+    assert asked == [False, True]
+
+
+def test_a_budget_has_the_unit_and_is_adaptive_as_asked(tmp_path: Path) -> None:
+    place = str(tmp_path / "book.db")
+    words = ["budget", "create", "clinic", "--epsilon", "4", "--delta", "1e-5", "--book", place]
+    words += ["--user-column", "who", "--adaptive"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    [made] = Book(place).read()["datasets"]
+    assert (made["unit"], made["adaptive"]) == ("who", True)
+
+
+def test_what_was_shuffled_is_declared_so(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    words = ["privacy", "declare", str(tmp_path), "--noise-multiplier", "1", "--sample-rate", "0.1"]
+    words += ["--steps", "30", "--delta", "1e-5", "--shuffled", "--user-column", "who"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    [record] = records_of(tmp_path)
+    assert record.unit == "who"
+    assert record.mechanism["partition"] == "fixed"
+    assert record.mechanism["releases_per_round"] == 3  # every row in every tenth step

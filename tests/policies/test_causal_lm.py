@@ -216,3 +216,30 @@ def test_a_callback_that_turns_dropout_on_changes_no_round(tmp_path: Path) -> No
     plain, other = trained("plain"), trained("other", lambda metrics: model.train())
     assert plain
     assert all(torch.equal(plain[name], other[name]) for name in plain)
+
+
+@pytest.mark.parametrize("special", ["beyond", "none"])
+def test_an_empty_prompt_has_a_token_that_the_model_knows(special: str) -> None:
+    """A user's empty prompt ended the run of everybody, in the round that was its secret."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.eos_token = tokenizer.bos_token = None
+    if special == "beyond":
+        tokenizer.add_special_tokens({"eos_token": "[END]", "bos_token": "[BEGIN]"})
+        assert tokenizer.bos_token_id >= 257
+    policy = make_policy(tiny.model("gpt2"), tokenizer, recipe.Adapter())
+    assert policy.encode(["", "a"], 8)[0] == [tokenizer.pad_token_id]
+    spec = recipe.Rollout(max_new_tokens=4, min_new_tokens=2)
+    prompts = in_memory_prompts(["", "a"])
+    found = sample(policy, prompts, spec, key=bytes(32), context=("x",), max_prompt_tokens=8)
+    assert len(found.texts) == 2 * spec.responses
+
+
+@pytest.mark.parametrize(
+    ("configured", "ends"), [(None, []), (0, [0]), ([0, 256, 300, -1], [0, 256])]
+)
+def test_no_response_ends_at_a_token_without_an_embedding(configured: Any, ends: list[int]) -> None:
+    model, tokenizer = tiny.model("gpt2"), tiny.tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.add_special_tokens({"eos_token": "[END]"})
+    model.generation_config.eos_token_id = configured
+    assert make_policy(model, tokenizer, recipe.Adapter()).end_tokens == ends

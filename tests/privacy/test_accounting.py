@@ -39,6 +39,7 @@ from dprlhf.privacy.accounting import (
 )
 from dprlhf.privacy.composition import _joint, total_epsilon
 from dprlhf.privacy.curves import SIDES
+from dprlhf.privacy.partitions import poisson
 from dprlhf.privacy.partitions.random_allocation import compose_blocks
 from dprlhf.privacy.random_allocation import Side
 from dprlhf.runs.measurements import Result, write_results
@@ -599,3 +600,14 @@ def test_poisson_states_no_lower_bound_where_rounding_is_as_large_as_delta() -> 
     # Exact at T = 2, q = 1/2, z = 1, by quadrature: the δ of ε = 8.937049 is 0.99945e-12.
     assert epsilon(Mechanism(1.0, 2, "poisson"), 1e-12).epsilon_lower < 8.937049
     assert epsilon(Mechanism(1.0, 2, "poisson"), 1e-6).epsilon_lower > 1
+
+
+def test_hardly_any_noise_in_several_passes_is_composed() -> None:
+    found = epsilon(Mechanism(0.04, 4, participations=2), 1e-5).epsilon
+    assert found >= gaussian_epsilon(0.04 / 2**0.5, 1e-5) * (1 - 1e-7)  # nothing is amplified there
+
+
+def test_the_lower_bound_of_poisson_is_rounded_down() -> None:
+    run = Mechanism(1.0, 8, "poisson")
+    optimistic = poisson.loss_distribution(run, pessimistic=False).get_epsilon_for_delta(1e-5)
+    assert epsilon(run, 1e-5).epsilon_lower <= float(optimistic)

@@ -91,10 +91,37 @@ def test_more_runs_cost_more_and_never_more_than_their_sum(adjacency: str) -> No
 
 @pytest.mark.slow
 def test_poisson_runs_compose_too() -> None:
-    sampled = Mechanism(1.0, 8, "poisson")
-    both = total_epsilon([sampled, Mechanism(1.0, 8)], DELTA)
+    """Rounds of one rate cost the same in two runs as in one, and sampling hides nobody at 1."""
+    run, both = (Mechanism(1.0, t, "poisson", participations=t // 2) for t in (4, 8))
+    as_one = epsilon(both, DELTA).epsilon
+    assert as_one * (1 - 1e-3) <= total_epsilon([run, run], DELTA).epsilon <= 1.01 * as_one
+    everybody = Mechanism(2.0, 4, "poisson", participations=4)
+    found = total_epsilon([everybody, everybody], DELTA).epsilon
+    assert found == pytest.approx(gaussian_epsilon(2.0 / 8**0.5, DELTA), rel=2e-3)
+    mixed = total_epsilon([Mechanism(1.0, 8, "poisson"), Mechanism(1.0, 8)], DELTA)
     alone = gaussian_epsilon(8**-0.5, DELTA)  # all rounds together, were membership known
-    assert both.epsilon_lower <= both.epsilon < alone
+    assert mixed.epsilon_lower <= mixed.epsilon < alone
+    assert mixed.epsilon > epsilon(Mechanism(1.0, 8), DELTA).epsilon
+
+
+@pytest.mark.parametrize("adjacency", ["zero-out", "replace-one"])
+@pytest.mark.parametrize("partition", ["random-allocation", "fixed"])
+def test_a_total_counts_all_releases_of_a_round(partition: Any, adjacency: Any) -> None:
+    """Four releases with twice the noise cost what one does."""
+    beside = Mechanism(1.0, 8, adjacency=adjacency)
+    one = Mechanism(1.0, 8, partition, adjacency)
+    four = Mechanism(2.0, 8, partition, adjacency, releases_per_round=4)
+    totals = [total_epsilon([run, beside], DELTA).epsilon for run in (one, four)]
+    assert totals[1] == pytest.approx(totals[0], rel=1e-6)
+    assert totals[0] > epsilon(one, DELTA).epsilon
+
+
+@pytest.mark.parametrize("adjacency", ["zero-out", "replace-one"])
+def test_a_stream_costs_in_a_total_what_fixed_batches_do(adjacency: Any) -> None:
+    beside = Mechanism(1.0, 8, adjacency=adjacency)
+    runs = [Mechanism(1.5, 8, partition, adjacency) for partition in ("stream", "fixed")]
+    stream, fixed = (total_epsilon([run, beside], DELTA).epsilon for run in runs)
+    assert stream == fixed > epsilon(runs[1], DELTA).epsilon
 
 
 def test_disjoint_users_pay_for_the_dearest_run_only() -> None:

@@ -292,3 +292,11 @@ def test_a_clip_norm_whose_noise_overflows_or_vanishes_is_refused(clip_norm: flo
             with pytest.raises(DprlhfError, match="is no ordinary number"):
                 ask(noise_multiplier=noise, clip_norm=clip_norm, partition="fixed")
     ask(epsilon=math.inf, clip_norm=clip_norm)  # a baseline has none
+
+
+@pytest.mark.parametrize("partition", ["fixed", "random-allocation"])
+def test_a_plan_for_an_epsilon_counts_all_releases(partition: Any) -> None:
+    plan = ask(epsilon=4.0, partition=partition, releases_per_round=4)
+    one = ask(epsilon=4.0, partition=partition)
+    assert plan.noise_multiplier == pytest.approx(2 * one.noise_multiplier, rel=1e-3)
+    assert plan.guarantee == epsilon(plan.mechanism, plan.guarantee.delta)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,15 +15,22 @@ from typer.testing import CliRunner
 import dprlhf
 from dprlhf import DprlhfError, recipe
 from dprlhf.audit.one_run import audit
-from dprlhf.budget import Book
+from dprlhf.budget import Book, BrokenOffError
 from dprlhf.cli.app import app
+from dprlhf.data.given_rows import rows_from
 from dprlhf.data.in_memory import Sources
+from dprlhf.data.users import Users
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import new_nonce, read_ledger
 from dprlhf.recipe import make_recipe
+from dprlhf.runs import budget
 from dprlhf.runs.budget import NO_BOOK
+from dprlhf.runs.earlier import Earlier, Record, cost_terms
+from dprlhf.runs.folder import RunFolder
+from dprlhf.training import build
 from dprlhf.training.dry_run import dry_run
 from helpers import tiny
+from helpers.recipes import recipe_settings
 from helpers.runs import ADAPTER, lower_case
 
 USERS = 12
@@ -395,3 +403,48 @@ def test_the_commands_show_what_is_spent_and_no_hashes(model: str) -> None:
         assert name.hex() not in exported
     refused = CliRunner().invoke(app, ["budget", "history", "clinci"])
     assert "no data set 'clinci'" in str(refused.exception)
+
+
+def test_tuning_runs_of_an_earlier_run_are_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    class Stub:
+        id = "b"
+
+        def __init__(self, place: str) -> None:
+            pass
+
+        def hashed(self, names: Any) -> set[bytes]:
+            return set()
+
+        def reserve(self, spending: Any, users: Any, **more: Any) -> None:
+            asked.update(more)
+
+    monkeypatch.setattr(budget, "Book", Stub)
+    monkeypatch.setenv("DPRLHF_BOOK", "book.db")
+    private = {"noise_multiplier": 2.0, "partition": "fixed"}
+    made = make_recipe(recipe_settings(privacy=private, rounds=2))
+    plan = build.plan_of(made, 10)
+    own = Record("k", "a", "rl", None, 1e-5, cost_terms(vars(plan.mechanism)), [], tuning_runs=3)
+    data = made.data.model_copy(update={"prompt_column": "prompt"})
+    users = Users(rows_from(["a", "b"], "prompt"), data)
+    budget.reserve(made, plan, users, Earlier([own]), None, commit=False)
+    assert [spent.times for spent in asked["earlier"]] == [4]
+
+
+@pytest.mark.parametrize(("error", "left"), [(BrokenOffError, True), (DprlhfError, False)])
+def test_a_book_that_broke_off_leaves_the_folder_with_the_key(
+    error: type[DprlhfError], left: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reservation may have been written: without the key nobody could find it again."""
+
+    def reserve(*_: Any, **__: Any) -> None:
+        raise error("x")
+
+    monkeypatch.setattr(build, "reserve", reserve)
+    made = make_recipe(recipe_settings())
+    parts: Any = SimpleNamespace(recipe=made, plan=None, users=None, earlier=None)
+    folder = RunFolder(tmp_path / "run")
+    with pytest.raises(DprlhfError):
+        build._start(parts, folder, create=True, counted=True)
+    assert folder.key.exists() == left

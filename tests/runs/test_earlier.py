@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from dprlhf.cli.app import app
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy import correlated_allocation
 from dprlhf.privacy.accounting import Mechanism
@@ -17,6 +19,7 @@ from dprlhf.privacy.gaussian import gaussian_epsilon
 from dprlhf.privacy.ledger import Ledger, new_nonce
 from dprlhf.privacy.plan import Plan, make_plan
 from dprlhf.recipe import dump_recipe, make_recipe
+from dprlhf.runs import earlier
 from dprlhf.runs.earlier import (
     Earlier,
     Record,
@@ -219,3 +222,33 @@ def test_a_card_that_cannot_be_read_is_refused_in_one_line(tmp_path: Path, text:
         assert str(refusal.value).startswith(f"{card}: ")
         assert "\n" not in str(refusal.value)
         card.unlink()
+
+
+OWN = Record("k", "a", "rl", None, 1e-5, cost_terms(vars(Mechanism(2.0, 4, "fixed"))), [])
+
+
+def test_a_run_that_is_also_called_shared_is_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(earlier, "records_of", lambda run: [OWN])
+    both = [("run", "disjoint"), ("model", "shared")]
+    previous = [{"run": str(tmp_path / place), "users": users} for place, users in both]
+    assert read_earlier(make_recipe(recipe_settings(previous=previous))).disjoint == []
+
+
+def test_a_model_of_two_runs_needs_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(earlier, "runs_of_model", lambda model, revision=None: {"a", "b"})
+    made = make_recipe(recipe_settings())
+    with pytest.raises(DprlhfError, match="tuned by a private run"):
+        earlier.check_lineage(made, ["a"])
+    earlier.check_lineage(made, ["b", "a"])
+
+
+def test_a_total_is_stated_at_the_delta_that_is_asked(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(json.dumps({"runs": [asdict(OWN)]}))
+    _, cost = total_of_runs([tmp_path], delta=1e-7)
+    true = gaussian_epsilon(2.0, 1e-7)
+    assert (cost.delta, cost.epsilon) == (1e-7, pytest.approx(true))
+    done = CliRunner().invoke(app, ["privacy", "total", str(tmp_path), "--delta", "1e-7", "--json"])
+    assert json.loads(done.output)["delta"] == 1e-7
+    assert json.loads(done.output)["epsilon"] == pytest.approx(true)

@@ -21,6 +21,7 @@ from dprlhf.data.public import Guides
 from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import AnyRecipe, RewardRecipe, SFTRecipe, make_recipe
+from dprlhf.runs.comparing import check_apart
 from dprlhf.runs.folder import RunFolder
 from dprlhf.runs.opening import check_disjoint, check_public, recipe_digest
 from helpers.recipes import recipe_settings
@@ -297,3 +298,50 @@ def test_a_supervised_stage_compares_prompt_and_completions(stage: str, tmp_path
     for public, wanted in ((others, ABSENT), ([*others, rows[3]], REFUSED)):
         with pytest.raises(DprlhfError, match=wanted):
             dprlhf.train_stage(made, evaluation_data=public, output_dir=tmp_path / "run")
+
+
+def run_of(folder: Path, key: str, names: list[int]) -> Path:
+    """Write what a run folder tells of its users."""
+    run = RunFolder(folder)
+    run.secret.mkdir(parents=True)
+    run.ledger.write_text(json.dumps({"body": {"key_commitment": key}}))
+    np.save(run.identities, np.array(names, dtype=np.uint64))
+    return folder
+
+
+def test_each_run_is_compared_with_all_before_it(tmp_path: Path) -> None:
+    users = {"a": [1], "b": [2], "c": [1, 3]}
+    named = [(run_of(tmp_path / key, key, names), key) for key, names in users.items()]
+    with pytest.raises(DprlhfError, match="a and c are declared"):
+        check_apart(named)
+    check_apart(named[:2])
+
+
+def test_each_declared_run_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("old", "older"):
+        run_of(tmp_path / name, f"key of {name}", [])
+    previous = [{"run": str(tmp_path / name), "users": "disjoint"} for name in ("old", "older")]
+    data = {"path": "in-memory", "user_column": "who"}
+    made = make_recipe(recipe_settings(data=data, previous=previous))
+    rows = Users(rows_from([{"prompt": "why?", "who": "Ann"}], "prompt"), made.data)
+    np.save(RunFolder(tmp_path / "older").identities, open_private(rows.identities()))
+    records = {name: [SimpleNamespace(run=f"key of {name}")] for name in ("old", "older")}
+    monkeypatch.setattr("dprlhf.runs.opening.records_of", lambda run: records[run.name])
+    with pytest.raises(DprlhfError, match="older and this run are declared"):
+        check_disjoint(made, rows)
+
+
+FIXED: dict[str, Any] = {
+    "rewards__0__weight": 2.0, "reward_range": 1.0, "kl": {"beta": 0.1}, "seed": 3, "rounds": 5,
+    "data__max_prompts_per_user": 2, "data__max_prompt_tokens": 7, "data__skip": 1,
+    "data__limit": 5, "update__clip_norm": 0.5, "update__name": "grpo", "rollout__responses": 8,
+    "rollout__temperature": 0.5, "optimizer__learning_rate": 0.5, "policy__adapter__rank": 3,
+    "policy__model_name_or_path": "other", "privacy__epsilon": 2.0, "privacy__delta": 1e-7,
+    "privacy__reward_share": 0.2, "privacy__tuning_runs": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_a_run_goes_on_with_what_it_was_started_with(name: str) -> None:
+    changed = make_recipe(recipe_settings(**{name: FIXED[name]}))
+    assert recipe_digest(changed) != recipe_digest(make_recipe(recipe_settings()))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
 import math
+import os
 import shutil
 import sys
 import textwrap
@@ -14,13 +16,14 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 import dprlhf
 from dprlhf import DprlhfError, api
@@ -825,3 +828,97 @@ def test_a_reward_whose_column_public_prompts_lack_says_so(model: str, tmp_path:
     rows = [{"prompt": f"question {i}", "answers": "b"} for i in range(40)]
     with pytest.raises(DprlhfError, match="did you mean 'answers'"):
         dprlhf.train(**settings(model, prompts=rows, reward=right), output_dir=tmp_path / "run")
+
+
+def test_only_failed_rounds_in_a_row_stop_a_run() -> None:
+    stage = reinforcement.Reinforcement.__new__(reinforcement.Reinforcement)
+    stage._failed_rounds = 0
+    run: Any = SimpleNamespace(folder=SimpleNamespace(secret="secret"))
+    for t, failed in enumerate((True, True, False, True, True), 1):
+        stage._last_reward = SimpleNamespace(all_failed=failed)  # type: ignore[assignment]
+        stage.check_round(run, t)
+    with pytest.raises(DprlhfError, match="3 rounds in a row"):
+        stage.check_round(run, 6)
+
+
+FEW: dict[str, Any] = {"prompts": [f"user {i}" for i in range(12)], "rounds": 2}
+
+
+def test_the_optimizer_is_told_each_rounds_own_noise(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[float] = []
+    set_noise = trainer.set_noise
+
+    def noted(optimizer: Any, noise: float) -> None:
+        told.append(noise)
+        set_noise(optimizer, noise)
+
+    monkeypatch.setattr(trainer, "set_noise", noted)
+    bands = {"privacy__partition": "fixed", "privacy__bands": 2}
+    given = settings(model, **FEW | {"rounds": 3}, optimizer__name="adam-corrected", **bands)
+    plan = dprlhf.train(output_dir=tmp_path / "run", **given).plan
+    assert told == [plan.noise_std_of(t) / plan.expected_batch_size for t in (1, 2, 3)]
+    assert len(set(told)) > 1
+
+
+@pytest.mark.parametrize("turned", ["no_grad", "inference_mode", "autocast", "in a reward"])
+def test_a_run_computes_as_usual_whatever_its_program_does(
+    model: str, turned: str, tmp_path: Path
+) -> None:
+    def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        if turned == "in a reward":
+            torch.set_grad_enabled(False)
+        return lower_case(prompts, completions)
+
+    around: Any = {
+        "no_grad": torch.no_grad,
+        "inference_mode": torch.inference_mode,
+        "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    }.get(turned, contextlib.nullcontext)
+    given = settings(model, **FEW, reward=reward)
+    with torch.set_grad_enabled(True), around():
+        done = dprlhf.train(output_dir=tmp_path / "run", **given)
+    assert all(p.dtype == torch.float32 for p in done.policy.parameters.values())
+    assert any(w.abs().max() > 0 for n, w in weights(tmp_path / "run").items() if "lora_B" in n)
+
+
+def test_a_reward_that_changes_the_working_directory_leaves_the_run_in_its_folder(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round was spent, and its checkpoint lay in another folder than its ledger."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    monkeypatch.chdir(here)
+
+    def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        os.chdir(there)
+        return lower_case(prompts, completions)
+
+    dprlhf.train(output_dir="run", **settings(model, **FEW, reward=reward))
+    assert not list(there.iterdir())
+    assert (here / "run" / "policy").is_dir()
+
+
+@pytest.mark.parametrize("kind", ["no head", "encoder and decoder", "inference", "wrapped", "path"])
+def test_what_can_be_given_as_a_model(model: str, kind: str, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 257, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1}
+    make: Any = {
+        "no head": lambda: tiny.model("gpt2").transformer,
+        "encoder and decoder": lambda: T5ForConditionalGeneration(T5Config(**sizes)),
+        "inference": lambda: tiny.model("gpt2"),
+        "wrapped": lambda: torch.nn.DataParallel(tiny.model("gpt2")),
+        "path": lambda: Path(model),
+    }
+    with torch.inference_mode(kind == "inference"):
+        given = settings(make[kind](), **FEW)
+    if kind != "path":
+        given["processing_class"] = tiny.tokenizer()
+    if kind in ("wrapped", "path"):
+        dprlhf.train(output_dir=tmp_path / "run", **given)
+        return
+    wrong = {"inference": "takes no gradients"}.get(kind, "is no causal language model")
+    with pytest.raises(DprlhfError, match=wrong):
+        dprlhf.train(output_dir=tmp_path / "run", **given)
+    assert not (tmp_path / "run").exists()

@@ -52,7 +52,7 @@ def packed(
     num_generations: int,
     extra: Sequence[str] = (),
 ) -> Responses:
-    """Return trajectories as responses; one that failed has an end token alone.
+    """Return trajectories as responses; one that failed has one token, of an end if there is any.
 
     Args:
         policy: The policy, for its tokenizer.
@@ -64,7 +64,8 @@ def packed(
         num_generations: Number of adjacent rows that answer the same tokens, a public number.
         extra: Names of the further values.
     """
-    k, length, end = spec.responses, spec.max_new_tokens, policy.end_tokens[0]
+    k, length = spec.responses, spec.max_new_tokens
+    end = policy.end_tokens[0] if policy.end_tokens else policy.tokenizer.pad_token_id
     given = [list(row.prompt[-longest:]) or [end] for row in rows]
     width = int(padded_width(max(map(len, given), default=0), longest))
     tokens = torch.full((len(rows), width + length), policy.tokenizer.pad_token_id)

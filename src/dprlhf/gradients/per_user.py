@@ -96,7 +96,8 @@ class PerUserGradients:
             self._forget()
         self._users, self._rows, self._passes = users, rows, passes
         self._seen.clear()
-        with self._attached():
+        # Whatever a program, such as a reward, has left switched off.
+        with torch.enable_grad(), self._attached():
             scalar = loss()
             with _exact(scalar.device):
                 # The anchor is an input of every trainable layer, and nothing else requires a

@@ -101,7 +101,8 @@ def taking_off(model: Any) -> Callable[[], None]:
         for module, name, child in layers:
             setattr(module, name, child)
         for parameter, required in trained:
-            parameter.requires_grad_(required)
+            if parameter.requires_grad != required:
+                parameter.requires_grad_(required)
         vars(model).pop("peft_config", None)
 
     return take_off

@@ -156,16 +156,14 @@ class CausalLMPolicy:
         """Tokenize prompts one by one: text as it is, conversations by the chat template.
 
         A prompt longer than ``max_tokens`` keeps its last tokens; an empty one becomes the
-        beginning-of-sequence (or end-of-sequence) token.
+        beginning-of-sequence token, or else the end-of-sequence or padding token.
 
         Raises:
             DprlhfError: The chat template refuses a conversation, or the model has no embedding for
                 a token of a prompt. The message does not quote it.
         """
         tokenizer = self.tokenizer
-        start = tokenizer.bos_token_id
-        if start is None:
-            start = tokenizer.eos_token_id
+        start = self._start_token
         encoded = []
         for number, prompt in enumerate(prompts, 1):
             if isinstance(prompt, str):
@@ -182,6 +180,14 @@ class CausalLMPolicy:
                     ) from None
             encoded.append(self.known(list(ids)[-max_tokens:]) or [start])
         return encoded
+
+    @property
+    def _start_token(self) -> int:
+        """What an empty prompt becomes, since no user's row may end a run."""
+        own = self.tokenizer
+        special: tuple[int | None, ...] = (own.bos_token_id, own.eos_token_id, own.pad_token_id)
+        rows = self.model.get_input_embeddings().weight.shape[0]
+        return next(token for token in special if token is not None and token < rows)
 
     def known(self, tokens: list[int]) -> list[int]:
         """Return tokens, all of which the model has an embedding for.
@@ -419,4 +425,6 @@ class CausalLMPolicy:
 def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     every = configured if isinstance(configured, list) else [configured]
-    return sorted({token for token in [tokenizer.eos_token_id, *every] if token is not None})
+    asked = {token for token in [tokenizer.eos_token_id, *every] if token is not None}
+    # A token without an embedding is never sampled, and must not be padded with.
+    return sorted(asked & set(range(model.get_input_embeddings().weight.shape[0])))

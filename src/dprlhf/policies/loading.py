@@ -8,14 +8,16 @@ import torch
 
 from dprlhf import recipe
 from dprlhf.errors import DprlhfError, one_line
-from dprlhf.hardware import native_dtype
+from dprlhf.hardware import as_usual, native_dtype
 from dprlhf.hub import check_reachable, pinned
 from dprlhf.policies.adapters import add_adapter
 from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.mixing import refuse_mixing
 from dprlhf.policies.quantization import quantization_config
 from dprlhf.policies.whole import WholePolicy
 
 
+@as_usual("cpu")
 def load_policy(
     spec: recipe.Policy,
     *,
@@ -45,6 +47,8 @@ def load_policy(
             " or merge it (merge_and_unload()) to build on it, and say what to train"
         )
     _check_tokenizer(tokenizer)
+    if model is not None:
+        _check_model(model)
     if model is not None and spec.adapter.type == "full":
         _check_unfrozen(model)
     if model is not None and tokenizer is None and not model.config._name_or_path:
@@ -84,6 +88,20 @@ def _check_tokenizer(tokenizer: Any) -> None:
     if tokenizer is not None and not hasattr(tokenizer, "pad_token_id"):
         raise DprlhfError(
             f"processing_class: give a tokenizer of transformers, not a {type(tokenizer).__name__}"
+        )
+
+
+def _check_model(model: Any) -> None:
+    """Refuse an object that is no causal language model, or takes no gradients."""
+    if model.config.is_encoder_decoder or not hasattr(model, "prepare_inputs_for_generation"):
+        raise DprlhfError(
+            f"model: a {type(model).__name__} is no causal language model: load it with"
+            " AutoModelForCausalLM"
+        )
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise DprlhfError(
+            "model: it was made inside torch.inference_mode(), so that it takes no gradients: make"
+            " it outside"
         )
 
 
@@ -164,6 +182,7 @@ def make_policy(
     """
     _choose_padding(tokenizer, model.get_input_embeddings().weight.shape[0])
     tokenizer.padding_side = "left"
+    refuse_mixing(model)  # before PEFT says what such a model has no default for
     if adapter.type == "full":
         return WholePolicy(model, tokenizer, temperature)
     adapted = add_adapter(model, adapter, seed=seed)

@@ -1,20 +1,24 @@
-"""Models that Opacus has wrapped, as a start: the model inside, without hooks."""
+"""Models in a wrapper of Opacus or of torch's, as a start: the model inside, without hooks."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
 
 def without_wrapper(model: Any) -> Any:
-    """Return the model inside an Opacus ``GradSampleModule``; any other one as it is.
+    """Return the model inside ``DataParallel`` or Opacus' ``GradSampleModule``; others as they are.
 
-    The wrapper's hooks are removed: they would keep a gradient of each row in memory. The weights
+    Opacus' hooks are removed: they would keep a gradient of each row in memory. The weights
     are the wrapped model's own. A line on standard error reminds of ``dprlhf privacy declare``.
 
     Args:
         model: A module, or a name.
     """
+    if isinstance(model, DataParallel | DistributedDataParallel):
+        model = model.module
     if not hasattr(model, "to_standard_module"):
         return model
     print(

@@ -34,11 +34,14 @@ def captured(sink: SecretSink | None) -> Iterator[None]:
     that a subprocess or native code cannot print either; that part is dropped even with a sink. The
     redirection holds for the whole process, other threads included. Not covered: other streams,
     files and connections that the reward has opened, and what its threads write later.
+
+    The working directory is afterwards what it was: a run folder may have a relative name.
     """
     raw = io.BytesIO()
     text = io.TextIOWrapper(raw, "utf-8", errors="backslashreplace", write_through=True)
     try:
         with (
+            _same_place(),
             _silent_descriptors(),
             _redirected_writes(text),
             contextlib.redirect_stdout(text),
@@ -52,6 +55,20 @@ def captured(sink: SecretSink | None) -> Iterator[None]:
         if sink is not None and content:
             write = sink.write if hasattr(sink, "write") else sink
             write(content)
+
+
+@contextlib.contextmanager
+def _same_place() -> Iterator[None]:
+    """Leave the working directory as it was; one that is no longer there cannot be gone back to."""
+    try:
+        before = os.getcwd()
+    except OSError:
+        before = ""
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.chdir(before)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from dprlhf.data.in_memory import R, Sources, rows_of
 from dprlhf.data.public import guides, public_users
 from dprlhf.data.users import Users
 from dprlhf.errors import EXITS, DprlhfError, InterruptedRunError
-from dprlhf.hardware import native_dtype
+from dprlhf.hardware import as_usual, native_dtype
 from dprlhf.policies.averaging import ParameterAverage
 from dprlhf.policies.optimizers import make_optimizer
 from dprlhf.privacy.file_times import stamp_run
@@ -183,37 +183,38 @@ def open_run(
     callbacks = taken(callbacks)
     if create:
         processes.on_main(folder.refuse_to_overwrite)
-    stage, parts = load_parts(
-        recipe, sources, processes, quiet=quiet, folder=folder, counted=counted
-    )
-    if create and counted:
-        processes.on_main(lambda: say_what_is_left_out(stage, parts))
-    key, reservation = processes.on_main(
-        lambda: _start(parts, folder, create=create, counted=counted)
-    )
-    with _one_line_errors(folder, parts.recipe), contextlib.ExitStack() as stack:
-        gate: Gate | None = None
-        trackers: list[Callback] = []
-        policy = parts.policy
-        stack.enter_context(policy.without_dropout())
-        stack.callback(policy.set_up.end)
-        policy.set_up.put_back()
-        if processes.main:
-            stack.callback(stamp_run, folder.path)
-            gate, trackers = _open_gate(parts, folder, key, stack)
+    with as_usual(processes.device.type):
+        stage, parts = load_parts(
+            recipe, sources, processes, quiet=quiet, folder=folder, counted=counted
+        )
+        if create and counted:
+            processes.on_main(lambda: say_what_is_left_out(stage, parts))
+        key, reservation = processes.on_main(
+            lambda: _start(parts, folder, create=create, counted=counted)
+        )
+        with _one_line_errors(folder, parts.recipe), contextlib.ExitStack() as stack:
+            gate: Gate | None = None
+            trackers: list[Callback] = []
+            policy = parts.policy
+            stack.enter_context(policy.without_dropout())
+            stack.callback(policy.set_up.end)
+            policy.set_up.put_back()
+            if processes.main:
+                stack.callback(stamp_run, folder.path)
+                gate, trackers = _open_gate(parts, folder, key, stack)
+                if reservation is not None:
+                    gate.ledger.note_book(reservation.entry(), resumed=not create)
             if reservation is not None:
-                gate.ledger.note_book(reservation.entry(), resumed=not create)
-        if reservation is not None:
-            processes.on_main(lambda: _followed(parts.recipe, gate, stack, create=create))
-        if counted:  # a program may go on with the model that it passed, or that the run returns
-            records = processes.on_main(lambda: records_of(folder.path))
-            mark(parts.policy.network, {"runs": [asdict(record) for record in records]})
-            policy.set_up.keep(policy.network, "config")
-        stack.enter_context(stage.opened(folder))
-        if processes.main:
-            stamp_run(folder.path)  # after a kill, a file may have the time at which it was written
-        told = [*trackers, *as_functions(callbacks, folder.path, parts.plan.rounds)]
-        yield _assembled(stage, parts, folder, key, reservation, gate, told, quiet=quiet)
+                processes.on_main(lambda: _followed(parts.recipe, gate, stack, create=create))
+            if counted:  # a program may go on with the model that it passed, or that is returned
+                records = processes.on_main(lambda: records_of(folder.path))
+                mark(parts.policy.network, {"runs": [asdict(record) for record in records]})
+                policy.set_up.keep(policy.network, "config")
+            stack.enter_context(stage.opened(folder))
+            if processes.main:
+                stamp_run(folder.path)  # after a kill, a file may have the time of its writing
+            told = [*trackers, *as_functions(callbacks, folder.path, parts.plan.rounds)]
+            yield _assembled(stage, parts, folder, key, reservation, gate, told, quiet=quiet)
 
 
 def _assembled(

@@ -374,7 +374,7 @@ def end_token(model: CausalLMPolicy) -> int:
     """Return the token that is learnt at the end of a text.
 
     Raises:
-        DprlhfError: The tokenizer has none.
+        DprlhfError: The tokenizer has none, or the model has no embedding for it.
     """
     end: int | None = model.tokenizer.eos_token_id
     if end is None:
@@ -382,6 +382,7 @@ def end_token(model: CausalLMPolicy) -> int:
             "the tokenizer has no end-of-sequence token, which is learnt after each text: set"
             " eos_token in the model's tokenizer_config.json"
         )
+    model.known([end])
     return end
 
 
