@@ -1,8 +1,9 @@
 """Compare settings found on public prompts with those found by hand: private runs, several seeds.
 
-    python scripts/noise/tune.py --model small --minutes 8           # an hour on a core
+    python scripts/noise/tune.py --model small --minutes 7 --start   # an hour on a core
+    python scripts/noise/tune.py --model small --tasks community --stand-ins "900 reviews"
     python scripts/noise/tune.py --model smollm2 --tasks community --users 300 --seeds 3 \\
-        --minutes 40                                                 # an hour and a half on a core
+        --minutes 240      # a trial takes 12 minutes of a core, and a private run 17
 
 The settings by hand are those of ``dprlhf bench worth`` for the model and the task; the start is
 the same recipe with the learning rate that another model needs, a sixteenth of it or eight to

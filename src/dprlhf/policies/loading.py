@@ -48,9 +48,7 @@ def load_policy(
         )
     _check_tokenizer(tokenizer)
     if model is not None:
-        _check_model(model)
-    if model is not None and spec.adapter.type == "full":
-        _check_unfrozen(model)
+        _check_model(model, whole=spec.adapter.type == "full")
     if model is not None and tokenizer is None and not model.config._name_or_path:
         raise DprlhfError(
             "processing_class: a model that was not loaded from a hub id or a folder does not say"
@@ -91,8 +89,8 @@ def _check_tokenizer(tokenizer: Any) -> None:
         )
 
 
-def _check_model(model: Any) -> None:
-    """Refuse an object that is no causal language model, or takes no gradients."""
+def _check_model(model: Any, *, whole: bool) -> None:
+    """Refuse an object that is no causal language model, or takes no gradients where it should."""
     if model.config.is_encoder_decoder or not hasattr(model, "prepare_inputs_for_generation"):
         raise DprlhfError(
             f"model: a {type(model).__name__} is no causal language model: load it with"
@@ -103,6 +101,8 @@ def _check_model(model: Any) -> None:
             "model: it was made inside torch.inference_mode(), so that it takes no gradients: make"
             " it outside"
         )
+    if whole:
+        _check_unfrozen(model)
 
 
 def _check_unfrozen(model: Any) -> None:
