@@ -104,6 +104,7 @@ def test_poisson_runs_compose_too() -> None:
     assert mixed.epsilon > epsilon(Mechanism(1.0, 8), DELTA).epsilon
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adjacency", ["zero-out", "replace-one"])
 @pytest.mark.parametrize("partition", ["random-allocation", "fixed"])
 def test_a_total_counts_all_releases_of_a_round(partition: Any, adjacency: Any) -> None:
@@ -116,6 +117,7 @@ def test_a_total_counts_all_releases_of_a_round(partition: Any, adjacency: Any) 
     assert totals[0] > epsilon(one, DELTA).epsilon
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adjacency", ["zero-out", "replace-one"])
 def test_a_stream_costs_in_a_total_what_fixed_batches_do(adjacency: Any) -> None:
     beside = Mechanism(1.0, 8, adjacency=adjacency)

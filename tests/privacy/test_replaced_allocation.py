@@ -72,6 +72,7 @@ def test_a_curve_is_sharp_where_the_lattice_is_not(z: float, rounds: int) -> Non
     assert replaced_allocation.delta(z, rounds, 0.0, rough=True) > 2 * found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("z", "rounds", "k", "eps"), [(1.5, 8, 2, 1.0), (2.0, 12, 3, 1.2)])
 def test_several_passes_by_sampling(z: float, rounds: int, k: int, eps: float) -> None:
     """Independent blocks: their losses under the first of the pair add up."""
@@ -91,6 +92,7 @@ def test_several_passes_by_sampling(z: float, rounds: int, k: int, eps: float) -
         assert replaced_allocation.delta(z, slots, eps) < true - 10 * error
 
 
+@pytest.mark.slow
 def test_several_passes_cost_less_than_two_steps_do() -> None:
     """Before there was a pair for replacements over several passes, these were stated."""
     for (z, rounds, k), before in {
@@ -101,6 +103,7 @@ def test_several_passes_cost_less_than_two_steps_do() -> None:
         assert epsilon(Mechanism(z, rounds, participations=k), 1e-5).epsilon < found < 0.95 * before
 
 
+@pytest.mark.slow
 def test_two_runs_cost_what_one_run_of_two_passes_does() -> None:
     run = Mechanism(1.5, 8, adjacency="replace-one")
     both = Mechanism(1.5, 16, adjacency="replace-one", participations=2)
@@ -108,6 +111,7 @@ def test_two_runs_cost_what_one_run_of_two_passes_does() -> None:
     assert together == pytest.approx(epsilon(both, 1e-5).epsilon, rel=2e-3)
 
 
+@pytest.mark.slow
 def test_runs_of_several_kinds_cost_less_than_two_steps_do() -> None:
     runs = [
         Mechanism(3.0, 16, adjacency="replace-one"),
@@ -158,6 +162,7 @@ def test_no_other_pair_of_contributions_costs_more(case: int) -> None:
     assert (abs(values.mean() - bound) < 4 * error) == (case == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 2])
 def test_two_releases_a_round_are_one_with_less_noise(k: int) -> None:
     terms = {"adjacency": "replace-one", "participations": k}
@@ -174,6 +179,7 @@ def test_a_fixed_batch_beside_next_to_nothing_costs_what_it_costs_alone() -> Non
     assert alone < total_epsilon([fixed, little], 1e-5).epsilon < 1.01 * alone
 
 
+@pytest.mark.slow
 def test_without_a_pair_for_replacements_two_steps_are_stated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

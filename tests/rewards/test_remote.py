@@ -192,6 +192,7 @@ def test_a_judge_that_does_not_answer_in_time_is_given_up(judge: Judge) -> None:
     assert remote.problem == "ReadTimeoutError"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alive", ["chunked", "of a known length"])
 def test_signs_of_life_do_not_prolong_a_try(judge: Judge, alive: str) -> None:
     judge.alive = alive

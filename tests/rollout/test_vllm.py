@@ -97,6 +97,7 @@ def test_vllm_gets_the_settings_that_log_probabilities_follow(fake: vllm_stub.Fa
     assert asked.items() <= settings.items()
 
 
+@pytest.mark.slow
 def test_an_adapter_that_moved_comes_under_another_number(fake: vllm_stub.Faults) -> None:
     policy = bfloat16_policy()
     draw(policy, five(), backend="vllm")

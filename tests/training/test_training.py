@@ -844,6 +844,7 @@ def test_only_failed_rounds_in_a_row_stop_a_run() -> None:
 FEW: dict[str, Any] = {"prompts": [f"user {i}" for i in range(12)], "rounds": 2}
 
 
+@pytest.mark.slow
 def test_the_optimizer_is_told_each_rounds_own_noise(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -862,6 +863,7 @@ def test_the_optimizer_is_told_each_rounds_own_noise(
     assert len(set(told)) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turned", ["no_grad", "inference_mode", "autocast", "in a reward"])
 def test_a_run_computes_as_usual_whatever_its_program_does(
     model: str, turned: str, tmp_path: Path
@@ -883,6 +885,7 @@ def test_a_run_computes_as_usual_whatever_its_program_does(
     assert any(w.abs().max() > 0 for n, w in weights(tmp_path / "run").items() if "lora_B" in n)
 
 
+@pytest.mark.slow
 def test_a_reward_that_changes_the_working_directory_leaves_the_run_in_its_folder(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -901,6 +904,7 @@ def test_a_reward_that_changes_the_working_directory_leaves_the_run_in_its_folde
     assert (here / "run" / "policy").is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["no head", "encoder and decoder", "inference", "wrapped", "path"])
 def test_what_can_be_given_as_a_model(model: str, kind: str, tmp_path: Path) -> None:
     sizes = {"vocab_size": 257, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1}
