@@ -26,6 +26,7 @@ def call(run: Path, *arguments: str) -> Result:
     return CliRunner().invoke(app, ["generate", str(run), *arguments])
 
 
+@pytest.mark.slow
 def test_one_prompt_or_several_in_text_or_json(run: Path) -> None:
     shown = call(run, "--prompt", "One day", "--prompt", "Two")
     assert shown.exit_code == 0, shown.exception

@@ -155,6 +155,7 @@ def test_names_in_one_spelling_are_not_copied() -> None:
     assert padded.to_pylist() == ["bo"]
 
 
+@pytest.mark.slow
 @given(st.lists(st.from_regex(r"[-+ ]?[0-9.eA]{0,6} ?", fullmatch=True), min_size=1))
 def test_a_column_of_names_is_written_as_each_of_them(names: list[str]) -> None:
     column = names_as_written(pa.chunked_array([pa.array(names, pa.string())]))

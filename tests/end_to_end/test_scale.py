@@ -145,6 +145,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.slow
 def test_grouping_by_a_column_takes_below_200_bytes_a_user(folder: Path) -> None:
     data = Data(path=str(folder), user_column="user")
     rows = load_rows(data)

@@ -596,6 +596,7 @@ def test_results_are_merged_by_name(tmp_path: Path) -> None:
     assert "Python" in rows[0]["machine"]
 
 
+@pytest.mark.slow
 def test_poisson_states_no_lower_bound_where_rounding_is_as_large_as_delta() -> None:
     # Exact at T = 2, q = 1/2, z = 1, by quadrature: the δ of ε = 8.937049 is 0.99945e-12.
     assert epsilon(Mechanism(1.0, 2, "poisson"), 1e-12).epsilon_lower < 8.937049

@@ -1285,6 +1285,7 @@ def test_what_is_wrong_with_a_reward_model_object_is_said(tmp_path: Path) -> Non
     assert load_reward(chosen).name == "BertForSequenceClassification"
 
 
+@pytest.mark.slow
 def test_weighted_rewards_names_and_models_train(tmp_path: Path) -> None:
     folder, model, tokenizer = bert(tmp_path / "reward", ["reward"])
     (tmp_path / "own.py").write_text("def own(completions): return [1.0 for _ in completions]")

@@ -87,6 +87,7 @@ def reserved(book: Book) -> list[str]:
     return [row["name"] for row in book.read()["reservations"]]
 
 
+@pytest.mark.slow
 def test_a_run_reserves_before_its_first_charge_and_the_second_is_refused(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

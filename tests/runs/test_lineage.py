@@ -68,6 +68,7 @@ def front_matter(card: Path) -> Any:
     return yaml.safe_load(card.read_text()[4:].split("\n---", 1)[0])[KEY]
 
 
+@pytest.mark.slow
 def test_a_model_card_alone_tells_the_cost(place: Path, tmp_path: Path) -> None:
     """YAML takes a number such as 1e-05 for a text."""
     record = {**json.loads((place / "merged" / FILE).read_text())["runs"][0], "delta": 1e-5}
@@ -302,6 +303,7 @@ def live(folder: Path, model: Any, **changes: Any) -> dict[str, Any]:
     return settings | {"model": model, "processing_class": tiny.tokenizer(), "output_dir": folder}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LIVE)
 def test_a_model_in_memory_carries_the_record_as_soon_as_it_is_trained(
     tmp_path: Path, kind: str

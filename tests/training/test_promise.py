@@ -64,6 +64,7 @@ def stated(folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_what_is_published_does_not_tell_whether_a_user_brought_data(runs: dict[str, Path]) -> None:
     present, zeroed = stated(runs["with"]), stated(runs["zeroed"])
     assert present["card"]["adjacency"] == "zero-out"

@@ -549,6 +549,7 @@ def test_a_single_public_row_is_refused_by_name(model: str, tmp_path: Path) -> N
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupted_stage_goes_on_where_it_was(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -876,6 +877,7 @@ def test_a_made_up_row_has_the_form_of_the_users_rows() -> None:
     }
 
 
+@pytest.mark.slow
 def test_rows_of_any_form_that_can_be_read_are_not_refused(tmp_path: Path) -> None:
     chat = tiny.tokenizer()
     chat.chat_template = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"

@@ -247,6 +247,7 @@ def never_better(completions: list[str], **columns: Any) -> list[float]:
 EVERY_ROUND = {"eval_dataset": PUBLIC, "eval_strategy": "steps", "eval_steps": 1}
 
 
+@pytest.mark.slow
 def test_transformers_early_stopping_stops_a_run(model: str, tmp_path: Path) -> None:
     """By metrics of public prompts; the guarantee stays that of all rounds that were planned."""
     watched = EVERY_ROUND | {"metric_for_best_model": "reward", "reward_funcs": never_better}
@@ -294,6 +295,7 @@ def test_the_best_public_metric_is_kept(
     assert made.state.best_global_step == told[made.state.best_metric]
 
 
+@pytest.mark.slow
 def test_a_metric_that_no_evaluation_has_is_refused_before_the_first_round(
     model: str, tmp_path: Path
 ) -> None:

@@ -314,6 +314,7 @@ class TestTheRun:
         assert not [*temporary.iterdir()]
 
 
+@pytest.mark.slow
 def test_a_stage_on_top_of_a_private_one_can_be_tuned(tmp_path: Path) -> None:
     tuned = str(tiny.save(tmp_path / "tuned"))
     declare(tuned, [(1.0, 0.01, 100)], delta=1e-5)
