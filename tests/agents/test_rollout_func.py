@@ -53,8 +53,10 @@ def generated(prompts: list[Any], trainer: Any) -> dict[str, Any]:
     return made
 
 
-def draw(function: Any, prompts: Prompts, *, private: bool = True) -> Responses:
+def draw(function: Any, prompts: Prompts, *, private: bool = True, ends: bool = True) -> Responses:
     policy = policy_of()
+    if not ends:
+        policy.end_tokens = []
     sampler = policy.sampler if isinstance(policy.sampler, FunctionSampler) else None
     if sampler is None or sampler.function is not function:
         sampler = FunctionSampler(function)
@@ -114,6 +116,9 @@ def test_a_user_on_whom_it_fails_is_alone_in_that() -> None:
     assert responses.failed is not None
     assert responses.failed.tolist() == [u == 2 for u in responses.user]
     assert int(responses.response_mask.sum(1).min()) == 1
+    endless = draw(failing, PROMPTS, ends=False)  # a model that has no end token
+    assert endless.failed is not None
+    assert endless.failed.tolist() == responses.failed.tolist()
     with pytest.raises(DprlhfError, match="public prompt, ValueError: I refuse one"):
         draw(failing, PROMPTS, private=False)
 

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from dprlhf import recipe
 from dprlhf.data.public import in_memory_prompts
@@ -243,3 +249,10 @@ def test_no_response_ends_at_a_token_without_an_embedding(configured: Any, ends:
     tokenizer.add_special_tokens({"eos_token": "[END]"})
     model.generation_config.eos_token_id = configured
     assert make_policy(model, tokenizer, recipe.Adapter()).end_tokens == ends
+
+
+def test_experts_are_refused_before_peft_asks_for_target_modules() -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = MixtralConfig(vocab_size=257, intermediate_size=16, num_local_experts=2, **sizes)
+    with pytest.raises(DprlhfError, match="mixes the users of a batch"):
+        make_policy(MixtralForCausalLM(config), tiny.tokenizer(), recipe.Adapter())

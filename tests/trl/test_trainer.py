@@ -29,7 +29,8 @@ from transformers import (
 import dprlhf
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.file_times import public_time
-from dprlhf.recipe import load_recipe
+from dprlhf.recipe import load_recipe, make_recipe
+from dprlhf.runs.folder import RunFolder
 from dprlhf.runs.publish import merge
 from dprlhf.training.processes import Processes
 from dprlhf.trl import (
@@ -38,7 +39,9 @@ from dprlhf.trl import (
     PrivateRLOOConfig,
     PrivateRLOOTrainer,
 )
+from dprlhf.trl.resuming import continued
 from helpers import agents, commands, tiny
+from helpers.recipes import recipe_settings
 from helpers.runs import lower_case, save_sharp, weights
 
 PROMPTS = [{"prompt": f"user {i} says"} for i in range(60)]
@@ -1040,3 +1043,11 @@ def test_a_model_that_opacus_wrapped_is_a_start(model: str, tmp_path: Path, one_
     for name, given in (("a", plain), ("b", GradSampleModule(wrapped, strict=False))):
         trainer(given, tmp_path / name, processing_class=tokenizer, max_steps=1).train()
     assert same_weights(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_trainer_continues_no_run_of_another_folder(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "recipe.yaml").write_text("")
+    with pytest.raises(DprlhfError, match="continues in its own folder"):
+        continued(make_recipe(recipe_settings()), RunFolder(tmp_path / "a"), tmp_path / "b")

@@ -425,6 +425,7 @@ class CausalLMPolicy:
 def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     every = configured if isinstance(configured, list) else [configured]
+    rows = model.get_input_embeddings().weight.shape[0]
     asked = {token for token in [tokenizer.eos_token_id, *every] if token is not None}
-    # A token without an embedding is never sampled, and must not be padded with.
-    return sorted(asked & set(range(model.get_input_embeddings().weight.shape[0])))
+    # A token without an embedding is never sampled, and cannot stand for a failed trajectory.
+    return sorted(token for token in asked if 0 <= token < rows)
