@@ -91,7 +91,7 @@ print(sysconfig.get_path("purelib"))')/"
     stop "packages are missing and could not be installed ($(tail -n 1 "$out/install.log"));
  without a network, give their wheels with --wheels. Missing: $(echo "$missing" | tr '\n' ' ')"
 fi
-export PYTHONPATH=$PWD/src OMP_WAIT_POLICY=PASSIVE
+export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH} OMP_WAIT_POLICY=PASSIVE
 
 rows=$out/table.txt failed=0
 : >"$rows"

@@ -28,6 +28,7 @@ from dprlhf.runs.measurements import Result
 CASES: list[tuple[models.Kind, str]] = [
     ("gpt2", "LoRA"), ("llama", "LoRA"), ("gpt2", "full"), ("llama", "full"),
 ]  # fmt: skip
+ROWS = {"cpu": 16, "cuda": 64}
 TOLERANCE = 1e-4
 
 Losses = Callable[[], torch.Tensor]
@@ -45,7 +46,8 @@ def results(
 def _case(
     kind: models.Kind, part: str, quick: bool, device: str, repeats: int, tick: Tick
 ) -> Iterator[Result]:
-    sides, owners, _ = case(kind, part, quick, device, rows=8 if quick else 16)
+    rows = 8 if quick else ROWS[device]
+    sides, owners, _ = case(kind, part, quick, device, rows=rows)
     opacus = list(sides)[1:]
     expected = sides["ours"]().float().cpu()
     for name in opacus:

@@ -1,16 +1,20 @@
 """A whole private round against a training step of TRL, which has no privacy.
 
-Both sample, score and differentiate 48 prompts × 2 responses × 16 tokens, for the same model,
-LoRA and Python reward, and take one optimizer step. A round of ours also charges the ledger, draws
-the noise and saves a checkpoint; TRL saves and logs nothing. Three comparisons:
+Both sample, score and differentiate the same number of prompts, responses and tokens (``WORKS``),
+for the same model, LoRA and Python reward, and take one optimizer step. A round of ours also
+charges the ledger, draws the noise and saves a checkpoint; TRL saves and logs nothing. Three
+comparisons:
 
 - alike: both in float32, and TRL with the settings that were fastest for it: no gradient
-  checkpointing, dropout off, β = 0 (no reference model), all responses generated in one call and
-  differentiated in MICRO_BATCH rows at once;
+  checkpointing, dropout off, β = 0 (no reference model), all responses generated in one call and as
+  many rows differentiated at once as ours does;
 - bfloat16: the same, with the frozen weights of both in bfloat16 and no autocast;
 - as they come: what a user gets who sets nothing but the task. TRL then computes under bfloat16
   autocast, checkpoints activations, keeps β = 0.05 and differentiates 8 rows at once; a recipe of
   ours says ``dtype: auto``, which is bfloat16 weights where the processor multiplies in it.
+
+On a GPU the work is larger, ours also runs with ``rollout.cuda_graphs``, and GPT-2 and a Llama of
+1.2 billion weights with long texts are compared as well, in bfloat16.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import gc
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +41,53 @@ from dprlhf.assets import resolve
 from dprlhf.errors import DprlhfError
 from dprlhf.runs.measurements import Result
 
-PROMPTS, RESPONSES, TOKENS = 48, 2, 16
-LONGEST = 12  # tokens of a prompt; TRL pads to what it finds in a batch, ours to a public number
-ROWS = PROMPTS * RESPONSES
-MICRO_BATCH = 96
 Loop = Callable[[Callable[[], None]], None]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a round or a step computes.
+
+    Attributes:
+        prompts: Prompts of a round, each of a user of its own.
+        responses: Responses to each prompt.
+        tokens: Tokens of a response.
+        longest: Most tokens of a prompt; TRL pads to what it finds in a batch, ours to this.
+        micro_batch: Rows that are differentiated at once, where a side is tuned for speed.
+        model: Shape of the model; ``llama`` is SmolLM2-135M, with its weights where they are.
+    """
+
+    prompts: int = 48
+    responses: int = 2
+    tokens: int = 16
+    longest: int = 12
+    micro_batch: int = 96
+    model: models.Kind = "llama"
+
+    @property
+    def rows(self) -> int:
+        """Number of responses."""
+        return self.prompts * self.responses
+
+    def texts(self, steps: int) -> list[str]:
+        """Return the prompts of all steps; as bytes they fill ``longest`` where it is larger."""
+        texts = [f"Film {i}: when the story began," for i in range(self.prompts * steps)]
+        return [(text * (self.longest // 30 + 1))[: max(self.longest, 32)] for text in texts]
+
+
+WORKS: dict[str, dict[str, Work]] = {
+    "cpu": {"": Work()},
+    "cuda": {
+        "": Work(prompts=256, responses=4, tokens=64, micro_batch=256),
+        "GPT-2": Work(prompts=256, responses=4, tokens=64, micro_batch=256, model="gpt2"),
+        "1.2 billion weights": Work(
+            prompts=16, responses=8, tokens=128, longest=256, micro_batch=16, model="billion"
+        ),
+    },
+}
+"""The work by device and by what is said of it in the names of the rows."""
+GOALS = {"cpu": 3.0, "cuda": 1 / 1.05}
+"""Least ratio of TRL's time to ours, by device."""
 
 
 def results(
@@ -50,47 +97,85 @@ def results(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    steps = repeats + 1
-    prompts = [f"Film {i}: when the story began," for i in range(PROMPTS * steps)]
-    with tempfile.TemporaryDirectory() as folder:
-        model = _model(Path(folder), quick)
+    for label, work in WORKS[device].items():
+        with tempfile.TemporaryDirectory() as folder:
+            sides = Sides(Path(folder), work, repeats + 1, device, quick)
+            for ours, theirs in sides.comparisons(everything=not label):
+                yield from _compared(ours, theirs, f", {label}" if label else "", device, tick)
+                gc.collect()  # one comparison after the other: all at once need more than 20 GB
 
-        def ours(name: str, dtype: str) -> Loop:
-            return lambda lap: _ours(model, prompts, steps, Path(folder) / name, lap, dtype)
 
-        def trl(algorithm: str, dtype: torch.dtype = torch.float32, *, tuned: bool = True) -> Loop:
-            sides = {"RLOO": (RLOOTrainer, RLOOConfig), "GRPO": (GRPOTrainer, GRPOConfig)}
-            return lambda lap: trl_steps(
-                *sides[algorithm], model, prompts, steps, device, lap, dtype, tuned=tuned
+def _compared(
+    ours: dict[str, Loop], theirs: dict[str, Loop], label: str, device: str, tick: Tick
+) -> Iterator[Result]:
+    turns = Turns(ours | theirs)
+    turns.run(tick)
+    for name in theirs:
+        for mine in ours:
+            yield from ratio(
+                f"a TRL step ({name}{label}) over a {mine}{label}: time",
+                turns.laps[name],
+                turns.laps[mine],
+                at_least=GOALS[device],
+            )
+    for name, times in turns.laps.items():
+        yield seconds(f"{name}{label}", times)
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The loops that are compared, on one model in a folder."""
+
+    folder: Path
+    work: Work
+    steps: int
+    device: str
+    quick: bool
+
+    def comparisons(self, *, everything: bool) -> Iterator[tuple[dict[str, Loop], dict[str, Loop]]]:
+        """Yield what is compared side by side: our loops, and TRL's; or bfloat16 alone."""
+        model = self._model()
+
+        def ours(dtype: str, **rollout: Any) -> Loop:
+            folder = Path(tempfile.mkdtemp(dir=self.folder)) / "run"
+            return lambda lap: private_rounds(
+                model, self.work, self.steps, folder, lap, dtype, **rollout
             )
 
-        comparisons: list[dict[str, Loop]] = [  # our side first
-            {
-                "private round, bfloat16": ours("bfloat16", "bfloat16"),
-                "RLOO, bfloat16": trl("RLOO", torch.bfloat16),
-                "GRPO, bfloat16": trl("GRPO", torch.bfloat16),
-            },
-            {
-                "private round, as it comes": ours("as-it-comes", "auto"),
-                "RLOO, as it comes": trl("RLOO", tuned=False),
-            },
-            {"private round": ours("alike", "float32"), "RLOO": trl("RLOO"), "GRPO": trl("GRPO")},
-        ]
-        for comparison in comparisons:  # one after the other: all at once need more than 20 GB
-            turns = Turns(comparison)
-            turns.run(tick)
-            first, *others = comparison
-            for name in others:
-                yield from ratio(
-                    f"a TRL step ({name}) over a {first}: time",
-                    turns.laps[name],
-                    turns.laps[first],
-                    at_least=3.0 if device == "cpu" else None,  # the goal is one for a CPU
-                )
-            for name, times in turns.laps.items():
-                yield seconds(name, times)
-            del turns
-            gc.collect()
+        def trl(algorithm: str, dtype: torch.dtype, *, tuned: bool = True) -> Loop:
+            classes = {"RLOO": (RLOOTrainer, RLOOConfig), "GRPO": (GRPOTrainer, GRPOConfig)}
+            return lambda lap: trl_steps(
+                *classes[algorithm], model, self.work, self.steps, self.device, lap, dtype,
+                tuned=tuned,
+            )  # fmt: skip
+
+        mine = {"private round, bfloat16": ours("bfloat16")}
+        if self.device == "cuda":
+            mine["private round, bfloat16, CUDA graphs"] = ours("bfloat16", cuda_graphs=True)
+        theirs = {"GRPO, bfloat16": trl("GRPO", torch.bfloat16)}
+        if everything:
+            theirs = {"RLOO, bfloat16": trl("RLOO", torch.bfloat16), **theirs}
+        yield mine, theirs
+        if everything:
+            yield (
+                {"private round, as it comes": ours("auto")},
+                {"RLOO, as it comes": trl("RLOO", torch.float32, tuned=False)},
+            )
+            yield (
+                {"private round": ours("float32")},
+                {name: trl(name, torch.float32) for name in ("RLOO", "GRPO")},
+            )
+
+    def _model(self) -> str:
+        """Return the folder of SmolLM2-135M, or of a random model of the work's shape."""
+        if not self.quick and self.work.model == "llama":
+            try:
+                return resolve("asset:smollm2-135m")
+            except DprlhfError:
+                pass
+        models.causal_lm(self.work.model, small=self.quick).save_pretrained(self.folder / "model")
+        models.byte_tokenizer().save_pretrained(self.folder / "model")
+        return str(self.folder / "model")
 
 
 def reward(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
@@ -98,38 +183,31 @@ def reward(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -
     return [-len(text.encode()) / 10 for text in completions]
 
 
-def _model(folder: Path, quick: bool) -> str:
-    """Return SmolLM2-135M's folder, or, without the asset, a random model of its shape."""
-    if not quick:
-        try:
-            return resolve("asset:smollm2-135m")
-        except DprlhfError:
-            pass
-    models.causal_lm("llama", small=quick).save_pretrained(folder / "model")
-    models.byte_tokenizer().save_pretrained(folder / "model")
-    return str(folder / "model")
-
-
-def _ours(
+def private_rounds(
     model: str,
-    prompts: list[str],
+    work: Work,
     rounds: int,
     folder: Path,
     lap: Callable[[], None],
     dtype: str,
+    **rollout: Any,
 ) -> None:
+    """Train for so many rounds and call ``lap`` after each; ``rollout`` adds to its settings."""
     train(
         model=model,
-        prompts=prompts,
+        prompts=work.texts(rounds),
         reward=reward,
         policy__dtype=dtype,
         policy__adapter={
-            "type": "lora", "rank": 4, "alpha": 4.0, "target_modules": ["q_proj", "v_proj"],
+            "type": "lora", "rank": 4, "alpha": 4.0, "target_modules": models.TARGETS[work.model],
         },
-        data__max_prompt_tokens=LONGEST,
-        rollout={"responses": RESPONSES, "max_new_tokens": TOKENS, "batch_size": ROWS},
-        update={"batch_size": ROWS},
-        privacy={"noise_multiplier": 1.0, "partition": "fixed"},  # rounds of exactly 48 users
+        data__max_prompt_tokens=work.longest,
+        rollout={
+            "responses": work.responses, "max_new_tokens": work.tokens, "batch_size": work.rows,
+            **rollout,
+        },
+        update={"batch_size": work.micro_batch},
+        privacy={"noise_multiplier": 1.0, "partition": "fixed"},  # a round's users exactly
         rounds=rounds,
         output_dir=folder,
         callbacks=[lambda metrics: lap()],
@@ -141,7 +219,7 @@ def trl_steps(
     trainer: type[RLOOTrainer | GRPOTrainer],
     config: type[RLOOConfig | GRPOConfig],
     model: str,
-    prompts: list[str],
+    work: Work,
     steps: int,
     device: str,
     lap: Callable[[], None],
@@ -157,7 +235,7 @@ def trl_steps(
     fast: dict[str, Any] = {
         "bf16": False, "gradient_checkpointing": False, "disable_dropout": True, "beta": 0.0,
     }  # fmt: skip
-    micro_batch = MICRO_BATCH if tuned else config.per_device_train_batch_size
+    micro_batch = work.micro_batch if tuned else config.per_device_train_batch_size
 
     class Laps(TrainerCallback):
         def on_step_end(self, *arguments: Any, **named: Any) -> None:
@@ -174,9 +252,9 @@ def trl_steps(
                 **(fast if tuned else {}),
                 max_steps=steps,
                 per_device_train_batch_size=micro_batch,
-                gradient_accumulation_steps=math.ceil(ROWS / micro_batch),
-                num_generations=RESPONSES,
-                max_completion_length=TOKENS,
+                gradient_accumulation_steps=math.ceil(work.rows / micro_batch),
+                num_generations=work.responses,
+                max_completion_length=work.tokens,
                 temperature=1.0,
                 learning_rate=1e-3,
                 shuffle_dataset=False,
@@ -185,11 +263,11 @@ def trl_steps(
                 report_to="none",
                 disable_tqdm=True,
             ),
-            train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
+            train_dataset=datasets.Dataset.from_dict({"prompt": work.texts(steps)}),
             processing_class=tokenizer,
             callbacks=[Laps()],
             peft_config=peft.LoraConfig(
-                r=4, lora_alpha=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj"],
+                r=4, lora_alpha=4, lora_dropout=0.0, target_modules=models.TARGETS[work.model],
                 task_type="CAUSAL_LM",
             ),
         )  # fmt: skip

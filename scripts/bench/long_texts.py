@@ -79,21 +79,12 @@ SMALL = LlamaConfig(
     num_key_value_heads=4, vocab_size=8192, max_position_embeddings=2048, bos_token_id=0,
     eos_token_id=0,
 )  # fmt: skip
-LARGE = LlamaConfig(  # the shape of Llama 3.2 with 1.2 billion weights
-    hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-    num_key_value_heads=8, vocab_size=128256, max_position_embeddings=4096, bos_token_id=0,
-    eos_token_id=0, tie_word_embeddings=True,
-)  # fmt: skip
 
 
 def policy_of(config: LlamaConfig, rank: int) -> CausalLMPolicy:
     """Return a policy with random bfloat16 weights, whose responses never end early."""
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        model = LlamaForCausalLM(config)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    model = models.in_bfloat16(config)
     adapter = Adapter(type="lora", rank=rank, alpha=4.0, target_modules=["q_proj", "v_proj"])
     policy = make_policy(model, models.byte_tokenizer(), adapter)
     policy.end_tokens = []
@@ -266,21 +257,18 @@ def _beside_trl(users: int, responses: int, prompt: int, response: int, steps: i
 
     logging.set_verbosity_error()
     datasets.disable_progress_bars()
-    bench.PROMPTS, bench.RESPONSES, bench.TOKENS = users, responses, response
-    bench.LONGEST, bench.ROWS = prompt, users * responses
-    bench.MICRO_BATCH = min(8, bench.ROWS)
-    texts = [f"{i:04d}" * (prompt // 4) for i in range(users * (steps + 1))]
+    work = bench.Work(users, responses, response, prompt, min(8, users * responses))
     with tempfile.TemporaryDirectory() as folder:
         model = str(Path(folder) / "model")
         LlamaForCausalLM(SMALL).save_pretrained(model)
         models.byte_tokenizer().save_pretrained(model)
         turns = Turns(
             {
-                "ours": lambda lap: bench._ours(
-                    model, texts, steps + 1, Path(folder) / "run", lap, "float32"
+                "ours": lambda lap: bench.private_rounds(
+                    model, work, steps + 1, Path(folder) / "run", lap, "float32"
                 ),
                 "TRL": lambda lap: bench.trl_steps(
-                    RLOOTrainer, RLOOConfig, model, texts, steps + 1, "cpu", lap
+                    RLOOTrainer, RLOOConfig, model, work, steps + 1, "cpu", lap
                 ),
             }
         )
@@ -298,7 +286,7 @@ def _beside_trl(users: int, responses: int, prompt: int, response: int, steps: i
 
 def large(responses: int) -> list[Result]:
     """Return time a token and peak memory of 1.2 billion weights: decoding steps, update passes."""
-    policy = policy_of(LARGE, 4)
+    policy = policy_of(models.BILLION, 4)
     rows: list[Result] = []
     for at in (16, 256, 512):
 

@@ -22,12 +22,24 @@ from dprlhf.policies.loading import make_policy
 from dprlhf.recipe import Adapter
 from dprlhf.rollout import Responses
 
-Kind = Literal["gpt2", "llama"]
-TARGETS = {"gpt2": ["c_attn"], "llama": ["q_proj", "v_proj"]}
+Kind = Literal["gpt2", "llama", "billion"]
+TARGETS = {
+    "gpt2": ["c_attn"], "llama": ["q_proj", "v_proj"], "billion": ["q_proj", "v_proj"],
+}  # fmt: skip
+BILLION = LlamaConfig(  # the shape of Llama 3.2 with 1.2 billion weights
+    hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+    num_key_value_heads=8, vocab_size=128256, max_position_embeddings=4096, bos_token_id=0,
+    eos_token_id=0, tie_word_embeddings=True,
+)  # fmt: skip
 
 
 def causal_lm(kind: Kind, *, small: bool, tied: bool = True) -> Any:
-    """Return GPT-2 (124M) or a Llama in the shape of SmolLM2-135M, or a small one of its type."""
+    """Return GPT-2 (124M), a Llama in the shape of SmolLM2-135M or one of 1.2 billion weights.
+
+    Args:
+        small: Whether to return a small model of that type instead.
+        tied: Whether the head shares the embeddings' weights.
+    """
     torch.manual_seed(0)
     if kind == "gpt2":
         size = {"n_embd": 128, "n_layer": 4, "n_head": 4, "vocab_size": 2048} if small else {}
@@ -37,6 +49,8 @@ def causal_lm(kind: Kind, *, small: bool, tied: bool = True) -> Any:
                 bos_token_id=0, eos_token_id=0,
             )
         )  # fmt: skip
+    if kind == "billion" and not small:
+        return in_bfloat16(BILLION)
     shape = (128, 384, 4, 4, 2, 2048) if small else (576, 1536, 30, 9, 3, 49152)
     hidden, inner, layers, heads, groups, vocabulary = shape
     return LlamaForCausalLM(
@@ -46,6 +60,15 @@ def causal_lm(kind: Kind, *, small: bool, tied: bool = True) -> Any:
             max_position_embeddings=1024, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0,
         )
     )  # fmt: skip
+
+
+def in_bfloat16(config: LlamaConfig) -> Any:
+    """Return a Llama with random bfloat16 weights."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def policy(model: Any, kind: Kind, *, full: bool) -> CausalLMPolicy:

@@ -35,7 +35,11 @@ GOALS = {  # (time, memory)
     ("gpt2", "full"): (1.15, 1.20),
     ("llama", "full"): (1.15, 1.20),
 }
-MICRO_BATCH = 32
+MICRO_BATCH = {"cpu": 32, "cuda": 128}
+SIZES = {  # users, responses of each, tokens of a prompt and of a response
+    "cpu": (32, 2, 16, 16),
+    "cuda": (64, 4, 64, 64),
+}
 NAMES = {"gpt2": "GPT-2", "llama": "Llama"}
 
 
@@ -46,7 +50,7 @@ def results(
     for (kind, part), (time_goal, memory_goal) in GOALS.items():
         model = models.causal_lm(kind, small=quick).to(device)
         policy = models.policy(model, kind, full=part == "full")
-        batch = models.responses(users=4 if quick else 32, each=2, prompt=16, response=16)
+        batch = models.responses(*((4, 2, 16, 16) if quick else SIZES[device]))
         with tempfile.TemporaryDirectory() as folder:
             updates = Updates(policy, batch, Path(folder))
             sides = {
@@ -133,7 +137,7 @@ def clipped(
         policy,
         Private(Weighted(batch, weights, np.empty((batch.users, 0)), 0.0)),
         clip_norm=clip_norm,
-        batch_size=min(MICRO_BATCH, len(batch.user)),
+        batch_size=min(MICRO_BATCH[policy.device.type], len(batch.user)),
         reduce=lambda total: total,
     )
 

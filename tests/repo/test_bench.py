@@ -120,8 +120,7 @@ def test_the_comparison_with_trl_runs_and_all_sides_do_the_same_work(
         return [-float(len(text)) for text in completions]
 
     monkeypatch.setattr(against_trl, "reward", reward)
-    for name, value in {"PROMPTS": 4, "ROWS": 8, "MICRO_BATCH": 8}.items():
-        monkeypatch.setattr(against_trl, name, value)
+    monkeypatch.setattr(against_trl, "WORKS", {"cpu": {"": against_trl.Work(4, 2, 16, 12, 8)}})
     rows = list(against_trl.results(quick=True, device="cpu", repeats=1))
     assert [row.name.split(":")[0] for row in rows] == [
         "a TRL step (RLOO, bfloat16) over a private round, bfloat16",
