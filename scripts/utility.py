@@ -2,7 +2,7 @@
 
     python scripts/utility.py --small --jobs 2    # a small public model and reward, on 2 cores
     python scripts/utility.py --users 1500        # SmolLM2-135M, the recipes as they are
-    python scripts/utility.py                     # SmolLM2-135M and all 23,000 users: for a GPU
+    python scripts/utility.py --jobs 10           # SmolLM2-135M and all 23,000 users: for a GPU
 
 Every run is one of the recipes of the IMDB task with the same users; a seed draws what is public
 (the adapter's start, the evaluation), the noise and the rounds of the users are fresh in each run.
@@ -14,6 +14,7 @@ Writes docs/results/utility.json, and the table and the plot beside it.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from noise.many_runs import SMALL, Job, overrides_of, run_all, small_policy
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
 EPSILONS = [1.0, 2.0, 4.0, 8.0, None]
+OF_MANY = [0.1, 0.3, 1.0, 4.0, None]  # with all users, from 1 on nothing is lost any more
 GOAL = 0.95
 
 UPDATES = {
@@ -39,7 +41,10 @@ UPDATES = {
 UNCLIPPED = ("pg", "grpo", "rebel")
 """Where the clip norm is not part of the algorithm, the baseline goes without it."""
 
-FULL = {"data.limit": None, "rounds": 64, "evaluation.prompts": 1000}
+FULL = {
+    "data.limit": None, "rounds": 16, "evaluation.prompts": 512, "rollout.batch_size": 1024,
+    "update.batch_size": 512, "rewards.0.batch_size": 512,
+}  # fmt: skip
 EVALUATION_PROMPTS = 256  # where --users says how many users there are; the rest is the recipe's
 
 
@@ -165,7 +170,7 @@ def table(done: dict[Case, dict[str, Any]], part: str, size: str) -> tuple[list[
             ]
         )
         for name in names
-        for epsilon in EPSILONS
+        for epsilon in sorted({c.epsilon for c in done}, key=_largest_last)
     }
     rises = {key: values for key, values in rises.items() if len(values)}
     plain = [values.mean() for (_, epsilon), values in rises.items() if epsilon is None]
@@ -173,7 +178,7 @@ def table(done: dict[Case, dict[str, Any]], part: str, size: str) -> tuple[list[
         return [], ""
     best = max(plain)
     results, lines = [], []
-    epsilons = [e for e in EPSILONS if any((name, e) in rises for name in names)]
+    epsilons = list(dict.fromkeys(e for _, e in sorted(rises, key=lambda k: _largest_last(k[1]))))
     head = ["d", *("no privacy" if e is None else f"ε = {e:g}" for e in epsilons)]
     lines.append(f"| {part} | " + " | ".join(head) + " |")
     lines.append("|---" * (len(head) + 1) + "|")
@@ -215,6 +220,10 @@ def table(done: dict[Case, dict[str, Any]], part: str, size: str) -> tuple[list[
     return results, "\n".join(lines)
 
 
+def _largest_last(epsilon: float | None) -> float:
+    return math.inf if epsilon is None else epsilon
+
+
 def plot(done: dict[Case, dict[str, Any]], picture: Path) -> None:
     """Draw the rise against ε for each update, with standard errors over seeds."""
     import matplotlib
@@ -223,7 +232,7 @@ def plot(done: dict[Case, dict[str, Any]], picture: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 4))
-    finite = [e for e in EPSILONS if e is not None]
+    finite = sorted({c.epsilon for c in done if c.epsilon is not None})
     for name in UPDATES:
         points = []
         for place, epsilon in enumerate([*finite, None]):
@@ -252,7 +261,7 @@ def main() -> None:
     sizes.add_argument("--users", type=int, help="so many, and the recipes' own rounds")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument(
-        "--epsilons", nargs="+", type=lambda e: None if e == "none" else float(e), default=EPSILONS
+        "--epsilons", nargs="+", type=lambda e: None if e == "none" else float(e)
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
@@ -268,10 +277,11 @@ def main() -> None:
         settings = {"data.limit": options.users, "evaluation.prompts": EVALUATION_PROMPTS}
     else:
         size, settings = "full", FULL
+    epsilons = options.epsilons or (OF_MANY if size == "full" else EPSILONS)
     folder = options.runs / size
     folder.mkdir(parents=True, exist_ok=True)
     small = small_policy(options.policy or folder / "reviews-lm") if options.small else None
-    todo = list(cases(options.parts, options.epsilons, options.seeds, settings, small))
+    todo = list(cases(options.parts, epsilons, options.seeds, settings, small))
     figures = run_all(
         [case.job for case in todo],
         folder,
@@ -287,7 +297,7 @@ def main() -> None:
         write_results(options.results, results)
         text += [lines, ""]
     (options.results.parent / f"utility-{size}.md").write_text("\n".join(text))
-    if "updates" in options.parts and len(options.epsilons) > 2:
+    if "updates" in options.parts and len(epsilons) > 2:
         plot(done, options.results.parent / f"utility-{size}.png")
     print("\n".join(text))
 

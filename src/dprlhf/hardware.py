@@ -44,6 +44,18 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device)
 
 
+def from_device(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the machine's own memory; what comes from a GPU is page-locked there.
+
+    A copy to ordinary memory goes through a small page-locked buffer, in turns: for the gradient of
+    a whole model that takes longer than the gradient itself.
+    """
+    if tensor.device.type != "cuda":
+        return tensor.cpu()
+    found = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return found.copy_(tensor)
+
+
 @contextlib.contextmanager
 def as_usual(device_type: str) -> Iterator[None]:
     """Compute with gradients, and in the tensors' own number format, whatever a caller has set.

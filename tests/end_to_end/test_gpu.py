@@ -14,6 +14,7 @@ from dprlhf import recipe
 from dprlhf.boundary import BoundedSum, Private, open_private
 from dprlhf.data.users import Prompts
 from dprlhf.gradients.clipping import ClippedSum, Weighted, clipped_sum
+from dprlhf.gradients.ghost_norm import OuterProducts, add_weighted, square_norm
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
 from dprlhf.privacy.gate import Gate
@@ -96,6 +97,23 @@ def test_the_clipped_sum_is_that_of_the_cpu_in_float64(kind: tiny.Kind, toleranc
     np.testing.assert_allclose(
         open_private(found.norms), open_private(expected.norms), rtol=10 * tolerance
     )
+
+
+def test_norms_and_sums_of_factors_are_those_of_the_cpu() -> None:
+    """What full fine-tuning keeps of a weight: wide layers, a tied embedding, a user left out."""
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(300, (6, 9), generator=draw)
+    wide = [torch.randn(6, 9, width, generator=draw) for width in (300, 200, 200)]
+    uses = [OuterProducts(wide[0], wide[1]), OuterProducts(tokens, wide[2])]
+    factors = torch.tensor([0.5, 1.0, 0.0, 0.25, 1.0, 0.125], dtype=torch.float64)
+    found = []
+    for device in ("cpu", GPU):
+        there = [OuterProducts(*(f.to(device) for f in use)) for use in uses]
+        total = torch.zeros(300, 200, dtype=torch.float64, device=device)
+        add_weighted(there, factors.to(device), total)
+        found.append([x.cpu() for x in (*square_norm(there), total)])
+    for expected, value in zip(*found, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-4)
 
 
 @KINDS

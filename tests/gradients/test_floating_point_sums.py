@@ -20,7 +20,13 @@ from dprlhf.gradients.clipping import (
     clipped_vectors,
     rounding_margin,
 )
-from dprlhf.gradients.ghost_norm import OuterProducts, add_weighted, rounding, square_norm
+from dprlhf.gradients.ghost_norm import (
+    OuterProducts,
+    _chunk_by_chunk,
+    add_weighted,
+    rounding,
+    square_norm,
+)
 
 S = 0.7
 N, M = 5, 6  # a weight's shape
@@ -226,3 +232,20 @@ def test_rounding_is_the_bound_of_higham() -> None:
     assert rounding(0, torch.float32) == 0
     assert rounding(64, torch.float32) == pytest.approx(64 * 2**-24, rel=1e-5)
     assert rounding(2**24, torch.float32) == float("inf")
+
+
+@pytest.mark.parametrize("width", [3, 64, 65, 200, 640])
+def test_chunks_together_are_summed_as_chunks_apart(width: int) -> None:
+    """On an accelerator many chunks are one product; each still is a float32 sum of 64 terms."""
+    draw = torch.Generator().manual_seed(width)
+    a, b = (torch.randn(3, rows, width, generator=draw) for rows in (5, 7))
+    found = _chunk_by_chunk(a, b).double()
+    allowed = rounding(64, torch.float32) * (a.double().abs() @ b.double().abs().mT)
+    assert bool(((found - a.double() @ b.double().mT).abs() <= allowed).all())
+
+
+def test_chunks_are_added_up_in_float64() -> None:
+    ones = torch.ones(1, 1, 640)
+    first = torch.zeros(1, 1, 640)
+    first[..., ::64], first[..., 0] = 1.0, 2.0**24  # 2²⁴ + 1 is no float32
+    assert float(_chunk_by_chunk(first, ones)) == 2.0**24 + 9

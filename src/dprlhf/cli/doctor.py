@@ -50,7 +50,10 @@ def examine() -> list[Finding]:
 
 
 def _versions() -> list[Finding]:
-    found = [Finding("dprlhf", importlib.metadata.version("dprlhf"))]
+    own = _version("dprlhf")
+    if own is None:
+        return [Finding("dprlhf", "runs from its source; install it: pip install -e .", good=False)]
+    found = [Finding("dprlhf", own)]
     for line in importlib.metadata.requires("dprlhf") or []:
         asked = Requirement(line)
         if asked.marker is not None and not asked.marker.evaluate({"extra": ""}):

@@ -21,6 +21,7 @@ from dprlhf.gradients.micro_batches import (
 )
 from dprlhf.gradients.per_user import PerUserGradients
 from dprlhf.gradients.subspace import Subspace
+from dprlhf.hardware import from_device
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.protocol import ExplicitPolicy, Rows
 from dprlhf.rollout import Responses, Tick
@@ -200,7 +201,7 @@ def clipped_sum(
     coordinates = with_sign(opened.extra, norms, gradient_norm) if opened.signed else opened.extra
     extra, _ = clip_users(torch.from_numpy(coordinates), opened.extra_norm, most_users=most_users)
     both[policy.dimension :] = extra.sum(0)
-    return ClippedSum(BoundedSum(reduce(both.cpu()), clip_norm), Private(norms))
+    return ClippedSum(BoundedSum(reduce(from_device(both)), clip_norm), Private(norms))
 
 
 def clipped_vectors(

@@ -25,17 +25,21 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from dprlhf.gradients.threads import side_by_side
 
 # The sides of a block of one user's product: it and its float64 sum stay near a core. On an
 # accelerator: the most elements of the blocks of all users together.
 _ROWS, _COLUMNS = 256, 768
-_BLOCK_ON_ACCELERATOR = 2**24
+_BLOCK_ON_ACCELERATOR = 2**26
 # The most elements of the users' Gram matrices to hold at once.
 _GRAM = 2**22
 # Gram matrices in float32 are summed up in float64 after so many terms.
 _CHUNK = 64
+# On an accelerator so many chunks' Gram matrices are made at once that they have at most this many
+# elements: starting hundreds of small products takes longer than computing them.
+_GRAMS_ON_ACCELERATOR = 2**26
 # Larger factors could underflow when they are scaled to the clip norm: their user counts as not
 # finite. Ordinary factors are below 10⁶.
 _LARGEST = 2.0**40
@@ -145,14 +149,26 @@ def _inner(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return ⟨a_s, b_t⟩, ``[users, tokens of a, tokens of b]``, float64."""
     if a.is_floating_point() and b.is_floating_point():
         total = a.new_zeros(len(a), a.shape[1], b.shape[1], dtype=torch.float64)
-        for start in range(0, a.shape[2], _CHUNK):
-            total += a[:, :, start : start + _CHUNK] @ b[:, :, start : start + _CHUNK].mT
+        together = 1 if a.device.type == "cpu" else max(1, _GRAMS_ON_ACCELERATOR // total.numel())
+        step = together * _CHUNK
+        for start in range(0, a.shape[2], step):
+            part = slice(start, start + step)
+            total += _chunk_by_chunk(a[:, :, part], b[:, :, part])
         return total
     if a.is_floating_point():
         return a.gather(2, b[:, None, :].expand(-1, a.shape[1], -1)).double()
     if b.is_floating_point():
         return _inner(b, a).mT
     return (a[:, :, None] == b[:, None, :]).double()
+
+
+def _chunk_by_chunk(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return Σ_chunks ⟨a_s, b_t⟩, each chunk in the factors' own type, the sum in float64."""
+    if a.shape[2] <= _CHUNK:
+        return a @ b.mT
+    padded = (F.pad(x, (0, -x.shape[2] % _CHUNK)) for x in (a, b))
+    a, b = (x.unflatten(2, (-1, _CHUNK)).transpose(1, 2) for x in padded)
+    return (a @ b.mT).sum(1, dtype=torch.float64)
 
 
 def add_weighted(uses: Sequence[OuterProducts], factors: torch.Tensor, total: torch.Tensor) -> None:
@@ -221,7 +237,9 @@ def _scaled(use: OuterProducts, factors: torch.Tensor) -> OuterProducts:
     """Return factors of c_u G_u in float32 or wider, zero where c_u is zero."""
     left, right = at_least_float32(use.left), at_least_float32(use.right)
     c = factors.to(right)[:, None, None]
-    if not bool(c.all()):  # where, not a product: 0 · NaN is NaN and would poison the sum
+    # where, not a product: 0 · NaN is NaN and would poison the sum. Asking an accelerator whether
+    # there is one would wait for it.
+    if c.device.type != "cpu" or not bool(c.all()):
         right = torch.where(c > 0, right, 0.0)
         left = torch.where(c > 0, left, 0.0) if left.is_floating_point() else left
     if left.is_floating_point() and left.shape[2] < right.shape[2]:

@@ -115,17 +115,21 @@ class PerUserGradients:
     def norms(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each user's gradient norm, and an upper bound to clip by; ``[users]``, float64.
 
+        Both are on the CPU.
+
         The bound holds for the user's summand as computed in floating point. It exceeds the norm
         only by the rounding of layers that are kept as factors.
         """
-        square, bound = torch.zeros(2, self._users, dtype=torch.float64)
+        # Added up on the device: a copy for each layer would wait for the device each time.
+        device = next(iter(self._parameters.values())).device
+        square, bound = torch.zeros(2, self._users, dtype=torch.float64, device=device)
         for gradient in self._gradients.values():
-            exact = gradient.flatten(1).double().square().sum(1).cpu()
+            exact = gradient.flatten(1).double().square().sum(1).to(device)
             error = rounding(gradient[0].numel() + 4, torch.float64)
             square, bound = square + exact, bound + (1 + error) * exact
         for rounded, upper in self._square_norms():
-            square, bound = square + rounded.cpu(), bound + upper.cpu()
-        return square.sqrt(), bound.sqrt()
+            square, bound = square + rounded.to(device), bound + upper.to(device)
+        return square.sqrt().cpu(), bound.sqrt().cpu()
 
     def _square_norms(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         """Yield :func:`square_norm` of each weight that is kept as factors."""

@@ -112,10 +112,18 @@ def privacy_card(
         "earlier_runs": _named(earlier),
         "secret_folder": _SECRET_FOLDER,
         "responses": _RESPONSES,
-        "version": metadata.version("dprlhf"),
+        "version": software_version(),
         "run": commitment(key),
     }
     return {"in_plain_words": in_plain_words(card), **card}
+
+
+def software_version() -> str:
+    """Return the version of this package, or that it runs from its source without installation."""
+    try:
+        return metadata.version("dprlhf")
+    except metadata.PackageNotFoundError:
+        return "unknown (run from its source, not installed)"
 
 
 def released_dimension(recipe: AnyRecipe, dimension: int) -> int:

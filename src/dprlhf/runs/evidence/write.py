@@ -5,14 +5,14 @@ from __future__ import annotations
 import datetime
 import functools
 import math
-from importlib import metadata, resources
+from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dprlhf.errors import DprlhfError, one_line
 from dprlhf.privacy.gaussian import upwards
 from dprlhf.privacy.plan import json_ready
-from dprlhf.runs.card import guarantee_sentence
+from dprlhf.runs.card import guarantee_sentence, software_version
 from dprlhf.runs.evidence.answers import answers_of
 from dprlhf.runs.evidence.findings import alerts_of, rounds_of, runs_of
 from dprlhf.runs.evidence.records import Records, hashes, read_records
@@ -148,7 +148,7 @@ def statement_on(records: Records, limit: float | None, date: datetime.date) -> 
     return {
         "format": "dprlhf evidence 1",
         "date": date.isoformat(),
-        "software": f"dprlhf {metadata.version('dprlhf')}",
+        "software": f"dprlhf {software_version()}",
         "run": {
             "name": records.name,
             "stage": records.recipe.stage,
