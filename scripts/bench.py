@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from dprlhf.runs.measurements import Result, write_results
 
+ON_A_GPU = 3  # repeats there, at most
 PARTS = {  # name: (module, repeats, repeats of --quick)
     "overhead": ("bench.overhead", 7, 2),
     "opacus": ("bench.against_opacus", 5, 2),
@@ -49,6 +50,7 @@ def main() -> None:
     rows: list[Result] = []
     for part in options.parts:
         module, repeats, few = PARTS[part]
+        repeats = min(repeats, ON_A_GPU) if options.device == "cuda" else repeats
         with tqdm(desc=part, unit=" runs") as bar:
             for row in importlib.import_module(module).results(
                 quick=options.quick,

@@ -260,9 +260,7 @@ def main() -> None:
     )
     sizes.add_argument("--users", type=int, help="so many, and the recipes' own rounds")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument(
-        "--epsilons", nargs="+", type=lambda e: None if e == "none" else float(e)
-    )
+    parser.add_argument("--epsilons", nargs="+", type=lambda e: None if e == "none" else float(e))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     parser.add_argument("--runs", type=Path, default=Path("runs/utility"))

@@ -38,7 +38,7 @@ GOALS = {  # (time, memory)
 MICRO_BATCH = {"cpu": 32, "cuda": 128}
 SIZES = {  # users, responses of each, tokens of a prompt and of a response
     "cpu": (32, 2, 16, 16),
-    "cuda": (64, 4, 64, 64),
+    "cuda": (128, 4, 64, 64),
 }
 NAMES = {"gpt2": "GPT-2", "llama": "Llama"}
 

@@ -50,6 +50,8 @@ def from_device(tensor: torch.Tensor) -> torch.Tensor:
     A copy to ordinary memory goes through a small page-locked buffer, in turns: for the gradient of
     a whole model that takes longer than the gradient itself.
     """
+    import torch
+
     if tensor.device.type != "cuda":
         return tensor.cpu()
     found = torch.empty_like(tensor, device="cpu", pin_memory=True)

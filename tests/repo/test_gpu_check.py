@@ -53,8 +53,9 @@ def check(folder: Path, *options: str, **answers: str) -> subprocess.CompletedPr
         (["--out"], "--out needs a value"),
         (["--wheels", "/no/such"], "--wheels: there is no folder '/no/such'"),
         (["--python", "no-such-python"], "--python: not found"),
+        (["--minutes", "3.5"], "--minutes: '3.5' is no number from 1 to 99"),
     ],
-    ids=["unknown", "value", "wheels", "python"],
+    ids=["unknown", "value", "wheels", "python", "minutes"],
 )
 def test_a_wrong_call_is_one_line(tmp_path: Path, options: list[str], message: str) -> None:
     done = check(tmp_path, *options)
@@ -82,18 +83,26 @@ def test_without_a_gpu_or_torch_it_does_not_start(tmp_path: Path, probe: str, me
 def test_the_table_comes_last(tmp_path: Path) -> None:
     done = check(tmp_path, tests="0")
     assert done.returncode == 0, done.stderr
-    *_, title, tests, imdb, reward, bench, ratio = done.stdout.splitlines()
+    *_, title, tests, imdb, reward, trl, overhead, opacus, ratio = done.stdout.splitlines()
     assert title.startswith("An H1000, torch 2.13 (logs in ")
     assert tests.split()[:2] == ["tests", "ok"]
     assert tests.endswith("9 passed")
     assert imdb.split()[:2] == ["imdb", "ok"]
     assert reward.strip() == "reward on 256 prompts: rise"
-    assert bench.split()[:2] == ["bench", "ok"]
+    steps = [line.split()[:2] for line in (trl, overhead, opacus)]
+    assert steps == [["trl", "ok"], ["overhead", "ok"], ["opacus", "ok"]]
     assert ratio.split() == ["holds", "1.04", "a", "ratio", "(at", "most", "1.05)"]
     other, found, _ = json.loads((tmp_path / "bench.json").read_text())
     assert other == {"name": "on a CPU", "value": 2}
     assert found["command"] == "bash scripts/gpu_check.sh"  # no folder of this machine
     assert found["value"] == 1.04
+
+
+def test_tests_that_are_cut_are_a_failure(tmp_path: Path) -> None:
+    cut = "exec >/dev/null; sleep 30"  # a minute's share of the tests is 11 seconds
+    done = check(tmp_path, "--minutes", "1", tests=f"$({cut})")
+    lines = {line.split()[0]: line.split()[1] for line in done.stdout.splitlines() if line}
+    assert (lines["tests"], done.returncode) == ("cut", 1)
 
 
 def test_a_failure_and_what_cannot_be_fetched_are_in_the_table(tmp_path: Path) -> None:
@@ -102,5 +111,5 @@ def test_a_failure_and_what_cannot_be_fetched_are_in_the_table(tmp_path: Path) -
     lines = {line.split()[0]: line.split()[1] for line in done.stdout.splitlines() if line}
     assert lines["tests"] == "FAILED"
     assert lines["imdb"] == "skipped"
-    assert lines["bench"] == "ok"
+    assert lines["opacus"] == "ok"
     assert "the demo's models cannot be had: no network" in done.stdout

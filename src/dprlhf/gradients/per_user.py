@@ -20,6 +20,7 @@ are one contribution.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,14 @@ from dprlhf.gradients.ghost_norm import (
 )
 from dprlhf.gradients.threads import side_by_side
 from dprlhf.policies.mixing import refuse_mixing
+
+
+_TOGETHER = 2**22
+"""The most elements of users' gradients that are joined: 32 MB in float64."""
+
+
+Arguments = Callable[[tuple[torch.Tensor, ...]], Any]
+"""Makes a layer's arguments, ``(args, kwargs)``, from those of its inputs that have the rows."""
 
 
 class PerUserGradients:
@@ -62,6 +71,7 @@ class PerUserGradients:
     ) -> None:
         self._model = model
         self._parameters = dict(parameters)
+        self._places = _places(self._parameters)
         self._layers = _layers(model, self._parameters)
         self._whole = whole
         self._anchor = torch.zeros((), requires_grad=True)
@@ -123,9 +133,9 @@ class PerUserGradients:
         # Added up on the device: a copy for each layer would wait for the device each time.
         device = next(iter(self._parameters.values())).device
         square, bound = torch.zeros(2, self._users, dtype=torch.float64, device=device)
-        for gradient in self._gradients.values():
-            exact = gradient.flatten(1).double().square().sum(1).to(device)
-            error = rounding(gradient[0].numel() + 4, torch.float64)
+        for _, gradient in self._together():
+            exact = gradient.double().square().sum(1).to(device)
+            error = rounding(gradient.shape[1] + 4, torch.float64)
             square, bound = square + exact, bound + (1 + error) * exact
         for rounded, upper in self._square_norms():
             square, bound = square + rounded.to(device), bound + upper.to(device)
@@ -150,17 +160,44 @@ class PerUserGradients:
             total: The running sum, ``[dimension]``, float64; parameters in order, flattened.
         """
         factors = factors.to(total.device)
-        end = 0
-        for name, parameter in self._parameters.items():
-            start, end = end, end + parameter.numel()
-            part = total[start:end]
-            if name in self._gradients:
-                gradient = self._gradients.pop(name).flatten(1).to(total)
-                # where, not a product: 0 · NaN is NaN and would poison the sum.
-                part += factors @ torch.where(factors[:, None] > 0, gradient, 0.0)
+        for place, gradient in self._together():
+            # where, not a product: 0 · NaN is NaN and would poison the sum.
+            total[place] += factors @ torch.where(factors[:, None] > 0, gradient.to(total), 0.0)
+        self._gradients.clear()
+        for name, place in self._places.items():
+            parameter = self._parameters[name]
             with _exact(parameter.device):
                 if name in self._factors:
-                    add_weighted(self._factors.pop(name), factors, part.view(parameter.shape))
+                    part = total[place].view(parameter.shape)
+                    add_weighted(self._factors.pop(name), factors, part)
+
+    def _together(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield the gradients that are kept, small neighbours as one, with their place in the sum.
+
+        An adapter has hundreds of small parameters: to start a product for each of them takes a GPU
+        longer than to compute it.
+
+        Yields:
+            A slice of ``[dimension]``, and the users' gradients there, ``[users, its length]``.
+        """
+        pieces: list[torch.Tensor] = []
+        start = end = 0
+        for name, place in self._places.items():
+            gradient = self._gradients.get(name)
+            if pieces and (
+                gradient is None
+                or gradient.device != pieces[0].device
+                or gradient.dtype != pieces[0].dtype
+                or (place.stop - start) * self._users > _TOGETHER
+            ):
+                yield slice(start, end), _side_by_side(pieces)
+                pieces = []
+            if gradient is not None:
+                start = start if pieces else place.start
+                pieces.append(gradient.flatten(1))
+                end = place.stop
+        if pieces:
+            yield slice(start, end), _side_by_side(pieces)
 
     def gradients(self) -> torch.Tensor:
         """Return the gradients, ``[users, dimension]``, float32 or wider; needs ``whole``.
@@ -211,17 +248,11 @@ class PerUserGradients:
         layer = self._layers[module]
         if not isinstance(output, torch.Tensor):
             raise _unknown(layer.names[0], module)
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        of_rows = [isinstance(x, torch.Tensor) and x.shape[:1] == (self._rows,) for x in leaves]
-        inputs = [x.detach() for x, of_row in zip(leaves, of_rows, strict=True) if of_row]
-        others = [None if of_row else x for x, of_row in zip(leaves, of_rows, strict=True)]
-
-        def arguments(inputs: tuple[torch.Tensor, ...]) -> Any:
-            rest = iter(inputs)
-            filled = [
-                next(rest) if of_row else x for x, of_row in zip(others, of_rows, strict=True)
-            ]
-            return pytree.tree_unflatten(filled, structure)
+        arguments: Arguments | None = None
+        if layer.vectors or kwargs:
+            inputs, arguments = self._inputs(args, kwargs)
+        else:  # as most layers are called; what follows would take longer than the layer
+            inputs = [x.detach() for x in args if self._of_rows(x)]
 
         def record(inputs: tuple[torch.Tensor, ...], g: torch.Tensor) -> None:
             if len(g) != self._rows or not inputs:
@@ -232,11 +263,30 @@ class PerUserGradients:
             self._seen.add(module)
             if layer.outer:
                 self._record_outer(module, layer, inputs[0], g)
-            if layer.vectors:
+            if layer.vectors and arguments is not None:
                 self._record_vectors(module, layer, arguments, inputs, g)
 
         tapped: torch.Tensor = _Tap.apply(self._anchor, output, record, *inputs)  # type: ignore[no-untyped-call]
         return tapped
+
+    def _of_rows(self, x: Any) -> bool:
+        return isinstance(x, torch.Tensor) and x.shape[:1] == (self._rows,)
+
+    def _inputs(self, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], Arguments]:
+        """Return a layer's inputs that have the rows first, and how to call it with others."""
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        of_rows = [self._of_rows(x) for x in leaves]
+        # Without the inputs: under gradient checkpointing nothing may hold them.
+        others = [None if of_row else x for x, of_row in zip(leaves, of_rows, strict=True)]
+
+        def arguments(inputs: tuple[torch.Tensor, ...]) -> Any:
+            rest = iter(inputs)
+            filled = [
+                next(rest) if of_row else x for x, of_row in zip(others, of_rows, strict=True)
+            ]
+            return pytree.tree_unflatten(filled, structure)
+
+        return [x.detach() for x, of_row in zip(leaves, of_rows, strict=True) if of_row], arguments
 
     def _by_user(self, x: torch.Tensor) -> torch.Tensor:
         """Reshape ``[rows, ...]`` to ``[users, rows of a user, ...]``."""
@@ -265,7 +315,7 @@ class PerUserGradients:
         self,
         module: nn.Module,
         layer: _Layer,
-        arguments: Callable[[tuple[torch.Tensor, ...]], Any],
+        arguments: Arguments,
         inputs: tuple[torch.Tensor, ...],
         g: torch.Tensor,
     ) -> None:
@@ -321,6 +371,19 @@ class _Tap(torch.autograd.Function):
         ctx.record(inputs, g)
         of_output = g if ctx.needs_input_grad[1] else None
         return None, of_output, None, *(None for _ in inputs)
+
+
+def _places(parameters: Mapping[str, nn.Parameter]) -> dict[str, slice]:
+    """Return where each parameter is in a vector of all of them, flattened in their order."""
+    ends = itertools.accumulate(parameter.numel() for parameter in parameters.values())
+    return {
+        name: slice(end - parameter.numel(), end)
+        for (name, parameter), end in zip(parameters.items(), ends, strict=True)
+    }
+
+
+def _side_by_side(pieces: list[torch.Tensor]) -> torch.Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
 
 @contextlib.contextmanager
