@@ -167,7 +167,7 @@ def _chunk_by_chunk(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.shape[2] <= _CHUNK:
         return a @ b.mT
     padded = (F.pad(x, (0, -x.shape[2] % _CHUNK)) for x in (a, b))
-    a, b = (x.unflatten(2, (-1, _CHUNK)).transpose(1, 2) for x in padded)
+    a, b = (x.reshape(*x.shape[:2], -1, _CHUNK).transpose(1, 2) for x in padded)
     return (a @ b.mT).sum(1, dtype=torch.float64)
 
 

@@ -41,7 +41,6 @@ from dprlhf.gradients.ghost_norm import (
 from dprlhf.gradients.threads import side_by_side
 from dprlhf.policies.mixing import refuse_mixing
 
-
 _TOGETHER = 2**22
 """The most elements of users' gradients that are joined: 32 MB in float64."""
 

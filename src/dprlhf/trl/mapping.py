@@ -227,7 +227,8 @@ def _policy(args: Any) -> dict[str, Any]:
         del given["revision"]
     if "dtype" in given:
         given["dtype"] = str(given["dtype"]).removeprefix("torch.")
-    if args.gradient_checkpointing or args.activation_checkpointing:
+    # Older versions of transformers do not have the newer name.
+    if args.gradient_checkpointing or getattr(args, "activation_checkpointing", False):
         given["gradient_checkpointing"] = True
     template = args.chat_template_kwargs or {}
     return {
