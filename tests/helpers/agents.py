@@ -83,7 +83,7 @@ def _policy(dtype: torch.dtype) -> CausalLMPolicy:
 def policy_of(dtype: torch.dtype = torch.float64) -> CausalLMPolicy:
     """A policy without tools, shared by the tests of a process."""
     made = _policy(dtype)
-    made.tools, made.sampler = (), None
+    made.tools, made.sampler, made.end_tokens = (), None, [0]
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from dprlhf.recipe import Recipe
 from dprlhf.training.build import plan_of
 from dprlhf.trl import PrivateGRPOConfig, PrivateRLOOConfig
 from dprlhf.trl.fields import GRPO, RLOO
-from dprlhf.trl.mapping import long_warmup, recipe_of, small_rounds
+from dprlhf.trl.mapping import _policy, long_warmup, recipe_of, small_rounds
 
 
 def made(cls: Any = PrivateGRPOConfig, users: int = 400, public: int = 0, **changes: Any) -> Recipe:
@@ -257,3 +258,9 @@ def test_a_warm_up_longer_than_the_run_is_said(changes: dict[str, Any], said: st
     config = PrivateGRPOConfig(output_dir="x", privacy_epsilon=1.0, max_steps=8, **changes)
     found = long_warmup(config, made(max_steps=8, **changes))
     assert (found is None) if said is None else (found is not None and said in found)
+
+
+def test_settings_that_an_older_transformers_lacks_are_not_missed() -> None:
+    config = PrivateGRPOConfig(output_dir="x", privacy_epsilon=4.0, gradient_checkpointing=True)
+    older = {k: v for k, v in vars(config).items() if k != "activation_checkpointing"}
+    assert _policy(types.SimpleNamespace(**older))["gradient_checkpointing"] is True

@@ -11,8 +11,8 @@ masked, and hold zeros. They add exact zeros, so a step computes what
 :class:`~dprlhf.rollout.decoding.Steps` computes, to rounding. Its shapes follow from public numbers
 alone.
 
-No part of this has run on a GPU yet. The tests run it on a CPU, with a recorder in the place of
-``torch.cuda`` that repeats a captured step as a graph would.
+The tests run it on a CPU, with a recorder in the place of ``torch.cuda`` that repeats a captured
+step as a graph would, and where there is a GPU on that.
 """
 
 from __future__ import annotations

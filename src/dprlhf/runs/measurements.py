@@ -15,7 +15,10 @@ from dprlhf.hardware import usable_cores
 
 
 def machine() -> str:
-    """Describe this machine in one line: processor, usable cores, operating system, Python."""
+    """Describe this machine in one line: processor, usable cores, operating system, Python.
+
+    A GPU is named where this process has used it.
+    """
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -23,9 +26,11 @@ def machine() -> str:
             if line.startswith("model name"):
                 name = line.split(":", 1)[1].strip()
                 break
-    return (
-        f"{name}, {usable_cores()} cores, {platform.system()}, Python {platform.python_version()}"
-    )
+    parts = [name, f"{usable_cores()} cores", platform.system()]
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        parts.append(torch.cuda.get_device_name())
+    return ", ".join([*parts, f"Python {platform.python_version()}"])
 
 
 def command() -> str:
