@@ -41,9 +41,8 @@ from dprlhf.gradients.ghost_norm import (
 from dprlhf.gradients.threads import side_by_side
 from dprlhf.policies.mixing import refuse_mixing
 
-_TOGETHER = 2**22
-"""The most elements of users' gradients that are joined: 32 MB in float64."""
-
+# The most elements of users' gradients that are joined: 2 MB in float64, 32 MB on an accelerator.
+_TOGETHER, _TOGETHER_ON_ACCELERATOR = 2**18, 2**22
 
 Arguments = Callable[[tuple[torch.Tensor, ...]], Any]
 """Makes a layer's arguments, ``(args, kwargs)``, from those of its inputs that have the rows."""
@@ -160,8 +159,9 @@ class PerUserGradients:
         """
         factors = factors.to(total.device)
         for place, gradient in self._together():
+            part = total[place]
             # where, not a product: 0 · NaN is NaN and would poison the sum.
-            total[place] += factors @ torch.where(factors[:, None] > 0, gradient.to(total), 0.0)
+            part += factors @ torch.where(factors[:, None] > 0, gradient.to(total), 0.0)
         self._gradients.clear()
         for name, place in self._places.items():
             parameter = self._parameters[name]
@@ -187,7 +187,7 @@ class PerUserGradients:
                 gradient is None
                 or gradient.device != pieces[0].device
                 or gradient.dtype != pieces[0].dtype
-                or (place.stop - start) * self._users > _TOGETHER
+                or (place.stop - start) * self._users > _most_together(pieces[0].device)
             ):
                 yield slice(start, end), _side_by_side(pieces)
                 pieces = []
@@ -379,6 +379,10 @@ def _places(parameters: Mapping[str, nn.Parameter]) -> dict[str, slice]:
         name: slice(end - parameter.numel(), end)
         for (name, parameter), end in zip(parameters.items(), ends, strict=True)
     }
+
+
+def _most_together(device: torch.device) -> int:
+    return _TOGETHER if device.type == "cpu" else _TOGETHER_ON_ACCELERATOR
 
 
 def _side_by_side(pieces: list[torch.Tensor]) -> torch.Tensor:
