@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dprlhf import hardware
-from dprlhf.hardware import to_device
+from dprlhf.hardware import from_device, to_device
 
 
 def test_nothing_is_copied_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,12 +39,30 @@ def test_a_copy_to_a_gpu_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
     assert found.tolist() == x.tolist()
 
 
+def test_what_comes_from_a_gpu_is_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnAGpu(torch.Tensor):
+        device = torch.device("cuda:0")
+
+    def empty_like(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        asked.append(kwargs)
+        return torch.zeros(x.shape)
+
+    asked: list[dict[str, Any]] = []
+    x = torch.arange(4.0)
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    assert from_device(x) is x
+    assert asked == []
+    assert from_device(x.as_subclass(OnAGpu)).tolist() == x.tolist()
+    assert asked == [{"device": "cpu", "pin_memory": True}]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_what_arrives_on_a_gpu_is_what_was_sent() -> None:
     sent = [torch.randn(1000, generator=torch.Generator().manual_seed(i)) for i in range(50)]
     found = [to_device(x.clone(), torch.device("cuda")) for x in sent]
     assert all(torch.equal(a, b.cpu()) for a, b in zip(sent, found, strict=True))
+    assert all(torch.equal(a, from_device(b)) for a, b in zip(sent, found, strict=True))
 
 
 @pytest.mark.parametrize(
