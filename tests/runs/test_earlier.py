@@ -252,3 +252,27 @@ def test_a_total_is_stated_at_the_delta_that_is_asked(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["privacy", "total", str(tmp_path), "--delta", "1e-7", "--json"])
     assert json.loads(done.output)["delta"] == 1e-7
     assert json.loads(done.output)["epsilon"] == pytest.approx(true)
+
+
+def test_only_runs_that_are_stated_to_be_apart_cost_as_much_as_the_dearest(tmp_path: Path) -> None:
+    """--disjoint is said of the runs that are named, not of those that came before them."""
+    for name, z in (("one", 2.0), ("two", 3.0)):
+        own, before = (
+            {**asdict(OWN), "run": run, "name": run, "mechanism": {**OWN.mechanism, **changed}}
+            for run, changed in ((name, {"noise_multiplier": z}), (f"before {name}", {}))
+        )
+        (tmp_path / name).mkdir()
+        (tmp_path / name / FILE).write_text(json.dumps({"runs": [own, before]}))
+
+    def stated(*options: str) -> float:
+        command = ["privacy", "total", str(tmp_path / "one"), str(tmp_path / "two"), "--json"]
+        done = CliRunner().invoke(app, [*command, *options])
+        assert done.exit_code == 0, done.output
+        return float(json.loads(done.stdout)["epsilon"])
+
+    def together(*multipliers: float) -> float:
+        """The ε of a user in all of these: their noise multipliers add up in inverse squares."""
+        return gaussian_epsilon(sum(z**-2 for z in multipliers) ** -0.5, 1e-5)
+
+    assert stated() == pytest.approx(together(2, 2, 2, 3), rel=1e-4)
+    assert stated("--disjoint") == pytest.approx(together(2, 2, 2), rel=1e-4)
