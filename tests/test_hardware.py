@@ -9,6 +9,7 @@ import torch
 
 from dprlhf import hardware
 from dprlhf.hardware import from_device, to_device
+from dprlhf.runs import measurements
 
 
 def test_nothing_is_copied_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,3 +100,10 @@ def test_the_faster_type_is_told_by_the_time_of_a_product(monkeypatch: pytest.Mo
     for bfloat16, faster in ((0.5, True), (2.0, False)):
         cost.update({torch.float32: 1.0, torch.bfloat16: bfloat16})
         assert hardware._multiplies_faster_in_bfloat16.__wrapped__() is faster
+
+
+def test_a_figure_names_the_gpu_that_the_process_has_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "H1000" not in measurements.machine()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "An H1000")
+    assert ", An H1000, Python " in measurements.machine()

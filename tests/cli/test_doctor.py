@@ -82,6 +82,15 @@ class TestDoctor:
         assert bad == {"torch": ["devices", "processes"], "accelerate": ["processes"],
                        "huggingface_hub": ["hub"]}[missing]  # fmt: skip
 
+    def test_a_source_that_is_not_installed_is_bad(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def version(name: str) -> str:
+            raise importlib.metadata.PackageNotFoundError(name)
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+        first = doctor.examine()[1]  # after Python itself
+        assert (first.name, first.good) == ("dprlhf", False)
+        assert "pip install -e ." in first.value
+
     def test_a_bad_finding_is_exit_status_1(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(doctor, "examine", lambda: [doctor.Finding("disk", "full", False)])
         done = call("doctor")

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from dprlhf.boundary import Private
 from dprlhf.errors import DprlhfError
+from dprlhf.gradients import ghost_norm
 from dprlhf.gradients.clipping import (
     clip_factors,
     clip_users,
@@ -249,3 +250,25 @@ def test_chunks_are_added_up_in_float64() -> None:
     first = torch.zeros(1, 1, 640)
     first[..., ::64], first[..., 0] = 1.0, 2.0**24  # 2²⁴ + 1 is no float32
     assert float(_chunk_by_chunk(first, ones)) == 2.0**24 + 9
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_how_chunks_are_grouped_does_not_depend_on_the_number_of_users(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A micro-batch's last group of users is smaller; "meta" stands for any accelerator."""
+    widths: list[int] = []
+
+    def noted(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        widths.append(a.shape[2])
+        return a @ b.mT
+
+    monkeypatch.setattr(ghost_norm, "_chunk_by_chunk", noted)
+    found = []
+    for users in (1, 3, 64):
+        widths.clear()
+        factors = torch.empty(users, 32, 5000, device=device)
+        ghost_norm._inner(factors, factors)
+        found.append(list(widths))
+    assert found[0] == found[1] == found[2]
+    assert found[0][0] == (64 if device == "cpu" else 1024)

@@ -17,7 +17,13 @@ from dprlhf.cli.app import app
 from dprlhf.privacy.gaussian import gaussian_epsilon, upwards
 from dprlhf.privacy.plan import make_plan
 from dprlhf.recipe import Adapter, AnyRecipe, Oracle, Recipe, SFTRecipe, make_recipe
-from dprlhf.runs.card import guarantee_sentence, in_plain_words, model_card, privacy_card
+from dprlhf.runs.card import (
+    guarantee_sentence,
+    in_plain_words,
+    model_card,
+    privacy_card,
+    software_version,
+)
 from dprlhf.runs.earlier import Earlier, read_earlier
 from dprlhf.training.build import plan_of
 from dprlhf.updates import UPDATES
@@ -300,3 +306,14 @@ def test_the_card_names_the_public_prompts_of_a_subspace() -> None:
         assert expected is None or expected in named[0]
         assert "along 2 directions from public gradients" in card["released"][0]
         assert card["noise_to_clip_ratio"] == plan.noise_to_clip_ratio(2)
+
+
+def test_a_run_from_the_source_has_a_card_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without installation there is no version to read; the run had ended at its card."""
+
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    assert software_version() == metadata.version("dprlhf")
+    monkeypatch.setattr(metadata, "version", version)
+    assert software_version() == "unknown (run from its source, not installed)"

@@ -37,8 +37,9 @@ _BLOCK_ON_ACCELERATOR = 2**26
 _GRAM = 2**22
 # Gram matrices in float32 are summed up in float64 after so many terms.
 _CHUNK = 64
-# On an accelerator so many chunks' Gram matrices are made at once that they have at most this many
-# elements: starting hundreds of small products takes longer than computing them.
+# On an accelerator so many chunks' Gram matrices are made at once that those of a full group of users
+# have at most this many elements: starting hundreds of small products takes longer than computing
+# them.
 _GRAMS_ON_ACCELERATOR = 2**26
 # Larger factors could underflow when they are scaled to the clip norm: their user counts as not
 # finite. Ordinary factors are below 10⁶.
@@ -149,8 +150,7 @@ def _inner(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return ⟨a_s, b_t⟩, ``[users, tokens of a, tokens of b]``, float64."""
     if a.is_floating_point() and b.is_floating_point():
         total = a.new_zeros(len(a), a.shape[1], b.shape[1], dtype=torch.float64)
-        together = 1 if a.device.type == "cpu" else max(1, _GRAMS_ON_ACCELERATOR // total.numel())
-        step = together * _CHUNK
+        step = _chunks_at_once(a.device.type, a.shape[1] * b.shape[1]) * _CHUNK
         for start in range(0, a.shape[2], step):
             part = slice(start, start + step)
             total += _chunk_by_chunk(a[:, :, part], b[:, :, part])
@@ -160,6 +160,15 @@ def _inner(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if b.is_floating_point():
         return _inner(b, a).mT
     return (a[:, :, None] == b[:, None, :]).double()
+
+
+def _chunks_at_once(device_type: str, pairs: int) -> int:
+    """Return how many chunks make one product; it depends on a user's own ``pairs`` of tokens only.
+
+    The last group of a micro-batch has fewer users. If that changed in which order chunks are added
+    up, a user's norm would depend on its place, and so on who else is there.
+    """
+    return 1 if device_type == "cpu" else max(1, _GRAMS_ON_ACCELERATOR // max(_GRAM, pairs))
 
 
 def _chunk_by_chunk(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
