@@ -25,6 +25,7 @@ from dprlhf import recipe
 from dprlhf.boundary import Private, open_private
 from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
+from dprlhf.gradients import per_user as per_user_module
 from dprlhf.gradients.clipping import (
     ClippedSum,
     Weighted,
@@ -1093,3 +1094,26 @@ def test_what_a_left_out_user_holds_does_not_reach_the_sum(one_hot: bool, bad: f
     add_weighted([OuterProducts(left[:1], right[:1])], torch.tensor([0.5]), alone)
     torch.testing.assert_close(total, alone)
     assert float(alone.norm()) > 0
+
+
+def test_gradients_are_joined_up_to_a_limit_and_with_neighbours_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is joined is copied, so the limit bounds the memory."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(5)))
+    engine = PerUserGradients(model, dict(model.named_parameters()))
+    engine._users = 2
+    engine._gradients = {f"{i}.weight": torch.full((2, 4, 4), float(i)) for i in (0, 1, 2, 4)}
+    found = {}
+    for most in (0, 64, 1000):  # nothing; two of them, with 2 · 16 elements each; all
+        monkeypatch.setattr(per_user_module, "_TOGETHER", most)
+        pieces = list(engine._together())
+        found[most] = [(place.start, place.stop) for place, _ in pieces]
+        assert all(x.shape == (2, place.stop - place.start) for place, x in pieces)
+        together = torch.cat([x[0] for _, x in pieces])
+        assert together.tolist() == [float(i) for i in (0, 1, 2, 4) for _ in range(16)]
+    assert found == {
+        0: [(0, 16), (16, 32), (32, 48), (64, 80)],
+        64: [(0, 32), (32, 48), (64, 80)],
+        1000: [(0, 48), (64, 80)],
+    }

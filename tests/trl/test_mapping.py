@@ -260,7 +260,11 @@ def test_a_warm_up_longer_than_the_run_is_said(changes: dict[str, Any], said: st
     assert (found is None) if said is None else (found is not None and said in found)
 
 
-def test_settings_that_an_older_transformers_lacks_are_not_missed() -> None:
-    config = PrivateGRPOConfig(output_dir="x", privacy_epsilon=4.0, gradient_checkpointing=True)
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_settings_that_an_older_transformers_lacks_are_not_missed(checkpointing: bool) -> None:
+    config = PrivateGRPOConfig(
+        output_dir="x", privacy_epsilon=4.0, gradient_checkpointing=checkpointing
+    )
     older = {k: v for k, v in vars(config).items() if k != "activation_checkpointing"}
-    assert _policy(types.SimpleNamespace(**older))["gradient_checkpointing"] is True
+    found = _policy(types.SimpleNamespace(**older))
+    assert found.get("gradient_checkpointing", False) is checkpointing

@@ -37,9 +37,8 @@ _BLOCK_ON_ACCELERATOR = 2**26
 _GRAM = 2**22
 # Gram matrices in float32 are summed up in float64 after so many terms.
 _CHUNK = 64
-# On an accelerator so many chunks' Gram matrices are made at once that those of a full group of users
-# have at most this many elements: starting hundreds of small products takes longer than computing
-# them.
+# On an accelerator so many chunks' Gram matrices are made at once that those of a full group of
+# users have at most this many elements: to start hundreds of small products takes longer.
 _GRAMS_ON_ACCELERATOR = 2**26
 # Larger factors could underflow when they are scaled to the clip norm: their user counts as not
 # finite. Ordinary factors are below 10⁶.

@@ -186,7 +186,6 @@ class PerUserGradients:
             if pieces and (
                 gradient is None
                 or gradient.device != pieces[0].device
-                or gradient.dtype != pieces[0].dtype
                 or (place.stop - start) * self._users > _most_together(pieces[0].device)
             ):
                 yield slice(start, end), _side_by_side(pieces)
