@@ -42,8 +42,8 @@ UNCLIPPED = ("pg", "grpo", "rebel")
 """Where the clip norm is not part of the algorithm, the baseline goes without it."""
 
 FULL = {
-    "data.limit": None, "rounds": 16, "evaluation.prompts": 512, "rollout.batch_size": 1024,
-    "update.batch_size": 512, "rewards.0.batch_size": 512,
+    "data.limit": None, "rounds": 16, "evaluation.prompts": 512, "rollout.batch_size": 3200,
+    "rollout.cuda_graphs": True, "update.batch_size": 1600, "rewards.0.batch_size": 1600,
 }  # fmt: skip
 EVALUATION_PROMPTS = 256  # where --users says how many users there are; the rest is the recipe's
 

@@ -28,7 +28,8 @@ from dprlhf.runs.measurements import Result
 CASES: list[tuple[models.Kind, str]] = [
     ("gpt2", "LoRA"), ("llama", "LoRA"), ("gpt2", "full"), ("llama", "full"),
 ]  # fmt: skip
-ROWS = {"cpu": 16, "cuda": 64}
+SIZES = {"cpu": (16, 16), "cuda": (128, 64)}
+"""Rows, and tokens of a prompt and of a response, by device."""
 TOLERANCE = 1e-4
 
 Losses = Callable[[], torch.Tensor]
@@ -46,8 +47,8 @@ def results(
 def _case(
     kind: models.Kind, part: str, quick: bool, device: str, repeats: int, tick: Tick
 ) -> Iterator[Result]:
-    rows = 8 if quick else ROWS[device]
-    sides, owners, _ = case(kind, part, quick, device, rows=rows)
+    rows, tokens = (8, 16) if quick else SIZES[device]
+    sides, owners, _ = case(kind, part, quick, device, rows=rows, tokens=tokens)
     opacus = list(sides)[1:]
     expected = sides["ours"]().float().cpu()
     for name in opacus:
@@ -65,13 +66,13 @@ def _case(
 
 
 def case(
-    kind: models.Kind, part: str, quick: bool, device: str, *, rows: int
+    kind: models.Kind, part: str, quick: bool, device: str, *, rows: int, tokens: int = 16
 ) -> tuple[dict[str, Callable[[], torch.Tensor]], dict[str, torch.nn.Module], Losses]:
     """Return the clipped sum by ours and by Opacus, their models, and the loss alone."""
     # Ghost clipping refuses tied embeddings, so they are untied for all sides.
     model = models.causal_lm(kind, small=quick, tied=part == "LoRA").to(device)
     policy = models.policy(model, kind, full=part == "full")
-    batch = models.a_row_a_user(models.responses(rows // 2, each=2, prompt=16, response=16))
+    batch = models.a_row_a_user(models.responses(rows // 2, each=2, prompt=tokens, response=tokens))
     weights = np.random.default_rng(1).normal(size=rows)
     norms = open_private(clipped(policy, batch, weights, 1.0).norms)
     clip_norm = float(np.median(norms))  # so half of the rows are clipped

@@ -83,14 +83,14 @@ def test_without_a_gpu_or_torch_it_does_not_start(tmp_path: Path, probe: str, me
 def test_the_table_comes_last(tmp_path: Path) -> None:
     done = check(tmp_path, tests="0")
     assert done.returncode == 0, done.stderr
-    *_, title, tests, imdb, reward, trl, overhead, opacus, ratio = done.stdout.splitlines()
+    *_, title, tests, imdb, reward, overhead, opacus, trl, ratio = done.stdout.splitlines()
     assert title.startswith("An H1000, torch 2.13 (logs in ")
     assert tests.split()[:2] == ["tests", "ok"]
     assert tests.endswith("9 passed")
     assert imdb.split()[:2] == ["imdb", "ok"]
     assert reward.strip() == "reward on 256 prompts: rise"
-    steps = [line.split()[:2] for line in (trl, overhead, opacus)]
-    assert steps == [["trl", "ok"], ["overhead", "ok"], ["opacus", "ok"]]
+    steps = [line.split()[:2] for line in (overhead, opacus, trl)]
+    assert steps == [["overhead", "ok"], ["opacus", "ok"], ["trl", "ok"]]
     assert ratio.split() == ["holds", "1.04", "a", "ratio", "(at", "most", "1.05)"]
     other, found, _ = json.loads((tmp_path / "bench.json").read_text())
     assert other == {"name": "on a CPU", "value": 2}
