@@ -23,6 +23,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -41,6 +42,7 @@ BITS = 30
 """The noise has standard deviation 2³⁰ to 2³¹ in units of the grid, before its margin."""
 
 _BLOCK = 2**15
+_TOGETHER = 4  # blocks that a thread draws at once
 _BINADES = 20  # V from 2⁻²¹ to ½ by the polynomials; below, by multiple-precision arithmetic
 _SPLIT = 6  # 2⁶ wide intervals in a binade
 _INTERVALS = _BINADES << _SPLIT
@@ -106,8 +108,8 @@ def rounded_gaussian(
 ) -> torch.Tensor:
     """Return ``[count]`` exact draws of round(σξ − f), ξ standard normal, as float64 integers.
 
-    Each block of 2¹⁵ coordinates has a stream of its own, and is drawn within the cache. (Threads
-    were slower than one: NumPy's steps are short, and Python lets one of them run at a time.)
+    Each block of 2¹⁵ coordinates has a stream of its own, and is drawn within the cache; threads
+    take four blocks at once. (In steps over one block they wait for Python's lock.)
 
     Args:
         key: Secret key of the stream.
@@ -116,20 +118,42 @@ def rounded_gaussian(
         count: Number of draws.
         offset: Numerators, ``[count]``, and common denominator of f in [0, 1); None for f = 0.
     """
-    table = _table(std)
-    noise, room = np.empty(count), _Room(min(count, _BLOCK))
-    for block, start in enumerate(range(0, count, _BLOCK)):
-        part = slice(start, min(count, start + _BLOCK))
-        own = offset and (offset[0][part], offset[1])
-        _draw(table, own, noise[part], room, key, *context, block)
+    table, noise = _table(std), np.empty(count)
+    threads = max(1, min(torch.get_num_threads(), count // (_TOGETHER * _BLOCK)))
+    step = _BLOCK * (1 if threads == 1 else _TOGETHER)
+    starts = range(0, count, step)
+
+    def draw(first: int) -> list[tuple[int, int]]:
+        room, unsure = _Room(min(count, step)), []
+        for start in starts[first::threads]:
+            part = slice(start, min(count, start + step))
+            own = offset and (offset[0][part], offset[1])
+            words = room.words[: part.stop - start]
+            for place in range(0, len(words), _BLOCK):
+                block = words[place : place + _BLOCK]
+                block[:] = uint64_stream(key, *context, (start + place) // _BLOCK, count=len(block))
+            unsure += [(start + i, word) for i, word in _draw(table, own, noise[part], room)]
+        return unsure
+
+    if threads == 1:
+        unsure = draw(0)
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            unsure = [pair for some in pool.map(draw, range(threads)) for pair in some]
+    for i, word in unsure:  # mpmath's precision belongs to the process: one thread alone
+        block, place = divmod(i, _BLOCK)
+        f = Fraction(0) if offset is None else Fraction(int(offset[0][i]), offset[1])
+        side = -1 if word >> 63 else 1
+        more = _words(key, *context, block, "more", place)
+        noise[i] = side * _settle(std, side * f, word % 2**63, more)
     return torch.from_numpy(noise)
 
 
 class _Room:
-    """Memory that the blocks share, ``[count]`` each: asking for it anew takes time, too."""
+    """A thread's memory, ``[count]`` each: asking for it anew takes time, too."""
 
     def __init__(self, count: int) -> None:
-        self.words = np.empty(count, dtype=np.uint64)
+        self.words, self.rest = np.empty((2, count), dtype=np.uint64)
         self.interval = np.empty(count, dtype=np.int64)
         self.v, self.taken, self.value = np.empty((3, count))
         self.unsure, self.outside = np.empty((2, count), dtype=bool)
@@ -229,17 +253,16 @@ def _derivatives(count: int) -> list[np.polynomial.Polynomial]:
 
 
 def _draw(
-    table: _Table,
-    offset: tuple[Integers, int] | None,
-    noise: Array,
-    room: _Room,
-    key: bytes,
-    *context: str | int,
-) -> None:
-    """Write one block of draws into ``noise``, ``[count]``."""
+    table: _Table, offset: tuple[Integers, int] | None, noise: Array, room: _Room
+) -> list[tuple[int, int]]:
+    """Write the draws of ``room.words`` into ``noise``, ``[count]``.
+
+    Returns:
+        The place and the word of each draw whose integer is not certain; what is written there is
+        not the draw.
+    """
     count = len(noise)
-    words = uint64_stream(key, *context, count=count)
-    rest, interval = room.words[:count], room.interval[:count]
+    words, rest, interval = room.words[:count], room.rest[:count], room.interval[:count]
     v, taken, value = room.v[:count], room.taken[:count], room.value[:count]
     unsure, outside = room.unsure[:count], room.outside[:count]
     np.bitwise_and(words, ~_SIGN, out=rest)
@@ -266,15 +289,11 @@ def _draw(
     np.greater_equal(value, 0.5 - table.slack.max(), out=unsure)
     np.greater_equal(interval.view(np.uint64), _NARROW, out=outside)
     unsure |= outside
-    for i in np.flatnonzero(unsure).tolist():
-        inside = 0 <= interval[i] < _NARROW
-        if inside and 0.5 - value[i] > table.slack[interval[i]]:
-            continue
-        own = Fraction(0) if offset is None else Fraction(int(offset[0][i]), offset[1])
-        word = int(words[i])
-        side = -1 if word >> 63 else 1
-        more = _words(key, *context, "more", i)
-        noise[i] = side * _settle(table.std, side * own, word % 2**63, more)
+    return [
+        (i, int(words[i]))
+        for i in np.flatnonzero(unsure).tolist()
+        if outside[i] or 0.5 - value[i] <= table.slack[interval[i]]
+    ]
 
 
 def _words(key: bytes, *context: str | int) -> Iterator[int]:
