@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,8 +37,8 @@ from dprlhf.gradients.ghost_norm import (
     rounding,
     square_norm,
 )
+from dprlhf.gradients.layers import Layer, layers_of, unknown
 from dprlhf.gradients.threads import side_by_side
-from dprlhf.policies.mixing import refuse_mixing
 
 # The most elements of users' gradients that are joined: 2 MB in float64, 32 MB on an accelerator.
 _TOGETHER, _TOGETHER_ON_ACCELERATOR = 2**18, 2**22
@@ -70,7 +69,7 @@ class PerUserGradients:
         self._model = model
         self._parameters = dict(parameters)
         self._places = _places(self._parameters)
-        self._layers = _layers(model, self._parameters)
+        self._layers = layers_of(model, self._parameters)
         self._whole = whole
         self._anchor = torch.zeros((), requires_grad=True)
         self._recording = False
@@ -245,7 +244,7 @@ class PerUserGradients:
             return None
         layer = self._layers[module]
         if not isinstance(output, torch.Tensor):
-            raise _unknown(layer.names[0], module)
+            raise unknown(layer.names[0], module)
         arguments: Arguments | None = None
         if layer.vectors or kwargs:
             inputs, arguments = self._inputs(args, kwargs)
@@ -290,7 +289,7 @@ class PerUserGradients:
         """Reshape ``[rows, ...]`` to ``[users, rows of a user, ...]``."""
         return x.view(self._users, -1, *x.shape[1:])
 
-    def _record_outer(self, module: Any, layer: _Layer, x: torch.Tensor, g: torch.Tensor) -> None:
+    def _record_outer(self, module: Any, layer: Layer, x: torch.Tensor, g: torch.Tensor) -> None:
         g = self._by_user(g).flatten(1, -2)
         x = self._by_user(x).flatten(1, -2 if x.is_floating_point() else -1)
         if getattr(module, "padding_idx", None) is not None:
@@ -312,7 +311,7 @@ class PerUserGradients:
     def _record_vectors(
         self,
         module: nn.Module,
-        layer: _Layer,
+        layer: Layer,
         arguments: Arguments,
         inputs: tuple[torch.Tensor, ...],
         g: torch.Tensor,
@@ -398,81 +397,3 @@ def _exact(device: torch.device) -> Iterator[None]:
             yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-# --- the layers and their parameters -----------------------------------------------------------
-
-
-@dataclass
-class _Layer:
-    """The trainable parameters of one module, as local names mapped to names in the model.
-
-    Attributes:
-        outer: Weight and bias of a linear layer or an embedding.
-        output_first: Whether that weight is ``[outputs, inputs]``, as in ``nn.Linear``.
-        vectors: All other trainable vectors.
-    """
-
-    outer: dict[str, str] = field(default_factory=dict)
-    output_first: bool = False
-    vectors: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def names(self) -> list[str]:
-        return [*self.outer.values(), *self.vectors.values()]
-
-
-_CONTAINERS = (nn.ParameterDict, nn.ParameterList, nn.ModuleDict, nn.ModuleList)
-
-
-def _layers(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[nn.Module, _Layer]:
-    """Return the modules with trainable parameters, each with those parameters."""
-    from peft import PromptEmbedding, PromptEncoder
-    from transformers.pytorch_utils import Conv1D
-
-    refuse_mixing(model)
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    modules = dict(model.named_modules())
-    # PEFT evaluates these modules once for all rows, so users' gradients cannot be separated.
-    prompts = [m for m in modules.values() if isinstance(m, (PromptEmbedding, PromptEncoder))]
-    of_prompts = {id(parameter): prompt for prompt in prompts for parameter in prompt.parameters()}
-    layers: dict[nn.Module, _Layer] = {}
-    for path, module in modules.items():
-        for local, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if id(parameter) not in names:
-                continue
-            name = f"{path}.{local}" if path else local
-            if id(parameter) in of_prompts:
-                raise _unknown(name, of_prompts[id(parameter)])
-            forward = type(module).forward  # a subclass may compute something else in its own
-            if local in ("weight", "bias") and (
-                forward in (nn.Linear.forward, Conv1D.forward) or _plain_embedding(module)
-            ):
-                layer = layers.setdefault(module, _Layer())
-                layer.outer[local] = names[id(parameter)]
-                layer.output_first = forward is nn.Linear.forward
-            elif parameter.numel() == max(parameter.shape, default=1):
-                owner = path
-                while isinstance(modules[owner], _CONTAINERS):  # these are never called
-                    owner = owner.rpartition(".")[0]
-                layer = layers.setdefault(modules[owner], _Layer())
-                layer.vectors[name.removeprefix(f"{owner}.")] = names[id(parameter)]
-            else:
-                raise _unknown(name, module)
-    return layers
-
-
-def _plain_embedding(module: nn.Module) -> bool:
-    return (
-        isinstance(module, nn.Embedding)
-        and type(module).forward is nn.Embedding.forward
-        and module.max_norm is None
-        and not module.scale_grad_by_freq
-    )
-
-
-def _unknown(name: str, module: nn.Module) -> DprlhfError:
-    return DprlhfError(
-        f"'{name}' ({type(module).__name__}) has no per-user gradient here; leave it frozen, or"
-        " train a LoRA on linear layers (policy.adapter.type: lora or ffa-lora)"
-    )

@@ -1,0 +1,100 @@
+"""The trainable layers of a model, and by which rule each parameter's per-user gradient follows.
+
+The weight of a linear layer or an embedding has a gradient that is a sum of outer products; a
+vector (a bias, the gain of a norm, IA3's scales) has that of whatever its layer computes. Other
+parameters have no rule, and must be frozen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from dprlhf.errors import DprlhfError
+from dprlhf.policies.mixing import refuse_mixing
+
+_CONTAINERS = (nn.ParameterDict, nn.ParameterList, nn.ModuleDict, nn.ModuleList)
+
+
+@dataclass
+class Layer:
+    """The trainable parameters of one module, as local names mapped to names in the model.
+
+    Attributes:
+        outer: Weight and bias of a linear layer or an embedding.
+        output_first: Whether that weight is ``[outputs, inputs]``, as in ``nn.Linear``.
+        vectors: All other trainable vectors.
+    """
+
+    outer: dict[str, str] = field(default_factory=dict)
+    output_first: bool = False
+    vectors: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all of them in the model."""
+        return [*self.outer.values(), *self.vectors.values()]
+
+
+def layers_of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[nn.Module, Layer]:
+    """Return the modules with trainable parameters, each with those parameters.
+
+    Args:
+        model: The module that owns the parameters.
+        parameters: The trainable parameters, by their name in ``model``.
+
+    Raises:
+        DprlhfError: A parameter has no rule, or the model has a layer that mixes users.
+    """
+    from peft import PromptEmbedding, PromptEncoder
+    from transformers.pytorch_utils import Conv1D
+
+    refuse_mixing(model)
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    modules = dict(model.named_modules())
+    # PEFT evaluates these modules once for all rows, so users' gradients cannot be separated.
+    prompts = [m for m in modules.values() if isinstance(m, (PromptEmbedding, PromptEncoder))]
+    of_prompts = {id(parameter): prompt for prompt in prompts for parameter in prompt.parameters()}
+    layers: dict[nn.Module, Layer] = {}
+    for path, module in modules.items():
+        for local, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in names:
+                continue
+            name = f"{path}.{local}" if path else local
+            if id(parameter) in of_prompts:
+                raise unknown(name, of_prompts[id(parameter)])
+            forward = type(module).forward  # a subclass may compute something else in its own
+            if local in ("weight", "bias") and (
+                forward in (nn.Linear.forward, Conv1D.forward) or _plain_embedding(module)
+            ):
+                layer = layers.setdefault(module, Layer())
+                layer.outer[local] = names[id(parameter)]
+                layer.output_first = forward is nn.Linear.forward
+            elif parameter.numel() == max(parameter.shape, default=1):
+                owner = path
+                while isinstance(modules[owner], _CONTAINERS):  # these are never called
+                    owner = owner.rpartition(".")[0]
+                layer = layers.setdefault(modules[owner], Layer())
+                layer.vectors[name.removeprefix(f"{owner}.")] = names[id(parameter)]
+            else:
+                raise unknown(name, module)
+    return layers
+
+
+def _plain_embedding(module: nn.Module) -> bool:
+    return (
+        isinstance(module, nn.Embedding)
+        and type(module).forward is nn.Embedding.forward
+        and module.max_norm is None
+        and not module.scale_grad_by_freq
+    )
+
+
+def unknown(name: str, module: nn.Module) -> DprlhfError:
+    """Return the error for a parameter without a rule."""
+    return DprlhfError(
+        f"'{name}' ({type(module).__name__}) has no per-user gradient here; leave it frozen, or"
+        " train a LoRA on linear layers (policy.adapter.type: lora or ffa-lora)"
+    )
