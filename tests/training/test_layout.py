@@ -160,7 +160,23 @@ def test_a_layer_that_rounds_by_place_leaves_one_prompt_in_a_batch(
     assert chosen.rollout is not None
     assert chosen.rollout.batch_size == chosen.update.batch_size == 4
     assert "one user each" in sentence
-    assert "slower" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "slower" in told
+    assert "float32" not in told  # it is that already
+
+
+def test_where_bfloat16_rounds_by_place_float32_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    policy = policy_of()
+    policy.network.to(torch.bfloat16)
+
+    def by_row(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + torch.arange(len(output), dtype=output.dtype).view(-1, 1, 1)
+
+    policy.model.get_base_model().model.layers[0].mlp.register_forward_hook(by_row)
+    settle(policy, shapes_of())
+    assert "policy.dtype: float32" in capsys.readouterr().err
 
 
 def test_an_attention_that_rounds_by_place_is_replaced(

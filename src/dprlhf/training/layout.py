@@ -69,7 +69,8 @@ def settle_layout(
             raise problem or DprlhfError("another process ran out of memory as it tried its shapes")
         if of_all[0] == 0:
             if name != "batches" and processes.main:
-                print(f"dprlhf: {_CHOSEN[name]}", file=sys.stderr)
+                hint = _HALF if name == "alone" and _is_half(policy) else ""
+                print(f"dprlhf: {_CHOSEN[name]}{hint}", file=sys.stderr)
             return tried, _sentence(policy, tried, name)
     if moved == _NOT_A_NUMBER:
         raise DprlhfError(
@@ -107,6 +108,11 @@ _CHOSEN = {
     "alone": "on this machine a row's rounding depends on the other rows of its batch: each batch"
     " has one prompt of one user, which is slower",
 }
+_HALF = "; policy.dtype: float32, whose products a GPU computes otherwise, may not need it"
+
+
+def _is_half(policy: CausalLMPolicy) -> bool:
+    return any(p.is_floating_point() and p.itemsize == 2 for p in policy.network.parameters())
 
 
 _NOT_A_NUMBER = "the model computes NaN"
