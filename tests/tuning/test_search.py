@@ -17,7 +17,7 @@ from dprlhf import DprlhfError
 from dprlhf.recipe import Recipe, load_recipe
 from dprlhf.training.measures import RewardEstimate
 from dprlhf.tuning import search
-from dprlhf.tuning.evidence import write_tuned
+from dprlhf.tuning.evidence import header, write_tuned
 from dprlhf.tuning.public_rows import PublicRows, public_rows
 from dprlhf.tuning.search import Search
 from dprlhf.tuning.stand_in import StandInRun, StoppedEarlyError
@@ -80,7 +80,7 @@ class Simulated:
         return StandInRun(
             plan=mock.Mock(users=400, noise_multiplier=1.0, expected_batch_size=33.0),
             stand_ins=given["stand_ins"], prompts=164, dimension=10, before=estimate,
-            after=estimate, rise=estimate, curve=[(0, 0.0), (12, reward)], kl=0.0, penalty=0.0,
+            after=estimate, rise=estimate, curve=[(0, 0.0), (12, reward)], kl=100 * recipe.optimizer.learning_rate, penalty=0.0,
             seconds=self._seconds,
         )  # fmt: skip
 
@@ -305,6 +305,23 @@ class TestTheFile:
         assert f"0.01: {tuned.own}" in told
         assert str(tuned.best) in told.partition("Tuned: was 0.01")[2]
         assert max(map(len, text.splitlines())) <= 100
+
+    @pytest.mark.parametrize("most", [1.9, 2.5])
+    def test_it_says_when_the_reward_is_at_the_end_of_its_range(
+        self, file: Path, simulated: Simulated, most: float
+    ) -> None:
+        """Where longer steps earn no more, the KL to the base model tells what they cost."""
+        recipe = load_recipe(file, [f"reward_range={most}"])
+        running = Search(
+            recipe, rows_for(recipe), KEYS, file.with_suffix(".t"), stand_ins=400, trials=4
+        )
+        running.run()
+        tuned = running.result()
+        assert 0.9 * 1.9 < tuned.best.score < 0.9 * 2.5
+        assert f"(reward_range: {most})" in header(tuned) or most == 2.5
+        assert ("hardly be told apart" in header(tuned)) == (most == 1.9)
+        rate = tuned.recipe.optimizer.learning_rate
+        assert f"runs, KL {100 * rate:.3g})" in str(tuned.best)
 
     def test_overrides_are_written_down(self, file: Path, simulated: Simulated) -> None:
         overrides = ["privacy.epsilon=2", "kl.beta=0.1"]

@@ -16,6 +16,8 @@ from dprlhf.tuning.search import Tried, Tuned
 
 _SHOWN = 6
 """The most values of a key whose rewards are listed."""
+_NEAR = 0.9
+"""From this share of the reward's range on, trials are taken to be hard to tell apart."""
 
 
 def write_tuned(tuned: Tuned, source: Path, overrides: Sequence[str], output: Path) -> None:
@@ -66,13 +68,20 @@ def header(tuned: Tuned) -> str:
         + f". {ended} trials ended, {tuned.stopped} were stopped early"
         + (f", {refused} were refused" if refused else "")
         + f". Reward at the end on {tuned.scored} other public prompts ± standard error of its"
-        " rise:",
+        " rise, and KL to the base model in nats a response:",
         f"  the recipe as it was: {tuned.own}",
     ]
     if tuned.best.changes:
         lines.append(f"  the recipe as below:  {tuned.best}")
     else:
         lines.append("  nothing that was tried is better, so nothing has changed")
+    most = tuned.recipe.reward_range
+    if tuned.best.score >= _NEAR * most:
+        lines.append(
+            f"That is near the end of the reward's range (reward_range: {most:g}), where trials"
+            " can hardly be told apart, and texts that have come apart may earn as much. With the"
+            " same reward, less KL is nearer to the base model; kl.beta makes it count."
+        )
     lines.append(
         "These rewards chose the settings, so they flatter them: compare runs by their evaluation,"
         " whose prompts were not used."

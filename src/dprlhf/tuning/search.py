@@ -53,6 +53,7 @@ class Tried:
             run over its prompts, together with that over runs.
         runs: Number of runs.
         seconds: Mean duration of a run.
+        kl: Mean KL(π ‖ base) of a response at the end, in nats.
         excess: :attr:`StandInRun.excess` of these settings.
     """
 
@@ -61,10 +62,12 @@ class Tried:
     standard_error: float
     runs: int
     seconds: float
+    kl: float
     excess: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.score:+.3f} ± {self.standard_error:.3f} ({_runs(self.runs)})"
+        told = f"{_runs(self.runs)}, KL {self.kl:.3g}"
+        return f"{self.score:+.3f} ± {self.standard_error:.3f} ({told})"
 
 
 @dataclass(frozen=True)
@@ -286,7 +289,7 @@ class Search:
             for key, value in _measured(run).items():
                 trial.set_user_attr(key, value)
             self._study.tell(trial, run.score)
-            told(f"{name}: {run.score:+.3f} ± {run.rise.standard_error:.3f}")
+            told(f"{name}: {run.score:+.3f} ± {run.rise.standard_error:.3f}, KL {run.kl:.3g}")
         self._before()
 
     def _to_confirm(self) -> Any:
@@ -437,6 +440,7 @@ def _tried(runs: Sequence[Any]) -> Tried:
         standard_error=float(np.hypot(over, within)),
         runs=len(runs),
         seconds=float(np.mean([t.user_attrs["seconds"] for t in runs])),
+        kl=float(np.mean([t.user_attrs["kl"] for t in runs])),
         excess=runs[0].user_attrs["excess"],
     )
 
