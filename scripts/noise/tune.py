@@ -2,8 +2,8 @@
 
     python scripts/noise/tune.py --model small --minutes 7 --start   # an hour on a core
     python scripts/noise/tune.py --model small --tasks community --stand-ins "900 reviews"
-    python scripts/noise/tune.py --model smollm2 --tasks community --users 300 --seeds 3 \\
-        --minutes 240      # a trial takes 12 minutes of a core, and a private run 17
+    python scripts/noise/tune.py --model smollm2 --tasks praise --users 300 --seeds 3 \\
+        --minutes 35       # a trial takes 12 minutes of a core, and a private run 17
 
 The settings by hand are those of ``dprlhf bench worth`` for the model and the task; the start is
 the same recipe with the learning rate that another model needs, a sixteenth of it or eight to
@@ -18,7 +18,7 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -134,15 +134,24 @@ class Compared:
         return found
 
 
-def rows_of(name: str, gains: dict[str, list[float]]) -> Iterator[Result]:
-    """Yield the gain of each kind of settings, and the ratio, with their standard errors.
+def rows_of(
+    name: str, gains: dict[str, list[float]], moved: dict[str, list[float]]
+) -> Iterator[Result]:
+    """Yield the gain and the KL of each kind of settings, and the ratio of gains, with errors.
 
     Seeds are pairs: the same users, and the same start of the adapter.
+
+    Args:
+        name: What is compared.
+        gains: The gain of each seed, by kind of settings.
+        moved: KL(π ‖ base) of a response in nats, likewise.
     """
     for kind, values in gains.items():
         yield Result(f"{name}: {kind}: gain", float(np.mean(values)), "reward")
         if len(values) > 1:
             yield Result(f"{name}: {kind}: gain, standard error", _error(values), "reward")
+        kl = float(np.mean(moved[kind]))
+        yield Result(f"{name}: {kind}: KL to the base model", kl, "nats a response")
     tuned, hand = np.array(gains[TUNED]), np.array(gains[BY_HAND])
     ratio = float(tuned.mean() / hand.mean())
     row = f"{name}: tuned over set by hand"
@@ -160,8 +169,10 @@ def _error(values: list[float]) -> float:
     return float(np.std(values, ddof=1) / len(values) ** 0.5)
 
 
-def compare(one: Compared, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Search, run what is missing, and return the gains by kind of settings, one of each seed."""
+def compare(
+    one: Compared, options: argparse.Namespace
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Search, run what is missing, and return gains and KL by kind of settings, of each seed."""
     settings = {TUNED: one.found(options.minutes), BY_HAND: {}}
     if options.start:
         settings[START] = one.start
@@ -176,13 +187,17 @@ def compare(one: Compared, options: argparse.Namespace) -> dict[str, list[float]
         recipes=ROOT / "recipes",
         side_by_side=options.jobs,
     )
-    return {
-        kind: [
-            float(np.mean([gain(done[job.file]) for job in jobs[kind, seed]]))
-            for seed in range(options.seeds)
-        ]
-        for kind in settings
-    }
+
+    def of_seeds(value: Callable[[dict[str, Any]], float]) -> dict[str, list[float]]:
+        return {
+            kind: [
+                float(np.mean([value(done[job.file]) for job in jobs[kind, seed]]))
+                for seed in range(options.seeds)
+            ]
+            for kind in settings
+        }
+
+    return of_seeds(gain), of_seeds(lambda figures: figures["measures"]["kl"][1])
 
 
 def main() -> None:
@@ -203,8 +218,8 @@ def main() -> None:
         one = Compared(setup, cell, options.stand_ins or STAND_INS[task])
         if one.public not in TASKS[task].public:
             parser.error(f"{task} has the stand-ins {sorted(TASKS[task].public)}")
-        gains = compare(one, options)
-        rows = [Result(f"{one.name}: seeds", options.seeds, "1"), *rows_of(one.name, gains)]
+        found = compare(one, options)
+        rows = [Result(f"{one.name}: seeds", options.seeds, "1"), *rows_of(one.name, *found)]
         write_results(options.results, rows)
         for row in rows:
             print(f"{row.name}: {row.value:.4g} {row.unit} ({row.goal or 'no goal'})", flush=True)

@@ -50,16 +50,17 @@ def test_what_stands_in_knows_nothing_that_the_public_does_not(model: str, task:
 
 def test_the_ratio_has_the_error_of_paired_seeds() -> None:
     hand = np.array([1.0, 2.0, 3.0, 4.0])
-    rows = {
-        row.name: row
-        for row in tune.rows_of("t", {tune.TUNED: list(0.9 * hand), tune.BY_HAND: list(hand)})
-    }
+    moved = {tune.TUNED: [30.0, 40.0, 50.0, 60.0], tune.BY_HAND: [2.0, 2.0, 3.0, 3.0]}
+    gains = {tune.TUNED: list(0.9 * hand), tune.BY_HAND: list(hand)}
+    rows = {row.name: row for row in tune.rows_of("t", gains, moved)}
+    kl = [rows[f"t: {kind}: KL to the base model"].value for kind in (tune.TUNED, tune.BY_HAND)]
+    assert kl == [45.0, 2.5]
     ratio = rows["t: tuned over set by hand"]
     assert ratio.value == pytest.approx(0.9)
     assert ratio.holds is False
     assert rows["t: tuned over set by hand, standard error"].value == pytest.approx(0, abs=1e-12)
     apart = {tune.TUNED: list(hand[::-1]), tune.BY_HAND: list(hand)}
-    rows = {row.name: row for row in tune.rows_of("t", apart)}
+    rows = {row.name: row for row in tune.rows_of("t", apart, moved)}
     assert rows["t: tuned over set by hand"].holds
     # Differences of -3, -1, 1 and 3, over a mean of 2.5.
     expected = np.std([-3, -1, 1, 3], ddof=1) / 2 / 2.5
