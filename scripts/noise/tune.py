@@ -54,6 +54,12 @@ _ROWS, _GUIDES = 2000, 3765
 """Public rows of a search, where a task does not have fewer; they come after the rows that guide
 ``update.subspace``, since no prompt may both guide and stand in for a user."""
 
+MEASURES = {
+    "kl": ("KL to the base model", "nats a response"),
+    "distinct_2": ("different pairs of words, a pair", "1"),
+}
+"""What is told of a tuned policy's texts, with its unit: a reward may not see them come apart."""
+
 TUNED, BY_HAND, START = "tuned on public prompts", "set by hand", "as for another model"
 
 
@@ -135,23 +141,23 @@ class Compared:
 
 
 def rows_of(
-    name: str, gains: dict[str, list[float]], moved: dict[str, list[float]]
+    name: str, gains: dict[str, list[float]], texts: dict[str, dict[str, list[float]]]
 ) -> Iterator[Result]:
-    """Yield the gain and the KL of each kind of settings, and the ratio of gains, with errors.
+    """Yield the gain and the texts of each kind of settings, and the ratio of gains, with errors.
 
     Seeds are pairs: the same users, and the same start of the adapter.
 
     Args:
         name: What is compared.
         gains: The gain of each seed, by kind of settings.
-        moved: KL(π ‖ base) of a response in nats, likewise.
+        texts: Each of ``MEASURES`` after training, likewise.
     """
     for kind, values in gains.items():
         yield Result(f"{name}: {kind}: gain", float(np.mean(values)), "reward")
         if len(values) > 1:
             yield Result(f"{name}: {kind}: gain, standard error", _error(values), "reward")
-        kl = float(np.mean(moved[kind]))
-        yield Result(f"{name}: {kind}: KL to the base model", kl, "nats a response")
+        for measure, (title, unit) in MEASURES.items():
+            yield Result(f"{name}: {kind}: {title}", float(np.mean(texts[measure][kind])), unit)
     tuned, hand = np.array(gains[TUNED]), np.array(gains[BY_HAND])
     ratio = float(tuned.mean() / hand.mean())
     row = f"{name}: tuned over set by hand"
@@ -171,8 +177,8 @@ def _error(values: list[float]) -> float:
 
 def compare(
     one: Compared, options: argparse.Namespace
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Search, run what is missing, and return gains and KL by kind of settings, of each seed."""
+) -> tuple[dict[str, list[float]], dict[str, dict[str, list[float]]]]:
+    """Search, run what is missing, and return what :func:`rows_of` takes."""
     settings = {TUNED: one.found(options.minutes), BY_HAND: {}}
     if options.start:
         settings[START] = one.start
@@ -197,7 +203,8 @@ def compare(
             for kind in settings
         }
 
-    return of_seeds(gain), of_seeds(lambda figures: figures["measures"]["kl"][1])
+    texts = {name: of_seeds(lambda f, m=name: f["measures"][m][1]) for name in MEASURES}
+    return of_seeds(gain), texts
 
 
 def main() -> None:

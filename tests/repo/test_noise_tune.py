@@ -50,17 +50,22 @@ def test_what_stands_in_knows_nothing_that_the_public_does_not(model: str, task:
 
 def test_the_ratio_has_the_error_of_paired_seeds() -> None:
     hand = np.array([1.0, 2.0, 3.0, 4.0])
-    moved = {tune.TUNED: [30.0, 40.0, 50.0, 60.0], tune.BY_HAND: [2.0, 2.0, 3.0, 3.0]}
+    kl = {tune.TUNED: [30.0, 40.0, 50.0, 60.0], tune.BY_HAND: [2.0, 2.0, 3.0, 3.0]}
+    texts = {"kl": kl, "distinct_2": {tune.TUNED: [0.2, 0.4], tune.BY_HAND: [0.5, 0.7]}}
     gains = {tune.TUNED: list(0.9 * hand), tune.BY_HAND: list(hand)}
-    rows = {row.name: row for row in tune.rows_of("t", gains, moved)}
-    kl = [rows[f"t: {kind}: KL to the base model"].value for kind in (tune.TUNED, tune.BY_HAND)]
-    assert kl == [45.0, 2.5]
+    rows = {row.name: row for row in tune.rows_of("t", gains, texts)}
+    for title, values in (
+        ("KL to the base model", [45.0, 2.5]),
+        ("different pairs of words, a pair", [0.3, 0.6]),
+    ):
+        found = [rows[f"t: {kind}: {title}"].value for kind in (tune.TUNED, tune.BY_HAND)]
+        assert found == pytest.approx(values)
     ratio = rows["t: tuned over set by hand"]
     assert ratio.value == pytest.approx(0.9)
     assert ratio.holds is False
     assert rows["t: tuned over set by hand, standard error"].value == pytest.approx(0, abs=1e-12)
     apart = {tune.TUNED: list(hand[::-1]), tune.BY_HAND: list(hand)}
-    rows = {row.name: row for row in tune.rows_of("t", apart, moved)}
+    rows = {row.name: row for row in tune.rows_of("t", apart, texts)}
     assert rows["t: tuned over set by hand"].holds
     # Differences of -3, -1, 1 and 3, over a mean of 2.5.
     expected = np.std([-3, -1, 1, 3], ddof=1) / 2 / 2.5

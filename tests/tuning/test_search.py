@@ -80,8 +80,8 @@ class Simulated:
         return StandInRun(
             plan=mock.Mock(users=400, noise_multiplier=1.0, expected_batch_size=33.0),
             stand_ins=given["stand_ins"], prompts=164, dimension=10, before=estimate,
-            after=estimate, rise=estimate, curve=[(0, 0.0), (12, reward)], kl=100 * recipe.optimizer.learning_rate, penalty=0.0,
-            seconds=self._seconds,
+            after=estimate, rise=estimate, curve=[(0, 0.0), (12, reward)],
+            kl=100 * recipe.optimizer.learning_rate, penalty=0.0, seconds=self._seconds,
         )  # fmt: skip
 
 
