@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from fractions import Fraction
+
+import torch
 
 import dprlhf.privacy.ledger
 import dprlhf.runs.folder
@@ -21,6 +24,13 @@ def fix_randomness() -> None:
     dprlhf.privacy.ledger.new_nonce = lambda: NONCE
 
 
-def make_tables() -> None:
-    """Compute the tables of the gate's noise, 0.2 s, before a process forks many times."""
+def prepare_to_fork() -> None:
+    """Do once what each fork of this process would do: the tables of the gate's noise take 0.2 s.
+
+    Torch has one thread, in every fork, too: there its pool of threads is made anew at the first
+    call, and where two threads make that call at once (the main one and autograd's own), torch may
+    end the process ("Invalid thread pool!").
+    """
+    torch.set_num_threads(1)
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
     rounded_gaussian(KEY, "tables", std=Fraction(1), count=1)

@@ -31,7 +31,6 @@ import peft  # noqa: F401
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, too
 
-import torch
 from safetensors.torch import load_file
 from transformers import GPT2LMHeadModel  # noqa: F401
 
@@ -51,7 +50,7 @@ from dprlhf.privacy.ledger import Ledger, read_ledger
 from dprlhf.runs.folder import JsonLines
 from dprlhf.updates import PrivateRound
 from helpers import tiny
-from helpers.fixed import fix_randomness, make_tables
+from helpers.fixed import fix_randomness, prepare_to_fork
 
 PROMPTS = [f"user {i} says" for i in range(9)]
 ROUNDS = 3
@@ -316,8 +315,7 @@ def undisturbed(folder: Path) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    make_tables()
+    prepare_to_fork()
     tiny.save(folder / "model")
     whole = undisturbed(folder)
     report = {}

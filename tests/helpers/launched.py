@@ -42,7 +42,7 @@ from dprlhf.recipe import RewardRecipe, SFTRecipe
 from dprlhf.training import evaluate, reinforcement
 from dprlhf.training.processes import Processes
 from helpers import tiny
-from helpers.fixed import fix_randomness, make_tables
+from helpers.fixed import fix_randomness, prepare_to_fork
 from helpers.rounds import value_of
 
 PROMPTS = [f"user {i} says {'more ' * (i % 4)}" for i in range(9)]
@@ -259,8 +259,7 @@ def status(action: Callable[[], None]) -> int:
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    make_tables()
+    prepare_to_fork()
     tiny.save(folder / "model")
     for count in (1, 2, 3):
         launch(count, folder, f"run-{count}", lambda n=count: train(folder, f"run-{n}"))

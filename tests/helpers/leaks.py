@@ -41,7 +41,7 @@ from dprlhf.boundary import open_private
 from dprlhf.data.users import Users
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from helpers import tiny
-from helpers.fixed import fix_randomness, make_tables
+from helpers.fixed import fix_randomness, prepare_to_fork
 
 TEXT = "zanzibar-7319"
 NUMBER = 1.61803398875
@@ -299,8 +299,7 @@ BAD_DATA["other-data"] = longer
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    make_tables()
+    prepare_to_fork()
     tiny.save(folder / "model")
     for name in ["a-careless-reward", *BAD_DATA]:
         scenario(folder, name)
