@@ -29,7 +29,6 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 CHANGED = ("GRPOTrainer", "GRPOConfig", "RLOOTrainer", "RLOOConfig")
 BUDGET = 8.0
 ROWS = 8
-SYSTEM = "You are a helpful assistant."
 
 MATH = [
     {"problem": f"What is {i} + {i}?", "solution": f"\\boxed{{{2 * i}}}"} for i in range(2 * ROWS)

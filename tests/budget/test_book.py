@@ -651,6 +651,15 @@ def test_a_ledger_that_lacks_what_was_seen_is_refused(place: str) -> None:
     assert spent(book)["clinic"] > before["clinic"]
 
 
+def test_a_book_that_lost_a_reservation_is_named_when_its_run_goes_on(place: str) -> None:
+    book = make(place)
+    ask(book, "a", range(20))
+    with pytest.raises(BookError, match="no reservation of this run") as caught:
+        book.follow("b", ["open", "one"])
+    assert "\n" not in str(caught.value)
+    book.follow("a", ["open", "one"])
+
+
 def test_the_counter_alone_shows_a_backup(file: Path) -> None:
     """A run that was resumed has seen a counter above that of its own reservation."""
     book = make(file)

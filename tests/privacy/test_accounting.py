@@ -47,10 +47,6 @@ from dprlhf.runs.measurements import Result, write_results
 # ---- ground truth ------------------------------------------------------------------------------
 
 
-def exact_gaussian_delta(z: float, eps: float) -> float:
-    return float(ndtr(0.5 / z - eps * z) - math.exp(eps) * ndtr(-0.5 / z - eps * z))
-
-
 def call(strike: float, s: float) -> float:
     """E[(X - strike)_+] for log X ~ N(-s²/2, s²)."""
     if strike <= 0:

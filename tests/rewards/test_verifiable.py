@@ -191,6 +191,13 @@ def test_a_countdown_takes_a_number_with_a_point_for_no_other(text: str, answer:
     assert verifiable.countdown(["0.5 * 4"], numbers=[[0.5, 4]], answer=[2]) == [1.0]
 
 
+def test_a_row_without_numbers_or_tests_has_no_right_completion() -> None:
+    for numbers, answer in ((None, 48), ([48], None), (None, None), ("[]", 48)):
+        assert verifiable.countdown(["48"], numbers=[numbers], answer=[answer]) == [0.0]
+    for cases in (None, [], "[]"):
+        assert verifiable.passes_tests(["x"], tests=[cases]) == [0.0]
+
+
 @pytest.mark.parametrize(
     ("text", "case", "share"),
     [

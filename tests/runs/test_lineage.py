@@ -479,3 +479,19 @@ def test_a_model_of_somebody_else_carries_none(place: Path) -> None:
     assert not read_earlier(recipe(place / "model")).records
     with pytest.raises(DprlhfError, match="nor a model that carries the record of one"):
         records_of(place / "model")
+
+
+def test_a_model_card_that_yaml_cannot_read_carries_no_record(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("---\ndate: 2024-99-99\n---\nA model.\n")
+    assert not carried_by(str(tmp_path))
+
+
+def test_an_error_of_ours_in_the_search_is_not_taken_for_a_model_without_a_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def download(*_: Any, **__: Any) -> str:
+        raise TypeError("revision must be a string")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    with pytest.raises(TypeError):
+        carried_by("me/mine")

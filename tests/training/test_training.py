@@ -23,7 +23,12 @@ import numpy as np
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    TrainerCallback,
+)
 
 import dprlhf
 from dprlhf import DprlhfError, api
@@ -886,20 +891,35 @@ def test_a_run_computes_as_usual_whatever_its_program_does(
 
 
 @pytest.mark.slow
-def test_a_reward_that_changes_the_working_directory_leaves_the_run_in_its_folder(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("who", ["reward", "callback", "transformers' callback"])
+def test_who_changes_the_working_directory_leaves_the_run_in_its_folder(
+    model: str, who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A round was spent, and its checkpoint lay in another folder than its ledger."""
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     there.mkdir()
     monkeypatch.chdir(here)
+    asked = []
+
+    def away(*_: Any, **__: Any) -> None:
+        asked.append(who)
+        os.chdir(there)
 
     def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        os.chdir(there)
+        away()
         return lower_case(prompts, completions)
 
-    dprlhf.train(output_dir="run", **settings(model, **FEW, reward=reward))
+    class Away(TrainerCallback):  # type: ignore[misc]
+        on_train_begin = on_log = on_train_end = away
+
+    changed: dict[str, Any] = {
+        "reward": {"reward": reward},
+        "callback": {"callbacks": [away]},
+        "transformers' callback": {"callbacks": [Away()]},
+    }[who]
+    dprlhf.train(output_dir="run", **settings(model, **FEW, **changed))
+    assert asked
     assert not list(there.iterdir())
     assert (here / "run" / "policy").is_dir()
 

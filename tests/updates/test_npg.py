@@ -55,11 +55,6 @@ def spec_of(**changes: Any) -> recipe.NPG:
     return recipe.NPG.model_validate({"name": "npg", "batch_size": 12, **changes})
 
 
-def spec_of_rebel(**changes: Any) -> recipe.REBEL:
-    fixed = {"name": "rebel", "solver": "gauss-newton", "batch_size": 8}
-    return recipe.REBEL.model_validate({**fixed, **changes})
-
-
 def round_data(shape: Shape, seed: int, arms: bool = False) -> tuple[Responses, Scores]:
     responses = batch_of(shape, seed, shuffled=True)
     if arms:

@@ -84,7 +84,7 @@ class FunctionSampler:
             asked = [copy.deepcopy(prompts.prompts[p]) for p in places for _ in range(k)]
             own = OwnRandomness(int(seed[0]))
             with captured(self.sink) if private else contextlib.nullcontext():
-                made = self._made(policy, asked, trainer, spec, own, private=private)
+                made = self._made(policy, asked, trainer, own, private=private)
             for number, row in enumerate(made):
                 rows[places[number // k] * k + number % k] = row
             if tick is not None:
@@ -106,7 +106,6 @@ class FunctionSampler:
         policy: CausalLMPolicy,
         asked: list[Any],
         trainer: Any,
-        spec: recipe.Rollout,
         own: OwnRandomness,
         *,
         private: bool,

@@ -78,9 +78,10 @@ def _check_same_plan(recipe: AnyRecipe, terms: dict[str, Any], run: RunFolder) -
         run: The run's folder.
     """
     try:
-        plan = plan_of(recipe, int(terms["users"]))
+        users = int(terms["users"])
     except (KeyError, TypeError, ValueError):
         raise DprlhfError(f"{run.ledger}: its first entry does not state the run's plan") from None
+    plan = plan_of(recipe, users)
     planned = plan.terms()
     for name in (*asdict(plan.mechanism), "delta", "epsilon"):
         stated = terms.get(name, 1 if name == "bands" else None)  # not in the oldest ledgers

@@ -237,7 +237,7 @@ class Book:
             state = read_state(connection, self.key, self.storage.label)
             self._check_age(state, question.marks)
             dataset = self._dataset(state, question)
-            groups = groups_of(connection, state)
+            groups = groups_of(connection)
             owed = {h: owed_by(state, state.histories[h], question, dataset.name) for h in groups}
             spending, counter = question.spending, state.book.counter
             number = state.numbers.get(spending.run)
@@ -267,7 +267,8 @@ class Book:
             hashes: The hashes of its ledger's entries, in their order.
 
         Raises:
-            BookError: The run has gone on from another copy; or as for :meth:`reserve`.
+            BookError: The run has gone on from another copy, or the book has no reservation of it;
+                or as for :meth:`reserve`.
         """
         self.storage.attempt(lambda: self._follow(run, hashes))
 
@@ -275,6 +276,13 @@ class Book:
         with self.storage.transaction(write=True) as connection:
             lock(connection)
             state = read_state(connection, self.key, self.storage.label)
+            if run not in state.numbers:
+                raise BookError(
+                    f"budget book {self.storage.label}: it has no reservation of this run, which"
+                    " reserved before it began: the book has lost entries, as one restored from an"
+                    " older copy has, and what the run spent is in no budget. Bring back the newest"
+                    " copy of the book"
+                )
             seen = state.head(run)
             if seen is not None and seen not in hashes:
                 raise BookError(

@@ -110,7 +110,7 @@ def read_state(connection: sa.Connection, key: bytes, label: str) -> State:
     return State(book, datasets, reservations, mechanisms, {0: frozenset()} | histories, sizes)
 
 
-def groups_of(connection: sa.Connection, state: State) -> dict[int, int]:
+def groups_of(connection: sa.Connection) -> dict[int, int]:
     """Return how many of the run's users have each history; history 0 is that of the others."""
     joined = INCOMING.outerjoin(PEOPLE, INCOMING.c.person == PEOPLE.c.person)
     history = sa.func.coalesce(PEOPLE.c.history, 0)

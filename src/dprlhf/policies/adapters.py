@@ -70,7 +70,7 @@ def add_adapter(
             config.task_type = task_type
             adapted = peft.get_peft_model(model, config)
         except (ValueError, TypeError) as error:
-            raise DprlhfError(f"policy.adapter: {one_line(error)}") from None
+            raise DprlhfError(f"policy.adapter: {one_line(error)}") from error
         for name, parameter in adapted.named_parameters():
             if any(part in name for part in built.frozen):
                 parameter.requires_grad_(False)

@@ -128,7 +128,7 @@ def load_reward_model(
     except (OSError, ValueError) as error:
         raise DprlhfError(
             f"model.model_name_or_path {spec.model_name_or_path!r}: {one_line(error)}"
-        ) from None
+        ) from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.truncation_side = "left" if labels is None else "right"

@@ -64,7 +64,7 @@ def load_policy(
     except (OSError, ValueError) as error:
         raise DprlhfError(
             f"policy.model_name_or_path {spec.model_name_or_path!r}: {one_line(error)}"
-        ) from None
+        ) from error
     policy = make_policy(model, tokenizer, spec.adapter, temperature=temperature, seed=seed)
     if spec.gradient_checkpointing:
         policy.checkpoint_layers()

@@ -35,7 +35,7 @@ class StopStrings:
         try:
             self._criteria: Any = StopStringCriteria(tokenizer, list(strings))
         except (ValueError, AttributeError, TypeError) as error:
-            raise DprlhfError(f"rollout.stop {list(strings)}: {one_line(error)}") from None
+            raise DprlhfError(f"rollout.stop {list(strings)}: {one_line(error)}") from error
         self.reach = int(self._criteria.maximum_token_len)
 
     def completed(self, tokens: torch.Tensor) -> torch.Tensor:

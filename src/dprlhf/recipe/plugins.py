@@ -35,7 +35,7 @@ def load_plugin(group: str, name: str, kind: str) -> object:
         )
     try:
         return next(point for point in points if point.name == name).load()
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         message = one_line(problem, None)
         shown = f"{type(problem).__name__}: {message}" if message else type(problem).__name__
         raise DprlhfError(

@@ -35,12 +35,12 @@ def check_promise(
     """
     if math.isinf(clip_norm) and not privacy.baseline:
         raise ValueError("update.clip_norm must be finite unless privacy.epsilon is .inf")
-    if public is not None and _same_rows(data, public):
+    if public is not None and same_rows(data, public):
         raise ValueError(
             "evaluation.data names the private users: evaluation writes prompts and scores in the"
             " open, so it needs public rows"
         )
-    if guides is not None and _same_rows(data, guides):
+    if guides is not None and same_rows(data, guides):
         raise ValueError(
             "update.subspace.data names the private users: the directions that are fitted to it are"
             " used without noise, so it needs public rows"
@@ -53,7 +53,7 @@ def check_promise(
         )
 
 
-def _same_rows(a: Data, b: Data) -> bool:
+def same_rows(a: Data, b: Data) -> bool:
     """Return whether two sections may name the same rows, ``skip`` and ``limit`` left aside."""
     if IN_MEMORY in (a.path, b.path) or _place(a.path) != _place(b.path):
         return False

@@ -199,9 +199,10 @@ def _embeddings(model: Any) -> float:
     It is infinite where there is no table of them: CANINE hashes characters.
     """
     try:
-        return int(model.get_input_embeddings().weight.shape[0])
-    except (AttributeError, NotImplementedError):
+        table = model.get_input_embeddings()
+    except NotImplementedError:
         return math.inf
+    return int(table.weight.shape[0])
 
 
 def _width(tokens: int) -> int:

@@ -41,7 +41,7 @@ def captured(sink: SecretSink | None) -> Iterator[None]:
     text = io.TextIOWrapper(raw, "utf-8", errors="backslashreplace", write_through=True)
     try:
         with (
-            _same_place(),
+            same_place(),
             _silent_descriptors(),
             _redirected_writes(text),
             contextlib.redirect_stdout(text),
@@ -58,7 +58,7 @@ def captured(sink: SecretSink | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _same_place() -> Iterator[None]:
+def same_place() -> Iterator[None]:
     """Leave the working directory as it was; one that is no longer there cannot be gone back to."""
     try:
         before = os.getcwd()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.metadata
 import importlib.util
 import operator
 import sys
@@ -23,6 +22,7 @@ from dprlhf.data.given_rewards import (
     rewards_of,
 )
 from dprlhf.errors import DprlhfError
+from dprlhf.recipe.plugins import load_plugin
 from dprlhf.rewards.reward import (
     LoadedReward,
     RewardFunction,
@@ -121,7 +121,7 @@ def _load_named(spec: recipe.Reward, device: str | torch.device) -> LoadedReward
     if spec.function is not None:
         source, function = spec.function, load_function(spec.function)
     elif spec.plugin is not None:
-        source, function = spec.plugin, _load_plugin(spec.plugin)
+        source, function = spec.plugin, load_plugin(ENTRY_POINT_GROUP, spec.plugin, "reward")
     else:
         assert spec.classifier is not None
         source, function = spec.classifier, _classifier(spec, spec.classifier, device)
@@ -227,25 +227,3 @@ def _module_from_file(place: str, kind: str) -> ModuleType:
             raise
         raise DprlhfError(f"{kind} file {place!r} fails: {type_and_message(problem)}") from problem
     return module
-
-
-def _load_plugin(name: str) -> object:
-    points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-    found = sorted({point.value for point in points if point.name == name})
-    if not found:
-        known = sorted({point.name for point in points})
-        raise DprlhfError(
-            f"no installed package offers the reward plugin {name!r}; "
-            + suggestion(name, known, "installed plugins")
-        )
-    if len(found) > 1:
-        raise DprlhfError(
-            f"several packages offer the reward plugin {name!r} ({', '.join(found)}): "
-            "name one by `function` instead"
-        )
-    try:
-        return next(point for point in points if point.name == name).load()
-    except (Exception, SystemExit) as problem:
-        raise DprlhfError(
-            f"the reward plugin {name!r} ({found[0]}) cannot be loaded: {type_and_message(problem)}"
-        ) from problem

@@ -152,7 +152,8 @@ def countdown(
 
     The "Countdown" task: ``(25 - 1) * 2`` makes 48 from 1, 2, 25. The expression is the marked
     answer (:func:`final_answer`), or else the whole completion. It may use each number once, the
-    operations +, −, × and ÷, and brackets; a quotient is exact, never rounded (``//``).
+    operations +, −, × and ÷, and brackets; a quotient is exact, never rounded (``//``). In a row
+    without numbers or answer (null) every completion is wrong.
 
     Args:
         completions: The completions.
@@ -164,8 +165,10 @@ def countdown(
     [1.0, 0.0, 0.0]
     """
 
-    def right(text: str, given: Sequence[int] | str, target: Any) -> bool:
+    def right(text: str, given: Sequence[int] | str | None, target: Any) -> bool:
         written = final_answer(text) or text
+        if given is None or target is None:
+            return False
         if not set(written) <= set("0123456789+-*/(). \t\n") or "//" in written:
             return False
         allowed = json.loads(given) if isinstance(given, str) else given
@@ -182,7 +185,8 @@ def passes_tests(completions: Sequence[Any], tests: Sequence[Any]) -> list[float
     The expression is the marked answer (:func:`final_answer`), or else the whole completion. It is
     written in Python, in the names of a test's inputs; what it may contain stands in
     :mod:`dprlhf.rewards.expressions`. Programs are not offered: to run one safely takes a sandbox
-    of its own and a time limit, and a score may not depend on the clock.
+    of its own and a time limit, and a score may not depend on the clock. In a row without test
+    cases (null, or an empty list) every completion scores 0.
 
     Args:
         completions: The completions.
@@ -197,6 +201,8 @@ def passes_tests(completions: Sequence[Any], tests: Sequence[Any]) -> list[float
 
     def share(text: str, cases: Any) -> float:
         wanted = json.loads(cases) if isinstance(cases, str) else cases
+        if not wanted:
+            return 0.0
         tree = parse(final_answer(text) or text)
         passed = [_same(value_of(tree, inputs), number_of(right)) for inputs, right in wanted]
         return sum(passed) / len(passed)

@@ -130,7 +130,7 @@ def _texts(model: str, revision: str | None, fetch: bool) -> Iterator[Any]:
 def _front_matter(card: str) -> Iterator[Any]:
     if not card.startswith("---\n"):
         return
-    with contextlib.suppress(yaml.YAMLError):
+    with contextlib.suppress(yaml.YAMLError, ValueError):  # the second for 2024-99-99
         told = yaml.safe_load(card[4:].split("\n---", 1)[0])
         if isinstance(told, dict) and KEY in told:
             yield told[KEY]
@@ -143,10 +143,13 @@ def _files(model: str, name: str, revision: str | None, fetch: bool) -> list[Pat
     if model.startswith("asset:") or model.count("/") > 1 or Path(model).is_absolute():
         return []
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 
     try:
         return [Path(hf_hub_download(model, name, revision=revision, local_files_only=not fetch))]
-    except Exception:  # no such file, no connection, no such name: loading the model says which
+    # No such file, no connection, no such name: loading the model says which. Any other error is
+    # not caught: a model without a record passes for one that cost no users anything.
+    except (OSError, EntryNotFoundError, HFValidationError):
         return []
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from dprlhf.errors import DprlhfError
+from dprlhf.rewards.isolation import same_place
 
 Function = Callable[[dict[str, Any]], None]
 
@@ -81,4 +82,5 @@ class _Events:
             self._call("on_train_end")
 
     def _call(self, event: str, **values: Any) -> None:
-        getattr(self._callback, event)(self._args, self._state, self._control, **values)
+        with same_place():
+            getattr(self._callback, event)(self._args, self._state, self._control, **values)

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from dprlhf.data.in_memory import Sources, rows_of
 from dprlhf.data.users import Prompts, Users
@@ -303,7 +304,7 @@ def allowed(candidate: Candidate, recipe: Recipe) -> bool:
     """Return whether a recipe with these settings is valid, whatever the accountant says."""
     try:
         with_choice(recipe, candidate)
-    except ValueError:
+    except ValidationError:
         return False
     return True
 
@@ -312,7 +313,7 @@ def with_choice(recipe: Recipe, candidate: Candidate) -> Recipe:
     """Return a recipe with a candidate's settings, checked.
 
     Raises:
-        ValueError: The recipe does not allow them.
+        ValidationError: The recipe does not allow them.
     """
     values = recipe.model_dump()
     values["rounds"] = candidate.rounds

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from dprlhf.boundary import BoundedSum, Private, Released, open_private, open_released
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.plan import json_ready
+from dprlhf.rewards.isolation import same_place
 from dprlhf.runs.checkpoint import load_checkpoint, save_checkpoint
 from dprlhf.runs.earlier import Record, records_in
 from dprlhf.runs.folder import JsonLines
@@ -95,13 +96,15 @@ def log_metrics(run: Run, metrics: dict[str, Any]) -> None:
     """Write a round's public and released values, and hand them to the callbacks.
 
     A callback gets numbers, also infinity as the ε of a baseline, which the file says in words.
+    The working directory is afterwards what it was: the run folder may have a relative name.
     """
     if run.processes.main:
         in_file = metrics | {"epsilon": json_ready(metrics["epsilon"])}
         JsonLines(run.folder.metrics).write(in_file)
     for callback in run.callbacks:
         run.policy.set_up.put_back()  # it may save the tokenizer, which a reward may have used
-        callback(dict(metrics))
+        with same_place():
+            callback(dict(metrics))
     run.progress.show(metrics)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from dprlhf.errors import DprlhfError
+from dprlhf.rewards.isolation import same_place
 
 NAMES = {
     "private_reward_noised": "reward",
@@ -138,9 +139,10 @@ class Log:
         """
         for callback in self.callbacks:
             before = hooks_of(self.values.get("model"))
-            answer = getattr(callback, event)(
-                self.args, self.state, self.control, **self.values, **values
-            )
+            with same_place():
+                answer = getattr(callback, event)(
+                    self.args, self.state, self.control, **self.values, **values
+                )
             if hooks_of(self.values.get("model")) > before:
                 raise DprlhfError(
                     f"callbacks: {type(callback).__name__} put hooks into the model, as wandb.watch"

@@ -15,5 +15,5 @@ def with_response_template(tokenizer: Any) -> None:
     Hermes models write them (:data:`dprlhf.agents.chat.PLAIN`).
     """
     if getattr(tokenizer, "response_template", None) is None:
-        with contextlib.suppress(ValueError, AttributeError):
+        with contextlib.suppress(ValueError):
             add_response_schema(tokenizer)

@@ -19,7 +19,8 @@ from dprlhf.data.in_memory import rows_of
 from dprlhf.data.loading import load_rows
 from dprlhf.data.public import CONTRASTED, HELD_OUT
 from dprlhf.errors import DprlhfError
-from dprlhf.recipe import Data, Evaluation, Recipe
+from dprlhf.recipe import Data, Recipe
+from dprlhf.recipe.promise import same_rows
 
 SCORING = 256
 """Number of public prompts on which a trial is scored, unless the caller asks for another one."""
@@ -132,12 +133,8 @@ def _spec(recipe: Recipe, file: Path | None) -> Data:
         return given
     place = {"path": str(file), "name": None, "revision": None, "skip": 0, "limit": None}
     spec = given.model_copy(update={**place, "user_column": None})
-    try:  # the same check as that of an evaluation: these rows must not be the users'
-        Recipe.model_validate(
-            {**recipe.model_dump(), "evaluation": Evaluation(data=spec).model_dump()}
-        )
-    except ValueError:
-        raise DprlhfError(f"--public {file}: these are the private users' rows") from None
+    if same_rows(recipe.data, spec):
+        raise DprlhfError(f"--public {file}: these are the private users' rows")
     return spec
 
 
