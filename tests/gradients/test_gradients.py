@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ from dprlhf.gradients.per_user import PerUserGradients
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
 from dprlhf.rollout import Responses
-from helpers import tiny
+from helpers import commands, tiny
 from helpers.autograd import gradient_of_user, relative_error
 from helpers.batches import MIXED, Shape, batch_of
 from helpers.marks import slow
@@ -356,6 +357,42 @@ def test_under_bfloat16_norms_factors_and_sums_are_float32_or_wider(
     # Negative control: bfloat16 was on, and its rounding is far above that tolerance.
     exact, _ = reference_sum(trained_policy(kind, trained), weighted, 1.0)
     assert relative_error(result.bounded.total, exact) > 1e-3
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch before 2.9")
+@pytest.mark.parametrize(
+    "switch",
+    [
+        "torch.backends.fp32_precision = 'tf32'",
+        "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+        "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
+        "torch.backends.cuda.matmul.allow_tf32 = True",
+        "torch.set_float32_matmul_precision('medium')",
+    ],
+)
+def test_a_program_may_lower_the_precision_of_products_in_any_way_that_torch_has(
+    switch: str, tmp_path: Path
+) -> None:
+    """The switches are the process's, so each is tried in one of its own."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"""
+import torch
+from dprlhf.gradients.per_user import _exact
+def kept():
+    return [torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision]
+{switch}
+before = kept()
+assert before != ["none", "none"], before
+with _exact(torch.device("cpu")):
+    assert kept() == ["ieee", "ieee"], kept()
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cuda.matmul.allow_tf32
+assert kept() == before, kept()
+"""
+    )
+    found = commands.python(str(program))
+    assert found.returncode == 0, found.stderr
 
 
 def test_a_gradient_in_bfloat16_is_the_float32_product_of_its_factors() -> None:

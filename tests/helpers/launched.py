@@ -277,9 +277,13 @@ def main(folder: Path) -> None:
     launch(2, folder, "shuffled-2", lambda: train_in_another_order(folder, "shuffled-2"))
     launch(2, folder, "single-2", lambda: train(folder, "single-2", torch.float32))
     launch(1, folder, "single-1", lambda: train(folder, "single-1", torch.float32))
-    os.environ["ACCELERATE_USE_FSDP"] = "true"
+    # What `accelerate launch` sets for FSDP; the second is its default.
+    sharded = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+    os.environ.update(dict.fromkeys(sharded, "true"))
     launch(2, folder, "sharded-2", lambda: train(folder, "sharded-2"))
-    del os.environ["ACCELERATE_USE_FSDP"]
+    launch(2, folder, "reward-sharded-2", lambda: judge(folder, "reward-sharded-2"))
+    for name in sharded:
+        del os.environ[name]
     for name, processes, rank, owner, function in (
         ("worker-killed", 3, "2", reinforcement, "score_private"),  # before the sum of round 2
         ("main-killed", 2, "0", gate, "rounded_gaussian"),  # charged, and its noise not yet drawn

@@ -206,15 +206,16 @@ def test_users_are_shared_out_unevenly_and_one_process_writes_the_ledger(
     assert ledgers[0] == ledgers[1]
 
 
-@pytest.mark.parametrize("stage", ["sft", "reward"])
-def test_a_supervised_stage_in_three_processes_equals_that_of_one(stage: str, folder: Path) -> None:
-    for run in (f"{stage}-1", f"{stage}-3"):
-        assert set(codes(folder, run)) == {0}, (folder / f"{run}-output-0").read_text()[-3000:]
-    one, three = (load_file(folder / f"{stage}-{n}/checkpoint/policy.safetensors") for n in (1, 3))
-    assert one.keys() == three.keys()
+@pytest.mark.parametrize("run", ["sft-3", "reward-3", "reward-sharded-2"])
+def test_a_supervised_stage_in_several_processes_equals_that_of_one(run: str, folder: Path) -> None:
+    runs = (f"{run.split('-')[0]}-1", run)
+    for name in runs:
+        assert set(codes(folder, name)) == {0}, (folder / f"{name}-output-0").read_text()[-3000:]
+    one, several = (load_file(folder / name / "checkpoint/policy.safetensors") for name in runs)
+    assert one.keys() == several.keys()
     for name, expected in one.items():
-        torch.testing.assert_close(three[name], expected, rtol=1e-5, atol=1e-8)
-    ledgers = [(folder / f"{stage}-{n}/ledger.jsonl").read_bytes() for n in (1, 3)]
+        torch.testing.assert_close(several[name], expected, rtol=1e-5, atol=1e-8)
+    ledgers = [(folder / name / "ledger.jsonl").read_bytes() for name in runs]
     assert ledgers[0] == ledgers[1]
 
 

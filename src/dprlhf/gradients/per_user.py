@@ -390,10 +390,20 @@ def _side_by_side(pieces: list[torch.Tensor]) -> torch.Tensor:
 @contextlib.contextmanager
 def _exact(device: torch.device) -> Iterator[None]:
     """Switch off autocast, TF32 and the like: the clip bound does not allow for their rounding."""
-    before = torch.get_float32_matmul_precision()
+    # Since torch 2.9 a program, or transformers' tf32=True, sets this for each backend, after which
+    # the getter for all of them raises. The setter leaves no backend out.
+    newer = hasattr(torch.backends, "fp32_precision")
+    backends = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul] if newer else []
+    before = [backend.fp32_precision for backend in backends]
+    everywhere = None
+    with contextlib.suppress(RuntimeError):
+        everywhere = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        if everywhere is not None:
+            torch.set_float32_matmul_precision(everywhere)
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision

@@ -61,6 +61,10 @@ class Processes:
                     " that per-user gradients are taken from; launch with whole copies of the model"
                     " or with FSDP (distributed_type: FSDP in the config of accelerate)"
                 )
+        if _flag("ACCELERATE_USE_FSDP"):
+            # Accelerate's default: transformers gives weights to the first process alone, for
+            # accelerate to broadcast. Here each process loads them all and keeps its shards.
+            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
         made = cls(
             Accelerator(
                 cpu=not torch.cuda.is_available(),
