@@ -18,7 +18,7 @@ from dprlhf.policies.opacus import without_wrapper
 from dprlhf.policies.peft_configs import adapter_of
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, Recipe, load_any_recipe
 from dprlhf.recipe.supervised import StageRecipe
-from dprlhf.rollout import sample
+from dprlhf.rollout import sample, without_fillers
 from dprlhf.runs.checkpoint import last_checkpoint, load_tuned
 from dprlhf.runs.folder import RunFolder, time_stamp
 from dprlhf.training.build import Callback, hush_libraries, open_run
@@ -291,10 +291,11 @@ def generate(
         raise DprlhfError(f"{folder}: no policy yet; finish the run with: dprlhf resume {folder}")
     policy = load_policy_of(recipe)
     load_tuned(checkpoint, policy)
+    policy.model.to(Processes.connect().device)
     asked = in_memory_prompts(given)
-    one = recipe.rollout.model_copy(
-        update={"responses": 1, "base_policy": "on-policy", "backend": "transformers"}
-    )
+    # The run's batches may have a thousand rows; these need what they fill.
+    one = without_fillers(recipe.rollout, len(asked), 1)
+    one = one.model_copy(update={"backend": "transformers", "cuda_graphs": False})
     texts = {}
     for name in ("base", "tuned"):
         with policy.base() if name == "base" else contextlib.nullcontext():

@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 from dprlhf.api import generate
 from dprlhf.cli.app import app
 from dprlhf.errors import DprlhfError
+from dprlhf.rollout import decoding
 from helpers import runs, tiny
 
 
@@ -43,6 +44,22 @@ def test_prompts_from_anything_that_has_them_one_after_another(run: Path) -> Non
     for wrong in (5, "One day", ({"role": "user", "content": text} for text in "ab")):
         with pytest.raises(DprlhfError, match=r"^prompts: give a list of texts or conversations"):
             generate(run, wrong)  # type: ignore[arg-type]
+
+
+def test_a_batch_has_the_rows_that_the_prompts_fill(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's batches may have a thousand, and sample one prompt and 999 fillers."""
+    shapes = []
+
+    def forward(policy: Any, ids: Any, mask: Any) -> Any:
+        shapes.append(len(ids))
+        return prefill(policy, ids, mask)
+
+    prefill = decoding._prefill
+    monkeypatch.setattr(decoding, "_prefill", forward)
+    generate(run, ["One day"])
+    assert shapes == [1, 1]
 
 
 @pytest.mark.slow

@@ -81,12 +81,34 @@ def test_a_resumed_run_weighs_its_rewards_as_before() -> None:
         (None, "give it again to resume"),
         (length, "has 2 rewards, not 1"),
         ([length, "org/other"], r"rewards.1 of this run is 'org/model', not 'org/other'"),
-        ([(length, 2), "org/model"], r"rewards.0 of this run has the weight 0.5, not 2"),
+        ([(length, 2), "org/model"], r"rewards.0 of this run has weight 0.5, not 2"),
     ):
         with pytest.raises(DprlhfError, match=text):
             rewards_of(specs, None if reward is None else given_rewards(reward))
 
 
-def test_an_older_run_has_one_entry_for_all_rewards_given_in_python() -> None:
-    both = rewards_of([Reward(function=IN_MEMORY)], given_rewards([length, (vowels, 2)]))
-    assert [(one.given, one.settings.weight) for one in both] == [(length, 1.0), (vowels, 2.0)]
+def test_a_resumed_run_gets_no_further_reward() -> None:
+    """Its card says what the first one was fitted on, and nothing of the second."""
+    leaky = Reward(function="rewards.py:length", trained_on_private_users=True)
+    for more in ((vowels, 2), "org/model", leaky):
+        with pytest.raises(DprlhfError, match="has 1 rewards, not 2"):
+            rewards_of([Reward(function=IN_MEMORY)], given_rewards([length, more]))
+
+
+@pytest.mark.parametrize(
+    ("changed", "value"),
+    [
+        ("trained_on_private_users", True), ("per_user", True), ("by_turn", True),
+        ("times_column", "gender"), ("label", "positive"), ("text", "completion"),
+        ("max_tokens", 64), ("batch_size", 8), ("weight", 2.0),
+    ],
+)  # fmt: skip
+def test_a_resumed_run_keeps_what_its_card_and_rounds_go_by(changed: str, value: Any) -> None:
+    named: dict[str, Any] = {"function": "rewards.py:length"}
+    if changed in ("label", "text", "max_tokens", "batch_size"):
+        named = {"classifier": "org/model"}
+    was, now = Reward(**named), Reward(**named, **{changed: value})
+    with pytest.raises(DprlhfError, match=f"rewards.0 of this run has {changed} .*, not "):
+        rewards_of([was], given_rewards(now))
+    assert rewards_of([now], given_rewards(now))[0].settings == now
+    assert rewards_of([now], given_rewards(was))[0].settings == now  # left at its default

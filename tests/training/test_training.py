@@ -924,14 +924,23 @@ def test_who_changes_the_working_directory_leaves_the_run_in_its_folder(
     assert (here / "run" / "policy").is_dir()
 
 
+def spread_over(model: Any) -> Any:
+    """Mark a model as ``device_map`` does that found no room for it on the GPU alone."""
+    model.hf_device_map = {"transformer.h.0": 0, "transformer.h.1": "cpu"}
+    return model
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["no head", "encoder and decoder", "inference", "wrapped", "path"])
+@pytest.mark.parametrize(
+    "kind", ["no head", "encoder and decoder", "inference", "spread", "wrapped", "path"]
+)
 def test_what_can_be_given_as_a_model(model: str, kind: str, tmp_path: Path) -> None:
     sizes = {"vocab_size": 257, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1}
     make: Any = {
         "no head": lambda: tiny.model("gpt2").transformer,
         "encoder and decoder": lambda: T5ForConditionalGeneration(T5Config(**sizes)),
         "inference": lambda: tiny.model("gpt2"),
+        "spread": lambda: spread_over(tiny.model("gpt2")),
         "wrapped": lambda: torch.nn.DataParallel(tiny.model("gpt2")),
         "path": lambda: Path(model),
     }
@@ -942,7 +951,10 @@ def test_what_can_be_given_as_a_model(model: str, kind: str, tmp_path: Path) -> 
     if kind in ("wrapped", "path"):
         dprlhf.train(output_dir=tmp_path / "run", **given)
         return
-    wrong = {"inference": "takes no gradients"}.get(kind, "is no causal language model")
+    wrong = {
+        "inference": "takes no gradients",
+        "spread": "device_map spread it over 0, cpu: load it without device_map",
+    }.get(kind, "is no causal language model")
     with pytest.raises(DprlhfError, match=wrong):
         dprlhf.train(output_dir=tmp_path / "run", **given)
     assert not (tmp_path / "run").exists()

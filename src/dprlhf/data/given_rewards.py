@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -113,7 +114,9 @@ def is_model(value: Any) -> bool:
 def rewards_of(specs: Sequence[Reward], given: Sequence[GivenReward] | None) -> list[GivenReward]:
     """Pair each reward of a run's recipe with the object that the program passes for it.
 
-    The recipe's settings hold, so that a resumed run weighs its rewards as before.
+    The recipe's settings hold, so that a resumed run weighs its rewards as before, and so that its
+    privacy card stays true: a further reward, or one that is declared otherwise, may have been
+    fitted on the users. A setting that is left at its default is not compared.
 
     Raises:
         DprlhfError: A resumed run needs an object again, or gets other rewards than it had.
@@ -122,8 +125,6 @@ def rewards_of(specs: Sequence[Reward], given: Sequence[GivenReward] | None) -> 
         if any(spec.function == IN_MEMORY for spec in specs):
             raise DprlhfError("this run's reward was given in Python: give it again to resume()")
         return [GivenReward(spec) for spec in specs]
-    if len(specs) == 1 and specs[0].function == IN_MEMORY and len(given) > 1:
-        return list(given)  # one entry stands for all of them
     if len(specs) != len(given):
         raise DprlhfError(f"this run has {len(specs)} rewards, not {len(given)}: give the same")
     for i, (spec, one) in enumerate(zip(specs, given, strict=True)):
@@ -131,11 +132,14 @@ def rewards_of(specs: Sequence[Reward], given: Sequence[GivenReward] | None) -> 
             raise DprlhfError(
                 f"rewards.{i} of this run is {spec.name!r}, not {one.settings.name!r}"
             )
-        if one.settings.weight not in (1.0, spec.weight):
-            raise DprlhfError(
-                f"rewards.{i} of this run has the weight {spec.weight:g}, not"
-                f" {one.settings.weight:g}"
-            )
+        for name, field in Reward.model_fields.items():
+            was, now = getattr(spec, name), getattr(one.settings, name)
+            unsaid = (field.default, WHOLE_TEXT) if name == "max_tokens" else (field.default,)
+            if now not in (was, *unsaid):
+                raise DprlhfError(
+                    f"rewards.{i} of this run has {name} {json.dumps(was)}, not {json.dumps(now)}:"
+                    " give the same"
+                )
     return [
         GivenReward(spec, one.given, one.tokenizer) for spec, one in zip(specs, given, strict=True)
     ]

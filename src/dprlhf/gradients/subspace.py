@@ -12,7 +12,7 @@ rows alone, and the clip bounds it by S, whatever P and a are.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,6 +34,10 @@ class Subspace:
     def rank(self) -> int:
         """The number p of directions."""
         return len(self.directions)
+
+    def on(self, device: torch.device) -> Subspace:
+        """Return the same subspace with its directions on a device."""
+        return replace(self, directions=self.directions.to(device))
 
     def coordinates(self, vectors: torch.Tensor) -> torch.Tensor:
         """Return a · P v for each user's vector, ``[users, p]``, from ``[users, dimension]``."""

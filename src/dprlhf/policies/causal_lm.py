@@ -96,18 +96,20 @@ class CausalLMPolicy:
         A sampler, a reward or a callback may call ``model.train()``. Dropout draws the masks of a
         batch together, so that one user's row would change the gradient of every other user.
         """
+        modules = list(self.model.modules())  # to walk them takes ms, and a token is one pass
+
+        def evaluate(*_: Any) -> None:
+            if sum(module.training for module in modules) != len(self._recomputed):
+                self.model.eval()
+                for layer in self._recomputed:
+                    layer.training = True
+
         body = getattr(self.network, "base_model", self.network)  # every pass goes through it
-        hook = body.register_forward_pre_hook(lambda module, inputs: self._evaluate())
+        hook = body.register_forward_pre_hook(evaluate)
         try:
             yield
         finally:
             hook.remove()
-
-    def _evaluate(self) -> None:
-        if sum(module.training for module in self.model.modules()) != len(self._recomputed):
-            self.model.eval()
-            for layer in self._recomputed:
-                layer.training = True
 
     @property
     def network(self) -> Any:

@@ -215,9 +215,11 @@ class Kept:
         """Return whether the policy has the parameters that were sampled with."""
         if policy.is_base:
             return self.base
-        return self.state is not None and all(
-            torch.equal(self.state[n], p) for n, p in policy.parameters.items()
-        )
+        if self.state is None:
+            return False
+        # Read once: to read each of hundreds of answers would wait for the accelerator each time.
+        same = [(self.state[name] == p).all() for name, p in policy.parameters.items()]
+        return bool(torch.stack(same).all())
 
 
 def keep(policy: Any, *, gradients: bool) -> Kept | None:

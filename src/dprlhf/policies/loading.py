@@ -90,7 +90,7 @@ def _check_tokenizer(tokenizer: Any) -> None:
 
 
 def _check_model(model: Any, *, whole: bool) -> None:
-    """Refuse an object that is no causal language model, or takes no gradients where it should."""
+    """Refuse an object that is no causal language model, is spread over devices, or is frozen."""
     if model.config.is_encoder_decoder or not hasattr(model, "prepare_inputs_for_generation"):
         raise DprlhfError(
             f"model: a {type(model).__name__} is no causal language model: load it with"
@@ -100,6 +100,14 @@ def _check_model(model: Any, *, whole: bool) -> None:
         raise DprlhfError(
             "model: it was made inside torch.inference_mode(), so that it takes no gradients: make"
             " it outside"
+        )
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    if len(places) > 1 or "disk" in places:
+        raise DprlhfError(
+            f"model: device_map spread it over {', '.join(sorted(places))}: load it without"
+            " device_map, and share a large one out among GPUs with FSDP"
+            " (recipes/accelerate/eight_gpus_sharded.yaml), or load it in 4 bit"
+            " (policy.quantization)"
         )
     if whole:
         _check_unfrozen(model)

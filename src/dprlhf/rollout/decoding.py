@@ -337,6 +337,9 @@ def batch_size(policy: CausalLMPolicy, *, prompt: int, response: int, rows: floa
     most = _CPU_ROWS
     if policy.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(policy.device)
+        # What an earlier run of this process has given back is still in torch's own hands.
+        free += torch.cuda.memory_reserved(policy.device)
+        free -= torch.cuda.memory_allocated(policy.device)
         most = max(1, free // 2 // bytes_per_row(policy, 1 + prompt + response))
     needed = 1 << max(0, math.ceil(rows) - 1).bit_length()
     return min(needed, 1 << (most.bit_length() - 1))

@@ -99,6 +99,7 @@ def engine(policy: CausalLMPolicy) -> Any:
             f"rollout.backend vllm: version {vllm.__version__} has no batch-invariant mode;"
             f" upgrade with {_INSTALL}"
         )
+    torch.cuda.empty_cache()  # what torch holds without need, another process cannot have
     free, total = torch.cuda.mem_get_info(policy.device)
     try:
         made = vllm.LLM(

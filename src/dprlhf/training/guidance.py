@@ -88,6 +88,8 @@ class Guidance:
         """Return the subspace of round ``batch.t``; every process calls this and gets the same."""
         if self._subspace is None or (batch.t - 1) % self._settings.refresh == 0:
             self._subspace = self._fit(run, batch, scorer, critic)
+        # Where users' gradients are: they may be millions of numbers, in each micro-batch.
+        self._subspace = self._subspace.on(run.policy.device)
         return self._subspace
 
     def _fit(self, run: Run, batch: Batch, scorer: Scorer, critic: Critic | None) -> Subspace:
@@ -210,7 +212,7 @@ class Guidance:
         if self._subspace is None:
             return {}
         scale = torch.tensor([self._subspace.scale], dtype=torch.float64)
-        return {"directions": self._subspace.directions, "scale": scale}
+        return {"directions": self._subspace.directions.cpu(), "scale": scale}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
         """Restore what :meth:`state` returned."""

@@ -208,8 +208,13 @@ class Reinforcement:
         return too_long(policy, prompts.prompts, self.recipe.data.max_prompt_tokens)
 
     def settle(self, parts: Parts) -> None:
-        """Decide the rollout's batch size, the adapter's start and the clip norm."""
+        """Load the rewards; decide the rollout's batch size, the adapter's start, the clip norm."""
         plan, policy, public, processes = parts.plan, parts.policy, parts.public, parts.processes
+        # A reward model takes its memory before it is found out how many responses fit into it.
+        self.rewards = load_rewards(
+            self.recipe.rewards, self._sources.rewards, device=processes.device
+        )
+        check_times_columns(self.rewards, parts.users.column_names)
         self.recipe = processes.on_main(
             lambda: with_batch_size(self.recipe, plan, policy, processes.count)
         )
@@ -245,10 +250,8 @@ class Reinforcement:
         self.recipe = self.recipe.model_copy(update=sizes)
 
     def load(self, parts: Parts) -> None:
-        """Load and check the rewards; make the critic and the telemetry coordinates."""
+        """Check the rewards; make the critic and the telemetry coordinates."""
         recipe, plan, policy, processes = self.recipe, parts.plan, parts.policy, parts.processes
-        loaded = load_rewards(recipe.rewards, self._sources.rewards, device=processes.device)
-        check_times_columns(loaded, parts.users.column_names)
         rows = plan.expected_batch_size * recipe.rollout.responses / processes.count
         self._state = RoundState(0, plan.rounds, recipe.privacy.participations)
         if isinstance(self.agent, AgentSampler):
@@ -256,7 +259,7 @@ class Reinforcement:
         if policy.sampler is not None:
             check_apart(policy, recipe.rollout, self.known, recipe.data.max_prompt_tokens)
         self.spread = check_rewards(
-            loaded,
+            self.rewards,
             policy,
             recipe,
             self.known,
@@ -272,7 +275,7 @@ class Reinforcement:
             r.one_user_at_a_time()
             if r.name in rounded
             else r.in_calls_of(self.spread.checked_rows.get(r.name, 0))
-            for r in loaded
+            for r in self.rewards
         ]
         self.rewards = [r.publishing(self.spread.published.get(r.name, ())) for r in self.rewards]
         self.scorer = Scorer(self.rewards, recipe.reward_range, state=self._state)

@@ -209,12 +209,12 @@ class Critic:
         found = torch.zeros(len(prompts), len(self.centre), dtype=torch.float64)
         lengths = np.array([len(p) for p in prompts], dtype=np.int64)
         widths = padded_width(lengths, self._max_prompt_tokens)
-        for row, (prompt, width) in enumerate(zip(prompts, widths, strict=True)):
-            tokens = torch.zeros((1, int(width)), dtype=torch.long)
-            mask = torch.zeros_like(tokens)
-            tokens[0, -len(prompt) :] = torch.tensor(prompt)
-            mask[0, -len(prompt) :] = 1
-            with policy.base():
+        with policy.base():
+            for row, (prompt, width) in enumerate(zip(prompts, widths, strict=True)):
+                tokens = torch.zeros((1, int(width)), dtype=torch.long)
+                mask = torch.zeros_like(tokens)
+                tokens[0, -len(prompt) :] = torch.tensor(prompt)
+                mask[0, -len(prompt) :] = 1
                 states = policy.last_states(tokens.to(policy.device), mask.to(policy.device))
-            found[row] = states[0].double().cpu()
+                found[row] = states[0].double().cpu()
         return found
