@@ -23,6 +23,7 @@ from dprlhf.recipe.loading import (
     load_recipe,
     make_recipe,
 )
+from dprlhf.recipe.no_effect import without_effect
 from dprlhf.recipe.policy import Adapter, Policy, Source
 from dprlhf.recipe.privacy import Auto, Privacy
 from dprlhf.recipe.private_update import Critic, Oracle, PrivateUpdate, TrustRegion
@@ -102,4 +103,5 @@ __all__ = [
     "load_recipe",
     "make_recipe",
     "update_plugin",
+    "without_effect",
 ]

@@ -11,6 +11,8 @@ from typing import Literal
 
 AdapterType = Literal["lora", "ffa-lora", "lora-xs", "vera", "ia3", "norms", "biases", "full"]
 
+_PLACES = frozenset({"target_modules", "layers"})
+
 
 @dataclass(frozen=True)
 class AdapterKind:
@@ -18,20 +20,20 @@ class AdapterKind:
 
     Attributes:
         description: What a model card says that ``policy/`` holds; ``{rank}`` is filled in.
-        takes: Which of ``rank``, ``alpha``, ``use_rslora``, ``use_dora`` and ``init`` have an
-            effect.
+        takes: Which of ``rank``, ``alpha``, ``use_rslora``, ``use_dora``, ``init``,
+            ``target_modules`` and ``layers`` have an effect.
         experimental: Whether no published experiment measures it yet.
         needs_weights: Whether building or differentiating it reads the weights of the layers that
             it adapts, which a quantised layer does not hold as numbers.
     """
 
     description: str
-    takes: frozenset[str] = frozenset()
+    takes: frozenset[str] = _PLACES
     experimental: bool = False
     needs_weights: bool = False
 
 
-_SCALED = frozenset({"rank", "alpha", "use_rslora"})
+_SCALED = _PLACES | {"rank", "alpha", "use_rslora"}
 _PLAIN = _SCALED | {"use_dora", "init"}
 
 ADAPTERS: dict[AdapterType, AdapterKind] = {
@@ -48,14 +50,14 @@ ADAPTERS: dict[AdapterType, AdapterKind] = {
     ),
     "vera": AdapterKind(
         "A VeRA adapter (rank {rank}, two trained vectors for each layer)",
-        frozenset({"rank"}),
+        _PLACES | {"rank"},
         experimental=True,
         needs_weights=True,
     ),
     "ia3": AdapterKind("An IA3 adapter (trained scales)", experimental=True, needs_weights=True),
     "norms": AdapterKind("Trained norm layers (PEFT's LN tuning)", experimental=True),
     "biases": AdapterKind("Trained biases (stored as LoRA whose B is zero)", experimental=True),
-    "full": AdapterKind("All weights (full fine-tuning)", experimental=True),
+    "full": AdapterKind("All weights (full fine-tuning)", frozenset(), experimental=True),
 }
 
 FORMER_NAMES = {"lora-b": "ffa-lora"}

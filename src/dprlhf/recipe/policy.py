@@ -96,7 +96,7 @@ class Adapter(Settings):
 
     @model_validator(mode="after")
     def _settings_of_type(self) -> Adapter:
-        for name in ("rank", "alpha", "use_rslora", "use_dora", "init"):
+        for name in sorted(frozenset.union(*(kind.takes for kind in ADAPTERS.values()))):
             changed = getattr(self, name) != type(self).model_fields[name].default
             if changed and name not in ADAPTERS[self.type].takes:
                 types_ = ", ".join(t for t, kind in ADAPTERS.items() if name in kind.takes)

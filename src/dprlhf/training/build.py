@@ -31,7 +31,7 @@ from dprlhf.privacy.ledger import opened_terms
 from dprlhf.privacy.partition import allocate
 from dprlhf.privacy.plan import Plan, check_promise, make_plan
 from dprlhf.privacy.relations import Adjacency
-from dprlhf.recipe import AnyRecipe, Recipe, experimental
+from dprlhf.recipe import AnyRecipe, Recipe, experimental, without_effect
 from dprlhf.rewards.isolation import captured
 from dprlhf.runs.budget import NO_BOOK, follow, reserve
 from dprlhf.runs.card import released_dimension
@@ -327,7 +327,8 @@ def _open_gate(
     recipe = parts.recipe
     for feature in experimental(recipe):
         print(f"dprlhf: experimental: {feature}", file=sys.stderr)
-    for warning in parts.plan.warnings(released_dimension(recipe, parts.policy.dimension)):
+    warnings = parts.plan.warnings(released_dimension(recipe, parts.policy.dimension))
+    for warning in without_effect(recipe) + warnings:
         print(f"dprlhf: warning: {warning}", file=sys.stderr)
     ledger = open_ledger(recipe, parts.plan, folder, key, parts.users, parts.earlier)
     stack.callback(ledger.close)

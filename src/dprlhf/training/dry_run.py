@@ -12,7 +12,7 @@ from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.gaussian import upwards
 from dprlhf.privacy.plan import Plan
-from dprlhf.recipe import AnyRecipe, Recipe, experimental
+from dprlhf.recipe import AnyRecipe, Recipe, experimental, without_effect
 from dprlhf.recipe.supervised import StageRecipe
 from dprlhf.runs.card import released_dimension
 from dprlhf.runs.earlier import total
@@ -122,7 +122,7 @@ def _terms(recipe: AnyRecipe, parts: Parts) -> dict[str, Any]:
         "device": str(policy.device),
         "memory_bytes": _memory(policy.device),
         "experimental": list(experimental(recipe)),
-        "warnings": plan.warnings(dimension),
+        "warnings": without_effect(recipe) + plan.warnings(dimension),
     }
 
 

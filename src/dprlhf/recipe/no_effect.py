@@ -1,0 +1,51 @@
+"""Settings that a recipe changes, and that its other settings leave without effect.
+
+They are told and not refused: often one key of a recipe is changed on the command line, such as
+``optimizer.name``, and those that belonged to its old value stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from dprlhf.recipe.base import Settings
+from dprlhf.recipe.loading import AnyRecipe
+from dprlhf.recipe.rl import Recipe
+
+
+def without_effect(recipe: AnyRecipe) -> list[str]:
+    """Return a sentence for each changed setting that has no effect in this recipe."""
+    return [f"{key} has no effect {where}" for key, where in _found(recipe)]
+
+
+def _found(recipe: AnyRecipe) -> Iterator[tuple[str, str]]:
+    optimizer = recipe.optimizer
+    if optimizer.name in ("adam", "adam-corrected") and _changed(optimizer, "momentum"):
+        yield "optimizer.momentum", f"with optimizer.name {optimizer.name}, whose is betas"
+    if optimizer.name != "adam-corrected" and _changed(optimizer, "noise_floor"):
+        yield "optimizer.noise_floor", f"with optimizer.name {optimizer.name}"
+    data = recipe.data
+    if data.user_column is None and _changed(data, "max_prompts_per_user"):
+        yield "data.max_prompts_per_user", "without data.user_column: each row is a user"
+    if Path(data.path).is_file():
+        for name in ("name", "split"):
+            if _changed(data, name):
+                yield f"data.{name}", "on a single file, all of whose rows are read"
+    if isinstance(recipe, Recipe):
+        yield from _of_rounds(recipe)
+
+
+def _of_rounds(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    if recipe.kl.level == "token" and recipe.kl.beta == 0:
+        yield "kl.level", "with kl.beta 0"
+    oracle = recipe.update.least_squares
+    if oracle is not None:
+        others = ("steps", "step_size") if oracle.closed_form else ("ridge", "damping")
+        for name in others:
+            if _changed(oracle, name):
+                yield f"update.oracle.{name}", f"with update.oracle.name {oracle.name}"
+
+
+def _changed(section: Settings, name: str) -> bool:
+    return bool(getattr(section, name) != type(section).model_fields[name].default)
