@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from dprlhf import hardware
-from dprlhf.hardware import from_device, to_device
+from dprlhf.hardware import forked_rng, from_device, to_device
 from dprlhf.runs import measurements
 
 
@@ -107,3 +109,26 @@ def test_a_figure_names_the_gpu_that_the_process_has_used(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "An H1000")
     assert ", An H1000, Python " in measurements.machine()
+
+
+def test_random_numbers_of_the_gpu_in_use_alone_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all GPUs would start up each, and torch warns of it."""
+    kept = []
+
+    @contextlib.contextmanager
+    def fork(devices: list[int]) -> Iterator[None]:
+        kept.append(devices)
+        yield
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.random, "fork_rng", fork)
+        patched.setattr(torch.cuda, "is_available", lambda: True)
+        patched.setattr(torch.cuda, "current_device", lambda: 3)
+        with forked_rng():
+            pass
+    assert kept == [[3]]
+    before = torch.get_rng_state()
+    with forked_rng():
+        torch.manual_seed(5)
+        torch.randn(3)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -74,6 +74,19 @@ def as_usual(device_type: str) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def forked_rng() -> Iterator[None]:
+    """Leave torch's random numbers, of the CPU and of the GPU in use, as they were before.
+
+    ``torch.random.fork_rng`` by itself would start up all GPUs, and warn that it does.
+    """
+    import torch
+
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        yield
+
+
 def native_dtype(device_type: str | None = None) -> torch.dtype:
     """Return bfloat16 where a device computes in it faster, else float32.
 

@@ -32,6 +32,7 @@ from torch import nn
 
 from dprlhf import recipe
 from dprlhf.errors import DprlhfError, one_line
+from dprlhf.hardware import forked_rng
 from dprlhf.recipe.adapters import ADAPTERS, AdapterType
 
 
@@ -63,7 +64,7 @@ def add_adapter(
                 " take lora, ffa-lora or biases"
             )
     built = _ADAPTERS[adapter.type]
-    with torch.random.fork_rng(), quiet_peft():
+    with forked_rng(), quiet_peft():
         torch.manual_seed(seed)
         try:
             config = built.config(model, adapter, seed)

@@ -12,6 +12,7 @@ from torch import nn
 
 from dprlhf import recipe
 from dprlhf.errors import DprlhfError, one_line
+from dprlhf.hardware import forked_rng
 from dprlhf.hub import check_reachable, pinned
 from dprlhf.policies.adapters import add_adapter
 from dprlhf.policies.causal_lm import CausalLMPolicy
@@ -167,7 +168,7 @@ def load_classifier(
 
     from dprlhf.assets import resolve
 
-    with torch.random.fork_rng():
+    with forked_rng():
         torch.manual_seed(seed)
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             resolve(spec.model_name_or_path),
