@@ -924,6 +924,26 @@ def test_who_changes_the_working_directory_leaves_the_run_in_its_folder(
     assert (here / "run" / "policy").is_dir()
 
 
+def test_libraries_are_hushed_before_any_of_them_is_asked(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT, which transformers' callbacks load, warned at each start of a kernel that it lacks."""
+    order = []
+
+    def quiet() -> None:
+        order.append("hush")
+
+    def asked(callbacks: Any) -> Any:
+        order.append("transformers")
+        raise DprlhfError("enough")
+
+    monkeypatch.setattr(build, "hush_libraries", quiet)
+    monkeypatch.setattr(build, "taken", asked)
+    with pytest.raises(DprlhfError, match="enough"):
+        dprlhf.train(output_dir=tmp_path / "run", **settings(model, **FEW))
+    assert order == ["hush", "transformers"]
+
+
 def spread_over(model: Any) -> Any:
     """Mark a model as ``device_map`` does that found no room for it on the GPU alone."""
     model.hf_device_map = {"transformer.h.0": 0, "transformer.h.1": "cpu"}

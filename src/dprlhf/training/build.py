@@ -179,6 +179,7 @@ def open_run(
     Raises:
         DprlhfError: Something that the recipe names is wrong, or the folder is another run's.
     """
+    hush_libraries()  # before transformers is asked for its callbacks, for which it loads PEFT
     processes = Processes.connect()
     callbacks = taken(callbacks)
     if create:
