@@ -24,8 +24,8 @@ from dprlhf.policies.loading import load_policy
 from dprlhf.recipe import DPORecipe, PreferencePairs
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import log_ratio_to_base
+from dprlhf.training.example_tokens import after_start, completion_tokens, end_token, pack, too_long
 from dprlhf.training.supervised import Supervised
-from dprlhf.training.tasks import after_start, completion_tokens, end_token, pack, too_long
 
 Array = NDArray[np.float64]
 

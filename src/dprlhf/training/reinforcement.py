@@ -48,6 +48,7 @@ from dprlhf.runs.checkpoint import Stateful
 from dprlhf.runs.folder import JsonLines, RunFolder, write_json
 from dprlhf.training.evaluate import Evaluated, compared, comparison_metrics, evaluate
 from dprlhf.training.evaluation_files import figures, first_samples, samples
+from dprlhf.training.example_tokens import check_template, too_long
 from dprlhf.training.guidance import Guidance
 from dprlhf.training.judging import judge_scorers
 from dprlhf.training.made_up_rounds import Shapes
@@ -62,7 +63,6 @@ from dprlhf.training.policy_setup import (
 from dprlhf.training.processes import Processes
 from dprlhf.training.reward_setup import call_size, check_rewards, check_times_columns
 from dprlhf.training.run import Batch, Outcome, Parts, Run
-from dprlhf.training.tasks import check_template, too_long
 from dprlhf.training.timing import seconds_a_response, seconds_a_round
 from dprlhf.updates import PrivateRound, find_update
 from dprlhf.updates.adaptive_clip import AdaptiveClip
