@@ -393,7 +393,8 @@ def _exact(device: torch.device) -> Iterator[None]:
     # Since torch 2.9 a program, or transformers' tf32=True, sets this for each backend, after which
     # the getter for all of them raises. The setter leaves no backend out.
     newer = hasattr(torch.backends, "fp32_precision")
-    backends = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul] if newer else []
+    mkldnn: Any = torch.backends.mkldnn  # its types lack matmul
+    backends = [torch.backends.cuda.matmul, mkldnn.matmul] if newer else []
     before = [backend.fp32_precision for backend in backends]
     everywhere = None
     with contextlib.suppress(RuntimeError):
