@@ -210,7 +210,10 @@ class PerUserGradients:
 
     @property
     def grows(self) -> bool:
-        """Whether a further pass over the same users keeps more than there is now."""
+        """Whether another pass over the same users adds to memory.
+
+        It does if some layers hold inputs and output gradients until the norms are known.
+        """
         return bool(self._factors)
 
     # --- hooks: recording inputs and output gradients ----------------------------------------

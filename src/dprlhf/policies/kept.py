@@ -388,7 +388,10 @@ def _at(places: NDArray[np.int64]) -> Any:
 
 
 def _passed_on(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stand in for a layer whose output nothing reads."""
+    """Return a layer's input unchanged, in place of a layer whose output is not needed.
+
+    That is a frozen layer below the lowest trained one, whose input has been kept.
+    """
     return hidden_states
 
 

@@ -209,7 +209,11 @@ def _growing_steps(
     num_generations: int,
     max_new_tokens: int,
 ) -> Steps:
-    """Return steps that grow, and give the prompts' cache their rows and room for all of them."""
+    """Return decoding steps over a key-value cache that grows by one token a step and response.
+
+    The prompts' cache is expanded to the rows of the steps (one for each response, or for several
+    that share their prompt's keys and values), and its memory is reserved.
+    """
     steps = Steps(policy, mask, num_generations, max_new_tokens)
     cache.reorder_cache(steps.prompt_of_row)
     # The last tokens are not read; of a single one, the trial of the last step reads it.

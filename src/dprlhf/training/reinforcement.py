@@ -238,7 +238,7 @@ class Reinforcement:
         )
 
     def lay_out(self, shapes: Shapes) -> None:
-        """Take the batch sizes of sampling and of the update."""
+        """Replace the micro-batch sizes by those that the startup check chose."""
         sizes: dict[str, Any] = {"update": shapes.update}
         if shapes.rollout is not None:
             sizes["rollout"] = shapes.rollout

@@ -247,7 +247,7 @@ class Supervised:
         )
 
     def lay_out(self, shapes: Shapes) -> None:
-        """Take the batch size of the update."""
+        """Replace the micro-batch size by the one that the startup check chose."""
         self.recipe = self.recipe.model_copy(update={"update": shapes.update})
 
     def load(self, parts: Parts) -> None:

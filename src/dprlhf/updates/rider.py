@@ -20,7 +20,10 @@ Array = NDArray[np.float64]
 
 
 class Rider(Protocol):
-    """Coordinates that ride along, and what the server does with their release."""
+    """Extra coordinates appended to each user's vector in a round's first release.
+
+    They are statistics such as its mean reward, within the same clip norm and noise.
+    """
 
     @property
     def norm(self) -> float:
