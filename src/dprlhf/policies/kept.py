@@ -212,7 +212,7 @@ class Kept:
         return Kept(**{**vars(self), "batch": self.batch[rows], "place": self.place[rows]})
 
     def fits(self, policy: Any) -> bool:
-        """Return whether the policy has the parameters that were sampled with."""
+        """Return whether the policy still has the parameters that computed the kept outputs."""
         if policy.is_base:
             return self.base
         return self.state is not None and all(
@@ -221,7 +221,7 @@ class Kept:
 
 
 def keep(policy: Any, *, gradients: bool) -> Kept | None:
-    """Return where sampling keeps what it computes; None for a model that is not tested for it.
+    """Return an empty store for the outputs that sampling computes; None for an untested model.
 
     Args:
         policy: The policy that will sample, as it is now.
@@ -247,7 +247,7 @@ def _adds_nothing(policy: Any) -> bool:
 def _keeping(
     name: str, layout: Layout, found: dict[str, torch.Tensor], calls: dict[str, int]
 ) -> Callable[[Any, Any, torch.Tensor], None]:
-    """Return a hook that keeps a layer's output, of the prompts first and then of each step."""
+    """Return a forward hook that stores a layer's output: of the prompts, then of each step."""
     size, columns, together = layout.prompts, layout.columns, layout.together
     own = layout.length - 1
 
@@ -309,7 +309,7 @@ class Replay:
         self._rows = [(b, np.flatnonzero(batch == b)) for b in np.unique(batch).tolist()]
 
     def fits(self, policy: Any) -> bool:
-        """Return whether the policy has the parameters that were sampled with."""
+        """Return whether the policy still has the parameters that computed the kept outputs."""
         return self._kept.fits(policy)
 
     def of_tokens(self, name: str) -> torch.Tensor:
@@ -347,10 +347,10 @@ class Replay:
 
     @contextlib.contextmanager
     def replacing(self, policy: Any) -> Iterator[None]:
-        """Let the layers take what is kept, in a forward pass within the context.
+        """Let layers return their kept outputs in forward passes within the context.
 
-        All of it where :meth:`fits`; otherwise only the input of the lowest trained layer, which
-        no trained parameter moves.
+        All outputs are used if the parameters are those of sampling (:meth:`fits`); otherwise only
+        the input of the lowest trained layer, which no trained parameter influences.
         """
         kept, parts = self._kept, self._kept.parts
         replaced: dict[nn.Module, Callable[..., Any]] = {}

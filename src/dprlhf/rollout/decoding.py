@@ -228,7 +228,7 @@ def _filled(
     num_generations: int,
     max_new_tokens: int,
 ) -> Steps:
-    """Return the steps, and take the cache as filled up to the last of them."""
+    """Return decoding steps, with the cache as long as at the last of them, to try its shape."""
     steps = _growing_steps(policy, mask, cache, num_generations, max_new_tokens)
     missing = max(max_new_tokens - 2, 0) * steps.shared
     for layer in getattr(cache, "layers", []):

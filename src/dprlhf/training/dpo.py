@@ -93,7 +93,7 @@ class PreferredAnswers:
         return [loss, chosen, rejected, margins, (margins > 0).astype(np.float64)]
 
     def _shares(self, encoded: Responses) -> Array:
-        """Return what each row's sum over tokens is multiplied by, ``[rows]``."""
+        """Return the factor of each row's sum over tokens, ``[rows]``: 1/tokens for IPO, else 1."""
         if self._update.loss_type != "ipo":
             return np.ones(len(encoded.user))
         tokens = encoded.response_mask.sum(1).numpy()

@@ -141,7 +141,7 @@ def _sentence(policy: CausalLMPolicy, shapes: Shapes, layout: str) -> str:
 
 
 def _outcome(policy: CausalLMPolicy, shapes: Shapes) -> tuple[str | None, DprlhfError | None]:
-    """Return what moved with its batch, and the setting that took too much memory."""
+    """Return the phase whose values change with the batch, and the error of a shape too large."""
     key = _key(policy, shapes)
     if key in _KNOWN:
         return _KNOWN[key], None

@@ -426,7 +426,7 @@ class Reinforcement:
         return found
 
     def seconds_a_round(self, run: Run) -> float | None:
-        """Time the phases of a response on public prompts; None where a subspace's will be."""
+        """Time a response's phases on public prompts; None if fitting a subspace will time them."""
         if self.public is None or self.guidance is not None:
             return None
         self.timing = seconds_a_response(
@@ -435,7 +435,7 @@ class Reinforcement:
         return seconds_a_round(self.recipe, run.plan, self.timing)
 
     def _expect(self, run: Run, seconds: dict[str, float]) -> None:
-        """Take how long each phase of a response took on the first subspace's public prompts."""
+        """Estimate the remaining time from the phases of the first subspace's public prompts."""
         if seconds and not self.timing:
             self.timing = seconds
             of_round = seconds_a_round(self.recipe, run.plan, seconds)
@@ -476,7 +476,7 @@ class Reinforcement:
 
 
 def _keeps(recipe: Recipe, plan: Plan, policy: CausalLMPolicy, processes: int) -> bool:
-    """Return whether the gradients take what sampling has computed; local copies of PPO move."""
+    """Return whether gradients reuse the outputs of sampling; never in PPO, whose copies move."""
     rows = plan.expected_batch_size * recipe.rollout.responses / processes
     return not isinstance(recipe.update, PPO) and keeps_outputs(
         policy,

@@ -124,7 +124,7 @@ class NextTokens:
         ]
 
     def _texts(self, examples: Prompts) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Return what each document is learnt after, and what is learnt."""
+        """Return each document's prompt, or an empty one, and the text that is learnt after it."""
         column = self._data.completion_column
         if column is None:
             return [""] * len(examples), examples.prompts

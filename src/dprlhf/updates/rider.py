@@ -35,7 +35,7 @@ class Rider(Protocol):
 
     @property
     def penalised(self) -> bool:
-        """Whether the rewards have the KL penalty subtracted, or are the reward functions' own."""
+        """Whether the rider reads rewards less the KL penalty, or those of the reward functions."""
 
     def of_users(
         self,
