@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from dprlhf.errors import DprlhfError
 from dprlhf.runs.plots import Series, line_plot, ticks
-from dprlhf.runs.report import PublishedRun, read_run, render, write_report
+from dprlhf.runs.published_run import PublishedRun, read_run
+from dprlhf.runs.report import render, write_report
 from helpers import runs, tiny
 
 CANARY = "canary-of-a-user"

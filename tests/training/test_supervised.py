@@ -40,9 +40,10 @@ from dprlhf.rollout import Responses
 from dprlhf.runs.earlier import records_of, total_of_runs
 from dprlhf.training.dpo import PreferredAnswers
 from dprlhf.training.dry_run import dry_run_stage, explain
+from dprlhf.training.example_tokens import completion_tokens
 from dprlhf.training.supervised import reward_modelling
 from dprlhf.training.supervised_rows import made_up_rows
-from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task, completion_tokens
+from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task
 from helpers import runs, tiny
 from helpers.rounds import flat_gradient
 
@@ -401,12 +402,10 @@ def test_a_document_that_cannot_be_encoded_stops_nobody(
 ) -> None:
     from dprlhf.training import tasks
 
-    real = tasks.completion_tokens
-
     def picky(policy: Any, prompt: Any, completion: Any) -> list[int]:
         if completion == " zzzz":
             raise ValueError(completion)
-        return real(policy, prompt, completion)
+        return completion_tokens(policy, prompt, completion)
 
     monkeypatch.setattr(tasks, "completion_tokens", picky)
     bad = {"user": "u0", "prompt": "it was", "completion": " zzzz"}

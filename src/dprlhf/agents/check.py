@@ -1,4 +1,7 @@
-"""The checks that trajectories keep apart, before a run's first charge and without users' rows."""
+"""Checks that one trajectory of an agent cannot influence another.
+
+They run before any privacy budget is spent, on public prompts alone.
+"""
 
 from __future__ import annotations
 

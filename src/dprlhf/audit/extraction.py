@@ -12,7 +12,7 @@ from dprlhf.data.public import in_memory_prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.warpers import Sampling
 from dprlhf.rollout.logprobs import token_logprobs
-from dprlhf.training.tasks import completion_tokens, pack
+from dprlhf.training.example_tokens import completion_tokens, pack
 
 Array = NDArray[np.float64]
 

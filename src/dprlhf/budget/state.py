@@ -121,9 +121,10 @@ def groups_of(connection: sa.Connection) -> dict[int, int]:
 def owed_by(
     state: State, taken: frozenset[int], question: Question, dataset: str
 ) -> list[Spending]:
-    """Return what users with this history have yet to pay: the run, and earlier runs.
+    """Return the runs not yet recorded for users with this set of reservations.
 
-    Users who are to be enrolled in a data set and are known as its users owe nothing.
+    They are the new run, and earlier runs that it declares and that have no reservation of their
+    own. Users who are to be enrolled in a data set and are known as its users owe nothing.
     """
     numbers = state.numbers
     if question.spending.mechanism is None and _known_in(state, taken, dataset):

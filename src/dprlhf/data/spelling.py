@@ -29,11 +29,12 @@ _FIRST = ("role", "content", "id", "type", "function", "name", "arguments")
 
 
 def as_alone(value: Any) -> Any:
-    """Return a value as its row alone would have it.
+    """Return a value from an Arrow table as it would be if its row were the only one.
 
-    Arrow has one type for the values of all rows: a key of one row's mapping is in all others, with
-    None, in the order of the row that came first, and a gap or a fraction makes whole numbers
-    fractions. A chat template that asks for a key, or a reward that writes a number out, tells.
+    Arrow has one type for the values of all rows. So mappings have the keys of all rows, with None
+    for those that they lack, in the order of the first row, and a missing value or a fraction in
+    one row turns the integers of all into floats. A chat template that asks for a key, or a reward
+    that writes a number, would depend on other rows.
     """
     if isinstance(value, float):
         return int(value) if value.is_integer() else value

@@ -258,9 +258,10 @@ def clipped_vectors(
 def with_sign(
     extra: NDArray[np.float64], norms: NDArray[np.float64], bound: float
 ) -> NDArray[np.float64]:
-    """Return ``extra``, ``[users, e]``, its last column negated where the norm is in the bound.
+    """Return extra coordinates, ``[users, e]``, the last one negated for users not clipped.
 
-    A sign changes no norm, so the bound on the extra coordinates stays.
+    A user is not clipped if its norm is at most ``bound``. A sign changes no norm, so the bound on
+    the extra coordinates stays.
     """
     signed = extra.copy()
     signed[:, -1] *= np.where(norms <= bound, -1.0, 1.0)  # a norm that is no number is outside

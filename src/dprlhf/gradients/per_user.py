@@ -210,7 +210,10 @@ class PerUserGradients:
 
     @property
     def grows(self) -> bool:
-        """Whether a further pass over the same users keeps more than there is now."""
+        """Whether another pass over the same users adds to memory.
+
+        It does if some layers hold inputs and output gradients until the norms are known.
+        """
         return bool(self._factors)
 
     # --- hooks: recording inputs and output gradients ----------------------------------------
@@ -393,8 +396,8 @@ def _exact(device: torch.device) -> Iterator[None]:
     # Since torch 2.9 a program, or transformers' tf32=True, sets this for each backend, after which
     # the getter for all of them raises. The setter leaves no backend out.
     newer = hasattr(torch.backends, "fp32_precision")
-    cpu: Any = torch.backends.mkldnn
-    backends = [torch.backends.cuda.matmul, cpu.matmul] if newer else []
+    mkldnn: Any = torch.backends.mkldnn  # its types lack matmul
+    backends = [torch.backends.cuda.matmul, mkldnn.matmul] if newer else []
     before = [backend.fp32_precision for backend in backends]
     everywhere = None
     with contextlib.suppress(RuntimeError):

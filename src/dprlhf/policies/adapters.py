@@ -219,7 +219,7 @@ def _norms(model: Any, adapter: recipe.Adapter, seed: int) -> Any:
 
 
 class _Core(nn.Module):
-    """R A of LoRA-XS in the place of lora_A: x ↦ R (A x)."""
+    """LoRA-XS: the trained core R after a frozen A, in place of PEFT's lora_A; x ↦ R (A x)."""
 
     def __init__(self, directions: torch.Tensor) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ def _keep_dtype(model: Any) -> None:
 
 
 def _as_input(module: nn.Module, inputs: tuple[torch.Tensor, ...], out: torch.Tensor) -> Any:
-    """Keep the base's data type after a norm layer whose gain is in float32."""
+    """Cast a norm layer's output to its input's data type, because its trained gain is float32."""
     return out.to(inputs[0].dtype)
 
 

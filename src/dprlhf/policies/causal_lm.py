@@ -185,7 +185,10 @@ class CausalLMPolicy:
 
     @property
     def _start_token(self) -> int:
-        """What an empty prompt becomes, since no user's row may end a run."""
+        """The token that replaces an empty prompt: BOS, else EOS, else padding.
+
+        A model needs one token, and one user's empty row must not stop the run.
+        """
         own = self.tokenizer
         special: tuple[int | None, ...] = (own.bos_token_id, own.eos_token_id, own.pad_token_id)
         rows = self.model.get_input_embeddings().weight.shape[0]

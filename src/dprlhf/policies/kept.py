@@ -212,7 +212,7 @@ class Kept:
         return Kept(**{**vars(self), "batch": self.batch[rows], "place": self.place[rows]})
 
     def fits(self, policy: Any) -> bool:
-        """Return whether the policy has the parameters that were sampled with."""
+        """Return whether the policy still has the parameters that computed the kept outputs."""
         if policy.is_base:
             return self.base
         if self.state is None:
@@ -223,7 +223,7 @@ class Kept:
 
 
 def keep(policy: Any, *, gradients: bool) -> Kept | None:
-    """Return where sampling keeps what it computes; None for a model that is not tested for it.
+    """Return an empty store for the outputs that sampling computes; None for an untested model.
 
     Args:
         policy: The policy that will sample, as it is now.
@@ -249,7 +249,7 @@ def _adds_nothing(policy: Any) -> bool:
 def _keeping(
     name: str, layout: Layout, found: dict[str, torch.Tensor], calls: dict[str, int]
 ) -> Callable[[Any, Any, torch.Tensor], None]:
-    """Return a hook that keeps a layer's output, of the prompts first and then of each step."""
+    """Return a forward hook that stores a layer's output: of the prompts, then of each step."""
     size, columns, together = layout.prompts, layout.columns, layout.together
     own = layout.length - 1
 
@@ -311,7 +311,7 @@ class Replay:
         self._rows = [(b, np.flatnonzero(batch == b)) for b in np.unique(batch).tolist()]
 
     def fits(self, policy: Any) -> bool:
-        """Return whether the policy has the parameters that were sampled with."""
+        """Return whether the policy still has the parameters that computed the kept outputs."""
         return self._kept.fits(policy)
 
     def of_tokens(self, name: str) -> torch.Tensor:
@@ -349,10 +349,10 @@ class Replay:
 
     @contextlib.contextmanager
     def replacing(self, policy: Any) -> Iterator[None]:
-        """Let the layers take what is kept, in a forward pass within the context.
+        """Let layers return their kept outputs in forward passes within the context.
 
-        All of it where :meth:`fits`; otherwise only the input of the lowest trained layer, which
-        no trained parameter moves.
+        All outputs are used if the parameters are those of sampling (:meth:`fits`); otherwise only
+        the input of the lowest trained layer, which no trained parameter influences.
         """
         kept, parts = self._kept, self._kept.parts
         replaced: dict[nn.Module, Callable[..., Any]] = {}
@@ -390,7 +390,10 @@ def _at(places: NDArray[np.int64]) -> Any:
 
 
 def _passed_on(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stand in for a layer whose output nothing reads."""
+    """Return a layer's input unchanged, in place of a layer whose output is not needed.
+
+    That is a frozen layer below the lowest trained one, whose input has been kept.
+    """
     return hidden_states
 
 

@@ -14,7 +14,10 @@ from dprlhf.errors import DprlhfError
 
 
 class SetUp:
-    """Copies of attributes that are saved with the weights."""
+    """Copies of tokenizer and configs from before the first round, restored before saving.
+
+    So nothing that private prompts changed in them is published.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[Any, Any, Any]] = {}

@@ -30,10 +30,11 @@ def supported(config: Any) -> bool:
 
 
 def patched(network: Any) -> bool:
-    """Return whether a program changed what a model computes, so that its type says nothing of it.
+    """Return whether a model may compute something else than transformers' class of its type.
 
-    That is a class of its own, such as one that scales the logits, or a ``forward`` put into one of
-    its modules. accelerate's hooks, which move tensors between devices, change no value.
+    It may with a class of the program's own, such as one that scales the logits, or with a
+    ``forward`` put into one of its modules. accelerate's hooks, which move tensors between devices,
+    change no value.
 
     Args:
         network: The transformers model, adapters in place.

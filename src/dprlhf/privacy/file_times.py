@@ -69,10 +69,11 @@ def first_day(root: Path) -> str:
 
 
 def stamp(path: Path) -> None:
-    """Give a file or folder of a run its public time, and also the folder that it is in.
+    """Set the modification time of a file or folder of a run, and of the folder that it is in.
 
-    A file in ``secret/`` keeps its own; the folder ``secret/`` can be seen from outside and gets a
-    public one. What belongs to no run is left as it is.
+    The new time is :func:`public_time`, which does not reveal how long rounds took. A file in
+    ``secret/`` keeps its own; the folder ``secret/`` can be seen from outside and gets a public
+    one. What belongs to no run is left as it is.
     """
     root = run_of(path)
     if root is None:

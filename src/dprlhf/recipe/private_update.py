@@ -140,9 +140,10 @@ class PrivateUpdate(Settings):
 
     @property
     def released(self) -> str:
-        """What a round's releases are the noised mean of, for the privacy card.
+        """The phrase that completes "the noised mean …" on the privacy card.
 
-        ``{releases}`` in it stands for the number of releases.
+        An example is "gradient of each round". ``{releases}`` in it stands for the number of
+        releases.
         """
         return (
             f"vector that the update {self.name} takes from each user, {{releases}} in each round"
@@ -176,14 +177,15 @@ class PrivateUpdate(Settings):
         """
 
     def saturated(self, *, clip_norm: float, batch_size: int, target_bound: float) -> Self:
-        """Return these settings with bounds that every canary user of an audit reaches.
+        """Return these settings with bounds so low that each canary user of an audit is clipped.
 
         Args:
             clip_norm: Clip norm far below the norm of any user's vector.
             batch_size: Responses in one micro-batch.
             target_bound: Bound on a regression's targets, far below any target.
 
-        Canaries have no public prompts beside them, so there is no subspace.
+        Each canary user then contributes as much as the bounds allow. Canaries have no public
+        prompts beside them, so there is no subspace.
         """
         bounds = {"clip_norm": clip_norm, "batch_size": batch_size, "subspace": None}
         return self.model_copy(update=bounds)
@@ -272,7 +274,7 @@ class Oracle(Settings):
 
     @property
     def released(self) -> str:
-        """What the releases are the noised mean of, for the privacy card."""
+        """The phrase that completes "the noised mean …" on the privacy card."""
         if self.closed_form:
             return "sufficient statistics of a regression in each round"
         return "gradient of a regression at each step, {releases} in each round"

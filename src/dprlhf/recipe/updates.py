@@ -89,7 +89,7 @@ class _Advantage(_Score):
             )
 
     def saturated(self, *, clip_norm: float, batch_size: int, target_bound: float) -> Self:
-        """Return these settings with bounds that every canary user of an audit reaches.
+        """Return these settings with bounds so low that each canary user of an audit is clipped.
 
         A critic keeps its share of the release but not its features: canaries have none.
         """
@@ -124,7 +124,7 @@ class PG(_Advantage):
 
     @property
     def released(self) -> str:
-        """What a round's releases are the noised mean of, for the privacy card."""
+        """The phrase that completes "the noised mean …" on the privacy card."""
         return "gradient of each round"
 
 
@@ -152,7 +152,7 @@ class GRPO(_Advantage):
 
     @property
     def released(self) -> str:
-        """What a round's releases are the noised mean of, for the privacy card."""
+        """The phrase that completes "the noised mean …" on the privacy card."""
         return "gradient of the surrogate in each round"
 
 
@@ -196,7 +196,7 @@ class PPO(_Advantage):
 
     @property
     def released(self) -> str:
-        """What a round's releases are the noised mean of, for the privacy card."""
+        """The phrase that completes "the noised mean …" on the privacy card."""
         return "move of the users' copies of the policy in each round"
 
 
@@ -240,7 +240,7 @@ class REBEL(PrivateUpdate):
 
     @property
     def released(self) -> str:
-        """What a round's releases are the noised mean of, for the privacy card."""
+        """The phrase that completes "the noised mean …" on the privacy card."""
         if self.least_squares is None:
             return "gradient of the loss at each step, {releases} in each round"
         return self.oracle.released
@@ -263,7 +263,7 @@ class REBEL(PrivateUpdate):
             )
 
     def saturated(self, *, clip_norm: float, batch_size: int, target_bound: float) -> Self:
-        """Return these settings with bounds that every canary user of an audit reaches."""
+        """Return these settings with bounds so low that each canary user of an audit is clipped."""
         made = super().saturated(
             clip_norm=clip_norm, batch_size=batch_size, target_bound=target_bound
         )
@@ -297,7 +297,7 @@ class NPG(_Score):
 
     @property
     def released(self) -> str:
-        """What a round's releases are the noised mean of, for the privacy card."""
+        """The phrase that completes "the noised mean …" on the privacy card."""
         return self.oracle.released
 
     @property
@@ -306,7 +306,7 @@ class NPG(_Score):
         return self.oracle
 
     def saturated(self, *, clip_norm: float, batch_size: int, target_bound: float) -> Self:
-        """Return these settings with bounds that every canary user of an audit reaches."""
+        """Return these settings with bounds so low that each canary user of an audit is clipped."""
         made = super().saturated(
             clip_norm=clip_norm, batch_size=batch_size, target_bound=target_bound
         )

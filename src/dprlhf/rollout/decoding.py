@@ -209,7 +209,11 @@ def _growing_steps(
     num_generations: int,
     max_new_tokens: int,
 ) -> Steps:
-    """Return steps that grow, and give the prompts' cache their rows and room for all of them."""
+    """Return decoding steps over a key-value cache that grows by one token a step and response.
+
+    The prompts' cache is expanded to the rows of the steps (one for each response, or for several
+    that share their prompt's keys and values), and its memory is reserved.
+    """
     steps = Steps(policy, mask, num_generations, max_new_tokens)
     cache.reorder_cache(steps.prompt_of_row)
     # The last tokens are not read; of a single one, the trial of the last step reads it.
@@ -224,7 +228,7 @@ def _filled(
     num_generations: int,
     max_new_tokens: int,
 ) -> Steps:
-    """Return the steps, and take the cache as filled up to the last of them."""
+    """Return decoding steps, with the cache as long as at the last of them, to try its shape."""
     steps = _growing_steps(policy, mask, cache, num_generations, max_new_tokens)
     missing = max(max_new_tokens - 2, 0) * steps.shared
     for layer in getattr(cache, "layers", []):

@@ -1,4 +1,4 @@
-"""Keys and values in memory that is reserved once: a step of decoding writes its own, copies none.
+"""A key-value cache in memory that is reserved once: decoding steps append without copying.
 
 transformers' cache grows by ``torch.cat``, which copies all keys and values at every step: over a
 response that is quadratic in its length.

@@ -84,7 +84,7 @@ def resolve_batch_size(
 
 
 def without_fillers(spec: recipe.Rollout, prompts: int, responses: int) -> recipe.Rollout:
-    """Return settings to sample PUBLIC prompts, which fill as few micro-batches, all of one size.
+    """Return settings to sample PUBLIC prompts in the fewest micro-batches, with few filler rows.
 
     The shapes follow from the number of prompts, so this is not for private ones.
 

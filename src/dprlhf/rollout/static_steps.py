@@ -1,4 +1,4 @@
-"""Steps of decoding over tensors that never move, for CUDA graphs (transformers' ``static`` cache).
+"""Decoding steps on tensors with fixed addresses, for CUDA graphs (transformers' static cache).
 
 A step of a small model is hundreds of short kernels, and starting them from Python takes a GPU
 longer than running them. A CUDA graph starts them all at once, but it repeats exactly what was

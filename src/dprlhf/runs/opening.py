@@ -199,7 +199,9 @@ def check_disjoint(recipe: AnyRecipe, users: Users, beside: Path | None = None) 
 
 
 def uncounted(folder: RunFolder, users: Users, earlier: Earlier) -> list[str]:
-    """Return the names of private runs beside this one with a user of it, which nothing counts.
+    """Return the names of private runs that share users with this run and are not counted.
+
+    They are in the same parent folder, and not among those under ``previous`` or before these.
 
     The answer depends on the users, so it is for the operator's terminal alone, never for a log.
 

@@ -1,109 +1,27 @@
 """The report of one or several runs: one HTML file, from a run's published files.
 
-Nothing is read from ``secret/``, and no time stamps: the duration of a private round reveals its
-number of users. Files that are missing or damaged are named at the top; the rest is still shown.
+:mod:`dprlhf.runs.published_run` reads the files, and this module renders them. Nothing is read from
+``secret/``, and no time stamps: the duration of a private round reveals its number of users. Files
+that are missing or damaged are named at the top; the rest is still shown.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import math
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
-from dprlhf.errors import DprlhfError
-from dprlhf.privacy.ledger import charged_rounds
-from dprlhf.recipe import load_any_recipe
-from dprlhf.runs.card import guarantee_sentence
-from dprlhf.runs.folder import RunFolder, write_atomically
+from dprlhf.runs.folder import write_atomically
 from dprlhf.runs.plots import Series, line_plot
-
-T = TypeVar("T")
+from dprlhf.runs.published_run import PublishedRun, finite_number, read_run
 
 _Z95 = 1.96
 """Half-width of a 95% confidence band, in standard errors."""
 _SHOWN_SAMPLES = 8
-_ABSURD = 1e100
-"""A larger number is treated as damaged, because it could not be drawn."""
-_OF_ANOTHER_SHAPE = (
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-)
-"""What reading a file raises that is no JSON, or holds other things than a run writes."""
-
-
-@dataclass
-class PublishedRun:
-    """The published files of a run folder, as far as they can be read.
-
-    Attributes:
-        name: Name of the run's folder.
-        card: Content of ``privacy.json``; empty where it cannot be read.
-        recipe: Text of ``recipe.yaml``.
-        metrics: Readable lines of ``metrics.jsonl``, in the order of rounds.
-        samples: Content of ``samples.json``: public prompts with continuations.
-        timing: Duration of each phase in seconds per response, measured on public prompts.
-        public_losses: Names of a supervised stage's metrics on public rows; empty for private
-            updates.
-        evaluation: Public measures before and after: a supervised stage's loss (and accuracy), or
-            the reward, the judges' scores and the measures of the responses.
-        win_rates: Win rate against the base model with its 95% interval, by reward and judge.
-        charged: The rounds that the ledger has charged.
-        problems: Sentences that say what is missing, damaged or without privacy.
-    """
-
-    name: str
-    card: dict[str, Any] = field(default_factory=dict)
-    recipe: str = ""
-    metrics: list[dict[str, Any]] = field(default_factory=list)
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    timing: dict[str, float] = field(default_factory=dict)
-    public_losses: tuple[str, ...] = ()
-    evaluation: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
-    win_rates: dict[str, tuple[float, float, float]] = field(default_factory=dict)
-    charged: list[int] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-    @property
-    def rounds(self) -> int:
-        """The planned number of rounds T, or the last round charged where that is larger."""
-        planned = _number(self.card.get("rounds"))
-        return max([int(planned or 0), *self.charged])
-
-    @property
-    def guarantee(self) -> str:
-        """The guarantee in one sentence."""
-        try:
-            return guarantee_sentence(self.card)
-        except _OF_ANOTHER_SHAPE:
-            return "Unknown: privacy.json is missing or damaged."
-
-    @property
-    def before(self) -> tuple[float, float] | None:
-        """Mean reward of the base model on the public prompts, and its standard error."""
-        return _mean([_number(s.get("reward_before")) for s in self.samples])
-
-    @property
-    def after(self) -> tuple[float, float] | None:
-        """Mean reward of the tuned policy on the public prompts, and its standard error."""
-        return _mean([_number(s.get("reward_after")) for s in self.samples])
-
-    @property
-    def rise(self) -> tuple[float, float] | None:
-        """The mean difference on the same prompts and draws, and its standard error."""
-        pairs = [
-            (_number(s.get("reward_before")), _number(s.get("reward_after"))) for s in self.samples
-        ]
-        return _mean([b - a for a, b in pairs if a is not None and b is not None])
 
 
 def write_report(folders: Sequence[str | Path], out: str | Path | None = None) -> Path:
@@ -124,36 +42,6 @@ def write_report(folders: Sequence[str | Path], out: str | Path | None = None) -
     # Continuations may hold halves of surrogate pairs, which UTF-8 cannot write.
     write_atomically(Path(out), html.encode("utf-8", "replace"))
     return Path(out)
-
-
-def read_run(path: Path) -> PublishedRun:
-    """Read a run folder's published files; an unreadable one becomes an entry in ``problems``.
-
-    Raises:
-        DprlhfError: The folder has none of a run's files.
-    """
-    folder = RunFolder(path)
-    files = [folder.recipe, folder.privacy, folder.ledger, folder.metrics, folder.samples]
-    if not any(file.is_file() for file in files):
-        folder.require()  # raises: the recipe is missing, too
-    run = PublishedRun(path.resolve().name)
-    read = _attempt(run, folder.recipe, _recipe_text, _Recipe())
-    run.recipe, run.public_losses = read.text, read.public_losses
-    run.card = _attempt(run, folder.privacy, _json_of(dict), {})
-    run.charged = _attempt(run, folder.ledger, charged_rounds, [])
-    run.metrics = _metrics(run, folder.metrics)
-    finished = folder.samples.is_file() or (folder.policy / "README.md").is_file()
-    if folder.samples.is_file():
-        run.samples = _attempt(run, folder.samples, _json_of(list), [])
-        run.samples = [s for s in run.samples if isinstance(s, dict)]
-    if folder.timing.is_file():
-        timing: dict[str, Any] = _attempt(run, folder.timing, _json_of(dict), {})
-        run.timing = {k: v for k, v in timing.items() if _number(v) is not None and v >= 0}
-    if folder.evaluation.is_file():
-        run.evaluation = _attempt(run, folder.evaluation, _estimates, {})
-        run.win_rates = _attempt(run, folder.evaluation, _win_rates, {})
-    _judge(run, finished=finished)
-    return run
 
 
 def render(runs: Sequence[PublishedRun]) -> str:
@@ -183,126 +71,6 @@ def _template() -> Any:
     return environment.from_string(source.read_text("utf-8"))
 
 
-# --- reading -----------------------------------------------------------------------------------
-
-
-def _attempt(run: PublishedRun, file: Path, read: Callable[[Path], T], otherwise: T) -> T:
-    try:
-        return read(file)
-    except FileNotFoundError:
-        run.problems.append(f"{file.name} is missing.")
-    except (OSError, DprlhfError, *_OF_ANOTHER_SHAPE):
-        spent = " What was spent is not certain." if file.name == "ledger.jsonl" else ""
-        run.problems.append(f"{file.name} is damaged, altered or cut off.{spent}")
-    return otherwise
-
-
-def _json_of(kind: type[T]) -> Callable[[Path], T]:
-    def read(file: Path) -> T:
-        value = json.loads(file.read_text("utf-8"))
-        if not isinstance(value, kind):
-            raise ValueError
-        return value
-
-    return read
-
-
-class _Recipe(NamedTuple):
-    text: str = ""
-    public_losses: tuple[str, ...] = ()
-
-
-def _recipe_text(file: Path) -> _Recipe:
-    """Return the recipe's text, and the names of its stage's metrics on public rows."""
-    text = file.read_text("utf-8")
-    recipe = load_any_recipe(file)  # a cut-off recipe is often still YAML
-    return _Recipe(text, recipe.public_losses)
-
-
-def _estimates(file: Path) -> dict[str, dict[str, tuple[float, float]]]:
-    return {
-        when: {
-            name: (float(value["mean"]), _or_nan(value["standard_error"]))
-            for name, value in values.items()
-            if value["mean"] is not None
-        }
-        for when, values in _json_of(dict)(file).items()
-        if when in ("before", "after")
-    }
-
-
-def _or_nan(value: Any) -> float:
-    return math.nan if value is None else float(value)
-
-
-def _win_rates(file: Path) -> dict[str, tuple[float, float, float]]:
-    compared = _json_of(dict)(file).get("compared", {})
-    rates = {name: one["win_rate"] for name, one in compared.items()}
-    return {
-        name: (float(rate["rate"]), float(rate["low"]), float(rate["high"]))
-        for name, rate in rates.items()
-        if rate["rate"] is not None
-    }
-
-
-def _metrics(run: PublishedRun, file: Path) -> list[dict[str, Any]]:
-    if not file.is_file():
-        run.problems.append("metrics.jsonl is missing: no round has finished.")
-        return []
-    rounds: dict[int, dict[str, Any]] = {}
-    damaged = 0
-    for line in file.read_bytes().splitlines():
-        try:
-            values = json.loads(line)
-            t = int(values["round"])
-            if _number(t) is None:
-                raise ValueError
-            rounds[t] = {**values, "round": t}
-        except _OF_ANOTHER_SHAPE:
-            damaged += 1
-    if damaged:
-        run.problems.append(f"metrics.jsonl is damaged: {damaged} of its lines cannot be read.")
-    return [rounds[t] for t in sorted(rounds)]
-
-
-def _judge(run: PublishedRun, *, finished: bool) -> None:
-    """Add the problems that a reader has to know before reading the numbers."""
-    if run.card and not run.card.get("private"):
-        run.problems.insert(0, "No privacy: this run added no noise. It is for comparison only.")
-    if not finished:
-        run.problems.append(
-            f"Half-finished: {len(run.metrics)} of {run.rounds or 'an unknown number of'} rounds"
-            " are done. Continue it with dprlhf resume."
-        )
-    lost = sorted(set(run.charged) - {m["round"] for m in run.metrics})
-    if finished and lost:
-        run.problems.append(
-            f"Charged without a line in metrics.jsonl: round {', '.join(map(str, lost))}. The"
-            " users of these rounds are spent."
-        )
-
-
-def _number(value: Any) -> float | None:
-    plain = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if plain and abs(value) < _ABSURD else None
-
-
-def _band(error: Any) -> float | None:
-    """Return half the width of a 95% band; None without a standard error, as of a single row."""
-    number = _number(error)
-    return None if number is None or number < 0 else _Z95 * number
-
-
-def _mean(values: Sequence[float | None]) -> tuple[float, float] | None:
-    known = [v for v in values if v is not None]
-    if len(known) < 2:
-        return None
-    return statistics.fmean(known), statistics.stdev(known) / math.sqrt(len(known))
-
-
-# --- rendering ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Figure:
     """A plot with its title and an explanation."""
@@ -325,7 +93,7 @@ def _figures(run: PublishedRun, *, alone: bool = True) -> list[Figure]:
     def column(key: str, error: str | None = None) -> list[tuple[float, float, float | None]]:
         points = []
         for line in run.metrics:
-            y = _number(line.get(key))
+            y = finite_number(line.get(key))
             if y is not None:
                 band = _band(line.get(error)) if error else None
                 points.append((float(line["round"]), y, band))
@@ -382,7 +150,7 @@ def _figures(run: PublishedRun, *, alone: bool = True) -> list[Figure]:
 
 
 def _budget_figures(run: PublishedRun, column: Callable[..., Any]) -> list[Figure]:
-    epsilon = _number(run.card.get("epsilon"))
+    epsilon = finite_number(run.card.get("epsilon"))
     charged = map(float, run.charged if epsilon is not None else [])
     spent: list[tuple[float, float, float | None]] = [(t, epsilon or 0.0, None) for t in charged]
     return [
@@ -418,7 +186,7 @@ def _public_reward(run: PublishedRun) -> list[tuple[float, float, float | None]]
     if run.before:
         points.append((0.0, run.before[0], _Z95 * run.before[1]))
     for line in run.metrics:
-        mean = _number(line.get("public_reward"))
+        mean = finite_number(line.get("public_reward"))
         if mean is not None:
             band = _band(line.get("public_reward_standard_error"))
             points.append((float(line["round"]), mean, band))
@@ -438,10 +206,16 @@ def _public_curve(run: PublishedRun, name: str) -> list[tuple[float, float, floa
         found.append((line["round"], mean, error))
     points: list[tuple[float, float, float | None]] = []
     for x, mean, error in found:
-        y = _number(mean)
+        y = finite_number(mean)
         if y is not None:
             points.append((float(x), y, _band(error)))
     return sorted(points, key=lambda point: point[0])
+
+
+def _band(error: Any) -> float | None:
+    """Return half the width of a 95% band; None without a standard error, as of a single row."""
+    number = finite_number(error)
+    return None if number is None or number < 0 else _Z95 * number
 
 
 def _phases(run: PublishedRun) -> list[tuple[str, float, float]]:
@@ -453,7 +227,7 @@ def _phases(run: PublishedRun) -> list[tuple[str, float, float]]:
 def _shown(value: Any) -> str:
     if value is None:
         return "–"
-    number = _number(value)
+    number = finite_number(value)
     if number is None or isinstance(value, int):
         return str(value)
     return f"{number:.4g}"

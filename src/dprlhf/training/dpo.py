@@ -24,8 +24,8 @@ from dprlhf.policies.loading import load_policy
 from dprlhf.recipe import DPORecipe, PreferencePairs
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import log_ratio_to_base
+from dprlhf.training.example_tokens import after_start, completion_tokens, end_token, pack, too_long
 from dprlhf.training.supervised import Supervised
-from dprlhf.training.tasks import after_start, completion_tokens, end_token, pack, too_long
 
 Array = NDArray[np.float64]
 
@@ -93,7 +93,7 @@ class PreferredAnswers:
         return [loss, chosen, rejected, margins, (margins > 0).astype(np.float64)]
 
     def _shares(self, encoded: Responses) -> Array:
-        """Return what each row's sum over tokens is multiplied by, ``[rows]``."""
+        """Return the factor of each row's sum over tokens, ``[rows]``: 1/tokens for IPO, else 1."""
         if self._update.loss_type != "ipo":
             return np.ones(len(encoded.user))
         tokens = encoded.response_mask.sum(1).numpy()

@@ -1,7 +1,8 @@
-"""Before the first charge: try the largest shapes, and check that no row's rounding moves another.
+"""Startup checks on made-up rows: the largest batches fit, and no row changes another's values.
 
-A user must change nobody else's contribution, not even by rounding, and must not be able to end the
-run. Both depend on the machine, so both are tried on it, on made-up rows at the run's own shapes:
+The largest batches must fit into memory, and a row's floating-point values must not depend on the
+other rows of its batch. Otherwise a user could end the run, or change another user's contribution
+by rounding. Both depend on the machine, so both are tried on it, at the run's own shapes:
 
 - **memory**: sampling and the gradient at the longest prompt, and the gradient of a user with all
   the prompts that a user may have;
@@ -140,7 +141,7 @@ def _sentence(policy: CausalLMPolicy, shapes: Shapes, layout: str) -> str:
 
 
 def _outcome(policy: CausalLMPolicy, shapes: Shapes) -> tuple[str | None, DprlhfError | None]:
-    """Return what moved with its batch, and the setting that took too much memory."""
+    """Return the phase whose values change with the batch, and the error of a shape too large."""
     key = _key(policy, shapes)
     if key in _KNOWN:
         return _KNOWN[key], None
@@ -248,7 +249,10 @@ def _sampling(shapes: Shapes) -> str:
 
 
 def _moved(policy: CausalLMPolicy, shapes: Shapes) -> str | None:
-    """Return what of a row depends on its batch: a phase of a round; None where nothing does."""
+    """Return the first phase in which a row's values change with the other rows of its batch.
+
+    The phase is ``sampling``, ``gradients`` or ``log-probabilities``; None if there is none.
+    """
     for width in shapes.widths[::-1]:  # the widest first: it needs most memory
         if shapes.rollout is not None:
             with _in_memory(_sampling(shapes), "rollout.batch_size or data.max_prompt_tokens"):

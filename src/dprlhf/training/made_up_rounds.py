@@ -1,4 +1,4 @@
-"""What a round computes of made-up users: to see on this machine whether rows move each other.
+"""A round's computations on made-up users, to check whether rows of a batch affect each other.
 
 The values are those of a run's own phases, at its own shapes: the logits that sampling draws from,
 the log-probabilities of responses, and what users' contributions are computed from.
@@ -208,7 +208,7 @@ def contributions(
 
 @torch.no_grad()
 def _with_outputs(policy: CausalLMPolicy, rows: Responses, batch_size: int) -> Responses:
-    """Return the rows with the outputs that their gradients take, as if they had been sampled.
+    """Return the rows with layer outputs for the gradients to reuse, as if sampling had kept them.
 
     They are computed at the shapes of the gradients, so these are checked with and without them.
     """

@@ -181,7 +181,10 @@ def measure(
 
 
 def _probed_prompts(recipe: Recipe, public: Users | None, most: int) -> Prompts:
-    """Return public rows after those of the evaluation; where they are few, its own as well."""
+    """Return the public rows on which the signal is measured.
+
+    They are those after the evaluation's rows; if these are few, the evaluation's rows come first.
+    """
     if public is None or recipe.evaluation is None:
         raise DprlhfError(
             "plan: the signal is measured on public prompts: name some under evaluation.data"
@@ -254,7 +257,7 @@ def _listed(
     responses: float | None,
     rounds: Sequence[int],
 ) -> list[Candidate]:
-    """Return the candidates for :func:`choose`; what it was not given is of ``privacy.auto``."""
+    """Return the candidates for :func:`choose`; limits not given come from ``privacy.auto``."""
     recipe, privacy = facts.recipe, facts.recipe.privacy
     auto = privacy.auto or Auto()
     if privacy.auto is None and privacy.partition not in auto.partitions:

@@ -265,7 +265,7 @@ class _LockStep:
             self.until(_BACKWARD if torch.is_grad_enabled() else _FORWARD)
 
     def until(self, wanted: int) -> None:
-        """Help the others until all want what this process wants."""
+        """Take part in other processes' earlier operations until this process's own one is next."""
         while (next_ := self._least(wanted)) < wanted:
             self._helping = True
             with torch.set_grad_enabled(next_ == _BACKWARD):

@@ -138,7 +138,7 @@ class Progress:
 
     @contextlib.contextmanager
     def unlogged(self) -> Iterator[None]:
-        """Drop what tools, judges and metrics print of public rows in a run, but for a terminal.
+        """Discard what tools, judges and metrics print about public rows, unless on a terminal.
 
         In a log such a line would show when the round before it ended.
         """

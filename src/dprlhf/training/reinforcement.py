@@ -48,6 +48,7 @@ from dprlhf.runs.checkpoint import Stateful
 from dprlhf.runs.folder import JsonLines, RunFolder, write_json
 from dprlhf.training.evaluate import Evaluated, compared, comparison_metrics, evaluate
 from dprlhf.training.evaluation_files import figures, first_samples, samples
+from dprlhf.training.example_tokens import check_template, too_long
 from dprlhf.training.guidance import Guidance
 from dprlhf.training.judging import judge_scorers
 from dprlhf.training.made_up_rounds import Shapes
@@ -62,7 +63,6 @@ from dprlhf.training.policy_setup import (
 from dprlhf.training.processes import Processes
 from dprlhf.training.reward_setup import call_size, check_rewards, check_times_columns
 from dprlhf.training.run import Batch, Outcome, Parts, Run
-from dprlhf.training.tasks import check_template, too_long
 from dprlhf.training.timing import seconds_a_response, seconds_a_round
 from dprlhf.updates import PrivateRound, find_update
 from dprlhf.updates.adaptive_clip import AdaptiveClip
@@ -243,7 +243,7 @@ class Reinforcement:
         )
 
     def lay_out(self, shapes: Shapes) -> None:
-        """Take the batch sizes of sampling and of the update."""
+        """Replace the micro-batch sizes by those that the startup check chose."""
         sizes: dict[str, Any] = {"update": shapes.update}
         if shapes.rollout is not None:
             sizes["rollout"] = shapes.rollout
@@ -429,7 +429,7 @@ class Reinforcement:
         return found
 
     def seconds_a_round(self, run: Run) -> float | None:
-        """Time the phases of a response on public prompts; None where a subspace's will be."""
+        """Time a response's phases on public prompts; None if fitting a subspace will time them."""
         if self.public is None or self.guidance is not None:
             return None
         self.timing = seconds_a_response(
@@ -438,7 +438,7 @@ class Reinforcement:
         return seconds_a_round(self.recipe, run.plan, self.timing)
 
     def _expect(self, run: Run, seconds: dict[str, float]) -> None:
-        """Take how long each phase of a response took on the first subspace's public prompts."""
+        """Estimate the remaining time from the phases of the first subspace's public prompts."""
         if seconds and not self.timing:
             self.timing = seconds
             of_round = seconds_a_round(self.recipe, run.plan, seconds)
@@ -479,7 +479,7 @@ class Reinforcement:
 
 
 def _keeps(recipe: Recipe, plan: Plan, policy: CausalLMPolicy, processes: int) -> bool:
-    """Return whether the gradients take what sampling has computed; local copies of PPO move."""
+    """Return whether gradients reuse the outputs of sampling; never in PPO, whose copies move."""
     rows = plan.expected_batch_size * recipe.rollout.responses / processes
     return not isinstance(recipe.update, PPO) and keeps_outputs(
         policy,

@@ -216,7 +216,7 @@ class Stage(Protocol):
         """The public numbers that decide the shapes of batches, as settled."""
 
     def lay_out(self, shapes: Shapes) -> None:
-        """Take the batch sizes of the layout that was chosen on this machine."""
+        """Replace the micro-batch sizes by those that the startup check chose."""
 
     def load(self, parts: Parts) -> None:
         """Load and check what else the stage needs, such as rewards.

@@ -38,11 +38,12 @@ from dprlhf.rollout.batch import padded_width
 from dprlhf.runs.checkpoint import Stateful
 from dprlhf.runs.folder import RunFolder, write_json
 from dprlhf.runs.publish import merge
+from dprlhf.training.example_tokens import check_template
 from dprlhf.training.made_up_rounds import Shapes
 from dprlhf.training.measures import RewardEstimate, as_metrics, estimate
 from dprlhf.training.run import Batch, Outcome, Parts, Run
 from dprlhf.training.supervised_rows import check_alike, check_columns, made_up_rows, why_not
-from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task, check_template
+from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task
 from dprlhf.training.timing import seconds_a_row
 
 Losses = dict[str, RewardEstimate]
@@ -246,7 +247,7 @@ class Supervised:
         )
 
     def lay_out(self, shapes: Shapes) -> None:
-        """Take the batch size of the update."""
+        """Replace the micro-batch size by the one that the startup check chose."""
         self.recipe = self.recipe.model_copy(update={"update": shapes.update})
 
     def load(self, parts: Parts) -> None:

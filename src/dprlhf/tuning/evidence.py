@@ -12,7 +12,7 @@ import yaml
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import Recipe, dump_recipe, load_recipe
 from dprlhf.tuning.recipe_file import changed_text, comment
-from dprlhf.tuning.search import Tried, Tuned
+from dprlhf.tuning.tried import Tried, Tuned
 
 _SHOWN = 6
 """The most values of a key whose rewards are listed."""

@@ -8,10 +8,8 @@ again, and only these runs decide.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from dprlhf.tuning.stand_in import (
     count_users,
     run_stand_ins,
 )
+from dprlhf.tuning.tried import Tuned, changes_key, changes_text, ranked
 
 INSTALL = "pip install -e '.[tune]' in the clone"
 
@@ -40,68 +39,6 @@ CANDIDATES = 3
 CONFIRMATIONS = 4
 _TRIALS_PLANNED = 12
 """The least number of trials that a search should have time for, or its stand-ins are fewer."""
-
-
-@dataclass(frozen=True)
-class Tried:
-    """Settings that were tried, with their public reward.
-
-    Attributes:
-        changes: The changed keys with their values; empty for the recipe as it is.
-        score: Mean over the runs of the public reward at the end, minus the KL penalty.
-        standard_error: Standard error of its rise over the base model on the same prompts: of one
-            run over its prompts, together with that over runs.
-        runs: Number of runs.
-        seconds: Mean duration of a run.
-        kl: Mean KL(π ‖ base) of a response at the end, in nats.
-        excess: :attr:`StandInRun.excess` of these settings.
-    """
-
-    changes: dict[str, Any]
-    score: float
-    standard_error: float
-    runs: int
-    seconds: float
-    kl: float
-    excess: float = 0.0
-
-    def __str__(self) -> str:
-        told = f"{_runs(self.runs)}, KL {self.kl:.3g}"
-        return f"{self.score:+.3f} ± {self.standard_error:.3f} ({told})"
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """The result of a search.
-
-    Attributes:
-        recipe: The recipe with the settings that were chosen.
-        own: The recipe as it was, in the runs that decided.
-        best: The settings that were chosen; those of ``own`` where nothing was better.
-        decided: All settings between which the last runs decided, the best one first.
-        searched: All settings whose trials ended, in the search, the best one first.
-        stopped: Number of trials that were stopped early.
-        failed: Messages of trials whose settings the recipe refused.
-        users: Number N of private users that the runs imitate.
-        stand_ins: Number N′ of stand-ins in a run.
-        prompts: Number of distinct public prompts that they are drawn from.
-        scored: Number of other public prompts on which the reward was measured.
-        excess: Bound on the variance that thinning adds to a round's mean in the chosen settings,
-            over that of the noise; 0 with as many stand-ins as users.
-    """
-
-    recipe: Recipe
-    own: Tried
-    best: Tried
-    decided: list[Tried]
-    searched: list[Tried]
-    stopped: int
-    failed: list[str]
-    users: int
-    stand_ins: int
-    prompts: int
-    scored: int
-    excess: float
 
 
 Told = Callable[[str], None]
@@ -199,13 +136,13 @@ class Search:
             DprlhfError: Not one trial has ended.
         """
         searched, confirmed = self._ended(confirming=False), self._ended(confirming=True)
-        tried = _ranked(searched)
+        tried = ranked(searched)
         if not any(t.changes == {} for t in tried):
             raise DprlhfError(
                 "tune: the recipe as it is has not been tried to the end: give it more --minutes or"
                 " fewer --stand-ins, or call again"
             )
-        decided = _ranked(confirmed)
+        decided = ranked(confirmed)
         # Runs of the search are not to be compared with these: they decide among themselves, where
         # there was time for the recipe as it is and for something else.
         if len(decided) < 2 or not any(t.changes == {} for t in decided):
@@ -253,7 +190,7 @@ class Search:
         changes = draw(self._recipe, self._keys, lambda p: _suggested(trial, p))
         trial.set_user_attr("changes", changes)
         confirming = trial.user_attrs.get("confirms", False)
-        name = f"{'run again' if confirming else 'trial'} {trial.number}: {_written(changes)}"
+        name = f"{'run again' if confirming else 'trial'} {trial.number}: {changes_text(changes)}"
 
         def stop(t: int, reward: float) -> bool:
             self._before()
@@ -295,19 +232,19 @@ class Search:
     def _to_confirm(self) -> Any:
         """Return the trial whose settings are to be run again next; None if all have been."""
         searched, confirmed = self._ended(confirming=False), self._ended(confirming=True)
-        best = [t.changes for t in _ranked(searched)][:CANDIDATES]
-        counts = {_key({}): 0, **{_key(changes): 0 for changes in best}}
+        best = [t.changes for t in ranked(searched)][:CANDIDATES]
+        counts = {changes_key({}): 0, **{changes_key(changes): 0 for changes in best}}
         for trial in confirmed:
-            if (key := _key(trial.user_attrs["changes"])) in counts:
+            if (key := changes_key(trial.user_attrs["changes"])) in counts:
                 counts[key] += 1
-        known = {_key(t.user_attrs["changes"]) for t in searched}
+        known = {changes_key(t.user_attrs["changes"]) for t in searched}
         counts = {k: runs for k, runs in counts.items() if k in known}
         if len(counts) < 2:
             return None  # there is nothing to decide
-        key = min(counts, key=lambda k: (counts[k], k != _key({})))
+        key = min(counts, key=lambda k: (counts[k], k != changes_key({})))
         if counts[key] >= CONFIRMATIONS:
             return None
-        return next(t for t in searched if _key(t.user_attrs["changes"]) == key)
+        return next(t for t in searched if changes_key(t.user_attrs["changes"]) == key)
 
     def _ended(self, *, confirming: bool) -> list[Any]:
         trials = self._study.get_trials(
@@ -419,39 +356,3 @@ def _measured(run: StandInRun) -> dict[str, Any]:
         "excess": run.excess,
         "seconds": run.seconds,
     }
-
-
-def _ranked(trials: Sequence[Any]) -> list[Tried]:
-    """Return the settings of trials with their mean reward, the best one first."""
-    groups: dict[str, list[Any]] = {}
-    for trial in trials:
-        groups.setdefault(_key(trial.user_attrs["changes"]), []).append(trial)
-    return sorted(map(_tried, groups.values()), key=lambda tried: -tried.score)
-
-
-def _tried(runs: Sequence[Any]) -> Tried:
-    scores = np.array([t.value for t in runs])
-    within = float(np.mean([t.user_attrs["standard_error"] for t in runs]))
-    over = float(scores.std(ddof=1)) / len(scores) ** 0.5 if len(scores) > 1 else 0.0
-    return Tried(
-        changes=runs[0].user_attrs["changes"],
-        score=float(scores.mean()),
-        # Runs share the prompts, so that the error over prompts does not fall with their number.
-        standard_error=float(np.hypot(over, within)),
-        runs=len(runs),
-        seconds=float(np.mean([t.user_attrs["seconds"] for t in runs])),
-        kl=float(np.mean([t.user_attrs["kl"] for t in runs])),
-        excess=runs[0].user_attrs["excess"],
-    )
-
-
-def _key(changes: dict[str, Any]) -> str:
-    return json.dumps(changes, sort_keys=True)
-
-
-def _written(changes: dict[str, Any]) -> str:
-    return ", ".join(f"{k}={json.dumps(v)}" for k, v in changes.items()) or "the recipe as it is"
-
-
-def _runs(count: int) -> str:
-    return "1 run" if count == 1 else f"{count} runs"

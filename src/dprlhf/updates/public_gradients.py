@@ -124,7 +124,7 @@ def likelihood_gradients(
 
 
 class _SummandsError(Exception):
-    """Ends an update at its first sum, with the users' summands."""
+    """Raised in place of the first clipped sum, to return each public user's unclipped vector."""
 
     def __init__(self, vectors: Vectors) -> None:
         super().__init__()

@@ -20,7 +20,10 @@ Array = NDArray[np.float64]
 
 
 class Rider(Protocol):
-    """Coordinates that ride along, and what the server does with their release."""
+    """Extra coordinates appended to each user's vector in a round's first release.
+
+    They are statistics such as its mean reward, within the same clip norm and noise.
+    """
 
     @property
     def norm(self) -> float:
@@ -32,7 +35,7 @@ class Rider(Protocol):
 
     @property
     def penalised(self) -> bool:
-        """Whether the rewards have the KL penalty subtracted, or are the reward functions' own."""
+        """Whether the rider reads rewards less the KL penalty, or those of the reward functions."""
 
     def of_users(
         self,

@@ -321,7 +321,10 @@ def _coordinates(
 def _log_ratio(
     policy: CausalLMPolicy | ExplicitPolicy, rows: Rows, batch_size: int, *, every_row: bool
 ) -> Array:
-    """Return log π_t − log π_ref, ``[rows, response]``; 0 for rows from π_t unless every row."""
+    """Return log π_t − log π_ref, ``[rows, response]``.
+
+    Unless ``every_row``, it is computed for rows from the base policy alone, and 0 for others.
+    """
     if isinstance(policy, ExplicitPolicy):
         if every_row or rows.from_base.any():
             raise TypeError("only a language model's policy has log-ratios to a base policy")

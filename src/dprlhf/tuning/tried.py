@@ -1,0 +1,112 @@
+"""What a search returns: the settings that it tried, with their rewards, and the best of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dprlhf.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Tried:
+    """Settings that were tried, with their public reward.
+
+    Attributes:
+        changes: The changed keys with their values; empty for the recipe as it is.
+        score: Mean over the runs of the public reward at the end, minus the KL penalty.
+        standard_error: Standard error of its rise over the base model on the same prompts: of one
+            run over its prompts, together with that over runs.
+        runs: Number of runs.
+        seconds: Mean duration of a run.
+        kl: Mean KL(π ‖ base) of a response at the end, in nats.
+        excess: :attr:`StandInRun.excess` of these settings.
+    """
+
+    changes: dict[str, Any]
+    score: float
+    standard_error: float
+    runs: int
+    seconds: float
+    kl: float
+    excess: float = 0.0
+
+    def __str__(self) -> str:
+        told = f"{_runs(self.runs)}, KL {self.kl:.3g}"
+        return f"{self.score:+.3f} ± {self.standard_error:.3f} ({told})"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The result of a search.
+
+    Attributes:
+        recipe: The recipe with the settings that were chosen.
+        own: The recipe as it was, in the runs that decided.
+        best: The settings that were chosen; those of ``own`` where nothing was better.
+        decided: All settings between which the last runs decided, the best one first.
+        searched: All settings whose trials ended, in the search, the best one first.
+        stopped: Number of trials that were stopped early.
+        failed: Messages of trials whose settings the recipe refused.
+        users: Number N of private users that the runs imitate.
+        stand_ins: Number N′ of stand-ins in a run.
+        prompts: Number of distinct public prompts that they are drawn from.
+        scored: Number of other public prompts on which the reward was measured.
+        excess: Bound on the variance that thinning adds to a round's mean in the chosen settings,
+            over that of the noise; 0 with as many stand-ins as users.
+    """
+
+    recipe: Recipe
+    own: Tried
+    best: Tried
+    decided: list[Tried]
+    searched: list[Tried]
+    stopped: int
+    failed: list[str]
+    users: int
+    stand_ins: int
+    prompts: int
+    scored: int
+    excess: float
+
+
+def ranked(trials: Sequence[Any]) -> list[Tried]:
+    """Return the settings of Optuna's trials with their mean reward, the best one first."""
+    groups: dict[str, list[Any]] = {}
+    for trial in trials:
+        groups.setdefault(changes_key(trial.user_attrs["changes"]), []).append(trial)
+    return sorted(map(_tried, groups.values()), key=lambda tried: -tried.score)
+
+
+def _tried(runs: Sequence[Any]) -> Tried:
+    scores = np.array([t.value for t in runs])
+    within = float(np.mean([t.user_attrs["standard_error"] for t in runs]))
+    over = float(scores.std(ddof=1)) / len(scores) ** 0.5 if len(scores) > 1 else 0.0
+    return Tried(
+        changes=runs[0].user_attrs["changes"],
+        score=float(scores.mean()),
+        # Runs share the prompts, so that the error over prompts does not fall with their number.
+        standard_error=float(np.hypot(over, within)),
+        runs=len(runs),
+        seconds=float(np.mean([t.user_attrs["seconds"] for t in runs])),
+        kl=float(np.mean([t.user_attrs["kl"] for t in runs])),
+        excess=runs[0].user_attrs["excess"],
+    )
+
+
+def changes_key(changes: dict[str, Any]) -> str:
+    """Return changed settings as text that identifies them, whatever their order."""
+    return json.dumps(changes, sort_keys=True)
+
+
+def changes_text(changes: dict[str, Any]) -> str:
+    """Return changed settings in one line for a person, such as ``rounds=8``."""
+    return ", ".join(f"{k}={json.dumps(v)}" for k, v in changes.items()) or "the recipe as it is"
+
+
+def _runs(count: int) -> str:
+    return "1 run" if count == 1 else f"{count} runs"
