@@ -154,7 +154,7 @@ COMMON: dict[str, Field] = {
     "use_transformers_paged": Field("no effect", _SAMPLER),
     "eval_on_start": Field("no effect", "the evaluation always begins before the first round"),
     "bf16": Field("no effect", _PRECISION),
-    "tf32": Field("honoured", "by torch, for sampling; gradients are taken in float32 all the same"),
+    "tf32": Field("honoured", "by torch, for sampling; gradients are taken without it"),
     "beta": Field("mapped", "kl.beta: β times the whole response's log-ratio to the base model is"
                   " subtracted from its reward, not added to the loss"),
     **dict(_all("no effect", _LOADER, """
