@@ -15,6 +15,7 @@ from dprlhf.cli.answers import (
     check_reward,
     check_user_column,
     checked,
+    column_in,
     users_in,
 )
 from dprlhf.errors import DprlhfError
@@ -71,6 +72,13 @@ def init(
     out: Annotated[Path, typer.Option(help="The recipe to write; it must not exist yet.")] = Path(
         "recipe.yaml"
     ),
+    prompt_column: Annotated[
+        str | None,
+        typer.Option(
+            help="Column of the prompts; without it prompt, else messages.",
+            is_eager=True,  # the checks of the answers ask for it
+        ),
+    ] = None,
 ) -> None:
     """Ask six questions and write a commented recipe. An option answers its question."""
     from dprlhf.cli.init import new_recipe, target_of
@@ -78,6 +86,8 @@ def init(
 
     if out.exists():
         raise DprlhfError(f"{out}: exists; name another file with --out")
+    column = column_in(prompts, prompt_column)
+    public = column_in(public_prompts, prompt_column, "public prompts")
     text = new_recipe(
         model=model,
         prompts=prompts,
@@ -86,7 +96,8 @@ def init(
         public_prompts=public_prompts,
         epsilon=float(epsilon),
         target=target_of(model),
-        users=users_in(prompts, user_column),
+        users=users_in(prompts, user_column, column),
+        prompt_columns=(column, public),
     )
     write_atomically(out, text)
     typer.echo(f"{out}; look at it, then: dprlhf train {out} --dry-run")
