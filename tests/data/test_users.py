@@ -746,6 +746,15 @@ def test_what_is_no_list_of_prompts_is_refused(wrong: Any) -> None:
     assert CANARY not in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", [set, frozenset])
+def test_a_set_is_refused_as_its_order_changes(kind: type) -> None:
+    for prompts in (kind({CANARY, "b"}), lambda: kind({CANARY, "b"})):
+        with pytest.raises(DprlhfError, match=r"could not be resumed: give sorted") as caught:
+            rows_from(prompts, "prompt")
+        assert "CANARY" not in str(caught.value)
+    assert rows_from(dict.fromkeys(["b", "a"]).keys(), "prompt")["prompt"][:] == ["b", "a"]
+
+
 @pytest.mark.parametrize(
     "mixture",
     [

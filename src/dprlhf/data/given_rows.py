@@ -33,8 +33,8 @@ def rows_from(prompts: Any, column: str) -> Any:
         column: Name of the column of texts and conversations.
 
     Raises:
-        DprlhfError: It is none of these, a dataset with a transform (``set_transform``), or the
-            items differ in kind.
+        DprlhfError: It is none of these, a set, a dataset with a transform (``set_transform``), or
+            the items differ in kind.
     """
     import datasets
 
@@ -47,6 +47,10 @@ def rows_from(prompts: Any, column: str) -> Any:
     elif callable(prompts):
         with _errors_by_type():
             prompts = prompts()
+    if isinstance(prompts, set | frozenset):
+        raise DprlhfError(
+            "prompts: a set has no order, so the run could not be resumed: give sorted(…) of it"
+        )
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise DprlhfError(
             "prompts: give a list of prompts, a generator, a datasets.Dataset or IterableDataset,"
