@@ -897,6 +897,16 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         load_rows(Data(path=str(tmp_path / "no-folder")))
 
 
+@pytest.mark.parametrize("path", ["no.csv", "./folder", "../no.jsonl"])
+def test_a_relative_path_is_said_to_start_here(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DprlhfError, match=r"there is no such file.*: paths start at ") as caught:
+        load_rows(Data(path=path))
+    assert str(caught.value).endswith(str(tmp_path))
+
+
 def test_only_what_can_be_a_hub_id_is_looked_up_on_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
