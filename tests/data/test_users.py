@@ -741,7 +741,7 @@ def test_a_transform_is_refused() -> None:
     "wrong", [CANARY, 5, None, {"prompt": [CANARY]}], ids=lambda v: type(v).__name__
 )
 def test_what_is_no_list_of_prompts_is_refused(wrong: Any) -> None:
-    with pytest.raises(DprlhfError, match="give a list of prompts") as caught:
+    with pytest.raises(DprlhfError, match=r"give a list of prompts.* data__path of") as caught:
         rows_from(wrong, "prompt")
     assert CANARY not in str(caught.value)
 

@@ -54,7 +54,8 @@ def rows_from(prompts: Any, column: str) -> Any:
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise DprlhfError(
             "prompts: give a list of prompts, a generator, a datasets.Dataset or IterableDataset,"
-            " or a pandas table; of a file, what pandas.read_csv and the like read"
+            " or a pandas table; of a file, what pandas.read_csv and the like read, or its path as"
+            " data__path of dprlhf.train"
         )
     try:
         if not isinstance(prompts, Sequence):
