@@ -20,6 +20,21 @@ from dprlhf.cli.answers import (
 )
 from dprlhf.errors import DprlhfError
 
+PublicPrompts = Annotated[
+    str,
+    typer.Option(
+        prompt="Public prompts for the evaluation (empty: none)",
+        callback=checked(check_public_prompts),
+    ),
+]
+PromptColumn = Annotated[
+    str | None,
+    typer.Option(
+        help="Column of the prompts; without it prompt, else messages.",
+        is_eager=True,  # the checks of the answers ask for it
+    ),
+]
+
 assets = typer.Typer(help="Models and data of the demo.", no_args_is_help=True)
 
 
@@ -59,26 +74,14 @@ def init(
             prompt="Reward (file.py:function, or a classifier)", callback=checked(check_reward)
         ),
     ] = "my_rewards.py:reward",
-    public_prompts: Annotated[
-        str,
-        typer.Option(
-            prompt="Public prompts for the evaluation (empty: none)",
-            callback=checked(check_public_prompts),
-        ),
-    ] = "",
+    public_prompts: PublicPrompts = "",
     epsilon: Annotated[
         str, typer.Option(prompt="Privacy budget epsilon", callback=checked(check_epsilon))
     ] = "4",
     out: Annotated[Path, typer.Option(help="The recipe to write; it must not exist yet.")] = Path(
         "recipe.yaml"
     ),
-    prompt_column: Annotated[
-        str | None,
-        typer.Option(
-            help="Column of the prompts; without it prompt, else messages.",
-            is_eager=True,  # the checks of the answers ask for it
-        ),
-    ] = None,
+    prompt_column: PromptColumn = None,
 ) -> None:
     """Ask six questions and write a commented recipe. An option answers its question."""
     from dprlhf.cli.init import new_recipe, target_of
