@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -13,7 +14,9 @@ from transformers import TrainerCallback
 
 import dprlhf
 from dprlhf import DprlhfError
-from dprlhf.recipe import IN_MEMORY, load_recipe
+from dprlhf.recipe import IN_MEMORY, dump_recipe, load_recipe
+from dprlhf.recipe.loading import recipe_from
+from dprlhf.runs.folder import RunFolder
 from helpers import tiny
 
 CAUSAL = peft.LoraConfig(task_type="CAUSAL_LM", fan_in_fan_out=True)
@@ -154,3 +157,21 @@ def test_a_model_that_opacus_wrapped_is_taken(tmp_path: Path) -> None:
     result = train(tmp_path, model=wrapped, processing_class=tiny.tokenizer(), rounds=1)
     assert result.policy.network is inside
     assert not any(hasattr(p, "grad_sample") for p in inside.parameters())
+
+
+@pytest.mark.parametrize("stage", [None, "sft"])
+def test_a_resume_in_another_folder_says_where_to_run_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings: dict[str, Any] = {
+        "policy": {"model_name_or_path": "m"},
+        "data": {"path": "private.csv"}, "privacy": {"epsilon": 8}, "rounds": 2,
+        **({"stage": stage} if stage else {"rewards": [{"function": "in-memory"}]}),
+    }  # fmt: skip
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    folder.recipe.write_text(dump_recipe(recipe_from(settings, (), source="test")))
+    resume = dprlhf.resume_stage if stage else functools.partial(dprlhf.resume, reward=length)
+    with pytest.raises(DprlhfError, match=r"such file: paths start at .*; resume a run from the f"):
+        resume(folder.path)

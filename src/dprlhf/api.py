@@ -12,7 +12,7 @@ from dprlhf.agents.rewards import environment_rewards
 from dprlhf.data.given_rewards import is_model
 from dprlhf.data.in_memory import Reward, Sources, check_overrides, from_memory, recipe_of
 from dprlhf.data.public import in_memory_prompts, prompts_in
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, MissingPathError
 from dprlhf.policies.adapters import taking_off
 from dprlhf.policies.opacus import without_wrapper
 from dprlhf.policies.peft_configs import adapter_of
@@ -378,9 +378,16 @@ def _resume(
     begin: Callable[[], Any] = lambda: None,
 ) -> Any:
     """Continue a run of any stage and return its result; ``begin`` as in :func:`_train`."""
-    with open_run(recipe, folder, sources, create=False, callbacks=callbacks, quiet=quiet) as run:
-        begin()
-        return complete(run)
+    try:
+        with open_run(
+            recipe, folder, sources, create=False, callbacks=callbacks, quiet=quiet
+        ) as run:
+            begin()
+            return complete(run)
+    except MissingPathError as missing:
+        raise DprlhfError(
+            f"{missing}; resume a run from the folder in which it was started"
+        ) from None
 
 
 __all__ = ["generate", "resume", "resume_stage", "train", "train_stage"]

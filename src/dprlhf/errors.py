@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 EXITS = (KeyboardInterrupt, SystemExit)
 """The exceptions that end a program on purpose. Any other may come from a user's data, also one
@@ -16,8 +17,24 @@ class DprlhfError(Exception):
     """
 
 
+class MissingPathError(DprlhfError):
+    """There is nothing at a relative path, as where a run is resumed from another folder."""
+
+
 class InterruptedRunError(KeyboardInterrupt):
     """Ctrl-C at a safe point of a run; the message says how to continue."""
+
+
+def missing_path(said: str, path: str) -> DprlhfError:
+    """Return the error of a file that is not there; of a relative path, it says where that starts.
+
+    Args:
+        said: What the message says of the file.
+        path: The path as the recipe has it.
+    """
+    if Path(path).is_absolute():
+        return DprlhfError(said)
+    return MissingPathError(f"{said}: paths start at {Path.cwd()}")
 
 
 def one_line(text: object, limit: int | None = 300) -> str:

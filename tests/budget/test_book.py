@@ -388,6 +388,15 @@ def test_book_and_key_are_the_owners_alone(file: Path) -> None:
         path.chmod(0o600)
 
 
+def test_a_file_that_is_no_book_is_called_so(tmp_path: Path) -> None:
+    other = tmp_path / "prompts.csv"
+    other.write_text("prompt,user\nCANARY,1\n")
+    other.chmod(0o644)
+    with pytest.raises(BookError, match=r"prompts\.csv: no SQLite file, so no book") as caught:
+        Book(str(other))
+    assert "CANARY" not in str(caught.value)
+
+
 def test_a_wrong_or_lost_key_is_refused(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make(place)
     monkeypatch.setenv("DPRLHF_BOOK_KEY", "ab" * 32)

@@ -192,11 +192,40 @@ class TestInit:
 
     def test_users_are_counted_not_rows(self, here: Path) -> None:
         (here / "people.csv").write_text("text,who\na,ada\nb,ada\nc,ben\n")
-        assert users_in("people.csv", "who") == 2
-        assert users_in("people.csv", "") == 3
-        assert users_in("org/prompts", "") is None
+        assert users_in("people.csv", "who", "text") == 2
+        assert users_in("people.csv", "", "text") == 3
+        assert users_in("org/prompts", "", "prompt") is None
         with pytest.raises(DprlhfError, match="there is no column 'whom'"):
-            users_in("people.csv", "whom")
+            users_in("people.csv", "whom", "text")
+
+    @pytest.mark.parametrize(
+        ("column", "options"),
+        [("messages", ()), ("prompt", ()), ("a: b", ("--prompt-column", "a: b"))],
+    )
+    def test_the_column_of_the_prompts_is_one_of_the_file(
+        self, here: Path, column: str, options: tuple[str, ...]
+    ) -> None:
+        rows = [{"meta": {"n": i}, column: f"hello {i}", "prompt_id": i} for i in range(5)]
+        lines = "\n".join(json.dumps(row) for row in rows)
+        for name in ("private.jsonl", "public.jsonl"):
+            (here / name).write_text(lines)
+        files = ("--prompts", "private.jsonl", "--public-prompts", "public.jsonl")
+        done = call("init", *self.OPTIONS, *files, "--user-column", "prompt_id", *options)
+        assert done.exit_code == 0, done.output
+        made = load_recipe("recipe.yaml")
+        assert made.evaluation is not None
+        assert made.data.prompt_column == made.evaluation.data.prompt_column == column
+
+    @pytest.mark.parametrize("option", ["--prompts", "--public-prompts"])
+    def test_a_file_without_a_column_of_prompts_is_refused(self, here: Path, option: str) -> None:
+        (here / "people.csv").write_text("text,who\na,ada\nb,ada\n")
+        done = call("init", *self.OPTIONS, "--user-column", "", option, "people.csv")
+        assert isinstance(done.exception, DprlhfError)
+        assert re.search(
+            "prompts 'people.csv': there is no column 'prompt' or 'messages'; the columns are text,"
+            " who: name that of the prompts with --prompt-column", str(done.exception),
+        )  # fmt: skip
+        assert not (here / "recipe.yaml").exists()
 
     @pytest.mark.parametrize(
         ("option", "value", "named"),
@@ -205,6 +234,9 @@ class TestInit:
             ("--prompts", "./nowhere", "prompts './nowhere': there is no such file"),
             ("--public-prompts", "no.jsonl", "public prompts 'no.jsonl': there is no such file"),
             ("--reward", "nowhere.py:f", "there is no file 'nowhere.py'"),
+            ("--reward", "my_rewards.py:brevty", "has no 'brevty'; did you mean 'brevity'?"),
+            ("--reward", "my_rewards.py:REWARDS", "has no 'REWARDS'"),
+            ("--reward", "no_such_module:f", "no_such_module"),
             ("--reward", "my_rewards.py", "name the function as well: my_rewards.py:FUNCTION"),
         ],
     )

@@ -7,6 +7,7 @@ import importlib
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -208,6 +209,17 @@ def test_both_zeros_are_one_user(kind: type) -> None:
 def test_a_row_without_a_user_is_refused(names: list[Any]) -> None:
     with pytest.raises(DprlhfError, match="user_column 'user' must hold a text or a number"):
         users({"prompt": [CANARY, "b"], "user": names})
+
+
+def test_user_names_of_several_types_are_not_called_missing(tmp_path: Path) -> None:
+    file = tmp_path / "users.jsonl"
+    file.write_text('{"prompt": "a", "user": 170317}\n{"prompt": "b", "user": "2"}\n')
+    data = Data(path=str(file), user_column="user")
+    with pytest.raises(DprlhfError, match=r"'user' mixes types.*: write all .* as text") as caught:
+        Users(load_rows(data), data)
+    assert not re.search("without|170317", str(caught.value))
+    with pytest.raises(DprlhfError, match=r"must hold a text or a number in every row, not lists$"):
+        users({"prompt": ["a", "b"], "user": [["a"], ["b"]]})
 
 
 def test_select_tells_users_slots_and_the_other_columns() -> None:
@@ -666,7 +678,7 @@ def test_a_table_is_read_by_rows_not_by_the_names_of_its_columns(library: str) -
 
 def test_a_table_that_cannot_be_read_is_refused_without_quoting_it() -> None:
     pandas = importlib.import_module("pandas")
-    with pytest.raises(DprlhfError, match="the table could not be read") as caught:
+    with pytest.raises(DprlhfError, match=r"the column .prompt. mixes types") as caught:
         rows_from(pandas.DataFrame({"prompt": [CANARY, 5]}), "prompt")
     assert "CANARY" not in str(caught.value)
     assert caught.value.__suppress_context__
@@ -729,9 +741,18 @@ def test_a_transform_is_refused() -> None:
     "wrong", [CANARY, 5, None, {"prompt": [CANARY]}], ids=lambda v: type(v).__name__
 )
 def test_what_is_no_list_of_prompts_is_refused(wrong: Any) -> None:
-    with pytest.raises(DprlhfError, match="give a list of prompts") as caught:
+    with pytest.raises(DprlhfError, match=r"give a list of prompts.* data__path of") as caught:
         rows_from(wrong, "prompt")
     assert CANARY not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [set, frozenset])
+def test_a_set_is_refused_as_its_order_changes(kind: type) -> None:
+    for prompts in (kind({CANARY, "b"}), lambda: kind({CANARY, "b"})):
+        with pytest.raises(DprlhfError, match=r"could not be resumed: give sorted") as caught:
+            rows_from(prompts, "prompt")
+        assert "CANARY" not in str(caught.value)
+    assert rows_from(dict.fromkeys(["b", "a"]).keys(), "prompt")["prompt"][:] == ["b", "a"]
 
 
 @pytest.mark.parametrize(
@@ -748,6 +769,19 @@ def test_what_is_no_list_of_prompts_is_refused(wrong: Any) -> None:
 def test_a_mixture_is_refused_without_quoting_it(mixture: list[Any]) -> None:
     with pytest.raises(DprlhfError, match="rows of one kind") as caught:
         rows_from(mixture, "prompt")
+    assert "CANARY" not in str(caught.value)
+    assert caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize("at_once", [1, 10])
+@pytest.mark.parametrize("form", [list, iter, pd.DataFrame], ids=["list", "generator", "table"])
+def test_the_column_that_mixes_types_is_named(
+    form: Any, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dprlhf.data.given_rows.ROWS_AT_ONCE", at_once)
+    rows = [{"prompt": "a", "user": 17}, {"prompt": "b", "user": CANARY}]
+    with pytest.raises(DprlhfError, match="the column 'user' mixes types: write all") as caught:
+        rows_from(form(rows), "prompt")
     assert "CANARY" not in str(caught.value)
     assert caught.value.__suppress_context__
 
@@ -861,6 +895,16 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
             load_rows(Data(path=str(tmp_path / name)))
     with pytest.raises(DprlhfError, match="no-folder': there is no such file or folder"):
         load_rows(Data(path=str(tmp_path / "no-folder")))
+
+
+@pytest.mark.parametrize("path", ["no.csv", "./folder", "../no.jsonl"])
+def test_a_relative_path_is_said_to_start_here(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DprlhfError, match=r"there is no such file.*: paths start at ") as caught:
+        load_rows(Data(path=path))
+    assert str(caught.value).endswith(str(tmp_path))
 
 
 def test_only_what_can_be_a_hub_id_is_looked_up_on_the_hub(

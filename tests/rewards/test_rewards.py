@@ -611,6 +611,23 @@ def test_a_function_with_bound_arguments_keeps_its_name() -> None:
     assert as_reward(functools.partial(functools.partial(praise), scale=2.0)).name == "praise"
 
 
+@pytest.mark.parametrize("most", ["four", -3, 0, 2.5, True])
+def test_a_most_rows_that_is_no_number_of_rows_is_refused(most: Any) -> None:
+    def concise(completions: list[str]) -> list[float]:
+        return length(completions)
+
+    concise.dprlhf_most_rows = most  # type: ignore[attr-defined]
+    with pytest.raises(DprlhfError, match="'concise': its dprlhf_most_rows must be a whole number"):
+        check_reward(concise, PROMPTS, COMPLETIONS)
+
+
+def test_a_check_of_rows_that_differ_in_number_says_how_many() -> None:
+    with pytest.raises(DprlhfError, match=r"'prompts': 1, 'completions': 2, .* one of each"):
+        check_reward(length, ["a"], ["b", "c"])
+    with pytest.raises(DprlhfError, match="1 user ids for 2 rows: give one for every row"):
+        check_reward(length, ["a", "b"], ["b", "c"], users=["u"])
+
+
 def test_arguments_of_different_length_are_the_callers_mistake() -> None:
     with pytest.raises(ValueError, match="differ in length"):
         Scorer([length], 1.0).score(["p"], ["a", "b"], [[1], [2]], {}, [0, 1])

@@ -50,6 +50,14 @@ def folder(tmp_path: Path) -> RunFolder:
     return made
 
 
+@pytest.mark.parametrize("place", ["file", "file/run"])
+def test_a_file_in_place_of_the_folder_says_what_to_choose(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(DprlhfError, match="; choose another output_dir"):
+        RunFolder(tmp_path / place).create()
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 # ------------------------------------------------------------------------------------ secrets
 
 

@@ -102,7 +102,7 @@ class TestWhatTheyGet:
         assert seen == [0, 0, 0]  # not even a start: its time would be there
         assert [(values, step) for values, step, _ in logged(kind)] == EXPECTED
         assert [entry[0] for entry in kind.got][-1] == "finish"
-        assert ("config", {"privacy.epsilon": 4.0, "rewards": "[{'function': 'f'}]"}) in kind.got
+        assert ("config", {"privacy.epsilon": 4.0, "rewards.0.function": "f"}) in kind.got
 
     def test_live_on_request(self, fake: Callable[..., type[Fake]], folder: RunFolder) -> None:
         kind, seen = fake("wandb"), []

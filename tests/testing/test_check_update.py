@@ -9,8 +9,9 @@ import pytest
 
 from dprlhf import recipe
 from dprlhf.boundary import Private, open_private
+from dprlhf.errors import DprlhfError
 from dprlhf.rewards import Scores
-from dprlhf.testing import check_update
+from dprlhf.testing import check_partition, check_update
 from dprlhf.updates import UPDATES, PrivateRound
 
 pg = UPDATES["pg"]
@@ -96,3 +97,10 @@ BAD = {
 def test_a_bad_update_is_refused_by_the_check_that_is_there_for_it(bad: Any) -> None:
     with pytest.raises(AssertionError, match=BAD[bad]):
         check_update(bad, recipe.PG())
+
+
+def test_what_is_no_update_or_partition_is_named() -> None:
+    with pytest.raises(DprlhfError, match=r"give the function of an update.*, not 'pg'$"):
+        check_update("pg", recipe.PG())  # type: ignore[arg-type]
+    with pytest.raises(DprlhfError, match=r"there is no partition 'nope': name one of random-al"):
+        check_partition("nope")  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from transformers import (
     RobertaConfig,
     RobertaForSequenceClassification,
 )
+from typer.testing import CliRunner
 
 import dprlhf
 from dprlhf import DprlhfError, recipe
@@ -574,8 +575,6 @@ def test_an_interrupted_stage_goes_on_where_it_was(
 
 @pytest.mark.slow
 def test_the_commands(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from typer.testing import CliRunner
-
     monkeypatch.chdir(tmp_path)
     Path("docs.jsonl").write_text("".join(json.dumps(d) + "\n" for d in people(0, 20)))
     Path("sft.yaml").write_text(
@@ -616,6 +615,16 @@ def test_the_commands(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     Path("sft.yaml").write_text("stage: sf\n")
     with pytest.raises(DprlhfError, match="did you mean 'sft'"):
         dprlhf.train_stage("sft.yaml")
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "dpo"])
+def test_a_recipe_of_private_updates_names_its_command(tmp_path: Path, stage: str) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("rewards: [{function: 'a:b'}]\nupdate: {name: pg}\n")
+    done = CliRunner().invoke(app, [stage, str(file)])
+    assert str(done.exception) == (
+        f"{file}: a recipe of private updates: run it with dprlhf train {file}"
+    )
 
 
 @pytest.mark.parametrize(

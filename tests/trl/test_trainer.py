@@ -29,7 +29,7 @@ from transformers import (
 import dprlhf
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.file_times import public_time
-from dprlhf.recipe import load_recipe, make_recipe
+from dprlhf.recipe import Recipe, dump_recipe, load_recipe, make_recipe
 from dprlhf.runs.folder import RunFolder
 from dprlhf.runs.publish import merge
 from dprlhf.training.processes import Processes
@@ -1051,3 +1051,13 @@ def test_a_trainer_continues_no_run_of_another_folder(tmp_path: Path) -> None:
         (tmp_path / name / "recipe.yaml").write_text("")
     with pytest.raises(DprlhfError, match="continues in its own folder"):
         continued(make_recipe(recipe_settings()), RunFolder(tmp_path / "a"), tmp_path / "b")
+
+
+def test_a_resume_with_another_weight_of_a_reward_names_it_alone(tmp_path: Path) -> None:
+    def made(weight: float) -> Recipe:
+        rewards = [{"function": "in-memory"}, {"function": "in-memory", "weight": weight}]
+        return make_recipe(recipe_settings(rewards=rewards))
+
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(made(0.5)))
+    with pytest.raises(DprlhfError, match=r" \(rewards\.1\.weight 1\.0, there 0\.5\); "):
+        continued(made(1.0), RunFolder(tmp_path), True)

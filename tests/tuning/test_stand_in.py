@@ -205,6 +205,20 @@ class TestTheRows:
         with pytest.raises(DprlhfError, match="28 public prompts in 'in-memory' after the 8"):
             rows_for(recipe_of(model), 100)
 
+    @pytest.mark.parametrize("count", [FINAL - 1, FINAL, FINAL + 1, FINAL + 64])
+    def test_no_row_beside_those_of_the_evaluation_is_refused(self, count: int) -> None:
+        with pytest.raises(DprlhfError, match="0 public prompts in 'in-memory' after the 8"):
+            rows_for(recipe_of("m"), count)
+
+    @pytest.mark.parametrize("count", [1, 63, 64])
+    def test_a_file_with_no_row_beside_those_for_fitting_is_refused(
+        self, tmp_path: Path, count: int
+    ) -> None:
+        file = tmp_path / "few.csv"
+        file.write_text("prompt\n" + "\n".join(PUBLIC[20 : 20 + count]))
+        with pytest.raises(DprlhfError, match=r"0 public prompts in .* are too few"):
+            public_rows(recipe_of("m"), file, rows=PUBLIC)
+
     def test_a_recipe_without_public_rows_is_refused(self) -> None:
         with pytest.raises(DprlhfError, match="needs public prompts"):
             public_rows(recipe_of("m", evaluation=None))

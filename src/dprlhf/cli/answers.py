@@ -14,6 +14,9 @@ from dprlhf.errors import DprlhfError
 DATA_FILES = (".csv", ".json", ".jsonl", ".parquet")
 """The suffixes of files of prompts."""
 
+PROMPT_COLUMNS = ("prompt", "messages")
+"""The columns that are taken for the prompts' without being named, the first that is there."""
+
 
 def checked(
     check: Callable[[str, Mapping[str, Any]], None],
@@ -44,23 +47,25 @@ def check_model(model: str, _: Mapping[str, Any]) -> None:
     _check_place("model", model)
 
 
-def check_prompts(prompts: str, _: Mapping[str, Any]) -> None:
-    """Check that the file or folder of the private prompts exists.
+def check_prompts(prompts: str, earlier: Mapping[str, Any]) -> None:
+    """Check that the file or folder of the private prompts exists, and has a column of prompts.
 
     Raises:
-        DprlhfError: It does not.
+        DprlhfError: It does not, or has not.
     """
     _check_place("prompts", prompts)
+    column_in(prompts, earlier.get("prompt_column"))
 
 
-def check_public_prompts(public_prompts: str, _: Mapping[str, Any]) -> None:
-    """Check that the file of the public prompts exists, if one is named.
+def check_public_prompts(public_prompts: str, earlier: Mapping[str, Any]) -> None:
+    """Check that the file of the public prompts exists, if one is named, and has such a column.
 
     Raises:
-        DprlhfError: It does not.
+        DprlhfError: It does not, or has not.
     """
     if public_prompts:
         _check_place("public prompts", public_prompts)
+        column_in(public_prompts, earlier.get("prompt_column"), "public prompts")
 
 
 def check_user_column(column: str, earlier: Mapping[str, Any]) -> None:
@@ -70,20 +75,26 @@ def check_user_column(column: str, earlier: Mapping[str, Any]) -> None:
         DprlhfError: It has not, or cannot be read.
     """
     if "prompts" in earlier:
-        users_in(earlier["prompts"], column)
+        prompts = earlier["prompts"]
+        users_in(prompts, column, column_in(prompts, earlier.get("prompt_column")))
 
 
 def check_reward(reward: str, _: Mapping[str, Any]) -> None:
-    """Check that the reward names a function, and that its file exists.
+    """Check that the reward names a function which can be loaded, unless it is a classifier.
 
     Raises:
-        DprlhfError: The file is missing, or named without a function.
+        DprlhfError: The file is missing, or named without a function, or has no such function.
     """
+    from dprlhf.data.given_rewards import named_reward
+    from dprlhf.rewards.loading import load_reward
+
     place = reward.rpartition(":")[0]
     if reward.endswith(".py"):
         raise DprlhfError(f"reward {reward!r}: name the function as well: {reward}:FUNCTION")
     if place.endswith(".py") and not Path(place).is_file():
         raise DprlhfError(f"reward {reward!r}: there is no file {place!r}")
+    if place and (named := named_reward(reward)).function is not None:
+        load_reward(named)
 
 
 def check_epsilon(epsilon: str, _: Mapping[str, Any]) -> None:
@@ -108,24 +119,51 @@ def _check_place(what: str, path: str) -> None:
         raise DprlhfError(f"{what} {path!r}: there is no such file or folder")
 
 
-def users_in(prompts: str, user_column: str) -> int | None:
+def column_in(prompts: str, named: str | None, what: str = "prompts") -> str:
+    """Return the column of the prompts in a file; of a folder or a hub id, the usual one.
+
+    Args:
+        prompts: The file.
+        named: The column that was asked for; None takes the first of ``PROMPT_COLUMNS``.
+        what: What the file is, for errors.
+
+    Raises:
+        DprlhfError: The file cannot be read, or has no such column.
+    """
+    wanted = (named,) if named else PROMPT_COLUMNS
+    columns = _rows_in(prompts).column_names if prompts.endswith(DATA_FILES) else []
+    found = next((name for name in wanted if name in columns), None)
+    if columns and found is None:
+        raise DprlhfError(
+            f"{what} {prompts!r}: there is no column {' or '.join(map(repr, wanted))}; the columns"
+            f" are {', '.join(columns)}: name that of the prompts with --prompt-column"
+        )
+    return found or wanted[0]
+
+
+def users_in(prompts: str, user_column: str, prompt_column: str) -> int | None:
     """Return the number of users in a file of prompts; None for a folder or a hub id.
 
     Raises:
-        DprlhfError: The file cannot be read, or lacks the column.
+        DprlhfError: The file cannot be read, or lacks a column.
     """
-    import datasets
-
-    from dprlhf.data.loading import load_rows
     from dprlhf.data.users import Users
     from dprlhf.recipe import Data
 
     if not prompts.endswith(DATA_FILES):
         return None
-    datasets.disable_progress_bars()
-    data = Data(path=prompts, user_column=user_column or None)
-    rows = load_rows(data)
+    rows = _rows_in(prompts, user_column)
     if not rows.column_names:
         return None
-    # Whatever the column of the prompts is called: it can still be written into the recipe.
-    return Users(rows, data.model_copy(update={"prompt_column": rows.column_names[0]})).count
+    data = Data(path=prompts, prompt_column=prompt_column, user_column=user_column or None)
+    return Users(rows, data).count
+
+
+def _rows_in(prompts: str, user_column: str = "") -> Any:
+    import datasets
+
+    from dprlhf.data.loading import load_rows
+    from dprlhf.recipe import Data
+
+    datasets.disable_progress_bars()
+    return load_rows(Data(path=prompts, user_column=user_column or None))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import yaml
 
+from dprlhf.cli.answers import PROMPT_COLUMNS
 from dprlhf.recipe import make_recipe
 
 _FEWEST_ROUNDS, _MOST_ROUNDS, _USERS_A_ROUND = 4, 16, 125
@@ -36,6 +37,7 @@ def new_recipe(
     epsilon: float,
     target: Target | None = None,
     users: int | None = None,
+    prompt_columns: tuple[str, str] = ("prompt", "prompt"),
 ) -> str:
     """Return a commented YAML recipe that loads.
 
@@ -50,11 +52,13 @@ def new_recipe(
         epsilon: Privacy budget ε.
         target: The modules to train, from :func:`target_of`.
         users: Number of users, from :func:`users_in`; it decides the number of rounds.
+        prompt_columns: Columns of the private prompts and of the public ones.
 
     Raises:
         DprlhfError: An answer makes no valid recipe; the message names the key.
     """
     target = target or Target()
+    column, public = (name if name in PROMPT_COLUMNS else _quoted(name) for name in prompt_columns)
     text = _TEMPLATE.format(
         model=_quoted(model),
         module=f"[{target.module}]" if target.module else "null",
@@ -62,13 +66,14 @@ def new_recipe(
         layers=list(target.layers),
         start=_PUBLIC_START if public_prompts else _RANDOM_START,
         prompts=_quoted(prompts),
+        prompt_column=column,
         user_column=_quoted(user_column) if user_column else "null",
         max_prompts=4 if user_column else 1,
         reward=_reward(reward),
         epsilon=repr(float(epsilon)).removesuffix(".0"),
         rounds=_rounds(users),
         users=users or "N",
-        evaluation=_EVALUATION.format(_quoted(public_prompts)) if public_prompts else _NONE,
+        evaluation=_EVALUATION.format(_quoted(public_prompts), public) if public_prompts else _NONE,
     )
     make_recipe(yaml.safe_load(text), source="init")
     return text
@@ -137,7 +142,7 @@ policy:
 
 data:                           # the private prompts
   path: {prompts}
-  prompt_column: prompt         # text, or a list of messages with role and content
+  prompt_column: {prompt_column:<15}# text, or a list of messages with role and content
   user_column: {user_column:<17}# rows with the same value are one user; null: every row is one
   max_prompts_per_user: {max_prompts:<8}# further prompts of a user are dropped
   max_prompt_tokens: 64
@@ -176,7 +181,7 @@ _EVALUATION = """\
 evaluation:                     # public prompts: rewards before, during and after
   data:
     path: {}
-    prompt_column: prompt
+    prompt_column: {}
     max_prompt_tokens: 64
   prompts: 128
   every: 4"""

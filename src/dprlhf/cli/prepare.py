@@ -15,9 +15,25 @@ from dprlhf.cli.answers import (
     check_reward,
     check_user_column,
     checked,
+    column_in,
     users_in,
 )
 from dprlhf.errors import DprlhfError
+
+PublicPrompts = Annotated[
+    str,
+    typer.Option(
+        prompt="Public prompts for the evaluation (empty: none)",
+        callback=checked(check_public_prompts),
+    ),
+]
+PromptColumn = Annotated[
+    str | None,
+    typer.Option(
+        help="Column of the prompts; without it prompt, else messages.",
+        is_eager=True,  # the checks of the answers ask for it
+    ),
+]
 
 assets = typer.Typer(help="Models and data of the demo.", no_args_is_help=True)
 
@@ -58,19 +74,14 @@ def init(
             prompt="Reward (file.py:function, or a classifier)", callback=checked(check_reward)
         ),
     ] = "my_rewards.py:reward",
-    public_prompts: Annotated[
-        str,
-        typer.Option(
-            prompt="Public prompts for the evaluation (empty: none)",
-            callback=checked(check_public_prompts),
-        ),
-    ] = "",
+    public_prompts: PublicPrompts = "",
     epsilon: Annotated[
         str, typer.Option(prompt="Privacy budget epsilon", callback=checked(check_epsilon))
     ] = "4",
     out: Annotated[Path, typer.Option(help="The recipe to write; it must not exist yet.")] = Path(
         "recipe.yaml"
     ),
+    prompt_column: PromptColumn = None,
 ) -> None:
     """Ask six questions and write a commented recipe. An option answers its question."""
     from dprlhf.cli.init import new_recipe, target_of
@@ -78,6 +89,8 @@ def init(
 
     if out.exists():
         raise DprlhfError(f"{out}: exists; name another file with --out")
+    column = column_in(prompts, prompt_column)
+    public = column_in(public_prompts, prompt_column, "public prompts")
     text = new_recipe(
         model=model,
         prompts=prompts,
@@ -86,7 +99,8 @@ def init(
         public_prompts=public_prompts,
         epsilon=float(epsilon),
         target=target_of(model),
-        users=users_in(prompts, user_column),
+        users=users_in(prompts, user_column, column),
+        prompt_columns=(column, public),
     )
     write_atomically(out, text)
     typer.echo(f"{out}; look at it, then: dprlhf train {out} --dry-run")

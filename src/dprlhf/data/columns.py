@@ -25,12 +25,12 @@ def _element(kind: pa.DataType) -> pa.DataType | None:
     return kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else None
 
 
-def _is_json(kind: pa.DataType | None) -> bool:
+def is_json(kind: pa.DataType | None) -> bool:
     """Return whether a type is that of values of several kinds, as ``datasets`` keeps them."""
     return getattr(kind, "extension_name", None) == "arrow.json"
 
 
-def _called(kind: pa.DataType) -> str:
+def called(kind: pa.DataType) -> str:
     """Return what values of a type are called in a message, without the keys of mappings."""
     if _element(kind) is not None:
         return "lists"
@@ -54,10 +54,10 @@ def check_readable(rows: Any, column: str, where: str) -> None:
     kind = rows.features.arrow_schema.field(column).type
     message = _element(kind)
     struct = isinstance(message, pa.StructType)
-    talks = _is_json(message) or (struct and kind.value_type.get_field_index("role") >= 0)
-    if talks or is_text(kind) or _is_json(kind):
+    talks = is_json(message) or (struct and kind.value_type.get_field_index("role") >= 0)
+    if talks or is_text(kind) or is_json(kind):
         return
-    found = _called(kind) if message is None else f"lists of {_called(message)}"
+    found = called(kind) if message is None else f"lists of {called(message)}"
     found += " without a role" if struct else ""
     raise DprlhfError(
         f"{where} {column!r} holds {found}: give texts, numbers, or conversations, which are lists"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,8 @@ def rows_from(prompts: Any, column: str) -> Any:
         column: Name of the column of texts and conversations.
 
     Raises:
-        DprlhfError: It is none of these, a dataset with a transform (``set_transform``), or the
-            items differ in kind.
+        DprlhfError: It is none of these, a set, a dataset with a transform (``set_transform``), or
+            the items differ in kind.
     """
     import datasets
 
@@ -47,10 +47,15 @@ def rows_from(prompts: Any, column: str) -> Any:
     elif callable(prompts):
         with _errors_by_type():
             prompts = prompts()
+    if isinstance(prompts, set | frozenset):
+        raise DprlhfError(
+            "prompts: a set has no order, so the run could not be resumed: give sorted(…) of it"
+        )
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise DprlhfError(
             "prompts: give a list of prompts, a generator, a datasets.Dataset or IterableDataset,"
-            " or a pandas table; of a file, what pandas.read_csv and the like read"
+            " or a pandas table; of a file, what pandas.read_csv and the like read, or its path as"
+            " data__path of dprlhf.train"
         )
     try:
         if not isinstance(prompts, Sequence):
@@ -85,22 +90,48 @@ def _rows_of_table(table: Any) -> Any:
     except UnicodeEncodeError:
         raise DprlhfError(f"prompts: {NO_TEXT}") from None
     except Exception as error:  # Arrow quotes the value that it could not convert
-        raise DprlhfError(
-            f"prompts: the table could not be read ({type(error).__name__}): give columns of one"
-            " kind each"
-        ) from None
+        names = list(table.columns) if library == "pandas" and table.columns.is_unique else []
+        with _column_named(names, lambda name: pa.array(table[name], from_pandas=True)):
+            raise DprlhfError(
+                f"prompts: the table could not be read ({type(error).__name__}): give columns of"
+                " one kind each"
+            ) from None
 
 
 def _rows_of_list(items: Sequence[Any], column: str, features: Any = None) -> Any:
     """Return the ``datasets.Dataset`` of a list of texts, conversations or dicts."""
     import datasets
 
-    if items and isinstance(items[0], dict):
-        names = features or dict.fromkeys(name for row in items for name in row)  # of all rows
-        columns = {name: [row.get(name) for row in items] for name in names}
-    else:
-        columns = {column: list(items)}
-    return datasets.Dataset.from_dict(columns, features=features)
+    if not (items and isinstance(items[0], dict)):
+        return datasets.Dataset.from_dict({column: list(items)}, features=features)
+    names = features or dict.fromkeys(name for row in items for name in row)  # of all rows
+    columns = {name: [row.get(name) for row in items] for name in names}
+    with _column_named(columns, lambda name: datasets.Dataset.from_dict({name: columns[name]})):
+        return datasets.Dataset.from_dict(columns, features=features)
+
+
+@contextlib.contextmanager
+def _column_named(names: Iterable[str], read: Callable[[str], Any]) -> Iterator[None]:
+    """Say which column could not be read, by its name alone: Arrow quotes a value.
+
+    Args:
+        names: The columns that are read.
+        read: Reads one of them, and raises an exception where its values differ in type.
+    """
+    try:
+        yield
+    except UnicodeEncodeError:
+        raise
+    except Exception:
+        for name in names:
+            try:
+                read(name)
+            except Exception as error:
+                raise DprlhfError(
+                    f"prompts: could not be read as rows of one kind ({type(error).__name__}): the"
+                    f" column {name!r} mixes types: write all its values in one, as text say"
+                ) from None
+        raise
 
 
 @contextlib.contextmanager
@@ -148,7 +179,9 @@ def _kept_on_disk(prompts: Iterable[Any], column: str) -> Any:
         return datasets.Dataset.from_dict({})
     # A schema's metadata has the types once more, those of a part.
     schemas = [pa.ipc.open_stream(part).schema.remove_metadata() for part in parts]
-    none = pa.unify_schemas(schemas, promote_options="permissive").empty_table()
+    names = dict.fromkeys(name for schema in schemas for name in schema.names)
+    with _column_named(names if kinds == {True} else (), lambda name: _unified(schemas, name)):
+        none = _unified(schemas).empty_table()
     whole = Path(folder.name) / "rows.arrow"
     with ArrowWriter(path=str(whole), features=features) as writer:
         for part in parts:
@@ -157,6 +190,14 @@ def _kept_on_disk(prompts: Iterable[Any], column: str) -> Any:
             part.unlink()
         writer.finalize()
     return datasets.Dataset.from_file(str(whole))
+
+
+def _unified(schemas: Iterable[pa.Schema], column: str | None = None) -> pa.Schema:
+    """Return a schema that can hold the values of several, on request of one column alone."""
+    if column is not None:
+        held = (schema for schema in schemas if column in schema.names)
+        schemas = [pa.schema([schema.field(column)]) for schema in held]
+    return pa.unify_schemas(list(schemas), promote_options="permissive")
 
 
 def without_format(rows: Any) -> Any:

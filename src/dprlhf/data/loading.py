@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from dprlhf import recipe
 from dprlhf.data.file_formats import FORMATS, own_cache, read_csv, read_json
 from dprlhf.data.given_rows import ROWS_AT_ONCE, without_format
-from dprlhf.errors import DprlhfError, one_line
+from dprlhf.errors import DprlhfError, missing_path, one_line
 from dprlhf.hub import check_connection, pinned
 
 _SHOWN = 5
@@ -91,14 +91,14 @@ def _read(path: str, spec: recipe.Data) -> Any:
         return _load_folder(place, spec)
     if place.suffix in FORMATS:
         if not place.is_file():
-            raise DprlhfError(f"data {spec.path!r}: there is no such file")
+            raise missing_path(f"data {spec.path!r}: there is no such file", spec.path)
         return _read_file(place, spec)
     if place.exists():
         raise DprlhfError(
             f"data {spec.path!r}: not a kind of file that is read: use {', '.join(FORMATS)}"
         )
     if not _HUB_ID.fullmatch(path) or place.suffix.lower() in _FILE_SUFFIXES:
-        raise DprlhfError(f"data {spec.path!r}: there is no such file or folder")
+        raise missing_path(f"data {spec.path!r}: there is no such file or folder", spec.path)
     copies = Path(datasets.config.HF_DATASETS_CACHE)
     if not (copies / path.replace("/", "___")).exists():
         check_connection(

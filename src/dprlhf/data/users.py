@@ -19,7 +19,14 @@ from numpy.typing import NDArray
 
 from dprlhf import recipe
 from dprlhf.boundary import Private
-from dprlhf.data.columns import NAMES, NUMBERS, check_decodable, check_readable, is_text
+from dprlhf.data.columns import (
+    NUMBERS,
+    called,
+    check_decodable,
+    check_readable,
+    is_json,
+    is_text,
+)
 from dprlhf.data.given_rows import ROWS_AT_ONCE
 from dprlhf.data.loading import listed, rows_without_value
 from dprlhf.data.spelling import (
@@ -381,14 +388,7 @@ def _codes(rows: Any, spec: recipe.Data) -> NDArray[np.int64]:
     names = pa.chunked_array([chunk for batch in batches for chunk in batch.column(0).chunks])
     if pa.types.is_dictionary(names.type):  # each file may come with a dictionary of its own
         names = names.cast(names.type.value_type)
-    known = any(is_kind(names.type) for is_kind in NAMES)
-    missing = rows_without_value(names) if known else []
-    if not known or len(missing):
-        where = f" ({listed(missing, 'row')} have none)" if known else ""
-        raise DprlhfError(
-            f"data {spec.path!r}: user_column {spec.user_column!r} must hold a text or a number in"
-            f" every row{where}: rows without a user are nobody's privacy unit; fill or drop them"
-        )
+    _check_names(names, f"data {spec.path!r}: user_column {spec.user_column!r}")
     if not any(is_kind(names.type) for is_kind in NUMBERS):
         # A name that is composed in two ways, or has a space at its end, is one person's, as for
         # the budget book (written): two users would bring twice what the book charges.
@@ -397,6 +397,31 @@ def _codes(rows: Any, spec: recipe.Data) -> NDArray[np.int64]:
         names = pc.add(names.cast(pa.float64()), 0.0)
     codes = [chunk.indices.to_numpy() for chunk in names.dictionary_encode().chunks]
     return np.concatenate(codes).astype(np.int64)
+
+
+def _check_names(names: pa.ChunkedArray, where: str) -> None:
+    """Refuse a user column that lacks a name in a row, or whose values cannot be names.
+
+    Args:
+        names: The column.
+        where: The beginning of the message.
+
+    Raises:
+        DprlhfError: A row has no user, or the values are neither texts nor numbers, or both.
+    """
+    if is_json(names.type):
+        raise DprlhfError(
+            f"{where} mixes types, as texts and numbers are: write all its values as text"
+        )
+    if not is_text(names.type):
+        raise DprlhfError(
+            f"{where} must hold a text or a number in every row, not {called(names.type)}"
+        )
+    if missing := rows_without_value(names):
+        raise DprlhfError(
+            f"{where} must hold a text or a number in every row ({listed(missing, 'row')} have"
+            " none): rows without a user are nobody's privacy unit; fill or drop them"
+        )
 
 
 def _counting_up(sizes: NDArray[np.int64]) -> NDArray[np.int64]:

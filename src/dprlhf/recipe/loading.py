@@ -105,6 +105,10 @@ def recipe_from(
     """
     for override in overrides:
         _override(settings, override)
+    if stage is not None and "stage" not in settings and "rewards" in settings:
+        raise DprlhfError(
+            f"{source}: a recipe of private updates: run it with dprlhf train {source}"
+        )
     stage = settings.setdefault("stage", stage)
     if stage is None:
         del settings["stage"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dprlhf.data.given_rewards import declares
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, one_line
 from dprlhf.rewards.check_batch import CheckedBatch, Score
 from dprlhf.rewards.logs import Logged
 from dprlhf.rewards.reward import (
@@ -134,8 +134,7 @@ def check_reward(
 
     Raises:
         DprlhfError: a check fails; or there are fewer than two rows (users, when declared
-            per-user), with which no dependence could show.
-        ValueError: the arguments differ in length.
+            per-user), with which no dependence could show; or the arguments differ in length.
 
     >>> def brevity(completions):
     ...     return [-len(text) / 10 for text in completions]
@@ -143,7 +142,7 @@ def check_reward(
     -1.1
     """
     reward, state = as_reward(reward), state or RoundState()
-    most_rows = min(most_rows, getattr(reward.function, MOST_ROWS, most_rows))
+    most_rows = min(most_rows, _own_limit(reward, most_rows))
     _forget_problem(reward)
     named = "trainer_state" in (keywords_of(reward.function)[0] or ())
     found = [
@@ -156,6 +155,21 @@ def check_reward(
         for at in (state, state.after(state.max_steps))[: 1 + named]
     ]
     return _report(reward, found, bound)
+
+
+def _own_limit(reward: LoadedReward, without: int) -> int:
+    """Return the ``dprlhf_most_rows`` of a reward; ``without`` if it has none.
+
+    Raises:
+        DprlhfError: It is no number of rows.
+    """
+    own = getattr(reward.function, MOST_ROWS, without)
+    if not isinstance(own, int) or isinstance(own, bool) or own < 1:
+        raise DprlhfError(
+            f"reward {reward.name!r}: its {MOST_ROWS} must be a whole number of at least 1, not"
+            f" {one_line(repr(own), 80)}"
+        )
+    return own
 
 
 def _report(reward: LoadedReward, found: Sequence[_Found], bound: float) -> ContractReport:

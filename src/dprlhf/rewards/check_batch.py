@@ -58,15 +58,19 @@ class CheckedBatch:
         """Form the units from the arguments of :func:`~dprlhf.rewards.check.check_reward`.
 
         Raises:
-            DprlhfError: there are fewer than two units.
-            ValueError: the arguments differ in length.
+            DprlhfError: there are fewer than two units, or the arguments differ in length.
         """
         if completion_ids is None:
             completion_ids = [list(text_of(completion).encode()) for completion in completions]
-        rows = Rows(prompts, completions, completion_ids, columns or {}, turns)
+        try:
+            rows = Rows(prompts, completions, completion_ids, columns or {}, turns)
+        except ValueError as error:
+            raise DprlhfError(f"check_reward: {error}: give one of each for every row") from None
         owners = [text_of(prompt) for prompt in prompts] if users is None else list(users)
         if len(owners) != len(rows):
-            raise ValueError(f"{len(owners)} user ids for {len(rows)} rows to check")
+            raise DprlhfError(
+                f"check_reward: {len(owners)} user ids for {len(rows)} rows: give one for every row"
+            )
         groups = group_rows(owners)
         units = groups if reward.per_user else [[i] for i in range(len(rows))]
         if len(units) < 2:

@@ -21,7 +21,7 @@ from dprlhf.data.given_rewards import (
     is_model,
     rewards_of,
 )
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, missing_path
 from dprlhf.recipe.plugins import load_plugin
 from dprlhf.rewards.reward import (
     LoadedReward,
@@ -202,7 +202,7 @@ def _module_by_name(name: str, kind: str) -> ModuleType:
 def _module_from_file(place: str, kind: str) -> ModuleType:
     path = Path(place).expanduser().resolve()
     if not path.is_file():
-        raise DprlhfError(f"{kind} file {place!r} does not exist: paths start at {Path.cwd()}")
+        raise missing_path(f"{kind} file {place!r} does not exist", place)
     try:
         content = path.read_bytes()
     except OSError as problem:

@@ -122,7 +122,9 @@ class RunFolder:
             raise DprlhfError(f"{self.path}: not a run folder (there is no recipe.yaml)")
 
     def refuse_to_overwrite(self) -> None:
-        """Raise a :class:`DprlhfError` if the folder exists and is not empty."""
+        """Raise a :class:`DprlhfError` if the folder exists and is not empty, or is a file."""
+        if self.path.is_file():
+            raise DprlhfError(f"{self.path}: a file is there; choose another output_dir")
         if self.path.is_dir() and any(self.path.iterdir()):
             raise DprlhfError(
                 f"{self.path}: the run folder exists; choose another output_dir, or continue it"
@@ -140,7 +142,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self.secret.mkdir(mode=0o700)
         except OSError as error:
-            raise DprlhfError(f"{self.path}: {error.strerror}") from None
+            raise DprlhfError(f"{self.path}: {error.strerror}; choose another output_dir") from None
         write_atomically(self._left_out_by_git, "*\n", mode=0o600)
         key = key or new_key()
         write_atomically(self.key, key, mode=0o600)

@@ -145,10 +145,12 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested settings as one level of plain values, as trackers take them.
 
     >>> flat({"privacy": {"epsilon": 4.0, "adjacency": None}, "rewards": [{"weight": 1}]})
-    {'privacy.epsilon': 4.0, 'privacy.adjacency': 'None', 'rewards': "[{'weight': 1}]"}
+    {'privacy.epsilon': 4.0, 'privacy.adjacency': 'None', 'rewards.0.weight': 1}
     """
     values: dict[str, Any] = {}
     for key, value in config.items():
+        if isinstance(value, list) and any(isinstance(one, Mapping) for one in value):
+            value = {str(i): one for i, one in enumerate(value)}
         if isinstance(value, Mapping):
             values |= flat(value, f"{prefix}{key}.")
         else:

@@ -66,8 +66,14 @@ def check_partition(
 
     Raises:
         AssertionError: A check fails; the message names it.
+        DprlhfError: There is no such partition.
     """
-    spec, fails = all_partitions()[name], f"partition {name!r} fails the check"
+    known = all_partitions()
+    if name not in known:
+        raise DprlhfError(
+            f"check_partition: there is no partition {name!r}: name one of {', '.join(known)}"
+        )
+    spec, fails = known[name], f"partition {name!r} fails the check"
     draws = _Draws(spec, rounds, participations)
     _check_draw(draws, fails)
     carried = _carried(name, rounds, participations, noise_multiplier)

@@ -16,6 +16,7 @@ import torch
 from dprlhf import recipe
 from dprlhf.boundary import BoundedSum, Private, Released
 from dprlhf.data.users import Prompts
+from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Ledger
@@ -82,12 +83,17 @@ def check_update(
 
     Raises:
         AssertionError: A check fails; the message names it.
+        DprlhfError: The update is no function.
 
     >>> from dprlhf import recipe
     >>> from dprlhf.updates import UPDATES
     >>> check_update(UPDATES["pg"], recipe.PG()).releases
     1
     """
+    if not callable(update):
+        raise DprlhfError(
+            f"check_update: give the function of an update, such as UPDATES['pg'], not {update!r}"
+        )
     name = getattr(settings, "name", update)
     trial = _Trial(update, settings, f"update {name!r} fails the check", adapter, seed)
     largest = {clip_norm: _check_influence(trial, clip_norm) for clip_norm in (TIGHT, WIDE)}

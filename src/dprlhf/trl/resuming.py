@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, one_line
 from dprlhf.recipe import Recipe, load_recipe
 from dprlhf.runs.folder import RunFolder
 from dprlhf.runs.opening import recipe_digest
@@ -16,6 +16,9 @@ _TRLS = re.compile(r"checkpoint-\d+")
 
 _SHOWN = 4
 """Most settings of another run that an error names."""
+
+_LONGEST = 80
+"""Characters of such a setting's value that it quotes."""
 
 
 def continued(recipe: Recipe, folder: RunFolder, again: bool | str | Path) -> Recipe:
@@ -71,5 +74,8 @@ def _other(own: Recipe, held: Recipe) -> str:
     """Return the settings in which two recipes differ, with both values."""
     mine, theirs = flat(own.model_dump(mode="json")), flat(held.model_dump(mode="json"))
     differ = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
-    shown = [f"{key} {mine.get(key)}, there {theirs.get(key)}" for key in differ[:_SHOWN]]
+    shown = [
+        f"{key} {one_line(mine.get(key), _LONGEST)}, there {one_line(theirs.get(key), _LONGEST)}"
+        for key in differ[:_SHOWN]
+    ]
     return "; ".join([*shown, *(["…"] if len(differ) > _SHOWN else [])])

@@ -160,7 +160,7 @@ def _prompts_apart(recipe: Recipe, found: Any, rows: Any) -> set[str]:
 
 def _range(rows: Any, start: int, end: int | None) -> Any:
     last = len(rows) if end is None else min(end, len(rows))
-    return rows.select(range(min(start, last), last))
+    return rows.select(range(start, last) if start < last else [])
 
 
 def _joined(*parts: Any) -> Any:
