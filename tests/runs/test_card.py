@@ -25,7 +25,7 @@ from dprlhf.runs.card import (
     software_version,
 )
 from dprlhf.runs.earlier import Earlier, read_earlier
-from dprlhf.training.build import plan_of
+from dprlhf.training.recipe_plan import plan_of
 from dprlhf.updates import UPDATES
 from helpers.recipes import recipe_settings
 

@@ -56,7 +56,7 @@ from dprlhf.privacy.plan import Plan, json_ready
 from dprlhf.privacy.relations import Space
 from dprlhf.recipe import AnyRecipe, Recipe
 from dprlhf.runs.folder import RunFolder, time_stamp, write_json
-from dprlhf.training.build import check_settled
+from dprlhf.training.recipe_plan import check_settled
 
 Array = NDArray[np.float64]
 Bits = NDArray[np.bool_]
