@@ -6,7 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dprlhf.audit.one_run import Audit, audit
+from dprlhf.audit.judgement import Audit
+from dprlhf.audit.one_run import audit
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import equal_but_for_rounding
 from dprlhf.privacy.ledger import read_opened
