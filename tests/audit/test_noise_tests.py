@@ -136,7 +136,7 @@ def test_the_stated_power_is_what_happens() -> None:
 
 
 def test_the_shares_and_sentences_are_of_the_same_tests() -> None:
-    from dprlhf.audit import one_run
+    from dprlhf.audit.judgement import ANY_GUESSES_SHARE, GUESSES_SHARE
 
     assert SHARES.keys() == SENTENCES.keys() == noise_tests(list(draws(0))).keys()
-    assert sum(SHARES.values()) + one_run._GUESSES + one_run._ANY_GUESSES == pytest.approx(1)
+    assert sum(SHARES.values()) + GUESSES_SHARE + ANY_GUESSES_SHARE == pytest.approx(1)

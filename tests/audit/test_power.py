@@ -15,7 +15,7 @@ import torch
 from scipy.special import ndtr
 from scipy.stats import binom
 
-from dprlhf.audit import Audit, audit, audit_plan, one_run
+from dprlhf.audit import Audit, audit, audit_plan, judgement, one_run
 from dprlhf.audit.canaries import Record, gradient_run, vector_run
 from dprlhf.audit.guesses import (
     advantage,
@@ -143,7 +143,7 @@ def test_the_confidence_is_split_over_the_tests(monkeypatch: pytest.MonkeyPatch)
 
     def judged(share: float) -> set[str]:
         monkeypatch.setattr(
-            one_run, "noise_tests", lambda draws: dict.fromkeys(SHARES, 0.03 * share)
+            judgement, "noise_tests", lambda draws: dict.fromkeys(SHARES, 0.03 * share)
         )
         return set(audited(plan).refuted_by) & set(SENTENCES.values())
 
@@ -202,7 +202,7 @@ def test_a_stricter_level_needs_more_right_guesses() -> None:
 @pytest.mark.slow
 def test_what_the_guesses_would_see_is_what_they_see(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of("random-allocation", 0.757, 1064)
-    level = 0.03 * one_run._GUESSES
+    level = 0.03 * judgement.GUESSES_SHARE
     shortfall = noise_refuted(1000, plan, level, 0.9)
     assert shortfall is not None
     factor = 1 - shortfall
@@ -217,7 +217,7 @@ def test_what_the_guesses_would_see_of_one_gaussian_has_a_closed_form(
     adjacency: Any, bands: int
 ) -> None:
     """Noise of f times z lets a guess be right with probability Φ(1/(2fz)), or Φ(1/(fz))."""
-    canaries, level, z = 10_000, 0.03 * one_run._GUESSES, 0.6
+    canaries, level, z = 10_000, 0.03 * judgement.GUESSES_SHARE, 0.6
     plan = make_plan(
         users=canaries, rounds=8, delta=1e-5, noise_multiplier=z, partition="stream",
         adjacency=adjacency, bands=bands,
@@ -244,7 +244,7 @@ def test_what_the_guesses_would_see_of_secret_rounds_is_no_less_than_stated(
     partition: str, z: float
 ) -> None:
     """The accountant knows the best guess about one user exactly here, up to a little more."""
-    canaries, level = 10_000, 0.03 * one_run._GUESSES
+    canaries, level = 10_000, 0.03 * judgement.GUESSES_SHARE
     plan = plan_of(partition, z, canaries)
     shortfall = noise_refuted(canaries, plan, level, 0.9)
     assert shortfall is not None
@@ -285,7 +285,7 @@ def test_no_guess_depends_on_who_is_in() -> None:
     def scores(bits: Any, folder: Path) -> Any:
         folder.mkdir()
         signs = np.concatenate([np.where(bits, 1.0, np.nan), np.ones(plan.users - canaries)])
-        return one_run.attack_scores(vector_run(plan, folder, bytes(32), signs), canaries)
+        return judgement.attack_scores(vector_run(plan, folder, bytes(32), signs), canaries)
 
     import tempfile
 
@@ -316,9 +316,9 @@ def record_of(plan: Plan, given: float, moved: float) -> Record:
 def test_a_canary_above_the_clip_norm_and_a_step_beside_the_gate_are_seen() -> None:
     plan = plan_of("fixed", 1.08)
     step = 2.0 * plan.clip_norm / plan.expected_batch_size
-    assert one_run._broken_rules(record_of(plan, 1.0, step)) == []
-    assert "1.1 times the clip norm" in one_run._broken_rules(record_of(plan, 1.1, step))[0]
-    assert "not released" in one_run._broken_rules(record_of(plan, 1.0, 1.1 * step))[0]
+    assert judgement._broken_rules(record_of(plan, 1.0, step)) == []
+    assert "1.1 times the clip norm" in judgement._broken_rules(record_of(plan, 1.1, step))[0]
+    assert "not released" in judgement._broken_rules(record_of(plan, 1.0, 1.1 * step))[0]
 
 
 def test_the_power_counts_what_riders_leave_of_the_clip_norm() -> None:

@@ -47,10 +47,11 @@ from dprlhf.recipe import (
     make_recipe,
 )
 from dprlhf.rewards import LoadedReward, Scorer, check_reward
-from dprlhf.runs.card import guarantee_sentence, model_card, privacy_card
+from dprlhf.runs.card import privacy_card
 from dprlhf.runs.earlier import Earlier
+from dprlhf.runs.model_card import guarantee_sentence, model_card
 from dprlhf.runs.report import write_report
-from dprlhf.training.build import plan_of
+from dprlhf.training.recipe_plan import plan_of
 
 MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
 KEY = bytes(range(32))

@@ -29,6 +29,7 @@ from dprlhf.runs.earlier import Earlier, Record, cost_terms
 from dprlhf.runs.folder import RunFolder
 from dprlhf.training import build
 from dprlhf.training.dry_run import dry_run
+from dprlhf.training.recipe_plan import plan_of
 from helpers import tiny
 from helpers.recipes import recipe_settings
 from helpers.runs import ADAPTER, lower_case
@@ -425,7 +426,7 @@ def test_tuning_runs_of_an_earlier_run_are_reserved(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("DPRLHF_BOOK", "book.db")
     private = {"noise_multiplier": 2.0, "partition": "fixed"}
     made = make_recipe(recipe_settings(privacy=private, rounds=2))
-    plan = build.plan_of(made, 10)
+    plan = plan_of(made, 10)
     own = Record("k", "a", "rl", None, 1e-5, cost_terms(vars(plan.mechanism)), [], tuning_runs=3)
     data = made.data.model_copy(update={"prompt_column": "prompt"})
     users = Users(rows_from(["a", "b"], "prompt"), data)

@@ -135,7 +135,7 @@ def test_an_audit_leaves_it_in_the_card(place: Path, tmp_path: Path) -> None:
     found = json.loads(folder.privacy.read_text()).get("audits")
     assert found is None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dprlhf.runs.card._audited", lambda card: "run")
+        patch.setattr("dprlhf.runs.model_card._audited", lambda card: "run")
         note_audit(folder, {"holds": True})
     assert front_matter(folder.policy / "README.md") == before
 

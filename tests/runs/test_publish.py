@@ -18,7 +18,7 @@ import dprlhf
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.loading import make_policy
 from dprlhf.recipe import Adapter, load_recipe
-from dprlhf.runs.card import is_hub_id
+from dprlhf.runs.model_card import is_hub_id
 from dprlhf.runs.publish import merge, push
 from helpers import runs, tiny
 

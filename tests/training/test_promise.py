@@ -12,8 +12,8 @@ import dprlhf
 from dprlhf import DprlhfError
 from dprlhf.audit.finished_run import audit_run
 from dprlhf.privacy.ledger import read_ledger
-from dprlhf.runs.card import KNOWN_NUMBER
 from dprlhf.runs.earlier import records_of, total_of_runs
+from dprlhf.runs.model_card import KNOWN_NUMBER
 from helpers import tiny
 from helpers.runs import charged, lower_case, run_settings, train
 

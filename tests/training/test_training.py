@@ -785,7 +785,7 @@ class TestRecipes:
 def test_the_machine_decides_dtype_auto_once(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native: torch.dtype
 ) -> None:
-    monkeypatch.setattr("dprlhf.training.build.native_dtype", lambda: native)
+    monkeypatch.setattr("dprlhf.training.recipe_plan.native_dtype", lambda: native)
     given = settings(model, policy__dtype="auto", rounds=1)
     run = dprlhf.train(**given, output_dir=tmp_path / "run")
     kept = api._recipe_in(run.folder).policy.dtype

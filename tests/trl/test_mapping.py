@@ -10,7 +10,7 @@ import pytest
 
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import Recipe
-from dprlhf.training.build import plan_of
+from dprlhf.training.recipe_plan import plan_of
 from dprlhf.trl import PrivateGRPOConfig, PrivateRLOOConfig
 from dprlhf.trl.fields import GRPO, RLOO
 from dprlhf.trl.mapping import _policy, long_warmup, recipe_of, small_rounds

@@ -10,6 +10,7 @@ from dprlhf.audit.bounds import (
 from dprlhf.audit.extraction import exposure, text_logprobs
 from dprlhf.audit.finished_run import audit_run
 from dprlhf.audit.game import Game, play
+from dprlhf.audit.judgement import Audit
 from dprlhf.audit.membership import (
     Roc,
     combined_scores,
@@ -18,7 +19,7 @@ from dprlhf.audit.membership import (
     membership_scores,
     roc,
 )
-from dprlhf.audit.one_run import Audit, audit, audit_plan
+from dprlhf.audit.one_run import audit, audit_plan
 
 __all__ = [
     "Audit",

@@ -6,7 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dprlhf.audit.one_run import Audit, audit
+from dprlhf.audit.judgement import Audit
+from dprlhf.audit.one_run import audit
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import equal_but_for_rounding
 from dprlhf.privacy.ledger import read_opened
@@ -14,7 +15,7 @@ from dprlhf.recipe import AnyRecipe, load_any_recipe
 from dprlhf.runs.card import note_audit, read_card
 from dprlhf.runs.folder import RunFolder
 from dprlhf.runs.opening import recipe_digest
-from dprlhf.training.build import plan_of
+from dprlhf.training.recipe_plan import plan_of
 
 
 def audit_run(run: str | Path, folder: str | Path, **options: Any) -> Audit:

@@ -20,7 +20,7 @@ Where the canaries stand:
   Steinke et al. 2023 (arXiv 2305.08846, Theorem 5.2), which no dependence between them invalidates.
 
 All tests together refute a claim that is true with probability at most 1 − confidence: each has a
-share of that (Bonferroni).
+share of that (Bonferroni). :mod:`dprlhf.audit.judgement` evaluates the tests.
 """
 
 from __future__ import annotations
@@ -29,34 +29,25 @@ import math
 import secrets
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dprlhf.audit.bounds import chance_of_right, check_confidence, epsilon_lower_bound
-from dprlhf.audit.canaries import Record, gradient_run, prompt_run, vector_run
-from dprlhf.audit.guesses import (
-    bound_from_guesses,
-    fewest_right,
-    is_exact,
-    noise_refuted,
-    planned_guesses,
-    right_guesses,
-    surest_guesses,
-)
-from dprlhf.audit.likelihood import log_likelihood_ratio, matched
-from dprlhf.audit.noise_tests import SENTENCES, SHARES, in_units, noise_tests, smallest_shortfall
+from dprlhf.audit.bounds import check_confidence
+from dprlhf.audit.canaries import gradient_run, prompt_run, vector_run
+from dprlhf.audit.guesses import noise_refuted
+from dprlhf.audit.judgement import GUESSES_SHARE, Audit, judge
+from dprlhf.audit.noise_tests import SHARES, smallest_shortfall
 from dprlhf.audit.watched_gate import values_tested
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.gaussian import downwards, upwards
-from dprlhf.privacy.plan import Plan, json_ready
+from dprlhf.privacy.plan import Plan
 from dprlhf.privacy.relations import Space
 from dprlhf.recipe import AnyRecipe, Recipe
 from dprlhf.runs.folder import RunFolder, time_stamp, write_json
-from dprlhf.training.build import check_settled
+from dprlhf.training.recipe_plan import check_settled
 
 Array = NDArray[np.float64]
 Bits = NDArray[np.bool_]
@@ -69,79 +60,7 @@ CONFIDENCE = 0.97
 
 _FEW = 1000  # where an update releases a number for each pair of parameters
 _PROBES = 64
-_GUESSES = 0.25
-_ANY_GUESSES = 0.05
 _PROBABILITY = 0.9
-_LEAST_NOISE = 1e-3  # of the attack's model of the noise, in units of S
-
-
-@dataclass(frozen=True)
-class Audit:
-    """Result of an audit.
-
-    Attributes:
-        bound: Lower bound on ε. In gradient space it holds if the noise of different coordinates is
-            independent, which the audit tests.
-        accountants_terms: Whether ``bound`` holds in the accountant's terms alone: it is what the
-            accountant states for noise that the guesses rule out, and the true ε may be smaller.
-        bound_any: Lower bound on ε that holds whatever the dependence between canaries.
-        epsilon: Claimed ε of this run alone, without earlier runs; infinite without noise.
-        delta: The δ at which all ε are stated.
-        canaries: Number of canaries.
-        guesses: Number of guesses.
-        right: Number of right guesses.
-        space: Where the canaries stand, ``gradient`` or ``prompt``; see this module.
-        stage: The recipe's stage: ``rl``, ``sft``, ``reward`` or ``dpo``.
-        partition: The recipe's partition.
-        update: The recipe's update, or its stage where that is supervised.
-        confidence: Probability, at least, with which no test refutes a claim that is true and both
-            lower bounds hold.
-        tests: The p-value of each test of the noise; empty for a run without noise.
-        released: Number of released values whose noise was tested.
-        power: ``probability``; by which share the noise must be too small for the test of its
-            variance to see it with that probability, ``noise``; and by which share for the guesses
-            to, ``guesses`` (None where no noise is too small for them). Stated before the run.
-        refuted_by: What refutes the claim, in words; empty where nothing does.
-        can_refute: Whether guesses of this number could refute the claim.
-    """
-
-    bound: float
-    bound_any: float
-    epsilon: float
-    delta: float
-    canaries: int
-    guesses: int
-    right: int
-    space: str
-    stage: str
-    partition: str
-    update: str
-    confidence: float
-    tests: dict[str, float]
-    released: int
-    power: dict[str, float | None]
-    refuted_by: tuple[str, ...]
-    can_refute: bool
-    accountants_terms: bool
-
-    @property
-    def holds(self) -> bool:
-        """Whether no test refutes the claimed ε."""
-        return not self.refuted_by
-
-    @property
-    def verdict(self) -> str:
-        """``refuted``, ``consistent``, or ``cannot refute at this size``."""
-        if self.refuted_by:
-            return "refuted"
-        return "consistent" if self.can_refute else "cannot refute at this size"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return all fields, JSON-ready."""
-        shown: dict[str, Any] = json_ready(
-            {**asdict(self), "holds": self.holds, "verdict": self.verdict}
-        )
-        return shown
 
 
 def audit(
@@ -264,7 +183,7 @@ def power_of(
         "noise": smallest_shortfall(tested, alpha * SHARES["variance"], _PROBABILITY),
     }
     if space == "gradient":
-        power["guesses"] = noise_refuted(canaries, plan, alpha * _GUESSES, _PROBABILITY, move)
+        power["guesses"] = noise_refuted(canaries, plan, alpha * GUESSES_SHARE, _PROBABILITY, move)
     return power
 
 
@@ -342,166 +261,3 @@ def _check_options(recipe: AnyRecipe, canaries: int, space: str, folder: Path) -
 def _default_canaries(recipe: AnyRecipe) -> int:
     oracle = recipe.update.least_squares if isinstance(recipe, Recipe) else None
     return _FEW if oracle is not None and oracle.name == "sufficient-statistics" else CANARIES
-
-
-# --- after the run ------------------------------------------------------------------------------
-
-
-def judge(
-    record: Record,
-    included: Bits,
-    space: str,
-    confidence: float,
-    power: dict[str, float | None],
-    stage: str,
-    update: str,
-    *,
-    bounds: bool = True,
-) -> Audit:
-    """Return what a run's releases prove against its plan.
-
-    Args:
-        record: What the run released.
-        included: Whether each canary was in, ``[canaries]``; further users are probes.
-        space: Where the canaries stand.
-        confidence: Confidence of all tests together.
-        power: What :func:`power_of` returned.
-        stage: The run's stage.
-        update: The run's update.
-        bounds: Whether to compute the lower bounds.
-    """
-    plan, alpha = record.plan, 1 - confidence
-    tests = _tested(record)
-    refuted = [SENTENCES[name] for name, p in tests.items() if p < alpha * SHARES[name]]
-    refuted += _broken_rules(record)
-    found = _guessed(record, included, alpha, bounds=bounds)
-    return Audit(
-        bound=found.bound,
-        bound_any=found.bound_any,
-        epsilon=plan.guarantee.epsilon,
-        delta=plan.guarantee.delta,
-        canaries=len(included),
-        guesses=found.guesses,
-        right=found.right,
-        space=space,
-        stage=stage,
-        partition=plan.partition,
-        update=update,
-        confidence=confidence,
-        tests=tests,
-        released=sum(len(s.noise) for r in record.rounds for s in r),
-        power=power,
-        refuted_by=(*refuted, *found.refuted_by),
-        can_refute=found.can_refute,
-        accountants_terms=record.gains is None and not is_exact(plan.mechanism),
-    )
-
-
-@dataclass(frozen=True)
-class _Guessed:
-    """What the guesses of who was in prove; the names are those of :class:`Audit`."""
-
-    guesses: int
-    right: int
-    bound: float
-    bound_any: float
-    refuted_by: list[str]
-    can_refute: bool
-
-
-def _guessed(record: Record, included: Bits, alpha: float, *, bounds: bool) -> _Guessed:
-    """Guess which canaries were in, and return what the number of right guesses proves.
-
-    Args:
-        record: What the run released.
-        included: Whether each canary was in, ``[canaries]``.
-        alpha: Error probability of all tests together, of which the guesses have their shares.
-        bounds: Whether to compute the lower bounds, which are 0 without.
-    """
-    plan, canaries, refuted = record.plan, len(included), []
-    epsilon, delta = plan.guarantee.epsilon, plan.guarantee.delta
-    if record.gains is None:
-        scores = attack_scores(record, canaries)
-        level, any_level = alpha * _GUESSES, alpha * _ANY_GUESSES
-        guesses, right = canaries, right_guesses(scores, included)
-        fewest = fewest_right(canaries, plan, level)
-        if right >= fewest:
-            refuted.append("more canaries were recognised than the claim allows")
-        can_refute = fewest <= canaries
-    else:
-        scores = record.gains[:canaries]
-        any_level = alpha * (_GUESSES + _ANY_GUESSES)
-    planned = planned_guesses(canaries, epsilon, delta, 1 - any_level)
-    surest = surest_guesses(scores, included, planned)
-    if chance_of_right(canaries, planned, surest, epsilon, delta) < any_level:
-        refuted.append("the surest guesses are right more often than the claim allows")
-    bound = bound_any = 0.0
-    if bounds:
-        bound_any = epsilon_lower_bound(canaries, planned, surest, delta, 1 - any_level)
-        bound = bound_any
-    if record.gains is not None:
-        guesses, right = planned, surest
-        can_refute = chance_of_right(canaries, planned, planned, epsilon, delta) < any_level
-    elif bounds:
-        bound = bound_from_guesses(right, canaries, plan, level)
-    return _Guessed(guesses, right, bound, bound_any, refuted, can_refute)
-
-
-def _tested(record: Record) -> dict[str, float]:
-    """Return the p-values of the noise; none for a run that has no noise."""
-    if not record.plan.private:
-        return {}
-    noise = [[seen.noise for seen in round_] for round_ in record.rounds]
-    return noise_tests(in_units(noise, record.plan))
-
-
-def attack_scores(record: Record, canaries: int) -> Array:
-    """Return the log-likelihood ratio of "in" against "out" of each canary, ``[canaries]``.
-
-    How far a user moves each release, and how large the noise is, is learned from the probes. They
-    come behind the canaries, have coordinates of their own, and are not guessed.
-
-    Args:
-        record: What a run in gradient space released.
-        canaries: Number of canaries.
-    """
-    plan = record.plan
-    given = np.array([[s.given for s in round_] for round_ in record.rounds])  # [T, J, users]
-    released = np.array([[s.released for s in round_] for round_ in record.rounds])
-    moves = _moves(given[:, :, canaries:])
-    seen = np.einsum("tju,j->tu", released, moves) / (moves @ moves)
-    noise = seen - np.einsum("tju,j->tu", given, moves) / (moves @ moves)
-    if plan.bands > 1:
-        seen, noise = (matched(x.T, plan).T for x in (seen, noise))
-    size = max(_LEAST_NOISE, float(noise[:, canaries:].std()))
-    known = None if record.known is None else record.known[:canaries]
-    return log_likelihood_ratio(seen[:, :canaries].T, plan, known, size)
-
-
-def _moves(probes: Array) -> Array:
-    """Return by how much of S a user moves each release of its rounds, ``[releases]``."""
-    joined = probes != 0
-    mean: Array = probes.sum((0, 2)) / np.maximum(joined.sum((0, 2)), 1)
-    return mean if mean.any() else np.ones_like(mean)
-
-
-def _broken_rules(record: Record) -> list[str]:
-    """Return what no chance explains.
-
-    That is a canary that moves a sum by more than S, riders above their bound, and a policy that
-    moved by what was not released.
-    """
-    broken = []
-    largest = max((np.abs(s.given).max(initial=0.0) for r in record.rounds for s in r), default=0.0)
-    if largest > 1 + 1e-6:
-        broken.append(f"a canary moved a sum by {largest:.3g} times the clip norm")
-    riders = max((s.riders for r in record.rounds for s in r), default=0.0)
-    if riders > 1 + 1e-6:
-        broken.append(f"what rides beside the gradient was {riders:.3g} times what users may bring")
-    if record.moved is not None:
-        scale = record.plan.clip_norm / record.plan.expected_batch_size
-        sums = np.array([sum(s.released for s in r) for r in record.rounds]) * scale
-        error = np.abs(record.moved - sums).max()
-        if error > 1e-4 * max(np.abs(sums).max(), 1e-300):
-            broken.append("the policy moved by something that was not released")
-    return broken

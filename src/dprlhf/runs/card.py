@@ -1,10 +1,11 @@
-"""The privacy card: what a run guarantees, in JSON and in the model card."""
+"""The privacy card: what a run guarantees, in ``privacy.json``.
+
+:mod:`dprlhf.runs.model_card` renders it as the model's README.
+"""
 
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import metadata
@@ -12,34 +13,27 @@ from pathlib import Path
 from typing import Any
 
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy.gaussian import downwards, upwards
 from dprlhf.privacy.plan import Plan, json_ready
 from dprlhf.privacy.randomness import commitment
-from dprlhf.recipe import (
-    ADAPTERS,
-    IN_MEMORY,
-    Adapter,
-    AnyRecipe,
-    Source,
-    experimental,
-    load_any_recipe,
-)
+from dprlhf.recipe import IN_MEMORY, AnyRecipe, Source, experimental, load_any_recipe
 from dprlhf.runs.earlier import Earlier, Record, runs_of_model, total
-from dprlhf.runs.evidence.words import of_hundred, right_guesses
 from dprlhf.runs.folder import RunFolder, write_atomically, write_json
 from dprlhf.runs.lineage import FILE, Carried, in_card
+from dprlhf.runs.model_card import (
+    ABOUT_RESPONSES,
+    ABOUT_SECRET_FOLDER,
+    audits_on,
+    guarantee_sentence,
+    in_plain_words,
+    is_hub_id,
+    model_card,
+)
 
 _NEIGHBOURS = {
     "add-remove": "one user is added or removed",
     "zero-out": "one user's data is replaced by nothing",
     "replace-one": "one user's data is replaced by another user's",
 }
-
-KNOWN_NUMBER = (
-    "the number of users is published, which tells whether one was added or removed: the same"
-    " (epsilon, delta) holds where one user's data is replaced by nothing"
-)
-"""The line beside the guarantee of a run of an earlier version that was stated for add-remove."""
 
 _FITTED = {
     False: "it was not fitted on the users",
@@ -50,18 +44,6 @@ _TUNING = {
     None: "not declared; each tuning run on the same users would cost its own ε",
     0: "declared: none on the same users",
 }
-
-
-_SECRET_FOLDER = (
-    "not published; dprlhf never deletes it, so the operator decides how long it is kept: it is"
-    " needed to continue the run, to audit it, and to check that later runs have other users. It"
-    " holds what would undo the guarantee, and is deleted when none of these is wanted any more"
-)
-
-_RESPONSES = (
-    "may contain anything that the base model could write: the guarantee is about what they can"
-    " tell of the users, not about their content"
-)
 
 
 def privacy_card(
@@ -110,8 +92,8 @@ def privacy_card(
         "tuning": _TUNING.get(recipe.privacy.tuning_runs)
         or f"declared: {_runs(earlier)} on the same users, which the total counts",
         "earlier_runs": _named(earlier),
-        "secret_folder": _SECRET_FOLDER,
-        "responses": _RESPONSES,
+        "secret_folder": ABOUT_SECRET_FOLDER,
+        "responses": ABOUT_RESPONSES,
         "version": software_version(),
         "run": commitment(key),
     }
@@ -175,17 +157,6 @@ def read_card(folder: RunFolder) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise DprlhfError(f"{folder.privacy}: the privacy card is missing or damaged") from None
     return card
-
-
-def audits_on(card: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return all audits that a card states, in their order; on that of an earlier version one.
-
-    Args:
-        card: Content of ``privacy.json``.
-    """
-    several = card.get("audits", [])
-    held = [card.get("audit"), *(several if isinstance(several, list) else [])]
-    return [audit for audit in held if isinstance(audit, dict)]
 
 
 def audits_of(folder: RunFolder) -> dict[str, Any]:
@@ -268,172 +239,5 @@ def _named(earlier: Earlier) -> str:
     return ", ".join(record.name for record in earlier.records)
 
 
-def in_plain_words(card: dict[str, Any]) -> str:
-    """Return what the guarantee leaves to a guess about one user, for readers without mathematics.
-
-    Args:
-        card: The run's privacy card.
-    """
-    if not card["private"]:
-        return "nothing is promised: whoever has the model may find out who took part."
-    whole = card.get("total", card)
-    epsilon = float(whole["epsilon"])
-    if math.isinf(epsilon):
-        return "with the earlier runs together, nothing is promised."
-    cases = of_hundred(right_guesses(epsilon, float(whole["delta"])))
-    return (
-        "take somebody who knows everything but whether one user's data took part, which was"
-        " decided by the toss of a fair coin. Whatever they compute from what the run published,"
-        f" they guess right in at most {cases} of 100 cases; without it, in 50."
-    )
-
-
 def _runs(earlier: Earlier) -> str:
     return f"{earlier.tuning_runs} tuning run" + ("s" if earlier.tuning_runs > 1 else "")
-
-
-def is_hub_id(model: str) -> bool:
-    """Return whether a model's name is a hub repository's, and not a folder's or an asset's."""
-    return bool(re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", model)) and not Path(model).exists()
-
-
-def guarantee_sentence(card: dict[str, Any]) -> str:
-    """Return the guarantee in one sentence."""
-    if not card["private"]:
-        return "No privacy: this run adds no noise. It is a baseline for comparison."
-    alone = (
-        f"({upwards(card['epsilon'], 4)}, {upwards(card['delta'], 3)})-differential privacy where"
-        f" neighbouring datasets differ in that {card['neighbouring']}; {card['unit']}; partition"
-        f" {card['partition']}, {card['rounds']} rounds, noise multiplier"
-        f" {card['noise_multiplier']:.4g}."
-    )
-    if card.get("adjacency") == "add-remove":
-        alone += f" Note: {KNOWN_NUMBER}."
-    if "total" not in card:
-        return alone
-    whole = card["total"]
-    return (
-        f"In total, with {whole['runs']}: ({upwards(whole['epsilon'], 4)},"
-        f" {upwards(whole['delta'], 3)})-differential privacy. This run alone: {alone}"
-    )
-
-
-def _described(adapter: Adapter) -> str:
-    """Return what ``policy/`` holds, in words."""
-    words = ADAPTERS[adapter.type].description.format(rank=adapter.rank)
-    return words.replace("LoRA", "DoRA") if adapter.use_dora else words
-
-
-def model_card(recipe: AnyRecipe, card: dict[str, Any], *, merged: bool = False) -> str:
-    """Return the model's README with the standard metadata and a privacy section.
-
-    Args:
-        recipe: The run's recipe.
-        card: The run's privacy card, from :func:`privacy_card`.
-        merged: Whether the card is for whole weights, not for the adapter.
-    """
-    public = "\n".join(f"- {line}" for line in card["assumed_public"])
-    assumptions = "\n".join(f"- {line}" for line in card["assumptions"])
-    trained = recipe.trained
-    base = trained.model_name_or_path
-    adapter = _described(trained.adapter)
-    if merged and trained.adapter.type != "full":
-        adapter = f"Whole weights with the adapter merged ({adapter[0].lower()}{adapter[1:]})"
-    lower = downwards(float(card["epsilon_lower"]), 4)
-    return f"""{_hub_metadata(recipe, merged)}
-# {base} tuned with dprlhf
-
-{adapter}, {recipe.purpose}.
-
-## Privacy
-
-{guarantee_sentence(card)}
-
-In plain words: {in_plain_words(card)}
-
-Data set of the users: {card.get("dataset", recipe.data.path)}.
-
-Earlier runs: {card.get("earlier_runs", "see above")}.
-
-Software: dprlhf {card.get("version", "of an earlier version")}. Day on which the run began:
-{card.get("date", "not on record")}.
-
-The folder `secret/` of the run: {_SECRET_FOLDER}.
-
-Responses {_RESPONSES}.
-
-Accountant: {card["accountant"]}; lower bound on the same ε: {lower}.
-
-Hyperparameter tuning: {card["tuning"]}.
-
-Audit: {_audited(card)}.
-
-Budget book: {_counted(card)}.
-
-Rounding of a row in its batch: {_rounding(card)}.
-
-Assumed public:
-
-{public}
-
-Assumptions:
-
-{assumptions}
-"""
-
-
-def _hub_metadata(recipe: AnyRecipe, merged: bool) -> str:
-    """Return the YAML header of a model's README, which the hub reads."""
-    base, whole = recipe.trained.model_name_or_path, merged or recipe.trained.adapter.type == "full"
-    # The hub refuses a card whose base model is no repository.
-    relation = "finetune" if whole else "adapter"
-    named = f"base_model: {base}\nbase_model_relation: {relation}\n" if is_hub_id(base) else ""
-    return f"""---
-{named}library_name: {"transformers" if whole else "peft"}
-pipeline_tag: {recipe.hub_task}
-tags:
-- dprlhf
-- differential-privacy
-- {recipe.hub_tag}
----
-"""
-
-
-def _counted(card: dict[str, Any]) -> str:
-    if "book" not in card:
-        return "none; other runs on the same users count only where they are named above"
-    book = card["book"]
-    return (
-        f"reservation {book['number']} in book {book['book']}; each user's budget over all runs is"
-        f" epsilon {upwards(book['epsilon'], 4)} at delta {upwards(book['delta'], 3)}"
-    )
-
-
-def _rounding(card: dict[str, Any]) -> str:
-    return str(card.get("rounding") or "not checked; assumed not to depend on the other rows")
-
-
-def _audited(card: dict[str, Any]) -> str:
-    audits = audits_on(card)
-    if not audits:
-        return "not run"
-    refuted = [audit for audit in audits if not audit["holds"]]
-    audit = refuted[0] if refuted else audits[-1]
-    word = "refuted: " if refuted else ""
-    terms = " in the accountant's terms" if audit.get("accountants_terms") else ""
-    shown = (
-        f"{word}an attack with {audit['canaries']} canary users ({audit['space']} space) shows"
-        f" epsilon >= {downwards(float(audit['bound']), 4)}{terms} at confidence"
-        f" {audit['confidence']:.0%}"
-    )
-    power = audit.get("power")  # an audit of an earlier version did not state it
-    if power:
-        shown += (
-            f"; it would have seen noise {power['noise']:.2%} too small with probability"
-            f" {power['probability']:g}"
-        )
-    if not audit.get("can_refute", True):
-        shown += "; with so few canaries its guesses could not refute the claim"
-    if len(audits) > 1:
-        shown += f"; of {len(audits)} audits on record {len(refuted)} refuted the claim"
-    return shown

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.ledger import charged_rounds
 from dprlhf.recipe import load_any_recipe
-from dprlhf.runs.card import guarantee_sentence
 from dprlhf.runs.folder import RunFolder
+from dprlhf.runs.model_card import guarantee_sentence
 
 T = TypeVar("T")
 

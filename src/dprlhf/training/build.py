@@ -12,26 +12,23 @@ import errno
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 from dprlhf.budget import BrokenOffError, Reservation
-from dprlhf.data.in_memory import R, Sources, rows_of
+from dprlhf.data.in_memory import Sources, rows_of
 from dprlhf.data.public import guides, public_users
 from dprlhf.data.users import Users
 from dprlhf.errors import EXITS, DprlhfError, InterruptedRunError
-from dprlhf.hardware import as_usual, native_dtype
+from dprlhf.hardware import as_usual
 from dprlhf.policies.averaging import ParameterAverage
 from dprlhf.policies.optimizers import make_optimizer
 from dprlhf.privacy.file_times import stamp_run
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import opened_terms
 from dprlhf.privacy.partition import allocate
-from dprlhf.privacy.plan import Plan, check_promise, make_plan
-from dprlhf.privacy.relations import Adjacency
-from dprlhf.recipe import AnyRecipe, Recipe, experimental, without_effect
+from dprlhf.recipe import AnyRecipe, experimental, without_effect
 from dprlhf.rewards.isolation import captured
 from dprlhf.runs.budget import NO_BOOK, follow, reserve
 from dprlhf.runs.card import released_dimension
@@ -60,6 +57,7 @@ from dprlhf.training.dpo import preference_optimization
 from dprlhf.training.layout import settle_layout
 from dprlhf.training.processes import Processes
 from dprlhf.training.progress import Progress
+from dprlhf.training.recipe_plan import check_settled, plan_of_run, resolve_dtype
 from dprlhf.training.reinforcement import Reinforcement
 from dprlhf.training.run import Parts, Run, Stage
 from dprlhf.training.supervised import fine_tuning, reward_modelling
@@ -125,7 +123,7 @@ def load_parts(
     guiding = guides(recipe, public)
     processes.on_main(lambda: check_public(recipe, users, public, guiding))
     opened = processes.on_main(lambda: opened_terms(folder.ledger) if folder else {})
-    plan = _planned(recipe, users, opened, sources)
+    plan = plan_of_run(recipe, users, opened, sources)
     if counted:  # before the model is loaded, which may take long
         processes.on_main(lambda: reserve(recipe, plan, users, earlier, folder, commit=False))
     policy = stage.load_policy()
@@ -141,7 +139,7 @@ def load_parts(
     shapes, parts.rounding = settle_layout(policy, stage.shapes, processes)
     policy.set_up.keep(policy.network, "config")  # in which attention has now been settled
     stage.lay_out(shapes)
-    parts.plan = _planned(stage.recipe, users, opened, sources)
+    parts.plan = plan_of_run(stage.recipe, users, opened, sources)
     stage.load(parts)
     known, own = [record.run for record in earlier.records], opened.get("key_commitment")
     if real:
@@ -336,74 +334,6 @@ def _open_gate(
     config = {**recipe.model_dump(mode="json"), "plan": parts.plan.terms()}
     trackers = stack.enter_context(tracked(recipe.tracking, folder, config))
     return Gate(parts.plan, ledger, key), list(trackers)
-
-
-def check_settled(recipe: AnyRecipe) -> None:
-    """Refuse a recipe whose numbers the planner has yet to choose.
-
-    Raises:
-        DprlhfError: It has ``privacy.auto``.
-    """
-    if isinstance(recipe, Recipe) and recipe.privacy.auto is not None:
-        raise DprlhfError(
-            "privacy.auto: only dprlhf train and dprlhf plan choose rounds and noise; write the"
-            " numbers that plan shows into the recipe, and leave auto out"
-        )
-
-
-def resolve_dtype(recipe: R) -> R:
-    """Settle the machine's dtype, so that a resumed run computes as it did before."""
-    if recipe.trained.dtype != "auto":
-        return recipe
-    dtype = str(native_dtype()).removeprefix("torch.")
-    trained = recipe.trained.model_copy(update={"dtype": dtype})
-    return cast(R, recipe.model_copy(update={recipe.trained_key: trained}))
-
-
-def _planned(recipe: AnyRecipe, users: Users, opened: Mapping[str, Any], sources: Sources) -> Plan:
-    """Return the plan of a private run, or that of a run on stand-ins, which states no ε."""
-    if sources.stand_in_plan is None:
-        return plan_of(recipe, users, opened)
-    plan = sources.stand_in_plan(recipe)
-    if plan.private or plan.users != users.count:
-        raise ValueError(
-            "the plan of a run on stand-ins is for its own users and states no epsilon"
-        )
-    return plan
-
-
-def plan_of(
-    recipe: AnyRecipe, users: Users | int, opened: Mapping[str, Any] = MappingProxyType({})
-) -> Plan:
-    """Return the privacy plan of a recipe of any stage.
-
-    Args:
-        recipe: The settings.
-        users: The private users, or their number N.
-        opened: The terms that the ledger of a continued run states, whose adjacency, noise and ε
-            it keeps; empty for a new run, to which add-remove is refused.
-
-    Raises:
-        DprlhfError: A setting is out of range, or there are fewer users than rounds.
-    """
-    privacy = recipe.privacy
-    stated = opened.get("adjacency")
-    if stated is None:
-        check_promise(privacy.adjacency)
-    plan = make_plan(
-        users=users if isinstance(users, int) else users.count,
-        rounds=recipe.rounds,
-        delta=privacy.delta,
-        epsilon=privacy.epsilon,
-        noise_multiplier=privacy.noise_multiplier,
-        clip_norm=recipe.update.radius,
-        partition=privacy.partition,
-        adjacency=cast(Adjacency | None, stated) or privacy.adjacency,
-        participations=privacy.participations,
-        releases_per_round=recipe.update.releases,
-        bands=privacy.bands,
-    )
-    return plan.continued(opened)
 
 
 def hush_libraries() -> None:

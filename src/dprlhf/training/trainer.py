@@ -13,9 +13,10 @@ from typing import Any
 from dprlhf.policies.optimizers import set_learning_rate, set_noise
 from dprlhf.privacy.file_times import first_day
 from dprlhf.rewards.isolation import without_warnings
-from dprlhf.runs.card import audits_of, carried_with, model_card, privacy_card
+from dprlhf.runs.card import audits_of, carried_with, privacy_card
 from dprlhf.runs.folder import replaced_folder, write_json
 from dprlhf.runs.lineage import attach
+from dprlhf.runs.model_card import model_card
 from dprlhf.training.interrupt import Interruptible
 from dprlhf.training.rounds import (
     gate_for_round,

@@ -33,10 +33,11 @@ from dprlhf.policies.quantization import quantization_of
 from dprlhf.privacy.file_times import stamp_run
 from dprlhf.recipe import IN_MEMORY, Data, Recipe
 from dprlhf.rewards.loading import load_rewards
-from dprlhf.runs.card import carried_with, model_card
+from dprlhf.runs.card import carried_with
 from dprlhf.runs.earlier import records_of
 from dprlhf.runs.folder import JsonLines, RunFolder
 from dprlhf.runs.lineage import attach
+from dprlhf.runs.model_card import model_card
 from dprlhf.runs.publish import push
 from dprlhf.training.build import open_run
 from dprlhf.training.evaluate import Evaluated

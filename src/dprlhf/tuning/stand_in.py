@@ -48,10 +48,11 @@ from dprlhf.privacy.accounting import Epsilon
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import IN_MEMORY, Recipe
 from dprlhf.runs.folder import RunFolder
-from dprlhf.training.build import check_settled, open_run, plan_of
+from dprlhf.training.build import open_run
 from dprlhf.training.dry_run import dry_run
 from dprlhf.training.evaluate import Evaluated
 from dprlhf.training.measures import RewardEstimate, estimate, measure, token_logs
+from dprlhf.training.recipe_plan import check_settled, plan_of
 from dprlhf.training.run import Run
 from dprlhf.training.trainer import run_rounds
 from dprlhf.tuning.public_rows import PublicRows

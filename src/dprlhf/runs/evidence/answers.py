@@ -11,11 +11,11 @@ from typing import Any
 
 from scipy.stats import binom
 
-from dprlhf.runs.card import guarantee_sentence
 from dprlhf.runs.evidence.findings import audit_facts, lineage_problem, threshold_crossed
 from dprlhf.runs.evidence.records import Records
 from dprlhf.runs.evidence.requirements import REQUIREMENTS, Requirement
 from dprlhf.runs.evidence.words import at_least, of_hundred, pair, right_guesses
+from dprlhf.runs.model_card import guarantee_sentence
 
 SHOWN, PARTLY, MISSING = "shown", "partly shown", "missing"
 CONTRADICTED, NONE = "contradicted", "no guarantee"

@@ -12,9 +12,9 @@ from typing import Any
 from dprlhf.privacy.gaussian import upwards
 from dprlhf.privacy.plan import delta_warning, json_ready
 from dprlhf.recipe import Source
-from dprlhf.runs.card import audits_on
 from dprlhf.runs.evidence.records import Records
 from dprlhf.runs.evidence.words import pair
+from dprlhf.runs.model_card import audits_on
 
 
 def alerts_of(records: Records, limit: float | None) -> list[dict[str, str]]:

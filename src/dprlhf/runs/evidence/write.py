@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from dprlhf.errors import DprlhfError, one_line
 from dprlhf.privacy.gaussian import upwards
 from dprlhf.privacy.plan import json_ready
-from dprlhf.runs.card import guarantee_sentence, software_version
+from dprlhf.runs.card import software_version
 from dprlhf.runs.evidence.answers import answers_of
 from dprlhf.runs.evidence.findings import alerts_of, rounds_of, runs_of
 from dprlhf.runs.evidence.records import Records, hashes, read_records
@@ -30,6 +30,7 @@ from dprlhf.runs.evidence.seal import (
 )
 from dprlhf.runs.evidence.words import explanation, one_in, pair
 from dprlhf.runs.folder import RunFolder, write_atomically
+from dprlhf.runs.model_card import guarantee_sentence
 from dprlhf.runs.plots import Series, line_plot
 
 _NAME = "evidence"

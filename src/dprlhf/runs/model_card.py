@@ -1,0 +1,212 @@
+"""The model card: the README of a run's policy, with the guarantee in words.
+
+It is made from the run's recipe and its privacy card (:mod:`dprlhf.runs.card`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from dprlhf.privacy.gaussian import downwards, upwards
+from dprlhf.recipe import ADAPTERS, Adapter, AnyRecipe
+from dprlhf.runs.evidence.words import of_hundred, right_guesses
+
+KNOWN_NUMBER = (
+    "the number of users is published, which tells whether one was added or removed: the same"
+    " (epsilon, delta) holds where one user's data is replaced by nothing"
+)
+"""The line beside the guarantee of a run of an earlier version that was stated for add-remove."""
+
+ABOUT_SECRET_FOLDER = (
+    "not published; dprlhf never deletes it, so the operator decides how long it is kept: it is"
+    " needed to continue the run, to audit it, and to check that later runs have other users. It"
+    " holds what would undo the guarantee, and is deleted when none of these is wanted any more"
+)
+"""What both cards state of the folder ``secret/`` of a run."""
+
+ABOUT_RESPONSES = (
+    "may contain anything that the base model could write: the guarantee is about what they can"
+    " tell of the users, not about their content"
+)
+"""What both cards state of the responses of the trained model."""
+
+
+def model_card(recipe: AnyRecipe, card: dict[str, Any], *, merged: bool = False) -> str:
+    """Return the model's README with the standard metadata and a privacy section.
+
+    Args:
+        recipe: The run's recipe.
+        card: The run's privacy card, from :func:`dprlhf.runs.card.privacy_card`.
+        merged: Whether the card is for whole weights, not for the adapter.
+    """
+    public = "\n".join(f"- {line}" for line in card["assumed_public"])
+    assumptions = "\n".join(f"- {line}" for line in card["assumptions"])
+    trained = recipe.trained
+    base = trained.model_name_or_path
+    adapter = _described(trained.adapter)
+    if merged and trained.adapter.type != "full":
+        adapter = f"Whole weights with the adapter merged ({adapter[0].lower()}{adapter[1:]})"
+    lower = downwards(float(card["epsilon_lower"]), 4)
+    return f"""{_hub_metadata(recipe, merged)}
+# {base} tuned with dprlhf
+
+{adapter}, {recipe.purpose}.
+
+## Privacy
+
+{guarantee_sentence(card)}
+
+In plain words: {in_plain_words(card)}
+
+Data set of the users: {card.get("dataset", recipe.data.path)}.
+
+Earlier runs: {card.get("earlier_runs", "see above")}.
+
+Software: dprlhf {card.get("version", "of an earlier version")}. Day on which the run began:
+{card.get("date", "not on record")}.
+
+The folder `secret/` of the run: {ABOUT_SECRET_FOLDER}.
+
+Responses {ABOUT_RESPONSES}.
+
+Accountant: {card["accountant"]}; lower bound on the same ε: {lower}.
+
+Hyperparameter tuning: {card["tuning"]}.
+
+Audit: {_audited(card)}.
+
+Budget book: {_counted(card)}.
+
+Rounding of a row in its batch: {_rounding(card)}.
+
+Assumed public:
+
+{public}
+
+Assumptions:
+
+{assumptions}
+"""
+
+
+def _hub_metadata(recipe: AnyRecipe, merged: bool) -> str:
+    """Return the YAML header of a model's README, which the hub reads."""
+    base, whole = recipe.trained.model_name_or_path, merged or recipe.trained.adapter.type == "full"
+    # The hub refuses a card whose base model is no repository.
+    relation = "finetune" if whole else "adapter"
+    named = f"base_model: {base}\nbase_model_relation: {relation}\n" if is_hub_id(base) else ""
+    return f"""---
+{named}library_name: {"transformers" if whole else "peft"}
+pipeline_tag: {recipe.hub_task}
+tags:
+- dprlhf
+- differential-privacy
+- {recipe.hub_tag}
+---
+"""
+
+
+def _described(adapter: Adapter) -> str:
+    """Return what ``policy/`` holds, in words."""
+    words = ADAPTERS[adapter.type].description.format(rank=adapter.rank)
+    return words.replace("LoRA", "DoRA") if adapter.use_dora else words
+
+
+def guarantee_sentence(card: dict[str, Any]) -> str:
+    """Return the guarantee in one sentence."""
+    if not card["private"]:
+        return "No privacy: this run adds no noise. It is a baseline for comparison."
+    alone = (
+        f"({upwards(card['epsilon'], 4)}, {upwards(card['delta'], 3)})-differential privacy where"
+        f" neighbouring datasets differ in that {card['neighbouring']}; {card['unit']}; partition"
+        f" {card['partition']}, {card['rounds']} rounds, noise multiplier"
+        f" {card['noise_multiplier']:.4g}."
+    )
+    if card.get("adjacency") == "add-remove":
+        alone += f" Note: {KNOWN_NUMBER}."
+    if "total" not in card:
+        return alone
+    whole = card["total"]
+    return (
+        f"In total, with {whole['runs']}: ({upwards(whole['epsilon'], 4)},"
+        f" {upwards(whole['delta'], 3)})-differential privacy. This run alone: {alone}"
+    )
+
+
+def in_plain_words(card: dict[str, Any]) -> str:
+    """Return what the guarantee leaves to a guess about one user, for readers without mathematics.
+
+    Args:
+        card: The run's privacy card.
+    """
+    if not card["private"]:
+        return "nothing is promised: whoever has the model may find out who took part."
+    whole = card.get("total", card)
+    epsilon = float(whole["epsilon"])
+    if math.isinf(epsilon):
+        return "with the earlier runs together, nothing is promised."
+    cases = of_hundred(right_guesses(epsilon, float(whole["delta"])))
+    return (
+        "take somebody who knows everything but whether one user's data took part, which was"
+        " decided by the toss of a fair coin. Whatever they compute from what the run published,"
+        f" they guess right in at most {cases} of 100 cases; without it, in 50."
+    )
+
+
+def audits_on(card: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return all audits that a card states, in their order; on that of an earlier version one.
+
+    Args:
+        card: Content of ``privacy.json``.
+    """
+    several = card.get("audits", [])
+    held = [card.get("audit"), *(several if isinstance(several, list) else [])]
+    return [audit for audit in held if isinstance(audit, dict)]
+
+
+def _audited(card: dict[str, Any]) -> str:
+    audits = audits_on(card)
+    if not audits:
+        return "not run"
+    refuted = [audit for audit in audits if not audit["holds"]]
+    audit = refuted[0] if refuted else audits[-1]
+    word = "refuted: " if refuted else ""
+    terms = " in the accountant's terms" if audit.get("accountants_terms") else ""
+    shown = (
+        f"{word}an attack with {audit['canaries']} canary users ({audit['space']} space) shows"
+        f" epsilon >= {downwards(float(audit['bound']), 4)}{terms} at confidence"
+        f" {audit['confidence']:.0%}"
+    )
+    power = audit.get("power")  # an audit of an earlier version did not state it
+    if power:
+        shown += (
+            f"; it would have seen noise {power['noise']:.2%} too small with probability"
+            f" {power['probability']:g}"
+        )
+    if not audit.get("can_refute", True):
+        shown += "; with so few canaries its guesses could not refute the claim"
+    if len(audits) > 1:
+        shown += f"; of {len(audits)} audits on record {len(refuted)} refuted the claim"
+    return shown
+
+
+def _counted(card: dict[str, Any]) -> str:
+    if "book" not in card:
+        return "none; other runs on the same users count only where they are named above"
+    book = card["book"]
+    return (
+        f"reservation {book['number']} in book {book['book']}; each user's budget over all runs is"
+        f" epsilon {upwards(book['epsilon'], 4)} at delta {upwards(book['delta'], 3)}"
+    )
+
+
+def _rounding(card: dict[str, Any]) -> str:
+    return str(card.get("rounding") or "not checked; assumed not to depend on the other rows")
+
+
+def is_hub_id(model: str) -> bool:
+    """Return whether a model's name is a hub repository's, and not a folder's or an asset's."""
+    return bool(re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", model)) and not Path(model).exists()

@@ -1,0 +1,85 @@
+"""The privacy plan of a recipe of any stage, and what a recipe leaves open before it has one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, cast
+
+from dprlhf.data.in_memory import R, Sources
+from dprlhf.data.users import Users
+from dprlhf.errors import DprlhfError
+from dprlhf.hardware import native_dtype
+from dprlhf.privacy.plan import Plan, check_promise, make_plan
+from dprlhf.privacy.relations import Adjacency
+from dprlhf.recipe import AnyRecipe, Recipe
+
+
+def check_settled(recipe: AnyRecipe) -> None:
+    """Refuse a recipe whose numbers the planner has yet to choose.
+
+    Raises:
+        DprlhfError: It has ``privacy.auto``.
+    """
+    if isinstance(recipe, Recipe) and recipe.privacy.auto is not None:
+        raise DprlhfError(
+            "privacy.auto: only dprlhf train and dprlhf plan choose rounds and noise; write the"
+            " numbers that plan shows into the recipe, and leave auto out"
+        )
+
+
+def resolve_dtype(recipe: R) -> R:
+    """Settle the machine's dtype, so that a resumed run computes as it did before."""
+    if recipe.trained.dtype != "auto":
+        return recipe
+    dtype = str(native_dtype()).removeprefix("torch.")
+    trained = recipe.trained.model_copy(update={"dtype": dtype})
+    return cast(R, recipe.model_copy(update={recipe.trained_key: trained}))
+
+
+def plan_of_run(
+    recipe: AnyRecipe, users: Users, opened: Mapping[str, Any], sources: Sources
+) -> Plan:
+    """Return the plan of a private run, or that of a run on stand-ins, which states no ε."""
+    if sources.stand_in_plan is None:
+        return plan_of(recipe, users, opened)
+    plan = sources.stand_in_plan(recipe)
+    if plan.private or plan.users != users.count:
+        raise ValueError(
+            "the plan of a run on stand-ins is for its own users and states no epsilon"
+        )
+    return plan
+
+
+def plan_of(
+    recipe: AnyRecipe, users: Users | int, opened: Mapping[str, Any] = MappingProxyType({})
+) -> Plan:
+    """Return the privacy plan of a recipe of any stage.
+
+    Args:
+        recipe: The settings.
+        users: The private users, or their number N.
+        opened: The terms that the ledger of a continued run states, whose adjacency, noise and ε
+            it keeps; empty for a new run, to which add-remove is refused.
+
+    Raises:
+        DprlhfError: A setting is out of range, or there are fewer users than rounds.
+    """
+    privacy = recipe.privacy
+    stated = opened.get("adjacency")
+    if stated is None:
+        check_promise(privacy.adjacency)
+    plan = make_plan(
+        users=users if isinstance(users, int) else users.count,
+        rounds=recipe.rounds,
+        delta=privacy.delta,
+        epsilon=privacy.epsilon,
+        noise_multiplier=privacy.noise_multiplier,
+        clip_norm=recipe.update.radius,
+        partition=privacy.partition,
+        adjacency=cast(Adjacency | None, stated) or privacy.adjacency,
+        participations=privacy.participations,
+        releases_per_round=recipe.update.releases,
+        bands=privacy.bands,
+    )
+    return plan.continued(opened)
