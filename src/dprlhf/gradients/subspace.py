@@ -12,7 +12,7 @@ rows alone, and the clip bounds it by S, whatever P and a are.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -37,7 +37,7 @@ class Subspace:
 
     def on(self, device: torch.device) -> Subspace:
         """Return the same subspace with its directions on a device."""
-        return replace(self, directions=self.directions.to(device))
+        return Subspace(self.directions.to(device), self.scale)
 
     def coordinates(self, vectors: torch.Tensor) -> torch.Tensor:
         """Return a · P v for each user's vector, ``[users, p]``, from ``[users, dimension]``."""

@@ -105,9 +105,8 @@ def _check_model(model: Any, *, whole: bool) -> None:
     if len(places) > 1 or "disk" in places:
         raise DprlhfError(
             f"model: device_map spread it over {', '.join(sorted(places))}: load it without"
-            " device_map, and share a large one out among GPUs with FSDP"
-            " (recipes/accelerate/eight_gpus_sharded.yaml), or load it in 4 bit"
-            " (policy.quantization)"
+            " device_map; a large one is shared out among GPUs by accelerate launch with"
+            " distributed_type: FSDP, or loaded in 4 bit (policy.quantization)"
         )
     if whole:
         _check_unfrozen(model)
