@@ -1394,7 +1394,7 @@ def assembled(tmp_path: Path, reward: dict[str, Any], given: Any) -> tuple[Any, 
         {
             "policy": {"model_name_or_path": str(tiny.save(tmp_path / "model"))},
             "data": {"path": recipe.IN_MEMORY},
-            "rewards": [reward],
+            "rewards": [reward] * len(given or [None]),
             "privacy": {"epsilon": 4, "delta": 1e-5},
             "rounds": 2,
         }
