@@ -13,11 +13,13 @@ import pytest
 from transformers import TrainerCallback
 
 import dprlhf
-from dprlhf import DprlhfError
-from dprlhf.recipe import IN_MEMORY, dump_recipe, load_recipe
+from dprlhf import DprlhfError, recipe
+from dprlhf.agents import load_sampler
+from dprlhf.recipe import IN_MEMORY, dump_recipe, load_recipe, make_recipe
 from dprlhf.recipe.loading import recipe_from
 from dprlhf.runs.folder import RunFolder
 from helpers import tiny
+from helpers.recipes import recipe_settings
 
 CAUSAL = peft.LoraConfig(task_type="CAUSAL_LM", fan_in_fan_out=True)
 
@@ -74,6 +76,23 @@ def test_what_cannot_be_taken_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(DprlhfError, match=r"rank_pattern"):
         train(tmp_path, model=folder, peft_config=peft.LoraConfig(rank_pattern={"c_attn": 2}))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_resumed_run_keeps_the_model_and_the_agent_that_its_recipe_names(tmp_path: Path) -> None:
+    """Its privacy card speaks of them; an object in their place may have been fitted on anybody."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    agent = {"tools": ["math:sqrt"]}
+    made = make_recipe(recipe_settings(rollout={"agent": agent}))
+    (folder / "recipe.yaml").write_text(dump_recipe(made))
+    with pytest.raises(DprlhfError, match=r"^model: this run's model is 'model', which is loaded"):
+        dprlhf.resume(folder, model=tiny.model(), processing_class=tiny.tokenizer())
+    with pytest.raises(DprlhfError, match=r"^tools: this run has what its recipe names: pass none"):
+        load_sampler(recipe.Agent(**agent), tools=[math.sqrt])
+    with pytest.raises(DprlhfError, match=r"^environment_factory: this run has what its recipe"):
+        load_sampler(recipe.Agent(environment="a:b"), environment_factory=dict)
+    with pytest.raises(DprlhfError, match=r"^rollout_func: this run has what its recipe names"):
+        load_sampler(recipe.Agent(rollout_func="a:b"), rollout_func=length)
 
 
 class Counts(TrainerCallback):  # type: ignore[misc]

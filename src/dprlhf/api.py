@@ -314,7 +314,16 @@ def generate(
 
 
 def _take_model(sources: Sources, recipe: Recipe, model: Any, tokenizer: Any) -> None:
-    """Make the policy of a model that the program passes as an object."""
+    """Make the policy of a model that the program passes as an object.
+
+    Raises:
+        DprlhfError: The recipe names a model, of which the run's privacy card speaks.
+    """
+    if is_model(model) and recipe.policy.model_name_or_path != IN_MEMORY:
+        raise DprlhfError(
+            f"model: this run's model is {recipe.policy.model_name_or_path!r}, which is loaded by"
+            " its name: pass none"
+        )
     if is_model(model):
         sources.policy = load_policy_of(recipe, model=model, tokenizer=tokenizer)
         sources.models["model"] = model

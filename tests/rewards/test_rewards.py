@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers
@@ -38,12 +39,14 @@ from transformers import (
 
 import dprlhf
 from dprlhf import recipe
+from dprlhf.data.given_rewards import given_rewards
 from dprlhf.data.in_memory import Sources
 from dprlhf.errors import DprlhfError
 from dprlhf.rewards import LoadedReward, Scorer, Scores, check_reward, classifier, load_reward
 from dprlhf.rewards.classifier import ClassifierReward
 from dprlhf.rewards.reward import Rows, as_reward
 from dprlhf.rewards.summary import RewardSummary, summarize_rewards
+from dprlhf.runs.lineage import attach
 from dprlhf.training.build import load_parts
 from dprlhf.training.processes import Processes
 from dprlhf.training.reward_setup import check_times_columns
@@ -1389,7 +1392,10 @@ def test_classifier_from_an_asset(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert isinstance(load_reward(recipe.Reward(classifier="asset:toy")).function, ClassifierReward)
 
 
-def assembled(tmp_path: Path, reward: dict[str, Any], given: Any) -> tuple[Any, Parts]:
+def assembled(
+    tmp_path: Path, reward: dict[str, Any], given: Any, *, judges: Any = None
+) -> tuple[Any, Parts]:
+    public = {"data": {"path": recipe.IN_MEMORY}, "prompts": 4, "judges": judges}
     made = recipe.make_recipe(
         {
             "policy": {"model_name_or_path": str(tiny.save(tmp_path / "model"))},
@@ -1397,9 +1403,11 @@ def assembled(tmp_path: Path, reward: dict[str, Any], given: Any) -> tuple[Any, 
             "rewards": [reward] * len(given or [None]),
             "privacy": {"epsilon": 4, "delta": 1e-5},
             "rounds": 2,
+            **({"evaluation": public} if judges else {}),
         }
     )
-    sources = Sources([f"user {i}" for i in range(40)], given, None)
+    shown = [f"public {i}" for i in range(4)] if judges else None
+    sources = Sources([f"user {i}" for i in range(40)], given, shown)
     return load_parts(made, sources, Processes(Accelerator(cpu=True)), quiet=True)
 
 
@@ -1424,6 +1432,64 @@ def test_a_reward_that_rounds_with_its_batch_is_called_for_one_user_at_a_time(
     assert "called for one user at a time" in slow
 
 
+TUNED = {"statement": "tuned", "runs": [{"run": "a-private-run"}]}
+"""The record of a private run, as far as it is read here."""
+
+
+@pytest.mark.parametrize(
+    "form", ["name", "object", "instance", "instance of an object", "partial", "file", "judge"]
+)
+def test_a_reward_model_of_a_private_run_is_known_in_each_form(form: str, tmp_path: Path) -> None:
+    """What it cost its users would be in no total."""
+    folder, _, _ = bert(tmp_path / "tuned", ["reward"])
+    attach(folder, TUNED)
+    model = BertForSequenceClassification.from_pretrained(folder)
+    file = tmp_path / "held.py"
+    file.write_text(
+        "from transformers import BertForSequenceClassification\n"
+        f"MODEL = BertForSequenceClassification.from_pretrained({str(folder)!r})\n"
+    )
+    by_name: dict[str, Any] = {"function": recipe.IN_MEMORY}
+    reward, given = {
+        "name": ({"classifier": str(folder)}, None),
+        "object": (by_name, [model]),
+        "instance": (by_name, [ClassifierReward(str(folder))]),
+        "instance of an object": (by_name, [ClassifierReward(model, tokenizer=byte_tokenizer())]),
+        "partial": (by_name, [functools.partial(ClassifierReward(str(folder)))]),
+        "file": ({"function": f"{file}:MODEL"}, None),
+        "judge": (by_name, [length]),
+    }[form]
+    judges = {"strict": {"classifier": str(folder)}} if form == "judge" else None
+    with pytest.raises(DprlhfError, match=r"was tuned by a private run on users of its own"):
+        assembled(tmp_path, reward, given, judges=judges)
+
+
+def test_a_loaded_reward_keeps_its_declaration(tmp_path: Path) -> None:
+    folder, _, _ = bert(tmp_path / "fitted", ["reward"])
+    spec = recipe.Reward(classifier=str(folder), trained_on_private_users=True)
+    kept = given_rewards(load_reward(spec))[0].settings
+    assert kept.trained_on_private_users
+    with pytest.raises(DprlhfError, match="fitted on the same users without a stated privacy cost"):
+        dprlhf.train(
+            model=str(tiny.save(tmp_path / "model")),
+            prompts=[f"user {i}" for i in range(40)],
+            reward=load_reward(spec),
+            epsilon=4.0,
+            rounds=2,
+        )
+
+
+def test_a_reward_with_an_adapter_in_memory_is_refused(tmp_path: Path) -> None:
+    """PEFT keeps no record of where an adapter came from."""
+    folder, model, _ = bert(tmp_path / "base", ["reward"])
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", r=1))
+    reward = ClassifierReward(adapted, tokenizer=byte_tokenizer())
+    for one in (adapted, reward):
+        adapted.config.name_or_path = str(folder)
+        with pytest.raises(DprlhfError, match=r"^rewards\.0: an adapter in memory does not say"):
+            assembled(tmp_path, {"function": recipe.IN_MEMORY}, [one])
+
+
 def test_a_run_scores_on_its_own_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The meta device stands for a GPU: it is there everywhere, and is not the CPU."""
     folder, _, _ = bert(tmp_path, ["reward"])
@@ -1434,7 +1500,7 @@ def test_a_run_scores_on_its_own_device(tmp_path: Path, monkeypatch: pytest.Monk
     stage, parts = assembled(tmp_path, {"classifier": str(folder)}, None)
     [reward] = stage.rewards
     function: Any = reward.function
-    assert function._model.device == parts.policy.device == torch.device("meta")
+    assert function.model.device == parts.policy.device == torch.device("meta")
 
 
 # --- documentation ------------------------------------------------------------------------------

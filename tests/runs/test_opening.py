@@ -23,7 +23,12 @@ from dprlhf.errors import DprlhfError
 from dprlhf.recipe import AnyRecipe, RewardRecipe, SFTRecipe, make_recipe
 from dprlhf.runs.comparing import check_apart
 from dprlhf.runs.folder import RunFolder
-from dprlhf.runs.opening import check_disjoint, check_public, recipe_digest
+from dprlhf.runs.opening import (
+    check_disjoint,
+    check_public,
+    hold_declarations,
+    recipe_digest,
+)
 from helpers.recipes import recipe_settings
 
 ABSENT = "/absent/folder/model"
@@ -345,3 +350,43 @@ FIXED: dict[str, Any] = {
 def test_a_run_goes_on_with_what_it_was_started_with(name: str) -> None:
     changed = make_recipe(recipe_settings(**{name: FIXED[name]}))
     assert recipe_digest(changed) != recipe_digest(make_recipe(recipe_settings()))
+
+
+def test_a_declaration_is_held_to_the_rows_for_which_it_was_said(tmp_path: Path) -> None:
+    """A resumed run got the users' own prompts under it, and wrote them in the open."""
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+
+    def hold(texts: list[str], **changes: Any) -> None:
+        made = recipe(**changes)
+        assert made.evaluation is not None
+        hold_declarations(folder, made, Users(rows_from(texts, "prompt"), made.data), None)
+
+    declared: dict[str, Any] = {"evaluation__declared_public": True}
+    hold(PROMPTS)  # without a declaration, check_public looks at the rows each time
+    hold(OTHERS[:5], **declared)
+    hold(OTHERS[:5], **declared)
+    hold(PROMPTS[:5])
+    for other in (PROMPTS[:5], OTHERS[:6], OTHERS[4::-1]):
+        with pytest.raises(
+            DprlhfError, match=r"^evaluation\.data: declared_public was said of oth"
+        ):
+            hold(other, **declared)
+    hold(OTHERS[:5], **declared)
+    assert [file.name for file in folder.path.iterdir()] == ["secret"]
+
+
+def test_a_declaration_for_guiding_rows_is_held_as_well(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    spec = {"rank": 1, "prompts": 2, "data": {"path": "public"}, "declared_public": True}
+    made = recipe(update__subspace=spec)
+
+    def hold(texts: list[str]) -> None:
+        rows = Users(rows_from(texts, "prompt"), made.data)
+        hold_declarations(folder, made, None, Guides(rows))
+
+    hold(OTHERS)
+    hold(OTHERS)
+    with pytest.raises(DprlhfError, match=r"^update\.subspace\.data: declared_public was said"):
+        hold(PROMPTS)

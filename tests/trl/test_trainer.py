@@ -673,9 +673,13 @@ def test_users_prompts_are_not_public_whatever_is_declared(model: str, tmp_path:
     assert not (tmp_path / "a").exists()
     with pytest.raises(DprlhfError, match=r"^eval_dataset is the train_dataset"):
         copied.evaluate(PROMPTS)
-    with pytest.raises(DprlhfError, match=r"^evaluation\.data: these are the users' rows"):
-        copied.evaluate(Dataset.from_list(PROMPTS))
-    assert copied.evaluate(PROMPTS[:3])["eval_reward"] > -1
+    for undeclared in (Dataset.from_list(PROMPTS), PROMPTS[:3]):
+        with pytest.raises(
+            DprlhfError, match=r"^evaluation\.data: some of its rows are users' row"
+        ):
+            copied.evaluate(undeclared)
+    declared_of = trainer(model, tmp_path / "b", eval_dataset=PROMPTS[:3], **declared)
+    assert declared_of.evaluate()["eval_reward"] > -1
 
 
 @pytest.mark.slow

@@ -35,18 +35,28 @@ def load_sampler(
         DprlhfError: Something cannot be loaded, or a resumed run needs objects of the program
             again.
     """
+    _check_passed("tools", tools, spec.tools)
+    named = spec.environment
+    several = list(named.values()) if isinstance(named, dict) else [named]
+    _check_passed("environment_factory", environment_factory, several)
+    _check_passed("rollout_func", rollout_func, [spec.rollout_func])
     if spec.rollout_func is not None:
         return FunctionSampler(rollout_func or _named(spec.rollout_func, "rollout_func"))
     given = list(tools) if tools is not None else [_named(name, "tool") for name in spec.tools]
     factory = environment_factory
-    if factory is None and spec.environment is not None:
-        named = spec.environment
+    if factory is None and named is not None:
         factory = (
             {name: _named(source, "environment") for name, source in named.items()}
             if isinstance(named, dict)
             else _named(named, "environment")
         )
     return AgentSampler(Agent(given, factory, spec.max_tool_calling_iterations))
+
+
+def _check_passed(name: str, passed: Any, of_recipe: Sequence[str | None]) -> None:
+    """Refuse an object of the program where the recipe names what to load."""
+    if passed is not None and IN_MEMORY not in of_recipe:
+        raise DprlhfError(f"{name}: this run has what its recipe names: pass none")
 
 
 def _named(source: str, kind: str) -> Any:

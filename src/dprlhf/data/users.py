@@ -146,8 +146,8 @@ class Users:
     def digest(self, *, prompts_alone: bool = False) -> Private[str]:
         """Return a SHA-256 digest of the users' names and rows, in order.
 
-        It is private: a published digest would confirm a guess at the data. Where rows are users
-        and some have the same prompt, all columns count, or users could change places unseen.
+        It is private: a published digest would confirm a guess at the data. Where rows are users,
+        all columns count, or what a user has beside the prompt could change places unseen.
 
         Args:
             prompts_alone: Leave the other columns out all the same, as earlier versions did.
@@ -156,8 +156,7 @@ class Users:
         names = [c for c in (self._spec.user_column, *self._columns) if c is not None]
         names = list(dict.fromkeys(names)) if not self.with_prompts else names
         rows = self._rows
-        alike = self._spec.user_column is None and len(self._hashes()) < self.count
-        if self.with_prompts and alike and not prompts_alone:
+        if self.with_prompts and self._spec.user_column is None and not prompts_alone:
             names = sorted(rows.column_names)
             rows = rows.with_format("arrow")  # an image, say, would be decoded to an object
         for batch in rows.select_columns(names).iter(batch_size=1000):

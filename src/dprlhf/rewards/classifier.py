@@ -97,10 +97,10 @@ class ClassifierReward:
         self._room = positions(model)
         room = min(self._tokenizer.model_max_length, self._room)
         self._max_tokens = int(min(max_tokens, room))
-        self._model: Any = model.eval().requires_grad_(False)
+        self.model: Any = model.eval().requires_grad_(False)
         # Loaders place quantized and dispatched models, which refuse to be moved.
         if not (getattr(model, "is_quantized", False) or getattr(model, "hf_device_map", None)):
-            self._model = model.to(device)
+            self.model = model.to(device)
         self._device = next(model.parameters()).device
 
     def __call__(
@@ -134,7 +134,7 @@ class ClassifierReward:
             whole=self._text == "prompt+completion",
             max_tokens=self._max_tokens,
         )
-        rows = _embeddings(self._model)
+        rows = _embeddings(self.model)
         if max([self._tokenizer.pad_token_id, *map(max, found)]) >= rows:
             raise DprlhfError(
                 f"the classifier's tokenizer has tokens beyond the {rows} that the model has"
@@ -151,7 +151,7 @@ class ClassifierReward:
         for i, ids in enumerate(batch):
             input_ids[i, : len(ids)] = torch.tensor(ids)
             attention_mask[i, : len(ids)] = 1
-        logits = self._model(
+        logits = self.model(
             input_ids=to_device(input_ids, self._device),
             attention_mask=to_device(attention_mask, self._device),
             **placed,
@@ -172,13 +172,13 @@ class ClassifierReward:
         there is a masked column behind the texts. Where the model has no position for it and takes
         no other one's, there is none.
         """
-        if getattr(self._model.config, "_attn_implementation", "eager") == "eager":
+        if getattr(self.model.config, "_attn_implementation", "eager") == "eager":
             return width, {}
         if width < self._room:
             return width + 1, {}
-        if "position_ids" not in inspect.signature(self._model.forward).parameters:
+        if "position_ids" not in inspect.signature(self.model.forward).parameters:
             return width, {}
-        places = first_position(self._model) + torch.arange(width + 1).clamp(max=width - 1)
+        places = first_position(self.model) + torch.arange(width + 1).clamp(max=width - 1)
         placed = places.expand(self._batch_size, -1)
         return width + 1, {"position_ids": to_device(placed, self._device)}
 
@@ -230,6 +230,7 @@ def _loaded(source: str, revision: str | None) -> tuple[Any, Any]:
             f"classifier {source!r} has no trained weights for "
             f"{', '.join(sorted(loading['missing_keys']))}: name a fine-tuned classifier"
         )
+    model.dprlhf_loaded_from = (source, revision)  # where a record of a private run may be
     return model, tokenizer
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from dprlhf.data.given_rewards import BY_TURN, declares
+from dprlhf.data.given_rewards import BY_TURN, declares, is_model
 from dprlhf.errors import EXITS, nearest, one_line
 from dprlhf.rewards.event_loop import wait_for
 
@@ -88,6 +88,7 @@ class LoadedReward:
             the same as alone. 0, without a check, calls it for one private user at a time.
         published: Names that it may log to the metrics of public rows: it declares that their
             values depend on these rows alone, and the check saw nothing else.
+        trained_on_private_users: Whether it was fitted on the users without a stated cost.
     """
 
     function: RewardFunction
@@ -98,6 +99,16 @@ class LoadedReward:
     times_column: str | None = None
     published: frozenset[str] = frozenset()
     by_turn: bool = False
+    trained_on_private_users: bool = False
+
+    @property
+    def model(self) -> Any:
+        """The model behind the callable, as a :class:`ClassifierReward` has one; None for none."""
+        function: Any = self.function
+        while isinstance(function, functools.partial):
+            function = function.func
+        model = getattr(function, "model", None)
+        return model if is_model(model) else None
 
     def one_user_at_a_time(self) -> LoadedReward:
         """Return the same reward, called once per user."""

@@ -352,10 +352,17 @@ def check_lineage_of_objects(
         own: The run (by commitment) that is continued or merged; None for a new one.
 
     Raises:
-        DprlhfError: A model comes from another private run, or holds updates of the run itself.
+        DprlhfError: A model comes from another private run, or holds updates of the run itself, or
+            is a reward with an adapter, of which a model in memory carries no record.
     """
     for key, model in models.items():
         tuned_by = runs_of_object(model)
+        named_by = getattr(model, "dprlhf_loaded_from", None)
+        if key != "model" and getattr(model, "peft_config", None) and not (tuned_by or named_by):
+            raise DprlhfError(
+                f"{key}: an adapter in memory does not say which run tuned it: give the folder or"
+                " hub id of the adapter, or of the merged model, in place of the object"
+            )
         if own in tuned_by:
             raise DprlhfError(
                 f"{key}: this model has taken part in this very run, and may hold its updates,"
@@ -371,12 +378,14 @@ def check_lineage_of_objects(
 def runs_of_object(model: Any) -> set[str]:
     """Return the runs (by commitment) that tuned a model in memory, as far as it shows.
 
-    transformers keeps the record of ``config.json`` in the model's config; the place that the model
-    was loaded from is looked at, too.
+    transformers keeps the record of ``config.json`` in the model's config; the places that the
+    model was loaded from, by transformers and as a reward, are looked at, too.
     """
     config = getattr(model, "config", None)
     told, place = getattr(config, KEY, None), getattr(config, "_name_or_path", None)
     found = runs_of_model(place, getattr(config, "_commit_hash", None)) if place else set()
+    if (named := getattr(model, "dprlhf_loaded_from", None)) is not None:
+        found |= runs_of_model(*named)
     if told is None:
         return found
     try:

@@ -99,6 +99,43 @@ def open_ledger(
     )
 
 
+def hold_declarations(
+    folder: RunFolder, recipe: AnyRecipe, public: Users | None, guides: Guides | None
+) -> None:
+    """Hold ``declared_public`` to the rows for which it was said, when a run is continued.
+
+    The rows are checked anew at each start, but for those that were declared; without this, a
+    resumed run could be handed the users' own rows under the old declaration.
+
+    Args:
+        folder: The run folder, which keeps a digest of the rows.
+        recipe: The recipe of a run of any stage.
+        public: The rows of the evaluation; None without one.
+        guides: The rows to which ``update.subspace`` is fitted; None without one.
+
+    Raises:
+        DprlhfError: A section that declares its rows public has other rows than before.
+    """
+    evaluation, subspace = recipe.evaluation, getattr(recipe.update, "subspace", None)
+    declared = {
+        "evaluation": public if evaluation is not None and evaluation.declared_public else None,
+        "update.subspace": guides.rows
+        if guides is not None and subspace is not None and subspace.declared_public
+        else None,
+    }
+    file = folder.secret / "declared-public.json"
+    held = json.loads(file.read_text("utf-8")) if file.exists() else {}
+    found = {s: open_private(rows.digest()) for s, rows in declared.items() if rows is not None}
+    for section, digest in found.items():
+        if held.get(section, digest) != digest:
+            raise DprlhfError(
+                f"{section}.data: declared_public was said of other rows than the run has now: give"
+                " the same rows, or set it to false for rows of nobody among the users"
+            )
+    if found.items() - held.items():
+        write_atomically(file, json.dumps(held | found), mode=0o600)
+
+
 def check_same_users(users: Users, gathered: Callable[[str], Sequence[str]]) -> None:
     """Check that all processes of a launch have read the same rows in the same order.
 
@@ -321,6 +358,6 @@ _SHOWN = {
 }
 
 _OF_A_TRAINER = {
-    "evaluation": "of a trainer: privacy_declared_public=True",
+    "evaluation": "of a trainer: privacy_declared_public=True, for the eval_dataset of its making",
     "update.subspace": "of a trainer: in privacy_subspace",
 }

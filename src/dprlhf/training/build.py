@@ -45,6 +45,7 @@ from dprlhf.runs.opening import (
     check_disjoint,
     check_public,
     check_same_users,
+    hold_declarations,
     how_to_continue,
     left_out,
     open_folder,
@@ -329,6 +330,7 @@ def _open_gate(
     warnings = parts.plan.warnings(released_dimension(recipe, parts.policy.dimension))
     for warning in without_effect(recipe) + warnings:
         print(f"dprlhf: warning: {warning}", file=sys.stderr)
+    hold_declarations(folder, recipe, parts.public, parts.guides)
     ledger = open_ledger(recipe, parts.plan, folder, key, parts.users, parts.earlier)
     stack.callback(ledger.close)
     config = {**recipe.model_dump(mode="json"), "plan": parts.plan.terms()}

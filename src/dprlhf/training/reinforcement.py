@@ -215,6 +215,7 @@ class Reinforcement:
             self.recipe.rewards, self._sources.rewards, device=processes.device
         )
         check_times_columns(self.rewards, parts.users.column_names)
+        self._know_models({f"rewards.{i}": reward for i, reward in enumerate(self.rewards)})
         self.recipe = processes.on_main(
             lambda: with_batch_size(self.recipe, plan, policy, processes.count)
         )
@@ -225,6 +226,11 @@ class Reinforcement:
         self.recipe = processes.from_main(
             with_clip_norm(recipe, plan, policy, public, quiet=parts.quiet or not processes.main)
         )
+
+    def _know_models(self, rewards: Mapping[str, LoadedReward]) -> None:
+        """Keep reward models in mind, whose earlier private runs must be accounted for."""
+        found = {key: reward.model for key, reward in rewards.items()}
+        self._sources.models |= {key: model for key, model in found.items() if model is not None}
 
     @property
     def shapes(self) -> Shapes:
@@ -280,6 +286,8 @@ class Reinforcement:
         self.rewards = [r.publishing(self.spread.published.get(r.name, ())) for r in self.rewards]
         self.scorer = Scorer(self.rewards, recipe.reward_range, state=self._state)
         self.judges = judge_scorers(recipe, policy, self.public, device=processes.device)
+        judging = self.judges.items()
+        self._know_models({f"evaluation.judges.{n}": judge.rewards[0] for n, judge in judging})
         self.critic = _critic(recipe, plan, policy, processes, self.public)
         if isinstance(recipe.update.clip_norm, QuantileClip):
             self.clip = AdaptiveClip(recipe.update.clip_norm, plan.clip_norm)

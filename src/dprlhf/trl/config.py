@@ -47,8 +47,8 @@ class PrivacyFields:
             noise on the released mean reward is in proportion to it.
         privacy_lora_fa: Train B of a LoRA alone, with A frozen at its random start (FFA-LoRA, the
             adapter that LoRA-FA trains, too), which halves what the noise is spread over.
-        privacy_declared_public: Declares that the prompts of ``eval_dataset`` were public before,
-            even where a user has the same text.
+        privacy_declared_public: Declares that the prompts of the trainer's ``eval_dataset`` were
+            public before, even where a user has the same text.
         privacy_subspace: Settings of ``update.subspace``: directions from public prompts, along
             which gradients are released. The prompts are those of its ``data``, or with ``source:
             model`` the base model's own: all of ``eval_dataset`` are evaluated.

@@ -404,7 +404,8 @@ class PrivateTrainer(Generic[C]):
             The mean reward and measures of the responses.
 
         Raises:
-            DprlhfError: There are no public prompts, or they are the users'.
+            DprlhfError: There are no public prompts, or some are the users'.
+                ``privacy_declared_public`` is said of the trainer's own ``eval_dataset`` alone.
         """
         given = eval_dataset is not None
         rows = self._dataset(eval_dataset, "eval_dataset") if given else self._public
@@ -422,6 +423,9 @@ class PrivateTrainer(Generic[C]):
         """Sample one response to each of these public prompts, and score it."""
         self._policy.model.to(Processes.connect().device)
         recipe = with_evaluation(self._settled, self.args, len(rows))
+        if rows is not self._public and recipe.evaluation is not None:
+            undeclared = recipe.evaluation.model_copy(update={"declared_public": False})
+            recipe = recipe.model_copy(update={"evaluation": undeclared})
         specs = recipe.rewards
         loaded = load_rewards(specs, self._rewards, device=self._policy.device)
         users = Users(self._rows, recipe.data, may_lack_prompts=self._may_lack_prompts)
