@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,3 +133,17 @@ def test_random_numbers_of_the_gpu_in_use_alone_are_kept(monkeypatch: pytest.Mon
         torch.manual_seed(5)
         torch.randn(3)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"), [("sse amx_bf16", "A Xeon with AMX"), ("sse", "A Xeon")]
+)
+def test_a_figure_tells_two_processors_of_one_name_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: str, name: str
+) -> None:
+    told = tmp_path / "cpuinfo"
+    told.write_text(
+        f"processor\t: 0\nmodel name\t: A Xeon\nflags\t\t: {flags}\n\nmodel name\t: Another\n"
+    )
+    monkeypatch.setattr(measurements, "_CPU_INFO", told)
+    assert measurements.machine().startswith(f"{name}, ")

@@ -13,19 +13,22 @@ from pathlib import Path
 
 from dprlhf.hardware import usable_cores
 
+_CPU_INFO = Path("/proc/cpuinfo")
+
 
 def machine() -> str:
     """Describe this machine in one line: processor, usable cores, operating system, Python.
 
-    A GPU is named where this process has used it.
+    A GPU is named where this process has used it, and AMX where the processor has it: two of one
+    name, with it and without, differ several times over in bfloat16.
     """
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text("utf-8").splitlines():
-            if line.startswith("model name"):
-                name = line.split(":", 1)[1].strip()
-                break
+    told: dict[str, str] = {}
+    if _CPU_INFO.exists():
+        lines = _CPU_INFO.read_text("utf-8").split("\n\n")[0].splitlines()  # of the first core
+        told = {key.strip(): value.strip() for key, _, value in (x.partition(":") for x in lines)}
+    name = told.get("model name") or platform.processor() or platform.machine()
+    if "amx_bf16" in told.get("flags", "").split():
+        name += " with AMX"
     parts = [name, f"{usable_cores()} cores", platform.system()]
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
