@@ -329,7 +329,7 @@ def test_a_checkpoint_holds_no_secret(folder: RunFolder) -> None:
 def test_a_run_goes_on_with_the_very_weights_and_generates_in_another_format(
     folder: RunFolder,
 ) -> None:
-    """A light fine-tuning on the users would enter, of which the run's privacy card knows nothing."""
+    """A light fine-tuning on the users would enter, of which the privacy card knows nothing."""
     training = Training(folder)
     training.step(1)
     training.save(1)
