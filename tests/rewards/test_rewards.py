@@ -1481,13 +1481,12 @@ def test_a_loaded_reward_keeps_its_declaration(tmp_path: Path) -> None:
 
 def test_a_reward_with_an_adapter_in_memory_is_refused(tmp_path: Path) -> None:
     """PEFT keeps no record of where an adapter came from."""
-    folder, model, _ = bert(tmp_path / "base", ["reward"])
+    _, model, _ = bert(tmp_path / "base", ["reward"])
     adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", r=1))
-    reward = ClassifierReward(adapted, tokenizer=byte_tokenizer())
-    for one in (adapted, reward):
-        adapted.config.name_or_path = str(folder)
-        with pytest.raises(DprlhfError, match=r"^rewards\.0: an adapter in memory does not say"):
-            assembled(tmp_path, {"function": recipe.IN_MEMORY}, [one])
+    with pytest.raises(DprlhfError, match=r"an adapter in memory does not say which run tuned it"):
+        ClassifierReward(adapted, tokenizer=byte_tokenizer())
+    with pytest.raises(DprlhfError, match=r"an adapter in memory does not say which run tuned it"):
+        assembled(tmp_path, {"function": recipe.IN_MEMORY}, [adapted])
 
 
 def test_a_run_scores_on_its_own_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,6 +242,12 @@ def _taken(model: Any, tokenizer: Any) -> tuple[Any, Any]:
             f"reward {_name_of(model)!r} is a {type(model).__name__}, which writes texts: a reward"
             " model is a sequence classifier (AutoModelForSequenceClassification)"
         )
+    if getattr(model, "peft_config", None):
+        raise DprlhfError(
+            f"reward {_name_of(model)!r}: an adapter in memory does not say which run tuned it, and"
+            " what that cost its users: give the folder or hub id of the adapter, or of the merged"
+            " model, in place of the object"
+        )
     if tokenizer is not None:
         return model, copy.deepcopy(tokenizer)
     place = str(getattr(model.config, "name_or_path", "") or "")

@@ -352,17 +352,10 @@ def check_lineage_of_objects(
         own: The run (by commitment) that is continued or merged; None for a new one.
 
     Raises:
-        DprlhfError: A model comes from another private run, or holds updates of the run itself, or
-            is a reward with an adapter, of which a model in memory carries no record.
+        DprlhfError: A model comes from another private run, or holds updates of the run itself.
     """
     for key, model in models.items():
         tuned_by = runs_of_object(model)
-        named_by = getattr(model, "dprlhf_loaded_from", None)
-        if key != "model" and getattr(model, "peft_config", None) and not (tuned_by or named_by):
-            raise DprlhfError(
-                f"{key}: an adapter in memory does not say which run tuned it: give the folder or"
-                " hub id of the adapter, or of the merged model, in place of the object"
-            )
         if own in tuned_by:
             raise DprlhfError(
                 f"{key}: this model has taken part in this very run, and may hold its updates,"
