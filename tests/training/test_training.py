@@ -381,8 +381,11 @@ class TestLeaks:
         self, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """What ``--dry-run`` says of noise that leads, the run itself says, too."""
-        dprlhf.train(**settings(model, rounds=1, epsilon=0.1), output_dir=tmp_path / "run")
-        assert "dprlhf: warning: noise leads" in capsys.readouterr().err
+        given = settings(model, rounds=1, epsilon=0.1, optimizer__name="adam-corrected")
+        dprlhf.train(**given | {"optimizer__momentum": 0.5}, output_dir=tmp_path / "run")
+        told = capsys.readouterr().err
+        assert "dprlhf: warning: noise leads" in told
+        assert "dprlhf: warning: optimizer.momentum has no effect with optimizer.name adam" in told
         dprlhf.train(**settings(model, rounds=1, epsilon=math.inf), output_dir=tmp_path / "b")
         assert "noise leads" not in capsys.readouterr().err
 
