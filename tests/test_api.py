@@ -95,6 +95,20 @@ def test_a_resumed_run_keeps_the_model_and_the_agent_that_its_recipe_names(tmp_p
         load_sampler(recipe.Agent(rollout_func="a:b"), rollout_func=length)
 
 
+@pytest.mark.slow
+def test_a_resumed_run_does_not_publish_users_under_an_old_declaration(tmp_path: Path) -> None:
+    model, users = str(tiny.save(tmp_path / "model")), [f"user {i}" for i in range(12)]
+    declared = {"evaluation__declared_public": True, "evaluation_prompts": ["a guest", "another"]}
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, model=model, callbacks=[interrupted], **declared)
+    again: dict[str, Any] = {"prompts": users, "reward": length, "quiet": True}
+    with pytest.raises(DprlhfError, match=r"declared_public was said of other rows"):
+        dprlhf.resume(tmp_path / "run", evaluation_prompts=users[:3], **again)
+    for file in (tmp_path / "run").rglob("*sample*"):
+        assert "user 0" not in file.read_text()
+    dprlhf.resume(tmp_path / "run", evaluation_prompts=declared["evaluation_prompts"], **again)
+
+
 class Counts(TrainerCallback):  # type: ignore[misc]
     rounds = 0
 

@@ -175,3 +175,11 @@ def test_a_users_coordinates_do_not_depend_on_the_others(
     together = subspace.coordinates(vectors[order[:kept]])
     for place, user in enumerate(order[:kept]):
         assert torch.equal(together[place], alone[user])
+
+
+def test_directions_stay_on_the_device_where_they_were_put() -> None:
+    """The meta device stands for a GPU: each micro-batch had copied them there."""
+    made = Subspace(torch.eye(2, 5), 3.0)
+    moved = made.on(torch.device("meta"))
+    assert (moved.directions.device.type, moved.scale) == ("meta", 3.0)
+    assert torch.equal(made.on(torch.device("cpu")).directions, made.directions)

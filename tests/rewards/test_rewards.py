@@ -47,6 +47,7 @@ from dprlhf.rewards.classifier import ClassifierReward
 from dprlhf.rewards.reward import Rows, as_reward
 from dprlhf.rewards.summary import RewardSummary, summarize_rewards
 from dprlhf.runs.lineage import attach
+from dprlhf.training import reinforcement
 from dprlhf.training.build import load_parts
 from dprlhf.training.processes import Processes
 from dprlhf.training.reward_setup import check_times_columns
@@ -1409,6 +1410,25 @@ def assembled(
     shown = [f"public {i}" for i in range(4)] if judges else None
     sources = Sources([f"user {i}" for i in range(40)], given, shown)
     return load_parts(made, sources, Processes(Accelerator(cpu=True)), quiet=True)
+
+
+def test_rewards_are_loaded_before_it_is_found_how_many_responses_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU a reward model takes memory that the batches would have been given."""
+    order = []
+
+    def noted(name: str, function: Any) -> Any:
+        def call(*arguments: Any, **given: Any) -> Any:
+            order.append(name)
+            return function(*arguments, **given)
+
+        return call
+
+    for name in ("load_rewards", "with_batch_size"):
+        monkeypatch.setattr(reinforcement, name, noted(name, getattr(reinforcement, name)))
+    assembled(tmp_path, {"function": recipe.IN_MEMORY}, [length])
+    assert order == ["load_rewards", "with_batch_size"]
 
 
 def test_a_reward_that_rounds_with_its_batch_is_called_for_one_user_at_a_time(
