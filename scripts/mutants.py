@@ -6,8 +6,7 @@ names, then the common suite, up to the first failure. ``docs/mutants.md`` says 
 which, and ``docs/results/attack.json`` how many.
 
 A test that breaks on its way (a NameError and the like, a failing import) has caught nothing; nor
-has one that does not end in time. ``tests/repo/test_proofs.py`` has no part: it fails whenever a
-function changes, right or wrong. The test files that caught one run on the unchanged source, too,
+has one that does not end in time. The test files that caught one run on the unchanged source, too,
 as a control.
 
     python scripts/mutants.py [--jobs 2] [--only NAME ...] [--hints-only] [--list]

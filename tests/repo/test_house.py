@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import house as figures
 
-MOST_LINES, MOST_BRANCHES = 60, 10
+MOST_LINES, MOST_BRANCHES = 120, 15
 
 
 @pytest.fixture(scope="module")
