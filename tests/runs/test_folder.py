@@ -227,6 +227,21 @@ def test_lines_survive_a_torn_one(tmp_path: Path) -> None:
     assert JsonLines(path).read() == [{"round": 1}, {"round": 2}]
 
 
+def test_the_operators_lines_are_added_in_secret_and_never_raise(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.tell_operator("row 2: cut")
+    folder.tell_operator("a text\nof a user \udc80", "end")
+    assert folder.operator.read_text() == "row 2: cut\na text of a user \\udc80\nend\n"
+    assert stat.S_IMODE(folder.operator.stat().st_mode) == 0o600
+    assert folder.operator.parent == folder.secret
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        folder.tell_operator("lost")
+    folder.discard()
+    assert not folder.path.exists()
+
+
 def test_secret_lines_are_for_the_operator_alone(tmp_path: Path) -> None:
     path = tmp_path / "telemetry.jsonl"
     JsonLines(path, mode=0o600).write({"reward": 1.5})

@@ -11,7 +11,7 @@ Everything outside ``secret/`` is covered by the stated guarantee and may be pub
 - ``model/`` (supervised stages): the whole model for the next stage
 
 ``secret/`` (mode 0700, left out by git) holds the key that allocation and noise are derived from,
-and raw telemetry.
+raw telemetry, and ``operator.txt``: what the operator should read about the private rows.
 
 Every file outside of it has a public modification time (:mod:`dprlhf.privacy.file_times`).
 """
@@ -113,6 +113,22 @@ class RunFolder:
         return self.secret / "key"
 
     @property
+    def operator(self) -> Path:
+        """What the operator alone may read: which rows were cut, left out or unreadable."""
+        return self.secret / "operator.txt"
+
+    def tell_operator(self, *lines: str) -> None:
+        """Append lines about private rows to ``secret/operator.txt``.
+
+        They may depend on the users, and so whether they can be written must not end the run: an
+        error of the disk is dropped here.
+        """
+        with contextlib.suppress(OSError):
+            descriptor = os.open(self.operator, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            with os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace") as file:
+                file.writelines(" ".join(line.split()) + "\n" for line in lines)
+
+    @property
     def _left_out_by_git(self) -> Path:
         return self.secret / ".gitignore"
 
@@ -153,6 +169,7 @@ class RunFolder:
         if not self.ledger.exists():
             self.key.unlink(missing_ok=True)
             self._left_out_by_git.unlink(missing_ok=True)
+            self.operator.unlink(missing_ok=True)
             self.recipe.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # something else is in it
                 self.secret.rmdir()
