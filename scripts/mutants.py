@@ -2,7 +2,7 @@
 
 A mutant is a small change to ``src/dprlhf`` that breaks the privacy guarantee. It is applied to a
 copy of ``src``, never to the tree, and the tests run on that copy: first those that the mutant
-names, then the common suite, up to the first failure. ``docs/mutants.md`` says which test caught
+names, then the common suite, up to the first failure. ``tests/mutants/README.md`` says which test caught
 which, and ``docs/results/attack.json`` how many.
 
 A test that breaks on its way (a NameError and the like, a failing import) has caught nothing; nor
@@ -38,7 +38,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "tests" / "mutants"
-TABLE = ROOT / "docs" / "mutants.md"
+TABLE = FOLDER / "README.md"
 RESULTS = ROOT / "docs" / "results" / "attack.json"
 CONTROL = "unchanged source"
 
@@ -479,7 +479,7 @@ def run(tasks: list[Task], cache: Path, jobs: int, timeout: float) -> dict[str, 
 
 
 def table(mutants: list[Mutant], found: dict[str, Any]) -> str:
-    """Return ``docs/mutants.md``."""
+    """Return ``tests/mutants/README.md``."""
     rows = []
     for mutant in mutants:
         files = ", ".join(sorted({place.removeprefix("dprlhf.") for place, _, _ in mutant.changes}))
