@@ -2,8 +2,8 @@
 
 A mutant is a small change to ``src/dprlhf`` that breaks the privacy guarantee. It is applied to a
 copy of ``src``, never to the tree, and the tests run on that copy: first those that the mutant
-names, then the common suite, up to the first failure. ``tests/mutants/README.md`` says which test caught
-which, and ``docs/results/attack.json`` how many.
+names, then the common suite, up to the first failure. ``tests/mutants/README.md`` says which test
+caught which, and ``docs/results/attack.json`` how many.
 
 A test that breaks on its way (a NameError and the like, a failing import) has caught nothing; nor
 has one that does not end in time. The test files that caught one run on the unchanged source, too,

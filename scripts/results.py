@@ -14,41 +14,67 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "results"
 ORDER = {False: 0, True: 1, None: 2}
 WORD = {False: "SHORT", True: "holds", None: ""}
 
+RISE, GAIN = "share of the non-private rise", "share of the non-private gain"
+AUC = "largest of the attacks: membership AUC"
 WORTH = {
     "Gain: 1,500 users of a community, no privacy (small)": (
-        "worth", "worth (small): community, 1500 users, no privacy: gain"),
+        "worth",
+        "worth (small): community, 1500 users, no privacy: gain",
+    ),
     "Gain: the same at ε = 1": ("worth", "worth (small): community, 1500 users, epsilon 1: gain"),
     "Gain: 100 rated public reviews in their place": (
-        "worth", "worth (small): community, 1500 users, public prompts, 100 reviews: gain"),
+        "worth",
+        "worth (small): community, 1500 users, public prompts, 100 reviews: gain",
+    ),
     "Share kept: 300 users of a community at ε = 1 (SmolLM2)": (
-        "noise", "grid (smollm2): community, axis, epsilon 1, 300 users: share of the non-private rise"),
+        "noise",
+        f"grid (smollm2): community, axis, epsilon 1, 300 users: {RISE}",
+    ),
     "Share kept: 1,500 users at ε = 0.3 (SmolLM2)": (
         "noise",
-        "grid (smollm2): community, axis, epsilon 0.3, 1500 users: share of the non-private rise"),
+        f"grid (smollm2): community, axis, epsilon 0.3, 1500 users: {RISE}",
+    ),
     "Share kept: praise, 300 users at ε = 1 (SmolLM2)": (
-        "noise", "grid (smollm2): demo, subspace, epsilon 1, 300 users: share of the non-private rise"),
+        "noise",
+        f"grid (smollm2): demo, subspace, epsilon 1, 300 users: {RISE}",
+    ),
     "Share kept: praise, 1,500 users at ε = 0.3 (SmolLM2)": (
         "noise",
-        "grid (smollm2): demo, subspace, epsilon 0.3, 1500 users: share of the non-private rise"),
+        f"grid (smollm2): demo, subspace, epsilon 0.3, 1500 users: {RISE}",
+    ),
     "Share kept: community, 300 users at ε = 0.3 (small)": (
-        "worth", "worth (small): community, 300 users, epsilon 0.3: share of the non-private gain"),
+        "worth",
+        f"worth (small): community, 300 users, epsilon 0.3: {GAIN}",
+    ),
     "Share kept: secret answers, 6,000 users at ε = 1 (small)": (
         "worth",
-        "private answers (small): epsilon 1, 6000 users: share of the gain without privacy"),
+        "private answers (small): epsilon 1, 6000 users: share of the gain without privacy",
+    ),
     "Share kept: secret answers, 1,500 users at ε = 1 (small)": (
         "worth",
-        "private answers (small): epsilon 1, 1500 users: share of the gain without privacy"),
+        "private answers (small): epsilon 1, 1500 users: share of the gain without privacy",
+    ),
     "Share kept: a secret style, 3,000 users at ε = 1 (small)": (
-        "worth", "worth (small): house-style, 3000 users, epsilon 1: share of the non-private gain"),
+        "worth",
+        f"worth (small): house-style, 3000 users, epsilon 1: {GAIN}",
+    ),
     "Gain: praise, 1,500 users at ε = 1 (small)": (
-        "worth", "worth (small): praise, 1500 users, epsilon 1: gain"),
+        "worth",
+        "worth (small): praise, 1500 users, epsilon 1: gain",
+    ),
     "Gain: praise, 1,500 public sentences (small)": (
-        "worth", "worth (small): praise, 1500 users, public prompts, sentences: gain"),
+        "worth",
+        "worth (small): praise, 1500 users, public prompts, sentences: gain",
+    ),
     "Membership attack without noise: AUC (small, own answers)": (
-        "worth", "harm (small model, own answers): no noise, largest of the attacks: membership AUC"),
+        "worth",
+        f"harm (small model, own answers): no noise, {AUC}",
+    ),
     "Membership attack at ε = 1: AUC": (
-        "worth", "harm (small model, own answers): epsilon 1, largest of the attacks: membership AUC"),
-}  # fmt: skip
+        "worth",
+        f"harm (small model, own answers): epsilon 1, {AUC}",
+    ),
+}
 """The lines of ``docs/results/worth.md``: text, file, and name of the row."""
 
 

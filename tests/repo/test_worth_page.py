@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-import results
+import results  # noqa: E402
 
 
 def test_the_table_is_what_was_measured() -> None:
