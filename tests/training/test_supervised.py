@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,11 @@ from dprlhf.policies.classifier import load_reward_model
 from dprlhf.policies.loading import make_policy
 from dprlhf.privacy.ledger import read_ledger
 from dprlhf.rewards.classifier import ClassifierReward
-from dprlhf.rollout import Responses
+from dprlhf.rollout import Responses, sample
 from dprlhf.runs.earlier import records_of, total_of_runs
 from dprlhf.training.dpo import PreferredAnswers
 from dprlhf.training.dry_run import dry_run_stage, explain
-from dprlhf.training.example_tokens import completion_tokens
+from dprlhf.training.example_tokens import split_row
 from dprlhf.training.supervised import reward_modelling
 from dprlhf.training.supervised_rows import made_up_rows
 from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task
@@ -221,8 +222,96 @@ def test_of_a_conversation_whose_template_opens_a_thought_the_completion_alone_i
     )
     asked = [{"role": "user", "content": "hi"}]
     answer = [{"role": "assistant", "content": "yo"}]
-    learnt = completion_tokens(trained, asked, answer)
+    prompt, (learnt,) = split_row(trained, asked, [answer])
+    assert trained.tokenizer.decode(prompt) == "<u>hi<a>"  # the thought is not left open
     assert trained.tokenizer.decode(learnt) == "yo"
+
+
+TEMPLATES = ["deepseek_r1_distill", "gemma3", "gptoss", "llama3_1", "qwen3", "qwen3_5_think"]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_conversation_is_learnt_as_its_template_writes_it(template: str) -> None:
+    """Prompt and completion are the rendered row, token for token, in every stage."""
+    pytest.importorskip("trl")
+    file = Path(find_spec("trl").submodule_search_locations[0]) / f"chat_templates/{template}.jinja"  # type: ignore[union-attr, index]
+    trained = policy()
+    trained.tokenizer.chat_template = file.read_text()
+    ask, yo, no = ([{"role": r, "content": t}] for r, t in
+                   [("user", "hi"), ("assistant", "yo"), ("assistant", "no")])  # fmt: skip
+    arguments: dict[str, Any] = {"enable_thinking": False}
+    if template.startswith(("qwen", "llama", "glm")):
+        arguments["tools"] = [TOOL]
+    columns = {"chat_template_kwargs": {"enable_thinking": False}, "tools": arguments.get("tools")}
+    length = {"max_prompt_tokens": 9999, "max_completion_tokens": 9999}
+
+    def rows_of(task: Any, row: dict[str, Any], spec: Any) -> list[list[int]]:
+        encoded = task.encode(trained, examples([{**row, **columns}], spec))
+        return [t[m.bool()].tolist() for t, m in zip(encoded.tokens, encoded.mask, strict=True)]
+
+    truth = [
+        trained.tokenizer.apply_chat_template([*ask, *answer], **arguments)["input_ids"]
+        for answer in (yo, no)
+    ]
+    documents, pairs = (
+        recipe.Documents(path="x", **length),
+        recipe.PreferencePairs(path="x", **length),
+    )
+    (learnt,) = rows_of(NextTokens(documents), {"prompt": ask, "completion": yo}, documents)
+    assert learnt[: len(truth[0])] == truth[0]
+    assert learnt[len(truth[0]) :] in ([], [trained.tokenizer.eos_token_id])
+    stage = recipe.DPORecipe(policy={"model_name_or_path": "x"}, data=pairs, rounds=1,
+                             privacy={"epsilon": 1, "delta": 1e-5})  # fmt: skip
+    both = rows_of(PreferredAnswers(stage), {"prompt": ask, "chosen": yo, "rejected": no}, pairs)
+    assert both == truth
+    preferences = recipe.Preferences(path="x", max_tokens=9999)
+    scored = rows_of(Pairs(preferences), {"prompt": ask, "chosen": yo, "rejected": no}, preferences)
+    assert [row[:-1] for row in scored] == truth  # the last column is the answer's
+
+
+def test_a_response_is_sampled_behind_what_its_row_has_for_the_template() -> None:
+    trained, data = policy(), recipe.Data(path="x")
+    trained.chat_template_kwargs = {"mood": "calm ", "tone": "low "}
+    trained.tokenizer.chat_template = (
+        "{{ mood }}{{ tone }}{% for t in tools or [] %}{{ t.name }} {% endfor %}"
+        "{{ messages[0].content }}"
+    )
+    ask = [{"role": "user", "content": "hi"}]
+    rows = [
+        {"prompt": ask, "tools": [{"name": "add"}], "chat_template_kwargs": {"mood": "glad "}},
+        {"prompt": ask, "tools": None, "chat_template_kwargs": None},
+        {"prompt": ask, "tools": '[{"name": "sum"}]', "chat_template_kwargs": '{"mood": ""}'},
+    ]
+    texts = []
+    for row in rows:  # each alone, as a column has one type
+        spec = recipe.Rollout(max_new_tokens=1, batch_size=2)
+        sampled = sample(trained, examples([row], data), spec, key=bytes(32), context=("test",),
+                         max_prompt_tokens=64)  # fmt: skip
+        seen = sampled.mask[0, : -sampled.response_mask.shape[1]].bool()
+        texts.append(trained.tokenizer.decode(sampled.tokens[0, : len(seen)][seen]))
+    assert texts == ["glad low add hi", "calm low hi", "low sum hi"]
+
+
+@pytest.mark.parametrize(
+    "bad", [{"tokenize": False}, {"chat_template": "{{ 1 }}"}, ["x"], {"tools": []}]
+)
+def test_a_row_sets_nothing_but_the_arguments_of_its_own_template(bad: Any) -> None:
+    trained = policy()
+    trained.tokenizer.chat_template = "{{ messages[0].content }}"
+    asked = [{"role": "user", "content": "hi"}]
+    with pytest.raises(DprlhfError, match="the template's own arguments"):
+        trained.encode([asked], 9, [{"chat_template_kwargs": bad}])
+    with pytest.raises(DprlhfError, match="a list of schemas"):
+        trained.encode([asked], 9, [{"tools": ["add"]}])
+    assert trained.encode(["text"], 9, [{"tools": ["add"]}]) == trained.encode(["text"], 9)
 
 
 PAIRS = [
@@ -403,12 +492,12 @@ def test_a_document_that_cannot_be_encoded_stops_nobody(
 ) -> None:
     from dprlhf.training import tasks
 
-    def picky(policy: Any, prompt: Any, completion: Any) -> list[int]:
-        if completion == " zzzz":
-            raise ValueError(completion)
-        return completion_tokens(policy, prompt, completion)
+    def picky(policy: Any, prompt: Any, completions: Any, row: Any) -> Any:
+        if completions == [" zzzz"]:
+            raise ValueError(completions)
+        return split_row(policy, prompt, completions, row)
 
-    monkeypatch.setattr(tasks, "completion_tokens", picky)
+    monkeypatch.setattr(tasks, "split_row", picky)
     bad = {"user": "u0", "prompt": "it was", "completion": " zzzz"}
     stage = sft(model, tmp_path / "run", data={**DATA, "max_prompts_per_user": 2})
     dprlhf.train_stage(stage, data=[*people(0, 40), bad], quiet=True)

@@ -12,7 +12,7 @@ from dprlhf.data.public import in_memory_prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.warpers import Sampling
 from dprlhf.rollout.logprobs import token_logprobs
-from dprlhf.training.example_tokens import completion_tokens, pack
+from dprlhf.training.example_tokens import pack, split_row
 
 Array = NDArray[np.float64]
 
@@ -36,12 +36,12 @@ def text_logprobs(
         batch_size: Rows in a forward pass.
     """
     asked = in_memory_prompts(prompts)
-    tokens = [completion_tokens(policy, p, text) for p, text in zip(prompts, texts, strict=True)]
+    rows = [split_row(policy, p, [text]) for p, text in zip(prompts, texts, strict=True)]
+    before, tokens = [p[-max_prompt_tokens:] for p, _ in rows], [text for _, (text,) in rows]
     length = max(map(len, tokens), default=1)
-    before = policy.encode(prompts, max_prompt_tokens)
-    rows = pack(policy, asked, before, tokens, length, max_prompt_tokens)
+    packed = pack(policy, asked, before, tokens, length, max_prompt_tokens)
     with policy.sampled_with(Sampling()):  # nothing of the texts was sampled
-        found: Array = token_logprobs(policy, rows, batch_size).sum(1)
+        found: Array = token_logprobs(policy, packed, batch_size).sum(1)
     return found
 
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
+
+from dprlhf.errors import DprlhfError
+from dprlhf.recipe.policy import TOKENIZER_ARGUMENTS
+
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
+"""Columns whose values the chat template gets, as in TRL."""
 
 
 def text_of(value: Any) -> str:
@@ -36,3 +43,28 @@ def last_text(completion: Any) -> str:
     'Three.'
     """
     return text_of(completion if isinstance(completion, str) else completion[-1:])
+
+
+def template_arguments(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the chat template that a row of data brings.
+
+    Args:
+        row: The row's values of :data:`TEMPLATE_COLUMNS`, as far as it has them: schemas of tools
+            and a mapping, either of them also as JSON text.
+
+    Raises:
+        DprlhfError: A value has another form, or sets what is not the template's own.
+
+    >>> template_arguments({"tools": '[{"name": "add"}]', "chat_template_kwargs": {"think": False}})
+    {'think': False, 'tools': [{'name': 'add'}]}
+    """
+    tools, own = (
+        json.loads(value) if isinstance(value, str) else value
+        for value in map(row.get, TEMPLATE_COLUMNS)
+    )
+    # A row may not bring a template: it is a program, and could hold up everybody's round.
+    if not isinstance(own or {}, dict) or {*(own or {})} & {*TOKENIZER_ARGUMENTS, "chat_template"}:
+        raise DprlhfError("chat_template_kwargs must map names of the template's own arguments")
+    if not isinstance(tools or [], list) or not all(isinstance(t, dict) for t in tools or []):
+        raise DprlhfError("tools must be a list of schemas")
+    return {**(own or {}), **({"tools": tools} if tools else {})}

@@ -29,6 +29,7 @@ from dprlhf.data.columns import (
 )
 from dprlhf.data.given_rows import ROWS_AT_ONCE
 from dprlhf.data.loading import listed, rows_without_value
+from dprlhf.data.messages import TEMPLATE_COLUMNS
 from dprlhf.data.spelling import (
     as_alone,
     formerly_written,
@@ -71,6 +72,12 @@ class Prompts:
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    @property
+    def for_template(self) -> list[dict[str, Any]]:
+        """What each row has for its chat template, for :func:`template_arguments`."""
+        names = [name for name in TEMPLATE_COLUMNS if name in self.columns]
+        return [{name: self.columns[name][i] for name in names} for i in range(len(self))]
 
     def take(self, chosen: Sequence[int] | NDArray[np.int64]) -> Prompts:
         """Return the prompts at some positions."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from dprlhf.data.messages import template_arguments
 from dprlhf.errors import DprlhfError
 from dprlhf.policies import shared_prompt
 from dprlhf.policies.adapters import quiet_peft, stored_state
@@ -154,25 +155,36 @@ class CausalLMPolicy:
         finally:
             self.sampling, self.temperature = own
 
-    def encode(self, prompts: Sequence[Any], max_tokens: int) -> list[list[int]]:
+    def encode(
+        self,
+        prompts: Sequence[Any],
+        max_tokens: int,
+        for_template: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[list[int]]:
         """Tokenize prompts one by one: text as it is, conversations by the chat template.
 
         A prompt longer than ``max_tokens`` keeps its last tokens; an empty one becomes the
         beginning-of-sequence token, or else the end-of-sequence or padding token.
+
+        Args:
+            prompts: Texts or conversations, ``[prompts]``.
+            max_tokens: Longest prompt in tokens.
+            for_template: What each row of data has for the chat template (:meth:`render`); None for
+                prompts without further columns.
 
         Raises:
             DprlhfError: The chat template refuses a conversation, or the model has no embedding for
                 a token of a prompt. The message does not quote it.
         """
         tokenizer = self.tokenizer
-        start = self._start_token
+        rows = [{}] * len(prompts) if for_template is None else for_template
         encoded = []
-        for number, prompt in enumerate(prompts, 1):
+        for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True), 1):
             if isinstance(prompt, str):
                 ids = tokenizer(prompt, verbose=False)["input_ids"]  # a warning tells the length
             else:
                 try:
-                    ids = self.render(prompt, add_generation_prompt=True)
+                    ids = self.render(prompt, add_generation_prompt=True, row=row)
                 except DprlhfError:
                     raise
                 except Exception as error:
@@ -180,11 +192,11 @@ class CausalLMPolicy:
                         f"the tokenizer's chat template refuses conversation {number} of"
                         f" {len(prompts)} ({type(error).__name__}): check its roles and their order"
                     ) from None
-            encoded.append(self.known(list(ids)[-max_tokens:]) or [start])
+            encoded.append(self.known(list(ids)[-max_tokens:]) or [self.start_token])
         return encoded
 
     @property
-    def _start_token(self) -> int:
+    def start_token(self) -> int:
         """The token that replaces an empty prompt: BOS, else EOS, else padding.
 
         A model needs one token, and one user's empty row must not stop the run.
@@ -211,19 +223,33 @@ class CausalLMPolicy:
             )
         return tokens
 
-    def render(self, messages: Sequence[Any], *, add_generation_prompt: bool = False) -> list[int]:
+    def render(
+        self,
+        messages: Sequence[Any],
+        *,
+        add_generation_prompt: bool = False,
+        row: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Return the tokens of a conversation, as the chat template writes it.
+
+        Args:
+            messages: The conversation.
+            add_generation_prompt: Whether the template opens the model's turn at the end.
+            row: What the row of data has for the template
+                (:func:`~dprlhf.data.messages.template_arguments`); the run's own tools count first.
 
         Raises:
             DprlhfError: As :meth:`known`, which tools' answers reach by this way alone.
         """
+        arguments = {**self.chat_template_kwargs, **template_arguments(row or {})}
+        if self.tools:
+            arguments["tools"] = list(self.tools)
         ids = self.tokenizer.apply_chat_template(
             messages,
-            tools=list(self.tools) or None,
             add_generation_prompt=add_generation_prompt,
             return_dict=True,
             tokenizer_kwargs={"verbose": False},
-            **self.chat_template_kwargs,
+            **arguments,
         )["input_ids"]
         return self.known(list(ids))
 

@@ -10,7 +10,7 @@ from pydantic import field_validator, model_validator
 from dprlhf.recipe.adapters import ADAPTERS, FORMER_NAMES, AdapterType
 from dprlhf.recipe.base import Experimental, PositiveFloat, PositiveInt, Settings, note_new_name
 
-_OF_TOKENIZER = frozenset(
+TOKENIZER_ARGUMENTS = frozenset(
     {
         "conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize",
         "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs",
@@ -163,7 +163,7 @@ class Policy(Settings):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _of_the_template(cls, given: dict[str, Any]) -> dict[str, Any]:
-        if taken := sorted(_OF_TOKENIZER & given.keys()):
+        if taken := sorted(TOKENIZER_ARGUMENTS & given.keys()):
             raise ValueError(f"{taken[0]} is set by the run, not by the template: leave it out")
         return given
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast, get_args
 
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from dprlhf.assets import resolve
-from dprlhf.data.messages import text_of
+from dprlhf.data.messages import template_arguments, text_of
 from dprlhf.errors import DprlhfError
 from dprlhf.hardware import to_device
 from dprlhf.hub import check_reachable, pinned
@@ -273,6 +273,7 @@ def classifier_tokens(
     *,
     whole: bool,
     max_tokens: int,
+    for_template: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[list[int]]:
     """Tokenize texts as a classifier reads them; an empty text becomes one padding token.
 
@@ -282,14 +283,19 @@ def classifier_tokens(
         completions: Texts or lists of messages, ``[rows]``.
         whole: Whether to read the prompt too, not the completion alone.
         max_tokens: Longest text in tokens.
+        for_template: What each row of data has for the chat template
+            (:func:`~dprlhf.data.messages.template_arguments`); None for nothing.
     """
     # Row by row: a column of mixed rows would otherwise be read by what other users have there.
     template = whole and tokenizer.chat_template is not None
     templated = [template and not isinstance(completion, str) for completion in completions]
     texts: list[str] = []
-    for prompt, completion, by_template in zip(prompts, completions, templated, strict=True):
+    own = [{}] * len(completions) if for_template is None else for_template
+    parts = zip(prompts, completions, templated, own, strict=True)
+    for prompt, completion, by_template, of_row in parts:
         if by_template:
-            texts.append(tokenizer.apply_chat_template([*prompt, *completion], tokenize=False))
+            given, arguments = [*prompt, *completion], template_arguments(of_row)
+            texts.append(tokenizer.apply_chat_template(given, tokenize=False, **arguments))
         elif whole and isinstance(completion, str):
             texts.append(prompt + completion)
         else:

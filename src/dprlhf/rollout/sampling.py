@@ -245,7 +245,7 @@ def _one_turn(
 ) -> Responses:
     """Sample responses of one turn with these draws, ``[prompts, k, max_new_tokens]``."""
     k, max_new_tokens = spec.responses, spec.max_new_tokens
-    encoded = policy.encode(prompts.prompts, max_prompt_tokens)
+    encoded = policy.encode(prompts.prompts, max_prompt_tokens, prompts.for_template)
     width = int(padded_width(max(map(len, encoded), default=0), max_prompt_tokens))
     tokens = torch.full((len(prompts) * k, width + max_new_tokens), policy.tokenizer.pad_token_id)
     mask = torch.zeros_like(tokens)

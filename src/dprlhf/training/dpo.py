@@ -9,8 +9,7 @@ each is cut to a length of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import takewhile
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from dprlhf.policies.loading import load_policy
 from dprlhf.recipe import DPORecipe, PreferencePairs
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import log_ratio_to_base
-from dprlhf.training.example_tokens import after_start, completion_tokens, end_token, pack, too_long
+from dprlhf.training.example_tokens import end_token, in_common, pack, split_row
 from dprlhf.training.supervised import Supervised
 
 Array = NDArray[np.float64]
@@ -139,29 +138,30 @@ def encode_pairs(data: PreferencePairs, model: CausalLMPolicy, examples: Prompts
         model: The model, whose tokenizer is used.
         examples: The pairs, those of a user adjacent.
     """
-    length = data.max_completion_tokens
-    split = _split_pairs(data, examples)
-    prompts = model.encode([prompt for prompt, _, _ in split], data.max_prompt_tokens)
-    both = [prompt for prompt in prompts for _ in range(2)]
-    learnt = [_answer(model, given, answer) for given, *pair in split for answer in pair]
-    answers = [after_start(model, *each)[:length] for each in zip(both, learnt, strict=True)]
-    return pack(model, examples, both, answers, length, data.max_prompt_tokens)
+    length, most = data.max_completion_tokens, data.max_prompt_tokens
+    both, answers = [], []
+    for (_, *pair), prompt, learnt in _rows(data, model, examples):
+        for answer, tokens in zip(pair, learnt, strict=True):
+            end = [end_token(model)] if isinstance(answer, str) else []
+            both.append(prompt[-most:])
+            answers.append([*tokens, *end][:length])
+    return pack(model, examples, both, answers, length, most)
 
 
 def pairs_cut(data: PreferencePairs, model: CausalLMPolicy, examples: Prompts) -> list[bool]:
     """Return for each pair whether its prompt or one of its completions is cut, ``[pairs]``."""
-    split, most = _split_pairs(data, examples), data.max_completion_tokens
-    given = [prompt for prompt, _, _ in split]
-    prompts = model.encode(given, data.max_prompt_tokens)
-    long = too_long(model, given, data.max_prompt_tokens)
+    before, after = data.max_prompt_tokens, data.max_completion_tokens
+    rows = _rows(data, model, examples)
+    return [len(prompt) > before or max(map(len, pair)) > after for _, prompt, pair in rows]
 
-    def length(tokens: list[int], prompt: Any, answer: Any) -> int:
-        return len(after_start(model, tokens, completion_tokens(model, prompt, answer)))
 
-    return [
-        cut or any(length(tokens, prompt, answer) > most for answer in pair)
-        for cut, tokens, (prompt, *pair) in zip(long, prompts, split, strict=True)
-    ]
+def _rows(
+    data: PreferencePairs, model: CausalLMPolicy, examples: Prompts
+) -> Iterator[tuple[tuple[Any, Any, Any], list[int], list[list[int]]]]:
+    """Yield of each pair its three parts, and the tokens of its prompt and completions, uncut."""
+    pairs = _split_pairs(data, examples)
+    for (prompt, *answers), row in zip(pairs, examples.for_template, strict=True):
+        yield (prompt, *answers), *split_row(model, prompt, answers, row)
 
 
 def _split_pairs(data: PreferencePairs, examples: Prompts) -> list[tuple[Any, Any, Any]]:
@@ -178,15 +178,10 @@ def split_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
     The prompt is the longest common start, in letters or in messages; a space at its end belongs to
     the completions (``trl.extract_prompt``).
     """
-    same = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(chosen, rejected)))  # noqa: B905
+    same = in_common(chosen, rejected)
     if isinstance(chosen, str) and chosen[:same].endswith(" "):
         same -= 1
     return chosen[:same], chosen[same:], rejected[same:]
-
-
-def _answer(model: CausalLMPolicy, prompt: Any, answer: Any) -> list[int]:
-    tokens = completion_tokens(model, prompt, answer)
-    return [*tokens, end_token(model)] if isinstance(answer, str) else tokens
 
 
 def _margins(gained: Array) -> Array:

@@ -180,7 +180,8 @@ def _share_cut(policy: CausalLMPolicy, public: Prompts | None, recipe: Recipe) -
     """Return the share of PUBLIC prompts that are longer than private ones may be."""
     if public is None:
         return None
-    lengths = [len(tokens) for tokens in policy.encode(public.prompts, sys.maxsize)]
+    whole = policy.encode(public.prompts, sys.maxsize, public.for_template)
+    lengths = [len(tokens) for tokens in whole]
     return sum(n > recipe.data.max_prompt_tokens for n in lengths) / len(lengths)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+import sys
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -31,53 +31,66 @@ def check_template(data: recipe.Data, users: Users, policy: CausalLMPolicy) -> N
         )
 
 
-def too_long(model: CausalLMPolicy, prompts: Sequence[Any], most: int) -> list[bool]:
-    """Return for each prompt whether it has more than ``most`` tokens, ``[prompts]``."""
-    return [len(tokens) > most for tokens in model.encode(prompts, most + 1)]
+def split_row(
+    model: CausalLMPolicy,
+    prompt: Any,
+    completions: Sequence[Any],
+    row: Mapping[str, Any] | None = None,
+) -> tuple[list[int], list[list[int]]]:
+    """Return the tokens of a row's prompt, and of each completion after it.
 
-
-def completion_tokens(model: CausalLMPolicy, prompt: Any, completion: Any) -> list[int]:
-    """Return the completion's tokens after the prompt's, without an end-of-sequence token.
-
-    Raises:
-        DprlhfError: The completion is messages, and the tokenizer has no chat template.
-    """
-    if completion is None:
-        return []
-    if isinstance(completion, str):
-        ids = model.tokenizer(completion, add_special_tokens=False, verbose=False)["input_ids"]
-        return list(ids)
-    if model.tokenizer.chat_template is None:
-        raise DprlhfError(
-            "a completion is messages, and the tokenizer has no chat template: take an"
-            " instruction-tuned model, or give text"
-        )
-    # A conversation: the text that its template adds after the prompt. A template that opens more
-    # for a response than it keeps of one, such as <think>, is followed as far as both agree.
-    messages = prompt if isinstance(prompt, list) else []
-    template = partial(model.tokenizer.apply_chat_template, **model.chat_template_kwargs)
-    whole = template([*messages, *completion], tokenize=False)
-    start = template(messages, tokenize=False, add_generation_prompt=True) if messages else ""
-    alike = list(takewhile(lambda two: two[0] == two[1], zip(whole, start, strict=False)))
-    rest = whole[len(alike) :]
-    ids = model.tokenizer(rest, add_special_tokens=False, verbose=False)["input_ids"]
-    return list(ids)
-
-
-def after_start(model: CausalLMPolicy, prompt: list[int], tokens: list[int]) -> list[int]:
-    """Return a completion's tokens without the start token that is its whole prompt already.
-
-    An empty prompt is read as the start token, and a template writes that, too, at the start of a
-    conversation: the model would learn it after itself.
+    Of a conversation, prompt and completion together are what the chat template writes for the
+    whole of it, token for token. A template may open more for a response than it keeps of one, such
+    as ``<think>``; so the prompt ends where its rendering and that of the whole part (as in TRL).
+    Texts are tokenized one after the other.
 
     Args:
         model: The model, whose tokenizer is used.
-        prompt: The tokens of the prompt.
-        tokens: The tokens of the completion.
+        prompt: A text or a conversation.
+        completions: Texts (without an end, which is added later) or messages.
+        row: What the row of data has for the template (:meth:`CausalLMPolicy.render`).
+
+    Raises:
+        DprlhfError: A completion is messages, and the tokenizer has no chat template.
     """
-    start = model.tokenizer.bos_token_id
-    twice = start is not None and prompt == [start] and tokens[:1] == [start]
-    return tokens[1:] if twice else tokens
+    messages = prompt if isinstance(prompt, list) else []
+    if isinstance(prompt, str) or messages:
+        (start,) = model.encode([prompt], sys.maxsize, [row or {}])
+    else:
+        start = []
+    learnt = []
+    for completion in completions:
+        if completion is None or isinstance(completion, str):
+            text = completion or ""
+            ids = model.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            learnt.append(list(ids))
+        elif model.tokenizer.chat_template is None:
+            raise DprlhfError(
+                "a completion is messages, and the tokenizer has no chat template: take an"
+                " instruction-tuned model, or give text"
+            )
+        else:
+            learnt.append(model.render([*messages, *completion], row=row))
+    if messages:
+        whole = [isinstance(completion, list) for completion in completions]
+        ends = [in_common(start, t) for t, w in zip(learnt, whole, strict=True) if w]
+        start = start[: min(ends, default=len(start))]
+        learnt = [t[len(start) :] if w else t for t, w in zip(learnt, whole, strict=True)]
+    start = start or [model.start_token]
+    if start == [model.tokenizer.bos_token_id]:
+        # An empty prompt is read as the start token. A template writes that, too, at the start of
+        # a conversation: the model would learn it after itself.
+        learnt = [tokens[1:] if tokens[:1] == start else tokens for tokens in learnt]
+    return start, learnt
+
+
+def in_common(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Return how many items two sequences begin with that are the same.
+
+    >>> in_common("abcd", "abed")
+    2
+    """
+    return sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(a, b, strict=False)))
 
 
 def end_token(model: CausalLMPolicy) -> int:

@@ -48,7 +48,7 @@ from dprlhf.runs.checkpoint import Stateful
 from dprlhf.runs.folder import JsonLines, RunFolder, write_json
 from dprlhf.training.evaluate import Evaluated, compared, comparison_metrics, evaluate
 from dprlhf.training.evaluation_files import figures, first_samples, samples
-from dprlhf.training.example_tokens import check_template, too_long
+from dprlhf.training.example_tokens import check_template
 from dprlhf.training.guidance import Guidance
 from dprlhf.training.judging import judge_scorers
 from dprlhf.training.made_up_rounds import Shapes
@@ -191,6 +191,11 @@ class Reinforcement:
     def check_policy(self, users: Users, policy: CausalLMPolicy) -> None:
         """Refuse a tokenizer without a template, or a policy too large for the recipe's oracle."""
         check_template(self.recipe.data, users, policy)
+        if self.agent is not None and "chat_template_kwargs" in users.column_names:
+            raise DprlhfError(
+                "rollout.agent: conversations of several turns have one template for all rows: set"
+                " policy.chat_template_kwargs in place of the column chat_template_kwargs"
+            )
         self._neutral = neutral_prompts(
             conversations=users.conversations, in_rows=users.with_prompts
         )
@@ -205,7 +210,9 @@ class Reinforcement:
 
     def cut(self, policy: CausalLMPolicy, prompts: Prompts) -> list[bool]:
         """Return for each prompt whether it has more tokens than the recipe keeps."""
-        return too_long(policy, prompts.prompts, self.recipe.data.max_prompt_tokens)
+        most = self.recipe.data.max_prompt_tokens
+        whole = policy.encode(prompts.prompts, most + 1, prompts.for_template)
+        return [len(tokens) > most for tokens in whole]
 
     def settle(self, parts: Parts) -> None:
         """Load the rewards; decide the rollout's batch size, the adapter's start, the clip norm."""
@@ -335,7 +342,9 @@ class Reinforcement:
 
         def readable(users: NDArray[np.int64]) -> Prompts:
             with captured(None):  # a panic in compiled code prints the text that it failed on
-                return run.users.readable(users, lambda p: run.policy.encode(p.prompts, longest))
+                return run.users.readable(
+                    users, lambda p: run.policy.encode(p.prompts, longest, p.for_template)
+                )
 
         batch.bar.start("sampling", batch.users)
         responses: Private[Responses] = sample_responses(

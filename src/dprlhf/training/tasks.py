@@ -9,7 +9,7 @@ the user's own rows and on the model, never on another user.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,7 +23,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards.classifier import classifier_tokens
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import token_logprobs
-from dprlhf.training.example_tokens import after_start, completion_tokens, ended, pack, too_long
+from dprlhf.training.example_tokens import ended, pack, split_row
 
 Array = NDArray[np.float64]
 
@@ -82,53 +82,30 @@ class NextTokens:
         The end-of-sequence token is learnt unless the document is truncated. It comes from the
         conversation's template, or is added where that does not end a turn with it.
         """
-        data = self._data
-        given, learnt = self._texts(examples)
-        prompts = model.encode(given, data.max_prompt_tokens)
-        length = data.max_completion_tokens
-        answers = [
-            ended(model, completion, tokens)[:length]
-            for completion, tokens in zip(
-                learnt, self._learnt(model, prompts, given, learnt), strict=True
-            )
-        ]
+        data, length = self._data, self._data.max_completion_tokens
+        prompts, answers = [], []
+        for completion, prompt, learnt in self._rows(model, examples):
+            prompts.append(prompt[-data.max_prompt_tokens :])
+            answers.append(ended(model, completion, learnt)[:length])
         return pack(model, examples, prompts, answers, length, data.max_prompt_tokens)
 
     def cut(self, model: CausalLMPolicy, examples: Prompts) -> list[bool]:
         """Return for each document whether its prompt or its completion is cut."""
-        given, learnt = self._texts(examples)
-        most = self._data.max_completion_tokens
-        prompts = model.encode(given, self._data.max_prompt_tokens)
-        answers = self._learnt(model, prompts, given, learnt)
-        long = too_long(model, given, self._data.max_prompt_tokens)
-        return [cut or len(tokens) > most for cut, tokens in zip(long, answers, strict=True)]
+        before, after = self._data.max_prompt_tokens, self._data.max_completion_tokens
+        rows = self._rows(model, examples)
+        return [len(prompt) > before or len(learnt) > after for _, prompt, learnt in rows]
 
-    def _learnt(
-        self,
-        model: CausalLMPolicy,
-        prompts: Sequence[list[int]],
-        given: Sequence[Any],
-        learnt: Sequence[Any],
-    ) -> list[list[int]]:
-        """Return the tokens that are learnt of each document, without an end that is added.
-
-        Args:
-            model: The model, whose tokenizer is used.
-            prompts: The tokens of each prompt, as :meth:`CausalLMPolicy.encode` returns them.
-            given: The prompts.
-            learnt: The completions.
-        """
-        return [
-            after_start(model, prompt, completion_tokens(model, *both))
-            for prompt, *both in zip(prompts, given, learnt, strict=True)
-        ]
-
-    def _texts(self, examples: Prompts) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Return each document's prompt, or an empty one, and the text that is learnt after it."""
+    def _rows(
+        self, model: CausalLMPolicy, examples: Prompts
+    ) -> Iterator[tuple[Any, list[int], list[int]]]:
+        """Yield of each document what is learnt, and the tokens before it and of it, uncut."""
         column = self._data.completion_column
-        if column is None:
-            return [""] * len(examples), examples.prompts
-        return examples.prompts, examples.columns[column]
+        whole = column is None  # the loss is on all of it, after an empty prompt
+        given = [""] * len(examples) if whole else examples.prompts
+        completions = examples.prompts if column is None else examples.columns[column]
+        for prompt, completion, row in zip(given, completions, examples.for_template, strict=True):
+            before, (learnt,) = split_row(model, prompt, [completion], row)
+            yield completion, before, learnt
 
     def weights(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
         """Return 1 / (the user's number of documents × the document's learnt tokens)."""
@@ -179,6 +156,7 @@ class Pairs:
                 examples.columns[column],
                 whole=True,
                 max_tokens=most,
+                for_template=examples.for_template,
             )
             for column in self._columns(model, examples)
         )
