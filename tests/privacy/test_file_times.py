@@ -12,7 +12,14 @@ import pytest
 from dprlhf.privacy import file_times
 from dprlhf.privacy.file_times import first_day, stamp, stamp_run
 from dprlhf.privacy.ledger import Ledger
-from dprlhf.runs.folder import JsonLines, RunFolder, replaced_folder, write_atomically, write_json
+from dprlhf.runs.folder import (
+    JsonLines,
+    RunFolder,
+    append_secret,
+    replaced_folder,
+    write_atomically,
+    write_json,
+)
 
 DAY = 86_400  # seconds
 
@@ -30,7 +37,7 @@ def written(folder: RunFolder) -> dict[str, float]:
     write_json(folder.privacy, {"epsilon": 1})
     for t in (1, 2):
         JsonLines(folder.metrics).write({"round": t})
-        JsonLines(folder.secret / f"telemetry-{t}.jsonl").write({"users": t})
+        append_secret(folder.secret / f"telemetry-{t}.jsonl", f"{t}\n")
         with replaced_folder(folder.checkpoint) as fresh:
             (fresh / "deeper").mkdir()
             (fresh / "deeper" / "state.json").write_text(str(t))

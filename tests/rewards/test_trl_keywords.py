@@ -17,6 +17,7 @@ import torch
 import dprlhf
 from dprlhf.errors import DprlhfError
 from dprlhf.rewards import LoadedReward, Scorer, Scores, check_reward
+from dprlhf.rewards.logs import CallLog, gathered
 from dprlhf.rewards.reward import RoundState, as_reward, is_async
 from helpers import tiny
 
@@ -287,6 +288,66 @@ def test_what_cannot_be_logged_is_refused_on_public_prompts_alone(
     scores = score(reward, TEXTS, private=True)
     assert scores.valid.all()  # there it must not cost a user its score
     assert (dict(scores.logged.metrics), dict(scores.logged.extra)) == ({}, {})
+
+
+class _OfOne(list[Any]):
+    """Says that it has one value, whatever it has."""
+
+    def __len__(self) -> int:
+        return 1
+
+
+class _Rude:
+    """Raises whatever it is asked."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(name)
+
+    def __repr__(self) -> str:
+        raise ValueError("repr")
+
+
+_cycle: list[Any] = []
+_cycle.append(_cycle)
+_wide: list[Any] = [1]
+for _ in range(60):  # 2⁶⁰ numbers as text
+    _wide = [_wide, _wide]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        9**9999, -(2**63), [9**9999], float("nan"), "\ud800", "x" * 10**6, b"\xff" * 10**6, _cycle,
+        _wide, _Rude(), {"a": {1, 2}}, np.float32(0.5), np.array([1, 2]), torch.tensor(2.0),
+        type("x" * 10**6, (), {}), 1j,
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_whatever_a_reward_logs_becomes_a_short_value_that_can_be_written(values: Any) -> None:
+    logged = CallLog(1)
+    logged.log_extra("column", [values])
+    logged.log_metric(values, 1.0)
+    logged.log_metric("value", values)
+    logged.log_extra(values, 3)
+    written = json.dumps(vars(gathered([(logged, [0])], 1)))
+    assert len(written) < 200_000
+
+
+def test_the_mean_of_what_is_logged_is_a_number_where_its_sum_is_none() -> None:
+    most, log = 1.7e308, CallLog(1)
+    for value in (most, most, -1.0, most):
+        log.log_metric("large", value)
+    mean = gathered([(log, [0])], 1).metrics["large"]
+    assert mean == pytest.approx(0.75 * most)
+
+
+def test_a_list_that_lies_about_its_length_costs_its_user_alone() -> None:
+    def reward(completions: list[str], log_extra: Any) -> list[float]:
+        log_extra("short", _OfOne())
+        return _OfOne() if "bb" in completions else [1.0] * len(completions)
+
+    scores = score(LoadedReward(reward, "r", per_user=True), TEXTS, private=True)
+    assert scores.valid.tolist() == [text != "bb" for text in TEXTS]
 
 
 # --- asynchronous -------------------------------------------------------------------------------

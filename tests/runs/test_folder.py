@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from dprlhf.runs.checkpoint import (
 from dprlhf.runs.folder import (
     JsonLines,
     RunFolder,
+    append_secret,
     replaced_folder,
     write_atomically,
     write_json,
@@ -242,10 +244,18 @@ def test_the_operators_lines_are_added_in_secret_and_never_raise(
     assert not folder.path.exists()
 
 
-def test_secret_lines_are_for_the_operator_alone(tmp_path: Path) -> None:
+def test_secret_text_is_for_the_operator_alone_and_its_size_ends_no_run(tmp_path: Path) -> None:
     path = tmp_path / "telemetry.jsonl"
-    JsonLines(path, mode=0o600).write({"reward": 1.5})
-    assert path.stat().st_mode & 0o777 == 0o600
+    append_secret(path, "a\ud800\n")  # half a character, as a reward may print
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with mock.patch("dprlhf.runs.folder._MOST_SECRET", 20):
+        append_secret(path, "much " * 10)
+    append_secret(tmp_path / "missing" / "file", "dropped")
+    append_secret(tmp_path, "dropped")
+    if Path("/dev/full").exists():  # a disk without room
+        append_secret(Path("/dev/full"), "dropped")
+    append_secret(path, "b\n")
+    assert path.read_text() == "a\\ud800\nb\n"
 
 
 # --------------------------------------------------------------------------------- checkpoints

@@ -157,7 +157,7 @@ def _captured_warnings(text: io.TextIOWrapper) -> Iterator[None]:
             yield
         finally:
             for entry in caught:
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(BaseException):  # of a warning's own __str__
                     text.write(
                         warnings.formatwarning(
                             entry.message, entry.category, entry.filename, entry.lineno

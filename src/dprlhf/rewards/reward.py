@@ -289,10 +289,11 @@ def call_reward(
         answer = answer.tolist()
     if not isinstance(answer, list | tuple):
         raise AnswerError(f"answered a {type(answer).__name__}, not a list")
+    answer = list(answer)  # a subclass of list may have another length than it has values
     if len(answer) != len(rows):
         raise AnswerError(f"answered {len(answer)} values for {len(rows)} completions")
     if reward.times_column is None:
-        return list(answer)
+        return answer
     factors = rows.columns[reward.times_column]
     return [
         [_product(of_turn, factor) for of_turn in listed]

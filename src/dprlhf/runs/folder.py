@@ -35,6 +35,10 @@ from dprlhf.privacy.randomness import KEY_BYTES, new_key
 
 _BLOCK = 1 << 16
 
+_MOST_SECRET = (
+    1 << 28
+)  # bytes of one file in secret/, which what users bring could fill a disk with
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -118,15 +122,8 @@ class RunFolder:
         return self.secret / "operator.txt"
 
     def tell_operator(self, *lines: str) -> None:
-        """Append lines about private rows to ``secret/operator.txt``.
-
-        They may depend on the users, and so whether they can be written must not end the run: an
-        error of the disk is dropped here.
-        """
-        with contextlib.suppress(OSError):
-            descriptor = os.open(self.operator, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            with os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace") as file:
-                file.writelines(" ".join(line.split()) + "\n" for line in lines)
+        """Append lines about private rows to ``secret/operator.txt``."""
+        append_secret(self.operator, "".join(" ".join(line.split()) + "\n" for line in lines))
 
     @property
     def _left_out_by_git(self) -> Path:
@@ -218,6 +215,22 @@ def write_atomically(path: Path, content: bytes | str, mode: int = 0o644) -> Non
         raise DprlhfError(f"{path}: could not be written ({error.strerror})") from None
 
 
+def append_secret(path: Path, text: str) -> None:
+    """Append a text to a file in ``secret/``, or drop it: how much there is depends on users.
+
+    A full disk, a folder that became read-only or a file of 256 MiB must not end the run, which
+    would then end in the round of the user who had much to tell.
+    """
+    data = text.encode("utf-8", "backslashreplace")
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(descriptor, "ab", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            if size + len(data) <= _MOST_SECRET and file.write(data) < len(data):
+                file.truncate(size)  # a torn line would spoil the next one
+        stamp(path)  # the folder's own time can be seen from outside
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a value as indented JSON, atomically."""
     write_atomically(path, json.dumps(value, indent=2) + "\n")
@@ -226,9 +239,9 @@ def write_json(path: Path, value: Any) -> None:
 class JsonLines:
     """An append-only file of JSON objects, flushed line by line."""
 
-    def __init__(self, path: Path, mode: int = 0o644) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        path.touch(mode=mode)
+        path.touch()
         os.truncate(path, _whole_lines(path))  # a torn last line would spoil the next one
         stamp(path)
 

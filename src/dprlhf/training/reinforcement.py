@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,7 +44,7 @@ from dprlhf.rewards.private import score_private
 from dprlhf.rewards.reward import RoundState
 from dprlhf.rollout import Responses, keeps_outputs, sample_responses
 from dprlhf.runs.checkpoint import Stateful
-from dprlhf.runs.folder import JsonLines, RunFolder, write_json
+from dprlhf.runs.folder import JsonLines, RunFolder, append_secret, write_json
 from dprlhf.training.evaluate import Evaluated, compared, comparison_metrics, evaluate
 from dprlhf.training.evaluation_files import figures, first_samples, samples
 from dprlhf.training.example_tokens import check_template
@@ -72,8 +71,6 @@ from dprlhf.updates.privls.in_round import check_dimension
 from dprlhf.updates.telemetry import ReleasedReward, TelemetryCoordinates
 
 MAX_FAILED_ROUNDS = 3
-
-_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 
 @dataclass(frozen=True)
@@ -317,16 +314,13 @@ class Reinforcement:
     @contextlib.contextmanager
     def opened(self, folder: RunFolder) -> Iterator[None]:
         """Send what the rewards print to a file in ``secret/``."""
-        file = os.open(folder.secret / "reward-output.txt", _APPEND, 0o600)
-        with os.fdopen(file, "a", encoding="utf-8", errors="backslashreplace") as sink:
-            self.scorer = Scorer(
-                self.rewards, self.recipe.reward_range, sink=sink, state=self._state
-            )
-            if self.agent is not None:
-                self.agent.sink = sink
-            if isinstance(self.agent, AgentSampler):
-                self.agent.agent.in_rounds = True
-            yield
+        sink = partial(append_secret, folder.secret / "reward-output.txt")
+        self.scorer = Scorer(self.rewards, self.recipe.reward_range, sink=sink, state=self._state)
+        if self.agent is not None:
+            self.agent.sink = sink
+        if isinstance(self.agent, AgentSampler):
+            self.agent.agent.in_rounds = True
+        yield
 
     # --- the rounds -------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from dprlhf.privacy.plan import json_ready
 from dprlhf.rewards.isolation import same_place
 from dprlhf.runs.checkpoint import load_checkpoint, save_checkpoint
 from dprlhf.runs.earlier import Record, records_in
-from dprlhf.runs.folder import JsonLines
+from dprlhf.runs.folder import JsonLines, append_secret
 from dprlhf.training.interrupt import Interruptible
 from dprlhf.training.run import Outcome, Run
 
@@ -127,16 +128,15 @@ def record_secret(
     finite = taken[np.isfinite(taken)]
     quartiles = np.quantile(finite, [0.25, 0.5, 0.75]).tolist() if len(finite) else None
     name = f"telemetry-{run.processes.accelerator.process_index}.jsonl"
-    JsonLines(run.folder.secret / name, mode=0o600).write(
-        {
-            "round": t,
-            "time": time.time(),
-            "users": len(open_private(users)),
-            "users_not_readable": len(open_private(users)) - len(taken) if clipped else None,
-            **open_private(outcome.secret),
-            "gradient_norm_quartiles": quartiles,
-            "clipped_share": float((taken > run.plan.clip_norm).mean()) if len(taken) else None,
-            "not_finite": int((~np.isfinite(taken)).sum()),
-            "seconds": seconds,
-        }
-    )
+    values = {
+        "round": t,
+        "time": time.time(),
+        "users": len(open_private(users)),
+        "users_not_readable": len(open_private(users)) - len(taken) if clipped else None,
+        **open_private(outcome.secret),
+        "gradient_norm_quartiles": quartiles,
+        "clipped_share": float((taken > run.plan.clip_norm).mean()) if len(taken) else None,
+        "not_finite": int((~np.isfinite(taken)).sum()),
+        "seconds": seconds,
+    }
+    append_secret(run.folder.secret / name, json.dumps(values) + "\n")

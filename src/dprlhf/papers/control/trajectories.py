@@ -6,6 +6,7 @@ chunk, so that no user rounds another's numbers (see :mod:`dprlhf.rollout`).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from dprlhf.papers.control.environments import Environment
 from dprlhf.papers.control.gym import Gymnasium
 from dprlhf.papers.control.policies import Array, TrajectoryPolicy
 from dprlhf.privacy.partition import Allocation
-from dprlhf.runs.folder import JsonLines
+from dprlhf.runs.folder import append_secret
 
 CHUNK = 64
 """Trajectories simulated together."""
@@ -126,7 +127,7 @@ def record(folder: Path, round_: int, trajectories: Private[list[Trajectories]])
         "failed": sum(chunk.failed for chunk in chunks),
         "rewards_out_of_range": sum(chunk.out_of_range for chunk in chunks),
     }
-    JsonLines(secret / "telemetry.jsonl", mode=0o600).write(counts)
+    append_secret(secret / "telemetry.jsonl", json.dumps(counts) + "\n")
 
 
 def _chunk(
