@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dprlhf import hardware
-from dprlhf.hardware import forked_rng, from_device, to_device
+from dprlhf.hardware import default_torch_state, forked_rng, from_device, to_device
 from dprlhf.runs import measurements
 
 
@@ -147,3 +147,68 @@ def test_a_figure_tells_two_processors_of_one_name_apart(
     )
     monkeypatch.setattr(measurements, "_CPU_INFO", told)
     assert measurements.machine().startswith(f"{name}, ")
+
+
+CHANGES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "anomaly": (torch.is_anomaly_enabled, lambda: torch.autograd.set_detect_anomaly(True)),
+    "grad": (torch.is_grad_enabled, lambda: torch.set_grad_enabled(False)),
+    "autocast": (
+        lambda: torch.is_autocast_enabled("cpu"),
+        lambda: torch.set_autocast_enabled("cpu", True),
+    ),
+    "dtype": (torch.get_default_dtype, lambda: torch.set_default_dtype(torch.float64)),
+    "device": (torch.get_default_device, lambda: torch.set_default_device("meta")),
+    "threads": (torch.get_num_threads, lambda: torch.set_num_threads(3)),
+    "deterministic": (
+        torch.are_deterministic_algorithms_enabled,
+        lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+    ),
+    "precision": (
+        torch.get_float32_matmul_precision,
+        lambda: torch.set_float32_matmul_precision("medium"),
+    ),
+    "new precision": (
+        lambda: torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
+        lambda: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),  # type: ignore[attr-defined]
+    ),
+    "tf32": (
+        lambda: torch.backends.cuda.matmul.fp32_precision,
+        lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
+    ),
+    "cudnn": (
+        lambda: torch.backends.cudnn.benchmark,
+        lambda: setattr(torch.backends.cudnn, "benchmark", True),
+    ),
+    "attention": (
+        torch.backends.cuda.flash_sdp_enabled,
+        lambda: torch.backends.cuda.enable_flash_sdp(False),
+    ),
+    "denormal": (lambda: 5e-324 * float("1") > 0, lambda: torch.set_flush_denormal(True)),
+}
+OFF = {"anomaly", "grad", "autocast", "dtype", "device"}  # what a run computes without
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_settings_of_torch_are_those_of_the_run_and_come_back(name: str) -> None:
+    read, change = CHANGES[name]
+    with default_torch_state():  # the test itself leaves nothing behind
+        usual = read()
+        change()
+        changed = read()
+        assert changed != usual
+        with default_torch_state() as put_back:
+            inside = read()
+            assert inside == (usual if name in OFF else changed)
+        assert read() == changed
+        put_back()
+    assert read() == usual
+    with default_torch_state() as put_back:
+        change()
+        put_back()
+        assert read() == usual
+
+
+def test_a_run_inside_inference_mode_takes_gradients() -> None:
+    with torch.inference_mode(), default_torch_state():
+        assert not torch.is_inference_mode_enabled()
+        assert torch.ones(1, requires_grad=True).requires_grad

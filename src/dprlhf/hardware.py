@@ -6,8 +6,9 @@ import contextlib
 import functools
 import math
 import os
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -59,19 +60,117 @@ def from_device(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def as_usual(device_type: str) -> Iterator[None]:
-    """Compute with gradients, and in the tensors' own number format, whatever a caller has set.
+def default_torch_state() -> Iterator[Callable[[], None]]:
+    """Compute with gradients, in the tensors' own format, whatever a program or user code sets.
 
-    That is ``torch.no_grad``, ``torch.inference_mode`` or ``torch.autocast`` around a run.
+    Inside, ``torch.no_grad``, ``inference_mode``, ``autocast``, anomaly mode (an error where one
+    user's gradient is not a number), the default dtype and the default device have no effect.
+    Threads, precision and choice of algorithms stay as they are on entry. Afterwards everything is
+    as it was before.
+
+    Yields:
+        A function that sets everything to what it was at the start of the block.
     """
     import torch
 
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast(device_type, enabled=False),
-    ):
-        yield
+    settings = _torch_settings()
+    before = [_read(read) for read, _, _ in settings]
+    defaults = [
+        now if default is None else default
+        for now, (_, _, default) in zip(before, settings, strict=True)
+    ]
+
+    def put(values: list[Any]) -> None:
+        for (read, write, _), value in zip(settings, values, strict=True):
+            if value is not None and _read(read) != value:
+                write(*value)
+
+    # Not among the settings: torch changes it by entering and leaving a context alone.
+    with torch.inference_mode(False):
+        put(defaults)
+        try:
+            yield functools.partial(put, defaults)
+        finally:
+            put(before)
+
+
+_Setting = tuple[Callable[[], Any], Callable[..., object], Any]
+
+
+def _torch_settings() -> list[_Setting]:
+    """Return how each of torch's settings is read, how it is written, and its value in a run.
+
+    Values are the arguments of what writes them; None leaves a setting as it is.
+    """
+    import torch
+
+    b: Any = torch.backends  # its types lack half of what it has
+    settings: list[_Setting] = [
+        (lambda: (torch.is_grad_enabled(),), torch.set_grad_enabled, (True,)),
+        (
+            lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+            torch.autograd.set_detect_anomaly,
+            (False, True),
+        ),
+        (lambda: (torch.get_default_dtype(),), torch.set_default_dtype, (torch.float32,)),
+        (_default_device, torch.set_default_device, (None,)),
+        (lambda: (torch.get_num_threads(),), torch.set_num_threads, None),
+        (_flushes_denormal, torch.set_flush_denormal, None),
+        (
+            lambda: (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            ),
+            lambda mode, warn: torch.use_deterministic_algorithms(mode, warn_only=warn),
+            None,
+        ),
+        # The one for all backends comes before those of each, which it changes.
+        (
+            lambda: (torch.get_float32_matmul_precision(),),
+            torch.set_float32_matmul_precision,
+            None,
+        ),
+    ]
+    for device in ("cpu", "cuda"):
+        read = functools.partial(lambda device: (device, torch.is_autocast_enabled(device)), device)
+        settings.append((read, torch.set_autocast_enabled, (device, False)))
+    backends = [b, b.cuda.matmul, b.cudnn, b.cudnn.conv, b.cudnn.rnn]
+    backends += [b.mkldnn, b.mkldnn.matmul, b.mkldnn.conv, b.mkldnn.rnn]
+    attributes = [(backend, "fp32_precision") for backend in backends]
+    attributes += [(b.cudnn, name) for name in ("enabled", "benchmark", "deterministic")]
+    attributes += [(b.mkldnn, "enabled")]
+    attributes += [
+        (b.cuda.matmul, f"allow_{name}_reduced_precision_reduction") for name in ("fp16", "bf16")
+    ]
+    for owner, name in attributes:
+        read = functools.partial(lambda owner, name: (getattr(owner, name),), owner, name)
+        settings.append((read, functools.partial(setattr, owner, name), None))
+    for name in ("flash", "mem_efficient", "math", "cudnn"):
+        enabled = getattr(b.cuda, f"{name}_sdp_enabled")
+        read = functools.partial(lambda enabled: (enabled(),), enabled)
+        settings.append((read, getattr(b.cuda, f"enable_{name}_sdp"), None))
+    return settings
+
+
+def _read(read: Callable[[], Any]) -> Any:
+    """Return a setting; None where torch cannot tell, as after a mix of old and new names."""
+    try:
+        return read()
+    except RuntimeError:
+        return None
+
+
+def _default_device() -> tuple[Any]:
+    """Return the device of ``torch.set_default_device``; None without one."""
+    import torch
+
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return (None if context is None else context.device,)
+
+
+def _flushes_denormal() -> tuple[bool]:
+    """Return whether the smallest numbers count as zero, which torch sets and does not tell."""
+    return (sys.float_info.min * float("0.5") == 0,)
 
 
 @contextlib.contextmanager

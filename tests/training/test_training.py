@@ -19,10 +19,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import accelerate.hooks
 import numpy as np
 import peft
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
     T5Config,
@@ -40,6 +43,7 @@ from dprlhf.privacy.ledger import read_ledger
 from dprlhf.privacy.partition import allocate
 from dprlhf.rewards.private import score_private
 from dprlhf.training import build, reinforcement, trainer
+from dprlhf.updates import round as round_module
 from helpers import tiny
 from helpers.commands import dprlhf as command
 from helpers.marks import slow
@@ -871,26 +875,141 @@ def test_the_optimizer_is_told_each_rounds_own_noise(
     assert len(set(told)) > 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("turned", ["no_grad", "inference_mode", "autocast", "in a reward"])
-def test_a_run_computes_as_usual_whatever_its_program_does(
-    model: str, turned: str, tmp_path: Path
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_run_computes_in_its_own_settings_whatever_its_program_does(
+    model: str, around: Any, tmp_path: Path
 ) -> None:
+    """Reward, callback and a thread of the program's own change them; each round has the same."""
+    seen = []
+
+    def change() -> None:
+        torch.set_grad_enabled(False)
+        torch.set_num_threads(3)
+        torch.set_default_dtype(torch.float64)
+        torch.set_float32_matmul_precision("medium")
+        torch.autograd.set_detect_anomaly(True)
+
     def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        if turned == "in a reward":
-            torch.set_grad_enabled(False)
+        change()
         return lower_case(prompts, completions)
 
-    around: Any = {
-        "no_grad": torch.no_grad,
-        "inference_mode": torch.inference_mode,
-        "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    }.get(turned, contextlib.nullcontext)
-    given = settings(model, **FEW, reward=reward)
-    with torch.set_grad_enabled(True), around():
+    def settings_of_torch() -> tuple[Any, ...]:
+        precision = torch.get_float32_matmul_precision()
+        modes = torch.is_grad_enabled(), torch.is_anomaly_enabled(), torch.get_default_dtype()
+        return torch.get_num_threads(), precision, *modes
+
+    def moved(*given: Any) -> None:  # in the middle of a round, after the rewards
+        seen.append(settings_of_torch())
+        ascend(*given)
+        change()  # behind the back of what is wrapped, as a thread could
+
+    ascend = round_module.ascend
+    given = settings(model, **FEW, reward=reward, callbacks=[lambda metrics: change()])
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        around(),
+    ):
+        before = settings_of_torch()
+        patch.setattr(round_module, "ascend", moved)
         done = dprlhf.train(output_dir=tmp_path / "run", **given)
+        assert settings_of_torch() == before
+    assert seen == [(before[0], before[1], True, False, torch.float32)] * FEW["rounds"]
     assert all(p.dtype == torch.float32 for p in done.policy.parameters.values())
     assert any(w.abs().max() > 0 for n, w in weights(tmp_path / "run").items() if "lora_B" in n)
+
+
+def _hooked(model: Any, seen: list[Any], put: str) -> Any:
+    """Put something that sees what a model computes, and return what takes it off."""
+
+    def see(*values: Any, **named: Any) -> None:
+        seen.append(values)
+
+    class Mode(TorchFunctionMode):  # type: ignore[misc]
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return function(*args, **(kwargs or {}))
+
+    layer = model.get_input_embeddings()
+    if put == "saved":
+        return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    if put == "mode":
+        return Mode()
+    if put == "accelerate":
+
+        class Own(accelerate.hooks.ModelHook):  # type: ignore[misc]
+            def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+                seen.append(args)
+                return args, kwargs
+
+        accelerate.hooks.add_hook_to_module(layer, Own())
+        return contextlib.nullcontext()
+    hook = {
+        "forward": lambda: layer.register_forward_hook(see),
+        "forward before": lambda: layer.register_forward_pre_hook(see),
+        "backward": lambda: layer.register_full_backward_hook(see),
+        "tensor": lambda: next(model.parameters()).register_hook(see),
+        "global": lambda: register_module_forward_hook(see),
+    }[put]()
+    return contextlib.closing(SimpleNamespace(close=hook.remove))
+
+
+HOOKS = ["forward", "forward before", "backward", "tensor", "global", "accelerate", "mode", "saved"]
+
+
+@pytest.mark.parametrize("put", HOOKS)
+def test_a_hook_of_others_is_refused_before_it_sees_a_user(
+    model: str, put: str, tmp_path: Path
+) -> None:
+    given = AutoModelForCausalLM.from_pretrained(model)
+    seen: list[Any] = []
+    said = settings(model, **FEW) | {"model": given, "processing_class": tiny.tokenizer()}
+    with (
+        _hooked(given, seen, put),
+        pytest.raises(DprlhfError, match=r"a hook .*Remove it"),
+    ):
+        dprlhf.train(output_dir=tmp_path / "run", **said)
+    assert not seen
+    assert not (tmp_path / "run").exists()
+
+
+def test_hooks_that_come_with_a_callback_end_the_run_and_those_of_libraries_stay(
+    model: str, tmp_path: Path
+) -> None:
+    given = AutoModelForCausalLM.from_pretrained(model)
+    given.enable_input_require_grads()
+    given.register_state_dict_post_hook(lambda *values: None)
+    seen: list[Any] = []
+
+    def watch(metrics: dict[str, Any]) -> None:
+        given.get_input_embeddings().register_forward_hook(lambda *values: seen.append(values))
+
+    said = settings(model, **FEW) | {"model": given, "processing_class": tiny.tokenizer()}
+    with pytest.raises(DprlhfError, match="the model: there is a hook in"):
+        dprlhf.train(output_dir=tmp_path / "run", **said, callbacks=[watch])
+    assert not seen
+    assert len(charged(tmp_path / "run")) == 1
+
+
+def test_a_second_run_in_a_process_is_refused(model: str, tmp_path: Path) -> None:
+    """In another thread, or in a callback of the first; afterwards there may be another."""
+    refused = []
+
+    def second(place: str) -> None:
+        with pytest.raises(DprlhfError, match="another run is under way in this process"):
+            dprlhf.train(output_dir=tmp_path / place, **settings(model, **FEW))
+        refused.append(place)
+
+    def callback(metrics: dict[str, Any]) -> None:
+        second("nested")
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(second, "beside").result()
+
+    once = settings(model, **FEW | {"rounds": 1})
+    dprlhf.train(output_dir=tmp_path / "first", **once, callbacks=[callback])
+    assert refused == ["nested", "beside"]
+    dprlhf.train(output_dir=tmp_path / "third", **once)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.randomness import uint64_stream
-from dprlhf.rewards.isolation import SecretSink, captured
+from dprlhf.rewards.isolation import SecretSink, captured, kept_process_state
 from dprlhf.rollout.batch import Responses, Tick
 
 RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
@@ -83,7 +82,7 @@ class FunctionSampler:
             seed = uint64_stream(key, *context, int(user), "rollout_func", count=1) >> np.uint64(1)
             asked = [copy.deepcopy(prompts.prompts[p]) for p in places for _ in range(k)]
             own = OwnRandomness(int(seed[0]))
-            with captured(self.sink) if private else contextlib.nullcontext():
+            with captured(self.sink) if private else kept_process_state():
                 made = self._made(policy, asked, trainer, own, private=private)
             for number, row in enumerate(made):
                 rows[places[number // k] * k + number % k] = row

@@ -37,7 +37,7 @@ from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.randomness import uint64_stream
-from dprlhf.rewards.isolation import SecretSink, captured
+from dprlhf.rewards.isolation import SecretSink, captured, kept_process_state
 from dprlhf.rollout.batch import Responses, Tick, padded_width
 from dprlhf.rollout.sampling import draws_of, generate_rows
 
@@ -285,5 +285,5 @@ class _Turns:
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
         """Keep what tools print about private trajectories away from the terminal."""
-        with captured(self._sink) if self.private else contextlib.nullcontext():
+        with captured(self._sink) if self.private else kept_process_state():
             yield

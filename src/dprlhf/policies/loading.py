@@ -8,16 +8,17 @@ import torch
 
 from dprlhf import recipe
 from dprlhf.errors import DprlhfError, one_line
-from dprlhf.hardware import as_usual, native_dtype
+from dprlhf.hardware import default_torch_state, native_dtype
 from dprlhf.hub import check_reachable, pinned
 from dprlhf.policies.adapters import add_adapter
 from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.foreign_hooks import refuse_foreign_hooks
 from dprlhf.policies.mixing import refuse_mixing
 from dprlhf.policies.quantization import quantization_config
 from dprlhf.policies.whole import WholePolicy
 
 
-@as_usual("cpu")
+@default_torch_state()
 def load_policy(
     spec: recipe.Policy,
     *,
@@ -48,6 +49,7 @@ def load_policy(
         )
     _check_tokenizer(tokenizer)
     if model is not None:
+        refuse_foreign_hooks(model, "model")
         _check_model(model, whole=spec.adapter.type == "full")
     if model is not None and tokenizer is None and not model.config._name_or_path:
         raise DprlhfError(

@@ -17,6 +17,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.hardware import to_device
 from dprlhf.hub import check_reachable, pinned
 from dprlhf.policies.classifier import first_position, positions
+from dprlhf.policies.foreign_hooks import refuse_foreign_hooks
 from dprlhf.policies.mixing import mixing_layer
 from dprlhf.rewards.reward import suggestion, type_and_message
 
@@ -236,6 +237,7 @@ def _loaded(source: str, revision: str | None) -> tuple[Any, Any]:
 
 def _taken(model: Any, tokenizer: Any) -> tuple[Any, Any]:
     """Check a model object, and return it with a copy of its tokenizer."""
+    refuse_foreign_hooks(model, f"reward {_name_of(model)!r}")
     can_generate = getattr(model, "can_generate", None)
     if can_generate is not None and can_generate():
         raise DprlhfError(

@@ -7,11 +7,14 @@ import io
 import logging
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Protocol, TextIO
 
 import numpy as np
+
+from dprlhf.hardware import default_torch_state
 
 
 class Writable(Protocol):
@@ -20,6 +23,8 @@ class Writable(Protocol):
     def write(self, text: str, /) -> object:
         """Write ``text``; the return value is ignored."""
 
+
+_one_thread = threading.RLock()
 
 SecretSink = Callable[[str], object] | Writable
 """Destination of captured text inside ``secret/``: a function of the text or an open file."""
@@ -35,13 +40,16 @@ def captured(sink: SecretSink | None) -> Iterator[None]:
     redirection holds for the whole process, other threads included. Not covered: other streams,
     files and connections that the reward has opened, and what its threads write later.
 
-    The working directory is afterwards what it was: a run folder may have a relative name.
+    The working directory is afterwards what it was, as a run folder may have a relative name, and
+    so are torch's settings. Another thread that comes here waits: the first to leave would put the
+    streams back while the other still writes of private prompts.
     """
     raw = io.BytesIO()
     text = io.TextIOWrapper(raw, "utf-8", errors="backslashreplace", write_through=True)
     try:
         with (
-            same_place(),
+            _one_thread,
+            kept_process_state(),
             _silent_descriptors(),
             _redirected_writes(text),
             contextlib.redirect_stdout(text),
@@ -58,14 +66,18 @@ def captured(sink: SecretSink | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def same_place() -> Iterator[None]:
-    """Leave the working directory as it was; one that is no longer there cannot be gone back to."""
+def kept_process_state() -> Iterator[None]:
+    """Leave the working directory and torch's settings as they were, whatever a user's code does.
+
+    A directory that is no longer there cannot be gone back to.
+    """
     try:
         before = os.getcwd()
     except OSError:
         before = ""
     try:
-        yield
+        with default_torch_state():
+            yield
     finally:
         with contextlib.suppress(OSError):
             os.chdir(before)

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import shutil
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -21,7 +22,7 @@ from dprlhf.data.in_memory import Sources, rows_of
 from dprlhf.data.public import guides, public_users
 from dprlhf.data.users import Users
 from dprlhf.errors import EXITS, DprlhfError, InterruptedRunError
-from dprlhf.hardware import as_usual
+from dprlhf.hardware import default_torch_state
 from dprlhf.policies.averaging import ParameterAverage
 from dprlhf.policies.optimizers import make_optimizer
 from dprlhf.privacy.file_times import stamp_run
@@ -77,6 +78,8 @@ STAGES: dict[str, Callable[[Any, Sources], Stage]] = {
 
 _SHOWN = 3
 """Most runs beside this one that a warning names."""
+
+_RUNNING = threading.Lock()
 
 _LEAST_SPACE = 2**20
 """Bytes on a disk below which an error is put down to the full disk."""
@@ -135,13 +138,15 @@ def load_parts(
     stage.check_policy(users, policy)
     processes.place(policy)
     parts = Parts(recipe, plan, earlier, users, policy, public, processes, quiet, guides=guiding)
-    stage.settle(parts)
+    with default_torch_state():  # a reward's module may set threads as it is loaded
+        stage.settle(parts)
     parts.recipe = stage.recipe
     shapes, parts.rounding = settle_layout(policy, stage.shapes, processes)
     policy.set_up.keep(policy.network, "config")  # in which attention has now been settled
     stage.lay_out(shapes)
     parts.plan = plan_of_run(stage.recipe, users, opened, sources)
-    stage.load(parts)
+    with default_torch_state():
+        stage.load(parts)
     known, own = [record.run for record in earlier.records], opened.get("key_commitment")
     if real:
         # What came from the hub is on this machine now, and with it the records that it carries.
@@ -176,14 +181,15 @@ def open_run(
             users.
 
     Raises:
-        DprlhfError: Something that the recipe names is wrong, or the folder is another run's.
+        DprlhfError: Something that the recipe names is wrong, the folder is another run's, or a run
+            is under way in this process.
     """
     hush_libraries()  # before transformers is asked for its callbacks, for which it loads PEFT
     processes = Processes.connect()
     callbacks = taken(callbacks)
     if create:
         processes.on_main(folder.refuse_to_overwrite)
-    with as_usual(processes.device.type):
+    with _only_run(), default_torch_state() as put_back_torch_state:
         stage, parts = load_parts(
             recipe, sources, processes, quiet=quiet, folder=folder, counted=counted
         )
@@ -214,7 +220,26 @@ def open_run(
             if processes.main:
                 stamp_run(folder.path)  # after a kill, a file may have the time of its writing
             told = [*trackers, *as_functions(callbacks, folder.path, parts.plan.rounds)]
-            yield _assembled(stage, parts, folder, key, reservation, gate, told, quiet=quiet)
+            run = _assembled(stage, parts, folder, key, reservation, gate, told, quiet=quiet)
+            run.put_back_torch_state = put_back_torch_state
+            yield run
+
+
+@contextlib.contextmanager
+def _only_run() -> Iterator[None]:
+    """Refuse a second run in this process, also one inside a callback of the first.
+
+    What user code prints is kept secret for the whole process, and so are torch's settings.
+    """
+    if not _RUNNING.acquire(blocking=False):
+        raise DprlhfError(
+            "another run is under way in this process, whose output and settings of torch it would"
+            " change: start this one after it has ended, or in a process of its own"
+        )
+    try:
+        yield
+    finally:
+        _RUNNING.release()
 
 
 def _assembled(

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from dprlhf.errors import DprlhfError
-from dprlhf.rewards.isolation import same_place
+from dprlhf.rewards.isolation import kept_process_state
 
 Function = Callable[[dict[str, Any]], None]
 
@@ -82,5 +82,5 @@ class _Events:
             self._call("on_train_end")
 
     def _call(self, event: str, **values: Any) -> None:
-        with same_place():
+        with kept_process_state():
             getattr(self._callback, event)(self._args, self._state, self._control, **values)

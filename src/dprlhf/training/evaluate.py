@@ -18,6 +18,7 @@ from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import Scorer
+from dprlhf.rewards.isolation import kept_process_state
 from dprlhf.rewards.logs import Logged
 from dprlhf.rewards.private import score_responses
 from dprlhf.rollout import Responses, keeps_outputs, sample, without_fillers
@@ -162,7 +163,8 @@ def evaluate(
     judged = {name: _judged(judge, responses) for name, judge in (judges or {}).items()}
     scored = score_responses(scorer, responses)
     if compute_metrics is not None:
-        told = compute_metrics(responses.texts, scored.values, responses.prompts.prompts)
+        with kept_process_state():
+            told = compute_metrics(responses.texts, scored.values, responses.prompts.prompts)
         measures |= _further(told, {"reward", *judged, *measures}, len(responses.texts))
     return Evaluated(scored.values, responses, judged, measures, scored.logged)
 

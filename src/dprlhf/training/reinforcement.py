@@ -29,6 +29,7 @@ from dprlhf.data.public import evaluated, in_form, neutral_prompts
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.foreign_hooks import refuse_foreign_hooks
 from dprlhf.policies.optimizers import set_noise
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import PPO, QuantileClip, Recipe
@@ -328,6 +329,8 @@ class Reinforcement:
         """Sample responses to the users' prompts, score them, and update the policy."""
         recipe, longest = self.recipe, self.recipe.data.max_prompt_tokens
         self.scorer.state = self._state.after(batch.t - 1)
+        for name, model in self._sources.models.items():
+            refuse_foreign_hooks(model, name)
         subspace = None
         if self.guidance is not None:
             with run.progress.unlogged():

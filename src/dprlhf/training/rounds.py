@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from dprlhf.boundary import BoundedSum, Private, Released, open_private, open_released
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.plan import json_ready
-from dprlhf.rewards.isolation import same_place
+from dprlhf.rewards.isolation import kept_process_state
 from dprlhf.runs.checkpoint import load_checkpoint, save_checkpoint
 from dprlhf.runs.earlier import Record, records_in
 from dprlhf.runs.folder import JsonLines, append_secret
@@ -104,7 +104,7 @@ def log_metrics(run: Run, metrics: dict[str, Any]) -> None:
         JsonLines(run.folder.metrics).write(in_file)
     for callback in run.callbacks:
         run.policy.set_up.put_back()  # it may save the tokenizer, which a reward may have used
-        with same_place():
+        with kept_process_state():
             callback(dict(metrics))
     run.progress.show(metrics)
 

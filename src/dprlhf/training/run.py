@@ -84,6 +84,7 @@ class Run:
         progress: The progress bars.
         callbacks: Functions that get each round's public and released metrics.
         rounding: What the check of rounding on this machine covered, for the privacy card.
+        put_back_torch_state: Sets torch's settings to those that the run was checked with.
     """
 
     recipe: AnyRecipe
@@ -103,6 +104,7 @@ class Run:
     progress: Progress
     callbacks: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
     rounding: str = ""
+    put_back_torch_state: Callable[[], None] = lambda: None
 
     @property
     def kept(self) -> dict[str, Stateful]:

@@ -10,6 +10,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from dprlhf.policies.foreign_hooks import refuse_foreign_hooks
 from dprlhf.policies.optimizers import set_learning_rate, set_noise
 from dprlhf.privacy.file_times import first_day
 from dprlhf.rewards.isolation import without_warnings
@@ -40,6 +41,9 @@ def run_rounds(run: Run) -> None:
     checkpoint is saved and the charge committed. A warning that private values cause is dropped.
     """
     for t in remaining_rounds(run):
+        # A thread or a callback of the program's may have changed them since they were checked.
+        refuse_foreign_hooks(run.policy.model, "the model")
+        run.put_back_torch_state()
         with Interruptible() as interrupt, run.progress.round(t) as bar:
             users = users_of_round(run, t)
             release = gate_for_round(run, t, interrupt)

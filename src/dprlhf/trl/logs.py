@@ -9,7 +9,8 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from dprlhf.errors import DprlhfError
-from dprlhf.rewards.isolation import same_place
+from dprlhf.policies.foreign_hooks import refuse_foreign_hooks
+from dprlhf.rewards.isolation import kept_process_state
 
 NAMES = {
     "private_reward_noised": "reward",
@@ -59,26 +60,6 @@ def as_number(value: Any) -> Any:
 def name_of_best(metric: str) -> str:
     """Return the name in the logs of ``metric_for_best_model``, which may lack TRL's ``eval_``."""
     return metric if metric.startswith("eval_") else f"eval_{metric}"
-
-
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_post_accumulate_grad_hooks",
-)
-
-
-def hooks_of(model: Any) -> int:
-    """Return the number of hooks in a model's modules and parameters; 0 without a model."""
-    if model is None:
-        return 0
-    return sum(
-        len(getattr(one, name, None) or ())
-        for one in (*model.modules(), *model.parameters())
-        for name in _HOOKS
-    )
 
 
 class Log:
@@ -138,17 +119,12 @@ class Log:
             DprlhfError: A callback put hooks into the model, such as ``wandb.watch`` does.
         """
         for callback in self.callbacks:
-            before = hooks_of(self.values.get("model"))
-            with same_place():
+            with kept_process_state():
                 answer = getattr(callback, event)(
                     self.args, self.state, self.control, **self.values, **values
                 )
-            if hooks_of(self.values.get("model")) > before:
-                raise DprlhfError(
-                    f"callbacks: {type(callback).__name__} put hooks into the model, as wandb.watch"
-                    " does: they would see users' activations and gradients before any noise is"
-                    " added. Leave it out (for W&B: WANDB_WATCH=false), or use report_to"
-                )
+            if (model := self.values.get("model")) is not None:
+                refuse_foreign_hooks(model, f"callbacks: {type(callback).__name__}")
             self.control = answer or self.control
 
     def write(self, logs: Mapping[str, float]) -> None:

@@ -26,6 +26,7 @@ from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError, InterruptedRunError
 from dprlhf.policies.adapters import taking_off
 from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.foreign_hooks import refuse_foreign_hooks
 from dprlhf.policies.opacus import without_wrapper
 from dprlhf.policies.optimizers import learning_rate
 from dprlhf.policies.peft_configs import adapter_of
@@ -49,7 +50,7 @@ from dprlhf.training.trainer import complete
 from dprlhf.trl.arguments import policy_of, refuse_optimizers, rows_of, with_user_column
 from dprlhf.trl.config import PrivacyFields, PrivateGRPOConfig, PrivateRLOOConfig, as_private
 from dprlhf.trl.evaluation import TRIED, check_best, evaluate_on, metrics_of, public_values
-from dprlhf.trl.logs import Log, as_evaluation, as_logs, as_number, hooks_of
+from dprlhf.trl.logs import Log, as_evaluation, as_logs, as_number
 from dprlhf.trl.mapping import (
     long_warmup,
     recipe_of,
@@ -160,7 +161,6 @@ class PrivateTrainer(Generic[C]):
         with in_trls_words(), contextlib.ExitStack() as refused:
             refused.callback(taking_off(model))
             self._policy = self._load_policy(model, processing_class)
-            self._hooks = hooks_of(self.model)
             self._log.values = {"model": self.model, "processing_class": self.processing_class}
             self._log.call("on_init_end")
             refused.pop_all()
@@ -312,12 +312,7 @@ class PrivateTrainer(Generic[C]):
                 " the base. Make a new trainer"
                 + ("" if self.result else ", and give train(resume_from_checkpoint=True)")
             )
-        if hooks_of(self.model) > self._hooks:
-            raise DprlhfError(
-                "there are hooks in the model that were not there when the trainer was made, as"
-                " wandb.watch puts: they would see users' prompts before any noise is added. Remove"
-                " them (for W&B: WANDB_WATCH=false), or use report_to"
-            )
+        refuse_foreign_hooks(self.model, "the model")
         self._try_evaluation()
         self.args.say_differences()
         for told in (

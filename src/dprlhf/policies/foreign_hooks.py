@@ -1,0 +1,91 @@
+"""Refuse hooks that others have put into a model: they see users' texts before any noise is added.
+
+``wandb.watch`` puts such hooks, and so do tools that look at activations. Those that accelerate,
+PEFT, transformers and torch's sharding need for their own work look at nothing, and stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules import module as global_hooks
+
+from dprlhf.errors import DprlhfError
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_post_accumulate_grad_hooks",
+)
+
+_NEEDED = {
+    "accelerate.hooks": "",
+    "bitsandbytes": "",
+    "dprlhf": "",
+    "peft": "",
+    "torch.distributed": "",
+    "torch.nn.utils": "",  # the norm of weights
+    "transformers": "enable_input_require_grads",  # its other hooks are for debugging
+}
+"""Modules whose hooks stay, with what the name of the function must hold."""
+
+
+def refuse_foreign_hooks(model: Any, what: str) -> None:
+    """Refuse a model with hooks of others, or a program in which torch shows others all it does.
+
+    Args:
+        model: The model, with all its modules and parameters.
+        what: What it is called in the error.
+
+    Raises:
+        DprlhfError: There is a hook; the message names it, and says what to do.
+    """
+    for place, hook in _foreign(model):
+        name = getattr(hook, "__qualname__", type(hook).__qualname__)
+        raise DprlhfError(
+            f"{what}: there is a hook {place} ({name}), as wandb.watch puts: it would see users'"
+            " texts before any noise is added. Remove it, or load the model afresh (for W&B:"
+            " WANDB_WATCH=false, and report_to)"
+        )
+
+
+def _foreign(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield where there is a hook of others, and the hook."""
+    owners = {**dict(model.named_modules()), **dict(model.named_parameters())}
+    for owner_name, owner in owners.items():
+        hooks = [hook for name in _HOOKS for hook in (getattr(owner, name, None) or {}).values()]
+        hooks += _of_accelerate(getattr(owner, "_hf_hook", None))
+        for hook in hooks:
+            if not _needed(hook):
+                yield f"in {owner_name!r}" if owner_name else "in the whole model", hook
+    for name in _HOOKS[:-1]:
+        for hook in getattr(global_hooks, f"_global{name}").values():
+            yield "in all modules of the process (torch.nn.modules.module)", hook
+    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes += torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    for mode in modes:
+        if not type(mode).__module__.startswith("torch.utils._device"):
+            yield "on every operation of torch (a mode of torch)", mode
+    if saved := torch._C._autograd._top_saved_tensors_default_hooks(True):
+        yield "on what torch saves for the backward pass (saved_tensors_hooks)", saved[0]
+
+
+def _of_accelerate(hook: Any) -> list[Any]:
+    """Return the hooks that accelerate calls around a module's forward pass."""
+    several = getattr(hook, "hooks", None)
+    return list(several) if several else [] if hook is None else [hook]
+
+
+def _needed(hook: Any) -> bool:
+    """Return whether a hook belongs to a library that needs it to compute."""
+    hook = getattr(hook, "func", hook)  # of functools.partial
+    named = hook if hasattr(hook, "__qualname__") else type(hook)
+    module, name = str(named.__module__), str(named.__qualname__)
+    return any(
+        (module == own or module.startswith(f"{own}.")) and part in name
+        for own, part in _NEEDED.items()
+    )
