@@ -131,6 +131,7 @@ def _torch_settings() -> list[_Setting]:
             None,
         ),
     ]
+    read: Callable[[], Any]
     for device in ("cpu", "cuda"):
         read = functools.partial(lambda device: (device, torch.is_autocast_enabled(device)), device)
         settings.append((read, torch.set_autocast_enabled, (device, False)))
