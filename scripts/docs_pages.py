@@ -2,8 +2,8 @@
 
     python scripts/docs_pages.py
 
-They are in ``docs/reference``, where a reader of the repository finds them, and a test compares
-them with the code. mkdocs calls the two hooks below (see mkdocs.yml).
+They go to ``docs/reference`` and are not kept in the repository; ``make docs`` writes them. mkdocs
+calls the two hooks below (see mkdocs.yml).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ in the folder `recipes/`.
 TRL_INTRODUCTION = """# TRL's settings: every field
 
 What [`PrivateGRPOConfig` and `PrivateRLOOConfig`](../trl.md) do with the settings of TRL 1.16's
-`GRPOConfig` and `RLOOConfig`. This page is made from the table that the code uses, and a test
-compares it with TRL: *honoured* means the same here, *mapped* the nearest meaning that stays within
-one user, *no effect* takes any value, *refused* takes the default only.
+`GRPOConfig` and `RLOOConfig`. This page is made from the table that the code uses: *honoured* means
+the same here, *mapped* the nearest meaning that stays within one user, *no effect* takes any value,
+*refused* takes the default only.
 
 """
 

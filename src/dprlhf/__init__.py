@@ -2,7 +2,7 @@
 
 The folders, in the order in which a user's data pass through them (docs/architecture.md):
 
-- ``recipe/``: the settings of a run, strict and typed; files of other programs are converted.
+- ``recipe/``: the settings of a run, strict and typed.
 - ``data/``: private users and public prompts, read from files, data sets and memory.
 - ``policies/``: the models that are trained: causal language models, adapters, classifiers.
 - ``rollout/``: sampled responses and their log-probabilities, the same in every micro-batch.

@@ -37,6 +37,12 @@ def missing_path(said: str, path: str) -> DprlhfError:
     return MissingPathError(f"{said}: paths start at {Path.cwd()}")
 
 
+REMOVED = {
+    "dprlhf convert": "write a recipe: dprlhf init makes one that fits your data",
+}
+"""Commands and settings of earlier versions that are gone, each with what takes its place."""
+
+
 def one_line(text: object, limit: int | None = 300) -> str:
     """Return an error's message, or a text, on one line, cut to ``limit`` characters."""
     return " ".join(str(text).split())[:limit]

@@ -15,8 +15,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from dprlhf.cli import bench, budget, convert, folders, plan, prepare, privacy, train, tune
-from dprlhf.errors import DprlhfError, one_line
+from dprlhf.cli import bench, budget, folders, plan, prepare, privacy, train, tune
+from dprlhf.errors import REMOVED, DprlhfError, one_line
 
 # Idle threads that spin starve each other when cores are busy: a training step on two busy cores
 # was measured ten times slower. Read by the OpenMP runtime when torch is loaded.
@@ -27,6 +27,16 @@ warnings.simplefilter("ignore", FutureWarning)
 
 class OneLineErrors(TyperGroup):
     """A group of commands that reports a wrong option value in one line, like other errors."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command by its name.
+
+        Raises:
+            DprlhfError: Earlier versions had it; the message names what takes its place.
+        """
+        if instead := REMOVED.get(f"dprlhf {cmd_name}"):
+            raise DprlhfError(f"{cmd_name} is gone: {instead}")
+        return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command.
@@ -53,7 +63,6 @@ _FOLDERS, _PRIVACY, _PAPERS = "After a run", "Privacy", "Papers"
 
 app.command(rich_help_panel=_PREPARE)(prepare.doctor)
 app.command(rich_help_panel=_PREPARE)(prepare.init)
-app.command(rich_help_panel=_PREPARE)(convert.convert)
 app.command("reward-check", rich_help_panel=_PREPARE)(prepare.reward_check)
 app.add_typer(prepare.assets, name="assets", rich_help_panel=_PREPARE)
 app.command(

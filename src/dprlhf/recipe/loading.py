@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from dprlhf.errors import DprlhfError, nearest, one_line
+from dprlhf.errors import REMOVED, DprlhfError, nearest, one_line
 from dprlhf.recipe.private_update import CLIP_NORM_KINDS, PrivateUpdate
 from dprlhf.recipe.rl import Recipe
 from dprlhf.recipe.supervised import STAGES, StageRecipe
@@ -185,6 +185,8 @@ def _explain(error: ValidationError, kind: type[BaseModel] = Recipe) -> str:
     location = [part for part in location if part not in CLIP_NORM_KINDS]
     key = ".".join(location) or "recipe"
     if first["type"] == "extra_forbidden":
+        if instead := REMOVED.get(key):
+            return f"'{key}' is gone: {instead}"
         near = _nearest_key(location, kind)
         if near == key:
             section = location[0]
