@@ -32,7 +32,7 @@ VERSION = "0.30.0"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 ENGINE_ARGS = (
     "max_model_len", "enable_lora", "max_loras", "max_lora_rank", "enable_prefix_caching",
-    "generation_config", "disable_log_stats",
+    "generation_config", "disable_log_stats", "attention_backend", "async_scheduling",
 )  # fmt: skip
 """The arguments of ``LLM`` that are fields of ``EngineArgs``."""
 
@@ -65,6 +65,7 @@ class SamplingParams:
     ignore_eos: bool = False
     max_tokens: int | None = 16
     min_tokens: int = 0
+    logprobs: int | None = None
     detokenize: bool = True
 
     def __post_init__(self) -> None:
@@ -122,6 +123,9 @@ class Faults:
     """What is wrong with an engine."""
 
     couples_requests: bool = False
+    couples_logprobs: bool = False
+    couples_with_an_adapter: bool = False
+    longest: int = 4096
     cuts_short: bool = False
     fails: str = ""
     engines: list[LLM] = field(default_factory=list)
@@ -160,6 +164,8 @@ class LLM:
             "revision": revision, "seed": seed, "gpu_memory_utilization": gpu_memory_utilization,
             **kwargs,
         }  # fmt: skip
+        config = types.SimpleNamespace(max_model_len=FAULTS.longest)
+        self.llm_engine = types.SimpleNamespace(model_config=config)
         self.calls: list[Call] = []
         FAULTS.engines.append(self)
 
@@ -183,23 +189,32 @@ class LLM:
             assert (path / "adapter_config.json").exists()
             lora_request.weights = load_file(path / "adapter_model.safetensors")
         self.calls.append(Call(prompts, sampling_params, lora_request))
-        other = len(prompts) if FAULTS.couples_requests else 0
+        moved = lora_request is not None and any(w.any() for w in _b(lora_request).values())
+        coupled = FAULTS.couples_requests or (FAULTS.couples_with_an_adapter and moved)
+        assert all(len(p["prompt_token_ids"]) <= FAULTS.longest for p in prompts)
         return [
-            _output(number, p["prompt_token_ids"], s, lora_request is None, other)
+            _output(number, p["prompt_token_ids"], s, lora_request is None, len(prompts), coupled)
             for number, (p, s) in enumerate(zip(prompts, sampling_params, strict=True))
         ]
 
 
+def _b(request: LoRARequest) -> dict[str, Any]:
+    return {name: weight for name, weight in request.weights.items() if "lora_B" in name}
+
+
 def _output(
-    number: int, prompt: list[int], settings: SamplingParams, base: bool, other: int
+    number: int, prompt: list[int], settings: SamplingParams, base: bool, others: int, coupled: bool
 ) -> RequestOutput:
     assert settings.seed is not None
     ends = settings.stop_token_ids or []
-    tokens = answer(prompt, settings.seed + other, base, settings.max_tokens or 16, ends)
+    seed = settings.seed + (others if coupled else 0)
+    tokens = answer(prompt, seed, base, settings.max_tokens or 16, ends)
     reason = "stop" if tokens[-1] in ends else "length"
-    if FAULTS.cuts_short:
+    if FAULTS.cuts_short and number == 0:
         tokens, reason = [1], "abort"
-    made = CompletionOutput(0, "", tokens, None, None, reason)
+    wrong = 1e-5 * others if FAULTS.couples_logprobs else 0.0
+    logprobs = [{t: types.SimpleNamespace(logprob=-1.0 - wrong)} for t in tokens]
+    made = CompletionOutput(0, "", tokens, None, logprobs, reason)
     return RequestOutput(str(number), None, prompt, None, [made], finished=True)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from packaging.requirements import Requirement
@@ -70,7 +71,7 @@ def test_vllm_is_asked_for_the_policys_own_distribution(fake: vllm_stub.Faults) 
     asked = {
         "model": "the/model", "dtype": "bfloat16", "gpu_memory_utilization": 60 / 80 / 2,
         "enable_lora": True, "max_lora_rank": 8, "enable_prefix_caching": False,
-        "generation_config": "vllm",
+        "generation_config": "vllm", "attention_backend": "TRITON_ATTN", "async_scheduling": False,
     }  # fmt: skip
     assert asked.items() <= llm.arguments.items()
     tuned, base = llm.calls[-2:]
@@ -80,7 +81,7 @@ def test_vllm_is_asked_for_the_policys_own_distribution(fake: vllm_stub.Faults) 
         "n": 1, "temperature": TEMPERATURE, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
         "seed": settings[0].seed, "repetition_penalty": 1.0, "presence_penalty": 0.0,
         "frequency_penalty": 0.0, "max_tokens": 6, "min_tokens": 0, "ignore_eos": True,
-        "stop_token_ids": [EOS, 5], "detokenize": False,
+        "stop_token_ids": [EOS, 5], "detokenize": False, "logprobs": 0,
     }  # fmt: skip
     assert not Path(adapter.lora_path).exists()
     sent = {name: tensor.float() for name, tensor in adapter.weights.items()}
@@ -135,22 +136,59 @@ def test_vllms_answers_come_back_to_their_rows(fake: vllm_stub.Faults) -> None:
     assert draw(policy, prompts_of([], [], []), backend="vllm").users == 0
 
 
-@pytest.mark.slow
-def test_vllm_must_not_let_requests_move_each_other(fake: vllm_stub.Faults) -> None:
-    fake.couples_requests = True
-    with pytest.raises(DprlhfError, match="other tokens alone"):
-        resolve_batch_size(
-            recipe.Rollout(backend="vllm"), bfloat16_policy(), rows=9, max_prompt_tokens=9
-        )
-
-
-@pytest.mark.slow
-def test_a_response_that_stops_without_an_end_is_an_error(fake: vllm_stub.Faults) -> None:
+@pytest.mark.parametrize(
+    "fault", ["couples_requests", "couples_logprobs", "couples_with_an_adapter", None]
+)
+def test_vllm_must_not_let_requests_move_each_other(
+    fake: vllm_stub.Faults, fault: str | None
+) -> None:
+    """Neither tokens nor log-probabilities, and not with an adapter that has moved alone."""
     policy = bfloat16_policy()
-    backend.engine(policy)
+    before = policy.state()
+    if fault is None:
+        resolve(policy)
+    else:
+        setattr(fake, fault, True)
+        with pytest.raises(DprlhfError, match="tokens or log-probabilities alone"):
+            resolve(policy)
+    assert all(torch.equal(before[name], now) for name, now in policy.state().items())
+
+
+def resolve(policy: CausalLMPolicy) -> None:
+    spec = recipe.Rollout(backend="vllm", max_new_tokens=12)
+    resolve_batch_size(spec, policy, rows=40, max_prompt_tokens=30)
+
+
+def test_the_check_has_the_lengths_of_the_run(fake: vllm_stub.Faults) -> None:
+    policy = bfloat16_policy()
+    resolve(policy)
+    calls = backend.engine(policy).calls
+    assert max(len(call.prompts) for call in calls) == 40
+    assert min(len(call.prompts) for call in calls) == 1
+    assert max(len(p["prompt_token_ids"]) for call in calls for p in call.prompts) == 30
+    assert max(s.max_tokens or 0 for call in calls for s in call.settings) == 12
+
+
+def test_rows_that_the_engine_cannot_hold_are_refused_at_the_start(
+    fake: vllm_stub.Faults,
+) -> None:
+    fake.longest = 41
+    with pytest.raises(DprlhfError, match=r"do not fit into the 41.*max_prompt_tokens"):
+        resolve(bfloat16_policy())
+    fake.longest = 42
+    resolve(bfloat16_policy())
+
+
+def test_a_response_that_stops_without_an_end_costs_its_user_alone(fake: vllm_stub.Faults) -> None:
+    policy = bfloat16_policy()
+    whole = draw(policy, five(), backend="vllm")
     fake.cuts_short = True
-    with pytest.raises(DprlhfError, match="stopped before its end"):
-        draw(policy, five(), backend="vllm")
+    broken = draw(policy, five(), backend="vllm")
+    assert whole.failed is not None
+    assert broken.failed is not None
+    assert not whole.failed.any()
+    assert np.flatnonzero(broken.failed).tolist() == [0]
+    assert torch.equal(whole.tokens[1:], broken.tokens[1:])
 
 
 REFUSALS: dict[str, Any] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal, Protocol
 
@@ -74,7 +74,7 @@ def resolve_batch_size(
         DprlhfError: vLLM, or CUDA graphs, cannot sample this policy.
     """
     if spec.backend == "vllm":
-        vllm.engine(policy)
+        vllm.check_rows(policy, rows=rows, prompt=max_prompt_tokens, response=spec.max_new_tokens)
     if spec.cuda_graphs:
         check_static(policy)
     if spec.batch_size != "auto":
@@ -249,7 +249,9 @@ def _one_turn(
     width = int(padded_width(max(map(len, encoded), default=0), max_prompt_tokens))
     tokens = torch.full((len(prompts) * k, width + max_new_tokens), policy.tokenizer.pad_token_id)
     mask = torch.zeros_like(tokens)
+    failed = np.zeros(len(tokens), dtype=bool)
     from_base = np.arange(k) < (k // 2 if spec.base_policy == "reference" else 0)
+    generate: Callable[..., Iterator[tuple[NDArray[np.int64], Sequence[list[int] | None]]]]
     generate = vllm.generate
     if spec.backend != "vllm":
         generate = partial(generate_rows, max_prompt_tokens=max_prompt_tokens, kept=kept)
@@ -262,6 +264,8 @@ def _one_turn(
             for positions, responses in generate(policy, encoded, draws[:, numbers], spec):
                 for row, response in zip(row_of[positions], responses, strict=True):
                     prompt = encoded[row // k]
+                    failed[row] = response is None
+                    response = response or policy.end_tokens[:1] or [0]
                     columns = slice(width - len(prompt), width + len(response))
                     tokens[row, columns] = torch.tensor(prompt + response)
                     mask[row, columns] = 1
@@ -283,6 +287,7 @@ def _one_turn(
         max_new_tokens=max_new_tokens,
         max_prompt_tokens=max_prompt_tokens,
         num_generations=k,
+        failed=failed if spec.backend == "vllm" else None,
         kept=kept if kept is not None and kept.batches else None,
     )
 

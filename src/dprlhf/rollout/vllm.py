@@ -5,9 +5,12 @@ signatures of the version that the extra ``vllm`` pins.
 
 vLLM batches the requests that are present, so its shapes depend on the users of the round. Only its
 batch-invariant mode makes a row's tokens independent of the others. Without it one user could
-change what others contribute, and the sensitivity would be wrong. So the mode is required, and
-public tokens must get the same responses alone and together. That is a check and no proof: vLLM
-calls the mode beta, and tests it on a list of models.
+change what others contribute, and the sensitivity would be wrong. So the mode is required, with
+Triton's attention and synchronous scheduling: FlashAttention 3, the default on some GPUs, breaks
+the mode where prefill and decoding share a batch (vLLM's issues 47069 and 51902). Before the first
+round made-up tokens must get the same responses and log-probabilities, to the bit, alone and among
+others, at the run's own lengths and with an adapter away from zero. That is a check and no proof:
+vLLM calls the mode beta, and tests it on a list of models.
 
 Differences from :mod:`dprlhf.rollout.decoding`:
 
@@ -21,6 +24,7 @@ Differences from :mod:`dprlhf.rollout.decoding`:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import itertools
@@ -44,6 +48,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM accepts 
 # second.
 _COOLEST, _HOTTEST = 0.01, 2.0
 _adapter_ids = itertools.count(1)
+_MOST_TRIED = 256  # rows of the check before the first round
 
 
 def generate(
@@ -51,7 +56,7 @@ def generate(
     prompts: Sequence[list[int]],
     draws: torch.Tensor,
     spec: recipe.Rollout,
-) -> Iterator[tuple[NDArray[np.int64], list[list[int]]]]:
+) -> Iterator[tuple[NDArray[np.int64], list[list[int] | None]]]:
     """Yield once: all row numbers of the flat ``[prompts · num_generations]``, and the responses.
 
     vLLM gets all rows in one call.
@@ -63,10 +68,40 @@ def generate(
     if count:
         seeds = (draws[..., 0].flatten() * 2.0**53).long().tolist()
         rows = [prompt for prompt in prompts for _ in range(num_generations)]
-        yield (
-            np.arange(count * num_generations),
-            _sample(engine(policy), policy, rows, seeds, max_new_tokens),
+        lengths = [max_new_tokens] * len(rows)
+        outputs = _sample(engine(policy), policy, rows, seeds, lengths)
+        yield np.arange(len(rows)), [_whole(policy, o, max_new_tokens) for o in outputs]
+
+
+def _whole(policy: CausalLMPolicy, output: Any, max_new_tokens: int) -> list[int] | None:
+    """Return a response's tokens; None where the engine broke it off: its user is left out."""
+    tokens = list(output.token_ids)
+    ended = len(tokens) == max_new_tokens or (tokens and tokens[-1] in policy.end_tokens)
+    return tokens if ended else None
+
+
+def check_rows(policy: CausalLMPolicy, *, rows: float, prompt: int, response: int) -> None:
+    """Start vLLM, and refuse it where rows of these lengths do not fit or move one another.
+
+    Args:
+        policy: The policy.
+        rows: Number of responses that a process expects in a round, a public number.
+        prompt: Upper bound on a prompt's length, in tokens.
+        response: Upper bound on a response's length, in tokens.
+
+    Raises:
+        DprlhfError: See :func:`engine`; or rows are too long, or depend on others.
+    """
+    llm = engine(policy)
+    fits = llm.llm_engine.model_config.max_model_len
+    if prompt + response > fits:  # a longer row would raise for all of a round's users
+        raise DprlhfError(
+            f"rollout.backend vllm: prompts of {prompt} and responses of {response} tokens do not"
+            f" fit into the {fits} that the model or the GPU's memory allow: choose smaller"
+            " data.max_prompt_tokens or rollout.max_new_tokens"
         )
+    with _away_from_zero(policy):
+        _check_invariance(llm, policy, min(max(int(rows), 16), _MOST_TRIED), prompt, response)
 
 
 @functools.lru_cache(maxsize=1)
@@ -109,6 +144,8 @@ def engine(policy: CausalLMPolicy) -> Any:
             dtype="bfloat16",
             skip_tokenizer_init=True,
             max_model_len=-1,  # the model's own, or what fits
+            attention_backend="TRITON_ATTN",  # keeps the mode where FlashAttention 3 does not
+            async_scheduling=False,
             gpu_memory_utilization=free / total / 2,
             enable_lora=True,
             max_loras=1,
@@ -120,7 +157,6 @@ def engine(policy: CausalLMPolicy) -> Any:
         )
     except Exception as error:
         raise DprlhfError(f"rollout.backend vllm: {one_line(error)}") from None
-    _check_invariance(made, policy)
     return made
 
 
@@ -169,9 +205,9 @@ def _sample(
     policy: CausalLMPolicy,
     prompts: list[list[int]],
     seeds: list[int],
-    max_new_tokens: int,
-) -> list[list[int]]:
-    """Return one response per prompt; the adapter is sent under a new LoRA id at each call."""
+    lengths: list[int],
+) -> list[Any]:
+    """Return vLLM's output for each prompt; each call sends the adapter under a new LoRA id."""
     vllm = importlib.import_module("vllm")
     settings = [
         vllm.SamplingParams(
@@ -183,13 +219,14 @@ def _sample(
             presence_penalty=0.0,
             frequency_penalty=0.0,
             seed=seed,
-            max_tokens=max_new_tokens,
-            min_tokens=min(policy.sampling.min_new_tokens, max_new_tokens),
+            max_tokens=length,
+            min_tokens=min(policy.sampling.min_new_tokens, length),
             ignore_eos=True,  # else vLLM adds end tokens of the checkpoint to ours
             stop_token_ids=policy.end_tokens,
+            logprobs=0,  # the sampled token's alone
             detokenize=False,
         )
-        for seed in seeds
+        for seed, length in zip(seeds, lengths, strict=True)
     ]
     requests = [{"prompt_token_ids": prompt} for prompt in prompts]
     with tempfile.TemporaryDirectory() as folder:
@@ -201,23 +238,57 @@ def _sample(
             adapter = request(f"round-{number}", number, folder)
         # A progress bar would reveal the number of requests.
         outputs = llm.generate(requests, settings, lora_request=adapter, use_tqdm=False)
-    responses = [list(output.outputs[0].token_ids) for output in outputs]
-    for response in responses:
-        if len(response) != max_new_tokens and (
-            not response or response[-1] not in policy.end_tokens
-        ):
-            raise DprlhfError("rollout.backend vllm: a response stopped before its end")
-    return responses
+    return [output.outputs[0] for output in outputs]
 
 
-def _check_invariance(llm: Any, policy: CausalLMPolicy) -> None:
-    """Refuse an engine whose responses to public tokens differ alone and in a batch."""
+@contextlib.contextmanager
+def _away_from_zero(policy: CausalLMPolicy) -> Iterator[None]:
+    """Give the adapter random weights for a while: one that starts at zero changes no token."""
+    generator = torch.Generator().manual_seed(0)
+    held = {name: parameter.data.clone() for name, parameter in policy.parameters.items()}
+    try:
+        for parameter in policy.parameters.values():
+            noise = 0.05 * torch.randn(parameter.shape, generator=generator)
+            parameter.data += noise.to(parameter)
+        yield
+    finally:
+        for name, parameter in policy.parameters.items():
+            parameter.data.copy_(held[name])
+
+
+def _check_invariance(
+    llm: Any, policy: CausalLMPolicy, rows: int, prompt: int, response: int
+) -> None:
+    """Refuse an engine that answers made-up rows otherwise alone, among few and among many.
+
+    Rows of many lengths end at different steps, so that the prefill of some meets the decoding of
+    others.
+    """
     vocabulary = policy.model.get_input_embeddings().weight.shape[0]
-    prompts = [[(31 * i + 7 * j) % vocabulary for j in range(5 * i + 1)] for i in range(8)]
-    together = _sample(llm, policy, prompts, list(range(8)), 16)
-    alone = [_sample(llm, policy, [p], [i], 16)[0] for i, p in enumerate(prompts)]
-    if alone != together:
+    prompts = [
+        [(31 * i + 7 * j) % vocabulary for j in range(1 + (i * 89) % prompt)] for i in range(rows)
+    ]
+    lengths = [1 + (i * 53) % response for i in range(rows)]
+
+    def answers(chosen: Sequence[int]) -> list[tuple[list[int], list[float]]]:
+        of_chosen = [prompts[i] for i in chosen], list(chosen), [lengths[i] for i in chosen]
+        outputs = _sample(llm, policy, *of_chosen)
+        return [
+            (
+                list(o.token_ids),
+                [at[t].logprob for at, t in zip(o.logprobs, o.token_ids, strict=True)],
+            )
+            for o in outputs
+        ]
+
+    among_all = answers(range(rows))
+    some = list(range(0, rows, 3))[::-1]
+    alone = range(0, rows, -(-rows // 8))
+    if answers(some) != [among_all[i] for i in some] or any(
+        answers([i])[0] != among_all[i] for i in alone
+    ):
         raise DprlhfError(
-            "rollout.backend vllm: a prompt gets other tokens alone than beside others, in spite"
-            " of VLLM_BATCH_INVARIANT=1; for this model take rollout.backend: transformers"
+            "rollout.backend vllm: a prompt gets other tokens or log-probabilities alone than"
+            " beside others, in spite of VLLM_BATCH_INVARIANT=1; for this model take"
+            " rollout.backend: transformers"
         )
