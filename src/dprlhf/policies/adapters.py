@@ -111,13 +111,8 @@ def taking_off(model: Any) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Silence PEFT's warnings that norms and some biases cannot be merged, or look like shards.
-
-    Also what transformers says to PEFT about names that will change (a ``FutureWarning``).
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        warnings.simplefilter("ignore", FutureWarning)
+    """Silence PEFT's warnings, and transformers' to PEFT: about merging, shards, coming names."""
+    with warnings.catch_warnings(action="ignore"):
         yield
 
 

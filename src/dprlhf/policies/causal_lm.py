@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from dprlhf.data.messages import template_arguments
 from dprlhf.errors import DprlhfError
@@ -18,7 +19,7 @@ from dprlhf.policies import shared_prompt
 from dprlhf.policies.adapters import quiet_peft, stored_state
 from dprlhf.policies.chosen_logprobs import chosen_logprobs
 from dprlhf.policies.head_logprobs import has_plain_head, head_logprobs
-from dprlhf.policies.kept import Replay
+from dprlhf.policies.kept import Replay, forwards_replaced
 from dprlhf.policies.mixing import refuse_mixing
 from dprlhf.policies.quantization import keep_unpacked
 from dprlhf.policies.set_up import SetUp
@@ -73,7 +74,6 @@ class CausalLMPolicy:
         self.stop: StopStrings | None = None
         self.chat_template_kwargs: dict[str, Any] = {}
         self.checkpointed: list[Any] = []
-        self._recomputed: list[Any] = []  # those in a forward pass with gradients, and only then
         self.is_base = False
         self.tools: Sequence[Any] = ()
         self.sampler: Any = None
@@ -100,10 +100,8 @@ class CausalLMPolicy:
         modules = list(self.model.modules())  # to walk them takes ms, and a token is one pass
 
         def evaluate(*_: Any) -> None:
-            if sum(module.training for module in modules) != len(self._recomputed):
+            if any(module.training for module in modules):
                 self.model.eval()
-                for layer in self._recomputed:
-                    layer.training = True
 
         body = getattr(self.network, "base_model", self.network)  # every pass goes through it
         hook = body.register_forward_pre_hook(evaluate)
@@ -256,8 +254,20 @@ class CausalLMPolicy:
     @cached_property
     def room(self) -> float:
         """The longest text in tokens that the model has positions for; infinite without a limit."""
-        config = self.model.config.get_text_config()
-        return getattr(config, "max_position_embeddings", math.inf)
+        return positions(self.model)
+
+    @cached_property
+    def first_position(self) -> int:
+        """The position of a text's first token."""
+        return first_position(self.model)
+
+    def position_ids(self, mask: torch.Tensor) -> torch.Tensor:
+        """Return the position of each token in its own text, without the padding before it.
+
+        Args:
+            mask: 1 for real tokens and 0 for padding on the left, ``[rows, tokens]``.
+        """
+        return (mask.cumsum(1) - 1).clamp(min=0) + self.first_position
 
     def check_context_length(self, tokens: int, what: str, name: str) -> None:
         """Refuse texts that are longer than the model's context.
@@ -284,10 +294,6 @@ class CausalLMPolicy:
     def checkpoint_layers(self) -> None:
         """Keep only the decoder layers' inputs for the backward pass, and compute the rest again.
 
-        transformers checkpoints layers in training mode alone, where it also takes the cache away
-        from sampling. So only the flag of the layers is set, and only as gradients are computed;
-        what is inside them stays in evaluation mode.
-
         Raises:
             DprlhfError: The model's class does not support it.
         """
@@ -300,21 +306,20 @@ class CausalLMPolicy:
                 f"policy.gradient_checkpointing: {type(network).__name__} has no layers for it;"
                 " lower update.batch_size to save memory"
             )
-        network.gradient_checkpointing_enable({"use_reentrant": False})
-        self.checkpointed = layers
+        inner = {id(m) for layer in layers for m in layer.modules() if m is not layer}
+        self.checkpointed = [layer for layer in layers if id(layer) not in inner]
 
     @contextlib.contextmanager
     def _checkpointing(self) -> Iterator[None]:
-        """Switch the layers' checkpoints on within the context, if gradients are computed."""
-        self._recomputed = self.checkpointed if torch.is_grad_enabled() else []
-        try:
-            for layer in self._recomputed:
-                layer.training = True
+        """Compute the layers under checkpoints within the context, if gradients are computed.
+
+        transformers' own checkpoints work in training mode alone. There some layers drop out or
+        compute another way, and the backward pass would have to compute them in the same mode.
+        """
+        layers = self.checkpointed if torch.is_grad_enabled() else []
+        again = {m: partial(checkpoint, m.forward, use_reentrant=False) for m in layers}
+        with forwards_replaced(again):
             yield
-        finally:
-            for layer in self._recomputed:
-                layer.training = False
-            self._recomputed = []
 
     def shared_rows(self, num_generations: int, prompt: int, responses: int) -> int:
         """Return the fastest number of responses to compute in one row, behind one prompt.
@@ -357,11 +362,10 @@ class CausalLMPolicy:
         # The last token predicts nothing, so it is left out. A masked column comes in front:
         # without it, the attention kernel would depend on the batch's users (dprlhf.rollout).
         ids, seen = F.pad(tokens[:, :-1], (1, 0)), F.pad(mask[:, :-1], (1, 0))
-        positions = (seen.cumsum(1) - 1).clamp(min=0)
         return {
             "input_ids": ids,
             "attention_mask": seen,
-            "position_ids": positions,
+            "position_ids": self.position_ids(seen),
             "logits_to_keep": responses,
         }
 
@@ -426,7 +430,7 @@ class CausalLMPolicy:
         states: torch.Tensor = self.network.base_model(
             input_ids=ids,
             attention_mask=seen,
-            position_ids=(seen.cumsum(1) - 1).clamp(min=0),
+            position_ids=self.position_ids(seen),
             use_cache=False,
         )[0]
         return states[:, -1]
@@ -451,6 +455,33 @@ class CausalLMPolicy:
         with quiet_peft():
             self.model.save_pretrained(folder, state_dict=stored_state(self.model))
         self.tokenizer.save_pretrained(folder)
+
+
+def positions(model: Any) -> float:
+    """Return how many tokens a model has positions for; infinite without such a limit."""
+    config = getattr(model, "config", None)
+    config = getattr(config, "get_text_config", lambda: config)()
+    stored = [getattr(config, name, None) for name in _POSITIONS]
+    usable = next((count for count in stored if count), 0) - first_position(model)
+    return usable if usable > 0 else math.inf  # XLNet states -1
+
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
+"""How a config may call the length of a context; most of transformers' take the first name."""
+
+
+def first_position(model: Any) -> int:
+    """Return the position of a text's first token.
+
+    RoBERTa and its relatives number a text's positions behind that of padding: of 514, 512 are
+    left.
+    """
+    padding = [
+        getattr(module, "padding_idx", None)
+        for name, module in model.named_modules()
+        if "position_embeddings" in name.split(".")  # or what an adapter wraps there
+    ]
+    return max((place + 1 for place in padding if place is not None), default=0)
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> list[int]:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from dprlhf import recipe
 from dprlhf.errors import DprlhfError, one_line
@@ -59,41 +56,13 @@ class RewardModel(CausalLMPolicy):
         placed = {}
         if width + 1 > self.room:  # the masked column has no position of its own; any will do
             places = torch.arange(width + 1, device=text.device).clamp(max=int(self.room) - 1)
-            placed = {"position_ids": (first_position(self.model) + places).expand_as(text)}
+            placed = {"position_ids": (self.first_position + places).expand_as(text)}
         logits = self.model(input_ids=text, attention_mask=F.pad(seen, (0, 1)), **placed).logits
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if logits.shape[1] > 1:
             logits = logits.log_softmax(1).gather(1, tokens[:, -1:])
         scores: torch.Tensor = logits
         return scores
-
-    @cached_property
-    def room(self) -> float:
-        """The longest text in tokens that the model has positions for."""
-        return positions(self.model)
-
-
-def positions(model: nn.Module) -> float:
-    """Return the number of tokens that a model has positions for; infinite without such a limit."""
-    config = getattr(model, "config", None)
-    config = getattr(config, "get_text_config", lambda: config)()
-    stored: int = getattr(config, "max_position_embeddings", None) or 0
-    usable = stored - first_position(model)
-    return usable if usable > 0 else math.inf  # XLNet states -1
-
-
-def first_position(model: nn.Module) -> int:
-    """Return the position of a text's first token.
-
-    RoBERTa and its relatives number a text's positions behind that of padding: of 514, 512 are
-    left.
-    """
-    padding = [
-        getattr(module, "padding_idx", None)
-        for name, module in model.named_modules()
-        if "position_embeddings" in name.split(".")  # or what an adapter wraps there
-    ]
-    return max((place + 1 for place in padding if place is not None), default=0)
 
 
 def load_reward_model(

@@ -14,7 +14,7 @@ What is kept of a row is a function of that row alone, wherever sampling keeps r
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -356,7 +356,6 @@ class Replay:
         """
         kept, parts = self._kept, self._kept.parts
         replaced: dict[nn.Module, Callable[..., Any]] = {}
-        own: dict[nn.Module, Any] = {}  # accelerate puts a forward of its own into a module
         if parts.skipped and all(_INPUT in batch for batch in kept.batches):
             replaced = dict.fromkeys(parts.skipped, _passed_on)
             replaced[parts.lowest] = partial(self._from_input, parts.lowest.forward)
@@ -365,21 +364,29 @@ class Replay:
                 if all(name in batch for batch in kept.batches):
                     replaced[module] = _product_of(module, partial(self.of_tokens, name))
             replaced[parts.head] = _product_of(parts.head, self.of_logits)
-        try:
-            for module, forward in replaced.items():
-                own[module] = vars(module).get("forward")
-                module.forward = forward
+        with forwards_replaced(replaced):
             yield
-        finally:
-            for module, forward in own.items():
-                del module.forward
-                if forward is not None:
-                    module.forward = forward
 
     def _from_input(
         self, forward: Callable[..., Any], hidden_states: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         return forward(self.of_tokens(_INPUT), *args, **kwargs)
+
+
+@contextlib.contextmanager
+def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Let modules compute something else within the context, inside their own hooks."""
+    own: dict[nn.Module, Any] = {}  # accelerate puts a forward of its own into a module
+    try:
+        for module, forward in forwards.items():
+            own[module] = vars(module).get("forward")
+            module.forward = forward
+        yield
+    finally:
+        for module, forward in own.items():
+            del module.forward
+            if forward is not None:
+                module.forward = forward
 
 
 def _at(places: NDArray[np.int64]) -> Any:

@@ -16,7 +16,7 @@ from dprlhf.data.messages import template_arguments, text_of
 from dprlhf.errors import DprlhfError
 from dprlhf.hardware import to_device
 from dprlhf.hub import check_reachable, pinned
-from dprlhf.policies.classifier import first_position, positions
+from dprlhf.policies.causal_lm import first_position, positions
 from dprlhf.policies.foreign_hooks import refuse_foreign_hooks
 from dprlhf.policies.mixing import mixing_layer
 from dprlhf.rewards.reward import suggestion, type_and_message

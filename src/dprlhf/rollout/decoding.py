@@ -24,7 +24,7 @@ from dprlhf.hardware import to_device
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.shared_prompt import own_tokens_behind_prompt
 from dprlhf.policies.warpers import truncated, warped
-from dprlhf.rollout.reserved_cache import ReservedLayer, reserve
+from dprlhf.rollout.reserved_cache import reserve
 from dprlhf.rollout.static_steps import StaticSteps
 
 _BLOCK = 256
@@ -178,9 +178,10 @@ def try_last_step(
     max_new_tokens: int,
     static: StaticSteps | None = None,
 ) -> None:
-    """Make the first and the last step of :func:`decode` on fillers: those that need most memory.
+    """Make the last step of :func:`decode` on fillers: of all steps, it needs most memory.
 
-    Between them the cache is only taken as filled, which computes nothing.
+    One row writes a cache as long as at that step, and all rows get a copy of it, as the rows of
+    decoding get their prompt's.
 
     Args:
         policy: The policy.
@@ -192,12 +193,18 @@ def try_last_step(
     """
     device, pad = policy.device, policy.tokenizer.pad_token_id
     ids, mask = (t.to(device) for t in _padded([], size, width, pad))
-    output, rows = _prefill(policy, ids, mask), size * num_generations
-    last = max(max_new_tokens - 2, 0)
-    steps = static or _filled(policy, mask, output.past_key_values, num_generations, max_new_tokens)
+    rows, last, cache = size * num_generations, max(max_new_tokens - 2, 0), None
+    steps: Steps | StaticSteps
     if static is not None:
-        static.start(mask, output)
-    logits = steps.logits(torch.full((rows,), pad, device=device), last, output.past_key_values)
+        steps = static
+        static.start(mask, _prefill(policy, ids, mask))
+    else:
+        steps = Steps(policy, mask, num_generations, max_new_tokens)
+        long = (t.to(device) for t in _padded([], 1, width + last * steps.shared, pad))
+        cache = _prefill(policy, *long).past_key_values
+        cache.reorder_cache(torch.zeros_like(steps.prompt_of_row))
+        reserve(cache, steps.shared)
+    logits = steps.logits(torch.full((rows,), pad, device=device), last, cache)
     half = torch.full((rows, 1), 0.5, dtype=torch.float64, device=device)
     draw(policy, logits, half, ids, torch.full((rows, max_new_tokens - 1), pad, device=device))
 
@@ -216,28 +223,7 @@ def _growing_steps(
     """
     steps = Steps(policy, mask, num_generations, max_new_tokens)
     cache.reorder_cache(steps.prompt_of_row)
-    # The last tokens are not read; of a single one, the trial of the last step reads it.
-    reserve(cache, max(max_new_tokens - 1, 1) * steps.shared)
-    return steps
-
-
-def _filled(
-    policy: CausalLMPolicy,
-    mask: torch.Tensor,
-    cache: Any,
-    num_generations: int,
-    max_new_tokens: int,
-) -> Steps:
-    """Return decoding steps, with the cache as long as at the last of them, to try its shape."""
-    steps = _growing_steps(policy, mask, cache, num_generations, max_new_tokens)
-    missing = max(max_new_tokens - 2, 0) * steps.shared
-    for layer in getattr(cache, "layers", []):
-        keys = getattr(layer, "keys", None)
-        if isinstance(layer, ReservedLayer):
-            layer.skip(missing)
-        elif isinstance(keys, torch.Tensor) and keys.ndim == 4 and missing > 0:
-            layer.keys = F.pad(keys, (0, 0, 0, missing))
-            layer.values = F.pad(layer.values, (0, 0, 0, missing))
+    reserve(cache, (max_new_tokens - 1) * steps.shared)  # the last tokens are not read
     return steps
 
 
@@ -250,7 +236,7 @@ def _prefill(policy: CausalLMPolicy, ids: torch.Tensor, mask: torch.Tensor) -> A
     output = policy.model(
         input_ids=ids,
         attention_mask=mask,
-        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+        position_ids=policy.position_ids(mask),
         use_cache=True,
         logits_to_keep=1,
     )
@@ -286,7 +272,7 @@ class Steps:
             num_generations // self.shared
         )
         of_rows = mask[self.prompt_of_row]
-        self._lengths = of_rows.sum(1)
+        self._next = policy.position_ids(of_rows)[:, -1:] + 1
         if self.shared > 1:
             dtype = policy.model.get_input_embeddings().weight.dtype
             self._seen = own_tokens_behind_prompt(of_rows, self.shared, max_new_tokens, dtype)
@@ -304,7 +290,7 @@ class Steps:
         output = self._policy.model(
             input_ids=tokens.view(-1, self.shared),
             attention_mask=self._seen[..., : self._columns + (step + 1) * self.shared],
-            position_ids=(self._lengths[:, None] + step).expand(-1, self.shared),
+            position_ids=(self._next + step).expand(-1, self.shared),
             past_key_values=cache,
             use_cache=True,
         )

@@ -36,10 +36,6 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]
         self.keys[:, :, start:], self.values[:, :, start:] = key_states, value_states
         return self.keys, self.values
 
-    def skip(self, places: int) -> None:
-        """Advance without writing keys and values (they stay zero), to try a later step's shape."""
-        self._show(self.keys.shape[2] + places)
-
     def _show(self, places: int) -> None:
         if places > self._room[0].shape[2]:
             raise ValueError(f"{places} places where {self._room[0].shape[2]} are reserved")
