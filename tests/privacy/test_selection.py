@@ -97,15 +97,16 @@ def divergence(p: Array, q: Array, epsilon: float) -> float:
     return float(np.maximum(p - math.exp(epsilon) * q, 0).sum())
 
 
-def stated(run: Finite, repetitions: Repetitions, delta: float) -> float:
-    """Return the stated ε, with the finite run's curve in place of a mechanism's."""
+def stated(runs: list[Finite], repetitions: Repetitions, delta: float) -> float:
+    """Return the stated ε, with the finite runs' curves in place of mechanisms'."""
+    given = {Mechanism(1.0 + i, 1): run for i, run in enumerate(runs)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selection, "delta_of", lambda mechanism, epsilon: run.delta(epsilon))
+        patch.setattr(selection, "delta_of", lambda m, epsilon: given[m].delta(epsilon))
         patch.setattr(
             selection, "epsilon",
-            lambda mechanism, delta: Epsilon(run.epsilon(delta), 0.0, delta, "exact", ()),
+            lambda m, delta: Epsilon(given[m].epsilon(delta), 0.0, delta, "exact", ()),
         )  # fmt: skip
-        return selection_cost(Mechanism(1.0, 1), repetitions, delta).epsilon
+        return selection_cost(list(given), repetitions, delta).epsilon
 
 
 masses = st.lists(st.floats(0.01, 1.0), min_size=5, max_size=5)
@@ -118,11 +119,41 @@ def test_no_finite_run_costs_more(
 ) -> None:
     here, there = np.array(one) / sum(one), np.array(other) / sum(other)
     run, repetitions = Finite(here, there), Repetitions.with_mean(mean, eta)
-    cost = stated(run, repetitions, delta)
+    cost = stated([run], repetitions, delta)
     best, other_best = run.best(repetitions, here), run.best(repetitions, there)
     assert best.sum() == pytest.approx(1)
     for p, q in ((best, other_best), (other_best, best)):
         assert divergence(p, q, cost) <= delta + 1e-9
+
+
+@hypothesis.given(masses, masses, masses, masses, st.sampled_from(ETAS), st.floats(1.1, 30))
+@hypothesis.settings(max_examples=50, deadline=None)
+def test_no_list_of_finite_runs_costs_more(
+    a: list[float], b: list[float], c: list[float], d: list[float], eta: float, mean: float
+) -> None:
+    """Each run draws one of two settings and releases which: their curves may cross."""
+    one, other, third, fourth = (np.array(law) / sum(law) for law in (a, b, c, d))
+    repetitions, delta = Repetitions.with_mean(mean, eta), 0.05
+    cost = stated([Finite(one, other), Finite(third, fourth)], repetitions, delta)
+    here, there = np.concatenate([one, third]) / 2, np.concatenate([other, fourth]) / 2
+    run = Finite(here, there)
+    for p, q in ((here, there), (there, here)):
+        gap = divergence(run.best(repetitions, p), run.best(repetitions, q), cost)
+        assert gap <= delta + 1e-9
+
+
+def test_settings_whose_curves_cross_cost_the_largest_curve_at_each_epsilon() -> None:
+    """By δ at 1e-5 the first is the costlier one; the second's best run really costs 3.586.
+
+    That is its exact hockey-stick divergence, from the law of the mean of 1,024 log-normals.
+    """
+    one = Mechanism(1.9938, 1, "fixed")
+    other = Mechanism(0.556, 1024)
+    repetitions = Repetitions.with_mean(100, -0.5)
+    costs = [selection_cost([m], repetitions, 1e-5) for m in (one, other)]
+    assert costs[0].one_run > costs[1].one_run
+    assert costs[0].epsilon < 3.586  # the costliest alone does not cover the list
+    assert selection_cost([one, other], repetitions, 1e-5).epsilon > 3.586
 
 
 def test_a_run_that_shouts_rarely() -> None:
@@ -133,7 +164,7 @@ def test_a_run_that_shouts_rarely() -> None:
     assert best[2] > 0.3
     assert divergence(best, run.best(repetitions, run.there), 5.0) > 0.3
     delta = 0.1
-    cost = stated(run, repetitions, 0.6)
+    cost = stated([run], repetitions, 0.6)
     assert divergence(best, run.best(repetitions, run.there), cost) <= 0.6
     assert run.delta(0.0) <= delta  # one run has that δ at ε = 0
 
@@ -166,7 +197,7 @@ class TestGaussian:
     @pytest.mark.parametrize("mean", [2.0, 20.0])
     def test_the_bound_holds_and_is_not_far_off(self, eta: float, mean: float) -> None:
         repetitions = Repetitions.with_mean(mean, eta)
-        cost = selection_cost(Mechanism(self.Z, 1, "fixed"), repetitions, self.DELTA)
+        cost = selection_cost([Mechanism(self.Z, 1, "fixed")], repetitions, self.DELTA)
         assert self.exact(repetitions, cost.epsilon) <= self.DELTA
         assert self.exact(repetitions, cost.epsilon / 2.5) > self.DELTA
         # The control: one run's ε does not do for the best of several.
@@ -192,13 +223,13 @@ class TestGaussian:
             for order in np.geomspace(1.5, 200, 150)
             for other in np.geomspace(1, 200, 150)
         )
-        ours = selection_cost(Mechanism(self.Z, 1, "fixed"), repetitions, self.DELTA).epsilon
+        ours = selection_cost([Mechanism(self.Z, 1, "fixed")], repetitions, self.DELTA).epsilon
         assert ours < renyi
         assert ours > renyi / 2  # the same thing is meant
 
 
 def test_one_run_is_one_run() -> None:
-    cost = selection_cost(Mechanism(1.0, 1, "fixed"), Repetitions.with_mean(1.0), 1e-5)
+    cost = selection_cost([Mechanism(1.0, 1, "fixed")], Repetitions.with_mean(1.0), 1e-5)
     assert cost.epsilon == pytest.approx(cost.one_run, rel=1e-6)
     assert Repetitions(1.0, 1.0).draw() == 1
 
@@ -206,7 +237,7 @@ def test_one_run_is_one_run() -> None:
 def test_more_runs_cost_more_and_far_less_than_their_sum() -> None:
     mechanism = Mechanism(4.0, 1, "fixed")
     costs = [
-        selection_cost(mechanism, Repetitions.with_mean(mean), 1e-5).epsilon
+        selection_cost([mechanism], Repetitions.with_mean(mean), 1e-5).epsilon
         for mean in (1.0, 3.0, 10.0, 100.0)
     ]
     assert costs == sorted(costs)
@@ -222,6 +253,7 @@ def test_more_runs_cost_more_and_far_less_than_their_sum() -> None:
         (lambda: Repetitions.with_mean(1e5, -0.999), "too close to -1"),
         (lambda: Repetitions.with_mean(8, 1e17), "too large for a mean of 8"),
         (lambda: Repetitions.with_mean(8, 1e308), "too large for a mean of 8"),
+        (lambda: selection_cost([], Repetitions(1.0, 0.5), 1e-5), "one run or more"),
     ],
 )
 def test_refusals(call: Callable[[], Any], message: str) -> None:
@@ -234,9 +266,13 @@ def test_the_command() -> None:
     words += ["--noise-multiplier", "4", "--delta", "1e-5", "--runs", "10"]
     ended = CliRunner().invoke(app, words)
     assert ended.exit_code == 0, ended.output
-    cost = selection_cost(Mechanism(4.0, 1, "fixed"), Repetitions.with_mean(10.0), 1e-5)
+    cost = selection_cost([Mechanism(4.0, 1, "fixed")], Repetitions.with_mean(10.0), 1e-5)
     assert f"{cost.epsilon:.3f}" in ended.stdout
     assert "secret" in ended.stdout
+    ended = CliRunner().invoke(app, [*words, "--noise-multiplier", "5"])
+    assert f"{cost.epsilon:.3f}" in ended.stdout  # the larger one
+    ended = CliRunner().invoke(app, [*words, *3 * ["--partition", "fixed"], "--rounds", "1"])
+    assert "once for each of the settings" in str(ended.exception)
 
 
 @pytest.mark.parametrize("eta", [-0.5, 0.0, 1.0, 3.0])

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -199,42 +199,59 @@ def privacy_noise(
 @accounting.command("selection")
 def privacy_selection(
     users: Users,
-    rounds: Rounds,
-    noise_multiplier: Annotated[float, typer.Option(help="z of each run.")],
+    rounds: Annotated[
+        list[int], typer.Option("--rounds", help="T; once, or once for each of the settings.")
+    ],
+    noise_multiplier: Annotated[
+        list[float], typer.Option(help="z of a run; once, or once for each of the settings.")
+    ],
     delta: Delta,
     runs: Annotated[float, typer.Option(help="Expected number of runs, E[K].")],
     eta: Annotated[
         float, typer.Option(help="Kind of distribution of K: 1 geometric, 0 logarithmic.")
     ] = 1.0,
-    partition: Partition = "random-allocation",
+    partition: Annotated[
+        list[str],
+        typer.Option("--partition", help="How users are assigned to rounds; as for --rounds."),
+    ] = ["random-allocation"],  # noqa: B006
     adjacency: Adjacency = None,
     participations: Participations = 1,
     releases_per_round: Releases = 1,
     draw: Annotated[bool, typer.Option("--draw", help="Draw K, which must stay secret.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compute ε of the best of a random, secret number K of runs with the same noise.
+    """Compute ε of the best of a random, secret number K of runs.
 
-    Each run takes its settings at random from a list, and is scored by what it releases. Nothing
-    but the best run may be shown to anybody: not K, the other runs, or how long all took.
+    Each run takes its settings at random from a list, and is scored by what it releases. Give the
+    noise, rounds and partition of each of the list that differ: no one of them stands for all.
+    Nothing but the best run may be shown to anybody: not K, the other runs, or how long all took.
     """
     from dprlhf.privacy.gaussian import upwards
     from dprlhf.privacy.plan import json_ready, make_plan
     from dprlhf.privacy.selection import Repetitions, selection_cost
 
-    made = make_plan(
-        users=users,
-        rounds=rounds,
-        delta=delta,
-        noise_multiplier=noise_multiplier,
-        partition=partition,
-        adjacency=adjacency,
-        participations=participations,
-        releases_per_round=releases_per_round,
-    )
+    count = max(len(noise_multiplier), len(rounds), len(partition))
+    if not {len(noise_multiplier), len(rounds), len(partition)} <= {1, count}:
+        raise DprlhfError(
+            "--noise-multiplier, --rounds and --partition: give each once, or once for each of the"
+            " settings"
+        )
+    plans = [
+        make_plan(
+            users=users,
+            rounds=rounds[i % len(rounds)],
+            delta=delta,
+            noise_multiplier=noise_multiplier[i % len(noise_multiplier)],
+            partition=cast(partitions.Partition, partition[i % len(partition)]),
+            adjacency=adjacency,
+            participations=participations,
+            releases_per_round=releases_per_round,
+        )
+        for i in range(count)
+    ]
     _warn_delta(delta, users)
     repetitions = Repetitions.with_mean(runs, eta)
-    cost = selection_cost(made.mechanism, repetitions, delta)
+    cost = selection_cost([plan.mechanism for plan in plans], repetitions, delta)
     drawn = repetitions.draw() if draw else None
     if as_json:
         answer = {"epsilon": cost.epsilon, "one_run": cost.one_run, "gamma": repetitions.gamma}

@@ -9,7 +9,8 @@ Koskela, Redberg & Wang (arXiv 2402.06701); docs/proofs/selection.md has the pro
 What must hold, and what no code can check:
 
 - Each of the K runs draws its settings at random from a list, with fixed probabilities that do not
-  depend on the users, and every run has at most the cost of the given mechanism.
+  depend on the users, and the mechanism of every setting in the list is given. The costliest of
+  them at δ is not enough: its curve may lie below another's at the ε and δ that decide.
 - The score that selects is a function of what the run itself releases, such as its noised rewards
   or its reward on public prompts. With a score from users' data that was not released, ε is wrong.
 - Nothing but the selected run leaves the machine: no other run's folder, not K, and nothing that
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scipy.optimize import brentq
@@ -132,7 +134,9 @@ class SelectionCost:
     repetitions: Repetitions
 
 
-def selection_cost(mechanism: Mechanism, repetitions: Repetitions, delta: float) -> SelectionCost:
+def selection_cost(
+    mechanisms: Sequence[Mechanism], repetitions: Repetitions, delta: float
+) -> SelectionCost:
     """Return the cost of releasing the best of K runs, K drawn from ``repetitions``.
 
     With the curve δ(·) of one run, the selection is (ε₁ + (1 + η) ε₂, δ)-DP for any ε₁ with
@@ -140,16 +144,21 @@ def selection_cost(mechanism: Mechanism, repetitions: Repetitions, delta: float)
     Koskela et al., arXiv 2402.06701). The smallest of both are taken, from upper bounds on δ(·).
 
     Args:
-        mechanism: One run; where settings change its noise or rounds, the costliest of them.
+        mechanisms: One run under each of the settings that it may draw; δ(·) is the largest of
+            their curves at each ε.
         repetitions: The distribution of the number of runs.
         delta: δ of the selection.
 
     Raises:
-        DprlhfError: δ is out of range, or the mechanism has no noise.
+        DprlhfError: δ is out of range, or a mechanism has no noise, or there is none, or they
+            protect against different neighbours.
     """
-    one = epsilon(mechanism, delta).epsilon
-    first = epsilon(mechanism, delta / (repetitions.mean * _UP)).epsilon
-    second = _ratio_epsilon(mechanism, repetitions.gamma)
+    if len({mechanism.adjacency for mechanism in mechanisms}) != 1:
+        raise DprlhfError("a selection needs one run or more, all with the same privacy.adjacency")
+    one = max(epsilon(mechanism, delta).epsilon for mechanism in mechanisms)
+    share = delta / (repetitions.mean * _UP)
+    first = max(epsilon(mechanism, share).epsilon for mechanism in mechanisms)
+    second = max(_ratio_epsilon(mechanism, repetitions.gamma) for mechanism in mechanisms)
     total = (first + (1 + repetitions.eta) * second) * _UP
     return SelectionCost(total, delta, one, repetitions)
 
