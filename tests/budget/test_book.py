@@ -20,8 +20,7 @@ from dprlhf.budget import spending as spending_module
 from dprlhf.budget.storage import BrokenOffError, lock, open_storage, problem
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Mechanism
-from dprlhf.privacy.composition import total_epsilon
-from dprlhf.privacy.gaussian import gaussian_epsilon
+from dprlhf.privacy.composition import filter_share, total_epsilon
 
 DELTA = 1e-5
 PASSWORD = "hunter2"
@@ -344,18 +343,22 @@ def test_runs_with_other_neighbours_are_refused(place: str) -> None:
 
 
 @pytest.mark.slow
-def test_an_adaptive_budget_counts_one_gaussian_for_each_run(file: Path) -> None:
-    """Were the rounds' secrecy used, a plan chosen in view of results could overspend."""
-    run = Mechanism(3.0, 10, "random-allocation", "zero-out")
-    plain = make(file.with_name("plain.db"), epsilon=20.0)
-    book = make(file, epsilon=20.0, adaptive=True)
+def test_an_adaptive_budget_is_a_filter(file: Path) -> None:
+    """What settled plans would cost is no bound on plans that follow from results."""
+    run = Mechanism(2.0, 16, "random-allocation", "zero-out")
+    budget = total_epsilon([run], DELTA, times=[2]).epsilon * 1.01
+    plain = make(file.with_name("plain.db"), epsilon=budget)
+    book = make(file, epsilon=budget, adaptive=True)
     for made in (plain, book):
-        for name in "ab":
-            ask(made, name, range(20), mechanism=run)
-    assert spent(book)["clinic"] == pytest.approx(gaussian_epsilon(3.0 / 2**0.5, DELTA))
-    assert spent(plain)["clinic"] < 0.8 * spent(book)["clinic"]
+        ask(made, "a", range(20), mechanism=run)
+    ask(plain, "b", range(20), mechanism=run)
+    with pytest.raises(DprlhfError, match="would exceed the budget"):
+        ask(book, "b", range(20), mechanism=run)
+    summary = book.read()["datasets"][0]
+    assert summary["spent"] is summary["remaining"] is None
+    assert summary["used"] == filter_share({run: 1}, budget, DELTA) < 1
     with pytest.raises(DprlhfError, match="different neighbours"):
-        ask(book, "c", range(20), mechanism=Mechanism(8.0, 10, "fixed", "replace-one"))
+        ask(book, "d", range(20), mechanism=Mechanism(80.0, 10, "fixed", "replace-one"))
 
 
 def test_users_are_kept_as_keyed_hashes(file: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 from scipy.special import ndtr
 
 from dprlhf import DprlhfError
-from dprlhf.privacy import random_allocation
+from dprlhf.privacy import composition, random_allocation
 from dprlhf.privacy.accounting import Mechanism, delta_of, epsilon
-from dprlhf.privacy.composition import total_epsilon
-from dprlhf.privacy.gaussian import gaussian_epsilon
+from dprlhf.privacy.composition import filter_share, total_epsilon
+from dprlhf.privacy.curves import SIDES
+from dprlhf.privacy.gaussian import gaussian_epsilon, gaussian_noise_multiplier
 
 DELTA = 1e-5
 GAUSSIAN = Mechanism(2.0, 5, "fixed", "zero-out")
@@ -230,3 +232,89 @@ def test_runs_for_different_neighbours_have_no_total() -> None:
 def test_hardly_any_noise_costs_what_one_run_of_it_does() -> None:
     tiny = Mechanism(1e-160, 2, "fixed")
     assert total_epsilon([tiny, Mechanism(1.0, 2, "fixed")], 1e-6).epsilon >= 1e300
+
+
+# --- plans that follow from results -------------------------------------------------------------
+
+
+def worst(menu: list[Mechanism], side: Any, epsilon_at: Any, allowed: Any) -> float:
+    """Return δ of the worst way to choose runs in view of the privacy loss so far.
+
+    Dynamic programming over how often each was made, (i, j), and the loss, on a grid that the
+    dominating pairs' losses are rounded to; ``epsilon_at(i, j)`` is claimed when it ends there.
+    """
+    step, half = 0.02, 600
+    at = step * np.arange(-half, half + 1)
+    kernels = []
+    for mechanism in menu:
+        reach = {s: mechanism.spec.pair.reach(mechanism, 1e-12, s) for s in SIDES}
+        losses = composition._losses(mechanism, mechanism.spec.pair, step, reach)[side]
+        kernel = np.zeros(2 * half + 1)
+        kernel[half + losses._lower_loss :][: len(losses._probs)] = losses._probs
+        kernels.append(kernel)
+
+    @functools.cache
+    def value(i: int, j: int) -> np.ndarray:
+        best = np.maximum(-np.expm1(epsilon_at(i, j) - at), 0.0)
+        for kernel, then in zip(kernels, ((i + 1, j), (i, j + 1)), strict=True):
+            if allowed(*then):
+                padded = np.pad(value(*then), half, mode="edge")
+                best = np.maximum(best, np.correlate(padded, kernel, "valid"))
+        return best
+
+    return float(value(0, 0)[half])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", SIDES)
+def test_no_choice_in_view_of_results_exceeds_a_budget(side: Any) -> None:
+    """The best of all strategies, found exactly; what settled plans cost is no bound on them."""
+    menu = [Mechanism(4.0, 1, "fixed"), Mechanism(1.0, 16)]
+    budget, delta = 2.5, 1e-3
+
+    def share(i: int, j: int) -> float:
+        return filter_share({m: n for m, n in zip(menu, (i, j), strict=True) if n}, budget, delta)
+
+    found = worst(menu, side, lambda i, j: budget, lambda i, j: share(i, j) <= 1)
+    assert delta / 50 < found <= delta
+    assert share(1, 1) < 1 < share(1, 20)
+    # The control: a claim after each run, of what the runs so far would have cost if settled.
+    claims = lambda i, j: composition._sequential([menu[0]] * i, delta).epsilon if i else 0.0  # noqa: E731
+    assert worst(menu, side, claims, lambda i, j: j == 0 and i <= 30) > 1.5 * delta
+
+
+@pytest.mark.slow
+def test_one_round_in_secret_takes_up_less_than_its_gaussian() -> None:
+    """One run of z = 1 over 100 rounds fits in ε = 1.3, four in 1.7; one Gaussian costs 4.4."""
+    run = Mechanism(1.0, 100)
+    assert filter_share({run: 1}, 1.3, DELTA) < 1 < filter_share({run: 1}, 0.9, DELTA)
+    assert filter_share({run: 4}, 1.7, DELTA) < 1 < filter_share({run: 40}, 1.7, DELTA)
+    assert total_epsilon([run], DELTA, times=[4]).epsilon < 1.7
+
+
+@pytest.mark.slow
+def test_passes_take_up_as_much_as_runs() -> None:
+    passes, run = Mechanism(1.0, 64, participations=4), Mechanism(1.0, 16)
+    found = [filter_share(made, 4.0, DELTA) for made in ({passes: 1}, {run: 4})]
+    assert found[0] == pytest.approx(found[1], rel=1e-2)
+    assert found[0] < 1
+
+
+@pytest.mark.parametrize("adjacency", ["zero-out", "replace-one"])
+def test_gaussians_take_up_what_they_add_to_a_gaussian(adjacency: Any) -> None:
+    runs = {Mechanism(8.0, 3, "fixed", adjacency): 2, Mechanism(4.0, 3, "stream", adjacency): 1}
+    share = filter_share(runs, 4.0, DELTA)
+    shift = 1 if adjacency == "zero-out" else 2
+    together = shift * math.sqrt(2 / 64 + 1 / 16)
+    exact = (together * gaussian_noise_multiplier(4.0, DELTA)) ** 2
+    assert exact < share < 1.1 * exact
+    assert filter_share({m: 2 * n for m, n in runs.items()}, 4.0, DELTA) == pytest.approx(2 * share)
+
+
+def test_extremes_of_a_filter() -> None:
+    tiny, endless = Mechanism(1e-160, 2, "fixed"), Mechanism(math.inf, 2, "fixed")
+    assert filter_share({}, 1.0, DELTA) == filter_share({endless: 1}, 1.0, DELTA) == 0
+    assert filter_share({tiny: 1, GAUSSIAN: 1}, 1.0, DELTA) == math.inf
+    assert filter_share({GAUSSIAN: 1}, 1e17, DELTA) < 1
+    with pytest.raises(DprlhfError, match="different neighbours"):
+        filter_share({ALLOCATED: 1, Mechanism(2.0, 5, "fixed", "replace-one"): 1}, 1.0, DELTA)

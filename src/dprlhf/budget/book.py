@@ -101,8 +101,8 @@ class Book:
             epsilon: Largest ε of any of its users, over all runs.
             delta: δ at which that ε is stated.
             unit: The column that names the user; None where each row is a user.
-            adaptive: Compose so that the budget holds even if the plans of later runs are chosen in
-                view of what earlier ones released; the secrecy of rounds then saves nothing.
+            adaptive: Keep the budget by a privacy filter, so that it holds even if the plans of
+                later runs are chosen in view of what earlier ones released.
 
         Raises:
             DprlhfError: A value is out of range, the name is taken, or the book cannot be written.
@@ -365,8 +365,9 @@ class Book:
     def read(self) -> dict[str, Any]:
         """Return the data sets and the reservations, JSON-ready, without any user's hash.
 
-        The largest ε that a user of a data set has spent is computed from who is in several data
-        sets, so all of this is secret.
+        ``used`` is the largest share of its budget that a user of a data set has taken up, and
+        ``spent`` the largest ε, which is stated only where plans were settled beforehand. Both are
+        computed from who is in several data sets, so all of this is secret.
         """
         with self.storage.transaction(write=False) as connection:
             state = read_state(connection, self.key, self.storage.label)
@@ -397,15 +398,18 @@ class Book:
         runs = {n for n, r in state.reservations.items() if r.dataset == row.name}
         taken = {state.histories[h] for h in state.sizes if state.histories[h] & runs}
         costs = {state.cost(numbers, (), row) for numbers in taken}
-        spent = max((cost.epsilon() for cost in largest(costs)), default=0.0)
+        most = largest(costs)
+        used = max((cost.share() for cost in most), default=0.0)
+        spent = None if row.adaptive else max((cost.epsilon() for cost in most), default=0.0)
         return {
             "name": row.name,
             "epsilon": row.epsilon,
             "delta": row.delta,
             "unit": row.unit,
             "adaptive": row.adaptive,
+            "used": used,
             "spent": spent,
-            "remaining": max(0.0, row.epsilon - spent),
+            "remaining": None if spent is None else max(0.0, row.epsilon - spent),
             "runs": sum(state.reservations[n].times > 0 for n in runs),
             "users": sum(n for h, n in state.sizes.items() if state.histories[h] & runs),
             "date": row.date,
@@ -421,7 +425,7 @@ def _check_budget(cost: Cost, *, adds: bool) -> None:
     """
     name = cost.dataset
     try:
-        within = cost.epsilon() <= cost.budget
+        within = cost.within()
     except DprlhfError as error:
         raise DprlhfError(f"budget of data set {name!r}: {error}") from None
     budget = f"the budget of data set {name!r} (epsilon {cost.budget:g} at delta {cost.delta:g}"

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dprlhf.privacy.accounting import Mechanism, equal_but_for_rounding
-from dprlhf.privacy.composition import adaptive_epsilon, total_epsilon
+from dprlhf.privacy.composition import filter_share, total_epsilon
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,24 @@ class Cost:
     adaptive: bool
 
     def epsilon(self) -> float:
-        """Return their joint ε, which may take seconds the first time and is kept."""
-        return joint_epsilon(self.terms, self.delta, self.adaptive)
+        """Return their joint ε if the plans were settled beforehand.
+
+        It may take seconds the first time and is kept.
+        """
+        return joint_epsilon(self.terms, self.delta)
+
+    def share(self) -> float:
+        """Return how much of the budget they take up."""
+        if self.adaptive:
+            return _filter_share(self.terms, self.budget, self.delta)
+        return self.epsilon() / self.budget
+
+    def within(self) -> bool:
+        """Return whether they keep to the budget; it may take seconds the first time and is kept.
+
+        With ``adaptive`` it then holds even if plans were chosen in view of earlier results.
+        """
+        return self.share() <= 1 if self.adaptive else self.epsilon() <= self.budget
 
     def covers(self, other: Cost) -> bool:
         """Return whether these are all of the other's runs, and perhaps more, under its budget."""
@@ -140,17 +156,13 @@ def cost_the_same(one: Mechanism | None, other: Mechanism | None) -> bool:
 
 
 @functools.cache
-def joint_epsilon(
-    terms: frozenset[tuple[Mechanism, int]], delta: float, adaptive: bool = False
-) -> float:
-    """Return the joint ε of mechanisms on the same user, each with the number of its runs.
-
-    With ``adaptive`` it holds even if later plans were chosen in view of earlier results.
-    """
+def joint_epsilon(terms: frozenset[tuple[Mechanism, int]], delta: float) -> float:
+    """Return the joint ε of mechanisms on the same user, each with the number of its runs."""
     ordered = sorted(terms, key=repr)
     mechanisms, times = [m for m, _ in ordered], [n for _, n in ordered]
-    if not ordered:
-        return 0.0
-    if adaptive:
-        return adaptive_epsilon([m for m, n in ordered for _ in range(n)], delta)
-    return total_epsilon(mechanisms, delta, times=times).epsilon
+    return total_epsilon(mechanisms, delta, times=times).epsilon if ordered else 0.0
+
+
+@functools.cache
+def _filter_share(terms: frozenset[tuple[Mechanism, int]], epsilon: float, delta: float) -> float:
+    return filter_share(dict(sorted(terms, key=repr)), epsilon, delta)

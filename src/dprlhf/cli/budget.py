@@ -43,7 +43,7 @@ def create(
     ] = None,
     adaptive: Annotated[
         bool,
-        typer.Option(help="Let later plans depend on earlier results; secret rounds save nothing."),
+        typer.Option(help="Let later plans depend on earlier results: the budget is a filter."),
     ] = False,
     book: Name = None,
 ) -> None:
@@ -77,7 +77,11 @@ def enrol(
 
 @budget.command()
 def show(book: Name = None, as_json: AsJson = False) -> None:
-    """Show what is left: for each data set, the largest ε that one of its users has spent."""
+    """Show what is left: for each data set, the most that one of its users has spent.
+
+    It is ε of the runs, for plans that were settled beforehand. Of a budget with --adaptive it is a
+    share of the budget: with less than all of it used, the whole budget is what is guaranteed.
+    """
     from dprlhf.privacy.gaussian import downwards, upwards
 
     found = _open(book).read()
@@ -88,9 +92,14 @@ def show(book: Name = None, as_json: AsJson = False) -> None:
     typer.echo(f"book {found['book']}, counter {found['counter']}, {found['users']:,} users\n")
     typer.echo(f"{'data set':<24}{'epsilon':>9}{'delta':>10}{'spent':>10}{'left':>10}{'runs':>6}")
     for row in found["datasets"]:
+        if row["spent"] is None:
+            spent = f"{upwards(100 * row['used'], 3)}%"
+            left = f"{downwards(max(0.0, 100 - 100 * row['used']), 3)}%"
+        else:
+            spent, left = upwards(row["spent"], 4), downwards(row["remaining"], 4)
         typer.echo(
             f"{row['name']:<24}{row['epsilon']:>9g}{row['delta']:>10g}"
-            f"{upwards(row['spent'], 4):>10}{downwards(row['remaining'], 4):>10}{row['runs']:>6}"
+            f"{spent:>10}{left:>10}{row['runs']:>6}"
         )
 
 
