@@ -19,6 +19,7 @@ from dprlhf.privacy.plan import (
     Plan,
     balanced_batch,
     delta_warning,
+    epsilon_warning,
     make_plan,
     trade_off,
 )
@@ -239,6 +240,8 @@ def test_the_noise_follows_the_clip_norm_and_the_cost_does_not() -> None:
 
 def test_a_delta_above_one_over_n_is_named() -> None:
     assert delta_warning(1e-5, 100_000) is None
+    assert epsilon_warning(10) is None
+    assert "epsilon 1e+06 is above 10" in str(epsilon_warning(1e6))
     assert "delta 0.001 is above 1/users = 0.0005" in str(delta_warning(1e-3, 2000))
 
 

@@ -261,6 +261,20 @@ def test_a_crossed_threshold_is_an_alert(finished: Finished, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_a_large_epsilon_is_an_alert(
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not any(
+        "promises next to" in a["what"] for a in statement_of(finished("rl"), tmp_path)["alerts"]
+    )
+    monkeypatch.setattr("dprlhf.privacy.plan.LARGE_EPSILON", 1.0)
+    [said] = [
+        a for a in statement_of(finished("rl"), tmp_path)["alerts"] if "promises" in a["what"]
+    ]
+    assert "strong guarantee" in said["do"]
+
+
+@pytest.mark.slow
 def test_a_model_from_an_unknown_folder_is_an_alert(finished: Finished, tmp_path: Path) -> None:
     for name in ("rl", "sft", "reward"):
         alerts = statement_of(finished(name), tmp_path)["alerts"]

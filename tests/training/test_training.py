@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -17,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import accelerate.hooks
 import numpy as np
@@ -476,36 +477,50 @@ class TestLeaks:
 
 
 class TestFailingRewards:
-    @pytest.mark.slow
-    def test_the_run_stops_after_three_rounds_by_released_values(
-        self, model: str, tmp_path: Path
-    ) -> None:
-        def reward(prompts: list[str], completions: list[str]) -> list[float]:
-            return [float("nan") if p.startswith("user") else 1.0 for p in prompts]
+    SHORT: ClassVar[dict[str, Any]] = {"rollout__max_new_tokens": 1, "epsilon": math.inf}
 
-        many = [f"user {i}" for i in range(600)]
-        with pytest.raises(DprlhfError, match="3 rounds in a row"):
-            dprlhf.train(
-                **settings(model, prompts=many, reward=reward, rollout__max_new_tokens=1),
-                output_dir=tmp_path / "run",
-            )
-        assert charged(tmp_path / "run") == [1, 2, 3]
-
-    @pytest.mark.slow
-    def test_a_run_does_not_stop_by_what_only_the_raw_rewards_show(
-        self, model: str, tmp_path: Path
-    ) -> None:
-        """With few users the noise hides that every reward failed, so the run has to go on."""
+    @staticmethod
+    def failing(part: int) -> Any:
+        """Return a reward that fails on all users but one of each ``part``."""
 
         def reward(prompts: list[str], completions: list[str]) -> list[float]:
-            return [float("nan") if p.startswith("user") else 1.0 for p in prompts]
+            if any(p.startswith("user") and (int(p.split()[1]) + 1) % part for p in prompts):
+                raise ValueError(f"no answer to {prompts[0]}")
+            return [1.0] * len(prompts)
 
+        return reward
+
+    @pytest.mark.slow
+    def test_the_run_stops_once_the_released_share_is_surely_near_zero(
+        self, model: str, tmp_path: Path
+    ) -> None:
+        changes = self.SHORT | {"reward": self.failing(10**6), "rounds": 6}
+        with pytest.raises(DprlhfError, match=r"valid rewards is 0.00 ± .* are spent"):
+            dprlhf.train(**settings(model, **changes), output_dir=tmp_path / "run")
+        assert charged(tmp_path / "run") == [1, 2, 3, 4, 5]  # 3√(0.1/(20 t)) is then below 0.1
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("reward", [lower_case, failing(10**6)])
+    @pytest.mark.parametrize("epsilon", [math.inf, 8.0])
+    def test_a_run_does_not_stop_by_empty_rounds_or_noise(
+        self, model: str, tmp_path: Path, reward: Any, epsilon: float
+    ) -> None:
+        """With few users even a reward that fails on all of them is not known to."""
         few = [f"user {i}" for i in range(10)]
-        dprlhf.train(
-            **settings(model, prompts=few, reward=reward, rollout__max_new_tokens=1),
-            output_dir=tmp_path / "run",
-        )
-        assert charged(tmp_path / "run") == [1, 2, 3, 4, 5]
+        changes = self.SHORT | {"epsilon": epsilon, "reward": reward, "rounds": 10}
+        dprlhf.train(**settings(model, prompts=few, **changes), output_dir=tmp_path / "run")
+        assert charged(tmp_path / "run") == list(range(1, 11))
+
+    def test_a_reward_that_fails_on_most_users_is_warned_of_from_released_values(
+        self, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        changes = self.SHORT | {"reward": self.failing(4), "rounds": 3}
+        dprlhf.train(**settings(model, **changes), output_dir=tmp_path / "run")
+        warned = capsys.readouterr().err
+        assert re.search(r"warning: .* valid rewards is 0.\d\d ± 0.\d\d after \d rounds", warned)
+        assert "no answer" not in warned
+        told = (tmp_path / "run/secret/operator.txt").read_text()
+        assert re.fullmatch(r"round 1: .*: ValueError\('no answer to user \d+ says'\)\n", told)
 
     def test_a_single_failing_user_does_not_stop_the_others(
         self, model: str, tmp_path: Path
@@ -873,6 +888,21 @@ def test_the_optimizer_is_told_each_rounds_own_noise(
     plan = dprlhf.train(output_dir=tmp_path / "run", **given).plan
     assert told == [plan.noise_std_of(t) / plan.expected_batch_size for t in (1, 2, 3)]
     assert len(set(told)) > 1
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"policy__adapter": {"type": "full"}}], ids=["lora", "full"]
+)
+def test_weights_that_are_no_numbers_stop_the_run_after_their_round(
+    model: str, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    given = settings(model, **FEW | {"rounds": 4}, learning_rate=1e30, **changes)
+    with pytest.raises(DprlhfError, match=r"round \d .* no numbers: .* of its 4 rounds \d are not"):
+        dprlhf.train(output_dir=tmp_path / "run", **given)
+    assert len(charged(tmp_path / "run")) < 4
+    if (tmp_path / "run/checkpoint").exists():
+        saved = weights(tmp_path / "run" / "checkpoint")
+        assert all(w.isfinite().all() for w in saved.values())
 
 
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, torch.enable_grad])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -99,6 +100,7 @@ def plan(
 
     loaded = load_recipe(recipe, overrides or ())
     public = public_rows(loaded) if trial_runs else None  # refuses before the work begins
+    _warn(loaded.privacy.epsilon)
     facts = measure(loaded, responses=num_generations or (), trial_runs=trial_runs > 0)
     choices, passed = choose(
         facts,
@@ -150,6 +152,7 @@ def _without_recipe(
 
     if users is None or epsilon is None:
         raise DprlhfError("plan: give a recipe, or --users and --epsilon")
+    _warn(epsilon)
     chosen = rounds or [t for t in (1, 4, 16, 32, 64, 100, 200, 1000) if t <= users]
     table = trade_off(users, chosen, epsilon, delta, dimension, signal)
     if as_json:
@@ -159,6 +162,14 @@ def _without_recipe(
     typer.echo(f"{users} users, epsilon {epsilon:g}, delta {delta:g}, d = {dimension}")
     typer.echo(f"balanced batch size (He & Zhou, Theorem 2): m = {m:.0f}, T = {users / m:.0f}\n")
     typer.echo(plan_table(table))
+
+
+def _warn(epsilon: float | None) -> None:
+    from dprlhf.privacy.plan import epsilon_warning
+
+    warning = epsilon_warning(epsilon) if epsilon is not None and epsilon < math.inf else None
+    if warning:
+        print(f"dprlhf: warning: {warning}", file=sys.stderr)
 
 
 def _progress(done: int, of: int) -> None:

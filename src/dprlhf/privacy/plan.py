@@ -128,7 +128,7 @@ class Plan:
         return self.noise_multiplier * math.sqrt(dimension) / self.expected_batch_size
 
     def warnings(self, dimension: int) -> list[str]:
-        """Return what to say before the first charge: a δ above 1/N, noise that leads.
+        """Return what to say before the first charge: a large ε, a δ above 1/N, noise that leads.
 
         Args:
             dimension: Number of coordinates of a release.
@@ -136,6 +136,7 @@ class Plan:
         if not self.private:
             return []
         found = (
+            epsilon_warning(self.guarantee.epsilon),
             delta_warning(self.guarantee.delta, self.users),
             noise_warning(self.noise_to_clip_ratio(dimension)),
         )
@@ -292,6 +293,19 @@ def _calibrated(
         releases_per_round=mechanism.releases_per_round,
         bands=mechanism.bands,
     )
+
+
+LARGE_EPSILON = 10.0
+
+
+def epsilon_warning(epsilon: float) -> str | None:
+    """Return what to say about a large ε, which by itself promises a user next to nothing."""
+    if epsilon > LARGE_EPSILON:
+        return (
+            f"epsilon {epsilon:.4g} is above {LARGE_EPSILON:g} and promises next to nothing: take"
+            " more users, fewer rounds or a smaller epsilon"
+        )
+    return None
 
 
 def delta_warning(delta: float, users: int) -> str | None:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
@@ -192,9 +192,15 @@ def _turns(completion: Any) -> int:
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason why an answer is no finite number: a type's name, ``"nan"`` or ``"infinity"``."""
+    """The reason why an answer is no finite number: a type's name, ``"nan"`` or ``"infinity"``.
+
+    Attributes:
+        kind: The reason.
+        message: The text of an exception, which may quote a user.
+    """
 
     kind: str
+    message: str = field(default="", compare=False, repr=False)
 
 
 def group_rows(users: Sequence[Any] | NDArray[Any]) -> list[list[int]]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from dprlhf.errors import DprlhfError
 from dprlhf.rewards.isolation import SecretSink, captured
-from dprlhf.rewards.logs import CallLog, Logged, gathered
+from dprlhf.rewards.logs import CallLog, Logged, bounded, gathered
 from dprlhf.rewards.reward import (
     Failure,
     LoadedReward,
@@ -47,6 +47,7 @@ class Scores:
             turn on, in [−R, R], ``[rows, turns]``; None without. A trajectory that ended before a
             turn has the return of its last one there, so that with a score for whole trajectories
             alone every turn has the same return.
+        problem: The first error of a reward, or else the kinds of failures; for ``secret/`` only.
     """
 
     values: NDArray[np.float64]
@@ -54,6 +55,7 @@ class Scores:
     failures: Mapping[str, int]
     logged: Logged = field(default_factory=Logged)
     returns: NDArray[np.float64] | None = None
+    problem: str = ""
 
     def take(self, rows: NDArray[np.int64]) -> Scores:
         """Return the scores of these rows, in this order, without what was logged."""
@@ -181,7 +183,9 @@ class Scorer:
         returns = np.where(valid[:, None], returns, 0.0).clip(-self.bound, self.bound)
         kept = {kind: n for kind, n in failures.items() if n}
         logged = self._logged(found, len(rows), private=private)
-        return Scores(returns[:, 0], valid, kept, logged, returns if by_turn else None)
+        raised = (v.message for one in found for v in one.values if isinstance(v, Failure))
+        problem = next(filter(None, raised), ", ".join(kept))
+        return Scores(returns[:, 0], valid, kept, logged, returns if by_turn else None, problem)
 
     def _answered(
         self, rows: Rows, groups: Sequence[Sequence[int]], *, private: bool
@@ -356,4 +360,4 @@ def _attempt(
             raise left from None
         with contextlib.suppress(Exception):
             traceback.print_exc()
-        return Failure(type(problem).__name__)
+        return Failure(type(problem).__name__, f"{reward.name}: {bounded(problem)}")

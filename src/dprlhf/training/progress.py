@@ -77,6 +77,7 @@ class Progress:
         self._rounds: Any = None
         self._running = False
         self._shown: dict[str, str] = {}
+        self._held: list[str] = []
 
     def expect(self, seconds_a_round: float) -> None:
         """Show the remaining time, estimated on PUBLIC rows: a private round's time is private.
@@ -157,8 +158,20 @@ class Progress:
         if self._rounds is not None:
             self._rounds.set_postfix(self._shown)
 
+    def warn(self, warning: str) -> None:
+        """Show a warning from released values: in a log, when the rounds have ended."""
+        self._held.append(warning)
+        if sys.stderr.isatty():
+            self._show_held()
+
+    def _show_held(self) -> None:
+        for warning in self._held:
+            tqdm.write(f"dprlhf: warning: {warning}", file=sys.stderr)
+        self._held.clear()
+
     def close(self) -> None:
         """Close all bars; the rounds have ended, and public work is shown again."""
         if self._rounds is not None:
             self._rounds.close()
         self._running = False
+        self._show_held()

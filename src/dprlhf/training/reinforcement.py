@@ -69,9 +69,10 @@ from dprlhf.updates.adaptive_clip import AdaptiveClip
 from dprlhf.updates.critic import Critic
 from dprlhf.updates.kl import subtract_kl
 from dprlhf.updates.privls.in_round import check_dimension
-from dprlhf.updates.telemetry import ReleasedReward, TelemetryCoordinates
+from dprlhf.updates.telemetry import ReleasedReward, TelemetryCoordinates, ValidShare
 
-MAX_FAILED_ROUNDS = 3
+NEAR_ZERO, HEALTHY = 0.1, 0.9
+"""Shares of users with valid rewards below which a run stops, and below which it warns."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,8 @@ class Reinforcement:
         self.timing: dict[str, float] = {}
         self.agent: AgentSampler | FunctionSampler | None = None
         self._sources = sources
-        self._failed_rounds = 0
+        self._valid = ValidShare()
+        self._warned = False
         self._last_reward: ReleasedReward | None = None
         self._before: Evaluated | None = None
 
@@ -399,16 +401,22 @@ class Reinforcement:
         return Outcome(round_.released, round_.norms, metrics, secret)
 
     def check_round(self, run: Run, t: int) -> None:
-        """Stop after three rounds in a row whose noised count shows no valid reward."""
-        reward = self._last_reward
-        failed = self._failed_rounds + 1 if reward is not None and reward.all_failed else 0
-        self._failed_rounds = failed
-        if failed == MAX_FAILED_ROUNDS:
+        """Warn where the released share of users with valid rewards is low; stop near zero."""
+        if self._last_reward is None:
+            return
+        self._valid.add(self._last_reward, run.plan.expected_batch_size)
+        found = (
+            f"the released share of users with valid rewards is {self._valid.mean:.2f} ±"
+            f" {self._valid.error(max(self._valid.mean, 0.0)):.2f} after {self._valid.rounds}"
+            f" rounds: check the reward (its first error is in {run.folder.operator})"
+        )
+        if self._valid.is_below(NEAR_ZERO):
             raise DprlhfError(
-                f"the noised count of valid rewards is zero for {MAX_FAILED_ROUNDS} rounds in a"
-                f" row: check the reward (details in {run.folder.secret}); nothing is lost, but"
-                f" the users of the first {t} rounds are spent"
+                f"{found}; nothing is lost, but the users of the first {t} rounds are spent"
             )
+        if not self._warned and self._valid.is_below(HEALTHY) and run.processes.main:
+            self._warned = True
+            run.progress.warn(found)
 
     # --- evaluation, and what the run leaves ------------------------------------------------
 
@@ -531,6 +539,7 @@ def _rewards(scored: Scores) -> dict[str, Any]:
     found: dict[str, Any] = {
         "reward_mean": float(scored.values.mean()) if len(scored.values) else None,
         "reward_failures": dict(scored.failures),
+        "reward_problem": scored.problem or None,
     }
     if scored.logged.metrics or scored.logged.extra:
         found["reward_logged"] = {

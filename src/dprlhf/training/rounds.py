@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from dprlhf.boundary import BoundedSum, Private, Released, open_private, open_released
+from dprlhf.errors import DprlhfError
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.plan import json_ready
 from dprlhf.rewards.isolation import kept_process_state
@@ -65,6 +66,33 @@ def records_of_run(run: Run) -> list[Record]:
     assert run.gate is not None
     terms = run.gate.ledger.entries[0].body
     return records_in(terms, run.recipe, run.folder.path.resolve().name)
+
+
+def check_finite(run: Run, t: int) -> None:
+    """Stop the run where the step of round t broke the policy or the optimizer's state.
+
+    All of it is computed from RELEASED values and one made-up text. The weights from before the
+    step stay in the checkpoint.
+
+    Raises:
+        DprlhfError: Weights, the optimizer's state, or what the policy computes is no number.
+    """
+    tokens = torch.arange(8, device=run.policy.device)[None]
+    with torch.no_grad():
+        answer = run.policy.response_logprobs(tokens, torch.ones_like(tokens), 1)
+    state = [x for of_one in run.optimizer.state.values() for x in of_one.values()]
+    tensors = [x for x in (*run.policy.parameters.values(), *state) if isinstance(x, torch.Tensor)]
+    # A response that may not be sampled has the log-probability −∞.
+    broken = bool(answer.isnan().any()) or any(not bool(x.isfinite().all()) for x in tensors)
+    # With sharded weights a process sees its own part alone.
+    if float(run.processes.sum(torch.tensor([float(broken)], dtype=torch.float64))) > 0:
+        rounds, epsilon = run.plan.rounds, run.plan.guarantee.epsilon
+        raise DprlhfError(
+            f"after the step of round {t} the policy computes no numbers: lower"
+            f" optimizer.learning_rate ({run.recipe.optimizer.learning_rate:g}) and start a run"
+            f" anew with this one under previous; of its {rounds} rounds {rounds - t} are not"
+            f" charged, but its users are owed the whole epsilon {epsilon:.4g} from the first on"
+        )
 
 
 def save(run: Run, t: int) -> None:
@@ -140,3 +168,7 @@ def record_secret(
         "seconds": seconds,
     }
     append_secret(run.folder.secret / name, json.dumps(values) + "\n")
+    problem = values.get("reward_problem")
+    if problem and not run.told_operator:
+        run.told_operator = True
+        run.folder.tell_operator(f"round {t}: the first reward that failed: {problem}")

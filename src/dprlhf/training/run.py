@@ -85,6 +85,7 @@ class Run:
         callbacks: Functions that get each round's public and released metrics.
         rounding: What the check of rounding on this machine covered, for the privacy card.
         put_back_torch_state: Sets torch's settings to those that the run was checked with.
+        told_operator: Whether ``secret/`` has the first error of a reward.
     """
 
     recipe: AnyRecipe
@@ -105,6 +106,7 @@ class Run:
     callbacks: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
     rounding: str = ""
     put_back_torch_state: Callable[[], None] = lambda: None
+    told_operator: bool = False
 
     @property
     def kept(self) -> dict[str, Stateful]:

@@ -20,6 +20,7 @@ from dprlhf.runs.lineage import attach
 from dprlhf.runs.model_card import model_card
 from dprlhf.training.interrupt import Interruptible
 from dprlhf.training.rounds import (
+    check_finite,
     gate_for_round,
     log_metrics,
     record_secret,
@@ -53,6 +54,7 @@ def run_rounds(run: Run) -> None:
                 outcome = run.stage.update(
                     run, Batch(t, users, release, bar, interrupt.checked(bar.tick))
                 )
+                check_finite(run, t)
             if run.average is not None:
                 run.average.update(t)
             save(run, t)

@@ -108,15 +108,47 @@ class ReleasedReward:
     valid_std: float
 
     @property
-    def all_failed(self) -> bool:
-        """Whether the release shows that no user had a valid reward.
-
-        A stop must be decided on released values alone: a rule that looked at the rewards
-        themselves would reveal whether one user's reward was valid.
-        """
-        return self.valid_std < 0.1 and not self.known
-
-    @property
     def known(self) -> bool:
         """Whether the noised number of users with valid rewards is well above its noise."""
         return self.valid_share > max(3 * self.valid_std, 1e-9)
+
+
+@dataclass
+class ValidShare:
+    """The share of users with valid rewards over the rounds so far, from released values alone.
+
+    A rule that looked at the rewards themselves would reveal whether one user's was valid.
+    """
+
+    rounds: int = 0
+    _users: float = 0.0
+    _sum: float = 0.0
+    _variance: float = 0.0
+
+    def add(self, released: ReleasedReward, expected_users: float) -> None:
+        """Count a round, in which this number of users was expected; the true one is secret."""
+        self.rounds += 1
+        self._users += expected_users
+        self._sum += released.valid_share
+        self._variance += released.valid_std**2
+
+    @property
+    def mean(self) -> float:
+        """The noised share."""
+        return self._sum / self.rounds
+
+    def error(self, share: float) -> float:
+        """Return the standard error of :attr:`mean` if the true share were this one.
+
+        It comes from the noise, and from rounds that have more or fewer users than expected: their
+        number has at most the variance of its mean.
+        """
+        return math.sqrt(self._variance / self.rounds**2 + share / self._users)
+
+    def is_below(self, share: float) -> bool:
+        """Return whether the true share is below this one, by three standard errors.
+
+        At the share itself this is a chance of 0.001; where all rewards are valid, it takes eight
+        standard errors for a share of a tenth.
+        """
+        return max(self.mean, 0.0) + 3 * self.error(share) < share

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from dprlhf.privacy.gaussian import upwards
-from dprlhf.privacy.plan import delta_warning, json_ready
+from dprlhf.privacy.plan import delta_warning, epsilon_warning, json_ready
 from dprlhf.recipe import Source
 from dprlhf.runs.evidence.records import Records
 from dprlhf.runs.evidence.words import pair
@@ -51,6 +51,9 @@ def alerts_of(records: Records, limit: float | None) -> list[dict[str, str]]:
         problem = lineage_problem(source, records)
         if problem:
             alert(problem, "Establish what it was trained on, by whom, and on whose data.")
+    large = epsilon_warning(records.total.epsilon)
+    if large and records.private:
+        alert(f"{large}.", "Do not present this as a strong guarantee; train with a smaller ε.")
     warning = delta_warning(records.total.delta, int(records.terms.get("users") or 1))
     if warning and records.private:
         alert(f"{warning}.", "Train with a smaller privacy.delta.")
