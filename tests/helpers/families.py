@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from dprlhf import recipe
+from dprlhf.gradients.micro_batches import user_gradients
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
 from dprlhf.rollout.decoding import decode
 from helpers import tiny
+from helpers.autograd import gradient_of_user
+from helpers.batches import Shape, batch_of
 
 _HALVES = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 _LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
@@ -75,9 +79,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {**_LINEAR, "linear_num_key_heads": 4, "linear_num_value_heads": 4,
                     "linear_key_head_dim": 8, "linear_value_head_dim": 8},
     "rwkv": {"attention_hidden_size": 32, "context_length": 64},
-    "xlstm": {"head_dim": ..., "num_heads": 4, "num_blocks": 2,
-              "chunkwise_kernel": "chunkwise--native_autograd",
-              "sequence_kernel": "native_sequence__native", "step_kernel": "native"},
     # mixtures of experts
     "mixtral": {"num_local_experts": 4}, "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {"sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -175,3 +176,14 @@ def plain_logprobs(made: CausalLMPolicy, prompt: list[int], response: list[int])
     logits = made.model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0]
     logprobs = logits[len(prompt) - 1 : -1].float().log_softmax(1)
     return logprobs[torch.arange(len(response)), response]
+
+
+def gradients(made: CausalLMPolicy) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each user's gradient as a run computes it, and by autograd on one row after the other."""
+    responses = batch_of(Shape([[5, 9], [1]], k=2, length=6), seed=3, copies=1)
+    weights = np.cos(np.arange(len(responses.user)))
+    found = torch.zeros(2, made.dimension, dtype=torch.float64)
+    for users, of_users, _ in user_gradients(made, responses, weights, batch_size=4, rows=None):
+        found[users] = of_users[:, 0].double()
+    truth = [gradient_of_user(made, responses, weights, user) for user in range(2)]
+    return found, torch.stack(truth)

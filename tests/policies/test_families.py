@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
-from dprlhf.gradients.micro_batches import user_gradients
-from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rollout.decoding import try_last_step
 from helpers import families
-from helpers.autograd import gradient_of_user, relative_error
-from helpers.batches import Shape, batch_of
+from helpers.autograd import relative_error
 from helpers.families import PROMPTS, padded_logprobs, plain_logprobs, sampled_logprobs
 
 KINDS = [
@@ -46,22 +42,41 @@ def test_the_last_step_is_tried_at_its_full_length(kind: str) -> None:
     assert masks[-1] == (6, 1 + 16 + 11)
 
 
-def gradients(policy: CausalLMPolicy) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each user's gradient as a run computes it, and by autograd on one row after the other."""
-    responses = batch_of(Shape([[5, 9], [1]], k=2, length=6), seed=3, copies=1)
-    weights = np.cos(np.arange(len(responses.user)))
-    found = torch.zeros(2, policy.dimension, dtype=torch.float64)
-    for users, of_users, _ in user_gradients(policy, responses, weights, batch_size=4, rows=None):
-        found[users] = of_users[:, 0].double()
-    truth = [gradient_of_user(policy, responses, weights, user) for user in range(2)]
-    return found, torch.stack(truth)
-
-
 @pytest.mark.parametrize("kind", ["gemma3_text", "xglm", "biogpt", "zamba2", "falcon_h1", "lfm2"])
 def test_checkpoints_change_no_gradient(kind: str) -> None:
     """A layer is computed again in the mode in which it was computed: dropout stays off."""
     targets = {"falcon_h1": ["in_proj", "q_proj"]}.get(kind, "all-linear")
     policy = families.policy(kind, target_modules=targets)
     policy.checkpoint_layers()
-    found, truth = gradients(policy)
+    found, truth = families.gradients(policy)
     assert relative_error(found, truth) < 1e-5
+
+
+def test_an_image_tower_is_not_trained() -> None:
+    """It has query projections and layers with the numbers of the text model's, too."""
+    for chosen in (
+        {"target_modules": "all-linear"},
+        {"target_modules": ["q_proj"], "layers": [-1]},
+    ):
+        policy = families.policy("gemma3", **chosen)
+        assert policy.parameters
+        assert all("language_model" in name for name in policy.parameters)
+    assert all(".layers.1." in name for name in policy.parameters)
+    whole = families.policy("gemma3", adapter="full")
+    assert whole.dimension == sum(p.numel() for p in whole.model.model.language_model.parameters())
+
+
+def test_a_weight_that_another_module_reads_has_no_adapter() -> None:
+    """Jamba's mixer multiplies by its layer's weight itself: an adapter there would do nothing."""
+    policy = families.policy("jamba")
+    assert not any("dt_proj" in name for name in policy.parameters)
+    assert any("dt_proj" in name for name in families.policy("jamba", adapter="full").parameters)
+
+
+def test_a_model_that_takes_logits_to_keep_for_nothing_trains() -> None:
+    policy = families.policy("mistral-window")
+    own = policy.network.forward
+    policy.network.forward = lambda *args, logits_to_keep=0, **named: own(*args, **named)
+    [(response, drawn)] = sampled_logprobs(policy, PROMPTS[:1])
+    responses = [response, [5], [6]]
+    torch.testing.assert_close(padded_logprobs(policy, responses)[0], drawn, rtol=0, atol=1e-5)

@@ -24,7 +24,7 @@ from dprlhf.rollout.static_steps import StaticSteps
 from dprlhf.training import layout, made_up_rounds
 from dprlhf.training.layout import settle_layout
 from dprlhf.training.made_up_rounds import Shapes
-from helpers import tiny
+from helpers import families, tiny
 from helpers.runs import run_settings, save_sharp
 
 UPDATES: dict[str, Any] = {
@@ -203,6 +203,22 @@ def test_rows_that_never_repeat_their_bits_are_refused() -> None:
         lambda module, inputs, output: output * (1 + 1e-6 * random.random())
     )
     with pytest.raises(DprlhfError, match=r"sampling: .* other bits each time"):
+        settle(policy, shapes_of())
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_a_model_to_which_padding_is_text_is_refused(steps: bool) -> None:
+    """Its rows keep apart, and it would learn another distribution than its own."""
+    policy = families.policy("llama")
+
+    def without_mask(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        of_step = kwargs.get("past_key_values") is not None
+        return args, {**kwargs, "attention_mask": None} if of_step == steps else kwargs
+
+    settle(policy, shapes_of())
+    policy.network.register_forward_pre_hook(without_mask, with_kwargs=True)
+    layout._KNOWN.clear()
+    with pytest.raises(DprlhfError, match="LlamaForCausalLM gives a token other probabilities"):
         settle(policy, shapes_of())
 
 

@@ -22,6 +22,7 @@ takes stands in :mod:`dprlhf.recipe.adapters`, which is read without loading tor
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -69,6 +70,8 @@ def add_adapter(
         try:
             config = built.config(model, adapter, seed)
             config.task_type = task_type
+            if idle := modules_without_part(model):
+                config.exclude_modules = rf"({'|'.join(map(re.escape, idle))})(\..*)?"
             adapted = peft.get_peft_model(model, config)
         except (ValueError, TypeError) as error:
             raise DprlhfError(f"policy.adapter: {one_line(error)}") from error
@@ -82,6 +85,36 @@ def add_adapter(
     if adapter.use_dora:
         _measure_magnitudes(adapted)
     return adapted
+
+
+@torch.no_grad()
+def modules_without_part(model: Any) -> list[str]:
+    """Return the outermost modules with parameters that no pass over text calls.
+
+    Such are the image tower of a model that also reads images, and a projection whose weight
+    another module reads by itself. An adapter there would change nothing, and release noise.
+    """
+    called: set[str] = set()
+    hooks = [
+        module.register_forward_pre_hook(lambda *_, name=name: called.add(name))
+        for name, module in model.named_modules()
+    ]
+    try:
+        model(input_ids=torch.ones(1, 2, dtype=torch.long, device=next(model.parameters()).device))
+    except Exception:  # such as one that needs more than tokens: where it is used tells the reason
+        return []
+    finally:
+        for hook in hooks:
+            hook.remove()
+    parts = [name.split(".") for name in called]
+    reached = {".".join(part[:count]) for part in parts for count in range(len(part) + 1)}
+    return [
+        name
+        for name, module in model.named_modules()
+        if name not in reached
+        and name.rpartition(".")[0] in reached
+        and next(module.parameters(), None) is not None
+    ]
 
 
 def taking_off(model: Any) -> Callable[[], None]:
@@ -385,7 +418,7 @@ def _linear_names(model: Any, without: nn.Module | None = None) -> list[str]:
 def _layers(model: Any, asked: list[int] | None) -> list[int] | None:
     if asked is None:
         return None
-    count = model.config.num_hidden_layers
+    count = model.config.get_text_config().num_hidden_layers
     for layer in asked:
         if not -count <= layer < count:
             raise DprlhfError(f"policy.adapter.layers: {layer}, but the model has {count} layers")

@@ -410,6 +410,8 @@ class CausalLMPolicy:
         else:
             with self._checkpointing(), taken:
                 logits = self.model(**inputs, use_cache=False).logits
+        if shared_rows == 1:
+            logits = logits[:, -responses:]  # some models take logits_to_keep for nothing
         logits = logits.flatten(0, 1)
         if self.sampling.plain:
             found = chosen_logprobs(logits, chosen, self.temperature)

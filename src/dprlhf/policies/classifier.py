@@ -102,7 +102,9 @@ def load_reward_model(
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.truncation_side = "left" if labels is None else "right"
-    model.config.pad_token_id = tokenizer.pad_token_id  # decoders find a text's last token by it
+    model.config.get_text_config().pad_token_id = (
+        tokenizer.pad_token_id
+    )  # decoders find a text's last token by it
     adapted = add_adapter(model, spec.adapter, seed=seed, task_type="SEQ_CLS")
     _save_with_adapter(adapted, new)
     adapted.peft_config["default"].revision = spec.revision  # stored with the adapter

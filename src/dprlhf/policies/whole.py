@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from dprlhf.policies.adapters import modules_without_part
 from dprlhf.policies.causal_lm import CausalLMPolicy
 
 
 class WholePolicy(CausalLMPolicy):
-    """The policy π_θ without an adapter: every weight of the model is trained.
+    """The policy π_θ without an adapter: every weight that a text's logits depend on is trained.
 
     The base policy is a frozen copy of the weights that the run started from, which is swapped in
     inside :meth:`base`. So a model takes twice its memory.
@@ -28,6 +29,7 @@ class WholePolicy(CausalLMPolicy):
         for parameter in model.parameters():
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
             parameter.requires_grad_(True)
+        _freeze_without_part(model)
         super().__init__(model, tokenizer, temperature)
         self._start = {n: p.detach().clone() for n, p in self.parameters.items()}
 
@@ -69,3 +71,17 @@ class WholePolicy(CausalLMPolicy):
         self.set_up.put_back()
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+
+
+def _freeze_without_part(model: Any) -> None:
+    """Freeze the weights that no logit of a text depends on, such as those of an image tower."""
+    idle = [model.get_submodule(name) for name in modules_without_part(model)]
+    weights = [parameter for module in idle for parameter in module.parameters()]
+    if not weights:
+        return
+    ids = torch.ones(1, 2, dtype=torch.long, device=weights[0].device)
+    with torch.enable_grad():
+        total = model(input_ids=ids).logits.sum()
+        gradients = torch.autograd.grad(total, weights, allow_unused=True)
+    for parameter, gradient in zip(weights, gradients, strict=True):
+        parameter.requires_grad_(gradient is not None)

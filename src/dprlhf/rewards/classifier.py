@@ -94,7 +94,7 @@ class ClassifierReward:
         if self._tokenizer.pad_token_id is None:
             raise DprlhfError(f"classifier {source!r}: its tokenizer has no padding token")
         # Decoders find a text's last token by it.
-        model.config.pad_token_id = self._tokenizer.pad_token_id
+        model.config.get_text_config().pad_token_id = self._tokenizer.pad_token_id
         self._room = positions(model)
         room = min(self._tokenizer.model_max_length, self._room)
         self._max_tokens = int(min(max_tokens, room))

@@ -340,7 +340,7 @@ def bytes_per_row(policy: CausalLMPolicy, tokens: int) -> int:
     config = policy.model.config.get_text_config()
     weight = policy.model.get_input_embeddings().weight
     vocabulary, hidden = weight.shape
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None) or 1  # none where a state is kept
     groups = getattr(config, "num_key_value_heads", None) or heads
     of_head = getattr(config, "head_dim", None) or hidden // heads
     inner = getattr(config, "intermediate_size", None) or 4 * hidden

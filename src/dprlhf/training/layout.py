@@ -33,6 +33,7 @@ from dprlhf.rollout.sampling import prompts_at_once
 from dprlhf.training.made_up_rounds import (
     Shapes,
     contributions,
+    distance_by_padding,
     gradients_of,
     logits_of,
     logprobs_of,
@@ -149,6 +150,7 @@ def _outcome(policy: CausalLMPolicy, shapes: Shapes) -> tuple[str | None, Dprlhf
         moved = _moved(policy, shapes)
         if moved is None:
             _try_largest(policy, shapes)
+            _check_padding(policy, shapes)
     except _NotANumberError:  # of this layout: another may compute a number
         moved = _NOT_A_NUMBER
     except DprlhfError as problem:
@@ -243,6 +245,28 @@ def _sampling(shapes: Shapes) -> str:
         f"sampling {shapes.rollout.batch_size} responses of {shapes.response} tokens to prompts of"
         f" {shapes.prompt}"
     )
+
+
+# --- padding -------------------------------------------------------------------------------------
+
+
+def _check_padding(policy: CausalLMPolicy, shapes: Shapes) -> None:
+    """Refuse a model that gives tokens other probabilities behind padding, or by its cache.
+
+    Raises:
+        DprlhfError: It does, by more than rounding.
+    """
+    if policy.model.get_output_embeddings() is None:  # a classifier's texts begin at the left
+        return
+    exact = all(p.dtype in (torch.float32, torch.float64) for p in policy.network.parameters())
+    distance = distance_by_padding(policy, shapes)
+    if distance > (0.01 if exact else 0.15):
+        raise DprlhfError(
+            f"policy.model_name_or_path: {type(policy.network).__name__} gives a token other"
+            " probabilities where padding stands before its prompt, or step by step (their total"
+            f" variation distance is {distance:.2g}), so it would learn another distribution than"
+            " its own; choose another model"
+        )
 
 
 # --- rounding ------------------------------------------------------------------------------------

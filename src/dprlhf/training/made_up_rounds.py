@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from dprlhf import recipe
@@ -169,6 +170,35 @@ def logprobs_of(
     rows = _made_up(policy, shapes, numbers, width, 1)
     found = torch.from_numpy(token_logprobs(policy, rows, shapes.update.batch_size))
     return [[found[torch.from_numpy(rows.user == user)]] for user in range(len(numbers))]
+
+
+@torch.no_grad()
+def distance_by_padding(policy: CausalLMPolicy, shapes: Shapes) -> float:
+    """Return how far a token's distribution moves by padding and the cache.
+
+    A made-up prompt that fills half of its width is answered in a few steps; the model's logits on
+    the sequence as it is are compared with those of the steps, and of a padded gradient pass.
+
+    Returns:
+        The larger of the two total variation distances, means over tokens, from 0 to 1.
+    """
+    width, steps = shapes.widths[0], min(_STEPS, shapes.response)
+    prompt = made_up_prompt(policy, 0, width, shapes.prompt)[: -(-width // 2)]
+    draws = torch.from_numpy(np.random.default_rng(10).random((1, 1, steps)))
+    seen: list[torch.Tensor] = []
+    [response] = decode(
+        policy, [prompt], draws, size=1, width=width, watch=lambda x: seen.append(x.clone())
+    )
+    row = torch.tensor([prompt + response], device=policy.device)
+    padded = F.pad(row, (width - len(prompt), 0))
+    mask = F.pad(torch.ones_like(row), (width - len(prompt), 0))
+    inputs = policy.inputs_of(padded, mask, len(response), 1)
+    # The last token predicts nothing.
+    plain = policy.model(input_ids=row[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :]
+    of_pass = policy.model(**inputs, use_cache=False).logits[0, -len(response) :]
+    expected = plain.float().softmax(1)
+    found = (x.float().softmax(1) for x in (torch.cat(seen[: len(response)]), of_pass))
+    return max(float((x - expected).abs().sum(1).mean() / 2) for x in found)
 
 
 def contributions(

@@ -93,7 +93,7 @@ def _config(recipe: Recipe) -> Any:
         resolve(policy.model_name_or_path),
         revision=policy.revision,
         trust_remote_code=policy.trust_remote_code,
-    )
+    ).get_text_config()
 
 
 SPACE: dict[str, Values | Factor] = {
