@@ -93,7 +93,6 @@ COMMON = [
         "test_publish",
         "test_report",
         "test_accounting",
-        "test_critic",
         "test_composition",
         "test_supervised",
         "test_audit",

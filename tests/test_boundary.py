@@ -152,9 +152,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "open_released": {
         "policies/optimizers": "moves the model",
         "training/rounds": "writes the norm of what was released to the metrics",
-        "updates/adaptive_clip": "reads the noised count of the users that were not clipped",
         "updates/telemetry": "reads the noised mean reward",
-        "updates/critic": "moves the critic",
         "audit/game": "shows the adversary what was released",
         "audit/watched_gate": "shows the auditor what was released of its canaries",
         "papers/control/updates": "keeps the noised mean return for later rounds",

@@ -23,7 +23,6 @@ from dprlhf.privacy.plan import make_plan
 from dprlhf.rewards import Scores
 from dprlhf.training.rounds import released_metrics
 from dprlhf.updates import UPDATES
-from dprlhf.updates.critic import Critic
 from dprlhf.updates.telemetry import TelemetryCoordinates
 from helpers.batches import Shape, batch_of
 from helpers.policies import policy_of
@@ -62,16 +61,11 @@ def a_round() -> Any:
     return round_of(policy, responses, scores, clip_norm=0.5)[0]
 
 
-def critic() -> Critic:
-    return Critic(recipe.Critic(features=1), 0.1, 3.0, 64, 8)
-
-
 TAKES_RELEASED: dict[str, Callable[[Any], Any]] = {
     "ascend": lambda x: ascend([PARAMETER], OPTIMIZER, x),
     "remember_release": lambda x: remember_release([PARAMETER], OPTIMIZER, x),
     "step": lambda x: a_round().step(x),
     "telemetry": lambda x: TelemetryCoordinates(0.1, 3.0).read(x, 1),
-    "critic": lambda x: critic().read(x, 1),
     "released_metrics": lambda x: released_metrics(SimpleNamespace(plan=PLAN), 1, x),  # type: ignore[arg-type]
     "open_released": lambda x: open_released(x, "a test"),
     "post_process": lambda x: post_process(lambda read: read(x)),
@@ -151,7 +145,6 @@ from dprlhf.privacy.plan import Plan
 from dprlhf.rewards import Scores
 from dprlhf.training.rounds import released_metrics
 from dprlhf.training.run import Run
-from dprlhf.updates.critic import Critic
 from dprlhf.updates.round import PrivateRound
 from dprlhf.updates.telemetry import TelemetryCoordinates
 
@@ -159,14 +152,13 @@ class Plain: ...
 
 def f(
     raw: RAW, summed: SUMMED, clipped: CLIPPED, round_: PrivateRound, gate: Gate, plan: Plan,
-    critic: Critic, telemetry: TelemetryCoordinates, run: Run,
+    telemetry: TelemetryCoordinates, run: Run,
     parameters: list[torch.Tensor], optimizer: torch.optim.Optimizer,
 ) -> None:
     ascend(parameters, optimizer, raw)
     remember_release(parameters, optimizer, raw)
     round_.step(raw)
     telemetry.read(raw, 1)
-    critic.read(raw, 1)
     released_metrics(run, 1, raw)
     open_released(raw, "here")
     post_process(lambda read: read(raw))

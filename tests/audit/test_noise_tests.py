@@ -106,7 +106,7 @@ def test_no_noise_at_all_is_seen_without_a_warning() -> None:
 
 
 def test_releases_of_different_lengths_are_all_counted() -> None:
-    """The riders of a round's first release have noise too."""
+    """Telemetry in a round's first release has noise too."""
     both = [draws(0, 1, 500)[0], 0.5 * draws(1, 1, 900)[0]]
     assert noise_tests(both)["release"] < 1e-6
 

@@ -321,7 +321,7 @@ def test_a_canary_above_the_clip_norm_and_a_step_beside_the_gate_are_seen() -> N
     assert "not released" in judgement._broken_rules(record_of(plan, 1.0, 1.1 * step))[0]
 
 
-def test_the_power_counts_what_riders_leave_of_the_clip_norm() -> None:
+def test_the_power_counts_what_telemetry_leaves_of_the_clip_norm() -> None:
     plan = plan_of("fixed", 1.08, 2000)
     whole, part = (one_run.power_of(plan, 2000, 10, "gradient", 0.97, move) for move in (1, 0.436))
     assert whole["noise"] == part["noise"]

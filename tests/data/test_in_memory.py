@@ -134,8 +134,8 @@ class TestTrlsNames:
             ({"data__path": "users.csv"}, "train: data.path has no effect with rows in memory"),
             ({"data": {"limit": 1}}, "train: data.limit has no effect with rows in memory"),
             (
-                {"update__critic__features": 0, "update__critic": "noised"},
-                "update.critic.features is given by itself, and update.critic as a whole",
+                {"update__subspace__rank": 2, "update__subspace": {}},
+                "update.subspace.rank is given by itself, and update.subspace as a whole",
             ),
         ],
     )

@@ -168,7 +168,6 @@ def test_the_times_are_public_after_each_round_and_after_a_failure(
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "critic": {"update__critic": {"name": "noised", "features": 1}},
     "grpo": {"update": {"name": "grpo"}},
     "ppo": {"update": {"name": "ppo"}, "kl__beta": 0.1},
     "rebel": {"update": {"name": "rebel", "steps": 2}},

@@ -70,7 +70,6 @@ def settings(model: str) -> dict[str, Any]:
         "rollout__batch_size": 4,
         "update__batch_size": 4,
         "update__clip_norm": 0.01,
-        "update__critic": {"features": 2, "share": 0.1},
         "evaluation_prompts": [f"public {'words ' * (i % 3)}{i}" for i in range(EVALUATED)],
         "evaluation__log_probs": True,
         "quiet": True,

@@ -15,7 +15,6 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
 from dprlhf.updates import PrivateRound
-from dprlhf.updates.critic import Critic
 from dprlhf.updates.round import Terms
 from dprlhf.updates.telemetry import TelemetryCoordinates
 
@@ -65,7 +64,6 @@ def round_of(
     noise_multiplier: float = 0.0,
     expected_batch_size: float = 1.0,
     learning_rate: float = 0.0,
-    critic: Critic | None = None,
     gate: OpenGate | None = None,
 ) -> tuple[PrivateRound, OpenGate]:
     """Return a round with an SGD optimizer, and its gate."""
@@ -80,7 +78,6 @@ def round_of(
         reduce=lambda x: x,
         gate=gate,
         t=1,
-        critic=critic,
     )
     return made, gate
 

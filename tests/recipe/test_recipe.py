@@ -470,7 +470,6 @@ def test_the_former_name_of_an_adapter_is_read_and_the_new_one_told(
         ({"policy__adapter__type": "lora"}, []),
         ({"policy__adapter__type": "vera"}, ["policy.adapter.type: vera"]),
         ({"rollout__backend": "vllm"}, ["rollout.backend: vllm"]),
-        ({"update": {"critic": {"features": 0}}}, ["update.critic"]),
     ],
     ids=str,
 )

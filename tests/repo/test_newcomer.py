@@ -295,8 +295,6 @@ def test_what_is_experimental_is_marked_everywhere() -> None:
         "rollout.agent",
         "rollout.backend",
         "rollout.cuda_graphs",
-        "update.clip_norm.quantile",
-        "update.critic",
     }
     guide = (ROOT / "docs/performance.md").read_text().partition("\n## Experimental\n")[2]
     told = typer.main.get_command(app).commands["train"].help  # type: ignore[attr-defined]

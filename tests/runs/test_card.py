@@ -273,14 +273,6 @@ def test_the_card_says_what_each_update_releases(update: dict[str, Any], said: s
     assert reward == f"the noised mean reward and count of each round, in {together}"
 
 
-def test_the_card_names_the_count_that_a_quantile_clip_norm_follows() -> None:
-    update = {"name": "pg", "clip_norm": {"quantile": 0.5, "initial": 1.0, "share": 0.04}}
-    card = card_for(make_recipe(BASE | REWARDS | {"update": update}))
-    said = next(line for line in card["released"] if "share of users" in line)
-    assert said.startswith("the noised share of users whose gradient is not clipped")
-    assert f"0.04 of its budget, at noise multiplier {card['noise_multiplier'] * 5:.4g}" in said
-
-
 def test_every_update_and_stage_is_described() -> None:
     assert {u["name"] for u, _ in RELEASES} == set(UPDATES)
     (only,) = card_for(SFTRecipe.model_validate(BASE))["released"]

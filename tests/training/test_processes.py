@@ -161,7 +161,7 @@ def test_the_subspace_of_two_processes_is_that_of_one(folder: Path) -> None:
     # Of the public prompts the gradients of the reward and of the likelihood, then of the users.
     gradients, likelihood, sums = (one.sums[i::3] for i in range(3))
     assert [g.ndim for g in (*gradients, *likelihood)] == [2] * 2 * launched.ROUNDS
-    assert [len(s) for s in sums] == [3 + 2 + 3] * launched.ROUNDS  # telemetry and critic
+    assert [len(s) for s in sums] == [3 + 2] * launched.ROUNDS  # directions and telemetry
     for process in two:
         for found, expected in zip(process.sums, one.sums, strict=True):
             assert float((found - expected).norm()) <= 1e-7 * float(expected.norm())

@@ -556,18 +556,6 @@ class TestFailingRewards:
         dprlhf.train(**settings(model, rounds=1), output_dir=tmp_path / "run")
         assert charged(tmp_path / "run") == [1]
 
-    @pytest.mark.slow
-    def test_too_few_public_prompts_for_the_critic_leave_no_folder(
-        self, model: str, tmp_path: Path
-    ) -> None:
-        critic = {"features": 2, "share": 0.1}
-        with pytest.raises(DprlhfError, match=r"update\.critic\.features 2 needs at least 8"):
-            dprlhf.train(
-                **settings(model, update__critic=critic, evaluation_prompts=["a", "b"]),
-                output_dir=tmp_path / "run",
-            )
-        assert not (tmp_path / "run").exists()
-
     def test_a_resumed_run_checks_its_reward_too(self, model: str, tmp_path: Path) -> None:
         common = settings(model, rounds=1)
         dprlhf.train(**common, output_dir=tmp_path / "run")

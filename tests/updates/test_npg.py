@@ -411,7 +411,6 @@ def test_the_ledger_charges_every_release(
         ({"oracle": {"radius": math.inf}}, "update.oracle.radius: .* finite"),
         ({"oracle": {"steps": 0}}, "update.oracle.steps: .* greater than or equal to 1"),
         ({"clip_norm": math.inf}, "update.clip_norm bounds the features .* finite one"),
-        ({"critic": "noised"}, r"update: there is no critic .* pg, grpo or ppo"),
     ],
 )
 def test_what_cannot_run_is_refused_when_the_recipe_is_read(

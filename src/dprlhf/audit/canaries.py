@@ -40,7 +40,7 @@ from dprlhf.training.build import open_run
 from dprlhf.training.run import Run
 from dprlhf.training.trainer import run_rounds
 from dprlhf.updates import UPDATES
-from dprlhf.updates.rider import Rider
+from dprlhf.updates.telemetry import TelemetryCoordinates
 
 Array = NDArray[np.float64]
 Started = Callable[[Plan, int, float], None]
@@ -194,7 +194,6 @@ def _updates(recipe: AnyRecipe, signs: Array) -> tuple[dict[str, Any], Any, Any,
     changes = {
         "rewards": [settings.Reward(function=IN_MEMORY)],
         "policy": settings.Policy(model_name_or_path="bandit"),
-        # A critic keeps its share of the release but not its features: the bandit has none.
         "update": recipe.update.saturated(
             clip_norm=CLIP_NORM, batch_size=_AT_ONCE, target_bound=0.1 * recipe.reward_range
         ),
@@ -339,7 +338,7 @@ def _train(
         own = run.policy.dimension if sources.policy is not None else 0
         allocation = open_private(run.allocation)
         users = [len(allocation.round(t)) for t in range(1, run.plan.rounds + 1)]
-        gate = WatchedGate(cast(Gate, run.gate), run.plan, own, _riders(run), users)
+        gate = WatchedGate(cast(Gate, run.gate), run.plan, own, _telemetry(run), users)
         run.gate = cast(Gate, gate)
         begin(run)
         run_rounds(run)
@@ -353,16 +352,16 @@ def _train(
     return run, gate
 
 
-def _riders(run: Run) -> list[Rider]:
-    """Return what rides in the first release of a round."""
-    riders = [getattr(run.stage, name, None) for name in ("telemetry", "critic", "clip")]
-    return [rider for rider in riders if rider is not None and rider.count]
+def _telemetry(run: Run) -> TelemetryCoordinates | None:
+    """Return what is beside the users' vectors in the first release of a round."""
+    found: TelemetryCoordinates | None = getattr(run.stage, "telemetry", None)
+    return found if found is not None and found.count else None
 
 
 def _move(run: Run) -> float:
     """Return how far a user moves the rest of a round's first release, in units of S, at most."""
-    riders = sum((rider.norm / run.plan.clip_norm) ** 2 for rider in _riders(run))
-    return math.sqrt(1 - riders)
+    telemetry = _telemetry(run)
+    return math.sqrt(1 - (telemetry.norm / run.plan.clip_norm) ** 2) if telemetry else 1.0
 
 
 def _values_tested(run: Run) -> int:
@@ -374,7 +373,8 @@ def _values_tested(run: Run) -> int:
         if oracle.name == "sufficient-statistics":
             length = length * (length + 3) // 2  # the upper triangle of a matrix, and a vector
     later = run.plan.releases_per_round - 1
-    riding = sum(rider.count for rider in _riders(run))
+    telemetry = _telemetry(run)
+    riding = telemetry.count if telemetry else 0
     of_round = values_tested(length + riding) + later * values_tested(length)
     return run.plan.rounds * of_round
 

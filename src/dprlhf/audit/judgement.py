@@ -249,16 +249,18 @@ def _moves(probes: Array) -> Array:
 def _broken_rules(record: Record) -> list[str]:
     """Return what no chance explains.
 
-    That is a canary that moves a sum by more than S, riders above their bound, and a policy that
+    That is a canary that moves a sum by more than S, telemetry above its bound, and a policy that
     moved by what was not released.
     """
     broken = []
     largest = max((np.abs(s.given).max(initial=0.0) for r in record.rounds for s in r), default=0.0)
     if largest > 1 + 1e-6:
         broken.append(f"a canary moved a sum by {largest:.3g} times the clip norm")
-    riders = max((s.riders for r in record.rounds for s in r), default=0.0)
-    if riders > 1 + 1e-6:
-        broken.append(f"what rides beside the gradient was {riders:.3g} times what users may bring")
+    telemetry = max((s.telemetry for r in record.rounds for s in r), default=0.0)
+    if telemetry > 1 + 1e-6:
+        broken.append(
+            f"what rides beside the gradient was {telemetry:.3g} times what users may bring"
+        )
     if record.moved is not None:
         scale = record.plan.clip_norm / record.plan.expected_batch_size
         sums = np.array([sum(s.released for s in r) for r in record.rounds]) * scale

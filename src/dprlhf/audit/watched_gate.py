@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from dprlhf.boundary import BoundedSum, Released, open_released
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.plan import Plan
-from dprlhf.updates.rider import Rider
+from dprlhf.updates.telemetry import TelemetryCoordinates
 
 Array = NDArray[np.float64]
 
@@ -30,14 +29,14 @@ class Seen:
         released: The same after the gate, ``[users]``.
         noise: The noise on the sum, ``[coordinates]``: all of them, or the first and the last
             32,768 of a longer release.
-        riders: Length of the riders' sum before the gate, over what the users of the round may
-            bring together: their number times the riders' bound. At most 1.
+        telemetry: Length of telemetry's sum before the gate, over what the users of the round may
+            bring together: their number times its bound. At most 1.
     """
 
     given: Array
     released: Array
     noise: Array
-    riders: float = 0.0
+    telemetry: float = 0.0
 
 
 class WatchedGate:
@@ -47,8 +46,8 @@ class WatchedGate:
         gate: The run's gate.
         plan: The run's plan.
         own: Number of coordinates that belong to one user each; 0 where users share a model's. They
-            are the last ones of a release, but for the riders of a round's first release.
-        riders: What rides behind them in a round's first release.
+            are the last ones of a release, but for telemetry in a round's first release.
+        telemetry: What is behind them in a round's first release.
         users: Number of users of each round, ``[rounds]``.
 
     Attributes:
@@ -62,22 +61,22 @@ class WatchedGate:
         gate: Gate,
         plan: Plan,
         own: int,
-        riders: Sequence[Rider] = (),
+        telemetry: TelemetryCoordinates | None = None,
         users: Sequence[int] = (),
     ) -> None:
         self.ledger = gate.ledger
         self.rounds: dict[int, list[Seen]] = {}
         self.moved = False
         self._gate, self._plan = gate, plan
-        self._own, self._riders = own, sum(rider.count for rider in riders)
-        self._users, self._bound = users, math.hypot(*(rider.norm for rider in riders))
+        self._own, self._count = own, telemetry.count if telemetry else 0
+        self._users, self._bound = users, telemetry.norm if telemetry else 0.0
 
     def release(self, t: int, bounded: BoundedSum) -> Released[torch.Tensor]:
         """Release a sum as the gate does, and keep it and its noise."""
         before = bounded.total.numpy().copy()  # the gate adds the noise in place
         released = self._gate.release(t, bounded)
         after = open_released(released, "the audit").numpy() * self._plan.expected_batch_size
-        end = len(before) - (0 if t in self.rounds else self._riders)
+        end = len(before) - (0 if t in self.rounds else self._count)
         place = slice(max(0, end - self._own), end)
         self.moved |= bool(before[place if self._own else slice(end)].any())
         scale = self._plan.clip_norm

@@ -67,15 +67,12 @@ class Weighted:
             response, ``[rows]``; float64. A NaN makes its user's gradient zero.
         extra: Coordinates appended to each user's gradient, ``[users, e]``, float64; e may be 0.
         extra_norm: The L2 bound on a user's row of ``extra``; below the clip norm.
-        signed: Whether the last extra coordinate changes its sign for a user whose gradient is
-            within its bound, so that a release tells how many are.
     """
 
     responses: Rows
     weights: NDArray[np.float64]
     extra: NDArray[np.float64]
     extra_norm: float
-    signed: bool = False
 
 
 @dataclass(frozen=True)
@@ -169,7 +166,6 @@ def clipped_sum(
             clip_norm=clip_norm,
             reduce=reduce,
             most_users=most_users,
-            signed=opened.signed,
         )
     responses = language_model_rows(responses)
     private = math.isfinite(clip_norm)
@@ -198,8 +194,7 @@ def clipped_sum(
                 add_gradient(policy, responses, weights, part, total)
         if tick is not None:
             tick(len(batch.rows))
-    coordinates = with_sign(opened.extra, norms, gradient_norm) if opened.signed else opened.extra
-    extra, _ = clip_users(torch.from_numpy(coordinates), opened.extra_norm, most_users=most_users)
+    extra, _ = clip_users(torch.from_numpy(opened.extra), opened.extra_norm, most_users=most_users)
     both[policy.dimension :] = extra.sum(0)
     return ClippedSum(BoundedSum(reduce(from_device(both)), clip_norm), Private(norms))
 
@@ -213,7 +208,6 @@ def clipped_vectors(
     clip_norm: float,
     reduce: Callable[[torch.Tensor], torch.Tensor],
     most_users: int = MOST_USERS,
-    signed: bool = False,
     subspace: Subspace | None = None,
 ) -> ClippedSum:
     """Return Σ_u clip(v_u, S) of vectors that are not gradients of one loss.
@@ -227,7 +221,6 @@ def clipped_vectors(
         clip_norm: S; vector and extra coordinates are clipped apart, as in :func:`clipped_sum`.
         reduce: Sums a tensor over all processes.
         most_users: A public upper bound on the number of users in the round.
-        signed: As in :class:`Weighted`.
         subspace: A subspace, in whose coordinates vectors are clipped and summed; None for their
             own.
 
@@ -248,24 +241,9 @@ def clipped_vectors(
         clipped, norm = clip_users(summands.cpu(), vector_bound, most_users=most_users)
         total += clipped.sum(0)
         norms[users] = norm.numpy()
-    if signed:
-        coordinates = with_sign(coordinates, norms, vector_bound)
     of_extra, _ = clip_users(torch.from_numpy(coordinates), extra_norm, most_users=most_users)
     both = torch.cat([total, of_extra.sum(0)])
     return ClippedSum(BoundedSum(reduce(both), clip_norm), Private(norms), subspace)
-
-
-def with_sign(
-    extra: NDArray[np.float64], norms: NDArray[np.float64], bound: float
-) -> NDArray[np.float64]:
-    """Return extra coordinates, ``[users, e]``, the last one negated for users not clipped.
-
-    A user is not clipped if its norm is at most ``bound``. A sign changes no norm, so the bound on
-    the extra coordinates stays.
-    """
-    signed = extra.copy()
-    signed[:, -1] *= np.where(norms <= bound, -1.0, 1.0)  # a norm that is no number is outside
-    return signed
 
 
 def _check_number(users: int, most_users: int) -> None:

@@ -26,8 +26,7 @@ from dprlhf.recipe.loading import (
 from dprlhf.recipe.no_effect import without_effect
 from dprlhf.recipe.policy import Adapter, Policy, Source
 from dprlhf.recipe.privacy import Auto, Privacy
-from dprlhf.recipe.private_update import Critic, Oracle, PrivateUpdate, TrustRegion
-from dprlhf.recipe.quantile import QuantileClip
+from dprlhf.recipe.private_update import Oracle, PrivateUpdate, TrustRegion
 from dprlhf.recipe.rl import Recipe
 from dprlhf.recipe.sections import (
     KL,
@@ -67,7 +66,6 @@ __all__ = [
     "AnyRecipe",
     "Auto",
     "Average",
-    "Critic",
     "DPORecipe",
     "Data",
     "Documents",
@@ -82,7 +80,6 @@ __all__ = [
     "Preferences",
     "Privacy",
     "PrivateUpdate",
-    "QuantileClip",
     "Recipe",
     "Reward",
     "RewardRecipe",

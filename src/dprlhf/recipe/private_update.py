@@ -13,7 +13,6 @@ from pydantic import Discriminator, Field, Tag, field_validator
 from dprlhf.recipe.base import PositiveFloat, PositiveInt, Settings
 from dprlhf.recipe.evaluation import Evaluation
 from dprlhf.recipe.privacy import Privacy
-from dprlhf.recipe.quantile import QuantileClip
 from dprlhf.recipe.sections import KL, Optimizer, Reward, Rollout
 from dprlhf.recipe.subspace import Subspace
 
@@ -73,19 +72,15 @@ class TrustRegion(Settings):
 
 
 def _clip_norm_kind(value: Any) -> str:
-    if isinstance(value, QuantileClip) or (isinstance(value, Mapping) and "quantile" in value):
-        return _QUANTILE
     return _REGION if isinstance(value, Mapping | TrustRegion) else _NUMBER
 
 
-CLIP_NORM_KINDS = _NUMBER, _REGION, _QUANTILE = "number", "region", "quantile-clip"
-"""How pydantic names the three kinds in an error's location."""
+CLIP_NORM_KINDS = _NUMBER, _REGION = "number", "region"
+"""How pydantic names the two kinds in an error's location."""
 
 
 ClipNorm = Annotated[
-    Annotated[float, Field(gt=0), Tag(_NUMBER)]
-    | Annotated[TrustRegion, Tag(_REGION)]
-    | Annotated[QuantileClip, Tag(_QUANTILE)],
+    Annotated[float, Field(gt=0), Tag(_NUMBER)] | Annotated[TrustRegion, Tag(_REGION)],
     Discriminator(_clip_norm_kind),
 ]
 
@@ -96,8 +91,7 @@ class PrivateUpdate(Settings):
     Attributes:
         name: Name of the update in a recipe.
         clip_norm: Clip norm S, the L2 bound on one user's vector; or a trust region that
-            determines S once, before the first round; or a quantile of the users' norms that it
-            follows from round to round. ``.inf`` only in a non-private baseline.
+            determines S once, before the first round. ``.inf`` only in a non-private baseline.
         batch_size: Responses in one micro-batch of the backward pass. Larger is faster until memory
             runs out; it does not change the result beyond rounding.
         subspace: Directions from public gradients, along which users' vectors are released; null
@@ -124,8 +118,6 @@ class PrivateUpdate(Settings):
     @property
     def radius(self) -> float:
         """Clip norm S; 1 as long as a trust region has not determined it."""
-        if isinstance(self.clip_norm, QuantileClip):
-            return self.clip_norm.initial
         return 1.0 if isinstance(self.clip_norm, TrustRegion) else self.clip_norm
 
     @property
@@ -153,11 +145,6 @@ class PrivateUpdate(Settings):
     def moves_within_round(self) -> bool:
         """Whether log-probabilities are taken at parameters other than those that sampled."""
         return self.releases > 1
-
-    @property
-    def noised_critic(self) -> Critic | None:
-        """Settings of the critic that serves the advantages; None without one."""
-        return None
 
     @property
     def least_squares(self) -> Oracle | None:
@@ -189,28 +176,6 @@ class PrivateUpdate(Settings):
         """
         bounds = {"clip_norm": clip_norm, "batch_size": batch_size, "subspace": None}
         return self.model_copy(update=bounds)
-
-
-class Critic(Settings):
-    """A value function V(x) that predicts a prompt's mean reward, learned from noised releases.
-
-    It rides in the gradient's release (:mod:`dprlhf.updates.critic`).
-
-    Attributes:
-        name: ``noised`` is the only kind.
-        share: Share of the round's budget 1/z² that the critic takes. The gradient's noise-to-clip
-            ratio grows by 1/√(1 − share).
-        features: Number p of features of a prompt, fitted on public prompts. With 0, V is the
-            released mean reward of earlier rounds. The noise in V grows with p.
-        weight: Weight of r − V(x) in an advantage; the baseline has the rest.
-        step_size: Step size η in (0, 1] of V's update after each round.
-    """
-
-    name: Literal["noised"] = "noised"
-    share: Annotated[float, Field(gt=0, lt=1)] = 0.02
-    features: Annotated[int, Field(ge=0)] = 4
-    weight: Annotated[float, Field(gt=0, le=1)] = 0.5
-    step_size: Annotated[float, Field(gt=0, le=1)] = 0.3
 
 
 class Oracle(Settings):

@@ -12,7 +12,6 @@ from dprlhf.recipe.evaluation import Evaluation
 from dprlhf.recipe.policy import Policy, Source
 from dprlhf.recipe.privacy import Previous, Privacy
 from dprlhf.recipe.promise import check_promise
-from dprlhf.recipe.quantile import QuantileClip
 from dprlhf.recipe.sections import KL, Optimizer, Reward, Rollout, Tracking
 from dprlhf.recipe.update_checks import check_update
 from dprlhf.recipe.updates import PG, Update
@@ -129,18 +128,6 @@ class Recipe(Settings):
         if self.privacy.reward_share:
             where = "same release" if releases == 1 else "first of these releases"
             lines.append(f"the noised mean reward and count of each round, in the {where}")
-        if (critic := self.update.noised_critic) is not None:
-            lines.append(
-                f"the noised step of a critic of {1 + critic.features} numbers in each round, in"
-                f" the same release: {critic.share:g} of its budget, at noise multiplier"
-                f" {noise_multiplier / critic.share**0.5:.4g}"
-            )
-        if isinstance(quantile := self.update.clip_norm, QuantileClip):
-            lines.append(
-                "the noised share of users whose gradient is not clipped, and with it the clip"
-                f" norm, of each round, in the same release: {quantile.share:g} of its budget, at"
-                f" noise multiplier {noise_multiplier / quantile.share**0.5:.4g}"
-            )
         return lines
 
     @model_validator(mode="after")

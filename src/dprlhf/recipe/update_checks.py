@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NoReturn
 
-from dprlhf.recipe.private_update import Critic, PrivateUpdate, Sections, TrustRegion
-from dprlhf.recipe.quantile import QuantileClip
+from dprlhf.recipe.private_update import PrivateUpdate, Sections, TrustRegion
 from dprlhf.recipe.subspace import Subspace
 from dprlhf.recipe.updates import UPDATE_SETTINGS
 
@@ -26,12 +25,8 @@ def check_update(update: PrivateUpdate, recipe: Sections) -> None:
     """
     if isinstance(update.clip_norm, TrustRegion):
         _check_trust_region(update, update.clip_norm, recipe)
-    if isinstance(update.clip_norm, QuantileClip):
-        _check_quantile(update, update.clip_norm, recipe)
     if update.least_squares is not None:
         _check_least_squares(update, recipe)
-    if update.noised_critic is not None:
-        _check_critic(update.noised_critic, recipe)
     if update.subspace is not None:
         _check_subspace(update, update.subspace, recipe)
     if recipe.rollout.mask_truncated and not update.leaves_rows_out:
@@ -102,26 +97,6 @@ def _check_trust_region(update: PrivateUpdate, region: TrustRegion, recipe: Sect
         )
 
 
-def _check_quantile(update: PrivateUpdate, clip: QuantileClip, recipe: Sections) -> None:
-    if not update.allows_trust_region:
-        raise ValueError(
-            "update.clip_norm: a quantile is of the vectors that"
-            f" {_names(lambda kind: kind.allows_trust_region)} release once in a round;"
-            f" {update.name} bounds the features of a regression: give a number"
-        )
-    if recipe.privacy.bands > 1:
-        raise ValueError(
-            "update.clip_norm: with privacy.bands above 1, later rounds take back noise of"
-            " earlier ones, which a clip norm that changes leaves in: give a number"
-        )
-    critic = update.noised_critic.share if update.noised_critic is not None else 0.0
-    if recipe.privacy.reward_share**2 + critic + clip.share >= 1:
-        raise ValueError(
-            "update.clip_norm.share, update.critic.share and the square of"
-            " privacy.reward_share leave nothing to the gradient: lower them"
-        )
-
-
 def _check_subspace(update: PrivateUpdate, subspace: Subspace, recipe: Sections) -> None:
     if subspace.source == "public" and subspace.data is None and recipe.evaluation is None:
         raise ValueError(
@@ -160,19 +135,6 @@ def _check_least_squares(update: PrivateUpdate, recipe: Sections) -> None:
         raise ValueError(
             "optimizer.name: adam-corrected needs the noise of a released gradient, and"
             f" update.name {update.name} steps along a regression's solution: write sgd"
-        )
-
-
-def _check_critic(critic: Critic, recipe: Sections) -> None:
-    if critic.features and recipe.evaluation is None:
-        raise ValueError(
-            "update.critic: features come from public prompts (evaluation.data): give some, or"
-            " write features: 0"
-        )
-    if recipe.privacy.reward_share**2 + critic.share >= 1:
-        raise ValueError(
-            "update.critic.share and the square of privacy.reward_share leave nothing to the"
-            " gradient: lower them"
         )
 
 

@@ -17,14 +17,13 @@ from pydantic import (
     Field,
     SerializeAsAny,
     ValidationError,
-    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from dprlhf.recipe.base import Experimental, PositiveFloat, PositiveInt
+from dprlhf.recipe.base import PositiveFloat, PositiveInt
 from dprlhf.recipe.plugins import load_plugin, plugin_names
-from dprlhf.recipe.private_update import Critic, Oracle, PrivateUpdate, Sections
+from dprlhf.recipe.private_update import Oracle, PrivateUpdate, Sections
 
 ENTRY_POINT_GROUP = "dprlhf.updates"
 """The entry-point group of updates in other packages; each names an :class:`UpdatePlugin`."""
@@ -48,58 +47,10 @@ Baseline = Literal["paired", "loo", "group"]
 
 
 class _Advantage(_Score):
-    """Policy gradients, whose advantages a critic can serve.
-
-    Attributes:
-        critic: ``noised``, or a mapping with its settings; null for no critic.
-    """
+    """Policy gradients along one clipped sum, which take rewards by turn."""
 
     allows_trust_region: ClassVar[bool] = True
     turn_rewards: ClassVar[bool] = True
-    unscaled: ClassVar[str] = "baseline: loo"
-    """The setting under which advantages keep the unit of rewards."""
-
-    critic: Annotated[Critic | None, Experimental()] = None
-
-    @field_validator("critic", mode="before")
-    @classmethod
-    def _named(cls, critic: Any) -> Any:
-        return {} if critic == "noised" else critic
-
-    @property
-    def scaled(self) -> bool:
-        """Whether advantages are divided by a standard deviation, so that they have no unit."""
-        return False
-
-    @property
-    def noised_critic(self) -> Critic | None:
-        """Settings of the critic that serves the advantages; None without one."""
-        return self.critic
-
-    def check(self, recipe: Sections) -> None:
-        """Refuse a recipe whose other sections do not work with this update.
-
-        Raises:
-            ValueError: Names the setting and what would work.
-        """
-        if self.critic is not None and self.scaled:
-            raise ValueError(
-                "update.critic: V(x) is in the unit of rewards, and standardised advantages have"
-                f" none: write {self.unscaled}"
-            )
-
-    def saturated(self, *, clip_norm: float, batch_size: int, target_bound: float) -> Self:
-        """Return these settings with bounds so low that each canary user of an audit is clipped.
-
-        A critic keeps its share of the release but not its features: canaries have none.
-        """
-        made = super().saturated(
-            clip_norm=clip_norm, batch_size=batch_size, target_bound=target_bound
-        )
-        if made.critic is None:
-            return made
-        critic = made.critic.model_copy(update={"features": 0})
-        return made.model_copy(update={"critic": critic})
 
 
 class PG(_Advantage):
@@ -118,11 +69,6 @@ class PG(_Advantage):
     baseline: Baseline = "loo"
 
     @property
-    def scaled(self) -> bool:
-        """Whether advantages are divided by a standard deviation, so that they have no unit."""
-        return self.baseline == "group"
-
-    @property
     def released(self) -> str:
         """The phrase that completes "the noised mean …" on the privacy card."""
         return "gradient of each round"
@@ -139,16 +85,9 @@ class GRPO(_Advantage):
             rewards.
     """
 
-    unscaled: ClassVar[str] = "scale_rewards: false"
-
     name: Literal["grpo"] = "grpo"
     clip_range: PositiveFloat = 0.2
     scale_rewards: bool = True
-
-    @property
-    def scaled(self) -> bool:
-        """Whether advantages are divided by a standard deviation, so that they have no unit."""
-        return self.scale_rewards
 
     @property
     def released(self) -> str:
@@ -178,11 +117,6 @@ class PPO(_Advantage):
     local_optimizer: Literal["sgd", "adam"] = "sgd"
     local_learning_rate: PositiveFloat = 0.1
     clip_range: Annotated[float, Field(gt=0, lt=1)] | None = None
-
-    @property
-    def scaled(self) -> bool:
-        """Whether advantages are divided by a standard deviation, so that they have no unit."""
-        return self.baseline == "group"
 
     @property
     def passes(self) -> int:
@@ -359,29 +293,11 @@ def update_plugin(name: str) -> UpdatePlugin:
     return plugin
 
 
-def _check_critic(values: Mapping[str, Any], settings: type[PrivateUpdate]) -> None:
-    """Refuse a critic that is not noised, and any critic where an update has none."""
-    critic = values.get("critic", "noised")
-    name = critic.get("name", "noised") if isinstance(critic, Mapping) else critic
-    if "critic" in settings.model_fields:
-        known = name == "noised" or critic is None or isinstance(critic, Critic)
-    else:
-        known = "critic" not in values
-    if not known:
-        *first, last = (n for n, kind in UPDATE_SETTINGS.items() if "critic" in kind.model_fields)
-        raise ValueError(
-            f"there is no critic but critic: noised, with update.name {', '.join(first)} or {last}:"
-            " one fitted without noise would carry a round's users into later releases"
-            "; or write baseline: loo, which takes the user's own other responses"
-        )
-
-
 def _of_its_class(value: Any) -> Any:
     """Validate the section ``update`` by the settings class that its name stands for."""
     if not isinstance(value, Mapping):
         return value
     settings = _settings_class(value.get("name", "pg"))
-    _check_critic(value, settings)
     return settings.model_validate(value)
 
 

@@ -28,7 +28,7 @@ _SAMPLED = 64
 
 
 class Stateful(Protocol):
-    """A part of a run that a checkpoint keeps beside policy and optimizer, such as a critic."""
+    """A part of a run that a checkpoint keeps beside policy and optimizer, such as a subspace."""
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the tensors to keep, all of them released or public."""

@@ -26,7 +26,6 @@ from dprlhf.rewards.private import score_responses
 from dprlhf.rollout import keeps_outputs, sample, without_fillers
 from dprlhf.training.run import Batch, Run
 from dprlhf.training.timing import phases
-from dprlhf.updates.critic import Critic
 from dprlhf.updates.public_gradients import likelihood_gradients, public_gradients
 
 InForm = Callable[[Sequence[str]], Prompts]
@@ -84,15 +83,15 @@ class Guidance:
                 " update.subspace.data, or write source: model"
             )
 
-    def subspace(self, run: Run, batch: Batch, scorer: Scorer, critic: Critic | None) -> Subspace:
+    def subspace(self, run: Run, batch: Batch, scorer: Scorer) -> Subspace:
         """Return the subspace of round ``batch.t``; every process calls this and gets the same."""
         if self._subspace is None or (batch.t - 1) % self._settings.refresh == 0:
-            self._subspace = self._fit(run, batch, scorer, critic)
+            self._subspace = self._fit(run, batch, scorer)
         # Where users' gradients are: they may be millions of numbers, in each micro-batch.
         self._subspace = self._subspace.on(run.policy.device)
         return self._subspace
 
-    def _fit(self, run: Run, batch: Batch, scorer: Scorer, critic: Critic | None) -> Subspace:
+    def _fit(self, run: Run, batch: Batch, scorer: Scorer) -> Subspace:
         settings, processes = run.recipe, run.processes
         assert isinstance(settings, Recipe)
         prompts = with_factors(self._prompts(run.policy, settings, batch.t), settings)
@@ -104,7 +103,7 @@ class Guidance:
             found[own] = gradients
             return processes.sum(found)
 
-        gradients, likelihood = self._gradients(run, batch, prompts.take(own), scorer, critic)
+        gradients, likelihood = self._gradients(run, batch, prompts.take(own), scorer)
         found = of_all(gradients)
         if not bool(found.nan_to_num().any()):
             if self._subspace is not None:
@@ -128,7 +127,7 @@ class Guidance:
         return shared
 
     def _gradients(
-        self, run: Run, batch: Batch, prompts: Prompts, scorer: Scorer, critic: Critic | None
+        self, run: Run, batch: Batch, prompts: Prompts, scorer: Scorer
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what each of these prompts would contribute; note how long its phases took.
 
@@ -138,7 +137,7 @@ class Guidance:
         assert isinstance(settings, Recipe)
         count, keeps = parts_that_are_kept(run.policy, settings, len(prompts))
         found = [
-            self._part(run, batch, prompts.take(places), scorer, critic, keeps)
+            self._part(run, batch, prompts.take(places), scorer, keeps)
             for places in np.array_split(np.arange(len(prompts)), count)
         ]
         if len(prompts):
@@ -155,7 +154,6 @@ class Guidance:
         batch: Batch,
         prompts: Prompts,
         scorer: Scorer,
-        critic: Critic | None,
         keeps: bool,
     ) -> tuple[list[float], torch.Tensor, torch.Tensor | None]:
         """Return the times between the phases, and what :meth:`_gradients` does, of a part."""
@@ -186,7 +184,6 @@ class Guidance:
             reward_range=settings.reward_range,
             optimizer=run.optimizer,
             t=batch.t,
-            critic=critic,
             tick=batch.tick,
         )
         clock.append(time.perf_counter())

@@ -30,9 +30,8 @@ from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.foreign_hooks import refuse_foreign_hooks
-from dprlhf.policies.optimizers import set_noise
 from dprlhf.privacy.plan import Plan
-from dprlhf.recipe import PPO, QuantileClip, Recipe
+from dprlhf.recipe import PPO, Recipe
 from dprlhf.rewards import (
     LoadedReward,
     RewardSummary,
@@ -60,13 +59,10 @@ from dprlhf.training.policy_setup import (
     with_clip_norm,
     with_sampling,
 )
-from dprlhf.training.processes import Processes
 from dprlhf.training.reward_setup import call_size, check_rewards, check_times_columns
 from dprlhf.training.run import Batch, Outcome, Parts, Run
 from dprlhf.training.timing import seconds_a_response, seconds_a_round
 from dprlhf.updates import PrivateRound, find_update
-from dprlhf.updates.adaptive_clip import AdaptiveClip
-from dprlhf.updates.critic import Critic
 from dprlhf.updates.kl import subtract_kl
 from dprlhf.updates.privls.in_round import check_dimension
 from dprlhf.updates.telemetry import ReleasedReward, TelemetryCoordinates, ValidShare
@@ -111,9 +107,7 @@ class Reinforcement:
     Attributes:
         recipe: The settings; :meth:`settle` replaces what they leave open.
         public: The public prompts of the evaluation; None without evaluation.
-        critic: The value function V(x); None without a critic.
         agent: Samples the trajectories of a policy with tools; None without them.
-        clip: The clip norm that follows a quantile; None for a constant one.
         guidance: Finds the subspace of each round; None without one.
         rewards: The recipe's rewards, loaded.
         spread: Summary of the distribution of rewards of responses to public prompts.
@@ -133,8 +127,6 @@ class Reinforcement:
     def __init__(self, recipe: Recipe, sources: Sources) -> None:
         self.recipe = recipe
         self.public: Prompts | None = None
-        self.critic: Critic | None = None
-        self.clip: AdaptiveClip | None = None
         self.guidance: Guidance | None = None
         self.keeps = False
         self.timing: dict[str, float] = {}
@@ -165,12 +157,7 @@ class Reinforcement:
     @property
     def stateful(self) -> dict[str, Stateful]:
         """The parts of this stage that a checkpoint keeps, by the name of the file."""
-        parts: dict[str, Stateful | None] = {
-            "critic": self.critic,
-            "clip": self.clip,
-            "subspace": self.guidance,
-        }
-        return {name: part for name, part in parts.items() if part is not None}
+        return {} if self.guidance is None else {"subspace": self.guidance}
 
     def load_policy(self) -> CausalLMPolicy:
         """Return the program's own policy, or load the recipe's."""
@@ -263,7 +250,7 @@ class Reinforcement:
         self.recipe = self.recipe.model_copy(update=sizes)
 
     def load(self, parts: Parts) -> None:
-        """Check the rewards; make the critic and the telemetry coordinates."""
+        """Check the rewards; make the telemetry coordinates."""
         recipe, plan, policy, processes = self.recipe, parts.plan, parts.policy, parts.processes
         rows = plan.expected_batch_size * recipe.rollout.responses / processes.count
         self._state = RoundState(0, plan.rounds, recipe.privacy.participations)
@@ -295,9 +282,6 @@ class Reinforcement:
         self.judges = judge_scorers(recipe, policy, self.public, device=processes.device)
         judging = self.judges.items()
         self._know_models({f"evaluation.judges.{n}": judge.rewards[0] for n, judge in judging})
-        self.critic = _critic(recipe, plan, policy, processes, self.public)
-        if isinstance(recipe.update.clip_norm, QuantileClip):
-            self.clip = AdaptiveClip(recipe.update.clip_norm, plan.clip_norm)
         self.telemetry = TelemetryCoordinates.from_plan(
             plan, recipe.privacy.reward_share, recipe.reward_range
         )
@@ -336,7 +320,7 @@ class Reinforcement:
         subspace = None
         if self.guidance is not None:
             with run.progress.unlogged():
-                subspace = self.guidance.subspace(run, batch, self.scorer, self.critic)
+                subspace = self.guidance.subspace(run, batch, self.scorer)
             self._expect(run, self.guidance.seconds)
 
         def readable(users: NDArray[np.int64]) -> Prompts:
@@ -365,8 +349,6 @@ class Reinforcement:
             scores=scores,
             plan=run.plan,
             telemetry=self.telemetry,
-            critic=self.critic,
-            clip=self.clip,
             subspace=subspace,
             optimizer=run.optimizer,
             reduce=run.processes.sum,
@@ -374,9 +356,6 @@ class Reinforcement:
             t=batch.t,
             tick=batch.tick,
         )
-        if self.clip is not None:
-            std = run.plan.noise_std / run.plan.expected_batch_size
-            set_noise(run.optimizer, std / self.clip.factor)
         subtract_kl(round_, recipe.kl, recipe.update.batch_size)
         find_update(recipe.update)(round_, recipe.update)
         return self._outcome(round_)
@@ -392,11 +371,6 @@ class Reinforcement:
             metrics["private_reward_noise_std"] = reward.noise_std
             metrics["valid_share_noised"] = reward.valid_share
             metrics["valid_share_noise_std"] = reward.valid_std
-        if self.critic is not None:
-            metrics["critic_value_noised"] = self.critic.mean_value
-        if self.clip is not None:
-            metrics["clip_norm"] = self.clip.clip_norm
-            metrics["unclipped_share_noised"] = self.clip.unclipped
         secret = round_.unpenalised.map(_rewards)
         return Outcome(round_.released, round_.norms, metrics, secret)
 
@@ -514,24 +488,6 @@ def _keeps(recipe: Recipe, plan: Plan, policy: CausalLMPolicy, processes: int) -
 def _processes_here(policy: CausalLMPolicy, processes: int) -> int:
     """Return how many processes may share the memory of the policy's device."""
     return 1 if policy.device.type == "cuda" else processes
-
-
-def _critic(
-    recipe: Recipe,
-    plan: Plan,
-    policy: CausalLMPolicy,
-    processes: Processes,
-    public: Prompts | None,
-) -> Critic | None:
-    spec = recipe.update.noised_critic
-    if spec is None:
-        return None
-    longest = recipe.data.max_prompt_tokens
-    critic = Critic.from_plan(spec, plan, policy, recipe.reward_range, longest)
-    prompts = public.prompts if public is not None else []
-    critic.fit_features(policy, policy.encode(prompts, longest))
-    critic.load_state(processes.from_main(critic.state()))
-    return critic
 
 
 def _rewards(scored: Scores) -> dict[str, Any]:

@@ -56,34 +56,14 @@ def round_advantage_weights(
     With rewards by turn the weights are those of each token, as with ``kl.level: token``.
 
     Args:
-        round_: The round: its responses, scores and, with a critic, the values V(x).
+        round_: The round: its responses and scores.
         baseline: A name in :data:`~dprlhf.updates.baselines.BASELINES`.
         ratio: The importance ratio of each row, ``[rows]``; None means 1.
     """
     if ratio is None:
         ratio = round_.responses.map(lambda responses: np.ones(len(responses.user)))
-    if round_.critic is None or round_.values is None:
-        return round_.responses.map(
-            partial(advantage_weights, baseline=baseline),
-            round_.scores,
-            round_.valid,
-            ratio,
-        )
-    weight = round_.critic.weight
-
-    def weighted(
-        responses: Rows,
-        scores: Scores,
-        valid: NDArray[np.bool_],
-        given: tuple[NDArray[np.float64], NDArray[np.float64]],
-    ) -> NDArray[np.float64]:
-        ratio, values = given
-        return advantage_weights(
-            responses, scores, valid, ratio, baseline=baseline, values=values, weight=weight
-        )
-
-    both = ratio.map(lambda ratio, values: (ratio, values), round_.values)
-    return round_.responses.map(weighted, round_.scores, round_.valid, both)
+    weights = partial(advantage_weights, baseline=baseline)
+    return round_.responses.map(weights, round_.scores, round_.valid, ratio)
 
 
 def advantage_weights(
@@ -93,8 +73,6 @@ def advantage_weights(
     ratio: NDArray[np.float64],
     *,
     baseline: str,
-    values: NDArray[np.float64] | None = None,
-    weight: float = 0.0,
 ) -> NDArray[np.float64]:
     """Return each row's weight: advantage × importance ratio / the user's number of responses.
 
@@ -107,8 +85,6 @@ def advantage_weights(
         valid: Mask of the users with valid rewards, ``[users]``; the others contribute zero.
         ratio: The importance ratio of each row, ``[rows]``.
         baseline: A name in :data:`~dprlhf.updates.baselines.BASELINES`.
-        values: The critic's V(x) of each row's prompt, ``[rows]``.
-        weight: The share of r − V(x) in an advantage; the rest is the baseline's.
 
     Returns:
         The weights, in the shape of the scores; with rewards by turn, ``[rows, response]``.
@@ -121,8 +97,6 @@ def advantage_weights(
     advantages = np.stack(
         [BASELINES[baseline](c.reshape(-1, k), responses.from_base[:k]).ravel() for c in columns], 1
     )
-    if values is not None:
-        advantages = (1 - weight) * advantages + weight * (columns.T - values[:, None])
     of_user = np.bincount(responses.user, minlength=responses.users)
     weights = advantages * (ratio / of_user[responses.user])[:, None]
     counted = counted_rows(responses, valid)[:, None]

@@ -13,8 +13,7 @@ Departures from the paper:
 - Algorithm 3 prints θ ← θ − η∇L for the surrogate L that is to be maximised. Here a step ascends.
 - Advantages come from the user's own responses, and every token of a response carries its
   response's. The paper's critic (appendix C.2.1) is fitted on users without noise and outlives the
-  round: it would carry one round's users into the next round's release. Here a critic is released
-  with noise, or there is none (:mod:`dprlhf.updates.critic`).
+  round: it would carry one round's users into the next round's release.
 - A minibatch's mean over tokens is multiplied by the user's tokens a response. So one SGD step on
   all tokens is the learning rate times DP-PG's gradient.
 - A row from μ ≠ π_t has the token ratio π_θ/μ = (π_t/μ)(π_θ/π_t). The first factor stays fixed and
@@ -22,8 +21,7 @@ Departures from the paper:
   2110.00641 does), or it would exclude tokens because of the policy that sampled them.
 - The local Adam starts from the last released vector and its square, as in appendix C.2.3; they are
   estimates already, so no bias is corrected. Before the first release it starts from zero.
-- With a clip norm that follows a quantile the radius is the clip norm of the round. In a subspace
-  there is none: only the part of a move that lies in it is clipped.
+- In a subspace there is no radius: only the part of a move that lies in it is clipped.
 - No entropy bonus. The noise and what it costs are those of the run's plan, not of appendix B.1.
 """
 
@@ -100,7 +98,7 @@ def _radius(round_: PrivateRound, spec: recipe.PPO) -> float:
     """
     if spec.subspace is not None:  # the public users to whom it is fitted have none either
         return math.inf
-    return round_.vector_clip_norm / (1.0 if round_.clip is None else round_.clip.factor)
+    return round_.vector_clip_norm
 
 
 def token_weights(

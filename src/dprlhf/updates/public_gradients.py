@@ -23,7 +23,6 @@ from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses, Tick
 from dprlhf.rollout.logprobs import base_logprobs
 from dprlhf.updates import find_update
-from dprlhf.updates.critic import Critic
 from dprlhf.updates.kl import subtract_kl
 from dprlhf.updates.round import PrivateRound, Terms, user_vectors
 from dprlhf.updates.telemetry import TelemetryCoordinates
@@ -41,7 +40,6 @@ def public_gradients(
     reward_range: float,
     optimizer: torch.optim.Optimizer,
     t: int,
-    critic: Critic | None = None,
     tick: Tick | None = None,
 ) -> torch.Tensor:
     """Return what each public user would contribute to round t, ``[users, dimension]``.
@@ -57,7 +55,6 @@ def public_gradients(
         reward_range: The bound R on rewards.
         optimizer: The server-side optimizer, whose state some updates read.
         t: The round, from 1.
-        critic: The critic; None without one.
         tick: Called with the number of rows done since the last call.
 
     Raises:
@@ -74,7 +71,6 @@ def public_gradients(
         gate=_no_gate,
         t=t,
         tick=tick,
-        critic=critic,
     )
     subtract_kl(round_, kl, update.batch_size)
     parameter = next(iter(policy.parameters.values()))

@@ -6,7 +6,6 @@ policy along what was released; some updates do this several times in a round.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,9 +34,6 @@ from dprlhf.privacy.plan import Plan
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses, Tick
 from dprlhf.rollout.logprobs import log_ratio_to_base
-from dprlhf.updates.adaptive_clip import AdaptiveClip
-from dprlhf.updates.critic import Critic
-from dprlhf.updates.rider import Rider
 from dprlhf.updates.telemetry import ReleasedReward, TelemetryCoordinates
 
 Array = NDArray[np.float64]
@@ -72,19 +68,17 @@ class PrivateRound(Generic[P, R]):
         scores: Rewards less the KL penalty, ``[rows]``; ``[rows, response]`` where the penalty is
             taken token by token.
         plan: Clip norm, noise multiplier and divisor of every release.
-        telemetry: The rider that releases the mean reward.
+        telemetry: The coordinates behind each user's vector in the round's first release, inside
+            the same clip norm and noise, which release the mean reward.
         optimizer: The server-side optimizer of the policy's parameters.
         reduce: Sums a tensor over all processes.
         gate: Turns the sum over all processes into a released mean.
         t: The round, from 1.
         tick: Called with the number of rows done since the last call; for progress bars.
-        critic: The value function V(x), which is also a rider; None without a critic.
-        clip: The clip norm that follows a quantile, also a rider; None for a constant one.
         subspace: The subspace in whose coordinates users' vectors are clipped and released; None
             for the coordinates of the parameters.
         unpenalised: The rewards without the KL penalty, for telemetry.
-        values: The critic's V(x) of each row's prompt, from before this round, ``[rows]``.
-        released: The first release without its riders; ``[dimension]`` where it is a gradient, or
+        released: The first release without telemetry; ``[dimension]`` where it is a gradient, or
             its coordinates in the subspace.
         reward: The noised mean reward from the first release; None before it or without telemetry.
         norms: Each user's norm before clipping in the first release, for secret telemetry.
@@ -100,29 +94,15 @@ class PrivateRound(Generic[P, R]):
     gate: Callable[[BoundedSum], Released[torch.Tensor]]
     t: int
     tick: Tick | None = None
-    critic: Critic | None = None
-    clip: AdaptiveClip | None = None
     subspace: Subspace | None = None
     unpenalised: Private[Scores] = field(init=False)
-    values: Private[Array] | None = field(default=None, init=False)
     released: Released[torch.Tensor] | None = field(default=None, init=False)
     reward: ReleasedReward | None = field(default=None, init=False)
     norms: Private[Array] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.unpenalised = self.scores
-        self._features: Private[Array] | None = None
         self._log_ratio: tuple[bool, Private[Array]] | None = None
-        if self.critic is not None:
-            critic = self.critic
-            self._features = self.responses.map(partial(_features, critic, self.policy))
-            self.values = self._features.map(critic.values)
-
-    @property
-    def riders(self) -> list[Rider]:
-        """The riders of the first release, in this order."""
-        riders: list[Rider | None] = [self.telemetry, self.critic, self.clip]
-        return [rider for rider in riders if rider is not None]
 
     @property
     def valid(self) -> Private[NDArray[np.bool_]]:
@@ -161,9 +141,7 @@ class PrivateRound(Generic[P, R]):
                     weights,
                 )
             )
-        if self.clip is not None:
-            weights = weights.map(partial(np.multiply, self.clip.factor))
-        weighted = partial(Weighted, extra_norm=self._extra_norm, signed=self._signed)
+        weighted = partial(Weighted, extra_norm=self._extra_norm)
         return clipped_sum(
             self.policy,
             self.responses.map(weighted, weights, self._extra()),
@@ -176,7 +154,7 @@ class PrivateRound(Generic[P, R]):
 
     @property
     def vector_clip_norm(self) -> float:
-        """The L2 bound √(S² − e²) on a user's vector without the riders' coordinates."""
+        """The L2 bound √(S² − e²) on a user's vector without telemetry."""
         return vector_norm(self.plan.clip_norm, self._extra_norm)
 
     def clipped_vectors(
@@ -191,8 +169,6 @@ class PrivateRound(Generic[P, R]):
             dimension: Length of a vector; None takes the number of the policy's parameters, and
                 the vectors' coordinates in the round's subspace, if it has one.
         """
-        if self.clip is not None:
-            vectors = vectors.map(partial(_scaled, self.clip.factor))
         return clipped_vectors(
             vectors,
             self.policy.dimension if dimension is None else dimension,
@@ -201,12 +177,11 @@ class PrivateRound(Generic[P, R]):
             clip_norm=self.plan.clip_norm,
             reduce=self.reduce,
             most_users=self.plan.users,
-            signed=self._signed,
             subspace=self.subspace if dimension is None else None,
         )
 
     def release(self, clipped: ClippedSum) -> Released[torch.Tensor]:
-        """Charge the round (once) and return the noised mean, float64, without the riders' part.
+        """Charge the round (once) and return the noised mean, float64, without telemetry.
 
         A sum in the coordinates of a subspace comes back as a vector of the policy's parameters,
         ``[dimension]``.
@@ -221,23 +196,13 @@ class PrivateRound(Generic[P, R]):
             )
         released = self.gate(clipped.bounded)
         check_released(released, "release")
-        factor = self.clip.factor if self.clip is not None else 1.0
         if self.released is None:
-            counts = [rider.count for rider in self.riders]
-            length = len(clipped.bounded.total)
-            self.released, of_telemetry, *of_others = released.split(
-                [length - sum(counts), *counts]
-            )
-            released = self.released
-            if self.telemetry.count:
+            count = self.telemetry.count
+            released, of_telemetry = released.split([len(clipped.bounded.total) - count, count])
+            self.released = released
+            if count:
                 self.reward = self.telemetry.read(of_telemetry, self.t)
-            if self.critic is not None:
-                self.critic.read(of_others[0], self.t)
-            if self.clip is not None:
-                self.clip.read(of_others[-1], self.t)
             self.norms = clipped.norms
-        if factor != 1:
-            released = released.map(lambda mean: mean / factor)
         return released if clipped.subspace is None else released.map(clipped.subspace.lift)
 
     def step(self, direction: Released[torch.Tensor]) -> None:
@@ -246,38 +211,16 @@ class PrivateRound(Generic[P, R]):
         ascend(self.policy.parameters.values(), self.optimizer, direction)
 
     @property
-    def _signed(self) -> bool:
-        """Whether the next release counts the users whose vector is not clipped."""
-        return self.clip is not None and self.released is None
-
-    @property
     def _extra_norm(self) -> float:
-        """The public L2 bound e on a user's coordinates of all riders together."""
-        return 0.0 if self.released is not None else math.hypot(*(r.norm for r in self.riders))
+        """The public L2 bound e on a user's coordinates of telemetry."""
+        return 0.0 if self.released is not None else self.telemetry.norm
 
     def _extra(self) -> Private[Array]:
-        """Return the riders' coordinates of each user, ``[users, e]``; none after a release."""
-        extra = self.responses.map(lambda responses: np.zeros((responses.users, 0)))
+        """Return telemetry of each user, ``[users, e]``; none after a release."""
         if self.released is not None:
-            return extra
-        features = self._features if self._features is not None else Private(None)
-        for rider in self.riders:
-            of_users = self.responses.map(
-                partial(_coordinates, rider),
-                self.scores if rider.penalised else self.unpenalised,
-                self.valid,
-                features,
-            )
-            extra = extra.map(lambda *parts: np.concatenate(parts, axis=1), of_users)
-        return extra
-
-
-def _scaled(
-    factor: float, vectors: Iterable[tuple[NDArray[np.int64], torch.Tensor]]
-) -> Iterator[tuple[NDArray[np.int64], torch.Tensor]]:
-    """Yield the users and their vectors times a public factor, ``[n, dimension]``."""
-    for users, of_users in vectors:
-        yield users, factor * of_users
+            return self.responses.map(lambda responses: np.zeros((responses.users, 0)))
+        of_users = partial(_coordinates, self.telemetry)
+        return self.responses.map(of_users, self.unpenalised, self.valid)
 
 
 def user_vectors(
@@ -298,24 +241,10 @@ def user_vectors(
             tick(int(rows[users].sum()))
 
 
-def _features(critic: Critic, policy: CausalLMPolicy | ExplicitPolicy, responses: Rows) -> Array:
-    """Return the critic's features of each row's prompt, ``[rows, 1 + p]``."""
-    if isinstance(policy, ExplicitPolicy):
-        raise TypeError("the noised critic sees prompts, which only a language model's rows have")
-    given = language_model_rows(responses)
-    return critic.features(policy, given.prompt_tokens)[given.prompt]
-
-
 def _coordinates(
-    rider: Rider,
-    responses: Rows,
-    scores: Scores,
-    valid: NDArray[np.bool_],
-    features: Array | None,
+    telemetry: TelemetryCoordinates, responses: Rows, scores: Scores, valid: NDArray[np.bool_]
 ) -> Array:
-    rewards = scores.values
-    rewards = rewards if rewards.ndim == 1 else rewards[:, 0]  # the first reward-to-go is the sum
-    return rider.of_users(responses.user, rewards, valid, features)
+    return telemetry.of_users(responses.user, scores.values, valid)
 
 
 def _log_ratio(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -21,25 +20,23 @@ from dprlhf.privacy.plan import Plan
 
 @dataclass(frozen=True)
 class TelemetryCoordinates:
-    """The scaled mean reward and validity of each user, a :class:`~dprlhf.updates.rider.Rider`.
+    """The scaled mean reward and validity of each user.
 
     Attributes:
         norm: Bound on the two coordinates together, reward_share · S; 0 leaves them out.
         reward_range: The bound R on rewards, which are in [−R, R].
         noise_std: Standard deviation of the noise in a coordinate released in round t.
-        penalised: Always False: the mean reward is published without the KL penalty.
     """
 
     norm: float
     reward_range: float
     noise_std: Callable[[int], float] = lambda t: 0.0
-    penalised: ClassVar[bool] = False
 
     @classmethod
     def from_plan(
         cls, plan: Plan, reward_share: float, reward_range: float
     ) -> TelemetryCoordinates:
-        """Return the rider whose norm is a share of the plan's clip norm.
+        """Return the coordinates whose norm is a share of the plan's clip norm.
 
         Args:
             plan: The clip norm S (1 in a baseline without clipping) and the noise.
@@ -64,11 +61,13 @@ class TelemetryCoordinates:
         user: NDArray[np.int64],
         rewards: NDArray[np.float64],
         valid: NDArray[np.bool_],
-        features: NDArray[np.float64] | None = None,
     ) -> NDArray[np.float64]:
         """Return each user's scaled mean reward and validity, ``[users, count]``.
 
-        See :meth:`Rider.of_users <dprlhf.updates.rider.Rider.of_users>`; features are not used.
+        Args:
+            user: Index of each row's user, ``[rows]``, from 0.
+            rewards: The reward of each row without the KL penalty, ``[rows]``.
+            valid: Mask of the users with valid rewards, ``[users]``; the others are zero.
         """
         users = len(valid)
         rows = np.bincount(user, minlength=users)
