@@ -21,7 +21,6 @@ PAGE = ROOT / "docs" / "extend.md"
 GOALS = {
     "An online update": 7,
     "An offline objective": 4,
-    "An adapter": 2,
     "A partition with its accountant": 2,
     "A file format": 1,
     "A reward": 1,

@@ -73,8 +73,8 @@ def test_what_cannot_be_taken_says_what_to_do(tmp_path: Path) -> None:
         train(tmp_path, model=adapted, processing_class=tiny.tokenizer())
     with pytest.raises(DprlhfError, match=r"argument 'peft_config' has no effect with"):
         dprlhf.train("recipe.yaml", peft_config=peft.LoraConfig())
-    with pytest.raises(DprlhfError, match=r"rank_pattern"):
-        train(tmp_path, model=folder, peft_config=peft.LoraConfig(rank_pattern={"c_attn": 2}))
+    with pytest.raises(DprlhfError, match=r"PREFIX_TUNING is not trained"):
+        train(tmp_path, model=folder, peft_config=peft.PrefixTuningConfig(num_virtual_tokens=2))
     assert not (tmp_path / "run").exists()
 
 
@@ -153,7 +153,10 @@ def test_a_refused_model_stays_without_an_adapter(tmp_path: Path) -> None:
     for changes, said in (
         ({"prompts": []}, "empty"),
         ({"evaluation_prompts": users[:2]}, "users' rows, too"),
-        ({"policy__adapter__type": "lora-xs", "policy__adapter__rank": 99}, "singular directions"),
+        (
+            {"policy__adapter": {"type": "peft", "peft": {"peft_type": "PREFIX_TUNING"}}},
+            "stand before a prompt",
+        ),
         ({"max_completion_length": 4000}, "positions of in-memory"),
     ):
         with pytest.raises(DprlhfError, match=said):

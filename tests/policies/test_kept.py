@@ -292,21 +292,22 @@ def test_the_check_at_start_takes_what_is_kept_at_its_own_shapes(columns: int, l
 ADAPTERS: list[dict[str, Any]] = [
     {"type": "lora", "use_dora": True},
     {"type": "ffa-lora"},
-    {"type": "lora-xs"},
-    {"type": "vera"},
-    {"type": "ia3"},
-    {"type": "norms", "target_modules": None},
-    {"type": "biases"},
+    {"peft_type": "VERA"},
+    {"peft_type": "OFT", "oft_block_size": 8},
+    {"peft_type": "LORA", "lora_bias": True},
 ]
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter["type"])
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: next(iter(adapter.values())))
 @pytest.mark.parametrize("model_type", ["llama", slow("gpt2")])
 def test_every_adapter_has_the_gradients_of_a_second_pass(
     model_type: str, adapter: dict[str, Any]
 ) -> None:
     targets = {"llama": ["q_proj", "down_proj"], "gpt2": ["c_attn", "c_proj"]}[model_type]
     spec = {"rank": 1, "target_modules": targets, "layers": [1, 2], **adapter}
+    if "peft_type" in adapter:
+        fields = {"target_modules": targets, "layers_to_transform": [1, 2], **adapter}
+        spec = {"type": "peft", "peft": fields}
     policy = policy_of(model_type, spec=spec)
     rows = sampled(policy)
     assert rows.kept is not None

@@ -22,7 +22,7 @@ from dprlhf.recipe import (
     load_recipe,
     make_recipe,
 )
-from dprlhf.recipe.adapters import FORMER_NAMES, AdapterType
+from dprlhf.recipe.adapters import FORMER_NAMES, REMOVED_TYPES, AdapterType
 from dprlhf.recipe.base import note_new_name
 from helpers import tiny
 from helpers.recipes import SMALL, refusal
@@ -468,13 +468,22 @@ def test_the_former_name_of_an_adapter_is_read_and_the_new_one_told(
     [
         ({}, []),
         ({"policy__adapter__type": "lora"}, []),
-        ({"policy__adapter__type": "vera"}, ["policy.adapter.type: vera"]),
+        (
+            {"policy__adapter": {"type": "peft", "peft": {"peft_type": "VERA"}}},
+            ["policy.adapter.type: peft"],
+        ),
         ({"rollout__backend": "vllm"}, ["rollout.backend: vllm"]),
     ],
     ids=str,
 )
 def test_what_nobody_measured_is_named(changes: dict[str, Any], named: list[str]) -> None:
     assert list(experimental(make_recipe(settings(**changes)))) == named
+
+
+@pytest.mark.parametrize("name", REMOVED_TYPES)
+def test_a_type_that_is_gone_says_what_takes_its_place(name: str) -> None:
+    with pytest.raises(DprlhfError, match=rf"{name} is no type of its own any more: take type"):
+        make_recipe(settings(policy__adapter__type=name))
 
 
 def test_every_adapter_has_its_facts() -> None:

@@ -387,9 +387,7 @@ def test_labels_clip_each_users_cross_entropy_gradient(encoder: str) -> None:
         {"user": "a", "text": "so so it was", "label": "meh"},
     ]
     names = ["bad", "meh", "good"]
-    spec = recipe.Policy(
-        model_name_or_path=encoder, adapter=recipe.Adapter(type="biases", target_modules=["value"])
-    )
+    spec = recipe.Policy(model_name_or_path=encoder, adapter=VALUE_BIASES)
     trained, task = wide(load_reward_model(spec, names)), Labels(data, names)
     found, encoded = user_sums(task, trained, examples(rows, data), 1e6)
     expected = torch.zeros_like(found)
@@ -416,6 +414,11 @@ def test_labels_clip_each_users_cross_entropy_gradient(encoder: str) -> None:
 
 
 DATA = {"path": "in-memory", "user_column": "user", "max_completion_tokens": 8}
+
+
+VALUE_BIASES = recipe.Adapter(
+    type="peft", peft={"peft_type": "LORA", "lora_bias": True, "target_modules": ["value"]}
+)
 
 
 def sft(model: str, folder: Path, **changes: Any) -> recipe.SFTRecipe:
@@ -622,17 +625,27 @@ def test_a_baseline_takes_every_later_guarantee_away(
     assert total_of_runs([Path("free")])[1].epsilon == float("inf")
 
 
+@pytest.mark.parametrize(
+    ("kind", "adapter", "message"),
+    [
+        (
+            "llama",
+            {"type": "peft", "peft": {"peft_type": "LORA", "lora_bias": True}},
+            "starts from a merged model, and .* does not have a bias",
+        ),
+        ("gpt2", {"type": "lora", "target_modules": ["lm_head"]}, "tied"),
+        ("gpt2", {"type": "lora", "target_modules": ["wte"]}, "tied"),
+    ],
+)
 def test_an_adapter_that_cannot_be_merged_is_refused_before_anybody_is_charged(
-    tmp_path: Path,
+    tmp_path: Path, kind: tiny.Kind, adapter: dict[str, Any], message: str
 ) -> None:
-    """The next stage starts from the merged model, and Llama's projections have no biases."""
-    llama = tmp_path / "llama"
-    tiny.save(llama, "llama")
-    adapter = {"type": "biases", "target_modules": ["q_proj"]}
-    policy = {"model_name_or_path": str(llama), "adapter": adapter}
-    with pytest.raises(DprlhfError, match="q_proj' has no bias of its own to merge into"):
+    """The next stage starts from the merged model; Llama's projections have no biases."""
+    model = str(tiny.save(tmp_path / "model", kind))
+    policy = {"model_name_or_path": model, "adapter": adapter}
+    with pytest.raises(DprlhfError, match=message):
         dprlhf.train_stage(
-            sft(str(llama), tmp_path / "run", policy=policy), data=people(0, 40), quiet=True
+            sft(model, tmp_path / "run", policy=policy), data=people(0, 40), quiet=True
         )
     assert not (tmp_path / "run").exists()
 
@@ -777,9 +790,7 @@ def test_each_task_knows_which_rows_it_cuts() -> None:
 
 def test_labelled_texts_that_are_cut(encoder: str) -> None:
     labels = ["bad", "good"]
-    spec = recipe.Policy(
-        model_name_or_path=encoder, adapter=recipe.Adapter(type="biases", target_modules=["value"])
-    )
+    spec = recipe.Policy(model_name_or_path=encoder, adapter=VALUE_BIASES)
     data = recipe.Preferences(path="x", label_column="label", max_tokens=6)
     rows = [{"prompt": text, "label": "good"} for text in ("a", "a b c d", "a b c d e")]
     trained = load_reward_model(spec, labels)

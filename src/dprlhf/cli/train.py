@@ -41,7 +41,7 @@ def train(
     Flags named as in TRL (--learning_rate, --num_generations, ...) work beside section.key=value.
 
     Experimental (no measurement shows their use yet): rollout.backend=vllm, rollout.cuda_graphs,
-    rollout.agent, policy.adapter.use_dora, the adapters lora-xs, vera, ia3, norms, biases and full.
+    rollout.agent, policy.adapter.use_dora, the adapters peft and full.
     """
     from dprlhf.recipe.trl_names import overrides_of
 

@@ -15,11 +15,11 @@ from dprlhf.errors import DprlhfError
 from dprlhf.gradients.ghost_norm import rounding
 from dprlhf.gradients.micro_batches import (
     add_gradient,
+    engine_of,
     language_model_rows,
     micro_batches,
     run_pass,
 )
-from dprlhf.gradients.per_user import PerUserGradients
 from dprlhf.gradients.subspace import Subspace
 from dprlhf.hardware import from_device
 from dprlhf.policies.causal_lm import CausalLMPolicy
@@ -180,8 +180,8 @@ def clipped_sum(
     total = both[: policy.dimension]
     norms = np.zeros(responses.users if private else 0)
     _check_number(responses.users, most_users)
-    engine = PerUserGradients(policy.model, policy.parameters)
-    for batch in micro_batches(responses, batch_size):
+    engine = engine_of(policy)
+    for batch in micro_batches(responses, batch_size, alone=engine.alone):
         if private:
             for number, part in enumerate(batch.parts()):
                 run_pass(engine, policy, responses, weights, part, more=number > 0)
@@ -275,9 +275,9 @@ def recorded_by_user(
         weights: Weight of each row's ∇ log π, ``[rows]``.
         batch_size: Largest number of rows in a pass.
     """
-    engine = PerUserGradients(policy.model, policy.parameters)
+    engine = engine_of(policy)
     device = "cpu" if policy.device.type == "mps" else policy.device
-    for batch in micro_batches(responses, batch_size):
+    for batch in micro_batches(responses, batch_size, alone=engine.alone):
         for number, part in enumerate(batch.parts()):
             if number < 2 or engine.grows:
                 run_pass(engine, policy, responses, weights, part, more=number > 0)

@@ -1,8 +1,8 @@
 """The trainable layers of a model, and by which rule each parameter's per-user gradient follows.
 
 The weight of a linear layer or an embedding has a gradient that is a sum of outer products; a
-vector (a bias, the gain of a norm, IA3's scales) has that of whatever its layer computes. Other
-parameters have no rule, and must be frozen.
+vector (a bias, the gain of a norm, IA3's scales) has that of whatever its layer computes. With any
+other parameter users are differentiated one at a time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from dprlhf.errors import DprlhfError
 from dprlhf.policies.mixing import refuse_mixing
 
 _CONTAINERS = (nn.ParameterDict, nn.ParameterList, nn.ModuleDict, nn.ModuleList)
+
+
+class UnknownLayerError(DprlhfError):
+    """A parameter has no rule by which the gradients of several users can be told apart."""
 
 
 @dataclass
@@ -46,25 +50,21 @@ def layers_of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[
         parameters: The trainable parameters, by their name in ``model``.
 
     Raises:
-        DprlhfError: A parameter has no rule, or the model has a layer that mixes users.
+        UnknownLayerError: A parameter has no rule.
+        DprlhfError: The model has a layer that mixes users.
     """
-    from peft import PromptEmbedding, PromptEncoder
     from transformers.pytorch_utils import Conv1D
 
     refuse_mixing(model)
     names = {id(parameter): name for name, parameter in parameters.items()}
     modules = dict(model.named_modules())
-    # PEFT evaluates these modules once for all rows, so users' gradients cannot be separated.
-    prompts = [m for m in modules.values() if isinstance(m, (PromptEmbedding, PromptEncoder))]
-    of_prompts = {id(parameter): prompt for prompt in prompts for parameter in prompt.parameters()}
+    vectors: set[str] = set()
     layers: dict[nn.Module, Layer] = {}
     for path, module in modules.items():
         for local, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) not in names:
                 continue
             name = f"{path}.{local}" if path else local
-            if id(parameter) in of_prompts:
-                raise unknown(name, of_prompts[id(parameter)])
             forward = type(module).forward  # a subclass may compute something else in its own
             if local in ("weight", "bias") and (
                 forward in (nn.Linear.forward, Conv1D.forward) or _plain_embedding(module)
@@ -76,10 +76,18 @@ def layers_of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[
                 owner = path
                 while isinstance(modules[owner], _CONTAINERS):  # these are never called
                     owner = owner.rpartition(".")[0]
+                if names[id(parameter)] in vectors:
+                    raise unknown(name, module)  # it may be counted in both places
                 layer = layers.setdefault(modules[owner], Layer())
                 layer.vectors[name.removeprefix(f"{owner}.")] = names[id(parameter)]
+                vectors.add(names[id(parameter)])
             else:
                 raise unknown(name, module)
+    for module, layer in layers.items():
+        for name in vectors.intersection(layer.outer.values()):
+            # Such as a head's bias, registered again by the module around the head: it would run
+            # the head, too, and count the bias twice.
+            raise unknown(name, module)
     return layers
 
 
@@ -92,9 +100,8 @@ def _plain_embedding(module: nn.Module) -> bool:
     )
 
 
-def unknown(name: str, module: nn.Module) -> DprlhfError:
+def unknown(name: str, module: nn.Module) -> UnknownLayerError:
     """Return the error for a parameter without a rule."""
-    return DprlhfError(
-        f"'{name}' ({type(module).__name__}) has no per-user gradient here; leave it frozen, or"
-        " train a LoRA on linear layers (policy.adapter.type: lora or ffa-lora)"
+    return UnknownLayerError(
+        f"'{name}' ({type(module).__name__}) has no rule that tells the users of a batch apart"
     )

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dprlhf.gradients.per_user import PerUserGradients
+from dprlhf.gradients.layers import UnknownLayerError
+from dprlhf.gradients.per_user import PerUserGradients, gradient_of
 from dprlhf.hardware import to_device
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.protocol import ExplicitPolicy, Rows
@@ -59,8 +60,10 @@ def user_gradients(
             yield users, scores.view(len(users), -1, each, policy.dimension).sum(2), True
         return
     responses = language_model_rows(responses)
-    engine = PerUserGradients(policy.model, policy.parameters, whole=True)
-    for batch in micro_batches(responses, batch_size, rows or 1):
+    engine = engine_of(policy, whole=True)
+    if engine.alone and rows is not None:
+        batch_size = rows  # a pass has one part
+    for batch in micro_batches(responses, batch_size, rows or 1, alone=engine.alone):
         if rows is None:
             for number, part in enumerate(batch.parts()):
                 run_pass(engine, policy, responses, weights, part, more=number > 0)
@@ -113,7 +116,9 @@ class MicroBatch:
             )
 
 
-def micro_batches(responses: Responses, batch_size: int, unit: int = 1) -> Iterator[MicroBatch]:
+def micro_batches(
+    responses: Responses, batch_size: int, unit: int = 1, *, alone: bool = False
+) -> Iterator[MicroBatch]:
     """Cut the users into micro-batches of at most ``batch_size`` rows.
 
     Args:
@@ -121,6 +126,7 @@ def micro_batches(responses: Responses, batch_size: int, unit: int = 1) -> Itera
         batch_size: Largest number of rows in a pass.
         unit: Number of adjacent rows that stay in one pass; 1 or a divisor of the responses to a
             prompt.
+        alone: Whether a micro-batch has one user.
     """
     counts = np.bincount(responses.user, minlength=responses.users)
     widths = np.zeros(responses.users, dtype=np.int64)
@@ -134,7 +140,7 @@ def micro_batches(responses: Responses, batch_size: int, unit: int = 1) -> Itera
                 passes = -(-count // most)
                 yield MicroBatch(np.array([user]), by_user[user], width, 1, most, passes)
             continue
-        size = max(1, batch_size // max(count, 1))
+        size = 1 if alone else max(1, batch_size // max(count, 1))
         for start in range(0, len(alike), size):
             users = alike[start : start + size]
             rows = np.concatenate([by_user[u] for u in users])
@@ -159,6 +165,21 @@ def rows_of_a_pass(batch_size: int, num_generations: int, unit: int = 1) -> int:
     return max((n for n in parts if n <= batch_size), default=unit)
 
 
+def engine_of(policy: CausalLMPolicy, *, whole: bool = False) -> PerUserGradients:
+    """Return the engine for a policy: it takes several users in a pass, if it knows every layer.
+
+    Args:
+        policy: The policy; where a layer is not known, ``policy.one_user_a_pass`` says which.
+        whole: As in :class:`PerUserGradients`.
+    """
+    if policy.one_user_a_pass is None:
+        try:
+            return PerUserGradients(policy.model, policy.parameters, whole=whole)
+        except UnknownLayerError as unknown:
+            policy.one_user_a_pass = str(unknown)
+    return PerUserGradients(policy.model, policy.parameters, whole=whole, alone=True)
+
+
 def run_pass(
     engine: PerUserGradients,
     policy: CausalLMPolicy,
@@ -181,8 +202,7 @@ def run_pass(
         more: Whether the pass adds to the gradients of the same user's earlier passes.
     """
     users = parts or batch.size
-    num_generations = math.gcd(responses.num_generations, batch.height // users)
-    shared_rows = policy.shared_rows(num_generations, batch.width, responses.max_new_tokens)
+    shared_rows = _shared_rows(policy, responses, batch, users)
     engine.run(
         lambda: _loss(policy, responses, weights, batch, shared_rows),
         users=users,
@@ -200,13 +220,39 @@ def add_gradient(
     total: torch.Tensor,
 ) -> None:
     """Add the ordinary gradient of a pass to ``total``, ``[dimension]``."""
-    num_generations = math.gcd(responses.num_generations, batch.height)
-    shared_rows = policy.shared_rows(num_generations, batch.width, responses.max_new_tokens)
-    loss = _loss(policy, responses, weights, batch, shared_rows)
+    loss = loss_of(policy, responses, weights, batch, users=1)
     end = 0
-    for gradient in torch.autograd.grad(loss, list(policy.parameters.values())):
+    for gradient in gradient_of(loss, policy.parameters).values():
         start, end = end, end + gradient.numel()
         total[start:end] += gradient.flatten()
+
+
+def _shared_rows(
+    policy: CausalLMPolicy, responses: Responses, batch: MicroBatch, users: int
+) -> int:
+    num_generations = math.gcd(responses.num_generations, batch.height // users)
+    return policy.shared_rows(num_generations, batch.width, responses.max_new_tokens)
+
+
+def loss_of(
+    policy: CausalLMPolicy,
+    responses: Responses,
+    weights: NDArray[np.float64],
+    batch: MicroBatch,
+    *,
+    users: int | None = None,
+) -> torch.Tensor:
+    """Return the loss of a pass as :func:`run_pass` computes it, a scalar.
+
+    Args:
+        policy: The policy π_θ.
+        responses: The rows of the round.
+        weights: Weight of each row's ∇ log π, ``[rows]``, or of each token's.
+        batch: The pass.
+        users: Number of users whose rows may share no prompt; None is that of the micro-batch.
+    """
+    shared_rows = _shared_rows(policy, responses, batch, users or batch.size)
+    return _loss(policy, responses, weights, batch, shared_rows)
 
 
 def _loss(

@@ -15,6 +15,9 @@ A user's clip factor depends on its norm over all layers. Until that is known, t
 
 Rows are summed **within a user before any norm is taken**: all responses to all prompts of a user
 are one contribution.
+
+Where a parameter has no rule, the engine takes one user alone in a pass, whose gradient is that of
+autograd: right for whatever is trained, and slower.
 """
 
 from __future__ import annotations
@@ -57,19 +60,26 @@ class PerUserGradients:
         model: The module that owns the parameters.
         parameters: The trainable parameters, by their name in ``model``.
         whole: Whether to keep each weight's gradient, not its factors, for :meth:`gradients`.
+        alone: Whether a pass has one user, whose gradient is taken by autograd.
 
     Raises:
-        DprlhfError: A trainable parameter belongs to a layer without a per-user gradient rule, or
-            the model has a layer that mixes users.
+        UnknownLayerError: Without ``alone``, a parameter belongs to a layer without a rule.
+        DprlhfError: Without ``alone``, the model has a layer that mixes users.
     """
 
     def __init__(
-        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], *, whole: bool = False
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        whole: bool = False,
+        alone: bool = False,
     ) -> None:
+        self.alone = alone
         self._model = model
         self._parameters = dict(parameters)
         self._places = _places(self._parameters)
-        self._layers = layers_of(model, self._parameters)
+        self._layers = {} if alone else layers_of(model, self._parameters)
         self._whole = whole
         self._anchor = torch.zeros((), requires_grad=True)
         self._recording = False
@@ -98,15 +108,19 @@ class PerUserGradients:
 
         Raises:
             DprlhfError: A trainable layer is not called, or its first dimension is not the rows.
+            ValueError: The engine takes one user in a pass, and there are several.
         """
         if not more:
             self._forget()
         self._users, self._rows, self._passes = users, rows, passes
+        if self.alone:
+            self._run_alone(loss)
+            return
         self._seen.clear()
         # Whatever a program, such as a reward, has left switched off.
         with torch.enable_grad(), self._attached():
             scalar = loss()
-            with _exact(scalar.device):
+            with exact_products(scalar.device):
                 # The anchor is an input of every trainable layer, and nothing else requires a
                 # gradient: only the path to these layers is differentiated, and no .grad is set.
                 # (autograd.grad would not allow reentrant checkpointing.)
@@ -118,6 +132,17 @@ class PerUserGradients:
                     f"'{layer.names[0]}' received no gradient: its layer"
                     f" ({type(module).__name__}) has no part in the loss; leave it frozen"
                 )
+
+    def _run_alone(self, loss: Callable[[], torch.Tensor]) -> None:
+        """Take the gradient of a single user's loss by autograd."""
+        if self._users != 1:
+            raise ValueError("several users in a pass of an engine that takes one")
+        with torch.enable_grad():
+            scalar = loss()
+            with exact_products(scalar.device):
+                gradients = gradient_of(scalar, self._parameters)
+        for name, gradient in gradients.items():
+            self._add(name, at_least_float32(gradient)[None])
 
     def norms(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each user's gradient norm, and an upper bound to clip by; ``[users]``, float64.
@@ -142,11 +167,13 @@ class PerUserGradients:
         """Yield :func:`square_norm` of each weight that is kept as factors."""
         of_weights = list(self._factors.values())
         if {uses[0].right.device.type for uses in of_weights} == {"cpu"}:
-            with _exact(of_weights[0][0].right.device):  # around the threads: it is one switch
+            with exact_products(
+                of_weights[0][0].right.device
+            ):  # around the threads: it is one switch
                 yield from side_by_side(square_norm, of_weights)
             return
         for uses in of_weights:
-            with _exact(uses[0].right.device):
+            with exact_products(uses[0].right.device):
                 yield square_norm(uses)
 
     def add_weighted_sum(self, factors: torch.Tensor, total: torch.Tensor) -> None:
@@ -164,7 +191,7 @@ class PerUserGradients:
         self._gradients.clear()
         for name, place in self._places.items():
             parameter = self._parameters[name]
-            with _exact(parameter.device):
+            with exact_products(parameter.device):
                 if name in self._factors:
                     part = total[place].view(parameter.shape)
                     add_weighted(self._factors.pop(name), factors, part)
@@ -191,7 +218,7 @@ class PerUserGradients:
                 pieces = []
             if gradient is not None:
                 start = start if pieces else place.start
-                pieces.append(gradient.flatten(1))
+                pieces.append(gradient.reshape(self._users, -1))
                 end = place.stop
         if pieces:
             yield slice(start, end), _side_by_side(pieces)
@@ -201,7 +228,8 @@ class PerUserGradients:
 
         The order of the columns is the order of ``parameters``, each flattened.
         """
-        return torch.cat([self._gradients[name].flatten(1) for name in self._parameters], dim=1)
+        gradients = (self._gradients[name] for name in self._parameters)
+        return torch.cat([gradient.reshape(self._users, -1) for gradient in gradients], dim=1)
 
     def recorded(self) -> list[torch.Tensor]:
         """Return all that is kept of the micro-batch, tensors with the users first."""
@@ -258,7 +286,7 @@ class PerUserGradients:
             if len(g) != self._rows or not inputs:
                 raise DprlhfError(
                     f"'{layer.names[0]}' ({type(module).__name__}) works on {tuple(g.shape)}, not"
-                    f" on {self._rows} rows first, so users cannot be told apart; leave it frozen"
+                    f" on {self._rows} rows first, so users cannot be told apart"
                 )
             self._seen.add(module)
             if layer.outer:
@@ -351,6 +379,20 @@ class PerUserGradients:
         self._gradients[name] = gradient if before is None else before + gradient
 
 
+def gradient_of(
+    loss: torch.Tensor, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, torch.Tensor]:
+    """Return autograd's gradient of a loss by parameter; 0 where the loss does not depend on it.
+
+    Such as an expert to which none of a user's tokens go.
+    """
+    given: tuple[torch.Tensor | None, ...] = (None,) * len(parameters)
+    if loss.requires_grad:
+        given = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    pairs = zip(parameters.items(), given, strict=True)
+    return {name: torch.zeros_like(p) if g is None else g for (name, p), g in pairs}
+
+
 class _Tap(torch.autograd.Function):
     """The identity on a layer's output, whose backward records inputs and output gradient.
 
@@ -391,7 +433,7 @@ def _side_by_side(pieces: list[torch.Tensor]) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _exact(device: torch.device) -> Iterator[None]:
+def exact_products(device: torch.device) -> Iterator[None]:
     """Switch off autocast, TF32 and the like: the clip bound does not allow for their rounding."""
     # Since torch 2.9 a program, or transformers' tf32=True, sets this for each backend, after which
     # the getter for all of them raises. The setter leaves no backend out.

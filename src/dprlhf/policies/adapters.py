@@ -1,4 +1,4 @@
-"""The trainable part of the policy: PEFT's low-dimensional adapters, by the name in a recipe.
+"""The trainable part of the policy: an adapter of PEFT, by the name in a recipe.
 
 The norm of a release's noise grows with √d, so what is trained decides utility first. A run stores
 its adapter as PEFT does, and ``PeftModel.from_pretrained`` loads it. Which settings an adapter
@@ -9,23 +9,18 @@ takes stands in :mod:`dprlhf.recipe.adapters`, which is read without loading tor
   the current weights, so they are public, and PEFT keeps them constant in the backward pass
   (section 4.3 of the paper): each user's gradient is exact, and a magnitude's is that of a scale.
 - ``ffa-lora``: B alone, with A frozen at its random start (FFA-LoRA, arXiv 2403.12313).
-- ``lora-xs``: an r × r matrix R between the frozen singular directions of the weight (LoRA-XS,
-  arXiv 2405.17604): A holds the right ones, B the left ones times the singular values, R starts at
-  zero. PEFT has no such type; it is stored as the LoRA with R A in place of A.
-- ``vera``: two vectors in each layer between shared random matrices (arXiv 2310.11454).
-- ``ia3``: one scale for each output, or input of a feed-forward layer (arXiv 2205.05638).
-- ``norms``: the gains and biases of the norm layers (LN tuning, arXiv 2312.11420).
-- ``biases``: a bias for each output of the target layers, whether the model has one there or not
-  (compare BitFit, arXiv 2106.10199); stored as a LoRA with ``lora_bias`` whose B stays zero.
+- ``peft``: whatever a configuration of PEFT trains. Where the gradient engine does not know the
+  layer, it differentiates one user a pass.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +29,6 @@ from torch import nn
 from dprlhf import recipe
 from dprlhf.errors import DprlhfError, one_line
 from dprlhf.hardware import forked_rng
-from dprlhf.recipe.adapters import ADAPTERS, AdapterType
 
 
 def add_adapter(
@@ -59,30 +53,40 @@ def add_adapter(
     if getattr(model.config, "quantization_config", None) is not None:
         if adapter.use_dora:
             raise DprlhfError("policy.adapter.use_dora does not work with a quantised base model")
-        if ADAPTERS[adapter.type].needs_weights:
+        if adapter.type == "peft":
             raise DprlhfError(
-                f"policy.adapter.type {adapter.type} does not work with a quantised base model:"
-                " take lora, ffa-lora or biases"
+                "policy.adapter.type peft does not work with a quantised base model: take lora or"
+                " ffa-lora"
             )
-    built = _ADAPTERS[adapter.type]
     with forked_rng(), quiet_peft():
         torch.manual_seed(seed)
         try:
-            config = built.config(model, adapter, seed)
+            config = _any(adapter.peft, model) if adapter.peft else _lora(model, adapter)
             config.task_type = task_type
             if idle := modules_without_part(model):
-                config.exclude_modules = rf"({'|'.join(map(re.escape, idle))})(\..*)?"
+                excluded = rf"({'|'.join(map(re.escape, idle))})(\..*)?"
+                config.exclude_modules = getattr(config, "exclude_modules", None) or excluded
+            with tempfile.TemporaryDirectory() as folder:  # what PEFT cannot load is no result
+                config.save_pretrained(folder)
+                peft.PeftConfig.from_pretrained(folder)
             adapted = peft.get_peft_model(model, config)
-        except (ValueError, TypeError) as error:
+            if adapter.peft:  # some layers fail as they are called, such as GPT-2's with OLoRA
+                with torch.no_grad():
+                    adapted(input_ids=torch.ones(1, 4, dtype=torch.long, device=adapted.device))
+        except DprlhfError:
+            raise
+        except Exception as error:
+            if adapter.peft is None and not isinstance(error, ValueError | TypeError):
+                raise
             raise DprlhfError(f"policy.adapter: {one_line(error)}") from error
-        for name, parameter in adapted.named_parameters():
-            if any(part in name for part in built.frozen):
-                parameter.requires_grad_(False)
-        built.finish(adapted)  # LoRA-XS draws here, too
+    for name, parameter in adapted.named_parameters():
+        if adapter.type == "ffa-lora" and ".lora_A." in name:
+            parameter.requires_grad_(False)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
-    if adapter.use_dora:
+    _keep_dtypes(adapted)
+    if adapter.use_dora or (adapter.peft or {}).get("use_dora"):
         _measure_magnitudes(adapted)
     return adapted
 
@@ -149,144 +153,123 @@ def quiet_peft() -> Iterator[None]:
         yield
 
 
-def stored_state(model: Any) -> dict[str, torch.Tensor]:
-    """Return the model's state for ``save_pretrained``, with LoRA-XS written as a plain LoRA."""
-    state: dict[str, torch.Tensor] = model.state_dict()
-    for name, module in model.named_modules():
-        if isinstance(module, _Core):
-            del state[f"{name}.core.weight"], state[f"{name}.directions"]
-            state[f"{name}.weight"] = module.weight.detach()
-    return state
+def base_is_its_start(model: Any) -> bool:
+    """Return whether the base policy is the model at its start, not without its adapter."""
+    config = getattr(model, "peft_config", {}).get("default")
+    return config is None or getattr(config, "init_lora_weights", True) in INTO_ITSELF
+
+
+@torch.no_grad()
+def merged(tuned: Any) -> tuple[Any, bool]:
+    """Return a ``PeftModel``'s base with the adapter merged, and whether its logits stayed."""
+    probe = torch.arange(1, 17)[None] % tuned.config.get_text_config().vocab_size
+    with quiet_peft():
+        wanted = tuned(input_ids=probe).logits
+        with tuned.disable_adapter():
+            untuned = tuned(input_ids=probe).logits
+        plain = tuned.merge_and_unload()
+    # A merge that drops some of the adapter's weights loses a large part of the adapter's change.
+    off = (plain(input_ids=probe).logits - wanted).abs().max()
+    allowed = 0.05 * (wanted - untuned).abs().max() + 1e-5 * wanted.abs().max()
+    return plain, bool(off <= allowed)
 
 
 def check_mergeable(model: Any) -> None:
-    """Check that the base model has a place for what the adapter trains, so that it can be merged.
+    """Check on a copy that the adapter can be merged, as it is at the end of a supervised stage.
 
     Args:
-        model: A ``PeftModel``, or a model without an adapter.
+        model: A ``PeftModel`` whose base is not quantised, or else nothing is checked.
 
     Raises:
-        DprlhfError: The adapter trains biases of layers that have none.
+        DprlhfError: Merged, the model would compute something else, as with tied weights.
     """
-    from peft.tuners.lora import LoraLayer
+    if getattr(model.config, "quantization_config", None) is not None:
+        return
+    tuned = copy.deepcopy(model).to("cpu", torch.float32)
+    noise = torch.Generator().manual_seed(0)
+    for parameter in tuned.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=noise)
+    problem = "merged, this adapter computes something else (are its modules' weights tied?)"
+    try:
+        right = merged(tuned)[1]
+    except Exception as error:  # PEFT has many, such as for biases of layers that have none
+        right, problem = False, one_line(error)
+    if not right:
+        raise DprlhfError(
+            f"policy.adapter: the next stage starts from a merged model, and {problem}: choose"
+            " other modules, or another adapter"
+        )
 
-    for name, layer in model.named_modules():
-        if not (isinstance(layer, LoraLayer) and layer.lora_bias.get("default")):
-            continue
-        if getattr(layer.get_base_layer(), "bias", None) is None:
-            raise DprlhfError(
-                "policy.adapter.type biases: the next stage starts from a merged model, and"
-                f" {name!r} has no bias of its own to merge into; choose other target_modules, or"
-                " another adapter"
-            )
 
-
-def _lora(model: Any, adapter: recipe.Adapter, seed: int) -> Any:
+def _lora(model: Any, adapter: recipe.Adapter) -> Any:
     import peft
 
     return peft.LoraConfig(
-        task_type="CAUSAL_LM",
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         lora_dropout=0.0,
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,
-        target_modules=_projections(model, adapter, "LORA"),
+        target_modules=_projections(model, adapter),
         layers_to_transform=_layers(model, adapter.layers),
         fan_in_fan_out=_fan_in_fan_out(model),
     )
 
 
-def _biases(model: Any, adapter: recipe.Adapter, seed: int) -> Any:
-    config = _lora(model, adapter, seed)
-    config.lora_bias = True
-    return config
+_REFUSED = {
+    "XLORA": "it mixes trained adapters, which have to come from somewhere",
+    "POLY": "it needs the number of a task with each row",
+    "ADAPTION_PROMPT": "its learnt tokens stand beside a prompt, which sampling does not know",
+}
+INTO_ITSELF = ("pissa", "olora", "loftq")
+"""Starts for which PEFT takes the adapter's product away from the base weights."""
+_FROM_DATA = ("eva", "corda", "lora_ga")
 
 
-def _vera(model: Any, adapter: recipe.Adapter, seed: int) -> Any:
-    import peft
+def _any(fields: dict[str, Any], model: Any) -> Any:
+    """Return the PEFT configuration with these fields.
 
-    return peft.VeraConfig(
-        task_type="CAUSAL_LM",
-        r=adapter.rank,
-        projection_prng_key=seed,
-        target_modules=_projections(model, adapter, "VERA"),
-        layers_to_transform=_layers(model, adapter.layers),
-        fan_in_fan_out=_fan_in_fan_out(model),
-    )
+    Raises:
+        DprlhfError: PEFT has no such type, or it cannot be trained privately.
+    """
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
-
-def _ia3(model: Any, adapter: recipe.Adapter, seed: int) -> Any:
-    import peft
-    from peft.utils import constants
-
-    kind = model.config.model_type
-    defaults = constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING
-    feedforward = constants.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING.get(kind, [])
-    targets = _named(model, adapter, defaults.get(kind))
-    return peft.IA3Config(
-        task_type="CAUSAL_LM",
-        target_modules=targets,
-        feedforward_modules=[t for t in targets if t.endswith(tuple(feedforward))],
-        fan_in_fan_out=_fan_in_fan_out(model),
-    )
-
-
-def _norms(model: Any, adapter: recipe.Adapter, seed: int) -> Any:
-    import peft
-
-    norms = [n for n, module in model.named_modules() if type(module).__name__.endswith("Norm")]
-    kinds = sorted({name.rpartition(".")[2] for name in norms})
-    targets = _named(model, adapter, kinds)
-    if not set(targets) <= set(norms):
+    types = {str(kind.value): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    name = str(fields["peft_type"]).upper()
+    if name not in types:
         raise DprlhfError(
-            "policy.adapter: norms trains norm layers alone, and target_modules"
-            f" {adapter.target_modules} names others: choose from [{', '.join(kinds)}]"
+            f"policy.adapter.peft: peft_type {name} is unknown to PEFT; it has"
+            f" {', '.join(sorted(types))}"
         )
-    return peft.LNTuningConfig(task_type="CAUSAL_LM", target_modules=targets)
-
-
-class _Core(nn.Module):
-    """LoRA-XS: the trained core R after a frozen A, in place of PEFT's lora_A; x ↦ R (A x)."""
-
-    def __init__(self, directions: torch.Tensor) -> None:
-        super().__init__()
-        self.directions = nn.Parameter(directions, requires_grad=False)
-        rank = len(directions)
-        self.core = nn.Linear(rank, rank, bias=False, device=directions.device)
-        nn.init.zeros_(self.core.weight)
-
-    @property
-    def weight(self) -> torch.Tensor:
-        return self.core.weight @ self.directions
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.core(nn.functional.linear(x, self.directions))  # type: ignore[no-any-return]
-
-
-@torch.no_grad()
-def _to_lora_xs(model: Any) -> None:
-    from peft.tuners.lora import LoraLayer
-
-    for layer in [m for m in model.modules() if isinstance(m, LoraLayer)]:
-        if "default" not in layer.lora_A:
-            raise DprlhfError(
-                "policy.adapter.target_modules: lora-xs adapts linear layers, and a target is"
-                f" {type(layer.get_base_layer()).__name__}: leave it out, or take lora"
-            )
-        weight = layer.get_base_layer().weight.float()
-        weight = weight.T if getattr(layer, "fan_in_fan_out", False) else weight
-        rank = layer.r["default"]
-        if rank > min(weight.shape):
-            raise DprlhfError(
-                f"policy.adapter.rank {rank} is more than a target layer of shape"
-                f" {tuple(weight.shape)} has singular directions"
-            )
-        oversampled = min(2 * rank + 8, *weight.shape)
-        left, singular, right = torch.svd_lowrank(weight, q=oversampled, niter=20)
-        layer.lora_A["default"] = _Core(right[:, :rank].T.contiguous())
-        layer.lora_B["default"].weight.copy_(left[:, :rank] * singular[:rank])
-        layer.lora_B["default"].requires_grad_(False)
+    config = types[name](**{key: value for key, value in fields.items() if key != "peft_type"})
+    reason = _REFUSED.get(name)
+    if config.is_prompt_learning:
+        reason = "its learnt tokens stand before a prompt, which sampling does not know: take LORA"
+    elif getattr(config, "alora_invocation_tokens", None):
+        reason = "alora_invocation_tokens decides by the text before, which sampling does not know"
+    elif getattr(config, "layer_replication", None):
+        reason = "layer_replication makes another base model"
+    elif "_niter_" in str(getattr(config, "init_lora_weights", True)):
+        reason = (
+            f"init_lora_weights {config.init_lora_weights} is drawn again at loading: take pissa"
+        )
+    elif getattr(config, "init_lora_weights", True) in _FROM_DATA:
+        reason = (
+            f"init_lora_weights {config.init_lora_weights} reads data; policy.adapter.type lora has"
+            " init: public-activations for that"
+        )
+    elif name == "ADALORA" and config.target_r != config.init_r:
+        reason = "it prunes ranks by users' gradients: set target_r to init_r, which prunes nothing"
+    if reason is not None:
+        raise DprlhfError(f"policy.adapter.peft: {name} is not trained: {reason}")
+    for field in vars(config):
+        if "dropout" in field and isinstance(getattr(config, field), float):
+            setattr(config, field, 0.0)  # it would be a second source of randomness
+    if hasattr(config, "fan_in_fan_out"):
+        config.fan_in_fan_out = _fan_in_fan_out(model)
+    config.inference_mode = False
+    return config
 
 
 @torch.no_grad()
@@ -307,45 +290,24 @@ def _measure_magnitudes(model: Any) -> None:
         )
 
 
-def _keep_dtype(model: Any) -> None:
-    for name, module in model.named_modules():
-        if name.endswith(".ln_tuning_layers.default"):
-            module.register_forward_hook(_as_input)
+def _keep_dtypes(adapted: Any) -> None:
+    """Let the copies of modules that PEFT trains compute in float32 within a half model."""
+    frozen = {p.dtype for p in adapted.parameters() if not p.requires_grad}
+    narrow = frozen & {torch.bfloat16, torch.float16}
+    if not narrow:
+        return
 
+    def widen(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
+        own = next(module.parameters()).dtype
+        return tuple(x.to(own) if torch.is_floating_point(x) else x for x in inputs)
 
-def _as_input(module: nn.Module, inputs: tuple[torch.Tensor, ...], out: torch.Tensor) -> Any:
-    """Cast a norm layer's output to its input's data type, because its trained gain is float32."""
-    return out.to(inputs[0].dtype)
+    def narrowed(module: nn.Module, inputs: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor:
+        return out.to(next(iter(narrow)))
 
-
-def _as_it_is(model: Any) -> None:
-    """Leave PEFT's model as it is."""
-
-
-@dataclass(frozen=True)
-class _Adapter:
-    """How one kind of adapter is built.
-
-    Attributes:
-        config: Makes the PEFT configuration from the model, the recipe's section and the seed.
-        frozen: Parts of the names of PEFT's trainable parameters that are frozen here.
-        finish: Changes the ``PeftModel`` in place after PEFT has made it.
-    """
-
-    config: Callable[[Any, recipe.Adapter, int], Any]
-    frozen: tuple[str, ...] = ()
-    finish: Callable[[Any], None] = _as_it_is
-
-
-_ADAPTERS: dict[AdapterType, _Adapter] = {
-    "lora": _Adapter(_lora),
-    "ffa-lora": _Adapter(_lora, frozen=(".lora_A.",)),
-    "lora-xs": _Adapter(_lora, finish=_to_lora_xs),
-    "vera": _Adapter(_vera),
-    "ia3": _Adapter(_ia3),
-    "norms": _Adapter(_norms, finish=_keep_dtype),
-    "biases": _Adapter(_biases, frozen=(".lora_A.", ".weight")),
-}
+    for name, module in adapted.named_modules():
+        if name.endswith((".modules_to_save.default", ".ln_tuning_layers.default")):
+            module.register_forward_pre_hook(widen)
+            module.register_forward_hook(narrowed)
 
 
 def _fan_in_fan_out(model: Any) -> bool:
@@ -359,7 +321,7 @@ _QUERY_AND_VALUE = (
 """Names of the query and value projections, which LoRA adapts, alone or fused with the keys'."""
 
 
-def _projections(model: Any, adapter: recipe.Adapter, kind: str) -> list[str] | str | None:
+def _projections(model: Any, adapter: recipe.Adapter) -> list[str] | str | None:
     """Return the target modules; None where PEFT has a choice for the architecture.
 
     Raises:
@@ -367,7 +329,7 @@ def _projections(model: Any, adapter: recipe.Adapter, kind: str) -> list[str] | 
     """
     from peft.utils import constants
 
-    known = getattr(constants, f"TRANSFORMERS_MODELS_TO_{kind}_TARGET_MODULES_MAPPING")
+    known = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     layers = _linear_names(model)
     if adapter.target_modules == "all-linear" and adapter.layers is not None:
         # PEFT takes the word without layers only.
@@ -381,30 +343,6 @@ def _projections(model: Any, adapter: recipe.Adapter, kind: str) -> list[str] | 
         f"policy.adapter.target_modules: name the layers to adapt of a model of type"
         f" {model.config.model_type}, some of [{', '.join(layers)}], or all-linear"
     )
-
-
-def _named(model: Any, adapter: recipe.Adapter, defaults: list[str] | None) -> list[str]:
-    """Return the target modules by their full names, in the layers asked for."""
-    wanted = adapter.target_modules or defaults
-    if wanted is None:
-        raise DprlhfError(
-            f"policy.adapter: {adapter.type} needs target_modules for a model of type"
-            f" {model.config.model_type}, such as [{', '.join(_linear_names(model)[:3])}]"
-        )
-    ends = tuple([wanted] if isinstance(wanted, str) else wanted)
-    layers = _layers(model, adapter.layers)
-    found = [
-        name
-        for name, _ in model.named_modules()
-        if any(name == end or name.endswith(f".{end}") for end in ends)
-        and (layers is None or any(f".{layer}." in name for layer in layers))
-    ]
-    if not found:
-        raise DprlhfError(
-            f"policy.adapter.target_modules {list(ends)}: the model has no such modules"
-            + (" in these layers" if layers else "")
-        )
-    return found
 
 
 def _linear_names(model: Any, without: nn.Module | None = None) -> list[str]:

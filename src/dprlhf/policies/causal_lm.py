@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from dprlhf.data.messages import template_arguments
 from dprlhf.errors import DprlhfError
 from dprlhf.policies import shared_prompt
-from dprlhf.policies.adapters import quiet_peft, stored_state
+from dprlhf.policies.adapters import base_is_its_start, quiet_peft
 from dprlhf.policies.chosen_logprobs import chosen_logprobs
 from dprlhf.policies.head_logprobs import has_plain_head, head_logprobs
 from dprlhf.policies.kept import Replay, forwards_replaced
@@ -50,6 +50,8 @@ class CausalLMPolicy:
         chat_template_kwargs: Further arguments of the chat template.
         is_base: Whether the adapter is off, inside :meth:`base`.
         tools: The functions that the chat template shows to the model; empty for none.
+        one_user_a_pass: Why the gradients of several users cannot be taken in one pass, such as a
+            layer that the gradient engine does not know; None where they can.
         sampler: The way to sample responses of several turns, a
             :class:`~dprlhf.rollout.sampling.Sampler`; None for responses of one turn.
 
@@ -77,6 +79,7 @@ class CausalLMPolicy:
         self.is_base = False
         self.tools: Sequence[Any] = ()
         self.sampler: Any = None
+        self.one_user_a_pass: str | None = None
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.dimension = sum(p.numel() for p in self.parameters.values())
         # torch multiplies a sliced (non-contiguous) batch by the vocabulary as one bmm, for which
@@ -89,6 +92,8 @@ class CausalLMPolicy:
             raise DprlhfError("the policy has no trainable parameters: check policy.adapter")
         self._plain_head = has_plain_head(model, frozenset(map(id, self.parameters.values())))
         self.set_up = SetUp()
+        started = self.parameters.items() if base_is_its_start(model) else ()
+        self._start = {n: p.detach().clone() for n, p in started}
 
     @contextlib.contextmanager
     def without_dropout(self) -> Iterator[None]:
@@ -123,13 +128,26 @@ class CausalLMPolicy:
 
     @contextlib.contextmanager
     def base(self) -> Iterator[None]:
-        """Switch the adapter off within the context, where the network is the base policy."""
+        """Switch the adapter off within the context, where the network is the base policy.
+
+        Where an adapter moved a part of the base weights into itself, and without an adapter, the
+        parameters of the run's start take the place of the trained ones.
+        """
         outer, self.is_base = self.is_base, True
+        if outer:
+            yield
+            return
+        trained = {name: self.parameters[name].data for name in self._start}
         try:
-            with self.model.disable_adapter():
+            with contextlib.nullcontext() if self._start else self.model.disable_adapter():
+                for name, start in self._start.items():
+                    self._start[name] = start.to(self.parameters[name].device)
+                    self.parameters[name].data = self._start[name]
                 yield
         finally:
-            self.is_base = outer
+            self.is_base = False
+            for name, data in trained.items():
+                self.parameters[name].data = data
             # PEFT makes all of an adapter trainable when it switches it on, frozen parts too
             for name, parameter in self.model.named_parameters():
                 parameter.requires_grad_(name in self.parameters)
@@ -455,7 +473,7 @@ class CausalLMPolicy:
         """Save the adapter in PEFT's format, and the tokenizer as it was before the first round."""
         self.set_up.put_back()
         with quiet_peft():
-            self.model.save_pretrained(folder, state_dict=stored_state(self.model))
+            self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
 

@@ -10,7 +10,7 @@ from dprlhf import recipe
 from dprlhf.errors import DprlhfError, one_line
 from dprlhf.hardware import default_torch_state, native_dtype
 from dprlhf.hub import check_reachable, pinned
-from dprlhf.policies.adapters import add_adapter
+from dprlhf.policies.adapters import INTO_ITSELF, add_adapter
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.foreign_hooks import refuse_foreign_hooks
 from dprlhf.policies.mixing import refuse_mixing
@@ -58,6 +58,7 @@ def load_policy(
         )
     if model is None:
         check_reachable(spec.model_name_or_path, spec.revision, "policy.model_name_or_path")
+    given = model is not None
     try:
         if tokenizer is None:
             tokenizer = _tokenizer_of(spec, model)
@@ -67,6 +68,12 @@ def load_policy(
         raise DprlhfError(
             f"policy.model_name_or_path {spec.model_name_or_path!r}: {one_line(error)}"
         ) from error
+    given_init = (spec.adapter.peft or {}).get("init_lora_weights")
+    if given and given_init in INTO_ITSELF:
+        raise DprlhfError(
+            f"policy.adapter.peft: init_lora_weights {given_init} changes the base weights, and the"
+            " model was given in Python: name its folder or hub id"
+        )
     policy = make_policy(model, tokenizer, spec.adapter, temperature=temperature, seed=seed)
     if spec.gradient_checkpointing:
         policy.checkpoint_layers()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,30 +29,11 @@ class WholePolicy(CausalLMPolicy):
             parameter.requires_grad_(True)
         _freeze_without_part(model)
         super().__init__(model, tokenizer, temperature)
-        self._start = {n: p.detach().clone() for n, p in self.parameters.items()}
 
     @property
     def network(self) -> Any:
         """The transformers model."""
         return self.model
-
-    @contextlib.contextmanager
-    def base(self) -> Iterator[None]:
-        """Put the weights of the run's start in the place of the trained ones."""
-        if self.is_base:
-            yield
-            return
-        self.is_base = True
-        trained = {name: p.data for name, p in self.parameters.items()}
-        try:
-            for name, parameter in self.parameters.items():
-                self._start[name] = self._start[name].to(parameter.device)
-                parameter.data = self._start[name]
-            yield
-        finally:
-            self.is_base = False
-            for name, parameter in self.parameters.items():
-                parameter.data = trained[name]
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return a copy of all weights on the CPU."""

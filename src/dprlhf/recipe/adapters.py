@@ -1,7 +1,6 @@
 """The kinds of adapters by name, as far as a recipe has to know them without loading torch.
 
-:mod:`dprlhf.policies.adapters` has the PEFT configuration of each. To add an adapter, add an entry
-here and one there.
+:mod:`dprlhf.policies.adapters` makes the PEFT configuration of each.
 """
 
 from __future__ import annotations
@@ -9,9 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-AdapterType = Literal["lora", "ffa-lora", "lora-xs", "vera", "ia3", "norms", "biases", "full"]
-
-_PLACES = frozenset({"target_modules", "layers"})
+AdapterType = Literal["lora", "ffa-lora", "peft", "full"]
 
 
 @dataclass(frozen=True)
@@ -19,46 +16,36 @@ class AdapterKind:
     """The facts about one kind of adapter.
 
     Attributes:
-        description: What a model card says that ``policy/`` holds; ``{rank}`` is filled in.
-        takes: Which of ``rank``, ``alpha``, ``use_rslora``, ``use_dora``, ``init``,
-            ``target_modules`` and ``layers`` have an effect.
+        description: What a model card says that ``policy/`` holds; ``{rank}`` and ``{peft_type}``
+            are filled in.
+        takes: Which of the section's settings have an effect.
         experimental: Whether no published experiment measures it yet.
-        needs_weights: Whether building or differentiating it reads the weights of the layers that
-            it adapts, which a quantised layer does not hold as numbers.
     """
 
     description: str
-    takes: frozenset[str] = _PLACES
+    takes: frozenset[str] = frozenset()
     experimental: bool = False
-    needs_weights: bool = False
 
 
-_SCALED = _PLACES | {"rank", "alpha", "use_rslora"}
-_PLAIN = _SCALED | {"use_dora", "init"}
+_LORA = frozenset({"target_modules", "layers", "rank", "alpha", "use_rslora", "use_dora", "init"})
 
 ADAPTERS: dict[AdapterType, AdapterKind] = {
-    "lora": AdapterKind("A LoRA adapter (rank {rank})", _PLAIN),
+    "lora": AdapterKind("A LoRA adapter (rank {rank})", _LORA),
     "ffa-lora": AdapterKind(
-        "A LoRA adapter (rank {rank}, A frozen at its start, B trained)",
-        _PLAIN,
+        "A LoRA adapter (rank {rank}, A frozen at its start, B trained)", _LORA
     ),
-    "lora-xs": AdapterKind(
-        "A LoRA-XS adapter (trained {rank} x {rank} matrices, stored as LoRA)",
-        _SCALED,
-        experimental=True,
-        needs_weights=True,
-    ),
-    "vera": AdapterKind(
-        "A VeRA adapter (rank {rank}, two trained vectors for each layer)",
-        _PLACES | {"rank"},
-        experimental=True,
-        needs_weights=True,
-    ),
-    "ia3": AdapterKind("An IA3 adapter (trained scales)", experimental=True, needs_weights=True),
-    "norms": AdapterKind("Trained norm layers (PEFT's LN tuning)", experimental=True),
-    "biases": AdapterKind("Trained biases (stored as LoRA whose B is zero)", experimental=True),
-    "full": AdapterKind("All weights (full fine-tuning)", frozenset(), experimental=True),
+    "peft": AdapterKind("An adapter of PEFT ({peft_type})", frozenset({"peft"}), experimental=True),
+    "full": AdapterKind("All weights (full fine-tuning)", experimental=True),
 }
 
 FORMER_NAMES = {"lora-b": "ffa-lora"}
 """Names that recipes of earlier versions use, with today's name."""
+
+REMOVED_TYPES = {
+    "lora-xs": "take type: ffa-lora, which trains few parameters, too",
+    "vera": "take type: peft with peft: {peft_type: VERA, r: …}",
+    "ia3": "take type: peft with peft: {peft_type: IA3}",
+    "norms": "take type: peft with peft: {peft_type: LN_TUNING, target_modules: […]}",
+    "biases": "take type: peft with peft: {peft_type: LORA, lora_bias: true, …}",
+}
+"""Types of earlier versions, with what takes their place."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import field_validator, model_validator
 
-from dprlhf.recipe.adapters import ADAPTERS, FORMER_NAMES, AdapterType
+from dprlhf.recipe.adapters import ADAPTERS, FORMER_NAMES, REMOVED_TYPES, AdapterType
 from dprlhf.recipe.base import Experimental, PositiveFloat, PositiveInt, Settings, note_new_name
 
 TOKENIZER_ARGUMENTS = frozenset(
@@ -49,20 +49,21 @@ class Adapter(Settings):
 
     Attributes:
         type: ``lora`` trains both factors A and B of LoRA; ``ffa-lora`` (formerly ``lora-b``)
-            freezes A and trains B alone. Experimental: ``lora-xs`` trains an r × r matrix between
-            singular directions of the weight; ``vera`` two vectors in each layer; ``ia3`` scales of
-            activations; ``norms`` the norm layers; ``biases`` a bias of each output; ``full`` all
-            weights of the model, without an adapter, for small models: the noise grows with their
-            number.
-        rank: Rank r of the LoRA types and of ``vera``.
+            freezes A and trains B alone. Experimental: ``peft`` trains what the key ``peft``
+            says; ``full`` all weights of the model, without an adapter, for small models: the noise
+            grows with their number.
+        peft: For ``peft``: the fields of a configuration of PEFT, such as ``{peft_type: VERA, r:
+            64, target_modules: [q_proj]}``. Dropout is off, and what needs a prompt of its own or
+            users' data at its start is refused.
+        rank: Rank r of the LoRA types.
         alpha: LoRA's alpha: the adapter's output is scaled by alpha / rank, or by alpha / √rank
             with ``use_rslora``. For the LoRA types.
         use_rslora: Scale the output by alpha / √rank (rsLoRA, arXiv 2312.03732). For the LoRA
             types.
         use_dora: Train the magnitude of each output of a layer beside the LoRA, which changes the
             directions alone (DoRA, arXiv 2402.09353). For ``lora`` and ``ffa-lora``.
-        target_modules: Names of the adapted modules, as PEFT takes them; for the LoRA types and
-            ``vera`` also ``all-linear``. Null takes PEFT's choice for the model's architecture.
+        target_modules: Names of the adapted modules, as PEFT takes them, or ``all-linear``. Null
+            takes PEFT's choice for the model's architecture.
         layers: Adapt only these decoder layers (from 0; −1 is the last): fewer dimensions, and the
             backward pass stops at the lowest of them. Null adapts all layers.
         init: Initial value of A: ``random`` as in PEFT; ``public-activations``, the principal
@@ -85,10 +86,13 @@ class Adapter(Settings):
     layers: list[int] | None = None
     init: Literal["random", "public-activations", "public-contrast"] = "random"
     contrast_column: str | None = None
+    peft: dict[str, Any] | None = None
 
     @field_validator("type", mode="before")
     @classmethod
     def _todays_name(cls, name: Any) -> Any:
+        if isinstance(name, str) and name in REMOVED_TYPES:
+            raise ValueError(f"{name} is no type of its own any more: {REMOVED_TYPES[name]}")
         if isinstance(name, str) and name in FORMER_NAMES:
             note_new_name("policy.adapter.type", name, FORMER_NAMES[name])
             return FORMER_NAMES[name]
@@ -101,6 +105,8 @@ class Adapter(Settings):
             if changed and name not in ADAPTERS[self.type].takes:
                 types_ = ", ".join(t for t, kind in ADAPTERS.items() if name in kind.takes)
                 raise ValueError(f"{name} is for type {types_}, not for {self.type}")
+        if self.type == "peft" and "peft_type" not in (self.peft or {}):
+            raise ValueError("type: peft needs peft: {peft_type: …} and the fields of that type")
         if (self.init == "public-contrast") != (self.contrast_column is not None):
             raise ValueError("init: public-contrast and contrast_column: give both, or neither")
         return self
@@ -169,15 +175,11 @@ class Policy(Settings):
 
     @model_validator(mode="after")
     def _frozen_base(self) -> Policy:
-        if self.quantization is not None and self.adapter.type in ("full", "norms"):
+        if self.quantization is not None and self.adapter.type in ("full", "peft"):
             raise ValueError(
                 f"quantization is for a frozen base model, and policy.adapter.type"
-                f" {self.adapter.type} trains its weights: take lora"
-            )
-        if self.quantization is not None and ADAPTERS[self.adapter.type].needs_weights:
-            raise ValueError(
-                f"policy.adapter.type {self.adapter.type} needs the weights of the base model as"
-                " numbers, so it does not work with quantization: take lora, ffa-lora or biases"
+                f" {self.adapter.type} may train its weights or need them as numbers: take lora or"
+                " ffa-lora"
             )
         if self.quantization is not None and self.adapter.use_dora:
             raise ValueError(

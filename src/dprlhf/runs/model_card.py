@@ -111,7 +111,8 @@ tags:
 
 def _described(adapter: Adapter) -> str:
     """Return what ``policy/`` holds, in words."""
-    words = ADAPTERS[adapter.type].description.format(rank=adapter.rank)
+    kind = str((adapter.peft or {}).get("peft_type"))
+    words = ADAPTERS[adapter.type].description.format(rank=adapter.rank, peft_type=kind)
     return words.replace("LoRA", "DoRA") if adapter.use_dora else words
 
 

@@ -179,6 +179,7 @@ def recipe_digest(recipe: AnyRecipe) -> str:
         "by_turn": False,
         "gradient_checkpointing": False,
         "use_dora": False,
+        "peft": None,
         "chat_template_kwargs": {},
     }
     former = {today: old for old, today in FORMER_NAMES.items()}

@@ -10,7 +10,7 @@ import torch
 
 from dprlhf.errors import DprlhfError, one_line
 from dprlhf.hub import pinned
-from dprlhf.policies.adapters import quiet_peft
+from dprlhf.policies.adapters import merged, quiet_peft
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, load_any_recipe
 from dprlhf.runs.card import carried_with, read_card
 from dprlhf.runs.earlier import check_lineage_of_objects, records_of
@@ -105,10 +105,14 @@ def merge(
     adapter = recipe.trained.adapter.type
     try:
         if adapter == "full":
-            (merged, tokenizer), right = _whole(folder), True
+            (whole, tokenizer), right = _whole(folder), True
         else:
             base, tokenizer = _base_and_tokenizer(recipe, folder, model)
-            merged, right = _merged(base, folder)
+            import peft
+
+            with quiet_peft():
+                tuned = peft.PeftModel.from_pretrained(base, str(folder.policy)).eval()
+            whole, right = merged(tuned)
     except (OSError, ValueError, RuntimeError, AttributeError) as error:
         raise DprlhfError(
             f"{run}: the adapter ({adapter}) cannot be merged"
@@ -120,7 +124,7 @@ def merge(
             " with PeftModel.from_pretrained"
         )
     with replaced_folder(out) as fresh:
-        merged.to(kind).save_pretrained(fresh)
+        whole.to(kind).save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
         (fresh / "README.md").write_text(model_card(recipe, card, merged=True), encoding="utf-8")
         # A run that starts from this model finds out which run to account for.
@@ -169,23 +173,6 @@ def _base_and_tokenizer(recipe: AnyRecipe, folder: RunFolder, model: Any) -> tup
     return base, tokenizer
 
 
-def _merged(base: Any, folder: RunFolder) -> tuple[Any, bool]:
-    """Return the base model with the adapter merged, and whether its logits stayed the same."""
-    import peft
-
-    probe = torch.arange(1, 17)[None] % base.config.get_text_config().vocab_size
-    with quiet_peft():
-        tuned = peft.PeftModel.from_pretrained(base, str(folder.policy)).eval()
-        wanted = _logits(tuned, probe)
-        with tuned.disable_adapter():
-            untuned = _logits(tuned, probe)
-        merged = tuned.merge_and_unload()
-    # A merge that drops some of the adapter's weights loses a large part of the adapter's change.
-    off = (_logits(merged, probe) - wanted).abs().max()
-    allowed = 0.05 * (wanted - untuned).abs().max() + 1e-5 * wanted.abs().max()
-    return merged, bool(off <= allowed)
-
-
 def _finished(run: str | Path) -> RunFolder:
     folder = RunFolder(Path(run))
     folder.require()
@@ -193,9 +180,3 @@ def _finished(run: str | Path) -> RunFolder:
         again = how_to_continue(folder, load_any_recipe(folder.recipe))
         raise DprlhfError(f"{run}: no policy yet; finish the run with: {again}")
     return folder
-
-
-@torch.no_grad()
-def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    logits: torch.Tensor = model(input_ids=tokens).logits
-    return logits

@@ -32,6 +32,7 @@ from dprlhf.rollout.decoding import try_last_step
 from dprlhf.rollout.sampling import prompts_at_once
 from dprlhf.training.made_up_rounds import (
     Shapes,
+    check_gradients,
     contributions,
     distance_by_padding,
     gradients_of,
@@ -49,7 +50,8 @@ def settle_layout(
     """Choose a layout in which no row moves another on this machine, and try its largest shapes.
 
     Args:
-        policy: The policy, on its device. Its attention may change; its parameters do not.
+        policy: The policy, on its device. Its attention may change, and whether its users are
+            differentiated one at a time; its parameters do not.
         shapes: The shapes of the run.
         processes: This process among those of the launch, which all use one layout.
 
@@ -59,6 +61,13 @@ def settle_layout(
     Raises:
         DprlhfError: A shape does not fit into memory, or no layout keeps rows apart.
     """
+    with _random_adapter(policy):
+        check_gradients(policy, shapes)
+    if policy.one_user_a_pass is not None and processes.main:
+        print(
+            f"dprlhf: each user is differentiated alone, which is slower: {policy.one_user_a_pass}",
+            file=sys.stderr,
+        )
     for name, change in _LAYOUTS.items():
         tried = change(policy, shapes)
         if tried is None:
@@ -136,7 +145,8 @@ def _sentence(policy: CausalLMPolicy, shapes: Shapes, layout: str) -> str:
         "checked at start on this machine (and again at each resume): made-up rows at other places"
         f" of their micro-batch and with other rows around them gave the same bits in"
         f" {', '.join(done)}, on {policy.device.type} with {threads}, at"
-        f" prompts of {' and '.join(map(str, shapes.widths))} tokens; micro-batches {how[layout]}."
+        f" prompts of {' and '.join(map(str, shapes.widths))} tokens; micro-batches {how[layout]}"
+        f"{', each user differentiated alone' * (policy.one_user_a_pass is not None)}."
         " It is a sample of rows, not all that could occur"
     )
 
@@ -171,7 +181,7 @@ def _key(policy: CausalLMPolicy, shapes: Shapes) -> tuple[str, ...]:
     threads, device = torch.get_num_threads(), str(policy.device)
     drawn = policy.temperature, policy.sampling
     facts = (type(policy), config, attention, weights, trained, drawn, shapes, threads, device)
-    return tuple(map(str, facts))
+    return (*map(str, facts), str(policy.one_user_a_pass))
 
 
 @contextlib.contextmanager
@@ -284,6 +294,8 @@ def _moved(policy: CausalLMPolicy, shapes: Shapes) -> str | None:
                 if _differ(size, lambda some: logits_of(policy, shapes, some, width)):  # noqa: B023
                     return "sampling"
         size = max(1, shapes.update.batch_size // shapes.rows)
+        if policy.one_user_a_pass is not None:
+            size = min(size, 2)  # they share no pass, and a user's whole gradient is large
         tokens = f"{shapes.update.batch_size} rows of {shapes.prompt + shapes.response} tokens"
         with _in_memory(f"the gradient of {tokens}", "update.batch_size or data.max_prompt_tokens"):
             if _differ(size, lambda some: gradients_of(policy, shapes, some, width)):  # noqa: B023

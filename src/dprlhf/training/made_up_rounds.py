@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from dprlhf import recipe
 from dprlhf.gradients.clipping import recorded_by_user
+from dprlhf.gradients.engine_check import choose_engine
 from dprlhf.gradients.micro_batches import micro_batches, user_gradients
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.kept import Layout, keep
@@ -152,6 +153,18 @@ def static_steps(policy: CausalLMPolicy, shapes: Shapes, **sizes: int) -> Static
     return StaticSteps(policy, **sizes) if shapes.rollout.cuda_graphs else None
 
 
+def check_gradients(policy: CausalLMPolicy, shapes: Shapes) -> None:
+    """Let the policy's users be differentiated one at a time, where a pass with two of them errs.
+
+    Raises:
+        DprlhfError: A trained parameter has no part in the loss.
+    """
+    if isinstance(shapes.update, recipe.PPO):
+        return  # it trains copies of its own, of layers that it knows
+    rows = _made_up(policy, shapes, [0, 1], shapes.widths[0], 1)
+    choose_engine(policy, rows, _weights(rows), shapes.update.batch_size)
+
+
 def gradients_of(
     policy: CausalLMPolicy, shapes: Shapes, numbers: Sequence[int], width: int
 ) -> list[list[torch.Tensor]]:
@@ -213,7 +226,7 @@ def contributions(
     update, size = shapes.update, shapes.update.batch_size
     if shapes.keeps and prompts == 1:
         rows = _with_outputs(policy, rows, size)
-    weights = np.cos(rows.tokens.sum(1).numpy().astype(np.float64))
+    weights = _weights(rows)
     if isinstance(update, recipe.PPO):
         quick = update.model_copy(update={"epochs": 1, "minibatches": 1})
         of_tokens = np.repeat(weights[:, None], rows.max_new_tokens, axis=1)
@@ -234,6 +247,11 @@ def contributions(
             yield users, [gradients]
     else:
         yield from recorded_by_user(policy, rows, weights, batch_size=size)
+
+
+def _weights(rows: Responses) -> NDArray[np.float64]:
+    weights: NDArray[np.float64] = np.cos(rows.tokens.sum(1).numpy().astype(np.float64))
+    return weights
 
 
 @torch.no_grad()
