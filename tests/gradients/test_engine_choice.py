@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +16,13 @@ from torch import nn
 from dprlhf.boundary import Private, open_private
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.clipping import ClippedSum, Weighted, clipped_sum
-from dprlhf.gradients.engine_check import choose_engine
+from dprlhf.gradients.engine_check import check_padding, choose_engine
 from dprlhf.gradients.layers import UnknownLayerError
 from dprlhf.gradients.micro_batches import engine_of, user_gradients
 from dprlhf.gradients.per_user import PerUserGradients
 from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import make_policy
+from dprlhf.recipe import Adapter
 from dprlhf.rollout import Responses
 from helpers import tiny
 from helpers.autograd import gradient_of_user, relative_error
@@ -342,3 +345,22 @@ def opacus_gradients(layer: str, x: torch.Tensor, how: str) -> torch.Tensor:
 def test_the_engine_of_a_policy_is_that_for_several_users_where_it_knows_the_layers() -> None:
     assert not engine_of(policy_of()).alone
     assert policy_of().one_user_a_pass is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_bias_that_padding_carries_into_a_state_is_refused(bias: bool) -> None:
+    sizes = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+    config = transformers.BambaConfig(
+        **tiny.SMALL, **sizes, attn_layer_indices=[1], mamba_chunk_size=16
+    )
+    fields = {"peft_type": "LORA", "target_modules": ["in_proj"], "lora_bias": bias}
+    policy = make_policy(
+        transformers.BambaForCausalLM(config), tiny.tokenizer(), Adapter(type="peft", peft=fields)
+    )
+    with torch.no_grad():
+        for parameter in policy.parameters.values():
+            parameter.add_(0.02)
+    said = pytest.raises(DprlhfError, match="lets padding change the tokens behind it")
+    with said if bias else contextlib.nullcontext():
+        check_padding(policy, batch_of(ROWS, seed=1))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from dprlhf.errors import DprlhfError, one_line
@@ -83,6 +84,46 @@ def _autograd(
     pairs = zip(parameters, gradients, strict=True)
     flat = [(torch.zeros_like(p) if g is None else g).flatten() for p, g in pairs]
     return torch.cat([g.to(device, torch.float64) for g in flat])
+
+
+@torch.no_grad()
+def check_padding(policy: CausalLMPolicy, responses: Responses) -> None:
+    """Refuse a trained part through which padding reaches the tokens behind it.
+
+    Such as a bias before a layer that keeps a state from token to token: the model masks the inputs
+    of padding alone, so the state would be another at each width, and sampled text would have other
+    log-probabilities than the gradients'.
+
+    Args:
+        policy: The policy, with parameters away from zero.
+        responses: PUBLIC or made-up rows.
+
+    Raises:
+        DprlhfError: Padding changes the policy's log-probabilities and not those of its base.
+    """
+    moved = _moved_by_padding(policy, responses)
+    with policy.base():
+        of_base = _moved_by_padding(policy, responses)
+    if moved > 10 * of_base + _tolerances(policy)[1]:
+        raise DprlhfError(
+            "policy.adapter: what it trains lets padding change the tokens behind it (a bias before"
+            " a layer with a state, perhaps): leave biases out, or choose other modules"
+        )
+
+
+def _moved_by_padding(policy: CausalLMPolicy, responses: Responses) -> float:
+    """Return by how much padding in front changes the log-probabilities of the last row."""
+    length, found = responses.max_new_tokens, []
+    tokens, mask = responses.tokens[-1:], responses.mask[-1:]
+    first = int(mask[0].argmax())
+    for columns in (0, 3):
+        padded = F.pad(tokens[:, first:], (columns, 0), value=policy.tokenizer.pad_token_id)
+        seen = F.pad(mask[:, first:], (columns, 0))
+        logprobs = policy.response_logprobs(
+            padded.to(policy.device), seen.to(policy.device), length
+        )
+        found.append(torch.where(mask[:, -length:].bool(), logprobs.cpu(), 0.0))
+    return float((found[0] - found[1]).abs().max())
 
 
 def _tolerances(policy: CausalLMPolicy) -> tuple[float, float]:

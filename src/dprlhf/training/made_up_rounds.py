@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from dprlhf import recipe
 from dprlhf.gradients.clipping import recorded_by_user
-from dprlhf.gradients.engine_check import choose_engine
+from dprlhf.gradients.engine_check import check_padding, choose_engine
 from dprlhf.gradients.micro_batches import micro_batches, user_gradients
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.kept import Layout, keep
@@ -157,11 +157,12 @@ def check_gradients(policy: CausalLMPolicy, shapes: Shapes) -> None:
     """Let the policy's users be differentiated one at a time, where a pass with two of them errs.
 
     Raises:
-        DprlhfError: A trained parameter has no part in the loss.
+        DprlhfError: A trained parameter has no part in the loss, or lets padding into it.
     """
+    rows = _made_up(policy, shapes, [0, 1], shapes.widths[0], 1)
+    check_padding(policy, rows)
     if isinstance(shapes.update, recipe.PPO):
         return  # it trains copies of its own, of layers that it knows
-    rows = _made_up(policy, shapes, [0, 1], shapes.widths[0], 1)
     choose_engine(policy, rows, _weights(rows), shapes.update.batch_size)
 
 
