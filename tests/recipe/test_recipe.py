@@ -129,7 +129,7 @@ def test_a_missing_key_is_named(key: str) -> None:
             ["'random-allocation', 'fixed', 'stream' or 'poisson'", "did you mean 'poisson'?"],
         ),
         ("privacy.adjacency", "add_remove", ["'add-remove'", "did you mean 'add-remove'?"]),
-        ("policy.adapter.type", "ffa_lora", ["'biases' or 'full'", "did you mean 'ffa-lora'?"]),
+        ("policy.adapter.type", "ffa_lora", ["'peft' or 'full'", "did you mean 'ffa-lora'?"]),
         ("policy.dtype", "float16", ["'float32' or 'bfloat16'", "not 'float16'"]),
         ("rounds", 0, ["greater than or equal to 1", "not 0"]),
         ("rounds", 2.5, ["valid integer", "not 2.5"]),

@@ -631,7 +631,7 @@ def test_a_baseline_takes_every_later_guarantee_away(
         (
             "llama",
             {"type": "peft", "peft": {"peft_type": "LORA", "lora_bias": True}},
-            "starts from a merged model, and .* does not have a bias",
+            "starts from a merged model, and .* has no bias",
         ),
         ("gpt2", {"type": "lora", "target_modules": ["lm_head"]}, "tied"),
         ("gpt2", {"type": "lora", "target_modules": ["wte"]}, "tied"),
