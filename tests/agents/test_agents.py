@@ -466,8 +466,18 @@ def test_what_is_no_tool_is_refused() -> None:
     ]:
         with pytest.raises(DprlhfError, match=why):
             Agent(tools, environment)
+
+
+@pytest.mark.parametrize("environment", [None, Guessing])
+def test_a_prompt_that_is_no_conversation_fails_alone(environment: Any) -> None:
+    """A file may mix texts and conversations: whoever has a text must not end a secret round."""
+    policy = with_agent(*([] if environment else [add]), environment=environment)
+    prompts = prompts_of(USERS)
+    mixed = dataclasses.replace(prompts, prompts=["text", *prompts.prompts[1:]])
+    whole, responses = draw(policy, prompts), draw(policy, mixed)
+    assert responses.failed is not None
+    assert responses.failed.tolist() == [user == 0 for user in responses.user]
+    for row in np.flatnonzero(responses.user > 0).tolist():
+        assert trajectory(responses, row) == trajectory(whole, row)
     with pytest.raises(DprlhfError, match="plain text"):
-        draw(
-            with_agent(add),
-            dataclasses.replace(prompts_of(USERS), prompts=["text"] * len(USERS)),
-        )
+        draw(policy, mixed, private=False)

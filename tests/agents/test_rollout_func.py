@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,13 @@ def test_a_user_on_whom_it_fails_is_alone_in_that() -> None:
     assert endless.failed.tolist() == responses.failed.tolist()
     with pytest.raises(DprlhfError, match="public prompt, ValueError: I refuse one"):
         draw(failing, PROMPTS, private=False)
+    nested: Any = "three"
+    for _ in range(sys.getrecursionlimit()):
+        nested = [nested]
+    deep = [*PROMPTS.prompts[:2], agents.asked(nested), PROMPTS.prompts[3]]  # no copy of it
+    copied = draw(generated, dataclasses.replace(PROMPTS, prompts=deep))
+    assert copied.failed is not None
+    assert copied.failed.tolist() == responses.failed.tolist()
 
 
 @pytest.mark.parametrize(

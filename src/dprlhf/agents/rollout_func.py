@@ -80,7 +80,7 @@ class FunctionSampler:
         for user in np.unique(prompts.users):
             places = np.flatnonzero(prompts.users == user)
             seed = uint64_stream(key, *context, int(user), "rollout_func", count=1) >> np.uint64(1)
-            asked = [copy.deepcopy(prompts.prompts[p]) for p in places for _ in range(k)]
+            asked = [prompts.prompts[p] for p in places for _ in range(k)]
             own = OwnRandomness(int(seed[0]))
             with captured(self.sink) if private else kept_process_state():
                 made = self._made(policy, asked, trainer, own, private=private)
@@ -111,7 +111,7 @@ class FunctionSampler:
     ) -> list[Row]:
         try:
             with own(), torch.no_grad():
-                output = dict(self.function(asked, trainer))
+                output = dict(self.function([copy.deepcopy(prompt) for prompt in asked], trainer))
             return self._read(policy, output, len(asked), private=private)
         except BaseException as problem:
             if not private:

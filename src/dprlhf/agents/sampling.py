@@ -101,14 +101,9 @@ class AgentSampler:
         """Sample ``spec.responses`` trajectories for each prompt.
 
         Raises:
-            DprlhfError: A prompt is no conversation; on public prompts also where an environment
-                cannot be reset, or before the rounds where a factory returns one twice.
+            DprlhfError: On public prompts, one is no conversation, or an environment cannot be
+                reset; before the rounds also where a factory returns one twice.
         """
-        if any(isinstance(prompt, str) for prompt in prompts.prompts):
-            raise DprlhfError(
-                "rollout.agent: tools are called in conversations, and a prompt is plain text: give"
-                ' prompts as lists of messages, [{"role": "user", "content": …}]'
-            )
         k, run = spec.responses, _Turns(policy, spec, max_prompt_tokens, self, private)
         rows = run.begun(prompts, key, context)
         draws = draws_of(prompts, key, context, k, spec.max_new_tokens)
@@ -181,6 +176,11 @@ class _Turns:
         if self.agent.several:  # the name is not for reset, as in TRL
             columns = {key: value for key, value in columns.items() if key != ENVIRONMENT}
         try:
+            if isinstance(asked, str):
+                raise DprlhfError(
+                    "rollout.agent: tools are called in conversations, and a prompt is plain text:"
+                    ' give prompts as lists of messages, [{"role": "user", "content": …}]'
+                )
             with own():
                 environment = self.agent.environment(name)
             if environment is not None:
