@@ -10,6 +10,8 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dprlhf.boundary import Private, open_private
+from dprlhf.data.columns import MOST_BYTES, bytes_of
 from dprlhf.data.given_rows import rows_from
+from dprlhf.data.in_memory import rows_of
 from dprlhf.data.loading import load_rows
-from dprlhf.data.public import prompts_in
-from dprlhf.data.spelling import SPACES, names_as_written, written
+from dprlhf.data.public import check_form, prompts_in
+from dprlhf.data.spelling import DEPTH, SPACES, names_as_written, written
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import Data, Documents
@@ -144,8 +148,9 @@ def test_a_name_in_several_spellings_is_one_user(kind: pa.DataType) -> None:
     table = pa.table({"prompt": list("abcdefghi"), "user": pa.array(names, kind)})
     spec = Data(path="here", user_column="user", max_prompts_per_user=9)
     made = Users(datasets.Dataset(table), spec)
-    assert prompts_of(made) == [["a", "c", "d", "g"], ["b", "f"], ["e"], ["h"], ["i"]]
-    assert len(open_private(made.hashed(lambda names: {n.encode() for n in names}))) == made.count
+    assert prompts_of(made) == [["a", "c", "d", "g"], ["b", "f"], ["e"], ["h", "i"]]
+    known = open_private(made.hashed(lambda names: {n.encode() for n in names}))
+    assert known == {name.encode() for name in ("José", "ann", "Ann", "fi", "\ufb01")}
 
 
 def test_names_in_one_spelling_are_not_copied() -> None:
@@ -157,7 +162,7 @@ def test_names_in_one_spelling_are_not_copied() -> None:
 
 
 @pytest.mark.slow
-@given(st.lists(st.from_regex(r"[-+ ]?[0-9.eA]{0,6} ?", fullmatch=True), min_size=1))
+@given(st.lists(st.from_regex(r"[-+ ]?[0-9.eA\u200b\uff10é\u0301]{0,6} ?", fullmatch=True)))
 def test_a_column_of_names_is_written_as_each_of_them(names: list[str]) -> None:
     column = names_as_written(pa.chunked_array([pa.array(names, pa.string())]))
     assert column.to_pylist() == [written(name) for name in names]
@@ -166,10 +171,15 @@ def test_a_column_of_names_is_written_as_each_of_them(names: list[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [("0010", "10"), ("-007.0", "-7"), ("000", "0"), ("-0.00", "0"), ("1.70", "1.70")]
-    + [(name, name) for name in ("007a", "1e3", "0x7", "7.", ".0", "0.5", "+7", "٠٧", "0 7", "")],
+    + [
+        (name, "7")
+        for name in ("+7", "\uff17", "7\u200b", "\ufeff7", "\u202e7", "7\x00", "\u00a07")
+    ]
+    + [(name, name) for name in ("007a", "1e3", "0x7", "7.", ".0", "0.5", "٠٧", "0 7", "", "A")],
 )
-def test_zeros_around_a_whole_number_tell_no_two_people_apart(name: str, text: str) -> None:
+def test_spellings_that_look_alike_tell_no_two_people_apart(name: str, text: str) -> None:
     assert written(name) == text
+    assert names_as_written(pa.chunked_array([[name]])).to_pylist() == [text]
 
 
 def test_a_name_is_one_persons_where_datasets_has_read_the_files(tmp_path: Path) -> None:
@@ -302,21 +312,86 @@ def test_conversations_stay_conversations() -> None:
     assert prompts_of(users({"prompt": [talk, talk]}, prompt_words=1)) == [[talk], [talk]]
 
 
-def test_one_unreadable_prompt_leaves_out_its_user_and_nobody_else() -> None:
-    made = users({"prompt": ["a", "bad", "c", "d"], "name": ["x", "y", "y", "z"]},
+def test_an_unreadable_row_is_left_out_alone_and_told_to_the_operator() -> None:
+    made = users({"prompt": ["a", "bad", "c", "d", None], "name": ["x", "y", "y", "z", "x"]},
                  user_column="name", max_prompts_per_user=2)  # fmt: skip
-    everyone = np.arange(3)
+    everyone, told = np.arange(3), list[str]()
+    made.tell = told.append
 
     def encode(some: Prompts) -> None:
         if "bad" in some.prompts:
             raise ValueError(some.prompts)
 
     left = made.readable(everyone, encode)
-    assert left.prompts == ["a", "d"]
-    assert left.users.tolist() == [0, 2]
-    assert left.columns == {"name": ["x", "z"]}
+    assert left.prompts == ["a", "c", "d"]
+    assert left.users.tolist() == [0, 1, 2]
+    assert left.slots.tolist() == [0, 1, 0]
+    assert left.columns == {"name": ["x", "y", "z"]}
+    made.readable(everyone, encode)  # in a further round nothing is told again
+    assert told == [
+        "row 5 is left out: it cannot be read (a row has no 'prompt': fill or drop it)",
+        "row 2 is left out: it cannot be read (ValueError)",
+    ]
     assert made.readable(everyone, lambda some: None).prompts == ["a", "bad", "c", "d"]
     assert made.readable(everyone, lambda some: 1 / 0).prompts == []
+
+
+def nested(depth: int) -> Any:
+    value: Any = "b"
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+TOO_LARGE: dict[str, Any] = {
+    "long": "x" * (MOST_BYTES + 1),
+    "long, in parts": [{"role": "user", "content": [{"type": "text", "text": "x" * 999}] * 1100}],
+    "many entries": [[]] * 70_000,
+    "deep": nested(DEPTH + 1),
+    "deeper": nested(600),
+    "many keys": {f"key {i}": 1 for i in range(2_000)},
+}
+
+
+@pytest.mark.parametrize("large", TOO_LARGE.values(), ids=TOO_LARGE)
+def test_what_is_too_large_is_never_read(large: Any, tmp_path: Path) -> None:
+    """A tokenizer takes up to 300 MB for a text of 1 MB: that of one user ends the process."""
+    file = tmp_path / "a.jsonl"
+    rows = [{"prompt": p, "user": u} for u, p in enumerate(["a", large, "x" * 5_000, nested(9)])]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    read, told = list[Any](), list[str]()
+    for column in ("user", None):
+        data = Data(path=str(file), user_column=column)
+        made = Users(load_rows(data), data)
+        made.tell = told.append
+        left = made.readable(np.arange(4), lambda some: read.extend(some.prompts))
+        assert left.users.tolist() == [0, 2, 3]
+        assert made.count == 4
+        open_private(made.digest())
+        assert len(open_private(made.identities())) >= 3
+        open_private(made.traces(column))
+    assert all(len(str(prompt)) <= 5_000 for prompt in read)
+    assert [line[:20] for line in told] == ["row 2 is left out: i"] * 2
+    public = Users(load_rows(data), data)
+    if public._too_large.any():
+        with pytest.raises(DprlhfError, match=r"a row takes more than 1,048,576 bytes"):
+            public.select(np.arange(4))
+
+
+def test_bytes_are_counted_row_by_row() -> None:
+    columns: list[tuple[pa.Array, list[int]]] = [
+        (pa.array(["a", "bcé", None]), [1, 4, 0]),
+        (pa.array(["a", "bcé"], pa.string_view()), [1, 4]),
+        (pa.array(["a", "bb", "a"]).dictionary_encode(), [1, 2, 1]),
+        (pa.array([["a", "bc"], None, [], ["d"]]), [35, 0, 0, 17]),
+        (pa.array([{"role": "a", "content": ["bc"]}, None]), [19, 0]),
+        (pa.array([[("k", "vv")], None], pa.map_(pa.string(), pa.string())), [19, 0]),
+        (pa.array([b"x" * 64, b""]), [2, 0]),
+        (pa.array([1.5, None]), [0, 0]),
+    ]
+    for column, sizes in columns:
+        assert bytes_of(column).tolist() == sizes
+        assert bytes_of(column.slice(1)).tolist() == sizes[1:]
 
 
 def test_a_panic_in_compiled_code_leaves_out_its_user_and_nobody_else() -> None:
@@ -372,14 +447,15 @@ ONE_AFTER_ANOTHER: dict[str, list[Any]] = {
 @pytest.mark.parametrize("rows", ONE_AFTER_ANOTHER.values(), ids=ONE_AFTER_ANOTHER)
 @pytest.mark.parametrize("at_once", [1, 2, 10])
 def test_a_generator_is_read_as_a_list_is(
-    rows: list[Any], at_once: int, monkeypatch: pytest.MonkeyPatch
+    rows: list[Any], at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is kept on disk a part at a time, and a part may have other types than the first."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("dprlhf.data.given_rows.ROWS_AT_ONCE", at_once)
     listed, made = rows_from(rows, "prompt"), rows_from(iter(rows), "prompt")
     assert made.features == listed.features
     assert made.to_dict() == listed.to_dict()
-    assert made.cache_files  # and not in memory
+    assert not list(tmp_path.iterdir())  # a kill leaves nothing of them
 
 
 @pytest.mark.parametrize("at_once", [1, 10])
@@ -428,7 +504,8 @@ def test_what_the_column_is_made_of_tells_conversations() -> None:
     assert users({"prompt": [message, [], None]}).conversations
     assert not users({"prompt": [None, "text"]}).conversations
     assert not users({"prompt": [1.5, 2]}).conversations
-    assert not users({"prompt": [None]}).conversations
+    with pytest.raises(DprlhfError, match="'prompt' has no value in any row"):
+        users({"prompt": [None]})
     names = pd.DataFrame({"prompt": pd.Categorical(["a", "b"])})
     assert not Users(rows_from(names, "prompt"), Data(path="x")).conversations
 
@@ -609,7 +686,6 @@ def test_rows_without_a_prompt_are_nobody_in_particular() -> None:
     known = [open_private(m.identities()) for m in (made, other)]
     assert [len(hashes) for hashes in known] == [2, 1]
     assert not np.isin(known[0], known[1]).any()
-    assert len(open_private(users({"prompt": [None]}).identities())) == 0
     # A word is a prompt, whatever it says, and whoever has a name is that person.
     assert names(users({"prompt": ["null", "None", "nan"]})) == {b"null", b"None", b"nan"}
     assert names(users({"prompt": [None, "a"], "user": ["x", "null"]})) == {b"x", b"null"}
@@ -832,10 +908,10 @@ def test_the_copy_that_datasets_makes_is_nobody_elses_to_read(
 ) -> None:
     cache = tmp_path / "cache"
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
-    place = tmp_path / ("users.txt" if kind == "file" else "data")
-    file = place / "data/train-0.txt" if kind == "folder" else place
+    place = tmp_path / ("users.parquet" if kind == "file" else "data")
+    file = place / "data/train-0.parquet" if kind == "folder" else place
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(f"{CANARY}\n")
+    pd.DataFrame({"text": [CANARY]}).to_parquet(file)
     assert load_rows(Data(path=str(place), prompt_column="text"))["text"] == [CANARY]
     copies = [f for f in cache.rglob("*") if f.is_file() and CANARY.encode() in f.read_bytes()]
     assert copies
@@ -950,9 +1026,26 @@ def test_only_what_can_be_a_hub_id_is_looked_up_on_the_hub(
         ("f.csv", b""),
         ("g.tsv", b'prompt\tx\na\t1\n"CANARY\t2\t3\nCANARY\t1\t2\n'),
         ("h.txt", b"a\n\xff\xfeCANARY\n"),
-        ("i.jsonl", b'{"CANARY": ' + b"[" * 5_000 + b"]" * 5_000 + b"}\n"),
+        ("i.csv", b"prompt\na\rCANARY\n"),
+        ("j.csv", b"prompt,x\na,1\nCANARY\n"),
+        ("k.tsv", b"prompt\ta\rCANARY\n"),
+        ("l.txt", b"a\rCANARY\n"),
+        ("m.jsonl", b'{"prompt": "a"}\r{"prompt": "CANARY"}\n'),
     ],
-    ids=["quotes", "json", "parquet", "encoding", "empty", "tabs", "text", "nested"],
+    ids=[
+        "quotes",
+        "json",
+        "parquet",
+        "encoding",
+        "empty",
+        "tabs",
+        "text",
+        "return",
+        "short",
+        "return in tabs",
+        "return in a text",
+        "return in json",
+    ],
 )
 def test_a_broken_file_is_named_and_not_quoted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes
@@ -1017,11 +1110,11 @@ def test_what_datasets_logs_about_a_file_is_not_shown(
         raise ValueError("CANARY")
 
     monkeypatch.setattr(datasets, "load_dataset", failing)
-    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "a.parquet").write_text("a")
     logger.addHandler(handler)
     try:
         with pytest.raises(DprlhfError) as caught:
-            load_rows(Data(path=str(tmp_path / "a.txt")))
+            load_rows(Data(path=str(tmp_path / "a.parquet")))
         assert not logged
         logger.error("the control")
     finally:
@@ -1226,13 +1319,56 @@ def test_text_and_tab_separated_files(tmp_path: Path) -> None:
     ],
     ids=["texts", "dicts", "conversations", "generator", "table"],
 )
-def test_half_a_character_is_called_by_its_name(prompts: Any) -> None:
-    with pytest.raises(DprlhfError, match="lone surrogate") as caught:
-        rows_from(prompts, "prompt")
-    assert "mixture" not in str(caught.value)
-    assert "CANARY" not in str(caught.value)
+def test_half_a_character_is_replaced_in_its_row_alone(prompts: Any) -> None:
+    """JavaScript leaves one where it cuts a text within an emoji; no run is to end by it."""
+    assert "CANARY?" in str(rows_from(prompts, "prompt")[-1]["prompt"])
     with pytest.raises(DprlhfError, match="mixture"):
         rows_from(["a", 1.5, ["b"]], "prompt")
+
+
+def test_what_arrow_cannot_hold_is_a_text_or_called_by_its_name(tmp_path: Path) -> None:
+    name = uuid.UUID(int=7)
+    for given_ in ([{"prompt": name}], pd.DataFrame({"prompt": [name]})):
+        assert rows_from(given_, "prompt")["prompt"][:] == [str(name)]
+    with pytest.raises(DprlhfError, match="'x' has a whole number beyond 64 bits: write all"):
+        rows_from([{"prompt": "a", "x": 2**63}], "prompt")
+    texts = ["1", str(-(2**63)), str(2**63), "7" * 5_000, '{"y": ' + "7" * 25 + "}", "[" * 9**5]
+    texts[-1] += "]" * 9**5
+    (tmp_path / "a.jsonl").write_text("\n".join(f'{{"prompt": "a", "x": {x}}}' for x in texts))
+    rows = load_rows(Data(path=str(tmp_path / "a.jsonl")))
+    assert rows["x"][:] == [1, -(2**63), str(2**63), "7" * 5_000, {"y": "7" * 25}, None]
+
+
+# ------------------------------------------------------------------------------- conversations
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "memory"])
+def test_a_column_of_messages_that_is_text_holds_json(suffix: str, tmp_path: Path) -> None:
+    """Its name and its type decide it for all rows, not what some of them hold."""
+    talks = [[{"role": "user", "content": text}] for text in ("7", "[]", "b")]
+    texts = [*map(json.dumps, talks), "no JSON", '"text"', "[1]", "[" * 9_999, None]
+    data = Data(path=str(tmp_path / f"a.{suffix}"), prompt_column="messages", user_column="user")
+    table = pd.DataFrame({"messages": texts, "user": range(len(texts))})
+    if suffix == "csv":
+        table.to_csv(data.path, index=False)
+    elif suffix == "jsonl":
+        table.to_json(data.path, orient="records", lines=True)
+    made = Users(rows_of(data, table if suffix == "memory" else None), data)
+    assert made.conversations
+    assert made.count == len(texts)
+    assert made.readable(np.arange(made.count), lambda some: None).prompts == talks
+    other = data.model_copy(update={"prompt_column": "user"})
+    assert rows_of(other, None if suffix != "memory" else table)["messages"][0] == texts[0]
+
+
+def test_public_rows_have_the_form_of_the_users() -> None:
+    """A reward would get texts of users, and lists of messages of public rows."""
+    text, talk = users({"prompt": ["a"]}), users({"prompt": [[MESSAGE]]})
+    check_form(text, text)
+    check_form(talk, None)
+    for one, other in ((text, talk), (talk, text)):
+        with pytest.raises(DprlhfError, match=r"evaluation\.data holds .*: give both in one form"):
+            check_form(one, other)
 
 
 # ------------------------------------------------------------------------------ what is left out

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dprlhf.recipe import Reward
 from dprlhf.rewards import check_reward, load_reward, verifiable
-from dprlhf.rewards.expressions import LARGEST, LONGEST, parse, value_of
+from dprlhf.rewards.expressions import LARGEST, LONGEST, number_of, parse, value_of
 
 TEXTS = st.text(max_size=60)
 NUMBERS = st.integers(-(10**6), 10**6)
@@ -296,3 +296,11 @@ def test_each_is_named_in_a_recipe_and_keeps_the_contract(name: str) -> None:
     reward = load_reward(Reward(function=f"dprlhf.rewards.verifiable:{name}"))
     report = check_reward(reward, ["p", "q", "r"], ["1", "#### 2", "B. red"], ROWS[name])
     assert 0 <= report.minimum <= report.maximum <= 1
+
+
+@pytest.mark.parametrize("answer", ["1." + "1" * 10**6, "7" * 10**6, "1e999999", "nan"])
+def test_a_row_whose_answer_is_no_number_in_bounds_takes_no_time(answer: str) -> None:
+    """A fraction of a million digits takes minutes, in the round of its user."""
+    assert verifiable.numeric_match(["1"], answer=[answer]) == [0.0]
+    with pytest.raises((ValueError, ArithmeticError)):
+        number_of(answer)

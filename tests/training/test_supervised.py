@@ -401,16 +401,11 @@ def test_labels_clip_each_users_cross_entropy_gradient(encoder: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
     losses, _ = task.losses(trained, encoded, 2)
     assert losses.mean() > 0
-    with pytest.raises(DprlhfError, match="none of the labels bad, meh, good") as caught:
-        task.check({"label": ["good", "SECRET"]})
-    with pytest.raises(DprlhfError, match="a row has several labels"):
-        task.check({"label": ["good", ["good", "meh"]]})
-    task.check({"label": [0.0, 2.0, 1]})
     assert [task.number(label) for label in (0.0, 2.0, 1)] == [0, 2, 1]
-    for label in (0.5, 3.0, -1, math.nan):
-        with pytest.raises(DprlhfError, match="none of the labels"):
+    for label in (0.5, 3.0, -1, math.nan, "SECRET", ["good", "meh"], None):
+        with pytest.raises(DprlhfError, match="none of the labels bad, meh, good") as caught:
             task.number(label)
-    assert "SECRET" not in str(caught.value)
+        assert "SECRET" not in str(caught.value)
 
 
 DATA = {"path": "in-memory", "user_column": "user", "max_completion_tokens": 8}
@@ -507,9 +502,15 @@ def test_a_document_that_cannot_be_encoded_stops_nobody(
         return split_row(policy, prompt, completions, row)
 
     monkeypatch.setattr(tasks, "split_row", picky)
-    bad = {"user": "u0", "prompt": "it was", "completion": " zzzz"}
+    rows = people(0, 42)
+    rows[40]["completion"], rows[41]["completion"] = " zzzz", None  # type: ignore[assignment]
+    rows[41]["user"] = "u0"  # who has another row
     stage = sft(model, tmp_path / "run", data={**DATA, "max_prompts_per_user": 2})
-    dprlhf.train_stage(stage, data=[*people(0, 40), bad], quiet=True)
+    dprlhf.train_stage(stage, data=rows, quiet=True)
+    told = (tmp_path / "run/secret/operator.txt").read_text().splitlines()
+    assert {line.partition(":")[0] for line in told} == {
+        "row 41 is left out", "row 42 is left out",
+    }  # fmt: skip
     lines = (tmp_path / "run/secret/telemetry-0.jsonl").read_text().splitlines()
     assert sum(json.loads(line)["users_not_readable"] or 0 for line in lines) == 1
 

@@ -33,6 +33,8 @@ from dprlhf.agents.agent import (
 )
 from dprlhf.agents.chat import answer_tokens, read_turn, showing
 from dprlhf.agents.packing import packed, refused
+from dprlhf.data.columns import MOST_BYTES
+from dprlhf.data.messages import text_of
 from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
@@ -188,6 +190,8 @@ class _Turns:
                 # rewards get, too. One copy, as a column may be the prompt itself.
                 asked, columns = copy.deepcopy((asked, columns))
                 asked = begin(environment, own, asked, columns)
+            if len(text_of(asked)) > MOST_BYTES:
+                raise DprlhfError("rollout.agent: a conversation is longer than a row may be")
             with showing(self.policy, list(self.agent.tools_of(environment).values())):
                 ids = self.policy.encode([asked], self.longest)[0]
         except BaseException as problem:
@@ -267,7 +271,8 @@ class _Turns:
             calls = [] if last else turn.get("tool_calls") or []
             answers = [call(row, made["function"], private=self.private) for made in calls]
             row.end_turn()
-            if not answers:
+            # The longest is never tokenized: there is no room for it, as below.
+            if not answers or sum(len(answer["content"]) for answer in answers) > MOST_BYTES:
                 return False
             with showing(self.policy, tools):
                 tokens = answer_tokens(self.policy, answers)

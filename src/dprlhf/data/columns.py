@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 
+from dprlhf.data.spelling import DEPTH, ENTRIES
 from dprlhf.errors import DprlhfError
 
 NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
 
+
+_BYTES = (
+    pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary,
+)  # fmt: skip
+_LISTS = (
+    pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list, pa.types.is_map,
+)  # fmt: skip
 
 NAMES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, *NUMBERS)
 
@@ -37,11 +50,64 @@ def called(kind: pa.DataType) -> str:
     return "mappings" if pa.types.is_nested(kind) else str(kind)
 
 
+MOST_BYTES = 2**20
+"""Most bytes of a row that is read. A tokenizer takes up to 300 times the memory of a text, so that
+without a bound one user could end a run in the round of its rows."""
+
+
+def bytes_of(column: pa.Array) -> NDArray[np.int64]:
+    """Return the bytes that each value of a column takes, ``[rows]``, to be compared with a bound.
+
+    A number counts nothing, an entry of a list its share of ``ENTRIES``, and an image or a sound,
+    which no tokenizer reads, a part of its bytes. JSON that is nested deeper than ``DEPTH`` counts
+    as more than ``MOST_BYTES``.
+    """
+    kind = column.type
+    if is_json(kind):
+        sizes, texts = bytes_of(column.storage), column.storage
+        opened = pc.add(pc.count_substring(texts, "["), pc.count_substring(texts, "{"))
+        lists = opened.fill_null(0).to_numpy(zero_copy_only=False)
+        sizes += lists * (MOST_BYTES // ENTRIES)
+        for row in np.flatnonzero((lists > DEPTH) & (sizes <= MOST_BYTES)):
+            if _json_depth(texts[row].as_py()) > DEPTH:
+                sizes[row] = MOST_BYTES + 1
+        return sizes
+    if isinstance(kind, pa.BaseExtensionType):
+        return bytes_of(column.storage)
+    if pa.types.is_dictionary(kind):
+        return bytes_of(column.dictionary_decode())
+    sizes = np.zeros(len(column), dtype=np.int64)
+    if pa.types.is_struct(kind):
+        for part in column.flatten():
+            sizes += bytes_of(part)
+    elif any(is_kind(kind) for is_kind in _LISTS):
+        if pa.types.is_map(kind):
+            entry = pa.struct([("key", kind.key_type), ("value", kind.item_type)])
+            column = column.cast(pa.list_(entry))
+        parents = pc.list_parent_indices(column).to_numpy()
+        inner = bytes_of(pc.list_flatten(column)) + MOST_BYTES // ENTRIES
+        sizes += np.bincount(parents, inner, len(column)).astype(np.int64)
+    elif pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        return bytes_of(column.cast(pa.large_string() if is_text(kind) else pa.large_binary()))
+    elif any(is_kind(kind) for is_kind in _BYTES):
+        lengths = pc.binary_length(column).fill_null(0).to_numpy(zero_copy_only=False)
+        sizes += lengths if is_text(kind) else lengths // 32
+    return sizes
+
+
+def _json_depth(text: str) -> int:
+    """Return how many lists and mappings of a JSON text are in one another at most."""
+    marks = re.findall(r"[][{}]", re.sub(r'"(?:[^"\\]|\\.)*"', "", text))
+    return max(itertools.accumulate(1 if mark in "[{" else -1 for mark in marks), default=0)
+
+
 def check_readable(rows: Any, column: str, where: str) -> None:
     """Check that a column's type is that of texts, numbers or conversations.
 
     Of any other every row would be unreadable, and a run would spend its budget on nothing. A type
-    is public; the keys of mappings are from rows, so the message has none.
+    is assumed to be public, also that of a column without any value; the keys of mappings are from
+    rows, so the message has none. Where the type is that of texts, and no row has one, nothing is
+    refused: whether others have a value is private.
 
     Args:
         rows: A ``datasets.Dataset``.
@@ -54,6 +120,8 @@ def check_readable(rows: Any, column: str, where: str) -> None:
     kind = rows.features.arrow_schema.field(column).type
     message = _element(kind)
     struct = isinstance(message, pa.StructType)
+    if pa.types.is_null(kind):
+        raise DprlhfError(f"{where} {column!r} has no value in any row: a run would learn nothing")
     talks = is_json(message) or (struct and kind.value_type.get_field_index("role") >= 0)
     if talks or is_text(kind) or is_json(kind):
         return

@@ -7,22 +7,39 @@ user's word would change how a value is read. Here a column is read as a whole.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import csv
 import functools
 import json
 import os
-import warnings
+import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from dprlhf.data.columns import is_text
+from dprlhf.data.spelling import DEPTH, storable, too_nested
+
 Read = Callable[[Sequence[str], Collection[str]], Any]
 """Returns the ``datasets.Dataset`` of files, given their paths and the columns that are texts."""
+
+
+class BrokenLinesError(Exception):
+    """Lines of a file cannot be read.
+
+    Attributes:
+        lines: Their numbers (from 1), without what they hold.
+        why: What is wrong with the first of them.
+    """
+
+    def __init__(self, lines: Sequence[int], why: str) -> None:
+        super().__init__(why)
+        self.lines, self.why = lines, why
 
 
 def _with_datasets(builder: str) -> Read:
@@ -56,38 +73,83 @@ def own_cache() -> str:
 # --- tables as text ------------------------------------------------------------------------------
 
 
-def read_csv(files: Sequence[str], texts: Collection[str], **options: Any) -> Any:
+def read_csv(
+    files: Sequence[str], texts: Collection[str], *, delimiter: str = ",", quotechar: str = '"'
+) -> Any:
     """Return the rows of tables as text, in which an empty field alone has no value.
 
-    pandas would read a user "NA", say, as none; and where lines have more fields than the header,
-    the first of them as an index, so that the values of a column stood under the next one's name.
+    Every row has a field for each column: a short one is refused, and so is a longer one, unless
+    what is beyond the columns is empty. In a table of one column a blank line is a row without a
+    value; in any other it is none.
 
     Args:
         files: Paths of tables with the same columns.
         texts: Columns that stay as they are written, and are never numbers.
-        **options: Options of ``pandas.read_csv``, such as ``sep``.
+        delimiter: The character between two fields.
+        quotechar: The character around a field that may have delimiters and line breaks in it.
 
     Returns:
         A ``datasets.Dataset``. A column of whole numbers, numbers, or "true" and "false" alone has
         their type, and every other one that of texts.
+
+    Raises:
+        BrokenLinesError: A line is not of this form, or no UTF-8.
     """
     import datasets
-    import pandas as pd
-    from pandas.errors import ParserWarning
 
-    as_text = {"dtype": str, "keep_default_na": False, "na_values": [""], "index_col": False}
-    parts = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", ParserWarning)  # of fields beyond the header's
-        for file in files:
-            frame = pd.read_csv(file, **{**options, **as_text, "chunksize": None})
-            columns = pa.schema([(str(name), pa.large_string()) for name in frame.columns])
-            parts.append(pa.Table.from_pandas(frame, columns, preserve_index=False))
+    csv.field_size_limit(sys.maxsize)  # how long a text may be is decided where it is read
+    parts = [_csv_table(file, delimiter, quotechar) for file in files]
     table = pa.concat_tables(part.select(parts[0].column_names) for part in parts)
     for place, name in enumerate(table.column_names):
         if name not in texts:
             table = table.set_column(place, name, _numbers(table.column(name)))
     return datasets.Dataset(table)
+
+
+def _csv_table(file: str, delimiter: str, quotechar: str) -> pa.Table:
+    rows, broken, why = [], [], ""
+    start = 1  # the line on which a row begins
+    with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="\n") as lines:
+        reader = csv.reader(lines, delimiter=delimiter, quotechar=quotechar, strict=True)
+        try:
+            names = next(reader)
+            start = reader.line_num + 1
+            for fields in reader:
+                at, start = start, reader.line_num + 1
+                if not fields and len(names) > 1:
+                    continue
+                fields = fields or [""]
+                if len(fields) < len(names) or any(fields[len(names) :]):
+                    why = why or f"a row has {len(fields)} fields for {len(names)} columns"
+                    broken.append(at)
+                elif not _is_utf8(fields):
+                    why = why or "a text is no UTF-8"
+                    broken.append(at)
+                rows.append(fields)
+        except csv.Error as error:
+            alone = "new-line character" in str(error)
+            why = why or ("a carriage return is not in quotes" if alone else str(error))
+            broken.append(start)
+        except StopIteration:
+            raise BrokenLinesError([1], "the file is empty") from None
+    if len(set(names)) < len(names) or not _is_utf8(names):
+        raise BrokenLinesError([1], "two columns have one name, or a name is no UTF-8")
+    if broken:
+        raise BrokenLinesError(broken, why)
+    columns = {}
+    for place, name in enumerate(names):
+        values = [row[place] or None for row in rows]
+        columns[name or f"Unnamed: {place}"] = pa.array(values, pa.large_string())
+    return pa.table(columns)
+
+
+def _is_utf8(fields: Sequence[str]) -> bool:
+    """Return whether fields that were read with ``surrogateescape`` were UTF-8."""
+    try:
+        "".join(fields).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _numbers(texts: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -106,41 +168,67 @@ def _numbers(texts: pa.ChunkedArray) -> pa.ChunkedArray:
     return texts
 
 
-def _broken_csv_lines(file: Path, delimiter: str = ",") -> list[int]:
-    """Return the lines (from 1) with another number of fields than the header, or no UTF-8."""
-    broken: list[int] = []
-    width, start = None, 1
-    with open(file, encoding="utf-8", errors="replace", newline="") as lines:
-        reader = csv.reader(lines, delimiter=delimiter)
-        try:
-            for fields in reader:
-                width = width or len(fields)
-                if (fields and len(fields) != width) or any("\ufffd" in f for f in fields):
-                    broken.append(start)
-                start = reader.line_num + 1
-        except csv.Error:
-            broken.append(start)
-    return broken
-
-
-# --- JSON ----------------------------------------------------------------------------------------
-
-
 def read_json(files: Sequence[str], texts: Collection[str]) -> Any:
     """Return the rows of files with a JSON object in each line, or with one list of objects.
 
     A value keeps the type that JSON gives it: a text that looks like a date stays a text, and where
     the values of a column differ in kind, each keeps its own.
     """
-    import datasets
-
     rows = [row for file in files for row in _objects(file)]
     names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: [row.get(name) for row in rows] for name in names}
+    return _of_any_kinds({name: [row.get(name) for row in rows] for name in names})
+
+
+def _of_any_kinds(columns: dict[str, list[Any]]) -> Any:
+    """Return the rows of columns whose values may differ in kind; each keeps its own."""
+    import datasets
+
     features = datasets.Dataset.from_dict(columns, on_mixed_types="use_json").features
-    for name, feature in features.items():
-        columns[name] = [_encoded(value, feature) for value in columns[name]]
-    return datasets.Dataset.from_dict(columns, features=features)
+    encoded = {
+        name: [_encoded(value, feature) for value in columns[name]]
+        for name, feature in features.items()
+    }
+    return datasets.Dataset.from_dict(encoded, features=features)
+
+
+MESSAGES = "messages"
+"""The column whose texts are conversations as JSON, where the recipe reads its prompts from it."""
+
+
+def with_conversations(rows: Any, prompt_column: str) -> Any:
+    """Return rows whose column ``messages`` holds conversations, also where it comes as text.
+
+    A CSV file has no lists: there a conversation is written as JSON. The name of the column and its
+    type decide it, for all rows alike, not what some row holds. A text that is no JSON list of
+    messages becomes None, which nobody can read.
+
+    Args:
+        rows: A ``datasets.Dataset``.
+        prompt_column: The column of the prompts.
+    """
+    import datasets
+
+    if prompt_column != MESSAGES or MESSAGES not in rows.column_names:
+        return rows
+    kind = rows.features.arrow_schema.field(MESSAGES).type
+    if not is_text(kind) or pa.types.is_null(kind):
+        return rows
+    talks = _of_any_kinds({MESSAGES: [_conversation(text) for text in rows[MESSAGES]]})
+    others = rows.remove_columns(MESSAGES)
+    both = [others, talks] if others.column_names else [talks]
+    return datasets.concatenate_datasets(both, axis=1)
+
+
+def _conversation(text: Any) -> list[dict[str, Any]] | None:
+    """Return the messages of a JSON text; None where it is something else."""
+    try:
+        given = _parsed(text)
+    except (TypeError, ValueError):
+        return None
+    talks = isinstance(given, list) and all(
+        isinstance(one, dict) and "role" in one for one in given
+    )
+    return storable(given) if talks and not too_nested(given) else None
 
 
 def _encoded(value: Any, feature: Any) -> Any:
@@ -162,20 +250,66 @@ def _encoded(value: Any, feature: Any) -> Any:
 
 
 def _objects(file: str) -> Iterator[dict[str, Any]]:
-    with open(file, encoding="utf-8-sig") as lines:
-        start = lines.read(1)
-        while start.isspace():
-            start = lines.read(1)
-        lines.seek(0)
-        if start == "[":
-            rows = json.load(lines, object_pairs_hook=_without_repeats)
-        else:
-            readable = (line for line in lines if line.strip())
-            rows = (json.loads(line, object_pairs_hook=_without_repeats) for line in readable)
-        for row in rows:
+    content = Path(file).read_bytes().removeprefix(codecs.BOM_UTF8)
+    if content.lstrip()[:1] == b"[":
+        for row in _parsed(content.decode()):
             if not isinstance(row, dict):
                 raise TypeError("a row is no JSON object")
-            yield row
+            yield _row(row)
+        return
+    broken: list[int] = []
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = _parsed(line.decode())
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            broken.append(number)
+        elif not broken:
+            yield _row(row)
+    if broken:
+        raise BrokenLinesError(broken, "a line is no JSON object, or has a key twice")
+
+
+def _parsed(text: str) -> Any:
+    """Return what a JSON text holds; where it is nested deeper than Python reads it, without that.
+
+    Raises:
+        ValueError: It is no JSON, or a mapping has a key twice.
+    """
+    read = functools.partial(json.loads, object_pairs_hook=_without_repeats, parse_int=_whole)
+    try:
+        return read(text)
+    except RecursionError:
+        return read(_without_depths(text))
+
+
+def _without_depths(text: str) -> str:
+    """Return a JSON text with null in place of what has many more lists in lists than are read."""
+    kept, start, depth, most = [], 0, 0, DEPTH + 4
+    for found in re.finditer(r'"(?:[^"\\]|\\.)*"|[][{}]', text):
+        if found[0] in "[{":
+            depth += 1
+            if depth == most:
+                kept += [text[start : found.start()], "null"]
+        elif found[0] in "]}":
+            start = found.end() if depth == most else start
+            depth -= 1
+    return "".join([*kept, text[start:]])
+
+
+def _row(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row without what no reader could take: its values nested too deep become None."""
+    row = {name: None if too_nested(value) else value for name, value in row.items()}
+    return dict(storable(row))
+
+
+def _whole(digits: str) -> int | str:
+    """Return a whole number; one that 64 bits do not hold as its text, for its row alone."""
+    number = int(digits) if len(digits) <= 20 else 2**63
+    return number if -(2**63) <= number < 2**63 else digits
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -186,65 +320,40 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _is_json_object(line: bytes) -> bool:
-    """Return whether a line is blank or holds a JSON object."""
-    try:
-        return not line.strip() or isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):  # lists in lists, thousands of them
-        return False
+# --- lines of text -------------------------------------------------------------------------------
 
 
-def _is_utf8(line: bytes) -> bool:
-    try:
-        line.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+def read_lines(files: Sequence[str], texts: Collection[str]) -> Any:
+    """Return a row with the column ``text`` for each line of text files that is not blank.
+
+    Raises:
+        BrokenLinesError: A line has a carriage return elsewhere than at its end, or is no UTF-8.
+    """
+    import datasets
+
+    return datasets.Dataset.from_dict({"text": [line for file in files for line in lines_of(file)]})
 
 
-def _lines_that_are_not(readable: Callable[[bytes], bool]) -> Callable[[Path], list[int]]:
-    """Return a function that returns the lines of a file (from 1) that cannot be read."""
-
-    def broken(file: Path) -> list[int]:
-        lines = enumerate(file.read_bytes().splitlines(), start=1)
-        return [number for number, line in lines if not readable(line)]
-
-    return broken
+def lines_of(file: str | Path) -> list[str]:
+    """Return the lines of a text file that are not blank, as :func:`read_lines` does."""
+    content = Path(file).read_bytes().removeprefix(codecs.BOM_UTF8)
+    lines = [line.removesuffix(b"\r") for line in content.split(b"\n")]
+    text = [line.decode("utf-8", "surrogateescape") for line in lines]
+    if broken := [n for n, line in enumerate(text, 1) if "\r" in line or not _is_utf8([line])]:
+        raise BrokenLinesError(broken, "a carriage return is not at its end, or it is no UTF-8")
+    return [line for line in text if line.strip()]
 
 
 # --- all of them ---------------------------------------------------------------------------------
 
-
-def _no_lines(file: Path) -> list[int]:
-    return []
-
-
-@dataclass(frozen=True)
-class Format:
-    """How one kind of file is read.
-
-    Attributes:
-        read: Returns the rows of files.
-        broken_lines: Returns the lines of a file (from 1) that cannot be read, for the error
-            message, which quotes none of them; empty where a file has no lines.
-    """
-
-    read: Read
-    broken_lines: Callable[[Path], list[int]] = _no_lines
-
-
-_JSON = Format(read_json, _lines_that_are_not(_is_json_object))
-
-FORMATS = {
-    ".csv": Format(read_csv, _broken_csv_lines),
-    ".json": _JSON,
-    ".jsonl": _JSON,
-    ".ndjson": _JSON,
-    ".parquet": Format(_with_datasets("parquet")),
-    ".tsv": Format(
-        functools.partial(read_csv, sep="\t"), functools.partial(_broken_csv_lines, delimiter="\t")
-    ),
-    ".txt": Format(_with_datasets("text"), _lines_that_are_not(_is_utf8)),
+FORMATS: dict[str, Read] = {
+    ".csv": read_csv,
+    ".json": read_json,
+    ".jsonl": read_json,
+    ".ndjson": read_json,
+    ".parquet": _with_datasets("parquet"),
+    ".tsv": functools.partial(read_csv, delimiter="\t"),
+    ".txt": read_lines,
 }
-"""The kinds of files that are read, by their suffix; a text file has a prompt in each line that is
+"""How the kinds of files are read, by their suffix; a text file has a prompt in each line that is
 not blank."""

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import mmap
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from dprlhf.data.spelling import storable, too_nested
 from dprlhf.errors import DprlhfError
 
 ROWS_AT_ONCE = 10_000
 """Rows of a column that are read into memory together."""
-
-NO_TEXT = (
-    "a text holds a lone surrogate, which is half of a character and cannot be written as UTF-8:"
-    ' mend it with text.encode(errors="replace").decode()'
-)
 
 
 def rows_from(prompts: Any, column: str) -> Any:
@@ -29,7 +25,8 @@ def rows_from(prompts: Any, column: str) -> Any:
         prompts: A list of texts, conversations or dicts; a pandas ``DataFrame`` or pyarrow
             ``Table``; or a ``datasets.Dataset``, whose format (``with_format``) is ignored. A
             streaming ``IterableDataset``, a generator, or a function that returns one is read to
-            its end once, as a list is, and kept on disk as long as the process lives.
+            its end once, as a list is, and kept on disk, in a file without a name, as long as it
+            is used.
         column: Name of the column of texts and conversations.
 
     Raises:
@@ -63,8 +60,6 @@ def rows_from(prompts: Any, column: str) -> Any:
         return _rows_of_list(prompts, column)
     except DprlhfError:
         raise
-    except UnicodeEncodeError:
-        raise DprlhfError(f"prompts: {NO_TEXT}") from None
     except Exception as error:  # Arrow quotes the value that it could not convert
         raise DprlhfError(
             f"prompts: could not be read as rows of one kind ({type(error).__name__}): give texts,"
@@ -76,8 +71,8 @@ def _rows_of_table(table: Any) -> Any:
     import datasets
 
     converters = {
-        "pandas": lambda: datasets.Dataset.from_pandas(table, preserve_index=False),
-        "pyarrow": lambda: datasets.Dataset(table),
+        "pandas": lambda some: datasets.Dataset.from_pandas(some, preserve_index=False),
+        "pyarrow": datasets.Dataset,
     }
     library = type(table).__module__.partition(".")[0]
     if library not in converters:
@@ -85,10 +80,10 @@ def _rows_of_table(table: Any) -> Any:
             f"prompts: a table of {library} is not read: give a pandas DataFrame, a pyarrow Table,"
             " a datasets.Dataset, or a list of rows"
         )
+    with contextlib.suppress(Exception):
+        return converters[library](table)
     try:
-        return converters[library]()
-    except UnicodeEncodeError:
-        raise DprlhfError(f"prompts: {NO_TEXT}") from None
+        return converters[library](table.map(storable) if library == "pandas" else table)
     except Exception as error:  # Arrow quotes the value that it could not convert
         names = list(table.columns) if library == "pandas" and table.columns.is_unique else []
         with _column_named(names, lambda name: pa.array(table[name], from_pandas=True)):
@@ -102,11 +97,21 @@ def _rows_of_list(items: Sequence[Any], column: str, features: Any = None) -> An
     """Return the ``datasets.Dataset`` of a list of texts, conversations or dicts."""
     import datasets
 
-    if not (items and isinstance(items[0], dict)):
-        return datasets.Dataset.from_dict({column: list(items)}, features=features)
-    names = features or dict.fromkeys(name for row in items for name in row)  # of all rows
-    columns = {name: [row.get(name) for row in items] for name in names}
-    with _column_named(columns, lambda name: datasets.Dataset.from_dict({name: columns[name]})):
+    columns: dict[str, list[Any]] = {column: list(items)}
+    in_dicts = bool(items) and isinstance(items[0], dict)
+    if in_dicts:
+        names = features or dict.fromkeys(name for row in items for name in row)  # of all rows
+        columns = {name: [row.get(name) for row in items] for name in names}
+    columns = {
+        name: [None if too_nested(value) else value for value in values]
+        for name, values in columns.items()
+    }
+    with contextlib.suppress(Exception):
+        return datasets.Dataset.from_dict(columns, features=features)
+    columns = storable(columns)
+    with _column_named(
+        columns if in_dicts else (), lambda name: datasets.Dataset.from_dict({name: columns[name]})
+    ):
         return datasets.Dataset.from_dict(columns, features=features)
 
 
@@ -120,16 +125,16 @@ def _column_named(names: Iterable[str], read: Callable[[str], Any]) -> Iterator[
     """
     try:
         yield
-    except UnicodeEncodeError:
-        raise
     except Exception:
         for name in names:
             try:
                 read(name)
             except Exception as error:
+                large = isinstance(error, OverflowError)
+                what = "has a whole number beyond 64 bits" if large else "mixes types"
                 raise DprlhfError(
                     f"prompts: could not be read as rows of one kind ({type(error).__name__}): the"
-                    f" column {name!r} mixes types: write all its values in one, as text say"
+                    f" column {name!r} {what}: write all its values in one type, as text say"
                 ) from None
         raise
 
@@ -153,43 +158,53 @@ def _items(prompts: Iterable[Any]) -> Iterator[Any]:
 
 
 def _kept_on_disk(prompts: Iterable[Any], column: str) -> Any:
-    """Return the rows of a generator, written to a file as they come.
+    """Return the rows of a generator, written to a file without a name as they come.
 
     Each part of them has types of its own: the first may have whole numbers where a later one has
     fractions, or no value where that has texts. Written once more, all have those of a list.
     """
     import datasets
-    from datasets.arrow_writer import ArrowWriter
 
-    folder = tempfile.TemporaryDirectory(prefix="dprlhf-")  # mode 0700
-    _FOLDERS.append(folder)
     features = getattr(prompts, "features", None)
     items, kinds = _items(prompts), set()
-    parts: list[Path] = []
+    parts: list[pa.Table] = []
     while some := list(itertools.islice(items, ROWS_AT_ONCE)):
         kinds.add(isinstance(some[0], dict))
         if len(kinds) > 1:
             raise TypeError("a mixture")
         rows = _rows_of_list(some, column, features)
-        parts.append(Path(folder.name) / f"part-{len(parts)}.arrow")
-        with ArrowWriter(path=str(parts[-1]), features=rows.features) as writer:
-            writer.write_table(rows.data.table)
-            writer.finalize()
+        parts.append(_on_disk(rows.features, [rows.data.table]))
     if not parts:
         return datasets.Dataset.from_dict({})
     # A schema's metadata has the types once more, those of a part.
-    schemas = [pa.ipc.open_stream(part).schema.remove_metadata() for part in parts]
+    schemas = [part.schema.remove_metadata() for part in parts]
     names = dict.fromkeys(name for schema in schemas for name in schema.names)
     with _column_named(names if kinds == {True} else (), lambda name: _unified(schemas, name)):
         none = _unified(schemas).empty_table()
-    whole = Path(folder.name) / "rows.arrow"
-    with ArrowWriter(path=str(whole), features=features) as writer:
-        for part in parts:
-            table = pa.ipc.open_stream(part).read_all().replace_schema_metadata(None)
-            writer.write_table(pa.concat_tables([none, table], promote_options="permissive"))
-            part.unlink()
-        writer.finalize()
-    return datasets.Dataset.from_file(str(whole))
+    alike = (
+        pa.concat_tables([none, part.replace_schema_metadata(None)], promote_options="permissive")
+        for part in parts
+    )
+    return datasets.Dataset(_on_disk(features, alike))
+
+
+def _on_disk(features: Any, tables: Iterable[pa.Table]) -> pa.Table:
+    """Return tables as one whose memory is a file without a name, of which a kill leaves nothing.
+
+    Args:
+        features: The types of its columns for ``datasets``; None takes those of the first table.
+        tables: The tables, at least one.
+    """
+    from datasets.arrow_writer import ArrowWriter
+
+    with tempfile.TemporaryFile(prefix="dprlhf-") as file:
+        with ArrowWriter(stream=pa.PythonFile(file, "w"), features=features) as writer:
+            for table in tables:
+                writer.write_table(table)
+            writer.finalize(close_stream=False)
+        file.flush()
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return pa.ipc.open_stream(pa.py_buffer(content)).read_all()
 
 
 def _unified(schemas: Iterable[pa.Schema], column: str | None = None) -> pa.Schema:
@@ -215,7 +230,3 @@ def without_format(rows: Any) -> Any:
             " off, with rows.with_format(None)"
         )
     return rows.with_format(None)
-
-
-_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
-"""Temporary folders, which are removed when the process ends."""

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 from pydantic import BaseModel
 
 from dprlhf import recipe as settings
+from dprlhf.data.file_formats import with_conversations
 from dprlhf.data.given_rewards import GivenReward, given_rewards, is_model
 from dprlhf.data.given_rows import rows_from
 from dprlhf.data.loading import load_rows
@@ -329,7 +330,7 @@ def rows_of(data: settings.Data, given: Any) -> Any:
         DprlhfError: The rows cannot be read; or a resumed run needs rows from memory again.
     """
     if given is not None:
-        return rows_from(given, data.prompt_column)
+        return with_conversations(rows_from(given, data.prompt_column), data.prompt_column)
     if data.path == IN_MEMORY:
         raise DprlhfError("this run's prompts were given in Python: give them again to resume()")
     return load_rows(data)

@@ -14,8 +14,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dprlhf import recipe
-from dprlhf.data.file_formats import FORMATS, own_cache, read_csv, read_json
-from dprlhf.data.given_rows import ROWS_AT_ONCE, without_format
+from dprlhf.data.file_formats import (
+    FORMATS,
+    BrokenLinesError,
+    own_cache,
+    read_csv,
+    read_json,
+    read_lines,
+    with_conversations,
+)
+from dprlhf.data.given_rows import without_format
 from dprlhf.errors import DprlhfError, missing_path, one_line
 from dprlhf.hub import check_connection, pinned
 
@@ -47,18 +55,21 @@ def load_rows(spec: recipe.Data) -> Any:
             rows = _read(path, spec)
         except DprlhfError:
             raise
+        except BrokenLinesError as broken:
+            raise DprlhfError(
+                f"data {spec.path!r}: could not be loaded: {broken.why};"
+                f" broken: {listed(broken.lines, 'line')}"
+            ) from None
         except OSError as error:  # no such dataset, no connection: names places, not rows
             raise DprlhfError(
                 f"data {spec.path!r}: could not be loaded ({one_line(error, 200)})"
             ) from None
         except Exception as error:  # a parser's message may quote a row
-            broken = _broken_lines(Path(path))
-            where = f"; broken: {listed(broken, 'line')}" if broken else ""
             raise DprlhfError(
-                f"data {spec.path!r}: could not be loaded ({type(error).__name__}){where}; check"
+                f"data {spec.path!r}: could not be loaded ({type(error).__name__}); check"
                 f" the file, its format, and the split {spec.split!r}"
             ) from None
-    return _skip_and_limit(rows, spec)
+    return with_conversations(_skip_and_limit(rows, spec), spec.prompt_column)
 
 
 @contextlib.contextmanager
@@ -110,8 +121,8 @@ def _read(path: str, spec: recipe.Data) -> Any:
     return _read_whole(datasets.load_dataset_builder(path, spec.name, **revision), spec)
 
 
-_WITHOUT_TYPES = ("csv", "json")
-"""What ``datasets`` calls formats of which it guesses the types of each part by itself."""
+_WITHOUT_TYPES = ("csv", "json", "text")
+"""What ``datasets`` calls formats of which it guesses types, or where rows end, by itself."""
 
 
 def _texts(spec: recipe.Data) -> set[str]:
@@ -120,7 +131,7 @@ def _texts(spec: recipe.Data) -> set[str]:
 
 
 def _read_whole(builder: Any, spec: recipe.Data) -> Any:
-    """Read the CSV or JSON files of a folder or of a dataset on the hub, each column as a whole.
+    """Read the files of a folder or of a dataset on the hub as those of one's own are read.
 
     Args:
         builder: What ``datasets.load_dataset_builder`` found there, one of ``_WITHOUT_TYPES``.
@@ -128,10 +139,12 @@ def _read_whole(builder: Any, spec: recipe.Data) -> Any:
     """
     import datasets
 
-    if not builder.config.data_files or getattr(builder.config, "field", None):
+    config = builder.config
+    apart = getattr(config, "field", None) or getattr(config, "sample_by", "line") != "line"
+    if not config.data_files or apart:
         raise DprlhfError(
-            f"data {spec.path!r}: its CSV or JSON files are not at hand, or have their rows under a"
-            " key: give a folder with the files, or Parquet"
+            f"data {spec.path!r}: its files are not at hand, have their rows under a key, or are"
+            " texts of several lines: give a folder with the files, or Parquet"
         )
     fetch = datasets.DownloadManager(
         download_config=datasets.DownloadConfig(cache_dir=own_cache())
@@ -141,9 +154,10 @@ def _read_whole(builder: Any, spec: recipe.Data) -> Any:
         local = [str(file) for file in fetch(list(files))]
         if builder.name == "json":
             splits[str(split)] = read_json(local, _texts(spec))
+        elif builder.name == "text":
+            splits[str(split)] = read_lines(local, _texts(spec))
         else:
-            options = builder.config.pd_read_csv_kwargs
-            splits[str(split)] = read_csv(local, _texts(spec), **options)
+            splits[str(split)] = read_csv(local, _texts(spec), **_csv_options(builder, spec))
     chosen = datasets.ReadInstruction.from_spec(spec.split).to_absolute(
         {split: len(rows) for split, rows in splits.items()}
     )
@@ -151,13 +165,31 @@ def _read_whole(builder: Any, spec: recipe.Data) -> Any:
     return datasets.concatenate_datasets(parts)
 
 
+def _csv_options(builder: Any, spec: recipe.Data) -> dict[str, str]:
+    """Return the characters between and around the fields of the CSV files of a data set.
+
+    Raises:
+        DprlhfError: The data set asks for its files to be read in yet another way.
+    """
+    options = builder.config.pd_read_csv_kwargs
+    usual = type(builder.config)().pd_read_csv_kwargs
+    other = sorted(k for k, v in options.items() if v != usual.get(k) and k not in _CSV_OPTIONS)
+    if other:
+        raise DprlhfError(
+            f"data {spec.path!r}: its CSV files are read with {', '.join(other)}, which is not"
+            " known here: give Parquet"
+        )
+    return {ours: options[theirs] for theirs, ours in _CSV_OPTIONS.items() if theirs in options}
+
+
+_CSV_OPTIONS = {"sep": "delimiter", "quotechar": "quotechar"}
+
+
 def _read_file(file: Path, spec: recipe.Data) -> Any:
     _refuse_part(spec)
-    rows = FORMATS[file.suffix].read([str(file)], _texts(spec))
+    rows = FORMATS[file.suffix]([str(file)], _texts(spec))
     if file.suffix != ".txt":
         return rows
-    # The lines of a text file have no name of their own; ``datasets`` calls them "text".
-    rows = rows.select([place for place, line in enumerate(rows["text"]) if line.strip()])
     return rows if spec.prompt_column == "text" else rows.rename_column("text", spec.prompt_column)
 
 
@@ -196,28 +228,9 @@ def _skip_and_limit(rows: Any, spec: recipe.Data) -> Any:
         return rows
     end = len(rows) if spec.limit is None else min(spec.skip + spec.limit, len(rows))
     if spec.skip and spec.skip >= end:
-        raise DprlhfError(f"data {spec.path!r}: skip {spec.skip} leaves none of {len(rows)} rows")
+        # How many rows there are is private, unlike the number of users.
+        raise DprlhfError(f"data {spec.path!r}: skip {spec.skip} leaves no row")
     return rows.select(range(spec.skip, end))
-
-
-def _broken_lines(file: Path) -> list[int]:
-    return FORMATS[file.suffix].broken_lines(file) if file.is_file() else []
-
-
-def check_present(rows: Any, spec: recipe.Data) -> None:
-    """Refuse rows that lack a value in a column of the training data.
-
-    Raises:
-        DprlhfError: A value is missing; the message gives the rows' numbers (from 1).
-    """
-    for name in spec.columns:
-        batches = rows.select_columns([name]).with_format("arrow").iter(ROWS_AT_ONCE)
-        column = pa.chunked_array([chunk for batch in batches for chunk in batch.column(0).chunks])
-        if missing := rows_without_value(column):
-            raise DprlhfError(
-                f"data {spec.path!r}: column {name!r} is empty in {listed(missing, 'row')}: fill"
-                " or drop them"
-            )
 
 
 def rows_without_value(column: pa.ChunkedArray) -> list[int]:

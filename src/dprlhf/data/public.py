@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dprlhf.data.file_formats import FORMATS
+from dprlhf.data.file_formats import FORMATS, MESSAGES, BrokenLinesError, lines_of
 from dprlhf.data.in_memory import rows_of
 from dprlhf.data.loading import load_rows
 from dprlhf.data.users import Prompts, Users
@@ -47,6 +47,25 @@ def public_users(recipe: AnyRecipe, given: Any) -> Users | None:
     if users.count < 2:
         raise DprlhfError(f"evaluation.data {data.path}: give at least 2 public rows")
     return users
+
+
+def check_form(users: Users, public: Users | None) -> None:
+    """Refuse public rows of another form than the users': rewards would get another kind of value.
+
+    The types of both columns decide it; where the users' has values of several kinds, either form
+    will do.
+
+    Raises:
+        DprlhfError: One has conversations, and the other plain text.
+    """
+    if public is None or users.mixes_kinds or users.conversations == public.conversations:
+        return
+    forms = {True: "conversations", False: "plain text"}
+    raise DprlhfError(
+        f"evaluation.data holds {forms[public.conversations]}, and data"
+        f" {forms[users.conversations]}: give both in one form; in a CSV file, conversations are"
+        f" JSON in a column called {MESSAGES!r} (data.prompt_column={MESSAGES})"
+    )
 
 
 def evaluated(recipe: AnyRecipe, public: Users | None) -> Prompts | None:
@@ -149,9 +168,8 @@ def prompts_in(file: Path, column: str) -> list[Any]:
     """
     if file.suffix == ".txt" or file.suffix not in FORMATS:
         try:
-            # Not ``splitlines``, which also separates where the reader of users' files does not.
-            return [line for line in file.read_text("utf-8").split("\n") if line.strip()]
-        except (OSError, UnicodeDecodeError) as error:
+            return list(lines_of(file))
+        except (OSError, BrokenLinesError) as error:
             raise DprlhfError(f"{file}: could not be read ({type(error).__name__})") from None
     rows = load_rows(Data(path=str(file)))
     if column not in rows.column_names:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,21 @@ SPACES = "\t\n\v\f\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u2028\u2029\u202f\u205f\u300
 """The characters that ``str.strip`` removes."""
 
 
-_WHOLE = r"(-?)0*(0|[1-9][0-9]*)(?:\.0+)?"
+DEPTH = 64
+"""Most lists and mappings in one another that a value may have."""
+ENTRIES = 2**16
+"""Most entries of lists and mappings that a value may have in all."""
+KEYS = 1024
+"""Most different keys that the mappings of a value may have."""
+
+_UNSEEN = (
+    "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\u00ad\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f"
+    "\ufe00-\ufe0f\ufeff\ufff9-\ufffb\U000e0001-\U000e007f]"
+)
+"""Characters that are not seen: controls, marks of direction and order, variation selectors."""
+
+_PLUS = r"\+?"
+_WHOLE = _PLUS + r"(-?)0*(0|[1-9][0-9]*)(?:\.0+)?"
 """A whole number as text: its sign, zeros in front, its digits, and a fraction of nothing."""
 
 _FIRST = ("role", "content", "id", "type", "function", "name", "arguments")
@@ -47,20 +62,77 @@ def as_alone(value: Any) -> Any:
     return {key: as_alone(value[key]) for key in ordered if value[key] is not None}
 
 
+def too_nested(value: Any) -> bool:
+    """Return whether a value has more lists and mappings, or more in them, than are read.
+
+    Whatever walks over a value does so by recursion, which ends where Python's limit is
+    (``DEPTH``). A reader of JSON takes a time quadratic in the lists that it finds (``ENTRIES``).
+    In a table, each different key is a column in which all rows have a place (``KEYS``).
+    """
+    level, keys, entries = [value], set[Any](), 0
+    for _ in range(DEPTH + 1):
+        mappings = [one for one in level if isinstance(one, dict)]
+        level = [inner for one in level if isinstance(one, list | tuple) for inner in one]
+        for one in mappings:
+            keys.update(one)
+            level += one.values()
+        entries += len(level)
+        if len(keys) > KEYS or entries > ENTRIES:
+            return True
+        if not level:
+            return False
+    return True
+
+
+def storable(value: Any) -> Any:
+    """Return a value as Arrow can hold it: a UUID is a text, and half a character becomes "?".
+
+    Whoever cuts a text in the middle of a character that takes two units of UTF-16, as JavaScript
+    does, leaves a lone surrogate, which is no UTF-8.
+    """
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "replace").decode()
+    if isinstance(value, list | tuple):
+        return [storable(one) for one in value]
+    if isinstance(value, dict):
+        return {storable(key): storable(one) for key, one in value.items()}
+    return str(value) if isinstance(value, uuid.UUID) else value
+
+
 def written(value: Any) -> str:
-    """Return a name as text: 17, 17.0 (a column with gaps), "17", "17.0" and "017" are one user.
+    """Return a name as text: 17, 17.0 (a column with gaps), "17", "+17" and "017" are one user.
 
     Programs that read a table take "017" for a number in some files, or parts of files, and for a
-    text in others.
+    text in others. Names that look alike are one user, too: what is not seen is left out, such as
+    a space of no width, and letters of another width or style are the plain ones (NFKC). Two people
+    whose names differ in that alone are one privacy unit, which costs neither a part of the
+    guarantee; one person who counted as two would. What a reader tells apart is two users: "a" and
+    "A", "1" and "1e0", "1" and "one".
 
-    >>> [written(name) for name in (17.0, "017", "0", "-0.0", "1.70", "A07")]
-    ['17', '17', '0', '0', '1.70', 'A07']
+    >>> [written(name) for name in (17.0, "017", "0", "-0.0", "1.70", "A07", "\\uff11\\u200b")]
+    ['17', '17', '0', '0', '1.70', 'A07', '1']
     """
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    text = unicodedata.normalize("NFC", text).strip()
-    whole = re.fullmatch(_WHOLE, text)
+    text = re.sub(_UNSEEN, "", _as_text(value))
+    return _without_zeros(unicodedata.normalize("NFKC", text).strip(), _WHOLE)
+
+
+def composed(value: Any) -> str:
+    """Return a name as earlier versions wrote it in budget books: in Unicode's form C (NFC).
+
+    >>> composed(" \\uff11"), composed("+7"), composed("007")
+    ('\uff11', '+7', '7')
+    """
+    text = unicodedata.normalize("NFC", _as_text(value)).strip()
+    return _without_zeros(text, _WHOLE.removeprefix(_PLUS))
+
+
+def _as_text(value: Any) -> str:
+    value = int(value) if isinstance(value, float) and value.is_integer() else value
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _without_zeros(text: str, number: str) -> str:
+    whole = re.fullmatch(number, text)
     return text if whole is None else f"{whole[1]}{whole[2]}".replace("-0", "0")
 
 
@@ -79,7 +151,13 @@ def formerly_written(value: Any) -> list[str]:
     """Return the texts as which earlier versions may have hashed a name: as its file had it."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     whole = written(value)
-    return [text, whole, f"{whole}.0"] if whole.lstrip("-").isdecimal() else [text, whole]
+    return [
+        text,
+        composed(value),
+        composed(as_alone(value)),
+        whole,
+        *[f"{whole}.0"] * whole.lstrip("-").isdecimal(),
+    ]
 
 
 def hash_of(texts: Sequence[str]) -> NDArray[np.uint64]:
@@ -115,7 +193,8 @@ def names_as_written(names: pa.ChunkedArray) -> pa.ChunkedArray:
 
     def part(chunk: pa.Array) -> pa.Array:
         given = chunk.cast(pa.string())
-        made = pc.utf8_trim(pc.utf8_normalize(given, form="NFC"), characters=SPACES)
+        made = pc.replace_substring_regex(given, _UNSEEN, "")
+        made = pc.utf8_trim(pc.utf8_normalize(made, form="NFKC"), characters=SPACES)
         made = pc.replace_substring_regex(made, f"^{_WHOLE}$", r"\1\2")
         made = pc.replace_substring_regex(made, "^-0$", "0")
         return given if made.equals(given) else made

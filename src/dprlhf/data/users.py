@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 from dprlhf import recipe
 from dprlhf.boundary import Private
 from dprlhf.data.columns import (
+    MOST_BYTES,
     NUMBERS,
+    bytes_of,
     called,
     check_decodable,
     check_readable,
@@ -32,6 +34,7 @@ from dprlhf.data.loading import listed, rows_without_value
 from dprlhf.data.messages import TEMPLATE_COLUMNS
 from dprlhf.data.spelling import (
     as_alone,
+    composed,
     formerly_written,
     hash_of,
     known_as,
@@ -104,6 +107,7 @@ class Users:
         count: Number N of users, which is assumed to be public.
         with_prompts: Whether the rows have prompts.
         dropped_prompts: Number of prompts beyond ``max_prompts_per_user``.
+        tell: Takes a line about a row that cannot be read, for the operator alone.
 
     Raises:
         DprlhfError: There are no rows, a column is missing, or one holds no texts, numbers or
@@ -132,6 +136,9 @@ class Users:
                 )
             if column in self._columns and key not in ("user_column", "label_column"):
                 check_readable(rows, column, f"data {spec.path!r}: {key}")
+        self._too_large = _too_large(rows)
+        self.tell: Callable[[str], object] = lambda line: None
+        self._told: set[int] = set()
         self._order, self._starts = _group(rows, spec)
         self.count = len(self._starts) - 1
         sizes = np.diff(self._starts)
@@ -141,9 +148,16 @@ class Users:
     @property
     def conversations(self) -> bool:
         """Whether prompts are lists of messages, by the type of the column."""
-        return not self.with_prompts or not is_text(
-            self._rows.features.arrow_schema.field(self._spec.prompt_column).type
-        )
+        return not self.with_prompts or not is_text(self._prompt_type)
+
+    @property
+    def mixes_kinds(self) -> bool:
+        """Whether prompts may be texts and conversations, by the type of the column."""
+        return self.with_prompts and is_json(self._prompt_type)
+
+    @property
+    def _prompt_type(self) -> pa.DataType:
+        return self._rows.features.arrow_schema.field(self._spec.prompt_column).type
 
     @property
     def column_names(self) -> list[str]:
@@ -166,6 +180,8 @@ class Users:
         if self.with_prompts and self._spec.user_column is None and not prompts_alone:
             names = sorted(rows.column_names)
             rows = rows.with_format("arrow")  # an image, say, would be decoded to an object
+        if self._too_large.any():  # what is nested too deep cannot be decoded
+            rows = rows.with_format("arrow")
         for batch in rows.select_columns(names).iter(batch_size=1000):
             values = batch.to_pydict() if isinstance(batch, pa.Table) else batch
             state.update(json.dumps(values, sort_keys=True, default=str).encode())
@@ -207,26 +223,33 @@ class Users:
         """
         found: set[bytes] = set()
         for given in self._names():
-            # Books may hold a conversation as earlier versions wrote it: in the order of keys of
-            # its file's first row.
-            found |= by({name for value in given for name in (known_as(value), written(value))})
+            # Books may hold a name as earlier versions wrote it, and of a conversation the keys in
+            # the order of its file's first row.
+            found |= by({name for value in given for name in _spellings(value)})
         return Private(found)
 
     def _names(self) -> Iterator[list[Any]]:
         """Yield what users are known by: their name, without one their prompt, or the whole row.
 
         Only a prompt can be missing: every row has a name (:func:`_codes`), and an environment
-        gives each row its prompt, whatever values the row lacks.
+        gives each row its prompt, whatever values the row lacks. Without names a row that is too
+        large is nobody's, as one without a prompt is.
         """
-        column = self._spec.user_column
-        if column is None and self.with_prompts:
-            column = self._spec.prompt_column
+        column, rows = self._spec.user_column, self._rows
+        if column is None:
+            rows = self._of_bounded_size(rows)
+            column = self._spec.prompt_column if self.with_prompts else None
         columns = [column] if column is not None else sorted(self._columns)
-        for batch in self._rows.select_columns(columns).iter(batch_size=ROWS_AT_ONCE):
+        for batch in rows.select_columns(columns).iter(batch_size=ROWS_AT_ONCE):
             if column is not None:
                 yield [value for value in batch[column] if value is not None]
             else:
                 yield [list(row) for row in zip(*(batch[c] for c in columns), strict=True)]
+
+    def _of_bounded_size(self, rows: Any) -> Any:
+        """Return the rows without those that are too large, from the first on."""
+        few = self._too_large[: len(rows)]
+        return rows.select(np.flatnonzero(~few)) if few.any() else rows
 
     def traces(
         self, user_column: str | None, first: int | None = None
@@ -249,6 +272,7 @@ class Users:
         spec, rows = self._spec, self._rows
         if first is not None:
             rows = rows.select(range(min(first, len(rows))))
+        rows = self._of_bounded_size(rows)
         texts = [c for c in self._columns if c != getattr(spec, "label_column", None)]
         if not self.with_prompts:
             texts = sorted(set(texts) - {"environment", user_column})
@@ -286,48 +310,73 @@ class Users:
             missing: Whether a row without a prompt is read as an empty one.
 
         Raises:
-            ValueError: A row has no prompt, and ``missing`` is false.
+            DprlhfError: A row is too large; or it lacks a value, and ``missing`` is false.
         """
-        slots = _counting_up(self._kept[users])
-        owners = np.repeat(users, self._kept[users])
-        read = self._rows[self._places(owners, slots)]
+        return self._read(*self._kept_rows(users), missing=missing)
+
+    def _kept_rows(self, users: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the user of each row that some users keep, and its number among that user's."""
+        return np.repeat(users, self._kept[users]), _counting_up(self._kept[users])
+
+    def _read(
+        self, owners: NDArray[np.int64], slots: NDArray[np.int64], *, missing: bool
+    ) -> Prompts:
+        places = self._places(owners, slots)
+        if self._too_large[places].any():
+            raise DprlhfError(
+                f"a row takes more than {MOST_BYTES:,} bytes, or has lists in lists too deep"
+            )
+        read = self._rows[places]
         rows = {name: [as_alone(value) for value in values] for name, values in read.items()}
         if not self.with_prompts:
             empty: list[Prompt] = [[{"role": "user", "content": ""}] for _ in slots]
             return Prompts(empty, owners, slots, rows, in_rows=False)
+        for name in () if missing else self._columns:
+            if any(value is None or value != value for value in rows[name]):
+                raise DprlhfError(f"a row has no {name!r}: fill or drop it")
         given = rows.pop(self._spec.prompt_column)
-        if not missing and any(prompt is None for prompt in given):
-            raise ValueError("a row has no prompt")
         prompts = [_shorten(p, self._spec) for p in given]
         return Prompts(prompts, owners, slots, rows)
 
     def readable(self, users: NDArray[np.int64], encode: Callable[[Prompts], Any]) -> Prompts:
-        """Return the prompts of some users, without the users who have no prompt or cannot be read.
+        """Return the prompts of some users, without the rows that lack a value or cannot be read.
 
-        Such a user contributes zero to its round and still counts in N: the null user of zero-out
-        adjacency. A row whose prompt is null makes one on purpose. A chat template can refuse a
-        conversation, and a row may not decode. If that ended a run, one user would decide whether
-        there is a result, and its round would be known.
+        A user of whom no row is left contributes zero to its round and still counts in N: the null
+        user of zero-out adjacency. A row whose prompt is null makes one on purpose. A chat template
+        can refuse a conversation, and a row may not decode. If that ended a run, one user would
+        decide whether there is a result, and its round would be known. Which of a user's rows are
+        left depends on each of them alone; :attr:`tell` is told of the others.
 
         Args:
             users: Indices of users, ``[users]``.
             encode: Raises an exception for a prompt that cannot be read.
         """
+        owners, slots = self._kept_rows(users)
 
         def read(some: NDArray[np.int64]) -> Prompts | None:
             try:
-                prompts = self.select(some, missing=False)
+                prompts = self._read(owners[some], slots[some], missing=False)
                 encode(prompts)
             except EXITS:
                 raise
-            except BaseException:  # a panic in a tokenizer's compiled code is no Exception
+            except BaseException as problem:  # a panic in compiled code is no Exception
+                if len(some) == 1:
+                    self._tell(self._places(owners[some], slots[some])[0], problem)
                 return None
             return prompts
 
-        everyone = read(users)
-        if everyone is not None:
-            return everyone
-        return self.select(np.array([u for u in users if read(np.array([u]))], dtype=np.int64))
+        every = np.arange(len(owners))
+        if (prompts := read(every)) is not None:
+            return prompts
+        some = np.array([i for i in every if read(np.array([i])) is not None], dtype=np.int64)
+        return self._read(owners[some], slots[some], missing=False)
+
+    def _tell(self, place: int, problem: BaseException) -> None:
+        if place not in self._told:
+            self._told.add(place)
+            clear = isinstance(problem, DprlhfError)
+            why = str(problem) if clear else type(problem).__name__
+            self.tell(f"row {self._spec.skip + place + 1} is left out: it cannot be read ({why})")
 
     def left_out(self, cut: Callable[[Prompts], Sequence[bool]]) -> Private[Counter[str]]:
         """Count the rows that a run leaves out, cannot read, or cuts.
@@ -338,41 +387,61 @@ class Users:
 
         Returns:
             The number of rows ``beyond`` the first of their user; and among the first
-            ``LOOKED_AT`` users of prompts that are ``missing``, ``empty`` or ``cut``, and of users
-            who are ``unreadable``.
+            ``LOOKED_AT`` users of prompts that are ``missing``, ``empty``, ``cut`` or
+            ``unreadable``.
         """
         looked = np.arange(min(self.count, LOOKED_AT))
         found = Counter[str]()
         for start in range(0, len(looked), _AT_ONCE):
-            found += self._faults(looked[start : start + _AT_ONCE], cut)
+            found += self._faults(*self._kept_rows(looked[start : start + _AT_ONCE]), cut)
         return self.dropped_prompts.map(lambda beyond: found + Counter(beyond=beyond))
 
     def _faults(
-        self, users: NDArray[np.int64], cut: Callable[[Prompts], Sequence[bool]]
+        self,
+        owners: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        cut: Callable[[Prompts], Sequence[bool]],
     ) -> Counter[str]:
         if not self.with_prompts:  # what an environment returns is not known before it runs
             return Counter()
         try:
-            owners = np.repeat(users, self._kept[users])
-            places = self._places(owners, _counting_up(self._kept[users]))
-            given = self._rows[places][self._spec.prompt_column]
+            given = self._rows[self._places(owners, slots)][self._spec.prompt_column]
             return Counter(
                 missing=sum(prompt is None for prompt in given),
                 empty=sum(prompt in ("", []) for prompt in given),
-                cut=sum(cut(self.select(users))),
+                cut=sum(cut(self._read(owners, slots, missing=True))),
             )
         except EXITS:
             raise
         except BaseException:  # a panic in a tokenizer's compiled code is no Exception
-            if len(users) == 1:
+            if len(owners) == 1:
                 return Counter(unreadable=1)
-            alone = (self._faults(users[i : i + 1], cut) for i in range(len(users)))
+            alone = (
+                self._faults(owners[i : i + 1], slots[i : i + 1], cut) for i in range(len(owners))
+            )
             return sum(alone, Counter[str]())
 
     def _places(self, owners: NDArray[np.int64], slots: NDArray[np.int64]) -> list[int]:
         """Return the rows of prompts, given by their users and by their number in the user."""
         places: list[int] = self._order[self._starts[owners] + slots].tolist()
         return places
+
+
+def _spellings(value: Any) -> tuple[str, ...]:
+    """Return the texts under which a budget book may hold a user."""
+    alone = as_alone(value)
+    return known_as(value), written(value), composed(value), composed(alone)
+
+
+def _too_large(rows: Any) -> NDArray[np.bool_]:
+    """Return which rows take more than ``MOST_BYTES`` or are nested too deep, ``[rows]``."""
+    found = [np.empty(0, dtype=np.bool_)]
+    for batch in rows.with_format("arrow").iter(batch_size=ROWS_AT_ONCE):
+        sizes = np.zeros(len(batch), dtype=np.int64)
+        for column in batch.columns:
+            sizes += np.concatenate([bytes_of(chunk) for chunk in column.chunks])
+        found.append(sizes > MOST_BYTES)
+    return np.concatenate(found)
 
 
 def _group(rows: Any, spec: recipe.Data) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -25,6 +25,9 @@ LARGEST = 10**60
 It has room for the product of three floats, of which each has 17 digits.
 """
 
+_DIGITS = 1_000
+"""Most characters of a number that is written as text."""
+
 _BINARY: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -91,7 +94,10 @@ def number_of(value: Any) -> Fraction:
         ArithmeticError: It is no number.
     """
     value = int(value) if isinstance(value, bool) else value
-    decimal = Decimal(str(value).replace(",", "").replace("$", "").strip())
+    text = str(value).replace(",", "").replace("$", "").strip()
+    if len(text) > _DIGITS:  # a million digits as a fraction take minutes
+        raise ValueError("not a number in bounds")
+    decimal = Decimal(text)
     # Before the conversion: 1e999999 as a fraction would fill the memory.
     if not decimal.is_finite() or abs(decimal.adjusted()) > len(str(LARGEST)):
         raise ValueError("not a number in bounds")

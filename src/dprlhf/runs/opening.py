@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dprlhf.boundary import Private, open_private
+from dprlhf.data.columns import MOST_BYTES
 from dprlhf.data.public import Guides, used_rows
 from dprlhf.data.users import LOOKED_AT, Prompts, Users
 from dprlhf.errors import DprlhfError
@@ -275,9 +276,9 @@ def left_out(users: Users, cut: Callable[[Prompts], Sequence[bool]], most: int) 
     found = open_private(users.left_out(cut))
     meaning = {
         "beyond": f"beyond the first {most} of their user (data.max_prompts_per_user): left out",
-        "missing": "without a prompt: their users contribute nothing",
-        "unreadable": "users whose rows cannot be read, as where the chat template refuses a"
-        " conversation: they contribute nothing",
+        "missing": "without a prompt: they contribute nothing",
+        "unreadable": "that cannot be read, as where the chat template refuses a conversation, or"
+        f" of more than {MOST_BYTES:,} bytes: they contribute nothing",
         "empty": "empty: only a start token is read",
         "cut": "longer than the recipe keeps: cut to the tokens that it does keep",
     }

@@ -19,7 +19,7 @@ from typing import Any
 
 from dprlhf.budget import BrokenOffError, Reservation
 from dprlhf.data.in_memory import Sources, rows_of
-from dprlhf.data.public import guides, public_users
+from dprlhf.data.public import check_form, guides, public_users
 from dprlhf.data.users import Users
 from dprlhf.errors import EXITS, DprlhfError, InterruptedRunError
 from dprlhf.hardware import default_torch_state
@@ -124,6 +124,7 @@ def load_parts(
     apart = processes.on_main(lambda: check_disjoint(recipe, users, beside))
     earlier = Earlier(earlier.records, earlier.disjoint, earlier.tuning_runs, apart)
     public = public_users(recipe, sources.evaluation_prompts)
+    check_form(users, public)
     guiding = guides(recipe, public)
     processes.on_main(lambda: check_public(recipe, users, public, guiding))
     opened = processes.on_main(lambda: opened_terms(folder.ledger) if folder else {})
@@ -198,6 +199,7 @@ def open_run(
         key, reservation = processes.on_main(
             lambda: _start(parts, folder, create=create, counted=counted)
         )
+        parts.users.tell = folder.tell_operator
         with _one_line_errors(folder, parts.recipe), contextlib.ExitStack() as stack:
             gate: Gate | None = None
             trackers: list[Callback] = []

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dprlhf.data.in_memory import Sources
-from dprlhf.data.loading import check_present
 from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import load_policy
@@ -54,10 +53,6 @@ class PreferredAnswers:
         self._data = spec.data
         self._update = spec.update
         self.metrics: tuple[str, ...] = spec.public_losses
-
-    def check(self, rows: Any) -> None:
-        """Refuse rows without a value."""
-        check_present(rows, self._data)
 
     def encode(self, model: CausalLMPolicy, examples: Prompts) -> Responses:
         """Return two rows for each pair: the chosen completion and the rejected one."""

@@ -158,8 +158,11 @@ class Supervised:
         return policy
 
     def check_rows(self, rows: Any) -> None:
-        """Check that no row lacks a value or has an unknown label."""
-        self.task.check(rows)
+        """Make up rows of the form that the types of the columns give, to be read in their place.
+
+        A row that lacks a value, or has an unknown label, is found as it is read, and contributes
+        nothing.
+        """
         labels = self.recipe.head_labels
         self._made_up = made_up_rows(
             self.recipe.data, rows.features.arrow_schema, labels[0] if labels else None
@@ -214,14 +217,7 @@ class Supervised:
         """
 
         def read(some: NDArray[np.int64]) -> None:
-            try:
-                chosen = public.select(some, missing=False)
-            except ValueError:  # of a prompt that is missing
-                raise DprlhfError("a row has no prompt: fill or drop it") from None
-            for column in self.recipe.data.columns:
-                if any(value is None for value in chosen.columns.get(column, [])):
-                    raise DprlhfError(f"a row has no {column!r}: fill or drop it")
-            self.task.encode(policy, chosen)
+            self.task.encode(policy, public.select(some, missing=False))
 
         found = why_not(partial(read, rows.users), quoted=False)
         if not found:

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dprlhf import recipe
-from dprlhf.data.loading import check_present
 from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
@@ -50,10 +49,6 @@ class Task(Protocol):
         """Return for each row of data whether it has more tokens than are kept, ``[rows]``."""
         ...
 
-    def check(self, rows: Any) -> None:
-        """Raise a :class:`DprlhfError`, which quotes no row, if the task cannot use the data."""
-        ...
-
     def weights(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
         """Return the weight of each row's log-probability, ``[rows]``."""
         ...
@@ -71,10 +66,6 @@ class NextTokens:
 
     def __init__(self, data: recipe.Documents) -> None:
         self._data = data
-
-    def check(self, rows: Any) -> None:
-        """Refuse rows without a value."""
-        check_present(rows, self._data)
 
     def encode(self, model: CausalLMPolicy, examples: Prompts) -> Responses:
         """Return a row for each document: its prompt, padded on the left, and its learnt tokens.
@@ -128,10 +119,6 @@ class Pairs:
 
     def __init__(self, data: recipe.Preferences) -> None:
         self._data = data
-
-    def check(self, rows: Any) -> None:
-        """Refuse rows without a value."""
-        check_present(rows, self._data)
 
     def encode(self, model: CausalLMPolicy, examples: Prompts) -> Responses:
         """Return two rows for each pair: the chosen one and the rejected one."""
@@ -220,17 +207,6 @@ class Labels:
     def _texts(self, model: CausalLMPolicy, examples: Prompts, most: int) -> list[list[int]]:
         given = examples.prompts
         return classifier_tokens(model.tokenizer, given, given, whole=False, max_tokens=most)
-
-    def check(self, rows: Any) -> None:
-        """Check that every label is known."""
-        labels = rows[self._data.label_column]
-        if any(isinstance(label, list | dict) for label in labels):
-            raise DprlhfError(
-                f"data.label_column {self._data.label_column!r}: a row has several labels; a label"
-                " is one name or number"
-            )
-        for label in set(labels):
-            self.number(label)
 
     def number(self, label: Any) -> int:
         """Return the index of a label that is given by its name or its index.
