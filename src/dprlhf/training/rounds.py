@@ -77,7 +77,8 @@ def check_finite(run: Run, t: int) -> None:
     Raises:
         DprlhfError: Weights, the optimizer's state, or what the policy computes is no number.
     """
-    tokens = torch.arange(8, device=run.policy.device)[None]
+    # The last one is a label of a classifier, which may have two.
+    tokens = torch.arange(7, -1, -1, device=run.policy.device)[None]
     with torch.no_grad():
         answer = run.policy.response_logprobs(tokens, torch.ones_like(tokens), 1)
     state = [x for of_one in run.optimizer.state.values() for x in of_one.values()]
