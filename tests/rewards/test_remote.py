@@ -108,6 +108,17 @@ def test_each_row_is_a_request_with_what_the_body_names(judge: Judge) -> None:
     assert judge.seen[-1].keys() == {"prompt", "completion", "key"}
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_judge_keeps_nothing_of_the_users_that_it_has_scored(judge: Judge, fails: bool) -> None:
+    used = RemoteJudge(judge.url, retries=1, wait=0.0)
+    judge.fails = lambda text, attempt: fails  # type: ignore[method-assign]
+    score(used, ["x" * 40, "y" * 50, ""], [0, 0, 1])
+    judge.fails = lambda text, attempt: attempt == 1  # type: ignore[method-assign]
+    for remote in (used, RemoteJudge(judge.url, retries=1, wait=0.0)):
+        judge.asked.clear()
+        assert score(remote, ["a", "bb"], [2, 2]).values.tolist() == [1.0, 2.0]
+
+
 def test_failures_of_other_users_do_not_change_a_score(judge: Judge) -> None:
     """Three in four tries fail, by a coin of the text and the attempt alone."""
 

@@ -114,6 +114,19 @@ def test_a_chain_of_runs_travels_as_a_whole(place: Path) -> None:
     assert records_of(place / "second/policy") == records_of(place / "second")
 
 
+@pytest.mark.slow
+def test_a_merged_model_tells_of_every_run_before_it(place: Path, tmp_path: Path) -> None:
+    merge(place / "second", tmp_path / "both")
+    for said in (
+        json.loads((tmp_path / "both" / FILE).read_text()),
+        json.loads((tmp_path / "both/config.json").read_text())[KEY],
+        told(tmp_path / "both/model.safetensors"),
+        front_matter(tmp_path / "both/README.md"),
+    ):
+        runs = [record["run"] for record in said["runs"]]
+        assert runs == [run_id(place / "second"), run_id(place / "run")]
+
+
 def test_the_weights_are_the_same_and_load(place: Path, tmp_path: Path) -> None:
     weights = {"odd": torch.arange(7, dtype=torch.bfloat16), "w": torch.randn(3, 5)}
     for metadata in (None, {"format": "pt"}):

@@ -76,6 +76,17 @@ def test_rows_are_recognised_by_their_text(public: Any, expected: bool) -> None:
     assert refused(["", *PROMPTS], public) is expected
 
 
+@pytest.mark.parametrize("user", [0, 7, 8, 29])
+@pytest.mark.parametrize("place", [0, 7, 8, 30])
+def test_no_row_is_left_out_of_the_comparison(
+    user: int, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are read in batches: one is a user's in the first, at an edge, or in the last."""
+    monkeypatch.setattr("dprlhf.data.users.ROWS_AT_ONCE", 8)
+    public = [*OTHERS[:place], PROMPTS[user], *OTHERS[place:]]
+    assert refused(PROMPTS, public, evaluation__prompts=31)
+
+
 def in_parts(text: str) -> list[dict[str, Any]]:
     """Return a conversation whose message has a list of parts."""
     return [{"role": "user", "content": [{"type": "text", "text": text}]}]
