@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from transformers import AutoConfig
 
+from dprlhf.policies.causal_lm import context_length, prompt_room
+from dprlhf.recipe import make_recipe
 from dprlhf.rollout.decoding import try_last_step
+from dprlhf.training.policy_setup import with_prompt_width
 from helpers import families
 from helpers.autograd import relative_error
 from helpers.families import PROMPTS, padded_logprobs, plain_logprobs, sampled_logprobs
@@ -80,3 +86,35 @@ def test_a_model_that_takes_logits_to_keep_for_nothing_trains() -> None:
     [(response, drawn)] = sampled_logprobs(policy, PROMPTS[:1])
     responses = [response, [5], [6]]
     torch.testing.assert_close(padded_logprobs(policy, responses)[0], drawn, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "room"),
+    [
+        (AutoConfig.for_model("gpt2", n_positions=256), 256),
+        (AutoConfig.for_model("mpt", max_seq_len=256), 256),
+        (AutoConfig.for_model("mistral", max_position_embeddings=256, sliding_window=8), 256),
+        (AutoConfig.for_model("gemma3", text_config={"max_position_embeddings": 256}), 256),
+        (AutoConfig.for_model("bloom"), float("inf")),
+    ],
+)
+def test_the_longest_prompt_follows_from_the_context(config: Any, room: float) -> None:
+    assert context_length(config) == room
+    assert prompt_room(context_length(config), 200, 64) == min(room - 200, 64)
+    assert prompt_room(context_length(config), 999, 64) == (64 if room > 999 else 1)
+
+
+@pytest.mark.parametrize(("stated", "width"), [({}, 48), ({"max_prompt_tokens": 60}, 60)])
+def test_a_short_context_shortens_the_default_prompt(stated: dict[str, int], width: int) -> None:
+    policy = families.policy("gpt2")
+    settings = make_recipe(
+        {
+            "policy": {"model_name_or_path": "tiny"},
+            "data": {"path": "in-memory", **stated},
+            "rewards": [{"function": "package:function"}],
+            "privacy": {"epsilon": 4.0},
+            "rounds": 2,
+            "rollout": {"max_new_tokens": policy.room - 48},
+        }
+    )
+    assert with_prompt_width(settings, policy).data.max_prompt_tokens == width

@@ -13,7 +13,7 @@ from scipy.stats import norm
 from dprlhf.privacy import random_allocation, replaced_allocation
 from dprlhf.privacy.accounting import Mechanism, delta_of, epsilon, noise_multiplier
 from dprlhf.privacy.composition import total_epsilon
-from dprlhf.privacy.curves import loss_distribution
+from dprlhf.privacy.curves import Composed, loss_distribution
 from dprlhf.privacy.gaussian import gaussian_epsilon
 
 
@@ -59,8 +59,8 @@ def test_a_whole_curve_by_quadrature(z: float) -> None:
     assert (found >= true * (1 - 1e-5) - 1e-12).all()
     assert (found <= true * 1.01 + 1e-9).all()
     # Bounds that are not convex, reflected at 0, would make a loss distribution of mass above 1.
-    losses = loss_distribution(0.02, found, found)
-    assert losses.get_delta_for_epsilon(0.0) == pytest.approx(found[0], rel=1e-9)
+    losses = Composed(((loss_distribution(0.02, found, found), 1),))
+    assert losses.delta(0.0) == pytest.approx(found[0], rel=1e-5)
 
 
 @pytest.mark.parametrize(("z", "rounds"), [(4.0, 16), (1.0, 50)])

@@ -10,6 +10,7 @@ import yaml
 from dprlhf.cli.answers import PROMPT_COLUMNS
 from dprlhf.recipe import make_recipe
 
+_PROMPT, _RESPONSE = 64, 32
 _FEWEST_ROUNDS, _MOST_ROUNDS, _USERS_A_ROUND = 4, 16, 125
 
 
@@ -21,10 +22,12 @@ class Target:
         module: Name of the one kind of module, as in PEFT's ``target_modules``; None takes PEFT's
             choice for the type of model.
         layers: Indices of the decoder layers; negative ones count from the last.
+        prompt: The longest prompt in tokens, for which the model has positions.
     """
 
     module: str | None = None
     layers: tuple[int, ...] = (-2, -1)
+    prompt: int = _PROMPT
 
 
 def new_recipe(
@@ -64,6 +67,8 @@ def new_recipe(
         module=f"[{target.module}]" if target.module else "null",
         about_module="one kind" if target.module else "PEFT's choice; one kind of module",
         layers=list(target.layers),
+        prompt=target.prompt,
+        response=_RESPONSE,
         start=_PUBLIC_START if public_prompts else _RANDOM_START,
         prompts=_quoted(prompts),
         prompt_column=column,
@@ -73,7 +78,9 @@ def new_recipe(
         epsilon=repr(float(epsilon)).removesuffix(".0"),
         rounds=_rounds(users),
         users=users or "N",
-        evaluation=_EVALUATION.format(_quoted(public_prompts), public) if public_prompts else _NONE,
+        evaluation=_EVALUATION.format(_quoted(public_prompts), public, target.prompt)
+        if public_prompts
+        else _NONE,
     )
     make_recipe(yaml.safe_load(text), source="init")
     return text
@@ -89,6 +96,7 @@ def target_of(model: str) -> Target:
     from transformers import AutoConfig
 
     from dprlhf.assets import resolve
+    from dprlhf.policies.causal_lm import context_length, prompt_room
 
     try:
         config = AutoConfig.from_pretrained(
@@ -101,7 +109,8 @@ def target_of(model: str) -> Target:
     values = [name for name in names if name.startswith("v")]
     first = count // 2
     layers = range(first, first + max(1, min(8, count // 4)))
-    return Target(next(iter(values or names), None), tuple(layers))
+    prompt = prompt_room(context_length(config), _RESPONSE, _PROMPT)
+    return Target(next(iter(values or names), None), tuple(layers), prompt)
 
 
 def _rounds(users: int | None) -> int:
@@ -145,7 +154,7 @@ data:                           # the private prompts
   prompt_column: {prompt_column:<15}# text, or a list of messages with role and content
   user_column: {user_column:<17}# rows with the same value are one user; null: every row is one
   max_prompts_per_user: {max_prompts:<8}# further prompts of a user are dropped
-  max_prompt_tokens: 64
+  max_prompt_tokens: {prompt:<11}# a longer prompt keeps its last tokens
 
 rewards:
   - {reward}
@@ -153,7 +162,7 @@ reward_range: 3.0               # the weighted sum of rewards is clipped to ±3
 
 rollout:
   responses: 4                  # a prompt; more cost time, never privacy
-  max_new_tokens: 32
+  max_new_tokens: {response}
 
 update:
   name: pg                      # the policy gradient; also grpo, ppo, rebel, npg
@@ -182,7 +191,7 @@ evaluation:                     # public prompts: rewards before, during and aft
   data:
     path: {}
     prompt_column: {}
-    max_prompt_tokens: 64
+    max_prompt_tokens: {}
   prompts: 128
   every: 4"""
 

@@ -290,9 +290,6 @@ class CausalLMPolicy:
     def check_context_length(self, tokens: int, what: str, name: str) -> None:
         """Refuse texts that are longer than the model's context.
 
-        Past its original length, LongRoPE rescales all rows of a batch if one of them is longer:
-        one user would change the values of the others.
-
         Args:
             tokens: Length of the longest text.
             what: Start of the error message, which names the setting.
@@ -301,13 +298,8 @@ class CausalLMPolicy:
         Raises:
             DprlhfError: The texts are longer.
         """
-        config, room = self.model.config.get_text_config(), self.room
-        rope = getattr(config, "rope_parameters", None) or {}
-        for part in (rope, *rope.values()):  # some models have one for each type of layer
-            if isinstance(part, dict) and part.get("rope_type") == "longrope":
-                room = min(room, part["original_max_position_embeddings"])
-        if tokens > room:
-            raise DprlhfError(f"{what} more than the {room} positions of {name}")
+        if tokens > self.room:
+            raise DprlhfError(f"{what} more than the {self.room} positions of {name}")
 
     def checkpoint_layers(self) -> None:
         """Keep only the decoder layers' inputs for the backward pass, and compute the rest again.
@@ -479,11 +471,39 @@ class CausalLMPolicy:
 
 def positions(model: Any) -> float:
     """Return how many tokens a model has positions for; infinite without such a limit."""
-    config = getattr(model, "config", None)
+    return context_length(getattr(model, "config", None), first_position(model))
+
+
+def context_length(config: Any, first: int = 0) -> float:
+    """Return how many tokens a model of this config has positions for.
+
+    Past its original length, LongRoPE rescales all rows of a batch if one of them is longer: one
+    user would change the values of the others. So that length is the limit.
+
+    Args:
+        config: A transformers config, also one around that of the text model; None has no limit.
+        first: The position of a text's first token.
+    """
     config = getattr(config, "get_text_config", lambda: config)()
     stored = [getattr(config, name, None) for name in _POSITIONS]
-    usable = next((count for count in stored if count), 0) - first_position(model)
-    return usable if usable > 0 else math.inf  # XLNet states -1
+    usable = next((count for count in stored if count), 0) - first
+    room = usable if usable > 0 else math.inf  # XLNet states -1
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *rope.values()):  # some models have one for each type of layer
+        if isinstance(part, dict) and part.get("rope_type") == "longrope":
+            room = min(room, part["original_max_position_embeddings"])
+    return room
+
+
+def prompt_room(room: float, response: int, most: int) -> int:
+    """Return the default for the longest prompt: what a response leaves of a context, in tokens.
+
+    Args:
+        room: The length of the context.
+        response: The longest response.
+        most: The longest prompt where the context is long enough.
+    """
+    return int(max(1, min(most, room - response)))
 
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")

@@ -20,20 +20,20 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import networkx
-import numpy as np
-from scipy.special import logsumexp
 
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Epsilon, Mechanism, epsilon, single_noise
 from dprlhf.privacy.curves import (
     SIDES,
+    Composed,
     Curves,
-    composed,
+    Losses,
+    evenly,
     loss_distribution,
     replace_one_epsilon,
+    widening,
 )
 from dprlhf.privacy.gaussian import (
     gaussian_epsilon,
@@ -162,7 +162,7 @@ def filter_share(times: Mapping[Mechanism, int], epsilon: float, delta: float) -
 
 
 @functools.lru_cache(256)
-def _tailed(mechanism: Mechanism, tail: float) -> dict[Side, tuple[Any, float]]:
+def _tailed(mechanism: Mechanism, tail: float) -> dict[Side, tuple[Losses | None, float]]:
     """Return the losses of one factor of a run, by side, and the δ of those that count as infinite.
 
     No losses where nothing is known beside the Gaussian that covers the run. The δ is that of all
@@ -173,12 +173,12 @@ def _tailed(mechanism: Mechanism, tail: float) -> dict[Side, tuple[Any, float]]:
     if spec.disjoint or pair is None or noise_too_small(round_noise(mechanism), tail / factors):
         return dict.fromkeys(SIDES, (None, 0.0))
     reach = {side: pair.reach(mechanism, tail / factors, side) for side in SIDES}
-    step = max(*reach.values(), 1e-6) / _POINTS
-    losses = _losses(mechanism, pair, step, reach)
-    return {side: (one, factors * one._infinity_mass) for side, one in losses.items()}
+    own = None if spec.step is None else spec.step(mechanism)
+    losses = _losses(mechanism, pair, own or max(*reach.values(), 1e-6) / _POINTS, reach)
+    return {side: (one, factors * one.infinite) for side, one in losses.items()}
 
 
-def _renyi(mechanism: Mechanism, order: float, losses: Any) -> float:
+def _renyi(mechanism: Mechanism, order: float, losses: Losses | None) -> float:
     """Return an upper bound on the Rényi divergence of a run's finite losses.
 
     Args:
@@ -190,9 +190,7 @@ def _renyi(mechanism: Mechanism, order: float, losses: Any) -> float:
     single = order / 2 / noise / noise
     if losses is None:
         return single
-    at = losses._discretization * (losses._lower_loss + np.arange(len(losses._probs)))
-    with np.errstate(divide="ignore"):
-        log_moment = float(logsumexp(np.log(losses._probs) + (order - 1) * at)) + _MOMENT_ERROR
+    log_moment = losses.log_moment(order - 1) + _MOMENT_ERROR
     return min(single, _factors(mechanism) * max(log_moment, 0.0) / (order - 1))
 
 
@@ -228,22 +226,24 @@ def _sequential(mechanisms: Sequence[Mechanism], delta: float) -> Epsilon:
         return alone[0]
     replace = mechanisms[0].adjacency == "replace-one"
     # One Gaussian covers each run, were membership known; Gaussians compose in closed form.
-    upper = gaussian_epsilon(_together(mechanisms), delta)
+    noise = _together(mechanisms)
+    upper = gaussian_epsilon(noise, delta)
     disjoint = all(m.spec.disjoint for m in mechanisms)
     little = any(noise_too_small(round_noise(m), delta) for m in mechanisms)
     if not disjoint and not little and upper > 0:
         joint = _joint(mechanisms, {m: m.spec.pair for m in mechanisms}, delta)
         pairs = {m: m.spec.replaced for m in mechanisms if m.spec.replaced is not None}
         if not replace:
-            upper = min(upper, _epsilon_of(joint, delta))
+            upper = _epsilon_of(joint, delta, upper)
         else:
+            removed = 2 * noise  # of a removal, or an addition, alone
             curves = Curves(
-                lambda e, side, rough: float(joint[side].get_delta_for_epsilon(e)),
-                lambda d, side: float(joint[side].get_epsilon_for_delta(d)),
+                lambda e, side, rough: joint[side].delta(e),
+                lambda d, side: joint[side].epsilon(d, gaussian_epsilon(removed, d)),
             )
             upper = min(upper, replace_one_epsilon(curves, delta))
             if all(m in pairs for m in mechanisms):
-                upper = min(upper, _epsilon_of(_joint(mechanisms, pairs, delta), delta))
+                upper = _epsilon_of(_joint(mechanisms, pairs, delta), delta, upper)
     return Epsilon(
         upper,
         min(upper, max(cost.epsilon_lower for cost in alone)),
@@ -265,14 +265,14 @@ def _together(mechanisms: Sequence[Mechanism]) -> float:
     return least / math.sqrt(sum((least / z) ** 2 for z in noises))
 
 
-def _epsilon_of(joint: dict[Side, Any], delta: float) -> float:
-    """Return the larger ε of the two sides."""
-    return max(float(losses.get_epsilon_for_delta(delta)) for losses in joint.values())
+def _epsilon_of(joint: dict[Side, Composed], delta: float, high: float) -> float:
+    """Return the larger ε of the two sides, at most ``high``, which is known to hold."""
+    return max(losses.epsilon(delta, high) for losses in joint.values())
 
 
 def _joint(
     mechanisms: Sequence[Mechanism], pairs: Mapping[Mechanism, Pair], delta: float
-) -> dict[Side, Any]:
+) -> dict[Side, Composed]:
     """Return the pessimistic loss distribution of all runs, by side.
 
     Args:
@@ -280,28 +280,32 @@ def _joint(
         pairs: What dominates one factor of each.
         delta: The total δ, of which a small part is spent on losses beyond the grid.
     """
-    tail = delta * _CUT / len(mechanisms)
+    tail = delta * _CUT / sum(map(_factors, mechanisms))
     counts = Counter(mechanisms)  # equal runs have one curve
     reach = {(m, side): pairs[m].reach(m, tail, side) for m in counts for side in SIDES}
-    step = max(*reach.values(), 1e-6) / _POINTS
-    joint: dict[Side, Any] = {}
+    wide = max(*(end for (m, _), end in reach.items() if m.spec.step is None), 1e-6, 1e-6) / _POINTS
+    steps = {m: wide if m.spec.step is None else m.spec.step(m) for m in counts}
+    step = min(steps.values())
+    parts: dict[Side, list[tuple[Losses, int]]] = {side: [] for side in SIDES}
     for mechanism, times in counts.items():
         ends = {side: reach[mechanism, side] for side in SIDES}
-        for side, one in _losses(mechanism, pairs[mechanism], step, ends).items():
-            both = composed(one, times * _factors(mechanism))
-            joint[side] = joint[side].compose(both) if side in joint else both
-    return joint
+        stride = max(1, math.floor(steps[mechanism] / step))
+        for side, one in _losses(mechanism, pairs[mechanism], step, ends, stride).items():
+            parts[side].append((one, times * _factors(mechanism)))
+    return {side: Composed(tuple(parts[side])) for side in SIDES}
 
 
 def _losses(
-    mechanism: Mechanism, pair: Pair, step: float, reach: Mapping[Side, float]
-) -> dict[Side, Any]:
+    mechanism: Mechanism, pair: Pair, step: float, reach: Mapping[Side, float], stride: int = 1
+) -> dict[Side, Losses]:
     """Return the pessimistic loss distribution of one factor of a run, by side."""
-    curve = {
-        side: pair.curve(mechanism, step * np.arange(math.ceil(reach[side] / step) + 2), side)
-        for side in SIDES
-    }
+    last = {side: math.ceil(reach[side] / step) for side in SIDES}
+    if mechanism.spec.step is None:
+        places = {side: evenly(last[side], stride) for side in SIDES}
+    else:
+        places = {side: widening(last[side]) for side in SIDES}
+    curve = {side: pair.curve(mechanism, step * places[side], side) for side in SIDES}
     return {
-        side: loss_distribution(step, curve[side], curve[other])
+        side: loss_distribution(step, curve[side], curve[other], max(places.values(), key=len))
         for side, other in (SIDES, SIDES[::-1])
     }

@@ -242,8 +242,11 @@ def _sample(
     proposal = make(noise, rounds, bands, epsilon)
     columns = noise_matrix(rounds, bands) / noise
     half = (columns**2).sum(0) / 2
-    # The search compares many z and ε, which is smooth where all see the same draws.
-    context = (use, side) if use == "search" else (use, side, rounds, bands, float(noise).hex())
+    # The search compares many z and ε, which is smooth where all see the same draws. What is
+    # certified has draws of its own, also where an ε is asked for in view of an earlier answer.
+    context: tuple[str | int, ...] = (use, side)
+    if use != "search":
+        context = (use, side, rounds, bands, float(noise).hex(), float(epsilon).hex())
     ratios, weights = [], []
     for block in range(0, draws, _BLOCK):
         count = min(_BLOCK, draws - block)

@@ -70,7 +70,7 @@ def google_pld(mechanism: Mechanism, delta: float) -> Answer:
     name = "dp-accounting, privacy loss distribution"
     found = _google(mechanism, delta, pld=True)
     if mechanism.spec.independent_rounds:
-        note = "the same library as dprlhf's own for Poisson sampling, on its own grid"
+        note = "Poisson sampling, on the library's own grid"
         return Answer(name, "upper bound", found, None, note)
     return Answer(name, "upper bound", found, None, _one(mechanism))
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from decimal import ROUND_CEILING, Context, Decimal
 
+import numpy as np
+import numpy.typing as npt
 from scipy.optimize import brentq
 from scipy.special import log_ndtr
 
@@ -39,6 +41,20 @@ def gaussian_delta(noise: float, epsilon: float) -> float:
     '0.126937'
     """
     return math.exp(log_gaussian_delta(noise, epsilon))
+
+
+def gaussian_deltas(noise: float, epsilons: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return :func:`gaussian_delta` at many ε, of the same shape."""
+    middle, half = epsilons * noise, 0.5 / noise
+    if math.isinf(half) or math.isinf(noise):
+        return np.full(epsilons.shape, float(math.isinf(half)))
+    first, second = log_ndtr(half - middle), log_ndtr(-half - middle)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        error = 8 * _UNIT * (1 + np.abs(first) + np.abs(second) + epsilons)
+        x = np.minimum(epsilons + second - first, 0.0) - error
+        values = np.exp(np.minimum(first + error + np.log(-np.expm1(x)), 0.0))
+    found: npt.NDArray[np.float64] = np.where(np.isfinite(first), values, 0.0)
+    return found
 
 
 def gaussian_epsilon(noise: float, delta: float) -> float:

@@ -313,10 +313,15 @@ def _start(
 
 
 def say_what_is_left_out(stage: Stage, parts: Parts) -> None:
-    """Say how many rows are left out, unreadable or cut: on a terminal alone, as it tells of users.
+    """Say from where on prompts are cut; and on a terminal how many rows are left out or cut.
 
-    A job's log is passed on; a terminal is read by the operator, who has the rows.
+    How many they are tells of users: a job's log is passed on; a terminal is read by the operator,
+    who has the rows.
     """
+    if not parts.quiet:
+        width = parts.recipe.data.max_prompt_tokens
+        rule = f"a prompt keeps its last {width} tokens (data.max_prompt_tokens)"
+        print(f"dprlhf: {rule}", file=sys.stderr)
     if not sys.stderr.isatty():
         return
     with captured(None):  # a panic in compiled code prints the text that it failed on

@@ -12,7 +12,7 @@ from dprlhf.data.public import CONTRASTED, Guides, held_out, leftover
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.activations import align_with_activations
-from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.causal_lm import CausalLMPolicy, prompt_room
 from dprlhf.policies.loading import load_policy
 from dprlhf.policies.stopping import StopStrings
 from dprlhf.policies.warpers import Sampling
@@ -37,6 +37,7 @@ def load_policy_of(recipe: Recipe, **given: Any) -> CausalLMPolicy:
     temperature, seed = recipe.rollout.temperature, recipe.seed
     policy = load_policy(recipe.policy, temperature=temperature, seed=seed, **given)
     with_sampling(policy, recipe)
+    recipe = with_prompt_width(recipe, policy)
     prompt, response = recipe.data.max_prompt_tokens, recipe.rollout.max_new_tokens
     agent = recipe.rollout.agent is not None
     policy.check_context_length(
@@ -45,6 +46,16 @@ def load_policy_of(recipe: Recipe, **given: Any) -> CausalLMPolicy:
         recipe.policy.model_name_or_path,
     )
     return policy
+
+
+def with_prompt_width(recipe: Recipe, policy: CausalLMPolicy) -> Recipe:
+    """Let the longest prompt follow from the model's context, where the recipe states none."""
+    if "max_prompt_tokens" in recipe.data.model_fields_set or recipe.rollout.agent is not None:
+        return recipe
+    most, response = recipe.data.max_prompt_tokens, recipe.rollout.max_new_tokens
+    width = prompt_room(policy.room, response, most)
+    data = recipe.data.model_copy(update={"max_prompt_tokens": width})
+    return recipe.model_copy(update={"data": data})
 
 
 def with_sampling(policy: CausalLMPolicy, recipe: Recipe) -> CausalLMPolicy:

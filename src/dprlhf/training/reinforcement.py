@@ -57,6 +57,7 @@ from dprlhf.training.policy_setup import (
     start_adapter,
     with_batch_size,
     with_clip_norm,
+    with_prompt_width,
     with_sampling,
 )
 from dprlhf.training.reward_setup import call_size, check_rewards, check_times_columns
@@ -166,6 +167,7 @@ class Reinforcement:
             policy = load_policy_of(self.recipe)
         else:
             policy = with_sampling(self._sources.policy, self.recipe)
+        self.recipe = with_prompt_width(self.recipe, policy)
         policy.tools, policy.sampler, spec = (), None, self.recipe.rollout.agent
         if spec is not None:
             self.agent = load_sampler(spec, **self._sources.agent)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import logsumexp
 
-from dprlhf.privacy.gaussian import gaussian_delta, gaussian_epsilon
+from dprlhf.privacy.gaussian import gaussian_deltas, gaussian_epsilon
 from dprlhf.privacy.random_allocation import Side
 from dprlhf.privacy.relations import Adjacency
 
@@ -114,6 +114,8 @@ class PartitionSpec:
             of each round if it were the user's, ``[users, rounds]``.
         factors: Returns how many independent copies of a pair the run consists of; None where the
             pair is the whole run's.
+        step: Returns the step that the smallest losses of one pair need, on a grid that widens;
+            None where an even grid of a fixed share of their reach is fine enough.
         disjoint: True where every user is in at most one batch, of a fixed size, and ε holds
             against those who know which.
         in_order: True where users come in the order of arrival, so that anybody knows their round.
@@ -134,6 +136,7 @@ class PartitionSpec:
     log_likelihood: Callable[[Array, int], Array]
     replaced: Pair | None = None
     factors: Callable[[Terms], int] | None = None
+    step: Callable[[Terms], float] | None = None
     disjoint: bool = False
     in_order: bool = False
     independent_rounds: bool = False
@@ -177,7 +180,7 @@ def one_round_each(of_round: Array, participations: int) -> Array:
 
 def single_curve(noise: float, epsilons: Any) -> Array:
     """Return the exact δ of one Gaussian release at each ε, ``[points]``."""
-    return np.array([gaussian_delta(noise, e) for e in epsilons])
+    return gaussian_deltas(noise, np.asarray(epsilons, dtype=np.float64))
 
 
 def gaussian_pair(sensitivity: float) -> Pair:

@@ -1,7 +1,7 @@
 """Poisson sampling: each user joins each round independently with probability q = k/T.
 
-The accountant is dp-accounting's privacy loss distribution (PLD) of the Poisson-subsampled Gaussian
-mechanism, composed over the rounds.
+The accountant composes the exact privacy curve of one round, a Poisson-subsampled Gaussian, over
+the rounds by its privacy loss distribution (PLD). Lower bounds are dp-accounting's.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy.curves import FFT_ERROR, composed
-from dprlhf.privacy.gaussian import gaussian_epsilon, noise_too_small
+from dprlhf.privacy.curves import SIDES, Composed, loss_distribution, widening
+from dprlhf.privacy.gaussian import gaussian_deltas, gaussian_epsilon, noise_too_small
 from dprlhf.privacy.partitions.base import (
     Allocation,
     Array,
@@ -23,15 +23,23 @@ from dprlhf.privacy.partitions.base import (
     PartitionSpec,
     Stream,
     Terms,
-    half_noise,
     round_noise,
-    single_curve,
 )
 from dprlhf.privacy.random_allocation import Side
 
-_POINTS = 200_000
-"""Most points of the grid of losses; with little noise a fixed step would take minutes."""
+_POINTS = 2**20
+"""Most points of the window in which the sum of all rounds' losses lies."""
+_LEAST_STEP = 1e-4
+"""Least step: with little δ and many rounds, a finer one would take seconds."""
+_TAIL = 1e-20
+"""Probability of losses beyond the grid, over all rounds; they count as infinite."""
+_ROUNDING = 1e-14
+"""Allowance for rounding in one round's curve, where ε is moved before the Gaussian's is read."""
 
+_LIBRARY_POINTS = 200_000
+_FFT_ERROR = 1e-15
+"""What dp-accounting's FFTs may move a δ by, for each round: a hundred times the largest error that
+was found against exact Gaussians. It is allowed for in lower bounds."""
 _LEAST_LOWER_DELTA = 1e-11
 """Below it, the rounding of the library's sums is as large as δ, and no lower bound is stated."""
 _DRAWS_AT_ONCE = 2**16
@@ -70,68 +78,92 @@ def _draw(users: int, rounds: int, participations: int, stream: Stream) -> Alloc
     return Allocation(taken % users, starts)
 
 
-def loss_distribution(terms: Terms, *, pessimistic: bool = True, rough: bool = False) -> Any:
-    """Return the privacy loss distribution of a whole run, of dp-accounting.
+def _curve(terms: Terms, epsilons: Any, side: Side) -> Array:
+    """Return the exact δ of one round at each ε ≥ 0, from the curve of the Gaussian.
 
-    Args:
-        terms: The run.
-        pessimistic: True rounds losses up, for an upper bound on ε; False rounds them down.
-        rough: Use a grid ten times as coarse.
+    With c = e^ε and X the Gaussian's likelihood ratio under Q, of mean 1, the round's ratio is
+    1 − q + qX, so that E(1 − q + qX − c)₊ = q E(X − (c − 1 + q)/q)₊ and E(1 − c(1 − q + qX))₊ =
+    a E(1 − cq X/a)₊ with a = 1 − c(1 − q).
     """
-    z = round_noise(terms)
-    z = min(z, 1e100)  # the library squares it; both bounds on epsilon are 0 from here on
-    rate = terms.participations / terms.rounds
-    return _composed(z, rate, terms.rounds, pessimistic, 1e-3 if rough else 1e-4)
+    z, q, at = round_noise(terms), _rate(terms), np.asarray(epsilons, dtype=np.float64)
+    if side == "remove":
+        found: Array = q * gaussian_deltas(z, np.log1p(np.expm1(at) / q)) * (1 + _ROUNDING)
+        return found
+    a = q * np.exp(at) - np.expm1(at)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        moved = np.where(a > 0, at + np.log(q / a), np.inf)
+    values = gaussian_deltas(z, np.minimum(np.maximum(moved, 0.0), 1e6))
+    found = np.where(a > 0, np.maximum(a, 0.0) * values, 0.0) * (1 + _ROUNDING)
+    return found
 
 
-@functools.lru_cache(maxsize=2)  # one is a second's work, and a run asks for its two several times
-def _composed(z: float, rate: float, rounds: int, pessimistic: bool, interval: float) -> Any:
-    from dp_accounting.pld import privacy_loss_distribution
+def _rate(terms: Terms) -> float:
+    return terms.participations / terms.rounds
 
-    reach = (10 + 0.5 / z) / z  # the losses that the library keeps; a coarser grid rounds up more
-    one = privacy_loss_distribution.from_gaussian_mechanism(
-        z,
-        sampling_prob=rate,
-        pessimistic_estimate=pessimistic,
-        use_connect_dots=pessimistic,  # the library has no optimistic connect-the-dots
-        value_discretization_interval=max(interval, reach / _POINTS),
-    )
-    if not pessimistic:
-        return one.self_compose(rounds)
-    sides = (composed(side, rounds) for side in (one._pmf_remove, one._pmf_add))
-    return privacy_loss_distribution.PrivacyLossDistribution(*sides)
+
+def _reach(terms: Terms, tail: float, side: Side) -> float:
+    """Return ε of one round at ``tail``."""
+    z, q = round_noise(terms), _rate(terms)
+    if tail >= q:
+        return 0.0
+    # The remove side's curve, inverted; the add side's is nowhere larger (and at most -ln(1 - q)).
+    return math.log1p(q * math.expm1(gaussian_epsilon(z, tail / q)))
+
+
+def _step(terms: Terms) -> float:
+    """Return a step that is small beside one round's loss, if all rounds' sum then has a window."""
+    z, q = round_noise(terms), _rate(terms)
+    deviation = min(q * math.sqrt(math.expm1(min(z**-2, 700.0))), 1 / z)
+    return max(_LEAST_STEP, deviation * max(0.05, 25 * math.sqrt(terms.rounds) / _POINTS))
+
+
+def losses(terms: Terms, rough: bool = False) -> dict[Side, Composed]:
+    """Return the pessimistic privacy losses of a whole run, by side."""
+    step = _step(terms) * (4 if rough else 1)
+    places = widening(math.ceil(_reach(terms, _TAIL / terms.rounds, "remove") / step))
+    curve = {side: _curve(terms, step * places, side) for side in SIDES}
+    return {
+        side: Composed(
+            ((loss_distribution(step, curve[side], curve[other], places), terms.rounds),)
+        )
+        for side, other in (SIDES, SIDES[::-1])
+    }
 
 
 def _epsilon(terms: Terms, delta: float, single: float) -> tuple[float, float]:
     if noise_too_small(round_noise(terms), delta):
         return single, 0.0
-    upper = float(loss_distribution(terms).get_epsilon_for_delta(delta))
+    found = losses(terms)
+    upper = found["remove"].epsilon(delta, single)
+    if found["add"].delta(upper) > delta:
+        upper = found["add"].epsilon(delta, single)
     if delta < _LEAST_LOWER_DELTA:
         return upper, 0.0
-    more = delta + terms.rounds * FFT_ERROR
-    lower = float(loss_distribution(terms, pessimistic=False).get_epsilon_for_delta(more))
-    return upper, lower
+    more = delta + terms.rounds * _FFT_ERROR
+    z = min(round_noise(terms), 1e100)  # the library squares it; both bounds are 0 from here on
+    return upper, float(_optimistic(z, _rate(terms), terms.rounds).get_epsilon_for_delta(more))
+
+
+@functools.lru_cache(maxsize=2)  # one is a second's work, and a run asks for its two several times
+def _optimistic(z: float, rate: float, rounds: int) -> Any:
+    """Return dp-accounting's loss distribution of a run, rounded down."""
+    from dp_accounting.pld import privacy_loss_distribution
+
+    reach = (10 + 0.5 / z) / z  # the losses that the library keeps; a coarser grid rounds more
+    one = privacy_loss_distribution.from_gaussian_mechanism(
+        z,
+        sampling_prob=rate,
+        pessimistic_estimate=False,
+        use_connect_dots=False,  # the library has no optimistic connect-the-dots
+        value_discretization_interval=max(1e-4, reach / _LIBRARY_POINTS),
+    )
+    return one.self_compose(rounds)
 
 
 def _delta(terms: Terms, epsilon: float, single: float, rough: bool) -> float:
     if noise_too_small(round_noise(terms), 1e-9):
         return single
-    return float(loss_distribution(terms, rough=rough).get_delta_for_epsilon(epsilon))
-
-
-def _curve(terms: Terms, epsilons: Any, side: Side) -> Array:
-    """Return the larger δ of both sides: the library's distribution covers both."""
-    single = single_curve(half_noise(terms, terms.rounds), epsilons)
-    sampled = loss_distribution(terms).get_delta_for_epsilon(list(epsilons))
-    lower: Array = np.minimum(single, sampled)
-    return lower
-
-
-def _reach(terms: Terms, tail: float, side: Side) -> float:
-    single = gaussian_epsilon(half_noise(terms, terms.rounds), tail)
-    # Less than what FFTs may round is no loss's probability; what lies beyond is counted as it is.
-    tail = max(tail, 2 * terms.rounds * FFT_ERROR)
-    return min(single, float(loss_distribution(terms).get_epsilon_for_delta(tail)))
+    return max(side.delta(epsilon) for side in losses(terms, rough).values())
 
 
 def _log_likelihood(of_round: Array, participations: int) -> Array:
@@ -142,8 +174,7 @@ def _log_likelihood(of_round: Array, participations: int) -> Array:
 
 
 POISSON = PartitionSpec(
-    accountant="privacy loss distribution of the Poisson-sampled Gaussian mechanism "
-    "(dp-accounting)",
+    accountant="privacy loss distribution of the Poisson-sampled Gaussian mechanism",
     assumption="each user joins each round independently with probability participations / rounds, "
     "and membership stays secret",
     check=_check,
@@ -151,6 +182,8 @@ POISSON = PartitionSpec(
     epsilon=_epsilon,
     delta=_delta,
     pair=Pair(_curve, _reach),
+    factors=lambda terms: terms.rounds,
+    step=_step,
     log_likelihood=_log_likelihood,
     independent_rounds=True,
 )

@@ -19,8 +19,8 @@ from dprlhf.privacy import random_allocation as block
 from dprlhf.privacy import replaced_allocation as replaced
 from dprlhf.privacy.curves import (
     SIDES,
+    Composed,
     Curves,
-    composed,
     loss_distribution,
     replace_one_delta,
     replace_one_epsilon,
@@ -39,6 +39,9 @@ from dprlhf.privacy.partitions.base import (
     single_curve,
 )
 from dprlhf.privacy.random_allocation import Side
+
+_TAIL = 1e-20
+"""Probability of losses beyond the grid, over all passes; they count as infinite."""
 
 
 def _check(terms: Terms) -> None:
@@ -81,9 +84,7 @@ def _epsilon(terms: Terms, delta: float, single: float) -> tuple[float, float]:
         if terms.participations == 1:
             upper = replaced.epsilon(z, slots, delta, zero_out, upper)
         elif not noise_too_small(z, delta):
-            upper = min(
-                upper, float(_replaced_blocks(terms, rough=False).get_epsilon_for_delta(delta))
-            )
+            upper = min(upper, _replaced_blocks(terms, rough=False).epsilon(delta, single))
     return upper, lower
 
 
@@ -94,7 +95,7 @@ def _delta(terms: Terms, epsilon: float, single: float, rough: bool) -> float:
         if terms.participations == 1:
             direct = replaced.delta(z, _slots(terms), epsilon, rough)
         elif not noise_too_small(z, 1e-9):
-            direct = float(_replaced_blocks(terms, rough).get_delta_for_epsilon(epsilon))
+            direct = _replaced_blocks(terms, rough).delta(epsilon)
         return min(direct, replace_one_delta(curves, epsilon, rough))
     return max(curves.delta(epsilon, "remove", rough), curves.delta(epsilon, "add", rough))
 
@@ -121,15 +122,15 @@ def _curves(terms: Terms, delta: float | None, rough: bool) -> Curves:
         )
     losses = compose_blocks(z, slots, times, rough)
     return Curves(
-        lambda e, side, rough: float(losses[side].get_delta_for_epsilon(e)),
-        lambda d, side: float(losses[side].get_epsilon_for_delta(d)),
+        lambda e, side, rough: losses[side].delta(e),
+        lambda d, side: losses[side].epsilon(d, gaussian_epsilon(single, d)),
     )
 
 
-def compose_blocks(z: float, slots: int, times: int, rough: bool) -> dict[Side, Any]:
+def compose_blocks(z: float, slots: int, times: int, rough: bool) -> dict[Side, Composed]:
     """Return pessimistic loss distributions of ``times`` one-out-of-``slots`` allocations."""
-    points = 80 if rough else 400
-    reach = {side: block.epsilon(z, slots, 1e-12, side) for side in SIDES}
+    points = 100 if rough else 500
+    reach = {side: block.epsilon(z, slots, _TAIL / times, side) for side in SIDES}
     step = max(max(reach.values()), 1e-6) / points
     last = {side: max(1, math.ceil(reach[side] / step)) for side in SIDES}
     curve = {
@@ -139,17 +140,18 @@ def compose_blocks(z: float, slots: int, times: int, rough: bool) -> dict[Side, 
         for side in SIDES
     }
     return {
-        side: composed(loss_distribution(step, curve[side], curve[other]), times)
+        side: Composed(((loss_distribution(step, curve[side], curve[other]), times),))
         for side, other in (SIDES, SIDES[::-1])
     }
 
 
-def _replaced_blocks(terms: Terms, rough: bool) -> Any:
+def _replaced_blocks(terms: Terms, rough: bool) -> Composed:
     """Return a pessimistic loss distribution of the run for a user replaced by another."""
     points = 100 if rough else 400
-    step = max(_replaced_reach(terms, 1e-12, "remove"), 1e-6) / points
+    tail = _TAIL / terms.participations
+    step = max(_replaced_reach(terms, tail, "remove"), 1e-6) / points
     curve = _replaced_curve(terms, step * np.arange(points + 1), "remove")
-    return composed(loss_distribution(step, curve, curve), terms.participations)
+    return Composed(((loss_distribution(step, curve, curve), terms.participations),))
 
 
 def _replaced_curve(terms: Terms, epsilons: Any, side: Side) -> Array:
