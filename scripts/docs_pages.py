@@ -37,12 +37,13 @@ in the folder `recipes/`.
 
 """
 
-TRL_INTRODUCTION = """# TRL's settings: every field
+TRL_INTRODUCTION = """# TRL's trainers: every setting, argument and log field
 
 What [`PrivateGRPOConfig` and `PrivateRLOOConfig`](../trl.md) do with the settings of TRL 1.16's
 `GRPOConfig` and `RLOOConfig`. This page is made from the table that the code uses: *honoured* means
 the same here, *mapped* the nearest meaning that stays within one user, *no effect* takes any value,
-*refused* takes the default only.
+*refused* takes the default only. The trainers' [arguments](#the-trainers-arguments) and the
+[fields of their log](#fields-of-the-log) come last.
 
 """
 
@@ -195,14 +196,14 @@ def commands_page() -> str:
 
 def trl_page() -> str:
     """Return the table of every setting of TRL's configs."""
-    from dprlhf.trl.fields import GRPO, RLOO, Field
+    from dprlhf.trl.fields import ARGUMENTS, GRPO, LOG, RLOO, Field
 
-    def table(fields: dict[str, Field]) -> str:
+    def table(fields: dict[str, Field], what: str = "setting") -> str:
         rows = "".join(
             f"| `{name}` | {field.kind} | {field.note.replace('|', chr(92) + '|')} |\n"
             for name, field in sorted(fields.items())
         )
-        return f"| setting | | |\n|---|---|---|\n{rows}"
+        return f"| {what} | | |\n|---|---|---|\n{rows}"
 
     both = {name: field for name, field in GRPO.items() if RLOO.get(name) == field}
     alone = {"`GRPOConfig` alone": GRPO, "`RLOOConfig` alone": RLOO}
@@ -210,7 +211,8 @@ def trl_page() -> str:
     for title, fields in alone.items():
         own = {name: field for name, field in fields.items() if name not in both}
         text += f"\n## {title}\n\n" + table(own)
-    return text
+    text += "\n## The trainers' arguments\n\n" + table(ARGUMENTS, "argument")
+    return text + "\n## Fields of the log\n\n" + table(LOG, "field")
 
 
 def flags_table() -> str:

@@ -131,25 +131,28 @@ def _is_ellipsis(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and node.value is Ellipsis
 
 
-def tiny_model(folder: Path) -> Path:
-    """Save a two-layer random Qwen3 with a byte vocabulary and TRL's chat template of Qwen3."""
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+def byte_tokenizer(template: str) -> Any:
+    """Return a byte-level tokenizer with one of TRL's chat templates."""
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|finetune_right_pad_id|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate([*special, *alphabet])}
-    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    inner = Tokenizer(models.BPE({token: i for i, token in enumerate([*special, *alphabet])}, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
+        tokenizer_object=inner, bos_token=special[0], eos_token=special[2], pad_token=special[0],
         additional_special_tokens=special[1:],
-    )
-    template = Path(trl.__file__).parent / "chat_templates/qwen3.jinja"
-    tokenizer.chat_template = template.read_text()
+    )  # fmt: skip
+    folder = Path(trl.__file__).parent / "chat_templates"
+    tokenizer.chat_template = (folder / f"{template}.jinja").read_text()
+    return tokenizer
+
+
+def tiny_model(folder: Path) -> Path:
+    """Save a two-layer random Qwen3 with a byte vocabulary and TRL's chat template of Qwen3."""
+    tokenizer = byte_tokenizer("qwen3")
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=len(vocabulary), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=4096,
         bos_token_id=0, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip

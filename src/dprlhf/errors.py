@@ -9,8 +9,11 @@ EXITS = (KeyboardInterrupt, SystemExit)
 that is no ``Exception``: code compiled from Rust, such as ``tokenizers``, raises such panics."""
 
 
-class DprlhfError(Exception):
+class DprlhfError(ValueError):
     """A problem that the user can mend: one line that names the offender and what to do.
+
+    It is a ``ValueError``, as what other libraries raise about an argument: where this package
+    catches a library's, it lets its own pass.
 
     The command line prints the message without a traceback and exits with status 2. The message
     is shown outside ``secret/``, so it must never quote a private prompt, response or reward.

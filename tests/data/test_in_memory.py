@@ -100,7 +100,7 @@ class TestTrlsNames:
                 {"loss_type": "grpo", "scale_rewards": "none"},
                 {"name": "grpo", "scale_rewards": False},
             ),
-            ({"loss_type": "dr_grpo"}, {"name": "pg", "baseline": "group"}),
+            ({"loss_type": "dapo"}, {"name": "pg", "baseline": "group"}),
             ({"loss_type": "dr_grpo", "scale_rewards": False}, {"name": "pg", "baseline": "loo"}),
         ],
     )
@@ -116,7 +116,7 @@ class TestTrlsNames:
         [
             ({"max_steps": 4}, "argument 'max_steps': write rounds=N: a round is one step$"),
             ({"num_iterations": 2}, "write update.epochs=N, with update.name=ppo; in Python write"),
-            ({"loss_type": "dapo"}, "loss_type=dapo: only grpo and dr_grpo divide within a user"),
+            ({"loss_type": "ppo"}, "loss_type='ppo': give one of grpo, sapo, dr_grpo, dapo, bnpo"),
             ({"scale_rewards": "batch"}, "spread of the whole batch"),
             ({"generation_kwargs": {"typical_p": 1}}, "typical_p=1 would change what is sampled"),
             ({"generation_kwargs": 3}, "write a mapping"),

@@ -821,6 +821,31 @@ def test_a_reward_whose_column_only_users_have_is_called_for_one_user_at_a_time(
     assert "reward 'right' needs answer, which no public prompt has" in capsys.readouterr().err
 
 
+def test_a_reward_for_a_task_that_public_prompts_lack_is_called_for_one_user_at_a_time(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """None says that a reward does not apply; only if none applies the run would learn nothing."""
+    calls: list[set[str]] = []
+
+    def code(prompts: list[str], completions: list[str]) -> list[float | None]:
+        calls.append(set(prompts))
+        return [float(len(p)) if "code" in p else None for p in prompts]
+
+    def late(prompts: list[str], completions: list[str]) -> list[float | None]:
+        return [float(len(p)) if "late" in p else None for p in prompts]
+
+    given = settings(model, reward=[code, late], rounds=1)
+    given["prompts"] = [f"code {i}" for i in range(20)]
+    given["evaluation_prompts"] = [f"{'late' if i > 20 else 'plain'} {i}" for i in range(30)]
+    dprlhf.train(**given, output_dir=tmp_path / "run")
+    assert all(len(prompts) == 1 for prompts in calls if "code" in min(prompts))
+    said = capsys.readouterr().err
+    assert "reward 'code' answers None to all" in said
+    assert "reward 'late'" not in said
+    with pytest.raises(DprlhfError, match=r"'code' .* never applies"):
+        dprlhf.train(**given | {"reward": code}, output_dir=tmp_path / "a")
+
+
 def test_a_reward_whose_column_nobody_has_is_refused(model: str, tmp_path: Path) -> None:
     def right(completions: list[str], answer: list[str]) -> list[float]:
         return [0.0 for _ in completions]

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 import types
+from collections import defaultdict
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import trl
 
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import Recipe
@@ -268,3 +272,54 @@ def test_settings_that_an_older_transformers_lacks_are_not_missed(checkpointing:
     older = {k: v for k, v in vars(config).items() if k != "activation_checkpointing"}
     found = _policy(types.SimpleNamespace(**older))
     assert found.get("gradient_checkpointing", False) is checkpointing
+
+
+LENGTHS, ADVANTAGES = torch.tensor([2, 5, 3]), torch.tensor([1.5, -0.5, 0.7])
+
+
+def weights_in_trl(**settings: Any) -> torch.Tensor:
+    """The weight of each token's ∇ log π in a loss of TRL's, on-policy, ``[responses, tokens]``."""
+    args = trl.GRPOConfig(output_dir="x", use_cpu=True, bf16=False, **settings)
+    logps = torch.linspace(-3, -1, 15, dtype=torch.float64).view(3, 5).requires_grad_()
+    mask = (torch.arange(5) < LENGTHS[:, None]).double()
+    own = mock.MagicMock(
+        args=args, beta=0.0, use_vllm=False, aux_loss_enabled=False, _entropy_bonus_enabled=False,
+        current_gradient_accumulation_steps=1, epsilon_low=args.epsilon,
+        epsilon_high=args.epsilon_high or args.epsilon, max_completion_length=5,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        **{n: getattr(trl.GRPOTrainer, n) for n in ("get_gamma_weights", "get_off_policy_mask")},
+        **{n: getattr(args, n) for n in (
+            "loss_type", "importance_sampling_level", "top_entropy_quantile",
+            "off_policy_mask_threshold",
+        )},
+    )  # fmt: skip
+    args.steps_per_generation = own.accelerator.num_processes = 1
+    own.accelerator.gather = own.accelerator.reduce = lambda value, **_: value
+    own._get_per_token_logps_and_entropies.return_value = logps, torch.ones(3, 5), None
+    ids = torch.ones(3, 5, dtype=torch.long)
+    given = {"prompt_ids": ids, "completion_ids": ids, "prompt_mask": ids, "completion_mask": mask}
+    inputs = {**given, "advantages": ADVANTAGES.double(), "num_items_in_batch": mask.sum()}
+    trl.GRPOTrainer._compute_loss(own, None, inputs).backward()
+    assert logps.grad is not None
+    return -logps.grad
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"loss_type": loss} for loss in ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "vespo")),
+        *({"loss_type": "luspo", "importance_sampling_level": x} for x in ("token", "sequence")),
+        {"loss_type": "sapo", "sapo_temperature_pos": 3.0, "sapo_temperature_neg": 0.5},
+        {"loss_type": "vespo", "vespo_k_pos": 1.0, "vespo_lambda_neg": 4.0},
+        {"loss_type": "grpo", "delta": 1.5, "epsilon_high": 0.3, "off_policy_mask_threshold": 0.1},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    ],
+)
+def test_an_on_policy_loss_of_trl_weighs_tokens_as_its_update_does(settings: Any) -> None:
+    """But for a constant: what TRL divides by the batch's tokens is divided by nothing here."""
+    mask = (torch.arange(5) < LENGTHS[:, None]).double()
+    own = ADVANTAGES.double()[:, None] * mask
+    if made(**settings).update.name == "grpo":
+        own /= LENGTHS[:, None]
+    theirs = weights_in_trl(**settings)
+    torch.testing.assert_close(theirs / theirs.norm(), own / own.norm())

@@ -235,8 +235,8 @@ def test_a_callback_stops_a_run_that_can_be_saved_and_continued(model: str, tmp_
     stop = Stop(1, politely=True)
     stopped = trainer(model, tmp_path / "a", callbacks=[stop])
     assert stopped.train().global_step == 1
-    assert stop.seen == ["reward"]
-    assert [entry["step"] for entry in stopped.state.log_history] == [1]
+    assert stop.seen == ["reward", "reward"]
+    assert [entry["step"] for entry in stopped.state.log_history] == [1, 1]
     stopped.save_model(tmp_path / "saved")
     assert (tmp_path / "saved/adapter_model.safetensors").is_file()
     again = trainer(model, tmp_path / "a")
@@ -279,8 +279,45 @@ def test_the_events_that_callbacks_hear_of(model: str, tmp_path: Path) -> None:
     made.evaluate()
     begin, evaluated = ["step_begin", "step_end", "log"], ["log", "evaluate"]
     assert heard == [
-        "init_end", "train_begin", *begin, *evaluated, *begin, "train_end", *evaluated,
+        "init_end", "train_begin", *begin, *evaluated, *begin, "log", "train_end", *evaluated,
     ]  # fmt: skip
+
+
+def test_several_public_datasets_are_evaluated_one_by_one(model: str, tmp_path: Path) -> None:
+    given = {"one": PUBLIC[:2], "other": [{**row, "more": 1} for row in PUBLIC[2:]]}
+    made = trainer(model, tmp_path / "a", eval_dataset=given, privacy_declared_public=True)
+    assert made.eval_dataset is given
+    assert made.train_dataset is PROMPTS
+    assert len(made._public) == len(PUBLIC)
+    both = made.evaluate()
+    assert {name.split("_")[1] for name in both} == {"one", "other"}
+    assert both["eval_one_reward"] == made.evaluate("one")["eval_reward"]
+    assert both == made.evaluate(given)
+    assert trainer(model, tmp_path / "a").eval_dataset is None
+    unlike = {"one": PUBLIC, "other": [{"prompt": [{"role": "user", "content": "x"}]}]}
+    for wrong, said in (({"one": PUBLIC, "users": PROMPTS}, "is the train"), (unlike, "differ")):
+        with pytest.raises(DprlhfError, match=f"^eval_dataset.*{said}"):
+            trainer(model, tmp_path / "a", eval_dataset=wrong)
+
+
+def test_a_run_says_what_a_step_is_and_ends_with_the_guarantee(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{**row, "customerId": i // 2} for i, row in enumerate(PROMPTS)]
+    made = trainer(model, tmp_path / "a", train_dataset=rows)
+    made.train()
+    last = made.state.log_history[-1]
+    assert math.isnan(last["train_loss"])
+    assert (last["epsilon"], last["delta"]) == (made.privacy["epsilon"], 1e-5)
+    said = capsys.readouterr().err
+    assert "3 steps (max_steps), each over about 20 of the 60 users, with 2 responses" in said
+    assert "TRL would take 2 prompts a step. Of a longer prompt the last 32 tokens" in said
+    assert "the column 'customerId' looks like the name of whoever" in said
+    assert said.splitlines()[-1].startswith("dprlhf: guarantee: (")
+    trainer(model, tmp_path / "b", train_dataset=rows, user_column="customerId").train()
+    said = capsys.readouterr().err
+    assert "looks like" not in said
+    assert "customerId" in said.splitlines()[-1]  # the unit
 
 
 @pytest.mark.parametrize(("greater", "best"), [(None, max), (True, max), (False, min)])
@@ -654,9 +691,9 @@ def test_a_baseline_has_an_epsilon_that_can_be_formatted(model: str, tmp_path: P
         stopped.train()
     made = trainer(model, tmp_path / "a", **with_callback)
     out = made.train(resume_from_checkpoint=True)
-    assert seen == [math.inf]
+    assert seen == [math.inf] * 2
     assert f"{out.metrics['epsilon']:.2f}" == "inf"
-    assert [entry["epsilon"] for entry in made.state.log_history] == [math.inf] * 3
+    assert [entry["epsilon"] for entry in made.state.log_history] == [math.inf] * 4
     lines = (tmp_path / "a/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["epsilon"] for line in lines] == ["infinity"] * 3
     assert made.privacy["epsilon"] == "infinity"
@@ -786,7 +823,7 @@ def test_rewards_by_name_object_and_callable_add_up_with_their_weights(
     total = sum(w * value for w, value in zip(weights_, alone, strict=True))
     assert made.evaluate()["eval_reward"] == pytest.approx(total, abs=1e-5)
     made.train()
-    assert "rewards/lower_case/mean" not in made.state.log_history[-2]
+    assert "rewards/lower_case/mean" not in made.state.log_history[-3]
 
 
 @pytest.mark.slow
@@ -964,11 +1001,56 @@ def test_a_base_in_8_bit_stays_as_it_is(tmp_path: Path) -> None:
         )  # fmt: skip
 
 
+IA3 = peft.IA3Config(target_modules=["c_attn"], feedforward_modules=[], fan_in_fan_out=True)
+
+
+def adapted(model: str, config: Any, move: float = 0.0) -> Any:
+    made = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
+    for name, parameter in made.named_parameters():
+        parameter.data += move * (".lora_B." in name)
+    return made
+
+
+def test_a_lora_that_is_still_to_be_trained_is_taken_as_its_config(
+    model: str, tmp_path: Path, one_key: None
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ready = adapted(model, lora(fan_in_fan_out=True))
+    for name, given in (("a", {}), ("b", {"peft_config": None})):
+        base = AutoModelForCausalLM.from_pretrained(model) if name == "a" else ready
+        trainer(base, tmp_path / name, processing_class=tokenizer, max_steps=1, **given).train()
+    assert same_weights(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("inside", "move", "beside", "said"),
+    [
+        (lora(fan_in_fan_out=True), 0.0, lora(), "^peft_config: .* give one of both"),
+        (lora(fan_in_fan_out=True), 0.1, None, "^model: .* merge_and_unload"),
+        (lora(fan_in_fan_out=True, use_dora=True), 0.0, None, "^model: .* without DoRA"),
+        (IA3, 0.0, None, "^model: .* one LoRA is taken"),
+        (lora(fan_in_fan_out=True, modules_to_save=["ln_f"]), 0.0, None, "^model: .* one LoRA"),
+    ],
+)
+def test_another_adapter_in_a_model_is_refused(
+    model: str, tmp_path: Path, inside: Any, move: float, beside: Any, said: str
+) -> None:
+    with pytest.raises(DprlhfError, match=said):
+        trainer(adapted(model, inside, move), tmp_path / "a", peft_config=beside)
+
+
+def test_a_model_that_is_refused_keeps_its_adapter(model: str, tmp_path: Path) -> None:
+    ready = adapted(model, lora(fan_in_fan_out=True))
+    before = {name: parameter.clone() for name, parameter in ready.named_parameters()}
+    with pytest.raises(DprlhfError, match=r"^processing_class="):
+        trainer(ready, tmp_path / "a", peft_config=None, processing_class="gpt2")
+    after = dict(ready.named_parameters())
+    assert before.keys() == after.keys()
+    assert [p.requires_grad for p in before.values()] == [p.requires_grad for p in after.values()]
+    assert ready.get_base_model().peft_config is ready.peft_config
+
+
 def test_the_wrong_model_is_refused(model: str, tmp_path: Path) -> None:
-    base = AutoModelForCausalLM.from_pretrained(model)
-    adapted = peft.get_peft_model(base, lora(fan_in_fan_out=True))
-    with pytest.raises(DprlhfError, match="merge_and_unload"):
-        trainer(adapted, tmp_path / "a")
     with pytest.raises(DprlhfError, match="no transformers model"):
         trainer(torch.nn.Linear(1, 1), tmp_path / "a")
 

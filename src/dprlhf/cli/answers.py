@@ -53,8 +53,13 @@ def check_prompts(prompts: str, earlier: Mapping[str, Any]) -> None:
     Raises:
         DprlhfError: It does not, or has not.
     """
+    from dprlhf.data.columns import person_column
+
     _check_place("prompts", prompts)
     column_in(prompts, earlier.get("prompt_column"))
+    names = _rows_in(prompts).column_names if prompts.endswith(DATA_FILES) else []
+    if not earlier.get("user_column") and (name := person_column(names)):
+        typer.echo(f"the column {name!r} looks like the name of a user", err=True)
 
 
 def check_public_prompts(public_prompts: str, earlier: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,29 @@ _LISTS = (
 )  # fmt: skip
 
 NAMES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, *NUMBERS)
+
+
+_PERSONS = {
+    "account", "author", "client", "customer", "email", "member", "owner", "patient", "person",
+    "speaker", "student", "user", "username", "visitor", "worker",
+}  # fmt: skip
+"""Words by which a column's name looks like that of whoever its rows are from."""
+
+_BESIDE = {"address", "hash", "id", "key", "name", "no", "number", "uuid"}
+"""Words that may stand beside them."""
+
+
+def person_column(names: Iterable[str]) -> str | None:
+    """Return the first column whose name looks like that of a person; None without one.
+
+    >>> person_column(["prompt", "customerId"]), person_column(["user_prompt", "score"])
+    ('customerId', None)
+    """
+    for name in names:
+        words = {*re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower())}
+        if words & _PERSONS and words <= _PERSONS | _BESIDE:
+            return name
+    return None
 
 
 def is_text(kind: pa.DataType) -> bool:

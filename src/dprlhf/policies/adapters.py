@@ -128,10 +128,12 @@ def taking_off(model: Any) -> Callable[[], None]:
     model was refused may go on with it as it was.
 
     Args:
-        model: A transformers model without an adapter; for anything else the function does nothing.
+        model: A transformers model; for anything else the function does nothing. An adapter that it
+            has at this call is put back, should it have been taken off since.
     """
-    if not isinstance(model, nn.Module) or hasattr(model, "peft_config"):
+    if not isinstance(model, nn.Module):
         return lambda: None
+    own = vars(model).get("peft_config")
     layers = [(m, name, child) for m in model.modules() for name, child in m.named_children()]
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
 
@@ -142,8 +144,25 @@ def taking_off(model: Any) -> Callable[[], None]:
             if parameter.requires_grad != required:
                 parameter.requires_grad_(required)
         vars(model).pop("peft_config", None)
+        if own is not None:
+            vars(model)["peft_config"] = own
 
     return take_off
+
+
+def fresh_lora(model: Any) -> Any:
+    """Return the config of a ``PeftModel``'s only adapter, a LoRA that still changes nothing.
+
+    None is the answer where the adapter is of another kind, has been trained, or is not alone.
+    """
+    config = next(iter(model.peft_config.values()))
+    layers = [module for module in model.modules() if hasattr(module, "get_delta_weight")]
+    beside = ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices")
+    plain = len(model.peft_config) == 1 and str(config.peft_type.value) == "LORA"
+    if not plain or any(getattr(config, name, None) for name in beside):
+        return None
+    deltas = (layer.get_delta_weight(name) for layer in layers for name in layer.active_adapters)
+    return None if any(bool(delta.any()) for delta in deltas) else config
 
 
 @contextlib.contextmanager

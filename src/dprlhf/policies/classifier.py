@@ -95,6 +95,8 @@ def load_reward_model(
             resolve(spec.model_name_or_path), trust_remote_code=spec.trust_remote_code, **revision
         )
         model, new = load_classifier(spec, labels, seed=seed, attention=spec.attn_implementation)
+    except DprlhfError:
+        raise
     except (OSError, ValueError) as error:
         raise DprlhfError(
             f"model.model_name_or_path {spec.model_name_or_path!r}: {one_line(error)}"

@@ -64,6 +64,8 @@ def load_policy(
             tokenizer = _tokenizer_of(spec, model)
         if model is None:
             model = _base_of(spec)
+    except DprlhfError:
+        raise
     except (OSError, ValueError) as error:
         raise DprlhfError(
             f"policy.model_name_or_path {spec.model_name_or_path!r}: {one_line(error)}"

@@ -138,26 +138,34 @@ def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+_BY_RESPONSE = ("grpo", "sapo")
+_BY_TOKEN = ("dr_grpo", "dapo", "bnpo", "cispo", "luspo", "vespo")
+"""TRL's losses that weigh each response alike, and those that weigh each token."""
+
+
 def update_settings(loss_type: str = "grpo", scale_rewards: Any = "group") -> dict[str, Any]:
     """Return the section ``update`` that stands for two settings of TRL's ``GRPOConfig``.
 
     Args:
-        loss_type: ``grpo`` averages the tokens of a response; ``dr_grpo`` divides all responses by
-            one constant, as DP-PG does: the clip norm absorbs it.
+        loss_type: A step of ours is on-policy, where the importance ratio is 1 and TRL's losses
+            differ in their divisor alone: ``grpo`` and ``sapo`` average the tokens of a response,
+            the others add up all tokens. Of these some divide by a constant and some by the number
+            of tokens in the batch, which would couple the users: here it is a constant for all,
+            which the clip norm absorbs.
         scale_rewards: ``group`` or True divides advantages by the spread of a prompt's rewards;
             ``none`` or False does not.
 
     Raises:
-        DprlhfError: The value divides by what the whole batch has, which would couple the users.
+        DprlhfError: There is no such loss, or rewards would be divided by the spread of the whole
+            batch, which would couple the users.
     """
     scaled = _is_scaled(scale_rewards)
-    if loss_type == "dr_grpo":
+    if loss_type in _BY_TOKEN:
         return {"name": "pg", "baseline": "group" if scaled else "loo"}
-    if loss_type == "grpo":
+    if loss_type in _BY_RESPONSE:
         return {"name": "grpo", "scale_rewards": scaled}
     raise DprlhfError(
-        f"loss_type={loss_type}: only grpo and dr_grpo divide within a user; the others count the"
-        " tokens of the whole batch, which would couple the users"
+        f"loss_type={loss_type!r}: give one of {', '.join((*_BY_RESPONSE, *_BY_TOKEN))}"
     )
 
 
@@ -170,7 +178,7 @@ def _is_scaled(scale_rewards: Any) -> bool:
     scaled = _SCALED.get(str(scale_rewards).lower())
     if scaled is None:
         raise DprlhfError(
-            f"scale_rewards={scale_rewards}: it divides by the spread of the whole batch, which"
+            f"scale_rewards={scale_rewards!r}: it divides by the spread of the whole batch, which"
             " would couple the users: write group or none"
         )
     return scaled

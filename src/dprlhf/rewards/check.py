@@ -310,11 +310,16 @@ def _largest_size(
     return size
 
 
+class NeverAppliesError(DprlhfError):
+    """A reward answers None to all completions, and no failure of its own is known."""
+
+
 def _check_applies(batch: CheckedBatch, scores: Mapping[int, Score]) -> None:
     if all(value is None for value in scores.values()):
-        raise DprlhfError(
+        problem = _problem(batch.reward)
+        raise (DprlhfError if problem else NeverAppliesError)(
             f"reward {batch.reward.name!r} fails the check 'answer': it answers None for all "
-            f"{len(batch.rows)} completions, so it never applies" + _problem(batch.reward)
+            f"{len(batch.rows)} completions, so it never applies" + problem
         )
 
 

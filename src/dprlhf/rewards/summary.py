@@ -31,8 +31,7 @@ class RewardSummary:
             that log such.
         undeclared: Names that may not be published for want of a declaration, by reward; only
             rewards that log such.
-        unchecked: Columns that a reward needs and no public prompt has, by reward; only rewards
-            that were not checked for that reason.
+        unchecked: Why a reward could not be checked, by reward; only rewards that were not.
     """
 
     responses: int
@@ -45,7 +44,7 @@ class RewardSummary:
     published: dict[str, frozenset[str]] = field(default_factory=dict)
     unpublished: dict[str, frozenset[str]] = field(default_factory=dict)
     undeclared: dict[str, frozenset[str]] = field(default_factory=dict)
-    unchecked: dict[str, list[str]] = field(default_factory=dict)
+    unchecked: dict[str, str] = field(default_factory=dict)
 
     @property
     def warnings(self) -> list[str]:
@@ -55,11 +54,10 @@ class RewardSummary:
     @property
     def _unchecked(self) -> list[str]:
         return [
-            f"reward {name!r} needs {', '.join(columns)}, which no public prompt has, so it could"
-            " not be checked. It is called for one user at a time; that it keeps nothing of one"
-            " user for the next is your promise. Public rows with that column (evaluation) let it"
-            " be checked"
-            for name, columns in self.unchecked.items()
+            f"reward {name!r} {why}, so it could not be checked. It is called for one user at a"
+            " time; that it keeps nothing of one user for the next is your promise. Public rows"
+            " that it scores (evaluation) let it be checked"
+            for name, why in self.unchecked.items()
         ]
 
     @property
@@ -112,7 +110,7 @@ def summarize_rewards(
     rewards: Sequence[LoadedReward],
     reports: Sequence[ContractReport],
     bound: float,
-    unchecked: dict[str, list[str]] | None = None,
+    unchecked: dict[str, str] | None = None,
 ) -> RewardSummary:
     """Summarize the weighted sum of the rewards from their contract checks on the same rows.
 
@@ -120,12 +118,13 @@ def summarize_rewards(
         rewards: The rewards, with their weights.
         reports: The report of :func:`~dprlhf.rewards.check_reward` for each reward.
         bound: Bound R to which the sum is clipped.
-        unchecked: Columns that other rewards need and no public prompt has, by reward.
+        unchecked: Why other rewards could not be checked, by reward.
     """
     unchecked = unchecked or {}
     if not reports:
         return RewardSummary(0, 0.0, 0.0, 0.0, bound, {}, unchecked=unchecked)
     scores = [[0.0 if s is None else s for s in report.scores] for report in reports]
+    names = {r.name for r in reports} - unchecked.keys()  # two rewards may have one name
     sums = np.array([reward.weight for reward in rewards]) @ np.array(scores)
     bounded = sums.clip(-bound, bound)
     return RewardSummary(
@@ -135,14 +134,12 @@ def summarize_rewards(
         clipped=float((abs(sums) > bound).mean()),
         bound=bound,
         rounded={r.name: r.moved for r in reports if r.moved and not r.per_user},
-        # Two rewards may have one name.
         checked_rows={
-            name: min(r.checked_rows for r in reports if r.name == name)
-            for name in {r.name for r in reports}
+            name: min(r.checked_rows for r in reports if r.name == name) for name in names
         },
         published={
             name: frozenset.intersection(*(r.published for r in reports if r.name == name))
-            for name in {r.name for r in reports}
+            for name in names
         },
         unpublished={r.name: r.unpublished for r in reports if r.unpublished},
         undeclared={r.name: r.undeclared for r in reports if r.undeclared},

@@ -113,6 +113,8 @@ def merge(
             with quiet_peft():
                 tuned = peft.PeftModel.from_pretrained(base, str(folder.policy)).eval()
             whole, right = merged(tuned)
+    except DprlhfError:
+        raise
     except (OSError, ValueError, RuntimeError, AttributeError) as error:
         raise DprlhfError(
             f"{run}: the adapter ({adapter}) cannot be merged"

@@ -18,6 +18,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dprlhf.budget import BrokenOffError, Reservation
+from dprlhf.data.columns import person_column
 from dprlhf.data.in_memory import Sources, rows_of
 from dprlhf.data.public import check_form, guides, public_users
 from dprlhf.data.users import Users
@@ -118,6 +119,8 @@ def load_parts(
     rows = rows_of(recipe.data, sources.prompts)
     users = Users(rows, recipe.data, may_lack_prompts=recipe.rows_may_lack_prompts)
     stage.check_rows(rows)
+    if real and processes.main:
+        _say_if_rows_have_owners(recipe, users)
     if processes.count > 1:
         check_same_users(users, processes.gathered)
     beside = folder.path.absolute().parent if folder else None
@@ -154,6 +157,17 @@ def load_parts(
         processes.on_main(lambda: check_lineage(recipe, known))
         processes.on_main(lambda: check_lineage_of_objects(sources.models, known, own))
     return stage, parts
+
+
+def _say_if_rows_have_owners(recipe: AnyRecipe, users: Users) -> None:
+    name = person_column(users.column_names)
+    if recipe.data.user_column is None and name is not None:
+        print(
+            f"dprlhf: warning: every row is a user of its own, and the column {name!r} looks like"
+            " the name of whoever a row is from: give it as user_column to protect all that each of"
+            " them wrote",
+            file=sys.stderr,
+        )
 
 
 @contextlib.contextmanager

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError, nearest
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.recipe import Recipe
 from dprlhf.rewards import LoadedReward, RewardSummary, check_reward, summarize_rewards
-from dprlhf.rewards.check import lacking_columns
+from dprlhf.rewards.check import NeverAppliesError, lacking_columns
 from dprlhf.rewards.isolation import captured
 from dprlhf.rewards.private import rows_to_score
 from dprlhf.rewards.reward import RoundState
@@ -66,7 +68,8 @@ def check_rewards(
     """Check on public prompts that no reward couples users, and summarise their distribution.
 
     A reward that needs a column which only the users' rows have cannot be checked on prompts that
-    stand in for public ones: it is called for one user at a time.
+    stand in for public ones, and one that answers None, as of a task that they do not have, not on
+    any: it is called for one user at a time.
 
     Args:
         rewards: The rewards.
@@ -79,12 +82,14 @@ def check_rewards(
         state: What a reward is told of the run.
 
     Raises:
-        DprlhfError: A reward fails, couples users, or needs a column that is missing.
+        DprlhfError: A reward fails, couples users, or needs a column that is missing; or no reward
+            applies to a public prompt.
     """
     per_user = any(reward.per_user for reward in rewards)
     # A reward that compares a user's responses cannot be checked on one response alone.
     responses = recipe.rollout.responses if per_user else 1
-    some = public.first(max(2, 16 // responses))
+    wanted = min(len(public), max(2, 16 // responses))
+    some = public.take(np.arange(wanted) * len(public) // wanted)  # of every task, if in blocks
     sampled = sample(
         policy,
         some,
@@ -95,25 +100,35 @@ def check_rewards(
     )
     rows = rows_to_score(sampled)
     lacking = {r.name: found for r in rewards if (found := lacking_columns(r, rows))}
-    unchecked = {n: found for n, found in lacking.items() if private and {*found} <= {*columns}}
+    unchecked: dict[str, str] = {}
     for name, found in lacking.items():
-        if name not in unchecked:
+        if not (private and {*found} <= {*columns}):
             raise _lacks(name, found[0], columns, rows.columns)
-    rewards = [r for r in rewards if r.name not in unchecked]
+        unchecked[name] = f"needs {', '.join(found)}, which no public prompt has"
+    checked, reports, nowhere = [], [], None
     with captured(None):  # a reward's own output would corrupt a plan that is printed as JSON
-        reports = [
-            check_reward(
-                reward,
-                rows.prompts,
-                rows.completions,
-                rows.columns,
-                completion_ids=rows.completion_ids,
-                users=sampled.user.tolist(),
-                turns=rows.turns,
-                bound=recipe.reward_range,
-                most_rows=most_rows,
-                state=state,
-            )
-            for reward in rewards
-        ]
-    return summarize_rewards(rewards, reports, recipe.reward_range, unchecked)
+        for reward in rewards:
+            if reward.name in lacking:
+                continue
+            try:
+                report = check_reward(
+                    reward,
+                    rows.prompts,
+                    rows.completions,
+                    rows.columns,
+                    completion_ids=rows.completion_ids,
+                    users=sampled.user.tolist(),
+                    turns=rows.turns,
+                    bound=recipe.reward_range,
+                    most_rows=most_rows,
+                    state=state,
+                )
+            except NeverAppliesError as error:
+                nowhere = error
+                unchecked[reward.name] = f"answers None to all {len(sampled.user)} public responses"
+                continue
+            checked.append(reward)
+            reports.append(report)
+    if nowhere is not None and not reports and not private:
+        raise nowhere
+    return summarize_rewards(checked, reports, recipe.reward_range, unchecked)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, cast
 
+from datasets import concatenate_datasets
+from peft import PeftModel
+
 from dprlhf.data.given_rows import rows_from
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, one_line
+from dprlhf.policies.adapters import fresh_lora
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.recipe import Recipe
 from dprlhf.training.policy_setup import load_policy_of
@@ -22,8 +26,9 @@ def rows_of(given: Any, name: str, *, may_lack_prompts: bool) -> Any:
         raise DprlhfError(
             f"{name}: give the users' prompts; without any there is nobody to protect"
         )
-    if isinstance(given, dict):
-        raise DprlhfError(f"{name}: give one dataset, not a dictionary of several")
+    if isinstance(given, Mapping):
+        some = next(iter(given), "train")
+        raise DprlhfError(f"{name}: give one dataset, such as {name}[{some!r}], not all of them")
     if isinstance(given, str):
         raise DprlhfError(
             f"{name}={given!r}: give the rows, such as datasets.load_dataset({given!r},"
@@ -43,6 +48,55 @@ def rows_of(given: Any, name: str, *, may_lack_prompts: bool) -> Any:
             f" here read text alone: take it out, as with remove_columns({images[0]!r})"
         )
     return rows
+
+
+def parts_of(given: Any) -> dict[str | None, Any]:
+    """Return the datasets of ``eval_dataset`` by name; of one that is not in a dictionary, None."""
+    return dict(given) if isinstance(given, Mapping) else {None: given}
+
+
+def together(parts: Iterable[Any]) -> Any:
+    """Return the rows of several datasets in one; a column that some lack is None in these."""
+    first, *others = parts
+    try:
+        return concatenate_datasets([first, *others]) if others else first
+    except (ValueError, TypeError) as error:
+        raise DprlhfError(
+            f"eval_dataset: the run evaluates the rows of all datasets together, and their columns"
+            f" differ ({one_line(error, 120)}): give one, and the others to evaluate()"
+        ) from None
+
+
+def adapter_in(model: Any, peft_config: Any) -> Any:
+    """Return a trainer's ``peft_config``; of a ``PeftModel``, that of the adapter inside it.
+
+    Raises:
+        DprlhfError: There are two adapters, or that of the model is no LoRA that is still to be
+            trained.
+    """
+    if not isinstance(model, PeftModel):
+        return peft_config
+    if peft_config is not None:
+        raise DprlhfError(
+            "peft_config: the model has an adapter already (get_peft_model): give one of both"
+        )
+    found = fresh_lora(model)
+    if found is None:
+        raise DprlhfError(
+            "model: of adapters in a PeftModel one LoRA is taken, without DoRA or modules beside"
+            " it, and before it has been trained: give the base model and peft_config; to build on"
+            " a trained adapter, merge_and_unload() it first"
+        )
+    return found
+
+
+def without_adapter(model: Any) -> Any:
+    """Return the base model of a ``PeftModel`` without its layers; anything else as it is."""
+    if not isinstance(model, PeftModel):
+        return model
+    base = model.unload()
+    vars(base).pop("peft_config", None)
+    return base
 
 
 def policy_of(recipe: Recipe, model: Any, tokenizer: Any) -> CausalLMPolicy:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self, TypeVar, get_args, get_origin, get_type_
 import trl
 
 from dprlhf.errors import DprlhfError
+from dprlhf.recipe.trl_names import update_settings
 from dprlhf.trl.fields import GRPO, RLOO, Field
 
 C = TypeVar("C", bound="PrivacyFields")
@@ -106,7 +107,7 @@ class PrivacyFields:
         """Refuse what cannot be private, and settings without a budget.
 
         Raises:
-            ValueError: Names the setting, the reason, and the nearest private setting.
+            DprlhfError: Names the setting, the reason, and the nearest private setting.
         """
         self.refuse()
         if getattr(self, "bf16", None) is None:  # TRL's True needs hardware; nothing here does
@@ -122,22 +123,22 @@ class PrivacyFields:
         A trainer asks again, since scripts change attributes of a config.
 
         Raises:
-            ValueError: Names the setting, the reason, and the nearest private setting.
+            DprlhfError: Names the setting, the reason, and the nearest private setting.
         """
         for name, default in defaults(type(self)).items():
             value = getattr(self, name)
             # A command line turns "no" into False.
             untouched = value == default or (default == "no" and value is False)
             if self.trl_fields[name].kind == "refused" and not untouched:
-                raise ValueError(f"{name}={value!r}: {self.trl_fields[name].note}")
+                raise DprlhfError(f"{name}={value!r}: {self.trl_fields[name].note}")
         _check_types(self)
         if (self.privacy_epsilon is None) == (self.privacy_noise_multiplier is None):
-            raise ValueError(
+            raise DprlhfError(
                 "give exactly one of privacy_epsilon (math.inf for a run without privacy) and"
                 " privacy_noise_multiplier (TRL's epsilon and delta are clip ranges, no budget)"
             )
         if self.privacy_epsilon is not None and not self.privacy_epsilon > 0:
-            raise ValueError(f"privacy_epsilon must be above 0, not {self.privacy_epsilon}")
+            raise DprlhfError(f"privacy_epsilon must be above 0, not {self.privacy_epsilon}")
 
     @property
     def is_baseline(self) -> bool:
@@ -157,10 +158,10 @@ class PrivacyFields:
                 changes of TRL's.
 
         Raises:
-            ValueError: A setting is refused.
+            DprlhfError: A setting is refused.
         """
         if not isinstance(config, cls.trl_config):
-            raise ValueError(f"from_trl takes a {cls.trl_config.__name__}, not {config!r}")
+            raise DprlhfError(f"from_trl takes a {cls.trl_config.__name__}, not {config!r}")
         # TRL fills in some settings from others and from the machine: only what differs from a
         # config of the same machine was set.
         device = {"use_cpu": config.use_cpu, "bf16": config.bf16}
@@ -198,7 +199,7 @@ def _check_types(config: PrivacyFields) -> None:
     """Refuse a privacy setting of another type, such as the text ``"4"`` for a number.
 
     Raises:
-        ValueError: Names the setting and what it takes.
+        DprlhfError: Names the setting and what it takes.
     """
     for name, hint in get_type_hints(PrivacyFields).items():
         if get_origin(hint) is ClassVar:
@@ -214,7 +215,7 @@ def _check_types(config: PrivacyFields) -> None:
             kinds.remove(str)
         if not any(_is(value, kind) for kind in kinds):
             taken = " or ".join(_KINDS[kind][0] for kind in kinds)
-            raise ValueError(f"{name} takes {taken}, not {value!r}")
+            raise DprlhfError(f"{name} takes {taken}, not {value!r}")
 
 
 _KINDS: dict[type, tuple[str, type]] = {
@@ -267,15 +268,14 @@ class PrivateGRPOConfig(PrivacyFields, trl.GRPOConfig):  # type: ignore[misc]
     trl_config: ClassVar[type[Any]] = trl.GRPOConfig
 
     def refuse(self) -> None:
-        """Refuse losses and scales that would couple the users, too.
+        """Refuse scales that would couple the users, and a δ of the guarantee that is none, too.
 
         Raises:
-            ValueError: Names the setting and what would work.
+            DprlhfError: Names the setting and what would work.
         """
-        if self.loss_type not in ("grpo", "dr_grpo"):
-            raise ValueError(f"loss_type={self.loss_type!r}: {GRPO['loss_type'].note}")
-        if self.scale_rewards == "batch":
-            raise ValueError(f"scale_rewards='batch': {GRPO['scale_rewards'].note}")
+        update_settings(self.loss_type, self.scale_rewards)
+        if self.delta is not None and not self.delta > 1:
+            raise DprlhfError(f"delta={self.delta}: {GRPO['delta'].note}")
         super().refuse()
 
 
@@ -302,7 +302,7 @@ def as_private(config: Any, kind: type[C], default_folder: str) -> C:
 
     Raises:
         DprlhfError: There is none, or it is TRL's own, which has no budget.
-        ValueError: A setting that was changed since is refused.
+        DprlhfError: A setting that was changed since is refused.
     """
     if isinstance(config, kind):
         config.refuse()

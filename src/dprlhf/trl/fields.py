@@ -1,12 +1,14 @@
-"""Every setting of TRL's ``GRPOConfig`` and ``RLOOConfig``, and what becomes of it here.
+"""Every setting, argument and log field of TRL's trainers, and what becomes of it here.
 
-The table is complete: a test compares it with the installed TRL, and ``docs/trl.md`` shows it.
-A setting is
+The tables are complete: a test compares them with the installed TRL, and ``docs/reference/trl.md``
+is made of them. A setting is
 
 - ``honoured``: it means the same here;
 - ``mapped``: the nearest meaning that stays within one user, which the note describes;
 - ``no effect``: any value is taken, and nothing here depends on it;
 - ``refused``: only the default is taken, for the reason in the note.
+
+A log field is honoured, mapped, or ``absent`` for the reason in the note.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["honoured", "mapped", "no effect", "refused"]
+Kind = Literal["honoured", "mapped", "no effect", "refused", "absent"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Field:
     """What a private trainer does with one of TRL's settings.
 
     Attributes:
-        kind: Honoured, mapped, no effect, or refused.
+        kind: Honoured, mapped, no effect, or refused; of a log field, also absent.
         note: The recipe's key, the nearest meaning, or the reason with the nearest private setting.
     """
 
@@ -43,7 +45,7 @@ _LOADER = "there is no data loader: the partition draws the users of a round"
 _DDP = "gradients are not synchronised by DDP: clipped sums of processes are added up"
 _ENTROPY = "an entropy bonus is not offered; beta keeps the policy near the base model"
 _ONE_STEP = "a batch has one step, at which the ratio is 1"
-_OTHER_LOSS = "only for a loss_type that is refused"
+_OTHER_LOSS = f"{_ONE_STEP}, where the weights of this loss are 1, whatever the setting"
 _EVERY_ROUND = "every round is logged and leaves a checkpoint"
 _PRECISION = "the trained parameters, the clipping and the noise are in float32 or wider; give the"
 _PRECISION += " frozen model's dtype in model_init_kwargs"
@@ -127,7 +129,9 @@ COMMON: dict[str, Field] = {
         "mapped", "completions of eval_dataset alone, in samples.json and public-samples.jsonl;"
         " those of private prompts stay private",
     ),
-    "num_generations_eval": Field("refused", "the evaluation samples one response to a prompt"),
+    "num_generations_eval": Field(
+        "no effect", "the evaluation samples one response to a prompt, whose mean is the same"
+    ),
     "weight_decay": Field("refused", "there is none: an adapter is small, and starts at zero"),
     "optim_args": Field("refused", "adam and sgd take none"),
     "optim_target_modules": Field("refused", "peft_config names what is trained"),
@@ -197,8 +201,9 @@ COMMON: dict[str, Field] = {
 
 GRPO: dict[str, Field] = COMMON | {
     "loss_type": Field(
-        "mapped", "'grpo' (update: grpo) and 'dr_grpo' (update: pg) divide within a user; the"
-        " others, by the tokens or the spread of the whole batch, which would couple the users",
+        "mapped", "'grpo' and 'sapo' (update: grpo) weigh each response alike; the others (update:"
+        f" pg) each token, as 'dr_grpo' does: {_ONE_STEP}, so that they differ in a divisor alone,"
+        " which is a constant here and a count of the batch's tokens in TRL",
     ),
     "scale_rewards": Field(
         "mapped", "'group' or 'none'; with 'batch' the spread of the whole batch would couple the"
@@ -207,8 +212,11 @@ GRPO: dict[str, Field] = COMMON | {
     "epsilon": Field(
         "no effect", f"{_ONE_STEP} (update.clip_range); the privacy budget is privacy_epsilon"
     ),
-    "epsilon_high": Field("refused", "the clip range is symmetric: epsilon"),
-    "delta": Field("refused", "a clip of the ratio; the guarantee's δ is privacy_delta"),
+    "epsilon_high": Field("no effect", _ONE_STEP),
+    "delta": Field(
+        "no effect", f"a clip of the ratio, above 1, and {_ONE_STEP}; a value of 1 or less is"
+        " refused: the guarantee's δ is privacy_delta",
+    ),
     "multi_objective_aggregation": Field(
         "refused", "'normalize_then_sum' normalises each reward over the batch, which would couple"
         " the users: weigh rewards of one scale with reward_weights",
@@ -216,13 +224,14 @@ GRPO: dict[str, Field] = COMMON | {
     "top_entropy_quantile": Field(
         "refused", "the quantile is of the tokens of the whole batch, which would couple the users"
     ),
-    "off_policy_mask_threshold": Field("refused", _ONE_STEP + ", so nothing is off-policy"),
-    "cast_lm_head_to_fp32": Field("refused", "give dtype float32 in model_init_kwargs"),
+    "off_policy_mask_threshold": Field("no effect", _ONE_STEP + ", so nothing is off-policy"),
+    "cast_lm_head_to_fp32": Field(
+        "no effect", "log π is taken in float32 or wider of the logits that the head makes in the"
+        " model's dtype; dtype float32 in model_init_kwargs makes them in float32, too",
+    ),
     "use_adaptive_entropy": Field("refused", _ENTROPY),
     "entropy_coef": Field("refused", _ENTROPY),
-    "router_aux_loss_coef": Field(
-        "refused", "a mixture of experts whose experts have a capacity couples the rows of a batch"
-    ),
+    "router_aux_loss_coef": Field("refused", "a mixture of experts is refused: see model"),
     "log_completions_hub_repo": Field("refused", "as log_completions"),
     "importance_sampling_level": Field("no effect", _ONE_STEP),
     "use_bias_correction_kl": Field("no effect", _ONE_STEP),
@@ -252,3 +261,63 @@ RLOO: dict[str, Field] = COMMON | {
     "epsilon_high": Field("no effect", _ONE_STEP),
 }  # fmt: skip
 """Every setting of TRL's ``RLOOConfig``."""
+
+_RELEASE = "of private responses: each value would be a release of its own"
+
+ARGUMENTS: dict[str, Field] = {
+    "model": Field(
+        "mapped", "a name, a folder or a model. Refused are mixtures of experts: the tokens of a"
+        " batch are grouped by expert, so that all users together decide the shape, and with it the"
+        " rounding, of the products in which each one's gradient is computed; also batch norm,"
+        " encoder-decoders, and models that read images. A PeftModel is taken with one LoRA,"
+        " without DoRA or modules beside it, that has not been trained yet, and its A is drawn"
+        " again",
+    ),
+    "reward_funcs": Field(
+        "mapped", "as in TRL, and tried on public prompts first. None means that a reward does not"
+        " apply; one that applies to no public prompt is called for one user at a time. One that"
+        " compares the responses of a batch is refused",
+    ),
+    "args": Field("mapped", "PrivateGRPOConfig or PrivateRLOOConfig, which have a budget"),
+    "train_dataset": Field(
+        "mapped", "the users' rows. None is refused, also with an environment that makes the"
+        " prompts: without rows there is nobody to protect. A stream is read to its end",
+    ),
+    "eval_dataset": Field(
+        "mapped", "PUBLIC prompts: a row that a user has is refused. Of a dictionary the run"
+        " evaluates all rows together, and evaluate() each dataset by itself",
+    ),
+    "processing_class": Field("honoured", "the tokenizer; a processor has one"),
+    "reward_processing_classes": Field("honoured", "a tokenizer for each reward model"),
+    "callbacks": Field("mapped", "they see released and public values; hooks in the model are"
+                       " refused"),
+    "optimizers": Field("refused", "a resumed run makes the optimizer again: name it in args"),
+    "quantization_config": Field("mapped", "bitsandbytes in 4 bit, or in 8 bit without outliers"),
+    "peft_config": Field(
+        "mapped", "configs that change the model's layers, such as LoraConfig. Refused are prompt"
+        " and prefix tuning, whose tokens stand before a prompt, and what the message names",
+    ),
+    "tools": Field("honoured", "functions, also asynchronous ones"),
+    "rollout_func": Field("mapped", "called with the prompts of one user at a time"),
+    "environment_factory": Field("mapped", "one environment for each trajectory"),
+}  # fmt: skip
+"""The arguments of TRL's trainers."""
+
+LOG: dict[str, Field] = {
+    "reward": Field("mapped", "the noised mean; left out where the noise hides it"),
+    "rewards/*/mean": Field("mapped", "as reward, for a single one of weight 1; else absent"),
+    "grad_norm": Field("mapped", "of the noised mean gradient"),
+    "learning_rate": Field("honoured", "of the step"),
+    "train_loss": Field("mapped", "NaN, in the last entry, with epsilon and delta"),
+    **dict(_all("absent", _RELEASE, """
+        loss policy_loss aux_loss entropy entropy_coef kl reward_std rewards/*/std num_tokens
+        frac_reward_zero_std completions/* clip_ratio/* cispo_clip_ratio vespo/* tools/*
+        sampling/* step_time train_runtime train_samples_per_second train_steps_per_second
+        total_flos""")),
+    "eval_*loss": Field("absent", "eval_reward and the measures beside it say more"),
+    "log_metric": Field(
+        "absent", "what a reward logs of private rows; of public ones eval_logged_NAME, if it"
+        " declares dprlhf_logs_public",
+    ),
+}  # fmt: skip
+"""The fields of TRL's ``state.log_history``; ``*`` stands for any text."""

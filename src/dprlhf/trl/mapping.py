@@ -136,12 +136,36 @@ def _rounds(args: Any, users: int, participations: int, processes: int) -> int:
     """
     if args.max_steps > 0:
         return int(args.max_steps)
-    responses = args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
-    prompts = max(1, responses // args.num_generations)
+    prompts = _prompts_a_step(args, processes)
     if args.privacy_partition == "random-allocation" and participations > 0:
         each = max(1, min(math.ceil(users / prompts), users // participations))
         return int(participations * each)
     return int(max(1, math.ceil(users * participations / prompts)))
+
+
+def _prompts_a_step(args: Any, processes: int) -> int:
+    """Return the number of prompts in a step of TRL's trainer with these settings."""
+    responses = args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
+    return max(1, int(responses // args.num_generations))
+
+
+def first_line(config: PrivacyFields, recipe: Recipe, users: int, processes: int) -> str:
+    """Return a line that says what a step is, for those who know TRL's.
+
+    Args:
+        config: The trainer's config.
+        recipe: Its recipe.
+        users: Number N of users.
+        processes: Number of processes of the launch.
+    """
+    args: Any = config
+    size = users * recipe.privacy.participations / recipe.rounds
+    return (
+        f"dprlhf: {recipe.rounds} steps (max_steps), each over about {size:.3g} of the {users}"
+        f" users, with {args.num_generations} responses to a prompt; TRL would take"
+        f" {_prompts_a_step(args, processes)} prompts a step. Of a longer prompt the last"
+        f" {recipe.data.max_prompt_tokens} tokens are read (privacy_max_prompt_tokens)"
+    )
 
 
 FEW = 16

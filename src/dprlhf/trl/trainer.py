@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+from peft import PeftModel
 from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer_utils import TrainOutput
 
@@ -38,7 +39,7 @@ from dprlhf.runs.card import carried_with
 from dprlhf.runs.earlier import records_of
 from dprlhf.runs.folder import JsonLines, RunFolder
 from dprlhf.runs.lineage import attach
-from dprlhf.runs.model_card import model_card
+from dprlhf.runs.model_card import guarantee_sentence, model_card
 from dprlhf.runs.publish import push
 from dprlhf.training.build import open_run
 from dprlhf.training.evaluate import Evaluated
@@ -47,11 +48,21 @@ from dprlhf.training.processes import Processes
 from dprlhf.training.reinforcement import Result
 from dprlhf.training.run import Run
 from dprlhf.training.trainer import complete
-from dprlhf.trl.arguments import policy_of, refuse_optimizers, rows_of, with_user_column
+from dprlhf.trl.arguments import (
+    adapter_in,
+    parts_of,
+    policy_of,
+    refuse_optimizers,
+    rows_of,
+    together,
+    with_user_column,
+    without_adapter,
+)
 from dprlhf.trl.config import PrivacyFields, PrivateGRPOConfig, PrivateRLOOConfig, as_private
 from dprlhf.trl.evaluation import TRIED, check_best, evaluate_on, metrics_of, public_values
 from dprlhf.trl.logs import Log, as_evaluation, as_logs, as_number
 from dprlhf.trl.mapping import (
+    first_line,
     long_warmup,
     recipe_of,
     short_steps,
@@ -79,6 +90,7 @@ class PrivateTrainer(Generic[C]):
     """
 
     config: ClassVar[type[Any]]
+    aux_loss_enabled: ClassVar[bool] = False  # TRL's name: no mixture of experts, no such loss
     _default_folder: ClassVar[str]
 
     def __init__(
@@ -111,7 +123,8 @@ class PrivateTrainer(Generic[C]):
             train_dataset: The users' prompts, in the column ``prompt``: a ``Dataset``, an
                 ``IterableDataset``, a list of rows, a pandas ``DataFrame``. With
                 ``environment_factory`` the column may be missing: ``reset`` returns the prompt.
-            eval_dataset: PUBLIC prompts, of nobody among the users.
+            eval_dataset: PUBLIC prompts, of nobody among the users. Of a dictionary of datasets the
+                run evaluates all rows together, and :meth:`evaluate` each one by itself.
             processing_class: The model's tokenizer; None loads it.
             reward_processing_classes: A tokenizer for each reward model; None loads them.
             callbacks: ``transformers.TrainerCallback`` objects; they see released and public
@@ -119,7 +132,8 @@ class PrivateTrainer(Generic[C]):
                 run with an error.
             optimizers: Refused: ``args.optim`` names the optimizer.
             quantization_config: How to quantise the frozen base model; with ``peft_config``.
-            peft_config: What is trained; None trains all weights.
+            peft_config: What is trained; None trains all weights. A ``PeftModel`` brings its own:
+                one LoRA that has not been trained yet, which is made again from its config.
             tools: Functions that the policy may call, sync or async.
             rollout_func: Makes the responses itself; called with one user's prompts at a time, and
                 with a stand-in for the trainer that has its model, tokenizer and settings.
@@ -141,25 +155,32 @@ class PrivateTrainer(Generic[C]):
         self.args: Any = with_user_column(own, user_column)
         self._metrics = metrics_of(compute_metrics)
         model = without_wrapper(model)
+        adapter = adapter_in(model, peft_config)
         self._agent: dict[str, Any] = {
             "tools": tools or None,
             "environment_factory": environment_factory,
             "rollout_func": rollout_func,
         }
         self._rewards = self._given_rewards(reward_funcs, reward_processing_classes)
-        self._train_dataset = train_dataset
+        self._train_dataset, self._eval_dataset = train_dataset, eval_dataset
         self._rows = self._dataset(train_dataset, "train_dataset")
-        given = eval_dataset is not None
-        self._public = self._dataset(eval_dataset, "eval_dataset") if given else None
+        self._parts: dict[str | None, Any] = {}
+        self._public = None
+        if eval_dataset is not None:
+            parts = parts_of(eval_dataset)
+            self._parts = {name: self._dataset(one, "eval_dataset") for name, one in parts.items()}
+            self._public = together(self._parts.values())
         with in_trls_words():
-            self.recipe = self._recipe(model, peft_config, quantization_config)
-        self._models = {} if isinstance(model, str) else {"model": model}
+            self.recipe = self._recipe(model, adapter, quantization_config)
         self.result: Result | None = None
         self._settled = self.recipe
         self._started = False
         self._log = Log(callbacks, self.args)
         with in_trls_words(), contextlib.ExitStack() as refused:
-            refused.callback(taking_off(model))
+            base = model.get_base_model() if isinstance(model, PeftModel) else model
+            refused.callback(taking_off(base))
+            model = without_adapter(model)
+            self._models = {} if isinstance(model, str) else {"model": model}
             self._policy = self._load_policy(model, processing_class)
             self._log.values = {"model": self.model, "processing_class": self.processing_class}
             self._log.call("on_init_end")
@@ -218,6 +239,16 @@ class PrivateTrainer(Generic[C]):
     # --- what is trained, and what is known of it --------------------------------------------
 
     @property
+    def train_dataset(self) -> Any:
+        """The users' prompts, as they were given."""
+        return self._train_dataset
+
+    @property
+    def eval_dataset(self) -> Any:
+        """The public prompts, as they were given: None, a dataset, or a dictionary of them."""
+        return self._eval_dataset
+
+    @property
     def model(self) -> Any:
         """The model that is trained."""
         return self._policy.model
@@ -226,6 +257,11 @@ class PrivateTrainer(Generic[C]):
     def processing_class(self) -> Any:
         """The model's tokenizer."""
         return self._policy.tokenizer
+
+    @property
+    def reward_processing_classes(self) -> list[Any]:
+        """The tokenizer that was given for each reward; None for a callable, and for its own."""
+        return [reward.tokenizer for reward in self._rewards]
 
     @property
     def state(self) -> Any:
@@ -315,12 +351,14 @@ class PrivateTrainer(Generic[C]):
         refuse_foreign_hooks(self.model, "the model")
         self._try_evaluation()
         self.args.say_differences()
+        processes = Processes.connect()
         for told in (
+            first_line(self.args, self.recipe, self._users, processes.count),
             small_rounds(self.args, self.recipe, self._users),
             long_warmup(self.args, self.recipe),
             short_steps(self.args, self.recipe),
         ):
-            if told is not None:
+            if told is not None and processes.main:
                 print(told, file=sys.stderr)
         sources = Sources(
             self._rows,
@@ -376,12 +414,19 @@ class PrivateTrainer(Generic[C]):
             log.evaluation(0, public_values(found.before))
             metrics = public_values(found.after)
             log.evaluation(log.state.max_steps, metrics)
+        card = self.privacy
+        spent = {name: as_number(card[name]) for name in ("epsilon", "delta")}
+        # TRL's last entry has the values of the last step, too.
+        last: dict[str, Any] = next(
+            (one for one in reversed(log.state.log_history) if "grad_norm" in one), {}
+        )
+        log.write({**last, "train_loss": math.nan, **spent})
         log.call("on_train_end")
         if self.args.push_to_hub and found is not None:
             self.push_to_hub()
-        card = self.privacy
-        metrics |= {name: as_number(card[name]) for name in ("epsilon", "delta")}
-        return TrainOutput(log.state.global_step, math.nan, metrics)
+        if Processes.connect().main:
+            print(f"dprlhf: guarantee: {guarantee_sentence(card)}", file=sys.stderr)
+        return TrainOutput(log.state.global_step, math.nan, metrics | spent)
 
     # --- public evaluation, and what the run leaves --------------------------------------------
 
@@ -391,9 +436,10 @@ class PrivateTrainer(Generic[C]):
         """Sample one response to each PUBLIC prompt, and score it; it costs no privacy.
 
         Args:
-            eval_dataset: Public prompts; None takes the trainer's.
+            eval_dataset: Public prompts, or a dictionary of datasets, each of which is evaluated by
+                itself; None takes the trainer's, and the name of one of these that one.
             ignore_keys: Taken for TRL's sake; nothing depends on it.
-            metric_key_prefix: Start of the names.
+            metric_key_prefix: Start of the names, before the name of a dataset in a dictionary.
 
         Returns:
             The mean reward and measures of the responses.
@@ -402,23 +448,31 @@ class PrivateTrainer(Generic[C]):
             DprlhfError: There are no public prompts, or some are the users'.
                 ``privacy_declared_public`` is said of the trainer's own ``eval_dataset`` alone.
         """
-        given = eval_dataset is not None
-        rows = self._dataset(eval_dataset, "eval_dataset") if given else self._public
-        if rows is None:
+        given = self._parts
+        if isinstance(eval_dataset, str) and eval_dataset in self._parts:
+            given = {None: self._parts[eval_dataset]}
+        elif eval_dataset is not None:
+            parts = parts_of(eval_dataset)
+            given = {name: self._dataset(one, "eval_dataset") for name, one in parts.items()}
+        if not given:
             raise DprlhfError(
                 "evaluate() needs eval_dataset: public prompts, of nobody among users"
             )
-        found = self._evaluated(rows)
-        values = as_evaluation(as_metrics(found.estimates), metric_key_prefix)
-        self._log.write(values)
-        self._log.call("on_evaluate", metrics=dict(values))
-        return values
+        metrics: dict[str, float] = {}
+        for name, rows in given.items():
+            prefix = metric_key_prefix if name is None else f"{metric_key_prefix}_{name}"
+            values = as_evaluation(as_metrics(self._evaluated(rows).estimates), prefix)
+            self._log.write(values)
+            self._log.call("on_evaluate", metrics=dict(values))
+            metrics |= values
+        return metrics
 
     def _evaluated(self, rows: Any, **given: Any) -> Evaluated:
         """Sample one response to each of these public prompts, and score it."""
         self._policy.model.to(Processes.connect().device)
         recipe = with_evaluation(self._settled, self.args, len(rows))
-        if rows is not self._public and recipe.evaluation is not None:
+        own = any(rows is one for one in (self._public, *self._parts.values()))
+        if not own and recipe.evaluation is not None:
             undeclared = recipe.evaluation.model_copy(update={"declared_public": False})
             recipe = recipe.model_copy(update={"evaluation": undeclared})
         specs = recipe.rewards

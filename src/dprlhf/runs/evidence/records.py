@@ -116,6 +116,8 @@ def read_records(path: Path) -> Records:
             saved=_saved(folder),
         )
         records.contradictions = [*damaged, *_contradictions(records, alone, total)]
+    except DprlhfError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DprlhfError(
             f"{path}: the run's records lack or misstate {error}; no evidence can be drawn from"

@@ -1,0 +1,268 @@
+"""TRL's own tests of its GRPO and RLOO trainers, with the import changed and a budget added.
+
+    git clone https://github.com/huggingface/trl
+    PYTHONPATH=src python -m scripts.review.trl_suite ./trl
+
+Writes rows to ``docs/results/review.json``. Nothing of the clone is kept.
+What needs the hub is made here: models in the shapes of TRL's ``scripts/generate_tiny_models`` with
+byte vocabularies, and prompts. The budget is ε = ∞: a test sees the algorithm and no noise.
+
+Left out are tests of images, vLLM, Liger and a GPU, and those of TRL's inside: its data loader, its
+logger, and methods that begin with ``_``. The outcome of each other test is one of
+
+- ``passed``;
+- ``log``: it passed but for log fields that ``docs/reference/trl.md`` says a private run lacks;
+- ``words``: it asks for an error of some type, and got that type with other words;
+- ``refused``: a setting or argument is refused that the same page has a row for;
+- ``failed``: anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import contextlib
+import functools
+import inspect
+import io
+import json
+import math
+import re
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from scripts.from_trl.stand_ins import byte_tokenizer
+from trl import import_utils
+
+from dprlhf import trl as private
+from dprlhf.errors import DprlhfError
+from dprlhf.runs.measurements import Result, write_results
+from dprlhf.trl.fields import ARGUMENTS, GRPO, LOG, RLOO
+
+ROOT = Path(__file__).resolve().parents[2]
+OUT = ROOT / "docs/results/review.json"
+FILES = ("test_grpo_trainer.py", "test_rloo_trainer.py")
+OUTCOMES = ("passed", "log", "words", "refused", "failed")
+
+OTHER = re.compile(
+    r"requires (vision|vllm|liger|accelerator|bitsandbytes|kernels)|liger_kernel=True|use_vllm|"
+    r"mock_generate|trainer\._[a-z]|Trainer\.(_|get_)|training_step|dataloader\(|caplog|"
+    r"dispatch_batches|dataloader_num_workers == 0"
+)
+"""What a test's source has that concerns another package or TRL's inside."""
+
+MISSING = [name for name, field in LOG.items() if field.kind == "absent"] + ["rewards/*/mean"]
+"""Log fields that a private run lacks."""
+
+INTERNAL = ("HighEntropy", "RolloutDispatch", "ContinuousBatching", "VLM", "Slow")
+"""Parts of the names of classes of such tests."""
+
+SMALL = {
+    "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
+    "intermediate_size": 32, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts": 4,
+    "num_local_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+"""Settings of which each model takes those that it has."""
+NEMOTRON = {
+    "hidden_size": 16, "layers_block_type": ["mamba", "attention", "moe"], "mamba_num_heads": 8,
+    "mamba_head_dim": 4, "mamba_n_groups": 1, "ssm_state_size": 16,
+    "moe_shared_expert_intermediate_size": 32,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Cohere2ForCausalLM": ("cohere2", {}),
+    "Gemma2ForCausalLM": ("gemma", {}),
+    "Glm4MoeForCausalLM": ("glm4moe", {"head_dim": 2}),
+    "GptOssForCausalLM": ("gptoss", {}),
+    "LlamaForCausalLM-3.2": ("llama3_2", {}),
+    "LlamaForSequenceClassification-3.2": ("llama3_2", {}),
+    "MistralForCausalLM-0.2": ("llama3_2", {}),
+    "NemotronHForCausalLM-nano": ("nemotron_3_nano", NEMOTRON),
+    "Qwen2ForCausalLM-2.5": ("qwen2_5", {}),
+    "Qwen2ForSequenceClassification-2.5": ("qwen2_5", {"hidden_size": 16}),
+    "Qwen3ForCausalLM": ("qwen3", {}),
+    "Qwen3ForSequenceClassification": ("qwen3", {}),
+    "Qwen3MoeForCausalLM": ("qwen3", {"head_dim": 16}),
+}
+"""The chat template of each model, without ``tiny-``, and settings of its own."""
+
+
+def make_models(folder: Path) -> None:
+    """Save each model with random weights, and one with code of its own."""
+    for name, (template, settings) in MODELS.items():
+        family, kind = name.split("-")[0].split("For")
+        made = byte_tokenizer(template)
+        labels = {"num_labels": 1} if kind == "SequenceClassification" else {}
+        config = getattr(transformers, f"{family}Config")(
+            vocab_size=len(made), bos_token_id=0, eos_token_id=2, pad_token_id=0,
+            **{**SMALL, **settings, **labels},
+        )  # fmt: skip
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{family}For{kind}")(config)
+        for place in (model, made):
+            place.save_pretrained(folder / f"tiny-{name}")
+    llama = folder / "tiny-LlamaForCausalLM-3.2"
+    remote = shutil.copytree(llama, folder / "tiny-RemoteForCausalLM")
+    (remote / "remote.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class RemoteConfig(LlamaConfig):\n    model_type = 'remote'\n"
+        "class RemoteForCausalLM(LlamaForCausalLM):\n    config_class = RemoteConfig\n"
+    )
+    config = json.loads((remote / "config.json").read_text()) | {"model_type": "remote"}
+    parts = {"AutoConfig": "RemoteConfig", "AutoModelForCausalLM": "RemoteForCausalLM"}
+    config["auto_map"] = {name: f"remote.{own}" for name, own in parts.items()}
+    (remote / "config.json").write_text(json.dumps(config))
+
+
+def load_dataset(path: str, name: str, *, split: str | None = None, streaming: bool = False) -> Any:
+    """Return beginnings of what ``import this`` prints, in the form that TRL's tests ask for."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        import this
+    words = [line.split() for line in codecs.decode(this.s, "rot13").splitlines()[2:]]
+    prompts: list[Any] = [" ".join(line[: max(1, 2 * len(line) // 3)]) for line in words]
+    if name.startswith("conversational"):
+        prompts = [[{"role": "user", "content": text}] for text in prompts]
+    splits = Dataset.from_dict({"prompt": prompts}).train_test_split(0.1, shuffle=False)
+    if split is None:
+        return splits
+    return splits[split].to_iterable_dataset() if streaming else splits[split]
+
+
+class Entry(dict[str, Any]):
+    """An entry of ``log_history`` that answers for fields that a private run lacks, and says so."""
+
+    missed = 0
+
+    def __missing__(self, name: str) -> float:
+        if not any(fnmatch(name, pattern) for pattern in MISSING):
+            raise KeyError(name)
+        type(self).missed += 1
+        return math.nan
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or math.isnan(self[str(name)])
+
+
+def budgeted(kind: type[Any], config: Any) -> type[Any]:
+    """Return a private trainer with a budget where a test gives no settings at all."""
+
+    class Budgeted(kind):  # type: ignore[misc]
+        def __init__(self, *given: Any, **settings: Any) -> None:
+            with tempfile.TemporaryDirectory() as place:
+                settings.setdefault("args", config(output_dir=place, report_to="none"))
+            super().__init__(*given, **settings)
+
+        def train(self, *given: Any, **settings: Any) -> Any:
+            done = super().train(*given, **settings)
+            self.state.log_history = [Entry(one) for one in self.state.log_history]
+            return done
+
+        def evaluate(self, *given: Any, **settings: Any) -> Any:
+            return Entry(super().evaluate(*given, **settings))
+
+    return Budgeted
+
+
+class Suite:
+    """A plugin of pytest that changes the import, chooses the tests, and records outcomes."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, tuple[str, str]] = {}
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Keep the tests that concern both trainers, and change their modules' names."""
+        kept = []
+        for item in items:
+            body = inspect.getsource(item.function).partition("def ")[2]
+            marks = " ".join(str(mark) for mark in item.iter_markers("skipif"))
+            other = OTHER.search(body) or OTHER.search(marks) or item.get_closest_marker("skip")
+            if not other and not any(part in item.cls.__name__ for part in INTERNAL):
+                kept.append(item)
+        items[:] = kept
+        for module in {item.module for item in kept}:
+            for name in ("GRPO", "RLOO"):
+                config = getattr(private, f"Private{name}Config")
+                made = functools.partial(config, privacy_epsilon=math.inf)
+                setattr(module, f"{name}Config", made)
+                trainer = getattr(private, f"Private{name}Trainer")
+                setattr(module, f"{name}Trainer", budgeted(trainer, made))
+            module.load_dataset = load_dataset
+
+    def pytest_runtest_setup(self) -> None:
+        """Count anew the fields that a test misses."""
+        Entry.missed = 0
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> Iterator[None]:
+        """Record the outcome of a test, before TRL's own hook clears its traceback."""
+        if call.when == "call" or call.excinfo:
+            where = Path(str(item.fspath)).stem.split("_")[1]
+            name = re.sub(r"/\S*/tiny-", "", f"{where}: {item.name}")
+            self.outcomes[name] = self._outcome(call.excinfo)
+        yield
+
+    def _outcome(self, found: Any) -> tuple[str, str]:
+        if found is None:
+            return ("log" if Entry.missed else "passed"), ""
+        error, said = found.value, " ".join(str(found.value).split())[:400]
+        if isinstance(error, DprlhfError):
+            named = re.match(r"[\w.]+", said)
+            known = {**GRPO, **RLOO, **ARGUMENTS}  # the page is made of these
+            return ("refused" if not named or named[0] in known else "failed"), said
+        if isinstance(error, AssertionError):
+            if "Regex pattern did not match" in said:
+                return "words", said
+            if re.search("log_history|logged_keys", str(found.traceback[-1].statement)):
+                return "log", said
+        return "failed", f"{type(error).__name__}: {said}"
+
+
+def main() -> None:
+    """Run the tests and write the rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trl", type=Path, help="a clone of TRL's repository")
+    parser.add_argument("--only", default="", help="some of the tests, as pytest's -k")
+    given = parser.parse_args()
+    suite = Suite()
+    with tempfile.TemporaryDirectory() as place:
+        base = Path(place)
+        make_models(base / "models")
+        tests = shutil.copytree(given.trl / "tests", base / "clone/tests")
+        for file in FILES:
+            text = (tests / file).read_text().replace("trl-internal-testing", f"{base}/models")
+            (tests / file).write_text(text)
+        # A clone may be of another version than the installed one, and need jmespath for tools.
+        vars(import_utils).update(
+            __getattr__=lambda name: lambda: False, is_jmespath_available=lambda: True
+        )
+        sys.path.insert(0, str(base / "clone"))
+        sys.modules.pop("tests", None)
+        transformers.utils.logging.set_verbosity_error()
+        options = [*(str(tests / file) for file in FILES), "-q", "-p", "no:cacheprovider"]
+        options += ["--rootdir", str(base / "clone"), "--basetemp", str(base / "out"), "--tb=short"]
+        options += ["-c", "/dev/null", "-W", "ignore"]
+        pytest.main([*options, *(["-k", given.only] if given.only else [])], plugins=[suite])
+    for name, (kind, said) in suite.outcomes.items():
+        print(f"{kind:8} {name}  {said}", flush=True)
+    counted = Counter(kind for kind, _ in suite.outcomes.values())
+    print(counted)
+    if given.only:
+        return
+    rows = [Result("trl: TRL's own tests that concern both", len(suite.outcomes), "tests")]
+    for kind in OUTCOMES:
+        goal, holds = ("0", not counted[kind]) if kind == "failed" else ("", None)
+        rows.append(Result(f"trl: TRL's own tests, {kind}", counted[kind], "tests", goal, holds))
+    write_results(OUT, rows)
+
+
+if __name__ == "__main__":
+    main()
