@@ -8,6 +8,8 @@ pass where they disagree.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -70,8 +72,10 @@ def _autograd(
     """Return one user's gradient by autograd, of a pass in which the others have weight 0."""
     device = "cpu" if policy.device.type == "mps" else policy.device
     own = np.where(responses.user == user, weights, 0.0)
+    together = math.gcd(responses.num_generations, batch.height // batch.size)  # as in a run
     with torch.enable_grad(), exact_products(policy.device):
-        loss = loss_of(policy, responses, own, batch)
+        shared_rows = policy.shared_rows(together, batch.width, responses.max_new_tokens)
+        loss = loss_of(policy, responses, own, batch, shared_rows)
         parameters = list(policy.parameters.values())
         gradients: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
             loss, parameters, allow_unused=True

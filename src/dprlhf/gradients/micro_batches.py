@@ -202,9 +202,10 @@ def run_pass(
         more: Whether the pass adds to the gradients of the same user's earlier passes.
     """
     users = parts or batch.size
-    shared_rows = _shared_rows(policy, responses, batch, users)
+    num_generations = math.gcd(responses.num_generations, batch.height // users)
+    shared_rows = policy.shared_rows(num_generations, batch.width, responses.max_new_tokens)
     engine.run(
-        lambda: _loss(policy, responses, weights, batch, shared_rows),
+        lambda: loss_of(policy, responses, weights, batch, shared_rows),
         users=users,
         rows=batch.height // shared_rows,
         passes=batch.of_passes,
@@ -220,42 +221,16 @@ def add_gradient(
     total: torch.Tensor,
 ) -> None:
     """Add the ordinary gradient of a pass to ``total``, ``[dimension]``."""
-    loss = loss_of(policy, responses, weights, batch, users=1)
+    num_generations = math.gcd(responses.num_generations, batch.height)
+    shared_rows = policy.shared_rows(num_generations, batch.width, responses.max_new_tokens)
+    loss = loss_of(policy, responses, weights, batch, shared_rows)
     end = 0
     for gradient in gradient_of(loss, policy.parameters).values():
         start, end = end, end + gradient.numel()
         total[start:end] += gradient.flatten()
 
 
-def _shared_rows(
-    policy: CausalLMPolicy, responses: Responses, batch: MicroBatch, users: int
-) -> int:
-    num_generations = math.gcd(responses.num_generations, batch.height // users)
-    return policy.shared_rows(num_generations, batch.width, responses.max_new_tokens)
-
-
 def loss_of(
-    policy: CausalLMPolicy,
-    responses: Responses,
-    weights: NDArray[np.float64],
-    batch: MicroBatch,
-    *,
-    users: int | None = None,
-) -> torch.Tensor:
-    """Return the loss of a pass as :func:`run_pass` computes it, a scalar.
-
-    Args:
-        policy: The policy π_θ.
-        responses: The rows of the round.
-        weights: Weight of each row's ∇ log π, ``[rows]``, or of each token's.
-        batch: The pass.
-        users: Number of users whose rows may share no prompt; None is that of the micro-batch.
-    """
-    shared_rows = _shared_rows(policy, responses, batch, users or batch.size)
-    return _loss(policy, responses, weights, batch, shared_rows)
-
-
-def _loss(
     policy: CausalLMPolicy,
     responses: Responses,
     weights: NDArray[np.float64],
