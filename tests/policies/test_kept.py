@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 
 import accelerate.hooks
@@ -298,8 +299,14 @@ ADAPTERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: next(iter(adapter.values())))
-@pytest.mark.parametrize("model_type", ["llama", slow("gpt2")])
+@pytest.mark.parametrize(
+    ("model_type", "adapter"),
+    [
+        *itertools.product(["llama"], [*ADAPTERS, {"peft_type": "GRALORA"}]),
+        *(slow("gpt2", adapter) for adapter in ADAPTERS if adapter.get("peft_type") != "OFT"),
+    ],
+    ids=str,
+)
 def test_every_adapter_has_the_gradients_of_a_second_pass(
     model_type: str, adapter: dict[str, Any]
 ) -> None:

@@ -424,7 +424,7 @@ class _Product(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(weight)
-        return output.view_as(output)
+        return output.detach()  # not a view, to which some adapters could not add
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
