@@ -28,7 +28,6 @@ ON_A_GPU = 3  # repeats there, at most
 PARTS = {  # name: (module, repeats, repeats of --quick)
     "overhead": ("bench.overhead", 7, 2),
     "opacus": ("bench.against_opacus", 5, 2),
-    "counted": ("bench.counted", 1, 1),
     "trl": ("bench.against_trl", 3, 2),
     "logprobs": ("bench.logprobs", 9, 1),
     "sharing": ("bench.sharing", 5, 1),
