@@ -6,9 +6,8 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dprlhf.agents.rewards import environment_rewards
 from dprlhf.data.given_rewards import is_model
 from dprlhf.data.in_memory import Reward, Sources, check_overrides, from_memory, recipe_of
 from dprlhf.data.public import in_memory_prompts, prompts_in
@@ -22,12 +21,13 @@ from dprlhf.rollout import sample, without_fillers
 from dprlhf.runs.checkpoint import last_checkpoint, load_tuned
 from dprlhf.runs.folder import RunFolder, time_stamp
 from dprlhf.training.build import Callback, hush_libraries, open_run
-from dprlhf.training.planner import resolve_auto
 from dprlhf.training.policy_setup import load_policy_of
 from dprlhf.training.processes import Processes
-from dprlhf.training.reinforcement import Result
-from dprlhf.training.supervised import StageResult
 from dprlhf.training.trainer import complete
+
+if TYPE_CHECKING:
+    from dprlhf.training.reinforcement import Result
+    from dprlhf.training.supervised import StageResult
 
 
 def train(
@@ -91,7 +91,9 @@ def train(
         DprlhfError: A setting, the data or a reward is wrong; the message names it.
     """
     named = reward is not None or recipe is not None or "rewards" in flat
-    if not named:
+    if not named and environment_factory is not None:
+        from dprlhf.agents.rewards import environment_rewards
+
         reward = environment_rewards(environment_factory) or None
     sources = Sources(
         prompts,
@@ -367,7 +369,9 @@ def _train(
     """
     if output_dir is not None:
         recipe = recipe.model_copy(update={"output_dir": str(output_dir)})
-    if isinstance(recipe, Recipe):
+    if isinstance(recipe, Recipe) and recipe.privacy.auto is not None:
+        from dprlhf.training.planner import resolve_auto
+
         recipe = resolve_auto(recipe, sources)
     # One name for all processes of a launch, whose clocks may differ by a second.
     name = Processes.connect().from_main(recipe.output_dir or f"runs/{time_stamp()}{suffix}")

@@ -422,7 +422,7 @@ def test_tuning_runs_of_an_earlier_run_are_reserved(monkeypatch: pytest.MonkeyPa
         def reserve(self, spending: Any, users: Any, **more: Any) -> None:
             asked.update(more)
 
-    monkeypatch.setattr(budget, "Book", Stub)
+    monkeypatch.setattr("dprlhf.budget.Book", Stub)
     monkeypatch.setenv("DPRLHF_BOOK", "book.db")
     private = {"noise_multiplier": 2.0, "partition": "fixed"}
     made = make_recipe(recipe_settings(privacy=private, rounds=2))

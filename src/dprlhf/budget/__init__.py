@@ -7,9 +7,19 @@ one of its users would exceed the budget. Users are kept as keyed hashes.
 The book is secret data, like a run's ``secret/``: with its key it tells who took part in what.
 """
 
-from dprlhf.budget.book import Book
-from dprlhf.budget.spending import Mark, Reservation, Spending
-from dprlhf.budget.storage import BookError, BrokenOffError, book_name
+from typing import TYPE_CHECKING, Any
+
+from dprlhf.budget.spending import (
+    BookError,
+    BrokenOffError,
+    Mark,
+    Reservation,
+    Spending,
+    book_name,
+)
+
+if TYPE_CHECKING:
+    from dprlhf.budget.book import Book
 
 __all__ = [
     "Book",
@@ -20,3 +30,12 @@ __all__ = [
     "Spending",
     "book_name",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on first use: a run without a book needs no database.
+    if name != "Book":
+        raise AttributeError(f"module 'dprlhf.budget' has no attribute {name!r}")
+    from dprlhf.budget.book import Book
+
+    return Book

@@ -18,6 +18,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from dprlhf.budget.spending import (
+    BookError,
     Cost,
     Mark,
     Question,
@@ -40,7 +41,7 @@ from dprlhf.budget.state import (
     write_head,
     write_reservation,
 )
-from dprlhf.budget.storage import BookError, has_book, lock, open_storage, read_key
+from dprlhf.budget.storage import has_book, lock, open_storage, read_key
 from dprlhf.budget.tables import (
     BOOK,
     DATASETS,

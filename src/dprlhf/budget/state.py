@@ -14,8 +14,8 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
-from dprlhf.budget.spending import Cost, Question, Spending
-from dprlhf.budget.storage import BookError, problem
+from dprlhf.budget.spending import BookError, Cost, Question, Spending
+from dprlhf.budget.storage import problem
 from dprlhf.budget.tables import (
     BOOK,
     DATASETS,

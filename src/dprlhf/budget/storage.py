@@ -22,8 +22,9 @@ import sqlalchemy as sa
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
+from dprlhf.budget.spending import BookError, BrokenOffError
 from dprlhf.budget.tables import BOOK
-from dprlhf.errors import DprlhfError, one_line
+from dprlhf.errors import one_line
 
 T = TypeVar("T")
 
@@ -34,28 +35,11 @@ _ATTEMPTS = 5
 _IDLE = 600
 """Seconds after which PostgreSQL ends a transaction whose client hangs."""
 
-BOOK_VARIABLE = "DPRLHF_BOOK"
 KEY_VARIABLE = "DPRLHF_BOOK_KEY"
 KEY_FILE_VARIABLE = "DPRLHF_BOOK_KEY_FILE"
 
 _FIRST_BYTES = b"SQLite format 3\0"
 """With which every SQLite file begins."""
-
-
-class BookError(DprlhfError):
-    """A problem of the book itself; nothing was reserved and nothing was spent."""
-
-
-def book_name(setting: str | None) -> str | None:
-    """Return the place of the book: the recipe's, else that of the environment, else None.
-
-    Args:
-        setting: The recipe's ``privacy.book``; ``none`` asks for no book, whatever the environment
-            says.
-    """
-    if setting == "none":
-        return None
-    return setting or os.environ.get(BOOK_VARIABLE) or None
 
 
 @dataclass(frozen=True)
@@ -153,10 +137,6 @@ def has_book(storage: Storage) -> bool:
     with storage.transaction(write=False) as connection:
         made = sa.inspect(connection).has_table(BOOK.name)
         return made and connection.execute(sa.select(BOOK.c.id)).first() is not None
-
-
-class BrokenOffError(BookError):
-    """The database broke off: it may have committed, and another attempt may succeed."""
 
 
 def problem(error: SQLAlchemyError, label: str) -> BookError:

@@ -21,8 +21,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-import networkx
-
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Epsilon, Mechanism, epsilon, single_noise
 from dprlhf.privacy.curves import (
@@ -206,6 +204,8 @@ def _groups(runs: int, shared: Sequence[Sequence[bool]] | None) -> list[list[int
     maximal clique. There can be exponentially many of those: beyond ``_CLIQUES`` the connected
     components stand for them, which cost at least as much.
     """
+    import networkx  # only where there are runs to compose
+
     graph = networkx.Graph()
     graph.add_nodes_from(range(runs))
     graph.add_edges_from(

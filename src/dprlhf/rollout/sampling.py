@@ -19,7 +19,6 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.kept import Kept, Layout, room_for
 from dprlhf.policies.kept import keep as keep_outputs
 from dprlhf.privacy.randomness import uniforms
-from dprlhf.rollout import vllm
 from dprlhf.rollout.batch import Responses, Tick, padded_width
 from dprlhf.rollout.decoding import batch_size, decode
 from dprlhf.rollout.static_steps import StaticSteps, check_static
@@ -74,6 +73,8 @@ def resolve_batch_size(
         DprlhfError: vLLM, or CUDA graphs, cannot sample this policy.
     """
     if spec.backend == "vllm":
+        from dprlhf.rollout import vllm
+
         vllm.check_rows(policy, rows=rows, prompt=max_prompt_tokens, response=spec.max_new_tokens)
     if spec.cuda_graphs:
         check_static(policy)
@@ -252,8 +253,11 @@ def _one_turn(
     failed = np.zeros(len(tokens), dtype=bool)
     from_base = np.arange(k) < (k // 2 if spec.base_policy == "reference" else 0)
     generate: Callable[..., Iterator[tuple[NDArray[np.int64], Sequence[list[int] | None]]]]
-    generate = vllm.generate
-    if spec.backend != "vllm":
+    if spec.backend == "vllm":
+        from dprlhf.rollout import vllm
+
+        generate = vllm.generate
+    else:
         generate = partial(generate_rows, max_prompt_tokens=max_prompt_tokens, kept=kept)
     # Two passes, not one with PEFT's adapter_names: that costs hooks on every layer at every step,
     # and saves filler rows only.

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from dprlhf.boundary import open_private
-from dprlhf.budget import Book, Mark, Reservation, Spending, book_name
+from dprlhf.budget import Mark, Reservation, Spending, book_name
 from dprlhf.data.in_memory import rows_of
 from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError
@@ -67,6 +67,8 @@ def reserve(
             "budget book: a run without privacy (epsilon = infinity) would exceed any budget; run"
             " baselines on other people's data, with privacy.book=none"
         )
+    from dprlhf.budget import Book
+
     book = Book(name)
     if own and own[-1].mark.book != book.id:
         raise DprlhfError(
@@ -100,6 +102,8 @@ def follow(recipe: AnyRecipe, ledger: Ledger) -> None:
     run = ledger.entries[0].body["key_commitment"]
     book = book_name(recipe.privacy.book)
     if book is not None:
+        from dprlhf.budget import Book
+
         Book(book).follow(run, [entry.hash for entry in ledger.entries])
 
 
@@ -138,6 +142,8 @@ def enrol(recipe: AnyRecipe, name: str, source: str, dataset: str) -> Reservatio
     Raises:
         DprlhfError: The data or the book cannot be read, or a user has spent too much already.
     """
+    from dprlhf.budget import Book
+
     rows = rows_of(recipe.data, None)
     users = Users(rows, recipe.data, may_lack_prompts=recipe.rows_may_lack_prompts)
     book = Book(name)

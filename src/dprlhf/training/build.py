@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import shutil
 import sys
 import threading
@@ -56,25 +57,22 @@ from dprlhf.runs.opening import (
 )
 from dprlhf.runs.trackers import check_installed, tracked
 from dprlhf.training.callbacks import as_functions, taken
-from dprlhf.training.dpo import preference_optimization
 from dprlhf.training.layout import settle_layout
 from dprlhf.training.processes import Processes
 from dprlhf.training.progress import Progress
 from dprlhf.training.recipe_plan import check_settled, plan_of_run, resolve_dtype
-from dprlhf.training.reinforcement import Reinforcement
 from dprlhf.training.run import Parts, Run, Stage
-from dprlhf.training.supervised import fine_tuning, reward_modelling
 
 Callback = Callable[[dict[str, Any]], None] | Any
 """A function of a round's metrics, or a ``transformers.TrainerCallback``."""
 
-STAGES: dict[str, Callable[[Any, Sources], Stage]] = {
-    "rl": Reinforcement,
-    "sft": fine_tuning,
-    "reward": reward_modelling,
-    "dpo": preference_optimization,
+STAGES = {
+    "rl": "reinforcement.Reinforcement",
+    "sft": "supervised.fine_tuning",
+    "reward": "supervised.reward_modelling",
+    "dpo": "dpo.preference_optimization",
 }
-"""The stages by the ``stage`` of their recipe."""
+"""The stages by the ``stage`` of their recipe, which :func:`load_parts` loads by name."""
 
 
 _SHOWN = 3
@@ -112,7 +110,9 @@ def load_parts(
     check_settled(recipe)
     check_installed(recipe.tracking.report_to)
     recipe = processes.on_main(lambda: resolve_dtype(recipe))
-    stage = STAGES[recipe.stage](recipe, sources)
+    module, _, name = STAGES[recipe.stage].partition(".")
+    make = getattr(importlib.import_module(f"dprlhf.training.{module}"), name)
+    stage: Stage = make(recipe, sources)
     # Stand-ins are nobody's users: what earlier runs cost is for the real run to count.
     real = sources.stand_in_plan is None
     earlier = processes.on_main(lambda: read_earlier(recipe)) if real else Earlier()

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from dprlhf.agents import steps_of
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rollout.batch import padded_width
@@ -231,6 +230,8 @@ def _try_largest(policy: CausalLMPolicy, shapes: Shapes) -> None:
                 static=static_steps(policy, shapes, **sizes, max_new_tokens=shapes.response),
             )
         if shapes.rollout.agent is not None:
+            from dprlhf.agents import steps_of
+
             with _in_memory(_sampling(shapes), "rollout.batch_size or rollout.max_new_tokens"):
                 width = shapes.prompt + shapes.response
                 try_last_step(

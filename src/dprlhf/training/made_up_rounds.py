@@ -30,7 +30,6 @@ from dprlhf.rollout.logprobs import token_logprobs
 from dprlhf.rollout.made_up import made_up_prompt, made_up_responses
 from dprlhf.rollout.sampling import prompts_at_once
 from dprlhf.rollout.static_steps import StaticSteps
-from dprlhf.updates.ppo import train_copies
 
 _STEPS = 4  # decoding steps that are compared
 
@@ -229,6 +228,8 @@ def contributions(
         rows = _with_outputs(policy, rows, size)
     weights = _weights(rows)
     if isinstance(update, recipe.PPO):
+        from dprlhf.updates.ppo import train_copies
+
         quick = update.model_copy(update={"epochs": 1, "minibatches": 1})
         of_tokens = np.repeat(weights[:, None], rows.max_new_tokens, axis=1)
         for batch in micro_batches(rows, size):

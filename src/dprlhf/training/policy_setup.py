@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from dprlhf.agents import longest_row
 from dprlhf.data.public import CONTRASTED, Guides, held_out, leftover
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
@@ -20,7 +19,6 @@ from dprlhf.privacy.correlated_noise import noise_gain
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import Recipe, TrustRegion
 from dprlhf.rollout import Responses, resolve_batch_size, sample, without_fillers
-from dprlhf.updates.trust_region import clip_norm, fisher_trace_and_top, round_sizes
 
 
 def load_policy_of(recipe: Recipe, **given: Any) -> CausalLMPolicy:
@@ -39,9 +37,13 @@ def load_policy_of(recipe: Recipe, **given: Any) -> CausalLMPolicy:
     with_sampling(policy, recipe)
     recipe = with_prompt_width(recipe, policy)
     prompt, response = recipe.data.max_prompt_tokens, recipe.rollout.max_new_tokens
-    agent = recipe.rollout.agent is not None
+    longest = prompt + response
+    if recipe.rollout.agent is not None:
+        from dprlhf.agents import longest_row
+
+        longest = longest_row(prompt, response)
     policy.check_context_length(
-        longest_row(prompt, response) if agent else prompt + response,
+        longest,
         f"data.max_prompt_tokens {prompt} + rollout.max_new_tokens {response} is",
         recipe.policy.model_name_or_path,
     )
@@ -138,6 +140,8 @@ def with_clip_norm(
     region = recipe.update.clip_norm
     if not isinstance(region, TrustRegion):
         return recipe
+    from dprlhf.updates.trust_region import clip_norm, fisher_trace_and_top, round_sizes
+
     fisher = None
     if region.trust_region == "kl":
         assert public is not None

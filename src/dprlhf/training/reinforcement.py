@@ -11,18 +11,11 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dprlhf.agents import (
-    AgentSampler,
-    FunctionSampler,
-    check_apart,
-    check_fresh,
-    load_sampler,
-)
 from dprlhf.boundary import Private
 from dprlhf.data.in_memory import Sources
 from dprlhf.data.public import evaluated, in_form, neutral_prompts
@@ -48,7 +41,6 @@ from dprlhf.runs.folder import JsonLines, RunFolder, append_secret, write_json
 from dprlhf.training.evaluate import Evaluated, compared, comparison_metrics, evaluate
 from dprlhf.training.evaluation_files import figures, first_samples, samples
 from dprlhf.training.example_tokens import check_template
-from dprlhf.training.guidance import Guidance
 from dprlhf.training.judging import judge_scorers
 from dprlhf.training.made_up_rounds import Shapes
 from dprlhf.training.measures import Comparison, PolicyEstimate, RewardEstimate, as_metrics
@@ -65,8 +57,11 @@ from dprlhf.training.run import Batch, Outcome, Parts, Run
 from dprlhf.training.timing import seconds_a_response, seconds_a_round
 from dprlhf.updates import PrivateRound, find_update
 from dprlhf.updates.kl import subtract_kl
-from dprlhf.updates.privls.in_round import check_dimension
 from dprlhf.updates.telemetry import ReleasedReward, TelemetryCoordinates, ValidShare
+
+if TYPE_CHECKING:
+    from dprlhf.agents import AgentSampler, FunctionSampler
+    from dprlhf.training.guidance import Guidance
 
 NEAR_ZERO, HEALTHY = 0.1, 0.9
 """Shares of users with valid rewards below which a run stops, and below which it warns."""
@@ -170,6 +165,8 @@ class Reinforcement:
         self.recipe = with_prompt_width(self.recipe, policy)
         policy.tools, policy.sampler, spec = (), None, self.recipe.rollout.agent
         if spec is not None:
+            from dprlhf.agents import load_sampler
+
             self.agent = load_sampler(spec, **self._sources.agent)
             self.agent.attach(policy, self.recipe.data.max_prompt_tokens)
         return policy
@@ -188,14 +185,27 @@ class Reinforcement:
         self._neutral = neutral_prompts(
             conversations=users.conversations, in_rows=users.with_prompts
         )
-        if isinstance(self.agent, AgentSampler):
-            self.agent.agent.check_columns(users.column_names)
-        if isinstance(self.agent, AgentSampler) and not users.conversations:
+        acting = self._acting
+        if acting is not None:
+            acting.agent.check_columns(users.column_names)
+        if acting is not None and not users.conversations:
             raise DprlhfError(
                 "rollout.agent: tools are called in conversations, and data.prompt_column"
                 f" {self.recipe.data.prompt_column!r} holds plain text: give lists of messages"
             )
-        check_dimension(self.recipe.update, policy.dimension)
+        if self.recipe.update.least_squares is not None:
+            from dprlhf.updates.privls.in_round import check_dimension
+
+            check_dimension(self.recipe.update, policy.dimension)
+
+    @property
+    def _acting(self) -> AgentSampler | None:
+        """The sampler of a policy with tools; None without them, or with a ``rollout_func``."""
+        if self.agent is None:
+            return None
+        from dprlhf.agents import AgentSampler
+
+        return self.agent if isinstance(self.agent, AgentSampler) else None
 
     def cut(self, policy: CausalLMPolicy, prompts: Prompts) -> list[bool]:
         """Return for each prompt whether it has more tokens than the recipe keeps."""
@@ -232,7 +242,7 @@ class Reinforcement:
     def shapes(self) -> Shapes:
         """The shapes of sampling and of the update."""
         recipe, rollout = self.recipe, self.recipe.rollout
-        given = isinstance(self.agent, FunctionSampler)
+        given = self.agent is not None and self._acting is None
         return Shapes(
             prompt=recipe.data.max_prompt_tokens,
             response=rollout.max_new_tokens,
@@ -256,9 +266,13 @@ class Reinforcement:
         recipe, plan, policy, processes = self.recipe, parts.plan, parts.policy, parts.processes
         rows = plan.expected_batch_size * recipe.rollout.responses / processes.count
         self._state = RoundState(0, plan.rounds, recipe.privacy.participations)
-        if isinstance(self.agent, AgentSampler):
-            check_fresh(self.agent.agent, rows * recipe.data.max_prompts_per_user)
+        if self._acting is not None:
+            from dprlhf.agents import check_fresh
+
+            check_fresh(self._acting.agent, rows * recipe.data.max_prompts_per_user)
         if policy.sampler is not None:
+            from dprlhf.agents import check_apart
+
             check_apart(policy, recipe.rollout, self.known, recipe.data.max_prompt_tokens)
         self.spread = check_rewards(
             self.rewards,
@@ -288,6 +302,8 @@ class Reinforcement:
             plan, recipe.privacy.reward_share, recipe.reward_range
         )
         if recipe.update.subspace is not None:
+            from dprlhf.training.guidance import Guidance
+
             self.guidance = Guidance(
                 recipe.update.subspace,
                 parts.guides,
@@ -307,8 +323,8 @@ class Reinforcement:
         self.scorer = Scorer(self.rewards, self.recipe.reward_range, sink=sink, state=self._state)
         if self.agent is not None:
             self.agent.sink = sink
-        if isinstance(self.agent, AgentSampler):
-            self.agent.agent.in_rounds = True
+        if self._acting is not None:
+            self._acting.agent.in_rounds = True
         yield
 
     # --- the rounds -------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,7 +21,9 @@ from dprlhf.recipe import Recipe
 from dprlhf.rewards import Scorer
 from dprlhf.rewards.private import score_responses
 from dprlhf.rollout import sample
-from dprlhf.training.tasks import Task
+
+if TYPE_CHECKING:
+    from dprlhf.training.tasks import Task
 
 
 def seconds_a_response(
