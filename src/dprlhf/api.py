@@ -12,6 +12,7 @@ from dprlhf.data.given_rewards import is_model
 from dprlhf.data.in_memory import Reward, Sources, check_overrides, from_memory, recipe_of
 from dprlhf.data.public import in_memory_prompts, prompts_in
 from dprlhf.errors import DprlhfError, MissingPathError
+from dprlhf.hub import hush_libraries
 from dprlhf.policies.adapters import taking_off
 from dprlhf.policies.opacus import without_wrapper
 from dprlhf.policies.peft_configs import adapter_of
@@ -20,7 +21,7 @@ from dprlhf.recipe.supervised import StageRecipe
 from dprlhf.rollout import sample, without_fillers
 from dprlhf.runs.checkpoint import last_checkpoint, load_tuned
 from dprlhf.runs.folder import RunFolder, time_stamp
-from dprlhf.training.build import Callback, hush_libraries, open_run
+from dprlhf.training.build import Callback, open_run
 from dprlhf.training.policy_setup import load_policy_of
 from dprlhf.training.processes import Processes
 from dprlhf.training.trainer import complete

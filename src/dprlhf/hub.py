@@ -81,3 +81,18 @@ def _hub_answers() -> bool:
     except Exception as error:  # by name: the client's library differs between its versions
         return type(error).__name__ not in ("ConnectError", "ConnectTimeout")
     return True
+
+
+def hush_libraries() -> None:
+    """Switch off other libraries' progress bars and notices."""
+    import logging
+
+    # As PEFT loads it, it warns of a kernel that it did not find on the hub.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+    import datasets
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()

@@ -304,6 +304,18 @@ def test_four_releases_take_twice_the_noise() -> None:
     assert four == pytest.approx(one, rel=1e-6)
 
 
+def test_the_version_is_shown() -> None:
+    shown = CliRunner().invoke(app, ["--version"])
+    assert shown.exit_code == 0
+    assert shown.output.startswith("dprlhf ")
+
+
+def test_without_a_terminal_init_names_the_options_that_answer_its_questions() -> None:
+    shown = CliRunner().invoke(app, ["init", "--model", "gpt2", "--epsilon", "2"])
+    assert "no terminal to answer them: give --prompts, --user-column" in str(shown.exception)
+    assert "--model" not in str(shown.exception)
+
+
 def test_a_push_is_private_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 
@@ -312,9 +324,9 @@ def test_a_push_is_private_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) 
         return "address"
 
     monkeypatch.setattr("dprlhf.runs.publish.push", push)
-    for words in ([], ["--private"]):
+    for words in ([], ["--public"]):
         assert CliRunner().invoke(app, ["push", "run", "me/mine", *words]).exit_code == 0
-    assert asked == [False, True]
+    assert asked == [True, False]
 
 
 def test_a_budget_has_the_unit_and_is_adaptive_as_asked(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ from dprlhf.training import reinforcement
 from dprlhf.training.build import load_parts
 from dprlhf.training.processes import Processes
 from dprlhf.training.reward_setup import check_times_columns
-from dprlhf.training.run import Parts
+from dprlhf.training.run import PreparedRun
 from helpers import tiny
 
 CANARY = "CANARY-my-private-prompt"
@@ -1395,7 +1395,7 @@ def test_classifier_from_an_asset(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def assembled(
     tmp_path: Path, reward: dict[str, Any], given: Any, *, judges: Any = None
-) -> tuple[Any, Parts]:
+) -> tuple[Any, PreparedRun]:
     public = {"data": {"path": recipe.IN_MEMORY}, "prompts": 4, "judges": judges}
     made = recipe.make_recipe(
         {

@@ -390,6 +390,7 @@ def test_the_commands_show_what_is_spent_and_no_hashes(model: str) -> None:
     train(model, "one", privacy__tuning_runs=1)
     shown = call("show")
     assert "clinic" in shown
+    assert "* at least: runs together cost less" in shown
     book = Book("book.db")
     row = json.loads(call("show", "--json"))["datasets"][0]
     assert (row["runs"], row["users"], row["epsilon"]) == (1, USERS, 2.0)

@@ -24,9 +24,9 @@ from dprlhf.recipe import AnyRecipe, RewardRecipe, SFTRecipe, make_recipe
 from dprlhf.runs.comparing import check_apart
 from dprlhf.runs.folder import RunFolder
 from dprlhf.runs.opening import (
+    check_declared_rows_unchanged,
     check_disjoint,
     check_public,
-    hold_declarations,
     recipe_digest,
 )
 from helpers.recipes import recipe_settings
@@ -371,7 +371,9 @@ def test_a_declaration_is_held_to_the_rows_for_which_it_was_said(tmp_path: Path)
     def hold(texts: list[str], **changes: Any) -> None:
         made = recipe(**changes)
         assert made.evaluation is not None
-        hold_declarations(folder, made, Users(rows_from(texts, "prompt"), made.data), None)
+        check_declared_rows_unchanged(
+            folder, made, Users(rows_from(texts, "prompt"), made.data), None
+        )
 
     declared: dict[str, Any] = {"evaluation__declared_public": True}
     hold(PROMPTS)  # without a declaration, check_public looks at the rows each time
@@ -395,7 +397,7 @@ def test_a_declaration_for_guiding_rows_is_held_as_well(tmp_path: Path) -> None:
 
     def hold(texts: list[str]) -> None:
         rows = Users(rows_from(texts, "prompt"), made.data)
-        hold_declarations(folder, made, None, Guides(rows))
+        check_declared_rows_unchanged(folder, made, None, Guides(rows))
 
     hold(OTHERS)
     hold(OTHERS)

@@ -19,7 +19,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.policies.loading import make_policy
 from dprlhf.recipe import Adapter, load_recipe
 from dprlhf.runs.model_card import is_hub_id
-from dprlhf.runs.publish import merge, push
+from dprlhf.runs.publish import files_to_push, merge, push
 from helpers import runs, tiny
 
 
@@ -66,6 +66,7 @@ class TestPush:
         assert uploaded["folder_path"] == finished / "policy"
         names = {file.name for file in uploaded["folder_path"].rglob("*")}
         assert {"README.md", "adapter_config.json", "adapter_model.safetensors"} <= names
+        assert {name for name, _ in files_to_push(finished)} == names
 
     def test_the_card_is_one_that_the_hub_reads(self, finished: Path) -> None:
         card = huggingface_hub.ModelCard.load(finished / "policy/README.md")

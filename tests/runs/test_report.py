@@ -168,6 +168,10 @@ class TestWholeRun:
         assert ("href", "#run-2") in page.attributes
         assert ("id", "run-2") in page.attributes
         assert page.texts["h3"].count("Reward on public prompts") == 1  # both in one plot
+        assert "For somebody who is in all 1 runs" in out.read_text()  # a copy is the same run
+        assert "Different words per word on public rows: before 1.000," in out.read_text()
+        (other / "ledger.jsonl").unlink()
+        assert "is not known: " in write_report([run, other], out).read_text()
 
     def test_a_rise_within_noise_is_not_praised(self, run: Path) -> None:
         samples = json.loads((run / "samples.json").read_text())

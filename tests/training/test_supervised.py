@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ from dprlhf.training.example_tokens import split_row
 from dprlhf.training.supervised import reward_modelling
 from dprlhf.training.supervised_rows import made_up_rows
 from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task
+from dprlhf.training.trainer import rehearse_end
 from helpers import runs, tiny
 from helpers.rounds import flat_gradient
 
@@ -300,6 +302,23 @@ def test_a_response_is_sampled_behind_what_its_row_has_for_the_template() -> Non
     assert texts == ["glad low add hi", "calm low hi", "low sum hi"]
 
 
+def test_a_reward_gets_of_a_cut_prompt_what_the_policy_saw() -> None:
+    trained, spec = policy(), recipe.Rollout(max_new_tokens=1, batch_size=2)
+    trained.tokenizer.chat_template = "{{ messages[0].content }}:{{ messages[-1].content }}"
+    talk = [{"role": "system", "content": "aaaaaa"}, {"role": "user", "content": "why?"}]
+    for given, seen in (
+        ("short", "short"),
+        ("aaaaaa why?", "aaa why?"),
+        (talk, [{"role": "user", "content": "aaa:why?"}]),
+        (talk[1:], talk[1:]),
+    ):
+        rows = examples([{"prompt": given, "wish": 3}], recipe.Data(path="x"))
+        sampled = sample(trained, rows, spec, key=bytes(32), context=("test",),
+                         max_prompt_tokens=9 if given == talk[1:] else 8)  # fmt: skip
+        assert sampled.prompts.prompts == [seen]
+        assert sampled.prompts.columns == {"wish": [3]}
+
+
 @pytest.mark.parametrize(
     "bad", [{"tokenize": False}, {"chat_template": "{{ 1 }}"}, ["x"], {"tools": []}]
 )
@@ -513,6 +532,119 @@ def test_a_document_that_cannot_be_encoded_stops_nobody(
     }  # fmt: skip
     lines = (tmp_path / "run/secret/telemetry-0.jsonl").read_text().splitlines()
     assert sum(json.loads(line)["users_not_readable"] or 0 for line in lines) == 1
+
+
+NOT_OF_ROWS_IN_MEMORY = {"skip", "limit", "name", "revision", "split"}
+"""Settings of data that the code for files reads, which all stages share."""
+
+
+def leaves(
+    section: recipe.Settings, prefix: str = ""
+) -> Iterator[tuple[recipe.Settings, str, str]]:
+    for name in type(section).model_fields:
+        value = vars(section)[name]
+        if isinstance(value, recipe.Settings):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield section, name, prefix + name
+
+
+@pytest.mark.slow
+def test_every_setting_that_a_stage_takes_is_read_or_refused(
+    model: str, encoder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shared section has settings of which a stage reads a part: the others are refused."""
+    places: dict[int, tuple[Any, dict[str, str]]] = {}
+    read: set[str] = set()
+    own_read, own_copy = recipe.Settings.__getattribute__, recipe.Settings.model_copy
+
+    def noting(section: Any, name: str) -> Any:
+        if id(section) in places and name in places[id(section)][1]:
+            read.add(places[id(section)][1][name])
+        return own_read(section, name)
+
+    def copied(section: Any, **changes: Any) -> Any:
+        made = own_copy(section, **changes)
+        if id(section) in places:
+            places[id(made)] = made, places[id(section)][1]
+        return made
+
+    monkeypatch.setattr(recipe.Settings, "__getattribute__", noting)
+    monkeypatch.setattr(recipe.Settings, "model_copy", copied)
+    monkeypatch.setattr("dprlhf.api.from_memory", lambda stage, **_: stage)  # it makes a new one
+    # These compare settings, and so read those that have no effect.
+    monkeypatch.setattr("dprlhf.training.build.without_effect", lambda _: [])
+    monkeypatch.setattr("dprlhf.training.supervised.check_alike", lambda *_: None)
+    loss = {"data": {**DATA, "path": "in-memory"}, "prompts": 4}
+    base = sft(model, tmp_path / "sft", evaluation=loss).model_dump() | {"rounds": 1}
+    shared = {key: base[key] for key in ("optimizer", "privacy", "rounds")}
+    pairs = {key: base["data"][key] for key in ("path", "user_column", "max_prompts_per_user")}
+
+    def of(**lengths: int) -> dict[str, Any]:
+        rows = pairs | lengths
+        return {"data": rows, "evaluation": {"data": rows, "prompts": 4}, **shared}
+
+    stages = [
+        recipe.SFTRecipe.model_validate(base),
+        recipe.DPORecipe.model_validate({"policy": base["policy"], **of()}),
+        recipe.RewardRecipe.model_validate(
+            {
+                "model": {
+                    "model_name_or_path": encoder,
+                    "adapter": {**ADAPTER, "target_modules": ["query"]},
+                },
+                **of(max_tokens=24),
+            }
+        ),
+    ]
+    for stage in stages:
+        read.clear()
+        for section, name, path in leaves(stage):
+            places.setdefault(id(section), (section, {}))[1][name] = path
+        rows = (people, preferences)[stage.stage != "sft"]
+        public = [{**row, "prompt": f"so it {i}"} for i, row in enumerate(rows(90, 4))]
+        dprlhf.train_stage(stage, data=rows(0, 20), evaluation_data=public, quiet=True,
+                           output_dir=tmp_path / stage.stage)  # fmt: skip
+        unread = {
+            path
+            for _, name, path in leaves(stage)
+            if not ("data." in path and name in NOT_OF_ROWS_IN_MEMORY)
+        }
+        assert sorted(unread - read - set(stage.unread)) == [], stage.stage
+
+
+@pytest.mark.parametrize("layer", ["lm_head", "wte"])
+def test_tied_weights_that_cannot_be_merged_are_refused_before_a_round(
+    layer: str, model: str, tmp_path: Path
+) -> None:
+    """The adapter trains well; only the merged model, at the end, computes something else."""
+    tied = {**ADAPTER, "target_modules": [layer]}
+    stage = sft(model, tmp_path / "run", policy={"model_name_or_path": model, "adapter": tied})
+    with pytest.raises(DprlhfError, match=r"policy\.adapter"):
+        dprlhf.train_stage(stage, data=people(0, 40), quiet=True)
+    assert not any(tmp_path.iterdir())
+    with pytest.raises(DprlhfError, match=r"policy\.adapter"):
+        dry_run_stage(stage, people(0, 40))
+
+
+def test_the_rehearsal_of_the_end_leaves_nothing(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def rehearsed(stage: Any, prepared: Any, beside: Path | None) -> None:
+        before = prepared.policy.state()
+        with monkeypatch.context() as patch:
+            patch.setattr(stage, "rehearse", lambda *_: seen.append(prepared.policy.state()))
+            rehearse_end(stage, prepared, beside)
+        after = prepared.policy.state()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert not any(torch.equal(before[name], seen[0][name]) for name in before)
+
+    monkeypatch.setattr("dprlhf.training.build.rehearse_end", rehearsed)
+    dprlhf.train_stage(sft(model, tmp_path / "run"), data=people(0, 40), quiet=True)
+    assert seen
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 @pytest.mark.slow
@@ -913,7 +1045,7 @@ def test_what_the_task_does_not_read_may_differ(model: str, tmp_path: Path) -> N
     assert run.after["loss"].mean > 0
     unread = {"path": "in-memory", "label_column": "chosen", "prompt_column": "rejected"}
     both = {"labels": ["a", "b"], "data": unread}
-    other = {"data": {**unread, "chosen_column": "c", "max_prompt_tokens": 8}}
+    other = {"data": {**unread, "chosen_column": "c"}}
     reward_modelling(rewarding("x", tmp_path, **both, evaluation=other), Sources(None, None, None))
 
 

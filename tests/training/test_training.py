@@ -352,6 +352,19 @@ class TestLeaks:
         assert {w.category for w in caught if "public" in str(w.message)} == {UserWarning}
         assert [w for w in caught if "divide by zero" in str(w.message)]
 
+    @pytest.mark.parametrize("broken", ["trainer.model_card", "reinforcement.figures"])
+    def test_what_would_fail_at_the_end_fails_before_the_folder_is_made(
+        self, broken: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: Any, **__: Any) -> Any:
+            raise ValueError("no such thing")
+
+        monkeypatch.setattr(f"dprlhf.training.{broken}", fail)
+        given = settings(model, output_dir=tmp_path / "a", evaluation_prompts=["it was", "so it"])
+        with pytest.raises(DprlhfError, match="end of the run was tried before its first round"):
+            dprlhf.train(**given)
+        assert not any(tmp_path.iterdir())
+
     @pytest.mark.parametrize("what", ["the folder", "its secret part"])
     def test_an_error_is_one_line_also_where_it_cannot_be_written_down(
         self, what: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -442,21 +455,36 @@ class TestLeaks:
             model, rounds=1, prompts=rows, data__user_column="user", data__max_prompts_per_user=3
         )
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-        monkeypatch.setattr(build, "_open_gate", lambda *_: pytest.fail("said too late"))
         shown = []
         monkeypatch.setattr(
-            build, "_start", lambda *_, **__: shown.append(capsys.readouterr().err) or 1 / 0
+            build, "_open_gate", lambda *_: shown.append(capsys.readouterr().err) or 1 / 0
         )
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(DprlhfError, match="ZeroDivisionError"):
             dprlhf.train(**given, output_dir=tmp_path / "a")
         monkeypatch.undo()
-        assert [line.split()[0] for line in shown[0].splitlines() if line.startswith("  ")] == [
-            "1", "1", "1", "1"
-        ]  # fmt: skip
+        counts = [line for line in shown[0].splitlines() if line.startswith("  ")]
+        assert [line.split()[0] for line in counts] == ["1", "1", "1", "1"]
         for said in ("beyond the first 3", "without a prompt", "empty: only", "longer than"):
             assert f"1 {said}" in shown[0]
-        dprlhf.train(**given, output_dir=tmp_path / "log")  # no terminal
-        assert "private rows" not in capsys.readouterr().err
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: False)  # a log, which is passed on
+        run = dprlhf.train(**given | {"quiet": False}, output_dir=tmp_path / "log")
+        told = capsys.readouterr().err
+        assert "(said on a terminal alone)" not in told
+        operator = run.folder.secret / "operator.txt"
+        assert {line.strip() for line in counts} <= {*operator.read_text().splitlines()}
+        assert told.count(str(operator)) == 2  # at the start and at the end, whatever it says
+        for said in (
+            "epsilon 8",
+            "all rows with one value of 'user'",
+            "21, in 1 rounds",
+            "cpu",
+            "last 64 tokens, and that is what rewards see",
+            "time      unknown",
+        ):
+            assert said in told, said  # fmt: skip
+        assert "21, in 1 rounds" not in shown[0]
+        assert len(repr(run)) < 300
+        assert "<th>this run&#x27;s guarantee</th><td>epsilon 8" in run._repr_html_()
 
     def test_the_private_prompts_are_refused_for_evaluation(
         self, model: str, tmp_path: Path

@@ -10,7 +10,7 @@ import io
 import os
 import sys
 import warnings
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -44,19 +44,49 @@ class OneLineErrors(TyperGroup):
         Raises:
             DprlhfError: A value is missing or wrong; the message names the option.
         """
+        given = [*ctx._protected_args, *ctx.args]
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
             raise DprlhfError(one_line(error.format_message(), None)) from None
+        except typer.Abort:
+            if sys.stdin.isatty():
+                raise
+            asked = [p for p in self.commands[given[0]].params if getattr(p, "prompt", None)]
+            flags = [p.opts[0] for p in asked if p.opts[0] not in given]
+            raise DprlhfError(
+                f"{given[0]} asks questions, and there is no terminal to answer them: give"
+                f" {', '.join(flags) or 'its options'}"
+            ) from None
 
 
 app = typer.Typer(
     cls=OneLineErrors,
-    help="Fine-tune language models on private prompts, with a differential-privacy guarantee.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=True,
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from dprlhf.runs.card import software_version
+
+        typer.echo(f"dprlhf {software_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_show_version, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Fine-tune language models on private prompts, with a differential-privacy guarantee."""
+
 
 _PREPARE, _TRAIN = "Before a run", "Training"
 _FOLDERS, _PRIVACY, _PAPERS = "After a run", "Privacy", "Papers"

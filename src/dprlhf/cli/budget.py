@@ -90,7 +90,7 @@ def show(book: Name = None, as_json: AsJson = False) -> None:
         typer.echo(json.dumps({name: found[name] for name in names}))
         return
     typer.echo(f"book {found['book']}, counter {found['counter']}, {found['users']:,} users\n")
-    typer.echo(f"{'data set':<24}{'epsilon':>9}{'delta':>10}{'spent':>10}{'left':>10}{'runs':>6}")
+    typer.echo(f"{'data set':<24}{'epsilon':>9}{'delta':>10}{'spent':>10}{'left*':>10}{'runs':>6}")
     for row in found["datasets"]:
         if row["spent"] is None:
             spent = f"{upwards(100 * row['used'], 3)}%"
@@ -101,6 +101,7 @@ def show(book: Name = None, as_json: AsJson = False) -> None:
             f"{row['name']:<24}{row['epsilon']:>9g}{row['delta']:>10g}"
             f"{spent:>10}{left:>10}{row['runs']:>6}"
         )
+    typer.echo("* at least: runs together cost less than the sum of their epsilons")
 
 
 @budget.command()

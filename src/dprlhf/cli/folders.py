@@ -123,9 +123,19 @@ def merge(
 def push(
     run: Run,
     repo: Annotated[str, typer.Argument(help="OWNER/NAME on the Hugging Face hub.")],
-    private: Annotated[bool, typer.Option(help="Make it a private repository.")] = False,
+    public: Annotated[
+        bool, typer.Option("--public/--private", help="Make it a repository for everybody.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List what would be uploaded; upload nothing.")
+    ] = False,
 ) -> None:
     """Upload the adapter and its model card to the Hugging Face hub."""
+    from dprlhf.runs.publish import files_to_push
     from dprlhf.runs.publish import push as upload
 
-    typer.echo(upload(run, repo, private=private))
+    if dry_run:
+        typer.echo(f"to the {'public' if public else 'private'} repository {repo}, if it is new:")
+        typer.echo("\n".join(f"  {file} ({size:,} bytes)" for file, size in files_to_push(run)))
+    else:
+        typer.echo(upload(run, repo, private=not public))

@@ -38,6 +38,7 @@ def show(result: Any) -> None:
 
 def measured(result: Any) -> list[str]:
     """Return lines with the judges' scores, the win rates and the measures of public responses."""
+    from dprlhf.recipe.evaluation import measure_label
 
     def pair(name: str, before: Any, after: Any) -> str:
         errors = [
@@ -54,7 +55,7 @@ def measured(result: Any) -> list[str]:
             f" (95% interval {rate.low:.1%} to {rate.high:.1%}; ties count half)"
         )
     return lines + [
-        pair(n.replace("_", " "), e, after.measures[n]) for n, e in before.measures.items()
+        pair(measure_label(n), e, after.measures[n]) for n, e in before.measures.items()
     ]
 
 

@@ -55,8 +55,8 @@ def tune(
 
     The same call continues a search: its trials are in a file beside the output.
     """
+    from dprlhf.hub import hush_libraries
     from dprlhf.recipe import load_recipe
-    from dprlhf.training.build import hush_libraries
     from dprlhf.tuning.public_rows import public_rows
     from dprlhf.tuning.search import Search
     from dprlhf.tuning.space import keys_of

@@ -75,3 +75,8 @@ def note_new_name(key: str, old: str, new: str) -> None:
 def _is_a_number(annotation: Any) -> bool:
     """Return whether a field takes an int or a float, perhaps among other types."""
     return annotation in (int, float) or any(map(_is_a_number, typing.get_args(annotation)))
+
+
+def changed(section: Settings, name: str) -> bool:
+    """Return whether a setting has another value than its default."""
+    return bool(getattr(section, name) != type(section).model_fields[name].default)

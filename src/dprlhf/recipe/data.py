@@ -49,6 +49,14 @@ class Data(Settings):
         """Names of the columns that every row must have, without the user column."""
         return (self.prompt_column,)
 
+    @property
+    def kept(self) -> str:
+        """What is used of each user and row, in words for the operator."""
+        most, after = self.max_prompts_per_user, getattr(self, "max_completion_tokens", None)
+        return f"at most {most} a user; a prompt keeps its last {self.max_prompt_tokens} tokens" + (
+            f", a completion its first {after}" if after else ""
+        )
+
 
 class Documents(Data):
     """Documents for supervised fine-tuning, in TRL's formats.
@@ -83,6 +91,11 @@ class Preferences(Data):
     rejected_column: str = "rejected"
     label_column: str | None = None
     max_tokens: PositiveInt = 128
+
+    @property
+    def kept(self) -> str:
+        """What is used of each user and row, in words for the operator."""
+        return f"at most {self.max_prompts_per_user} a user; a text keeps {self.max_tokens} tokens"
 
     @property
     def columns(self) -> tuple[str, ...]:

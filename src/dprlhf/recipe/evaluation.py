@@ -17,6 +17,25 @@ MEASURES = (
 )  # fmt: skip
 """Names of the built-in measures of responses (:mod:`dprlhf.training.measures`)."""
 
+_LABELS = {
+    "response_tokens": "tokens in a response",
+    "ended_share": "share of responses that ended",
+    "distinct_1": "different words per word",
+    "distinct_2": "different pairs of words per word",
+    "kl": "KL divergence from the base model, nats in a response",
+    "kl_per_token": "KL divergence from the base model, nats in a token",
+}
+
+
+def measure_label(name: str) -> str:
+    """Return a measure's name in words, for reports.
+
+    >>> measure_label("distinct_1"), measure_label("rewards/margins")
+    ('different words per word', 'rewards/margins')
+    """
+    return _LABELS.get(name, name.replace("_", " "))
+
+
 _TAKEN = frozenset({*MEASURES, "reward", "loss", "accuracy"})
 _ENDINGS = ("_standard_error", "_win_rate", "_win_rate_low", "_win_rate_high")
 

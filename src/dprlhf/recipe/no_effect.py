@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from dprlhf.recipe.base import Settings
+from dprlhf.recipe.base import changed
+from dprlhf.recipe.data import Documents, Preferences
 from dprlhf.recipe.loading import AnyRecipe
 from dprlhf.recipe.rl import Recipe
 
@@ -21,17 +22,24 @@ def without_effect(recipe: AnyRecipe) -> list[str]:
 
 def _found(recipe: AnyRecipe) -> Iterator[tuple[str, str]]:
     optimizer = recipe.optimizer
-    if optimizer.name in ("adam", "adam-corrected") and _changed(optimizer, "momentum"):
+    if optimizer.name in ("adam", "adam-corrected") and changed(optimizer, "momentum"):
         yield "optimizer.momentum", f"with optimizer.name {optimizer.name}, whose is betas"
-    if optimizer.name != "adam-corrected" and _changed(optimizer, "noise_floor"):
+    if optimizer.name != "adam-corrected" and changed(optimizer, "noise_floor"):
         yield "optimizer.noise_floor", f"with optimizer.name {optimizer.name}"
     data = recipe.data
-    if data.user_column is None and _changed(data, "max_prompts_per_user"):
+    if data.user_column is None and changed(data, "max_prompts_per_user"):
         yield "data.max_prompts_per_user", "without data.user_column: each row is a user"
     if Path(data.path).is_file():
         for name in ("name", "split"):
-            if _changed(data, name):
+            if changed(data, name):
                 yield f"data.{name}", "on a single file, all of whose rows are read"
+    whole = isinstance(data, Documents) and data.completion_column is None
+    if whole and changed(data, "max_prompt_tokens"):
+        yield "data.max_prompt_tokens", "without data.completion_column: all is learnt"
+    if isinstance(data, Preferences) and data.label_column is not None:
+        for name in ("chosen_column", "rejected_column"):
+            if changed(data, name):
+                yield f"data.{name}", "with data.label_column"
     if isinstance(recipe, Recipe):
         yield from _of_rounds(recipe)
 
@@ -43,9 +51,5 @@ def _of_rounds(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if oracle is not None:
         others = ("steps", "step_size") if oracle.closed_form else ("ridge", "damping")
         for name in others:
-            if _changed(oracle, name):
+            if changed(oracle, name):
                 yield f"update.oracle.{name}", f"with update.oracle.name {oracle.name}"
-
-
-def _changed(section: Settings, name: str) -> bool:
-    return bool(getattr(section, name) != type(section).model_fields[name].default)

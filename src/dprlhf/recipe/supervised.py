@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from dprlhf.recipe.base import PositiveFloat, PositiveInt, Settings
+from dprlhf.recipe.base import PositiveFloat, PositiveInt, Settings, changed
 from dprlhf.recipe.data import Data, Documents, PreferencePairs, Preferences
 from dprlhf.recipe.evaluation import LossEvaluation
 from dprlhf.recipe.policy import Policy, Source
@@ -80,6 +80,9 @@ class StageRecipe(Settings):
     assumptions: ClassVar[tuple[str, ...]] = ()
     """Assumptions of the guarantee that only this stage makes, for the privacy card."""
 
+    unread: ClassVar[dict[str, str]] = {}
+    """Settings of shared sections that this stage does not read, each with what to do instead."""
+
     stage: str
     data: Data
     update: Supervised = Supervised()
@@ -121,6 +124,17 @@ class StageRecipe(Settings):
     def released(self, releases: int, noise_multiplier: float) -> list[str]:
         """List what the run publishes of its users, for the privacy card."""
         return ["the noised mean gradient of each round, and what follows from it: the model"]
+
+    @model_validator(mode="after")
+    def _nothing_unread(self) -> StageRecipe:
+        for key, instead in self.unread.items():
+            *sections, name = key.split(".")
+            section: Any = self
+            for part in sections:
+                section = getattr(section, part, None)  # there may be no evaluation
+            if section is not None and changed(section, name):
+                raise ValueError(f"{key}: {instead}")
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> StageRecipe:
@@ -194,6 +208,19 @@ class RewardRecipe(StageRecipe):
     public_losses: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
     hub_task: ClassVar[str] = "text-classification"
     hub_tag: ClassVar[str] = "reward-model"
+    unread: ClassVar[dict[str, str]] = {
+        "model.dtype": "a reward model is trained in float32",
+        "model.quantization": "a reward model is trained in float32: leave it out",
+        "model.gradient_checkpointing": "a reward model does not support it: lower"
+        " update.batch_size to save memory",
+        "model.chat_template_kwargs": "whoever scores with the reward model does not have them:"
+        " give them in the column chat_template_kwargs, or leave them out",
+        "model.adapter.init": "public rows initialise adapters of causal LMs alone: write random",
+        **dict.fromkeys(
+            ("data.max_prompt_tokens", "evaluation.data.max_prompt_tokens"),
+            "a reward model reads a prompt and its completion as one text: set max_tokens",
+        ),
+    }
 
     stage: Literal["reward"] = "reward"
     model: Policy
@@ -220,16 +247,6 @@ class RewardRecipe(StageRecipe):
             raise ValueError("labels: give at least two, each once")
         if self.evaluation and (self.evaluation.data.label_column is None) != (self.labels is None):
             raise ValueError("evaluation.data must have what data has: labels, or else pairs")
-        return self
-
-    @model_validator(mode="after")
-    def _trained_in_float32(self) -> RewardRecipe:
-        if self.model.dtype != "float32":
-            raise ValueError("model.dtype: a reward model is trained in float32")
-        if self.model.adapter.init != "random":
-            raise ValueError(
-                f"model.adapter.init: {self.model.adapter.init} is for causal LMs: write random"
-            )
         return self
 
 

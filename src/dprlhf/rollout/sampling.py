@@ -235,6 +235,23 @@ def ended(policy: CausalLMPolicy, responses: Responses) -> NDArray[np.bool_]:
     return found
 
 
+def _as_seen(
+    policy: CausalLMPolicy, prompts: Prompts, most: int
+) -> tuple[list[list[int]], Prompts]:
+    """Return the prompts' tokens, and the prompts with what is left of those that are too long.
+
+    So rewards see what the policy saw. A conversation that was cut is no list of whole messages any
+    more: one message, with the role of its last one, has the text that is left.
+    """
+    whole = policy.encode(prompts.prompts, most + 1, prompts.for_template)
+    encoded = [tokens[-most:] for tokens in whole]
+    given = list(prompts.prompts)
+    for n in (n for n, tokens in enumerate(whole) if len(tokens) > most):
+        text, prompt = policy.tokenizer.decode(encoded[n], skip_special_tokens=True), given[n]
+        given[n] = text if isinstance(prompt, str) else [{**prompt[-1], "content": text}]
+    return encoded, Prompts(given, prompts.users, prompts.slots, prompts.columns, prompts.in_rows)
+
+
 def _one_turn(
     policy: CausalLMPolicy,
     prompts: Prompts,
@@ -246,7 +263,7 @@ def _one_turn(
 ) -> Responses:
     """Sample responses of one turn with these draws, ``[prompts, k, max_new_tokens]``."""
     k, max_new_tokens = spec.responses, spec.max_new_tokens
-    encoded = policy.encode(prompts.prompts, max_prompt_tokens, prompts.for_template)
+    encoded, prompts = _as_seen(policy, prompts, max_prompt_tokens)
     width = int(padded_width(max(map(len, encoded), default=0), max_prompt_tokens))
     tokens = torch.full((len(prompts) * k, width + max_new_tokens), policy.tokenizer.pad_token_id)
     mask = torch.zeros_like(tokens)

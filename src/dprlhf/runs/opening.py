@@ -100,7 +100,7 @@ def open_ledger(
     )
 
 
-def hold_declarations(
+def check_declared_rows_unchanged(
     folder: RunFolder, recipe: AnyRecipe, public: Users | None, guides: Guides | None
 ) -> None:
     """Hold ``declared_public`` to the rows for which it was said, when a run is continued.
@@ -242,31 +242,44 @@ def uncounted(folder: RunFolder, users: Users, earlier: Earlier) -> list[str]:
 
     They are in the same parent folder, and not among those under ``previous`` or before these.
 
-    The answer depends on the users, so it is for the operator's terminal alone, never for a log.
+    The answer depends on the users, so it is for ``secret/`` and a terminal, never for a log.
 
     Args:
         folder: The run's folder; runs in the same parent folder are looked at.
         users: The private users.
         earlier: The earlier runs that the recipe names, whose cost the total counts.
     """
-    counted = {record.run for record in earlier.records}
     beside: list[tuple[str, NDArray[np.uint64]]] = []
+    for run in runs_beside(folder, earlier):
+        with contextlib.suppress(DprlhfError):  # a broken one is not this run's
+            beside.append((run.path.name, read_identities(run.identities)))
+    own = open_private(users.identities()) if beside else np.empty(0, dtype=np.uint64)
+    return [name for name, held in beside if np.isin(own, held).any()]
+
+
+def runs_beside(folder: RunFolder, earlier: Earlier) -> list[RunFolder]:
+    """Return the private runs in the same parent folder that a run does not count; public facts.
+
+    Args:
+        folder: The run's folder.
+        earlier: The earlier runs whose cost its total counts.
+    """
+    counted, found = {record.run for record in earlier.records}, []
     for held in sorted(folder.path.absolute().parent.glob("*/secret/users.npy")):
         run = RunFolder(held.parent.parent)
         if run.path == folder.path.absolute():
             continue
-        with contextlib.suppress(DprlhfError, OSError, KeyError):  # a broken one is not this run's
+        with contextlib.suppress(DprlhfError, OSError, KeyError):
             terms = read_opened(run.ledger)[0].body
             if terms["noise_multiplier"] and terms["key_commitment"] not in counted:
-                beside.append((run.path.name, read_identities(run.identities)))
-    own = open_private(users.identities()) if beside else np.empty(0, dtype=np.uint64)
-    return [name for name, held in beside if np.isin(own, held).any()]
+                found.append(run)
+    return found
 
 
 def left_out(users: Users, cut: Callable[[Prompts], Sequence[bool]], most: int) -> list[str]:
     """Return lines with the number of rows that a run leaves out, cannot read, or cuts.
 
-    The numbers depend on the users, so they are for the operator's terminal alone, never for a log.
+    The numbers depend on the users, so they are for ``secret/`` and a terminal, never for a log.
 
     Args:
         users: The private users.

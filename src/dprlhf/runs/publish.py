@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dprlhf.errors import DprlhfError, one_line
-from dprlhf.hub import pinned
+from dprlhf.hub import hush_libraries, pinned
 from dprlhf.policies.adapters import merged, quiet_peft
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, load_any_recipe
 from dprlhf.runs.card import carried_with, read_card
-from dprlhf.runs.earlier import check_lineage_of_objects, records_of
+from dprlhf.runs.earlier import Record, check_lineage_of_objects, records_of
 from dprlhf.runs.folder import RunFolder, replaced_folder
 from dprlhf.runs.lineage import FILE, attach
 from dprlhf.runs.model_card import model_card
@@ -24,7 +25,7 @@ def push(
     run: str | Path,
     repo: str,
     *,
-    private: bool = False,
+    private: bool = True,
     token: str | None = None,
     message: str | None = None,
     revision: str | None = None,
@@ -36,7 +37,7 @@ def push(
     Args:
         run: The run folder.
         repo: The repository, ``owner/name``; created if it does not exist.
-        private: Whether to create a private repository.
+        private: Whether a repository that is created is private.
         token: The hub's token; None takes the one of the login.
         message: Message of the commit; None names the run.
         revision: Branch, created if it does not exist; None for the main one.
@@ -70,6 +71,17 @@ def push(
     return f"https://huggingface.co/{repo}"
 
 
+def files_to_push(run: str | Path) -> list[tuple[str, int]]:
+    """Return the name and the size in bytes of each file that :func:`push` would upload.
+
+    Raises:
+        DprlhfError: The run has no policy yet.
+    """
+    policy = _finished(run).policy
+    files = sorted(file for file in policy.rglob("*") if file.is_file())
+    return [(str(file.relative_to(policy)), file.stat().st_size) for file in files]
+
+
 def merge(
     run: str | Path,
     out: str | Path,
@@ -93,6 +105,7 @@ def merge(
             run, the dtype is unknown, the adapter cannot be merged, or the model holds the run's
             updates already.
     """
+    hush_libraries()
     folder, out = _finished(run), Path(out)
     if out.exists() and not replace:
         raise DprlhfError(f"{out}: exists; name a new folder")
@@ -101,6 +114,37 @@ def merge(
     kind = getattr(torch, dtype, None)
     if not (isinstance(kind, torch.dtype) and kind.is_floating_point):
         raise DprlhfError(f"dtype {dtype!r} is unknown: use float32, bfloat16 or float16")
+    try:
+        write_merged(folder, out, records_of(folder.path), model=model, dtype=kind)
+    except UnmergeableError as error:
+        raise DprlhfError(f"{run}: {error}; load it with PeftModel.from_pretrained") from None
+    return out
+
+
+class UnmergeableError(DprlhfError):
+    """An adapter cannot be merged into its base model, or the merged model cannot be saved."""
+
+
+def write_merged(
+    folder: RunFolder,
+    out: Path,
+    records: Sequence[Record],
+    *,
+    model: Any = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Write the model of :func:`merge`; also of a trial run, which has no ledger yet.
+
+    Args:
+        folder: The folder, with recipe, privacy card and ``policy/``.
+        out: Where the model goes; a folder that is there is replaced.
+        records: The run's own privacy terms, then those of the runs before it.
+        model: The model that the run started from; None loads the one that the recipe names.
+        dtype: Dtype of the merged weights.
+
+    Raises:
+        UnmergeableError: The adapter cannot be merged. The message names its type.
+    """
     recipe, card = load_any_recipe(folder.recipe), read_card(folder)
     adapter = recipe.trained.adapter.type
     try:
@@ -113,26 +157,22 @@ def merge(
             with quiet_peft():
                 tuned = peft.PeftModel.from_pretrained(base, str(folder.policy)).eval()
             whole, right = merged(tuned)
-    except DprlhfError:
+        if not right:
+            raise UnmergeableError(f"merged, the adapter ({adapter}) computes something else")
+        with replaced_folder(out) as fresh:
+            whole.to(dtype).save_pretrained(fresh)
+            tokenizer.save_pretrained(fresh)
+            readme = model_card(recipe, card, merged=True)
+            (fresh / "README.md").write_text(readme, encoding="utf-8")
+            # A run that starts from this model finds out which run to account for.
+            (fresh / "privacy.json").write_text(folder.privacy.read_text("utf-8"), encoding="utf-8")
+            attach(fresh, carried_with(card, records))
+    except DprlhfError:  # which is a ValueError, too
         raise
     except (OSError, ValueError, RuntimeError, AttributeError) as error:
-        raise DprlhfError(
-            f"{run}: the adapter ({adapter}) cannot be merged"
-            f" ({one_line(error)}); load it with PeftModel.from_pretrained"
+        raise UnmergeableError(
+            f"the adapter ({adapter}) cannot be merged ({one_line(error)})"
         ) from None
-    if not right:
-        raise DprlhfError(
-            f"{run}: merged, the adapter ({adapter}) computes something else; load it"
-            " with PeftModel.from_pretrained"
-        )
-    with replaced_folder(out) as fresh:
-        whole.to(kind).save_pretrained(fresh)
-        tokenizer.save_pretrained(fresh)
-        (fresh / "README.md").write_text(model_card(recipe, card, merged=True), encoding="utf-8")
-        # A run that starts from this model finds out which run to account for.
-        (fresh / "privacy.json").write_text(folder.privacy.read_text("utf-8"), encoding="utf-8")
-        attach(fresh, carried_with(card, records_of(folder.path)))
-    return out
 
 
 def _whole(folder: RunFolder) -> tuple[Any, Any]:

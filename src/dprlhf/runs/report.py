@@ -15,6 +15,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.gaussian import upwards
+from dprlhf.recipe.evaluation import measure_label
+from dprlhf.runs.earlier import total_of_runs
 from dprlhf.runs.folder import write_atomically
 from dprlhf.runs.plots import Series, line_plot
 from dprlhf.runs.published_run import PublishedRun, finite_number, read_run
@@ -38,24 +42,45 @@ def write_report(folders: Sequence[str | Path], out: str | Path | None = None) -
     runs = [read_run(Path(folder)) for folder in folders]
     if out is None:
         out = Path(folders[0], "report.html") if len(folders) == 1 else Path("report.html")
-    html = render(runs)
+    html = render(runs, _together(folders) if len(runs) > 1 else "")
     # Continuations may hold halves of surrogate pairs, which UTF-8 cannot write.
     write_atomically(Path(out), html.encode("utf-8", "replace"))
     return Path(out)
 
 
-def render(runs: Sequence[PublishedRun]) -> str:
-    """Return the report as self-contained HTML, which loads no other file."""
+def render(runs: Sequence[PublishedRun], together: str = "") -> str:
+    """Return the report as self-contained HTML, which loads no other file.
+
+    Args:
+        runs: The runs; with several, the report starts with a comparison.
+        together: What is stated for users who are in several of them.
+    """
     compared = [s for run in runs if (s := Series(run.name, _public_reward(run))).points]
     html: str = _template().render(
         runs=runs,
         figures=lambda run: _figures(run, alone=len(compared) < 2),
         phases=_phases,
         compared=compared,
+        together=together,
         comparison=line_plot(compared, "round", "reward"),
         shown_samples=_SHOWN_SAMPLES,
     )
     return html
+
+
+def _together(folders: Sequence[str | Path]) -> str:
+    """Return what is stated for users who are in several of the compared runs."""
+    try:
+        records, whole = total_of_runs(map(Path, folders))
+    except (DprlhfError, OSError) as problem:
+        return f"What they cost somebody who is in several of them is not known: {problem}."
+    if math.isinf(whole.epsilon):
+        return "Nothing is promised to somebody who is in all of them: one adds no noise."
+    return (
+        f"Each ε is that of one run alone. For somebody who is in all {len(records)} runs (those"
+        f" that they build on count), it is {upwards(whole.epsilon, 4)} at"
+        f" δ = {upwards(whole.delta, 3)}."
+    )
 
 
 @functools.cache
@@ -65,7 +90,10 @@ def _template() -> Any:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"number": _shown, "estimate": _estimate, "text": _text}
+    environment.filters |= {
+        "number": _shown, "estimate": _estimate, "text": _text, "measure": _heading,
+        "unsigned": functools.partial(_estimate, sign=""),
+    }  # fmt: skip
     environment.tests["noise"] = _within_noise
     source = resources.files("dprlhf").joinpath("runs/report.html.j2")
     return environment.from_string(source.read_text("utf-8"))
@@ -233,11 +261,16 @@ def _shown(value: Any) -> str:
     return f"{number:.4g}"
 
 
-def _estimate(value: tuple[float, float] | None) -> str:
+def _estimate(value: tuple[float, float] | None, sign: str = "+") -> str:
     if value is None:
         return "–"
     error = "" if math.isnan(value[1]) else f" ± {value[1]:.3f}"
-    return f"{value[0]:+.3f}{error}"
+    return f"{value[0]:{sign}.3f}{error}"
+
+
+def _heading(measure: str) -> str:
+    label = measure_label(measure)
+    return label[:1].upper() + label[1:]  # capitalize() would write the KL divergence as Kl
 
 
 def _within_noise(value: tuple[float, float]) -> bool:

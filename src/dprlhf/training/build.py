@@ -25,6 +25,7 @@ from dprlhf.data.public import check_form, guides, public_users
 from dprlhf.data.users import Users
 from dprlhf.errors import EXITS, DprlhfError, InterruptedRunError
 from dprlhf.hardware import default_torch_state
+from dprlhf.hub import hush_libraries
 from dprlhf.policies.averaging import ParameterAverage
 from dprlhf.policies.optimizers import make_optimizer
 from dprlhf.privacy.file_times import stamp_run
@@ -45,10 +46,10 @@ from dprlhf.runs.earlier import (
 from dprlhf.runs.folder import RunFolder, write_atomically
 from dprlhf.runs.lineage import mark
 from dprlhf.runs.opening import (
+    check_declared_rows_unchanged,
     check_disjoint,
     check_public,
     check_same_users,
-    hold_declarations,
     how_to_continue,
     left_out,
     open_folder,
@@ -61,7 +62,8 @@ from dprlhf.training.layout import settle_layout
 from dprlhf.training.processes import Processes
 from dprlhf.training.progress import Progress
 from dprlhf.training.recipe_plan import check_settled, plan_of_run, resolve_dtype
-from dprlhf.training.run import Parts, Run, Stage
+from dprlhf.training.run import PreparedRun, Run, Stage
+from dprlhf.training.trainer import rehearse_end
 
 Callback = Callable[[dict[str, Any]], None] | Any
 """A function of a round's metrics, or a ``transformers.TrainerCallback``."""
@@ -92,7 +94,7 @@ def load_parts(
     quiet: bool,
     folder: RunFolder | None = None,
     counted: bool = True,
-) -> tuple[Stage, Parts]:
+) -> tuple[Stage, PreparedRun]:
     """Load and check everything that a recipe names, and settle what it leaves open.
 
     Args:
@@ -141,22 +143,24 @@ def load_parts(
     policy.set_up.keep(policy.network, "generation_config")
     stage.check_policy(users, policy)
     processes.place(policy)
-    parts = Parts(recipe, plan, earlier, users, policy, public, processes, quiet, guides=guiding)
+    prepared = PreparedRun(
+        recipe, plan, earlier, users, policy, public, processes, quiet, guides=guiding
+    )
     with default_torch_state():  # a reward's module may set threads as it is loaded
-        stage.settle(parts)
-    parts.recipe = stage.recipe
-    shapes, parts.rounding = settle_layout(policy, stage.shapes, processes)
+        stage.settle(prepared)
+    prepared.recipe = stage.recipe
+    shapes, prepared.rounding = settle_layout(policy, stage.shapes, processes)
     policy.set_up.keep(policy.network, "config")  # in which attention has now been settled
     stage.lay_out(shapes)
-    parts.plan = plan_of_run(stage.recipe, users, opened, sources)
+    prepared.plan = plan_of_run(stage.recipe, users, opened, sources)
     with default_torch_state():
-        stage.load(parts)
+        stage.load(prepared)
     known, own = [record.run for record in earlier.records], opened.get("key_commitment")
     if real:
         # What came from the hub is on this machine now, and with it the records that it carries.
         processes.on_main(lambda: check_lineage(recipe, known))
         processes.on_main(lambda: check_lineage_of_objects(sources.models, known, own))
-    return stage, parts
+    return stage, prepared
 
 
 def _say_if_rows_have_owners(recipe: AnyRecipe, users: Users) -> None:
@@ -205,38 +209,41 @@ def open_run(
     if create:
         processes.on_main(folder.refuse_to_overwrite)
     with _only_run(), default_torch_state() as put_back_torch_state:
-        stage, parts = load_parts(
+        stage, prepared = load_parts(
             recipe, sources, processes, quiet=quiet, folder=folder, counted=counted
         )
         if create and counted:
-            processes.on_main(lambda: say_what_is_left_out(stage, parts))
+            beside = next(p for p in folder.path.absolute().parents if p.is_dir())
+            processes.on_main(lambda: rehearse_end(stage, prepared, beside))
         key, reservation = processes.on_main(
-            lambda: _start(parts, folder, create=create, counted=counted)
+            lambda: _start(prepared, folder, create=create, counted=counted)
         )
-        parts.users.tell = folder.tell_operator
-        with _one_line_errors(folder, parts.recipe), contextlib.ExitStack() as stack:
+        prepared.users.tell = folder.tell_operator
+        if create and counted:
+            processes.on_main(lambda: say_what_is_left_out(stage, prepared, folder))
+        with _one_line_errors(folder, prepared.recipe), contextlib.ExitStack() as stack:
             gate: Gate | None = None
             trackers: list[Callback] = []
-            policy = parts.policy
+            policy = prepared.policy
             stack.enter_context(policy.without_dropout())
             stack.callback(policy.set_up.end)
             policy.set_up.put_back()
             if processes.main:
                 stack.callback(stamp_run, folder.path)
-                gate, trackers = _open_gate(parts, folder, key, stack)
+                gate, trackers = _open_gate(prepared, folder, key, stack)
                 if reservation is not None:
                     gate.ledger.note_book(reservation.entry(), resumed=not create)
             if reservation is not None:
-                processes.on_main(lambda: _followed(parts.recipe, gate, stack, create=create))
+                processes.on_main(lambda: _followed(prepared.recipe, gate, stack, create=create))
             if counted:  # a program may go on with the model that it passed, or that is returned
                 records = processes.on_main(lambda: records_of(folder.path))
-                mark(parts.policy.network, {"runs": [asdict(record) for record in records]})
+                mark(prepared.policy.network, {"runs": [asdict(record) for record in records]})
                 policy.set_up.keep(policy.network, "config")
             stack.enter_context(stage.opened(folder))
             if processes.main:
                 stamp_run(folder.path)  # after a kill, a file may have the time of its writing
-            told = [*trackers, *as_functions(callbacks, folder.path, parts.plan.rounds)]
-            run = _assembled(stage, parts, folder, key, reservation, gate, told, quiet=quiet)
+            told = [*trackers, *as_functions(callbacks, folder.path, prepared.plan.rounds)]
+            run = _assembled(stage, prepared, folder, key, reservation, gate, told, quiet=quiet)
             run.put_back_torch_state = put_back_torch_state
             yield run
 
@@ -260,7 +267,7 @@ def _only_run() -> Iterator[None]:
 
 def _assembled(
     stage: Stage,
-    parts: Parts,
+    prepared: PreparedRun,
     folder: RunFolder,
     key: bytes,
     reservation: Reservation | None,
@@ -270,81 +277,87 @@ def _assembled(
     quiet: bool,
 ) -> Run:
     """Return the run of what was loaded and opened, with its optimizer and secret allocation."""
-    plan, policy, settings = parts.plan, parts.policy, stage.recipe.optimizer
+    plan, policy, settings = prepared.plan, prepared.policy, stage.recipe.optimizer
     noise = plan.noise_std / plan.expected_batch_size  # of a coordinate of the released mean
     average = settings.average
     return Run(
-        recipe=stage.recipe,
+        **vars(prepared) | {"recipe": stage.recipe},
         stage=stage,
-        plan=plan,
-        earlier=parts.earlier,
         reservation=reservation,
         folder=folder,
         key=key,
-        processes=parts.processes,
-        users=parts.users,
         allocation=allocate(plan, key),
-        policy=policy,
         optimizer=make_optimizer(settings, policy.parameters.values(), noise),
         average=ParameterAverage(average, policy.parameters, plan.rounds) if average else None,
         gate=gate,
-        progress=Progress(stage.rows_a_user, disable=quiet or not parts.processes.main),
+        progress=Progress(stage.rows_a_user, disable=quiet or not prepared.processes.main),
         callbacks=callbacks,
-        rounding=parts.rounding,
     )
 
 
 def _start(
-    parts: Parts, folder: RunFolder, *, create: bool, counted: bool
+    prepared: PreparedRun, folder: RunFolder, *, create: bool, counted: bool
 ) -> tuple[bytes, Reservation | None]:
     """Make or open the folder and reserve the run's cost; a refused new run leaves no folder."""
-    recipe = parts.recipe
+    recipe = prepared.recipe
     key = open_folder(folder, recipe, create=create)
     if not counted:
         return key, None
     try:
-        reservation = reserve(recipe, parts.plan, parts.users, parts.earlier, folder, commit=True)
+        reservation = reserve(
+            recipe, prepared.plan, prepared.users, prepared.earlier, folder, commit=True
+        )
     except BrokenOffError:  # it may have been written down: the folder has the key to find it by
         raise
     except DprlhfError:
         if create:
             folder.discard()
         raise
-    if reservation is None and parts.plan.private:
+    if reservation is None and prepared.plan.private:
         print(f"dprlhf: {NO_BOOK}", file=sys.stderr)
-        # A terminal alone: that two runs share a user depends on who the users are, and a job's log
-        # is passed on.
-        asked = create and sys.stderr.isatty()
-        if asked and (beside := uncounted(folder, parts.users, parts.earlier)):
+        if create and (beside := uncounted(folder, prepared.users, prepared.earlier)):
             named = ", ".join(beside[:_SHOWN]) + ", …" * (len(beside) > _SHOWN)
-            print(
-                f"dprlhf: warning: {len(beside)} private run(s) beside this one had some of the"
-                f" same users, and their cost is not counted here ({named}): name under previous"
-                " those that are kept",
-                file=sys.stderr,
+            warning = (
+                f"warning: {len(beside)} private run(s) beside this one had some of the same users,"
+                f" and their cost is not counted here ({named}): name under previous those that are"
+                " kept"
             )
+            folder.tell_operator(warning)
+            # A terminal alone: that two runs share a user depends on who the users are, and a
+            # job's log is passed on.
+            if sys.stderr.isatty():
+                print(f"dprlhf: {warning}", file=sys.stderr)
     return key, reservation
 
 
-def say_what_is_left_out(stage: Stage, parts: Parts) -> None:
-    """Say from where on prompts are cut; and on a terminal how many rows are left out or cut.
+def say_what_is_left_out(
+    stage: Stage, prepared: PreparedRun, folder: RunFolder | None = None
+) -> None:
+    """Say how many private rows are left out, unreadable or cut: to the operator, who has the rows.
 
-    How many they are tells of users: a job's log is passed on; a terminal is read by the operator,
-    who has the rows.
+    The numbers tell of users. They go to ``secret/operator.txt`` and, since a job's log is passed
+    on, otherwise to a terminal alone.
+
+    Args:
+        stage: The stage.
+        prepared: What was loaded and checked.
+        folder: The run folder; None for a dry run.
     """
-    if not parts.quiet:
-        width = parts.recipe.data.max_prompt_tokens
+    if not prepared.quiet:
+        width = prepared.recipe.data.max_prompt_tokens
         rule = f"a prompt keeps its last {width} tokens (data.max_prompt_tokens)"
         print(f"dprlhf: {rule}", file=sys.stderr)
-    if not sys.stderr.isatty():
+    if folder is None and not sys.stderr.isatty():
         return
     with captured(None):  # a panic in compiled code prints the text that it failed on
         lines = left_out(
-            parts.users,
-            lambda rows: stage.cut(parts.policy, rows),
-            parts.recipe.data.max_prompts_per_user,
+            prepared.users,
+            lambda rows: stage.cut(prepared.policy, rows),
+            prepared.recipe.data.max_prompts_per_user,
         )
-    if lines:
+    if folder is not None:
+        folder.tell_operator(*(lines or ["no private row is left out, unreadable or cut"]))
+    if lines and sys.stderr.isatty():
         print("dprlhf: of the private rows (said on a terminal alone):", file=sys.stderr)
         print("\n".join(f"  {line}" for line in lines), file=sys.stderr)
 
@@ -367,36 +380,21 @@ def _followed(
 
 
 def _open_gate(
-    parts: Parts, folder: RunFolder, key: bytes, stack: contextlib.ExitStack
+    prepared: PreparedRun, folder: RunFolder, key: bytes, stack: contextlib.ExitStack
 ) -> tuple[Gate, list[Callback]]:
     """Open the ledger and the trackers, and return the gate and the trackers' callbacks."""
-    recipe = parts.recipe
+    recipe = prepared.recipe
     for feature in experimental(recipe):
         print(f"dprlhf: experimental: {feature}", file=sys.stderr)
-    warnings = parts.plan.warnings(released_dimension(recipe, parts.policy.dimension))
+    warnings = prepared.plan.warnings(released_dimension(recipe, prepared.policy.dimension))
     for warning in without_effect(recipe) + warnings:
         print(f"dprlhf: warning: {warning}", file=sys.stderr)
-    hold_declarations(folder, recipe, parts.public, parts.guides)
-    ledger = open_ledger(recipe, parts.plan, folder, key, parts.users, parts.earlier)
+    check_declared_rows_unchanged(folder, recipe, prepared.public, prepared.guides)
+    ledger = open_ledger(recipe, prepared.plan, folder, key, prepared.users, prepared.earlier)
     stack.callback(ledger.close)
-    config = {**recipe.model_dump(mode="json"), "plan": parts.plan.terms()}
+    config = {**recipe.model_dump(mode="json"), "plan": prepared.plan.terms()}
     trackers = stack.enter_context(tracked(recipe.tracking, folder, config))
-    return Gate(parts.plan, ledger, key), list(trackers)
-
-
-def hush_libraries() -> None:
-    """Switch off other libraries' progress bars and notices."""
-    import logging
-
-    # As PEFT loads it, it warns of a kernel that it did not find on the hub.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-
-    import datasets
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
+    return Gate(prepared.plan, ledger, key), list(trackers)
 
 
 @contextlib.contextmanager

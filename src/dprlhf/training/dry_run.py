@@ -20,9 +20,10 @@ from dprlhf.training.build import load_parts, say_what_is_left_out
 from dprlhf.training.planner import resolve_auto
 from dprlhf.training.processes import Processes
 from dprlhf.training.reinforcement import Reinforcement
-from dprlhf.training.run import Parts
+from dprlhf.training.run import PreparedRun
 from dprlhf.training.supervised import Supervised
-from dprlhf.training.timing import seconds_a_response, seconds_a_round, seconds_a_row
+from dprlhf.training.timing import in_words, seconds_a_response, seconds_a_round, seconds_a_row
+from dprlhf.training.trainer import rehearse_end
 
 
 def dry_run(recipe: Recipe, sources: Sources | None = None) -> dict[str, Any]:
@@ -42,14 +43,15 @@ def dry_run(recipe: Recipe, sources: Sources | None = None) -> dict[str, Any]:
     processes = Processes.connect()
     sources = sources or Sources(None, None, None)
     recipe = resolve_auto(recipe, sources)
-    stage, parts = load_parts(recipe, sources, processes, quiet=True)
-    processes.on_main(lambda: say_what_is_left_out(stage, parts))
+    stage, prepared = load_parts(recipe, sources, processes, quiet=True)
+    processes.on_main(lambda: rehearse_end(stage, prepared, None))
+    processes.on_main(lambda: say_what_is_left_out(stage, prepared))
     assert isinstance(stage, Reinforcement)
-    recipe, plan, policy = stage.recipe, parts.plan, parts.policy
+    recipe, plan, policy = stage.recipe, prepared.plan, prepared.policy
     public = stage.known
     for _ in range(2):  # the first pass warms up
         phases = seconds_a_response(policy, stage.scorer, public, recipe, keeps=stage.keeps)
-    terms = _terms(recipe, parts)
+    terms = _terms(recipe, prepared)
     spread = stage.spread
     return {
         **terms,
@@ -89,36 +91,37 @@ def dry_run_stage(
     """
     processes = Processes.connect()
     sources = Sources(data, None, evaluation_data)
-    stage, parts = load_parts(recipe, sources, processes, quiet=True)
-    processes.on_main(lambda: say_what_is_left_out(stage, parts))
+    stage, prepared = load_parts(recipe, sources, processes, quiet=True)
+    processes.on_main(lambda: rehearse_end(stage, prepared, None))
+    processes.on_main(lambda: say_what_is_left_out(stage, prepared))
     assert isinstance(stage, Supervised)
-    recipe, plan, public = stage.recipe, parts.plan, stage.public
+    recipe, plan, public = stage.recipe, prepared.plan, stage.public
     seconds = estimated = None
     if public is not None:
         size = recipe.update.batch_size
         some = public.first(size)
-        seconds_a_row(parts.policy, stage.task, some, size, plan.clip_norm)  # warms up
-        seconds = seconds_a_row(parts.policy, stage.task, some, size, plan.clip_norm)
+        seconds_a_row(prepared.policy, stage.task, some, size, plan.clip_norm)  # warms up
+        seconds = seconds_a_row(prepared.policy, stage.task, some, size, plan.clip_norm)
         drawn = plan.rounds * plan.expected_batch_size * recipe.data.max_prompts_per_user
         # Evaluation before and after: a forward pass, about a third of a step.
         estimated = seconds * (drawn / processes.count + 2 * len(public) / 3)
     return {
-        **_terms(recipe, parts),
+        **_terms(recipe, prepared),
         "seconds_a_row": seconds,
         "estimated_seconds": estimated,
     }
 
 
-def _terms(recipe: AnyRecipe, parts: Parts) -> dict[str, Any]:
-    plan, policy = parts.plan, parts.policy
+def _terms(recipe: AnyRecipe, prepared: PreparedRun) -> dict[str, Any]:
+    plan, policy = prepared.plan, prepared.policy
     dimension = released_dimension(recipe, policy.dimension)
     return {
         **plan.terms(),
-        **({"total_epsilon": total(plan, parts.earlier).epsilon} if parts.earlier else {}),
+        **({"total_epsilon": total(plan, prepared.earlier).epsilon} if prepared.earlier else {}),
         "users_a_round": plan.expected_batch_size,
         "dimension": policy.dimension,
         "noise_to_clip_ratio": plan.noise_to_clip_ratio(dimension),
-        "processes": parts.processes.count,
+        "processes": prepared.processes.count,
         "device": str(policy.device),
         "memory_bytes": _memory(policy.device),
         "experimental": list(experimental(recipe)),
@@ -131,10 +134,8 @@ def explain(plan: dict[str, Any]) -> str:
     seconds, gib = plan["estimated_seconds"], plan["memory_bytes"] / 2**30
     if seconds is None:
         duration = "unknown: there are no public rows to time (evaluation)"
-    elif seconds < 100:
-        duration = f"about {seconds:.2g} seconds"
     else:
-        duration = f"about {seconds / 60:,.0f} minutes"
+        duration = f"about {in_words(seconds)}"
     epsilon = plan["epsilon"]
     promise = (
         "none: no noise is added (a baseline)"

@@ -226,8 +226,8 @@ def _check_count(joined: int) -> None:
     ):
         raise DprlhfError(
             "accelerate launch was asked for several processes and started one (--cpu does that);"
-            " give it a --config_file with distributed_type: MULTI_CPU, or unset MASTER_PORT if one"
-            " is meant"
+            " give it a --config_file (two_cpu_processes.yaml among the recipes) with"
+            " distributed_type: MULTI_GPU and use_cpu: true, or unset MASTER_PORT if one is meant"
         )
 
 

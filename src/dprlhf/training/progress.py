@@ -147,6 +147,11 @@ class Progress:
         with contextlib.nullcontext() if seen else captured(None):
             yield
 
+    def say(self, *lines: str) -> None:
+        """Print lines of public facts, on any kind of output, unless the run is to be quiet."""
+        if not self._disable:
+            print(*(f"dprlhf: {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
+
     def show(self, metrics: dict[str, Any]) -> None:
         """Show released values beside the bar over rounds."""
         for key, label in (

@@ -53,7 +53,7 @@ from dprlhf.training.policy_setup import (
     with_sampling,
 )
 from dprlhf.training.reward_setup import call_size, check_rewards, check_times_columns
-from dprlhf.training.run import Batch, Outcome, Parts, Run
+from dprlhf.training.run import Batch, Outcome, PreparedRun, Run, Summarised, summary_of
 from dprlhf.training.timing import seconds_a_response, seconds_a_round
 from dprlhf.updates import PrivateRound, find_update
 from dprlhf.updates.kl import subtract_kl
@@ -66,9 +66,12 @@ if TYPE_CHECKING:
 NEAR_ZERO, HEALTHY = 0.1, 0.9
 """Shares of users with valid rewards below which a run stops, and below which it warns."""
 
+_REHEARSED = 2
+"""Public prompts on which the evaluation at the end is tried before the first round."""
 
-@dataclass(frozen=True)
-class Result:
+
+@dataclass(frozen=True, repr=False)
+class Result(Summarised):
     """The result of a finished run of private updates.
 
     Attributes:
@@ -91,6 +94,12 @@ class Result:
     samples: list[dict[str, Any]]
     policy: CausalLMPolicy
     compared: Mapping[str, Comparison] = field(default_factory=dict)
+
+    @property
+    def summary(self) -> list[tuple[str, str]]:
+        """The run folder, the guarantee, and the public reward before and after."""
+        means = {"public reward": (self.before, self.after)} if self.before else {}
+        return summary_of(self.folder, self.plan, means)
 
 
 class Reinforcement:
@@ -213,14 +222,19 @@ class Reinforcement:
         whole = policy.encode(prompts.prompts, most + 1, prompts.for_template)
         return [len(tokens) > most for tokens in whole]
 
-    def settle(self, parts: Parts) -> None:
+    def settle(self, prepared: PreparedRun) -> None:
         """Load the rewards; decide the rollout's batch size, the adapter's start, the clip norm."""
-        plan, policy, public, processes = parts.plan, parts.policy, parts.public, parts.processes
+        plan, policy, public, processes = (
+            prepared.plan,
+            prepared.policy,
+            prepared.public,
+            prepared.processes,
+        )
         # A reward model takes its memory before it is found out how many responses fit into it.
         self.rewards = load_rewards(
             self.recipe.rewards, self._sources.rewards, device=processes.device
         )
-        check_times_columns(self.rewards, parts.users.column_names)
+        check_times_columns(self.rewards, prepared.users.column_names)
         self._know_models({f"rewards.{i}": reward for i, reward in enumerate(self.rewards)})
         self.recipe = processes.on_main(
             lambda: with_batch_size(self.recipe, plan, policy, processes.count)
@@ -228,9 +242,9 @@ class Reinforcement:
         recipe = self.recipe
         self.keeps = _keeps(recipe, plan, policy, processes.count)
         self.public = evaluated(recipe, public)
-        start_adapter(policy, recipe, public, parts.guides)
+        start_adapter(policy, recipe, public, prepared.guides)
         self.recipe = processes.from_main(
-            with_clip_norm(recipe, plan, policy, public, quiet=parts.quiet or not processes.main)
+            with_clip_norm(recipe, plan, policy, public, quiet=prepared.quiet or not processes.main)
         )
 
     def _know_models(self, rewards: Mapping[str, LoadedReward]) -> None:
@@ -261,9 +275,14 @@ class Reinforcement:
             sizes["rollout"] = shapes.rollout
         self.recipe = self.recipe.model_copy(update=sizes)
 
-    def load(self, parts: Parts) -> None:
+    def load(self, prepared: PreparedRun) -> None:
         """Check the rewards; make the telemetry coordinates."""
-        recipe, plan, policy, processes = self.recipe, parts.plan, parts.policy, parts.processes
+        recipe, plan, policy, processes = (
+            self.recipe,
+            prepared.plan,
+            prepared.policy,
+            prepared.processes,
+        )
         rows = plan.expected_batch_size * recipe.rollout.responses / processes.count
         self._state = RoundState(0, plan.rounds, recipe.privacy.participations)
         if self._acting is not None:
@@ -279,7 +298,7 @@ class Reinforcement:
             policy,
             recipe,
             self.known,
-            parts.users.column_names,
+            prepared.users.column_names,
             private=self.public is None,
             most_rows=call_size(rows),
             state=self._state,
@@ -306,15 +325,32 @@ class Reinforcement:
 
             self.guidance = Guidance(
                 recipe.update.subspace,
-                parts.guides,
+                prepared.guides,
                 recipe.seed,
                 partial(
                     in_form,
-                    conversations=parts.users.conversations,
-                    in_rows=parts.users.with_prompts,
+                    conversations=prepared.users.conversations,
+                    in_rows=prepared.users.with_prompts,
                 ),
             )
             self.guidance.check(policy.dimension)
+
+    def rehearse(self, prepared: PreparedRun, folder: RunFolder) -> None:
+        """Evaluate a few public prompts, and put the figures into the form of their files."""
+        if self.public is None or self.recipe.evaluation is None:
+            return
+        tried = evaluate(
+            prepared.policy,
+            self.scorer,
+            self.public.first(_REHEARSED),
+            self.recipe.rollout,
+            seed=self.recipe.seed,
+            max_prompt_tokens=self.recipe.evaluation.data.max_prompt_tokens,
+            judges=self.judges,
+            batch_size=self.recipe.update.batch_size,
+        )
+        write_json(folder.evaluation, figures(tried, tried))
+        write_json(folder.samples, samples(tried, tried))
 
     @contextlib.contextmanager
     def opened(self, folder: RunFolder) -> Iterator[None]:

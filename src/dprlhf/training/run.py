@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from dprlhf.data.users import Prompts, Users
 from dprlhf.policies.averaging import ParameterAverage
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.gate import Gate
+from dprlhf.privacy.gaussian import upwards
 from dprlhf.privacy.partition import Allocation
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import AnyRecipe
@@ -29,8 +31,34 @@ from dprlhf.training.processes import Processes
 from dprlhf.training.progress import Progress, RoundBar
 
 
+class Summarised:
+    """A result with a short representation; a notebook shows it as a table."""
+
+    @property
+    def summary(self) -> list[tuple[str, str]]:
+        """What is worth a look, as pairs of a name and a value."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        told = ", ".join(f"{name}: {value}" for name, value in self.summary)
+        return f"<{type(self).__name__}: {told}>"
+
+    def _repr_html_(self) -> str:
+        rows = (f"<tr><th>{escape(n)}</th><td>{escape(v)}</td></tr>" for n, v in self.summary)
+        return f"<table>{''.join(rows)}</table>"
+
+
+def summary_of(folder: RunFolder, plan: Plan, means: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the folder, the guarantee, and each public mean before and after a run."""
+    promise = "none (a baseline)"
+    if plan.private:
+        promise = f"epsilon {upwards(plan.guarantee.epsilon, 4)} at delta {plan.guarantee.delta:g}"
+    values = {n: f"{b.mean:.4g} before, {a.mean:.4g} after" for n, (b, a) in means.items()}
+    return [("run folder", str(folder.path)), ("this run's guarantee", promise), *values.items()]
+
+
 @dataclass(repr=False)
-class Parts:
+class PreparedRun:
     """The parts of a run before anything is written: plan, data and model, loaded and checked.
 
     Attributes:
@@ -59,52 +87,38 @@ class Parts:
     guides: Guides | None = None
 
 
-@dataclass(repr=False)
-class Run:
+@dataclass(repr=False, kw_only=True)
+class Run(PreparedRun):
     """A run that is ready to train: its parts, its folder, and the gate for releases.
 
     :func:`dprlhf.training.build.open_run` creates it.
 
     Attributes:
-        recipe: The settings, with nothing left open.
         stage: The part of the training that differs by kind of run.
-        plan: The privacy plan: partition, noise and guarantee.
-        earlier: The earlier runs whose privacy cost counts towards the total.
         reservation: The run's place in the budget book; None without a book.
         folder: The run folder.
         key: The secret key that allocation and noise are derived from.
-        processes: This process among those of the launch.
-        users: The private users.
         allocation: The assignment of users to rounds.
-        policy: The model that is trained.
         optimizer: The server-side optimizer of the policy's parameters.
         average: The average of the policy's parameters over rounds; None without one.
         gate: The only exit for values computed from users. Only the main process has it, so that
             the ledger has one writer.
         progress: The progress bars.
         callbacks: Functions that get each round's public and released metrics.
-        rounding: What the check of rounding on this machine covered, for the privacy card.
         put_back_torch_state: Sets torch's settings to those that the run was checked with.
         told_operator: Whether ``secret/`` has the first error of a reward.
     """
 
-    recipe: AnyRecipe
     stage: Stage
-    plan: Plan
-    earlier: Earlier
     reservation: Reservation | None
     folder: RunFolder
     key: bytes
-    processes: Processes
-    users: Users
     allocation: Private[Allocation]
-    policy: CausalLMPolicy
     optimizer: torch.optim.Optimizer
     average: ParameterAverage | None
     gate: Gate | None
     progress: Progress
     callbacks: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
-    rounding: str = ""
     put_back_torch_state: Callable[[], None] = lambda: None
     told_operator: bool = False
 
@@ -212,7 +226,7 @@ class Stage(Protocol):
     def cut(self, policy: CausalLMPolicy, prompts: Prompts) -> list[bool]:
         """Return for each row whether it has more tokens than the recipe keeps, ``[prompts]``."""
 
-    def settle(self, parts: Parts) -> None:
+    def settle(self, prepared: PreparedRun) -> None:
         """Decide what the recipe leaves open, on PUBLIC rows and the machine alone."""
 
     @property
@@ -222,11 +236,22 @@ class Stage(Protocol):
     def lay_out(self, shapes: Shapes) -> None:
         """Replace the micro-batch sizes by those that the startup check chose."""
 
-    def load(self, parts: Parts) -> None:
+    def load(self, prepared: PreparedRun) -> None:
         """Load and check what else the stage needs, such as rewards.
 
         Args:
-            parts: The parts of the run, with the plan of the settled recipe.
+            prepared: The parts of the run, with the plan of the settled recipe.
+        """
+
+    def rehearse(self, prepared: PreparedRun, folder: RunFolder) -> None:
+        """Evaluate a few PUBLIC rows and write the stage's files, as at the end of the run.
+
+        Args:
+            prepared: The parts of the run.
+            folder: A temporary folder that has recipe, privacy card and ``policy/``.
+
+        Raises:
+            DprlhfError: The end of the run would fail.
         """
 
     def opened(self, folder: RunFolder) -> AbstractContextManager[None]:

@@ -37,12 +37,17 @@ from dprlhf.rewards.isolation import captured
 from dprlhf.rollout.batch import padded_width
 from dprlhf.runs.checkpoint import Stateful
 from dprlhf.runs.folder import RunFolder, write_json
-from dprlhf.runs.publish import merge
+from dprlhf.runs.publish import UnmergeableError, merge, write_merged
 from dprlhf.training.example_tokens import check_template
 from dprlhf.training.made_up_rounds import Shapes
 from dprlhf.training.measures import RewardEstimate, as_metrics, estimate
-from dprlhf.training.run import Batch, Outcome, Parts, Run
-from dprlhf.training.supervised_rows import check_alike, check_columns, made_up_rows, why_not
+from dprlhf.training.run import Batch, Outcome, PreparedRun, Run, Summarised, summary_of
+from dprlhf.training.supervised_rows import (
+    check_alike,
+    check_columns,
+    failure_message,
+    made_up_rows,
+)
 from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task
 from dprlhf.training.timing import seconds_a_row
 
@@ -50,8 +55,8 @@ Losses = dict[str, RewardEstimate]
 """The mean of each public metric of a task (``loss``, ``accuracy``), with its standard error."""
 
 
-@dataclass(frozen=True)
-class StageResult:
+@dataclass(frozen=True, repr=False)
+class StageResult(Summarised):
     """The result of a finished supervised stage.
 
     Attributes:
@@ -68,6 +73,12 @@ class StageResult:
     before: Losses
     after: Losses
     policy: CausalLMPolicy
+
+    @property
+    def summary(self) -> list[tuple[str, str]]:
+        """The run folder, the guarantee, and the public losses before and after."""
+        means = {f"public {n}": (before, self.after[n]) for n, before in self.before.items()}
+        return summary_of(self.folder, self.plan, means)
 
 
 def fine_tuning(recipe: SFTRecipe, sources: Sources) -> Supervised:
@@ -185,7 +196,8 @@ class Supervised:
             DprlhfError: It cannot be encoded.
         """
         problems = [
-            why_not(partial(self.task.encode, policy, row), quoted=True) for row in self._made_up
+            failure_message(partial(self.task.encode, policy, row), quoted=True)
+            for row in self._made_up
         ]
         if problems and all(problems):
             raise DprlhfError(
@@ -197,17 +209,19 @@ class Supervised:
         """Return for each row whether it has more tokens than the recipe keeps."""
         return self.task.cut(policy, prompts)
 
-    def settle(self, parts: Parts) -> None:
+    def settle(self, prepared: PreparedRun) -> None:
         """Check the public rows; initialise the adapter from some, where the recipe says so."""
-        recipe, public = self.recipe, parts.public
+        recipe, public = self.recipe, prepared.public
         self.public = evaluated(recipe, public)
         if self.public is not None and public is not None:
-            self._check_public(parts.policy, public, self.public)
+            self._check_public(prepared.policy, public, self.public)
         if recipe.trained.adapter.init == "public-activations" and public is not None:
             fitted = held_out(recipe, public)
-            self._check_public(parts.policy, public, fitted)
-            some = self.task.encode(parts.policy, fitted)
-            align_with_activations(parts.policy, some.tokens, some.mask, recipe.update.batch_size)
+            self._check_public(prepared.policy, public, fitted)
+            some = self.task.encode(prepared.policy, fitted)
+            align_with_activations(
+                prepared.policy, some.tokens, some.mask, recipe.update.batch_size
+            )
 
     def _check_public(self, policy: CausalLMPolicy, public: Users, rows: Prompts) -> None:
         """Refuse public rows that cannot be read, which would end the run after its first charge.
@@ -219,11 +233,11 @@ class Supervised:
         def read(some: NDArray[np.int64]) -> None:
             self.task.encode(policy, public.select(some, missing=False))
 
-        found = why_not(partial(read, rows.users), quoted=False)
+        found = failure_message(partial(read, rows.users), quoted=False)
         if not found:
             return
         for row in rows.users:
-            if alone := why_not(partial(read, np.array([row])), quoted=False):
+            if alone := failure_message(partial(read, np.array([row])), quoted=False):
                 found = f"{alone} (row {row + 1})"
                 break
         where = "evaluation." if found.startswith("data.") else "evaluation.data: "
@@ -246,8 +260,22 @@ class Supervised:
         """Replace the micro-batch size by the one that the startup check chose."""
         self.recipe = self.recipe.model_copy(update={"update": shapes.update})
 
-    def load(self, parts: Parts) -> None:
+    def load(self, prepared: PreparedRun) -> None:
         """Load nothing: a supervised stage needs only its model and rows."""
+
+    def rehearse(self, prepared: PreparedRun, folder: RunFolder) -> None:
+        """Take the loss of a public row, and write the merged model."""
+        if self.public is not None:
+            encoded = self.task.encode(prepared.policy, self.public.first(1))
+            self.task.losses(prepared.policy, encoded, self.recipe.update.batch_size)
+        try:
+            write_merged(folder, folder.model, prepared.earlier.records)
+        except UnmergeableError as error:
+            raise DprlhfError(
+                f"{self.recipe.trained_key}.adapter: {error}, so the model for the next stage could"
+                " not be written (tried before the first round): choose other target_modules, or"
+                " another type"
+            ) from None
 
     def opened(self, folder: RunFolder) -> contextlib.AbstractContextManager[None]:
         """Return an empty context: a supervised stage keeps no file open."""

@@ -141,7 +141,7 @@ def _made_up(kind: pa.DataType, answer: str, *, asked: bool, answered: bool) -> 
     return [messages] if lists else [text, messages]
 
 
-def why_not(act: Callable[[], object], *, quoted: bool) -> str:
+def failure_message(act: Callable[[], object], *, quoted: bool) -> str:
     """Return why something fails; empty where it does not.
 
     Args:

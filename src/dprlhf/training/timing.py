@@ -90,7 +90,8 @@ def seconds_a_round(recipe: Recipe, plan: Plan, phases: dict[str, float]) -> flo
     """Return the seconds of a round of expected size on one process, from those per response."""
     passes = plan.releases_per_round * recipe.update.passes
     of_response = phases["rollout"] + phases["reward"] + passes * phases["update"]
-    seconds = plan.expected_batch_size * of_response
+    # A user may have fewer prompts; how many is private.
+    seconds = plan.expected_batch_size * recipe.data.max_prompts_per_user * of_response
     subspace = recipe.update.subspace
     if subspace is not None:
         # Public prompts end at the first sum. To keep the perplexity their likelihood is computed
@@ -99,6 +100,15 @@ def seconds_a_round(recipe: Recipe, plan: Plan, phases: dict[str, float]) -> flo
         of_public = phases["rollout"] + phases["reward"] + updates * phases["update"]
         seconds += subspace.prompts / subspace.refresh * of_public
     return seconds * recipe.rollout.responses
+
+
+def in_words(seconds: float) -> str:
+    """Return a duration in seconds or minutes.
+
+    >>> in_words(7.31), in_words(5400)
+    ('7.3 seconds', '90 minutes')
+    """
+    return f"{seconds:.2g} seconds" if seconds < 100 else f"{seconds / 60:,.0f} minutes"
 
 
 def seconds_a_row(

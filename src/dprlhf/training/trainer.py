@@ -6,18 +6,30 @@ until the gate releases them; only released values reach policy and optimizer.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from dprlhf.errors import EXITS, DprlhfError, one_line
+from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.foreign_hooks import refuse_foreign_hooks
 from dprlhf.policies.optimizers import set_learning_rate, set_noise
 from dprlhf.privacy.file_times import first_day
+from dprlhf.privacy.gaussian import upwards
+from dprlhf.recipe import AnyRecipe, dump_recipe
 from dprlhf.rewards.isolation import without_warnings
 from dprlhf.runs.card import audits_of, carried_with, privacy_card
-from dprlhf.runs.folder import replaced_folder, write_json
+from dprlhf.runs.earlier import Record
+from dprlhf.runs.folder import RunFolder, replaced_folder, write_json
 from dprlhf.runs.lineage import attach
 from dprlhf.runs.model_card import model_card
+from dprlhf.runs.opening import runs_beside
 from dprlhf.training.interrupt import Interruptible
 from dprlhf.training.rounds import (
     check_finite,
@@ -30,7 +42,8 @@ from dprlhf.training.rounds import (
     save,
     users_of_round,
 )
-from dprlhf.training.run import Batch, Outcome, Run
+from dprlhf.training.run import Batch, Outcome, PreparedRun, Run, Stage
+from dprlhf.training.timing import in_words
 
 
 def run_rounds(run: Run) -> None:
@@ -87,6 +100,9 @@ def complete(run: Run) -> Any:
     card |= audits_of(run.folder)
     card["date"] = first_day(run.folder.path)
     card["rounding"] = run.rounding
+    if run.plan.private and not run.earlier and (beside := runs_beside(run.folder, run.earlier)):
+        # Whether they share users is private; that they are there is not.
+        card["earlier_runs"] += f"; {len(beside)} private run(s) in the same folder are not counted"
     if run.reservation is not None:
         card["book"] = asdict(run.reservation)
     if main:
@@ -105,6 +121,7 @@ def complete(run: Run) -> Any:
     seconds = stage.seconds_a_round(run)
     if seconds is not None:
         run.progress.expect(seconds / run.processes.count)
+    run.progress.say(*plan_lines(run, seconds, card))
     try:
         run_rounds(run)
     finally:
@@ -114,10 +131,107 @@ def complete(run: Run) -> Any:
     before = before if during else of_base()
     after = stage.evaluate(run, "evaluation after")
     if main:
-        with replaced_folder(run.folder.policy) as fresh:
-            run.policy.save(fresh)
-            (fresh / "README.md").write_text(model_card(run.recipe, card), encoding="utf-8")
-            attach(fresh, carried_with(card, records_of_run(run)))
+        write_policy(run.policy, run.folder, run.recipe, card, records_of_run(run))
         stage.write(run, before, after)
+    run.progress.say(f"ended; about the private rows, for you alone: {run.folder.operator}")
     run.processes.wait()
     return stage.result(run, before, after)
+
+
+def plan_lines(run: Run, seconds: float | None, card: dict[str, Any]) -> list[str]:
+    """Return what an operator wants to read before the first round; all of it is public.
+
+    Args:
+        run: The run.
+        seconds: Seconds of a round on one process, as public rows take; None if unknown.
+        card: The run's privacy card.
+    """
+    plan, trained = run.plan, run.recipe.trained
+    sees_the_cut = run.recipe.stage == "rl" and run.policy.sampler is None  # an agent's is whole
+    whole = card.get("total", card)
+    promise = "none: no noise is added (a baseline)"
+    if plan.private:
+        promise = f"epsilon {upwards(float(whole['epsilon']), 4)} at delta {whole['delta']:g}"
+        promise += f", in total with {whole['runs']}" if "total" in card else ""
+    if seconds is None:
+        time = "unknown without public rows (evaluation)"
+    else:
+        time = f"about {in_words(seconds / run.processes.count * plan.rounds)}, by public rows"
+    return [
+        f"privacy   {promise}; {card['unit']}",
+        f"users     {plan.users:,}, in {plan.rounds} rounds of {plan.expected_batch_size:.1f}"
+        f" expected users; each takes part {plan.participations} time(s)",
+        f"rows      {run.recipe.data.kept}"
+        + (", and that is what rewards see" if sees_the_cut else ""),
+        f"machine   {run.processes.count} process(es), {run.policy.device}, {trained.dtype};"
+        f" {run.policy.dimension:,} trained parameters of {trained.model_name_or_path}",
+        f"time      {time}",
+        f"folder    {run.folder.path}; about the private rows, for you alone:"
+        f" {run.folder.operator}",
+    ]
+
+
+def write_policy(
+    policy: CausalLMPolicy,
+    folder: RunFolder,
+    recipe: AnyRecipe,
+    card: dict[str, Any],
+    records: Sequence[Record],
+) -> None:
+    """Write ``policy/``: the trained weights with their model card and privacy record."""
+    with replaced_folder(folder.policy) as fresh:
+        policy.save(fresh)
+        (fresh / "README.md").write_text(model_card(recipe, card), encoding="utf-8")
+        attach(fresh, carried_with(card, records))
+
+
+def rehearse_end(stage: Stage, prepared: PreparedRun, beside: Path | None) -> None:
+    """Do what a run does at its end, in a temporary folder: what fails fails before a charge.
+
+    Weights that are tied, for example, can be trained by an adapter and not be saved once it is
+    merged. An adapter that starts at zero would not show it; so each parameter is moved at random
+    for the time of the rehearsal. Only public rows are read.
+
+    Args:
+        stage: The stage.
+        prepared: What was loaded and checked.
+        beside: An existing folder on the disk that the run will write to; None for any.
+
+    Raises:
+        DprlhfError: The end of the run would fail.
+    """
+    policy, recipe, records = prepared.policy, stage.recipe, prepared.earlier.records
+    card = privacy_card(recipe, prepared.plan, policy.dimension, bytes(32), prepared.earlier)
+    try:
+        with tempfile.TemporaryDirectory(dir=beside, prefix=".dprlhf-rehearsal-") as place:
+            folder = RunFolder(Path(place))
+            folder.recipe.write_text(dump_recipe(recipe), encoding="utf-8")
+            write_json(folder.privacy, card)
+            with _moved(policy):
+                write_policy(policy, folder, recipe, card, records)
+                stage.rehearse(prepared, folder)
+    except (DprlhfError, *EXITS):
+        raise
+    except Exception as error:
+        raise DprlhfError(
+            "the end of the run was tried before its first round, and failed:"
+            f" {type(error).__name__}: {one_line(error)}"
+        ) from None
+
+
+@contextlib.contextmanager
+def _moved(policy: CausalLMPolicy) -> Iterator[None]:
+    """Move each parameter of an adapter at random within the context, by PUBLIC numbers."""
+    before = {} if policy.network is policy.model else policy.parameters
+    kept = {name: parameter.detach().clone() for name, parameter in before.items()}
+    draws = torch.Generator().manual_seed(0)
+    try:
+        with torch.no_grad():
+            for parameter in before.values():
+                noise = torch.randn(parameter.shape, generator=draws)
+                parameter.add_(noise.to(parameter) * 0.05)
+        yield
+    finally:
+        with torch.no_grad():
+            for name, parameter in before.items():
+                parameter.copy_(kept[name])
