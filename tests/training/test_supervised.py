@@ -527,7 +527,7 @@ def test_a_document_that_cannot_be_encoded_stops_nobody(
     stage = sft(model, tmp_path / "run", data={**DATA, "max_prompts_per_user": 2})
     dprlhf.train_stage(stage, data=rows, quiet=True)
     told = (tmp_path / "run/secret/operator.txt").read_text().splitlines()
-    assert {line.partition(":")[0] for line in told} == {
+    assert {line.partition(":")[0] for line in told if line.startswith("row ")} == {
         "row 41 is left out", "row 42 is left out",
     }  # fmt: skip
     lines = (tmp_path / "run/secret/telemetry-0.jsonl").read_text().splitlines()
