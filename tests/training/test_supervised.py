@@ -613,20 +613,6 @@ def test_every_setting_that_a_stage_takes_is_read_or_refused(
         assert sorted(unread - read - set(stage.unread)) == [], stage.stage
 
 
-@pytest.mark.parametrize("layer", ["lm_head", "wte"])
-def test_tied_weights_that_cannot_be_merged_are_refused_before_a_round(
-    layer: str, model: str, tmp_path: Path
-) -> None:
-    """The adapter trains well; only the merged model, at the end, computes something else."""
-    tied = {**ADAPTER, "target_modules": [layer]}
-    stage = sft(model, tmp_path / "run", policy={"model_name_or_path": model, "adapter": tied})
-    with pytest.raises(DprlhfError, match=r"policy\.adapter"):
-        dprlhf.train_stage(stage, data=people(0, 40), quiet=True)
-    assert not any(tmp_path.iterdir())
-    with pytest.raises(DprlhfError, match=r"policy\.adapter"):
-        dry_run_stage(stage, people(0, 40))
-
-
 def test_the_rehearsal_of_the_end_leaves_nothing(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -764,10 +750,18 @@ def test_a_baseline_takes_every_later_guarantee_away(
         (
             "llama",
             {"type": "peft", "peft": {"peft_type": "LORA", "lora_bias": True}},
-            "starts from a merged model, and .* has no bias",
+            "has no bias",
         ),
-        ("gpt2", {"type": "lora", "target_modules": ["lm_head"]}, "tied"),
-        ("gpt2", {"type": "lora", "target_modules": ["wte"]}, "tied"),
+        (
+            "gpt2",
+            {"type": "lora", "target_modules": ["lm_head"]},
+            "computes something else, so the model for the next stage",
+        ),
+        (
+            "gpt2",
+            {"type": "lora", "target_modules": ["wte"]},
+            "computes something else, so the model",
+        ),
     ],
 )
 def test_an_adapter_that_cannot_be_merged_is_refused_before_anybody_is_charged(

@@ -16,7 +16,6 @@ takes stands in :mod:`dprlhf.recipe.adapters`, which is read without loading tor
 from __future__ import annotations
 
 import contextlib
-import copy
 import re
 import tempfile
 import warnings
@@ -191,34 +190,6 @@ def merged(tuned: Any) -> tuple[Any, bool]:
     off = (plain(input_ids=probe).logits - wanted).abs().max()
     allowed = 0.05 * (wanted - untuned).abs().max() + 1e-5 * wanted.abs().max()
     return plain, bool(off <= allowed)
-
-
-def check_mergeable(model: Any) -> None:
-    """Check on a copy that the adapter can be merged, as it is at the end of a supervised stage.
-
-    Args:
-        model: A ``PeftModel`` whose base is not quantised, or else nothing is checked.
-
-    Raises:
-        DprlhfError: Merged, the model would compute something else, as with tied weights.
-    """
-    if getattr(model.config, "quantization_config", None) is not None:
-        return
-    tuned = copy.deepcopy(model).to("cpu", torch.float32)
-    noise = torch.Generator().manual_seed(0)
-    for parameter in tuned.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.1 * torch.randn(parameter.shape, generator=noise)
-    problem = "merged, this adapter computes something else (are its modules' weights tied?)"
-    try:
-        right = merged(tuned)[1]
-    except Exception as error:  # PEFT has many, such as for biases of layers that have none
-        right, problem = False, one_line(error)
-    if not right:
-        raise DprlhfError(
-            f"policy.adapter: the next stage starts from a merged model, and {problem}: choose"
-            " other modules, or another adapter"
-        )
 
 
 def _lora(model: Any, adapter: recipe.Adapter) -> Any:

@@ -25,7 +25,6 @@ from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.clipping import ClippedSum, Weighted, clipped_sum
 from dprlhf.policies.activations import align_with_activations
-from dprlhf.policies.adapters import check_mergeable
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.classifier import load_reward_model
 from dprlhf.policies.loading import load_policy
@@ -180,8 +179,7 @@ class Supervised:
         )
 
     def check_policy(self, users: Users, policy: CausalLMPolicy) -> None:
-        """Refuse an adapter that cannot be merged, or rows of a form that cannot be read."""
-        check_mergeable(policy.model)
+        """Refuse rows of a form that cannot be read."""
         if not self.recipe.classifier:
             check_template(self.recipe.data, users, policy)
         self._check_form(policy)
