@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -289,8 +290,11 @@ def test_of_two_copies_of_a_run_the_book_lets_one_go_on(
                 raise KeyboardInterrupt
 
     def refused(metrics: dict[str, Any] | None = None) -> None:
-        with pytest.raises(DprlhfError, match="gone on from another copy of its folder"):
-            resume("../elsewhere/one")
+        # The other copy runs in a process of its own, where nothing else runs.
+        with monkeypatch.context() as other:
+            other.setattr("dprlhf.training.build._RUNNING", threading.Lock())
+            with pytest.raises(DprlhfError, match="gone on from another copy of its folder"):
+                resume("../elsewhere/one")
 
     with contextlib.suppress(KeyboardInterrupt, DprlhfError):
         train(model, "one", callbacks=[copied])
