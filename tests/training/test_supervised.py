@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -38,10 +39,10 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.classifier import load_reward_model
 from dprlhf.policies.loading import make_policy
 from dprlhf.privacy.ledger import read_ledger
-from dprlhf.rewards.classifier import ClassifierReward
+from dprlhf.rewards.classifier import ClassifierReward, classifier_tokens
 from dprlhf.rollout import Responses, sample
 from dprlhf.runs.earlier import records_of, total_of_runs
-from dprlhf.training.dpo import PreferredAnswers
+from dprlhf.training.dpo import PreferredAnswers, encode_pairs
 from dprlhf.training.dry_run import dry_run_stage, explain
 from dprlhf.training.example_tokens import split_row
 from dprlhf.training.supervised import reward_modelling
@@ -913,6 +914,30 @@ def test_each_task_knows_which_rows_it_cuts() -> None:
     expected = [[False, True, True], [False, True, False], [False, True, True], [False, True, True]]
     for (task, data), cut in zip(tasks, expected, strict=True):
         assert task.cut(trained, examples(rows, data)) == cut
+
+
+def test_an_end_that_the_tokenizer_adds_is_learnt_behind_the_completion_alone() -> None:
+    trained = policy()
+    plain, inner = trained.tokenizer, trained.tokenizer.backend_tokenizer
+    start, end, *texts = (plain(text)["input_ids"] for text in ("!", "<eos>", "hi", "yo", "no"))
+    inner.post_processor = TemplateProcessing(
+        single="! $A <eos>", special_tokens=[("!", start[0]), ("<eos>", end[0])]
+    )
+    assert plain("hi")["input_ids"] == start + texts[0] + end
+    rows = [{"prompt": "hi", "completion": "yo", "chosen": "yo", "rejected": "no"}]
+    limits = {"path": "x", "max_prompt_tokens": 6, "max_completion_tokens": 6}
+    documents, pairs = recipe.Documents(**limits), recipe.PreferencePairs(**limits)
+    for encoded in (
+        NextTokens(documents).encode(trained, examples(rows, documents)),
+        encode_pairs(pairs, trained, examples(rows, pairs)),
+    ):
+        read = [t[m.bool()].tolist() for t, m in zip(encoded.tokens, encoded.mask, strict=True)]
+        assert read == [start + texts[0] + after + end for after in texts[1:]][: len(read)]
+    assert trained.encode(["hi", "i" * 9], 3) == [start + texts[0], texts[0][1:] * 3]
+    assert trained.encode([""], 3) == [start]
+    assert classifier_tokens(plain, ["hi"], ["hi"], whole=False, max_tokens=9) == [
+        start + texts[0] + end
+    ]
 
 
 def test_labelled_texts_that_are_cut(encoder: str) -> None:

@@ -102,6 +102,7 @@ def value(recipe: Any, key: str) -> Any:
         ({"privacy_clip_norm": 0.5}, "update.clip_norm", 0.5),
         ({"privacy_noise_multiplier": 2.0}, "privacy.noise_multiplier", 2.0),
         ({"privacy_delta": 1e-7}, "privacy.delta", 1e-7),
+        ({"delta": 1.5}, "privacy.delta", 1e-5),
         ({"privacy_unit": "who"}, "data.user_column", "who"),
         ({"privacy_max_prompts_per_user": 3}, "data.max_prompts_per_user", 3),
         ({"privacy_max_prompt_tokens": 30}, "data.max_prompt_tokens", 30),

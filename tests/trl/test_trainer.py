@@ -462,6 +462,30 @@ def test_an_error_names_the_trainers_own_settings(
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(("response", "width"), [(108, 20), (6, 122)])
+def test_the_longest_prompt_is_what_the_responses_leave_of_the_context(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], response: int, width: int
+) -> None:
+    """TRL cuts no prompt: here it is cut as late as can be, and a reward sees what is left."""
+    lengths = set()
+
+    def noted(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        lengths.update(map(len, prompts))
+        return [0.0] * len(prompts)
+
+    made = trainer(
+        model, tmp_path / "a", max_completion_length=response, privacy_max_prompt_tokens=None,
+        max_steps=1, eval_dataset=[{"prompt": f"{i}" * 130} for i in range(4)],
+        train_dataset=[{"prompt": f"{i:04}" * 40} for i in range(8)], reward_funcs=noted,
+    )  # fmt: skip
+    made.train()
+    made.evaluate()
+    assert f"the last {width} tokens are read" in capsys.readouterr().err
+    held = load_recipe(made.folder.recipe)
+    assert held == made.recipe.model_copy(update={"rollout": held.rollout})
+    assert max(lengths) == width
+
+
 def test_a_learning_rate_for_all_weights_is_warned_of(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,7 +41,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.randomness import uint64_stream
 from dprlhf.rewards.isolation import SecretSink, captured, kept_process_state
 from dprlhf.rollout.batch import Responses, Tick, padded_width
-from dprlhf.rollout.sampling import draws_of, generate_rows
+from dprlhf.rollout.sampling import draws_of, generate_rows, left_of
 
 _SLACK = 15  # a padded width holds contexts that are up to so many tokens shorter
 
@@ -193,7 +193,10 @@ class _Turns:
             if len(text_of(asked)) > MOST_BYTES:
                 raise DprlhfError("rollout.agent: a conversation is longer than a row may be")
             with showing(self.policy, list(self.agent.tools_of(environment).values())):
-                ids = self.policy.encode([asked], self.longest)[0]
+                whole = self.policy.encode([asked], self.longest + 1)[0]
+            ids = whole[-self.longest :]
+            if len(whole) > self.longest:
+                asked = left_of(self.policy, asked, ids)
         except BaseException as problem:
             shared = isinstance(problem, SharedEnvironmentError) and self.agent.in_rounds
             if not (self.private or shared):

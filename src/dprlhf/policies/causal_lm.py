@@ -198,6 +198,7 @@ class CausalLMPolicy:
         for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True), 1):
             if isinstance(prompt, str):
                 ids = tokenizer(prompt, verbose=False)["input_ids"]  # a warning tells the length
+                ids = ids[: len(ids) - self._added_behind]  # the end is for the model to write
             else:
                 try:
                     ids = self.render(prompt, add_generation_prompt=True, row=row)
@@ -208,8 +209,17 @@ class CausalLMPolicy:
                         f"the tokenizer's chat template refuses conversation {number} of"
                         f" {len(prompts)} ({type(error).__name__}): check its roles and their order"
                     ) from None
-            encoded.append(self.known(list(ids)[-max_tokens:]) or [self.start_token])
+            encoded.append(self.known(list(ids))[-max_tokens:] or [self.start_token])
         return encoded
+
+    @cached_property
+    def _added_behind(self) -> int:
+        """How many special tokens the tokenizer puts behind a text."""
+        text, whole = (
+            self.tokenizer("a", add_special_tokens=added)["input_ids"] for added in (False, True)
+        )
+        places = range(len(whole) - len(text) + 1)
+        return next((n for n in places if whole[: len(whole) - n][-len(text) :] == text), 0)
 
     @property
     def start_token(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -238,18 +238,23 @@ def ended(policy: CausalLMPolicy, responses: Responses) -> NDArray[np.bool_]:
 def _as_seen(
     policy: CausalLMPolicy, prompts: Prompts, most: int
 ) -> tuple[list[list[int]], Prompts]:
-    """Return the prompts' tokens, and the prompts with what is left of those that are too long.
-
-    So rewards see what the policy saw. A conversation that was cut is no list of whole messages any
-    more: one message, with the role of its last one, has the text that is left.
-    """
+    """Return the prompts' tokens, and the prompts with what is left of those that are too long."""
     whole = policy.encode(prompts.prompts, most + 1, prompts.for_template)
     encoded = [tokens[-most:] for tokens in whole]
     given = list(prompts.prompts)
     for n in (n for n, tokens in enumerate(whole) if len(tokens) > most):
-        text, prompt = policy.tokenizer.decode(encoded[n], skip_special_tokens=True), given[n]
-        given[n] = text if isinstance(prompt, str) else [{**prompt[-1], "content": text}]
+        given[n] = left_of(policy, given[n], encoded[n])
     return encoded, Prompts(given, prompts.users, prompts.slots, prompts.columns, prompts.in_rows)
+
+
+def left_of(policy: CausalLMPolicy, prompt: Any, tokens: Sequence[int]) -> Any:
+    """Return what is left of a prompt whose last tokens these are, for rewards to see it so.
+
+    A conversation that was cut is no list of whole messages any more: one message, with the role of
+    its last one, has the text that is left.
+    """
+    text = text_of_tokens(policy, tokens)
+    return text if isinstance(prompt, str) else [{**prompt[-1], "content": text}]
 
 
 def _one_turn(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -217,6 +217,7 @@ def _joined(parts: Sequence[Part], prompts: Prompts, pad: int) -> Responses:
         return torch.cat([F.pad(x, (width - x.shape[1], 0), value=value) for x in tensors])[order]
 
     texts = [text for some in found for text in some.texts]
+    asked = [prompt for some in found for prompt in some.prompts.prompts]
     left_out = [some.left_out for some in found if some.left_out is not None]
     _, user = np.unique(prompts.users, return_inverse=True)
     of_all = {
@@ -226,7 +227,7 @@ def _joined(parts: Sequence[Part], prompts: Prompts, pad: int) -> Responses:
         "user": user,
         "from_base": np.zeros(len(order), dtype=np.bool_),
         "texts": [texts[place] for place in order],
-        "prompts": prompts,
+        "prompts": replace(prompts, prompts=[asked[place] for place in order]),
         "users": int(user.max()) + 1,
         "left_out": np.concatenate(left_out)[order] if left_out else None,
     }

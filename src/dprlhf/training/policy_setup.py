@@ -17,7 +17,7 @@ from dprlhf.policies.stopping import StopStrings
 from dprlhf.policies.warpers import Sampling
 from dprlhf.privacy.correlated_noise import noise_gain
 from dprlhf.privacy.plan import Plan
-from dprlhf.recipe import Recipe, TrustRegion
+from dprlhf.recipe import Data, Recipe, TrustRegion
 from dprlhf.rollout import Responses, resolve_batch_size, sample, without_fillers
 
 
@@ -37,27 +37,44 @@ def load_policy_of(recipe: Recipe, **given: Any) -> CausalLMPolicy:
     with_sampling(policy, recipe)
     recipe = with_prompt_width(recipe, policy)
     prompt, response = recipe.data.max_prompt_tokens, recipe.rollout.max_new_tokens
-    longest = prompt + response
-    if recipe.rollout.agent is not None:
-        from dprlhf.agents import longest_row
-
-        longest = longest_row(prompt, response)
     policy.check_context_length(
-        longest,
+        _longest_row(recipe, prompt),
         f"data.max_prompt_tokens {prompt} + rollout.max_new_tokens {response} is",
         recipe.policy.model_name_or_path,
     )
     return policy
 
 
-def with_prompt_width(recipe: Recipe, policy: CausalLMPolicy) -> Recipe:
-    """Let the longest prompt follow from the model's context, where the recipe states none."""
-    if "max_prompt_tokens" in recipe.data.model_fields_set or recipe.rollout.agent is not None:
-        return recipe
-    most, response = recipe.data.max_prompt_tokens, recipe.rollout.max_new_tokens
-    width = prompt_room(policy.room, response, most)
-    data = recipe.data.model_copy(update={"max_prompt_tokens": width})
-    return recipe.model_copy(update={"data": data})
+def with_prompt_width(recipe: Recipe, policy: CausalLMPolicy, most: int | None = None) -> Recipe:
+    """Let the longest prompts follow from the model's context, where the recipe states none.
+
+    Args:
+        recipe: The settings.
+        policy: The policy.
+        most: The longest prompt where the context has room for it; None takes the key's default.
+    """
+
+    def settled(data: Data) -> Data:
+        if "max_prompt_tokens" in data.model_fields_set:
+            return data
+        longest = most or data.max_prompt_tokens
+        width = prompt_room(policy.room, _longest_row(recipe, 0), longest)
+        return data.model_copy(update={"max_prompt_tokens": width})
+
+    evaluation = recipe.evaluation
+    if evaluation is not None:
+        evaluation = evaluation.model_copy(update={"data": settled(evaluation.data)})
+    return recipe.model_copy(update={"data": settled(recipe.data), "evaluation": evaluation})
+
+
+def _longest_row(recipe: Recipe, prompt: int) -> int:
+    """Return the most positions that a row with so long a prompt takes."""
+    response = recipe.rollout.max_new_tokens
+    if recipe.rollout.agent is None:
+        return prompt + response
+    from dprlhf.agents import longest_row
+
+    return longest_row(prompt, response)
 
 
 def with_sampling(policy: CausalLMPolicy, recipe: Recipe) -> CausalLMPolicy:

@@ -38,7 +38,8 @@ class PrivacyFields:
         privacy_unit: Column that names the user; None makes every row a user of its own.
         privacy_max_prompts_per_user: Number of prompts that a user keeps.
         privacy_max_prompt_tokens: Longer prompts keep their last tokens. A prompt is padded to a
-            width that its own length decides, a multiple of 16 but no more than this.
+            width that its own length decides, a multiple of 16 but no more than this. None takes
+            512, or what ``max_completion_length`` leaves of the model's context if that is less.
         privacy_adjacency: How neighbouring datasets differ: ``zero-out`` or ``replace-one``.
         privacy_partition: How users are assigned to rounds.
         privacy_participations: Number of rounds that a user takes part in; None takes
@@ -68,8 +69,8 @@ class PrivacyFields:
     privacy_max_prompts_per_user: int = field(
         default=1, metadata={"help": "Number of prompts that a user keeps."}
     )
-    privacy_max_prompt_tokens: int = field(
-        default=256, metadata={"help": "Longest prompt; longer ones keep their last tokens."}
+    privacy_max_prompt_tokens: int | None = field(
+        default=None, metadata={"help": "Longest prompt; longer ones keep their last tokens."}
     )
     privacy_adjacency: str | None = field(
         default=None, metadata={"help": "How neighbouring datasets differ."}

@@ -19,6 +19,9 @@ _SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
 }
+LONGEST_PROMPT = 512
+"""The longest prompt of a long context, in tokens: TRL's ``max_prompt_length``, while it had it."""
+
 _MODEL_SETTINGS = ("revision", "dtype", "torch_dtype", "attn_implementation", "trust_remote_code")
 
 
@@ -115,8 +118,9 @@ def _agent(args: Any, agent: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def with_evaluation(recipe: Recipe, config: PrivacyFields, public: int) -> Recipe:
     """Return a trainer's recipe with an evaluation on so many public prompts."""
-    values = recipe.model_dump() | {"evaluation": _evaluation(config, public, recipe.rounds)}
-    return make_recipe(values, source=type(config).__name__)
+    section = _evaluation(config, public, recipe.rounds)
+    section["data"]["max_prompt_tokens"] = recipe.data.max_prompt_tokens
+    return make_recipe(recipe.model_dump() | {"evaluation": section}, source=type(config).__name__)
 
 
 def _evaluation(args: Any, public: int, rounds: int) -> dict[str, Any]:
@@ -293,12 +297,13 @@ def _subspace(args: Any) -> dict[str, Any] | None:
 
 
 def _data(args: Any) -> dict[str, Any]:
+    longest = args.privacy_max_prompt_tokens
     return {
         "path": IN_MEMORY,
         "prompt_column": "prompt",
         "user_column": args.privacy_unit,
         "max_prompts_per_user": args.privacy_max_prompts_per_user,
-        "max_prompt_tokens": args.privacy_max_prompt_tokens,
+        **({} if longest is None else {"max_prompt_tokens": longest}),
     }
 
 

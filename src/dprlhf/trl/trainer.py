@@ -44,6 +44,7 @@ from dprlhf.runs.publish import push
 from dprlhf.training.build import open_run
 from dprlhf.training.evaluate import Evaluated
 from dprlhf.training.measures import as_metrics
+from dprlhf.training.policy_setup import with_prompt_width
 from dprlhf.training.processes import Processes
 from dprlhf.training.reinforcement import Result
 from dprlhf.training.run import Run
@@ -62,6 +63,7 @@ from dprlhf.trl.config import PrivacyFields, PrivateGRPOConfig, PrivateRLOOConfi
 from dprlhf.trl.evaluation import TRIED, check_best, evaluate_on, metrics_of, public_values
 from dprlhf.trl.logs import Log, as_evaluation, as_logs, as_number
 from dprlhf.trl.mapping import (
+    LONGEST_PROMPT,
     first_line,
     long_warmup,
     recipe_of,
@@ -197,8 +199,9 @@ class PrivateTrainer(Generic[C]):
         return [*own, *of_environments]
 
     def _load_policy(self, model: Any, tokenizer: Any) -> CausalLMPolicy:
-        """Return the policy of the model, with the sampler of the recipe's agent if it has one."""
+        """Load the policy and settle the recipe's longest prompt; let an agent's sampler act."""
         policy = policy_of(self.recipe, model, tokenizer)
+        self.recipe = self._settled = with_prompt_width(self.recipe, policy, LONGEST_PROMPT)
         if (agent := self.recipe.rollout.agent) is not None:
             with_response_template(policy.tokenizer)
             sampler = load_sampler(agent, **self._agent)
