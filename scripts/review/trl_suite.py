@@ -5,7 +5,9 @@
 
 Writes rows to ``docs/results/review.json``. Nothing of the clone is kept.
 What needs the hub is made here: models in the shapes of TRL's ``scripts/generate_tiny_models`` with
-byte vocabularies, and prompts. The budget is ε = ∞: a test sees the algorithm and no noise.
+byte vocabularies and tokens beside them, so that random models seldom end a response; and prompts.
+The budget is ε = ∞ and the range of the rewards wide: a test sees the algorithm, no noise and no
+bound.
 
 Left out are tests of images, vLLM, Liger and a GPU, and those of TRL's inside: its data loader, its
 logger, and methods that begin with ``_``. The outcome of each other test is one of
@@ -61,8 +63,9 @@ OTHER = re.compile(
 )
 """What a test's source has that concerns another package or TRL's inside."""
 
-MISSING = [name for name, field in LOG.items() if field.kind == "absent"] + ["rewards/*/mean"]
-"""Log fields that a private run lacks."""
+MISSING = [name for name, field in LOG.items() if field.kind == "absent"]
+MISSING += ["rewards/*/mean", "reward"]
+"""Log fields that a private run lacks, or that a round without users has none of."""
 
 INTERNAL = ("HighEntropy", "RolloutDispatch", "ContinuousBatching", "VLM", "Slow")
 """Parts of the names of classes of such tests."""
@@ -101,6 +104,7 @@ def make_models(folder: Path) -> None:
     for name, (template, settings) in MODELS.items():
         family, kind = name.split("-")[0].split("For")
         made = byte_tokenizer(template)
+        made.add_tokens([f" w{number}" for number in range(8192)])
         labels = {"num_labels": 1} if kind == "SequenceClassification" else {}
         config = getattr(transformers, f"{family}Config")(
             vocab_size=len(made), bos_token_id=0, eos_token_id=2, pad_token_id=0,
@@ -152,6 +156,13 @@ class Entry(dict[str, Any]):
         return super().__contains__(name) or math.isnan(self[str(name)])
 
 
+def without_bounds(config: Any, *given: Any, **settings: Any) -> Any:
+    """Return a private config without noise, whose rewards are bounded where a test bounds them."""
+    if "reward_clip_range" not in settings:
+        settings["privacy_reward_range"] = 1e4
+    return config(*given, privacy_epsilon=math.inf, **settings)
+
+
 def budgeted(kind: type[Any], config: Any) -> type[Any]:
     """Return a private trainer with a budget where a test gives no settings at all."""
 
@@ -191,7 +202,7 @@ class Suite:
         for module in {item.module for item in kept}:
             for name in ("GRPO", "RLOO"):
                 config = getattr(private, f"Private{name}Config")
-                made = functools.partial(config, privacy_epsilon=math.inf)
+                made = functools.partial(without_bounds, config)
                 setattr(module, f"{name}Config", made)
                 trainer = getattr(private, f"Private{name}Trainer")
                 setattr(module, f"{name}Trainer", budgeted(trainer, made))

@@ -26,7 +26,7 @@ import transformers
 from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -1304,6 +1304,17 @@ def test_what_is_wrong_with_a_reward_model_object_is_said(tmp_path: Path) -> Non
             load_reward(one, tokenizer=its)
     chosen = ClassifierReward(model, tokenizer=tokenizer, label="p")
     assert load_reward(chosen).name == "BertForSequenceClassification"
+
+
+def test_a_classifier_reads_with_the_tokenizer_that_is_given(tmp_path: Path) -> None:
+    folder, model, tokenizer = bert(tmp_path / "reward", ["reward"])
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    capitals, small = ({"prompts": [""], "completions": [text]} for text in ("ABC", "abc"))
+    beside = load_reward(str(folder)).function
+    assert beside(**capitals) != beside(**small)
+    for source in (str(folder), model):
+        given = load_reward(source, tokenizer=tokenizer).function
+        assert given(**capitals) == pytest.approx(beside(**small))
 
 
 @pytest.mark.slow

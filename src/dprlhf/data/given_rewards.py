@@ -33,7 +33,7 @@ class GivenReward:
     Attributes:
         settings: What the run's recipe says of it; its ``function`` is ``in-memory`` for an object.
         given: The object; None where the settings name the reward.
-        tokenizer: The tokenizer of a model object; None takes the one beside the model's weights.
+        tokenizer: The tokenizer of a classifier; None takes the one beside the model's weights.
     """
 
     settings: Reward
@@ -51,7 +51,7 @@ def given_rewards(reward: Any, weights: Any = None, tokenizers: Any = None) -> l
             these with its weight.
         weights: A weight for each reward, TRL's ``reward_weights``; None takes those of the pairs,
             and 1 where there is none.
-        tokenizers: A tokenizer, or one or None for each reward; only model objects use them.
+        tokenizers: A tokenizer, or one or None for each reward; callables ignore it.
 
     Raises:
         DprlhfError: The lists differ in length, a weight is given twice or is no finite number, or
@@ -159,7 +159,8 @@ def _given(one: Any, weight: float | None, tokenizer: Any) -> GivenReward:
     if isinstance(one, str):
         one = named_reward(one)
     if isinstance(one, Reward):
-        return GivenReward(Reward.model_validate(one.model_dump() | changes))
+        named = Reward.model_validate(one.model_dump() | changes)
+        return GivenReward(named, tokenizer=tokenizer)
     if is_model(one):
         settings = Reward(function=IN_MEMORY, max_tokens=WHOLE_TEXT, **changes)
         return GivenReward(settings, one, tokenizer)

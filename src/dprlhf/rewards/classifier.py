@@ -62,8 +62,8 @@ class ClassifierReward:
             source: Hub id, folder, ``"asset:NAME"`` for an asset of this package, or a sequence
                 classifier as an object. An object keeps its dtype; it is moved to the device,
                 frozen and set to evaluate.
-            tokenizer: Tokenizer of a model object, of which a copy is used; None loads the one that
-                belongs to ``model.config.name_or_path``.
+            tokenizer: Its tokenizer, of which a copy is used; None loads the one beside the model,
+                for an object that of ``model.config.name_or_path``.
             label: Label to reward; required with two or more labels.
             max_tokens: Longest text in tokens, or the model's own limit if that is less.
             batch_size: Number of texts in one forward pass.
@@ -76,7 +76,7 @@ class ClassifierReward:
                 not have the label; or ``text`` is another word.
         """
         if isinstance(source, str):
-            model, self._tokenizer = _loaded(source, revision)
+            model, self._tokenizer = _loaded(source, revision, tokenizer)
         else:
             model, self._tokenizer = _taken(source, tokenizer)
             source = _name_of(model)
@@ -212,13 +212,13 @@ def _width(tokens: int) -> int:
     return next((width for width in _WIDTHS if tokens <= width), wide)
 
 
-def _loaded(source: str, revision: str | None) -> tuple[Any, Any]:
+def _loaded(source: str, revision: str | None, tokenizer: Any) -> tuple[Any, Any]:
     """Load model and tokenizer by their name; all weights, the head's too, must be there."""
     place = resolve(source)
     of_hub = pinned(source, revision, "rewards.revision")
     check_reachable(source, revision, "classifier")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place, **of_hub)
+        own = copy.deepcopy(tokenizer) or AutoTokenizer.from_pretrained(place, **of_hub)
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             place, dtype=torch.float32, output_loading_info=True, **of_hub
         )
@@ -232,7 +232,7 @@ def _loaded(source: str, revision: str | None) -> tuple[Any, Any]:
             f"{', '.join(sorted(loading['missing_keys']))}: name a fine-tuned classifier"
         )
     model.dprlhf_loaded_from = (source, revision)  # where a record of a private run may be
-    return model, tokenizer
+    return model, own
 
 
 def _taken(model: Any, tokenizer: Any) -> tuple[Any, Any]:

@@ -73,7 +73,7 @@ def load_reward(
         spec: Settings of the reward, a callable, a name, a sequence classifier, a pair with a
             weight, or a :class:`LoadedReward`, as
             :func:`~dprlhf.data.given_rewards.given_rewards` takes them; without a weight it is 1.
-        tokenizer: Tokenizer of a model object; None takes the one beside the model's weights.
+        tokenizer: Tokenizer of a classifier; None takes the one beside the model's weights.
         device: Torch device of a classifier.
 
     Raises:
@@ -96,7 +96,7 @@ def load_reward(
 def _load(one: GivenReward, device: str | torch.device) -> LoadedReward:
     spec, function = one.settings, one.given
     if function is None:
-        return _load_named(spec, device)
+        return _load_named(spec, device, one.tokenizer)
     if is_model(function):
         function = _classifier(spec, function, device, one.tokenizer)
     name = name_of(function)
@@ -117,7 +117,9 @@ def _loaded(function: RewardFunction, name: str, spec: recipe.Reward) -> LoadedR
     )
 
 
-def _load_named(spec: recipe.Reward, device: str | torch.device) -> LoadedReward:
+def _load_named(
+    spec: recipe.Reward, device: str | torch.device, tokenizer: Any = None
+) -> LoadedReward:
     function: object
     if spec.function is not None:
         source, function = spec.function, load_function(spec.function)
@@ -125,14 +127,14 @@ def _load_named(spec: recipe.Reward, device: str | torch.device) -> LoadedReward
         source, function = spec.plugin, load_plugin(ENTRY_POINT_GROUP, spec.plugin, "reward")
     else:
         assert spec.classifier is not None
-        source, function = spec.classifier, _classifier(spec, spec.classifier, device)
+        source, function = spec.classifier, _classifier(spec, spec.classifier, device, tokenizer)
     if isinstance(function, type):
         raise DprlhfError(
             f"reward {source!r} is the class {function.__name__}, not an instance: "
             f"add `name = {function.__name__}(...)` beside it and name that"
         )
     if is_model(function):
-        function = _classifier(spec, function, device)
+        function = _classifier(spec, function, device, tokenizer)
     if not callable(function):
         raise DprlhfError(
             f"reward {source!r} is a {type(function).__name__}, not a callable: name a function "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -227,7 +227,7 @@ def _joined(parts: Sequence[Part], prompts: Prompts, pad: int) -> Responses:
         "user": user,
         "from_base": np.zeros(len(order), dtype=np.bool_),
         "texts": [texts[place] for place in order],
-        "prompts": replace(prompts, prompts=[asked[place] for place in order]),
+        "prompts": Prompts(**{**vars(prompts), "prompts": [asked[place] for place in order]}),
         "users": int(user.max()) + 1,
         "left_out": np.concatenate(left_out)[order] if left_out else None,
     }

@@ -304,7 +304,9 @@ ARGUMENTS: dict[str, Field] = {
 """The arguments of TRL's trainers."""
 
 LOG: dict[str, Field] = {
-    "reward": Field("mapped", "the noised mean; left out where the noise hides it"),
+    "reward": Field(
+        "mapped", "the noised mean; left out where the noise hides it, or a round drew nobody"
+    ),
     "rewards/*/mean": Field("mapped", "as reward, for a single one of weight 1; else absent"),
     "grad_norm": Field("mapped", "of the noised mean gradient"),
     "learning_rate": Field("honoured", "of the step"),
