@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from helpers import house
-
 import test_boundary
+from helpers import house
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernel.md"
 MOST_LINES = 6_000
