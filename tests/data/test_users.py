@@ -1454,3 +1454,19 @@ def test_a_budget_book_knows_a_name_however_a_file_spells_it() -> None:
         return open_private(made.hashed(lambda names: {name.encode() for name in names}))
 
     assert hashed(17) == hashed(17.0) == hashed("17") == hashed(" 017.0") == {b"17"}
+
+
+@pytest.mark.parametrize(("option", "taken"), [("sep: ';'", True), ("skiprows: 1", False)])
+def test_a_data_set_that_reads_its_files_in_another_way_is_refused(
+    tmp_path: Path, option: str, taken: bool
+) -> None:
+    """Fields may be apart by another character; any further option would make other rows."""
+    (tmp_path / "a.csv").write_text("user;prompt\nu1;a, b\n")
+    head = f"---\nconfigs:\n- config_name: default\n  data_files: a.csv\n  {option}\n---\n"
+    (tmp_path / "README.md").write_text(head)
+    spec = Data(path=str(tmp_path))
+    if taken:
+        assert load_rows(spec)["prompt"] == ["a, b"]
+    else:
+        with pytest.raises(DprlhfError, match="read with skiprows, which is not known here"):
+            load_rows(spec)
