@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import accelerate.hooks
 import numpy as np
@@ -37,14 +37,17 @@ from transformers import (
 import dprlhf
 from dprlhf import DprlhfError, api
 from dprlhf.boundary import open_private
+from dprlhf.data.in_memory import Sources
 from dprlhf.errors import InterruptedRunError
 from dprlhf.privacy import plan
 from dprlhf.privacy.accounting import Epsilon
 from dprlhf.privacy.ledger import read_ledger
 from dprlhf.privacy.partition import allocate
 from dprlhf.rewards.private import score_private
+from dprlhf.runs.folder import JsonLines, RunFolder
 from dprlhf.training import build, reinforcement, trainer
 from dprlhf.updates import round as round_module
+from dprlhf.updates.telemetry import ReleasedReward
 from helpers import tiny
 from helpers.commands import dprlhf as command
 from helpers.marks import slow
@@ -900,15 +903,25 @@ def test_a_reward_whose_column_public_prompts_lack_says_so(model: str, tmp_path:
         dprlhf.train(**settings(model, prompts=rows, reward=right), output_dir=tmp_path / "run")
 
 
-def test_only_failed_rounds_in_a_row_stop_a_run() -> None:
-    stage = reinforcement.Reinforcement.__new__(reinforcement.Reinforcement)
-    stage._failed_rounds = 0
-    run: Any = SimpleNamespace(folder=SimpleNamespace(secret="secret"))
-    for t, failed in enumerate((True, True, False, True, True), 1):
-        stage._last_reward = SimpleNamespace(all_failed=failed)  # type: ignore[assignment]
-        stage.check_round(run, t)
-    with pytest.raises(DprlhfError, match="3 rounds in a row"):
-        stage.check_round(run, 6)
+@pytest.mark.parametrize("earlier", [4, 3])
+def test_a_continued_run_goes_on_from_the_shares_that_it_has_released(
+    tmp_path: Path, earlier: int
+) -> None:
+    """As without a break, five rounds of twenty users of whom nobody's reward is valid stop it."""
+    released = {"valid_share_noised": 0.0, "valid_share_noise_std": 0.01}
+    metrics = JsonLines(tmp_path / "metrics.jsonl")
+    for t in [*range(1, earlier + 1), 5]:
+        metrics.write({"round": t, **released})
+    stage = reinforcement.Reinforcement(cast(Any, None), Sources(None, None, None))
+    stage._last_reward = ReleasedReward(None, None, *released.values())
+    run: Any = SimpleNamespace(
+        folder=RunFolder(tmp_path),
+        plan=SimpleNamespace(expected_batch_size=20.0),
+        processes=SimpleNamespace(on_main=lambda action: action(), main=False),
+    )
+    stopped = pytest.raises(DprlhfError, match="after 5 rounds")
+    with stopped if earlier == 4 else contextlib.nullcontext():
+        stage.check_round(run, 5)
 
 
 FEW: dict[str, Any] = {"prompts": [f"user {i}" for i in range(12)], "rounds": 2}

@@ -176,7 +176,7 @@ def test_neither_empty_rounds_nor_noise_pass_for_failing_rewards(
         for i, run in enumerate(seen):
             share = ValidShare()
             for value in run:
-                share.add(ReleasedReward(None, None, value, noise), users)
+                share.add(value, noise, users)
                 ever[i] |= share.is_below(0.1)
         stopped[valid] = ever.mean()
     assert stopped[1.0] == 0

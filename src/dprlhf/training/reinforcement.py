@@ -432,7 +432,16 @@ class Reinforcement:
         """Warn where the released share of users with valid rewards is low; stop near zero."""
         if self._last_reward is None:
             return
-        self._valid.add(self._last_reward, run.plan.expected_batch_size)
+        if not self._valid.rounds:  # a continued run goes on from the rounds that it has released
+            for line in run.processes.on_main(lambda: JsonLines(run.folder.metrics).read()):
+                if line["round"] < t and "valid_share_noised" in line:
+                    self._valid.add(
+                        line["valid_share_noised"],
+                        line["valid_share_noise_std"],
+                        run.plan.expected_batch_size,
+                    )
+        reward = self._last_reward
+        self._valid.add(reward.valid_share, reward.valid_std, run.plan.expected_batch_size)
         found = (
             f"the released share of users with valid rewards is {self._valid.mean:.2f} ±"
             f" {self._valid.error(max(self._valid.mean, 0.0)):.2f} after {self._valid.rounds}"

@@ -124,12 +124,18 @@ class ValidShare:
     _sum: float = 0.0
     _variance: float = 0.0
 
-    def add(self, released: ReleasedReward, expected_users: float) -> None:
-        """Count a round, in which this number of users was expected; the true one is secret."""
+    def add(self, noised: float, noise_std: float, expected_users: float) -> None:
+        """Count a round's released share.
+
+        Args:
+            noised: Noised number of users with valid rewards, over the expected number.
+            noise_std: Standard deviation of its noise.
+            expected_users: Expected number of users in the round; the true one is secret.
+        """
         self.rounds += 1
         self._users += expected_users
-        self._sum += released.valid_share
-        self._variance += released.valid_std**2
+        self._sum += noised
+        self._variance += noise_std**2
 
     @property
     def mean(self) -> float:
