@@ -96,7 +96,6 @@ def test_without_noise_mean_and_share_are_read_exactly() -> None:
     assert read.valid_share == pytest.approx(valid.sum() / 100, rel=1e-12)  # 1000 users, 10 rounds
     assert read.noise_std == read.valid_std == 0
     assert read.known
-    assert not read.all_failed
 
 
 def test_users_count_once_whatever_the_number_of_their_rows() -> None:
