@@ -250,7 +250,7 @@ def worst(menu: list[Mechanism], side: Any, epsilon_at: Any, allowed: Any) -> fl
         reach = {s: mechanism.spec.pair.reach(mechanism, 1e-12, s) for s in SIDES}
         losses = composition._losses(mechanism, mechanism.spec.pair, step, reach)[side]
         kernel = np.zeros(2 * half + 1)
-        kernel[half + losses._lower_loss :][: len(losses._probs)] = losses._probs
+        kernel[half + losses.places] = losses.masses
         kernels.append(kernel)
 
     @functools.cache

@@ -59,7 +59,7 @@ def test_a_whole_curve_by_quadrature(z: float) -> None:
     assert (found >= true * (1 - 1e-5) - 1e-12).all()
     assert (found <= true * 1.01 + 1e-9).all()
     # Bounds that are not convex, reflected at 0, would make a loss distribution of mass above 1.
-    losses = Composed(((loss_distribution(0.02, found, found), 1),))
+    losses = Composed(((loss_distribution(0.02, found, found, np.arange(len(found))), 1),))
     assert losses.delta(0.0) == pytest.approx(found[0], rel=1e-5)
 
 

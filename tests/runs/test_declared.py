@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from dp_accounting.pld import PLDAccountant
 from torch.utils.data import DataLoader, TensorDataset
 from typer.testing import CliRunner
 
 import dprlhf
 from dprlhf.cli.app import app
 from dprlhf.errors import DprlhfError
+from dprlhf.privacy.accounting import Mechanism, epsilon
 from dprlhf.privacy.gaussian import gaussian_epsilon
 from dprlhf.runs.declared import _mechanism, declare
 from dprlhf.runs.earlier import records_of, total_of_runs
@@ -53,21 +56,41 @@ def test_the_history_of_a_training_run_of_opacus(model: Path) -> None:
     cost = declare(model, engine.accountant.history, delta=DELTA)
     assert cost.epsilon == pytest.approx(engine.get_epsilon(DELTA), rel=0.02)
     (record,) = records_of(model)
-    assert record.mechanism["participations"] == 3  # a tenth of thirty steps
+    assert record.mechanism["rate"] == 0.1
     assert (record.stage, record.unit) == ("opacus", None)
 
 
 @pytest.mark.slow
-def test_a_rate_between_two_whole_numbers_of_passes_is_rounded_up(tmp_path: Path) -> None:
-    for name, rate, passes in (("a", 0.25, 5), ("b", 0.2501, 6), ("c", 1e-6, 1), ("d", 1.0, 20)):
-        folder = tiny.save(tmp_path / name)
-        declare(folder, [(2.0, rate, 20)], delta=DELTA)
-        mechanism = records_of(folder)[0].mechanism
-        assert mechanism["participations"] == passes
-        assert mechanism["participations"] / 20 >= rate
-    # The rate 1/L of a loader with L batches, over whole passes, is not rounded up.
-    for length in range(1, 400, 7):
-        assert _mechanism(1.0, 1 / length, 3 * length, "poisson").participations == 3
+@pytest.mark.parametrize(
+    "history",
+    [
+        [(1.0, 0.0001, 100)],
+        [(1.0, 0.013, 1)] * 40,
+        [(1.0, 0.31, 5), (2.0, 0.02, 1), (1.0, 0.31, 2)],
+    ],
+    ids=["less than one pass", "one step a part", "mixed"],
+)
+def test_a_sampling_rate_counts_as_it_is(model: Path, history: Any) -> None:
+    """The joint privacy loss distribution of another library says the same of all parts."""
+    accountant = PLDAccountant()
+    for noise, rate, steps in history:
+        sampled = PoissonSampledDpEvent(rate, GaussianDpEvent(noise))
+        accountant.compose(SelfComposedDpEvent(sampled, steps))
+    true = accountant.get_epsilon(DELTA)
+    found = declare(model, history, delta=DELTA).epsilon
+    assert true * (1 - 2e-3) - 1e-4 <= found <= true * 1.005 + 1e-4
+    assert len(records_of(model)) == len({part[:2] for part in history})
+
+
+@pytest.mark.parametrize("rate", [5e-324, 1e-12, 1 / 3, 0.9999999999999999, 1.0])
+def test_a_rate_is_never_below_what_was_declared(rate: float) -> None:
+    mechanism = _mechanism(1.0, rate, 7, "poisson")
+    assert mechanism.rate is not None
+    assert rate <= mechanism.rate <= max(rate, 1e-9)
+    assert epsilon(mechanism, 1e-3).epsilon <= gaussian_epsilon(1 / 7**0.5, 1e-3)
+    for wrong in ({"partition": "fixed", "participations": 1}, {"rate": 1.5}, {"rate": 0.0}):
+        with pytest.raises(DprlhfError, match="partition poisson"):
+            Mechanism(**{**vars(mechanism), **wrong})
 
 
 def test_shuffled_batches_get_no_amplification(model: Path) -> None:

@@ -86,7 +86,7 @@ def _check_same_plan(recipe: AnyRecipe, terms: dict[str, Any], run: RunFolder) -
     planned = plan.terms()
     for name in (*asdict(plan.mechanism), "delta", "epsilon"):
         stated = terms.get(name, 1 if name == "bands" else None)  # not in the oldest ledgers
-        if not equal_but_for_rounding(stated, planned[name]):
+        if not equal_but_for_rounding(stated, planned.get(name)):
             raise DprlhfError(
                 f"{run.ledger}: the ledger records {name} {stated}, and the recipe with the"
                 f" ledger's noise multiplier {terms['noise_multiplier']} makes {planned[name]}; a"

@@ -284,6 +284,8 @@ def _as_json(mechanism: Mechanism | None) -> str:
     fields = asdict(mechanism)
     if mechanism.bands == 1:  # as in the rows of books from before bands had a cost
         del fields["bands"]
+    if mechanism.rate is None:
+        del fields["rate"]
     return json.dumps(fields, sort_keys=True)
 
 

@@ -67,6 +67,7 @@ class Mechanism:
         releases_per_round: J noisy sums per round over the same users, each with z.
         bands: b, the rounds whose noise is correlated (:mod:`dprlhf.privacy.correlated_noise`); 1
             draws each round's noise by itself.
+        rate: q, with poisson the probability of joining a round where it is below k/T; None: k/T.
 
     Raises:
         DprlhfError: a value is out of range, or the partition does not carry the adjacency.
@@ -79,6 +80,7 @@ class Mechanism:
     participations: int = 1
     releases_per_round: int = 1
     bands: int = 1
+    rate: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be accounted for."""
@@ -98,6 +100,13 @@ class Mechanism:
             raise DprlhfError(
                 f"participations {self.participations} exceeds rounds {self.rounds}: "
                 "a user takes part in a round at most once"
+            )
+        if self.rate is not None and (
+            self.partition != "poisson" or not 0 < self.rate * self.rounds <= self.participations
+        ):
+            raise DprlhfError(
+                f"rate {self.rate} must be above 0 and at most participations / rounds, and is for"
+                " partition poisson"
             )
         self.spec.check(self)
 

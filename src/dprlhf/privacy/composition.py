@@ -24,11 +24,11 @@ from collections.abc import Mapping, Sequence
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Epsilon, Mechanism, epsilon, single_noise
 from dprlhf.privacy.curves import (
+    POINTS,
     SIDES,
     Composed,
     Curves,
     Losses,
-    evenly,
     loss_distribution,
     replace_one_epsilon,
     widening,
@@ -41,8 +41,6 @@ from dprlhf.privacy.gaussian import (
 from dprlhf.privacy.partitions.base import Pair, round_noise
 from dprlhf.privacy.random_allocation import Side
 
-_POINTS = 500
-"""Number of grid points between zero and the largest privacy loss of one run."""
 _CUT = 1e-5
 """Share of δ spent on losses beyond the grid, which count as infinite: over all runs of a total,
 for each run in a filter."""
@@ -172,7 +170,7 @@ def _tailed(mechanism: Mechanism, tail: float) -> dict[Side, tuple[Losses | None
         return dict.fromkeys(SIDES, (None, 0.0))
     reach = {side: pair.reach(mechanism, tail / factors, side) for side in SIDES}
     own = None if spec.step is None else spec.step(mechanism)
-    losses = _losses(mechanism, pair, own or max(*reach.values(), 1e-6) / _POINTS, reach)
+    losses = _losses(mechanism, pair, own or max(*reach.values(), 1e-6) / POINTS, reach)
     return {side: (one, factors * one.infinite) for side, one in losses.items()}
 
 
@@ -283,7 +281,7 @@ def _joint(
     tail = delta * _CUT / sum(map(_factors, mechanisms))
     counts = Counter(mechanisms)  # equal runs have one curve
     reach = {(m, side): pairs[m].reach(m, tail, side) for m in counts for side in SIDES}
-    wide = max(*(end for (m, _), end in reach.items() if m.spec.step is None), 1e-6, 1e-6) / _POINTS
+    wide = max(*(end for (m, _), end in reach.items() if m.spec.step is None), 1e-6, 1e-6) / POINTS
     steps = {m: wide if m.spec.step is None else m.spec.step(m) for m in counts}
     step = min(steps.values())
     parts: dict[Side, list[tuple[Losses, int]]] = {side: [] for side in SIDES}
@@ -300,10 +298,7 @@ def _losses(
 ) -> dict[Side, Losses]:
     """Return the pessimistic loss distribution of one factor of a run, by side."""
     last = {side: math.ceil(reach[side] / step) for side in SIDES}
-    if mechanism.spec.step is None:
-        places = {side: evenly(last[side], stride) for side in SIDES}
-    else:
-        places = {side: widening(last[side]) for side in SIDES}
+    places = {side: widening(last[side], stride) for side in SIDES}
     curve = {side: pair.curve(mechanism, step * places[side], side) for side in SIDES}
     return {
         side: loss_distribution(step, curve[side], curve[other], max(places.values(), key=len))

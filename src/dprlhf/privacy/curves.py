@@ -24,7 +24,9 @@ SIDES: tuple[Side, Side] = ("remove", "add")
 Floats = npt.NDArray[np.float64]
 Places = npt.NDArray[np.int64]
 
-_GROWTH = 0.003  # how much wider each cell of a widening grid is, relative to its place
+POINTS = 700
+"""Number of steps between zero and the largest privacy loss of one factor of a run."""
+_GROWTH = 0.01  # how much wider each cell of a widening grid is, relative to its place
 
 
 @dataclass(frozen=True)
@@ -72,22 +74,16 @@ def _log_sum(logs: Floats) -> float:
     return top + math.log(float(np.exp(logs - top).sum()))
 
 
-def evenly(last: int, stride: int = 1) -> Places:
-    """Return the multiples of ``stride`` from 0 up to ``last`` or just past it."""
-    return stride * np.arange(math.ceil(last / stride) + 2)
-
-
-def widening(last: int) -> Places:
-    """Return places from 0 up to ``last`` or just past it, a step apart and then ever wider."""
+def widening(last: int, stride: int = 1) -> Places:
+    """Return places from 0 up to ``last`` or just past it, a stride apart and then ever wider."""
     near = np.arange(math.ceil(1 / _GROWTH))
-    count = max(0, math.ceil(math.log(max(last, 1) / len(near)) / _GROWTH)) + 2
+    count = max(0, math.ceil(math.log(max(last / stride, 1) / len(near)) / _GROWTH)) + 2
     far = np.rint(len(near) * np.exp(_GROWTH * np.arange(count))).astype(np.int64)
-    return np.unique(np.concatenate([near, far]))
+    places = stride * np.unique(np.concatenate([near, far]))
+    return places[: max(1, int(np.searchsorted(places, last))) + 1]
 
 
-def loss_distribution(
-    step: float, curve: Floats, opposite: Floats, places: Places | None = None
-) -> Losses:
+def loss_distribution(step: float, curve: Floats, opposite: Floats, places: Places) -> Losses:
     """Return a pessimistic loss distribution of a mechanism whose privacy curve is known on a grid.
 
     The curve is joined by chords in e^epsilon, which lie above the convex true curve ("connect the
@@ -97,10 +93,8 @@ def loss_distribution(
         step: Step of the grid.
         curve: upper bounds on delta at the places, against the neighbour, ``[points]``.
         opposite: the same with the two neighbours exchanged; either may have fewer points.
-        places: Where the bounds are, in steps, increasing from 0; None for 0, 1, 2, ...
+        places: Where the bounds are, in steps, increasing from 0, ``[points]``.
     """
-    if places is None:
-        places = np.arange(max(len(curve), len(opposite)))
     # H_{e^-t}(P||Q) = 1 - e^-t + e^-t H_{e^t}(Q||P) gives the curve at negative epsilon.
     back = places[len(opposite) - 1 : 0 : -1]
     negative = -np.expm1(-step * back) + np.exp(-step * back) * opposite[:0:-1]

@@ -151,6 +151,7 @@ class Plan:
             "clip_norm": self.clip_norm,
             "divisor": self.expected_batch_size,  # the name in every stored ledger
         }
+        del values["rate"]  # a declaration's alone
         for name in ("epsilon", "epsilon_lower", "delta", "accountant"):
             values[name] = guarantee[name]
         terms: dict[str, Any] = json_ready(values)

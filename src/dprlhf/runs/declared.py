@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +27,9 @@ History = Iterable[tuple[float, float, int]]
 ``PrivacyEngine.accountant.history`` has in Opacus."""
 
 Sampling = Literal["poisson", "shuffled"]
+
+_LEAST_RATE = 1e-9
+"""A smaller sampling rate counts as this one, which costs more."""
 
 
 def declare(
@@ -69,6 +73,12 @@ def declare(
         raise DprlhfError(
             "the history must have (noise multiplier, sampling rate, number of steps) for each part"
         )
+    if sampling == "poisson":  # equal sampled steps are one part, wherever they stand
+        counts: Counter[tuple[float, float]] = Counter()
+        for noise, rate, steps in parts:
+            _mechanism(noise, rate, steps, sampling)
+            counts[noise, rate] += steps
+        parts = [(*part, steps) for part, steps in counts.items()]
     mechanisms = [_mechanism(*part, sampling) for part in parts]
     if not mechanisms:
         raise DprlhfError("the history is empty: nothing was released")
@@ -102,12 +112,11 @@ def _mechanism(noise_multiplier: float, rate: float, steps: int, sampling: Sampl
         raise DprlhfError(f"the noise multiplier must be a number above 0, not {noise_multiplier}")
     if steps < 1:
         raise DprlhfError(f"the number of steps must be at least 1, not {steps}")
-    passes = max(1, int(rate * steps))
-    while passes < steps and passes / steps < rate:  # a larger rate costs more: an upper bound
-        passes += 1
-    if sampling == "shuffled":  # a pass that drops its last batch has fewer steps than 1/rate
-        of_pass = min((1 + 1e-12) / rate, 2.0**53)  # of a tiny rate, 1/rate is infinite
-        passes = min(steps, math.ceil(steps / math.floor(of_pass)))
     if sampling == "poisson":
-        return Mechanism(noise_multiplier, steps, "poisson", participations=passes)
+        rate = max(rate, _LEAST_RATE)
+        passes = min(steps, math.ceil(rate * steps * (1 + 1e-12)))
+        return Mechanism(noise_multiplier, steps, "poisson", participations=passes, rate=rate)
+    # A pass that drops its last batch has fewer steps than 1/rate; of a tiny rate it is infinite.
+    of_pass = min((1 + 1e-12) / rate, 2.0**53)
+    passes = min(steps, math.ceil(steps / math.floor(of_pass)))
     return Mechanism(noise_multiplier, steps, "fixed", releases_per_round=passes)

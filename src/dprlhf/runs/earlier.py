@@ -212,12 +212,13 @@ def records_in(terms: dict[str, Any], recipe: AnyRecipe, name: str) -> list[Reco
 def cost_terms(terms: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the mechanism in a run's terms that its cost depends on.
 
-    Bands are left out where the cost does not depend on them, as in the records of runs from before
-    random allocation had bands.
+    Bands and the rate are left out where the cost does not depend on them, as in the records of
+    runs from before there were any.
     """
     names = ("rounds", "partition", "adjacency", "participations", "releases_per_round")
     fields = {name: terms[name] for name in ("noise_multiplier", *names)}
     correlated = terms.get("bands", 1) > 1 and not all_partitions()[terms["partition"]].disjoint
+    fields |= {"rate": terms["rate"]} if terms.get("rate") is not None else {}
     return fields | ({"bands": terms["bands"]} if correlated else {})
 
 

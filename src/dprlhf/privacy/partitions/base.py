@@ -58,6 +58,10 @@ class Terms(Protocol):
     def bands(self) -> int:
         """Number b of rounds whose noise is correlated; 1 for independent noise."""
 
+    @property
+    def rate(self) -> float | None:
+        """Probability q of joining a round, where it is below k/T."""
+
 
 @dataclass(frozen=True)
 class Allocation:

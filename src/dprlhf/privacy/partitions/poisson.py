@@ -98,7 +98,7 @@ def _curve(terms: Terms, epsilons: Any, side: Side) -> Array:
 
 
 def _rate(terms: Terms) -> float:
-    return terms.participations / terms.rounds
+    return terms.participations / terms.rounds if terms.rate is None else terms.rate
 
 
 def _reach(terms: Terms, tail: float, side: Side) -> float:
@@ -114,7 +114,7 @@ def _step(terms: Terms) -> float:
     """Return a step that is small beside one round's loss, if all rounds' sum then has a window."""
     z, q = round_noise(terms), _rate(terms)
     deviation = min(q * math.sqrt(math.expm1(min(z**-2, 700.0))), 1 / z)
-    return max(_LEAST_STEP, deviation * max(0.05, 25 * math.sqrt(terms.rounds) / _POINTS))
+    return max(_LEAST_STEP, deviation * max(0.02, 25 * math.sqrt(terms.rounds) / _POINTS))
 
 
 def losses(terms: Terms, rough: bool = False) -> dict[Side, Composed]:

@@ -18,12 +18,14 @@ from dprlhf.privacy import correlated_allocation as correlated
 from dprlhf.privacy import random_allocation as block
 from dprlhf.privacy import replaced_allocation as replaced
 from dprlhf.privacy.curves import (
+    POINTS,
     SIDES,
     Composed,
     Curves,
     loss_distribution,
     replace_one_delta,
     replace_one_epsilon,
+    widening,
 )
 from dprlhf.privacy.gaussian import gaussian_delta, gaussian_epsilon, noise_too_small
 from dprlhf.privacy.partitions.base import (
@@ -89,14 +91,16 @@ def _epsilon(terms: Terms, delta: float, single: float) -> tuple[float, float]:
 
 
 def _delta(terms: Terms, epsilon: float, single: float, rough: bool) -> float:
-    curves = _curves(terms, None, rough)
     if terms.adjacency == "replace-one":
         z, direct = round_noise(terms), 1.0
         if terms.participations == 1:
             direct = replaced.delta(z, _slots(terms), epsilon, rough)
         elif not noise_too_small(z, 1e-9):
             direct = _replaced_blocks(terms, rough).delta(epsilon)
-        return min(direct, replace_one_delta(curves, epsilon, rough))
+        if rough and direct < 1:
+            return direct
+        return min(direct, replace_one_delta(_curves(terms, None, rough), epsilon, rough))
+    curves = _curves(terms, None, rough)
     return max(curves.delta(epsilon, "remove", rough), curves.delta(epsilon, "add", rough))
 
 
@@ -129,29 +133,29 @@ def _curves(terms: Terms, delta: float | None, rough: bool) -> Curves:
 
 def compose_blocks(z: float, slots: int, times: int, rough: bool) -> dict[Side, Composed]:
     """Return pessimistic loss distributions of ``times`` one-out-of-``slots`` allocations."""
-    points = 100 if rough else 500
+    points = POINTS / 5 if rough else POINTS
     reach = {side: block.epsilon(z, slots, _TAIL / times, side) for side in SIDES}
     step = max(max(reach.values()), 1e-6) / points
-    last = {side: max(1, math.ceil(reach[side] / step)) for side in SIDES}
+    places = {side: widening(math.ceil(reach[side] / step)) for side in SIDES}
     curve = {
-        side: np.array(
-            [block.delta(z, slots, i * step, side, block.MEDIUM) for i in range(last[side] + 1)]
-        )
-        for side in SIDES
+        side: np.array([block.delta(z, slots, i * step, side, block.MEDIUM) for i in at])
+        for side, at in places.items()
     }
+    most = max(places.values(), key=len)
     return {
-        side: Composed(((loss_distribution(step, curve[side], curve[other]), times),))
+        side: Composed(((loss_distribution(step, curve[side], curve[other], most), times),))
         for side, other in (SIDES, SIDES[::-1])
     }
 
 
 def _replaced_blocks(terms: Terms, rough: bool) -> Composed:
     """Return a pessimistic loss distribution of the run for a user replaced by another."""
-    points = 100 if rough else 400
+    points = POINTS // 5 if rough else POINTS
     tail = _TAIL / terms.participations
     step = max(_replaced_reach(terms, tail, "remove"), 1e-6) / points
-    curve = _replaced_curve(terms, step * np.arange(points + 1), "remove")
-    return Composed(((loss_distribution(step, curve, curve), terms.participations),))
+    places = widening(points)
+    curve = _replaced_curve(terms, step * places, "remove")
+    return Composed(((loss_distribution(step, curve, curve, places), terms.participations),))
 
 
 def _replaced_curve(terms: Terms, epsilons: Any, side: Side) -> Array:

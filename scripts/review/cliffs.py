@@ -1,0 +1,85 @@
+"""Ten thousand plans in small steps: where does the noise that one needs jump?
+
+Writes rows to ``docs/results/review.json``. The walks are as in ``tests/privacy/test_cliffs.py``,
+longer and from more places::
+
+    PYTHONPATH=src python -m scripts.review.cliffs
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+OUT = ROOT / "docs" / "results" / "review.json"
+sys.path.insert(0, str(ROOT / "tests"))
+
+from dprlhf.runs.measurements import Result, write_results  # noqa: E402
+from helpers.cliffs import LIMIT, Axis, Point, largest, walk  # noqa: E402
+
+
+def walks() -> Iterator[tuple[Point, Axis, int]]:
+    """Yield where each walk starts, what it changes, and in how many steps, the slow ones first."""
+    yield Point(noise=1.0, slots=16, bands=4), "delta", 20
+    for delta in (1e-5, 1e-12):
+        yield Point("poisson", noise=1.0, delta=delta), "noise", 150
+        yield Point("poisson", noise=1.0, delta=delta), "slots", 40
+        yield Point("poisson", noise=1.0, delta=delta), "participations", 20
+        yield Point(noise=1.0, delta=delta, participations=4), "noise", 150
+        yield Point(noise=1.0, delta=delta, participations=4), "slots", 40
+        yield Point(noise=1.0, delta=delta), "participations", 30
+        yield Point(adjacency="replace-one", noise=1.0, delta=delta), "noise", 200
+        yield Point(adjacency="replace-one", noise=1.0, delta=delta), "slots", 60
+        yield Point(adjacency="replace-one", noise=2.0, participations=4), "noise", 60
+    for noise in (0.7, 1.5):
+        yield Point("poisson", noise=noise), "delta", 50
+        yield Point(noise=noise, participations=4), "delta", 50
+        yield Point(adjacency="replace-one", noise=noise), "delta", 60
+    for delta, slots in itertools.product((1e-4, 1e-7, 1e-10, 1e-14), (8, 50, 500)):
+        yield Point(delta=delta, slots=slots), "epsilon", 150
+    for epsilon, slots in itertools.product((0.3, 1.0, 4.0, 16.0), (8, 50, 500)):
+        yield Point(epsilon=epsilon, slots=slots), "delta", 80
+    for epsilon, delta in itertools.product((0.3, 1.0, 4.0, 16.0), (1e-5, 1e-12)):
+        yield Point(epsilon=epsilon, delta=delta), "slots", 80
+    for name, adjacency, bands in itertools.product(
+        ("fixed", "stream"), ("zero-out", "replace-one"), (1, 4)
+    ):
+        for other in (1e-4, 1e-7, 1e-13):
+            yield Point(name, adjacency, delta=other, bands=bands), "epsilon", 150
+        for other in (0.1, 1.0, 10.0):
+            yield Point(name, adjacency, epsilon=other, bands=bands), "delta", 80
+
+
+def _walked(job: tuple[Point, Axis, int]) -> tuple[int, float, str]:
+    start, axis, count = job
+    points = walk(start, axis, count)
+    jump, place = largest(points, axis)
+    return len(points), jump, f"{axis} of {place}"
+
+
+def main() -> None:
+    """Walk, print each walk, and write the rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--jobs", type=int, default=2)
+    found = []
+    with multiprocessing.Pool(parser.parse_args().jobs) as pool:
+        for count, jump, where in pool.imap_unordered(_walked, walks()):
+            found.append((count, jump))
+            print(f"{count} plans, {jump:.4f} at {where}", flush=True)
+    jump = max(jump for _, jump in found)
+    write_results(
+        OUT,
+        [
+            Result("cliffs: plans", float(sum(count for count, _ in found)), "plans"),
+            Result("cliffs: largest jump", jump, "1", f"at most {LIMIT}", jump <= LIMIT),
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()
