@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs" / "results" / "review.json"
 sys.path.insert(0, str(ROOT / "tests"))
 
+from dprlhf.privacy.accounting import Adjacency, Partition  # noqa: E402
 from dprlhf.runs.measurements import Result, write_results  # noqa: E402
 from helpers.cliffs import LIMIT, Axis, Point, largest, walk  # noqa: E402
 
@@ -46,9 +47,9 @@ def walks() -> Iterator[tuple[Point, Axis, int]]:
         yield Point(epsilon=epsilon, slots=slots), "delta", 80
     for epsilon, delta in itertools.product((0.3, 1.0, 4.0, 16.0), (1e-5, 1e-12)):
         yield Point(epsilon=epsilon, delta=delta), "slots", 80
-    for name, adjacency, bands in itertools.product(
-        ("fixed", "stream"), ("zero-out", "replace-one"), (1, 4)
-    ):
+    names: tuple[Partition, ...] = ("fixed", "stream")
+    adjacencies: tuple[Adjacency, ...] = ("zero-out", "replace-one")
+    for name, adjacency, bands in itertools.product(names, adjacencies, (1, 4)):
         for other in (1e-4, 1e-7, 1e-13):
             yield Point(name, adjacency, delta=other, bands=bands), "epsilon", 150
         for other in (0.1, 1.0, 10.0):
