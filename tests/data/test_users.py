@@ -1031,6 +1031,7 @@ def test_only_what_can_be_a_hub_id_is_looked_up_on_the_hub(
         ("k.tsv", b"prompt\ta\rCANARY\n"),
         ("l.txt", b"a\rCANARY\n"),
         ("m.jsonl", b'{"prompt": "a"}\r{"prompt": "CANARY"}\n'),
+        ("n.csv", b'prompt\na\n"CANARY\nCANARY\n'),
     ],
     ids=[
         "quotes",
@@ -1045,6 +1046,7 @@ def test_only_what_can_be_a_hub_id_is_looked_up_on_the_hub(
         "return in tabs",
         "return in a text",
         "return in json",
+        "open quote",
     ],
 )
 def test_a_broken_file_is_named_and_not_quoted(

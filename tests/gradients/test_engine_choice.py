@@ -153,6 +153,18 @@ def test_the_engine_is_chosen_by_the_model_and_its_sum_is_that_of_autograd(name:
     policy.one_user_a_pass = None
 
 
+def test_an_engine_whose_norms_are_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sum with given factors may be right all the same; the norms decide who is clipped."""
+    norms = PerUserGradients.norms
+    monkeypatch.setattr(PerUserGradients, "norms", lambda self: tuple(0.5 * n for n in norms(self)))
+    policy, rows = policy_of(), batch_of(ROWS, seed=1)
+    try:
+        choose_engine(policy, rows, weights_of(rows), batch_size=4)
+        assert policy.one_user_a_pass == "autograd disagrees with a user's norm"
+    finally:
+        policy.one_user_a_pass = None
+
+
 @pytest.mark.parametrize("trained", ["lora", "all"])
 @pytest.mark.parametrize("rows", [None, 1, 2])
 def test_both_engines_agree(trained: str, rows: int | None) -> None:

@@ -1017,6 +1017,8 @@ def _hooked(model: Any, seen: list[Any], put: str) -> Any:
         ) -> Any:
             return function(*args, **(kwargs or {}))
 
+    if put == "like a library":
+        see.__module__ = "peftwatch"
     layer = model.get_input_embeddings()
     if put == "saved":
         return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
@@ -1033,6 +1035,7 @@ def _hooked(model: Any, seen: list[Any], put: str) -> Any:
         return contextlib.nullcontext()
     hook = {
         "forward": lambda: layer.register_forward_hook(see),
+        "like a library": lambda: layer.register_forward_hook(see),
         "forward before": lambda: layer.register_forward_pre_hook(see),
         "backward": lambda: layer.register_full_backward_hook(see),
         "tensor": lambda: next(model.parameters()).register_hook(see),
@@ -1041,7 +1044,10 @@ def _hooked(model: Any, seen: list[Any], put: str) -> Any:
     return contextlib.closing(SimpleNamespace(close=hook.remove))
 
 
-HOOKS = ["forward", "forward before", "backward", "tensor", "global", "accelerate", "mode", "saved"]
+HOOKS = [
+    "forward", "forward before", "backward", "tensor", "global", "accelerate", "mode", "saved",
+    "like a library",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("put", HOOKS)
