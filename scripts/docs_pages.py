@@ -215,6 +215,20 @@ def trl_page() -> str:
     return text + "\n## Fields of the log\n\n" + table(LOG, "field")
 
 
+def refused_table() -> str:
+    """Return the last table of ``docs/trl.md``: what is refused of TRL, and why."""
+    from dprlhf.trl.fields import ARGUMENTS, GRPO, RLOO
+
+    names: dict[str, list[str]] = {}
+    for name, field in sorted({**GRPO, **RLOO, **ARGUMENTS}.items()):
+        if field.kind == "refused":
+            names.setdefault(field.note, []).append(f"`{name}`")
+    rows = [(", ".join(several), note) for note, several in names.items()]
+    models = ARGUMENTS["model"].note.partition("Refused are ")[2].partition(". ")[0]
+    table = "".join(f"| {what} | {why} |\n" for what, why in [*rows, ("some models", models)])
+    return f"| refused | why, and what to do instead |\n|---|---|\n{table}"
+
+
 def flags_table() -> str:
     """Return which of TRL's flags `dprlhf train` takes, and what stands for others."""
     from dprlhf.recipe.trl_names import COMBINED, INSTEAD, KEYS

@@ -223,6 +223,16 @@ def generated() -> dict[Path, str]:
     return docs_pages.pages()
 
 
+def test_the_guide_to_trl_has_what_is_refused() -> None:
+    import docs_pages
+
+    table = docs_pages.refused_table()
+    assert (ROOT / "docs/trl.md").read_text("utf-8").endswith(table), (
+        f"docs/trl.md ends with {table}"
+    )
+    assert "mixtures of experts" in table
+
+
 def reference(name: str) -> str:
     return generated()[ROOT / "docs/reference" / f"{name}.md"]
 

@@ -22,7 +22,7 @@ from dprlhf.policies.foreign_hooks import refuse_foreign_hooks
 from dprlhf.policies.optimizers import set_learning_rate, set_noise
 from dprlhf.privacy.file_times import first_day
 from dprlhf.privacy.gaussian import upwards
-from dprlhf.recipe import AnyRecipe, dump_recipe
+from dprlhf.recipe import AnyRecipe, Recipe, dump_recipe
 from dprlhf.rewards.isolation import without_warnings
 from dprlhf.runs.card import audits_of, carried_with, privacy_card
 from dprlhf.runs.earlier import Record
@@ -147,7 +147,9 @@ def plan_lines(run: Run, seconds: float | None, card: dict[str, Any]) -> list[st
         card: The run's privacy card.
     """
     plan, trained = run.plan, run.recipe.trained
-    sees_the_cut = run.recipe.stage == "rl" and run.policy.sampler is None  # an agent's is whole
+    # A function that makes the responses gets the whole prompts, and so do the rewards.
+    agent = run.recipe.rollout.agent if isinstance(run.recipe, Recipe) else None
+    sees_the_cut = isinstance(run.recipe, Recipe) and not (agent and agent.rollout_func)
     whole = card.get("total", card)
     promise = "none: no noise is added (a baseline)"
     if plan.private:

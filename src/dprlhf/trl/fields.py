@@ -269,7 +269,7 @@ ARGUMENTS: dict[str, Field] = {
         "mapped", "a name, a folder or a model. Refused are mixtures of experts: the tokens of a"
         " batch are grouped by expert, so that all users together decide the shape, and with it the"
         " rounding, of the products in which each one's gradient is computed; also batch norm,"
-        " encoder-decoders, and models that read images. A PeftModel is taken with one LoRA,"
+        " and encoder-decoders. A PeftModel is taken with one LoRA,"
         " without DoRA or modules beside it, that has not been trained yet, and its A is drawn"
         " again",
     ),
