@@ -207,7 +207,6 @@ def test_runs_from_before_the_keys_keep_their_digest() -> None:
     assert older["policy"].pop("gradient_checkpointing") is False
     assert older["rewards"][0].pop("times_column") is None
     assert older["rewards"][0].pop("by_turn") is False
-    assert older["privacy"].pop("auto") is None
     assert older["privacy"].pop("book") is None
     assert older["privacy"].pop("dataset") is None
     assert older["optimizer"].pop("average") is None

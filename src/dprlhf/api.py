@@ -370,10 +370,6 @@ def _train(
     """
     if output_dir is not None:
         recipe = recipe.model_copy(update={"output_dir": str(output_dir)})
-    if isinstance(recipe, Recipe) and recipe.privacy.auto is not None:
-        from dprlhf.training.planner import resolve_auto
-
-        recipe = resolve_auto(recipe, sources)
     # One name for all processes of a launch, whose clocks may differ by a second.
     name = Processes.connect().from_main(recipe.output_dir or f"runs/{time_stamp()}{suffix}")
     with open_run(

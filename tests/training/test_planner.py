@@ -13,22 +13,19 @@ import pytest
 
 import dprlhf
 from dprlhf import DprlhfError
-from dprlhf.audit.one_run import audit
 from dprlhf.data.in_memory import Sources, recipe_of
 from dprlhf.data.users import Users
 from dprlhf.privacy.plan import make_plan
 from dprlhf.recipe import Recipe, load_recipe
-from dprlhf.runs.opening import recipe_digest
 from dprlhf.training.choices import Candidate
 from dprlhf.training.dry_run import dry_run
-from dprlhf.training.planner import Facts, choose, measure, resolve_auto, with_choice
+from dprlhf.training.planner import Facts, choose, measure, with_choice
 from helpers import tiny
 from helpers.runs import ADAPTER, lower_case
 
 PUBLIC = [f"public {i}" for i in range(40)]
 USERS = [f"user {i} says" for i in range(120)]
 ONE_PASS = 2 * len(USERS)
-AUTO = {"rounds": [4, 5], "partitions": ["random-allocation"]}
 
 
 @pytest.fixture(scope="module")
@@ -171,59 +168,14 @@ class TestChoose:
         assert again["choices"][0]["rounds"] == best[0].plan.rounds
 
 
-class TestAuto:
-    @pytest.mark.slow
-    def test_a_run_keeps_the_numbers_and_resumes_with_them(
-        self, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        folder = tmp_path / "run"
-        recipe, _ = made(model, privacy__auto=AUTO)
-        given = {"prompts": iter(USERS), "reward": lower_case, "evaluation_prompts": iter(PUBLIC)}
-        result = dprlhf.train(recipe, output_dir=folder, quiet=True, **given)
-        said = [line for line in capsys.readouterr().err.splitlines() if "privacy.auto" in line]
-        assert len(said) == 1
-        assert f"rounds={result.plan.rounds}" in said[0]
-        kept = load_recipe(folder / "recipe.yaml")
-        assert kept.privacy.auto is None
-        assert kept.rounds == result.plan.rounds
-        assert kept.rounds in (4, 5)
-        assert result.plan.guarantee.epsilon <= 8.0
-        again = dprlhf.resume(
-            folder, prompts=USERS, reward=lower_case, evaluation_prompts=PUBLIC, quiet=True
-        )
-        assert again.plan == result.plan
+@pytest.mark.slow
+def test_a_dry_run_compares_the_noise_of_what_is_released(model: str) -> None:
+    shown = dry_run(*made(model, update__subspace={"rank": 2, "prompts": 8}))
+    plan = make_plan(users=len(USERS), rounds=6, delta=1e-5, epsilon=8.0)
+    assert shown["dimension"] > 2
+    assert shown["noise_to_clip_ratio"] == pytest.approx(plan.noise_to_clip_ratio(2))
 
-    def test_numbers_are_left_alone(self, model: str) -> None:
-        recipe, sources = made(model)
-        assert resolve_auto(recipe, sources) is recipe
 
-    def test_yes_and_no(self, model: str) -> None:
-        plain, chosen = made(model)[0], made(model, privacy__auto=True)[0]
-        assert chosen.privacy.auto == dprlhf.recipe.Auto()
-        assert made(model, privacy__auto=False)[0] == plain
-        with pytest.raises(DprlhfError, match="auto needs a finite epsilon"):
-            made(model, privacy__auto=True, epsilon=float("inf"))
-
-    def test_recipes_without_it_keep_their_digest(self, model: str) -> None:
-        plain = made(model)[0]
-        values = plain.model_dump(mode="json")
-        assert "auto" in values["privacy"]
-        chosen = made(model, privacy__auto=True)[0]
-        assert recipe_digest(plain) != recipe_digest(chosen)
-
-    @pytest.mark.slow
-    def test_a_dry_run_shows_the_chosen_numbers(self, model: str) -> None:
-        shown = dry_run(*made(model, privacy__auto=AUTO))
-        assert shown["rounds"] in (4, 5)
-
-    @pytest.mark.slow
-    def test_a_dry_run_compares_the_noise_of_what_is_released(self, model: str) -> None:
-        shown = dry_run(*made(model, update__subspace={"rank": 2, "prompts": 8}))
-        plan = make_plan(users=len(USERS), rounds=6, delta=1e-5, epsilon=8.0)
-        assert shown["dimension"] > 2
-        assert shown["noise_to_clip_ratio"] == pytest.approx(plan.noise_to_clip_ratio(2))
-
-    def test_an_audit_wants_numbers(self, model: str, tmp_path: Path) -> None:
-        recipe, _ = made(model, privacy__auto=True)
-        with pytest.raises(DprlhfError, match=r"privacy\.auto.*write the numbers"):
-            audit(recipe, tmp_path / "audit")
+def test_the_run_chooses_no_numbers_itself(model: str) -> None:
+    with pytest.raises(DprlhfError, match="dprlhf plan RECIPE"):
+        made(model, privacy__auto=True)

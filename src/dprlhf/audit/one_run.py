@@ -47,7 +47,6 @@ from dprlhf.privacy.plan import Plan
 from dprlhf.privacy.relations import Space
 from dprlhf.recipe import AnyRecipe, Recipe
 from dprlhf.runs.folder import RunFolder, time_stamp, write_json
-from dprlhf.training.recipe_plan import check_settled
 
 Array = NDArray[np.float64]
 Bits = NDArray[np.bool_]
@@ -92,7 +91,6 @@ def audit(
         DprlhfError: a setting is out of range, the folder exists, or no canary moved anything.
     """
     check_confidence(confidence)
-    check_settled(recipe)
     if canaries is None:
         canaries = max(_default_canaries(recipe), recipe.rounds)
     _check_options(recipe, canaries, space, Path(folder))

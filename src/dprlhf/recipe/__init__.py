@@ -25,7 +25,7 @@ from dprlhf.recipe.loading import (
 )
 from dprlhf.recipe.no_effect import without_effect
 from dprlhf.recipe.policy import Adapter, Policy, Source
-from dprlhf.recipe.privacy import Auto, Privacy
+from dprlhf.recipe.privacy import Privacy
 from dprlhf.recipe.private_update import Oracle, PrivateUpdate, TrustRegion
 from dprlhf.recipe.rl import Recipe
 from dprlhf.recipe.sections import (
@@ -64,7 +64,6 @@ __all__ = [
     "Adapter",
     "Agent",
     "AnyRecipe",
-    "Auto",
     "Average",
     "DPORecipe",
     "Data",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import urllib.parse
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from dprlhf.privacy.accounting import Adjacency, Partition
-from dprlhf.recipe.base import PositiveFloat, PositiveInt, Settings
+from dprlhf.recipe.base import PositiveInt, Settings
 
 
 class Budget(Settings):
@@ -78,31 +78,6 @@ def _has_password(url: str) -> bool:
     return parts is not None and (parts.password is not None or "password" in parts.query)
 
 
-class Auto(Settings):
-    """What the planner may spend, and what it chooses, when the run starts (``privacy.auto``).
-
-    It takes the plan with the largest predicted rise of the reward, from the number of users, the
-    guarantee, and what public prompts show; no user's prompt is read for it
-    (:mod:`dprlhf.training.planner`). ``recipe.yaml`` in the run folder has the numbers chosen.
-
-    Attributes:
-        minutes: Longest duration of the run, as estimated from the time of public responses.
-        max_responses: Most responses to users' prompts in the whole run. Without either limit, the
-            number that the recipe's own settings take.
-        rounds: Numbers of rounds to choose from; none for a default list. The learning rate is
-            scaled so that its product with the rounds stays that of the recipe.
-        responses: Numbers of responses to a prompt to choose from; none keeps
-            ``rollout.responses``.
-        partitions: Partitions to choose from.
-    """
-
-    minutes: PositiveFloat | None = None
-    max_responses: PositiveInt | None = None
-    rounds: list[PositiveInt] = []
-    responses: list[Annotated[int, Field(ge=2)]] = []
-    partitions: Annotated[list[Partition], Field(min_length=1)] = ["random-allocation", "fixed"]
-
-
 class Privacy(Budget):
     """The privacy guarantee of a run of private updates.
 
@@ -110,23 +85,9 @@ class Privacy(Budget):
         reward_share: Share of the clip norm that a scaled copy of the user's mean reward takes in
             the released vector, so that the metrics show a noised mean reward of each round; 0
             turns it off.
-        auto: Let the planner choose rounds, participations, bands and partition when the run
-            starts; ``true`` takes the default limits. Null keeps what the recipe says.
     """
 
     reward_share: Annotated[float, Field(ge=0, lt=1)] = 0.14
-    auto: Auto | None = None
-
-    @field_validator("auto", mode="before")
-    @classmethod
-    def _yes_or_no(cls, given: Any) -> Any:
-        return {} if given is True else None if given is False else given
-
-    @model_validator(mode="after")
-    def _promised(self) -> Privacy:
-        if self.auto is not None and (self.epsilon is None or self.baseline):
-            raise ValueError("auto needs a finite epsilon, which you state: noise follows from it")
-        return self
 
 
 class Previous(Settings):

@@ -165,9 +165,7 @@ def recipe_digest(recipe: AnyRecipe) -> str:
     earlier versions keep their digest. What the evaluation measures and declares
     may change later.
     """
-    names = (
-        "revision attn_implementation damping average times_column subspace auto agent quantization"
-    )
+    names = "revision attn_implementation damping average times_column subspace agent quantization"
     unset: dict[str, Any] = dict.fromkeys(names.split())
     unset |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     unset |= {

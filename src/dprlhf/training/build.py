@@ -61,7 +61,7 @@ from dprlhf.training.callbacks import as_functions, taken
 from dprlhf.training.layout import settle_layout
 from dprlhf.training.processes import Processes
 from dprlhf.training.progress import Progress
-from dprlhf.training.recipe_plan import check_settled, plan_of_run, resolve_dtype
+from dprlhf.training.recipe_plan import plan_of_run, resolve_dtype
 from dprlhf.training.run import PreparedRun, Run, Stage
 from dprlhf.training.trainer import rehearse_end
 
@@ -109,7 +109,6 @@ def load_parts(
         DprlhfError: A setting, the data, the model or a reward is wrong.
     """
     hush_libraries()
-    check_settled(recipe)
     check_installed(recipe.tracking.report_to)
     recipe = processes.on_main(lambda: resolve_dtype(recipe))
     module, _, name = STAGES[recipe.stage].partition(".")

@@ -17,7 +17,6 @@ from dprlhf.recipe.supervised import StageRecipe
 from dprlhf.runs.card import released_dimension
 from dprlhf.runs.earlier import total
 from dprlhf.training.build import load_parts, say_what_is_left_out
-from dprlhf.training.planner import resolve_auto
 from dprlhf.training.processes import Processes
 from dprlhf.training.reinforcement import Reinforcement
 from dprlhf.training.run import PreparedRun
@@ -42,7 +41,6 @@ def dry_run(recipe: Recipe, sources: Sources | None = None) -> dict[str, Any]:
     """
     processes = Processes.connect()
     sources = sources or Sources(None, None, None)
-    recipe = resolve_auto(recipe, sources)
     stage, prepared = load_parts(recipe, sources, processes, quiet=True)
     processes.on_main(lambda: rehearse_end(stage, prepared, None))
     processes.on_main(lambda: say_what_is_left_out(stage, prepared))

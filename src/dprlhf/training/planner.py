@@ -1,15 +1,13 @@
 """The planner: rounds, passes, bands, partition and responses for a recipe's (ε, δ).
 
-``dprlhf plan RECIPE`` shows the best few choices, and a recipe with ``privacy.auto`` takes the best
-one when its run starts. The choice follows from public facts alone: the number of users, the
-guarantee, and the signal, reward and time that are measured on public prompts. No user's prompt is
-read for it; the users' rows are counted.
+``dprlhf plan RECIPE`` shows the best few choices. They follow from public facts alone: the number
+of users, the guarantee, and the signal, reward and time that are measured on public prompts. No
+user's prompt is read for it; the users' rows are counted.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,12 +15,12 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from dprlhf.data.in_memory import Sources, rows_of
+from dprlhf.data.in_memory import Sources
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.partitions import Partition
 from dprlhf.privacy.plan import Plan
-from dprlhf.recipe import Auto, Recipe
+from dprlhf.recipe import Recipe
 from dprlhf.runs.opening import check_public
 from dprlhf.training.build import load_parts
 from dprlhf.training.choices import (
@@ -45,6 +43,8 @@ PROBED = 512
 """Number of public prompts that the signal is measured on, at most."""
 
 _FEWEST_PROBED = 32
+
+PARTITIONS: tuple[Partition, ...] = ("random-allocation", "fixed")
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def measure(
             "plan: the recipe must state privacy.epsilon, a finite one: the planner chooses what"
             " the noise multiplier follows from"
         )
-    one_round = {"participations": 1, "bands": 1, "partition": "random-allocation", "auto": None}
+    one_round = {"participations": 1, "bands": 1, "partition": "random-allocation"}
     privacy = recipe.privacy.model_copy(update=one_round)
     probed = recipe.model_copy(update={"privacy": privacy, "rounds": 1})
     sources = sources or Sources(None, None, None)
@@ -208,15 +208,15 @@ def choose(
     """Return the best few choices, the best first, and how many were not costed for lack of time.
 
     The best choice has the largest predicted rise of the reward; without a prediction, the largest
-    mean cosine. The partitions are those of ``privacy.auto``; without it, random allocation and
-    disjoint batches, or the recipe's own if that is another one.
+    mean cosine. The partitions are random allocation and disjoint batches, or the recipe's own if
+    that is another one.
 
     Args:
         facts: What :func:`measure` found.
         minutes: Longest duration of the run.
         responses: Most responses to users' prompts, N·k·(responses to a prompt). Without either
-            limit, that of ``privacy.auto``, or the responses that the recipe as it stands samples.
-        rounds: Numbers of rounds to compare; none for those of ``privacy.auto`` or a default list.
+            limit, those that the recipe as it stands samples.
+        rounds: Numbers of rounds to compare; none for a default list.
         show: Number of choices.
         seconds: Time for the accountant.
         progress: Called with the number of costed candidates and that of all.
@@ -232,7 +232,12 @@ def choose(
         adjacency=privacy.adjacency,
         releases=recipe.update.releases,
     )
-    listed = _listed(facts, guess, minutes, responses, rounds)
+    if minutes is None and responses is None:
+        responses = facts.users * privacy.participations * max(facts.probe.signals)
+    own = privacy.partition
+    partitions = PARTITIONS if own in PARTITIONS else (own,)
+    rounds = rounds or sorted({*ROUNDS, recipe.rounds})
+    listed = _fitting(facts, guess, minutes, responses, rounds, partitions)
 
     def rank(choice: Choice) -> float:
         return choice.reward if choice.reward is not None else float(choice.cosines.mean())
@@ -248,26 +253,6 @@ def choose(
         slow=is_slow,
         progress=progress,
     )
-
-
-def _listed(
-    facts: Facts,
-    guess: Costed,
-    minutes: float | None,
-    responses: float | None,
-    rounds: Sequence[int],
-) -> list[Candidate]:
-    """Return the candidates for :func:`choose`; limits not given come from ``privacy.auto``."""
-    recipe, privacy = facts.recipe, facts.recipe.privacy
-    auto = privacy.auto or Auto()
-    if privacy.auto is None and privacy.partition not in auto.partitions:
-        auto = auto.model_copy(update={"partitions": [privacy.partition]})
-    if minutes is None and responses is None:
-        minutes, responses = auto.minutes, auto.max_responses
-    if minutes is None and responses is None:
-        responses = facts.users * privacy.participations * max(facts.probe.signals)
-    rounds = rounds or auto.rounds or sorted({*ROUNDS, recipe.rounds})
-    return _fitting(facts, guess, minutes, responses, rounds, auto.partitions)
 
 
 def _fitting(
@@ -326,57 +311,5 @@ def with_choice(recipe: Recipe, candidate: Candidate) -> Recipe:
         "partition": candidate.partition,
         "participations": candidate.participations,
         "bands": candidate.bands,
-        "auto": None,
     }
     return Recipe.model_validate(values)
-
-
-def resolve_auto(recipe: Recipe, sources: Sources) -> Recipe:
-    """Return a recipe with the numbers that ``privacy.auto`` leaves to the planner.
-
-    The run folder then keeps a recipe of numbers, so that a resumed run has the same ones. Prints
-    what was chosen, and why, on the main process.
-
-    Args:
-        recipe: The settings; without ``privacy.auto`` they are returned as they are.
-        sources: Objects in memory that replace the recipe's data, rewards or policy. Rows that can
-            be read only once are kept in it for the run.
-
-    Raises:
-        DprlhfError: Nothing fits into the budget, or the recipe cannot be run.
-    """
-    auto = recipe.privacy.auto
-    if auto is None:
-        return recipe
-    if sources.prompts is not None:
-        sources.prompts = rows_of(recipe.data, sources.prompts)
-    if sources.evaluation_prompts is not None and recipe.evaluation is not None:
-        sources.evaluation_prompts = rows_of(recipe.evaluation.data, sources.evaluation_prompts)
-    facts = measure(recipe, sources, responses=auto.responses)
-    processes = Processes.connect()
-    choices: list[Choice] = processes.on_main(lambda: choose(facts, show=2)[0])
-    best = choices[0]
-    if processes.main:
-        print(f"dprlhf: privacy.auto: {reason(facts, choices)}", file=sys.stderr)
-    return with_choice(recipe, best.candidate)
-
-
-def reason(facts: Facts, choices: Sequence[Choice]) -> str:
-    """Return what was chosen and why, in one line of text."""
-    best = choices[0]
-
-    def figures(choice: Choice) -> str:
-        rise = "" if choice.reward is None else f", predicted rise {choice.reward:.2f}"
-        return (
-            f"noise multiplier {choice.plan.noise_multiplier:.4g}, kappa {choice.kappa:.3g},"
-            f" cosine {choice.cosines.mean():.3g}{rise}"
-        )
-
-    text = f"{' '.join(best.overrides())}: {figures(best)}"
-    if len(choices) > 1:
-        other = choices[1]
-        text += (
-            f"; next is {other.plan.partition}, {other.plan.rounds} rounds,"
-            f" {other.plan.participations} passes, {other.plan.bands} bands: {figures(other)}"
-        )
-    return text

@@ -1,4 +1,4 @@
-"""The privacy plan of a recipe of any stage, and what a recipe leaves open before it has one."""
+"""The privacy plan of a recipe of any stage, and the dtype that a recipe leaves to the machine."""
 
 from __future__ import annotations
 
@@ -8,24 +8,10 @@ from typing import Any, cast
 
 from dprlhf.data.in_memory import R, Sources
 from dprlhf.data.users import Users
-from dprlhf.errors import DprlhfError
 from dprlhf.hardware import native_dtype
 from dprlhf.privacy.plan import Plan, check_promise, make_plan
 from dprlhf.privacy.relations import Adjacency
-from dprlhf.recipe import AnyRecipe, Recipe
-
-
-def check_settled(recipe: AnyRecipe) -> None:
-    """Refuse a recipe whose numbers the planner has yet to choose.
-
-    Raises:
-        DprlhfError: It has ``privacy.auto``.
-    """
-    if isinstance(recipe, Recipe) and recipe.privacy.auto is not None:
-        raise DprlhfError(
-            "privacy.auto: only dprlhf train and dprlhf plan choose rounds and noise; write the"
-            " numbers that plan shows into the recipe, and leave auto out"
-        )
+from dprlhf.recipe import AnyRecipe
 
 
 def resolve_dtype(recipe: R) -> R:

@@ -52,7 +52,7 @@ from dprlhf.training.build import open_run
 from dprlhf.training.dry_run import dry_run
 from dprlhf.training.evaluate import Evaluated
 from dprlhf.training.measures import RewardEstimate, estimate, measure, token_logs
-from dprlhf.training.recipe_plan import check_settled, plan_of
+from dprlhf.training.recipe_plan import plan_of
 from dprlhf.training.run import Run
 from dprlhf.training.trainer import run_rounds
 from dprlhf.tuning.public_rows import PublicRows
@@ -213,7 +213,6 @@ def run_stand_ins(
         DprlhfError: The recipe cannot be run; the message says why.
         KeyboardInterrupt: The run was interrupted.
     """
-    check_settled(recipe)
     started = time.perf_counter()
     private = plan_of(recipe, users if users is not None else count_users(recipe))
     count = stand_ins or private.users
