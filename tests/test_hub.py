@@ -220,6 +220,7 @@ def test_runs_from_before_the_keys_keep_their_digest() -> None:
     assert older["evaluation"].pop("judges") == {}
     assert older["evaluation"].pop("log_probs") is False
     assert older["policy"]["adapter"].pop("use_dora") is False
+    assert older["policy"]["adapter"].pop("peft") is None
     assert older["policy"]["adapter"]["type"] == "ffa-lora"
     older["policy"]["adapter"]["type"] = "lora-b"
     digest = hashlib.sha256(json.dumps(older, sort_keys=True).encode()).hexdigest()

@@ -81,8 +81,8 @@ def test_docstrings_are_sentences(modules: dict[str, ast.Module]) -> None:
     assert not poor, "\n".join(poor)
 
 
-SHIPPED_WITH_THE_SOURCE = {"runs.evidence.answers", "cli.bench"}
-"""Modules whose texts may name them: an auditor has the proofs, and ``bench`` a checkout."""
+SHIPPED_WITH_THE_SOURCE = {"cli.bench"}
+"""Modules whose texts may name them: ``bench`` has a checkout."""
 
 
 def test_messages_name_no_page_that_an_installed_package_lacks(

@@ -1,4 +1,4 @@
-"""The evidence for an assessor: what it says, what it refuses, and what its seal notices."""
+"""The evidence for an assessor: what it says, and which records it does not believe."""
 
 from __future__ import annotations
 
@@ -11,35 +11,27 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dprlhf
-from dprlhf import DprlhfError, recipe
+from dprlhf import DprlhfError
 from dprlhf.privacy.gaussian import gaussian_epsilon
 from dprlhf.privacy.ledger import Entry, read_ledger
-from dprlhf.recipe import make_recipe
+from dprlhf.recipe import SFTRecipe
 from dprlhf.runs.card import note_audit
-from dprlhf.runs.earlier import Record, records_of, total_of
-from dprlhf.runs.evidence import answers, seal
-from dprlhf.runs.evidence.words import found_at, of_hundred, one_in, right_guesses
-from dprlhf.runs.evidence.write import verify_evidence, write_evidence
+from dprlhf.runs.earlier import records_of, total_of
+from dprlhf.runs.evidence.write import write_evidence
 from dprlhf.runs.folder import RunFolder
+from dprlhf.runs.model_card import right_guesses
 from helpers import tiny
 from helpers.commands import dprlhf as command
-from helpers.marks import slow
-from helpers.recipes import recipe_settings
 
-ROOT = Path(__file__).parents[2]
 DAY = datetime.date(2026, 11, 23)
 Finished = Callable[[str], Path]
-NUMBERS = ["11.3.2", "11.3.3", "12.3.1", "12.3.2", "12.3.3"]
 PUBLIC = [f"the film was {word}" for word in ("good", "bad", "long", "short")]
 
 
@@ -63,34 +55,29 @@ def reinforced(model: str, folder: Path, **changes: Any) -> None:
     dprlhf.train(model=model, **(settings | changes))
 
 
-def supervised(stage: str, model: str, folder: Path) -> None:
-    base = {"model_name_or_path": model}
-    common: dict[str, Any] = {
-        "rounds": 2, "privacy": {"epsilon": 4.0}, "output_dir": str(folder),
-        "data": {"path": "in-memory", "user_column": "user"},
-    }  # fmt: skip
-    answers = {"completion": " aaaa"} if stage == "sft" else {"chosen": " aa", "rejected": " b"}
-    rows = [{"user": f"u{i}", "prompt": "it was", **answers} for i in range(20)]
-    made: Any = (
-        recipe.SFTRecipe.model_validate({"policy": base, **common})
-        if stage == "sft"
-        else recipe.RewardRecipe.model_validate({"model": base, **common})
-    )
-    public = [{"user": f"p{i}", "prompt": f"that was {i}", **answers} for i in range(2)]
-    dprlhf.train_stage(made, data=rows, evaluation_data=public, quiet=True)
+def supervised(model: str, folder: Path) -> None:
+    made = SFTRecipe.model_validate(
+        {
+            "policy": {"model_name_or_path": model},
+            "rounds": 2, "privacy": {"epsilon": 4.0}, "output_dir": str(folder),
+            "data": {"path": "in-memory", "user_column": "user"},
+        }
+    )  # fmt: skip
+    rows = [{"user": f"u{i}", "prompt": "it was", "completion": " aaaa"} for i in range(20)]
+    dprlhf.train_stage(made, data=rows, quiet=True)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A finished run of each stage, one that builds on the first, and one without privacy."""
+    """A finished run of each kind, one that builds on the first, and one without privacy."""
     place = tmp_path_factory.mktemp("finished")
     model = str(tiny.save(place / "model"))
 
     @functools.cache
     def make(name: str) -> Path:
         folder = place / name
-        if name in ("sft", "reward"):
-            supervised(name, model, folder)
+        if name == "sft":
+            supervised(model, folder)
         elif name == "second":
             first = make("sft")
             reinforced(str(first / "model"), folder, previous=[{"run": str(first)}])
@@ -108,20 +95,18 @@ def run(finished: Finished, tmp_path: Path) -> Path:
     return tmp_path / "rl"
 
 
-@pytest.fixture
-def key(tmp_path: Path) -> Path:
-    seal.new_key(tmp_path / "key")
-    return tmp_path / "key"
-
-
-def statement_of(run: Path, out: Path, **options: Any) -> dict[str, Any]:
-    written = write_evidence(run, out, date=DAY, **options)
-    found: dict[str, Any] = json.loads(written.json.read_text())["statement"]
+def statement_of(run: Path, out: Path, limit: float | None = None) -> dict[str, Any]:
+    written = write_evidence(run, out, limit=limit, date=DAY)
+    found: dict[str, Any] = json.loads(written.json.read_text())
     return found
 
 
-def statuses(statement: dict[str, Any]) -> list[str]:
-    return [answer["status"] for answer in statement["answers"]]
+def answers_of(statement: dict[str, Any]) -> dict[str, str]:
+    return {row["question"]: row["answer"] for row in statement["answers"]}
+
+
+def alerted(statement: dict[str, Any], said: str) -> bool:
+    return any(said in alert["what"] for alert in statement["alerts"])
 
 
 def edit_json(file: Path, **changes: Any) -> None:
@@ -139,65 +124,31 @@ def reforge(run: Path, change: Callable[[list[tuple[str, dict[str, Any]]]], obje
     (run / "ledger.jsonl").write_text(text)
 
 
-# --- what it says -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stage", ["rl", slow("sft"), slow("reward")])
-def test_each_stage_is_answered_point_by_point(
-    finished: Finished, tmp_path: Path, stage: str
-) -> None:
-    statement = statement_of(finished(stage), tmp_path, limit=8.0)
-    assert [a["draft_number"] for a in statement["answers"]] == NUMBERS
-    assert [a["number"] for a in statement["answers"]] == ["11.2.4", "11.2.5", None, None, None]
-    assert statuses(statement) == ["shown", "missing", "shown", "missing", "partly shown"]
-    card = json.loads((finished(stage) / "privacy.json").read_text())
+def test_the_answers_are_the_runs_figures(run: Path, tmp_path: Path) -> None:
+    statement = statement_of(run, tmp_path / "one")
+    card = json.loads((run / "privacy.json").read_text())
     assert statement["guarantee"]["epsilon"] >= card["epsilon"]
     assert statement["guarantee"]["delta"] == card["delta"]
-    page = (tmp_path / "evidence.html").read_text()
-    for answer in statement["answers"]:
-        assert answer["draft_text"].startswith("Verify that")
-        assert "OWASP/AISVS/blob" in answer["draft_source"]
-        for gap in answer["missing"]:
-            assert gap["command"]
-        for name in answer["files"]:
-            assert name in statement["files"] or name == "metrics.jsonl"
-            assert statement["files"][name] in page
-    assert "CC BY-SA 4.0" in page
-    assert "not a certificate" in page
-
-
-def test_the_golden_structure(finished: Finished, tmp_path: Path) -> None:
-    """Readers of evidence.json rely on these names."""
-    statement = statement_of(finished("rl"), tmp_path)
-    assert {name: type(value).__name__ for name, value in statement.items()} == {
-        "format": "str", "date": "str", "software": "str", "run": "dict", "guarantee": "dict",
-        "limit": "NoneType", "alerts": "list", "answers": "list", "rounds": "list", "runs": "list",
-        "assumed": "dict", "numbers": "str", "licence": "str", "files": "dict",
-        "signed_by": "NoneType", "page_sha256": "str",
-    }  # fmt: skip
-    for answer in statement["answers"]:
-        assert list(answer) == [
-            "title", "number", "draft_number", "level", "text", "source", "draft_text",
-            "draft_source", "status", "answer", "facts", "missing", "files",
-        ]  # fmt: skip
-    assert list(statement["rounds"][0]) == ["round", "charged", "saved", "epsilon", "delta"]
-    assert statement["date"] == "2026-11-23"
-
-
-def test_the_page_loads_nothing_and_reads_nothing_secret(run: Path, tmp_path: Path) -> None:
-    one = write_evidence(run, tmp_path / "one", date=DAY)
-    shutil.rmtree(run / "secret")
-    two = write_evidence(run, tmp_path / "two", date=DAY)
-    assert one.page.read_bytes() == two.page.read_bytes()  # the same folder, the same bytes
-    assert one.json.read_bytes() == two.json.read_bytes()
-    page = one.page.read_text()
-    assert not re.findall(r"<(?:link|img|iframe|object|form)\b|\bsrc=|@import|url\(", page)
-    assert re.findall(r"<script[^>]*>", page) == ['<script type="application/json" id="seal">']
-    assert all(
-        url.startswith("https://github.com/OWASP/") for url in re.findall(r'href="(h[^"]*)', page)
+    given = answers_of(statement)
+    assert given["Cost of this run alone"].startswith("ε ≤ ")
+    assert float(given["Noise multiplier"]) == pytest.approx(card["noise_multiplier"], rel=1e-3)
+    assert [a["question"] for a in statement["answers"] if a["answer"] == "not measured"] == [
+        "Right guesses of an attack with canary users",
+        "Right guesses of an attack with the run's own users", "Lower bound on ε by an audit",
+        "Could that audit refute the claim",
+    ]  # fmt: skip
+    page = (tmp_path / "one" / "evidence.html").read_text()
+    assert not re.findall(
+        r"<(?:script|link|img|iframe|object|form)\b|src=|href=|@import|url\(", page
     )
-    assert str(run) not in page.replace(str(run.parent / "model"), "")
-    assert "secret/" not in "".join(json.loads(one.json.read_text())["statement"]["files"])
+    for row in statement["answers"]:
+        for name in row["files"].split(", "):
+            assert statement["files"][name] in page
+    assert all(name in page for name in statement["files"])
+    # Nothing secret is read; the same folder gives the same bytes.
+    shutil.rmtree(run / "secret")
+    assert statement_of(run, tmp_path / "two") == statement
+    assert (tmp_path / "two" / "evidence.html").read_text() == page
 
 
 def test_a_link_into_secret_is_not_followed(run: Path, tmp_path: Path) -> None:
@@ -211,77 +162,51 @@ def test_a_link_into_secret_is_not_followed(run: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_baseline_has_no_guarantee(finished: Finished, tmp_path: Path) -> None:
     statement = statement_of(finished("baseline"), tmp_path)
-    assert statement["guarantee"]["short"] == "No guarantee"
+    assert statement["guarantee"]["sentence"] == "no guarantee"
     assert statement["guarantee"]["epsilon"] is None
-    assert any(alert["what"].startswith("No guarantee") for alert in statement["alerts"])
-    given = statuses(statement)
-    assert [given[i] for i in (0, 2, 4)] == ["no guarantee"] * 3
+    assert alerted(statement, "No guarantee")
     assert "≤" not in (tmp_path / "evidence.html").read_text()
 
 
 @pytest.mark.slow
 def test_earlier_runs_are_listed_and_totalled(finished: Finished, tmp_path: Path) -> None:
-    statement = statement_of(finished("second"), tmp_path)
-    assert [r["name"] for r in statement["runs"]] == ["second", "sft"]
+    statement = statement_of(finished("second"), tmp_path, limit=0.5)
+    given = answers_of(statement)
+    assert given["Earlier runs counted"] == "sft (sft)"
     records = records_of(finished("second"))
-    total, before = total_of(records), total_of(records[1:])
-    assert statement["guarantee"]["epsilon"] >= total.epsilon > before.epsilon
-    rows = statement["rounds"]
-    assert (
-        rows[0]["epsilon"] == before.epsilon
-    )  # what the earlier run spent is there from the start
-    assert all(row["epsilon"] >= total.epsilon for row in rows[1:])
-    assert statement["alerts"] == []  # its base model's origin is known: the earlier run
+    assert statement["guarantee"]["epsilon"] >= total_of(records).epsilon
+    before = float(given["Spent before this run"].split()[2].rstrip(","))
+    assert before == pytest.approx(total_of(records[1:]).epsilon, rel=1e-3)
+    # Its base model's origin is known, the earlier run; what that spent is above the limit.
+    assert [
+        alert["what"] for alert in statement["alerts"] if "threshold" not in alert["what"]
+    ] == []
+    assert alerted(statement, "before this run began")
 
 
-def test_epsilon_by_round_is_owed_from_the_first_charge_on(run: Path, tmp_path: Path) -> None:
+def test_epsilon_is_owed_from_the_first_charge_on(run: Path, tmp_path: Path) -> None:
+    whole = statement_of(run, tmp_path / "whole", limit=3.9)
+    assert alerted(whole, "threshold of 3.9 in round 1")
+    assert not alerted(statement_of(run, tmp_path / "within", limit=4.0), "threshold")
     reforge(run, lambda lines: lines.__delitem__(slice(3, None)))  # after round 1
     for name in ("checkpoint", "policy"):
         shutil.rmtree(run / name)
     (run / "metrics.jsonl").unlink()
     statement = statement_of(run, tmp_path / "out")
-    epsilons = [row["epsilon"] for row in statement["rounds"]]
-    assert epsilons[0] == 0
-    assert epsilons[1:] == [statement["guarantee"]["epsilon"]] * 3
-    assert [row["charged"] for row in statement["rounds"]] == [False, True, False, False]
-    assert any("not finished: 1 of 3" in alert["what"] for alert in statement["alerts"])
+    assert statement["guarantee"]["epsilon"] == whole["guarantee"]["epsilon"]
+    assert answers_of(statement)["Rounds charged, each before its release"].startswith("1 of 3;")
+    assert alerted(statement, "not finished: 1 rounds")
 
 
-@pytest.mark.slow
-def test_a_crossed_threshold_is_an_alert(finished: Finished, tmp_path: Path) -> None:
-    within = statement_of(finished("rl"), tmp_path, limit=4.0)
-    above = statement_of(finished("rl"), tmp_path, limit=3.9)
-    none = statement_of(finished("rl"), tmp_path)
-    said = [any("threshold" in a["what"] for a in s["alerts"]) for s in (within, above, none)]
-    assert said == [False, True, False]
-    assert "in round 1" in above["alerts"][0]["what"]
-    assert [statuses(s)[2] for s in (within, above, none)] == ["shown", "shown", "partly shown"]
-    before = statement_of(finished("second"), tmp_path, limit=0.5)
-    assert any("before this run began" in alert["what"] for alert in before["alerts"])
-
-
-@pytest.mark.slow
-def test_a_large_epsilon_is_an_alert(
-    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_large_epsilon_and_a_folder_of_unknown_origin_are_alerts(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not any(
-        "promises next to" in a["what"] for a in statement_of(finished("rl"), tmp_path)["alerts"]
-    )
+    statement = statement_of(run, tmp_path / "one")
+    assert len(statement["alerts"]) == 1
+    assert alerted(statement, "comes from a folder")
     monkeypatch.setattr("dprlhf.privacy.plan.LARGE_EPSILON", 1.0)
-    [said] = [
-        a for a in statement_of(finished("rl"), tmp_path)["alerts"] if "promises" in a["what"]
-    ]
-    assert "strong guarantee" in said["do"]
+    assert alerted(statement_of(run, tmp_path / "two"), "promises")
 
-
-@pytest.mark.slow
-def test_a_model_from_an_unknown_folder_is_an_alert(finished: Finished, tmp_path: Path) -> None:
-    for name in ("rl", "sft", "reward"):
-        alerts = statement_of(finished(name), tmp_path)["alerts"]
-        assert ["comes from a folder" in alert["what"] for alert in alerts] == [True]
-
-
-# --- audits -------------------------------------------------------------------------------------
 
 AUDIT = {
     "bound": 1.2, "epsilon": 4.0, "delta": 1e-5, "canaries": 1000, "guesses": 200, "right": 161,
@@ -290,96 +215,41 @@ AUDIT = {
 
 
 def test_an_audit_that_holds(run: Path, tmp_path: Path) -> None:
-    edit_json(run / "privacy.json", audit=AUDIT)
-    statement = statement_of(run, tmp_path / "out", limit=8.0)
-    assert statuses(statement) == ["shown", "partly shown", "shown", "shown", "partly shown"]
-    attack, audit = statement["answers"][1], statement["answers"][3]
-    assert "161 of 200" in attack["answer"][0]
-    assert "not met" in attack["answer"][1]  # better than guessing: the wording asks for less
-    assert ["Measured from below", "ε ≥ 1.2"] in audit["facts"]
-    assert "95%" in audit["answer"][0]
-    edit_json(run / "privacy.json", audit=AUDIT | {"right": 104})
-    fair = statement_of(run, tmp_path / "out")["answers"][1]
-    assert "no more than chance" in fair["answer"][1]
+    for right in (101, 161):
+        note_audit(RunFolder(run), AUDIT | {"right": right})
+    statement = statement_of(run, tmp_path / "out")
+    given = answers_of(statement)
+    assert given["Right guesses of an attack with canary users"].startswith("161 of 200")
+    assert given["Lower bound on ε by an audit"] == "ε ≥ 1.2, confidence 0.95"
+    assert given["Could that audit refute the claim"] == "yes"
+    assert given["Audits on record, and those that refuted the claim"] == "2, 0"
+    assert not alerted(statement, "refuted")
+    changes = {"can_refute": False, "accountants_terms": True}
+    edit_json(run / "privacy.json", audits=[AUDIT | changes])
+    given = answers_of(statement_of(run, tmp_path / "out"))
+    assert given["Could that audit refute the claim"].startswith("no")
+    assert "in the accountant's terms" in given["Lower bound on ε by an audit"]
 
 
-def test_an_audit_that_could_refute_nothing_shows_half(run: Path, tmp_path: Path) -> None:
-    power = {"probability": 0.9, "noise": 0.031, "guesses": None}
-    edit_json(run / "privacy.json", audit=AUDIT | {"can_refute": False, "power": power})
-    audit = statement_of(run, tmp_path / "out")["answers"][3]
-    assert audit["status"] == "partly shown"
-    assert ["It would have noticed", "noise 3.1% too small, with probability 0.9"] in audit["facts"]
-    assert any("--canaries" in gap["command"] for gap in audit["missing"])
-
-
-@pytest.mark.parametrize(
-    ("changes", "larger"),
-    [({"bound": 4.01}, True), ({"holds": False}, False), ({"refuted_by": ["variance"]}, False)],
-)
-def test_a_refuted_claim_is_contradicted(
-    run: Path, tmp_path: Path, changes: dict[str, Any], larger: bool
+@pytest.mark.parametrize("changes", [{"bound": 4.01}, {"holds": False}, {"refuted_by": ["noise"]}])
+def test_an_audit_that_refuted_is_not_undone_by_later_ones(
+    run: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     """Whatever the card says of itself: a bound above the stated ε refutes it."""
     edit_json(run / "privacy.json", audit=AUDIT | changes)
+    note_audit(RunFolder(run), AUDIT | {"right": 101})
     statement = statement_of(run, tmp_path / "out")
-    assert any("refuted" in alert["what"] for alert in statement["alerts"])
-    assert statuses(statement)[3] == "contradicted"
-    said = " ".join(statement["answers"][3]["answer"])
-    assert ("It is larger than the stated ε" in said) == larger
-    assert "the statement is refuted" in said
-
-
-def test_an_audit_that_refuted_is_not_undone_by_later_ones(run: Path, tmp_path: Path) -> None:
-    """A card of an earlier version holds one audit; those of this version come after it."""
-    power = {"probability": 0.9, "noise": 0.031, "guesses": None}
-    edit_json(run / "privacy.json", audit=AUDIT | {"holds": False, "right": 199, "power": power})
-    for right in (101, 102):
-        note_audit(RunFolder(run), AUDIT | {"right": right})
-    card = json.loads((run / "privacy.json").read_text())
-    assert [audit["right"] for audit in card["audits"]] == [199, 101, 102]
-    assert "audit" not in card
-    readme = (run / "policy/README.md").read_text()
-    assert "Audit: refuted: an attack with 1000 canary users" in readme
-    assert "of 3 audits on record 1 refuted the claim" in readme
-    statement = statement_of(run, tmp_path / "out")
-    assert any("refuted" in alert["what"] for alert in statement["alerts"])
-    assert statuses(statement)[3] == "contradicted"
-    assert ["Audits on record", "3, of which 1 refuted the statement"] in (
-        statement["answers"][3]["facts"]
-    )
-    assert "199 of 200" in statement["answers"][1]["answer"][0]
-
-
-@pytest.mark.parametrize("terms", [True, False])
-def test_a_bound_in_the_accountants_terms_is_called_that(
-    terms: bool, run: Path, tmp_path: Path
-) -> None:
-    note_audit(RunFolder(run), AUDIT | {"accountants_terms": terms})
-    shown = "epsilon >= 1.2 in the accountant's terms at confidence 95%"
-    assert (shown in (run / "policy/README.md").read_text()) == terms
-    said = statement_of(run, tmp_path / "out")["answers"][3]["answer"][0]
-    assert ("ε in the accountant's terms is at least" in said) == terms
-    assert ("the true ε is at least" in said) != terms
-
-
-def test_several_audits_that_hold_are_counted(run: Path, tmp_path: Path) -> None:
-    for right in (101, 102):
-        note_audit(RunFolder(run), AUDIT | {"right": right})
-    assert "of 2 audits on record 0 refuted the claim" in (run / "policy/README.md").read_text()
-    statement = statement_of(run, tmp_path / "out", limit=8.0)
-    assert statuses(statement)[3] == "shown"
-    assert "102 of 200" in statement["answers"][1]["answer"][0]
-    said = statement["answers"][3]["answer"]
-    assert any("2 audits" in sentence and "10%" in sentence for sentence in said)
+    assert alerted(statement, "refuted")
+    given = answers_of(statement)
+    assert given["Right guesses of an attack with canary users"].startswith("161 of 200")
+    assert given["Audits on record, and those that refuted the claim"] == "2, 1"
 
 
 @pytest.mark.parametrize("audit", [{}, [], "done", {"bound": "large"}, {"bound": True}, None])
 def test_an_unreadable_audit_is_none(run: Path, tmp_path: Path, audit: Any) -> None:
     edit_json(run / "privacy.json", audit=audit)
-    assert statuses(statement_of(run, tmp_path / "out"))[3] == "missing"
-
-
-# --- records that disagree ----------------------------------------------------------------------
+    given = answers_of(statement_of(run, tmp_path / "out"))
+    assert given["Lower bound on ε by an audit"] == "not measured"
 
 
 def set_term(name: str, value: Any) -> Callable[[Path], None]:
@@ -435,12 +305,11 @@ FORGERIES: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("name", FORGERIES)
 def test_records_that_disagree_leave_no_epsilon(run: Path, tmp_path: Path, name: str) -> None:
     forge, told = FORGERIES[name]
-    assert statement_of(run, tmp_path / "out")["guarantee"]["stands"]
     forge(run)
     statement = statement_of(run, tmp_path / "out")
-    assert any(told in alert["what"] for alert in statement["alerts"]), statement["alerts"]
+    assert alerted(statement, told), statement["alerts"]
     assert not statement["guarantee"]["stands"]
-    assert [statuses(statement)[i] for i in (0, 2, 4)] == ["contradicted"] * 3
+    assert "≤" not in (tmp_path / "out" / "evidence.html").read_text()
 
 
 def test_what_cannot_be_read_is_refused_in_one_line(run: Path, tmp_path: Path) -> None:
@@ -462,201 +331,35 @@ def test_what_cannot_be_read_is_refused_in_one_line(run: Path, tmp_path: Path) -
     refused(run, "missing")
 
 
-# --- the seal -------------------------------------------------------------------------------------
-
-
-def test_signed_evidence_verifies(run: Path, key: Path, tmp_path: Path) -> None:
-    written = write_evidence(run, key=key, date=DAY)
-    again = write_evidence(run, tmp_path / "again", key=key, date=DAY)
-    assert written.page == run / "comply" / "evidence.html"
-    assert written.page.read_bytes() == again.page.read_bytes()
-    public = key.with_name("key.pub")
-    for file in (written.page, written.json):
-        for told in (None, public, key):
-            said = verify_evidence(file, public_key=told)
-            assert "unaltered, signed by" in said[0]
-            assert "files of" in said[1]  # the folder around it was found
-            assert ("compare" in said[0]) == (told is None)
-    assert "were not checked" in verify_evidence(again.page)[1]
-    assert "files of" in verify_evidence(again.json, run)[1]
-    assert "Not signed" not in written.page.read_text()
-
-
-@pytest.mark.parametrize("name", ["evidence.html", "evidence.json"])
-def test_every_changed_byte_is_noticed(run: Path, key: Path, tmp_path: Path, name: str) -> None:
-    write_evidence(run, tmp_path / "out", key=key, date=DAY)
-    file = tmp_path / "out" / name
-    good = file.read_bytes()
-    places = np.random.default_rng(0).integers(0, len(good), 300)
-    for place in [*map(int, places), 0, len(good) - 1]:
-        altered = bytearray(good)
-        altered[place] ^= 1 << (place % 8)
-        file.write_bytes(altered)
-        with pytest.raises(DprlhfError):
-            verify_evidence(file)
-    for text in (good + b"<p>more</p>", good + b" ", b"\n" + good, good[:-1], b"", b"{}", b"[]"):
-        file.write_bytes(text)
-        with pytest.raises(DprlhfError, match="altered"):
-            verify_evidence(file)
-
-
-def test_a_page_around_a_true_seal_is_refused(run: Path, key: Path, tmp_path: Path) -> None:
-    """The signature covers what a reader sees, not only the JSON behind it."""
-    page = write_evidence(run, tmp_path / "out", key=key, date=DAY).page
-    text = page.read_text()
-    assert "missing" in text
-    page.write_text(
-        text.replace('<span class="chip missing">missing', '<span class="chip shown">shown')
-    )
-    with pytest.raises(DprlhfError, match="altered"):
-        verify_evidence(page)
-
-
-def test_another_key_is_refused(run: Path, key: Path, tmp_path: Path) -> None:
-    page = write_evidence(run, tmp_path / "out", key=key, date=DAY).page
-    seal.new_key(tmp_path / "other")
-    with pytest.raises(DprlhfError, match="another key"):
-        verify_evidence(page, public_key=tmp_path / "other.pub")
-    # Somebody else signs the same statement: no longer the given key.
-    values = json.loads((tmp_path / "out/evidence.json").read_text())
-    forged = tmp_path / "forged.json"
-    forged.write_text(seal.sealed(values["statement"], seal.read_key(tmp_path / "other")))
-    assert verify_evidence(forged)
-    with pytest.raises(DprlhfError, match="another key"):
-        verify_evidence(forged, public_key=key)
-
-
-def test_unsigned_evidence_says_so_and_does_not_verify(run: Path, tmp_path: Path) -> None:
-    written = write_evidence(run, tmp_path / "out", date=DAY)
-    assert not written.signed
-    assert "<strong>Not signed</strong>" in written.page.read_text()
-    for file in (written.page, written.json):
-        with pytest.raises(DprlhfError, match="not signed"):
-            verify_evidence(file)
-
-
-@pytest.mark.parametrize(
-    "name", ["privacy.json", "ledger.jsonl", "policy/adapter_model.safetensors"]
-)
-def test_a_changed_file_of_the_run_is_noticed(run: Path, key: Path, name: str) -> None:
-    page = write_evidence(run, key=key, date=DAY).page
-    content = bytearray((run / name).read_bytes())
-    content[len(content) // 2] ^= 1
-    (run / name).write_bytes(content)
-    with pytest.raises(DprlhfError, match=f"{name} changed or disappeared"):
-        verify_evidence(page)
-    (run / name).unlink()
-    with pytest.raises(DprlhfError, match=f"{name} changed or disappeared"):
-        verify_evidence(page)
-
-
-def test_a_key_that_cannot_be_used_is_refused(run: Path, key: Path, tmp_path: Path) -> None:
-    assert key.stat().st_mode & 0o077 == 0
-    with pytest.raises(DprlhfError, match="no key was written"):
-        seal.new_key(key)
-    locked = tmp_path / "locked"
-    locked.write_bytes(
-        Ed25519PrivateKey.generate().private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.BestAvailableEncryption(b"word"),
-        )
-    )
-    inside = run / "key"
-    shutil.copy(key, inside)
-    (tmp_path / "text").write_text("no key")
-    for file, told in (
-        (locked, "passphrase"), (inside, "outside of the run folder"), (tmp_path / "text", "PEM"),
-        (tmp_path / "none", "could not be read"), (key.with_name("key.pub"), "PEM"),
-    ):  # fmt: skip
-        with pytest.raises(DprlhfError, match=told):
-            write_evidence(run, tmp_path / "out", key=file)
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.slow
-def test_the_command(run: Path, tmp_path: Path) -> None:
-    made = command("comply", "--new-key", str(tmp_path / "key"))
-    assert made.returncode == 0
-    assert re.search(r"fingerprint: (\w{4} ){9}\w{4}\n", made.stdout)
-    done = command("comply", str(run), "--key", str(tmp_path / "key"), "--limit", "8")
+def test_the_command(run: Path) -> None:
+    done = command("comply", str(run), "--limit", "8")
     assert done.returncode == 1  # an alert: the model's folder
     assert "alert: The base model" in done.stderr
     page = run / "comply" / "evidence.html"
     assert done.stdout.split() == [str(page), str(page.with_suffix(".json"))]
-    checked = command("comply", "--verify", str(page), "--public-key", str(tmp_path / "key.pub"))
-    assert checked.returncode == 0
-    assert len(checked.stdout.splitlines()) == 2
-    (run / "privacy.json").write_text("{}")
-    limits = [(str(run), "--limit", limit) for limit in ("0", "inf")]
-    for words in (("--verify", str(page)), (), (str(tmp_path),), *limits):
+    for words in ((), (str(run.parent),), (str(run), "--limit", "0"), (str(run), "--limit", "inf")):
         refused = command("comply", *words)
         assert refused.returncode == 2
         assert len(refused.stderr.splitlines()) == 1
-    unsigned = command("comply", str(run))
-    assert "not signed" in unsigned.stderr
-
-
-# --- what the words say ---------------------------------------------------------------------------
 
 
 @settings(max_examples=200, derandomize=True, deadline=None)
-@given(st.floats(0.0, 50.0), st.floats(1e-9, 0.1), st.floats(0.0, 1.0))
-def test_the_plain_numbers_are_upper_bounds(epsilon: float, delta: float, alarms: float) -> None:
+@given(st.floats(0.0, 50.0), st.floats(1e-9, 0.1))
+def test_the_right_guesses_are_an_upper_bound(epsilon: float, delta: float) -> None:
     """Checked against every point of the region that (ε, δ) allows (arXiv 1311.0776)."""
     alpha = np.linspace(0, 1, 2001)
     missed = np.maximum.reduce(
-        [
-            np.zeros_like(alpha),
-            1 - delta - np.exp(epsilon) * alpha,
-            np.exp(-epsilon) * (1 - delta - alpha),
-        ]
+        [0 * alpha, 1 - delta - np.exp(epsilon) * alpha, np.exp(-epsilon) * (1 - delta - alpha)]
     )
-    best = float((1 - (alpha + missed) / 2).max())
-    assert right_guesses(epsilon, delta) >= best - 1e-9
-    assert right_guesses(epsilon, delta) <= best + 0.001 * math.exp(min(epsilon, 5)) + 1e-9
-    found = found_at(alarms, epsilon, delta)
-    assert found >= 1 - float(np.interp(alarms, alpha, missed)) - 1e-9
-    assert float(of_hundred(found)) >= 100 * found - 1e-6 or found == 1
-    assert 1 / float(one_in(delta)[5:].replace(",", "")) >= delta * (1 - 1e-6)
+    best = 100 * float((1 - (alpha + missed) / 2).max())
+    shown = float(right_guesses(epsilon, delta))
+    assert best - 1e-6 <= shown <= best + 0.1 * math.exp(min(epsilon, 5)) + 0.11
 
 
 @pytest.mark.parametrize("z", [0.5, 1.0, 3.0])
-def test_the_plain_numbers_hold_for_a_gaussian(z: float) -> None:
+def test_the_right_guesses_hold_for_a_gaussian(z: float) -> None:
     """The best attack on one Gaussian release stays below what the page says."""
-    random = np.random.default_rng(1)
-    noise, delta = random.normal(0, z, 200_000), 1e-5
+    noise = np.random.default_rng(1).normal(0, z, 200_000)
     right = ((noise < 0.5).mean() + (noise + 1 > 0.5).mean()) / 2
-    assert right < right_guesses(gaussian_epsilon(z, delta), delta)
-    cut = np.quantile(noise, 0.99)
-    assert (noise + 1 > cut).mean() < found_at(0.01, gaussian_epsilon(z, delta), delta) + 0.002
-
-
-@pytest.mark.parametrize(
-    ("mechanism", "changes", "expected"),
-    [
-        ({"partition": "random-allocation"}, {}, ["random_allocation_accounting"]),
-        ({"partition": "random-allocation", "bands": 2}, {},
-         ["correlated_noise", "correlated_random_allocation"]),
-        ({"partition": "fixed", "bands": 2}, {}, ["correlated_noise", "disjoint_batches"]),
-        ({"partition": "stream"}, {"tuning_runs": 2}, ["composition", "disjoint_batches"]),
-        ({"partition": "poisson", "releases_per_round": 4},
-         {"update": {"name": "npg", "oracle": {"name": "improper-batch-sgd"}}},
-         ["releases_in_a_round", "gradient_oracles"]),
-        ({"partition": "poisson"},
-         {"update": {"name": "npg", "oracle": {"name": "sufficient-statistics", "sketch": 8}}},
-         ["sufficient_statistics"]),
-        ({"partition": "poisson"},
-         {"update": {"name": "pg", "subspace": {"rank": 2, "source": "model"}}}, ["subspace"]),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_the_proofs_are_those_of_what_ran(
-    mechanism: dict[str, Any], changes: dict[str, Any], expected: list[str]
-) -> None:
-    tuning_runs = changes.pop("tuning_runs", 0)
-    record = Record("run", "name", "rl", None, 1e-5, mechanism, [], tuning_runs)
-    made = make_recipe(recipe_settings(**changes))
-    named = answers._proofs(mock.Mock(runs=[record], recipe=made))
-    assert set(named) == {"users_and_clipping", "resume", *expected}
-    assert all((ROOT / "docs" / "proofs" / f"{note}.md").is_file() for note in named)
+    assert 100 * right < float(right_guesses(gaussian_epsilon(z, 1e-5), 1e-5))

@@ -27,50 +27,22 @@ def report(
 
 
 def comply(
-    run: Annotated[Path | None, typer.Argument(help="The folder of the run.")] = None,
+    run: Run,
     out: Annotated[
         Path | None, typer.Option(help="The folder to write to.", show_default="RUN/comply")
-    ] = None,
-    key: Annotated[
-        Path | None, typer.Option(help="Ed25519 private key (PEM) to sign with.")
     ] = None,
     limit: Annotated[
         float | None, typer.Option(help="Your organisation's threshold for ε.")
     ] = None,
-    new_key: Annotated[
-        Path | None, typer.Option(help="Only make a key: FILE, and FILE.pub for readers.")
-    ] = None,
-    verify: Annotated[
-        Path | None,
-        typer.Option(help="Only check evidence: its signature, and RUN's files if it is named."),
-    ] = None,
-    public_key: Annotated[
-        Path | None, typer.Option(help="With --verify: the key that must have signed.")
-    ] = None,
 ) -> None:
-    """Write evidence for an assessor: a signed page that answers OWASP AISVS on privacy.
+    """Write evidence for an assessor: one page and one JSON with this run's figures on privacy.
 
-    Exit status 1: the page has alerts, which are printed too.
+    Exit status 1: there are alerts, which are printed too.
     """
-    from dprlhf.runs.evidence import seal, write
+    from dprlhf.runs.evidence.write import write_evidence
 
-    if sum(x is not None for x in (new_key, verify)) > 1 or (public_key and not verify):
-        raise DprlhfError("--new-key and --verify stand alone; --public-key goes with --verify")
-    if new_key is not None:
-        fingerprint = seal.new_key(new_key)
-        typer.echo(f"{new_key}: keep it secret; {new_key}.pub is for those who check")
-        typer.echo(f"fingerprint: {fingerprint}")
-        return
-    if verify is not None:
-        for line in write.verify_evidence(verify, run, public_key=public_key):
-            typer.echo(line)
-        return
-    if run is None:
-        raise DprlhfError("name the run folder: dprlhf comply RUN")
-    written = write.write_evidence(run, out, key=key, limit=limit)
+    written = write_evidence(run, out, limit=limit)
     typer.echo(f"{written.page}\n{written.json}")
-    if not written.signed:
-        typer.echo("not signed: give --key FILE, made with dprlhf comply --new-key FILE", err=True)
     for alert in written.alerts:
         typer.echo(f"alert: {alert}", err=True)
     if written.alerts:

@@ -12,7 +12,6 @@ from typing import Any
 
 from dprlhf.privacy.gaussian import downwards, upwards
 from dprlhf.recipe import ADAPTERS, Adapter, AnyRecipe
-from dprlhf.runs.evidence.words import of_hundred, right_guesses
 
 KNOWN_NUMBER = (
     "the number of users is published, which tells whether one was added or removed: the same"
@@ -149,12 +148,26 @@ def in_plain_words(card: dict[str, Any]) -> str:
     epsilon = float(whole["epsilon"])
     if math.isinf(epsilon):
         return "with the earlier runs together, nothing is promised."
-    cases = of_hundred(right_guesses(epsilon, float(whole["delta"])))
+    cases = right_guesses(epsilon, float(whole["delta"]))
     return (
         "take somebody who knows everything but whether one user's data took part, which was"
         " decided by the toss of a fair coin. Whatever they compute from what the run published,"
         f" they guess right in at most {cases} of 100 cases; without it, in 50."
     )
+
+
+def right_guesses(epsilon: float, delta: float) -> str:
+    """Return in how many of 100 cases an attack is right at most, rounded up to one decimal.
+
+    The cases are one user's presence, decided by a fair coin. Under (ε, δ)-differential privacy no
+    attack is right more often than (e^ε + δ)/(1 + e^ε) (Kairouz, Oh & Viswanath 2015, arXiv
+    1311.0776, Theorem 2.1).
+
+    >>> right_guesses(1.0, 0.0), right_guesses(0.0, 0.0)
+    ('73.2', '50')
+    """
+    share = (1 + delta * math.exp(-epsilon)) / (1 + math.exp(-epsilon))
+    return f"{min(100.0, math.ceil(share * 1000 - 1e-9) / 10):g}"
 
 
 def audits_on(card: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,1 +1,1 @@
-"""Evidence for an assessor: a signed page on what a run promised, and what shows it."""
+"""Evidence for an assessor: a page of what a run promised, and of the figures that show it."""

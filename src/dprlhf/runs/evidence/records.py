@@ -6,7 +6,6 @@ another one is reported, never mended.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass, field
@@ -23,8 +22,6 @@ from dprlhf.runs.earlier import Record, records_of, total_of
 from dprlhf.runs.folder import RunFolder
 from dprlhf.runs.opening import recipe_digest
 
-_WEIGHTS = ("policy", "model", "checkpoint")
-
 
 @dataclass
 class Records:
@@ -40,7 +37,6 @@ class Records:
         total: Cost with all earlier runs and declared tuning runs.
         before: Cost of everything that ran before this run; None if nothing did.
         finished: Whether the run left a final policy.
-        saved: Round of the checkpoint; None without one.
         contradictions: Sentences on records that disagree, so that no ε can be relied on.
     """
 
@@ -53,7 +49,6 @@ class Records:
     total: Epsilon
     before: Epsilon | None
     finished: bool
-    saved: int | None
     contradictions: list[str] = field(default_factory=list)
 
     @property
@@ -65,11 +60,6 @@ class Records:
     def terms(self) -> dict[str, Any]:
         """The terms that the ledger opened with."""
         return self.entries[0].body
-
-    @property
-    def rounds(self) -> int:
-        """The planned number of rounds T."""
-        return int(self.terms["rounds"])
 
     @property
     def private(self) -> bool:
@@ -101,7 +91,10 @@ def read_records(path: Path) -> Records:
     entries = read_opened(folder.ledger)
     try:
         runs, recipe = records_of(path), load_any_recipe(folder.recipe)
-        card, damaged = _card(folder)
+        try:
+            card, damaged = read_card(folder), []
+        except DprlhfError:
+            card, damaged = {}, ["The privacy card (privacy.json) is missing or damaged."]
         alone, total, before = _costs(runs)
         records = Records(
             folder=folder,
@@ -113,42 +106,13 @@ def read_records(path: Path) -> Records:
             total=_no_smaller(total, card.get("total", {}).get("epsilon")),
             before=before,
             finished=(folder.policy / "README.md").is_file(),
-            saved=_saved(folder),
         )
         records.contradictions = [*damaged, *_contradictions(records, alone, total)]
     except DprlhfError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DprlhfError(
-            f"{path}: the run's records lack or misstate {error}; no evidence can be drawn from"
-            " them"
-        ) from None
+        raise DprlhfError(f"{path}: the run's records lack or misstate {error}") from None
     return records
-
-
-def hashes(folder: RunFolder) -> dict[str, str]:
-    """Return the SHA-256 hash of each public file that the evidence is about, by its path.
-
-    Links are left out, because they could lead into ``secret/``.
-    """
-    named = [folder.recipe, folder.privacy, folder.ledger, folder.metrics, folder.evaluation]
-    weights = [file for name in _WEIGHTS for file in sorted((folder.path / name).rglob("*"))]
-    found = {}
-    for file in [*named, *weights]:
-        inside = [file, *list(file.parents)[: len(file.relative_to(folder.path).parts) - 1]]
-        if file.is_file() and not any(place.is_symlink() for place in inside):
-            with open(file, "rb") as content:
-                found[file.relative_to(folder.path).as_posix()] = hashlib.file_digest(
-                    content, "sha256"
-                ).hexdigest()
-    return found
-
-
-def _card(folder: RunFolder) -> tuple[dict[str, Any], list[str]]:
-    try:
-        return read_card(folder), []
-    except DprlhfError:
-        return {}, ["The privacy card (privacy.json) is missing or damaged."]
 
 
 def _costs(runs: list[Record]) -> tuple[Epsilon, Epsilon, Epsilon | None]:
@@ -205,10 +169,10 @@ def _contradictions(records: Records, alone: Epsilon, total: Epsilon) -> list[st
 
 def _charges(records: Records) -> list[str]:
     """Compare the charges with the plan, and with what the run left after its rounds."""
-    charged, committed = records.charged, records.committed
+    charged, committed, rounds = records.charged, records.committed, records.terms["rounds"]
     planned = ("noise_multiplier", "clip_norm", "releases_per_round")
     found = []
-    if charged != sorted(set(charged)) or any(not 1 <= t <= records.rounds for t in charged):
+    if charged != sorted(set(charged)) or any(not 1 <= t <= rounds for t in charged):
         found.append("The ledger charges a round twice, out of order or beyond the plan.")
     if any(
         entry.is_charge and entry.body.get(name) != records.terms[name]
@@ -217,16 +181,15 @@ def _charges(records: Records) -> list[str]:
     ):
         found.append("The ledger charges a round with other noise or another limit than planned.")
     shown = {"metrics.jsonl": _metric_rounds(records.folder.metrics), "the ledger": committed}
-    if records.saved:
-        shown["the checkpoint"] = [records.saved]
-    for name, rounds in shown.items():
-        unpaid = sorted(set(rounds) - set(charged))
+    saved = _saved(records.folder)
+    if saved:
+        shown["the checkpoint"] = [saved]
+    for name, its in shown.items():
+        unpaid = sorted(set(its) - set(charged))
         if unpaid:
-            found.append(
-                f"Round {', '.join(map(str, unpaid))} stands in {name}, but the ledger has no"
-                " charge for it."
-            )
-    if records.saved is not None and records.saved < max(committed, default=0):
+            which = ", ".join(map(str, unpaid))
+            found.append(f"Round {which} stands in {name}, but the ledger has no charge for it.")
+    if saved is not None and saved < max(committed, default=0):
         found.append("The checkpoint is older than the last round that the ledger has as saved.")
     if records.finished and not charged:
         found.append("There is a final policy, but the ledger has no charge.")

@@ -1,222 +1,248 @@
-"""Writing the evidence on a run as one page and as JSON, and checking evidence that was written."""
+"""The evidence on a run for an assessor: one page, and the same content as JSON.
+
+Each answer is a figure of this run with the files that it rests on, or "not measured". Alerts are
+what a reader has to know before relying on any answer.
+"""
 
 from __future__ import annotations
 
 import datetime
-import functools
+import hashlib
 import math
+import re
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dprlhf.errors import DprlhfError, one_line
-from dprlhf.privacy.gaussian import upwards
-from dprlhf.privacy.plan import json_ready
-from dprlhf.runs.card import software_version
-from dprlhf.runs.evidence.answers import answers_of
-from dprlhf.runs.evidence.findings import alerts_of, rounds_of, runs_of
-from dprlhf.runs.evidence.records import Records, hashes, read_records
-from dprlhf.runs.evidence.requirements import LICENCE, NUMBERS
-from dprlhf.runs.evidence.seal import (
-    check_signature,
-    fingerprint,
-    open_seal,
-    page_hash,
-    public_hex,
-    read_key,
-    read_public_key,
-    sealed,
-    with_seal,
-)
-from dprlhf.runs.evidence.words import explanation, one_in, pair
-from dprlhf.runs.folder import RunFolder, write_atomically
-from dprlhf.runs.model_card import guarantee_sentence
-from dprlhf.runs.plots import Series, line_plot
+from scipy.stats import binom
 
-_NAME = "evidence"
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.gaussian import downwards, upwards
+from dprlhf.privacy.plan import delta_warning, epsilon_warning, json_ready
+from dprlhf.recipe import Source
+from dprlhf.runs.card import software_version
+from dprlhf.runs.evidence.records import Records, read_records
+from dprlhf.runs.folder import RunFolder, write_atomically, write_json
+from dprlhf.runs.model_card import audits_on, guarantee_sentence, in_plain_words, right_guesses
+
+NOT_MEASURED = "not measured"
+_DISTRUST = "Do not rely on this run's ε until the cause is known."
 
 
 class Written(NamedTuple):
-    """The files of the evidence, and what a reader has to know before relying on them.
-
-    Attributes:
-        page: The HTML page.
-        json: The same content as JSON.
-        alerts: The alerts, as sentences.
-        signed: Whether both are signed.
-    """
+    """The files of the evidence, and its alerts as sentences."""
 
     page: Path
     json: Path
     alerts: list[str]
-    signed: bool
 
 
 def write_evidence(
     run: str | Path,
     out: str | Path | None = None,
     *,
-    key: str | Path | None = None,
     limit: float | None = None,
     date: datetime.date | None = None,
 ) -> Written:
-    """Write the evidence on a run: ``evidence.html`` and ``evidence.json``.
-
-    Everything is computed from the run's public files; the same files, key, limit and day give the
-    same bytes.
+    """Write the evidence on a run, from its public files alone.
 
     Args:
         run: The run folder.
         out: The folder to write to; None takes ``comply`` in the run folder.
-        key: An Ed25519 private key in PEM form to sign with; None writes unsigned evidence.
         limit: The organisation's threshold for ε; an alert says when it was crossed.
         date: The day to state; None takes today's, in UTC.
 
     Raises:
-        DprlhfError: No run is there, its ledger was altered, the key cannot be used, or the files
-            cannot be written.
+        DprlhfError: No run is there, its ledger was altered, or the files cannot be written.
     """
+    import jinja2
+
     if limit is not None and not 0 < limit < math.inf:
         raise DprlhfError(f"--limit must be a positive number, not {limit:g}")
-    signer = None
-    if key is not None:
-        if Path(key).resolve().is_relative_to(Path(run).resolve()):
-            raise DprlhfError(f"{key}: keep the key outside of the run folder, which is published")
-        signer = read_key(Path(key))
     day = date or datetime.datetime.now(datetime.UTC).date()
     statement = statement_on(read_records(Path(run)), limit, day)
-    statement["signed_by"] = fingerprint(public_hex(signer)) if signer else None
-    try:
-        page = render(statement)
-        seal = sealed({**statement, "page_sha256": page_hash(page)}, signer)
-    except ValueError as error:  # such as a number or a character that no JSON file may have
-        raise DprlhfError(f"{run}: a record cannot be stated ({one_line(error)})") from None
+    source = resources.files("dprlhf").joinpath("runs/evidence/page.html.j2").read_text("utf-8")
+    page = jinja2.Template(source, autoescape=True, undefined=jinja2.StrictUndefined).render(
+        s=statement
+    )
     folder = Path(out) if out is not None else Path(run) / "comply"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DprlhfError(f"{folder}: {error.strerror}") from None
-    files = folder / f"{_NAME}.html", folder / f"{_NAME}.json"
-    write_atomically(files[0], with_seal(page, seal))
-    write_atomically(files[1], seal)
-    return Written(*files, [a["what"] for a in statement["alerts"]], signer is not None)
-
-
-def verify_evidence(
-    file: str | Path, run: str | Path | None = None, *, public_key: str | Path | None = None
-) -> list[str]:
-    """Check the signature of evidence and, where the run is at hand, the hashes of its files.
-
-    Args:
-        file: ``evidence.html`` or ``evidence.json``.
-        run: The run folder; None looks whether the evidence stands in one.
-        public_key: The key, in PEM form, that must have signed; None accepts any.
-
-    Returns:
-        What was checked and what was not, as sentences.
-
-    Raises:
-        DprlhfError: The evidence is not signed, was altered, was signed by another key, or a file
-            of the run is no longer the one that it is about.
-    """
-    path = Path(file)
-    values = open_seal(path)
-    expected = None if public_key is None else read_public_key(Path(public_key))
-    signer = check_signature(path, values, expected)
-    said = [
-        f"{path}: unaltered, signed by the key {signer}"
-        + ("" if expected else "; compare this with what the signer told you, or give --public-key")
-    ]
-    place = Path(run) if run is not None else path.resolve().parent.parent
-    if run is None and not RunFolder(place).recipe.is_file():
-        return [*said, "the run's files were not checked: name the run folder, too"]
-    RunFolder(place).require()
-    stated: dict[str, str] = values["statement"]["files"]
-    held = hashes(RunFolder(place))
-    changed = sorted(name for name in stated if held.get(name) != stated[name])
-    if changed:
-        raise DprlhfError(
-            f"{place}: {', '.join(changed)} changed or disappeared after the evidence was written;"
-            " it is about another state of this run"
-        )
-    return [*said, f"{len(stated)} files of {place} are the ones that it is about"]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "evidence.html", page)
+    # With the page's hash in the JSON, a signature of the JSON covers both.
+    statement["page_sha256"] = hashlib.sha256(page.encode()).hexdigest()
+    write_json(folder / "evidence.json", statement)
+    alerts = [alert["what"] for alert in statement["alerts"]]
+    return Written(folder / "evidence.html", folder / "evidence.json", alerts)
 
 
 def statement_on(records: Records, limit: float | None, date: datetime.date) -> dict[str, Any]:
-    """Return all that the page says, JSON-ready, but for the signature and the page's hash."""
-    stands = records.private and not records.contradictions
-    total = records.total
+    """Return all that the page says, JSON-ready."""
+    stands, total = records.private and not records.contradictions, records.total
+    counted = {**records.card, "total": {"epsilon": total.epsilon, "delta": total.delta}}
+    none = "no confirmed guarantee" if records.private else "no guarantee"
     return {
-        "format": "dprlhf evidence 1",
+        "format": "dprlhf evidence 2",
         "date": date.isoformat(),
         "software": f"dprlhf {software_version()}",
-        "run": {
-            "name": records.name,
-            "stage": records.recipe.stage,
-            "commitment": records.terms["key_commitment"],
-            "rounds": records.rounds,
-            "finished": records.finished,
-            "private": records.private,
-        },
+        "run": records.name,
+        "commitment": records.terms["key_commitment"],
         "guarantee": {
             "stands": stands,
             "epsilon": json_ready(total.epsilon) if stands else None,
             "delta": total.delta if stands else None,
-            "short": pair(total.epsilon, total.delta) if stands else _none(records),
-            "sentence": guarantee_sentence(records.card) if stands else None,
-            "explained": explanation(total.epsilon, total.delta) if stands else None,
+            "sentence": guarantee_sentence(records.card) if stands else none,
+            "in_plain_words": in_plain_words(counted) if stands else none,
         },
         "limit": limit,
-        "alerts": alerts_of(records, limit),
-        "answers": answers_of(records, limit),
-        "rounds": rounds_of(records),
-        "runs": runs_of(records),
-        "assumed": {
-            "public": list(records.card.get("assumed_public", [])),
-            "true": list(records.card.get("assumptions", [])),
-        },
-        "numbers": NUMBERS,
-        "licence": LICENCE,
+        "alerts": [{"what": what, "do": do} for what, do in alerts_of(records, limit)],
+        "answers": [
+            {"question": question, "answer": answer, "files": files}
+            for question, answer, files in answers_of(records, stands)
+        ],
+        "assumed_public": list(records.card.get("assumed_public", [])),
+        "assumptions": list(records.card.get("assumptions", [])),
         "files": hashes(records.folder),
     }
 
 
-def render(statement: dict[str, Any]) -> str:
-    """Return the page without its seal: HTML that loads no other file and runs no script."""
-    html: str = _template().render(s=statement, figure=_figure(statement))
-    return html
+def answers_of(records: Records, stands: bool) -> list[tuple[str, str, str]]:
+    """Return each question with its answer and the files that the answer rests on."""
+    total, before, card = records.total, records.before, records.card
+    rounds = records.terms["rounds"]
+    own, *earlier = records.runs
+    audit = audit_facts(records)
+    paid, plan, book = "ledger.jsonl, privacy.json", "ledger.jsonl", card.get("book")
+
+    def cost(epsilon: float, delta: float) -> str:
+        return f"ε ≤ {upwards(epsilon, 4)}, δ = {delta:g}" if stands else "not confirmed"
+
+    guesses = f"at most {right_guesses(total.epsilon, total.delta)} of 100"
+    attacked = bounded = could = NOT_MEASURED
+    if audit and audit["guesses"]:
+        count, right = int(audit["guesses"]), int(audit["right"] or 0)
+        chance = binom.sf(right - 1, count, 0.5)
+        attacked = f"{right} of {count} ({audit['space']} space); by chance p = {chance:.2g}"
+    if audit and audit["bound"] is not None:
+        terms = " in the accountant's terms" if audit["accountants_terms"] else ""
+        bounded = f"ε ≥ {downwards(audit['bound'], 4)}{terms}, confidence {audit['confidence']}"
+        could = "yes" if audit["can_refute"] else "no: too few canary users"
+    names = ", ".join(f"{record.name} ({record.stage})" for record in earlier) or "none"
+    counted = f"{book['book']}, reservation {book['number']}" if isinstance(book, dict) else "none"
+    return [
+        ("Cost with all earlier runs", cost(total.epsilon, total.delta), paid),
+        ("Cost of this run alone", cost(records.alone.epsilon, records.alone.delta), paid),
+        ("Spent before this run", cost(before.epsilon, before.delta) if before else "0", plan),
+        ("Right guesses about one user that the guarantee allows",
+         guesses if stands else "not confirmed", paid),
+        ("Noise multiplier", f"{own.mechanism['noise_multiplier']:.4g}", plan),
+        ("Accountant", records.alone.accountant, plan),
+        # Whoever was in round 1 has spent all of it, so the whole ε is owed from the first on.
+        ("Rounds charged, each before its release",
+         f"{len(records.charged)} of {rounds}; the whole ε is owed from the first", plan),
+        ("Right guesses of an attack with canary users", attacked, "privacy.json"),
+        ("Right guesses of an attack with the run's own users", NOT_MEASURED, "privacy.json"),
+        ("Lower bound on ε by an audit", bounded, "privacy.json"),
+        ("Could that audit refute the claim", could, "privacy.json"),
+        ("Audits on record, and those that refuted the claim",
+         f"{audit['count']}, {audit['refuting']}" if audit else "0, 0", "privacy.json"),
+        ("Earlier runs counted", names, "ledger.jsonl, recipe.yaml"),
+        ("Trial runs", str(card.get("tuning", NOT_MEASURED)), "privacy.json"),
+        ("Budget book of all runs on these users", counted, "privacy.json"),
+        ("Models it starts from", "; ".join(s.label for s in records.recipe.sources),
+         "recipe.yaml"),
+    ]  # fmt: skip
 
 
-def _none(records: Records) -> str:
-    return "No guarantee" if not records.private else "No confirmed guarantee"
+def alerts_of(records: Records, limit: float | None) -> list[tuple[str, str]]:
+    """Return what has to be known before any answer, each with what to do about it."""
+    found = [(sentence, _DISTRUST) for sentence in records.contradictions]
+    total, before, audit = records.total, records.before, audit_facts(records)
+    if not records.finished:
+        saved = f"The run is not finished: {len(records.committed)} rounds are saved."
+        found.append((saved, f"dprlhf resume {records.name}"))
+    unknown = [p for s in records.recipe.sources if (p := _unknown_origin(s, records))]
+    found += [(p, "Establish what it was trained on, by whom, on whose data.") for p in unknown]
+    if audit and audit["refuted"]:
+        found.append(("An audit refuted the stated ε.", _DISTRUST))
+    if not records.private:
+        said = "No guarantee: this run, or one that it builds on, added no noise."
+        return [*found, (said, "Do not publish what it left if its users expect privacy.")]
+    if limit is not None and total.epsilon > limit and (records.charged or before):
+        early = before is not None and before.epsilon > limit
+        when = "before this run began" if early else f"in round {min(records.charged, default=1)}"
+        said = f"ε rose above the threshold of {limit:g} {when}: it is {upwards(total.epsilon, 4)}."
+        found.append((said, "Decide whether the result may be used: noise cannot be added now."))
+    asked = records.recipe.privacy.epsilon
+    if asked is not None and records.alone.epsilon > asked * (1 + 1e-6):
+        said = f"ε = {upwards(records.alone.epsilon, 4)} is more than the recipe's {asked:g}."
+        found.append((said, _DISTRUST))
+    if large := epsilon_warning(total.epsilon):
+        do = "Do not present this as a strong guarantee; train with a smaller ε."
+        found.append((f"{large}.", do))
+    if loose := delta_warning(total.delta, int(records.terms.get("users") or 1)):
+        found.append((f"{loose}.", "Train with a smaller privacy.delta."))
+    return found
 
 
-def _figure(statement: dict[str, Any]) -> str | None:
-    rows = statement["rounds"]
-    if any(isinstance(row["epsilon"], str) for row in rows):
+def audit_facts(records: Records) -> dict[str, Any] | None:
+    """Return what the card says of its audits: of the first that refuted, else of the latest.
+
+    Whether the claim is refuted is decided again, from each audit's numbers.
+    """
+    found = []
+    for audit in audits_on(records.card):
+        names = ("bound", "confidence", "guesses", "right")
+        facts = {name: _number(audit.get(name)) for name in names}
+        bound = facts["bound"]
+        found.append({
+            **facts,
+            "space": audit.get("space"),
+            "can_refute": audit.get("can_refute") is not False,
+            "accountants_terms": audit.get("accountants_terms") is True,
+            "refuted": audit.get("holds") is False
+            or bool(audit.get("refuted_by"))
+            or (bound is not None and bound > records.alone.epsilon),
+        })  # fmt: skip
+    refuting = [facts for facts in found if facts["refuted"]]
+    counts = {"count": len(found), "refuting": len(refuting)}
+    return {**[*refuting, *reversed(found)][0], **counts} if found else None
+
+
+def hashes(folder: RunFolder) -> dict[str, str]:
+    """Return the SHA-256 hash of each public file that the evidence is about, by its path.
+
+    Links are left out, because they could lead into ``secret/``.
+    """
+    named = [folder.recipe, folder.privacy, folder.ledger, folder.metrics, folder.evaluation]
+    places = [folder.path / name for name in ("policy", "model", "checkpoint")]
+    found = {}
+    for file in [*named, *(file for place in places for file in sorted(place.rglob("*")))]:
+        name = file.relative_to(folder.path)
+        if file.is_file() and file.resolve() == folder.path.resolve() / name:
+            found[name.as_posix()] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return found
+
+
+def _number(value: Any) -> float | None:
+    numeric = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if numeric and math.isfinite(value) else None
+
+
+def _unknown_origin(source: Source, records: Records) -> str | None:
+    """Return a sentence if nobody can say what a model that the run starts from was trained on."""
+    if source.trained_on_private_users:
+        return (
+            f"The {source.label} was declared as trained on the same people, at a cost that no"
+            " total counts."
+        )
+    if source.key is None or not source.path or source.path.startswith("asset:"):
         return None
-    steps: list[tuple[float, float, float | None]] = []
-    for row, last in zip(rows, [rows[0], *rows], strict=False):
-        steps += [
-            (float(row["round"]), y, None) for y in dict.fromkeys((last["epsilon"], row["epsilon"]))
-        ]
-    shown = [Series("ε spent", steps)]
-    if statement["limit"] is not None:
-        ends = (rows[0]["round"], rows[-1]["round"])
-        shown.append(Series("threshold", [(float(t), statement["limit"], None) for t in ends]))
-    return line_plot(shown, "round", "ε", from_zero=True)
-
-
-@functools.cache
-def _template() -> Any:
-    import jinja2
-
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    told = f"the {source.label}: released by the earlier run "
+    if any(str(line).startswith(told) for line in records.card.get("assumed_public", [])):
+        return None
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source.path):
+        return None  # a name on the Hugging Face hub; the recipe declares it public
+    return (
+        f"The {source.label} comes from a folder, not from a public place; that it never saw the"
+        " same people's data is the operator's word alone."
     )
-    environment.filters |= {
-        "up": lambda value: upwards(value, 4),
-        "share": lambda value: one_in(value) if value else "0",
-    }
-    source = resources.files("dprlhf").joinpath("runs/evidence/page.html.j2")
-    return environment.from_string(source.read_text("utf-8"))
