@@ -13,14 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.gaussian import upwards
 from dprlhf.recipe.evaluation import measure_label
 from dprlhf.runs.earlier import total_of_runs
 from dprlhf.runs.folder import write_atomically
-from dprlhf.runs.plots import Series, line_plot
 from dprlhf.runs.published_run import PublishedRun, finite_number, read_run
 
 _Z95 = 1.96
@@ -56,13 +55,13 @@ def render(runs: Sequence[PublishedRun], together: str = "") -> str:
         together: What is stated for users who are in several of them.
     """
     compared = [s for run in runs if (s := Series(run.name, _public_reward(run))).points]
+    comparison = Figure("Reward on public prompts", "", "reward", compared)
     html: str = _template().render(
         runs=runs,
         figures=lambda run: _figures(run, alone=len(compared) < 2),
         phases=_phases,
-        compared=compared,
         together=together,
-        comparison=line_plot(compared, "round", "reward"),
+        comparison=comparison,
         shown_samples=_SHOWN_SAMPLES,
     )
     return html
@@ -99,22 +98,32 @@ def _template() -> Any:
     return environment.from_string(source.read_text("utf-8"))
 
 
+class Series(NamedTuple):
+    """A name, and points (round, value, half-width of the band around it, or None) by round."""
+
+    name: str
+    points: list[tuple[float, float, float | None]]
+
+
 @dataclass(frozen=True)
 class Figure:
-    """A plot with its title and an explanation."""
+    """Values by round as a table with a bar for each, a title and an explanation."""
 
     title: str
     about: str
-    x: str
     y: str
     series: list[Series]
-    from_zero: bool = False
-    steps: bool = False
 
     @property
-    def svg(self) -> str | None:
-        """The plot as an SVG element; None without points."""
-        return line_plot(self.series, self.x, self.y, from_zero=self.from_zero, steps=self.steps)
+    def rows(self) -> list[tuple[str, float, float, float | None, float]]:
+        """Each point with its series' name and its bar's length in percent, from 0 or the least."""
+        values = [0.0, *(y for line in self.series for _, y, _ in line.points)]
+        low, high = min(values), max(values)
+        return [
+            (line.name, x, y, e, 100 * (y / 2 - low / 2) / ((high / 2 - low / 2) or 1.0))
+            for line in self.series
+            for x, y, e in line.points
+        ]
 
 
 def _figures(run: PublishedRun, *, alone: bool = True) -> list[Figure]:
@@ -133,7 +142,6 @@ def _figures(run: PublishedRun, *, alone: bool = True) -> list[Figure]:
                 f"{name.capitalize()} on public rows",
                 "Mean and 95% confidence band. Round 0 is the model before. Public rows cost no"
                 " privacy.",
-                "round",
                 name,
                 [Series(name, _public_curve(run, name))],
             )
@@ -143,7 +151,6 @@ def _figures(run: PublishedRun, *, alone: bool = True) -> list[Figure]:
     public = Figure(
         "Reward on public prompts",
         "Mean and 95% confidence band. Round 0 is the base model. Public prompts cost no privacy.",
-        "round",
         "reward",
         [Series("public reward", _public_reward(run))],
     )
@@ -153,7 +160,6 @@ def _figures(run: PublishedRun, *, alone: bool = True) -> list[Figure]:
             "Reward on private prompts, noised",
             "Released with each round's gradient, inside the same noise. The band is 95% of the"
             " noise; sampling error comes on top. A round is left out where noise hides it.",
-            "round",
             "noised reward",
             [
                 Series(
@@ -169,10 +175,8 @@ def _figures(run: PublishedRun, *, alone: bool = True) -> list[Figure]:
             " many users were clipped is not released: it is in secret/ for the operator alone."
             " The band is 95% of the noise, which can carry a share above 1; the number of users in"
             " a round varies, too.",
-            "round",
             "share",
             [Series("valid share (noised)", column("valid_share_noised", "valid_share_noise_std"))],
-            from_zero=True,
         ),
     ]
 
@@ -187,24 +191,19 @@ def _budget_figures(run: PublishedRun, column: Callable[..., Any]) -> list[Figur
             "The stated ε covers all rounds together, whichever were run. It is an upper bound, and"
             " it is owed from the first charged round on: a run that stops early has no smaller"
             " one.",
-            "round",
             "ε",
             [Series("ε (upper bound)", [(0.0, 0.0, None), *spent] if spent else [])],
-            from_zero=True,
-            steps=True,
         ),
         Figure(
             "Noise against signal",
             "Norm of the released mean gradient, and the norm that its noise alone would have."
-            " Where the two lines meet, a single round shows mostly noise; the optimizer averages"
+            " Where the two are alike, a single round shows mostly noise; the optimizer averages"
             " over rounds.",
-            "round",
             "norm",
             [
                 Series("released gradient", column("released_gradient_norm")),
                 Series("expected noise", column("expected_noise_norm")),
             ],
-            from_zero=True,
         ),
     ]
 
