@@ -134,7 +134,7 @@ class TestTrlsNames:
             ({"data__path": "users.csv"}, "train: data.path has no effect with rows in memory"),
             ({"data": {"limit": 1}}, "train: data.limit has no effect with rows in memory"),
             (
-                {"update__subspace__rank": 2, "update__subspace": {}},
+                {"update__subspace__rank": 2, "update__subspace": {"rank": 4}},
                 "update.subspace.rank is given by itself, and update.subspace as a whole",
             ),
         ],

@@ -88,6 +88,8 @@ def read_state(connection: sa.Connection, key: bytes, label: str) -> State:
         sizes = {row[0]: row[1] for row in connection.execute(counted).all()}
     except SQLAlchemyError as error:
         raise problem(error, label) from None
+    except DprlhfError:  # which is a ValueError, too
+        raise
     except (ValueError, TypeError, AttributeError):
         raise _damaged(label) from None
     try:
