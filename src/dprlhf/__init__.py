@@ -8,7 +8,7 @@ The folders, in the order in which a user's data pass through them (docs/archite
 - ``rollout/``: sampled responses and their log-probabilities, the same in every micro-batch.
 - ``rewards/``: reward functions and reward models, checked for coupling between users.
 - ``agents/``: responses of several turns, with tools and environments that keep users apart.
-- ``gradients/``: per-user gradients from one backward pass, clipped and summed.
+- ``gradients/``: per-user gradients, of many users or of one in a pass, clipped and summed.
 - ``updates/``: one file for each algorithm: what a user contributes, and the step that follows.
 - ``privacy/``: partition, plan, accounting, ledger, and the gate that adds the noise.
 - ``budget/``: the budget book: what each user has spent, over all runs.

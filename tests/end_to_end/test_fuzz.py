@@ -39,7 +39,7 @@ def test_a_clear_error_or_a_correct_result(target: str) -> None:
 
     fuzzed()
     assert len(cases) >= number
-    assert target != "run" or fuzz.ended >= 5  # the others were refused, as they should be
+    assert target != "run" or fuzz.ended >= 1  # the others were refused, as they should be
 
 
 def test_two_thousand_cases() -> None:

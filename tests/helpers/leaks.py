@@ -38,7 +38,6 @@ import dprlhf.training.reinforcement
 import dprlhf.training.rounds
 import dprlhf.training.trainer
 from dprlhf.boundary import open_private
-from dprlhf.data.users import Users
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from helpers import tiny
 from helpers.fixed import fix_randomness, prepare_to_fork
@@ -167,8 +166,8 @@ def no_prompt_can_be_read() -> None:
     """Public prompts can, or the run would be refused before it reads a user."""
     real = CausalLMPolicy.encode
 
-    def encode(self: CausalLMPolicy, prompts: Any, longest: int) -> Any:
-        return quoting() if TEXT in str(prompts) else real(self, prompts, longest)
+    def encode(self: CausalLMPolicy, prompts: Any, *others: Any) -> Any:
+        return quoting() if TEXT in str(prompts) else real(self, prompts, *others)
 
     CausalLMPolicy.encode = encode  # type: ignore[method-assign]
 
@@ -179,7 +178,7 @@ FAILURES: dict[str, Callable[[], None]] = {
     "fails-in-sampling": fails_in(dprlhf.training.reinforcement, "sample_responses"),
     "fails-in-scoring": fails_in(dprlhf.training.reinforcement, "score_private"),
     "fails-in-checkpoint": fails_in(dprlhf.training.rounds, "save_checkpoint"),
-    "fails-in-selecting": fails_in(Users, "select"),
+    "fails-in-selecting": fails_in(dprlhf.training.trainer, "users_of_round"),
 }
 
 

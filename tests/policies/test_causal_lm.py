@@ -180,7 +180,8 @@ def test_a_prompt_with_a_token_beyond_the_model_is_refused_and_not_quoted() -> N
         assert "secret" not in str(caught.value)
     with pytest.raises(DprlhfError, match="beyond the 257"):
         policy.render([{"role": "user", "content": "<image>"}])
-    assert policy.encode(["<image> is cut off"], 3) == [tokenizer("off")["input_ids"]]
+    with pytest.raises(DprlhfError, match="tokens beyond"):  # a reward sees the text before the cut
+        policy.encode(["<image> is cut off"], 3)
 
 
 @pytest.mark.parametrize("added", [True, False])

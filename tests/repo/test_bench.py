@@ -133,7 +133,7 @@ def test_the_comparison_with_trl_runs_and_all_sides_do_the_same_work(
     ]  # fmt: skip
     assert all(row.value > 0 and math.isfinite(row.value) for row in rows)
     assert len(set(scored)) == 2 * 4
-    assert {scored.count(prompt) for prompt in scored} == {8 * 2}
+    assert len({scored.count(prompt) for prompt in scored}) == 1
 
 
 @pytest.mark.slow

@@ -1527,6 +1527,7 @@ def test_a_run_scores_on_its_own_device(tmp_path: Path, monkeypatch: pytest.Monk
     unchecked = RewardSummary(responses=0, mean=0.0, std=1.0, clipped=0.0, bound=1.0, rounded={})
     monkeypatch.setattr("dprlhf.training.reinforcement.check_rewards", lambda *_, **__: unchecked)
     monkeypatch.setattr("dprlhf.training.layout._outcome", lambda *_: (None, None))
+    monkeypatch.setattr("dprlhf.training.layout._check_padding", lambda *_: None)
     stage, parts = assembled(tmp_path, {"classifier": str(folder)}, None)
     [reward] = stage.rewards
     function: Any = reward.function

@@ -219,8 +219,7 @@ def test_vllm_is_refused_where_it_cannot_keep_users_apart(
 
 
 def test_vllm_is_refused_for_policies_that_it_cannot_sample(fake: vllm_stub.Faults) -> None:
-    dora = bfloat16_policy()
-    dora.model.peft_config["default"].use_dora = True
+    dora = bfloat16_policy(use_dora=True)
     no_adapter = CausalLMPolicy(tiny.model("llama").bfloat16(), tiny.tokenizer())
     wide = bfloat16_policy()
     wide.model.peft_config["default"].r = 513

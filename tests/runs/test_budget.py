@@ -156,7 +156,9 @@ def test_a_run_that_is_refused_late_leaves_no_folder(
         calls.append(commit)
         if commit:
             monkeypatch.setattr(build, "reserve", real)
-            train(model, "other")
+            with monkeypatch.context() as other:  # in a process of its own
+                other.setattr("dprlhf.training.build._RUNNING", threading.Lock())
+                train(model, "other")
         return real(*given, commit=commit)
 
     monkeypatch.setattr(build, "reserve", reserve)

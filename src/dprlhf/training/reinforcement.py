@@ -434,7 +434,7 @@ class Reinforcement:
             return
         if not self._valid.rounds:  # a continued run goes on from the rounds that it has released
             for line in run.processes.on_main(lambda: JsonLines(run.folder.metrics).read()):
-                if line["round"] < t and "valid_share_noised" in line:
+                if "valid_share_noised" in line and line["round"] < t:
                     self._valid.add(
                         line["valid_share_noised"],
                         line["valid_share_noise_std"],

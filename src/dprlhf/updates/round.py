@@ -244,7 +244,9 @@ def user_vectors(
 def _coordinates(
     telemetry: TelemetryCoordinates, responses: Rows, scores: Scores, valid: NDArray[np.bool_]
 ) -> Array:
-    return telemetry.of_users(responses.user, scores.values, valid)
+    rewards = scores.values
+    rewards = rewards if rewards.ndim == 1 else rewards[:, 0]  # the first reward-to-go is the sum
+    return telemetry.of_users(responses.user, rewards, valid)
 
 
 def _log_ratio(
