@@ -14,7 +14,7 @@ from dprlhf.policies.adapters import INTO_ITSELF, add_adapter
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.foreign_hooks import refuse_foreign_hooks
 from dprlhf.policies.mixing import refuse_mixing
-from dprlhf.policies.quantization import quantization_config
+from dprlhf.policies.quantization import keep_unpacked, quantization_config
 from dprlhf.policies.whole import WholePolicy
 
 
@@ -198,6 +198,7 @@ def make_policy(
         temperature: Sampling temperature of the policy.
         seed: Seed of the adapter's initial weights, which are public.
     """
+    keep_unpacked(model)  # before its first pass
     _choose_padding(tokenizer, model.get_input_embeddings().weight.shape[0])
     tokenizer.padding_side = "left"
     refuse_mixing(model)  # before PEFT says what such a model has no default for
