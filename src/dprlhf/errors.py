@@ -1,7 +1,8 @@
 """The one exception type that users see, and how its line is worded."""
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 EXITS = (KeyboardInterrupt, SystemExit)
@@ -44,9 +45,24 @@ REMOVED = {
     "update.critic": "update.baseline: loo subtracts the user's own other responses",
     "update.clip_norm.quantile": "give a number, such as half the median norm on public prompts",
     "privacy.auto": "dprlhf plan RECIPE prints the best choice as overrides of the recipe",
+    "dprlhf bench worth": "docs/worth.md has what it measured",
     "dprlhf convert": "write a recipe: dprlhf init makes one that fits your data",
 }
 """Commands and settings of earlier versions that are gone, each with what takes its place."""
+
+
+@contextlib.contextmanager
+def extra(name: str, what: str) -> Iterator[None]:
+    """Say what to install where the imports inside lack a package.
+
+    Args:
+        name: The extra of this package that brings it.
+        what: What needs it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        raise DprlhfError(f'{what} needs {missing.name}: pip install "dprlhf[{name}]"') from None
 
 
 def one_line(text: object, limit: int | None = 300) -> str:

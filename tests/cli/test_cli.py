@@ -252,9 +252,6 @@ class TestBadRuns:
         ["tune", "recipe.yaml", "--minutes", "0"],
         ["tune", "recipe.yaml", "--trials", "0"],
         ["bench", "control", "--jobs", "0"],
-        ["bench", "worth", "--jobs", "0"],
-        ["bench", "worth", "--users", "0"],
-        ["bench", "worth", "--seeds", "0"],
     ],
 )
 def test_a_number_out_of_range_is_refused_before_anything_is_loaded(command: list[str]) -> None:

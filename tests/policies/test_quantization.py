@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -152,7 +153,7 @@ def test_an_adapter_that_may_read_the_weights_is_refused(model: str) -> None:
 
 
 def test_without_bitsandbytes_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(DprlhfError, match="pip install"):
         quantization_config("nf4", torch.float32)
 

@@ -7,6 +7,7 @@ import math
 import time
 from typing import Any
 
+import networkx
 import numpy as np
 import pytest
 from scipy.special import ndtr
@@ -185,6 +186,15 @@ def test_more_sets_of_runs_than_can_be_looked_at_cost_what_covers_them_all() -> 
     few = [row[:8] for row in shared[:8]]  # 2⁴ sets of four runs are looked at one by one
     exact = total_epsilon(runs[:8], DELTA, few).epsilon
     assert exact == pytest.approx(gaussian_epsilon(2.0 / 4**0.5, DELTA))
+
+
+def test_the_sets_of_runs_are_the_maximal_cliques() -> None:
+    """Against networkx, on relations of every density."""
+    for seed in range(60):
+        graph = networkx.gnp_random_graph(seed % 9 + 1, seed / 60, seed=seed)
+        shared = networkx.to_numpy_array(graph).astype(bool).tolist()
+        found = composition._groups(len(shared), shared)
+        assert sorted(found) == sorted(map(sorted, networkx.find_cliques(graph)))
 
 
 def test_a_pair_that_either_side_calls_shared_is_shared() -> None:

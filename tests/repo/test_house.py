@@ -93,7 +93,7 @@ def test_messages_name_no_page_that_an_installed_package_lacks(
         f"{name}: {text}"
         for name, tree in modules.items()
         if name.removeprefix("dprlhf.") not in SHIPPED_WITH_THE_SOURCE
-        and not name.startswith(("dprlhf.papers", "dprlhf.worth"))
+        and not name.startswith("dprlhf.papers")
         for text in texts_of(tree)
         if re.search(r"\b(docs|recipes)/\w+", text)
     ]

@@ -86,28 +86,31 @@ def names(requirements: list[str]) -> set[str]:
     return {called.get(name, name) for name in plain}
 
 
+EXTRAS = {
+    "assets": "demo", "budget": "book", "evidence": "report", "papers": "papers",
+    "quantization.py": "quantization", "reasoning.py": "reasoning", "remote.py": "judge",
+    "report.py": "report", "trl": "trl", "tuning": "tune",
+}  # fmt: skip
+"""Folders and modules that import more than a plain run does, and the extra that brings it."""
+
+
 @pytest.mark.slow
 def test_what_is_required_is_what_is_imported() -> None:
-    """The papers' packages are an extra; trl, opacus and other yardsticks are for development."""
+    """What a plain run does not import belongs to the extra of the room that does."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     runtime, extras = names(project["dependencies"]), project["optional-dependencies"]
-    papers = [path for path in SOURCES if {"papers", "worth"} & set(path.parts)]
-    tuning = [path for path in SOURCES if "tuning" in path.parts]
-    trainers = [path for path in SOURCES if "trl" in path.parts]
     # Other accountants are compared with where they are installed, by name.
-    core = imported(
-        [
-            path
-            for path in SOURCES
-            if path not in (*papers, *tuning, *trainers) and path.name != "cross_check.py"
-        ]
-    )
-    assert imported(tuning) <= runtime | names(extras["tune"])
-    assert imported(trainers) <= runtime | names(extras["trl"])
+    rest = {path for path in SOURCES if path.name != "cross_check.py"}
+    for extra in set(EXTRAS.values()):
+        parts = {part for part, name in EXTRAS.items() if name == extra}
+        room = {path for path in SOURCES if parts & set(path.parts)}
+        rest -= room
+        assert imported([*room]) <= runtime | names(extras[extra])
+    core = imported([*rest])
     assert core - {"pydantic_core"} <= runtime  # pydantic's own other half, pinned by it
     assert runtime <= core
-    assert imported(papers) <= runtime | names(extras["papers"])
-    assert names(extras["papers"]) - imported(papers) == {"imageio"}  # gymnasium's MuJoCo wants it
+    wanted = names(extras["papers"])
+    assert wanted - imported(SOURCES) == {"imageio"}  # gymnasium's MuJoCo wants it
 
 
 @pytest.mark.slow

@@ -11,9 +11,9 @@ from dprlhf.rewards import check_reward, load_reward, reasoning
 
 def test_without_the_package_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(DprlhfError, match=r"pip install 'reasoning-gym"):
+    with pytest.raises(DprlhfError, match=r"pip install \"dprlhf\[reasoning"):
         reasoning.questions("chain_sum", 2, seed=0)
-    with pytest.raises(DprlhfError, match=r"pip install 'reasoning-gym"):
+    with pytest.raises(DprlhfError, match=r"pip install \"dprlhf\[reasoning"):
         reasoning.score(["1"], entry=["{}"])
 
 

@@ -261,9 +261,7 @@ def test_settings_that_are_refused_do_not(file: Path, simulated: Simulated) -> N
 
 def test_optuna_is_asked_for_by_name(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(
-        DprlhfError, match=r"needs Optuna: pip install -e '\.\[tune\]' in the clone"
-    ):
+    with pytest.raises(DprlhfError, match=r'needs optuna: pip install "dprlhf\[tune\]"'):
         search_for(file)
 
 

@@ -26,7 +26,7 @@ from dprlhf.assets.communities import (
     build_house_style,
 )
 from dprlhf.assets.sentiment import train_sentiment
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, extra
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -208,7 +208,8 @@ def _gguf_read_once() -> Iterator[None]:
 
     It also makes the table of tensor names for each module of the model, which is always the same.
     """
-    import gguf
+    with extra("demo", "the demo's model"):
+        import gguf
 
     made = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
     try:

@@ -17,6 +17,7 @@ from dprlhf.budget.spending import (
     Spending,
     book_name,
 )
+from dprlhf.errors import extra
 
 if TYPE_CHECKING:
     from dprlhf.budget.book import Book
@@ -36,6 +37,7 @@ def __getattr__(name: str) -> Any:
     # Loaded on first use: a run without a book needs no database.
     if name != "Book":
         raise AttributeError(f"module 'dprlhf.budget' has no attribute {name!r}")
-    from dprlhf.budget.book import Book
+    with extra("book", "a budget book"):
+        from dprlhf.budget.book import Book
 
     return Book

@@ -24,7 +24,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
 from dprlhf.budget.spending import BookError, BrokenOffError
 from dprlhf.budget.tables import BOOK
-from dprlhf.errors import one_line
+from dprlhf.errors import extra, one_line
 
 T = TypeVar("T")
 
@@ -191,7 +191,7 @@ def open_storage(name: str, *, create: bool = False) -> Storage:
             f"budget book: {url.get_backend_name()} is not supported: give the path of a SQLite"
             " file, or postgresql://HOST/NAME"
         )
-    try:
+    with extra("postgres", "a budget book in PostgreSQL"):
         engine = sa.create_engine(
             url.set(drivername="postgresql+psycopg"),
             poolclass=sa.pool.NullPool,
@@ -199,10 +199,6 @@ def open_storage(name: str, *, create: bool = False) -> Storage:
             hide_parameters=True,
             connect_args={"connect_timeout": 10},
         )
-    except ImportError:
-        raise BookError(
-            "budget book: PostgreSQL needs a driver: pip install -e '.[postgres]' in the clone"
-        ) from None
     host = (url.host or "localhost").rpartition("@")[2]  # a password may hold a stray @
     return Storage(engine, f"postgresql://{host}/{url.database or ''}", None)
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-
-from packaging.requirements import Requirement
 
 from dprlhf.errors import DprlhfError
 
@@ -55,15 +54,20 @@ def _versions() -> list[Finding]:
         return [Finding("dprlhf", "runs from its source; install it: pip install -e .", good=False)]
     found = [Finding("dprlhf", own)]
     for line in importlib.metadata.requires("dprlhf") or []:
-        asked = Requirement(line)
-        if asked.marker is not None and not asked.marker.evaluate({"extra": ""}):
+        asked, _, marker = line.partition(";")
+        if "extra" in marker:
             continue
-        version = _version(asked.name)
-        good = version is not None and asked.specifier.contains(version, prereleases=True)
-        wanted = "" if good else f"; needed: {asked.name}{asked.specifier} (pip install it)"
-        found.append(Finding(asked.name, (version or "missing") + wanted, good))
+        name, _, least = asked.strip().partition(">=")  # all of this package's have this form
+        version = _version(name)
+        good = version is not None and _numbers(version) >= _numbers(least)
+        wanted = "" if good else f"; needed: {asked} (pip install it)"
+        found.append(Finding(name, (version or "missing") + wanted, good))
     installed = [f"{name} {v}" for name in _OPTIONAL if (v := _version(name))]
     return [*found, Finding("optional packages", ", ".join(installed) or "none installed")]
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 def _version(package: str) -> str | None:

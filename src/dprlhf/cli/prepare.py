@@ -125,8 +125,6 @@ def reward_check(
     limit: Annotated[int, typer.Option(min=1, help="Number of rows to use.")] = 64,
 ) -> None:
     """Check on public prompts that a reward scores each completion by itself, and how it scores."""
-    import rich
-
     from dprlhf.cli.reward_check import explain
     from dprlhf.cli.reward_check import reward_check as check
 
@@ -139,7 +137,7 @@ def reward_check(
         reward_range=reward_range,
         limit=limit,
     )
-    rich.print(explain(found, reward_range))
+    typer.echo(explain(found, reward_range))
     if stand_ins:
         typer.echo(
             f"There is no column '{completion_column}': stand-in texts were scored, so range and"

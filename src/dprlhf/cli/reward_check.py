@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from rich.console import Group, RenderableType
-from rich.table import Table
 
 from dprlhf import recipe
 from dprlhf.data.loading import listed, load_rows
@@ -95,27 +93,27 @@ def reward_check(
     return check_reward(reward, texts, completions, columns, bound=reward_range), stand_in
 
 
-def explain(report: ContractReport, reward_range: float) -> RenderableType:
-    """Return the checks, the measurements and a histogram of the scores, for ``rich`` to print."""
-    checks = Table("check", "result", "meaning", title=f"reward {report.name}")
-    for name, meaning in _CHECKS.items():
-        checks.add_row(name, "passed", meaning)
-    facts = Table(show_header=False)
-    facts.add_row("completions", f"{report.rows}, of {report.users} different prompts")
-    facts.add_row("called", "for one user at a time" if report.per_user else "with a whole batch")
-    facts.add_row("speed", f"{report.rows_per_second:,.0f} completions a second")
-    facts.add_row("range", f"{report.minimum:.4g} to {report.maximum:.4g}, mean {report.mean:.4g}")
-    facts.add_row("answers None", f"{report.missing:.0%}")
+def explain(report: ContractReport, reward_range: float) -> str:
+    """Return the checks, the measurements and a histogram of the scores, as text."""
+    facts = {f"passed: {name}": meaning for name, meaning in _CHECKS.items()}
+    facts["completions"] = f"{report.rows}, of {report.users} different prompts"
+    facts["called"] = "for one user at a time" if report.per_user else "with a whole batch"
+    facts["speed"] = f"{report.rows_per_second:,.0f} completions a second"
+    facts["range"] = f"{report.minimum:.4g} to {report.maximum:.4g}, mean {report.mean:.4g}"
+    facts["answers None"] = f"{report.missing:.0%}"
     if report.published:
-        facts.add_row("logs", ", ".join(sorted(report.published)))
+        facts["logs"] = ", ".join(sorted(report.published))
     if report.unpublished:
-        names = ", ".join(sorted(report.unpublished))
-        facts.add_row("logs, not published", f"{names}: changes when called again")
+        facts["logs that change when called again, not published"] = ", ".join(
+            sorted(report.unpublished)
+        )
     if report.undeclared:
-        names = ", ".join(sorted(report.undeclared))
-        facts.add_row("logs, not published", f"{names}: no {LOGS_PUBLIC} on the reward")
-    facts.add_row(f"outside ±{reward_range:g}", f"{report.clipped:.0%} (clipped in training)")
-    return Group(checks, facts, *histogram([s for s in report.scores if s is not None]))
+        facts[f"logs without {LOGS_PUBLIC} on the reward, not published"] = ", ".join(
+            sorted(report.undeclared)
+        )
+    facts[f"outside ±{reward_range:g}"] = f"{report.clipped:.0%} (clipped in training)"
+    lines = [f"reward {report.name}", *(f"  {name}: {fact}" for name, fact in facts.items())]
+    return "\n".join([*lines, *histogram([s for s in report.scores if s is not None])])
 
 
 def histogram(values: Sequence[float], bins: int = 10, width: int = 40) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import unicodedata
@@ -162,10 +163,9 @@ def formerly_written(value: Any) -> list[str]:
 
 def hash_of(texts: Sequence[str]) -> NDArray[np.uint64]:
     """Return a hash of each text, without a key, ``[texts]``."""
-    from pandas.util import hash_array
-
-    hashes: NDArray[np.uint64] = hash_array(np.array(texts, dtype=object), categorize=False)
-    return hashes
+    written_out = (text.encode(errors="surrogatepass") for text in texts)
+    digests = (hashlib.blake2b(one, digest_size=8).digest() for one in written_out)
+    return np.fromiter(map(int.from_bytes, digests), dtype=np.uint64)
 
 
 def plain(value: Any) -> str:

@@ -5,6 +5,3 @@
 :mod:`~dprlhf.papers.errata` the closed forms that the papers print. Nothing outside the command
 line imports this package.
 """
-
-INSTALL = "pip install -e '.[papers]' in the clone"
-"""What installs gymnasium, mujoco and matplotlib; the messages about a missing one name it."""

@@ -7,12 +7,11 @@ alone; LLM.int8()'s columns of outliers do not, and are switched off
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
 
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, extra
 
 
 def quantization_config(name: str, dtype: torch.dtype) -> Any:
@@ -27,10 +26,8 @@ def quantization_config(name: str, dtype: torch.dtype) -> Any:
     """
     from transformers import BitsAndBytesConfig
 
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise DprlhfError(
-            "policy.quantization needs bitsandbytes: pip install -e '.[quantization]' in the clone"
-        )
+    with extra("quantization", "policy.quantization"):
+        import bitsandbytes  # noqa: F401 - transformers uses it
     if name == "int8":
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     kind, _, double = name.partition("-")

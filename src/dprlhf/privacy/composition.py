@@ -19,7 +19,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Epsilon, Mechanism, epsilon, single_noise
@@ -199,22 +199,39 @@ def _groups(runs: int, shared: Sequence[Sequence[bool]] | None) -> list[list[int
     """Return sets of runs such that the runs of any one user all stand in one of them.
 
     Any two of a user's runs share that user, so they form a clique of the relation, inside a
-    maximal clique. There can be exponentially many of those: beyond ``_CLIQUES`` the connected
-    components stand for them, which cost at least as much.
+    maximal clique. There can be exponentially many of those: beyond ``_CLIQUES`` one set of all
+    runs stands for them, which costs at least as much.
     """
-    import networkx  # only where there are runs to compose
+    if shared is None:
+        return [list(range(runs))]
+    near = [
+        {j for j in range(runs) if i != j and (shared[i][j] or shared[j][i])} for i in range(runs)
+    ]
+    cliques = _cliques(near, set(), set(range(runs)), set())
+    groups = list(itertools.islice(cliques, _CLIQUES + 1))
+    if len(groups) > _CLIQUES:
+        groups = [set(range(runs))]
+    return [sorted(group) for group in groups]
 
-    graph = networkx.Graph()
-    graph.add_nodes_from(range(runs))
-    graph.add_edges_from(
-        (i, j)
-        for i, j in itertools.combinations(range(runs), 2)
-        if shared is None or shared[i][j] or shared[j][i]
-    )
-    cliques = list(itertools.islice(networkx.find_cliques(graph), _CLIQUES + 1))
-    if len(cliques) > _CLIQUES:
-        cliques = list(networkx.connected_components(graph))
-    return [sorted(group) for group in cliques]
+
+def _cliques(
+    near: Sequence[set[int]], clique: set[int], more: set[int], done: set[int]
+) -> Iterator[set[int]]:
+    """Yield the maximal cliques by Bron and Kerbosch's algorithm with a pivot.
+
+    Args:
+        near: The neighbours of each node.
+        clique: A clique, which those that are yielded contain.
+        more: Nodes next to all of it, of which a clique takes some.
+        done: Nodes next to all of it whose cliques have been yielded.
+    """
+    if not more and not done:
+        yield clique
+        return
+    pivot = max(more | done, key=lambda node: len(near[node] & more))
+    for node in more - near[pivot]:
+        yield from _cliques(near, clique | {node}, more & near[node], done & near[node])
+        more, done = more - {node}, done | {node}
 
 
 def _sequential(mechanisms: Sequence[Mechanism], delta: float) -> Epsilon:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dprlhf.data.messages import last_text
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import extra
 from dprlhf.rewards.verifiable import final_answer
 
 if TYPE_CHECKING:
@@ -79,9 +79,5 @@ def _score(gym: Any, text: str, entry: dict[str, Any]) -> float:
 
 
 def _gym() -> Any:
-    try:
+    with extra("reasoning", "a task of reasoning-gym"):
         return importlib.import_module("reasoning_gym")
-    except ImportError:
-        raise DprlhfError(
-            "tasks of reasoning-gym need that package: pip install 'reasoning-gym>=0.1.25'"
-        ) from None

@@ -21,8 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import urllib3
-from urllib3.exceptions import HTTPError, LocationValueError
+from dprlhf.errors import extra
+
+with extra("judge", "a judge on another machine"):
+    import urllib3
+    from urllib3.exceptions import HTTPError, LocationValueError
 
 _NOT_FOR_THE_JUDGE = ("completion_ids", "trainer_state", "log_metric", "log_extra")
 _PASSING = (408, 425, 429, 500, 502, 503, 504)

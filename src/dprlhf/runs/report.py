@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, extra
 from dprlhf.privacy.gaussian import upwards
 from dprlhf.recipe.evaluation import measure_label
 from dprlhf.runs.earlier import total_of_runs
@@ -84,7 +84,8 @@ def _together(folders: Sequence[str | Path]) -> str:
 
 @functools.cache
 def _template() -> Any:
-    import jinja2
+    with extra("report", "dprlhf report"):
+        import jinja2
 
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True

@@ -60,13 +60,10 @@ def _tiny_model() -> Any:
 
 def _byte_tokenizer() -> Any:
     """Return a tokenizer with 256 byte tokens after an end-of-sequence token."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from transformers import GPT2Tokenizer
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    tokens = ["<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    inner = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="<eos>", pad_token="<eos>", padding_side="left"
-    )
+    tokens = ["<eos>", *sorted(bytes_to_unicode().values())]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    special = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "<eos>")
+    return GPT2Tokenizer(vocab=vocabulary, merges=[], padding_side="left", **special)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, extra
 from dprlhf.recipe import Recipe
 from dprlhf.runs.opening import recipe_digest
 from dprlhf.tuning.public_rows import PublicRows
@@ -29,8 +29,6 @@ from dprlhf.tuning.stand_in import (
     run_stand_ins,
 )
 from dprlhf.tuning.tried import Tuned, changes_key, changes_text, ranked
-
-INSTALL = "pip install -e '.[tune]' in the clone"
 
 SEARCH_SHARE = 2 / 3
 """Share of the time that is for the search; the rest runs the best ones again."""
@@ -334,10 +332,8 @@ def _cut_unfinished_line(storage: Path) -> None:
 
 
 def _optuna() -> Any:
-    try:
+    with extra("tune", "dprlhf tune"):
         import optuna
-    except ImportError:
-        raise DprlhfError(f"tune: needs Optuna: {INSTALL}") from None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna
 

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dprlhf.errors import DprlhfError, one_line
-from dprlhf.papers import INSTALL
+from dprlhf.errors import DprlhfError, extra, one_line
 
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -45,15 +44,14 @@ class Gymnasium:
     def __post_init__(self) -> None:
         """Build one environment, to learn its spaces."""
         self._idle: list[Any] = []
-        try:
+        with extra("papers", self.name):
             import gymnasium
             from gymnasium import spaces
-        except ImportError:
-            raise DprlhfError(f"{self.name} needs gymnasium: {INSTALL}") from None
         try:
-            first = self._new()
-        except (ImportError, gymnasium.error.DependencyNotInstalled):
-            raise DprlhfError(f"{self.name} needs mujoco: {INSTALL}") from None
+            with extra("papers", self.name):
+                first = self._new()
+        except gymnasium.error.DependencyNotInstalled as missing:
+            raise DprlhfError(f'{missing}: pip install "dprlhf[papers]"') from None
         except gymnasium.error.Error as problem:
             raise DprlhfError(f"{self.name}: {one_line(problem, None)}") from None
         seen, acted = first.observation_space, first.action_space

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from scipy.stats import binom
 
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, extra
 from dprlhf.privacy.gaussian import downwards, upwards
 from dprlhf.privacy.plan import delta_warning, epsilon_warning, json_ready
 from dprlhf.recipe import Source
@@ -55,7 +55,8 @@ def write_evidence(
     Raises:
         DprlhfError: No run is there, its ledger was altered, or the files cannot be written.
     """
-    import jinja2
+    with extra("report", "dprlhf comply"):
+        import jinja2
 
     if limit is not None and not 0 < limit < math.inf:
         raise DprlhfError(f"--limit must be a positive number, not {limit:g}")
