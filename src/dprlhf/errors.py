@@ -45,7 +45,7 @@ REMOVED = {
     "update.critic": "update.baseline: loo subtracts the user's own other responses",
     "update.clip_norm.quantile": "give a number, such as half the median norm on public prompts",
     "privacy.auto": "dprlhf plan RECIPE prints the best choice as overrides of the recipe",
-    "dprlhf bench worth": "docs/worth.md has what it measured",
+    "dprlhf bench worth": "what it measured is in the repository",
     "dprlhf convert": "write a recipe: dprlhf init makes one that fits your data",
 }
 """Commands and settings of earlier versions that are gone, each with what takes its place."""
