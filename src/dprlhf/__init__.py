@@ -18,7 +18,6 @@ The folders, in the order in which a user's data pass through them (docs/archite
 - ``audit/``: attacks on the guarantee, as lower bounds on ε.
 - ``assets/``: the models and data of the demo, fetched once and verified.
 - ``papers/``: the source papers' tables: control tasks and regression (extra ``papers``).
-- ``worth/``: what privacy buys: the same tasks from users and from public prompts alone.
 - ``testing/``: contract tests for extensions: what an update, a reward or a partition must do.
 - ``trl/``: TRL's trainers with a guarantee: change the import, and add a budget (extra ``trl``).
 - ``cli/``: the command line.
