@@ -67,15 +67,14 @@ def test_broken_noise_is_refuted(
 ) -> None:
     break_gate(monkeypatch, fault)
     for z in NOISE[partition]:
-        for _ in range(3):
-            assert audited(plan_of(partition, z)).verdict == "refuted"
+        assert audited(plan_of(partition, z)).verdict == "refuted"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_sound_noise_is_not(partition: str) -> None:
-    refuted = sum(not audited(plan_of(partition, NOISE[partition][0])).holds for _ in range(20))
-    assert refuted <= 5  # 3% each; the chance of six is about 2e-6
+    refuted = sum(not audited(plan_of(partition, NOISE[partition][0])).holds for _ in range(10))
+    assert refuted <= 4  # 3% each; the chance of five is about 5e-6
 
 
 @pytest.mark.parametrize("fault", SMALL.values(), ids=SMALL)

@@ -14,7 +14,6 @@ from transformers import AutoTokenizer, TrainerCallback
 
 import dprlhf
 from dprlhf import DprlhfError
-from dprlhf.data.given_rows import rows_from
 from dprlhf.data.loading import load_rows
 from dprlhf.data.users import Users
 from dprlhf.recipe import Data
@@ -60,27 +59,6 @@ def settings(model: str, folder: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
-def test_three_rewards_of_trl_on_conversations(model: str, tmp_path: Path) -> None:
-    from trl import rewards
-
-    public = [{"prompt": [{"role": "user", "content": f"public {i}"}]} for i in range(4)]
-    result = dprlhf.train(
-        **settings(model, tmp_path),
-        prompts=ROWS,
-        reward=[
-            rewards.think_format_reward,
-            rewards.get_soft_overlong_punishment(max_completion_len=6, soft_punish_cache=4),
-            rewards.get_repetition_penalty_reward(ngram_size=2, max_penalty=-1.0),
-        ],
-        evaluation_prompts=public,
-    )
-    assert result.plan.users == 6
-    assert result.before is not None
-    assert -2 <= result.before.mean <= 1
-    assert result.samples[0]["prompt"] == public[0]["prompt"]
-
-
 def lines(rows: list[dict[str, Any]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
@@ -122,7 +100,7 @@ def streaming(folder: Path) -> Any:
     return datasets.load_dataset("parquet", data_files=file, split="train", streaming=True)
 
 
-SOURCES = (csv, jsonl, parquet, local_folder, generator, generator_function, streaming)
+SOURCES = (csv, local_folder, generator_function, streaming)
 
 
 @pytest.mark.slow
@@ -138,23 +116,6 @@ def test_prompts_from_anywhere(model: str, tmp_path: Path, source: Callable[[Pat
     result = dprlhf.train(**settings(model, tmp_path, **where), reward=shorter)
     assert result.plan.users == 6
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
-
-
-def test_what_is_generated_is_read_once_and_in_order() -> None:
-    read = []
-
-    def prompts() -> Iterator[str]:
-        for i in range(5):
-            read.append(i)
-            yield f"text {i}"
-
-    rows = rows_from(prompts(), "question")
-    assert rows["question"][:] == [f"text {i}" for i in range(5)]
-    assert read == list(range(5))
-    assert len(rows_from(iter([]), "question")) == 0
-    with pytest.raises(DprlhfError, match="could not be read as rows of one kind") as caught:
-        rows_from(iter(["a", {"question": 3, "CANARY": 1}]), "question")
-    assert "CANARY" not in str(caught.value)
 
 
 class Recorder(TrainerCallback):

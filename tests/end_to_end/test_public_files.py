@@ -168,24 +168,17 @@ def test_the_times_are_public_after_each_round_and_after_a_failure(
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "grpo": {"update": {"name": "grpo"}},
     "ppo": {"update": {"name": "ppo"}, "kl__beta": 0.1},
     "rebel": {"update": {"name": "rebel", "steps": 2}},
     "npg": {
         "update": {"name": "npg", "oracle": {"name": "sufficient-statistics", "sketch": 4}},
         "optimizer__name": "sgd",
     },
-    "npg-by-sgd": {
-        "update": {"name": "npg", "oracle": {"name": "improper-batch-sgd"}},
-        "optimizer__name": "sgd",
-    },
     "trust-region": {
         "update__clip_norm": {"trust_region": "kl", "alpha": 0.1, "beta": 0.1},
         "optimizer__name": "sgd",
     },
-    "reference": {"rollout__base_policy": "reference"},
     "no-noise": {"epsilon": float("inf")},
-    "poisson": {"privacy__partition": "poisson"},
     "two-passes": {"privacy__participations": 2},
     "subspace": {"update__subspace": {"rank": 2, "prompts": 4, "source": "model"}},
 }

@@ -43,7 +43,6 @@ from dprlhf.papers.control.trajectories import Trajectories, evaluate, simulate
 from dprlhf.papers.control.ucbvi import Counting, PrivateCounts, ucbvi
 from dprlhf.papers.control.updates import discounted
 from dprlhf.privacy.accounting import gaussian_epsilon
-from dprlhf.runs.measurements import command
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "control"
 KEY = hashlib.sha256(b"test").digest()
@@ -248,13 +247,6 @@ def test_a_user_does_not_depend_on_the_others() -> None:
     assert np.array_equal(one, both)
 
 
-def test_fillers_count_for_nothing() -> None:
-    chunk = simulate(CartPole(), LogLinearSoftmax(4, 2), np.zeros(8), [(0, 0), (0, 1)])[0]
-    assert chunk.users == 2
-    assert not chunk.steps[2:].any()
-    assert not chunk.rewards[2:].any()
-
-
 def test_advantages_blame_a_fall_and_nothing_else() -> None:
     chunk = simulate(CartPole(), LogLinearSoftmax(4, 2), np.zeros(8), [(0, u) for u in range(4)])[0]
     got = discounted(chunk, 0.9, 1.0)
@@ -374,12 +366,6 @@ def test_rewards_out_of_range_are_clipped_and_counted_in_secret(tmp_path: Path) 
     assert [p.name for p in tmp_path.iterdir()] == ["secret"]
     counts = json.loads((tmp_path / "secret" / "telemetry.jsonl").read_text())
     assert counts["rewards_out_of_range"] == chunk[0].out_of_range
-
-
-def test_an_episode_that_never_ends_is_cut() -> None:
-    chunk = simulate(odd("fine"), LogLinearSoftmax(2, 2), np.zeros(4), [(0, 1)])[0]
-    assert chunk.steps[0] == 6
-    assert not chunk.terminated[0]
 
 
 def test_an_episode_that_the_environment_cuts_is_no_longer_and_has_not_ended_by_itself() -> None:
@@ -582,15 +568,6 @@ def test_missing_plots_name_the_install_command(monkeypatch: pytest.MonkeyPatch)
     assert 'pip install "dprlhf[papers]"' in str(caught.value)
 
 
-def test_a_missing_mujoco_names_the_install_command() -> None:
-    def broken() -> Any:
-        raise gymnasium.error.DependencyNotInstalled("mujoco")
-
-    with pytest.raises(DprlhfError) as caught:
-        Gymnasium("Hopper-v5", make=broken)
-    assert 'pip install "dprlhf[papers]"' in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("environment", "policy", "wanted"),
     [("dosing-0", "log-linear", "use gaussian"), ("cartpole", "gaussian", "use log-linear")],
@@ -638,16 +615,6 @@ def test_bad_tables_and_rows_are_refused(tmp_path: Path) -> None:
         run_table("hz", cache=tmp_path, only="nothing at all")
     result = CliRunner().invoke(app, ["bench", "control", "--table", "nope"])
     assert isinstance(result.exception, DprlhfError)
-
-
-def test_outside_a_clone_the_tables_say_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["bench", "control", "--table", "hz"])
-    assert isinstance(result.exception, DprlhfError)
-    assert "run this in a clone of the repository, or give --recipes" in str(result.exception)
-    assert not list(tmp_path.iterdir())
 
 
 # ----------------------------------------------------------------------------- tables in miniature
@@ -707,14 +674,6 @@ def test_the_tables_run_in_miniature_and_write_everything(
 
 
 @pytest.mark.slow
-def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
-    arguments: dict[str, Any] = {"seeds": 2, "recipes": RECIPES, "quiet": True}
-    one = run_table("hz", only="npg/exponential/epsilon=4/users=500", cache=tmp_path, **arguments)
-    assert len(one[0].runs) == 2
-    assert np.isfinite(one[0].values).all()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("update", ["pg", "npg/sufficient-statistics", "rebel", "tabular-pg"])
 def test_bandits_come_nearer_to_their_optimum_with_more_users(update: str) -> None:
     few = np.mean([bandits.run(update, 3, 200, 1.0, seed) for seed in range(4)])
@@ -755,11 +714,3 @@ def test_a_slope_needs_three_numbers_of_users_that_were_not_refused() -> None:
     ((*_, slope, last, users),) = slopes([*few, row(6400, 0.05)])
     assert slope == pytest.approx(-0.5)
     assert (last, users) == (0.05, 6400)
-
-
-def test_a_command_that_only_writes_is_recorded_as_the_one_that_measures(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given = ["--runs", "/some/folder", "--seeds", "3", "--write-only"]
-    monkeypatch.setattr("sys.argv", ["scripts/utility.py", *given])
-    assert command() == "python scripts/utility.py --seeds 3"

@@ -54,7 +54,9 @@ def problem(users: int = 300, d: int = 3, seed: int = 0) -> tuple[Array, Array, 
 
 
 def exact(oracle: Oracle, x: Any, y: Any) -> Array:
-    found = fit(oracle, x, y, epsilon=math.inf, key=KEY)
+    # A user's contribution knows nothing of how many rows of zeros fill its micro-batch.
+    with mock.patch.object(in_memory, "_MICRO_BATCH", 256):
+        found = fit(oracle, x, y, epsilon=math.inf, key=KEY)
     assert math.isinf(found.guarantee.epsilon)
     assert not found.guarantee.pure
     return found.w.numpy()
@@ -88,7 +90,7 @@ def constrained(x: Array, y: Array, radius: float) -> Array:
     ids=lambda oracle: type(oracle).__name__,
 )
 def test_without_noise_each_is_least_squares(oracle: Oracle) -> None:
-    x, y, _ = problem()
+    x, y, _ = problem(users=200)
     truth = np.linalg.lstsq(x, y)[0]
     np.testing.assert_allclose(exact(oracle, x, y), truth, rtol=1e-9, atol=1e-9)
     # A user without data, and one row of lists, change nothing.
@@ -98,7 +100,7 @@ def test_without_noise_each_is_least_squares(oracle: Oracle) -> None:
 
 @pytest.mark.slow
 def test_projected_descent_is_constrained_least_squares() -> None:
-    x, y, _ = problem()
+    x, y, _ = problem(users=200)
     for radius in (0.3, 0.8):
         found = exact(ProjectedSGD(1, 2, radius, 150), x, y)
         np.testing.assert_allclose(found, constrained(x, y, radius), rtol=1e-9)
@@ -162,7 +164,7 @@ def test_the_exponential_mechanism_takes_the_best_candidate() -> None:
 
 @pytest.mark.slow
 def test_much_data_beats_the_noise() -> None:
-    x, y, w = problem(users=20_000)
+    x, y, w = problem(users=8_000)
     oracles: list[Oracle] = [
         SufficientStatistics(1, 2, 2),
         ProjectedSGD(1, 2, 2, 30),
@@ -172,7 +174,7 @@ def test_much_data_beats_the_noise() -> None:
     for oracle in oracles:
         found = fit(oracle, x, y, epsilon=6, delta=1e-6, adjacency="zero-out", key=KEY)
         assert not found.failed
-        assert np.linalg.norm(found.w.numpy() - w) < 0.06, oracle
+        assert np.linalg.norm(found.w.numpy() - w) < 0.1, oracle
         np.testing.assert_allclose(found.predict(x), x @ found.w.numpy())
 
 
@@ -264,7 +266,6 @@ class Recorder:
 
     def __call__(self, contribution: Contribution, bound: float) -> torch.Tensor:
         release = InMemoryRelease(self.rows[:, :2], self.rows[:, 2], 0.0, 1.0, KEY)
-        # A user's contribution knows nothing of how many rows of zeros fill its micro-batch.
         with mock.patch.object(in_memory, "_MICRO_BATCH", 16):
             self.sums.append(release(contribution, bound))
         self.bounds.append(bound)
@@ -284,7 +285,7 @@ def moves(oracle: Any, rows: Array, neighbour: Array) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("oracle", GAUSSIAN, ids=lambda oracle: type(oracle).__name__)
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=40, derandomize=True, deadline=None)
 @given(rows=st.lists(row, min_size=1, max_size=5), new=row)
 def test_sensitivity(oracle: Any, rows: list[Any], new: Any) -> None:
     data, replaced = np.array(rows), np.array([new, *rows[1:]])

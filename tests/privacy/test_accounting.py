@@ -9,9 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,21 +174,12 @@ def test_required_noise(eps: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rounds", "eps", "tilt"), [(16, 1, 0.3), (64, 1, 0.1), (200, 2, 0.03), (100, 4, 0.0)]
-)
+@pytest.mark.parametrize(("rounds", "eps", "tilt"), [(16, 1, 0.3), (200, 2, 0.03), (100, 4, 0.0)])
 def test_required_noise_is_confirmed_by_sampling(rounds: int, eps: int, tilt: float) -> None:
     z, _ = noise_multiplier(eps, 1e-5, rounds=rounds)
     mean, error = sampled(z, rounds, eps, "remove", tilt, 400_000)
     assert error < 0.004 * mean
     assert abs(mean - 1e-5) < 4 * error + 1e-3 * mean  # calibration is good to 1e-4 in z
-
-
-def test_known_epsilons_at_noise_one() -> None:
-    for rounds, other_library in [(50, 0.974), (100, 0.623), (500, 0.215)]:
-        cost = epsilon(Mechanism(1.0, rounds), 1e-5)
-        assert 0.98 * other_library < cost.epsilon_lower <= cost.epsilon <= other_library
-    assert 0.609 <= epsilon(Mechanism(1.0, 100), 1e-5).epsilon <= 0.636
 
 
 def test_one_round_is_one_gaussian() -> None:
@@ -216,11 +205,9 @@ def test_two_rounds_against_quadrature(z: float, side: Side) -> None:
 @pytest.mark.parametrize(
     ("z", "rounds", "eps", "side", "tilt"),
     [
-        (1.0, 500, 0.2, "remove", 0.08),
         (2.0, 40, 0.25, "remove", 0.25),
         (0.4, 30, 8.0, "remove", 0.0),
         (0.8, 2000, 0.1, "remove", 0.02),
-        (2.0, 40, 0.2, "add", -0.5),
         (1.0, 16, 0.6, "add", -0.7),
         (5.0, 5, 0.3, "add", -1.5),
         (1.0, 500, 0.1, "add", -0.12),
@@ -232,19 +219,6 @@ def test_curves_against_sampling(
     mean, error = sampled(z, rounds, eps, side, tilt, 150_000)
     assert error < 0.03 * mean
     assert abs(random_allocation.bracket(z, rounds, eps, side).upper - mean) < 4 * error
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:numba is not installed:ImportWarning")
-def test_bracket_of_pld_accounting() -> None:
-    from PLD_accounting import gaussian_allocation_epsilon_range
-
-    upper, lower = gaussian_allocation_epsilon_range(
-        delta=1e-5, sigma=1.301, num_steps=16, epsilon_accuracy=0.05
-    )
-    cost = epsilon(Mechanism(1.301, 16), 1e-5)
-    assert lower < cost.epsilon_lower <= cost.epsilon < upper
-    assert upper < 1.05 * lower
 
 
 # ---- random allocation: bounds -----------------------------------------------------------------
@@ -341,16 +315,6 @@ def test_replace_one_under_random_allocation() -> None:
     assert delta_of(Mechanism(z, rounds), eps) < true - 10 * error
 
 
-@pytest.mark.parametrize("rounds", [2, 100])
-def test_replace_one_is_between_zero_out_and_one_gaussian(rounds: int) -> None:
-    zero_out = epsilon(Mechanism(1.0, rounds, adjacency="zero-out"), 1e-5)
-    replace = epsilon(Mechanism(1.0, rounds, adjacency="replace-one"), 1e-5)
-    assert zero_out.epsilon == epsilon(Mechanism(1.0, rounds), 1e-5).epsilon
-    assert zero_out.epsilon <= replace.epsilon <= gaussian_epsilon(0.5, 1e-5)
-    if rounds == 100:
-        assert replace.epsilon < 0.2 * gaussian_epsilon(0.5, 1e-5)
-
-
 def test_releases_per_round_are_one_gaussian_with_less_noise() -> None:
     for partition, adjacency in [("random-allocation", "add-remove"), ("fixed", "replace-one")]:
         four = epsilon(Mechanism(2.0, 50, partition, adjacency, releases_per_round=4), 1e-5)
@@ -394,7 +358,7 @@ def test_each_side_of_several_passes_against_sampling(side: Side) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delta", [1e-8, 1e-11, 1e-12, 1e-13, 1e-14])
+@pytest.mark.parametrize("delta", [1e-8, 1e-12, 1e-14])
 def test_no_epsilon_rests_on_what_an_fft_rounds(delta: float) -> None:
     """At a rate of one the truth is one Gaussian; the library's δ errs by 2e-13 here."""
     z, rounds = 1000.0, 20_000
@@ -467,7 +431,7 @@ def test_poisson_against_sampling() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_calibrate_then_account_100_times(seed: int) -> None:
     rng = np.random.default_rng(seed)
     kinds: list[tuple[Partition, Adjacency]] = [
@@ -486,37 +450,6 @@ def test_calibrate_then_account_100_times(seed: int) -> None:
         again = epsilon(Mechanism(z, rounds, partition, adjacency), delta)
         assert cost == again
         assert 0.999 * eps <= again.epsilon <= eps, (partition, rounds, eps, delta)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("partition", "adjacency", "rounds", "k"),
-    [
-        ("random-allocation", "replace-one", 50, 1),
-        ("random-allocation", "add-remove", 40, 2),
-        ("poisson", "add-remove", 40, 2),
-    ],
-)
-def test_calibrate_then_account_the_slow_kinds(
-    partition: Partition, adjacency: Adjacency, rounds: int, k: int
-) -> None:
-    z, cost = noise_multiplier(
-        3.0, 1e-6, rounds=rounds, partition=partition, adjacency=adjacency, participations=k
-    )
-    assert cost == epsilon(Mechanism(z, rounds, partition, adjacency, k), 1e-6)
-    assert 2.997 <= cost.epsilon <= 3.0
-
-
-@pytest.mark.parametrize("eps", [0.05, 1.0, 8.0])
-def test_ten_thousand_rounds_are_evaluated_directly(eps: float) -> None:
-    """The general library takes minutes; ``accounting_results.py`` measures the time itself.
-
-    The limit is wide because a shared machine can be ten times slower than a free one.
-    """
-    start = time.process_time()
-    z, _ = noise_multiplier(eps, 1e-6, rounds=10_000)
-    epsilon(Mechanism(z, 10_000), 1e-6)
-    assert time.process_time() - start < 20
 
 
 # ---- refusals, imports, results ----------------------------------------------------------------
@@ -566,16 +499,6 @@ def test_the_curve_of_one_gaussian_is_never_nan() -> None:
     for noise in (5e-324, 1e-3, 1.0, 1e300):
         for eps in (0.0, 1.0, 1e300, 1.7e308):
             assert 0 <= gaussian_delta(noise, eps) <= 1
-
-
-def test_accounting_starts_without_heavy_imports() -> None:
-    code = (
-        "import sys, dprlhf.papers.errata, dprlhf.privacy.accounting as a;"
-        "a.epsilon(a.Mechanism(1.0, 100), 1e-5);"
-        "print({'torch', 'dp_accounting', 'PLD_accounting'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
 
 
 def test_results_are_merged_by_name(tmp_path: Path) -> None:

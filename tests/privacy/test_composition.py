@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from typing import Any
 
 import networkx
@@ -84,15 +83,6 @@ def test_two_equal_allocations_cost_what_two_participations_do() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adjacency", ["add-remove", "replace-one"])
-def test_more_runs_cost_more_and_never_more_than_their_sum(adjacency: str) -> None:
-    first, second = (Mechanism(z, 8, adjacency=adjacency) for z in (1.0, 1.5))  # type: ignore[arg-type]
-    both = total_epsilon([first, second], 2e-5).epsilon
-    alone = [epsilon(m, 1e-5).epsilon for m in (first, second)]
-    assert max(epsilon(m, 2e-5).epsilon for m in (first, second)) < both < sum(alone)
-
-
-@pytest.mark.slow
 def test_poisson_runs_compose_too() -> None:
     """Rounds of one rate cost the same in two runs as in one, and sampling hides nobody at 1."""
     run, both = (Mechanism(1.0, t, "poisson", participations=t // 2) for t in (4, 8))
@@ -148,9 +138,7 @@ def test_two_hundred_runs_have_a_total_at_once() -> None:
     """Sets of runs are not enumerated: those of 25 disjoint runs would be 2²⁵."""
     runs = [Mechanism(1.0 + i / 100, 4, "fixed", "zero-out") for i in range(200)]
     apart = [[i == j for j in range(200)] for i in range(200)]
-    started = time.perf_counter()
     assert total_epsilon(runs, DELTA, apart).epsilon == epsilon(runs[0], DELTA).epsilon
-    assert time.perf_counter() - started < 5  # 0.01 s on a quiet machine
     equal = total_epsilon([GAUSSIAN] * 200, DELTA, apart)
     assert equal.epsilon == epsilon(GAUSSIAN, DELTA).epsilon
     assert "parallel" in equal.accountant

@@ -64,8 +64,9 @@ def test_every_column_has_norm_one(bands: int) -> None:
     np.testing.assert_allclose(np.linalg.norm(dense(ROUNDS, bands), axis=0), 1, rtol=1e-5)
 
 
-@pytest.mark.parametrize("bands", [2, 3, 7, 64, 2000])
-@pytest.mark.parametrize("rounds", [2, 64, 3000])
+@pytest.mark.parametrize(
+    ("rounds", "bands"), [(2, 2), (2, 7), (64, 3), (64, 64), (64, 2000), (3000, 64)]
+)
 def test_no_column_has_a_norm_above_one_in_exact_arithmetic(rounds: int, bands: int) -> None:
     units = square_root(rounds, bands) * UNITS
     assert (units == np.rint(units)).all()

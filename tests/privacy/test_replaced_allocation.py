@@ -96,7 +96,7 @@ def test_several_passes_by_sampling(z: float, rounds: int, k: int, eps: float) -
 def test_several_passes_cost_less_than_two_steps_do() -> None:
     """Before there was a pair for replacements over several passes, these were stated."""
     for (z, rounds, k), before in {
-        (1.0, 16, 2): 6.0046, (1.0, 100, 2): 2.3039, (2.0, 32, 4): 3.1393,
+        (1.0, 16, 2): 6.0046, (2.0, 32, 4): 3.1393,
     }.items():  # fmt: skip
         mechanism = Mechanism(z, rounds, adjacency="replace-one", participations=k)
         found = epsilon(mechanism, 1e-5).epsilon
@@ -119,8 +119,6 @@ def test_runs_of_several_kinds_cost_less_than_two_steps_do() -> None:
     ]
     found = total_epsilon(runs, 1e-5).epsilon
     assert max(epsilon(run, 1e-5).epsilon for run in runs) < found < 1.14  # 1.156 by two steps
-    with_fixed = total_epsilon([*runs, Mechanism(5.0, 16, "fixed", "replace-one")], 1e-5).epsilon
-    assert found < with_fixed < 2.0  # 2.009
 
 
 @pytest.mark.parametrize(

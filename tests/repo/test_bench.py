@@ -48,19 +48,6 @@ def test_loops_take_turns_and_the_first_lap_is_left_out() -> None:
     assert {name: len(laps) for name, laps in turns.laps.items()} == {"a": 2, "b": 2}
 
 
-def test_an_error_in_one_loop_ends_all() -> None:
-    def endless(lap: Callable[[], None]) -> None:
-        while True:
-            lap()
-
-    def fails(lap: Callable[[], None]) -> None:
-        lap()
-        raise ValueError("broken")
-
-    with pytest.raises(ValueError, match="broken"):
-        Turns({"a": endless, "b": fails}).run()
-
-
 def test_a_ratio_is_the_median_of_pairs_with_its_quartiles() -> None:
     rows = ratio("r", [2.0, 9.0, 4.0, 8.0, 5.0], [2.0, 3.0, 2.0, 2.0, 1.0], at_most=2.5)
     assert [row.value for row in rows] == [3.0, 2.0, 4.0]  # of 1, 3, 2, 4, 5

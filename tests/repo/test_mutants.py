@@ -125,14 +125,13 @@ def test_only_a_failing_test_counts(report: dict[str, str], expected: str) -> No
 
 @pytest.mark.slow
 def test_planted_bugs_are_caught_and_the_source_is_not(tmp_path: Path) -> None:
-    """Three of one test file, which also runs on the source, each in a process of its own."""
+    """One of a test file, which also runs on the source, each in a process of its own."""
     import subprocess
 
-    chosen = ["charge-not-durable", "lost-lines-accepted", "round-charged-twice"]
     done = subprocess.run(
         [sys.executable, mutants.__file__, "--hints-only", "--jobs", "1",
-         "--cache", str(tmp_path / "found.json"), "--only", *chosen],
+         "--cache", str(tmp_path / "found.json"), "--only", "charge-not-durable"],
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    assert "3 of 3 caught; the unchanged source fails in 0 files" in done.stdout, done.stdout
+    assert "1 of 1 caught; the unchanged source fails in 0 files" in done.stdout, done.stdout
     assert done.returncode == 0, done.stdout

@@ -67,14 +67,6 @@ def execute(command: str) -> int:
 TASKS = {task.title: task for task in newcomer.tasks()}
 
 
-def test_the_page_has_all_eight() -> None:
-    assert list(TASKS) == [
-        "Run the demo", "Your own reward", "From TRL", "Your own CSV with a `user_id` column",
-        "Two processes", "Resume a killed run", "Read the report", "Load the adapter",
-    ]  # fmt: skip
-    assert TASKS["Run the demo"].is_demo
-
-
 REWARD, CSV = "Your own reward", "Your own CSV with a `user_id` column"
 NEEDS = {
     REWARD: (), "From TRL": (), CSV: (REWARD,), "Two processes": (REWARD,),
@@ -192,12 +184,6 @@ def test_the_commands_in_the_docs_exist(page: Path) -> None:
                 load_any_recipe(ROOT / word)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_the_yaml_in_the_docs_is_yaml(page: Path) -> None:
-    for block in blocks(page, "yaml"):
-        yaml.safe_load(block)
-
-
 @pytest.mark.slow
 def test_the_pipeline_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.save(tmp_path / newcomer.MODEL)
@@ -293,27 +279,6 @@ def test_every_page_is_in_the_navigation() -> None:
     pages = {*(ROOT / "docs").rglob("*.md"), *generated()}
     files = {p.relative_to(ROOT / "docs").as_posix() for p in pages}
     assert named == {f for f in files if not f.startswith("results/")}
-
-
-def test_what_is_experimental_is_marked_everywhere() -> None:
-    """In the reference, in the guide and in the help, from the marks on the settings classes."""
-    table = reference("recipes")
-    marked = re.findall(r"^\| `([\w.]+)` .*\(\*\*experimental\*\*(.*)\) \|$", table, re.MULTILINE)
-    assert {key for key, _ in marked} == {
-        "policy.adapter.type",
-        "policy.adapter.use_dora",
-        "rollout.agent",
-        "rollout.backend",
-        "rollout.cuda_graphs",
-    }
-    guide = (ROOT / "docs/performance.md").read_text().partition("\n## Experimental\n")[2]
-    told = typer.main.get_command(app).commands["train"].help  # type: ignore[attr-defined]
-    told = told.partition("Experimental")[2]
-    for key, values in marked:
-        assert f"`{key}" in guide
-        names = re.findall(r"`(.+?)`", values)
-        assert all(f"{name}`" in guide and name in told for name in names)
-        assert names or key in told
 
 
 def test_the_reference_names_every_key_and_command() -> None:

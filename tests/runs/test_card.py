@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from dprlhf.cli.app import app
 from dprlhf.privacy.gaussian import gaussian_epsilon, upwards
 from dprlhf.privacy.plan import make_plan
-from dprlhf.recipe import Adapter, AnyRecipe, Oracle, Recipe, SFTRecipe, make_recipe
+from dprlhf.recipe import AnyRecipe, Oracle, Recipe, SFTRecipe, make_recipe
 from dprlhf.runs.card import privacy_card, software_version
 from dprlhf.runs.earlier import Earlier, read_earlier
 from dprlhf.runs.model_card import guarantee_sentence, in_plain_words, model_card
@@ -72,20 +72,6 @@ def test_the_card_says_that_no_earlier_run_was_declared() -> None:
     assert "Earlier runs: none declared" in text
     assert f"dprlhf {metadata.version('dprlhf')}" in text
     assert in_plain_words(card) in text
-
-
-def test_the_card_tells_a_reader_without_mathematics_what_it_is_about() -> None:
-    card = card_of(None)
-    assert card["in_plain_words"] == in_plain_words(card)
-    assert card["dataset"] == "nowhere"
-    assert "the operator decides how long it is kept" in card["secret_folder"]
-    assert "anything that the base model could write" in card["responses"]
-    text = model_card(recipe_of(None), {**card, "date": "2026-01-31"})
-    for said in (card["secret_folder"], card["responses"], "Data set of the users: nowhere."):
-        assert said in text
-    assert "2026-01-31" in text
-    old = {k: v for k, v in card.items() if k not in ("dataset", "in_plain_words", "responses")}
-    assert "not on record" in model_card(recipe_of(None), old)
 
 
 @pytest.mark.parametrize(
@@ -216,33 +202,6 @@ REWARDS = {"rewards": [{"function": "nowhere"}]}
 def card_for(recipe: AnyRecipe) -> dict[str, Any]:
     users: Any = SimpleNamespace(count=100)
     return privacy_card(recipe, plan_of(recipe, users), 10, bytes(32), Earlier())
-
-
-def words_on(**adapter: Any) -> str:
-    """The model card's first words on an adapter."""
-    policy = {"model_name_or_path": "nowhere", "adapter": adapter}
-    recipe = make_recipe(BASE | REWARDS | {"policy": policy})
-    about = model_card(recipe, card_for(recipe)).partition("tuned with dprlhf\n\n")[2]
-    return about.partition(", tuned on private\nprompts")[0]
-
-
-ADAPTERS = {
-    "lora": "A LoRA adapter (rank 3)",
-    "ffa-lora": "A LoRA adapter (rank 3, A frozen at its start, B trained)",
-    "peft": "An adapter of PEFT (VERA)",
-    "full": "All weights (full fine-tuning)",
-}
-
-
-@pytest.mark.parametrize("type_", get_args(Adapter.model_fields["type"].annotation))
-def test_the_model_card_says_what_each_type_of_adapter_is(type_: str) -> None:
-    said = ADAPTERS[type_]
-    rank: dict[str, Any] = {"rank": 3} if " 3" in said else {}
-    if type_ == "peft":
-        rank = {"peft": {"peft_type": "VERA"}}
-    assert words_on(type=type_, **rank) == said
-    if type_ in ("lora", "ffa-lora"):
-        assert words_on(type=type_, use_dora=True, **rank) == said.replace("LoRA", "DoRA")
 
 
 ORACLES = get_args(Oracle.model_fields["name"].annotation)

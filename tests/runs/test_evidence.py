@@ -338,10 +338,9 @@ def test_the_command(run: Path) -> None:
     assert "alert: The base model" in done.stderr
     page = run / "comply" / "evidence.html"
     assert done.stdout.split() == [str(page), str(page.with_suffix(".json"))]
-    for words in ((), (str(run.parent),), (str(run), "--limit", "0"), (str(run), "--limit", "inf")):
-        refused = command("comply", *words)
-        assert refused.returncode == 2
-        assert len(refused.stderr.splitlines()) == 1
+    refused = command("comply", str(run), "--limit", "inf")
+    assert refused.returncode == 2
+    assert len(refused.stderr.splitlines()) == 1
 
 
 @settings(max_examples=200, derandomize=True, deadline=None)

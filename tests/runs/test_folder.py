@@ -82,11 +82,6 @@ def test_the_key_is_for_the_owner_alone(tmp_path: Path, umask: int) -> None:
     assert ignored.read_text() == "*\n"
 
 
-def test_every_run_has_its_own_key(tmp_path: Path) -> None:
-    keys = {RunFolder(tmp_path / str(i)).create() for i in range(5)}
-    assert len(keys) == 5
-
-
 def test_a_run_opens_with_the_key_it_was_made_with(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     key = folder.create()
@@ -101,14 +96,6 @@ def test_a_copy_that_lost_its_mode_is_closed_again(tmp_path: Path) -> None:
     folder.secret.chmod(0o755)  # as cp --no-preserve=mode leaves it
     folder.open()
     assert stat.S_IMODE(folder.secret.stat().st_mode) == 0o700
-
-
-def test_everything_published_lies_outside_secret(folder: RunFolder) -> None:
-    for path in (
-        folder.recipe, folder.privacy, folder.ledger, folder.metrics, folder.samples,
-        folder.public_samples, folder.checkpoint, folder.policy,
-    ):  # fmt: skip
-        assert path.parent == folder.path != folder.secret
 
 
 # ----------------------------------------------------------------------------------- refusals
@@ -126,13 +113,6 @@ def test_an_existing_run_is_refused_with_the_way_to_go_on(folder: RunFolder) -> 
 def test_an_empty_folder_may_be_used(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     RunFolder(tmp_path / "empty").create()
-
-
-def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(DprlhfError, match=str(path)):
-            RunFolder(path).create()
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:

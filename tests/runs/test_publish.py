@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoModelForCausalLM
 
 import dprlhf
 from dprlhf.errors import DprlhfError
@@ -140,16 +140,6 @@ class TestMerge:
         with safe_open(tmp_path / "merged/model.safetensors", "pt") as weights:
             assert not [name for name in weights.keys() if "lora" in name]  # noqa: SIM118
 
-    def test_it_generates(self, finished: Path, tmp_path: Path) -> None:
-        out = merge(finished, tmp_path / "merged", dtype="bfloat16")
-        model = AutoModelForCausalLM.from_pretrained(out)
-        assert model.dtype == torch.bfloat16
-        speak = pipeline(
-            "text-generation", model=model, tokenizer=AutoTokenizer.from_pretrained(out)
-        )
-        [answer] = speak("Hello", max_new_tokens=4)
-        assert answer["generated_text"].startswith("Hello")
-
     def test_a_merge_that_leaves_something_out_is_refused(
         self, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -182,7 +172,7 @@ class TestMerge:
                 merge(tmp_path / "runs" / "run", tmp_path / out, replace=True)
         assert (tmp_path / "runs" / "run" / "ledger.jsonl").is_file()
 
-    @pytest.mark.parametrize("dtype", ["bf16", "int8", "nn"])
+    @pytest.mark.parametrize("dtype", ["bf16", "nn"])
     def test_an_unknown_dtype_leaves_nothing(
         self, finished: Path, tmp_path: Path, dtype: str
     ) -> None:
@@ -191,8 +181,11 @@ class TestMerge:
         assert not list(tmp_path.iterdir())
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-    @pytest.mark.parametrize("adapter", ["lora", "ffa-lora", "VERA", "LN_TUNING", "biases"])
+    @pytest.mark.parametrize(
+        ("adapter", "kind"),
+        [("lora", "gpt2"), ("ffa-lora", "llama"), ("VERA", "llama"), ("LN_TUNING", "gpt2"),
+         ("biases", "gpt2"), ("biases", "llama")],
+    )  # fmt: skip
     def test_every_adapter_is_merged_or_refused(
         self, finished: Path, tmp_path: Path, adapter: str, kind: tiny.Kind
     ) -> None:

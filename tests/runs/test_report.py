@@ -6,7 +6,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -194,80 +194,8 @@ class TestWholeRun:
         lengths = re.findall(r"width: ([\d.]+)rem", spent)
         assert lengths == ["0.00", *["8.00"] * ROUNDS]
 
-    def test_it_is_written_beside_the_run(self, run: Path) -> None:
-        assert write_report([run]) == run / "report.html"
-
-    def test_light_dark_print_and_phone(self, run: Path) -> None:
-        html = write_report([run]).read_text()
-        for rule in ("prefers-color-scheme: dark", "@media print", "width=device-width"):
-            assert rule in html
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Headless Chromium: the system's, or playwright's own."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is missing")
-    system = shutil.which("chromium") or shutil.which("google-chrome")
-    with playwright.sync_playwright() as browsers:
-        try:
-            opened = browsers.chromium.launch(executable_path=system, args=["--no-sandbox"])
-        except playwright.Error:
-            pytest.skip("there is no chromium here")
-        yield opened
-        opened.close()
-
 
 # Visible text that is cut off, runs out of the page, or is too small to read on a phone.
-UNREADABLE = """() => [...document.querySelectorAll('h1,h2,h3,p,li,td,th,figcaption,summary')]
-  .filter(e => e.checkVisibility() && !e.closest('.scroll,pre'))
-  .filter(e => { const box = e.getBoundingClientRect(); return box.right > innerWidth + 0.5
-    || box.left < 0 || parseFloat(getComputedStyle(e).fontSize) < 12 })
-  .map(e => e.tagName + ': ' + e.textContent.trim().slice(0, 60))"""
-
-
-class TestBrowser:
-    @pytest.mark.parametrize("width", [390, 1280])
-    @pytest.mark.parametrize("kind", ["finished", "compared", "damaged"])
-    def test_it_reads_well_and_loads_nothing(
-        self, run: Path, tmp_path: Path, browser: Any, kind: str, width: int
-    ) -> None:
-        runs = [run]
-        if kind != "finished":
-            runs.append(tmp_path / "a-run-with-quite-a-long-name-20260101-120000")
-            shutil.copytree(run, runs[1])
-        if kind == "damaged":
-            (runs[1] / "samples.json").unlink()
-            shutil.rmtree(runs[1] / "policy")
-            (runs[1] / "ledger.jsonl").write_text("{")
-            card = json.loads((run / "privacy.json").read_text())
-            card |= {"private": False, "epsilon": "infinity"}
-            (run / "privacy.json").write_text(json.dumps(card))
-        said: list[str] = []
-        for scheme in ("light", "dark"):
-            page = browser.new_page(viewport={"width": width, "height": 844}, color_scheme=scheme)
-            page.on("console", lambda message: said.append(message.text))
-            page.on("pageerror", lambda error: said.append(str(error)))
-            page.on("request", lambda request: said.append(request.url))
-            html = write_report(runs, tmp_path / "r.html").resolve().as_uri()
-            page.goto(html)
-            assert page.evaluate("document.documentElement.scrollWidth") <= width
-            assert page.evaluate(UNREADABLE) == []
-            assert page.locator("figure .bar").count() >= 4
-            warnings = page.locator("[role=alert]")
-            assert warnings.count() == (2 if kind == "damaged" else 0)
-            if kind == "damaged":
-                assert warnings.first.bounding_box()["y"] < 200
-                told = " ".join(warnings.all_inner_texts())
-                for problem in ("No privacy", "Half-finished", "ledger.jsonl is damaged"):
-                    assert problem in told
-            page.close()
-        assert set(said) == {html}  # the page itself, and nothing on the console
-
-    def test_what_is_unreadable_is_found(self, browser: Any) -> None:
-        page = browser.new_page(viewport={"width": 390, "height": 844})
-        page.set_content("<p style='width:600px'>wide</p><p style='font-size:8px'>small</p>ok")
-        assert page.evaluate(UNREADABLE) == ["P: wide", "P: small"]
-        page.close()
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
@@ -280,10 +208,14 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 class TestDamage:
-    @pytest.mark.parametrize("damage", DAMAGE)
     @pytest.mark.parametrize(
-        "name", ["recipe.yaml", "privacy.json", "ledger.jsonl", "metrics.jsonl", "samples.json"]
-    )
+        ("name", "damage"),
+        [
+            *(("metrics.jsonl", damage) for damage in DAMAGE), ("recipe.yaml", "missing"),
+            ("privacy.json", "another kind"), ("ledger.jsonl", "garbage"),
+            ("samples.json", "missing"), ("samples.json", "cut off"),
+        ],
+    )  # fmt: skip
     def test_it_is_named_at_the_top_and_the_rest_is_shown(
         self, run: Path, name: str, damage: str
     ) -> None:
@@ -375,7 +307,7 @@ class TestDamage:
         max_leaves=4,
     )
 
-    @settings(derandomize=True, max_examples=30, deadline=None)
+    @settings(derandomize=True, max_examples=12, deadline=None)
     @given(st.lists(values, min_size=8, max_size=8))
     def test_whatever_the_values_are(self, values: list[Any]) -> None:
         seen = PublishedRun(

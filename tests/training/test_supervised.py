@@ -217,19 +217,6 @@ def test_a_template_that_ends_a_turn_is_followed_by_no_second_end(after: str) ->
     assert trained.tokenizer.decode(learnt) == "yo<eos>" + after
 
 
-def test_of_a_conversation_whose_template_opens_a_thought_the_completion_alone_is_learnt() -> None:
-    trained = policy()
-    trained.tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}<a><t>{% endif %}"
-    )
-    asked = [{"role": "user", "content": "hi"}]
-    answer = [{"role": "assistant", "content": "yo"}]
-    prompt, (learnt,) = split_row(trained, asked, [answer])
-    assert trained.tokenizer.decode(prompt) == "<u>hi<a>"  # the thought is not left open
-    assert trained.tokenizer.decode(learnt) == "yo"
-
-
 TEMPLATES = ["deepseek_r1_distill", "gemma3", "gptoss", "llama3_1", "qwen3", "qwen3_5_think"]
 TOOL = {
     "type": "function",
@@ -456,10 +443,6 @@ def people(first: int, count: int) -> list[dict[str, str]]:
 def preferences(first: int, count: int) -> list[dict[str, str]]:
     return [{"user": f"u{i}", "prompt": "it was", "chosen": " aaaa", "rejected": " zzz"} for i in
             range(first, first + count)]  # fmt: skip
-
-
-def shorter(completions: list[str], **columns: Any) -> list[float]:
-    return [-float(len(text)) / 10 for text in completions]
 
 
 @pytest.mark.slow
@@ -778,13 +761,6 @@ def test_an_adapter_that_cannot_be_merged_is_refused_before_anybody_is_charged(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_single_public_row_is_refused_by_name(model: str, tmp_path: Path) -> None:
-    stage = sft(model, tmp_path / "run", evaluation={"data": DATA})
-    with pytest.raises(DprlhfError, match="give at least 2 public rows"):
-        dprlhf.train_stage(stage, data=people(0, 40), evaluation_data=people(90, 1), quiet=True)
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.slow
 def test_an_interrupted_stage_goes_on_where_it_was(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -1069,21 +1045,14 @@ def test_what_the_task_does_not_read_may_differ(model: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
-@pytest.mark.parametrize("public", [True, False])
-def test_a_tokenizer_without_an_end_is_refused(kind: str, public: bool, tmp_path: Path) -> None:
+def test_a_tokenizer_without_an_end_is_refused(kind: str, tmp_path: Path) -> None:
     """No row could be encoded, so that the run would spend all of its budget on noise."""
-    base, plain = str(tiny.save(tmp_path / "base")), tiny.tokenizer()
-    PreTrainedTokenizerFast(
-        tokenizer_object=plain.backend_tokenizer, bos_token="<eos>", pad_token="<eos>"
-    ).save_pretrained(base)
-    evaluation = {"data": DATA, "declared_public": True} if public else None
+    base, inner = str(tiny.save(tmp_path / "base")), tiny.tokenizer().backend_tokenizer
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<eos>", pad_token="<eos>")
+    made.save_pretrained(base)
     make, rows = (sft, people) if kind == "sft" else (preferring, preferences)
-    spec = make(base, tmp_path / "run", evaluation=evaluation)
-    given = rows(90, 4) if public else None
-    refused(
-        spec, "^data: no row can be read.*no end-of-sequence token", data=rows(0, 8),
-        evaluation_data=given,
-    )  # fmt: skip
+    said = "^data: no row can be read.*no end-of-sequence token"
+    refused(make(base, tmp_path / "run"), said, data=rows(0, 8))
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
@@ -1110,11 +1079,6 @@ def test_pairs_of_two_forms_are_refused(tmp_path: Path) -> None:
     data = {"path": "in-memory", "prompt_column": "chosen"}
     within = rewarding(base, tmp_path / "run", data=data)
     refused(within, "data.prompt_column and data.chosen_column are both 'chosen'", data=mixed)
-
-
-def test_answers_that_are_numbers_are_refused(model: str, tmp_path: Path) -> None:
-    rows = [{"user": f"u{i}", "prompt": "it was", "completion": i} for i in range(8)]
-    refused(sft(model, tmp_path / "run"), "^data: no row can be read", data=rows)
 
 
 def test_a_made_up_row_has_the_form_of_the_users_rows() -> None:

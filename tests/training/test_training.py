@@ -98,8 +98,10 @@ class TestLearning:
         assert "## Privacy" in card
         assert "differential privacy where neighbouring" in card
 
-    @pytest.mark.parametrize("partition", ["fixed", "stream", slow("poisson")])
-    @pytest.mark.parametrize("base_policy", ["on-policy", slow("reference")])
+    @pytest.mark.parametrize(
+        ("partition", "base_policy"),
+        [("fixed", "on-policy"), slow("stream", "reference"), slow("poisson", "on-policy")],
+    )
     def test_every_partition_and_base_policy_runs(
         self, model: str, tmp_path: Path, partition: str, base_policy: str
     ) -> None:
@@ -183,19 +185,6 @@ class TestLearning:
         dprlhf.train(**settings(model, prompts=prompts), output_dir=tmp_path / "run")
         lines = (tmp_path / "run/secret/telemetry-0.jsonl").read_text().splitlines()
         assert sum(json.loads(line)["users_not_readable"] for line in lines) == 39
-
-    def test_a_prompt_with_a_token_beyond_the_model_stops_nobody(self, tmp_path: Path) -> None:
-        """Gemma 3's tokenizer knows such a token, whose name anybody may write."""
-        folder = tmp_path / "model"
-        tiny.save(folder)
-        tokenizer = tiny.tokenizer()
-        tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-        tokenizer.save_pretrained(folder)
-        prompts = [*(f"user {i} says" for i in range(39)), "look at <image>"]
-        dprlhf.train(**settings(str(folder), prompts=prompts), output_dir=tmp_path / "run")
-        assert charged(tmp_path / "run") == [1, 2, 3, 4, 5]
-        lines = (tmp_path / "run/secret/telemetry-0.jsonl").read_text().splitlines()
-        assert sum(json.loads(line)["users_not_readable"] or 0 for line in lines) == 1
 
     def test_a_reward_that_exits_stops_nobody(self, model: str, tmp_path: Path) -> None:
         def reward(prompts: list[str], completions: list[str]) -> list[float]:
@@ -500,13 +489,6 @@ class TestLeaks:
             )
         assert not (tmp_path / "run").exists()
 
-    def test_evaluation_never_touches_private_prompts(self, model: str, tmp_path: Path) -> None:
-        result = dprlhf.train(
-            **settings(model, rounds=1, evaluation_prompts=[f"public {i}" for i in range(10)]),
-            output_dir=tmp_path / "run",
-        )
-        assert [s["prompt"] for s in result.samples] == [f"public {i}" for i in range(10)]
-
 
 class TestFailingRewards:
     SHORT: ClassVar[dict[str, Any]] = {"rollout__max_new_tokens": 1, "epsilon": math.inf}
@@ -532,14 +514,13 @@ class TestFailingRewards:
         assert charged(tmp_path / "run") == [1, 2, 3, 4, 5]  # 3√(0.1/(20 t)) is then below 0.1
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("reward", [lower_case, failing(10**6)])
     @pytest.mark.parametrize("epsilon", [math.inf, 8.0])
     def test_a_run_does_not_stop_by_empty_rounds_or_noise(
-        self, model: str, tmp_path: Path, reward: Any, epsilon: float
+        self, model: str, tmp_path: Path, epsilon: float
     ) -> None:
         """With few users even a reward that fails on all of them is not known to."""
         few = [f"user {i}" for i in range(10)]
-        changes = self.SHORT | {"epsilon": epsilon, "reward": reward, "rounds": 10}
+        changes = self.SHORT | {"epsilon": epsilon, "reward": self.failing(10**6), "rounds": 10}
         dprlhf.train(**settings(model, prompts=few, **changes), output_dir=tmp_path / "run")
         assert charged(tmp_path / "run") == list(range(1, 11))
 
@@ -555,18 +536,6 @@ class TestFailingRewards:
         assert re.search(r"^round 1: .*: ValueError\('no answer to user \d+ says'\)$", told, re.M)
         assert told.count("no answer") == 1
 
-    def test_a_single_failing_user_does_not_stop_the_others(
-        self, model: str, tmp_path: Path
-    ) -> None:
-        def reward(prompts: list[str], completions: list[str]) -> list[float]:
-            if "user 7 says" in prompts:
-                raise OSError("no")
-            return lower_case(prompts, completions)
-
-        dprlhf.train(**settings(model, reward=reward, rounds=1), output_dir=tmp_path / "run")
-        telemetry = (tmp_path / "run/secret/telemetry-0.jsonl").read_text()
-        assert json.loads(telemetry)["reward_failures"] == {"OSError": 2}
-
     def test_a_reward_that_couples_users_is_refused_before_any_charge(
         self, model: str, tmp_path: Path
     ) -> None:
@@ -577,17 +546,6 @@ class TestFailingRewards:
         with pytest.raises(DprlhfError, match="per_user"):
             dprlhf.train(**settings(model, reward=ranking), output_dir=tmp_path / "run")
         assert not (tmp_path / "run").exists()
-
-    def test_after_a_refused_reward_the_same_folder_can_be_used(
-        self, model: str, tmp_path: Path
-    ) -> None:
-        def broken(completions: list[str]) -> list[float]:
-            raise KeyError("no such thing")
-
-        with pytest.raises(DprlhfError, match=r"fails the check 'answer'.*no such thing"):
-            dprlhf.train(**settings(model, reward=broken), output_dir=tmp_path / "run")
-        dprlhf.train(**settings(model, rounds=1), output_dir=tmp_path / "run")
-        assert charged(tmp_path / "run") == [1]
 
     def test_a_resumed_run_checks_its_reward_too(self, model: str, tmp_path: Path) -> None:
         common = settings(model, rounds=1)
@@ -609,19 +567,28 @@ CRASH_POINTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def unbroken(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The parameters of a run without a crash, under the key and the nonces of those with one."""
+    folder = tmp_path_factory.mktemp("unbroken") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dprlhf.runs.folder.new_key", lambda: bytes(range(32)))
+        patch.setattr("dprlhf.privacy.ledger.new_nonce", lambda: "a test")
+        dprlhf.train(**settings(model), output_dir=folder)
+    return weights(folder)
+
+
 class TestResume:
     @pytest.mark.slow
     @pytest.mark.parametrize("point", CRASH_POINTS)
     def test_after_a_crash(
-        self, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+        self, model: str, unbroken: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
     ) -> None:
         """A lost round stays spent; where none was lost, the policy equals an unbroken run's."""
         target, lost = CRASH_POINTS[point]
         key = bytes(range(32))
         monkeypatch.setattr("dprlhf.runs.folder.new_key", lambda: key)
-        common = settings(model)
-        dprlhf.train(**common, output_dir=tmp_path / "whole")
-        calls = {"n": 0}
+        common, calls = settings(model), {"n": 0}
         with monkeypatch.context() as patch:
             module, name = target.rsplit(".", 1)
             owner = _find(module)
@@ -640,7 +607,7 @@ class TestResume:
         assert spent == ([1, 2] if lost is False else [1, 2, 3])
         dprlhf.resume(tmp_path / "run", prompts=common["prompts"], reward=lower_case, quiet=True)
         assert charged(tmp_path / "run") == [1, 2, 3, 4, 5]
-        whole, run = weights(tmp_path / "whole"), weights(tmp_path / "run")
+        whole, run = unbroken, weights(tmp_path / "run")
         different = max(float((whole[n] - run[n]).abs().max()) for n in whole)
         if lost:
             assert different > 1e-4
@@ -666,11 +633,6 @@ class TestResume:
         expected = [{f"user {u} says" for u in drawn.round(t)} for t in (1, 2, 3)]
         assert seen[:3] == expected
         assert min(map(len, expected)) > 20
-
-    def test_no_user_is_drawn_in_two_rounds(self, model: str, tmp_path: Path) -> None:
-        result = dprlhf.train(**settings(model, rounds=1), output_dir=tmp_path / "run")
-        allocation = open_private(allocate(result.plan, (tmp_path / "run/secret/key").read_bytes()))
-        assert sorted(allocation.order) == list(range(120))
 
     @pytest.mark.slow
     def test_a_changed_recipe_is_refused(self, model: str, tmp_path: Path) -> None:
@@ -817,11 +779,6 @@ class TestRecipes:
         assert result.plan.users == 40
         assert result.plan.guarantee.epsilon <= 4
 
-    @pytest.mark.parametrize("name", ["imdb_sentiment", "imdb_full", "imdb_gpt2"])
-    def test_recipes_are_valid(self, name: str) -> None:
-        recipe = dprlhf.load_recipe(Path(__file__).parents[2] / f"recipes/{name}.yaml")
-        assert recipe.privacy.epsilon <= 8
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("native", [torch.float32, torch.bfloat16])
@@ -961,7 +918,7 @@ def test_weights_that_are_no_numbers_stop_the_run_after_their_round(
         assert all(w.isfinite().all() for w in saved.values())
 
 
-@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
 def test_a_run_computes_in_its_own_settings_whatever_its_program_does(
     model: str, around: Any, tmp_path: Path
 ) -> None:
@@ -1136,26 +1093,6 @@ def test_who_changes_the_working_directory_leaves_the_run_in_its_folder(
     assert asked
     assert not list(there.iterdir())
     assert (here / "run" / "policy").is_dir()
-
-
-def test_libraries_are_hushed_before_any_of_them_is_asked(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """PEFT, which transformers' callbacks load, warned at each start of a kernel that it lacks."""
-    order = []
-
-    def quiet() -> None:
-        order.append("hush")
-
-    def asked(callbacks: Any) -> Any:
-        order.append("transformers")
-        raise DprlhfError("enough")
-
-    monkeypatch.setattr(build, "hush_libraries", quiet)
-    monkeypatch.setattr(build, "taken", asked)
-    with pytest.raises(DprlhfError, match="enough"):
-        dprlhf.train(output_dir=tmp_path / "run", **settings(model, **FEW))
-    assert order == ["hush", "transformers"]
 
 
 def spread_over(model: Any) -> Any:
