@@ -187,8 +187,8 @@ def commands_page() -> str:
                 rows.append(f"| {label} | {about}{allowed and f' ({allowed})'} |")
         if rows:
             lines.append("\n| | |\n|---|---|\n" + "\n".join(rows) + "\n")
-        for sub, inner in sorted(getattr(command, "commands", {}).items()):
-            describe(inner, f"{name} {sub}")
+        for sub in sorted(command.list_commands(None) if hasattr(command, "commands") else ()):
+            describe(command.get_command(None, sub), f"{name} {sub}")
 
     describe(typer.main.get_command(app), "dprlhf")
     return "".join(lines) + flags_table()

@@ -17,7 +17,6 @@ from dprlhf.policies.adapters import taking_off
 from dprlhf.policies.opacus import without_wrapper
 from dprlhf.policies.peft_configs import adapter_of
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, Recipe, load_any_recipe
-from dprlhf.recipe.supervised import StageRecipe
 from dprlhf.rollout import sample, without_fillers
 from dprlhf.runs.checkpoint import last_checkpoint, load_tuned
 from dprlhf.runs.folder import RunFolder, time_stamp
@@ -27,6 +26,7 @@ from dprlhf.training.processes import Processes
 from dprlhf.training.trainer import complete
 
 if TYPE_CHECKING:
+    from dprlhf.recipe.supervised import StageRecipe
     from dprlhf.training.reinforcement import Result
     from dprlhf.training.supervised import StageResult
 

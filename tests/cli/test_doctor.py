@@ -485,12 +485,15 @@ class TestRewardCheck:
             "    return reward(completions, log_metric)\n"
             "declared.dprlhf_logs_public = True\n"
         )
-        changing = "logs, not published calls: changes when called again"
-        held = "logs, not published rows: no dprlhf_logs_public on the reward"
-        for name, expected in (("reward", [changing, held]), ("declared", ["logs rows", changing])):
+        changing = "logs that change when called again, not published: calls"
+        held = "logs without dprlhf_logs_public on the reward, not published: rows"
+        for name, expected in (
+            ("reward", [changing, held]),
+            ("declared", ["logs: rows", changing]),
+        ):
             done = call("reward-check", f"logging.py:{name}", "--prompts", "public.csv")
-            lines = [line.split("│")[1:3] for line in done.output.splitlines() if "logs" in line]
-            assert [" ".join(" ".join(cells).split()) for cells in lines] == expected
+            lines = [line.strip() for line in done.output.splitlines() if "  logs" in line]
+            assert lines == expected
 
     def test_stand_ins(self, here: Path) -> None:
         report, stand_ins = reward_check("my_rewards.py:brevity", "private.csv", reward_range=3)

@@ -219,7 +219,7 @@ def test_trackers_write_to_one_folder_with_public_times(
         def finish(self) -> None: ...
 
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Writes)
-    monkeypatch.setattr("dprlhf.training.build.check_installed", lambda names: None)
+    monkeypatch.setattr("dprlhf.runs.trackers.check_installed", lambda names: None)
     seen: list[list[str]] = []
     folder = reinforced(
         model, tmp_path / "run", tracking__report_to="tensorboard",

@@ -208,7 +208,7 @@ class TestRun:
         capsys: pytest.CaptureFixture[str],
     ) -> None:
         """A run whose live tracker dies in round 1 ends well, and the other gets all of it."""
-        monkeypatch.setattr("dprlhf.training.build.check_installed", lambda names: None)
+        monkeypatch.setattr("dprlhf.runs.trackers.check_installed", lambda names: None)
         kind = fake("wandb")
         fake("tensorboard", "log")
         model = str(tiny.save(tmp_path / "model"))

@@ -297,24 +297,6 @@ def path(name: str) -> Path:
     return folder
 
 
-def resolve(name_or_path: str) -> str:
-    """Turn ``asset:NAME`` or ``asset:NAME/FILE`` into a path in the cache; return others unchanged.
-
-    Raises:
-        DprlhfError: an unknown name, an asset that is not in the cache, or a file that it lacks.
-    """
-    if not name_or_path.startswith("asset:"):
-        return name_or_path
-    name, _, member = name_or_path.removeprefix("asset:").partition("/")
-    folder = path(name)
-    if not member:
-        return str(folder)
-    files = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*"))
-    if member not in files:
-        raise DprlhfError(f"asset {name!r} has no file {member!r}; it has: {', '.join(files)}")
-    return str(folder / member)
-
-
 def status() -> list[AssetStatus]:
     """Return one entry for each asset, in the order of ``ASSETS``."""
     return [

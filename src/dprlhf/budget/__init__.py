@@ -7,20 +7,14 @@ one of its users would exceed the budget. Users are kept as keyed hashes.
 The book is secret data, like a run's ``secret/``: with its key it tells who took part in what.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
-from dprlhf.budget.spending import (
-    BookError,
-    BrokenOffError,
-    Mark,
-    Reservation,
-    Spending,
-    book_name,
-)
 from dprlhf.errors import extra
 
 if TYPE_CHECKING:
     from dprlhf.budget.book import Book
+    from dprlhf.budget.spending import BookError, BrokenOffError, Mark, Reservation, Spending
 
 __all__ = [
     "Book",
@@ -32,12 +26,30 @@ __all__ = [
     "book_name",
 ]
 
+BOOK_VARIABLE = "DPRLHF_BOOK"
+
+
+def book_name(setting: str | None) -> str | None:
+    """Return the place of the book: the recipe's, else that of the environment, else None.
+
+    Args:
+        setting: The recipe's ``privacy.book``; ``none`` asks for no book, whatever the environment
+            says.
+    """
+    if setting == "none":
+        return None
+    return setting or os.environ.get(BOOK_VARIABLE) or None
+
 
 def __getattr__(name: str) -> Any:
     # Loaded on first use: a run without a book needs no database.
-    if name != "Book":
+    if name not in __all__:
         raise AttributeError(f"module 'dprlhf.budget' has no attribute {name!r}")
-    with extra("book", "a budget book"):
-        from dprlhf.budget.book import Book
+    if name == "Book":
+        with extra("book", "a budget book"):
+            from dprlhf.budget.book import Book
 
-    return Book
+        return Book
+    from dprlhf.budget import spending
+
+    return getattr(spending, name)

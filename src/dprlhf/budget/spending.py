@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,8 +11,6 @@ from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Mechanism, equal_but_for_rounding
 from dprlhf.privacy.composition import filter_share, total_epsilon
 
-BOOK_VARIABLE = "DPRLHF_BOOK"
-
 
 class BookError(DprlhfError):
     """A problem of the book itself; nothing was reserved and nothing was spent."""
@@ -21,18 +18,6 @@ class BookError(DprlhfError):
 
 class BrokenOffError(BookError):
     """The database broke off: it may have committed, and another attempt may succeed."""
-
-
-def book_name(setting: str | None) -> str | None:
-    """Return the place of the book: the recipe's, else that of the environment, else None.
-
-    Args:
-        setting: The recipe's ``privacy.book``; ``none`` asks for no book, whatever the environment
-            says.
-    """
-    if setting == "none":
-        return None
-    return setting or os.environ.get(BOOK_VARIABLE) or None
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
 """The command ``dprlhf``: the list of its commands, and its error handling.
 
-The functions behind the commands are in the files beside this one, by topic. They import torch and
-the other heavy libraries in their bodies, so that help and the accounting commands start fast.
+The functions behind the commands are in the files beside this one, by topic, each loaded when it is
+named. They import torch and the other heavy libraries in their bodies, so that help and the
+accounting commands start fast.
 """
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import sys
@@ -15,7 +17,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from dprlhf.cli import bench, budget, folders, plan, prepare, privacy, train, tune
 from dprlhf.errors import REMOVED, DprlhfError, one_line
 
 # Idle threads that spin starve each other when cores are busy: a training step on two busy cores
@@ -25,26 +26,63 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 warnings.simplefilter("ignore", FutureWarning)
 
 
-class OneLineErrors(TyperGroup):
-    """A group of commands that reports a wrong option value in one line, like other errors."""
+COMMANDS = {
+    "Before a run": {
+        "doctor": "prepare", "init": "prepare", "reward-check": "prepare", "assets": "prepare",
+    },
+    "Training": {
+        "train": "train", "tune": "tune", "resume": "train", "sft": "train", "reward": "train",
+        "dpo": "train",
+    },
+    "After a run": {
+        "report": "folders", "comply": "folders", "generate": "folders", "merge": "folders",
+        "push": "folders",
+    },
+    "Privacy": {"plan": "plan", "privacy": "privacy", "audit": "privacy", "budget": "budget"},
+    "Papers": {"bench": "bench"},
+}  # fmt: skip
+"""The commands by topic, each with the module beside this one that has it."""
+
+
+class Commands(TyperGroup):
+    """The commands, loaded by name; a wrong option value is one line, like other errors."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands."""
+        return [name for section in COMMANDS.values() for name in section]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command by its name.
+        """Load a command; None if there is none of this name."""
+        module = {n: m for section in COMMANDS.values() for n, m in section.items()}.get(cmd_name)
+        if module is None:
+            return None
+        home = importlib.import_module(f"dprlhf.cli.{module}")
+        made = getattr(home, cmd_name.replace("-", "_"))
+        if not isinstance(made, typer.Typer):
+            function, made = made, typer.Typer(add_completion=False, rich_markup_mode=None)
+            settings = {"ignore_unknown_options": cmd_name == "train"}  # those of TRL
+            made.command(cmd_name, context_settings=settings)(function)
+        return typer.main.get_command(made)
 
-        Raises:
-            DprlhfError: Earlier versions had it; the message names what takes its place.
-        """
-        if instead := REMOVED.get(f"dprlhf {cmd_name}"):
-            raise DprlhfError(f"{cmd_name} is gone: {instead}")
-        return super().get_command(ctx, cmd_name)
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands by topic, each with the first sentence of its help."""
+        for title, names in COMMANDS.items():
+            with formatter.section(title):
+                formatter.write_dl(
+                    [(name, self.get_command(ctx, name).get_short_help_str(90)) for name in names]
+                )
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command.
 
         Raises:
-            DprlhfError: A value is missing or wrong; the message names the option.
+            DprlhfError: A value is missing or wrong, or the command is gone; the message names the
+                option, or what takes the command's place.
         """
         given = [*ctx._protected_args, *ctx.args]
+        for name in (" ".join(given[:1]), " ".join(given[:2])):
+            if instead := REMOVED.get(f"dprlhf {name}"):
+                raise DprlhfError(f"{name} is gone: {instead}")
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
@@ -52,19 +90,21 @@ class OneLineErrors(TyperGroup):
         except typer.Abort:
             if sys.stdin.isatty():
                 raise
-            asked = [p for p in self.commands[given[0]].params if getattr(p, "prompt", None)]
-            flags = [p.opts[0] for p in asked if p.opts[0] not in given]
+            asked = self.get_command(ctx, given[0]).params
+            flags = [p.opts[0] for p in asked if getattr(p, "prompt", None)]
+            missing = ", ".join(flag for flag in flags if flag not in given)
             raise DprlhfError(
                 f"{given[0]} asks questions, and there is no terminal to answer them: give"
-                f" {', '.join(flags) or 'its options'}"
+                f" {missing or 'its options'}"
             ) from None
 
 
 app = typer.Typer(
-    cls=OneLineErrors,
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=True,
+    rich_markup_mode=None,  # loading what draws frames takes longer than all else
 )
 
 
@@ -86,33 +126,6 @@ def _options(
     ] = False,
 ) -> None:
     """Fine-tune language models on private prompts, with a differential-privacy guarantee."""
-
-
-_PREPARE, _TRAIN = "Before a run", "Training"
-_FOLDERS, _PRIVACY, _PAPERS = "After a run", "Privacy", "Papers"
-
-app.command(rich_help_panel=_PREPARE)(prepare.doctor)
-app.command(rich_help_panel=_PREPARE)(prepare.init)
-app.command("reward-check", rich_help_panel=_PREPARE)(prepare.reward_check)
-app.add_typer(prepare.assets, name="assets", rich_help_panel=_PREPARE)
-app.command(
-    rich_help_panel=_TRAIN, context_settings={"ignore_unknown_options": True}
-)(train.train)  # fmt: skip
-app.command(rich_help_panel=_TRAIN)(tune.tune)
-app.command(rich_help_panel=_TRAIN)(train.resume)
-app.command(rich_help_panel=_TRAIN)(train.sft)
-app.command(rich_help_panel=_TRAIN)(train.reward)
-app.command(rich_help_panel=_TRAIN)(train.dpo)
-app.command(rich_help_panel=_FOLDERS)(folders.report)
-app.command(rich_help_panel=_FOLDERS)(folders.comply)
-app.command(rich_help_panel=_FOLDERS)(folders.generate)
-app.command(rich_help_panel=_FOLDERS)(folders.merge)
-app.command(rich_help_panel=_FOLDERS)(folders.push)
-app.command(rich_help_panel=_PRIVACY)(plan.plan)
-app.add_typer(privacy.accounting, name="privacy", rich_help_panel=_PRIVACY)
-app.command(rich_help_panel=_PRIVACY)(privacy.audit)
-app.add_typer(budget.budget, name="budget", rich_help_panel=_PRIVACY)
-app.add_typer(bench.bench, name="bench", rich_help_panel=_PAPERS)
 
 
 def main() -> None:

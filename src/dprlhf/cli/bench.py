@@ -9,7 +9,12 @@ import typer
 
 from dprlhf.errors import DprlhfError, extra
 
-bench = typer.Typer(help="Run the tables of the source papers.", no_args_is_help=True)
+bench = typer.Typer(
+    help="Run the tables of the source papers.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
 
 
 @bench.callback()

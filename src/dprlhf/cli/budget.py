@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 budget = typer.Typer(
     help="Budget books: what each user has spent, over all runs. What they print is secret.",
     no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
 )
 
 Name = Annotated[

@@ -35,7 +35,12 @@ PromptColumn = Annotated[
     ),
 ]
 
-assets = typer.Typer(help="Models and data of the demo.", no_args_is_help=True)
+assets = typer.Typer(
+    help="Models and data of the demo.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
 
 
 def doctor() -> None:

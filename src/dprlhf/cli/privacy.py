@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from dprlhf.privacy.accounting import Epsilon, Mechanism
     from dprlhf.runs.earlier import Record
 
-accounting = typer.Typer(help="Privacy accounting without a recipe.", no_args_is_help=True)
+privacy = typer.Typer(
+    help="Privacy accounting without a recipe.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
 
 Users = Annotated[int, typer.Option("--users", help="N, the number of users.")]
 Rounds = Annotated[int, typer.Option("--rounds", help="T, the number of rounds.")]
@@ -50,7 +55,7 @@ Check = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@accounting.command("epsilon")
+@privacy.command("epsilon")
 def privacy_epsilon(
     users: Users,
     rounds: Rounds,
@@ -159,7 +164,7 @@ def _epsilon_of_pure_rounds(
     return pure.epsilon(pure.Mechanism(round_epsilon, rounds, partition, neighbours), delta)
 
 
-@accounting.command("noise")
+@privacy.command("noise")
 def privacy_noise(
     users: Users,
     rounds: Rounds,
@@ -196,7 +201,7 @@ def privacy_noise(
     typer.echo(json.dumps(answer) if as_json else text)
 
 
-@accounting.command("selection")
+@privacy.command("selection")
 def privacy_selection(
     users: Users,
     rounds: Annotated[
@@ -267,7 +272,7 @@ def privacy_selection(
         typer.echo(f"K = {drawn}")
 
 
-@accounting.command("total")
+@privacy.command("total")
 def privacy_total(
     runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
     disjoint: Annotated[
@@ -312,7 +317,7 @@ def privacy_total(
     typer.echo(f"total: epsilon = {shown} at delta = {cost.delta:g} ({cost.accountant})")
 
 
-@accounting.command("declare")
+@privacy.command("declare")
 def privacy_declare(
     model: Annotated[Path, typer.Argument(help="Folder of a model, as save_pretrained writes it.")],
     noise_multiplier: Annotated[float, typer.Option(help="z of each step.")],

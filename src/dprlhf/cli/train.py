@@ -43,9 +43,11 @@ def train(
     Experimental (no measurement shows their use yet): rollout.backend=vllm, rollout.cuda_graphs,
     rollout.agent, policy.adapter.use_dora, the adapters peft and full.
     """
-    from dprlhf.recipe.trl_names import overrides_of
+    changes = list(overrides or ())
+    if any(text.startswith("--") for text in changes):
+        from dprlhf.recipe.trl_names import overrides_of
 
-    changes = overrides_of(overrides or ())
+        changes = overrides_of(changes)
     if dry_run:
         from dprlhf.recipe import load_recipe
         from dprlhf.training.dry_run import dry_run as look_ahead

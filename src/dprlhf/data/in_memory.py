@@ -17,7 +17,6 @@ from dprlhf.data.loading import load_rows
 from dprlhf.errors import DprlhfError, nearest
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, Recipe, load_recipe, make_recipe
-from dprlhf.recipe.trl_names import COMBINED, INSTEAD, KEYS, settings_of
 
 R = TypeVar("R", bound=AnyRecipe)
 Reward = Any
@@ -212,6 +211,8 @@ def _sections(flat: dict[str, Any]) -> dict[str, Any]:
     Raises:
         DprlhfError: A name has no key, or two have the same.
     """
+    from dprlhf.recipe.trl_names import COMBINED, KEYS, settings_of
+
     keys: dict[str, Any] = {}
     trl = {}
     for name, value in flat.items():
@@ -264,6 +265,8 @@ def _copied(value: Any) -> Any:
 
 def _refuse(name: str) -> None:
     """Refuse one of TRL's names that has no key, as the command line does, or one misspelt."""
+    from dprlhf.recipe.trl_names import COMBINED, INSTEAD, KEYS
+
     text = _ARGUMENTS.get(name) or INSTEAD.get(name)
     if text:
         dots = "; in Python write __ for the dot" if re.search(r"[a-z]\.[a-z]", text) else ""

@@ -3,6 +3,8 @@
 An unknown key or a bad value is refused before anything is loaded, with the nearest known key.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from dprlhf.recipe.adapters import ADAPTERS
 from dprlhf.recipe.agent import Agent
 from dprlhf.recipe.base import (
@@ -37,7 +39,6 @@ from dprlhf.recipe.sections import (
     Tracking,
 )
 from dprlhf.recipe.subspace import Subspace
-from dprlhf.recipe.supervised import STAGES, DPORecipe, RewardRecipe, SFTRecipe, StageRecipe
 from dprlhf.recipe.updates import (
     GRPO,
     NPG,
@@ -49,6 +50,9 @@ from dprlhf.recipe.updates import (
     UpdatePlugin,
     update_plugin,
 )
+
+if TYPE_CHECKING:
+    from dprlhf.recipe.supervised import STAGES, DPORecipe, RewardRecipe, SFTRecipe, StageRecipe
 
 __all__ = [
     "ADAPTERS",
@@ -101,3 +105,12 @@ __all__ = [
     "update_plugin",
     "without_effect",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on first use: a run of private updates needs no supervised stage.
+    if name not in ("STAGES", "DPORecipe", "RewardRecipe", "SFTRecipe", "StageRecipe"):
+        raise AttributeError(f"module 'dprlhf.recipe' has no attribute {name!r}")
+    from dprlhf.recipe import supervised
+
+    return getattr(supervised, name)

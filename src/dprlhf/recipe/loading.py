@@ -14,12 +14,14 @@ from pydantic import BaseModel, ValidationError
 from dprlhf.errors import REMOVED, DprlhfError, nearest, one_line
 from dprlhf.recipe.private_update import CLIP_NORM_KINDS, PrivateUpdate
 from dprlhf.recipe.rl import Recipe
-from dprlhf.recipe.supervised import STAGES, StageRecipe
 from dprlhf.recipe.updates import UPDATE_SETTINGS
+
+if typing.TYPE_CHECKING:
+    from dprlhf.recipe.supervised import StageRecipe
 
 R = typing.TypeVar("R", bound=BaseModel)
 
-AnyRecipe = Recipe | StageRecipe
+AnyRecipe: typing.TypeAlias = "Recipe | StageRecipe"
 """The recipe of a run of private updates, or of a supervised stage before it."""
 
 _LONGEST = 80
@@ -113,6 +115,8 @@ def recipe_from(
     if stage is None:
         del settings["stage"]
         return _make(Recipe, settings, source)
+    from dprlhf.recipe.supervised import STAGES
+
     if stage not in list(STAGES):  # a list has no hash
         names = ", ".join(STAGES)
         raise DprlhfError(f"{source}: {_refused('stage', f'it is one of {names}', stage, names)}")

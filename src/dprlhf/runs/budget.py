@@ -12,8 +12,8 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from dprlhf import budget
 from dprlhf.boundary import open_private
-from dprlhf.budget import Mark, Reservation, Spending, book_name
 from dprlhf.data.in_memory import rows_of
 from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError
@@ -39,7 +39,7 @@ def reserve(
     folder: RunFolder | None,
     *,
     commit: bool,
-) -> Reservation | None:
+) -> budget.Reservation | None:
     """Reserve a run's whole planned cost for each of its users; None without a budget book.
 
     A resumed run finds the reservation that it has and pays nothing.
@@ -57,7 +57,7 @@ def reserve(
         DprlhfError: A user would exceed a budget, the run has no privacy, the book cannot be used,
             or it is not the one that the run's ledger names.
     """
-    name = book_name(recipe.privacy.book)
+    name = budget.book_name(recipe.privacy.book)
     own = list(_marks([folder.path])) if folder is not None else []
     if name is None:
         _need_no_book(own)
@@ -67,9 +67,7 @@ def reserve(
             "budget book: a run without privacy (epsilon = infinity) would exceed any budget; run"
             " baselines on other people's data, with privacy.book=none"
         )
-    from dprlhf.budget import Book
-
-    book = Book(name)
+    book = budget.Book(name)
     if own and own[-1].mark.book != book.id:
         raise DprlhfError(
             f"{own[-1].path}: this run's cost is reserved in budget book {own[-1].mark.book}, and"
@@ -83,7 +81,7 @@ def reserve(
         dataset=recipe.privacy.dataset,
         unit=recipe.data.user_column,
         earlier=[
-            Spending(r.run, r.name, r.stage, Mechanism(**r.mechanism), 1 + r.tuning_runs)
+            budget.Spending(r.run, r.name, r.stage, Mechanism(**r.mechanism), 1 + r.tuning_runs)
             for r in earlier.records
             if r.run not in earlier.disjoint
         ],
@@ -100,11 +98,9 @@ def follow(recipe: AnyRecipe, ledger: Ledger) -> None:
             used.
     """
     run = ledger.entries[0].body["key_commitment"]
-    book = book_name(recipe.privacy.book)
+    book = budget.book_name(recipe.privacy.book)
     if book is not None:
-        from dprlhf.budget import Book
-
-        Book(book).follow(run, [entry.hash for entry in ledger.entries])
+        budget.Book(book).follow(run, [entry.hash for entry in ledger.entries])
 
 
 def _need_no_book(own: Sequence[_At]) -> None:
@@ -118,10 +114,10 @@ def _need_no_book(own: Sequence[_At]) -> None:
 
 def _spending(
     recipe: AnyRecipe, plan: Plan, tuning_runs: int, folder: RunFolder | None
-) -> Spending:
+) -> budget.Spending:
     """Return a run's whole planned cost, that of its declared tuning runs included."""
     held = folder is not None and folder.key.is_file()
-    return Spending(
+    return budget.Spending(
         run=commitment(folder.open()) if folder is not None and held else "",
         name=folder.path.resolve().name if folder is not None else "",
         stage=recipe.stage,
@@ -130,7 +126,7 @@ def _spending(
     )
 
 
-def enrol(recipe: AnyRecipe, name: str, source: str, dataset: str) -> Reservation:
+def enrol(recipe: AnyRecipe, name: str, source: str, dataset: str) -> budget.Reservation:
     """Make the users of a recipe's data known to a budget book before their first run.
 
     Args:
@@ -142,11 +138,9 @@ def enrol(recipe: AnyRecipe, name: str, source: str, dataset: str) -> Reservatio
     Raises:
         DprlhfError: The data or the book cannot be read, or a user has spent too much already.
     """
-    from dprlhf.budget import Book
-
     rows = rows_of(recipe.data, None)
     users = Users(rows, recipe.data, may_lack_prompts=recipe.rows_may_lack_prompts)
-    book = Book(name)
+    book = budget.Book(name)
     hashes = open_private(users.hashed(book.hashed))
     return book.enrol(hashes, source, dataset=dataset, unit=recipe.data.user_column)
 
@@ -154,7 +148,7 @@ def enrol(recipe: AnyRecipe, name: str, source: str, dataset: str) -> Reservatio
 class _At:
     """A mark and the ledger file that it is from."""
 
-    def __init__(self, path: Path, mark: Mark) -> None:
+    def __init__(self, path: Path, mark: budget.Mark) -> None:
         self.path, self.mark = path, mark
 
 
@@ -180,7 +174,7 @@ def _marks(runs: Iterable[Path]) -> Iterator[_At]:
                     opened = entry["body"]["key_commitment"]
                 elif opened is not None and entry["kind"] == "book":
                     body = entry["body"]
-                    mark = Mark(opened, body["book"], body["reservation"], body["counter"])
+                    mark = budget.Mark(opened, body["book"], body["reservation"], body["counter"])
                     yield _At(path, mark)
             except (ValueError, KeyError, TypeError):
                 continue

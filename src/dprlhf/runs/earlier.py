@@ -17,12 +17,10 @@ from typing import Any
 
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Epsilon, Mechanism
-from dprlhf.privacy.composition import total_epsilon
 from dprlhf.privacy.ledger import read_opened
 from dprlhf.privacy.partitions import all_partitions
 from dprlhf.privacy.plan import NO_PRIVACY, Plan
 from dprlhf.recipe import AnyRecipe, load_any_recipe
-from dprlhf.runs.comparing import check_apart, check_one_continuation
 from dprlhf.runs.folder import RunFolder
 from dprlhf.runs.lineage import KEY, carried_by, is_adapter
 
@@ -92,9 +90,12 @@ def read_earlier(recipe: AnyRecipe) -> Earlier:
     found: dict[str, Record] = {}
     said: dict[str, set[str]] = {}
     read = [records_of(Path(previous.run)) for previous in recipe.previous]
-    check_one_continuation(
-        (Path(p.run), own.run) for p, (own, *_) in zip(recipe.previous, read, strict=True)
-    )
+    if read:
+        from dprlhf.runs.comparing import check_one_continuation
+
+        check_one_continuation(
+            (Path(p.run), own.run) for p, (own, *_) in zip(recipe.previous, read, strict=True)
+        )
     for previous, (own, *before) in zip(recipe.previous, read, strict=True):
         for record in (own, *before):
             found.setdefault(record.run, record)
@@ -263,6 +264,8 @@ def _total(
     times: tuple[int, ...],
 ) -> Epsilon:
     """Return the total ε, which a run's opening, its card and its report all ask for."""
+    from dprlhf.privacy.composition import total_epsilon
+
     return total_epsilon(mechanisms, delta, shared, times)
 
 
@@ -280,6 +283,8 @@ def total_of_runs(
         DprlhfError: A run cannot be read, the runs protect different units or neighbours, two that
             are declared disjoint share a user, or two are continuations of one folder.
     """
+    from dprlhf.runs.comparing import check_apart, check_one_continuation
+
     runs = list(runs)
     read = [records_of(run) for run in runs]
     names = [records[0].run for records in read]

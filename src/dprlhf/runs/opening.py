@@ -28,7 +28,6 @@ from dprlhf.privacy.plan import Plan
 from dprlhf.privacy.randomness import commitment
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, dump_recipe
 from dprlhf.recipe.adapters import FORMER_NAMES
-from dprlhf.runs.comparing import overlap, read_identities, users_of
 from dprlhf.runs.earlier import Earlier, records_of
 from dprlhf.runs.folder import RunFolder, write_atomically
 
@@ -218,7 +217,11 @@ def check_disjoint(recipe: AnyRecipe, users: Users, beside: Path | None = None) 
         DprlhfError: Two runs overlap. The message names the runs, not the users.
     """
     declared = [p.run for p in recipe.previous if p.users == "disjoint"]
-    own = open_private(users.identities()) if declared else np.empty(0, dtype=np.uint64)
+    if not declared:
+        return []
+    from dprlhf.runs.comparing import overlap, users_of
+
+    own = open_private(users.identities())
     uncompared = []
     for run in declared:
         earlier = records_of(Path(run))[0].run
@@ -247,11 +250,16 @@ def uncounted(folder: RunFolder, users: Users, earlier: Earlier) -> list[str]:
         users: The private users.
         earlier: The earlier runs that the recipe names, whose cost the total counts.
     """
+    runs = runs_beside(folder, earlier)
+    if not runs:
+        return []
+    from dprlhf.runs.comparing import read_identities
+
     beside: list[tuple[str, NDArray[np.uint64]]] = []
-    for run in runs_beside(folder, earlier):
+    for run in runs:
         with contextlib.suppress(DprlhfError):  # a broken one is not this run's
             beside.append((run.path.name, read_identities(run.identities)))
-    own = open_private(users.identities()) if beside else np.empty(0, dtype=np.uint64)
+    own = open_private(users.identities())
     return [name for name, held in beside if np.isin(own, held).any()]
 
 

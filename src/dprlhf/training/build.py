@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from dprlhf.budget import BrokenOffError, Reservation
+from dprlhf import budget
 from dprlhf.data.columns import person_column
 from dprlhf.data.in_memory import Sources, rows_of
 from dprlhf.data.public import check_form, guides, public_users
@@ -56,7 +56,6 @@ from dprlhf.runs.opening import (
     open_ledger,
     uncounted,
 )
-from dprlhf.runs.trackers import check_installed, tracked
 from dprlhf.training.callbacks import as_functions, taken
 from dprlhf.training.layout import settle_layout
 from dprlhf.training.processes import Processes
@@ -109,7 +108,10 @@ def load_parts(
         DprlhfError: A setting, the data, the model or a reward is wrong.
     """
     hush_libraries()
-    check_installed(recipe.tracking.report_to)
+    if recipe.tracking.report_to:
+        from dprlhf.runs.trackers import check_installed
+
+        check_installed(recipe.tracking.report_to)
     recipe = processes.on_main(lambda: resolve_dtype(recipe))
     module, _, name = STAGES[recipe.stage].partition(".")
     make = getattr(importlib.import_module(f"dprlhf.training.{module}"), name)
@@ -269,7 +271,7 @@ def _assembled(
     prepared: PreparedRun,
     folder: RunFolder,
     key: bytes,
-    reservation: Reservation | None,
+    reservation: budget.Reservation | None,
     gate: Gate | None,
     callbacks: list[Callback],
     *,
@@ -296,7 +298,7 @@ def _assembled(
 
 def _start(
     prepared: PreparedRun, folder: RunFolder, *, create: bool, counted: bool
-) -> tuple[bytes, Reservation | None]:
+) -> tuple[bytes, budget.Reservation | None]:
     """Make or open the folder and reserve the run's cost; a refused new run leaves no folder."""
     recipe = prepared.recipe
     key = open_folder(folder, recipe, create=create)
@@ -306,8 +308,8 @@ def _start(
         reservation = reserve(
             recipe, prepared.plan, prepared.users, prepared.earlier, folder, commit=True
         )
-    except BrokenOffError:  # it may have been written down: the folder has the key to find it by
-        raise
+    except budget.BrokenOffError:
+        raise  # it may have been written down: the folder has the key to find it by
     except DprlhfError:
         if create:
             folder.discard()
@@ -392,8 +394,12 @@ def _open_gate(
     ledger = open_ledger(recipe, prepared.plan, folder, key, prepared.users, prepared.earlier)
     stack.callback(ledger.close)
     config = {**recipe.model_dump(mode="json"), "plan": prepared.plan.terms()}
-    trackers = stack.enter_context(tracked(recipe.tracking, folder, config))
-    return Gate(prepared.plan, ledger, key), list(trackers)
+    gate = Gate(prepared.plan, ledger, key)
+    if not recipe.tracking.report_to:
+        return gate, []
+    from dprlhf.runs.trackers import tracked
+
+    return gate, list(stack.enter_context(tracked(recipe.tracking, folder, config)))
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dprlhf import budget
 from dprlhf.boundary import BoundedSum, Private, Released
-from dprlhf.budget import Reservation
 from dprlhf.data.public import Guides
 from dprlhf.data.users import Prompts, Users
 from dprlhf.policies.averaging import ParameterAverage
@@ -110,7 +110,7 @@ class Run(PreparedRun):
     """
 
     stage: Stage
-    reservation: Reservation | None
+    reservation: budget.Reservation | None
     folder: RunFolder
     key: bytes
     allocation: Private[Allocation]

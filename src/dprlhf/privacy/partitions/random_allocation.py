@@ -14,9 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy import correlated_allocation as correlated
 from dprlhf.privacy import random_allocation as block
-from dprlhf.privacy import replaced_allocation as replaced
 from dprlhf.privacy.curves import (
     POINTS,
     SIDES,
@@ -82,6 +80,8 @@ def _epsilon(terms: Terms, delta: float, single: float) -> tuple[float, float]:
     once = block.epsilon(z, slots, delta, "remove")
     lower = block.epsilon_lower(z, slots, delta, once)
     if terms.adjacency == "replace-one":
+        from dprlhf.privacy import replaced_allocation as replaced
+
         zero_out, upper = upper, replace_one_epsilon(curves, delta)
         if terms.participations == 1:
             upper = replaced.epsilon(z, slots, delta, zero_out, upper)
@@ -92,6 +92,8 @@ def _epsilon(terms: Terms, delta: float, single: float) -> tuple[float, float]:
 
 def _delta(terms: Terms, epsilon: float, single: float, rough: bool) -> float:
     if terms.adjacency == "replace-one":
+        from dprlhf.privacy import replaced_allocation as replaced
+
         z, direct = round_noise(terms), 1.0
         if terms.participations == 1:
             direct = replaced.delta(z, _slots(terms), epsilon, rough)
@@ -159,10 +161,14 @@ def _replaced_blocks(terms: Terms, rough: bool) -> Composed:
 
 
 def _replaced_curve(terms: Terms, epsilons: Any, side: Side) -> Array:
+    from dprlhf.privacy import replaced_allocation as replaced
+
     return replaced.curve(round_noise(terms), _slots(terms), epsilons)
 
 
 def _replaced_reach(terms: Terms, tail: float, side: Side) -> float:
+    from dprlhf.privacy import replaced_allocation as replaced
+
     z = round_noise(terms)
     known = min(gaussian_epsilon(z / 2, tail), 300.0)  # a loss beyond counts as infinite
     return replaced.epsilon(z, _slots(terms), tail, 0.0, known, rough=True)
@@ -178,6 +184,8 @@ def _reach(terms: Terms, tail: float, side: Side) -> float:
 
 
 def _check_correlated(terms: Terms) -> None:
+    from dprlhf.privacy import correlated_allocation as correlated
+
     _check(terms)
     if terms.participations > 1:
         raise DprlhfError(
@@ -200,14 +208,20 @@ def _check_correlated(terms: Terms) -> None:
 
 
 def _correlated_epsilon(terms: Terms, delta: float, single: float) -> tuple[float, float]:
+    from dprlhf.privacy import correlated_allocation as correlated
+
     return correlated.epsilon(terms.noise_multiplier, terms.rounds, terms.bands, delta)
 
 
 def _correlated_delta(terms: Terms, epsilon: float, single: float, rough: bool) -> float:
+    from dprlhf.privacy import correlated_allocation as correlated
+
     return correlated.delta(terms.noise_multiplier, terms.rounds, terms.bands, epsilon, rough)
 
 
 def _correlated_noise(terms: Terms, epsilon: float, delta: float, high: float) -> float:
+    from dprlhf.privacy import correlated_allocation as correlated
+
     return correlated.noise(terms.rounds, terms.bands, epsilon, delta, high)
 
 
