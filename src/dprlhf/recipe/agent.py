@@ -18,10 +18,10 @@ class Agent(Settings):
             trajectory: ``package.module:Class`` or ``file.py:Class``. Its ``reset`` gets the
             prompt's row, and its other public methods are tools. A mapping gives several by name,
             of which each row's column ``environment`` chooses one.
-        rollout_func: Function ``rollout_func(prompts, trainer)`` that makes the responses itself,
-            in place of tools and environment; it is called with one user's prompts at a time.
-        max_tool_calling_iterations: Most turns in which tools are called; null ends a trajectory
-            only where the policy calls none, or where ``rollout.max_new_tokens`` are full.
+        rollout_func: Function ``rollout_func(prompts, trainer)`` that samples the responses itself,
+            instead of tools and environment; it is called with one user's prompts at a time.
+        max_tool_calling_iterations: Largest number of turns with tool calls; null ends a trajectory
+            only at a turn without a call, or after ``rollout.max_new_tokens``.
     """
 
     tools: list[str] = []

@@ -13,10 +13,10 @@ class Data(Settings):
     """A prompt dataset: a hub id, a folder, a file or ``asset:…``.
 
     Attributes:
-        path: Hub id, folder or file of the rows: ``.csv``, ``.tsv``, ``.jsonl``, ``.parquet``, or
-            ``.txt`` with one prompt a line; a blank line is none.
+        path: Hub id, folder or file of the rows: ``.csv``, ``.tsv``, ``.json``, ``.jsonl``,
+            ``.parquet``, or ``.txt`` with one prompt per line, where blank lines are skipped.
         name: Name of the dataset's configuration on the hub.
-        revision: Branch, tag or commit of the dataset on the hub; null takes what the hub has now.
+        revision: Branch, tag or commit of the dataset on the hub; null takes the newest version.
         split: Split of the dataset. In a folder of files, the file's name without its suffix.
         prompt_column: Column of the prompts: text, or a list of ``{"role", "content"}`` messages.
             With ``rollout.agent.environment`` there may be no column ``prompt``: the prompt is then

@@ -45,11 +45,11 @@ class LossEvaluation(Settings):
 
     Attributes:
         data: The public rows.
-        prompts: Number of rows that are used, from the start; at least 2, for a standard error.
+        prompts: Number of rows used, from the start; at least 2, for a standard error.
         every: Number of rounds between evaluations during the run; null evaluates before and after
             the run only.
-        declared_public: Declare that these rows were public before, and were chosen without a look
-            at the users. A row that a user has as well is then no reason to refuse the run.
+        declared_public: Declares that these rows were public before and were chosen independently
+            of the users. The run is then not refused if a user has one of them as well.
     """
 
     data: Data
@@ -63,16 +63,15 @@ class Evaluation(LossEvaluation):
 
     Attributes:
         data: The public rows.
-        prompts: Number of rows that are used, from the start; at least 2, for a standard error.
+        prompts: Number of rows used, from the start; at least 2, for a standard error.
         every: Number of rounds between evaluations during the run; null evaluates before and after
             the run only.
-        declared_public: Declare that these rows were public before, and were chosen without a look
-            at the users. A row that a user has as well is then no reason to refuse the run.
-        judges: Judges by name, each with the settings of one of ``rewards``. A judge scores the
-            responses to public prompts and trains nothing: it sees no private row, and its scores
-            are not clipped. Judges may be changed when a run is continued.
-        log_probs: Measure KL and perplexity before and after the run, too, which takes about as
-            long as sampling the responses again. Evaluations during the run (``every``) always do.
+        declared_public: Declares that these rows were public before and were chosen independently
+            of the users. The run is then not refused if a user has one of them as well.
+        judges: Judges by name, with the settings of a reward. A judge only scores responses to
+            public prompts, and its scores are not clipped. Judges may change when a run is resumed.
+        log_probs: Also measure KL and perplexity before and after the run, which takes about as
+            long as sampling the responses. Evaluations during the run (``every``) always do.
     """
 
     judges: dict[str, Reward] = {}

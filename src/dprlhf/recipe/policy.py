@@ -45,31 +45,30 @@ class Adapter(Settings):
     """The trainable part of the policy: a low-dimensional PEFT adapter.
 
     The norm of a release's noise grows with the square root of the number of trained parameters, so
-    this section decides utility first. :mod:`dprlhf.policies.adapters` has each type's paper.
+    this section matters most for utility. :mod:`dprlhf.policies.adapters` has each type's paper.
 
     Attributes:
         type: ``lora`` trains both factors A and B of LoRA; ``ffa-lora`` (formerly ``lora-b``)
-            freezes A and trains B alone. Experimental: ``peft`` trains what the key ``peft``
-            says; ``full`` all weights of the model, without an adapter, for small models: the noise
-            grows with their number.
-        peft: For ``peft``: the fields of a configuration of PEFT, such as ``{peft_type: VERA, r:
-            64, target_modules: [q_proj]}``. Dropout is off, and what needs a prompt of its own or
-            users' data at its start is refused.
+            freezes A and trains B alone. Experimental: ``peft`` trains the PEFT adapter in the key
+            ``peft``; ``full`` trains all weights, without an adapter, for small models.
+        peft: For ``peft``: the fields of a PEFT configuration, such as ``{peft_type: VERA, r: 64,
+            target_modules: [q_proj]}``. Dropout is off. Types with virtual tokens, or whose
+            initialisation reads users' data, are refused.
         rank: Rank r of the LoRA types.
         alpha: LoRA's alpha: the adapter's output is scaled by alpha / rank, or by alpha / √rank
             with ``use_rslora``. For the LoRA types.
         use_rslora: Scale the output by alpha / √rank (rsLoRA, arXiv 2312.03732). For the LoRA
             types.
-        use_dora: Train the magnitude of each output of a layer beside the LoRA, which changes the
-            directions alone (DoRA, arXiv 2402.09353). For ``lora`` and ``ffa-lora``.
+        use_dora: Also train the magnitude of each output of a layer, with the LoRA for the
+            direction (DoRA, arXiv 2402.09353). For ``lora`` and ``ffa-lora``.
         target_modules: Names of the adapted modules, as PEFT takes them, or ``all-linear``. Null
             takes PEFT's choice for the model's architecture.
         layers: Adapt only these decoder layers (from 0; −1 is the last): fewer dimensions, and the
             backward pass stops at the lowest of them. Null adapts all layers.
         init: Initial value of A: ``random`` as in PEFT; ``public-activations``, the principal
             directions of the layer's inputs on public prompts, along which the gradients of
-            different users agree more; or ``public-contrast``, the directions along which public
-            prompts with different values of ``contrast_column`` lie apart, for users whose wishes
+            different users agree more; or ``public-contrast``, the directions that separate public
+            prompts with different values of ``contrast_column``, for users whose preferences
             depend on it. For ``lora`` and ``ffa-lora``.
         contrast_column: Column of the public rows for ``public-contrast``; each of its values is a
             class, and there must be more classes than ``rank``. The rows are those of
@@ -132,26 +131,25 @@ class Policy(Settings):
     Attributes:
         model_name_or_path: Hub id, folder, ``asset:…``, or the ``model/`` of an earlier stage.
         revision: Branch, tag or commit of a hub id. Give the commit, so that a later run loads the
-            same weights; null takes what the hub has now.
+            same weights; null takes the newest version.
         dtype: Data type of the frozen base model; the adapter stays in float32. ``auto`` is
-            bfloat16 where the hardware is faster in it, else float32; a run keeps the type that it
-            started with.
+            bfloat16 where the hardware is faster in it, else float32; a resumed run keeps it.
         attn_implementation: Attention implementation of transformers; null takes its default.
             ``eager`` can be faster for short texts on a CPU; its memory grows with the square of
             their length. FlashAttention is not offered: it packs the rows of a micro-batch into
             one, where the rounding of one user's values would depend on the other users.
-        trained_on_private_users: Declares that the base checkpoint was fitted on the same users
-            without a stated privacy cost. Then no ε can be stated for them, and only a non-private
-            baseline runs.
-        trust_remote_code: Run code that the checkpoint brings, as in transformers.
+        trained_on_private_users: Declares that the base checkpoint was trained on the same users
+            without a stated privacy cost. No ε can then be stated, and only a non-private baseline
+            runs.
+        trust_remote_code: Run code from the checkpoint, as in transformers.
         chat_template_kwargs: Further arguments of the tokenizer's chat template, such as
             ``enable_thinking: false``.
-        quantization: Quantise the frozen base model with bitsandbytes (``pip install
-            -e '.[quantization]'``): ``nf4`` or ``fp4`` in 4 bit, with ``-double`` to quantise
-            their scales, too (QLoRA, arXiv 2305.14314), or ``int8`` in 8 bit without LLM.int8()'s
-            outlier columns, which couple the rows of a batch. Null keeps ``dtype``.
+        quantization: Quantise the frozen base model with bitsandbytes (extra ``quantization``):
+            ``nf4`` or ``fp4`` in 4 bit, with ``-double`` to quantise their scales too (QLoRA,
+            arXiv 2305.14314), or ``int8`` in 8 bit without LLM.int8()'s outlier columns, which
+            couple the rows of a batch. Null keeps ``dtype``.
         gradient_checkpointing: Keep only the decoder layers' inputs for the backward pass and
-            compute the rest again: less memory, more time, the same gradients.
+            recompute the rest: less memory, more time, the same gradients.
         adapter: The trainable part of the model.
     """
 

@@ -22,21 +22,21 @@ class Budget(Settings):
         delta: δ; keep it well below 1 / (number of users).
         partition: How users are assigned to rounds: ``random-allocation``, ``fixed``, ``stream`` or
             ``poisson`` (Poisson subsampling).
-        adjacency: How neighbouring datasets differ: ``zero-out`` (null takes it), a user's data
-            replaced by nothing, or ``replace-one``, by another user's. ``add-remove`` is refused
-            for a run, which publishes its number of users.
+        adjacency: Neighbouring datasets: ``zero-out`` (also for null) replaces a user's data by
+            nothing, ``replace-one`` by another user's. A run refuses ``add-remove``, since it
+            publishes its number of users.
         participations: Number of rounds in which a user takes part (with ``poisson``: on average).
-        bands: Number of rounds whose noise is correlated, so that later rounds take back noise of
-            earlier ones (matrix factorization, DP-FTRL); 1 is independent noise. Above 1 not with
-            ``poisson``, and with ``random-allocation`` for one participation, ``zero-out`` and up
+        bands: Number of rounds over which noise is correlated, so that later rounds cancel noise of
+            earlier ones (matrix factorization, DP-FTRL); 1 is independent noise. Above 1, not with
+            ``poisson``; with ``random-allocation`` only for one participation, ``zero-out`` and up
             to 128 rounds (see :mod:`dprlhf.privacy.correlated_noise`).
-        tuning_runs: Declares how many runs on the same users chose these settings. Each counts as
-            a run with this one's noise and rounds, so give it no less noise; name runs with other
-            settings under ``previous``. Null declares nothing.
+        tuning_runs: Declares how many runs on the same users served to choose these settings. Each
+            counts as a run with this one's noise and rounds, so it must have had at least this
+            noise; name runs with other settings under ``previous``. Null declares nothing.
         book: Budget book that counts what the users spend over all runs: a SQLite file, or
             ``postgresql://HOST/DATABASE`` without a password. Null takes the environment variable
-            ``DPRLHF_BOOK``; ``none`` is no book.
-        dataset: Name of the users' data set in the book; null takes the book's only one.
+            ``DPRLHF_BOOK``; ``none`` uses no book.
+        dataset: Name of the users' data set in the book; null takes the only one.
     """
 
     epsilon: float | None = None
@@ -82,9 +82,9 @@ class Privacy(Budget):
     """The privacy guarantee of a run of private updates.
 
     Attributes:
-        reward_share: Share of the clip norm that a scaled copy of the user's mean reward takes in
-            the released vector, so that the metrics show a noised mean reward of each round; 0
-            turns it off.
+        reward_share: Share of the clip norm for two extra coordinates, the user's scaled mean
+            reward and its validity, from which the metrics show a noised mean reward of each round;
+            0 turns it off.
     """
 
     reward_share: Annotated[float, Field(ge=0, lt=1)] = 0.14
@@ -94,12 +94,11 @@ class Previous(Settings):
     """An earlier private run that this one builds on, or that had some of the same users.
 
     Attributes:
-        run: Its run folder; or a model that it left, in a folder or on the hub, which carries its
-            record.
+        run: Its run folder, or a model that it produced, in a folder or on the hub, with its
+            privacy record.
         users: ``shared`` if a user may be in both runs, so that the costs compose; ``disjoint`` if
-            nobody is, so that the larger cost counts. ``disjoint`` is refused where the ``secret/``
-            folders of the two runs refute it. That they do not refute it proves nothing: the
-            declaration is yours.
+            nobody is, so that the larger cost counts. ``disjoint`` is your declaration; it is
+            refused if the ``secret/`` folders of the two runs contradict it.
     """
 
     run: str

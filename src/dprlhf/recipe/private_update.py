@@ -188,19 +188,19 @@ class Oracle(Settings):
         step_size: Step size of these two algorithms, in units of 1/``update.clip_norm``².
         radius: Bound W on the norm of the solution w.
         target_bound: Bound R to which targets are clipped; a gradient's norm is then at most 2R
-            times the clip norm. Null takes the largest possible advantage, 2 ``reward_range`` (3
-            with the baseline ``group``, above the largest of up to ten responses); a smaller bound
-            lowers the noise.
+            times the clip norm. Null takes the largest possible advantage, 2 ``reward_range`` (with
+            the baseline ``group`` 3, which covers up to ten responses); a smaller bound lowers the
+            noise.
         sketch: Dimensions of a public random projection (a count sketch) of the features; null for
             no projection.
         ridge: Ridge regularisation of ``sufficient-statistics``, in units of its noise.
         damping: Added to every eigenvalue by ``sufficient-statistics``, in units of
-            ``update.clip_norm``²: the solution then shrinks where a nearly deterministic policy
-            leaves hardly any Fisher information. Null adds nothing.
-        gain: Factor by which a user's answer is scaled up before it is clipped to the oracle's
-            bound; the released mean is scaled down by it. A mean over responses is far below the
-            worst case that the bound allows for, so a gain above 1 lowers the noise at the price of
-            some clipping.
+            ``update.clip_norm``²: it shrinks the solution where the policy is nearly deterministic
+            and its Fisher information small. Null adds nothing.
+        gain: Factor by which a user's contribution is scaled up before it is clipped to the
+            oracle's bound; the released mean is scaled down by it. A mean over responses is usually
+            far below the worst case, so a gain above 1 lowers the noise at the price of some
+            clipping.
     """
 
     name: Literal["projected-sgd", "improper-batch-sgd", "sufficient-statistics"] = "projected-sgd"

@@ -19,22 +19,22 @@ class Reward(Settings):
     Attributes:
         function: ``package.module:function`` or ``file.py:function``, with TRL's signature.
         classifier: Hub id or folder of a sequence classifier, or ``asset:…``.
-        revision: Branch, tag or commit of the classifier's hub id; null takes what the hub has now.
+        revision: Branch, tag or commit of the classifier's hub id; null takes the newest version.
         plugin: Name in the entry-point group ``dprlhf.rewards`` of an installed package.
         weight: Weight of this reward in the sum.
-        times_column: Column of the dataset with a number by which each score is multiplied, such as
-            1 for a user who wants more of it and −1 for one who wants less; null for none. Where
-            the column has no number the row gets no score.
+        times_column: Column of the dataset with a factor for each score, such as 1 for a user who
+            wants more of it and −1 for one who wants less; null for none. A row without a number
+            in it gets no score.
         per_user: Call the reward for one user's rows at a time; for rewards that compare rows.
-        by_turn: The reward answers a list for each trajectory of an agent, with a score for each
+        by_turn: The reward returns a list for each trajectory of an agent, with a score for each
             turn of the policy. A turn's tokens get the sum of the scores from that turn on.
         label: Label whose log-odds are the classifier's score; not for a classifier with one
             output.
         text: What the classifier reads: the prompt with the completion, or the completion alone.
         max_tokens: Number of tokens to which the classifier's texts are truncated.
         batch_size: Number of texts that the classifier scores at once.
-        trained_on_private_users: Declares that the reward was fitted on the same users without a
-            stated privacy cost. Then no ε can be stated.
+        trained_on_private_users: Declares that the reward was trained on the same users without a
+            stated privacy cost. No ε can then be stated.
     """
 
     function: str | None = None
@@ -82,35 +82,35 @@ class Rollout(Settings):
         base_policy: Sampling policy μ of He & Zhou 2025, Algorithm 1: ``on-policy`` samples all
             responses from the current policy π_t; ``reference`` samples half of them from the base
             model (the adapter switched off).
-        responses: Number of responses to each prompt, at least 2, since each is compared with the
-            user's others (TRL's ``num_generations``); with ``reference``, half from each policy.
-        max_new_tokens: Number of tokens of a response, at most.
+        responses: Number of responses to each prompt (TRL's ``num_generations``), at least 2, since
+            the baseline of each is the user's other responses; with ``reference``, half from each
+            policy.
+        max_new_tokens: Largest number of tokens in a response.
         temperature: Sampling temperature of both policies. Log-probabilities are taken at the same
             temperature.
         top_k: Sample from this many most likely tokens; 0 for all. This and the next four keys mean
             what they mean in transformers' ``generate``, and log-probabilities are those of the
-            distribution that they leave.
-        top_p: Sample from the most likely tokens whose probability reaches this; 1 for all.
-        min_p: Sample from tokens at least this share as likely as the most likely one; 0 for all.
-        repetition_penalty: Divide the logits of tokens that the prompt or the response has already
-            (multiply negative ones) by this; 1 for no penalty.
+            truncated, renormalised distribution.
+        top_p: Sample from the most likely tokens whose probabilities add up to this; 1 for all.
+        min_p: Sample from tokens whose probability is at least this share of the largest one; 0
+            for all.
+        repetition_penalty: Divide the logits of tokens that already occur in the prompt or the
+            response (multiply negative ones) by this; 1 for no penalty.
         min_new_tokens: Number of tokens before which no end token is sampled.
-        stop: Strings at which a response ends; it keeps them.
-        mask_truncated: Leave a response that did not end within ``max_new_tokens`` out of its
-            user's update (TRL's ``mask_truncated_completions``). Its reward still counts in the
-            advantages of the user's other responses.
-        batch_size: Number of responses that are sampled at once; dummy prompts fill up an
-            incomplete batch, so that its shape says nothing about the users. Larger is faster until
+        stop: Strings that end a response and stay in its text.
+        mask_truncated: Give weight 0 to a response that did not end within ``max_new_tokens``
+            (TRL's ``mask_truncated_completions``). Its reward still counts in the advantages of the
+            user's other responses.
+        batch_size: Number of responses that are sampled at once. Incomplete batches are padded with
+            dummy prompts, so that their shape does not depend on the users. Larger is faster until
             the dummies outnumber the responses. ``auto`` determines it once for a run: a round's
             expected responses, but at most 128 on a CPU and what fits into a GPU's memory.
-        backend: ``transformers``, or experimental ``vllm`` (``pip install -e '.[vllm]'`` in the
-            clone, a GPU, one process, ``VLLM_BATCH_INVARIANT=1``), which ignores ``batch_size``.
-        cuda_graphs: Experimental: make each step of sampling over tensors of fixed shape
-            (transformers' ``static`` cache) and, on a GPU, replay it as a CUDA graph, which took a
-            third off a round on an H200. Not for every model, not with an agent, and nothing that
-            sampling computes is then kept for the gradients.
-        agent: Tools or an environment, with which a response becomes a conversation of several
-            turns; null for responses of one turn.
+        backend: ``transformers``, or experimental ``vllm`` (extra ``vllm``, a GPU, one process,
+            ``VLLM_BATCH_INVARIANT=1``), which ignores ``batch_size``.
+        cuda_graphs: Experimental: sample with tensors of fixed shape (transformers' ``static``
+            cache) and, on a GPU, replay each decoding step as a CUDA graph. Not for every model,
+            and not with an agent; activations of sampling are then not reused for the gradients.
+        agent: Tools or an environment, for responses of several turns; null for one turn.
     """
 
     base_policy: Literal["on-policy", "reference"] = "on-policy"
@@ -204,14 +204,14 @@ class Rollout(Settings):
 class KL(Settings):
     """The KL penalty: subtracts β (log π_t(y|x) − log π_ref(y|x)) from each response's reward.
 
-    The reference policy π_ref is the policy with its adapter switched off. The rewards that a run
-    reports are those without the penalty.
+    The reference policy π_ref is the policy with its adapter switched off. A run reports rewards
+    without the penalty.
 
     Attributes:
         beta: Coefficient β, in units of the reward per nat; 0 for no penalty.
         level: ``sequence`` subtracts the whole penalty from a response's reward; ``token`` (with
-            ``update.name: pg``) subtracts at each token only the penalty of the tokens from there
-            on, which has the same expectation and less variance.
+            ``update.name: pg``) subtracts at each token the penalty of this and later tokens, which
+            has the same expectation and less variance.
     """
 
     beta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
@@ -219,12 +219,12 @@ class KL(Settings):
 
 
 class Average(Settings):
-    """The policy that a run leaves is an average over rounds; give exactly one of the keys.
+    """An average of the parameters over rounds; give exactly one of the keys.
 
     Attributes:
-        tail: Share of the rounds, from the last one back, whose parameters count alike.
-        decay: Decay β of an exponential average over all rounds, with bias correction: the
-            parameters of n rounds ago count β^n as much as the last.
+        tail: Share of the rounds, counted from the last, whose parameters are averaged equally.
+        decay: Decay β of an exponential average over all rounds, with bias correction: parameters
+            of n rounds ago have β^n times the weight of the last.
     """
 
     tail: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -251,11 +251,10 @@ class Optimizer(Settings):
         eps: Adam's ε, which keeps the denominator away from 0.
         noise_floor: Lower bound on the corrected second moment of ``adam-corrected``, as a share of
             the noise's variance.
-        schedule: How the learning rate falls over the rounds: not at all, or to nearly 0 along a
-            line or a cosine.
-        warmup: Share of the rounds in which the learning rate rises linearly first.
-        average: Evaluate and save an average of the parameters over rounds, while training goes on
-            with the last ones. Null takes the last ones for both.
+        schedule: Decay of the learning rate over the rounds: none, or linear or cosine to nearly 0.
+        warmup: Share of the rounds in which the learning rate first rises linearly.
+        average: Evaluate and save an average of the parameters over rounds; training goes on with
+            the last parameters. Null uses the last ones for both.
     """
 
     name: Literal["sgd", "normalized-sgd", "adam", "adam-corrected"] = "adam"
@@ -275,8 +274,8 @@ class Tracking(Settings):
     Attributes:
         report_to: Trackers to report to; each is a package to install separately.
         project: Project under which the trackers file the run.
-        live: Send each round's metrics when it ends, not all of them at the end of the run. The
-            service then sees how long each round took, and from that about how many users it had.
+        live: Send each round's metrics when the round ends instead of at the end of the run. The
+            service then sees how long each round took, which hints at its number of users.
     """
 
     report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []

@@ -11,31 +11,31 @@ from dprlhf.recipe.data import Data
 
 
 class Subspace(Settings):
-    """A few directions, found on public prompts, along which users' gradients are released.
+    """A few directions, computed on public prompts, along which users' gradients are released.
 
-    A release then has ``rank`` coordinates in place of one for each trained parameter, so its noise
-    is smaller by the square root of their ratio (:mod:`dprlhf.gradients.subspace`). Any adapter may
-    stand in front of it.
+    A release then has ``rank`` coordinates instead of one for each trained parameter, so the norm
+    of its noise is smaller by the square root of their ratio (:mod:`dprlhf.gradients.subspace`). It
+    works with every adapter.
 
     Attributes:
         rank: Number p of directions.
-        source: ``public`` takes public prompts; ``model`` has the base model write prompts itself,
-            where there are no public ones.
+        source: ``public`` takes public prompts; ``model`` lets the base model write prompts, if
+            there are no public ones.
         data: The public prompts. Null takes those rows of ``evaluation.data`` that the evaluation
             does not use.
         prompts: Number of prompts whose gradients are computed each time.
-        refresh: Number of rounds for which directions are kept; 1 finds new ones for each round.
-        mean_first: Make the mean of the public prompts' gradients the first direction. With a small
-            rank it holds more of what a reward asks for than directions of variation do: the public
-            prompts give an axis, and the users say which way to go along it, and how far.
+        refresh: Number of rounds for which directions are kept; 1 computes new ones every round.
+        mean_first: Make the mean public gradient the first direction. At a small rank it captures
+            more of the reward than directions of variation do: the public prompts give the axis,
+            and the users' gradients the sign and size of the step along it.
         keep_perplexity: Make the directions orthogonal to the public gradient of the mean
-            log-likelihood under the base model. A step along them leaves the base model's
-            perplexity of the responses as it is, to first order, so texts stay more fluent for
-            the same reward. It takes another gradient pass over the public responses.
-        clip_ratio: Clip norm as a share of the public users' median norm. Users' coordinates are
-            scaled to this end, so ``update.clip_norm`` only sets the unit.
-        declared_public: Declare that ``data`` was public before, and was chosen without a look at
-            the users. A row that a user has as well is then no reason to refuse the run.
+            log-likelihood under the base model. A step then leaves the base model's perplexity of
+            the responses unchanged to first order, so texts stay more fluent for the same reward.
+            It takes another gradient pass over the public responses.
+        clip_ratio: Clip norm as a share of the median norm on public prompts. Users' coordinates
+            are scaled accordingly, so ``update.clip_norm`` only sets the unit.
+        declared_public: Declares that ``data`` was public before and was chosen independently of
+            the users. The run is then not refused if a user has one of these rows as well.
     """
 
     rank: PositiveInt = 16

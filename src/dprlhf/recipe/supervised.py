@@ -54,8 +54,8 @@ class StageRecipe(Settings):
         optimizer: Server-side optimizer, which steps along the released gradient.
         privacy: The guarantee (ε, δ), and how users are assigned to rounds.
         rounds: Number of rounds T.
-        evaluation: Public rows, on which the loss is measured before, during and after. Their
-            columns (the prompts' aside) and lengths in tokens are those of ``data``.
+        evaluation: Public rows, on which the loss is measured before, during and after. Except for
+            the prompt column, their columns and lengths in tokens are those of ``data``.
         tracking: Experiment trackers.
         previous: Earlier private runs on the same users, or whose models this run uses.
         seed: Seed of the initial weights of the adapter, and of a new classification head.
@@ -199,8 +199,7 @@ class RewardRecipe(StageRecipe):
         stage: ``reward``.
         model: Encoder or causal language model that is trained; it gets a classification head.
         labels: Names of the labels, together with ``data.label_column``; null for pairs. A number
-            in that column is an index from 0, unless some label is named by a number: then it is a
-            name.
+            in that column is an index from 0, or a name if any of the labels is a number.
     """
 
     trained_key: ClassVar[str] = "model"

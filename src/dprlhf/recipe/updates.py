@@ -96,15 +96,15 @@ class GRPO(_Advantage):
 
 
 class PPO(_Advantage):
-    """DP-PPO (Rio et al., Algorithms 2 and 3): each user trains a copy, whose move is clipped.
+    """DP-PPO (Rio et al., Algorithms 2 and 3): each user trains a copy; its change is clipped.
 
     Attributes:
         name: ``ppo``.
         baseline: How advantages are computed: ``loo``, ``paired`` or ``group``, as with ``pg``.
         epochs: Passes E over a user's own tokens.
         minibatches: Number of parts that a user's tokens are split into, with one local step each.
-        local_optimizer: Optimizer of a user's copy. ``adam`` starts from the released moments, and
-            its own are thrown away afterwards.
+        local_optimizer: Optimizer of a user's copy. ``adam`` starts from the released moments; its
+            own are discarded afterwards.
         local_learning_rate: Step size of the local optimizer.
         clip_range: Half-width c of the interval [1 − c, 1 + c] to which the surrogate clips a
             token's ratio; null leaves the ratio as it is (Rio et al., Remark 5.2).
