@@ -57,25 +57,25 @@ def train(
         prompts: Private prompts in memory: a list of texts, conversations or rows, a generator, a
             pandas ``DataFrame``, or a ``datasets.Dataset`` or ``IterableDataset``. Replaces the
             recipe's data.
-        processing_class: Tokenizer of a model that is passed as an object; None loads the one that
-            belongs to ``model.config.name_or_path``.
-        peft_config: PEFT's config of what is trained, in place of ``policy__adapter``.
-        reward: A reward, or a list of them. Replaces the recipe's rewards. Each is a callable with
+        processing_class: Tokenizer of a model that is passed as an object; None loads that of
+            ``model.config.name_or_path``.
+        peft_config: PEFT config of the adapter, in place of ``policy__adapter``.
+        reward: A reward, or a list of them; replaces the recipe's rewards. Each is a callable with
             TRL's signature, the hub id or folder of a sequence classifier, ``module:function``, a
             sequence classifier as an object, a :class:`~dprlhf.recipe.Reward`, or a pair
             ``(reward, weight)``.
         reward_weights: A weight for each reward, in place of pairs.
-        reward_processing_classes: The tokenizer of a reward that is a model object, or a list with
-            one, or None, for each reward; None takes the tokenizer beside the model's weights.
-        tools: Functions that the policy may call in a conversation, as TRL's ``GRPOTrainer`` takes
-            them (:mod:`dprlhf.agents`).
-        environment_factory: Makes an environment for each trajectory, whose methods are tools.
+        reward_processing_classes: Tokenizer of a reward that is a model object, or a list with a
+            tokenizer or None for each reward; None takes the one beside the model's weights.
+        tools: Functions that the policy may call in a conversation, as in TRL's ``GRPOTrainer``
+            (:mod:`dprlhf.agents`).
+        environment_factory: Makes an environment for each trajectory; its methods are tools.
             Without ``reward``, its ``get_reward`` and ``get_turn_reward`` are the rewards. A
-            dictionary has a factory for each name that the column ``environment`` holds.
-        rollout_func: TRL's ``rollout_func(prompts, trainer)``, which makes the responses itself; it
-            is called with one user's prompts at a time.
+            dictionary has a factory for each value of the column ``environment``.
+        rollout_func: TRL's ``rollout_func(prompts, trainer)``, which samples the responses itself;
+            it is called with one user's prompts at a time.
         evaluation_prompts: Public prompts in memory, for the reward before and after.
-        overrides: Changes ``section.key=value``, applied to a YAML file.
+        overrides: Changes ``section.key=value`` to a YAML file.
         output_dir: The run folder; must not exist.
         callbacks: Called after every round with its public and released metrics: functions, or
             ``transformers.TrainerCallback`` objects or classes (:mod:`dprlhf.training.callbacks`).
@@ -139,9 +139,27 @@ def resume(
     callbacks: Sequence[Callback] = (),
     quiet: bool = False,
 ) -> Result:
-    """Continue a run that was interrupted, with the same recipe and the same users.
+    """Continue an interrupted run, with the same recipe and the same users.
 
-    Rounds that were charged stay spent: their users are never drawn again.
+    Rounds that were charged stay spent: their users are never drawn again. What was passed to
+    :func:`train` as an object has to be passed again.
+
+    Args:
+        folder: The run folder.
+        prompts: The same private prompts, if they were in memory.
+        model: The base model with its original weights, if it was an object.
+        processing_class: Its tokenizer.
+        reward: The same reward or rewards, if they were objects.
+        reward_processing_classes: Their tokenizers.
+        tools: The same tools.
+        environment_factory: The same factory of environments.
+        rollout_func: The same function.
+        evaluation_prompts: The same public prompts, if they were in memory.
+        callbacks: Called after every round, as in :func:`train`.
+        quiet: Show no progress bars.
+
+    Returns:
+        The result of the whole run, as from :func:`train`.
 
     Raises:
         DprlhfError: The folder is no run folder, was altered, or its data or recipe changed.
@@ -183,10 +201,13 @@ def train_stage(
         data: Private rows in memory, a list of dicts or a ``datasets.Dataset``. Replaces the
             recipe's data.
         evaluation_data: Public rows in memory, for the loss before and after.
-        overrides: Changes ``section.key=value``, applied to a YAML file.
+        overrides: Changes ``section.key=value`` to a YAML file.
         output_dir: The run folder; must not exist.
         callbacks: Called after every round with its public and released metrics.
         quiet: Show no progress bars.
+
+    Returns:
+        The plan with its guarantee, the run folder and the public losses.
 
     Raises:
         DprlhfError: A setting or the data are wrong; the message names it.
@@ -211,10 +232,20 @@ def resume_stage(
     callbacks: Sequence[Callback] = (),
     quiet: bool = False,
 ) -> StageResult:
-    """Continue a supervised stage that was interrupted, with the same recipe and the same users.
+    """Continue an interrupted supervised stage, with the same recipe and the same users.
+
+    Args:
+        folder: The run folder.
+        data: The same private rows, if they were in memory.
+        evaluation_data: The same public rows, if they were in memory.
+        callbacks: Called after every round with its public and released metrics.
+        quiet: Show no progress bars.
+
+    Returns:
+        The result of the whole run, as from :func:`train_stage`.
 
     Raises:
-        DprlhfError: The folder is no supervised stage's, was altered, or its data changed.
+        DprlhfError: The folder is not that of a supervised stage, was altered, or its data changed.
     """
     run_folder = RunFolder(Path(folder))
     recipe = load_stage_recipe(run_folder.recipe)
@@ -317,10 +348,10 @@ def generate(
 
 
 def _take_model(sources: Sources, recipe: Recipe, model: Any, tokenizer: Any) -> None:
-    """Make the policy of a model that the program passes as an object.
+    """Make the policy from a model that was passed as an object.
 
     Raises:
-        DprlhfError: The recipe names a model, of which the run's privacy card speaks.
+        DprlhfError: The recipe names another model, which the privacy card would state.
     """
     if is_model(model) and recipe.policy.model_name_or_path != IN_MEMORY:
         raise DprlhfError(

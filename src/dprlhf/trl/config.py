@@ -52,8 +52,8 @@ class PrivacyFields:
         privacy_declared_public: Declares that the prompts of the trainer's ``eval_dataset`` were
             public before, even where a user has the same text.
         privacy_subspace: Settings of ``update.subspace``: directions from public prompts, along
-            which gradients are released. The prompts are those of its ``data``, or with ``source:
-            model`` the base model's own: all of ``eval_dataset`` are evaluated.
+            which gradients are released. It needs prompts of its own, in its ``data``, or written
+            by the base model with ``source: model``, since all of ``eval_dataset`` is evaluated.
         privacy_previous: Folders of earlier runs on the same users, whose cost counts.
         privacy_book: Budget book that counts what the users spend over all runs.
     """
@@ -121,7 +121,7 @@ class PrivacyFields:
     def refuse(self) -> None:
         """Refuse what TRL offers and a private run cannot do, and settings without a budget.
 
-        A trainer asks again, since scripts change attributes of a config.
+        A trainer calls it again, since scripts may change a config's attributes.
 
         Raises:
             DprlhfError: Names the setting, the reason, and the nearest private setting.
@@ -150,8 +150,8 @@ class PrivacyFields:
     def from_trl(cls, config: Any, **privacy: Any) -> Self:
         """Return a config with TRL's settings and a budget.
 
-        A setting that TRL has at its default, and whose default here is another, takes the one of
-        here; a line on the terminal names these.
+        Settings that ``config`` leaves at TRL's default get this class's default, and a line on
+        stderr names those that differ.
 
         Args:
             config: TRL's config of the same algorithm.
@@ -180,10 +180,10 @@ class PrivacyFields:
         return made
 
     def say_differences(self, known: Collection[str] = ()) -> None:
-        """Print which settings have another default than TRL's, once a process and kind of config.
+        """Print which defaults differ from TRL's, once per process and kind of config.
 
         Args:
-            known: Names of settings that were set, about which nothing is said.
+            known: Names of settings that were set, which are left out.
         """
         trl_defaults, own = defaults(self.trl_config), defaults(type(self))
         others = [
@@ -197,7 +197,7 @@ class PrivacyFields:
 
 
 def _check_types(config: PrivacyFields) -> None:
-    """Refuse a privacy setting of another type, such as the text ``"4"`` for a number.
+    """Refuse a privacy setting of the wrong type, such as the text ``"4"`` for a number.
 
     Raises:
         DprlhfError: Names the setting and what it takes.
@@ -254,8 +254,8 @@ class PrivateGRPOConfig(PrivacyFields, trl.GRPOConfig):  # type: ignore[misc]
     """TRL's ``GRPOConfig`` with a privacy budget.
 
     The defaults of ``loss_type``, ``num_train_epochs`` and ``gradient_checkpointing`` differ from
-    TRL's: its loss divides by the tokens of the batch, each further epoch is a round more in which
-    a user takes part, and micro-batches bound the memory as it is.
+    TRL's: its default loss divides by the tokens of the batch, each further epoch is another
+    participation of every user, and micro-batches already bound the memory.
     """
 
     loss_type: str = field(default="grpo", metadata={"help": "grpo or dr_grpo."})
@@ -269,7 +269,7 @@ class PrivateGRPOConfig(PrivacyFields, trl.GRPOConfig):  # type: ignore[misc]
     trl_config: ClassVar[type[Any]] = trl.GRPOConfig
 
     def refuse(self) -> None:
-        """Refuse scales that would couple the users, and a δ of the guarantee that is none, too.
+        """Also refuse reward scales that couple users, and a ``delta`` that is no clip of a ratio.
 
         Raises:
             DprlhfError: Names the setting and what would work.

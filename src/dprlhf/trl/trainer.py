@@ -118,36 +118,34 @@ class PrivateTrainer(Generic[C]):
         """Check the arguments, load the model, and write nothing.
 
         Args:
-            model: Name or folder of a causal language model, or the model. A model that is passed
-                is public, as a model that is named is.
+            model: Name or folder of a causal language model, or the model itself. Its weights are
+                assumed public.
             reward_funcs: Rewards as in TRL: a classifier's name, a model, a callable, or a list.
             args: The config, with a budget.
             train_dataset: The users' prompts, in the column ``prompt``: a ``Dataset``, an
                 ``IterableDataset``, a list of rows, a pandas ``DataFrame``. With
                 ``environment_factory`` the column may be missing: ``reset`` returns the prompt.
-            eval_dataset: PUBLIC prompts, of nobody among the users. Of a dictionary of datasets the
-                run evaluates all rows together, and :meth:`evaluate` each one by itself.
+            eval_dataset: PUBLIC prompts, none of them a user's. Of a dictionary of datasets the run
+                evaluates all rows together, and :meth:`evaluate` each one by itself.
             processing_class: The model's tokenizer; None loads it.
             reward_processing_classes: A tokenizer for each reward model; None loads them.
-            callbacks: ``transformers.TrainerCallback`` objects; they see released and public
-                values alone. One that puts hooks into the model, as ``wandb.watch`` does, ends the
-                run with an error.
+            callbacks: ``transformers.TrainerCallback`` objects; they see only released and public
+                values. One that puts hooks into the model (``wandb.watch``) is an error.
             optimizers: Refused: ``args.optim`` names the optimizer.
             quantization_config: How to quantise the frozen base model; with ``peft_config``.
-            peft_config: What is trained; None trains all weights. A ``PeftModel`` brings its own:
-                one LoRA that has not been trained yet, which is made again from its config.
+            peft_config: PEFT config of the adapter; None trains all weights. A ``PeftModel`` brings
+                its own: one untrained LoRA, which is built again from its config.
             tools: Functions that the policy may call, sync or async.
-            rollout_func: Makes the responses itself; called with one user's prompts at a time, and
-                with a stand-in for the trainer that has its model, tokenizer and settings.
+            rollout_func: Samples the responses itself; called with one user's prompts at a time,
+                and with a stand-in for the trainer that has its model, tokenizer and settings.
             environment_factory: Makes an environment for each trajectory; its public methods are
                 tools, and its ``get_reward`` and ``get_turn_reward`` are rewards. A dictionary has
-                a factory for each name that the column ``environment`` holds.
+                a factory for each value of the column ``environment``.
             compute_metrics: A function of ``transformers.EvalPrediction``, called at every
-                evaluation on public prompts, also those of :meth:`train`: ``predictions`` are the
-                responses, ``label_ids`` their rewards, and ``inputs`` the prompts. It returns
-                numbers by name, which are published as they are: it must not use what a reward has
-                kept of private responses.
-            user_column: Column that names the user; short for ``args.privacy_unit``.
+                evaluation on public prompts: ``predictions`` are the responses, ``label_ids`` their
+                rewards, and ``inputs`` the prompts. The numbers that it returns are published
+                unchanged, so it must not use what a reward has kept of private responses.
+            user_column: Column that identifies the user; sets ``args.privacy_unit``.
 
         Raises:
             DprlhfError: An argument is wrong, or cannot be private; the message says why.
@@ -199,7 +197,7 @@ class PrivateTrainer(Generic[C]):
         return [*own, *of_environments]
 
     def _load_policy(self, model: Any, tokenizer: Any) -> CausalLMPolicy:
-        """Load the policy and settle the recipe's longest prompt; let an agent's sampler act."""
+        """Load the policy, set the recipe's longest prompt, and attach an agent's sampler."""
         policy = policy_of(self.recipe, model, tokenizer)
         self.recipe = self._settled = with_prompt_width(self.recipe, policy, LONGEST_PROMPT)
         if (agent := self.recipe.rollout.agent) is not None:
@@ -299,7 +297,7 @@ class PrivateTrainer(Generic[C]):
         return card
 
     def __getattr__(self, name: str) -> Any:
-        """Say of what transformers' ``Trainer`` has that it is not here.
+        """Explain that an attribute of transformers' ``Trainer`` does not exist here.
 
         Raises:
             AttributeError: Always.
@@ -324,14 +322,14 @@ class PrivateTrainer(Generic[C]):
     # --- training ----------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainOutput:
-        """Train privately, or continue a run that was interrupted.
+        """Train privately, or continue an interrupted run.
 
         Args:
             resume_from_checkpoint: True or the run folder continues the run in ``args.output_dir``;
                 rounds that were charged stay spent. None takes ``args.resume_from_checkpoint``.
 
         Returns:
-            The number of rounds, NaN for the loss, which is private, and the last public values.
+            The number of rounds, NaN for the loss (which is private), and the last public values.
 
         Raises:
             DprlhfError: The folder exists, this trainer has trained already, or the run fails.
@@ -439,9 +437,9 @@ class PrivateTrainer(Generic[C]):
         """Sample one response to each PUBLIC prompt, and score it; it costs no privacy.
 
         Args:
-            eval_dataset: Public prompts, or a dictionary of datasets, each of which is evaluated by
-                itself; None takes the trainer's, and the name of one of these that one.
-            ignore_keys: Taken for TRL's sake; nothing depends on it.
+            eval_dataset: Public prompts; or a dictionary of datasets, each evaluated by itself; or
+                the name of one of the trainer's datasets. None takes all of the trainer's.
+            ignore_keys: Accepted for compatibility with TRL; has no effect.
             metric_key_prefix: Start of the names, before the name of a dataset in a dictionary.
 
         Returns:
@@ -449,7 +447,7 @@ class PrivateTrainer(Generic[C]):
 
         Raises:
             DprlhfError: There are no public prompts, or some are the users'.
-                ``privacy_declared_public`` is said of the trainer's own ``eval_dataset`` alone.
+                ``privacy_declared_public`` applies to the trainer's own ``eval_dataset`` only.
         """
         given = self._parts
         if isinstance(eval_dataset, str) and eval_dataset in self._parts:
@@ -486,7 +484,7 @@ class PrivateTrainer(Generic[C]):
     def _try_evaluation(self) -> None:
         """Try on a few public prompts what would otherwise fail after users are spent.
 
-        An error inside ``compute_metrics`` is raised as it is: it has seen public prompts alone.
+        An error inside ``compute_metrics`` is raised unchanged: it has seen public prompts only.
 
         Raises:
             DprlhfError: ``compute_metrics`` returns no numbers, or no evaluation has the metric of
@@ -514,7 +512,7 @@ class PrivateTrainer(Generic[C]):
         Args:
             output_dir: A folder; None takes ``args.output_dir``, the run folder, whose ``policy/``
                 has the same files.
-            _internal_call: Taken for TRL's sake; nothing depends on it.
+            _internal_call: Accepted for compatibility with TRL; has no effect.
 
         Raises:
             DprlhfError: Nothing has been trained yet.
@@ -534,7 +532,7 @@ class PrivateTrainer(Generic[C]):
             stamp_run(place)
 
     def end(self) -> None:
-        """Taken for TRL's sake: trackers end with the run, and accelerate leaves the group."""
+        """Do nothing: trackers end with the run, and accelerate leaves the group by itself."""
 
     def push_to_hub(self, commit_message: str | None = None, **settings: Any) -> str | None:
         """Upload the tuned policy with its model card, and return the address.
