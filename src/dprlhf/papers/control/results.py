@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -151,21 +152,21 @@ def markdown(found: dict[str, list[Found]], seeds: int) -> str:
         "# Control, dosing and bandits: measured",
         "",
         f"Written by `dprlhf bench control`: mean ± standard deviation over {seeds} seeds of the"
-        " final released policy on fresh simulated trajectories. ε is an upper bound at the δ and"
-        " adjacency beside it. Rows that say add-remove were measured before zero-out became the"
-        " default; the same ε holds under zero-out. Settings were tuned on fresh simulated users"
-        " (other seeds), not on those of the table.",
+        " final released policy on fresh simulated trajectories. ε is an upper bound. Rows with"
+        " add-remove were measured before zero-out became the default; the same ε holds under"
+        " zero-out. Settings were tuned on fresh simulated users (other seeds), not on those of the"
+        " table.",
     ]
     for table, rows in found.items():
         shown = [row for row in rows if row.row.group != "bandit" and row.runs]
         if not shown:
             continue
+        usual = Counter(map(_terms, shown)).most_common(1)[0][0]
         lines += [
-            "", f"## {table}", "",
-            "| row | d | ε | δ, adjacency, partition | measured | paper | goal | |",
-            "|---|---|---|---|---|---|---|---|",
+            "", f"## {table}", "", f"δ, adjacency and partition: {usual}, unless a row has others.",
+            "", "| row | d | ε | measured | paper | goal | |", "|---|---|---|---|---|---|---|",
         ]  # fmt: skip
-        lines += [_line(row, rows) for row in shown]
+        lines += [_line(row, rows, usual) for row in shown]
     everything = [row for rows in found.values() for row in rows]
     fitted = slopes(everything)
     if fitted:
@@ -191,11 +192,17 @@ def markdown(found: dict[str, list[Found]], seeds: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _line(row: Found, rows: list[Found]) -> str:
+def _terms(row: Found) -> str:
+    """Return δ, adjacency and partition of a row."""
+    first = row.runs[0]
+    return f"{first['delta']:g}, {first['adjacency']}, {first['partition']}"
+
+
+def _line(row: Found, rows: list[Found], usual: str) -> str:
+    """Return a row of a table, with its terms where they are not the table's ``usual`` ones."""
     first, values = row.runs[0], row.values
     epsilon = first["epsilon"]
     spent = "∞" if epsilon == "infinity" else f"{float(epsilon):.3g}"
-    about = f"{first['delta']:g}, {first['adjacency']}, {first['partition']}"
     goal = "" if row.row.goal is None else f"≥ {row.row.goal:g}"
     mark = "" if row.row.goal is None else ("yes" if values.mean() >= row.row.goal else "**no**")
     if row.row.kind == "regret":
@@ -204,9 +211,11 @@ def _line(row: Found, rows: list[Found]) -> str:
             ratio = values.mean() / best.values.mean()
             goal = "≤ 0.5 × the best UCB-VI"
             mark = f"{'yes' if ratio <= 0.5 else '**no**'} ({ratio:.2f})"
-    name = row.row.name + (f" ({row.row.note})" if row.row.note else "")
+    notes = [row.row.note] if row.row.note else []
+    notes += [_terms(row)] if _terms(row) != usual else []
+    name = row.row.name + (f" ({'; '.join(notes)})" if notes else "")
     return (
-        f"| {name} | {first.get('dimension', '')} | {spent} | {about} |"
+        f"| {name} | {first.get('dimension', '')} | {spent} |"
         f" {values.mean():.1f} ± {values.std():.1f} | {row.row.paper} | {goal} | {mark} |"
     )
 
