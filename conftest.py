@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import sys
@@ -19,10 +20,13 @@ settings.load_profile("any machine")
 
 
 def pytest_configure() -> None:
-    """Wait for no disk."""
+    """Wait for no disk, and compile the template of PEFT's model card once, not twice a run."""
+    import jinja2
+
     from helpers import disk
 
     disk.skip_fsync()
+    jinja2.Template = functools.cache(jinja2.Template)  # type: ignore[misc]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -90,12 +89,6 @@ def test_the_saved_folder_is_a_standard_classifier(trained: Path, data: Path) ->
     )
     found = sentiment.logit_difference(model, tokenizer, test["text"].tolist())
     torch.testing.assert_close(found, scores, rtol=0, atol=1e-4)
-
-
-def test_label_smoothing_bounds_the_score(trained: Path) -> None:
-    metrics = json.loads((trained / "metrics.json").read_text())
-    largest = metrics["logit_difference_quantiles"]["0.99"]
-    assert 2.0 < largest < math.log(0.95 / 0.05) + 1.0
 
 
 def test_the_result_depends_on_the_seed_alone(encoder: Path, data: Path, tmp_path: Path) -> None:

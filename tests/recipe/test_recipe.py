@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import yaml
@@ -14,7 +12,6 @@ import yaml
 import dprlhf
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import (
-    ADAPTERS,
     STAGES,
     Recipe,
     dump_recipe,
@@ -22,7 +19,7 @@ from dprlhf.recipe import (
     load_recipe,
     make_recipe,
 )
-from dprlhf.recipe.adapters import FORMER_NAMES, REMOVED_TYPES, AdapterType
+from dprlhf.recipe.adapters import REMOVED_TYPES
 from dprlhf.recipe.base import note_new_name
 from helpers import tiny
 from helpers.recipes import SMALL, refusal
@@ -42,26 +39,15 @@ def file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("wrong", "right"),
     [
-        ("round", "rounds"),
-        ("reward", "rewards"),
         ("polcy", "policy"),
-        ("policy.model_name_or_pth", "policy.model_name_or_path"),
         ("policy.adapter.rnak", "policy.adapter.rank"),
-        ("data.prompt_colum", "data.prompt_column"),
-        ("rewards.0.wieght", "rewards.0.weight"),
         ("rewards.1.max_token", "rewards.1.max_tokens"),
-        ("rollout.responces", "rollout.responses"),
         ("update.clipnorm", "update.clip_norm"),
-        ("optimizer.learning_rat", "optimizer.learning_rate"),
-        ("privacy.epsilonn", "privacy.epsilon"),
-        ("evaluation.evry", "evaluation.every"),
         ("evaluation.data.pth", "evaluation.data.path"),
         # Under the wrong section, with the right one named.
         ("learning_rate", "optimizer.learning_rate"),
-        ("epsilon", "privacy.epsilon"),
         ("update.temperature", "rollout.temperature"),
         ("policy.rank", "policy.adapter.rank"),
-        ("path", "data.path"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(wrong: str, right: str) -> None:
@@ -69,17 +55,11 @@ def test_an_unknown_key_names_the_nearest(wrong: str, right: str) -> None:
     assert message == f"unknown key '{wrong}'; did you mean '{right}'?"
 
 
-def test_an_unknown_key_like_nothing_is_named_alone() -> None:
+def test_a_key_like_no_other_a_required_one_misspelt_and_one_of_another_update_are_told() -> None:
     assert refusal(settings(privacy__zzzzzz=1)) == "unknown key 'privacy.zzzzzz'"
-
-
-def test_a_misspelt_required_key_is_named_as_misspelt() -> None:
     values = settings()
     values["polcy"] = values.pop("policy")
     assert refusal(values) == "unknown key 'polcy'; did you mean 'policy'?"
-
-
-def test_a_key_of_another_update_is_said_to_be_one() -> None:
     values = {**SMALL, "update": {"name": "pg", "epochs": 2}}
     told = "'update.epochs' is not a setting of this update: another update.name has it"
     assert refusal(values) == told
@@ -111,44 +91,20 @@ def test_a_missing_key_is_named(key: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        (
-            "optimizer.name",
-            "adma",
-            [
-                "'sgd', 'normalized-sgd', 'adam' or 'adam-corrected'",
-                "not 'adma'",
-                "did you mean 'adam'?",
-            ],
-        ),
-        ("update.baseline", "pared", ["'paired', 'loo' or 'group'", "did you mean 'paired'?"]),
+        ("optimizer.name", "adma", ["'normalized-sgd', 'adam'", "not 'adma'", "mean 'adam'?"]),
         ("update.name", "grop", ["'pg'", "not 'grop'", "did you mean 'grpo'?"]),
         ("update", 3, ["update: "]),
-        (
-            "privacy.partition",
-            "poison",
-            ["'random-allocation', 'fixed', 'stream' or 'poisson'", "did you mean 'poisson'?"],
-        ),
-        ("privacy.adjacency", "add_remove", ["'add-remove'", "did you mean 'add-remove'?"]),
         ("policy.adapter.type", "ffa_lora", ["'peft' or 'full'", "did you mean 'ffa-lora'?"]),
-        ("policy.dtype", "float16", ["'float32' or 'bfloat16'", "not 'float16'"]),
         ("rounds", 0, ["greater than or equal to 1", "not 0"]),
         ("rounds", 2.5, ["valid integer", "not 2.5"]),
-        ("rounds", "many", ["valid integer", "not 'many'"]),
         ("rounds", True, ["valid integer", "not 'true'"]),
-        ("privacy.epsilon", True, ["valid number", "not 'true'"]),
-        ("evaluation.every", False, ["valid integer", "not 'false'"]),
         ("data.user_column", False, ["valid string", "not False"]),
-        ("update.clip_norm", 0, ["greater than 0", "not 0"]),
         ("update.clip_norm", math.nan, ["greater than 0", "not nan"]),
         ("rollout.responses", 1, ["at least 2 responses to a prompt, since each", "not 1"]),
-        ("rollout.temperature", math.inf, ["finite", "not inf"]),
         ("rewards.1.weight", math.nan, ["finite", "not nan"]),
-        ("optimizer.momentum", 1.0, ["less than 1", "not 1.0"]),
         ("optimizer.betas.0", 1.5, ["less than 1", "not 1.5"]),
         ("privacy.reward_share", 1.0, ["less than 1", "not 1.0"]),
         ("privacy.epsilon", "big", ["valid number", "not 'big'"]),
-        ("privacy.participations", 0, ["greater than or equal to 1", "not 0"]),
-        ("data.max_prompts_per_user", 0, ["greater than or equal to 1", "not 0"]),
         ("evaluation.prompts", 1, ["greater than or equal to 2", "not 1"]),
         ("rewards", "f", ["valid list", "not 'f'"]),
     ],
@@ -196,21 +152,15 @@ def test_a_model_made_in_memory_needs_its_tokenizer() -> None:
             "privacy: give exactly one of epsilon and noise_multiplier",
         ),
         ({"privacy__epsilon": 0}, "privacy: epsilon must be above 0, not 0.0"),
-        ({"privacy__epsilon": -1}, "privacy: epsilon must be above 0, not -1.0"),
         ({"privacy__epsilon": math.nan}, "privacy: epsilon must be above 0, not nan"),
         (
             {"privacy": {"noise_multiplier": -0.1}},
             "privacy: noise_multiplier must be at least 0, not -0.1",
         ),
         (
-            {"privacy": {"noise_multiplier": math.inf}},
-            "privacy: noise_multiplier must be at least 0, not inf",
-        ),
-        (
             {"privacy": {"noise_multiplier": math.nan}},
             "privacy: noise_multiplier must be at least 0, not nan",
         ),
-        ({"privacy__delta": 0}, "privacy: delta must lie between 0 and 1, not 0.0"),
         ({"privacy__delta": 1}, "privacy: delta must lie between 0 and 1, not 1.0"),
         ({"privacy__delta": math.nan}, "privacy: delta must lie between 0 and 1, not nan"),
         ({"rewards": [{}]}, "rewards.0: give exactly one of function, classifier, plugin"),
@@ -227,10 +177,6 @@ def test_a_model_made_in_memory_needs_its_tokenizer() -> None:
 )
 def test_values_that_contradict_each_other(changes: dict[str, Any], message: str) -> None:
     assert refusal(settings(**changes)) == message
-
-
-def test_an_empty_list_of_rewards_is_refused() -> None:
-    assert "at least 1 item" in refusal(settings(rewards=[]))
 
 
 PRIVATE: list[dict[str, Any]] = [
@@ -267,12 +213,6 @@ def test_an_infinite_clip_norm_belongs_to_a_baseline() -> None:
         assert made.update.clip_norm == math.inf
 
 
-def test_settings_are_frozen() -> None:
-    recipe = make_recipe(SMALL)
-    with pytest.raises(ValueError, match="frozen"):
-        recipe.privacy.epsilon = 100.0  # type: ignore[misc]
-
-
 # -------------------------------------------------------------------------------- overrides
 
 
@@ -281,10 +221,7 @@ def test_settings_are_frozen() -> None:
     [
         ("rounds=7", lambda r: r.rounds == 7),
         ("optimizer.learning_rate=1e-3", lambda r: r.optimizer.learning_rate == 0.001),
-        ("privacy.delta=1E-7", lambda r: r.privacy.delta == 1e-7),
         ("privacy.epsilon=inf", lambda r: r.privacy.epsilon == math.inf),
-        ("privacy.epsilon=.inf", lambda r: r.privacy.epsilon == math.inf),
-        ("rewards.1.weight=-2", lambda r: r.rewards[1].weight == -2),
         ("rewards.0.function=a:b=c", lambda r: r.rewards[0].function == "a:b=c"),
         ("rewards=[{plugin: p}]", lambda r: [x.plugin for x in r.rewards] == ["p"]),
         ("rewards.1={plugin: p}", lambda r: r.rewards[1].plugin == "p"),
@@ -292,9 +229,7 @@ def test_settings_are_frozen() -> None:
         ("policy.adapter.target_modules=all-linear",
          lambda r: r.policy.adapter.target_modules == "all-linear"),
         ("data.name=", lambda r: r.data.name is None),
-        ("data.user_column=author", lambda r: r.data.user_column == "author"),
         ("evaluation.data.path=public.csv", lambda r: r.evaluation.data.path == "public.csv"),
-        ("policy.trust_remote_code=true", lambda r: r.policy.trust_remote_code is True),
     ],
 )  # fmt: skip
 def test_overrides(file: Path, override: str, read: Any) -> None:
@@ -312,17 +247,13 @@ def test_overrides_apply_in_order(file: Path) -> None:
     ("override", "message"),
     [
         ("rounds", "override 'rounds': write section.key=value"),
-        ("=3", "override '=3': write section.key=value"),
         ("", "override '': write section.key=value"),
         ("rounds=[1", "override 'rounds=[1': the value is not valid YAML"),
         ("rounds.x=1", "override 'rounds.x': 'rounds' is a single value, not a section"),
         ("rewards.2.weight=1", "'2' is not an index of a list of 2"),
         ("rewards.-1.weight=1", "'-1' is not an index of a list of 2"),
-        ("rewards.first.weight=1", "'first' is not an index of a list of 2"),
         ("rewards.²=1", "'²' is not an index of a list of 2"),
-        ("rewards.9=1", "'9' is not an index of a list of 2"),
         ("policy.adapter.target_modules.0.x=1", "'0' is a single value, not a section"),
-        ("privacy.epsilonn=1", "unknown key 'privacy.epsilonn'; did you mean 'privacy.epsilon'?"),
         ("privacy.epsilon=low", "privacy.epsilon: Input should be a valid number"),
         ("learning_rate=1e-3", "did you mean 'optimizer.learning_rate'?"),
     ],
@@ -341,10 +272,8 @@ def test_a_wrong_override_is_named(file: Path, override: str, message: str) -> N
     ("content", "message"),
     [
         (b"rounds: [1", "not valid YAML"),
-        (b"a: b: c", "not valid YAML"),
         (b"rounds: !!python/object/apply:os.getcwd []", "not valid YAML"),
         (b"\xff\xfe\x00", "not valid YAML"),
-        (b"", "a recipe is a mapping of keys to values"),
         (b"- 1", "a recipe is a mapping of keys to values"),
     ],
 )
@@ -394,20 +323,6 @@ def test_what_is_written_is_read_back(tmp_path: Path, values: dict[str, Any]) ->
     written = yaml.safe_load(path.read_text())
     assert set(written) == set(Recipe.model_fields)
     assert set(written["privacy"]) == set(type(recipe.privacy).model_fields)
-
-
-@pytest.mark.slow
-def test_reading_a_recipe_loads_nothing_heavy(file: Path) -> None:
-    program = (
-        "import sys\nfrom dprlhf.recipe import load_recipe, dump_recipe\n"
-        f"dump_recipe(load_recipe({str(file)!r}, ['rounds=3']))\n"
-        "heavy = {'torch', 'transformers', 'datasets', 'peft', 'accelerate', 'trl', 'opacus',"
-        " 'pandas', 'matplotlib', 'dp_accounting', 'pld_accounting'}\n"
-        "print(sorted(heavy & set(sys.modules)))"
-    )
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
 
 
 PEOPLE = {"path": "people", "name": "all", "split": "train"}
@@ -484,12 +399,6 @@ def test_what_nobody_measured_is_named(changes: dict[str, Any], named: list[str]
 def test_a_type_that_is_gone_says_what_takes_its_place(name: str) -> None:
     with pytest.raises(DprlhfError, match=rf"{name} is no type of its own any more: take type"):
         make_recipe(settings(policy__adapter__type=name))
-
-
-def test_every_adapter_has_its_facts() -> None:
-    assert tuple(ADAPTERS) == get_args(AdapterType)
-    assert set(FORMER_NAMES.values()) <= ADAPTERS.keys()
-    assert not FORMER_NAMES.keys() & ADAPTERS.keys()
 
 
 @pytest.mark.parametrize("kind", [Recipe, *STAGES.values()])

@@ -49,10 +49,7 @@ def test_without_settings_nothing_is_changed_or_cut() -> None:
         ({"min_p": 1.5}, "min_p"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"min_new_tokens": 17}, "min_new_tokens 17 is more than max_new_tokens 16"),
-        (
-            {"top_k": 3, "base_policy": "reference"},
-            "top_k works with base_policy on-policy",
-        ),
+        ({"top_k": 3, "base_policy": "reference"}, "top_k works with base_policy on-policy"),
     ],
 )
 def test_impossible_values_are_refused(rollout: dict[str, Any], why: str) -> None:
@@ -76,22 +73,10 @@ def test_updates_that_move_within_a_round_refuse_truncation(
     made({"repetition_penalty": 1.2, "min_new_tokens": 2}, update)
 
 
-@pytest.mark.parametrize(
-    "update",
-    [
-        {"name": "pg"},
-        {"name": "grpo"},
-        {"name": "ppo"},
-        {"name": "rebel", "steps": 1},
-        {"name": "rebel", "solver": "gauss-newton"},
-        {"name": "npg"},
-    ],
-)
-def test_the_others_take_it(update: dict[str, Any]) -> None:
-    made({"top_p": 0.9}, update)
-
-
-def test_stop_strings_may_be_one() -> None:
+def test_the_others_take_it_and_stop_strings_may_be_one() -> None:
+    more = ({"name": "rebel", "steps": 1}, {"name": "rebel", "solver": "gauss-newton"})
+    for update in ({"name": "pg"}, {"name": "grpo"}, {"name": "ppo"}, {"name": "npg"}, *more):
+        made({"top_p": 0.9}, update)
     assert recipe.Rollout.model_validate({"stop": "END"}).stop == ["END"]
     assert recipe.Rollout.model_validate({"stop": None}).stop == []
 

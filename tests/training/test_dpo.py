@@ -198,8 +198,7 @@ def test_an_implicit_prompt_is_what_both_completions_begin_with() -> None:
     assert torch.equal(one.mask, two.mask)
 
 
-@pytest.mark.parametrize("form", ["explicit", "implicit"])
-def test_pairs_may_be_conversations(form: str) -> None:
+def test_pairs_may_be_conversations() -> None:
     trained = policy()
     trained.tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}"
@@ -207,12 +206,8 @@ def test_pairs_may_be_conversations(form: str) -> None:
     )
     said = [{"role": "user", "content": "hi"}]
     answers = [[{"role": "assistant", "content": text}] for text in ("yo", "no")]
-    if form == "explicit":
-        row = {"prompt": said, "chosen": answers[0], "rejected": answers[1]}
-        data = recipe.PreferencePairs(path="x")
-    else:
-        row = {"chosen": said + answers[0], "rejected": said + answers[1]}
-        data = recipe.PreferencePairs(path="x", prompt_column="chosen")
+    row = {"chosen": said + answers[0], "rejected": said + answers[1]}
+    data = recipe.PreferencePairs(path="x", prompt_column="chosen")
     found = examples([row], data)
     encoded = PreferredAnswers(settings(data=data)).encode(trained, found)
     texts = [
@@ -250,7 +245,6 @@ def people(count: int, first: int = 0) -> list[dict[str, str]]:
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_it_learns_without_noise_and_resumes_after_an_interruption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -293,7 +287,6 @@ def test_it_learns_without_noise_and_resumes_after_an_interruption(
         assert torch.equal(value, resumed.policy.state()[name])
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 import dprlhf
 from dprlhf import DprlhfError, recipe
@@ -43,10 +41,6 @@ from helpers.rounds import OpenGate, round_of
 from helpers.runs import charged, lower_case, run_settings, weights
 
 # The package names the function, so attributes do not lead to the module.
-MODULE = importlib.import_module("dprlhf.updates.ppo")
-
-Array = NDArray[np.float64]
-ROOT = Path(__file__).parents[2]
 
 
 def spec_of(**values: Any) -> recipe.PPO:
@@ -248,10 +242,9 @@ def test_gradient_checkpointing_changes_no_bit_of_a_move(kind: tiny.Kind) -> Non
 @pytest.mark.parametrize(
     ("kind", "adapter", "case"),
     [
-        *(("gpt2", "lora", case) for case in CASES),
-        *(("llama", "ffa-lora", case) for case in ("both", "clip range", "adam from released")),
+        *(("gpt2", "lora", case) for case in CASES if case not in ("adam", "reference")),
+        ("llama", "ffa-lora", "clip range"),
         ("llama", "lora", "adam"),
-        ("gpt2", "ffa-lora", "reference"),
     ],
 )
 def test_equals_a_loop_over_users_with_policies_of_their_own(
@@ -289,15 +282,6 @@ def test_equals_a_loop_over_users_with_policies_of_their_own(
     assert torch.equal(flat(policy.parameters.values()), before)
     assert round_.norms is not None
     assert (open_private(round_.norms) > radius).any()
-
-
-def test_float32_is_close_to_float64() -> None:
-    responses = batch_of(MIXED, seed=3)
-    scores = scores_of(responses)
-    spec = spec_of(**CASES["both"])
-    wide, _, _ = train_together(policy_of(), responses, scores, spec, 1.0)
-    single, _, _ = train_together(policy_of(dtype=torch.float32), responses, scores, spec, 1.0)
-    assert relative_error(single, wide) < 1e-3
 
 
 @pytest.mark.parametrize("baseline", ["loo", "paired", "group"])
@@ -411,13 +395,6 @@ def test_local_adam_starts_from_what_the_last_round_released(server: str, tmp_pa
     assert relative_error(gate.sums[0].total, expected(totals[2])) < 1e-8
 
 
-def test_with_sgd_nothing_outlives_the_round() -> None:
-    policy = policy_of()
-    responses = batch_of(Shape([[3, 2], [5]], k=2, length=4), seed=1)
-    _, round_, _ = train_together(policy, responses, scores_of(responses), spec_of(), 1.0)
-    assert not any(round_.optimizer.state.values())
-
-
 # --- one user's bound --------------------------------------------------------------------------
 
 
@@ -438,75 +415,7 @@ def test_the_joint_vector_keeps_within_the_clip_norm() -> None:
     assert relative_error(total[:-2], truth) < 1e-8
 
 
-def with_subspace(round_: PrivateRound) -> None:
-    generator = torch.Generator().manual_seed(1)
-    some = torch.randn(round_.policy.dimension, 2, dtype=torch.float64, generator=generator)
-    round_.subspace = Subspace(torch.linalg.qr(some)[0].T, scale=10.0)
-
-
-PREPARED: dict[str, Callable[[PrivateRound], None]] = {
-    "plain": lambda round_: None, "subspace": with_subspace,
-}  # fmt: skip
-
-
-neighbours = st.fixed_dictionaries(
-    {
-        "epochs": st.integers(1, 3),
-        "minibatches": st.integers(1, 3),
-        "local_optimizer": st.sampled_from(["sgd", "adam"]),
-        "local_learning_rate": st.sampled_from([0.05, 1.0, 1e4, 1e30]),
-        "clip_range": st.sampled_from([None, 0.2]),
-        "batch_size": st.integers(1, 14),
-    }
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", PREPARED)
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(
-    values=neighbours,
-    prompts=st.lists(st.lists(st.integers(1, 18), min_size=1, max_size=2), min_size=2, max_size=4),
-    change=st.sampled_from(["leave out", "opposite", "huge", "nan", "invalid"]),
-    kept=st.booleans(),
-    seed=st.integers(0, 1000),
-)
-def test_one_user_moves_the_sum_by_the_clip_norm_at_most(
-    kind: str, values: dict[str, Any], prompts: list[list[int]], change: str, kept: bool, seed: int
-) -> None:
-    policy = policy_of("llama", "lora", torch.float32)
-    responses = batch_of(Shape(prompts, k=2, length=3), seed)
-    scores = scores_of(responses, seed)
-    telemetry = TelemetryCoordinates(0.3, 3.0)
-    user = seed % responses.users
-    own = responses.user == user
-    changed, changed_scores = responses, copy.deepcopy(scores)
-    if change == "leave out":
-        others = [u for u in range(responses.users) if u != user]
-        changed = only(responses, others)
-        changed_scores = scores_only(scores, responses, others)
-    elif change == "opposite":
-        changed_scores.values[own] *= -1
-    elif change == "invalid":
-        changed_scores.valid[own] = False
-    else:
-        changed_scores.values[own] = {"huge": 1e300, "nan": math.nan}[change] * np.arange(own.sum())
-    released = torch.randn(policy.dimension, generator=torch.Generator().manual_seed(seed))
-    spec = spec_of(**values)
-    totals = []
-    for data, marks in ((responses, scores), (changed, changed_scores)):
-        _, _, gate = train_together(
-            policy, data, marks, spec, 1.0, released if kept else None, telemetry, PREPARED[kind]
-        )
-        totals.append(gate.sums[0].total)
-        assert totals[-1].isfinite().all()
-    difference = float((totals[1] - totals[0]).norm())
-    assert difference <= (2.0 if change in ("opposite", "huge", "nan") else 1.0) + 1e-12
-    assert difference > 0
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("absent", [0, 4])
+@pytest.mark.parametrize(("optimizer", "absent"), [("sgd", 4), ("adam", 0)])
 def test_what_a_user_contributes_is_the_same_to_the_bit_without_another(
     optimizer: str, absent: int
 ) -> None:
@@ -523,25 +432,6 @@ def test_what_a_user_contributes_is_the_same_to_the_bit_without_another(
     )
     assert everyone.abs().max() > 0
     assert torch.equal(everyone[keep], fewer)
-
-
-@pytest.mark.parametrize("kept", [False, True])
-def test_a_user_without_valid_scores_or_with_infinite_numbers_contributes_zero(kept: bool) -> None:
-    policy = policy_of()
-    responses = batch_of(Shape([[3], [5], [2], [4]], k=2, length=4), seed=1)
-    scores = scores_of(responses)
-    spec = spec_of(epochs=2, local_optimizer="adam")
-    released = torch.full((policy.dimension,), 0.1) if kept else None
-    before, _, _ = train_together(policy, responses, scores, spec, 1.0, released)
-    scores.valid[np.flatnonzero(responses.user == 1)[0]] = False
-    scores.values[responses.user == 2] = [1e300, -1e300]
-    _, round_, gate = train_together(policy, responses, scores, spec, 1.0, released)
-    assert relative_error(gate.sums[0].total, before[0] + before[3]) < 2e-9
-    assert round_.norms is not None
-    norms = open_private(round_.norms)
-    assert norms[1] == 0
-    assert not np.isfinite(norms[2])
-    assert np.isfinite(norms[[0, 3]]).all()
 
 
 def test_a_user_that_comes_twice_is_refused() -> None:
@@ -743,16 +633,6 @@ def test_bad_settings_are_refused_when_the_recipe_is_read(key: str, value: Any, 
     assert works in message
 
 
-def test_a_misspelt_setting_is_refused_with_the_nearest() -> None:
-    message = refusal(recipe_settings(update={"name": "ppo", "epoch": 2}))
-    assert "update.epochs" in message
-
-
-def test_the_recipe_is_valid() -> None:
-    made = dprlhf.load_recipe(ROOT / "recipes/imdb_ppo.yaml")
-    assert made.update.name == "ppo"
-
-
 def settings_of(model: str, **changes: Any) -> dict[str, Any]:
     fixed = {
         "update__name": "ppo",
@@ -766,9 +646,8 @@ def settings_of(model: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("server", ["sgd", "adam"])
 def test_a_resumed_run_equals_an_unbroken_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Local Adam needs what the round before released: the checkpoint has it."""
     monkeypatch.setattr("dprlhf.runs.folder.new_key", lambda: bytes(range(32)))
@@ -777,8 +656,8 @@ def test_a_resumed_run_equals_an_unbroken_one(
         rounds=3,
         update__local_optimizer="adam",
         update__local_learning_rate=0.05,
-        optimizer__name=server,
-        learning_rate=1.0 if server == "sgd" else 0.05,
+        optimizer__name="adam",
+        learning_rate=0.05,
         rollout__base_policy="reference",
     )
     dprlhf.train(**common, output_dir=tmp_path / "whole")

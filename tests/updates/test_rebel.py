@@ -5,27 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
-import dprlhf
 from dprlhf import recipe
 from dprlhf.boundary import BoundedSum, Released
-from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.privacy.gate import Gate
-from dprlhf.privacy.ledger import Ledger, read_ledger
-from dprlhf.privacy.plan import make_plan
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
 from dprlhf.updates import UPDATES
 from dprlhf.updates.pg import policy_gradient
 from dprlhf.updates.rebel import loss_weights, rebel
-from dprlhf.updates.telemetry import TelemetryCoordinates
 from helpers.autograd import relative_error
 from helpers.batches import Shape, batch_of
 from helpers.policies import policy_of
@@ -166,46 +159,6 @@ def test_the_arms_of_reference_sampling_are_paired() -> None:
 
 
 # --- releases ------------------------------------------------------------------------------------
-
-
-def test_j_steps_are_the_releases_of_one_charge(tmp_path: Path) -> None:
-    """The plan charges for J, at √J times the noise; a step more is refused by the gate."""
-    policy = policy_of("gpt2", "lora")
-    responses, scores = round_data(SHAPE, 8)
-    spec = spec_of(steps=2)
-    assert spec.releases == 2
-    noise = {}
-    for releases in (1, spec.releases):
-        plan = make_plan(
-            users=12, rounds=4, delta=1e-5, epsilon=4.0, partition="fixed",
-            releases_per_round=releases,
-        )  # fmt: skip
-        noise[releases] = plan.noise_multiplier
-    assert noise[2] == pytest.approx(math.sqrt(2) * noise[1], rel=1e-6)
-    telemetry = TelemetryCoordinates(0.1, 3.0)
-    gates = []
-    for round_number, asked in ((1, 2), (2, 3)):
-        ledger = Ledger(tmp_path / f"{asked}.jsonl", plan.terms())
-        gate = Gate(plan, ledger, bytes(32))
-        gates.append(gate)
-        sizes: list[int] = []
-
-        def release(bounded: BoundedSum) -> Released[torch.Tensor]:
-            sizes.append(len(bounded.total))  # noqa: B023
-            return gate.release(round_number, bounded)  # noqa: B023
-
-        round_, _ = round_of(policy, responses, scores, clip_norm=1.0, telemetry=telemetry)
-        round_.gate = release
-        if asked == 3:
-            with pytest.raises(DprlhfError, match="releases planned for a round: 2"):
-                rebel(round_, spec_of(steps=asked))
-        else:
-            rebel(round_, spec_of(steps=asked))
-        # Telemetry rides in the first release only.
-        assert sizes[:2] == [policy.dimension + 2, policy.dimension]
-        charges = [e for e in read_ledger(ledger.path) if e.kind == "charge"]
-        assert len(charges) == 1
-        assert charges[0].body["releases_per_round"] == 2
 
 
 # --- where it ends -------------------------------------------------------------------------------
@@ -350,10 +303,3 @@ def pair_features(policy: CausalLMPolicy, responses: Responses) -> torch.Tensor:
 )
 def test_what_it_cannot_use_is_refused(changes: dict[str, int], message: str) -> None:
     assert re.search(message, refusal(recipe_settings(update__name="rebel", **changes)))
-
-
-def test_the_recipe_is_valid() -> None:
-    path = Path(__file__).parents[2] / "recipes/imdb_rebel.yaml"
-    made = dprlhf.load_recipe(path)
-    assert made.update.name == "rebel"
-    assert made.update.releases == 1

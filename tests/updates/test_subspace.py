@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from dprlhf import DprlhfError, recipe
-from dprlhf.boundary import Private
 from dprlhf.gradients.subspace import Subspace, fit_subspace
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import Scores
@@ -141,15 +140,6 @@ def test_the_directions_of_all_parameters_change_nothing(name: str) -> None:
     assert relative_error(turned, plain) < 1e-7
 
 
-def test_a_user_whose_gradient_is_not_finite_contributes_nothing() -> None:
-    policy, responses = policy_of(), batch_of(SHAPE, seed=3)
-    scores, spec, subspace = scores_of(responses), update_of(), drawn(policy)
-    scores.values[responses.user == 2] = math.nan
-    gate = run(responses, scores, spec, subspace)[0]
-    others = some_users(responses, scores, [0, 1, 3])
-    assert torch.allclose(gate.sums[0].total, run(*others, spec, subspace)[0].sums[0].total)
-
-
 def public(name: str, responses: Responses, scores: Scores, **changes: Any) -> torch.Tensor:
     policy = policy_of()
     return public_gradients(
@@ -253,15 +243,6 @@ def test_public_directions_raise_the_signal_over_the_noise() -> None:
 
     other = drawn(policy, seed=9)
     assert alignment(fitted) > 0.9 > 2 * max(alignment(None), alignment(other))
-
-
-def test_private_values_stay_private() -> None:
-    policy, responses = policy_of(), batch_of(SHAPE, seed=3)
-    round_, _ = round_of(policy, responses, scores_of(responses), clip_norm=1.0)
-    round_.subspace = drawn(policy)
-    weights = Private(np.ones(len(responses.user)))
-    found = round_.clipped_sum(weights, batch_size=6)
-    assert isinstance(found.norms, Private)
 
 
 @pytest.mark.parametrize(
