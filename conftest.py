@@ -43,6 +43,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: -weight[item.path])
 
 
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny model and its tokenizer, to which no test writes."""
+    from helpers import tiny
+
+    return str(tiny.save(tmp_path_factory.mktemp("model")))
+
+
 @pytest.fixture(autouse=True)
 def _hub_ids_are_local_folders(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch

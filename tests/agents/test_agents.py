@@ -141,8 +141,10 @@ def test_the_answers_condition_what_the_policy_writes_next(calculated: Responses
     assert (found[row][calculated.policy_mask[row].numpy() == 0] == 0).all()
 
 
-@pytest.mark.parametrize("chosen", [[0], [3, 1], [4, 3, 2, 1]])
-@pytest.mark.parametrize("base_policy", ["on-policy", slow("reference")])
+@pytest.mark.parametrize(
+    ("chosen", "base_policy"),
+    [([0], "on-policy"), ([3, 1], "on-policy"), slow([4, 3, 2, 1], "reference")],
+)
 def test_trajectories_do_not_depend_on_who_else_is_there(
     chosen: list[int], base_policy: str
 ) -> None:

@@ -164,25 +164,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return agents.save(tmp_path_factory.mktemp("agents") / "model")
 
 
-def settings(model: str, folder: Path, **changes: Any) -> dict[str, Any]:
-    return {
-        "model": model,
-        "prompts": [agents.asked(f"{i % 3} and {i % 2}?") for i in range(16)],
-        "epsilon": 8.0,
-        "rounds": 2,
-        "learning_rate": 0.05,
-        "policy__adapter": {"type": "lora", "rank": 2, "target_modules": ["c_attn"]},
-        "data__max_prompt_tokens": 40,
-        "rollout__max_new_tokens": 40,
-        "rollout__responses": 2,
-        "rollout__batch_size": 16,
-        "update__batch_size": 16,
-        "quiet": True,
-        "output_dir": folder,
-        **changes,
-    }
-
-
 def parameters(result: Any) -> NDArray[np.float32]:
     found: NDArray[np.float32] = torch.cat(
         [w.flatten() for w in weights(result.folder.path).values()]
@@ -192,7 +173,9 @@ def parameters(result: Any) -> NDArray[np.float32]:
 
 @pytest.mark.slow
 def test_a_run_with_an_environment_that_scores_its_turns(model: str, tmp_path: Path) -> None:
-    given = settings(model, tmp_path / "run", environment_factory=Judged, update__name="grpo")
+    given = agents.run_settings(
+        model, tmp_path / "run", environment_factory=Judged, update__name="grpo"
+    )
     result = dprlhf.train(**given)
     assert parameters(result).any()
     held = load_recipe(result.folder.recipe)
@@ -221,4 +204,4 @@ def test_what_cannot_work_is_refused(
     changes: dict[str, Any], why: str, model: str, tmp_path: Path
 ) -> None:
     with pytest.raises(DprlhfError, match=why):
-        dprlhf.train(**settings(model, tmp_path / "run", reward=by_length, **changes))
+        dprlhf.train(**agents.run_settings(model, tmp_path / "run", reward=by_length, **changes))

@@ -39,39 +39,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def settings(model: str, folder: Path, **changes: Any) -> dict[str, Any]:
-    return {
-        "model": model,
-        "prompts": [agents.asked(f"{i % 3} and {i % 2}?") for i in range(24)],
-        "reward": sums,
-        "epsilon": 8.0,
-        "rounds": 2,
-        "learning_rate": 0.05,
-        "policy__adapter": {"type": "lora", "rank": 2, "target_modules": ["c_attn"]},
-        "data__max_prompt_tokens": 40,
-        "rollout__max_new_tokens": 40,
-        "rollout__responses": 2,
-        "rollout__batch_size": 16,
-        "update__batch_size": 16,
-        "quiet": True,
-        "output_dir": folder,
-        **changes,
-    }
+    return agents.run_settings(model, folder, **{"reward": sums, **changes})
 
 
-@pytest.mark.parametrize("update", ["pg", slow("grpo")])
-def test_a_run_with_a_calculator(update: str, model: str, tmp_path: Path) -> None:
+def test_a_run_with_a_calculator(model: str, tmp_path: Path) -> None:
     SEEN.clear()
     public = [agents.asked(f"say {i}") for i in range(3)]
     private = settings(model, tmp_path)["prompts"]
-    result = dprlhf.train(
-        **settings(
-            model,
-            tmp_path / "run",
-            tools=[agents.add],
-            evaluation_prompts=public,
-            update__name=update,
-        )
-    )
+    run = settings(model, tmp_path / "run", tools=[agents.add], evaluation_prompts=public)
+    result = dprlhf.train(**run)
     assert result.after is not None
     assert bool(torch.cat([w.flatten() for w in weights(result.folder.path).values()]).any())
     roles = {m["role"] for call in SEEN for c in call["completions"] for m in c}
@@ -87,21 +63,6 @@ def test_a_run_with_a_calculator(update: str, model: str, tmp_path: Path) -> Non
         dprlhf.resume(result.folder.path, **given)
     again = dprlhf.resume(result.folder.path, tools=[agents.add], **given)
     assert again.after == result.after
-
-
-@pytest.mark.slow
-def test_a_run_in_a_game_whose_environments_the_reward_sees(model: str, tmp_path: Path) -> None:
-    def guessed(environments: list[agents.Guessing], **columns: Any) -> list[float]:
-        assert all(isinstance(one, agents.Guessing) and one.number >= 0 for one in environments)
-        return [one.get_reward() for one in environments]
-
-    result = dprlhf.train(
-        **settings(
-            model, tmp_path / "run", environment_factory=agents.Guessing, reward=guessed,
-            rollout__max_new_tokens=60,
-        )
-    )  # fmt: skip
-    assert bool(torch.cat([w.flatten() for w in weights(result.folder.path).values()]).any())
 
 
 class Kept:
@@ -214,7 +175,7 @@ def test_rows_without_prompts_are_asked_by_their_environment(model: str, tmp_pat
         dprlhf.train(**(given | {"environment_factory": None, "tools": [agents.add]}))
 
 
-@pytest.mark.parametrize("acts", ["tools", slow("alone"), slow("environment")])
+@pytest.mark.parametrize("acts", ["tools", slow("environment")])
 def test_the_base_model_writes_prompts_in_the_form_of_the_users(
     acts: str, model: str, tmp_path: Path
 ) -> None:
@@ -262,10 +223,7 @@ def test_the_recipe_names_tools_and_environments(model: str, tmp_path: Path) -> 
         ({"rollout__agent": {}}, "give tools, an environment or both"),
         ({"rollout__agent": {"tools": ["helpers.agents:missing"]}}, "has no 'missing'"),
         ({"rollout__agent": {"tools": ["helpers.agents:CALLS"]}}, "not a callable"),
-        (
-            {"tools": [agents.add], "rollout__max_new_tokens": 205},
-            "more than the 256 positions",
-        ),
+        ({"tools": [agents.add], "rollout__max_new_tokens": 205}, "more than the 256 positions"),
     ],
 )
 def test_what_cannot_work_is_refused(

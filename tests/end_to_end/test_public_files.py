@@ -23,7 +23,6 @@ from dprlhf import DprlhfError, recipe
 from dprlhf.runs.evidence.write import write_evidence
 from dprlhf.runs.publish import merge
 from dprlhf.runs.report import write_report
-from helpers import tiny
 
 ALWAYS = {
     "recipe.yaml": "every setting, written before the first round",
@@ -54,11 +53,6 @@ def unexpected(folder: Path, allowed: dict[str, str]) -> list[str]:
     files = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
     public = [name for name in files if not name.startswith("secret/")]
     return [name for name in public if not any(re.fullmatch(x, name) for x in patterns)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny.save(tmp_path_factory.mktemp("model")))
 
 
 def length(completions: list[str], **columns: Any) -> list[float]:

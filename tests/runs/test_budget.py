@@ -31,17 +31,11 @@ from dprlhf.runs.folder import RunFolder
 from dprlhf.training import build
 from dprlhf.training.dry_run import dry_run
 from dprlhf.training.recipe_plan import plan_of
-from helpers import tiny
 from helpers.recipes import recipe_settings
 from helpers.runs import ADAPTER, lower_case
 
 USERS = 12
 PASSWORD = "hunter2"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny.save(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(autouse=True)

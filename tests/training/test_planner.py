@@ -20,17 +20,11 @@ from dprlhf.recipe import Recipe, load_recipe
 from dprlhf.training.choices import Candidate
 from dprlhf.training.dry_run import dry_run
 from dprlhf.training.planner import Facts, choose, measure, with_choice
-from helpers import tiny
 from helpers.runs import ADAPTER, lower_case
 
 PUBLIC = [f"public {i}" for i in range(40)]
 USERS = [f"user {i} says" for i in range(120)]
 ONE_PASS = 2 * len(USERS)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny.save(tmp_path_factory.mktemp("model")))
 
 
 def made(model: str, **changes: Any) -> tuple[Recipe, Sources]:

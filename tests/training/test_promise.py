@@ -14,7 +14,6 @@ from dprlhf.audit.finished_run import audit_run
 from dprlhf.privacy.ledger import read_ledger
 from dprlhf.runs.earlier import records_of, total_of_runs
 from dprlhf.runs.model_card import KNOWN_NUMBER
-from helpers import tiny
 from helpers.runs import charged, lower_case, run_settings, train
 
 USERS, CHOSEN = 60, 7
@@ -25,11 +24,6 @@ NOISED = {
     "private_reward_noise_std",  # of a ratio of two noised sums
     "valid_share_noised",
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny.save(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="module")

@@ -62,11 +62,6 @@ FORM = (
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny.save(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A two-layer random BERT with a vocabulary of letters."""
     folder = tmp_path_factory.mktemp("encoder")

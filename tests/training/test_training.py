@@ -57,11 +57,6 @@ from helpers.runs import run_settings as settings
 CANARY = "zanzibar-7319"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny.save(tmp_path_factory.mktemp("model")))
-
-
 class PanicError(BaseException):
     """As PyO3's, which is no ``Exception``: a panic in code compiled from Rust."""
 
