@@ -1,8 +1,8 @@
 """What a whole run costs: epsilon from the noise multiplier, and the noise multiplier from epsilon.
 
 A run is described as data by :class:`Mechanism`; :func:`epsilon`, :func:`noise_multiplier` and
-:func:`delta_of` are plain functions of it. Every epsilon and delta is an upper bound. What is
-special to a partition stands in its file in :mod:`dprlhf.privacy.partitions`.
+:func:`delta_of` are plain functions of it. Every epsilon and delta is an upper bound. Each
+partition's own accounting is in its file in :mod:`dprlhf.privacy.partitions`.
 
 ===================  ================================  ==========================================
 partition            adjacency                         accountant
@@ -166,7 +166,7 @@ _LARGEST = 1e6
 
 
 def epsilon(mechanism: Mechanism, delta: float) -> Epsilon:
-    """Return the cost of a run at ``delta``, as an upper bound with a certified lower bound.
+    """Return the cost of a run at ``delta``: an upper bound on ε with a certified lower bound.
 
     Raises:
         DprlhfError: ``delta`` is not inside (0, 1), or there is no noise.

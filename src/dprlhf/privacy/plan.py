@@ -182,14 +182,25 @@ def make_plan(
     releases_per_round: int = 1,
     bands: int = 1,
 ) -> Plan:
-    """Build the plan from the asked ε, or from the noise multiplier.
+    """Build the plan from the target ε or from the noise multiplier.
 
-    Exactly one of ``epsilon`` and ``noise_multiplier`` is given; ``epsilon=math.inf`` (or a noise
-    multiplier of 0) asks for a non-private baseline that keeps everything else.
+    Args:
+        users: Number of users N, which is public.
+        rounds: Number of rounds T.
+        delta: δ of the guarantee.
+        epsilon: Largest ε; ``math.inf`` plans a non-private baseline. Give exactly one of
+            ``epsilon`` and ``noise_multiplier``.
+        noise_multiplier: Noise multiplier z; 0 plans a non-private baseline.
+        clip_norm: Clip norm S, the L2 bound on one user's contribution.
+        partition: How users are assigned to rounds.
+        adjacency: Neighbouring datasets; None takes ``zero-out``.
+        participations: Number of rounds k of each user.
+        releases_per_round: Number of noised sums J of a round.
+        bands: Number of rounds over which noise is correlated; 1 for independent noise.
 
     Raises:
-        DprlhfError: a value is out of range, fewer users than rounds, or the partition does not
-            carry the adjacency.
+        DprlhfError: A value is out of range, there are fewer users than rounds, or the partition
+            does not support the adjacency.
     """
     if (epsilon is None) == (noise_multiplier is None):
         raise DprlhfError("privacy: give exactly one of epsilon and noise_multiplier")

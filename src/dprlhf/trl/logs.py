@@ -53,7 +53,7 @@ def as_evaluation(values: Mapping[str, Any], prefix: str = "eval") -> dict[str, 
 
 
 def as_number(value: Any) -> Any:
-    """Return a value of a run's file; what says infinity there, as of a baseline, is a number."""
+    """Return a value of a run's file, with the text ``infinity`` (a baseline's ε) as a number."""
     return math.inf if value == "infinity" else value
 
 
@@ -152,7 +152,7 @@ class Log:
     def earlier_round(
         self, t: int, logs: Mapping[str, float], evaluation: Mapping[str, float]
     ) -> None:
-        """Add a round that ended before the run was resumed; callbacks were told of it then."""
+        """Add a round that ended before the run was resumed; callbacks were called for it then."""
         self._reach(t)
         for entry in filter(None, (logs, evaluation)):
             self._add(entry)

@@ -135,8 +135,8 @@ def _evaluation(args: Any, public: int, rounds: int) -> dict[str, Any]:
 def _rounds(args: Any, users: int, participations: int, processes: int) -> int:
     """Return ``max_steps``, or the steps that TRL would take on these users.
 
-    TRL takes as many steps in each epoch, and so does an allocation, of which an epoch is a block
-    of rounds. All blocks together have no more rounds than there are users to fill them.
+    TRL takes the same number of steps in each epoch, and so does an allocation, in which an epoch
+    is a block of rounds; all blocks together have no more rounds than users.
     """
     if args.max_steps > 0:
         return int(args.max_steps)
@@ -177,7 +177,7 @@ FEW = 16
 
 
 def small_rounds(config: PrivacyFields, recipe: Recipe, users: int) -> str | None:
-    """Return a warning where rounds of few users follow from TRL's batch sizes; None elsewhere.
+    """Return a warning if TRL's batch sizes lead to rounds of few users, else None.
 
     Args:
         config: The trainer's config.
@@ -203,7 +203,7 @@ def small_rounds(config: PrivacyFields, recipe: Recipe, users: int) -> str | Non
 
 
 def long_warmup(config: PrivacyFields, recipe: Recipe) -> str | None:
-    """Return a warning where the warm-up has more steps than the run has rounds; None elsewhere.
+    """Return a warning if the warm-up has more steps than the run has rounds, else None.
 
     Args:
         config: The trainer's config.
@@ -221,7 +221,7 @@ def long_warmup(config: PrivacyFields, recipe: Recipe) -> str | None:
 
 
 def short_steps(config: PrivacyFields, recipe: Recipe) -> str | None:
-    """Return a warning where an adapter would take steps of TRL's default length; None elsewhere.
+    """Return a warning if an adapter is trained with TRL's default learning rate, else None.
 
     Args:
         config: The trainer's config.

@@ -1,7 +1,7 @@
-"""The vectors that an update would clip, of PUBLIC prompts: what a subspace is fitted to.
+"""The vectors that an update would clip, computed on PUBLIC prompts: a subspace is fitted to them.
 
-An update itself says what a user contributes (a gradient, or the move of a copy): it is run on
-public rows up to its first sum over users, whose summands are kept in place of their sum.
+The update itself defines what a user contributes (a gradient, or the change of a copy), so it is
+run on public rows up to its first sum over users, and the summands are returned.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Telemetry of private rewards: two released coordinates, which give a noised mean reward.
 
-Two coordinates ride in the released vector beside the gradient, inside the same clip norm and paid
-by the same noise: the user's mean reward, and the constant 1 for "all my rewards were valid".
+The released vector has two coordinates beside the gradient, inside the same clip norm and covered
+by the same noise: the user's mean reward, and 1 if all of the user's rewards were valid.
 """
 
 from __future__ import annotations
