@@ -88,7 +88,6 @@ COMMON = [
         "test_ppo",
         "test_rollout",
         "test_rewards",
-        "test_trust_region",
         "test_trackers",
         "test_publish",
         "test_report",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 from collections.abc import Callable
@@ -20,10 +19,9 @@ from dprlhf.data.loading import load_rows
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.classifier import load_reward_model
 from dprlhf.policies.loading import load_policy
-from dprlhf.recipe import Data, Policy, make_recipe
+from dprlhf.recipe import Data, Policy
 from dprlhf.recipe.trl_names import overrides_of
 from dprlhf.rewards import load_reward
-from dprlhf.runs.opening import recipe_digest
 from helpers import tiny
 
 COMMIT = "0" * 40
@@ -187,43 +185,3 @@ def test_attention_that_packs_rows_into_one_is_refused() -> None:
         Policy.model_validate(
             {"model_name_or_path": "m", "attn_implementation": "flash_attention_2"}
         )
-
-
-def test_runs_from_before_the_keys_keep_their_digest() -> None:
-    settings = {
-        "policy": {"model_name_or_path": "org/model"},
-        "data": {"path": "org/prompts"},
-        "rewards": [{"classifier": "org/classifier"}],
-        "privacy": {"epsilon": 1.0},
-        "rounds": 2,
-        "evaluation": {"data": {"path": "org/public"}},
-    }
-    made = make_recipe(settings)
-    older = made.model_dump(mode="json", exclude={"output_dir", "tracking"})
-    for section in (older["policy"], older["data"], *older["rewards"], older["evaluation"]["data"]):
-        assert section.pop("revision") is None
-    assert older["policy"].pop("attn_implementation") is None
-    assert older["policy"].pop("quantization") is None
-    assert older["policy"].pop("gradient_checkpointing") is False
-    assert older["rewards"][0].pop("times_column") is None
-    assert older["rewards"][0].pop("by_turn") is False
-    assert older["privacy"].pop("book") is None
-    assert older["privacy"].pop("dataset") is None
-    assert older["optimizer"].pop("average") is None
-    assert older["update"].pop("subspace") is None
-    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
-    off |= {"stop": [], "mask_truncated": False, "cuda_graphs": False}
-    assert {name: older["rollout"].pop(name) for name in off} == off
-    assert older["policy"].pop("chat_template_kwargs") == {}
-    assert older["rollout"].pop("agent") is None
-    assert older["evaluation"].pop("declared_public") is False
-    assert older["evaluation"].pop("judges") == {}
-    assert older["evaluation"].pop("log_probs") is False
-    assert older["policy"]["adapter"].pop("use_dora") is False
-    assert older["policy"]["adapter"].pop("peft") is None
-    assert older["policy"]["adapter"]["type"] == "ffa-lora"
-    older["policy"]["adapter"]["type"] = "lora-b"
-    digest = hashlib.sha256(json.dumps(older, sort_keys=True).encode()).hexdigest()
-    assert recipe_digest(made) == digest
-    pinned = make_recipe({**settings, "data": {"path": "org/prompts", "revision": COMMIT}})
-    assert recipe_digest(pinned) != digest

@@ -43,7 +43,8 @@ def missing_path(said: str, path: str) -> DprlhfError:
 
 REMOVED = {
     "update.critic": "update.baseline: loo subtracts the user's own other responses",
-    "update.clip_norm.quantile": "give a number, such as half the median norm on public prompts",
+    "optimizer.average": "the run leaves its last parameters",
+    "tracking.live": "trackers get all rounds when the run ends; metrics.jsonl has each at once",
     "privacy.auto": "dprlhf plan RECIPE prints the best choice as overrides of the recipe",
     "dprlhf bench worth": "what it measured is in the repository",
     "dprlhf convert": "write a recipe: dprlhf init makes one that fits your data",

@@ -168,10 +168,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "update": {"name": "npg", "oracle": {"name": "sufficient-statistics", "sketch": 4}},
         "optimizer__name": "sgd",
     },
-    "trust-region": {
-        "update__clip_norm": {"trust_region": "kl", "alpha": 0.1, "beta": 0.1},
-        "optimizer__name": "sgd",
-    },
     "no-noise": {"epsilon": float("inf")},
     "two-passes": {"privacy__participations": 2},
     "subspace": {"update__subspace": {"rank": 2, "prompts": 4, "source": "model"}},

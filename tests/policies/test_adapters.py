@@ -19,7 +19,7 @@ from dprlhf.policies.classifier import load_reward_model
 from dprlhf.policies.loading import load_policy, make_policy
 from dprlhf.policies.peft_configs import adapter_of
 from dprlhf.recipe import Adapter, Policy, load_recipe
-from helpers import tiny
+from helpers import runs, tiny
 
 KINDS = ("gpt2", "llama")
 HIDDEN, LAYERS = 32, 2
@@ -366,3 +366,20 @@ def test_training_moves_it(type_: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert ("each user is differentiated alone" in capsys.readouterr().err) == (
         type_ == "lora on tokens"
     )
+
+
+@pytest.mark.slow
+def test_the_start_follows_public_prompts_alone(tmp_path: Path) -> None:
+    """Other private prompts, the same public ones: the same frozen A."""
+    adapter = {"type": "ffa-lora", "target_modules": ["c_attn"], "init": "public-activations"}
+    settings = {
+        "epsilon": 8.0, "rounds": 1, "policy__adapter": adapter, "evaluation__prompts": 10,
+        "evaluation_prompts": [f"guest {i} says" for i in range(30)],
+    }  # fmt: skip
+    model = str(tiny.save(tmp_path / "model"))
+    starts = []
+    for name, prompts in (("a", [f"user {i} says" for i in range(60)]), ("b", ["xyz!"] * 60)):
+        made = runs.train(model, tmp_path / name, prompts=prompts, **settings).policy.model
+        starts.append({n: w for n, w in made.named_parameters() if "lora_A" in n})
+    assert starts[0]
+    assert all(torch.equal(w, starts[1][n]) for n, w in starts[0].items())

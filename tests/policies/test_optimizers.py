@@ -272,12 +272,6 @@ def test_bad_settings_are_refused(changes: dict[str, Any], key: str) -> None:
     assert refusal(recipe_settings(optimizer=changes)).startswith(f"{key}: ")
 
 
-def test_a_trust_region_refuses_the_normalized_step() -> None:
-    region = {"name": "pg", "clip_norm": {"trust_region": "l2", "alpha": 0.1}}
-    values = recipe_settings(update=region, optimizer={"name": "normalized-sgd"})
-    assert "plain SGD step" in refusal(values)
-
-
 def test_the_corrected_adam_is_refused_where_no_gradient_is_released() -> None:
     values = recipe_settings(update={"name": "npg"}, optimizer={"name": "adam-corrected"})
     assert "write sgd" in refusal(values)

@@ -95,10 +95,6 @@ def test_its_own_settings_class_validates_it(plugin: UpdatePlugin, tmp_path: Pat
         make({**SMALL, "update": {"name": "halved", "factor": 0}})
     with pytest.raises(DprlhfError, match=r"unknown key 'update\.fctor'"):
         make({**SMALL, "update": {"name": "halved", "fctor": 1}})
-    with pytest.raises(DprlhfError, match="a trust region is for the one step of pg, grpo or ppo"):
-        make(
-            {**SMALL, "update": {"name": "halved", "clip_norm": {"trust_region": "l2", "alpha": 1}}}
-        )
 
 
 def test_one_that_is_not_installed_is_named(plugin: UpdatePlugin) -> None:

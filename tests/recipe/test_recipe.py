@@ -15,12 +15,10 @@ from dprlhf.recipe import (
     STAGES,
     Recipe,
     dump_recipe,
-    experimental,
     load_recipe,
     make_recipe,
 )
 from dprlhf.recipe.adapters import REMOVED_TYPES
-from dprlhf.recipe.base import note_new_name
 from helpers import tiny
 from helpers.recipes import SMALL, refusal
 from helpers.recipes import recipe_settings as settings
@@ -365,34 +363,6 @@ def test_evaluation_on_other_rows_is_not(key: str) -> None:
 
 
 # -------------------------------------------------------------- names of before, experiments
-
-
-def test_the_former_name_of_an_adapter_is_read_and_the_new_one_told(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    note_new_name.cache_clear()
-    made = [make_recipe(settings(policy__adapter__type="lora-b")) for _ in range(2)]
-    assert [recipe.policy.adapter.type for recipe in made] == ["ffa-lora"] * 2
-    told = capsys.readouterr().err
-    assert told == "dprlhf: policy.adapter.type: lora-b is now called ffa-lora\n"
-    assert "lora-b" not in dump_recipe(made[0])
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({}, []),
-        ({"policy__adapter__type": "lora"}, []),
-        (
-            {"policy__adapter": {"type": "peft", "peft": {"peft_type": "VERA"}}},
-            ["policy.adapter.type: peft"],
-        ),
-        ({"rollout__backend": "vllm"}, ["rollout.backend: vllm"]),
-    ],
-    ids=str,
-)
-def test_what_nobody_measured_is_named(changes: dict[str, Any], named: list[str]) -> None:
-    assert list(experimental(make_recipe(settings(**changes)))) == named
 
 
 @pytest.mark.parametrize("name", REMOVED_TYPES)

@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import nn
 
-from dprlhf.boundary import open_private
 from dprlhf.data.given_rows import rows_from
 from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError
@@ -576,17 +575,6 @@ def test_rows_with_the_same_prompt_may_not_change_places(folder: RunFolder) -> N
         open_ledger(folder, rows[::-1])
 
 
-def test_a_run_of_before_columns_counted_is_continued(folder: RunFolder) -> None:
-    rows = [{"prompt": "a", "answer": n} for n in range(3)]
-    open_ledger(folder, rows).close()
-    users = Users(rows_from(rows, "prompt"), SETTINGS.data)
-    before = open_private(users.digest(prompts_alone=True))
-    (folder.secret / "data-digest").write_text(before)
-    open_ledger(folder, rows).close()
-    with pytest.raises(DprlhfError, match="the users are not the ones"):
-        open_ledger(folder, [{"prompt": "b", "answer": 0}, *rows[1:]])
-
-
 @pytest.mark.parametrize("lost", ["ledger.jsonl", "secret/data-digest"])
 def test_a_run_that_lost_what_it_spent_is_not_started_afresh(folder: RunFolder, lost: str) -> None:
     ledger = open_ledger(folder, ["a", "b", "c"])
@@ -609,7 +597,7 @@ def remaining(folder: RunFolder, ledger: Ledger) -> list[int]:
         processes=SimpleNamespace(on_main=lambda action: action()),
         progress=SimpleNamespace(total=lambda rounds, done: None),
         gate=SimpleNamespace(ledger=ledger),
-        kept={},
+        stage=SimpleNamespace(stateful={}),
         plan=PLAN,
     )
     return list(remaining_rounds(run))

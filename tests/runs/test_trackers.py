@@ -104,13 +104,6 @@ class TestWhatTheyGet:
         assert [entry[0] for entry in kind.got][-1] == "finish"
         assert ("config", {"privacy.epsilon": 4.0, "rewards.0.function": "f"}) in kind.got
 
-    def test_live_on_request(self, fake: Callable[..., type[Fake]], folder: RunFolder) -> None:
-        kind, seen = fake("wandb"), []
-        spec = Tracking(report_to=["wandb"], live=True)
-        three_rounds(spec, folder, lambda: seen.append(len(logged(kind))))
-        assert seen == [1, 2, 3]
-        assert [(values, step) for values, step, _ in logged(kind)] == EXPECTED
-
     def test_tensorboard_is_live_and_sees_no_clock(
         self, fake: Callable[..., type[Fake]], folder: RunFolder
     ) -> None:
@@ -166,7 +159,6 @@ class TestWhatTheyGet:
 
 
 class TestFailure:
-    @pytest.mark.parametrize("live", [False, True])
     @pytest.mark.parametrize("broken", ["init", "start", "config", "log", "finish"])
     def test_a_tracker_that_is_down_is_named_once(
         self,
@@ -174,11 +166,10 @@ class TestFailure:
         folder: RunFolder,
         capsys: pytest.CaptureFixture[str],
         broken: str,
-        live: bool,
     ) -> None:
         fake("wandb", broken)
         healthy = fake("trackio")
-        three_rounds(Tracking(report_to=["wandb", "trackio"], live=live), folder, lambda: None)
+        three_rounds(Tracking(report_to=["wandb", "trackio"]), folder, lambda: None)
         warned = capsys.readouterr().err
         assert warned.count("tracker wandb failed (ConnectionError") == 1
         assert len(warned.splitlines()) == 1

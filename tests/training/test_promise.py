@@ -8,13 +8,9 @@ from typing import Any
 
 import pytest
 
-import dprlhf
 from dprlhf import DprlhfError
-from dprlhf.audit.finished_run import audit_run
 from dprlhf.privacy.ledger import read_ledger
-from dprlhf.runs.earlier import records_of, total_of_runs
-from dprlhf.runs.model_card import KNOWN_NUMBER
-from helpers.runs import charged, lower_case, run_settings, train
+from helpers.runs import train
 
 USERS, CHOSEN = 60, 7
 SETTINGS: dict[str, Any] = {"epsilon": 8.0, "rounds": 3, "learning_rate": 0.05}
@@ -97,50 +93,3 @@ def test_add_remove_is_refused_before_anything_is_written(model: str, tmp_path: 
             )
         assert "\n" not in str(caught.value)
         assert not (tmp_path / "run").exists()
-
-
-class StopError(Exception):
-    pass
-
-
-@pytest.fixture
-def old_run(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run that an earlier version began, under add-remove, and that stopped after a round."""
-
-    def stop(metrics: dict[str, Any]) -> None:
-        raise StopError
-
-    with monkeypatch.context() as earlier:
-        earlier.setattr("dprlhf.privacy.plan.DEFAULT_ADJACENCY", "add-remove")
-        with pytest.raises(DprlhfError, match="resume"):
-            train(model, tmp_path / "old", **SETTINGS, callbacks=[stop])
-    assert records_of(tmp_path / "old")[0].mechanism["adjacency"] == "add-remove"
-    return tmp_path / "old"
-
-
-@pytest.mark.slow
-def test_a_run_begun_under_add_remove_is_continued_totalled_and_audited(
-    old_run: Path, model: str, tmp_path: Path
-) -> None:
-    prompts = [f"user {i} says" for i in range(100)]
-    dprlhf.resume(old_run, prompts=prompts, reward=lower_case, quiet=True)
-    assert charged(old_run) == [1, 2, 3]
-    card = json.loads((old_run / "privacy.json").read_text())
-    assert card["neighbouring"] == "one user is added or removed"
-    assert KNOWN_NUMBER in (old_run / "policy/README.md").read_text()
-    # A later run on the same users states one total with it, for zero-out.
-    new = tmp_path / "new"
-    previous = [{"run": str(old_run), "users": "shared"}]
-    dprlhf.train(
-        **run_settings(model, **SETTINGS, prompts=prompts, previous=previous), output_dir=new
-    )
-    card = json.loads((new / "privacy.json").read_text())
-    assert card["neighbouring"] == "one user's data is replaced by nothing"
-    assert KNOWN_NUMBER not in (new / "policy/README.md").read_text()
-    assert card["total"]["epsilon"] > card["epsilon"]
-    _, cost = total_of_runs([old_run, new])
-    assert cost.epsilon == card["total"]["epsilon"]
-    assert any("(zero-out)" in line for line in cost.assumptions)
-    assert not any("add-remove" in line for line in cost.assumptions)
-    found = audit_run(old_run, tmp_path / "audit", canaries=40, seed=1, quiet=True)
-    assert found.epsilon == pytest.approx(card["epsilon"], rel=1e-3)

@@ -256,16 +256,6 @@ def test_public_directions_raise_the_signal_over_the_noise() -> None:
             "update.name npg releases the answers of a regression",
         ),
         (
-            {
-                "update": {
-                    "subspace": SUBSPACE,
-                    "clip_norm": {"trust_region": "l2", "alpha": 1.0},
-                },
-                "optimizer__name": "sgd",
-            },
-            "a trust region bounds gradients",
-        ),
-        (
             {"update__subspace": SUBSPACE, "optimizer__name": "adam-corrected"},
             "adam-corrected takes the noise of every parameter to be the same",
         ),

@@ -62,9 +62,6 @@ def _as_recorded(recipe: AnyRecipe, run: RunFolder) -> AnyRecipe:
             " say nothing about this run; put the recipe back"
         )
     changes = {"epsilon": None, "noise_multiplier": terms.get("noise_multiplier")}
-    if terms.get("adjacency") == "add-remove":  # an earlier version's; the same ε as zero-out
-        terms = {**terms, "adjacency": "zero-out"}
-        changes["adjacency"] = "zero-out"
     made = recipe.model_copy(update={"privacy": recipe.privacy.model_copy(update=changes)})
     _check_same_plan(made, terms, run)
     return made
@@ -85,7 +82,7 @@ def _check_same_plan(recipe: AnyRecipe, terms: dict[str, Any], run: RunFolder) -
     plan = plan_of(recipe, users)
     planned = plan.terms()
     for name in (*asdict(plan.mechanism), "delta", "epsilon"):
-        stated = terms.get(name, 1 if name == "bands" else None)  # not in the oldest ledgers
+        stated = terms.get(name)
         if not equal_but_for_rounding(stated, planned.get(name)):
             raise DprlhfError(
                 f"{run.ledger}: the ledger records {name} {stated}, and the recipe with the"

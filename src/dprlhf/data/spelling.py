@@ -117,16 +117,6 @@ def written(value: Any) -> str:
     return _without_zeros(unicodedata.normalize("NFKC", text).strip(), _WHOLE)
 
 
-def composed(value: Any) -> str:
-    """Return a name as earlier versions wrote it in budget books: in Unicode's form C (NFC).
-
-    >>> composed(" \\uff11"), composed("+7"), composed("007")
-    ('\uff11', '+7', '7')
-    """
-    text = unicodedata.normalize("NFC", _as_text(value)).strip()
-    return _without_zeros(text, _WHOLE.removeprefix(_PLUS))
-
-
 def _as_text(value: Any) -> str:
     value = int(value) if isinstance(value, float) and value.is_integer() else value
     return value if isinstance(value, str) else json.dumps(value, default=str)
@@ -146,19 +136,6 @@ def known_as(value: Any) -> str:
     '{"role": "user", "content": "why?"}'
     """
     return written(as_alone(value))
-
-
-def formerly_written(value: Any) -> list[str]:
-    """Return the texts as which earlier versions may have hashed a name: as its file had it."""
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    whole = written(value)
-    return [
-        text,
-        composed(value),
-        composed(as_alone(value)),
-        whole,
-        *[f"{whole}.0"] * whole.lstrip("-").isdecimal(),
-    ]
 
 
 def hash_of(texts: Sequence[str]) -> NDArray[np.uint64]:

@@ -34,8 +34,6 @@ from dprlhf.data.loading import listed, rows_without_value
 from dprlhf.data.messages import TEMPLATE_COLUMNS
 from dprlhf.data.spelling import (
     as_alone,
-    composed,
-    formerly_written,
     hash_of,
     known_as,
     names_as_written,
@@ -164,20 +162,17 @@ class Users:
         """Names of all columns, which are public as the recipe is."""
         return list(self._rows.column_names)
 
-    def digest(self, *, prompts_alone: bool = False) -> Private[str]:
+    def digest(self) -> Private[str]:
         """Return a SHA-256 digest of the users' names and rows, in order.
 
         It is private: a published digest would confirm a guess at the data. Where rows are users,
         all columns count, or what a user has beside the prompt could change places unseen.
-
-        Args:
-            prompts_alone: Leave the other columns out all the same, as earlier versions did.
         """
         state = hashlib.sha256()
         names = [c for c in (self._spec.user_column, *self._columns) if c is not None]
         names = list(dict.fromkeys(names)) if not self.with_prompts else names
         rows = self._rows
-        if self.with_prompts and self._spec.user_column is None and not prompts_alone:
+        if self.with_prompts and self._spec.user_column is None:
             names = sorted(rows.column_names)
             rows = rows.with_format("arrow")  # an image, say, would be decoded to an object
         if self._too_large.any():  # what is nested too deep cannot be decoded
@@ -196,21 +191,13 @@ class Users:
 
         Rows without a prompt, whose users contribute nothing, are nobody in particular: they have
         no hash, or all of them would be one person's. They count in N all the same.
-
-        Earlier versions hashed a name as it stood in its file, and the folders of their runs hold
-        those hashes. So they are returned, too, where that spelling differs.
         """
-        return Private(self._hashes(formerly=True))
+        return Private(self._hashes())
 
-    def _hashes(self, *, formerly: bool = False) -> NDArray[np.uint64]:
-        """Return a hash of each different name, sorted; on request of former spellings as well."""
-        found = [np.empty(0, dtype=np.uint64)]
-        for given in self._names():
-            names = [known_as(value) for value in given]
-            if formerly:
-                names += [text for value in given for text in formerly_written(value)]
-            found.append(hash_of(names))
-        return np.unique(np.concatenate(found))
+    def _hashes(self) -> NDArray[np.uint64]:
+        """Return a hash of each different name, sorted."""
+        hashes = [hash_of([known_as(value) for value in given]) for given in self._names()]
+        return np.unique(np.concatenate([np.empty(0, dtype=np.uint64), *hashes]))
 
     def hashed(self, by: Callable[[Iterable[str]], set[bytes]]) -> Private[set[bytes]]:
         """Return the keyed hash of each user's name (without a user column: of its prompt).
@@ -223,9 +210,7 @@ class Users:
         """
         found: set[bytes] = set()
         for given in self._names():
-            # Books may hold a name as earlier versions wrote it, and of a conversation the keys in
-            # the order of its file's first row.
-            found |= by({name for value in given for name in _spellings(value)})
+            found |= by({known_as(value) for value in given})
         return Private(found)
 
     def _names(self) -> Iterator[list[Any]]:
@@ -425,12 +410,6 @@ class Users:
         """Return the rows of prompts, given by their users and by their number in the user."""
         places: list[int] = self._order[self._starts[owners] + slots].tolist()
         return places
-
-
-def _spellings(value: Any) -> tuple[str, ...]:
-    """Return the texts under which a budget book may hold a user."""
-    alone = as_alone(value)
-    return known_as(value), written(value), composed(value), composed(alone)
 
 
 def _too_large(rows: Any) -> NDArray[np.bool_]:

@@ -28,11 +28,10 @@ from dprlhf.recipe.loading import (
 from dprlhf.recipe.no_effect import without_effect
 from dprlhf.recipe.policy import Adapter, Policy, Source
 from dprlhf.recipe.privacy import Privacy
-from dprlhf.recipe.private_update import Oracle, PrivateUpdate, TrustRegion
+from dprlhf.recipe.private_update import Oracle, PrivateUpdate
 from dprlhf.recipe.rl import Recipe
 from dprlhf.recipe.sections import (
     KL,
-    Average,
     Optimizer,
     Reward,
     Rollout,
@@ -68,7 +67,6 @@ __all__ = [
     "Adapter",
     "Agent",
     "AnyRecipe",
-    "Average",
     "DPORecipe",
     "Data",
     "Documents",
@@ -93,7 +91,6 @@ __all__ = [
     "StageRecipe",
     "Subspace",
     "Tracking",
-    "TrustRegion",
     "Update",
     "UpdatePlugin",
     "dump_recipe",

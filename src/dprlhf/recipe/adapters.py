@@ -38,10 +38,8 @@ ADAPTERS: dict[AdapterType, AdapterKind] = {
     "full": AdapterKind("All weights (full fine-tuning)", experimental=True),
 }
 
-FORMER_NAMES = {"lora-b": "ffa-lora"}
-"""Names that recipes of earlier versions use, with today's name."""
-
 REMOVED_TYPES = {
+    "lora-b": "take type: ffa-lora, its name in the literature",
     "lora-xs": "take type: ffa-lora, which trains few parameters, too",
     "vera": "take type: peft with peft: {peft_type: VERA, r: …}",
     "ia3": "take type: peft with peft: {peft_type: IA3}",

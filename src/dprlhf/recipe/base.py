@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,12 +62,6 @@ def experimental(settings: Settings, prefix: str = "") -> Iterator[str]:
                     yield f"{prefix}{name}"
         if isinstance(value, Settings):
             yield from experimental(value, f"{prefix}{name}.")
-
-
-@functools.cache
-def note_new_name(key: str, old: str, new: str) -> None:
-    """Print, once in a process, that a value has a new name. The old one keeps working."""
-    print(f"dprlhf: {key}: {old} is now called {new}", file=sys.stderr)
 
 
 def _is_a_number(annotation: Any) -> bool:

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from dprlhf.errors import REMOVED, DprlhfError, nearest, one_line
-from dprlhf.recipe.private_update import CLIP_NORM_KINDS, PrivateUpdate
+from dprlhf.recipe.private_update import PrivateUpdate
 from dprlhf.recipe.rl import Recipe
 from dprlhf.recipe.updates import UPDATE_SETTINGS
 
@@ -186,7 +186,6 @@ def _explain(error: ValidationError, kind: type[BaseModel] = Recipe) -> str:
     # A misspelt required key is missing and unknown at once; the second says more.
     first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     location = [str(part) for part in first["loc"]]
-    location = [part for part in location if part not in CLIP_NORM_KINDS]
     key = ".".join(location) or "recipe"
     if first["type"] == "extra_forbidden":
         if instead := REMOVED.get(key):

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import field_validator, model_validator
 
-from dprlhf.recipe.adapters import ADAPTERS, FORMER_NAMES, REMOVED_TYPES, AdapterType
-from dprlhf.recipe.base import Experimental, PositiveFloat, PositiveInt, Settings, note_new_name
+from dprlhf.recipe.adapters import ADAPTERS, REMOVED_TYPES, AdapterType
+from dprlhf.recipe.base import Experimental, PositiveFloat, PositiveInt, Settings
 
 TOKENIZER_ARGUMENTS = frozenset(
     {
@@ -48,9 +48,9 @@ class Adapter(Settings):
     this section matters most for utility. :mod:`dprlhf.policies.adapters` has each type's paper.
 
     Attributes:
-        type: ``lora`` trains both factors A and B of LoRA; ``ffa-lora`` (formerly ``lora-b``)
-            freezes A and trains B alone. Experimental: ``peft`` trains the PEFT adapter in the key
-            ``peft``; ``full`` trains all weights, without an adapter, for small models.
+        type: ``lora`` trains both factors A and B of LoRA; ``ffa-lora`` freezes A and trains B
+            alone. Experimental: ``peft`` trains the PEFT adapter in the key ``peft``; ``full``
+            trains all weights, without an adapter, for small models.
         peft: For ``peft``: the fields of a PEFT configuration, such as ``{peft_type: VERA, r: 64,
             target_modules: [q_proj]}``. Dropout is off. Types with virtual tokens, or whose
             initialisation reads users' data, are refused.
@@ -92,9 +92,6 @@ class Adapter(Settings):
     def _todays_name(cls, name: Any) -> Any:
         if isinstance(name, str) and name in REMOVED_TYPES:
             raise ValueError(f"{name} is no type of its own any more: {REMOVED_TYPES[name]}")
-        if isinstance(name, str) and name in FORMER_NAMES:
-            note_new_name("policy.adapter.type", name, FORMER_NAMES[name])
-            return FORMER_NAMES[name]
         return name
 
     @model_validator(mode="after")

@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 
-from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic import Field, field_validator
 
 from dprlhf.recipe.base import PositiveFloat, PositiveInt, Settings
 from dprlhf.recipe.evaluation import Evaluation
@@ -56,50 +55,18 @@ class Sections(Protocol):
         ...
 
 
-class TrustRegion(Settings):
-    """A clip norm that keeps an SGD step in a region (see :mod:`dprlhf.updates.trust_region`).
-
-    Attributes:
-        trust_region: ``l2`` or ``l2-markov`` bounds the parameters' change; ``kl`` bounds the KL
-            divergence of responses and needs public prompts.
-        alpha: Size α of the region: ‖Δ‖²/2, or the KL divergence in nats.
-        beta: Probability β of a step that leaves the region.
-    """
-
-    trust_region: Literal["l2", "l2-markov", "kl"]
-    alpha: PositiveFloat
-    beta: Annotated[float, Field(gt=0, lt=1)] = 0.1
-
-
-def _clip_norm_kind(value: Any) -> str:
-    return _REGION if isinstance(value, Mapping | TrustRegion) else _NUMBER
-
-
-CLIP_NORM_KINDS = _NUMBER, _REGION = "number", "region"
-"""How pydantic names the two kinds in an error's location."""
-
-
-ClipNorm = Annotated[
-    Annotated[float, Field(gt=0), Tag(_NUMBER)] | Annotated[TrustRegion, Tag(_REGION)],
-    Discriminator(_clip_norm_kind),
-]
-
-
 class PrivateUpdate(Settings):
     """Settings and facts that every private update has; base class of all updates, plug-ins too.
 
     Attributes:
         name: Name of the update in a recipe.
-        clip_norm: Clip norm S, the L2 bound on one user's vector; or a trust region that
-            determines S once, before the first round. ``.inf`` only in a non-private baseline.
+        clip_norm: Clip norm S, the L2 bound on one user's vector; ``.inf`` only in a non-private
+            baseline.
         batch_size: Responses in one micro-batch of the backward pass. Larger is faster until memory
             runs out; it does not change the result beyond rounding.
         subspace: Directions from public gradients, along which users' vectors are released; null
             releases all coordinates.
     """
-
-    allows_trust_region: ClassVar[bool] = False
-    """Whether the round is one step along one clipped sum, which a trust region can bound."""
 
     token_rewards: ClassVar[bool] = False
     """Whether the update takes one reward for each token, as ``kl.level: token`` gives."""
@@ -111,14 +78,9 @@ class PrivateUpdate(Settings):
     """Whether the update gives weight 0 to single responses (``rollout.mask_truncated``)."""
 
     name: str
-    clip_norm: ClipNorm = 1.0
+    clip_norm: Annotated[float, Field(gt=0)] = 1.0
     batch_size: PositiveInt = 64
     subspace: Subspace | None = None
-
-    @property
-    def radius(self) -> float:
-        """Clip norm S; 1 as long as a trust region has not determined it."""
-        return 1.0 if isinstance(self.clip_norm, TrustRegion) else self.clip_norm
 
     @property
     def releases(self) -> int:

@@ -134,7 +134,7 @@ class Recipe(Settings):
     def _consistent(self) -> Recipe:
         check_promise(
             self.privacy,
-            clip_norm=self.update.radius,
+            clip_norm=self.update.clip_norm,
             data=self.data,
             public=self.evaluation.data if self.evaluation else None,
             fitted=any(source.trained_on_private_users for source in self.sources),

@@ -218,25 +218,6 @@ class KL(Settings):
     level: Literal["sequence", "token"] = "sequence"
 
 
-class Average(Settings):
-    """An average of the parameters over rounds; give exactly one of the keys.
-
-    Attributes:
-        tail: Share of the rounds, counted from the last, whose parameters are averaged equally.
-        decay: Decay β of an exponential average over all rounds, with bias correction: parameters
-            of n rounds ago have β^n times the weight of the last.
-    """
-
-    tail: Annotated[float, Field(gt=0, le=1)] | None = None
-    decay: Beta | None = None
-
-    @model_validator(mode="after")
-    def _one(self) -> Average:
-        if (self.tail is None) == (self.decay is None):
-            raise ValueError("give exactly one of tail and decay")
-        return self
-
-
 class Optimizer(Settings):
     """The server-side optimizer, which steps along the released gradient (post-processing).
 
@@ -253,8 +234,6 @@ class Optimizer(Settings):
             the noise's variance.
         schedule: Decay of the learning rate over the rounds: none, or linear or cosine to nearly 0.
         warmup: Share of the rounds in which the learning rate first rises linearly.
-        average: Evaluate and save an average of the parameters over rounds; training goes on with
-            the last parameters. Null uses the last ones for both.
     """
 
     name: Literal["sgd", "normalized-sgd", "adam", "adam-corrected"] = "adam"
@@ -265,7 +244,6 @@ class Optimizer(Settings):
     noise_floor: PositiveFloat = 0.1
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    average: Average | None = None
 
 
 class Tracking(Settings):
@@ -274,13 +252,10 @@ class Tracking(Settings):
     Attributes:
         report_to: Trackers to report to; each is a package to install separately.
         project: Project under which the trackers file the run.
-        live: Send each round's metrics when the round ends instead of at the end of the run. The
-            service then sees how long each round took, which hints at its number of users.
     """
 
     report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
     project: str = "dprlhf"
-    live: bool = False
 
     @field_validator("report_to", mode="before")
     @classmethod

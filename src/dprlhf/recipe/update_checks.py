@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NoReturn
 
-from dprlhf.recipe.private_update import PrivateUpdate, Sections, TrustRegion
+from dprlhf.recipe.private_update import PrivateUpdate, Sections
 from dprlhf.recipe.subspace import Subspace
 from dprlhf.recipe.updates import UPDATE_SETTINGS
 
@@ -23,8 +23,6 @@ def check_update(update: PrivateUpdate, recipe: Sections) -> None:
     Raises:
         ValueError: Names the setting and what would work.
     """
-    if isinstance(update.clip_norm, TrustRegion):
-        _check_trust_region(update, update.clip_norm, recipe)
     if update.least_squares is not None:
         _check_least_squares(update, recipe)
     if update.subspace is not None:
@@ -78,35 +76,11 @@ def _refuse_truncation(update: PrivateUpdate, key: str) -> NoReturn:
     )
 
 
-def _check_trust_region(update: PrivateUpdate, region: TrustRegion, recipe: Sections) -> None:
-    if not update.allows_trust_region:
-        raise ValueError(
-            "update.clip_norm: a trust region is for the one step of"
-            f" {_names(lambda kind: kind.allows_trust_region)}, not for {update.name}: give a"
-            " number"
-        )
-    if recipe.optimizer.name != "sgd" or recipe.optimizer.momentum:
-        raise ValueError(
-            "update.clip_norm: a trust region bounds a plain SGD step: write optimizer: {name:"
-            " sgd, learning_rate: …} without momentum, or give a number"
-        )
-    if region.trust_region == "kl" and recipe.evaluation is None:
-        raise ValueError(
-            "update.clip_norm: trust_region kl needs public prompts (evaluation.data); l2 and"
-            " l2-markov do not"
-        )
-
-
 def _check_subspace(update: PrivateUpdate, subspace: Subspace, recipe: Sections) -> None:
     if subspace.source == "public" and subspace.data is None and recipe.evaluation is None:
         raise ValueError(
             "update.subspace needs public prompts: give update.subspace.data, or evaluation"
             " with more rows than evaluation.prompts; or write source: model"
-        )
-    if isinstance(update.clip_norm, TrustRegion):
-        raise ValueError(
-            "update.clip_norm: a trust region bounds gradients, and update.subspace scales"
-            " their coordinates: give a number"
         )
     if update.least_squares is not None:
         raise ValueError(
@@ -126,7 +100,7 @@ def _check_subspace(update: PrivateUpdate, subspace: Subspace, recipe: Sections)
 
 
 def _check_least_squares(update: PrivateUpdate, recipe: Sections) -> None:
-    if update.radius == float("inf"):
+    if update.clip_norm == float("inf"):
         raise ValueError(
             "update.clip_norm bounds the features of the regression: give a finite one, also"
             " with privacy.epsilon .inf"

@@ -49,7 +49,6 @@ Baseline = Literal["paired", "loo", "group"]
 class _Advantage(_Score):
     """Policy gradients along one clipped sum, which take rewards by turn."""
 
-    allows_trust_region: ClassVar[bool] = True
     turn_rewards: ClassVar[bool] = True
 
 

@@ -17,13 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dprlhf.errors import DprlhfError
-from dprlhf.policies.averaging import load_average
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.runs.folder import RunFolder, replaced_folder
 from dprlhf.runs.lineage import Carried, metadata
 
-AVERAGE = "average"
-"""Name of the checkpoint's part that is the policy's average over rounds."""
 _SAMPLED = 64
 
 
@@ -105,7 +102,7 @@ def load_checkpoint(
 
 
 def load_tuned(checkpoint: Path, policy: CausalLMPolicy) -> None:
-    """Load the policy that the run would leave now: the average over rounds where it keeps one.
+    """Load the policy that the run would leave now.
 
     Args:
         checkpoint: The checkpoint's folder, from :func:`last_checkpoint`.
@@ -117,9 +114,6 @@ def load_tuned(checkpoint: Path, policy: CausalLMPolicy) -> None:
     policy.load_state(load_file(checkpoint / "policy.safetensors"))
     state = json.loads((checkpoint / "state.json").read_text("utf-8"))
     check_frozen(policy.model, state, tolerance=1e-2)  # it may be loaded in another number format
-    average = checkpoint / f"{AVERAGE}.safetensors"
-    if average.exists():
-        load_average(policy.parameters, load_file(average))
 
 
 def frozen_sums(model: torch.nn.Module) -> dict[str, float]:
@@ -148,7 +142,7 @@ def check_frozen(model: torch.nn.Module, state: Mapping[str, Any], *, tolerance:
 
     Args:
         model: The model with the checkpoint's adapter loaded, its frozen parts included.
-        state: Content of ``state.json``. Earlier versions wrote no sums, so nothing is checked.
+        state: Content of ``state.json``.
         tolerance: Largest difference of two sums, absolute and relative to them.
 
     Raises:

@@ -13,12 +13,6 @@ from typing import Any
 from dprlhf.privacy.gaussian import downwards, upwards
 from dprlhf.recipe import ADAPTERS, Adapter, AnyRecipe
 
-KNOWN_NUMBER = (
-    "the number of users is published, which tells whether one was added or removed: the same"
-    " (epsilon, delta) holds where one user's data is replaced by nothing"
-)
-"""The line beside the guarantee of a run of an earlier version that was stated for add-remove."""
-
 ABOUT_SECRET_FOLDER = (
     "not published; dprlhf never deletes it, so the operator decides how long it is kept: it is"
     " needed to continue the run, to audit it, and to check that later runs have other users. It"
@@ -64,7 +58,7 @@ Data set of the users: {card.get("dataset", recipe.data.path)}.
 
 Earlier runs: {card.get("earlier_runs", "see above")}.
 
-Software: dprlhf {card.get("version", "of an earlier version")}. Day on which the run began:
+Software: dprlhf {card["version"]}. Day on which the run began:
 {card.get("date", "not on record")}.
 
 The folder `secret/` of the run: {ABOUT_SECRET_FOLDER}.
@@ -125,8 +119,6 @@ def guarantee_sentence(card: dict[str, Any]) -> str:
         f" {card['partition']}, {card['rounds']} rounds, noise multiplier"
         f" {card['noise_multiplier']:.4g}."
     )
-    if card.get("adjacency") == "add-remove":
-        alone += f" Note: {KNOWN_NUMBER}."
     if "total" not in card:
         return alone
     whole = card["total"]
@@ -171,7 +163,7 @@ def right_guesses(epsilon: float, delta: float) -> str:
 
 
 def audits_on(card: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return all audits that a card states, in their order; on that of an earlier version one.
+    """Return all audits that a card states, in their order.
 
     Args:
         card: Content of ``privacy.json``.
@@ -194,7 +186,7 @@ def _audited(card: dict[str, Any]) -> str:
         f" epsilon >= {downwards(float(audit['bound']), 4)}{terms} at confidence"
         f" {audit['confidence']:.0%}"
     )
-    power = audit.get("power")  # an audit of an earlier version did not state it
+    power = audit.get("power")
     if power:
         shown += (
             f"; it would have seen noise {power['noise']:.2%} too small with probability"

@@ -27,7 +27,6 @@ from dprlhf.privacy.ledger import Ledger, read_opened
 from dprlhf.privacy.plan import Plan
 from dprlhf.privacy.randomness import commitment
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, dump_recipe
-from dprlhf.recipe.adapters import FORMER_NAMES
 from dprlhf.runs.earlier import Earlier, records_of
 from dprlhf.runs.folder import RunFolder, write_atomically
 
@@ -69,8 +68,6 @@ def open_ledger(
     digest_file = folder.secret / "data-digest"
     digest = open_private(users.digest())
     held = digest_file.read_text("utf-8") if digest_file.exists() else None
-    if held not in (None, digest):  # a run of an earlier version
-        digest = open_private(users.digest(prompts_alone=True))
     if (held is None) == folder.ledger.exists():
         lost = digest_file if held is None else folder.ledger
         raise DprlhfError(
@@ -160,34 +157,8 @@ def check_same_users(users: Users, gathered: Callable[[str], Sequence[str]]) -> 
 def recipe_digest(recipe: AnyRecipe) -> str:
     """Return a digest of the settings that must stay the same when a run is continued.
 
-    Newer keys that are not set are left out, and values keep their oldest name, so that runs of
-    earlier versions keep their digest. What the evaluation measures and declares
-    may change later.
+    What the evaluation measures and declares may change later.
     """
-    names = "revision attn_implementation damping average times_column subspace agent quantization"
-    unset: dict[str, Any] = dict.fromkeys(names.split())
-    unset |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-    unset |= {
-        "mean_first": False,
-        "keep_perplexity": False,
-        "min_new_tokens": 0,
-        "stop": [],
-        "mask_truncated": False,
-        "cuda_graphs": False,
-        "by_turn": False,
-        "gradient_checkpointing": False,
-        "use_dora": False,
-        "peft": None,
-        "chat_template_kwargs": {},
-    }
-    former = {today: old for old, today in FORMER_NAMES.items()}
-
-    def without_unset(values: Any) -> Any:
-        if isinstance(values, dict):
-            kept = {k: v for k, v in values.items() if k not in unset or v != unset[k]}
-            return {k: without_unset(v) for k, v in kept.items()}
-        return [without_unset(v) for v in values] if isinstance(values, list) else values
-
     free: Any = {
         "output_dir": True,
         "tracking": True,
@@ -195,9 +166,7 @@ def recipe_digest(recipe: AnyRecipe) -> str:
         "update": {"subspace": {"declared_public"}},
         "privacy": {"book", "dataset"},
     }
-    fixed = without_unset(recipe.model_dump(mode="json", exclude=free))
-    adapter = fixed[recipe.trained_key]["adapter"]
-    adapter["type"] = former.get(adapter["type"], adapter["type"])
+    fixed = recipe.model_dump(mode="json", exclude=free)
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
 
 

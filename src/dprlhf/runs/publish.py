@@ -48,7 +48,7 @@ def push(
     from huggingface_hub import HfApi
 
     folder = _finished(run)
-    if not (folder.policy / FILE).is_file():  # a run of an earlier version
+    if not (folder.policy / FILE).is_file():  # nobody shall get the weights without it
         attach(folder.policy, carried_with(read_card(folder), records_of(folder.path)))
     try:
         api = HfApi(token=token)

@@ -42,7 +42,7 @@ def check_installed(names: Sequence[str]) -> None:
 def tracked(
     spec: Tracking, folder: RunFolder, config: Mapping[str, Any]
 ) -> Iterator[list[Callable[[dict[str, Any]], None]]]:
-    """Yield a callback for each live tracker; the others get all rounds when the block ends.
+    """Yield a callback for TensorBoard; the others get all rounds when the block ends.
 
     A tracker that fails is reported once and then ignored: it never stops a run.
 
@@ -51,7 +51,7 @@ def tracked(
         folder: The run's folder; its name is the trackers' run name.
         config: Public settings, logged as the run's hyperparameters.
     """
-    live = [n for n in spec.report_to if n == "tensorboard" or spec.live]
+    live = [n for n in spec.report_to if n == "tensorboard"]
     trackers = [_Tracker(name, spec.project, folder, config) for name in live]
     try:
         yield [tracker.log for tracker in trackers]

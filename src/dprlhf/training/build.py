@@ -26,7 +26,6 @@ from dprlhf.data.users import Users
 from dprlhf.errors import EXITS, DprlhfError, InterruptedRunError
 from dprlhf.hardware import default_torch_state
 from dprlhf.hub import hush_libraries
-from dprlhf.policies.averaging import ParameterAverage
 from dprlhf.policies.optimizers import make_optimizer
 from dprlhf.privacy.file_times import stamp_run
 from dprlhf.privacy.gate import Gate
@@ -280,7 +279,6 @@ def _assembled(
     """Return the run of what was loaded and opened, with its optimizer and secret allocation."""
     plan, policy, settings = prepared.plan, prepared.policy, stage.recipe.optimizer
     noise = plan.noise_std / plan.expected_batch_size  # of a coordinate of the released mean
-    average = settings.average
     return Run(
         **vars(prepared) | {"recipe": stage.recipe},
         stage=stage,
@@ -289,7 +287,6 @@ def _assembled(
         key=key,
         allocation=allocate(plan, key),
         optimizer=make_optimizer(settings, policy.parameters.values(), noise),
-        average=ParameterAverage(average, policy.parameters, plan.rounds) if average else None,
         gate=gate,
         progress=Progress(stage.rows_a_user, disable=quiet or not prepared.processes.main),
         callbacks=callbacks,

@@ -112,7 +112,7 @@ class Facts:
         signal = self.probe.signals[candidate.responses]
         rate = learning_rate_at(self.recipe, candidate.rounds)
         optimizer = self.recipe.optimizer.model_copy(update={"learning_rate": rate})
-        moved = travel(plan, signal, optimizer, self.recipe.update.radius)
+        moved = travel(plan, signal, optimizer, self.recipe.update.clip_norm)
         rise = float(self.model.rise(moved)[-1]) if self.model is not None else None
         seconds = self.seconds_of(candidate, plan)
         return Choice(candidate, plan, signal, moved.cosines, rate, seconds, rise)

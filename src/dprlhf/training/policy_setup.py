@@ -15,9 +15,8 @@ from dprlhf.policies.causal_lm import CausalLMPolicy, prompt_room
 from dprlhf.policies.loading import load_policy
 from dprlhf.policies.stopping import StopStrings
 from dprlhf.policies.warpers import Sampling
-from dprlhf.privacy.correlated_noise import noise_gain
 from dprlhf.privacy.plan import Plan
-from dprlhf.recipe import Data, Recipe, TrustRegion
+from dprlhf.recipe import Data, Recipe
 from dprlhf.rollout import Responses, resolve_batch_size, sample, without_fillers
 
 
@@ -148,37 +147,3 @@ def _responses(policy: CausalLMPolicy, recipe: Recipe, prompts: Prompts) -> Resp
         context=("alignment", recipe.seed),
         max_prompt_tokens=recipe.data.max_prompt_tokens,
     )
-
-
-def with_clip_norm(
-    recipe: Recipe, plan: Plan, policy: CausalLMPolicy, public: Users | None, *, quiet: bool
-) -> Recipe:
-    """Set the clip norm from the trust region; the noise multiplier does not depend on it."""
-    region = recipe.update.clip_norm
-    if not isinstance(region, TrustRegion):
-        return recipe
-    from dprlhf.updates.trust_region import clip_norm, fisher_trace_and_top, round_sizes
-
-    fisher = None
-    if region.trust_region == "kl":
-        assert public is not None
-        responses = leftover_responses(policy, recipe, public)
-        fisher = fisher_trace_and_top(policy, responses, recipe.update.batch_size)
-    most_noise = max(noise_gain(plan.rounds, plan.bands, t + 1) for t in range(plan.rounds))
-    norm = clip_norm(
-        region,
-        learning_rate=recipe.optimizer.learning_rate,
-        noise_multiplier=plan.noise_multiplier * most_noise,
-        expected_batch_size=plan.expected_batch_size,
-        dimension=policy.dimension,
-        fisher=fisher,
-        sizes=round_sizes(plan, region.beta),
-    )
-    if not quiet:
-        of_fisher = f", tr F = {fisher[0]:.4g}, top eigenvalue {fisher[1]:.4g}" if fisher else ""
-        print(
-            f"clip norm {norm:.4g} from trust region {region.trust_region}, alpha {region.alpha:g},"
-            f" beta {region.beta:g}: d = {policy.dimension:,}{of_fisher}"
-        )
-    update = recipe.update.model_copy(update={"clip_norm": norm})
-    return recipe.model_copy(update={"update": update})

@@ -61,7 +61,7 @@ def plan_of(
         delta=privacy.delta,
         epsilon=privacy.epsilon,
         noise_multiplier=privacy.noise_multiplier,
-        clip_norm=recipe.update.radius,
+        clip_norm=recipe.update.clip_norm,
         partition=privacy.partition,
         adjacency=cast(Adjacency | None, stated) or privacy.adjacency,
         participations=privacy.participations,

@@ -48,7 +48,6 @@ from dprlhf.training.policy_setup import (
     load_policy_of,
     start_adapter,
     with_batch_size,
-    with_clip_norm,
     with_prompt_width,
     with_sampling,
 )
@@ -243,9 +242,6 @@ class Reinforcement:
         self.keeps = _keeps(recipe, plan, policy, processes.count)
         self.public = evaluated(recipe, public)
         start_adapter(policy, recipe, public, prepared.guides)
-        self.recipe = processes.from_main(
-            with_clip_norm(recipe, plan, policy, public, quiet=prepared.quiet or not processes.main)
-        )
 
     def _know_models(self, rewards: Mapping[str, LoadedReward]) -> None:
         """Keep reward models in mind, whose earlier private runs must be accounted for."""

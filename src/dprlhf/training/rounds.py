@@ -30,7 +30,7 @@ def remaining_rounds(run: Run) -> Iterator[int]:
 
     A round that was charged but not saved is skipped, never repeated: its users are spent.
     """
-    saved = load_checkpoint(run.folder, run.policy, run.optimizer, run.kept)
+    saved = load_checkpoint(run.folder, run.policy, run.optimizer, run.stage.stateful)
 
     def confirmed() -> int:
         assert run.gate is not None
@@ -100,7 +100,7 @@ def save(run: Run, t: int) -> None:
     """Write the checkpoint of round t, then commit the round in the ledger."""
     if run.gate is not None:
         carried = {"runs": [asdict(record) for record in records_of_run(run)]}
-        save_checkpoint(run.folder, t, run.policy, run.optimizer, run.kept, carried)
+        save_checkpoint(run.folder, t, run.policy, run.optimizer, run.stage.stateful, carried)
         run.gate.ledger.commit(t)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any, Protocol
@@ -16,14 +16,13 @@ from dprlhf import budget
 from dprlhf.boundary import BoundedSum, Private, Released
 from dprlhf.data.public import Guides
 from dprlhf.data.users import Prompts, Users
-from dprlhf.policies.averaging import ParameterAverage
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.gaussian import upwards
 from dprlhf.privacy.partition import Allocation
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import AnyRecipe
-from dprlhf.runs.checkpoint import AVERAGE, Stateful
+from dprlhf.runs.checkpoint import Stateful
 from dprlhf.runs.earlier import Earlier
 from dprlhf.runs.folder import RunFolder
 from dprlhf.training.made_up_rounds import Shapes
@@ -100,7 +99,6 @@ class Run(PreparedRun):
         key: The secret key that allocation and noise are derived from.
         allocation: The assignment of users to rounds.
         optimizer: The server-side optimizer of the policy's parameters.
-        average: The average of the policy's parameters over rounds; None without one.
         gate: The only exit for values computed from users. Only the main process has it, so that
             the ledger has one writer.
         progress: The progress bars.
@@ -115,22 +113,11 @@ class Run(PreparedRun):
     key: bytes
     allocation: Private[Allocation]
     optimizer: torch.optim.Optimizer
-    average: ParameterAverage | None
     gate: Gate | None
     progress: Progress
     callbacks: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
     put_back_torch_state: Callable[[], None] = lambda: None
     told_operator: bool = False
-
-    @property
-    def kept(self) -> dict[str, Stateful]:
-        """Further parts of the run that a checkpoint keeps, by the name of the file."""
-        average = {} if self.average is None else {AVERAGE: self.average}
-        return {**self.stage.stateful, **average}
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """Return a context in which the policy is the average over rounds, if the run has one."""
-        return self.average.applied() if self.average is not None else nullcontext()
 
 
 @dataclass(frozen=True, repr=False)

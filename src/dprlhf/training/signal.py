@@ -95,7 +95,7 @@ def _signal(policy: CausalLMPolicy, recipe: Recipe, responses: Responses, scores
         optimizer=optimizer,
         t=1,
     )
-    subspace, clip = recipe.update.subspace, recipe.update.radius
+    subspace, clip = recipe.update.subspace, recipe.update.clip_norm
     if subspace is None:
         return signal_of(vectors, clip)
     half, avoid = len(vectors) // 2, None

@@ -72,7 +72,7 @@ def seconds_a_response(
     clipped_sum(
         policy,
         Private(Weighted(responses, ones, np.zeros((responses.users, 0)), 0.0)),
-        clip_norm=update.radius,
+        clip_norm=update.clip_norm,
         batch_size=update.batch_size,
         reduce=lambda total: total,
     )

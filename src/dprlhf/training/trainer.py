@@ -68,8 +68,6 @@ def run_rounds(run: Run) -> None:
                     run, Batch(t, users, release, bar, interrupt.checked(bar.tick))
                 )
                 check_finite(run, t)
-            if run.average is not None:
-                run.average.update(t)
             save(run, t)
             _report(run, t, outcome)
             bar.stop()
@@ -83,7 +81,7 @@ def _report(run: Run, t: int, outcome: Outcome) -> None:
     metrics = released_metrics(run, t, outcome.released) | outcome.metrics
     every = run.recipe.evaluation.every if run.recipe.evaluation else None
     if every and t % every == 0 and t < run.plan.rounds and run.processes.main:
-        with run.averaged(), run.progress.unlogged():
+        with run.progress.unlogged():
             metrics |= run.stage.public_metrics(run, t)
     # All processes tell their callbacks the same, so that one that stops the run stops them all.
     log_metrics(run, run.processes.from_main(metrics))
@@ -126,8 +124,6 @@ def complete(run: Run) -> Any:
         run_rounds(run)
     finally:
         run.progress.close()
-    if run.average is not None:
-        run.average.apply()
     before = before if during else of_base()
     after = stage.evaluate(run, "evaluation after")
     if main:

@@ -288,10 +288,9 @@ def _train(recipe: Recipe, sources: Sources, stop: Callable[[int, float], bool])
         with run.policy.base():
             before = _evaluate(run)
         run_rounds(run)
-        with run.averaged():
-            after = _evaluate(run)
-            logs = token_logs(run.policy, after.responses, recipe.update.batch_size)
-            moved = measure(run.policy, after.responses, logs)["kl"].mean
+        after = _evaluate(run)
+        logs = token_logs(run.policy, after.responses, recipe.update.batch_size)
+        moved = measure(run.policy, after.responses, logs)["kl"].mean
         return _Trained(before, after, curve, moved, run.policy.dimension)
 
 
@@ -319,7 +318,7 @@ def _sources(private: Plan, public: PublicRows, count: int, reward: Any, seed: i
         public.stand_ins.select(_repeated(len(public.stand_ins), count, seed)),
         reward,
         public.scoring,
-        stand_in_plan=lambda recipe: stand_in_plan(private, count, recipe.update.radius),
+        stand_in_plan=lambda recipe: stand_in_plan(private, count, recipe.update.clip_norm),
     )
 
 

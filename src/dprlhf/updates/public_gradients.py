@@ -64,7 +64,7 @@ def public_gradients(
         policy=policy,
         responses=Private(responses),
         scores=Private(scores),
-        plan=Terms(update.radius, 0.0, 1.0, responses.users),
+        plan=Terms(update.clip_norm, 0.0, 1.0, responses.users),
         telemetry=TelemetryCoordinates(0.0, reward_range),
         optimizer=optimizer,
         reduce=lambda total: total,

@@ -269,12 +269,6 @@ class ControlRecipe(Settings):
             raise ValueError("update.log_barrier is for policy.type tabular")
         return self
 
-    @model_validator(mode="after")
-    def _last_parameters(self) -> ControlRecipe:
-        if self.optimizer.average is not None:
-            raise ValueError("optimizer.average: a control task is left with its last parameters")
-        return self
-
     @property
     def leak(self) -> str | None:
         """Why no ε holds for this recipe; None where one does."""

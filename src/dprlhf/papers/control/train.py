@@ -166,8 +166,7 @@ def _directions(recipe: ControlRecipe, dimension: int, seed: int, round_: int) -
 
 
 def _digest(recipe: ControlRecipe) -> str:
-    newer: Any = {"optimizer": {"average"}}  # left out, so that older runs keep their digest
-    return hashlib.sha256(recipe.model_dump_json(exclude=newer).encode()).hexdigest()
+    return hashlib.sha256(recipe.model_dump_json().encode()).hexdigest()
 
 
 def _save(
